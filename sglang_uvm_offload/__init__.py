@@ -1,0 +1,28 @@
+"""Serve Mixture-of-Experts models that do not fit in VRAM: experts in CUDA unified memory, as an SGLang plugin.
+
+The modules, in the order in which they depend on each other:
+
+    config          the flags, and whether their values are well-formed
+    moe_config      how many routed experts a model's config describes, and in which layers
+    uvm             what a machine with unified memory can do (the Memory protocol)
+    layout          how experts lie in pages
+    policy          which experts should be resident (pure)
+    routing         counting what the router picked
+    report          what a person reads
+    host_ram        how much host memory this process may take
+    cuda_device     what the CUDA driver says about a GPU
+    cuda_build      compiling kernels/uvm_ops.cu, once
+    cuda_ops        its functions
+    uvm_cuda        Memory over the CUDA driver
+    uvm_host        Memory emulated, for machines without a GPU
+    routing_cuda    counting on the GPU
+    takeover        making PyTorch allocate a layer's experts in managed memory
+    expert_tensor   one tensor of experts, each resident or offloaded
+    expert_layer    all experts of one layer
+    manager         loading, counting, choosing residents, moving them
+    metrics         Prometheus
+    cli             the sglang-uvm-offload command
+    plugin          the edge to SGLang: the only package that imports it
+"""
+
+__version__ = "0.1.0"

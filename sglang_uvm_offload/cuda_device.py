@@ -1,0 +1,102 @@
+"""What the CUDA driver says about a GPU: its architecture, and every reason why it cannot serve unified memory.
+
+Asks through cuda-python, without creating a context, so that a launcher may ask before it forks.
+"""
+
+from __future__ import annotations
+
+import torch
+from cuda.bindings import driver
+
+_Attribute = driver.CUdevice_attribute
+
+
+class DriverRefusal(RuntimeError):
+    """A question to the CUDA driver failed. The message names the call and the driver's reason."""
+
+
+def device_arch(device: int) -> str:
+    """Such as "sm_90"."""
+    _start()
+    handle = _ask(driver.cuDeviceGet, device)
+    major = _ask(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)
+    minor = _ask(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle)
+    return f"sm_{major}{minor}"
+
+
+def device_problems(device: int) -> list[str]:
+    """Every reason why experts cannot live in unified memory of GPU ``device`` of this process; empty where they can."""
+    if torch.version.cuda is None:
+        return [f"this PyTorch ({torch.__version__}) is built without CUDA"]
+    try:
+        _start()
+        count = _ask(driver.cuDeviceGetCount)
+        if device >= count:
+            return [f"there is no CUDA device {device}: the driver shows {count}"]
+        return _driver_problems() + _memory_problems(device) + _confidential_problems()
+    except DriverRefusal as refusal:
+        return [str(refusal)]
+
+
+def _driver_problems() -> list[str]:
+    """A driver serves every CUDA runtime of its own major version and of those before it."""
+    version = _ask(driver.cuDriverGetVersion)
+    supported, needed = version // 1000, int(str(torch.version.cuda).split(".")[0])
+    if supported >= needed:
+        return []
+    return [
+        f"the NVIDIA driver is too old: it serves CUDA {supported}.{version % 1000 // 10}, and this PyTorch is built for "
+        f"CUDA {torch.version.cuda}"
+    ]
+
+
+def _memory_problems(device: int) -> list[str]:
+    handle = _ask(driver.cuDeviceGet, device)
+    if not _ask(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY, handle):
+        return [f"CUDA device {device} has no managed memory"]
+    if not _ask(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS, handle):
+        return [
+            f"CUDA device {device} cannot use managed memory while the CPU does (concurrentManagedAccess is 0): so it is "
+            "under WSL2, on Windows, and on some virtual GPUs"
+        ]
+    return []
+
+
+def _confidential_problems() -> list[str]:
+    """Under confidential computing the GPU may not read host memory in place. Known only where NVML says it."""
+    try:
+        from cuda.bindings import nvml
+    except ImportError:  # cuda-python before 13.1
+        return []
+    try:
+        nvml.init_v2()
+    except (RuntimeError, nvml.NvmlError):
+        return []
+    try:
+        state = nvml.system_get_conf_compute_state()
+    except (RuntimeError, nvml.NvmlError):  # a driver without the query has no confidential computing
+        return []
+    finally:
+        nvml.shutdown()
+    return ["confidential computing is on: managed memory is not migrated or read in place there"] if state.cc_feature else []
+
+
+def _start() -> None:
+    try:
+        (error,) = driver.cuInit(0)
+    except RuntimeError as missing:
+        raise DriverRefusal(f"there is no NVIDIA driver on this machine: {missing}") from missing
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise DriverRefusal(f"the CUDA driver does not start: cuInit: {_reason(error)}")
+
+
+def _ask(function, *arguments):
+    error, *answer = function(*arguments)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise DriverRefusal(f"{function.__name__} failed: {_reason(error)}")
+    return answer[0]
+
+
+def _reason(error: driver.CUresult) -> str:
+    found, text = driver.cuGetErrorString(error)
+    return f"{error.name}: {text.decode()}" if found == driver.CUresult.CUDA_SUCCESS else error.name

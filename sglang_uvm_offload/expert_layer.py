@@ -1,0 +1,108 @@
+"""The experts of one MoE layer on one rank: their tensors, and which of them are resident."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sglang_uvm_offload.expert_tensor import ExpertTensor
+from sglang_uvm_offload.layout import ExpertLayout
+from sglang_uvm_offload.report import gib
+from sglang_uvm_offload.takeover import expert_tensors, move_into_managed
+from sglang_uvm_offload.uvm import Memory, MemoryFault, Span
+
+HOST_MARGIN_BYTES = 1 << 30
+"""Host RAM that offloading leaves to everything else on the machine."""
+
+
+class ExpertLayer:
+    """``num_experts`` local experts, the last ``num_shared`` of them fused shared experts, which every token uses and which
+    are therefore always resident. Local expert 0 is the model's expert ``first_expert``."""
+
+    def __init__(
+        self, memory: Memory, layer_id: int, num_experts: int, num_shared: int, first_expert: int, resident: np.ndarray
+    ):
+        self.memory = memory
+        self.layer_id = layer_id
+        self.num_experts = num_experts
+        self.first_expert = first_expert
+        self.pinned = np.arange(num_experts) >= num_experts - num_shared
+        self.resident = resident | self.pinned
+        """``bool[num_experts]``: the experts whose every byte in managed memory is in VRAM, or on its way there."""
+        self.tensors: list[ExpertTensor] = []
+        self.plain_bytes = 0
+        """Bytes of expert tensors left in ordinary VRAM: too small to place, or with interleaved experts."""
+
+    def allocate(self, expert_bytes: int, device: torch.device, description: str) -> torch.Tensor | None:
+        """``takeover.Allocate`` for this layer: managed and placed, or None where an expert does not fill a page."""
+        if not ExpertLayout(self.num_experts, expert_bytes).placeable:
+            return None
+        name = f"{description} of MoE layer {self.layer_id}"
+        offloaded = int((~self.resident).sum()) * expert_bytes
+        room = self.memory.info().host_available - HOST_MARGIN_BYTES
+        if offloaded > room:
+            raise MemoryFault(
+                "allocate",
+                name,
+                Span(0, self.num_experts * expert_bytes),
+                f"its offloaded experts need {gib(offloaded)} of host RAM, and {gib(max(room, 0))} is left "
+                f"({gib(HOST_MARGIN_BYTES)} is kept for other uses)",
+            )
+        tensor = ExpertTensor(self.memory, name, self.num_experts, expert_bytes)
+        flat = tensor.bytes()
+        tensor.place(self.resident)
+        self.tensors.append(tensor)
+        return flat
+
+    def settle(self, module: torch.nn.Module) -> None:
+        """After a step that may have replaced tensors of ``module``: take over what it made, forget what it dropped."""
+        move_into_managed(module, self.num_experts, self._is_managed, self.allocate)
+        held: set[int] = set()
+        plain: dict[int, int] = {}
+        for _, tensor in expert_tensors(module, self.num_experts):
+            storage = tensor.untyped_storage()
+            if self._is_managed(tensor):
+                held.add(storage.data_ptr())
+            elif tensor.device.type != "meta":
+                plain[storage.data_ptr()] = storage.nbytes()
+        self.tensors = [tensor for tensor in self.tensors if tensor.address in held]
+        self.plain_bytes = sum(plain.values())
+
+    def demote(self, after: np.ndarray) -> int:
+        """Bring to host RAM what ``after`` (``bool[num_experts]``) does not keep. Returns the bytes asked to move."""
+        kept = self.resident & after
+        moved = sum(tensor.demote(self.resident, kept) for tensor in self.tensors)
+        self.resident = kept
+        return moved
+
+    def promote(self, after: np.ndarray) -> int:
+        """Bring to VRAM what ``after`` adds. Returns the bytes asked to move."""
+        grown = self.resident | after
+        moved = sum(tensor.promote(self.resident, grown) for tensor in self.tensors)
+        self.resident = grown
+        return moved
+
+    def reread_residency(self) -> None:
+        """After a fault, take from the machine which experts are in VRAM. Half-moved ones count as offloaded."""
+        whole = np.ones(self.num_experts, dtype=bool)
+        for tensor in self.tensors:
+            whole &= tensor.resident()
+        self.resident = whole
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert in managed memory."""
+        return sum(tensor.layout.expert_bytes for tensor in self.tensors)
+
+    @property
+    def resident_bytes(self) -> int:
+        """VRAM that managed experts take, whole pages."""
+        return sum(tensor.resident_bytes(self.resident) for tensor in self.tensors)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        return sum(tensor.layout.nbytes for tensor in self.tensors) - self.resident_bytes
+
+    def _is_managed(self, tensor: torch.Tensor) -> bool:
+        address = tensor.untyped_storage().data_ptr()
+        return any(address == mine.address for mine in self.tensors)

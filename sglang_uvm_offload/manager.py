@@ -1,0 +1,271 @@
+"""Where the two flows meet: holds every routed expert of a rank, counts its routing, and chooses who is resident."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from tqdm import tqdm
+
+from sglang_uvm_offload import policy
+from sglang_uvm_offload.config import FlagError, OffloadConfig, ResidentIds
+from sglang_uvm_offload.expert_layer import ExpertLayer
+from sglang_uvm_offload.report import gib
+from sglang_uvm_offload.routing import ROUTED, TOUCHES, Phase, RoutingCounters, RoutingCounts
+from sglang_uvm_offload.uvm import Memory, MemoryFault
+
+logger = logging.getLogger(__name__)
+
+MakeCounters = Callable[[int, int], RoutingCounters]
+"""(layers, experts a layer) -> counters on the device that computes."""
+Agree = Callable[[np.ndarray], np.ndarray]
+"""The same array on every rank that holds a shard of the same experts: the first of these ranks' array."""
+
+
+@dataclass(eq=False)
+class ModelExperts:
+    """The MoE layers of one loaded model on this rank. A draft model's experts are all resident and only counted."""
+
+    draft: bool
+    layers: list[ExpertLayer] = field(default_factory=list)
+    counters: RoutingCounters | None = None
+
+
+@dataclass
+class Totals:
+    """What happened since the start, over the target model's layers. Arrays are ``[layers]``."""
+
+    routed: np.ndarray
+    routed_resident: np.ndarray
+    read_through_bytes: np.ndarray
+    moves: int = 0
+    moved_bytes: int = 0
+    moving_seconds: float = 0.0
+
+
+class OffloadManager:
+    """One rank's experts. All methods run on the thread that launches the model's forward steps."""
+
+    def __init__(
+        self, config: OffloadConfig, memory: Memory, make_counters: MakeCounters, agree: Agree, progress: Callable[[], bool]
+    ):
+        self.config = config
+        self.memory = memory
+        self.make_counters = make_counters
+        self.agree = agree
+        self.progress = progress
+        self.models: list[ModelExperts] = []
+        self.moe_layers: tuple[int, ...] = ()
+        """The decoder layers of the target model that route, over all pipeline stages, in order."""
+        self.totals: Totals | None = None
+        self.tokens = 0
+        self.fault: str | None = None
+        self.warm = config.resident_selection != "frequency"
+        """Whether the resident set is final: chosen from the routing, or given."""
+        self._ids = ResidentIds.parse(config.resident_ids) if config.resident_ids is not None else None
+        self._counted: RoutingCounts | None = None
+
+    # Loading
+
+    def begin_model(self, draft: bool) -> ModelExperts:
+        model = ModelExperts(draft)
+        self.models.append(model)
+        return model
+
+    def add_layer(
+        self,
+        model: ModelExperts,
+        layer_id: int,
+        num_experts: int,
+        num_shared: int,
+        ep_rank: int,
+        ep_size: int,
+    ) -> ExpertLayer:
+        """Take decoder layer ``layer_id`` in, with ``num_experts`` local experts, ``num_shared`` of them fused shared ones."""
+        routed = num_experts - num_shared
+        resident = np.zeros(num_experts, dtype=bool)
+        if model.draft:
+            resident[:] = True
+        elif self._ids is not None:
+            first = ep_rank * routed
+            resident[[i - first for i in self._ids_of(layer_id) if first <= i < first + routed]] = True
+        else:
+            resident[: rank_share(self.config.residents, ep_rank, ep_size)] = True
+        layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, ep_rank * routed, resident)
+        model.layers.append(layer)
+        return layer
+
+    def _ids_of(self, layer_id: int) -> frozenset[int]:
+        if layer_id not in self.moe_layers:
+            raise FlagError([f"--expert-offload-resident-ids: layer {layer_id} routes, which the model's config does not tell"])
+        return self._ids.of_layer(self.moe_layers.index(layer_id))
+
+    def finish_model(self, model: ModelExperts) -> None:
+        """The model is loaded: make its counters. Raises ``FlagError`` if there is nothing to offload in it."""
+        self.memory.synchronize()
+        layers = model.layers
+        if not model.draft and not any(layer.tensors for layer in layers):
+            found = "no MoE layer" if not layers else f"{len(layers)} MoE layers, none with experts large enough to place"
+            raise FlagError([f"--expert-offload-num-resident {self.config.num_resident}: the model has {found}"])
+        if layers:
+            model.counters = self.make_counters(len(layers), max(layer.num_experts for layer in layers))
+        if not model.draft:
+            zeros = (np.zeros(len(layers), dtype=np.int64) for _ in range(3))
+            self.totals = Totals(*zeros)
+            self._counted = self._target_counters.read()
+
+    # Serving
+
+    def begin_step(self, model: ModelExperts, rows: int, tokens: int, phase: Phase) -> None:
+        """A forward step of ``model`` is about to be launched: ``rows`` of its rows are tokens (0: a dummy run), and all
+        ranks together compute ``tokens``. Between steps of the target model is where residents change."""
+        if model.counters is None:
+            return
+        if not model.draft:
+            if not self.warm and self.tokens >= self.config.warmup_tokens:
+                self.reselect()
+            self.tokens += tokens
+        model.counters.begin_step(rows, phase)
+
+    def end_step(self, model: ModelExperts) -> None:
+        """The step is launched: whatever runs until the next one (graph capture, warm-up kernels) does not count."""
+        if model.counters is not None:
+            model.counters.begin_step(0, Phase.DECODE)
+
+    def reselect(self) -> None:
+        """Choose the resident set anew from all routing seen so far, and move what changed. Outputs do not change.
+
+        Every rank that holds a shard of the same experts must call it before the same step. A ``MemoryFault`` ends
+        the moving, not the serving.
+        """
+        started = time.perf_counter()
+        self.account(self._target_counters.read())
+        layers, (steps_prefill, steps_decode) = self.target.layers, self._counted.steps
+        counts = self.agree(self._counted.counts)
+        before, pinned = self._stack("resident"), self._stack("pinned")
+        real = np.arange(before.shape[1]) < np.array([[layer.num_experts] for layer in layers])
+        scores = policy.score(counts[:, Phase.DECODE, TOUCHES], steps_decode, counts[:, Phase.PREFILL, ROUTED])
+        scores[~real] = -1.0
+        capacity = (before & ~pinned).sum(axis=1)
+        after = policy.select(scores, capacity, before, pinned & real)
+        moved = self._move(after)
+        self.warm = True
+        seconds = time.perf_counter() - started
+        now = self._stack("resident")
+        changed = int((now & ~before).sum())
+        self.totals.moves += changed
+        self.totals.moved_bytes += moved
+        self.totals.moving_seconds += seconds
+        routed = counts[:, :, ROUTED].sum(axis=1)
+        logger.info(
+            "Expert offload: residents chosen from the routing of %d tokens (%d prefill and %d decode steps): %d of %d residents "
+            "changed in %d layers; coverage of these tokens %.1f %% before, %.1f %% after; %s moved in %.2f s",
+            self.tokens,
+            steps_prefill,
+            steps_decode,
+            changed,
+            int(before.sum()),
+            len(layers),
+            100 * coverage(routed, before),
+            100 * coverage(routed, now),
+            gib(moved),
+            seconds,
+        )
+
+    def _move(self, after: np.ndarray) -> int:
+        """Demote before promoting, layer by layer, so that VRAM never holds more than before. Returns bytes asked to move."""
+        moved, layers = 0, self.target.layers
+        bar = tqdm(layers, desc="Moving experts", unit="layer", disable=not self.progress(), leave=False)
+        for layer, wanted in zip(bar, after, strict=True):
+            wanted = wanted[: layer.num_experts]
+            try:
+                moved += layer.demote(wanted)
+                self.memory.synchronize()
+                moved += layer.promote(wanted)
+                self.memory.synchronize()
+            except MemoryFault as fault:
+                layer.reread_residency()
+                self.fault = str(fault)
+                logger.error(
+                    "Expert offload: moving experts stopped: %s. Serving goes on with the experts where they are; outputs are "
+                    "not affected, decoding may be slower.",
+                    fault,
+                )
+                break
+        return moved
+
+    # Reporting
+
+    def account(self, counts: RoutingCounts) -> None:
+        """Add the counts since the last call to the totals, under the residency they were served with."""
+        new = counts.since(self._counted)
+        self._counted = counts
+        resident = self._stack("resident")
+        routed, touches = new.routed(), new.touches()
+        expert_bytes = np.array([layer.expert_bytes for layer in self.target.layers])
+        self.totals.routed += routed.sum(axis=1)
+        self.totals.routed_resident += (routed * resident).sum(axis=1)
+        self.totals.read_through_bytes += (touches * ~resident).sum(axis=1) * expert_bytes
+
+    def poll(self) -> None:
+        """``account`` for what the device has reported by now, without waiting."""
+        counts = self._target_counters.poll()
+        if counts is not None:
+            self.account(counts)
+
+    def status(self) -> dict[str, object]:
+        """What ``/server_info`` shows of this rank. Plain JSON values; bytes and seconds."""
+        self.account(self._target_counters.read())
+        layers, totals = self.target.layers, self.totals
+        routed = int(totals.routed.sum())
+        return {
+            "backend": self.memory.name,
+            "num_layers": len(layers),
+            "num_experts": sum(layer.num_experts for layer in layers),
+            "resident_experts": int(sum(layer.resident.sum() for layer in layers)),
+            "offloaded_experts": int(sum((~layer.resident).sum() for layer in layers)),
+            "resident_bytes": sum(layer.resident_bytes for layer in layers),
+            "offloaded_bytes": sum(layer.offloaded_bytes for layer in layers),
+            "plain_bytes": sum(layer.plain_bytes for layer in layers),
+            "draft_layers": sum(len(model.layers) for model in self.models if model.draft),
+            "draft_bytes": sum(layer.resident_bytes for model in self.models if model.draft for layer in model.layers),
+            "resident_ids": [(np.flatnonzero(layer.resident) + layer.first_expert).tolist() for layer in layers],
+            "tokens": self.tokens,
+            "warmup_done": self.warm,
+            "routed": routed,
+            "coverage": int(totals.routed_resident.sum()) / routed if routed else None,
+            "read_through_bytes": int(totals.read_through_bytes.sum()),
+            "moves": totals.moves,
+            "moved_bytes": totals.moved_bytes,
+            "moving_seconds": totals.moving_seconds,
+            "fault": self.fault,
+        }
+
+    @property
+    def target(self) -> ModelExperts:
+        return next(model for model in self.models if not model.draft)
+
+    @property
+    def _target_counters(self) -> RoutingCounters:
+        counters = self.target.counters
+        assert counters is not None, "the target model is not loaded yet"
+        return counters
+
+    def _stack(self, name: str) -> np.ndarray:
+        """``bool[layers, experts]`` of the layers' attribute, False beyond a layer's own experts."""
+        width = self._target_counters.num_experts
+        return np.stack([np.pad(getattr(la, name), (0, width - la.num_experts)) for la in self.target.layers])
+
+
+def rank_share(num_resident: int, ep_rank: int, ep_size: int) -> int:
+    """How many of a layer's N residents expert-parallel rank ``ep_rank`` keeps: N split as evenly as it goes."""
+    return num_resident * (ep_rank + 1) // ep_size - num_resident * ep_rank // ep_size
+
+
+def coverage(routed: np.ndarray, resident: np.ndarray) -> float:
+    """The share of routed tokens (``[layers, experts]``) that residents served, 0 where nothing was routed."""
+    total = routed.sum()
+    return float((routed * resident).sum() / total) if total else 0.0

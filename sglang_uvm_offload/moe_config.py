@@ -1,0 +1,48 @@
+"""Reading from a Hugging Face config how many routed experts a model has, and in which layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """``num_experts`` routed experts, ``top_k`` of them a token, in each of the layers ``moe_layers``."""
+
+    num_experts: int
+    top_k: int | None
+    moe_layers: tuple[int, ...]
+
+
+def moe_shape(config: Any) -> MoeShape | None:
+    """The shape that ``config`` (a text config, attributes as in config.json) describes, None for a dense model."""
+    experts = _first(config, "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+    layers = getattr(config, "num_hidden_layers", None)
+    if not experts or not layers:
+        return None
+    top_k = _first(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "experts_per_token")
+    return MoeShape(int(experts), top_k, tuple(index for index in range(layers) if _is_moe(config, index)))
+
+
+def _is_moe(config: Any, index: int) -> bool:
+    """Whether decoder layer ``index`` routes, by the rules that model families write into their configs."""
+    frequency = getattr(config, "moe_layer_freq", None)
+    if isinstance(frequency, (list, tuple)):
+        return bool(frequency[index])
+    if index in (getattr(config, "mlp_only_layers", None) or ()):
+        return False
+    moe_layers = getattr(config, "moe_layers", None)
+    if isinstance(moe_layers, (list, tuple)):
+        return index in moe_layers
+    if index < (getattr(config, "first_k_dense_replace", None) or 0):
+        return False
+    step = getattr(config, "decoder_sparse_step", None)
+    if step:
+        return (index + 1) % step == 0
+    step = frequency or getattr(config, "interleave_moe_layer_step", None) or 1
+    return index % step == 0 if frequency else (index + 1) % step == 0
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)

@@ -1,0 +1,107 @@
+"""What this SGLang and this model allow: every combination that cannot be served, found before anything loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+from sglang.srt.utils import get_device_memory_capacity
+
+from sglang_uvm_offload.config import FlagError, OffloadConfig, ResidentIds, flag_name
+from sglang_uvm_offload.moe_config import moe_shape
+
+_N = flag_name("num_resident")
+
+DIRECT_KERNEL_MODELS = {
+    "DeepseekForCausalLM",
+    "AfmoeForCausalLM",
+    "DbrxForCausalLM",
+    "XverseMoeForCausalLM",
+    "BeamForCausalLM",
+    "InklingForCausalLM",
+    "InklingForConditionalGeneration",
+    "MuseSparkForCausalLM",
+    "MuseSparkForConditionalGeneration",
+}
+"""Architectures that pass expert weights to kernels themselves, so that their memory cannot be taken over in the layer."""
+
+OWN_PATH_A2A = {"megamoe", "flashinfer_megamoe", "ascend_fuseep"}
+"""All-to-all backends that compute experts without the quantisation method's ``apply``."""
+
+
+def check(config: OffloadConfig, server_args: Any) -> None:
+    """Raise ``FlagError`` with every reason why ``server_args`` cannot be served with offloading."""
+    cfg = resolving_view(server_args)
+    problems = _combination_problems(config, cfg)
+    problems += _model_problems(config, server_args)
+    if problems:
+        raise FlagError(problems)
+
+
+def fraction_with_headroom(config: OffloadConfig, cfg: Any) -> float | None:
+    """``mem_fraction_static`` with the headroom taken off, or None where nothing is to change (a CPU has no VRAM)."""
+    capacity_mib = get_device_memory_capacity(cfg.device) if cfg.device == "cuda" else None
+    if not capacity_mib or not config.headroom_gb or cfg.mem_fraction_static is None:
+        return None
+    fraction = cfg.mem_fraction_static - config.headroom_gb * 1024 / capacity_mib
+    if fraction <= 0:
+        raise FlagError(
+            [
+                f"{flag_name('headroom_gb')} {config.headroom_gb}: leaves nothing of --mem-fraction-static "
+                f"{cfg.mem_fraction_static} on a GPU of {capacity_mib / 1024:.1f} GiB"
+            ]
+        )
+    return fraction
+
+
+def _combination_problems(config: OffloadConfig, cfg: Any) -> list[str]:
+    refused = {
+        "--enable-paged-experts": cfg.enable_paged_experts,
+        "--cpu-offload-gb": cfg.cpu_offload_gb,
+        "--offload-group-size": cfg.offload_group_size is not None and cfg.offload_group_size > 0,
+        "--kt-method / --kt-weight-path (KTransformers)": cfg.kt_weight_path,
+        "--enable-eplb": cfg.enable_eplb,
+        "--ep-num-redundant-experts": cfg.ep_num_redundant_experts,
+        "--enable-lora / --lora-paths": cfg.enable_lora or cfg.lora_paths,
+        "--enable-memory-saver": cfg.enable_memory_saver,
+        "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
+        "--enable-pdmux": cfg.enable_pdmux,
+        "--elastic-ep-backend": cfg.elastic_ep_backend,
+        "--dwdp-size": (cfg.dwdp_size or 1) > 1,
+        f"--moe-a2a-backend {cfg.moe_a2a_backend}": cfg.moe_a2a_backend in OWN_PATH_A2A,
+        f"--load-format {cfg.load_format}": cfg.load_format == "gguf",
+    }
+    out = [f"{name}: cannot be combined with {_N}" for name, given in refused.items() if given]
+    if cfg.device not in ("cuda", "cpu"):
+        out.append(f"--device {cfg.device}: expert offloading serves cuda and cpu")
+    if config.backend == "uvm" and cfg.device == "cpu":
+        out.append(f"{flag_name('backend')} uvm: needs a CUDA device, not --device cpu")
+    if config.backend == "host" and cfg.device == "cuda":
+        out.append(f"{flag_name('backend')} host: emulates unified memory for --device cpu; on cuda use uvm or auto")
+    if cfg.device == "cuda":
+        from sglang_uvm_offload.uvm_cuda import device_problems
+
+        out += device_problems(cfg.base_gpu_id or 0)
+    return out
+
+
+def _model_problems(config: OffloadConfig, server_args: Any) -> list[str]:
+    model = model_config_of(server_args)
+    architectures = set(model.hf_config.architectures or [])
+    out = [
+        f"{name}: this model's code computes experts without SGLang's FusedMoE layer, so {_N} cannot serve it"
+        for name in sorted(architectures & DIRECT_KERNEL_MODELS)
+    ]
+    shape = moe_shape(model.hf_text_config)
+    if shape is None:
+        if not out:
+            out.append(f"{_N} {config.num_resident}: the model ({', '.join(sorted(architectures))}) has no routed experts")
+        return out
+    if config.residents > shape.num_experts:
+        out.append(
+            f"{_N} {config.num_resident}: the model has {shape.num_experts} routed experts a layer; give at most as many"
+        )
+    if config.resident_ids is not None:
+        ids = ResidentIds.parse(config.resident_ids)
+        out += ids.problems(len(shape.moe_layers), shape.num_experts, config.residents)
+    return out

@@ -1,0 +1,144 @@
+"""Hooks in a scheduler process that offloads: loading a model, each forward step, and what the process reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_device, get_observability, get_parallel, get_serving, process_model_config
+
+from sglang_uvm_offload.config import FlagError, OffloadConfig
+from sglang_uvm_offload.manager import OffloadManager
+from sglang_uvm_offload.metrics import Metrics
+from sglang_uvm_offload.moe_config import moe_shape
+from sglang_uvm_offload.plugin.fused_moe import LayerHooks
+from sglang_uvm_offload.report import residency_table
+from sglang_uvm_offload.routing import ALL_ROWS, CpuRoutingCounters, Phase, RoutingCounters
+from sglang_uvm_offload.uvm import Memory, MemoryFault
+from sglang_uvm_offload.uvm_host import HostMemory
+
+logger = logging.getLogger(__name__)
+
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_MODEL = "_expert_offload"
+
+
+def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) -> None:
+    """Make this process's manager when its first model loads, and hook what the manager lives on."""
+    rank = _RankHooks(config)
+    add(f"{_RUNNER}.load_model", rank.around_load_model, HookType.AROUND)
+    add(f"{_RUNNER}.forward", rank.around_forward, HookType.AROUND)
+    add(f"{_SCHEDULER}.__init__", rank.after_scheduler_init, HookType.AFTER)
+    add(f"{_SCHEDULER}.get_internal_state", rank.after_internal_state, HookType.AFTER)
+    add(f"{_SCHEDULER}.process_batch_result", rank.after_batch, HookType.AFTER)
+    add(f"{_SCHEDULER}.on_idle", rank.after_batch, HookType.AFTER)
+    rank.layer_hooks.install(add)
+
+
+class _RankHooks:
+    def __init__(self, config: OffloadConfig):
+        self.config = config
+        self.layer_hooks = LayerHooks(count_required=config.resident_selection == "frequency")
+        self.metrics: Metrics | None = None
+
+    @cached_property
+    def manager(self) -> OffloadManager:
+        """Made when the first model loads: only then is the process bound to its GPU."""
+        return OffloadManager(self.config, _memory(self.config), _counters, _agree, progress=_is_first_rank)
+
+    def around_load_model(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            manager = self.manager
+            model = manager.begin_model(draft=runner.is_draft_worker)
+            if not model.draft:
+                shape = moe_shape(process_model_config().hf_text_config)
+                manager.moe_layers = shape.moe_layers if shape is not None else ()
+            runner.__dict__[_MODEL] = model
+            with self.layer_hooks.taking_over(manager, model):
+                result = original(runner, *args, **kwargs)
+            manager.finish_model(model)
+        except (FlagError, MemoryFault) as error:
+            logger.error("%s", error)
+            raise SystemExit(f"sglang-uvm-offload: {error}") from error
+        return result
+
+    def around_forward(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """A step counts its rows while it is launched; whatever runs outside (capture, warm-up kernels) counts none."""
+        model = runner.__dict__[_MODEL]
+        own = 0 if batch.forward_mode.is_idle() else len(batch.input_ids)
+        everywhere = batch.global_num_tokens_cpu
+        tokens = own if everywhere is None else int(sum(everywhere))
+        rows = own if everywhere is None else ALL_ROWS if tokens else 0
+        mode = batch.forward_mode
+        phase = Phase.DECODE if mode.is_decode_or_idle() or mode.is_target_verify() else Phase.PREFILL
+        self.manager.begin_step(model, rows, tokens, phase)
+        try:
+            return original(runner, batch, *args, **kwargs)
+        finally:
+            self.manager.end_step(model)
+
+    def after_scheduler_init(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        logger.info(
+            "Expert offload, rank %d:\n%s",
+            get_parallel().tp_rank,
+            residency_table(self.manager.status(), self.manager.memory.info(), scheduler.max_total_num_tokens),
+        )
+        if self.layer_hooks.uncounted:
+            logger.warning("Expert offload: coverage is not counted; routing comes as %s", sorted(self.layer_hooks.uncounted))
+        if get_observability().enable_metrics:
+            parallel = get_parallel()
+            self.metrics = Metrics(
+                self.manager,
+                {
+                    "model_name": get_serving().served_model_name or "",
+                    "tp_rank": str(parallel.tp_rank),
+                    "pp_rank": str(parallel.pp_rank),
+                    "dp_rank": str(scheduler.dp_rank or 0),
+                },
+            )
+            self.metrics.publish()
+
+    def after_internal_state(self, result: Any, *args: Any, **kwargs: Any) -> Any:
+        result.internal_state["expert_offload"] = self.manager.status()
+        return result
+
+    def after_batch(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.publish_now_and_then()
+
+
+def _memory(config: OffloadConfig) -> Memory:
+    backend = config.backend
+    if backend == "auto":
+        backend = "uvm" if get_device().device == "cuda" else "host"
+    if backend == "host":
+        return HostMemory()
+    from sglang_uvm_offload.uvm_cuda import CudaMemory
+
+    try:
+        return CudaMemory(get_device().gpu_id)
+    except RuntimeError as error:
+        raise FlagError([str(error)]) from error
+
+
+def _counters(num_layers: int, num_experts: int) -> RoutingCounters:
+    if get_device().device == "cuda":
+        from sglang_uvm_offload.routing_cuda import CudaRoutingCounters
+
+        return CudaRoutingCounters(num_layers, num_experts)
+    return CpuRoutingCounters(num_layers, num_experts)
+
+
+def _agree(counts: np.ndarray) -> np.ndarray:
+    """The counts of the first of the ranks that hold shards of the same experts."""
+    return get_parallel().moe_tp_group.broadcast_object(counts, src=0)
+
+
+def _is_first_rank() -> bool:
+    parallel = get_parallel()
+    return parallel.tp_rank == 0 and parallel.pp_rank == 0

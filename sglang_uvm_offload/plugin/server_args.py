@@ -1,0 +1,102 @@
+"""SGLang's arguments with ours among them: command line, YAML, ``sglang.Engine`` keywords, pickling, ``/server_info``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, Literal
+
+from sglang.srt.arg_groups.arg_utils import NS, A, Arg
+from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.server_args import ServerArgs as PlainServerArgs
+
+from sglang_uvm_offload.config import PREFIX, FlagError, OffloadConfig
+from sglang_uvm_offload.plugin import launch_checks
+
+_NAMESPACE = "exec.expert_offload"
+
+
+def install(add: Callable[[str, Any, HookType], None]) -> None:
+    add("sglang.srt.server_args.ServerArgs", OffloadServerArgs, HookType.REPLACE)
+    if "sglang.srt.entrypoints.engine" in sys.modules:
+        add("sglang.srt.entrypoints.engine.Engine.server_args_class", OffloadServerArgs, HookType.REPLACE)
+    register_resolution_hook("handle_other_validations")(_check_launch)
+
+
+def config_of(server_args: Any) -> OffloadConfig:
+    """The offload flags of ``server_args``; off where they are SGLang's plain ones."""
+    names = (PREFIX + f.name for f in dataclasses.fields(OffloadConfig))
+    return OffloadConfig.from_flags({name: getattr(server_args, name) for name in names if hasattr(server_args, name)})
+
+
+class _Methods:
+    """What ``OffloadServerArgs`` does differently. ``super(OffloadServerArgs, ...)`` is spelled with the class looked up late,
+    because SGLang rebinds every name of the replaced class, here too."""
+
+    def __post_init__(self) -> None:
+        super(OffloadServerArgs, self).__post_init__()
+        config_of(self)
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        _plain_add_cli_args(parser)
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Any:
+        try:
+            made = super(OffloadServerArgs, cls).from_cli_args(args)
+        except FlagError as error:
+            _exit(error)
+        made._from_command_line = True
+        return made
+
+
+_plain_add_cli_args = PlainServerArgs.add_cli_args
+
+
+def _fields(namespace: dict[str, Any]) -> None:
+    namespace["__module__"] = __name__
+    namespace["__doc__"] = "SGLang's ServerArgs with the flags of ``config.OffloadConfig``."
+    namespace["__annotations__"] = {}
+    for f in dataclasses.fields(OffloadConfig):
+        choices = f.metadata["choices"]
+        kind = Literal[choices] if choices else f.metadata["kind"]
+        kind = kind if f.default is not None else kind | None
+        help = f.metadata["help"].replace("%", "%%")
+        namespace["__annotations__"][PREFIX + f.name] = A[kind, Arg(help=help), NS(_NAMESPACE)]
+        namespace[PREFIX + f.name] = f.default
+    for name, value in vars(_Methods).items():
+        if name in ("__post_init__", "add_cli_args", "from_cli_args"):
+            namespace[name] = value
+
+
+OffloadServerArgs = types.new_class("OffloadServerArgs", (PlainServerArgs,), {"dict": True}, _fields)
+
+
+def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """The last checks before anything is spawned or loaded: what this SGLang and this model allow."""
+    previous(server_args)
+    config = config_of(server_args)
+    if not config.enabled:
+        return
+    try:
+        launch_checks.check(config, server_args)
+    except FlagError as error:
+        if getattr(server_args, "_from_command_line", False):
+            _exit(error)
+        raise
+    fraction = launch_checks.fraction_with_headroom(config, resolving_view(server_args))
+    if fraction is not None:
+        declare_resolution(server_args, "sglang-uvm-offload headroom", mem_fraction_static=fraction)
+
+
+def _exit(error: FlagError) -> None:
+    """End a command as argparse ends it for a bad value."""
+    print(f"{sys.argv[0]}: error: {error}", file=sys.stderr)
+    raise SystemExit(2)
