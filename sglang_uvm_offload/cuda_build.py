@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 LIBRARY = "uvm_ops.so"
+DEFAULT_HOME = Path("/usr/local/cuda")
 LAST_LINES = 15
 """How much of the compiler's output a failure quotes."""
 
@@ -41,12 +42,12 @@ def find_source() -> Path:
 
 
 def find_nvcc() -> Path:
-    """The compiler of ``CUDA_HOME`` or ``CUDA_PATH``, else the one in ``PATH``, else that of /usr/local/cuda."""
+    """The compiler of ``CUDA_HOME`` or ``CUDA_PATH``, else the one in ``PATH``, else that of ``DEFAULT_HOME``."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     candidates = [Path(home) / "bin" / "nvcc" for home in homes]
     if in_path := shutil.which("nvcc"):
         candidates.append(Path(in_path))
-    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    candidates.append(DEFAULT_HOME / "bin" / "nvcc")
     for nvcc in candidates:
         if os.access(nvcc, os.X_OK):
             return nvcc
@@ -78,7 +79,7 @@ def compile_flags(nvcc: Path, release: str, arch: str) -> list[str]:
     """``-cudart none`` and an explicit runtime: it has the name of the one that torch loaded, so that the loader takes that
     one, and one process has one CUDA runtime. The directories matter to the link, and to a process without torch's."""
     cudart = loaded_cudart()
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), str(nvcc.resolve().parent.parent), "/usr/local/cuda"]
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), str(nvcc.resolve().parent.parent), str(DEFAULT_HOME)]
     places = [cudart.parent] if cudart else []
     places += [Path(home) / lib for home in homes if home for lib in ("lib64", "lib")]
     name = f"libcudart.so.{release.split('.')[0]}"

@@ -70,15 +70,13 @@ def _confidential_problems() -> list[str]:
         return []
     try:
         nvml.init_v2()
-    except (RuntimeError, nvml.NvmlError):
+        try:
+            enabled = nvml.system_get_conf_compute_state().cc_feature
+        finally:
+            nvml.shutdown()
+    except (RuntimeError, nvml.NvmlError):  # a driver without NVML or without the query has no confidential computing
         return []
-    try:
-        state = nvml.system_get_conf_compute_state()
-    except (RuntimeError, nvml.NvmlError):  # a driver without the query has no confidential computing
-        return []
-    finally:
-        nvml.shutdown()
-    return ["confidential computing is on: managed memory is not migrated or read in place there"] if state.cc_feature else []
+    return ["confidential computing is on: managed memory is not read or moved in place there"] if enabled else []
 
 
 def _start() -> None:

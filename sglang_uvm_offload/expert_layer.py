@@ -7,7 +7,7 @@ import torch
 
 from sglang_uvm_offload.expert_tensor import ExpertTensor
 from sglang_uvm_offload.layout import ExpertLayout
-from sglang_uvm_offload.report import gib
+from sglang_uvm_offload.report import size
 from sglang_uvm_offload.takeover import expert_tensors, move_into_managed
 from sglang_uvm_offload.uvm import Memory, MemoryFault, Span
 
@@ -45,8 +45,8 @@ class ExpertLayer:
                 "allocate",
                 name,
                 Span(0, self.num_experts * expert_bytes),
-                f"its offloaded experts need {gib(offloaded)} of host RAM, and {gib(max(room, 0))} is left "
-                f"({gib(HOST_MARGIN_BYTES)} is kept for other uses)",
+                f"its offloaded experts need {size(offloaded)} of host RAM, and {size(max(room, 0))} is left "
+                f"({size(HOST_MARGIN_BYTES)} is kept for other uses)",
             )
         tensor = ExpertTensor(self.memory, name, self.num_experts, expert_bytes)
         flat = tensor.bytes()

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from sglang_uvm_offload import policy
 from sglang_uvm_offload.config import FlagError, OffloadConfig, ResidentIds
 from sglang_uvm_offload.expert_layer import ExpertLayer
-from sglang_uvm_offload.report import gib
+from sglang_uvm_offload.report import size
 from sglang_uvm_offload.routing import ROUTED, TOUCHES, Phase, RoutingCounters, RoutingCounts
 from sglang_uvm_offload.uvm import Memory, MemoryFault
 
@@ -171,7 +171,7 @@ class OffloadManager:
             len(layers),
             100 * coverage(routed, before),
             100 * coverage(routed, now),
-            gib(moved),
+            size(moved),
             seconds,
         )
 

@@ -1,7 +1,7 @@
 """Which experts should be resident. Pure: arrays and state in, a plan out; no clock, no device, no log.
 
-Arrays are ``[layers, experts]`` unless stated. A slot that is no expert (layers of different sizes share one array) has a negative
-score. Every rank that sees the same counts decides alike: nothing here depends on anything but the arguments.
+Arrays are ``[layers, experts]`` unless stated. A slot that is no expert (layers of different sizes share one array) has a
+negative score. Every rank that sees the same counts decides alike: nothing here depends on anything but the arguments.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ PREFILL_PRIOR_STEPS = 32.0
 def score(decode_touches: np.ndarray, decode_steps: float, prefill_routed: np.ndarray) -> np.ndarray:
     """Expected touches of each expert per decode step, float64.
 
-    ``decode_touches`` counts the decode steps, of ``decode_steps``, that used the expert; ``prefill_routed`` the prefill tokens routed to it.
-    The rate seen in decode is mixed with a prior worth ``PREFILL_PRIOR_STEPS`` steps: a layer's touches per step, spread over its
-    experts by their share of the prefill tokens. Without decode steps the ranking is that of the prefill tokens; with many the prior vanishes.
+    ``decode_touches`` counts the decode steps, of ``decode_steps``, that used the expert; ``prefill_routed`` the prefill
+    tokens routed to it. The rate seen in decode is mixed with a prior worth ``PREFILL_PRIOR_STEPS`` steps: a layer's touches
+    per step, spread over its experts by their share of the prefill tokens. Without decode steps the ranking is that of the
+    prefill tokens; with many the prior vanishes.
     """
     touches = np.asarray(decode_touches, dtype=np.float64)
     routed = np.asarray(prefill_routed, dtype=np.float64)
@@ -32,13 +33,14 @@ def score(decode_touches: np.ndarray, decode_steps: float, prefill_routed: np.nd
 def select(scores: np.ndarray, capacity: np.ndarray, resident: np.ndarray, pinned: np.ndarray) -> np.ndarray:
     """``bool``: the ``capacity[layer]`` experts of each layer with the highest scores, and all ``pinned`` ones.
 
-    Pinned experts (fused shared experts) do not count against the capacity. Among equal scores a current resident stays, then the
-    lower id comes first, so equal scores move nothing. Slots with a negative score are never chosen. Raises ``ValueError`` for
-    arguments whose shapes differ, or a score that is not a number.
+    Pinned experts (fused shared experts) do not count against the capacity. Among equal scores a current resident stays,
+    then the lower id comes first, so equal scores move nothing. Slots with a negative score are never chosen. Raises
+    ``ValueError`` for arguments whose shapes differ, or a score that is not a number.
     """
     if not scores.shape == resident.shape == pinned.shape or capacity.shape != scores.shape[:1]:
         raise ValueError(
-            f"scores {scores.shape}, resident {resident.shape}, pinned {pinned.shape} and capacity {capacity.shape} do not fit together"
+            f"scores {scores.shape}, resident {resident.shape}, pinned {pinned.shape} and capacity {capacity.shape} "
+            "do not fit together"
         )
     if np.isnan(scores).any():
         raise ValueError("a score is not a number")

@@ -8,8 +8,9 @@ from typing import Any
 from sglang_uvm_offload.uvm import MemoryInfo
 
 
-def gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
+def size(nbytes: float) -> str:
+    """``nbytes`` in GiB, or in MiB below one of them."""
+    return f"{nbytes / 2**30:.2f} GiB" if abs(nbytes) >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def residency_table(status: Mapping[str, Any], memory: MemoryInfo, kv_tokens: int) -> str:
@@ -18,16 +19,16 @@ def residency_table(status: Mapping[str, Any], memory: MemoryInfo, kv_tokens: in
     rows = [
         ("", "experts", "bytes"),
         ("MoE layers", str(layers), ""),
-        ("routed and fused shared experts", str(experts), gib(status["resident_bytes"] + status["offloaded_bytes"])),
-        ("  resident in VRAM", str(status["resident_experts"]), gib(status["resident_bytes"])),
-        ("  offloaded to host RAM", str(status["offloaded_experts"]), gib(status["offloaded_bytes"])),
-        ("expert tensors left in plain VRAM", "", gib(status["plain_bytes"])),
+        ("routed and fused shared experts", str(experts), size(status["resident_bytes"] + status["offloaded_bytes"])),
+        ("  resident in VRAM", str(status["resident_experts"]), size(status["resident_bytes"])),
+        ("  offloaded to host RAM", str(status["offloaded_experts"]), size(status["offloaded_bytes"])),
+        ("expert tensors left in plain VRAM", "", size(status["plain_bytes"])),
     ]
     if status["draft_layers"]:
-        rows.append((f"draft model, {status['draft_layers']} MoE layers, all resident", "", gib(status["draft_bytes"])))
+        rows.append((f"draft model, {status['draft_layers']} MoE layers, all resident", "", size(status["draft_bytes"])))
     rows += [
-        ("VRAM free now", "", f"{gib(memory.device_free)} of {gib(memory.device_total)}"),
-        ("host RAM free now", "", gib(memory.host_available)),
+        ("VRAM free now", "", f"{size(memory.device_free)} of {size(memory.device_total)}"),
+        ("host RAM free now", "", size(memory.host_available)),
         ("KV cache room", "", f"{kv_tokens} tokens"),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

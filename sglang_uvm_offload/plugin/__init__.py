@@ -1,7 +1,8 @@
 """The edge to SGLang: the only package that imports it. ``register`` is the ``sglang.srt.plugins`` entry point.
 
-SGLang logs and swallows what a plugin raises, which would serve *without* offloading. So what goes wrong here ends the
-process: ``SystemExit`` passes through. This module stays free of imports, so that an installed plugin costs nothing.
+SGLang logs and swallows what a plugin raises, which would serve *without* offloading. So where offloading was asked for, what
+goes wrong here ends the process: ``SystemExit`` passes through. Where it was not, SGLang serves as if this were not installed. This
+module imports nothing, so that an installed plugin costs next to nothing.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 
 def register() -> None:
     """Called once in each SGLang process, before anything is built."""
+    from sglang_uvm_offload.plugin import demand
+
     try:
         from sglang_uvm_offload.plugin import hooks, server_args
 
         server_args.install(hooks.add)
         hooks.install()
-    except Exception as error:
-        raise SystemExit(f"sglang-uvm-offload cannot register with this SGLang: {type(error).__name__}: {error}") from error
+    except Exception as error:  # whatever an unknown SGLang raises here, it must not be swallowed
+        demand.unmet(f"cannot register with this SGLang: {type(error).__name__}: {error}")

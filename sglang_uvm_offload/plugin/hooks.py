@@ -7,6 +7,8 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_uvm_offload.plugin import demand
+
 _targets: list[str] = []
 
 
@@ -16,6 +18,14 @@ def add(target: str, hook: Callable[..., Any], kind: HookType) -> None:
     _targets.append(target)
 
 
+def missing() -> str | None:
+    """The targets of ours that are not hooked, in words, None where all are."""
+    absent = [target for target in _targets if target not in HookRegistry._patched]
+    if not absent:
+        return None
+    return f"does not fit this SGLang version: it could not hook {', '.join(absent)}"
+
+
 def install() -> None:
     """Hook ``publish``, from which on a process knows its arguments, and check all targets whenever hooks are applied."""
     add("sglang.srt.runtime_context.publish", _after_publish, HookType.AFTER)
@@ -23,13 +33,8 @@ def install() -> None:
 
     def apply_and_check() -> None:
         original()
-        missing = [target for target in _targets if target not in HookRegistry._patched]
-        if missing:
-            raise SystemExit(
-                "sglang-uvm-offload does not fit this SGLang: it could not hook "
-                + ", ".join(missing)
-                + ". Install a supported SGLang version, or uninstall sglang-uvm-offload."
-            )
+        if reason := missing():
+            demand.unmet(reason)
 
     HookRegistry.apply_hooks = staticmethod(apply_and_check)
 
@@ -42,5 +47,6 @@ def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwarg
     if role == "scheduler" and config.enabled:
         from sglang_uvm_offload.plugin import runtime
 
+        demand.tell_children(True)
         runtime.install(config, add)
         HookRegistry.apply_hooks()

@@ -17,7 +17,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs as PlainServerArgs
 
 from sglang_uvm_offload.config import PREFIX, FlagError, OffloadConfig
-from sglang_uvm_offload.plugin import launch_checks
+from sglang_uvm_offload.plugin import demand, hooks, launch_checks
 
 _NAMESPACE = "exec.expert_offload"
 
@@ -83,9 +83,12 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
     """The last checks before anything is spawned or loaded: what this SGLang and this model allow."""
     previous(server_args)
     config = config_of(server_args)
+    demand.tell_children(config.enabled)
     if not config.enabled:
         return
     try:
+        if reason := hooks.missing():
+            raise FlagError([f"sglang-uvm-offload {reason}"])
         launch_checks.check(config, server_args)
     except FlagError as error:
         if getattr(server_args, "_from_command_line", False):

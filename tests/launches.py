@@ -1,0 +1,49 @@
+"""Run in its own process by test_plugin_arguments.py: hand many launches to SGLang's own argument code, print what it did.
+
+Reads a JSON list of cases ``{"argv": [...]}`` or ``{"engine": {...}}``, each optionally with ``"resolve": true``; writes a list
+of ``{"exit": code or null, "error": text, "flags": {...}}`` to the file named by the first argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pickle
+import sys
+from typing import Any
+
+
+def main() -> None:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    cases = json.load(sys.stdin)
+    with open(sys.argv[1], "w") as file:
+        json.dump([run(case) for case in cases], file)
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    from sglang.srt import server_args
+
+    code, errors = None, io.StringIO()
+    flags: dict[str, Any] = {}
+    with contextlib.redirect_stderr(errors):
+        try:
+            if "argv" in case:
+                made = server_args.prepare_server_args(case["argv"])
+            else:
+                made = server_args.ServerArgs(**case["engine"])
+            if case.get("resolve"):
+                made.resolve_once()
+            made = pickle.loads(pickle.dumps(made))
+            flags = {name: value for name, value in made.resolved_dict().items() if name.startswith("expert_offload_")}
+        except SystemExit as exit:
+            code = exit.code
+        except ValueError as error:
+            print(f"{type(error).__name__}: {error}", file=errors)
+    return {"exit": code, "error": errors.getvalue(), "flags": flags}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""The manager: who is resident at load and after warm-up, alike on every rank, and what it reports."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_uvm_offload.config import FlagError, OffloadConfig
+from sglang_uvm_offload.layout import PAGE_BYTES
+from sglang_uvm_offload.manager import OffloadManager, rank_share
+from sglang_uvm_offload.routing import ALL_ROWS, CpuRoutingCounters, IdFormat, Phase
+from sglang_uvm_offload.takeover import AllocationMode
+from sglang_uvm_offload.uvm import Location, MemoryFault
+from sglang_uvm_offload.uvm_host import HostMemory
+
+E, LAYERS = 8, 3
+
+
+def config(**flags):
+    flags = {"num_resident": 3, **flags}
+    return OffloadConfig.from_flags({"expert_offload_" + name: value for name, value in flags.items()})
+
+
+class Rank:
+    """One rank's manager over a model of ``LAYERS`` layers with one page an expert."""
+
+    def __init__(self, cfg, memory=None, agree=lambda counts: counts, ep_rank=0, ep_size=1, num_shared=0, draft=False):
+        self.manager = OffloadManager(cfg, memory or HostMemory(), CpuRoutingCounters, agree, progress=lambda: False)
+        self.manager.moe_layers = tuple(range(1, LAYERS + 1))
+        local = E // ep_size + num_shared
+        self.model = self.manager.begin_model(draft=False)
+        self.modules = []
+        for layer_id in self.manager.moe_layers:
+            layer = self.manager.add_layer(self.model, layer_id, local, num_shared, ep_rank, ep_size)
+            module = torch.nn.Module()
+            with AllocationMode(local, layer.allocate):
+                module.w13 = torch.empty(local, PAGE_BYTES, dtype=torch.uint8)
+            layer.settle(module)
+            self.modules.append(module)
+        self.manager.finish_model(self.model)
+
+    def step(self, ids, phase=Phase.DECODE, rows=ALL_ROWS):
+        """One forward step; ``ids`` a list of top-k lists, the same for every layer, or one such list a layer."""
+        per_layer = ids if isinstance(ids, dict) else dict.fromkeys(range(LAYERS), ids)
+        tokens = len(per_layer[0])
+        self.manager.begin_step(self.model, rows, tokens, phase)
+        for layer in range(LAYERS):
+            self.model.counters.count(layer, torch.tensor(per_layer[layer]), 0, IdFormat.PLAIN)
+        self.manager.end_step(self.model)
+
+    def resident(self):
+        return [np.flatnonzero(layer.resident).tolist() for layer in self.model.layers]
+
+
+def test_first_n_is_resident_at_load_and_never_changes():
+    rank = Rank(config(resident_selection="first_n", warmup_tokens=300))
+    for _ in range(5):
+        rank.step([[5, 6, 7]] * 100)
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+
+
+def test_manual_ids_are_resident():
+    rank = Rank(config(resident_selection="manual", resident_ids="7, 2"))
+    assert rank.resident() == [[2, 7]] * LAYERS
+
+
+def test_manual_ids_of_a_file_go_to_their_layers(tmp_path):
+    (tmp_path / "ids.json").write_text("[[1], [2, 3], [4, 5, 6]]")
+    rank = Rank(config(resident_selection="manual", resident_ids=f"@{tmp_path}/ids.json"))
+    assert rank.resident() == [[1], [2, 3], [4, 5, 6]]
+
+
+def test_manual_ids_are_split_over_expert_parallel_ranks():
+    ranks = [Rank(config(resident_selection="manual", resident_ids="1,4,6"), ep_rank=r, ep_size=2) for r in range(2)]
+    assert ranks[0].resident() == [[1]] * LAYERS
+    assert ranks[1].resident() == [[0, 2]] * LAYERS
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 8])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_expert_parallel_ranks_share_n_exactly_and_evenly(n, size):
+    shares = [rank_share(n, rank, size) for rank in range(size)]
+    assert sum(shares) == n
+    assert max(shares) - min(shares) <= 1
+
+
+def test_after_warmup_the_hot_experts_of_each_layer_are_resident(caplog):
+    rank = Rank(config(warmup_tokens=40))
+    hot = {0: [[7, 5, 3]] * 4, 1: [[0, 6, 4]] * 4, 2: [[1, 2, 7]] * 4}
+    with caplog.at_level(logging.INFO):
+        for step in range(11):
+            assert rank.manager.warm == (step > 10)
+            rank.step(hot)
+    assert rank.resident() == [[3, 5, 7], [0, 4, 6], [1, 2, 7]]
+    (line,) = [r.getMessage() for r in caplog.records if "residents chosen" in r.getMessage()]
+    assert "6 of 9 residents changed in 3 layers" in line
+    assert "coverage of these tokens 33.3 % before, 100.0 % after" in line
+    for layer in rank.model.layers:
+        for tensor in layer.tensors:
+            assert (tensor.resident() == layer.resident).all()
+
+
+def test_residents_change_between_steps_before_the_first_step_after_warmup():
+    rank = Rank(config(warmup_tokens=4))
+    rank.step([[7, 6, 5]] * 4)
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+    rank.step([[7, 6, 5]])
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+
+
+def test_all_equal_routing_moves_nothing():
+    rank = Rank(config(warmup_tokens=8))
+    rank.step([[i] for i in range(E)])
+    rank.step([[0]])
+    assert rank.manager.warm
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+    assert rank.manager.totals.moves == 0
+
+
+def test_padding_and_dummy_steps_neither_count_nor_warm_up():
+    rank = Rank(config(warmup_tokens=4))
+    for _ in range(10):
+        rank.manager.begin_step(rank.model, 0, 0, Phase.DECODE)
+        rank.model.counters.count(0, torch.full((64, 2), 7), 0, IdFormat.PLAIN)
+        rank.manager.end_step(rank.model)
+        rank.model.counters.count(0, torch.full((64, 2), 7), 0, IdFormat.PLAIN)
+    assert rank.manager.tokens == 0
+    assert rank.manager.status()["routed"] == 0
+
+
+def test_ranks_decide_alike_even_if_their_counts_differ():
+    shared = []
+
+    def agree(counts):
+        shared.append(counts)
+        return shared[0]
+
+    ranks = [Rank(config(warmup_tokens=4), agree=agree) for _ in range(2)]
+    ranks[0].step([[7, 6, 5]] * 4)
+    ranks[1].step([[7, 6, 4]] * 4)
+    for rank in ranks:
+        rank.step([[0]])
+    assert ranks[0].resident() == ranks[1].resident() == [[5, 6, 7]] * LAYERS
+
+
+def test_expert_parallel_ranks_choose_among_their_own_experts():
+    rank = Rank(config(num_resident=4, warmup_tokens=2), ep_rank=1, ep_size=2)
+    assert rank.resident() == [[0, 1]] * LAYERS
+    rank.step([[2, -1], [3, -1]])
+    rank.step([[-1, -1]])
+    assert rank.resident() == [[2, 3]] * LAYERS
+    assert rank.manager.status()["resident_ids"] == [[6, 7]] * LAYERS
+
+
+def test_fused_shared_experts_stay_beside_n():
+    rank = Rank(config(warmup_tokens=2), num_shared=1)
+    assert rank.resident() == [[0, 1, 2, 8]] * LAYERS
+    rank.step([[5, 8], [6, 8]])
+    rank.step([[7, 8]])
+    assert rank.resident() == [[0, 5, 6, 8]] * LAYERS
+
+
+def test_n_of_all_experts_and_n_of_none_are_served():
+    for n, expected in ((E, list(range(E))), (0, [])):
+        rank = Rank(config(num_resident=n, warmup_tokens=1))
+        rank.step([[1, 2]])
+        rank.step([[1, 2]])
+        assert rank.resident() == [expected] * LAYERS
+
+
+def test_a_draft_model_is_resident_whole_and_not_in_the_targets_counts():
+    rank = Rank(config())
+    draft = rank.manager.begin_model(draft=True)
+    layer = rank.manager.add_layer(draft, 0, E, 0, 0, 1)
+    module = torch.nn.Module()
+    with AllocationMode(E, layer.allocate):
+        module.w13 = torch.empty(E, PAGE_BYTES, dtype=torch.uint8)
+    layer.settle(module)
+    rank.manager.finish_model(draft)
+    rank.manager.begin_step(draft, ALL_ROWS, 50, Phase.DECODE)
+    draft.counters.count(0, torch.tensor([[1, 2]]), 0, IdFormat.PLAIN)
+    status = rank.manager.status()
+    assert layer.resident.all()
+    assert (status["routed"], status["tokens"], status["draft_layers"]) == (0, 0, 1)
+    assert status["draft_bytes"] == E * PAGE_BYTES
+
+
+def test_coverage_is_counted_under_the_residency_that_served_it():
+    rank = Rank(config(warmup_tokens=10))
+    rank.step([[0, 7]] * 10)
+    rank.step([[0, 7]] * 10)
+    status = rank.manager.status()
+    assert status["coverage"] == pytest.approx((10 + 20) / 40)
+    assert status["read_through_bytes"] == LAYERS * PAGE_BYTES, "one touch of expert 7 in each layer before it moved"
+    assert status["moves"] == LAYERS
+
+
+class FailingMemory(HostMemory):
+    fail = False
+
+    def prefetch(self, managed, spans, location):
+        if self.fail and location is Location.DEVICE:
+            raise MemoryFault("prefetch", managed.name, spans[0], "injected")
+        super().prefetch(managed, spans, location)
+
+
+def test_a_failed_move_serves_on_and_says_so(caplog):
+    memory = FailingMemory()
+    rank = Rank(config(warmup_tokens=2), memory)
+    memory.fail = True
+    rank.step([[7, 6, 5]] * 2)
+    rank.step([[7, 6, 5]])
+    rank.step([[7, 6, 5]])
+    assert "injected" in rank.manager.status()["fault"]
+    assert [r.levelname for r in caplog.records if "moving experts stopped" in r.getMessage()] == ["ERROR"]
+    assert rank.resident() == [[], [0, 1, 2], [0, 1, 2]], "what was demoted before the fault is known to be offloaded"
+
+
+def test_a_model_without_anything_to_offload_is_refused():
+    manager = OffloadManager(config(), HostMemory(), CpuRoutingCounters, lambda c: c, progress=lambda: False)
+    with pytest.raises(FlagError, match="the model has no MoE layer"):
+        manager.finish_model(manager.begin_model(draft=False))

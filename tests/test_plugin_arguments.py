@@ -1,0 +1,118 @@
+"""The flags inside real SGLang: every way to give them, and what is refused before anything loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import Checkpoints
+from serving import environment
+
+N = "--expert-offload-num-resident"
+
+
+@pytest.fixture(scope="module")
+def launch(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory):
+    """All cases run in one process, because importing SGLang takes most of the time: ``launch[name]`` is what came out."""
+    folder = tmp_path_factory.mktemp("launches")
+    model = str(checkpoints("qwen3_moe"))
+    cpu = ["--model-path", model, "--device", "cpu"]
+    yaml = folder / "server.yaml"
+    yaml.write_text(f"model-path: {model}\ndevice: cpu\nexpert-offload-num-resident: 4\nexpert-offload-warmup-tokens: 77\n")
+    ids = folder / "ids.json"
+    ids.write_text("[[0], [1]]")
+    dense = folder / "dense"
+    dense.mkdir()
+    config = json.loads((Path(model) / "config.json").read_text())
+    (dense / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "vocab_size": 512,
+                **{key: config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")},
+            }
+        )
+    )
+    engine = {"model_path": model, "device": "cpu"}
+    manual = ["--expert-offload-resident-selection", "manual", "--expert-offload-resident-ids"]
+    cases = {
+        "off": {"argv": cpu, "resolve": True},
+        "command line": {"argv": [*cpu, N, "4", "--expert-offload-warmup-tokens", "77"], "resolve": True},
+        "yaml": {"argv": ["--config", str(yaml)], "resolve": True},
+        "engine": {"engine": {**engine, "expert_offload_num_resident": 4, "expert_offload_warmup_tokens": 77}},
+        "bad values": {"argv": [*cpu, N, "-2", "--expert-offload-warmup-tokens", "0"]},
+        "bad choice": {"argv": [*cpu, N, "2", "--expert-offload-backend", "gpu"]},
+        "bad values, engine": {"engine": {**engine, "expert_offload_num_resident": "many"}},
+        "auto": {"argv": [*cpu, N, "auto"]},
+        "too many": {"argv": [*cpu, N, "17"], "resolve": True},
+        "too many, engine": {"engine": {**engine, "expert_offload_num_resident": 17}, "resolve": True},
+        "all of them": {"argv": [*cpu, N, "16"], "resolve": True},
+        "dense": {"argv": ["--model-path", str(dense), "--device", "cpu", N, "4"], "resolve": True},
+        "ids for too few layers": {"argv": [*cpu, N, "4", *manual, f"@{ids}"], "resolve": True},
+        "ids too high": {"argv": [*cpu, N, "4", *manual, "0,99"], "resolve": True},
+        "uvm on a cpu": {"argv": [*cpu, N, "4", "--expert-offload-backend", "uvm"], "resolve": True},
+        "combinations": {
+            "argv": [*cpu, N, "4", "--cpu-offload-gb", "2", "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules",
+                     "all", "--enable-memory-saver", "--load-format", "gguf"],
+            "resolve": True,
+        },
+    }  # fmt: skip
+    result = folder / "result.json"
+    process = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "launches.py"), str(result)],
+        input=json.dumps(list(cases.values())),
+        env=environment({}),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    return dict(zip(cases, json.loads(result.read_text()), strict=True))
+
+
+@pytest.mark.parametrize("way", ["command line", "yaml", "engine"])
+def test_flags_arrive_by_every_way_and_survive_pickling(launch, way):
+    flags = launch[way]["flags"]
+    assert launch[way]["exit"] is None, launch[way]["error"]
+    assert str(flags["expert_offload_num_resident"]) == "4"
+    assert flags["expert_offload_warmup_tokens"] == 77
+
+
+def test_without_flags_offloading_is_off_and_nothing_is_refused(launch):
+    assert launch["off"]["exit"] is None, launch["off"]["error"]
+    assert launch["off"]["flags"]["expert_offload_num_resident"] is None
+
+
+def test_as_many_residents_as_experts_are_served(launch):
+    assert launch["all of them"]["exit"] is None, launch["all of them"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("bad values", [f"{N} '-2'", "--expert-offload-warmup-tokens 0"]),
+        ("bad choice", ["--expert-offload-backend", "gpu", "auto"]),
+        ("auto", [f"{N} auto", "planner"]),
+        ("too many", [f"{N} 17", "16 routed experts a layer"]),
+        ("dense", [f"{N} 4", "LlamaForCausalLM", "no routed experts"]),
+        ("ids for too few layers", ["--expert-offload-resident-ids", "lists 2 layers", "3 MoE layers"]),
+        ("ids too high", ["--expert-offload-resident-ids", "expert 99 does not exist", "0-15"]),
+        ("uvm on a cpu", ["--expert-offload-backend uvm", "CUDA"]),
+        ("combinations", ["--cpu-offload-gb", "--enable-lora", "--enable-memory-saver", "--load-format gguf"]),
+    ],
+)
+def test_a_launch_that_cannot_be_served_ends_with_every_reason(launch, case, parts):
+    assert launch[case]["exit"] == 2
+    for part in parts:
+        assert part in launch[case]["error"]
+
+
+@pytest.mark.parametrize("case", ["bad values, engine", "too many, engine"])
+def test_engine_callers_get_a_value_error(launch, case):
+    assert launch[case]["exit"] is None
+    assert launch[case]["error"].startswith("FlagError: expert offloading cannot start")
+    assert N in launch[case]["error"]

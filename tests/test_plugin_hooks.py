@@ -1,0 +1,116 @@
+"""A plugin that cannot do its work must not let a server start without it; one that is not asked for must not matter."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from checkpoints import Checkpoints
+from serving import CPU, environment, flags
+
+OFFLOAD = {"expert_offload_num_resident": 4}
+
+
+def saboteur(folder: Path, code: str) -> dict[str, str]:
+    """The environment with one more SGLang plugin, which runs ``code`` in each process before ours registers."""
+    (folder / "saboteur.py").write_text(f"def register():\n    import multiprocessing, sys\n{textwrap.indent(code, '    ')}\n")
+    info = folder / "saboteur-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: saboteur\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nsaboteur = saboteur:register\n")
+    env = environment({})
+    return {**env, "PYTHONPATH": f"{folder}{os.pathsep}{env['PYTHONPATH']}"}
+
+
+def launch(env: dict[str, str], **arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a server that is expected to end by itself."""
+    command = [sys.executable, "-m", "sglang.launch_server", *flags({**CPU, **arguments})]
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        left = subprocess.run(["ps", "-o", "args=", "-g", str(process.pid)], capture_output=True, text=True).stdout
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+    assert "sglang" not in left, f"processes left behind: {left}"
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+IN_CHILD = "if multiprocessing.parent_process() is not None:\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (
+            IN_CHILD + "    from sglang.srt.model_executor.model_runner import ModelRunner\n    del ModelRunner.forward",
+            "could not hook sglang.srt.model_executor.model_runner.ModelRunner.forward",
+        ),
+        (
+            IN_CHILD + "    from sglang_uvm_offload.plugin import hooks\n    hooks.install = lambda: 1 / 0",
+            "cannot register with this SGLang: ZeroDivisionError",
+        ),
+        (
+            "import sglang.srt.runtime_context as context\ndel context.publish",
+            "could not hook sglang.srt.runtime_context.publish",
+        ),
+    ],
+    ids=["a hook point is gone in the scheduler", "registering fails in the scheduler", "a hook point is gone everywhere"],
+)
+def test_a_server_that_was_asked_to_offload_ends_with_the_reason(code, reason, tmp_path, checkpoints: Checkpoints):
+    ended = launch(saboteur(tmp_path, code), model_path=checkpoints("qwen3_moe"), **OFFLOAD)
+    assert ended.returncode != 0
+    assert reason in ended.stdout
+
+
+def test_a_wrong_flag_ends_the_command_before_anything_loads(tmp_path, checkpoints: Checkpoints):
+    ended = launch(environment({}), model_path=checkpoints("qwen3_moe"), expert_offload_num_resident=99)
+    assert ended.returncode == 2
+    assert "--expert-offload-num-resident 99: the model has 16 routed experts a layer" in ended.stdout
+    assert "Load weight begin" not in ended.stdout
+
+
+SHOW_HOOKS = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.server_args import ServerArgs
+args = ServerArgs(model_path=sys.argv[1], device="cpu", **json.loads(sys.argv[2]))
+args.resolve_once()
+publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0))
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.model_executor.model_runner import ModelRunner
+hooked = [f.__qualname__ for f in (Scheduler.process_batch_result, ModelRunner.forward, ModelRunner.load_model, FusedMoE.__init__)
+          if hasattr(f, "__wrapped__") and "hook_registry" in f.__code__.co_filename]
+print("RESULT", json.dumps([sorted(HookRegistry._patched), hooked]))
+"""
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_only_a_scheduler_that_offloads_is_hooked_where_it_computes(on, checkpoints: Checkpoints):
+    arguments = OFFLOAD if on else {}
+    process = subprocess.run(
+        [sys.executable, "-c", SHOW_HOOKS, str(checkpoints("qwen3_moe")), json.dumps(arguments)],
+        env={**environment({}), "SGLANG_PLUGINS": "uvm_offload"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    patched, hooked = json.loads(process.stdout.split("RESULT ")[1])
+    if on:
+        assert len(hooked) == 4
+    else:
+        assert patched == ["sglang.srt.runtime_context.publish", "sglang.srt.server_args.ServerArgs"]
+        assert hooked == []
