@@ -19,8 +19,10 @@ The modules, in the order in which they depend on each other:
     takeover        making PyTorch allocate a layer's experts in managed memory
     expert_tensor   one tensor of experts, each resident or offloaded
     expert_layer    all experts of one layer
+    ledger          what the steps were served from
     manager         loading, counting, choosing residents, moving them
     metrics         Prometheus
+    doctor          whether this machine, SGLang and a model can be served
     cli             the sglang-uvm-offload command
     plugin          the edge to SGLang: the only package that imports it
 """

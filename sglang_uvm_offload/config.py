@@ -87,6 +87,7 @@ class OffloadConfig:
     @property
     def residents(self) -> int:
         """N, the resident experts a layer. Only for an enabled, checked config."""
+        assert self.num_resident is not None
         return int(self.num_resident)
 
     @classmethod
@@ -111,7 +112,7 @@ class OffloadConfig:
             choices, value = f.metadata["choices"], getattr(self, f.name)
             if choices and value not in choices:
                 out.append(f"{flag_name(f.name)} {value!r}: must be one of {', '.join(choices)}")
-        if not self.enabled:
+        if self.num_resident is None:
             defaults = OffloadConfig()
             out += [
                 f"{flag_name(f.name)} {getattr(self, f.name)!r}: has no effect without {flag_name('num_resident')}"
@@ -184,7 +185,7 @@ class ResidentIds:
             return [f"{name}: lists {len(self.per_layer)} layers, but the model has {num_layers} MoE layers"]
         out = []
         lists = self.per_layer if self.per_layer is not None else (self.every_layer,)
-        too_high = sorted({i for ids in lists for i in ids if i >= num_experts})
+        too_high = sorted({i for ids in lists if ids for i in ids if i >= num_experts})
         if too_high:
             out.append(f"{name}: expert {too_high[0]} does not exist; the model's experts are 0-{num_experts - 1}")
         total = sum(len(self.of_layer(index)) for index in range(num_layers))

@@ -13,8 +13,9 @@ from tqdm import tqdm
 from sglang_uvm_offload import policy
 from sglang_uvm_offload.config import FlagError, OffloadConfig, ResidentIds
 from sglang_uvm_offload.expert_layer import ExpertLayer
+from sglang_uvm_offload.ledger import Ledger, stack
 from sglang_uvm_offload.report import size
-from sglang_uvm_offload.routing import ROUTED, TOUCHES, Phase, RoutingCounters, RoutingCounts
+from sglang_uvm_offload.routing import ROUTED, TOUCHES, Phase, RoutingCounters
 from sglang_uvm_offload.uvm import Memory, MemoryFault
 
 logger = logging.getLogger(__name__)
@@ -34,18 +35,6 @@ class ModelExperts:
     counters: RoutingCounters | None = None
 
 
-@dataclass
-class Totals:
-    """What happened since the start, over the target model's layers. Arrays are ``[layers]``."""
-
-    routed: np.ndarray
-    routed_resident: np.ndarray
-    read_through_bytes: np.ndarray
-    moves: int = 0
-    moved_bytes: int = 0
-    moving_seconds: float = 0.0
-
-
 class OffloadManager:
     """One rank's experts. All methods run on the thread that launches the model's forward steps."""
 
@@ -60,19 +49,21 @@ class OffloadManager:
         self.models: list[ModelExperts] = []
         self.moe_layers: tuple[int, ...] = ()
         """The decoder layers of the target model that route, over all pipeline stages, in order."""
-        self.totals: Totals | None = None
         self.tokens = 0
         self.fault: str | None = None
+        self.ledger: Ledger
+        """What the target model's steps were served from; there is one once the model is loaded."""
         self.warm = config.resident_selection != "frequency"
         """Whether the resident set is final: chosen from the routing, or given."""
+        self._placing: tqdm | None = None
         self._ids = ResidentIds.parse(config.resident_ids) if config.resident_ids is not None else None
-        self._counted: RoutingCounts | None = None
 
     # Loading
 
     def begin_model(self, draft: bool) -> ModelExperts:
         model = ModelExperts(draft)
         self.models.append(model)
+        self._placing = self._bar("Placing experts", len(self.moe_layers) or None)
         return model
 
     def add_layer(
@@ -96,9 +87,12 @@ class OffloadManager:
             resident[: rank_share(self.config.residents, ep_rank, ep_size)] = True
         layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, ep_rank * routed, resident)
         model.layers.append(layer)
+        if self._placing is not None:
+            self._placing.update()
         return layer
 
     def _ids_of(self, layer_id: int) -> frozenset[int]:
+        assert self._ids is not None
         if layer_id not in self.moe_layers:
             raise FlagError([f"--expert-offload-resident-ids: layer {layer_id} routes, which the model's config does not tell"])
         return self._ids.of_layer(self.moe_layers.index(layer_id))
@@ -106,6 +100,9 @@ class OffloadManager:
     def finish_model(self, model: ModelExperts) -> None:
         """The model is loaded: make its counters. Raises ``FlagError`` if there is nothing to offload in it."""
         self.memory.synchronize()
+        if self._placing is not None:
+            self._placing.close()
+            self._placing = None
         layers = model.layers
         if not model.draft and not any(layer.tensors for layer in layers):
             found = "no MoE layer" if not layers else f"{len(layers)} MoE layers, none with experts large enough to place"
@@ -113,9 +110,8 @@ class OffloadManager:
         if layers:
             model.counters = self.make_counters(len(layers), max(layer.num_experts for layer in layers))
         if not model.draft:
-            zeros = (np.zeros(len(layers), dtype=np.int64) for _ in range(3))
-            self.totals = Totals(*zeros)
-            self._counted = self._target_counters.read()
+            assert model.counters is not None
+            self.ledger = Ledger(layers, model.counters.read())
 
     # Serving
 
@@ -142,10 +138,11 @@ class OffloadManager:
         the moving, not the serving.
         """
         started = time.perf_counter()
-        self.account(self._target_counters.read())
-        layers, (steps_prefill, steps_decode) = self.target.layers, self._counted.steps
-        counts = self.agree(self._counted.counts)
-        before, pinned = self._stack("resident"), self._stack("pinned")
+        seen = self._target_counters.read()
+        self.ledger.account(seen)
+        layers, (steps_prefill, steps_decode) = self.target.layers, seen.steps
+        counts = self.agree(seen.counts)
+        before, pinned = stack([layer.resident for layer in layers]), stack([layer.pinned for layer in layers])
         real = np.arange(before.shape[1]) < np.array([[layer.num_experts] for layer in layers])
         scores = policy.score(counts[:, Phase.DECODE, TOUCHES], steps_decode, counts[:, Phase.PREFILL, ROUTED])
         scores[~real] = -1.0
@@ -154,15 +151,16 @@ class OffloadManager:
         moved = self._move(after)
         self.warm = True
         seconds = time.perf_counter() - started
-        now = self._stack("resident")
+        now = stack([layer.resident for layer in layers])
         changed = int((now & ~before).sum())
-        self.totals.moves += changed
-        self.totals.moved_bytes += moved
-        self.totals.moving_seconds += seconds
+        self.ledger.moves += changed
+        self.ledger.moved_bytes += moved
+        self.ledger.moving_seconds += seconds
         routed = counts[:, :, ROUTED].sum(axis=1)
         logger.info(
-            "Expert offload: residents chosen from the routing of %d tokens (%d prefill and %d decode steps): %d of %d residents "
-            "changed in %d layers; coverage of these tokens %.1f %% before, %.1f %% after; %s moved in %.2f s",
+            "Expert offload: residents chosen from the routing of %d tokens (%d prefill and %d decode steps): "
+            "%d of %d residents changed in %d layers; coverage of these tokens %.1f %% before, %.1f %% after; "
+            "%s moved in %.2f s",
             self.tokens,
             steps_prefill,
             steps_decode,
@@ -178,8 +176,8 @@ class OffloadManager:
     def _move(self, after: np.ndarray) -> int:
         """Demote before promoting, layer by layer, so that VRAM never holds more than before. Returns bytes asked to move."""
         moved, layers = 0, self.target.layers
-        bar = tqdm(layers, desc="Moving experts", unit="layer", disable=not self.progress(), leave=False)
-        for layer, wanted in zip(bar, after, strict=True):
+        bar = self._bar("Moving experts", len(layers))
+        for layer, wanted in zip(layers, after, strict=True):
             wanted = wanted[: layer.num_experts]
             try:
                 moved += layer.demote(wanted)
@@ -195,32 +193,25 @@ class OffloadManager:
                     fault,
                 )
                 break
+            bar.update()
+        bar.close()
         return moved
+
+    def _bar(self, what: str, total: int | None) -> tqdm:
+        return tqdm(desc=what, total=total, unit="layer", disable=not self.progress(), leave=False)
 
     # Reporting
 
-    def account(self, counts: RoutingCounts) -> None:
-        """Add the counts since the last call to the totals, under the residency they were served with."""
-        new = counts.since(self._counted)
-        self._counted = counts
-        resident = self._stack("resident")
-        routed, touches = new.routed(), new.touches()
-        expert_bytes = np.array([layer.expert_bytes for layer in self.target.layers])
-        self.totals.routed += routed.sum(axis=1)
-        self.totals.routed_resident += (routed * resident).sum(axis=1)
-        self.totals.read_through_bytes += (touches * ~resident).sum(axis=1) * expert_bytes
-
     def poll(self) -> None:
-        """``account`` for what the device has reported by now, without waiting."""
+        """Bring the ledger up to what the device has reported by now, without waiting."""
         counts = self._target_counters.poll()
         if counts is not None:
-            self.account(counts)
+            self.ledger.account(counts)
 
     def status(self) -> dict[str, object]:
         """What ``/server_info`` shows of this rank. Plain JSON values; bytes and seconds."""
-        self.account(self._target_counters.read())
-        layers, totals = self.target.layers, self.totals
-        routed = int(totals.routed.sum())
+        self.ledger.account(self._target_counters.read())
+        layers, ledger = self.target.layers, self.ledger
         return {
             "backend": self.memory.name,
             "num_layers": len(layers),
@@ -235,12 +226,12 @@ class OffloadManager:
             "resident_ids": [(np.flatnonzero(layer.resident) + layer.first_expert).tolist() for layer in layers],
             "tokens": self.tokens,
             "warmup_done": self.warm,
-            "routed": routed,
-            "coverage": int(totals.routed_resident.sum()) / routed if routed else None,
-            "read_through_bytes": int(totals.read_through_bytes.sum()),
-            "moves": totals.moves,
-            "moved_bytes": totals.moved_bytes,
-            "moving_seconds": totals.moving_seconds,
+            "routed": int(ledger.routed.sum()),
+            "coverage": ledger.coverage,
+            "read_through_bytes": int(ledger.read_through_bytes.sum()),
+            "moves": ledger.moves,
+            "moved_bytes": ledger.moved_bytes,
+            "moving_seconds": ledger.moving_seconds,
             "fault": self.fault,
         }
 
@@ -253,11 +244,6 @@ class OffloadManager:
         counters = self.target.counters
         assert counters is not None, "the target model is not loaded yet"
         return counters
-
-    def _stack(self, name: str) -> np.ndarray:
-        """``bool[layers, experts]`` of the layers' attribute, False beyond a layer's own experts."""
-        width = self._target_counters.num_experts
-        return np.stack([np.pad(getattr(la, name), (0, width - la.num_experts)) for la in self.target.layers])
 
 
 def rank_share(num_resident: int, ep_rank: int, ep_size: int) -> int:

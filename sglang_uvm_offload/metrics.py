@@ -51,8 +51,8 @@ class Metrics:
     def publish(self) -> None:
         self._next = time.monotonic() + PERIOD_SECONDS
         self.manager.poll()
-        totals, layers = self.manager.totals, self.manager.target.layers
-        now = [totals.routed.copy(), totals.routed_resident.copy(), totals.read_through_bytes.copy()]
+        ledger, layers = self.manager.ledger, self.manager.target.layers
+        now = [ledger.routed.copy(), ledger.routed_resident.copy(), ledger.read_through_bytes.copy()]
         routed, covered, read = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
         for group, name in zip(self._groups, self._names, strict=True):
@@ -61,7 +61,7 @@ class Metrics:
             if routed[group].sum():
                 self.coverage.labels(**labels).set(covered[group].sum() / routed[group].sum())
             self.read_through.labels(**labels).inc(int(read[group].sum()))
-        moves = (totals.moves, totals.moved_bytes, totals.moving_seconds)
+        moves = (ledger.moves, ledger.moved_bytes, ledger.moving_seconds)
         for counter, new, old in zip((self.moves, self.moved, self.moving), moves, self._last_moves, strict=True):
             counter.labels(**self.labels).inc(new - old)
         self._last_moves = moves

@@ -1,7 +1,7 @@
 """Counting which experts the router picked, on the device that computes, inside CUDA graphs too.
 
-For each layer and phase two counts an expert: *routed* tokens, and *touches*, the steps that used the expert, counted once however
-many tokens they sent to it. A touch of an offloaded expert in decode is one read of its weights over PCIe.
+For each layer and phase two counts an expert: *routed* tokens, and *touches*, the steps that used the expert, counted once
+however many tokens they sent to it. A touch of an offloaded expert in decode is one read of its weights over PCIe.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class RoutingCounters(Protocol):
         the rest padding; 0 rows: a dummy or capture run, which does not count."""
 
     def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat) -> None:
-        """Count ``ids[rows, top_k]`` for row ``layer``. The id ``first_expert`` is local expert 0; ids outside the layer (-1, other
-        ranks' experts) do not count."""
+        """Count ``ids[rows, top_k]`` for row ``layer``. The id ``first_expert`` is local expert 0; ids outside the layer (-1,
+        other ranks' experts) do not count."""
 
     def count_histogram(self, layer: int, histogram: torch.Tensor) -> None:
         """Count a step for which only tokens an expert (int32 ``[num_experts]``) are known."""

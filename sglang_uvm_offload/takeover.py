@@ -128,7 +128,7 @@ def _one_run_an_expert(tensor: torch.Tensor, expert_bytes: int) -> bool:
     item = tensor.element_size()
     inner = sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)) + 1
     first = tensor.storage_offset() * item
-    return tensor.stride(0) * item == expert_bytes and first + inner * item <= expert_bytes
+    return bool(tensor.stride(0) * item == expert_bytes and first + inner * item <= expert_bytes)
 
 
 def _meta(value: Any) -> Any:

@@ -30,10 +30,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     flags: dict[str, Any] = {}
     with contextlib.redirect_stderr(errors):
         try:
-            if "argv" in case:
-                made = server_args.prepare_server_args(case["argv"])
-            else:
-                made = server_args.ServerArgs(**case["engine"])
+            argv = case.get("argv")
+            made = server_args.prepare_server_args(argv) if argv else server_args.ServerArgs(**case["engine"])
             if case.get("resolve"):
                 made.resolve_once()
             made = pickle.loads(pickle.dumps(made))

@@ -1,5 +1,7 @@
 """Experts in pages: which pages a resident set needs, and how neighbours become one span."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -53,7 +55,7 @@ def test_spans_cover_exactly_the_marked_pages():
         for span in found:
             covered[span.offset // PAGE_BYTES : -(-span.end // PAGE_BYTES)] = True
         assert (covered == pages).all()
-        assert all(a.end < b.offset for a, b in zip(found, found[1:], strict=False)), "neighbours were not joined"
+        assert all(a.end < b.offset for a, b in pairwise(found)), "neighbours were not joined"
 
 
 def test_an_expert_below_a_page_is_not_placeable():

@@ -115,7 +115,7 @@ def test_all_equal_routing_moves_nothing():
     rank.step([[0]])
     assert rank.manager.warm
     assert rank.resident() == [[0, 1, 2]] * LAYERS
-    assert rank.manager.totals.moves == 0
+    assert rank.manager.ledger.moves == 0
 
 
 def test_padding_and_dummy_steps_neither_count_nor_warm_up():

@@ -59,11 +59,20 @@ IN_CHILD = "if multiprocessing.parent_process() is not None:\n"
             "cannot register with this SGLang: ZeroDivisionError",
         ),
         (
+            IN_CHILD + "    from sglang_uvm_offload import uvm_host\n    uvm_host.host_available = lambda: 1 << 20",
+            "of MoE layer 0 [0, 2097152) (2097152 bytes): its offloaded experts need 1.5 MiB of host RAM, and 0.0 MiB is left",
+        ),
+        (
             "import sglang.srt.runtime_context as context\ndel context.publish",
             "could not hook sglang.srt.runtime_context.publish",
         ),
     ],
-    ids=["a hook point is gone in the scheduler", "registering fails in the scheduler", "a hook point is gone everywhere"],
+    ids=[
+        "a hook point is gone in the scheduler",
+        "registering fails in the scheduler",
+        "host RAM is short",
+        "a hook point is gone everywhere",
+    ],
 )
 def test_a_server_that_was_asked_to_offload_ends_with_the_reason(code, reason, tmp_path, checkpoints: Checkpoints):
     ended = launch(saboteur(tmp_path, code), model_path=checkpoints("qwen3_moe"), **OFFLOAD)
@@ -91,7 +100,8 @@ publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=0, gpu_id
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.model_executor.model_runner import ModelRunner
-hooked = [f.__qualname__ for f in (Scheduler.process_batch_result, ModelRunner.forward, ModelRunner.load_model, FusedMoE.__init__)
+computing = (Scheduler.process_batch_result, ModelRunner.forward, ModelRunner.load_model, FusedMoE.__init__)
+hooked = [f.__qualname__ for f in computing
           if hasattr(f, "__wrapped__") and "hook_registry" in f.__code__.co_filename]
 print("RESULT", json.dumps([sorted(HookRegistry._patched), hooked]))
 """

@@ -1,8 +1,8 @@
 """The edge to SGLang: the only package that imports it. ``register`` is the ``sglang.srt.plugins`` entry point.
 
-SGLang logs and swallows what a plugin raises, which would serve *without* offloading. So where offloading was asked for, what
-goes wrong here ends the process: ``SystemExit`` passes through. Where it was not, SGLang serves as if this were not installed. This
-module imports nothing, so that an installed plugin costs next to nothing.
+SGLang logs and swallows what a plugin raises, which would serve *without* offloading. So where offloading was asked for,
+what goes wrong here ends the process: ``SystemExit`` passes through. Where it was not, SGLang serves as if this were not
+installed. This module imports nothing, so that an installed plugin costs next to nothing.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ def register() -> None:
 
         server_args.install(hooks.add)
         hooks.install()
-    except Exception as error:  # whatever an unknown SGLang raises here, it must not be swallowed
+    except Exception as error:  # noqa: BLE001 -- whatever an unknown SGLang raises, SGLang would swallow it
         demand.unmet(f"cannot register with this SGLang: {type(error).__name__}: {error}")

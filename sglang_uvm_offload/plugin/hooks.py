@@ -26,9 +26,13 @@ def missing() -> str | None:
     return f"does not fit this SGLang version: it could not hook {', '.join(absent)}"
 
 
+def add_publish() -> None:
+    add("sglang.srt.runtime_context.publish", _after_publish, HookType.AFTER)
+
+
 def install() -> None:
     """Hook ``publish``, from which on a process knows its arguments, and check all targets whenever hooks are applied."""
-    add("sglang.srt.runtime_context.publish", _after_publish, HookType.AFTER)
+    add_publish()
     original = HookRegistry.apply_hooks
 
     def apply_and_check() -> None:

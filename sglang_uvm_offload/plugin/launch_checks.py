@@ -79,7 +79,7 @@ def _combination_problems(config: OffloadConfig, cfg: Any) -> list[str]:
     if config.backend == "host" and cfg.device == "cuda":
         out.append(f"{flag_name('backend')} host: emulates unified memory for --device cpu; on cuda use uvm or auto")
     if cfg.device == "cuda":
-        from sglang_uvm_offload.uvm_cuda import device_problems
+        from sglang_uvm_offload.cuda_device import device_problems
 
         out += device_problems(cfg.base_gpu_id or 0)
     return out

@@ -54,10 +54,10 @@ class _RankHooks:
     def around_load_model(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             manager = self.manager
-            model = manager.begin_model(draft=runner.is_draft_worker)
-            if not model.draft:
+            if not runner.is_draft_worker:
                 shape = moe_shape(process_model_config().hf_text_config)
                 manager.moe_layers = shape.moe_layers if shape is not None else ()
+            model = manager.begin_model(draft=runner.is_draft_worker)
             runner.__dict__[_MODEL] = model
             with self.layer_hooks.taking_over(manager, model):
                 result = original(runner, *args, **kwargs)

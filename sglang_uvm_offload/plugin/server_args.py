@@ -40,7 +40,7 @@ class _Methods:
     because SGLang rebinds every name of the replaced class, here too."""
 
     def __post_init__(self) -> None:
-        super(OffloadServerArgs, self).__post_init__()
+        super(OffloadServerArgs, self).__post_init__()  # type: ignore[arg-type]
         config_of(self)
 
     @staticmethod
@@ -50,7 +50,7 @@ class _Methods:
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Any:
         try:
-            made = super(OffloadServerArgs, cls).from_cli_args(args)
+            made = super(OffloadServerArgs, cls).from_cli_args(args)  # type: ignore[arg-type]
         except FlagError as error:
             _exit(error)
         made._from_command_line = True

@@ -1,0 +1,150 @@
+"""What this plugin costs a server that runs on a CPU: ratios between variants in one run, written to results/overhead/.
+
+usage: python benchmarks/overhead.py [--repeats N]
+
+- step time: decode steps of a small GLM-4.5-architecture model, the variants taking turns: SGLang without the plugin (it is
+  installed, and SGLANG_PLUGINS keeps SGLang from loading it), with it but without its flags, and with offloading on.
+- decision: choosing residents for 75 layers x 256 experts, and 10 times as many layers.
+- import: what SGLang's plugin loading takes longer with the plugin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sglang_uvm_offload import policy
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "overhead"
+VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "not loaded": ({"SGLANG_PLUGINS": "cpu_shims"}, {}),
+    "off": ({}, {}),
+    "on": ({}, {"expert_offload_num_resident": 8, "expert_offload_warmup_tokens": 64}),
+}
+GOALS = {"off / not loaded": 1.00, "on / off": 1.05, "decision, ms": 5.0, "import, ms": 30.0}
+
+STEP = """
+import json, sys, time
+import sglang
+if __name__ == "__main__":
+    engine = sglang.Engine(**json.loads(sys.argv[1]))
+    ask = lambda tokens: engine.generate(["a quick brown fox"], {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True})
+    ask(128)
+    times = []
+    for _ in range(int(sys.argv[2])):
+        start = time.perf_counter(); ask(1); first = time.perf_counter(); ask(201); end = time.perf_counter()
+        times.append((end - first - (first - start)) / 200)
+    engine.shutdown()
+    print("TIMES", json.dumps(times))
+"""
+IMPORT = """
+import time
+import sglang.launch_server
+import sglang.srt.server_args
+from sglang.srt.plugins import load_plugins
+start = time.perf_counter(); load_plugins(); print("TIMES", [time.perf_counter() - start])
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="engine starts a variant")
+    repeats = parser.parse_args().repeats
+    with tempfile.TemporaryDirectory() as folder:
+        script = [sys.executable, str(ROOT / "scripts" / "make_checkpoint.py"), "glm4_moe", folder]
+        subprocess.run(script, check=True, stdout=subprocess.DEVNULL)
+        steps = step_times(Path(folder), repeats)
+    imports = import_times(repeats)
+    decision = decision_seconds(75, repeats)
+    figures = {
+        "off / not loaded": ratio(steps["off"], steps["not loaded"]),
+        "on / off": ratio(steps["on"], steps["off"]),
+        "decision, ms": 1e3 * decision,
+        "decision at 10x layers / decision": decision_seconds(750, repeats) / decision,
+        "import, ms": 1e3 * (statistics.median(imports["off"]) - statistics.median(imports["not loaded"])),
+    }
+    write({"step_seconds": steps, "import_seconds": imports, "figures": figures})
+
+
+def step_times(checkpoint: Path, repeats: int) -> dict[str, list[float]]:
+    """Seconds a decode step of one request, every repeat of each variant, the variants in turn."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from serving import CPU, environment
+
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for repeat in range(repeats):
+        for name, (env, flags) in VARIANTS.items():
+            arguments = json.dumps({**CPU, "model_path": str(checkpoint), "log_level": "error", **flags})
+            with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+                file.write(STEP)
+                file.flush()
+                times[name] += run([file.name, arguments, "5"], environment(env))
+            print(f"step time, repeat {repeat + 1} of {repeats}, {name}: {1e3 * statistics.median(times[name]):.2f} ms", flush=True)
+    return times
+
+
+def import_times(repeats: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {"not loaded": [], "off": []}
+    for _ in range(repeats):
+        for name, env in (("not loaded", {"SGLANG_PLUGINS": "none"}), ("off", {"SGLANG_PLUGINS": "uvm_offload"})):
+            times[name] += run(["-c", IMPORT], {**os.environ, **env})
+    return times
+
+
+def run(arguments: list[str], env: dict[str, str]) -> list[float]:
+    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    return json.loads(done.stdout.split("TIMES ")[1])
+
+
+def decision_seconds(layers: int, repeats: int) -> float:
+    """Median seconds of one choice of residents from counts, for ``layers`` x 256 experts of which 200 are resident."""
+    rng = np.random.default_rng(0)
+    touches = rng.integers(0, 1000, (layers, 256))
+    resident = np.zeros(touches.shape, dtype=bool)
+    resident[:, :200] = True
+    seconds = []
+    for _ in range(20 * repeats):
+        start = time.perf_counter()
+        scores = policy.score(touches, 1000, touches * 8)
+        policy.select(scores, np.full(layers, 200), resident, np.zeros_like(resident))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def ratio(mine: list[float], theirs: list[float]) -> float:
+    return statistics.median(mine) / statistics.median(theirs)
+
+
+def write(result: dict[str, Any]) -> None:
+    import torch
+
+    result["machine"] = {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+    result["versions"] = {"sglang": version("sglang"), "torch": torch.__version__}
+    spread = {name: [round(1e3 * t, 3) for t in sorted(times)] for name, times in result["step_seconds"].items()}
+    lines = ["| figure | value | goal |", "| --- | --- | --- |"]
+    lines += [f"| {name} | {value:.3f} | {GOALS.get(name, '')} |" for name, value in result["figures"].items()]
+    lines += ["", "Decode steps in ms, every repeat:", ""]
+    lines += [f"- {name}: {', '.join(map(str, times))}" for name, times in spread.items()]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / "overhead.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / "overhead.md").write_text("# Overhead on a CPU\n\n" + "\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The ``sglang-uvm-offload`` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from sglang_uvm_offload import __version__
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit code: 0 if the answer is good, 1 if it is not (2: argparse's usage errors)."""
+    parser = argparse.ArgumentParser(prog="sglang-uvm-offload", description="Tools beside serving with offloaded experts.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_doctor(commands)
+    args = parser.parse_args(argv)
+    return args.run(args)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser("doctor", help="say whether this machine, SGLang and a model can be served, and why not")
+    doctor.add_argument("--model-path", help="a model to check as well")
+    doctor.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda where PyTorch sees a GPU")
+    doctor.add_argument("--num-resident", default="1", help="the --expert-offload-num-resident to check (default 1)")
+    doctor.add_argument("--trust-remote-code", action="store_true", help="as for SGLang")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    import torch
+
+    from sglang_uvm_offload.doctor import examine
+
+    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    diagnosis = examine(args.model_path, device, args.num_resident, args.trust_remote_code)
+    print(diagnosis)
+    if diagnosis.problems:
+        print(f"cannot serve with --device {device}: {len(diagnosis.problems)} problem(s)")
+        return 1
+    print(f"ready to serve with --device {device}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Whether this machine, its driver, this SGLang and a model can be served with offloaded experts; without starting a server."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution, entry_points, requires, version
+
+from packaging.requirements import Requirement
+
+from sglang_uvm_offload.cuda_build import BuildFailure, build, find_nvcc
+from sglang_uvm_offload.host_ram import host_available
+from sglang_uvm_offload.report import size
+
+PACKAGE = "sglang-uvm-offload"
+PLUGIN = "uvm_offload"
+
+
+@dataclass
+class Diagnosis:
+    """Lines for a person, in order, each with whether it is good; ``problems`` are those that are not."""
+
+    lines: list[tuple[bool, str]] = field(default_factory=list)
+
+    def good(self, text: str) -> None:
+        self.lines.append((True, text))
+
+    def bad(self, *texts: str) -> None:
+        self.lines += [(False, text) for text in texts]
+
+    @property
+    def problems(self) -> list[str]:
+        return [text for fine, text in self.lines if not fine]
+
+    def __str__(self) -> str:
+        return "\n".join(f"  {'ok     ' if fine else 'PROBLEM'}  {text}" for fine, text in self.lines)
+
+
+def examine(model_path: str | None, device: str, num_resident: str, trust_remote_code: bool) -> Diagnosis:
+    """Check everything that can be checked for ``device`` ("cuda" or "cpu") and, where given, the model."""
+    found = Diagnosis()
+    _packages(found)
+    _plugin(found)
+    if device == "cuda":
+        _gpu(found)
+    else:
+        found.good("device cpu: unified memory is emulated in host memory; for trying out, not for speed")
+    found.good(f"host RAM that this process may take: {size(host_available())}")
+    from sglang_uvm_offload.plugin import doctor as sglang_doctor
+
+    if problems := sglang_doctor.hook_problems():
+        found.bad(*problems)
+    else:
+        found.good("SGLang has every hook point")
+    if model_path is not None:
+        if problems := sglang_doctor.launch_problems(model_path, device, num_resident, trust_remote_code):
+            found.bad(*problems)
+        else:
+            found.good(f"{model_path} can be served with --expert-offload-num-resident {num_resident}")
+    return found
+
+
+def _packages(found: Diagnosis) -> None:
+    for line in requires(PACKAGE) or ():
+        requirement = Requirement(line)
+        if requirement.marker is not None:  # an extra
+            continue
+        try:
+            have = version(requirement.name)
+        except PackageNotFoundError:
+            found.bad(f"{requirement.name} is not installed; {PACKAGE} needs {requirement}")
+            continue
+        if requirement.specifier.contains(have, prereleases=True):
+            found.good(f"{requirement.name} {have}")
+        else:
+            found.bad(f"{requirement.name} {have}: {PACKAGE} is tested with {requirement.specifier}")
+
+
+def _plugin(found: Diagnosis) -> None:
+    names = [entry.name for entry in entry_points(group="sglang.srt.plugins")]
+    allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
+    if PLUGIN not in names:
+        found.bad(
+            f"SGLang does not see the plugin: {PACKAGE} {distribution(PACKAGE).version} is not installed with its entry point"
+        )
+    elif allowed and PLUGIN not in allowed:
+        found.bad(f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} keeps SGLang from loading {PLUGIN}; add it there")
+    else:
+        found.good(f"SGLang sees the plugin {PLUGIN}")
+
+
+def _gpu(found: Diagnosis) -> None:
+    from sglang_uvm_offload.cuda_device import device_arch, device_problems
+
+    if problems := device_problems(0):
+        found.bad(*problems)
+        return
+    arch = device_arch(0)
+    found.good(f"GPU 0 ({arch}) can keep experts in unified memory")
+    try:
+        found.good(f"CUDA compiler {find_nvcc()}")
+        found.good(f"CUDA library {build(arch)}")
+    except BuildFailure as failure:
+        found.bad(str(failure))

@@ -1,0 +1,50 @@
+"""What the steps so far were served from: routed tokens on residents, bytes read over PCIe, experts moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sglang_uvm_offload.expert_layer import ExpertLayer
+from sglang_uvm_offload.routing import RoutingCounts
+
+
+class Ledger:
+    """Totals since the start over one model's layers. Arrays are ``int64[layers]``."""
+
+    def __init__(self, layers: Sequence[ExpertLayer], start: RoutingCounts):
+        self._layers = layers
+        self._counted = start
+        self.routed = np.zeros(len(layers), dtype=np.int64)
+        self.routed_resident = np.zeros(len(layers), dtype=np.int64)
+        """Routed tokens, and those of them that an expert in VRAM served."""
+        self.read_through_bytes = np.zeros(len(layers), dtype=np.int64)
+        """Bytes of offloaded experts that steps read, each once a step: a prefill may read them more often."""
+        self.moves = 0
+        self.moved_bytes = 0
+        self.moving_seconds = 0.0
+
+    def account(self, counts: RoutingCounts) -> None:
+        """Add what was counted since the last call, under the residency that served it: call it before residents change."""
+        new = counts.since(self._counted)
+        self._counted = counts
+        width = counts.counts.shape[-1]
+        resident = stack([layer.resident for layer in self._layers], width)
+        routed, touches = new.routed(), new.touches()
+        self.routed += routed.sum(axis=1)
+        self.routed_resident += (routed * resident).sum(axis=1)
+        expert_bytes = np.array([layer.expert_bytes for layer in self._layers])
+        self.read_through_bytes += (touches * ~resident).sum(axis=1) * expert_bytes
+
+    @property
+    def coverage(self) -> float | None:
+        """The share of routed tokens that residents served, None before the first."""
+        routed = int(self.routed.sum())
+        return int(self.routed_resident.sum()) / routed if routed else None
+
+
+def stack(masks: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
+    """``bool[layers, experts]`` of masks of different lengths, False beyond a layer's own experts."""
+    width = width if width is not None else max(mask.size for mask in masks)
+    return np.stack([np.pad(mask, (0, width - mask.size)) for mask in masks])
