@@ -28,14 +28,14 @@ def tensors_of(config: Mapping[str, Any]) -> list[TensorInfo]:
             f"the tensors of a {config.get('model_type')!r} checkpoint are not known from its config; give the checkpoint's "
             f"folder (known from the config: {', '.join(FAMILIES)})"
         )
-    layers = writer.int("num_hidden_layers")
-    writer.plain("model.embed_tokens.weight", writer.int("vocab_size"), writer.hidden)
+    layers = writer.size("num_hidden_layers")
+    writer.plain("model.embed_tokens.weight", writer.size("vocab_size"), writer.hidden)
     for layer in range(layers):
         _decoder_layer(writer, family, f"model.layers.{layer}", layer in writer.moe.moe_layers)
     writer.plain("model.norm.weight", writer.hidden)
     if not config.get("tie_word_embeddings"):
-        writer.plain("lm_head.weight", writer.int("vocab_size"), writer.hidden)
-    for draft in range(writer.int("num_nextn_predict_layers", 0)):
+        writer.plain("lm_head.weight", writer.size("vocab_size"), writer.hidden)
+    for draft in range(writer.size("num_nextn_predict_layers", 0)):
         _draft_layer(writer, family, f"model.layers.{layers + draft}")
     return writer.tensors
 
@@ -49,7 +49,7 @@ class _Writer:
         if moe is None:
             raise CheckpointError("the config describes no routed experts")
         self.moe: MoeShape = moe
-        self.hidden = self.int("hidden_size")
+        self.hidden = self.size("hidden_size")
         self.dtype = DTYPES.get(config.get("torch_dtype") or config.get("dtype") or "bfloat16", "")
         if not self.dtype:
             raise CheckpointError(f"torch_dtype {config.get('torch_dtype')!r} is not one of {', '.join(DTYPES)}")
@@ -62,7 +62,7 @@ class _Writer:
         self.left_alone = [*(self.quant.get("modules_to_not_convert") or ()), *(self.quant.get("ignore") or ())]
         self.tensors: list[TensorInfo] = []
 
-    def int(self, name: str, default: int | None = None) -> int:
+    def size(self, name: str, default: int | None = None) -> int:
         value = self.config.get(name, default)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
@@ -122,20 +122,22 @@ def _decoder_layer(w: _Writer, family: Callable[[_Writer, str, bool], None], nam
 
 
 def _draft_layer(w: _Writer, family: Callable[[_Writer, str, bool], None], name: str) -> None:
-    """The layer that NEXTN speculation drafts with. It repeats the model's embedding and head."""
+    """The layer that NEXTN speculation drafts with. It repeats the model's embedding and head, but for GLM-5's."""
     _decoder_layer(w, family, name, routed=True)
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         w.plain(f"{name}.{norm}.weight", w.hidden)
     w.plain(f"{name}.eh_proj.weight", w.hidden, 2 * w.hidden)
-    w.plain(f"{name}.embed_tokens.weight", w.int("vocab_size"), w.hidden)
-    w.plain(f"{name}.shared_head.head.weight", w.int("vocab_size"), w.hidden)
+    if w.config.get("model_type") == "glm_moe_dsa":
+        return
+    w.plain(f"{name}.embed_tokens.weight", w.size("vocab_size"), w.hidden)
+    w.plain(f"{name}.shared_head.head.weight", w.size("vocab_size"), w.hidden)
 
 
 def _grouped_attention(w: _Writer, name: str, bias: bool, out_bias: bool = False) -> int:
     """Query, key, value and output projections. Returns the size of a head."""
-    heads = w.int("num_attention_heads")
-    kv_heads = w.int("num_key_value_heads", heads)
-    head = w.int("head_dim", w.hidden // heads)
+    heads = w.size("num_attention_heads")
+    kv_heads = w.size("num_key_value_heads", heads)
+    head = w.size("head_dim", w.hidden // heads)
     w.linear(f"{name}.q_proj", heads * head, w.hidden, bias)
     w.linear(f"{name}.k_proj", kv_heads * head, w.hidden, bias)
     w.linear(f"{name}.v_proj", kv_heads * head, w.hidden, bias)
@@ -144,8 +146,8 @@ def _grouped_attention(w: _Writer, name: str, bias: bool, out_bias: bool = False
 
 
 def _latent_attention(w: _Writer, name: str) -> None:
-    heads, latent, rope = w.int("num_attention_heads"), w.int("kv_lora_rank"), w.int("qk_rope_head_dim")
-    nope, value, query = w.int("qk_nope_head_dim"), w.int("v_head_dim"), w.int("q_lora_rank", 0)
+    heads, latent, rope = w.size("num_attention_heads"), w.size("kv_lora_rank"), w.size("qk_rope_head_dim")
+    nope, value, query = w.size("qk_nope_head_dim"), w.size("v_head_dim"), w.size("q_lora_rank", 0)
     if query:
         w.linear(f"{name}.q_a_proj", query, w.hidden)
         w.plain(f"{name}.q_a_layernorm.weight", query)
@@ -156,13 +158,13 @@ def _latent_attention(w: _Writer, name: str) -> None:
     w.plain(f"{name}.kv_a_layernorm.weight", latent)
     w.linear(f"{name}.kv_b_proj", heads * (nope + value), latent)
     w.linear(f"{name}.o_proj", w.hidden, heads * value)
-    if w.int("index_head_dim", 0):
-        index, size = f"{name}.indexer", w.int("index_head_dim")
-        w.linear(f"{index}.wq_b", w.int("index_n_heads") * size, query)
+    if w.size("index_head_dim", 0):
+        index, size = f"{name}.indexer", w.size("index_head_dim")
+        w.linear(f"{index}.wq_b", w.size("index_n_heads") * size, query)
         w.linear(f"{index}.wk", size, w.hidden)
         w.plain(f"{index}.k_norm.weight", size)
         w.plain(f"{index}.k_norm.bias", size)
-        w.plain(f"{index}.weights_proj.weight", w.int("index_n_heads"), w.hidden)
+        w.plain(f"{index}.weights_proj.weight", w.size("index_n_heads"), w.hidden)
 
 
 def _experts(w: _Writer, name: str, size: int, **projections: str) -> None:
@@ -173,13 +175,13 @@ def _experts(w: _Writer, name: str, size: int, **projections: str) -> None:
 def _shared_and_routed(w: _Writer, name: str, routed: bool, correction: bool) -> None:
     """DeepSeek's and GLM's: a dense MLP, or routed experts beside shared ones."""
     if not routed:
-        return w.mlp(name, w.int("intermediate_size"))
-    size = w.int("moe_intermediate_size")
+        return w.mlp(name, w.size("intermediate_size"))
+    size = w.size("moe_intermediate_size")
     w.plain(f"{name}.gate.weight", w.moe.num_experts, w.hidden)
     if correction:
         w.plain(f"{name}.gate.e_score_correction_bias", w.moe.num_experts, dtype="F32")
-    if w.int("n_shared_experts", 0):
-        w.mlp(f"{name}.shared_experts", w.int("n_shared_experts") * size)
+    if w.size("n_shared_experts", 0):
+        w.mlp(f"{name}.shared_experts", w.size("n_shared_experts") * size)
     _experts(w, f"{name}.experts", size)
 
 
@@ -202,32 +204,32 @@ def _qwen3(w: _Writer, name: str, routed: bool) -> None:
     w.plain(f"{name}.self_attn.q_norm.weight", head)
     w.plain(f"{name}.self_attn.k_norm.weight", head)
     if not routed:
-        return w.mlp(f"{name}.mlp", w.int("intermediate_size"))
+        return w.mlp(f"{name}.mlp", w.size("intermediate_size"))
     w.plain(f"{name}.mlp.gate.weight", w.moe.num_experts, w.hidden)
-    _experts(w, f"{name}.mlp.experts", w.int("moe_intermediate_size"))
+    _experts(w, f"{name}.mlp.experts", w.size("moe_intermediate_size"))
 
 
 def _mixtral(w: _Writer, name: str, routed: bool) -> None:
     _grouped_attention(w, f"{name}.self_attn", bias=False)
     w.plain(f"{name}.block_sparse_moe.gate.weight", w.moe.num_experts, w.hidden)
-    _experts(w, f"{name}.block_sparse_moe.experts", w.int("intermediate_size"), gate="w1", down="w2", up="w3")
+    _experts(w, f"{name}.block_sparse_moe.experts", w.size("intermediate_size"), gate="w1", down="w2", up="w3")
 
 
 def _olmoe(w: _Writer, name: str, routed: bool) -> None:
     head = _grouped_attention(w, f"{name}.self_attn", bias=bool(w.config.get("attention_bias")))
-    heads = w.int("num_attention_heads")
+    heads = w.size("num_attention_heads")
     w.plain(f"{name}.self_attn.q_norm.weight", heads * head)
-    w.plain(f"{name}.self_attn.k_norm.weight", w.int("num_key_value_heads", heads) * head)
+    w.plain(f"{name}.self_attn.k_norm.weight", w.size("num_key_value_heads", heads) * head)
     w.plain(f"{name}.mlp.gate.weight", w.moe.num_experts, w.hidden)
-    _experts(w, f"{name}.mlp.experts", w.int("intermediate_size"))
+    _experts(w, f"{name}.mlp.experts", w.size("intermediate_size"))
 
 
 def _gpt_oss(w: _Writer, name: str, routed: bool) -> None:
     """The experts of a layer are stacked in one tensor for each part, gate and up interleaved, with biases."""
     bias = bool(w.config.get("attention_bias"))
     _grouped_attention(w, f"{name}.self_attn", bias, bias)
-    w.plain(f"{name}.self_attn.sinks", w.int("num_attention_heads"))
-    experts, size = w.moe.num_experts, w.int("intermediate_size")
+    w.plain(f"{name}.self_attn.sinks", w.size("num_attention_heads"))
+    experts, size = w.moe.num_experts, w.size("intermediate_size")
     w.plain(f"{name}.mlp.router.weight", experts, w.hidden)
     w.plain(f"{name}.mlp.router.bias", experts)
     for part, out, into in (("gate_up_proj", 2 * size, w.hidden), ("down_proj", w.hidden, size)):

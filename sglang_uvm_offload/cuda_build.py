@@ -2,8 +2,8 @@
 
 The cache directory is named after everything the result depends on, so nothing in it is ever stale. A ``flock`` makes
 ranks that start together build once; the kernel drops it with its process, so a killed build blocks nobody (where
-``torch.utils.cpp_extension.load`` waits for ever on the file that a killed build left). The library appears under its name
-by a rename: whoever sees it sees all of it.
+``torch.utils.cpp_extension.load`` waits for ever on the file that a killed build left). The library appears under its
+name by a rename: whoever sees it sees all of it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def find_nvcc() -> Path:
         if os.access(nvcc, os.X_OK):
             return nvcc
     raise BuildFailure(
-        f"no nvcc: install the CUDA toolkit {torch.version.cuda or ''} (its nvcc and cudart packages), or set CUDA_HOME to it; "
-        "looked at " + ", ".join(map(str, candidates))
+        f"no nvcc: install the CUDA toolkit {torch.version.cuda or ''} (its nvcc and cudart packages), or set "
+        "CUDA_HOME to it; looked at " + ", ".join(map(str, candidates))
     )
 
 
@@ -76,12 +76,13 @@ def loaded_cudart() -> Path | None:
 
 
 def compile_flags(nvcc: Path, release: str, arch: str) -> list[str]:
-    """``-cudart none`` and an explicit runtime: it has the name of the one that torch loaded, so that the loader takes that
-    one, and one process has one CUDA runtime. The directories matter to the link, and to a process without torch's."""
+    """``-cudart none`` and an explicit runtime: it has the name of the one that torch loaded, so that the loader takes
+    that one, and one process has one CUDA runtime. The directories matter to the link, and where torch has another."""
     cudart = loaded_cudart()
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), str(nvcc.resolve().parent.parent), str(DEFAULT_HOME)]
+    homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    homes += [nvcc.resolve().parent.parent, DEFAULT_HOME]
     places = [cudart.parent] if cudart else []
-    places += [Path(home) / lib for home in homes if home for lib in ("lib64", "lib")]
+    places += [home / lib for home in homes for lib in ("lib64", "lib")]
     name = f"libcudart.so.{release.split('.')[0]}"
     libraries = dict.fromkeys(place for place in places if (place / name).exists())
     if not libraries:

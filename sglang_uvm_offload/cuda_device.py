@@ -5,6 +5,9 @@ Asks through cuda-python, without creating a context, so that a launcher may ask
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from cuda.bindings import driver
 
@@ -25,7 +28,7 @@ def device_arch(device: int) -> str:
 
 
 def device_problems(device: int) -> list[str]:
-    """Every reason why experts cannot live in unified memory of GPU ``device`` of this process; empty where they can."""
+    """Every reason why experts cannot live in unified memory of this process's GPU ``device``; empty where they can."""
     if torch.version.cuda is None:
         return [f"this PyTorch ({torch.__version__}) is built without CUDA"]
     try:
@@ -45,8 +48,8 @@ def _driver_problems() -> list[str]:
     if supported >= needed:
         return []
     return [
-        f"the NVIDIA driver is too old: it serves CUDA {supported}.{version % 1000 // 10}, and this PyTorch is built for "
-        f"CUDA {torch.version.cuda}"
+        f"the NVIDIA driver is too old: it serves CUDA {supported}.{version % 1000 // 10}, and this PyTorch is built "
+        f"for CUDA {torch.version.cuda}"
     ]
 
 
@@ -56,8 +59,8 @@ def _memory_problems(device: int) -> list[str]:
         return [f"CUDA device {device} has no managed memory"]
     if not _ask(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS, handle):
         return [
-            f"CUDA device {device} cannot use managed memory while the CPU does (concurrentManagedAccess is 0): so it is "
-            "under WSL2, on Windows, and on some virtual GPUs"
+            f"CUDA device {device} cannot use managed memory while the CPU does (concurrentManagedAccess is 0): so it "
+            "is under WSL2, on Windows, and on some virtual GPUs"
         ]
     return []
 
@@ -88,7 +91,7 @@ def _start() -> None:
         raise DriverRefusal(f"the CUDA driver does not start: cuInit: {_reason(error)}")
 
 
-def _ask(function, *arguments):
+def _ask(function: Callable[..., tuple[Any, ...]], *arguments: object) -> Any:
     error, *answer = function(*arguments)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise DriverRefusal(f"{function.__name__} failed: {_reason(error)}")

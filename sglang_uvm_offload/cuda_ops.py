@@ -92,7 +92,8 @@ class CudaOps:
         """(base, address): what ``free`` wants, and where the aligned bytes begin."""
         base, address = c_void_p(), c_void_p()
         self._call("uvm_allocate", device, nbytes, align, caller, base, address)
-        assert base.value and address.value, "uvm_allocate returned no address"
+        assert base.value
+        assert address.value
         return base.value, address.value
 
     def free(self, device: int, base: int) -> None:
@@ -128,7 +129,8 @@ class CudaOps:
     def count_routing(
         self, ids: torch.Tensor, packed: bool, first_expert: int, control: torch.Tensor, counts: torch.Tensor
     ) -> None:
-        """Add ``ids[rows, top_k]`` to one layer's ``counts[2, 2, num_experts]``. ``packed``: an id lies in the upper half."""
+        """Add ``ids[rows, top_k]`` to one layer's ``counts[2, 2, num_experts]``. ``packed``: an id is the upper half of
+        its int32."""
         if ids.dim() != 2 or ids.dtype not in self._ids or (packed and ids.dtype != torch.int32):
             raise ValueError(f"expert ids are {ids.dtype} {tuple(ids.shape)}, not int32 or int64 [rows, top_k]")
         if ids.numel() == 0:
@@ -137,9 +139,9 @@ class CudaOps:
             raise ValueError(f"the expert ids of a row are {ids.stride(1)} elements apart, not side by side")
         num_experts = self._check_counters(control, counts, ids)
         kind = self._packed if packed else self._ids[ids.dtype]
-        rows, top_k = ids.shape
+        table = ids.data_ptr(), kind, *ids.shape, ids.stride(0)
         pointers = control.data_ptr(), counts.data_ptr(), _stream(ids)
-        self._call("uvm_count_routing", ids.data_ptr(), kind, rows, top_k, ids.stride(0), first_expert, num_experts, *pointers)
+        self._call("uvm_count_routing", *table, first_expert, num_experts, *pointers)
 
     def count_histogram(self, histogram: torch.Tensor, control: torch.Tensor, counts: torch.Tensor) -> None:
         """Add the tokens an expert got (int32, the first experts of ``counts``) to one layer's counts."""
@@ -172,7 +174,7 @@ class CudaOps:
 
 
 def _array(spans: Sequence[Span]) -> ctypes.Array[_Span]:
-    return (_Span * len(spans))(*((span.offset, span.nbytes) for span in spans))
+    return (_Span * len(spans))(*(_Span(span.offset, span.nbytes) for span in spans))
 
 
 def _check_control(control: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """How much more host RAM this process may take: the kernel's estimate, or less where a memory cgroup limits it.
 
-Host pages of managed memory are kernel pages: they cannot be swapped, and recent kernels charge them to the cgroup, so a
-process that ignores a container's limit is killed while it loads.
+Host pages of managed memory are kernel pages: they cannot be swapped, and recent kernels charge them to the cgroup, so
+a process that ignores a container's limit is killed while it loads.
 """
 
 from __future__ import annotations

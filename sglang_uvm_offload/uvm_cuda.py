@@ -1,8 +1,8 @@
 """Unified memory of a GPU: ``uvm.Memory`` over ``cudaMallocManaged``, advice and prefetch.
 
-Every page of a range is mapped for the GPU wherever it lives (AccessedBy, set once at allocation), so moving experts is one
-advice and one prefetch a span. Nothing here is ever called while a CUDA graph is captured: there is no graph node for
-advice or prefetch, and a page that moves between replays needs none.
+Every page of a range is mapped for the GPU wherever it lives (AccessedBy, set once at allocation), so moving experts is
+one advice and one prefetch a span. While a CUDA graph is captured all of it is refused: no graph node exists for advice
+or prefetch, and a page that moves between replays needs none.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _Live:
 
 
 class CudaMemory:
-    """``uvm.Memory`` of one GPU (``device`` as torch numbers it). Making one builds the CUDA library if need be, and raises
-    ``RuntimeError`` with every reason why this GPU cannot serve."""
+    """``uvm.Memory`` of one GPU (``device`` as torch numbers it). Making one builds the CUDA library if need be, and
+    raises ``RuntimeError`` with every reason why this GPU cannot serve."""
 
     name = "uvm"
 
@@ -55,7 +55,7 @@ class CudaMemory:
         self._process = os.getpid()
         self._live: dict[int, _Live] = {}
         self._bases: dict[int, int] = {}
-        """By address: what the driver wants back. A range that was freed under a tensor is here, and not in ``_live``."""
+        """By address: what the driver wants back. A range freed under a tensor is still here, and not in ``_live``."""
         self._in_flight = 0
 
     def allocate(self, nbytes: int, name: str) -> ManagedRange:
@@ -97,12 +97,12 @@ class CudaMemory:
         try:
             self._ops.synchronize(self.device, self._caller())
         except CudaFailure as failure:
-            span = Span(0, self._in_flight)
-            raise MemoryFault(failure.call, "the prefetches since the last synchronize", span, failure.reason) from failure
+            since = "the prefetches since the last synchronize"
+            raise MemoryFault(failure.call, since, Span(0, self._in_flight), failure.reason) from failure
         self._in_flight = 0
 
     def free(self, managed: ManagedRange) -> None:
-        """Tensors over the range stay valid: the driver gets it back when the last one is gone, now if there is none."""
+        """Tensors over the range stay valid: the driver gets it back when the last is gone, now if there is none."""
         live = self._find(managed)
         del self._live[managed.address]
         if live.owner() is None:
@@ -121,7 +121,7 @@ class CudaMemory:
             raise ValueError(f"{managed.name} is not (or no longer) managed by this memory")
         return live
 
-    def _move(self, call: Callable, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
+    def _move(self, call: Callable[..., None], managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
         self._find(managed)
         check_spans(managed, spans)
         if not spans:
@@ -129,10 +129,11 @@ class CudaMemory:
         try:
             call(self.device, managed.address, [_whole_pages(span) for span in spans], location, self._caller())
         except CudaFailure as failure:
-            span = Span(spans[0].offset, spans[-1].end - spans[0].offset) if failure.span is None else spans[failure.span]
+            # Without a span it failed before the first of them.
+            span = spans[failure.span or 0]
             raise MemoryFault(f"{failure.call} to {location.value}", managed.name, span, failure.reason) from failure
 
-    def _query(self, call: Callable, managed: ManagedRange, span: Span) -> Location | None:
+    def _query(self, call: Callable[[int, int, int], Location | None], managed: ManagedRange, span: Span) -> Location | None:
         self._find(managed)
         check_spans(managed, [span])
         try:

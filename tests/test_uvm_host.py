@@ -2,6 +2,7 @@
 
 import gc
 
+import memory_contract
 import numpy as np
 import pytest
 
@@ -21,6 +22,11 @@ def resident(memory, nbytes, name):
     memory.prefer(managed, whole(managed), Location.DEVICE)
     memory.prefetch(managed, whole(managed), Location.DEVICE)
     return managed
+
+
+@pytest.mark.parametrize("check", memory_contract.CHECKS, ids=lambda check: check.__name__)
+def test_contract(check):
+    check(HostMemory())
 
 
 def test_a_range_begins_on_a_block_and_holds_what_is_written():

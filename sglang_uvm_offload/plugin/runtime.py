@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_device, get_observability, get_parallel, get_serving, process_model_config
 
@@ -47,6 +48,10 @@ class _RankHooks:
         self.metrics: Metrics | None = None
 
     @cached_property
+    def on_cuda(self) -> bool:
+        return get_device().device == "cuda"
+
+    @cached_property
     def manager(self) -> OffloadManager:
         """Made when the first model loads: only then is the process bound to its GPU."""
         return OffloadManager(self.config, _memory(self.config), _counters, _agree, progress=_is_first_rank)
@@ -69,6 +74,8 @@ class _RankHooks:
 
     def around_forward(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """A step counts its rows while it is launched; whatever runs outside (capture, warm-up kernels) counts none."""
+        if self.on_cuda and torch.cuda.is_current_stream_capturing():  # a draft model's steps are captured by calling this
+            return original(runner, batch, *args, **kwargs)
         model = runner.__dict__[_MODEL]
         own = 0 if batch.forward_mode.is_idle() else len(batch.input_ids)
         everywhere = batch.global_num_tokens_cpu

@@ -1,0 +1,387 @@
+// CUDA unified memory and the routing counters of sglang-uvm-offload, behind a plain C ABI.
+//
+// Python loads this with ctypes: no torch header is included, so that a cold build takes seconds, and every call
+// releases the GIL. All arguments are validated in Python; here every CUDA return code is checked. A function that can
+// fail returns its cudaError_t and fills a uvm_failure with the call, the span, and the driver's words; the runtime's
+// "last error" is cleared then, because whoever asks for it next (torch, after its next launch) would take it for its
+// own.
+//
+// The launches go through cudaLaunchKernel rather than <<<>>>: it returns its own error, and a host compiler accepts
+// it, so that the tests run these very kernels on a CPU.
+
+#include <cuda_runtime.h>
+
+#include <climits>
+#include <cstddef>
+#include <cstdio>
+#include <mutex>
+
+#define UVM_API extern "C" __attribute__((visibility("default")))
+
+extern "C" {
+struct uvm_span {
+    size_t offset;
+    size_t nbytes;
+};
+
+struct uvm_failure {
+    int error;         // the cudaError_t
+    int span;          // index of the span that failed, -1 where the call is not about one
+    char call[40];     // the CUDA function
+    char reason[216];  // the error's name and the driver's description
+};
+}
+
+// ---- values Python reads rather than retypes ------------------------------------------------------------------------
+
+namespace {
+enum place { place_device, place_host, place_unset };
+enum ids_kind { ids_int32, ids_int64, ids_packed };
+constexpr int max_experts = 4096;
+constexpr int max_devices = 64;
+}  // namespace
+
+UVM_API int uvm_place_device() { return place_device; }
+UVM_API int uvm_place_host() { return place_host; }
+UVM_API int uvm_place_unset() { return place_unset; }
+UVM_API int uvm_ids_int32() { return ids_int32; }
+UVM_API int uvm_ids_int64() { return ids_int64; }
+UVM_API int uvm_ids_packed() { return ids_packed; }
+UVM_API int uvm_max_experts() { return max_experts; }
+UVM_API int uvm_compiled_version() { return CUDART_VERSION; }
+
+// ---- failures -------------------------------------------------------------------------------------------------------
+
+namespace {
+cudaError_t fail(uvm_failure* failure, const char* call, int span, cudaError_t error, const char* reason = nullptr) {
+    failure->error = error;
+    failure->span = span;
+    snprintf(failure->call, sizeof failure->call, "%s", call);
+    snprintf(failure->reason, sizeof failure->reason, "%s: %s", cudaGetErrorName(error),
+             reason ? reason : cudaGetErrorString(error));
+    cudaGetLastError();
+    return error;
+}
+
+// Prefetch and advice have no graph node type: called while a graph is captured they break the capture, or worse, act
+// once at capture and never at replay.
+cudaError_t refuse_capture(uvm_failure* failure, cudaStream_t caller) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    cudaError_t error = cudaStreamIsCapturing(caller, &status);
+    if (error != cudaSuccess) return fail(failure, "cudaStreamIsCapturing", -1, error);
+    if (status == cudaStreamCaptureStatusNone) return cudaSuccess;
+    return fail(failure, "cudaStreamIsCapturing", -1, cudaErrorStreamCaptureUnsupported,
+                "the calling stream is capturing a CUDA graph");
+}
+
+// Makes `device` current for the calling thread until the end of the scope.
+class on_device {
+  public:
+    on_device(int device, uvm_failure* failure) {
+        error = cudaGetDevice(&before_);
+        if (error != cudaSuccess) {
+            fail(failure, "cudaGetDevice", -1, error);
+            return;
+        }
+        if (before_ == device) return;
+        error = cudaSetDevice(device);
+        if (error != cudaSuccess) fail(failure, "cudaSetDevice", -1, error);
+        moved_ = error == cudaSuccess;
+    }
+    ~on_device() {
+        if (moved_ && cudaSetDevice(before_) != cudaSuccess) cudaGetLastError();
+    }
+    on_device(const on_device&) = delete;
+    on_device& operator=(const on_device&) = delete;
+
+    cudaError_t error = cudaSuccess;
+
+  private:
+    int before_ = 0;
+    bool moved_ = false;
+};
+
+// ---- advice and prefetch across CUDA versions -----------------------------------------------------------------------
+// CUDA 13 takes a cudaMemLocation (and prefetch a flags word), CUDA 12.2 to 12.9 the same under the suffix _v2, and
+// before that an int, with cudaCpuDeviceId (-1) for the host. The host is a location *type*: cudaCpuDeviceId as the id
+// of a device-type location names no device.
+
+#if CUDART_VERSION >= 12020
+cudaMemLocation location(int place, int device) {
+    cudaMemLocation result = {};
+    result.type = place == place_host ? cudaMemLocationTypeHost : cudaMemLocationTypeDevice;
+    result.id = place == place_host ? 0 : device;
+    return result;
+}
+#else
+int location(int place, int device) { return place == place_host ? cudaCpuDeviceId : device; }
+#endif
+
+cudaError_t advise(const void* start, size_t nbytes, cudaMemoryAdvise advice, int place, int device) {
+#if CUDART_VERSION >= 12020 && CUDART_VERSION < 13000
+    return cudaMemAdvise_v2(start, nbytes, advice, location(place, device));
+#else
+    return cudaMemAdvise(start, nbytes, advice, location(place, device));
+#endif
+}
+
+cudaError_t prefetch(const void* start, size_t nbytes, int place, int device, cudaStream_t stream) {
+#if CUDART_VERSION >= 13000
+    return cudaMemPrefetchAsync(start, nbytes, location(place, device), 0, stream);
+#elif CUDART_VERSION >= 12020
+    return cudaMemPrefetchAsync_v2(start, nbytes, location(place, device), 0, stream);
+#else
+    return cudaMemPrefetchAsync(start, nbytes, location(place, device), stream);
+#endif
+}
+
+// One non-blocking stream a device, for the life of the process: a prefetch on the caller's stream would hold up its
+// kernels, and one on the legacy stream would wait for all of them.
+cudaError_t prefetch_stream(uvm_failure* failure, int device, cudaStream_t* stream) {
+    static std::mutex mutex;
+    static cudaStream_t streams[max_devices];
+    if (device < 0 || device >= max_devices) {
+        return fail(failure, "cudaStreamCreateWithFlags", -1, cudaErrorInvalidDevice);
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!streams[device]) {
+        cudaError_t error = cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking);
+        if (error != cudaSuccess) {
+            streams[device] = nullptr;
+            return fail(failure, "cudaStreamCreateWithFlags", -1, error);
+        }
+    }
+    *stream = streams[device];
+    return cudaSuccess;
+}
+
+// The place that the whole of [start, start + nbytes) shares, or place_unset. The driver answers with a device ordinal,
+// cudaCpuDeviceId, or cudaInvalidDeviceId where pages differ or nothing was asked for.
+int query(uvm_failure* failure, int device, const void* start, size_t nbytes, cudaMemRangeAttribute attribute,
+          int* place) {
+    int answer = cudaInvalidDeviceId;
+    cudaError_t error = cudaMemRangeGetAttribute(&answer, sizeof answer, attribute, start, nbytes);
+    if (error != cudaSuccess) return fail(failure, "cudaMemRangeGetAttribute", 0, error);
+    *place = answer == device ? place_device : answer == cudaCpuDeviceId ? place_host : place_unset;
+    return cudaSuccess;
+}
+}  // namespace
+
+// ---- memory ---------------------------------------------------------------------------------------------------------
+
+// Reserves nbytes from a multiple of `align` on, with AccessedBy for the device over all of them: pages are then mapped
+// for the GPU wherever they live, and moving an expert later takes one advice and one prefetch a span. `base` is what
+// uvm_free wants. Where the driver's address is not aligned, the range is taken again with room to align it: address
+// space that is never touched costs no memory.
+UVM_API int uvm_allocate(int device, size_t nbytes, size_t align, cudaStream_t caller, void** base, void** address,
+                         uvm_failure* failure) {
+    on_device guard(device, failure);
+    if (guard.error != cudaSuccess) return guard.error;
+    cudaError_t error = refuse_capture(failure, caller);
+    if (error != cudaSuccess) return error;
+    void* start = nullptr;
+    error = cudaMallocManaged(&start, nbytes, cudaMemAttachGlobal);
+    if (error != cudaSuccess) return fail(failure, "cudaMallocManaged", -1, error);
+    if ((size_t)start % align) {
+        error = cudaFree(start);
+        if (error != cudaSuccess) return fail(failure, "cudaFree", -1, error);
+        error = cudaMallocManaged(&start, nbytes + align, cudaMemAttachGlobal);
+        if (error != cudaSuccess) return fail(failure, "cudaMallocManaged", -1, error);
+    }
+    char* aligned = (char*)(((size_t)start + align - 1) / align * align);
+    error = advise(aligned, nbytes, cudaMemAdviseSetAccessedBy, place_device, device);
+    if (error != cudaSuccess) {
+        fail(failure, "cudaMemAdvise(SetAccessedBy)", -1, error);
+        if (cudaFree(start) != cudaSuccess) cudaGetLastError();
+        return error;
+    }
+    *base = start;
+    *address = aligned;
+    return cudaSuccess;
+}
+
+// Runs whenever the last tensor dies, which may be while some stream captures a graph: the relaxed mode keeps the
+// capture of the calling thread valid.
+UVM_API int uvm_free(int device, void* base, uvm_failure* failure) {
+    on_device guard(device, failure);
+    if (guard.error != cudaSuccess) return guard.error;
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
+    if (error != cudaSuccess) return fail(failure, "cudaThreadExchangeStreamCaptureMode", -1, error);
+    error = cudaFree(base);
+    if (error != cudaSuccess) fail(failure, "cudaFree", -1, error);
+    cudaError_t restored = cudaThreadExchangeStreamCaptureMode(&mode);
+    if (error == cudaSuccess && restored != cudaSuccess) {
+        return fail(failure, "cudaThreadExchangeStreamCaptureMode", -1, restored);
+    }
+    return error;
+}
+
+UVM_API int uvm_prefer(int device, char* address, const uvm_span* spans, int count, int place, cudaStream_t caller,
+                       uvm_failure* failure) {
+    on_device guard(device, failure);
+    if (guard.error != cudaSuccess) return guard.error;
+    cudaError_t error = refuse_capture(failure, caller);
+    if (error != cudaSuccess) return error;
+    for (int i = 0; i < count; i++) {
+        char* start = address + spans[i].offset;
+        error = advise(start, spans[i].nbytes, cudaMemAdviseSetPreferredLocation, place, device);
+        if (error != cudaSuccess) return fail(failure, "cudaMemAdvise(SetPreferredLocation)", i, error);
+    }
+    return cudaSuccess;
+}
+
+UVM_API int uvm_prefetch(int device, char* address, const uvm_span* spans, int count, int place, cudaStream_t caller,
+                         uvm_failure* failure) {
+    on_device guard(device, failure);
+    if (guard.error != cudaSuccess) return guard.error;
+    cudaError_t error = refuse_capture(failure, caller);
+    if (error != cudaSuccess) return error;
+    cudaStream_t stream = nullptr;
+    error = prefetch_stream(failure, device, &stream);
+    if (error != cudaSuccess) return error;
+    for (int i = 0; i < count; i++) {
+        error = prefetch(address + spans[i].offset, spans[i].nbytes, place, device, stream);
+        if (error != cudaSuccess) return fail(failure, "cudaMemPrefetchAsync", i, error);
+    }
+    return cudaSuccess;
+}
+
+UVM_API int uvm_preferred(int device, const void* start, size_t nbytes, int* place, uvm_failure* failure) {
+    return query(failure, device, start, nbytes, cudaMemRangeAttributePreferredLocation, place);
+}
+
+UVM_API int uvm_last_prefetch(int device, const void* start, size_t nbytes, int* place, uvm_failure* failure) {
+    return query(failure, device, start, nbytes, cudaMemRangeAttributeLastPrefetchLocation, place);
+}
+
+// Waits for every prefetch so far; an error that one of them met after its call returned comes out here.
+UVM_API int uvm_synchronize(int device, cudaStream_t caller, uvm_failure* failure) {
+    on_device guard(device, failure);
+    if (guard.error != cudaSuccess) return guard.error;
+    cudaError_t error = refuse_capture(failure, caller);
+    if (error != cudaSuccess) return error;
+    cudaStream_t stream = nullptr;
+    error = prefetch_stream(failure, device, &stream);
+    if (error != cudaSuccess) return error;
+    error = cudaStreamSynchronize(stream);
+    return error == cudaSuccess ? error : fail(failure, "cudaStreamSynchronize", -1, error);
+}
+
+UVM_API int uvm_memory_info(int device, size_t* free_bytes, size_t* total_bytes, uvm_failure* failure) {
+    on_device guard(device, failure);
+    if (guard.error != cudaSuccess) return guard.error;
+    cudaError_t error = cudaMemGetInfo(free_bytes, total_bytes);
+    return error == cudaSuccess ? error : fail(failure, "cudaMemGetInfo", -1, error);
+}
+
+UVM_API int uvm_versions(int* runtime, int* driver, uvm_failure* failure) {
+    cudaError_t error = cudaRuntimeGetVersion(runtime);
+    if (error != cudaSuccess) return fail(failure, "cudaRuntimeGetVersion", -1, error);
+    error = cudaDriverGetVersion(driver);
+    return error == cudaSuccess ? error : fail(failure, "cudaDriverGetVersion", -1, error);
+}
+
+// ---- routing counters -----------------------------------------------------------------------------------------------
+// control[0]: valid rows of this step (0: a dummy or capture run, nothing counts). control[1]: phase, 0 prefill, 1
+// decode. counts: [2 phases][2 kinds: routed tokens, touches][num_experts]. Several streams may add to the same counts.
+
+namespace {
+__device__ long long read_id(const void* ids, int kind, long long at) {
+    if (kind == ids_int64) return static_cast<const long long*>(ids)[at];
+    int value = static_cast<const int*>(ids)[at];
+    return kind == ids_packed ? value >> 16 : value;
+}
+
+__device__ void add(unsigned long long* counts, int num_experts, long long phase, int expert, unsigned int tokens) {
+    unsigned long long* routed = counts + phase * 2 * num_experts;
+    atomicAdd(&routed[expert], (unsigned long long)tokens);
+    atomicAdd(&routed[num_experts + expert], 1ULL);
+}
+}  // namespace
+
+// One block: the bins of a layer fit in its shared memory, and the touch of an expert is known once all rows are
+// binned.
+extern "C" __global__ void uvm_count_routing_kernel(const void* ids, int kind, int rows, int k, long long row_stride,
+                                                    int first_expert, int num_experts, const long long* control,
+                                                    unsigned long long* counts) {
+    __shared__ unsigned int bins[max_experts];
+    const long long valid = control[0];
+    const long long phase = control[1];
+    if (valid <= 0) return;
+    for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) bins[expert] = 0;
+    __syncthreads();
+    const int end = (valid < rows ? (int)valid : rows) * k;
+    for (int i = threadIdx.x; i < end; i += blockDim.x) {
+        const int row = i / k;
+        const long long expert = read_id(ids, kind, row * row_stride + (i - row * k)) - first_expert;
+        if (expert >= 0 && expert < num_experts) atomicAdd(&bins[expert], 1u);
+    }
+    __syncthreads();
+    for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
+        if (bins[expert]) add(counts, num_experts, phase, expert, bins[expert]);
+    }
+}
+
+extern "C" __global__ void uvm_count_histogram_kernel(const int* histogram, int length, int num_experts,
+                                                      const long long* control, unsigned long long* counts) {
+    if (control[0] <= 0) return;
+    const int expert = blockIdx.x * blockDim.x + threadIdx.x;
+    if (expert < length && histogram[expert] > 0) {
+        add(counts, num_experts, control[1], expert, (unsigned int)histogram[expert]);
+    }
+}
+
+extern "C" __global__ void uvm_set_control_kernel(long long* control, long long valid, long long phase) {
+    control[0] = valid;
+    control[1] = phase;
+}
+
+namespace {
+int launch(uvm_failure* failure, const void* kernel, const char* name, int blocks, int threads, void** arguments,
+           cudaStream_t stream) {
+    cudaError_t error = cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), arguments, 0, stream);
+    return error == cudaSuccess ? error : fail(failure, name, -1, error);
+}
+
+int block_size(long long work) { return work >= 1024 ? 1024 : (int)(work + 31) / 32 * 32; }
+}  // namespace
+
+// Counts the routing of one layer in one step. One launch, no allocation, no synchronisation: a graph may capture it.
+// ids: [rows][k], rows row_stride elements apart. Ids outside [first_expert, first_expert + num_experts) (-1, other
+// ranks' experts) do not count, nor do rows at or beyond control[0].
+UVM_API int uvm_count_routing(const void* ids, int kind, long long rows, int k, long long row_stride, int first_expert,
+                              int num_experts, const long long* control, unsigned long long* counts,
+                              cudaStream_t stream, uvm_failure* failure) {
+    if (rows <= 0 || k <= 0 || rows > INT_MAX / k || num_experts <= 0 || num_experts > max_experts) {
+        return fail(failure, "uvm_count_routing", -1, cudaErrorInvalidValue);
+    }
+    int row_count = (int)rows;
+    void* arguments[] = {&ids, &kind, &row_count, &k, &row_stride, &first_expert, &num_experts, &control, &counts};
+    long long work = rows * k > num_experts ? rows * k : num_experts;
+    return launch(failure, (const void*)uvm_count_routing_kernel, "uvm_count_routing", 1, block_size(work), arguments,
+                  stream);
+}
+
+// The same from a histogram of tokens an expert (its first `length` experts; the others got none), for runners that
+// show no ids.
+UVM_API int uvm_count_histogram(const int* histogram, int length, int num_experts, const long long* control,
+                                unsigned long long* counts, cudaStream_t stream, uvm_failure* failure) {
+    if (length <= 0 || length > num_experts || num_experts > max_experts) {
+        return fail(failure, "uvm_count_histogram", -1, cudaErrorInvalidValue);
+    }
+    void* arguments[] = {&histogram, &length, &num_experts, &control, &counts};
+    return launch(failure, (const void*)uvm_count_histogram_kernel, "uvm_count_histogram", (length + 255) / 256, 256,
+                  arguments, stream);
+}
+
+// Says, in stream order, how many rows of the steps after this are real and which phase they are. Refused during
+// capture: a graph would set the captured values again at each replay.
+UVM_API int uvm_set_control(long long* control, long long valid, long long phase, cudaStream_t stream,
+                            uvm_failure* failure) {
+    if (valid < 0 || phase < 0 || phase > 1) return fail(failure, "uvm_set_control", -1, cudaErrorInvalidValue);
+    cudaError_t error = refuse_capture(failure, stream);
+    if (error != cudaSuccess) return error;
+    void* arguments[] = {&control, &valid, &phase};
+    return launch(failure, (const void*)uvm_set_control_kernel, "uvm_set_control", 1, 1, arguments, stream);
+}

@@ -1,0 +1,270 @@
+"""Will it fit, with how many residents, and how fast: shapes and a machine in, a plan out. Pure, but for reading headers.
+
+A plan keeps the largest N with which every rank holds its weights, N experts of each layer and the KV cache within what
+SGLang grants, and the machine's host RAM holds the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from sglang_uvm_offload.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.config import FlagError, flag_name
+from sglang_uvm_offload.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.machine import GIB, Machine
+from sglang_uvm_offload.plan import Assumptions, Parallel, Plan, Reserve, Speed, Workload
+from sglang_uvm_offload.plan_report import render
+from sglang_uvm_offload.rank_memory import Case
+from sglang_uvm_offload.report import size
+from sglang_uvm_offload.safetensors_header import CheckpointError
+from sglang_uvm_offload.speed import coverage_of, predict
+
+__all__ = ["choose_num_resident", "plan", "render"]
+
+MAX_VRAM_GIB = 1024
+VRAM_STEP_GIB = 8
+"""How far, and in which steps, the search for a GPU that would do goes."""
+
+_N = flag_name("num_resident")
+
+
+def plan(
+    model: CheckpointShape,
+    machine: Machine,
+    workload: Workload,
+    parallel: Parallel,
+    reserve: Reserve | None = None,
+    assumed: Assumptions | None = None,
+    coverage: float | None = None,
+) -> Plan:
+    """The plan for serving ``model``. ``coverage``: the measured share of routing that residents serve, where it is known."""
+    case = Case(model, machine, workload, parallel, reserve or Reserve(), assumed or Assumptions())
+    problems = shape_problems(case)
+    blank = Plan(
+        model=model.name,
+        machine=machine,
+        workload=workload,
+        parallel=parallel,
+        num_resident=None,
+        num_experts=model.num_experts,
+        top_k=model.top_k,
+        moe_layers=len(model.moe_layers),
+        weights_bytes=model.total_bytes,
+        expert_bytes=model.expert_bytes,
+        problems=tuple(problems),
+        assumptions=case.assumed,
+    )
+    if problems:
+        return blank
+    chosen = case.largest()
+    shown = chosen or 0
+    sized = dataclasses.replace(
+        blank,
+        num_resident=chosen,
+        mem_fraction_static=case.fraction,
+        headroom_gb=case.reserve.headroom_gb,
+        chunked_prefill_size=case.defaults.chunked_prefill_size,
+        kv_tokens=case.kv_tokens,
+        kv_token_bytes=max(case.kv_token_bytes(stage) for stage in range(parallel.pp)),
+        ranks=tuple(case.rank(stage, shown) for stage in range(parallel.pp)),
+        host_needed=case.host(shown, after_moves=False),
+        host_needed_after_moves=case.host(shown, after_moves=True),
+        notes=tuple(_notes(case, chosen)),
+    )
+    if chosen is None:
+        return dataclasses.replace(sized, problems=tuple(_shortages(case)), needs=tuple(_remedies(case)))
+    return dataclasses.replace(sized, speeds=_speeds(case, chosen, coverage), flags=_flags(case, chosen))
+
+
+def choose_num_resident(
+    model_path: str,
+    *,
+    parallel: Parallel,
+    vram_bytes: int,
+    free_vram_bytes: int,
+    host_bytes: int,
+    mem_fraction_static: float,
+    headroom_gb: float,
+    context_length: int | None = None,
+    max_running_requests: int | None = None,
+    max_total_tokens: int | None = None,
+    kv_cache_dtype: str = "auto",
+    speculative: bool = False,
+    draft_tokens: int = 4,
+) -> int:
+    """N for ``--expert-offload-num-resident auto``: the most residents with which the KV cache still holds
+    ``max_total_tokens``, or ``max_running_requests`` (1 where not given) requests of the full context.
+
+    ``vram_bytes`` and ``free_vram_bytes`` are of the rank that has least, ``host_bytes`` is what all ranks of this machine may
+    take together, ``mem_fraction_static`` is as SGLang resolved it, before the headroom. Raises ``FlagError``.
+    """
+    auto = f"{flag_name('num_resident')} auto"
+    try:
+        model = load(Path(model_path))
+    except CheckpointError as error:
+        raise FlagError([f"{auto}: {error}; give a number"]) from error
+    machine = Machine("this machine", parallel.ranks, vram_bytes, host_bytes, 1, 1, 1, "this machine")
+    workload = Workload(
+        context_length or model.context_length,
+        max_running_requests or 1,
+        max_total_tokens=max_total_tokens,
+        kv_cache_dtype="bfloat16" if kv_cache_dtype == "auto" else kv_cache_dtype,
+        speculative=speculative,
+        draft_tokens=draft_tokens,
+    )
+    reserve = Reserve(mem_fraction_static, headroom_gb, free_vram_bytes=free_vram_bytes)
+    result = plan(model, machine, workload, parallel, reserve)
+    if result.num_resident is None:
+        raise FlagError([f"{auto}: {line}" for line in (*result.problems, *result.needs)])
+    return result.num_resident
+
+
+def shape_problems(case: Case) -> list[str]:
+    """Why these ranks cannot divide this model, whatever the memory."""
+    m, p, out = case.model, case.parallel, []
+    if min(p.tp, p.ep, p.pp, p.dp) < 1:
+        return ["--tp-size, --ep-size, --pp-size and --dp-size must be 1 or more"]
+    if p.ranks > case.machine.gpus:
+        out.append(f"{p.ranks} ranks need {p.ranks} GPUs, and the machine has {case.machine.gpus}")
+    if p.tp % p.ep:
+        out.append(f"--ep-size {p.ep}: must divide --tp-size {p.tp}")
+    if p.dp_attention and p.tp % p.dp:
+        out.append(f"--dp-size {p.dp} with --enable-dp-attention: must divide --tp-size {p.tp}")
+    if out:
+        return out
+    if m.num_experts % p.ep:
+        out.append(f"--ep-size {p.ep}: does not divide the model's {m.num_experts} experts")
+    if m.heads % p.attn_tp:
+        out.append(f"--tp-size {p.tp}: its {p.attn_tp} ranks of attention do not divide the model's {m.heads} heads")
+    if p.pp > m.num_layers:
+        out.append(f"--pp-size {p.pp}: the model has {m.num_layers} layers")
+    if m.quantization != "mxfp4" and m.expert_size % (p.moe_tp * m.scale_block):
+        cut = f"{p.moe_tp} ranks do not divide an expert's {m.expert_size} hidden units"
+        blocks = f" into blocks of {m.scale_block} that share a scale" if m.scale_block > 1 else ""
+        out.append(f"--tp-size {p.tp} with --ep-size {p.ep}: {cut}{blocks}; raise --ep-size")
+    if case.workload.context_length > m.context_length:
+        out.append(f"--context-length {case.workload.context_length}: the model allows {m.context_length}")
+    if case.workload.kv_cache_dtype not in DTYPE_BYTES:
+        out.append(f"--kv-cache-dtype {case.workload.kv_cache_dtype}: must be one of {', '.join(DTYPE_BYTES)}")
+    if case.budget <= 0:
+        out.append(
+            f"--mem-fraction-static {case.fraction} less {flag_name('headroom_gb')} {case.reserve.headroom_gb}: leaves "
+            f"nothing of a GPU of {size(case.machine.vram_bytes)}"
+        )
+    return out
+
+
+def _shortages(case: Case) -> list[str]:
+    """Which memory is short, and what takes it."""
+    worst = min((case.rank(stage, 0) for stage in range(case.parallel.pp)), key=lambda rank: rank.spare_bytes)
+    if worst.spare_bytes < 0:
+        return [
+            f"VRAM: with no expert resident a rank needs {size(worst.used_bytes)} ({size(worst.plain_weights)} of weights "
+            f"beside experts, {size(worst.kv_bytes)} of KV cache for {case.kv_tokens} tokens), and "
+            f"{size(case.budget)} of its {size(case.machine.vram_bytes)} are granted"
+        ]
+    most = case.most_in_vram() or 0
+    return [
+        f"host RAM: with {most} of {case.model.num_experts} experts a layer resident, the most that VRAM holds, "
+        f"{size(case.host(most, after_moves=False))} are needed, and {size(case.machine.host_bytes)} are there"
+    ]
+
+
+def _remedies(case: Case) -> list[str]:
+    """What would do instead, one change at a time."""
+    out = []
+    most = case.most_in_vram()
+    if most is not None:
+        out.append(f"host RAM of {size(case.host(most, after_moves=False))}")
+    elif _tokens_that_fit(case) > 0:
+        out.append(
+            f"a KV cache of at most {_tokens_that_fit(case)} tokens a rank (--max-total-tokens, fewer requests or a shorter "
+            f"--context-length), and {size(case.host(0, after_moves=False))} of host RAM"
+        )
+    steps = range(case.machine.vram_bytes // GIB // VRAM_STEP_GIB * VRAM_STEP_GIB, MAX_VRAM_GIB + 1, VRAM_STEP_GIB)
+    vram = next((each for each in steps[1:] if _with_vram(case, each).largest() is not None), None)
+    if vram is not None:
+        out.append(f"GPUs of {vram} GiB each, with the host RAM that is there")
+    for tp in (tp for tp in (2, 4, 8, 16, 32) if tp > case.parallel.tp):
+        ranks, host = _with_tp(case, tp)
+        if host:
+            out.append(f"{ranks} such GPUs with --tp-size {tp}, and {size(host)} of host RAM")
+            break
+    return out
+
+
+def _tokens_that_fit(case: Case) -> int:
+    room = min(case.budget - case.rank(s, 0).used_bytes + case.kv_bytes(s) for s in range(case.parallel.pp))
+    return max(0, int(room / max(case.kv_token_bytes(stage) for stage in range(case.parallel.pp))))
+
+
+def _with_vram(case: Case, gib_each: int) -> Case:
+    bigger = dataclasses.replace(case.machine, vram_bytes=gib_each * GIB)
+    return dataclasses.replace(case, machine=bigger, reserve=dataclasses.replace(case.reserve, free_vram_bytes=None))
+
+
+def _with_tp(case: Case, tp: int) -> tuple[int, int]:
+    """(ranks, the host RAM that they would need), 0 bytes where so many GPUs do not do."""
+    parallel = dataclasses.replace(case.parallel, tp=tp, ep=1 if case.parallel.ep == 1 else tp)
+    plenty = dataclasses.replace(case.machine, gpus=parallel.ranks, host_bytes=1 << 62)
+    wider = dataclasses.replace(case, parallel=parallel, machine=plenty)
+    chosen = None if shape_problems(wider) else wider.largest()
+    return parallel.ranks, 0 if chosen is None else wider.host(chosen, after_moves=False)
+
+
+def _notes(case: Case, chosen: int | None) -> list[str]:
+    out = []
+    if case.model.kv.stateless_layers:
+        out.append(f"{len(case.model.kv.stateless_layers)} layers have linear attention: their state is not counted")
+    if not case.model.from_headers:
+        out.append("bytes are derived from the config; with the checkpoint's folder they would be read off its headers")
+    if chosen is None:
+        return out
+    if chosen == case.model.num_experts:
+        out.append("every expert fits in VRAM: offloading is not needed")
+    elif chosen < case.model.top_k:
+        out.append(f"fewer residents than a token chooses ({case.model.top_k}): every step reads over the link in each layer")
+    needed = case.host(chosen, after_moves=True)
+    if needed > case.machine.host_bytes:
+        out.append(
+            f"host RAM may grow to {size(needed)} as residents change, as pages that experts leave behind are kept, and "
+            f"{size(case.machine.host_bytes)} are there: choose residents for good ({flag_name('resident_selection')} "
+            "first_n or manual)"
+        )
+    return out
+
+
+def _flags(case: Case, chosen: int) -> tuple[str, ...]:
+    p, w = case.parallel, case.workload
+    out = [f"--model-path {case.model.name}", f"--tp-size {p.tp}"]
+    out += [f"--ep-size {p.ep}"] if p.ep > 1 else []
+    out += [f"--pp-size {p.pp}"] if p.pp > 1 else []
+    out += [f"--dp-size {p.dp}"] if p.dp > 1 else []
+    out += ["--enable-dp-attention"] if p.dp_attention else []
+    out += [f"--mem-fraction-static {case.fraction}", f"--chunked-prefill-size {case.defaults.chunked_prefill_size}"]
+    out += [f"--context-length {w.context_length}", f"--max-running-requests {w.requests}"]
+    out += [f"--max-total-tokens {w.max_total_tokens}"] if w.max_total_tokens is not None else []
+    out += [f"--kv-cache-dtype {w.kv_cache_dtype}"] if w.kv_cache_dtype != "bfloat16" else []
+    out += ["--speculative-algorithm EAGLE"] if w.speculative else []
+    if chosen < case.model.num_experts:
+        out += [f"{flag_name('num_resident')} {chosen}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]
+    return tuple(out)
+
+
+def _speeds(case: Case, chosen: int, coverage: float | None) -> tuple[Speed, ...]:
+    residency = chosen / case.model.num_experts
+    skewed = coverage_of(residency, case.assumed.hot_half_share)
+    routings = [("uniform", residency), (f"skewed: the hotter half gets {case.assumed.hot_half_share:.0%}", skewed)]
+    if coverage is not None:
+        routings = [("coverage as given", coverage)]
+    batches = sorted({1, case.workload.requests})
+    stages = [case.cost(stage) for stage in range(case.parallel.pp)]
+    return tuple(
+        predict(
+            *(name, share, chosen, case.model.num_experts, case.model.top_k, stages, case.machine, case.workload),
+            *(case.parallel, batch, case.defaults.chunked_prefill_size, case.assumed),
+        )
+        for batch in batches
+        for name, share in routings
+    )

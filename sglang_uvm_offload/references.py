@@ -1,0 +1,139 @@
+"""The policies that an adaptive one is measured against, on a trace: what they keep in VRAM, and what they bring over the link.
+
+Arrays are ``bool[layers, experts]``. A step is served as a whole: every expert that it touches is looked up before any one is replaced
+(per-access replay overstates the misses of a cache). Fixed sets read each miss through; the caches page, so each miss is moved
+once, and what the step used stays as far as there is room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from sglang_uvm_offload.policy import select
+
+NEVER = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one step did: the touches that VRAM served, those read through, and the experts moved into VRAM."""
+
+    hit: np.ndarray
+    read: np.ndarray
+    moved: np.ndarray
+
+
+class Reference(Protocol):
+    def step(self, touched: np.ndarray) -> Served: ...
+
+
+class Fixed:
+    """The same residents for ever."""
+
+    def __init__(self, resident: np.ndarray):
+        self.resident = resident
+
+    def step(self, touched: np.ndarray) -> Served:
+        return Served(touched & self.resident, touched & ~self.resident, np.zeros_like(touched))
+
+
+Priority = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
+"""(uses so far, step of the last use, this step) -> the experts' priority to stay, all ``[layers, experts]``."""
+
+
+def lru(uses: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
+    return last
+
+
+def lfu(uses: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
+    """Uses since the start; among equals the more recent one stays."""
+    return uses + last / (now + 2)
+
+
+def lfru(uses: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
+    """Uses over age: recency weighted by frequency, after arXiv 2608.07911."""
+    return uses / (now - last + 1)
+
+
+class Cache:
+    """Pages each miss in, and drops the residents with the lowest priority among those that the step did not use.
+
+    ``capacity`` is int ``[layers]``. Where a step uses more than that, residents stay and the lower ids come in.
+    """
+
+    def __init__(self, shape: tuple[int, int], capacity: np.ndarray, priority: Priority):
+        self.resident = np.zeros(shape, dtype=bool)
+        self._capacity, self._priority = capacity, priority
+        self._uses = np.zeros(shape)
+        self._last = np.full(shape, -1.0)
+        self._now = 0
+
+    def step(self, touched: np.ndarray) -> Served:
+        hit, miss = touched & self.resident, touched & ~self.resident
+        self._uses += touched
+        self._last[touched] = self._now
+        if miss.any():
+            key = self._priority(self._uses, self._last, self._now)
+            key = np.where(touched, np.inf, np.where(self.resident, key, -np.inf))
+            self.resident = top(key, self._capacity, self.resident, touched | self.resident)
+        self._now += 1
+        return Served(hit, np.zeros_like(miss), miss)
+
+
+class Belady:
+    """Keeps what is used again soonest, by looking ahead, and reads through what is not worth a place: no policy hits more."""
+
+    def __init__(self, future: np.ndarray, capacity: np.ndarray):
+        """``future``: ``bool[steps, layers, experts]``, the steps to be served, in order. ``capacity``: int ``[layers]``."""
+        steps, layers, experts = future.shape
+        self.resident = np.zeros((layers, experts), dtype=bool)
+        self._capacity = capacity
+        self._next_use = np.full((steps + 1, layers, experts), NEVER, dtype=np.int32)
+        for step in range(steps - 1, -1, -1):
+            self._next_use[step] = np.where(future[step], step, self._next_use[step + 1])
+        self._now = 0
+
+    def step(self, touched: np.ndarray) -> Served:
+        self._now += 1
+        hit, miss = touched & self.resident, touched & ~self.resident
+        before = self.resident
+        if miss.any():
+            candidate = touched | before
+            self.resident = top(-self._next_use[self._now].astype(float), self._capacity, before, candidate)
+        moved = self.resident & ~before
+        return Served(hit, miss & ~moved, moved)
+
+
+def top(key: np.ndarray, capacity: np.ndarray, resident: np.ndarray, candidate: np.ndarray) -> np.ndarray:
+    """The ``capacity[layer]`` candidates of each layer with the largest key; among equals residents, then lower ids."""
+    order = np.lexsort((~resident, -key, ~candidate), axis=-1)
+    chosen = np.zeros(key.shape, dtype=bool)
+    np.put_along_axis(chosen, order, np.arange(key.shape[1]) < capacity[:, None], axis=1)
+    return chosen & candidate
+
+
+NAMES = ("first_n", "static", "static-oracle", "lru", "lfu", "lfru", "belady")
+
+
+def make(name: str, warmup: np.ndarray, scored: np.ndarray, capacity: np.ndarray) -> Reference:
+    """Reference ``name`` for a trace's ``bool[steps, layers, experts]``: ``warmup`` to be served first, then ``scored``. ``static`` knows
+    the touches of the warm-up, ``static-oracle`` those of the scored part, ``belady`` all. ``capacity``: int ``[layers]``."""
+    shape = (warmup.shape[1], warmup.shape[2])
+    nothing = np.zeros(shape, dtype=bool)
+    profiles = {
+        "first_n": lambda: np.zeros(shape),
+        "static": lambda: warmup.sum(axis=0, dtype=float),
+        "static-oracle": lambda: scored.sum(axis=0, dtype=float),
+    }
+    if name in profiles:
+        return Fixed(select(profiles[name](), capacity, nothing, nothing))
+    if name == "belady":
+        return Belady(np.concatenate([warmup, scored]), capacity)
+    priorities = {"lru": lru, "lfu": lfu, "lfru": lfru}
+    if name not in priorities:
+        raise ValueError(f"no reference is named {name}; there are {', '.join(NAMES)}")
+    return Cache(shape, capacity, priorities[name])

@@ -1,0 +1,76 @@
+"""What SGLang 0.5.23 leaves of a GPU to weights and KV cache: its own rules, restated without importing it.
+
+``arg_groups/memory_hook.py`` chooses the prefill chunk, the largest decode graph and ``--mem-fraction-static`` from the size of
+the GPU; ``kv_cache_configurator.py`` then gives the KV cache ``free before loading * fraction`` less what loading took.
+A test holds these functions against the real ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+_TIERS = (
+    # below MiB, prefill chunk, decode batch with fewer than 4 ranks, with more
+    (20 * 1024, 2048, 8, 8),
+    (35 * 1024, 4096, 48, 160),
+    (60 * 1024, 4096, 32, 160),
+    (90 * 1024, 8192, 256, 512),
+    (160 * 1024, 8192, 256, 512),
+    (float("inf"), 16384, 512, 512),
+)
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What SGLang sets where its flags are not given. ``reserved_bytes`` is for activations and CUDA graphs."""
+
+    chunked_prefill_size: int
+    decode_graph_batch: int
+    reserved_bytes: int
+    mem_fraction_static: float
+
+
+def defaults(
+    gpu_bytes: int,
+    *,
+    tp: int,
+    pp: int,
+    dp_attention: int,
+    latent_attention: bool,
+    max_running_requests: int | None = None,
+    chunked_prefill_size: int | None = None,
+    cuda_graphs: bool = True,
+) -> Defaults:
+    """SGLang's choice for a GPU whose memory nvidia-smi shows as ``gpu_bytes``. ``dp_attention``: the data-parallel ranks of
+    the attention, 1 without."""
+    gpu_mib = gpu_bytes / MIB
+    _, chunk, batch, batch_wide = next(tier for tier in _TIERS if gpu_mib < tier[0])
+    chunk = chunked_prefill_size or chunk
+    batch = batch if tp < 4 else batch_wide
+    if max_running_requests is not None:
+        batch = min(batch, max_running_requests)
+    reserved = 512 + max(chunk, 2048) * 1.5 + tp * pp / 8 * 1024
+    if cuda_graphs:
+        reserved += batch * 2
+    if dp_attention > 1:
+        reserved += batch * dp_attention * (3 if batch <= 300 else 4.5)
+    if cuda_graphs:
+        reserved += 1536 if latent_attention else 8 * _prefill_graphs(chunk)
+    if gpu_mib > 60 * 1024:
+        reserved = max(reserved, 10 * 1024)
+    return Defaults(chunk, batch, int(reserved * MIB), round((gpu_mib - reserved) / gpu_mib, 3))
+
+
+def _prefill_graphs(max_tokens: int) -> int:
+    """How many token counts prefill graphs are captured for."""
+    steps = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, max_tokens + 1, 512))
+    return sum(size <= max_tokens for start, stop, step in steps for size in range(start, stop, step))
+
+
+def pipeline_stages(num_layers: int, pp: int) -> list[range]:
+    """The decoder layers of each pipeline rank: as even as it goes, the last ones take one more (``get_pp_indices``)."""
+    base, extra = divmod(num_layers, pp)
+    ends = [base * (stage + 1) + max(0, stage + 1 - (pp - extra)) for stage in range(pp)]
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
