@@ -23,6 +23,8 @@ import torch
 
 LIBRARY = "uvm_ops.so"
 DEFAULT_HOME = Path("/usr/local/cuda")
+PIP_HOMES = Path(torch.__file__).parents[1] / "nvidia"
+"""Where pip puts CUDA toolkits, one a major version; SGLang's own dependencies bring a compiler there."""
 LAST_LINES = 15
 """How much of the compiler's output a failure quotes."""
 
@@ -42,12 +44,13 @@ def find_source() -> Path:
 
 
 def find_nvcc() -> Path:
-    """The compiler of ``CUDA_HOME`` or ``CUDA_PATH``, else the one in ``PATH``, else that of ``DEFAULT_HOME``."""
+    """The compiler of ``CUDA_HOME`` or ``CUDA_PATH``, else the one in ``PATH``, that of ``DEFAULT_HOME``, or pip's."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     candidates = [Path(home) / "bin" / "nvcc" for home in homes]
     if in_path := shutil.which("nvcc"):
         candidates.append(Path(in_path))
     candidates.append(DEFAULT_HOME / "bin" / "nvcc")
+    candidates.append(PIP_HOMES / f"cu{str(torch.version.cuda).partition('.')[0]}" / "bin" / "nvcc")
     for nvcc in candidates:
         if os.access(nvcc, os.X_OK):
             return nvcc

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -15,15 +16,15 @@ from sglang_uvm_offload.config import FlagError, OffloadConfig, ResidentIds
 from sglang_uvm_offload.expert_layer import ExpertLayer
 from sglang_uvm_offload.ledger import Ledger, stack
 from sglang_uvm_offload.report import size
-from sglang_uvm_offload.routing import ROUTED, TOUCHES, Phase, RoutingCounters
+from sglang_uvm_offload.routing import ROUTED, TOUCHES, Phase, RoutingCounters, RoutingCounts
 from sglang_uvm_offload.uvm import Memory, MemoryFault
 
 logger = logging.getLogger(__name__)
 
 MakeCounters = Callable[[int, int], RoutingCounters]
 """(layers, experts a layer) -> counters on the device that computes."""
-Agree = Callable[[np.ndarray], np.ndarray]
-"""The same array on every rank that holds a shard of the same experts: the first of these ranks' array."""
+Agree = Callable[[Callable[[], Any]], Any]
+"""Calls its argument on the first of the ranks that hold shards of the same experts, and returns the result on all of them."""
 
 
 @dataclass(eq=False)
@@ -140,14 +141,9 @@ class OffloadManager:
         started = time.perf_counter()
         seen = self._target_counters.read()
         self.ledger.account(seen)
-        layers, (steps_prefill, steps_decode) = self.target.layers, seen.steps
-        counts = self.agree(seen.counts)
-        before, pinned = stack([layer.resident for layer in layers]), stack([layer.pinned for layer in layers])
-        real = np.arange(before.shape[1]) < np.array([[layer.num_experts] for layer in layers])
-        scores = policy.score(counts[:, Phase.DECODE, TOUCHES], steps_decode, counts[:, Phase.PREFILL, ROUTED])
-        scores[~real] = -1.0
-        capacity = (before & ~pinned).sum(axis=1)
-        after = policy.select(scores, capacity, before, pinned & real)
+        layers = self.target.layers
+        before = stack([layer.resident for layer in layers])
+        after = self.agree(lambda: self._hottest(seen, before))
         moved = self._move(after)
         self.warm = True
         seconds = time.perf_counter() - started
@@ -156,14 +152,13 @@ class OffloadManager:
         self.ledger.moves += changed
         self.ledger.moved_bytes += moved
         self.ledger.moving_seconds += seconds
-        routed = counts[:, :, ROUTED].sum(axis=1)
+        routed = seen.routed()
         logger.info(
             "Expert offload: residents chosen from the routing of %d tokens (%d prefill and %d decode steps): "
             "%d of %d residents changed in %d layers; coverage of these tokens %.1f %% before, %.1f %% after; "
             "%s moved in %.2f s",
             self.tokens,
-            steps_prefill,
-            steps_decode,
+            *seen.steps,
             changed,
             int(before.sum()),
             len(layers),
@@ -172,6 +167,14 @@ class OffloadManager:
             size(moved),
             seconds,
         )
+
+    def _hottest(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
+        """``bool[layers, experts]``: as many residents of each layer as now, the ones with the most expected touches."""
+        layers = self.target.layers
+        pinned = stack([layer.pinned for layer in layers])
+        scores = policy.score(seen.counts[:, Phase.DECODE, TOUCHES], seen.steps[1], seen.counts[:, Phase.PREFILL, ROUTED])
+        scores[np.arange(scores.shape[1]) >= np.array([[layer.num_experts] for layer in layers])] = -1.0
+        return policy.select(scores, (resident & ~pinned).sum(axis=1), resident, pinned)
 
     def _move(self, after: np.ndarray) -> int:
         """Demote before promoting, layer by layer, so that VRAM never holds more than before. Returns bytes asked to move."""

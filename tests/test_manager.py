@@ -25,7 +25,7 @@ def config(**flags):
 class Rank:
     """One rank's manager over a model of ``LAYERS`` layers with one page an expert."""
 
-    def __init__(self, cfg, memory=None, agree=lambda counts: counts, ep_rank=0, ep_size=1, num_shared=0, draft=False):
+    def __init__(self, cfg, memory=None, agree=lambda decide: decide(), ep_rank=0, ep_size=1, num_shared=0, draft=False):
         self.manager = OffloadManager(cfg, memory or HostMemory(), CpuRoutingCounters, agree, progress=lambda: False)
         self.manager.moe_layers = tuple(range(1, LAYERS + 1))
         local = E // ep_size + num_shared
@@ -130,11 +130,11 @@ def test_padding_and_dummy_steps_neither_count_nor_warm_up():
 
 
 def test_ranks_decide_alike_even_if_their_counts_differ():
-    shared = []
+    decided = []
 
-    def agree(counts):
-        shared.append(counts)
-        return shared[0]
+    def agree(decide):
+        decided.append(decide())
+        return decided[0]
 
     ranks = [Rank(config(warmup_tokens=4), agree=agree) for _ in range(2)]
     ranks[0].step([[7, 6, 5]] * 4)
@@ -218,6 +218,6 @@ def test_a_failed_move_serves_on_and_says_so(caplog):
 
 
 def test_a_model_without_anything_to_offload_is_refused():
-    manager = OffloadManager(config(), HostMemory(), CpuRoutingCounters, lambda c: c, progress=lambda: False)
+    manager = OffloadManager(config(), HostMemory(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
     with pytest.raises(FlagError, match="the model has no MoE layer"):
         manager.finish_model(manager.begin_model(draft=False))

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from standin.run import Standin
-
-
-@pytest.fixture(scope="module")
-def standin(tmp_path_factory) -> Iterator[Standin]:
-    built = Standin(tmp_path_factory.mktemp("standin"))
-    yield built
-    built.close()
 
 
 def test_the_gpu_counts_what_the_cpu_counts(standin):
@@ -61,7 +51,7 @@ def test_reselection_over_cuda_keeps_bytes_and_addresses_and_demotes_a_layer_bef
         from sglang_uvm_offload.routing_cuda import CudaRoutingCounters
         from sglang_uvm_offload.takeover import AllocationMode
         config = OffloadConfig(num_resident="2", warmup_tokens=4)
-        manager = OffloadManager(config, CudaMemory(), CudaRoutingCounters, lambda counts: counts, progress=lambda: False)
+        manager = OffloadManager(config, CudaMemory(), CudaRoutingCounters, lambda decide: decide(), progress=lambda: False)
         manager.moe_layers = (0, 1)
         model, modules = manager.begin_model(draft=False), []
         for layer_id in range(2):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_device, get_observability, get_parallel, get_serving, process_model_config
@@ -141,9 +140,10 @@ def _counters(num_layers: int, num_experts: int) -> RoutingCounters:
     return CpuRoutingCounters(num_layers, num_experts)
 
 
-def _agree(counts: np.ndarray) -> np.ndarray:
-    """The counts of the first of the ranks that hold shards of the same experts."""
-    return get_parallel().moe_tp_group.broadcast_object(counts, src=0)
+def _agree(decide: Callable[[], Any]) -> Any:
+    """What the first of the ranks that hold shards of the same experts decides."""
+    group = get_parallel().moe_tp_group
+    return group.broadcast_object(decide() if group.rank_in_group == 0 else None, src=0)
 
 
 def _is_first_rank() -> bool:

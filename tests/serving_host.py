@@ -1,0 +1,156 @@
+"""The process in which ``serving.Engines`` runs engines: imports SGLang once, then forks for each engine.
+
+Nearly all of an engine's start on a small checkpoint is importing SGLang, three times over. This process imports it once;
+each job is a fork of it, and the job's own children (scheduler, detokenizer, ...) are forks of a copy that was made before
+any plugin was loaded, just as spawned ones would be. So every engine still runs in fresh processes in which plugins load
+once each, in the same places as in a server.
+
+It reads one JSON job a line from stdin, and writes ``{"pid": ...}`` when the job has begun and ``{"exit": ...}`` when it has
+ended. The job's answers are in its ``result`` file and all its output is in its ``log`` file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import traceback
+from multiprocessing import connection, forkserver, resource_tracker
+from typing import Any, NoReturn
+
+# What a spawned child imports before plugins are loaded in it, so that hooks find the same modules in the same state.
+PRELOADED = (
+    "sglang.srt.entrypoints.engine",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.data_parallel_controller",
+)
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    die_with_parent()
+    for module in PRELOADED:
+        importlib.import_module(module)
+    answers = os.fdopen(os.dup(1), "w")
+    tell(answers, ready=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            answers.close()
+            run_job(job)
+        tell(answers, pid=pid)
+        tell(answers, exit=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def tell(answers: Any, **message: Any) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+def run_job(job: dict[str, Any]) -> NoReturn:
+    """Never returns: whatever happens, this fork does not go on as a host."""
+    code = 1
+    try:
+        die_with_parent()
+        os.setsid()
+        log_to(job["log"])
+        os.environ.update(job["env"])
+        fork_children_from_here()
+        result = serve(job)
+        with open(job["result"], "w") as file:
+            json.dump(result, file)
+        code = 0
+    except (Exception, SystemExit):  # noqa: BLE001 - whatever ended the job is told in its log
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def log_to(path: str) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for stream, target in ((0, nothing), (1, log), (2, log)):
+        os.dup2(target, stream)
+
+
+def fork_children_from_here() -> None:
+    """Start multiprocessing's fork server as a fork of this process as it is now, and have SGLang use it for spawning."""
+    listener = socket.socket(socket.AF_UNIX)
+    address = connection.arbitrary_address("AF_UNIX")
+    listener.bind(address)
+    listener.listen()
+    alive_read, alive_write = os.pipe()
+    resource_tracker.ensure_running()
+    job = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent()
+        os.close(alive_write)
+        # A failing scheduler tells its parent, which SGLang takes for the engine.
+        signal.signal(signal.SIGQUIT, lambda *_: os.kill(job, signal.SIGQUIT))
+        reuse_fork_server()
+        forkserver.main(listener.fileno(), alive_read, [])
+        os._exit(0)
+    listener.close()
+    os.close(alive_read)
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_write, pid
+    reuse_fork_server()
+
+
+def reuse_fork_server() -> None:
+    """Children start their own children from the same fork server; nobody starts another one."""
+    multiprocessing.set_start_method("forkserver", force=True)
+    multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
+    forkserver.ForkServer.ensure_running = lambda _: resource_tracker.ensure_running()  # type: ignore[method-assign]
+
+
+def serve(job: dict[str, Any]) -> dict[str, Any]:
+    from sglang.srt.entrypoints.engine import Engine
+
+    engine = Engine(**job["engine"])
+    recorded = None
+    if job["record_experts"]:
+        engine.start_expert_distribution_record()
+    answers = [answer for batch in job["batches"] for answer in generate(engine, batch, job["max_new_tokens"])]
+    if job["record_experts"]:
+        engine.stop_expert_distribution_record()
+        recorded = recorded_counts(engine)
+    info = json.loads(json.dumps(engine.get_server_info(), default=str))
+    engine.shutdown()
+    return {"answers": answers, "server_info": info, "expert_counts": recorded}
+
+
+def generate(engine: Any, prompts: list[str], max_new_tokens: int) -> list[dict[str, Any]]:
+    """One batch, greedily, with the log-probabilities of its input and output."""
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    return engine.generate(prompts, sampling, return_logprob=True, logprob_start_len=0)
+
+
+def recorded_counts(engine: Any) -> list[list[int]]:
+    """Tokens routed to each expert of each layer, as counted by SGLang's own recorder."""
+    import torch
+
+    engine.dump_expert_distribution_record()
+    folder = os.environ["SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"]
+    [dump] = [name for name in os.listdir(folder) if name.endswith(".pt")]
+    counts = torch.load(os.path.join(folder, dump), weights_only=True)["logical_count"]
+    return counts.sum(0).tolist()
+
+
+if __name__ == "__main__":
+    main()

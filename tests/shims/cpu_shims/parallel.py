@@ -1,0 +1,35 @@
+"""Two ranks on a CPU: expert parallelism and attention data parallelism."""
+
+from __future__ import annotations
+
+import torch
+
+from cpu_shims.hooks import around, on_cpu
+
+
+def install() -> None:
+    around("sglang.srt.layers.moe.token_dispatcher.standard.get_device", on_cpu)
+    plain_memory_for_data_parallel_batches()
+    gather_on_cpu()
+
+
+def plain_memory_for_data_parallel_batches() -> None:
+    """Attention data parallelism stages batches in pinned memory, copies them with Triton, and asks the attention backend
+    for the sequence length of a padded row."""
+    import sglang.srt.layers.dp_attention as dp_attention
+    import sglang.srt.model_executor.forward_batch_info as forward_batch_info
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    forward_batch_info._is_cpu = True
+    dp_attention.memcpy_func = dp_attention.memcpy_cpu
+    for name in ("get_cuda_graph_seq_len_fill_value", "get_cpu_graph_seq_len_fill_value"):
+        setattr(TorchNativeAttnBackend, name, lambda self: 1)
+
+
+def gather_on_cpu() -> None:
+    """Process groups take their device from what SGLang was built for; NCCL is absent, but asked for its device."""
+    import sglang.srt.distributed.parallel_state as parallel_state
+    from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+    parallel_state._is_cpu = True
+    PyNcclCommunicator.device = torch.device("cpu")

@@ -1,0 +1,73 @@
+/* The CUDA 12 declarations that kernels/uvm_ops.cu uses, as in the headers of 12.1 and 12.9 (nvidia-cuda-runtime-cu12):
+ * for a check that each version's branch compiles. Define CUDART_VERSION. */
+#pragma once
+
+#include <stddef.h>
+
+#define __global__
+#define __device__
+#define __shared__
+
+struct uint3 {
+    unsigned x, y, z;
+};
+
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+typedef struct CUstream_st* cudaStream_t;
+
+enum cudaError_t {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorInvalidDevice = 101,
+    cudaErrorStreamCaptureUnsupported = 900
+};
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+enum cudaStreamCaptureMode {
+    cudaStreamCaptureModeGlobal,
+    cudaStreamCaptureModeThreadLocal,
+    cudaStreamCaptureModeRelaxed
+};
+enum cudaMemoryAdvise { cudaMemAdviseSetPreferredLocation = 3, cudaMemAdviseSetAccessedBy = 5 };
+enum cudaMemRangeAttribute {
+    cudaMemRangeAttributePreferredLocation = 2,
+    cudaMemRangeAttributeLastPrefetchLocation = 4
+};
+
+#define cudaMemAttachGlobal 1
+#define cudaStreamNonBlocking 1
+#define cudaCpuDeviceId ((int)-1)
+#define cudaInvalidDeviceId ((int)-2)
+
+extern "C" {
+const char* cudaGetErrorName(cudaError_t);
+const char* cudaGetErrorString(cudaError_t);
+cudaError_t cudaGetLastError();
+cudaError_t cudaGetDevice(int*);
+cudaError_t cudaSetDevice(int);
+cudaError_t cudaRuntimeGetVersion(int*);
+cudaError_t cudaDriverGetVersion(int*);
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned);
+cudaError_t cudaStreamSynchronize(cudaStream_t);
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*);
+cudaError_t cudaMallocManaged(void**, size_t, unsigned);
+cudaError_t cudaFree(void*);
+cudaError_t cudaMemGetInfo(size_t*, size_t*);
+cudaError_t cudaMemRangeGetAttribute(void*, size_t, cudaMemRangeAttribute, const void*, size_t);
+cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t);
+cudaError_t cudaMemAdvise(const void*, size_t, cudaMemoryAdvise, int);
+cudaError_t cudaMemPrefetchAsync(const void*, size_t, int, cudaStream_t = 0);
+#if CUDART_VERSION >= 12020
+enum cudaMemLocationType { cudaMemLocationTypeInvalid, cudaMemLocationTypeDevice, cudaMemLocationTypeHost };
+struct cudaMemLocation {
+    cudaMemLocationType type;
+    int id;
+};
+cudaError_t cudaMemAdvise_v2(const void*, size_t, cudaMemoryAdvise, cudaMemLocation);
+cudaError_t cudaMemPrefetchAsync_v2(const void*, size_t, cudaMemLocation, unsigned, cudaStream_t = 0);
+#endif
+}

@@ -1,0 +1,66 @@
+// Lets a host compiler compile kernels/uvm_ops.cu and run its kernels: one fiber a CUDA thread, switched at barriers.
+// Threads of a block run one after the other from barrier to barrier, so a missing __syncthreads shows as a wrong
+// result.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <ucontext.h>
+
+#include <vector>
+
+#undef __shared__
+#define __shared__ static
+
+inline dim3 blockIdx, blockDim;
+inline uint3 threadIdx;
+
+namespace on_host {
+inline ucontext_t scheduler;
+inline std::vector<ucontext_t> fibers;
+inline unsigned running;
+inline std::vector<char> done;
+
+inline void run_block(void (*body)(void*), void* state, unsigned threads) {
+    static void (*current_body)(void*);
+    static void* current_state;
+    constexpr size_t stack_bytes = 32 << 10;
+    static std::vector<char> stacks;
+    current_body = body;
+    current_state = state;
+    stacks.resize(threads * stack_bytes);
+    fibers.resize(threads);
+    done.assign(threads, 0);
+    for (unsigned i = 0; i < threads; i++) {
+        getcontext(&fibers[i]);
+        fibers[i].uc_stack.ss_sp = stacks.data() + i * stack_bytes;
+        fibers[i].uc_stack.ss_size = stack_bytes;
+        fibers[i].uc_link = &scheduler;
+        makecontext(
+            &fibers[i],
+            +[] {
+                current_body(current_state);
+                done[running] = 1;
+            },
+            0);
+    }
+    for (bool again = true; again;) {
+        again = false;
+        for (unsigned i = 0; i < threads; i++) {
+            if (done[i]) continue;
+            running = i;
+            threadIdx = {i, 0, 0};
+            swapcontext(&scheduler, &fibers[i]);
+            again |= !done[i];
+        }
+    }
+}
+}  // namespace on_host
+
+inline void __syncthreads() { swapcontext(&on_host::fibers[on_host::running], &on_host::scheduler); }
+
+template <typename T>
+T atomicAdd(T* address, T value) {
+    T before = *address;
+    *address += value;
+    return before;
+}

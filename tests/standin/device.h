@@ -1,0 +1,21 @@
+/* The GPU that the stand-in plays: what runtime.c and driver.c both answer. */
+#ifndef STANDIN_DEVICE_H
+#define STANDIN_DEVICE_H
+
+#define DEVICE_NAME "NVIDIA H200"
+#define DEVICE_SMS 132
+#define DEVICE_MAJOR 9
+#define DEVICE_MINOR 0
+#define DEVICE_REGISTERS 65536
+#define DEVICE_SHARED_MEMORY_SM 233472
+#define DEVICE_SHARED_MEMORY_OPTIN 232448
+#define DEVICE_L2 62914560
+
+/* A device attribute: cudaDeviceAttr and CUdevice_attribute share their numbers. STANDIN_ATTRIBUTE_<number> overrides.
+ */
+int standin_attribute(int attribute);
+
+/* What the driver serves: STANDIN_DRIVER, such as 12040, else 13000. */
+int standin_driver_version(void);
+
+#endif

@@ -1,0 +1,172 @@
+/* The CUDA driver API, as far as torch, Triton and cuda-python ask it. */
+#define _GNU_SOURCE
+#include "device.h"
+#include "standin.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { CUDA_SUCCESS = 0, CUDA_ERROR_NO_DEVICE = 100 };
+
+void standin_name_kernel(const void* stub, const char* name);
+const char* standin_kernel_name(const void* stub);
+
+#define CONTEXT ((void*)0x99)
+
+EXPORT int cuInit(unsigned flags) { return (int)standin_setting("STANDIN_CUINIT", CUDA_SUCCESS); }
+
+EXPORT int cuDriverGetVersion(int* version) {
+    *version = standin_driver_version();
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuDeviceGet(int* device, int ordinal) {
+    *device = ordinal;
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuDeviceGetCount(int* count) {
+    *count = 1;
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuDeviceGetName(char* name, int length, int device) {
+    snprintf(name, length, DEVICE_NAME);
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
+    *value = standin_attribute(attribute);
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuDeviceTotalMem_v2(size_t* nbytes, int device) {
+    size_t free_bytes;
+    standin_vram(&free_bytes, nbytes);
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes) {
+    standin_vram(free_bytes, total_bytes);
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuCtxGetCurrent(void** context) {
+    *context = CONTEXT;
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuCtxGetDevice(int* device) {
+    *device = 0;
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
+    if (flags) *flags = 0;
+    if (active) *active = 1;
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
+    *context = CONTEXT;
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuGetErrorString(int error, const char** text) {
+    *text = error == CUDA_ERROR_NO_DEVICE ? "no CUDA-capable device is detected" : "an error of the stand-in";
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuGetErrorName(int error, const char** text) {
+    *text = "CUDA_ERROR_OF_THE_STAND_IN";
+    return CUDA_SUCCESS;
+}
+
+/* ---- modules and kernels (Triton, whose kernels end with two scratch pointers: two arguments always exist) ---- */
+
+static void* new_handle(void) { return calloc(1, 16); }
+
+EXPORT int cuModuleLoadData(void** module, const void* image) {
+    *module = new_handle();
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuModuleLoadDataEx(void** module, const void* image, unsigned count, void* options, void* values) {
+    *module = new_handle();
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuModuleGetFunction(void** function, void* module, const char* name) {
+    *function = new_handle();
+    standin_name_kernel(*function, strdup(name));
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsigned c, void* d, void* e,
+                             unsigned f) {
+    *library = new_handle();
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuLibraryGetKernel(void** kernel, void* library, const char* name) {
+    return cuModuleGetFunction(kernel, library, name);
+}
+
+EXPORT int cuKernelGetFunction(void** function, void* kernel) {
+    *function = kernel;
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuFuncGetAttribute(int* value, int attribute, void* function) {
+    enum { MAX_THREADS_PER_BLOCK = 0 };
+    *value = attribute == MAX_THREADS_PER_BLOCK ? 1024 : 0;
+    return CUDA_SUCCESS;
+}
+
+struct launch_config { /* CUlaunchConfig */
+    unsigned grid[3], block[3], shared;
+    void* stream;
+};
+
+EXPORT int cuLaunchKernelEx(const struct launch_config* it, void* function, void** arguments, void** extra) {
+    standin_launch(it->stream, standin_kernel_name(function), arguments, 2, it->grid[0] * it->grid[1] * it->grid[2],
+                   it->block[0] * it->block[1] * it->block[2], "cuLaunchKernel");
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                          unsigned shared, void* stream, void** arguments, void** extra) {
+    standin_launch(stream, standin_kernel_name(function), arguments, 2, gx * gy * gz, bx * by * bz, "cuLaunchKernel");
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuOccupancyMaxActiveClusters(int* clusters, void* function, void* config) {
+    *clusters = 1;
+    return CUDA_SUCCESS;
+}
+
+/* ---- memory ---- */
+
+EXPORT int cuPointerGetAttribute(void* data, int attribute, uintptr_t address) {
+    enum { MEMORY_TYPE = 2, DEVICE_POINTER = 3, IS_MANAGED = 8, TYPE_DEVICE = 2 };
+    switch (attribute) {
+        case MEMORY_TYPE:
+            *(unsigned*)data = TYPE_DEVICE;
+            break;
+        case DEVICE_POINTER:
+            *(uintptr_t*)data = address;
+            break;
+        case IS_MANAGED:
+            *(unsigned*)data = standin_kind((void*)address) == KIND_MANAGED;
+            break;
+        default:
+            *(uint64_t*)data = 0;
+    }
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuMemGetAllocationGranularity(size_t* granularity, void* properties, int option) {
+    *granularity = 2 << 20;
+    return CUDA_SUCCESS;
+}

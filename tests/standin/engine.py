@@ -1,0 +1,52 @@
+"""Answers one batch of prompts with a real SGLang engine: ``python engine.py JOB.json``, in the environment of
+``build.sglang_environment``. The job names ``engine`` (SGLang's arguments), ``prompts``, ``max_new_tokens`` and ``result``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def run_engine(job: dict[str, Any], folder: Path, environment: dict[str, str], seconds: float) -> dict[str, Any]:
+    """Run the job in a process of its own, end all it started, and return ``answers`` and ``server_info``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job = job | {"result": str(folder / "result.json")}
+    (folder / "job.json").write_text(json.dumps(job))
+    with (folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(folder / "job.json")],
+            stdout=log,
+            stderr=log,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert code == 0, "the engine's log ends:\n" + (folder / "log.txt").read_text(errors="replace")[-5000:]
+    return json.loads((folder / "result.json").read_text())
+
+
+def main() -> None:
+    from sglang import Engine
+
+    job = json.loads(Path(sys.argv[1]).read_text())
+    engine = Engine(**job["engine"])
+    sampling = {"temperature": 0, "max_new_tokens": job["max_new_tokens"], "ignore_eos": True}
+    answers = engine.generate(job["prompts"], sampling)
+    info = engine.get_server_info()
+    engine.shutdown()
+    Path(job["result"]).write_text(json.dumps({"answers": answers, "server_info": info}, default=str))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+/* The stand-in CUDA: what its parts share. See README.md. */
+#ifndef STANDIN_H
+#define STANDIN_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* ---- record.c: the log of calls, and failures on demand ---- */
+
+/* The error that STANDIN_FAIL asks this call to return, or 0. Counts the call. */
+int standin_injected(const char* call);
+
+/* Appends {"pid": .., "call": .., "result": .., FIELDS} to the file STANDIN_LOG, if set. */
+void standin_log(const char* call, int result, const char* fields, ...) __attribute__((format(printf, 3, 4)));
+
+/* An environment variable as a number, or `otherwise`. */
+long long standin_setting(const char* name, long long otherwise);
+
+/* ---- memory.c: plain and managed memory, all of it host memory ---- */
+
+enum kind { KIND_NONE, KIND_HOST, KIND_DEVICE, KIND_MANAGED };
+enum place { PLACE_NONE, PLACE_HOST, PLACE_DEVICE };
+enum advice { ADVICE_PREFERRED, ADVICE_PREFETCHED, ADVICE_COUNT };
+
+void* standin_take(size_t nbytes, enum kind kind);
+/* Whether `start` was taken (NULL counts as taken). */
+bool standin_give(void* start);
+enum kind standin_kind(const void* address);
+/* Whether all of [start, start + nbytes) is one managed range. */
+bool standin_is_managed(const void* start, size_t nbytes);
+void standin_set_place(const void* start, size_t nbytes, enum advice advice, enum place place);
+void standin_set_accessed_by(const void* start, size_t nbytes, bool accessed);
+void standin_move(const void* start, size_t nbytes, enum place place);
+/* What every page of the range shares, else PLACE_NONE. */
+enum place standin_shared_place(const void* start, size_t nbytes, enum advice advice);
+bool standin_accessed_by(const void* start, size_t nbytes);
+size_t standin_managed_bytes(void);
+void standin_vram(size_t* free_bytes, size_t* total_bytes);
+
+/* ---- stream.c: streams, events, capture, graphs ---- */
+
+/* One operation that a stream runs now, or records while it captures. */
+typedef void (*work_fn)(void* state);
+void standin_enqueue(void* stream, const char* what, work_fn work, void* state, size_t state_bytes);
+/* `shown`: how many arguments, at most 2, surely exist and are words: the log shows them. */
+void standin_launch(void* stream, const char* kernel, void** arguments, int shown, unsigned blocks, unsigned threads,
+                    const char* call);
+bool standin_capturing(void* stream);
+
+/* ---- symbols.c ---- */
+
+/* What a lookup by name finds: our function, its _v2, or one that returns success. */
+void* standin_symbol(const char* name);
+
+#endif

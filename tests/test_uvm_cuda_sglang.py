@@ -1,0 +1,145 @@
+"""Real SGLang with its experts in unified memory and its decode steps in CUDA graphs, over the stand-in driver: which calls
+are made, what a capture contains, and that what a graph reads stays where it was captured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from standin.build import build, sglang_environment
+from standin.engine import run_engine
+
+EXPERTS, RESIDENT, LAYERS, TOP_K = 16, 4, 3, 4
+EXPERT_BYTES = (128 << 10, 64 << 10)
+"""Of w13 and of w2, which are allocated by turns, a layer after the other."""
+FIRST = 9
+"""Every token picks the experts from this one on, none of which is resident at first."""
+
+GPU = {
+    "device": "cuda",
+    "attention_backend": "triton",
+    "moe_runner_backend": "triton",
+    "grammar_backend": "none",
+    "disable_cuda_graph": False,
+    "disable_prefill_cuda_graph": True,
+    "cuda_graph_max_bs_decode": 2,
+    "max_running_requests": 2,
+    "mem_fraction_static": 0.5,
+    "max_total_tokens": 2048,
+    "sampling_backend": "pytorch",
+    "random_seed": 1,
+    "skip_server_warmup": True,
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, checkpoints) -> tuple[dict, list[dict]]:
+    """An engine that answered one request, of which it needed a prefill and decode steps, and its CUDA calls."""
+    folder = tmp_path_factory.mktemp("served")
+    build(folder / "cuda")
+    environment = sglang_environment(folder / "cuda", folder / "calls.jsonl", folder / "caches")
+    environment |= {"STANDIN_FIRST_EXPERT": str(FIRST), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    offload = {"expert_offload_num_resident": RESIDENT, "expert_offload_warmup_tokens": 16}
+    job = {
+        "engine": {"model_path": str(checkpoints("qwen3_moe")), **GPU, **offload},
+        "prompts": ["hello world"],
+        "max_new_tokens": 24,
+    }
+    result = run_engine(job, folder, environment, seconds=900)
+    calls = [json.loads(line) for line in Path(folder / "calls.jsonl").read_text().splitlines()]
+    (served_by,) = {call["pid"] for call in calls if call["call"] == "cudaMallocManaged"}
+    return result, [call for call in calls if call["pid"] == served_by]
+
+
+@pytest.fixture(scope="module")
+def calls(served) -> list[dict]:
+    return served[1]
+
+
+def named(calls: list[dict], *names: str) -> list[dict]:
+    return [call for call in calls if call["call"] in names]
+
+
+def captures(calls: list[dict]) -> Iterator[list[dict]]:
+    """The calls from each begin of a capture to its end."""
+    start = None
+    for i, call in enumerate(calls):
+        if call["call"] == "cudaStreamBeginCapture":
+            start = i
+        elif call["call"] == "cudaStreamEndCapture":
+            assert start is not None
+            yield calls[start : i + 1]
+
+
+def managed_ranges(calls: list[dict]) -> list[range]:
+    taken = named(calls, "cudaMallocManaged")
+    return [range(call["address"], call["address"] + call["nbytes"]) for call in taken]
+
+
+def test_all_calls_succeed(calls):
+    assert [call for call in calls if call["result"] != 0] == []
+
+
+def test_the_experts_are_managed_and_placed_before_they_are_written(calls):
+    assert len(named(calls, "cudaMallocManaged")) == 2 * LAYERS
+    placing = calls[: calls.index(named(calls, "cudaStreamBeginCapture")[0])]
+    for it, expert_bytes in zip(managed_ranges(calls), EXPERT_BYTES * LAYERS, strict=True):
+        mine = [call for call in named(placing, "cudaMemAdvise", "cudaMemPrefetchAsync") if call["address"] in it]
+        assert (mine[0]["advice"], mine[0]["nbytes"]) == ("SetAccessedBy", len(it))
+        homes = {call["location"] for call in mine if call.get("advice") == "SetPreferredLocation"}
+        assert homes == {call["location"] for call in named(mine, "cudaMemPrefetchAsync")} == {"device", "host"}
+        moved = {call["location"]: call["nbytes"] for call in named(mine, "cudaMemPrefetchAsync")}
+        assert moved == {"device": RESIDENT * expert_bytes, "host": (EXPERTS - RESIDENT) * expert_bytes}
+
+
+def test_a_capture_holds_the_counters_and_nothing_else_of_ours(calls):
+    found = list(captures(calls))
+    assert len(found) == 2  # batches of 1 and of 2
+    for capture in found:
+        kernels = [call.get("kernel", "") for call in capture]
+        assert kernels.count("fused_moe_kernel") == 2 * LAYERS
+        assert [kernel for kernel in kernels if kernel.startswith("uvm_")] == ["uvm_count_routing_kernel"] * LAYERS
+        forbidden = {"cudaMallocManaged", "cudaMemAdvise", "cudaMemPrefetchAsync", "cudaMemRangeGetAttribute", "cudaFree"}
+        forbidden |= {"cudaStreamSynchronize", "cudaDeviceSynchronize"}
+        assert not forbidden & {call["call"] for call in capture}
+        assert {call["graph"] for call in capture if "graph" in call} == {capture[0]["graph"]}
+
+
+def test_graphs_read_the_experts_where_they_stay(calls):
+    """A graph reads what it captured: so each expert tensor it captured is a managed range that is never given back."""
+    weights = managed_ranges(calls)
+    for capture in captures(calls):
+        read = [call["arguments"][1] for call in capture if call.get("kernel") == "fused_moe_kernel"]
+        assert sorted(read) == sorted(it.start for it in weights)
+    replays = named(calls, "cudaGraphLaunch")
+    assert len(replays) >= 20
+    end = calls.index(replays[-1])
+    assert not [call for call in named(calls[:end], "cudaFree") if call["managed"]]
+    first = calls.index(replays[0])
+    assert not named(calls[first:end], "cudaMallocManaged", "cudaMalloc")
+
+
+def test_the_picked_experts_move_in_between_replays_without_a_new_address(served, calls):
+    first_replay = calls.index(named(calls, "cudaGraphLaunch")[0])
+    moving = named(calls[first_replay:], "cudaMemAdvise", "cudaMemPrefetchAsync")
+    for it, expert_bytes in zip(managed_ranges(calls), EXPERT_BYTES * LAYERS, strict=True):
+        mine = [call for call in moving if call["address"] in it]
+        picked = range(it.start + FIRST * expert_bytes, it.start + (FIRST + TOP_K) * expert_bytes)
+        (promoted,) = [call for call in named(mine, "cudaMemPrefetchAsync") if call["location"] == "device"]
+        assert (promoted["address"], promoted["nbytes"]) == (picked.start, len(picked))
+        (demoted,) = [call for call in named(mine, "cudaMemPrefetchAsync") if call["location"] == "host"]
+        assert (demoted["address"], demoted["nbytes"]) == (it.start, RESIDENT * expert_bytes)
+    replays = [i for i, call in enumerate(calls) if call["call"] == "cudaGraphLaunch"]
+    moves = [calls.index(call) for call in moving]
+    assert replays[0] < moves[0]
+    assert moves[-1] < replays[-1]
+
+
+def test_the_engine_reports_what_it_counted(served):
+    result, _ = served
+    state = result["server_info"]["internal_states"][0]["expert_offload"]
+    assert len(result["answers"][0]["output_ids"]) == 24
+    assert state["num_layers"] == LAYERS
+    assert state["resident_experts"] == LAYERS * RESIDENT
