@@ -92,7 +92,10 @@ def step_times(checkpoint: Path, repeats: int) -> dict[str, list[float]]:
                 file.write(STEP)
                 file.flush()
                 times[name] += run([file.name, arguments, "5"], environment(env))
-            print(f"step time, repeat {repeat + 1} of {repeats}, {name}: {1e3 * statistics.median(times[name]):.2f} ms", flush=True)
+            print(
+                f"step time, repeat {repeat + 1} of {repeats}, {name}: {1e3 * statistics.median(times[name]):.2f} ms",
+                flush=True,
+            )
     return times
 
 

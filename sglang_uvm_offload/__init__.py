@@ -20,11 +20,17 @@ The modules, in the order in which they depend on each other:
     expert_tensor   one tensor of experts, each resident or offloaded
     expert_layer    all experts of one layer
     ledger          what the steps were served from
+    adaptation      following the traffic
     manager         loading, counting, choosing residents, moving them
     metrics         Prometheus
+    planning        will a model fit, with how many residents, and how fast
+    trace           measured routing
+    references      policies to measure the shipped one against
+    simulator       replaying a trace through the manager
+    replay_cli      the replay command
+    plugin          the edge to SGLang: the only package that imports it
     doctor          whether this machine, SGLang and a model can be served
     cli             the sglang-uvm-offload command
-    plugin          the edge to SGLang: the only package that imports it
 """
 
 __version__ = "0.1.0"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from sglang_uvm_offload import __version__
+from sglang_uvm_offload import __version__, replay_cli
+from sglang_uvm_offload.planning import planner_cli
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -14,6 +15,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_doctor(commands)
+    planning = commands.add_parser("plan", help="say whether a model fits a machine, with how many residents, and how fast")
+    planner_cli.add_arguments(planning)
+    planning.set_defaults(run=planner_cli.run)
+    replaying = commands.add_parser("replay", help="replay a routing trace through the shipped policy and references")
+    replay_cli.add_arguments(replaying)
+    replaying.set_defaults(run=replay_cli.run)
     args = parser.parse_args(argv)
     return args.run(args)
 

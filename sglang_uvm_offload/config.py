@@ -15,6 +15,8 @@ from typing import Any
 PREFIX = "expert_offload_"
 
 SELECTIONS = ("first_n", "frequency", "manual")
+ADAPTS = ("off", "warmup", "continuous")
+PER_LAYERS = ("uniform", "global")
 PREFETCHES = ("none", "frequency", "speculative")
 BACKENDS = ("auto", "uvm", "host")
 MAX_IDS_FILE_BYTES = 16 << 20
@@ -41,7 +43,8 @@ class OffloadConfig:
         None,
         str,
         "Turn expert offloading on and keep this many routed experts of each MoE layer in VRAM (over all ranks that share "
-        "the layer; draft layers stay whole). The rest is read from host memory over PCIe. 'auto' is reserved for the planner.",
+        "the layer; draft layers stay whole). The rest is read from host memory over PCIe. 'auto' is refused so far: see "
+        "sglang-uvm-offload plan.",
     )
     resident_selection: str = flag(
         "frequency",
@@ -60,6 +63,20 @@ class OffloadConfig:
         4096,
         int,
         "Tokens (prefill and decode) to count before the resident set is chosen again (frequency only).",
+    )
+    adapt: str = flag(
+        "warmup",
+        str,
+        "When residents change. off: never. warmup: once, after the warm-up (frequency only; first_n and manual stay). "
+        "continuous: whenever reads saved pay for the move, from the warm-up on (frequency) or from the start.",
+        ADAPTS,
+    )
+    per_layer: str = flag(
+        "uniform",
+        str,
+        "How continuous adaptation spends the residents' VRAM. uniform: as many residents in each layer as at load. "
+        "global: the layers that save more reads get more, N a layer on average.",
+        PER_LAYERS,
     )
     prefetch: str = flag(
         "none",
@@ -121,7 +138,10 @@ class OffloadConfig:
             ]
             return out
         if self.num_resident == "auto":
-            out.append(f"{flag_name('num_resident')} auto: the planner that would choose N is not built yet; give a number")
+            out.append(
+                f"{flag_name('num_resident')} auto: not built yet; "
+                "give a number, such as the one that `sglang-uvm-offload plan` finds"
+            )
         elif not self.num_resident.isdecimal() or len(self.num_resident) > 6:
             out.append(f"{flag_name('num_resident')} {self.num_resident!r}: must be a whole number of experts, 0 or more")
         if not _is_int(self.warmup_tokens) or self.warmup_tokens < 1:
@@ -130,6 +150,13 @@ class OffloadConfig:
             out.append(f"{flag_name('headroom_gb')} {self.headroom_gb!r}: must be a number of GiB from 0 to 1024")
         if self.prefetch in PREFETCHES and self.prefetch != "none":
             out.append(f"{flag_name('prefetch')} {self.prefetch}: not built yet; only none is served")
+        if self.resident_selection == "frequency" and self.adapt == "off":
+            out.append(
+                f"{flag_name('adapt')} off: {flag_name('resident_selection')} frequency needs warmup or continuous; "
+                "for residents that never change choose first_n or manual"
+            )
+        if self.per_layer == "global" and self.adapt in ("off", "warmup"):
+            out.append(f"{flag_name('per_layer')} global: needs {flag_name('adapt')} continuous")
         if self.resident_selection == "manual" and self.resident_ids is None:
             out.append(f"{flag_name('resident_selection')} manual: needs {flag_name('resident_ids')}")
         if self.resident_selection in ("first_n", "frequency") and self.resident_ids is not None:

@@ -34,7 +34,7 @@ class Ledger:
         routed, touches = new.routed(), new.touches()
         self.routed += routed.sum(axis=1)
         self.routed_resident += (routed * resident).sum(axis=1)
-        expert_bytes = np.array([layer.expert_bytes for layer in self._layers])
+        expert_bytes = np.array([layer.expert_bytes for layer in self._layers], dtype=np.int64)
         self.read_through_bytes += (touches * ~resident).sum(axis=1) * expert_bytes
 
     @property
@@ -44,7 +44,9 @@ class Ledger:
         return int(self.routed_resident.sum()) / routed if routed else None
 
 
-def stack(masks: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
-    """``bool[layers, experts]`` of masks of different lengths, False beyond a layer's own experts."""
-    width = width if width is not None else max(mask.size for mask in masks)
-    return np.stack([np.pad(mask, (0, width - mask.size)) for mask in masks])
+def stack(masks: Sequence[np.ndarray], width: int) -> np.ndarray:
+    """``bool[layers, width]`` of masks of up to ``width`` experts, False beyond a layer's own."""
+    out = np.zeros((len(masks), width), dtype=bool)
+    for row, mask in zip(out, masks, strict=True):
+        row[: mask.size] = mask
+    return out

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from sglang_uvm_offload import policy
+from sglang_uvm_offload.adaptation import INTERVAL_STEPS, Adaptation
 from sglang_uvm_offload.config import FlagError, OffloadConfig, ResidentIds
 from sglang_uvm_offload.expert_layer import ExpertLayer
 from sglang_uvm_offload.ledger import Ledger, stack
@@ -20,6 +22,9 @@ from sglang_uvm_offload.routing import ROUTED, TOUCHES, Phase, RoutingCounters, 
 from sglang_uvm_offload.uvm import Memory, MemoryFault
 
 logger = logging.getLogger(__name__)
+
+MOVE_BYTES_PER_S = 4 << 30
+"""What continuous adaptation promotes at most: a small part of a PCIe link, so that moves do not starve reads."""
 
 MakeCounters = Callable[[int, int], RoutingCounters]
 """(layers, experts a layer) -> counters on the device that computes."""
@@ -40,20 +45,31 @@ class OffloadManager:
     """One rank's experts. All methods run on the thread that launches the model's forward steps."""
 
     def __init__(
-        self, config: OffloadConfig, memory: Memory, make_counters: MakeCounters, agree: Agree, progress: Callable[[], bool]
+        self,
+        config: OffloadConfig,
+        memory: Memory,
+        make_counters: MakeCounters,
+        agree: Agree,
+        progress: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.config = config
         self.memory = memory
         self.make_counters = make_counters
         self.agree = agree
         self.progress = progress
+        self.clock = clock
+        self._moved_at = clock()
         self.models: list[ModelExperts] = []
         self.moe_layers: tuple[int, ...] = ()
         """The decoder layers of the target model that route, over all pipeline stages, in order."""
         self.tokens = 0
+        self.steps = 0
         self.fault: str | None = None
         self.ledger: Ledger
         """What the target model's steps were served from; there is one once the model is loaded."""
+        self.adaptation: Adaptation | None = None
+        """Follows the traffic, where that was asked for."""
         self.warm = config.resident_selection != "frequency"
         """Whether the resident set is final: chosen from the routing, or given."""
         self._placing: tqdm | None = None
@@ -98,21 +114,23 @@ class OffloadManager:
             raise FlagError([f"--expert-offload-resident-ids: layer {layer_id} routes, which the model's config does not tell"])
         return self._ids.of_layer(self.moe_layers.index(layer_id))
 
-    def finish_model(self, model: ModelExperts) -> None:
-        """The model is loaded: make its counters. Raises ``FlagError`` if there is nothing to offload in it."""
+    def finish_model(self, model: ModelExperts, may_be_empty: bool = False) -> None:
+        """The model is loaded: make its counters. Raises ``FlagError`` if there is nothing to offload in it, unless it
+        ``may_be_empty`` (a pipeline stage can hold dense layers only)."""
         self.memory.synchronize()
         if self._placing is not None:
             self._placing.close()
             self._placing = None
         layers = model.layers
-        if not model.draft and not any(layer.tensors for layer in layers):
+        if not (model.draft or any(layer.tensors for layer in layers) or (may_be_empty and not layers)):
             found = "no MoE layer" if not layers else f"{len(layers)} MoE layers, none with experts large enough to place"
             raise FlagError([f"--expert-offload-num-resident {self.config.num_resident}: the model has {found}"])
-        if layers:
-            model.counters = self.make_counters(len(layers), max(layer.num_experts for layer in layers))
+        model.counters = self.make_counters(len(layers), max((layer.num_experts for layer in layers), default=1))
         if not model.draft:
-            assert model.counters is not None
-            self.ledger = Ledger(layers, model.counters.read())
+            start = model.counters.read()
+            self.ledger = Ledger(layers, start)
+            if self.config.adapt == "continuous":
+                self.adaptation = Adaptation(layers, model.counters.num_experts, self.config.per_layer, start)
 
     # Serving
 
@@ -124,7 +142,10 @@ class OffloadManager:
         if not model.draft:
             if not self.warm and self.tokens >= self.config.warmup_tokens:
                 self.reselect()
+            elif self.adaptation is not None and self.fault is None and tokens and self.steps % INTERVAL_STEPS == 0:
+                self.adapt()
             self.tokens += tokens
+            self.steps += tokens > 0
         model.counters.begin_step(rows, phase)
 
     def end_step(self, model: ModelExperts) -> None:
@@ -142,12 +163,12 @@ class OffloadManager:
         seen = self._target_counters.read()
         self.ledger.account(seen)
         layers = self.target.layers
-        before = stack([layer.resident for layer in layers])
+        before = stack([layer.resident for layer in layers], self._target_counters.num_experts)
         after = self.agree(lambda: self._hottest(seen, before))
-        moved = self._move(after)
+        moved = self._move(after, wait=True)
         self.warm = True
         seconds = time.perf_counter() - started
-        now = stack([layer.resident for layer in layers])
+        now = stack([layer.resident for layer in layers], before.shape[1])
         changed = int((now & ~before).sum())
         self.ledger.moves += changed
         self.ledger.moved_bytes += moved
@@ -168,40 +189,88 @@ class OffloadManager:
             seconds,
         )
 
+    def adapt(self) -> None:
+        """Look at what was counted of late, and move what pays for itself. It waits for no step: the counts may be some steps
+        old, and moves go on while steps run. Every rank that shares experts must call it before the same step."""
+        started = time.perf_counter()
+        after = self.agree(self._wanted)
+        if after is None:
+            return
+        self.poll()
+        before = stack([layer.resident for layer in self.target.layers], after.shape[1])
+        try:
+            self.memory.synchronize()  # the last moves, queued steps ago: a fault that they met shows here
+        except MemoryFault as fault:
+            self._stop_moving(fault, self.target.layers)
+            return
+        self.ledger.moved_bytes += self._move(after, wait=False)
+        now = stack([layer.resident for layer in self.target.layers], after.shape[1])
+        self.ledger.moves += int((now & ~before).sum())
+        self.ledger.moving_seconds += time.perf_counter() - started
+
+    def _wanted(self) -> np.ndarray | None:
+        """What adaptation wants resident, None for no change. Called on the rank that decides."""
+        assert self.adaptation is not None
+        counts = self._target_counters.poll()
+        if counts is None:
+            return None
+        self.ledger.account(counts)
+        wanted = self.adaptation.wanted(counts, self._may_move())
+        return wanted if self.warm else None
+
+    def _may_move(self) -> float:
+        """Bytes that may be promoted now, so that moves leave most of the link to reads."""
+        now = self.clock()
+        passed, self._moved_at = now - self._moved_at, now
+        return min(passed, 1.0) * MOVE_BYTES_PER_S
+
     def _hottest(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
         """``bool[layers, experts]``: as many residents of each layer as now, the ones with the most expected touches."""
         layers = self.target.layers
-        pinned = stack([layer.pinned for layer in layers])
+        pinned = stack([layer.pinned for layer in layers], resident.shape[1])
         scores = policy.score(seen.counts[:, Phase.DECODE, TOUCHES], seen.steps[1], seen.counts[:, Phase.PREFILL, ROUTED])
-        scores[np.arange(scores.shape[1]) >= np.array([[layer.num_experts] for layer in layers])] = -1.0
+        for row, layer in enumerate(layers):
+            scores[row, layer.num_experts :] = -1.0
         return policy.select(scores, (resident & ~pinned).sum(axis=1), resident, pinned)
 
-    def _move(self, after: np.ndarray) -> int:
-        """Demote before promoting, layer by layer, so that VRAM never holds more than before. Returns bytes asked to move."""
-        moved, layers = 0, self.target.layers
-        bar = self._bar("Moving experts", len(layers))
-        for layer, wanted in zip(layers, after, strict=True):
-            wanted = wanted[: layer.num_experts]
+    def _move(self, after: np.ndarray, wait: bool) -> int:
+        """Demote before promoting, so that VRAM never holds more than before: layer by layer where one layer's promotions take
+        what its own demotions gave, else all demotions first. Without ``wait`` the moves are queued in that order, and a
+        late fault shows in the next call. Returns the bytes asked to move."""
+        moved = 0
+        pairs = [(la, wanted[: la.num_experts]) for la, wanted in zip(self.target.layers, after, strict=True)]
+        pairs = [(la, wanted) for la, wanted in pairs if (la.resident != wanted).any()]
+        balanced = all(la.resident.sum() >= wanted.sum() for la, wanted in pairs)
+        rounds = [pairs] if balanced else [[(la, la.resident & wanted) for la, wanted in pairs], pairs]
+        bar = self._bar("Moving experts", len(pairs) * len(rounds), show=wait)
+        for layer, wanted in itertools.chain.from_iterable(rounds):
             try:
                 moved += layer.demote(wanted)
-                self.memory.synchronize()
+                if wait:
+                    self.memory.synchronize()
                 moved += layer.promote(wanted)
-                self.memory.synchronize()
+                if wait:
+                    self.memory.synchronize()
             except MemoryFault as fault:
-                layer.reread_residency()
-                self.fault = str(fault)
-                logger.error(
-                    "Expert offload: moving experts stopped: %s. Serving goes on with the experts where they are; outputs are "
-                    "not affected, decoding may be slower.",
-                    fault,
-                )
+                self._stop_moving(fault, [layer])
                 break
             bar.update()
         bar.close()
         return moved
 
-    def _bar(self, what: str, total: int | None) -> tqdm:
-        return tqdm(desc=what, total=total, unit="layer", disable=not self.progress(), leave=False)
+    def _stop_moving(self, fault: MemoryFault, layers: Sequence[ExpertLayer]) -> None:
+        """Serve on with the experts where they are; ``layers`` may have moved in part."""
+        for layer in layers:
+            layer.reread_residency()
+        self.fault = str(fault)
+        logger.error(
+            "Expert offload: moving experts stopped: %s. Serving goes on with the experts where they are; outputs are not "
+            "affected, decoding may be slower.",
+            fault,
+        )
+
+    def _bar(self, what: str, total: int | None, show: bool = True) -> tqdm:
+        return tqdm(desc=what, total=total, unit="layer", disable=not (show and self.progress()), leave=False)
 
     # Reporting
 
@@ -229,6 +298,7 @@ class OffloadManager:
             "resident_ids": [(np.flatnonzero(layer.resident) + layer.first_expert).tolist() for layer in layers],
             "tokens": self.tokens,
             "warmup_done": self.warm,
+            "adapt": self.config.adapt,
             "routed": int(ledger.routed.sum()),
             "coverage": ledger.coverage,
             "read_through_bytes": int(ledger.read_through_bytes.sum()),

@@ -1,8 +1,8 @@
 """The policies that an adaptive one is measured against, on a trace: what they keep in VRAM, and what they bring over the link.
 
-Arrays are ``bool[layers, experts]``. A step is served as a whole: every expert that it touches is looked up before any one is replaced
-(per-access replay overstates the misses of a cache). Fixed sets read each miss through; the caches page, so each miss is moved
-once, and what the step used stays as far as there is room.
+Arrays are ``bool[layers, experts]``. A step is served as a whole: every expert that it touches is looked up before any one is
+replaced (per-access replay overstates the misses of a cache). Fixed sets read each miss through; the caches page, so each
+miss is moved once, and what the step used stays as far as there is room.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sglang_uvm_offload.policy import select
+from sglang_uvm_offload.policy import select, top
 
 NEVER = np.iinfo(np.int32).max
 
@@ -108,20 +108,15 @@ class Belady:
         return Served(hit, miss & ~moved, moved)
 
 
-def top(key: np.ndarray, capacity: np.ndarray, resident: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-    """The ``capacity[layer]`` candidates of each layer with the largest key; among equals residents, then lower ids."""
-    order = np.lexsort((~resident, -key, ~candidate), axis=-1)
-    chosen = np.zeros(key.shape, dtype=bool)
-    np.put_along_axis(chosen, order, np.arange(key.shape[1]) < capacity[:, None], axis=1)
-    return chosen & candidate
-
-
 NAMES = ("first_n", "static", "static-oracle", "lru", "lfu", "lfru", "belady")
 
 
 def make(name: str, warmup: np.ndarray, scored: np.ndarray, capacity: np.ndarray) -> Reference:
-    """Reference ``name`` for a trace's ``bool[steps, layers, experts]``: ``warmup`` to be served first, then ``scored``. ``static`` knows
-    the touches of the warm-up, ``static-oracle`` those of the scored part, ``belady`` all. ``capacity``: int ``[layers]``."""
+    """Reference ``name`` for a trace's ``bool[steps, layers, experts]``: ``warmup`` to be served first, then ``scored``.
+
+    ``static`` knows the touches of the warm-up, ``static-oracle`` those of the scored part, ``belady`` all. ``capacity``: int
+    ``[layers]``. Raises ``ValueError`` for an unknown name.
+    """
     shape = (warmup.shape[1], warmup.shape[2])
     nothing = np.zeros(shape, dtype=bool)
     profiles = {

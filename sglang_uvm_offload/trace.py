@@ -1,8 +1,8 @@
 """Measured routing: which experts each token of some requests used, layer by layer.
 
-A trace file is an ``npz`` with ``ids[token, layer, k]`` (integers; -1: no expert), ``seq_len[request]`` (tokens a request, the requests
-one after another in ``ids``) and the scalar ``num_experts``. It may come from anywhere, so it is data to be checked: nothing is unpickled,
-and the sizes that it declares are bounded before memory is taken for them.
+A trace file is an ``npz`` with ``ids[token, layer, k]`` (integers; -1: no expert), ``seq_len[request]`` (tokens a request,
+the requests one after another in ``ids``) and the scalar ``num_experts``. It may come from anywhere, so it is data to be
+checked: nothing is unpickled, and the sizes that it declares are bounded before memory is taken for them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import math
 import os
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import IO
 
 import numpy as np
 from numpy.lib import format as npy
@@ -40,7 +42,7 @@ class Trace:
             raise TraceError(f"seq_len must be integers [request], not {seq_len.dtype} {list(seq_len.shape)}")
         if not 1 <= self.num_experts <= MAX_EXPERTS:
             raise TraceError(f"num_experts must be 1..{MAX_EXPERTS}, not {self.num_experts}")
-        if ids.size and not (-1 <= int(ids.min()) and int(ids.max()) < self.num_experts):
+        if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= self.num_experts):
             raise TraceError(f"ids must be -1..{self.num_experts - 1}, and are {ids.min()}..{ids.max()}")
         if seq_len.size and (int(seq_len.min()) < 0 or int(seq_len.max()) > len(ids)):
             raise TraceError(f"seq_len must be 0..{len(ids)}, and is {seq_len.min()}..{seq_len.max()}")
@@ -55,16 +57,18 @@ class Trace:
 
     @property
     def num_layers(self) -> int:
-        return self.ids.shape[1]
+        return int(self.ids.shape[1])
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Read and check a file. Raises ``TraceError`` if it is not a trace, ``OSError`` if it cannot be read."""
-        try:
-            with zipfile.ZipFile(path) as archive:
-                ids, seq_len, num_experts = (_array(archive, name) for name in ("ids", "seq_len", "num_experts"))
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-            raise TraceError(f"not a readable npz file: {error}") from error
+        """Read and check a file. Raises ``TraceError`` if it is not a trace, ``OSError`` if it cannot be opened."""
+        with open(path, "rb") as file:
+            try:
+                with zipfile.ZipFile(file) as archive:
+                    ids, seq_len, num_experts = (_array(archive, name) for name in ("ids", "seq_len", "num_experts"))
+            except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
+                # zipfile seeks to where the file says (OSError), and refuses unknown methods and encryption.
+                raise TraceError(f"not a readable npz file: {error}") from error
         if num_experts.size != 1 or not np.issubdtype(num_experts.dtype, np.integer):
             raise TraceError(f"num_experts must be one integer, not {num_experts.dtype} {list(num_experts.shape)}")
         return cls(ids, seq_len, int(num_experts.reshape(())))
@@ -108,6 +112,12 @@ class Trace:
         return touched[:, :, : self.num_experts]
 
 
+_HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], bool, np.dtype]]] = {
+    (1, 0): npy.read_array_header_1_0,
+    (2, 0): npy.read_array_header_2_0,
+}
+
+
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """Array ``name`` of an npz, read only if its declared size is what the archive holds and within bounds."""
     try:
@@ -117,7 +127,7 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     try:
         with archive.open(info) as file:
             version = npy.read_magic(file)
-            read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
+            read_header = _HEADERS.get(version)
             if read_header is None:
                 raise TraceError(f"{name} has npy format {version}")
             shape, _, dtype = read_header(file)

@@ -215,6 +215,7 @@ class Engines:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.scratch = Path(tempfile.mkdtemp(prefix="engines-"))  # short, for it holds sockets; engines are killed, not tidy
         self.jobs = 0
         self.host: Host | None = None
         self.host_env: dict[str, str] = {}
@@ -236,7 +237,7 @@ class Engines:
         self.jobs += 1
         folder = self.folder / f"engine-{self.jobs}"
         folder.mkdir(parents=True)
-        env = dict(env or {})
+        env = {"TMPDIR": str(self.scratch), **(env or {})}
         host = self.host_for({name: value for name, value in env.items() if name in READ_AT_IMPORT})
         if record_experts:
             engine = {"expert_distribution_recorder_mode": "stat", **engine}
@@ -269,15 +270,19 @@ class Engines:
     def host_for(self, env: dict[str, str]) -> Host:
         """The host that was started with ``env``; only one is alive at a time."""
         if self.host is None or self.host_env != env or self.host.process.poll() is not None:
-            self.close()
+            self.close_host()
             self.host = Host(env, self.folder / "host.txt")
             self.host_env = env
         return self.host
 
-    def close(self) -> None:
+    def close_host(self) -> None:
         if self.host is not None:
             self.host.close()
             self.host = None
+
+    def close(self) -> None:
+        self.close_host()
+        shutil.rmtree(self.scratch)
 
 
 def free_port() -> int:
@@ -322,7 +327,8 @@ class Server:
         self.seconds = seconds
         self.folder = Path(tempfile.mkdtemp(prefix="server-"))
         self.log_path = self.folder / "log.txt"
-        self.env = environment(env or {}) if on_cpu else {**os.environ, **(env or {})}
+        env = {"TMPDIR": str(self.folder), **(env or {})}
+        self.env = environment(env) if on_cpu else {**os.environ, **env}
         self.waiting = waiting
         checkpoint = checkpoint.absolute()  # the server runs in its own folder: what is installed is what is tested
         arguments = {**(CPU if on_cpu else {}), "host": "127.0.0.1", "port": self.port, **arguments}

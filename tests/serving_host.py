@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from multiprocessing import connection, forkserver, resource_tracker
 from typing import Any, NoReturn
@@ -67,6 +68,7 @@ def run_job(job: dict[str, Any]) -> NoReturn:
         os.setsid()
         log_to(job["log"])
         os.environ.update(job["env"])
+        tempfile.tempdir = None  # read TMPDIR again
         fork_children_from_here()
         result = serve(job)
         with open(job["result"], "w") as file:

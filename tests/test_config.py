@@ -35,7 +35,7 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
         ({"num_resident": "9999999"}, "--expert-offload-num-resident", "whole number"),
         ({"num_resident": "²"}, "--expert-offload-num-resident", "whole number"),
         ({"num_resident": True}, "--expert-offload-num-resident", "'True'"),
-        ({"num_resident": "auto"}, "--expert-offload-num-resident", "planner"),
+        ({"num_resident": "auto"}, "--expert-offload-num-resident", "sglang-uvm-offload plan"),
         ({"num_resident": 4, "warmup_tokens": 0}, "--expert-offload-warmup-tokens", "1 or more"),
         ({"num_resident": 4, "warmup_tokens": True}, "--expert-offload-warmup-tokens", "True"),
         ({"num_resident": 4, "headroom_gb": -1.0}, "--expert-offload-headroom-gb", "-1.0"),

@@ -217,6 +217,17 @@ def test_a_failed_move_serves_on_and_says_so(caplog):
     assert rank.resident() == [[], [0, 1, 2], [0, 1, 2]], "what was demoted before the fault is known to be offloaded"
 
 
+def test_a_pipeline_stage_without_moe_layers_serves():
+    manager = OffloadManager(config(warmup_tokens=1), HostMemory(), CpuRoutingCounters, lambda d: d(), progress=lambda: False)
+    model = manager.begin_model(draft=False)
+    manager.finish_model(model, may_be_empty=True)
+    for _ in range(3):
+        manager.begin_step(model, 1, 1, Phase.DECODE)
+        manager.end_step(model)
+    assert manager.warm
+    assert manager.status()["num_layers"] == 0
+
+
 def test_a_model_without_anything_to_offload_is_refused():
     manager = OffloadManager(config(), HostMemory(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
     with pytest.raises(FlagError, match="the model has no MoE layer"):

@@ -96,7 +96,7 @@ def test_as_many_residents_as_experts_are_served(launch):
     [
         ("bad values", [f"{N} '-2'", "--expert-offload-warmup-tokens 0"]),
         ("bad choice", ["--expert-offload-backend", "gpu", "auto"]),
-        ("auto", [f"{N} auto", "planner"]),
+        ("auto", [f"{N} auto", "sglang-uvm-offload plan"]),
         ("too many", [f"{N} 17", "16 routed experts a layer"]),
         ("dense", [f"{N} 4", "LlamaForCausalLM", "no routed experts"]),
         ("ids for too few layers", ["--expert-offload-resident-ids", "lists 2 layers", "3 MoE layers"]),

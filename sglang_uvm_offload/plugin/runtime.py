@@ -65,7 +65,7 @@ class _RankHooks:
             runner.__dict__[_MODEL] = model
             with self.layer_hooks.taking_over(manager, model):
                 result = original(runner, *args, **kwargs)
-            manager.finish_model(model)
+            manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
         except (FlagError, MemoryFault) as error:
             logger.error("%s", error)
             raise SystemExit(f"sglang-uvm-offload: {error}") from error
@@ -104,7 +104,7 @@ class _RankHooks:
                     "model_name": get_serving().served_model_name or "",
                     "tp_rank": str(parallel.tp_rank),
                     "pp_rank": str(parallel.pp_rank),
-                    "dp_rank": str(scheduler.dp_rank or 0),
+                    "dp_rank": str(parallel.dp_rank or 0),
                 },
             )
             self.metrics.publish()

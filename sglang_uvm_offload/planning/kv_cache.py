@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_uvm_offload.safetensors_header import CheckpointError
+from sglang_uvm_offload.planning.safetensors_header import CheckpointError
 
 DTYPE_BYTES = {"bfloat16": 2, "bf16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """What ``--kv-cache-dtype`` may be here; ``auto`` is the model's own type of two bytes."""

@@ -8,12 +8,12 @@ import json
 import sys
 from pathlib import Path
 
-from sglang_uvm_offload import planner
-from sglang_uvm_offload.checkpoint import load
-from sglang_uvm_offload.kv_cache import DTYPE_BYTES
-from sglang_uvm_offload.machine import PRESET_HOST_GIB, Machine, MachineError, describe, here, preset
-from sglang_uvm_offload.plan import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.safetensors_header import CheckpointError
+from sglang_uvm_offload.planning import planner
+from sglang_uvm_offload.planning.checkpoint import load
+from sglang_uvm_offload.planning.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.planning.machine import PRESET_HOST_GIB, Machine, MachineError, describe, here, preset
+from sglang_uvm_offload.planning.plan import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.planning.safetensors_header import CheckpointError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--prompt-tokens", type=_count, default=4096, help="of one prompt, for prefill figures (default 4096)")
     work.add_argument("--kv-cache-dtype", choices=tuple(DTYPE_BYTES), default="bfloat16")
     work.add_argument("--speculative", action="store_true", help="load the model's drafting layers (NEXTN)")
+    work.add_argument("--speculative-num-draft-tokens", type=_count, default=4, help="that a step verifies (default 4)")
     kept = parser.add_argument_group("what stays free")
     kept.add_argument("--mem-fraction-static", type=_positive_share, help="default: as SGLang chooses it")
     kept.add_argument(
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--read-efficiency", type=_positive_share, help="zero-copy reads by kernels, as a share of --link-gbps"
     )
     assumed.add_argument("--hot-half-share", type=_hot_half, help="share of routing that the hotter half of the experts gets")
+    assumed.add_argument("--accepted-tokens", type=_amount, help="tokens that a step with drafts yields for a request")
     assumed.add_argument("--rows-per-read", type=_count, help="rows that share one read of an expert in prefill")
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
 
@@ -82,11 +84,13 @@ def run(args: argparse.Namespace) -> int:
         max_total_tokens=args.max_total_tokens,
         kv_cache_dtype=args.kv_cache_dtype,
         speculative=args.speculative,
+        draft_tokens=args.speculative_num_draft_tokens,
     )
     reserve = Reserve(
         args.mem_fraction_static, args.headroom_gb, args.chunked_prefill_size, cuda_graphs=not args.disable_cuda_graph
     )
-    given = {name: getattr(args, name) for name in ("read_efficiency", "hot_half_share", "rows_per_read")}
+    names = ("read_efficiency", "hot_half_share", "accepted_tokens", "rows_per_read")
+    given = {name: getattr(args, name) for name in names}
     assumed = dataclasses.replace(Assumptions(), **{name: value for name, value in given.items() if value is not None})
     answer = planner.plan(model, machine, workload, parallel, reserve, assumed, args.coverage)
     print(json.dumps(dataclasses.asdict(answer), indent=1) if args.json else planner.render(answer))

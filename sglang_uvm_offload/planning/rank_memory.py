@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
 
-from sglang_uvm_offload import sglang_memory
-from sglang_uvm_offload.checkpoint import CheckpointShape, LayerShape
 from sglang_uvm_offload.expert_layer import HOST_MARGIN_BYTES
-from sglang_uvm_offload.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.layout import PAGE_BYTES, ExpertLayout, round_up, whole_blocks
-from sglang_uvm_offload.machine import GIB, Machine
-from sglang_uvm_offload.plan import Assumptions, Parallel, RankMemory, Reserve, Workload
-from sglang_uvm_offload.speed import StageCost
+from sglang_uvm_offload.planning import sglang_memory
+from sglang_uvm_offload.planning.checkpoint import CheckpointShape, LayerShape
+from sglang_uvm_offload.planning.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.planning.machine import GIB, Machine
+from sglang_uvm_offload.planning.plan import Assumptions, Parallel, RankMemory, Reserve, Workload
+from sglang_uvm_offload.planning.speed import StageCost
 
 KV_PAGE_TOKENS = 64
 """The largest of the page sizes that SGLang's attention backends ask for by themselves."""
@@ -57,8 +57,8 @@ class Case:
         """Bytes for weights and KV cache on a rank: of what is free before loading, the static fraction less the headroom."""
         taken = self.assumed.context_gib + (self.assumed.collectives_gib if self.parallel.ranks > 1 else 0)
         free = self.reserve.free_vram_bytes
-        free = self.machine.vram_bytes - int(taken * GIB) if free is None else free
-        return int(free * (self.fraction - self.reserve.headroom_gb * GIB / self.machine.vram_bytes))
+        free = self.machine.vram_bytes if free is None else free
+        return int((free - int(taken * GIB)) * (self.fraction - self.reserve.headroom_gb * GIB / self.machine.vram_bytes))
 
     # What a rank holds
 

@@ -12,11 +12,37 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_uvm_offload.moe_config import MoeShape, moe_shape
-from sglang_uvm_offload.safetensors_header import CheckpointError, TensorInfo
+from sglang_uvm_offload.planning.safetensors_header import CheckpointError, TensorInfo
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MXFP4_BLOCK = 32
 """Weights that share a scale of one byte."""
+
+
+_LIMITS = {
+    **{"num_hidden_layers": 4096, "num_nextn_predict_layers": 64},
+    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"), 1 << 16),
+}
+"""Far beyond any model: a config that exceeds them is broken, and is not to be counted through."""
+
+
+def check_counts(config: Mapping[str, Any]) -> None:
+    """Refuse counts of layers and experts that are no numbers, or such that going through them would not end."""
+    for name, limit in _LIMITS.items():
+        value = config.get(name)
+        if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit):
+            raise CheckpointError(f"the config's {name} is {value!r}, not a number up to {limit}")
+
+
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config's ``quantization_config``, empty without one."""
+    quant = config.get("quantization_config")
+    quant = {} if quant is None else quant
+    block = quant.get("weight_block_size") if isinstance(quant, dict) else "none"
+    lengths = block if isinstance(block, list) and len(block) == 2 else [1, 1] if block is None else []
+    if not lengths or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in lengths):
+        raise CheckpointError(f"the config's quantization_config is malformed: {quant!r:.200}")
+    return quant
 
 
 def tensors_of(config: Mapping[str, Any]) -> list[TensorInfo]:
@@ -44,6 +70,7 @@ class _Writer:
     """Collects tensors, quantising the modules that the config's quantisation covers."""
 
     def __init__(self, config: Mapping[str, Any]):
+        check_counts(config)
         self.config = config
         moe = moe_shape(SimpleNamespace(**config))
         if moe is None:
@@ -53,7 +80,7 @@ class _Writer:
         self.dtype = DTYPES.get(config.get("torch_dtype") or config.get("dtype") or "bfloat16", "")
         if not self.dtype:
             raise CheckpointError(f"torch_dtype {config.get('torch_dtype')!r} is not one of {', '.join(DTYPES)}")
-        self.quant: Mapping[str, Any] = config.get("quantization_config") or {}
+        self.quant = quantization_of(config)
         self.method = self.quant.get("quant_method")
         if self.method not in (None, "fp8", "w8a8_int8", "gptq", "mxfp4"):
             raise CheckpointError(

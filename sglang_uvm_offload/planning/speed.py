@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sglang_uvm_offload.machine import Machine
-from sglang_uvm_offload.plan import Assumptions, Parallel, Speed, Workload
+from sglang_uvm_offload.planning.machine import Machine
+from sglang_uvm_offload.planning.plan import Assumptions, Parallel, Speed, Workload
 
 GIGA = 1e9
 
@@ -73,7 +73,7 @@ def predict(
     per_request = workload.draft_tokens if workload.speculative else 1
     tokens = per_request * -(-requests // parallel.replicas)
     attending = -(-requests // parallel.dp)
-    yielded = workload.accepted_tokens if workload.speculative else 1
+    yielded = assumed.accepted_tokens if workload.speculative else 1
     decode, missed, missed_bytes = model.step(num_resident, coverage, tokens, attending, 1)
     resident_decode, _, _ = model.step(num_experts, 1.0, tokens, attending, 1)
     rows = min(chunk, workload.prompt_tokens)

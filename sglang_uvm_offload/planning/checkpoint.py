@@ -14,10 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_uvm_offload.config_tensors import tensors_of
-from sglang_uvm_offload.kv_cache import KvShape, kv_shape
 from sglang_uvm_offload.moe_config import moe_shape
-from sglang_uvm_offload.safetensors_header import CheckpointError, TensorInfo, read_folder, read_json
+from sglang_uvm_offload.planning.config_tensors import check_counts, quantization_of, tensors_of
+from sglang_uvm_offload.planning.kv_cache import KvShape, kv_shape
+from sglang_uvm_offload.planning.safetensors_header import CheckpointError, TensorInfo, read_folder, read_json
 
 _LAYER = re.compile(r"\.layers\.(\d{1,5})\.")
 _ONE_EXPERT = re.compile(r"\.experts\.(\d{1,6})\.(\w+)\.?(\w*)$")
@@ -132,6 +132,7 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
     """The shape of a checkpoint with ``config`` and ``tensors``."""
     tensors = list(tensors)
     config = text_config(config)
+    check_counts(config)
     moe = _guard(lambda c: moe_shape(SimpleNamespace(**c)), config)
     num_layers = config.get("num_hidden_layers")
     if moe is None or not isinstance(num_layers, int):
@@ -160,7 +161,7 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
         )
     if [layer.index for layer in layers] != list(range(num_layers)):
         raise CheckpointError(f"{name}: holds {len(layers)} decoder layers, and its config describes {num_layers}")
-    quantization = config.get("quantization_config") or {}
+    quantization = quantization_of(config)
     return CheckpointShape(
         name=name,
         from_headers=from_headers,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sglang_uvm_offload.machine import Machine
+from sglang_uvm_offload.planning.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,6 @@ class Workload:
     """NEXTN: the model's drafting layers are loaded too, whole."""
     draft_tokens: int = 4
     """Tokens that one step verifies for a request, with ``speculative``."""
-    accepted_tokens: float = 2.5
-    """Of those, how many a step yields on average."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Reserve:
     chunked_prefill_size: int | None = None
     cuda_graphs: bool = True
     free_vram_bytes: int | None = None
-    """Free on every rank before weights load, where it can be asked; else assumed from the size of the GPU."""
+    """Free on every GPU before the server's processes start, where it can be asked; else all of it."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,8 @@ class Assumptions:
     """assumed: one of a layer's two all-reduces at small batches, where ranks share layers"""
     hot_half_share: float = 0.70
     """assumed: share of the routing that the hotter half of a layer's experts gets; .55 to .91 are published, .50 is uniform"""
+    accepted_tokens: float = 2.5
+    """assumed: tokens that a step yields for a request on average, where drafts are verified"""
     rows_per_read: int = 128
     """assumed: rows that share one read of an expert's tile in prefill; host memory is mapped uncached, so that each further
     block of rows reads it over the link again"""
@@ -176,7 +176,7 @@ class Plan:
     """Tokens of KV cache asked for on each rank."""
     kv_token_bytes: float = 0.0
     ranks: tuple[RankMemory, ...] = ()
-    """One for each pipeline stage; with ``num_resident`` None, as it would be with no expert resident."""
+    """One for each pipeline stage; with ``num_resident`` None, with as many residents as VRAM holds."""
     host_needed: int = 0
     """Of the machine: offloaded experts of all ranks, and their processes."""
     host_needed_after_moves: int = 0

@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from sglang_uvm_offload.checkpoint import CheckpointShape, load
 from sglang_uvm_offload.config import FlagError, flag_name
-from sglang_uvm_offload.kv_cache import DTYPE_BYTES
-from sglang_uvm_offload.machine import GIB, Machine
-from sglang_uvm_offload.plan import Assumptions, Parallel, Plan, Reserve, Speed, Workload
-from sglang_uvm_offload.plan_report import render
-from sglang_uvm_offload.rank_memory import Case
+from sglang_uvm_offload.planning.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.planning.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.planning.machine import GIB, Machine
+from sglang_uvm_offload.planning.plan import Assumptions, Parallel, Plan, Reserve, Speed, Workload
+from sglang_uvm_offload.planning.plan_report import render
+from sglang_uvm_offload.planning.rank_memory import Case
+from sglang_uvm_offload.planning.safetensors_header import CheckpointError
+from sglang_uvm_offload.planning.speed import coverage_of, predict
 from sglang_uvm_offload.report import size
-from sglang_uvm_offload.safetensors_header import CheckpointError
-from sglang_uvm_offload.speed import coverage_of, predict
 
 __all__ = ["choose_num_resident", "plan", "render"]
 
@@ -58,7 +58,7 @@ def plan(
     if problems:
         return blank
     chosen = case.largest()
-    shown = chosen or 0
+    shown = case.most_in_vram() or 0
     sized = dataclasses.replace(
         blank,
         num_resident=chosen,
@@ -96,8 +96,9 @@ def choose_num_resident(
     """N for ``--expert-offload-num-resident auto``: the most residents with which the KV cache still holds
     ``max_total_tokens``, or ``max_running_requests`` (1 where not given) requests of the full context.
 
-    ``vram_bytes`` and ``free_vram_bytes`` are of the rank that has least, ``host_bytes`` is what all ranks of this machine may
-    take together, ``mem_fraction_static`` is as SGLang resolved it, before the headroom. Raises ``FlagError``.
+    ``vram_bytes`` and ``free_vram_bytes`` are of the GPU that has least, before the server's processes start; ``host_bytes``
+    is what all ranks of this machine may take together; ``mem_fraction_static`` is as SGLang resolved it, before the headroom.
+    Raises ``FlagError``.
     """
     auto = f"{flag_name('num_resident')} auto"
     try:
@@ -200,8 +201,11 @@ def _tokens_that_fit(case: Case) -> int:
 
 
 def _with_vram(case: Case, gib_each: int) -> Case:
+    """The same question on GPUs of ``gib_each`` GiB, of which others use as much as of these."""
     bigger = dataclasses.replace(case.machine, vram_bytes=gib_each * GIB)
-    return dataclasses.replace(case, machine=bigger, reserve=dataclasses.replace(case.reserve, free_vram_bytes=None))
+    free = case.reserve.free_vram_bytes
+    free = None if free is None else free + bigger.vram_bytes - case.machine.vram_bytes
+    return dataclasses.replace(case, machine=bigger, reserve=dataclasses.replace(case.reserve, free_vram_bytes=free))
 
 
 def _with_tp(case: Case, tp: int) -> tuple[int, int]:
@@ -246,7 +250,7 @@ def _flags(case: Case, chosen: int) -> tuple[str, ...]:
     out += [f"--context-length {w.context_length}", f"--max-running-requests {w.requests}"]
     out += [f"--max-total-tokens {w.max_total_tokens}"] if w.max_total_tokens is not None else []
     out += [f"--kv-cache-dtype {w.kv_cache_dtype}"] if w.kv_cache_dtype != "bfloat16" else []
-    out += ["--speculative-algorithm EAGLE"] if w.speculative else []
+    out += ["--speculative-algorithm NEXTN"] if w.speculative else []
     if chosen < case.model.num_experts:
         out += [f"{flag_name('num_resident')} {chosen}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]
     return tuple(out)

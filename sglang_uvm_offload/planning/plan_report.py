@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from sglang_uvm_offload.plan import Plan, RankMemory, Speed
+from sglang_uvm_offload.planning.plan import Plan, RankMemory, Speed
 from sglang_uvm_offload.report import size
 
 FORMULA = (
@@ -29,19 +29,17 @@ def render(plan: Plan) -> str:
 def _question(plan: Plan) -> str:
     machine, work, p = plan.machine, plan.workload, plan.parallel
     share = plan.expert_bytes / plan.weights_bytes
+    gpus = f"{_counted(machine.gpus, 'GPU')} of {size(machine.vram_bytes)}"
     ranks = f"tp {p.tp}, ep {p.ep}, pp {p.pp}, dp {p.dp}" + (" (attention)" if p.dp_attention else "")
     return _table(
         [
             ("model", f"{plan.model}: {size(plan.weights_bytes)}, {share:.1%} of it routed experts"),
             ("", f"{plan.moe_layers} MoE layers of {plan.num_experts} experts, {plan.top_k} a token"),
-            (
-                "machine",
-                f"{machine.name}: {machine.gpus} GPUs of {size(machine.vram_bytes)}, host RAM {size(machine.host_bytes)}",
-            ),
+            ("machine", f"{machine.name}: {gpus}, host RAM {size(machine.host_bytes)}"),
             ("ranks", ranks),
             (
                 "to serve",
-                f"{work.requests} requests, context {work.context_length} tokens, KV cache in {work.kv_cache_dtype}"
+                f"{_counted(work.requests, 'request')}, context {work.context_length} tokens, KV cache in {work.kv_cache_dtype}"
                 + (", drafting layers loaded" if work.speculative else ""),
             ),
         ]
@@ -110,11 +108,15 @@ def _basis(plan: Plan) -> str:
         *FORMULA,
         f"read rate {machine.link_gbps:g} GB/s x {a.read_efficiency} = {read:.1f} GB/s; VRAM rate {machine.hbm_gbps:g} GB/s x "
         f"{a.hbm_efficiency}; {machine.tflops:g} TFLOPS x {a.compute_efficiency}; blocks of {a.rows_per_read} rows: "
-        f"{plan.speeds[0].reread} reads of an offloaded expert in a prefill chunk",
+        f"{_counted(plan.speeds[0].reread, 'read')} of an offloaded expert in a prefill chunk",
         f"rates: {machine.source}",
         f"assumed, none of it measured by this project: {assumed}",
     ]
     return "\n".join(lines)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("s" if count > 1 else "")
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

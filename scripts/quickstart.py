@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Serve a mixture-of-experts model with offloaded experts, and show that it answers as it does without offloading.
+
+Writes a tiny checkpoint (or takes a local one), starts the real server with offloading, asks it over HTTP, shows where the
+experts are before and after warm-up and what the metrics say, and asks the same server without offloading the same things.
+On the GPU where there is one; on a CPU over an emulation of unified memory, with the test suite's hooks for SGLang on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
+
+from make_checkpoint import make_checkpoint  # noqa: E402
+from serving import EngineFailed, Server, offload_state  # noqa: E402
+
+WRITTEN = ("glm4_moe", "deepseek_v3", "qwen3_moe")
+HOT = [3, 6, 9, 10, 12, 15]  # the experts that get most tokens in a written checkpoint, in every layer
+PROMPTS = (
+    "What is a mixture of experts?",
+    "Write a haiku about memory.",
+    "def fibonacci(n):",
+    "The quick brown fox",
+    "Once upon a time, in a data centre far away,",
+    "1, 1, 2, 3, 5, 8,",
+)
+NEW_TOKENS = 24
+
+
+def main() -> int:
+    args = parse_arguments()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(143))
+    try:
+        with tempfile.TemporaryDirectory(prefix="quickstart-") as folder:
+            return show(args, Path(folder))
+    except EngineFailed as failure:
+        print(f"\n{failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nStopped.", file=sys.stderr)
+        return 130
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="quickstart.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default="glm4_moe", help=f"{', '.join(WRITTEN)}, or a checkpoint's folder")
+    parser.add_argument("--num-resident", metavar="N", help="experts of each layer to keep in VRAM (default: 3 of 8)")
+    parser.add_argument("--warmup-tokens", type=int, default=128, metavar="N", help="default: 128")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    parser.add_argument("--start-seconds", type=float, default=600, metavar="S", help="how long to wait for a server")
+    parser.add_argument("server", nargs="*", metavar="-- SERVER FLAGS", help="more flags for both servers: -- --tp-size 2")
+    args = parser.parse_args()
+    if args.model not in WRITTEN and not (Path(args.model) / "config.json").is_file():
+        parser.error(f"{args.model} is none of {', '.join(WRITTEN)} and no folder with a config.json")
+    return args
+
+
+def show(args: argparse.Namespace, folder: Path) -> int:
+    on_cpu = (args.device or ("cuda" if has_gpu() else "cpu")) == "cpu"
+    checkpoint = Path(args.model)
+    if args.model in WRITTEN:
+        checkpoint = make_checkpoint(args.model, folder / "model", hot=HOT)
+        print(f"Wrote a {args.model} checkpoint with random weights: its answers are gibberish, and always the same.")
+    experts = number_of_experts(checkpoint)
+    resident = args.num_resident or str(experts * 3 // 8)
+    common = server_options(args, on_cpu, checkpoint)
+    offload = {
+        "expert_offload_num_resident": resident,
+        "expert_offload_warmup_tokens": args.warmup_tokens,
+        "enable_metrics": True,
+    }
+
+    heading(f"With {resident} of {experts} experts of each layer resident, on the {'CPU' if on_cpu else 'GPU'}")
+    with Server(checkpoint, **common, **offload) as server:
+        ready(server)
+        before = offload_state(server.get("/server_info"))
+        residency("before warm-up", before)
+        answers = ask(server, aloud=True)
+        after = offload_state(server.get("/server_info"))
+        residency("after warm-up" if after["warmup_done"] else "after the requests (warm-up is not over)", after)
+        metrics(server.get_text("/metrics"))
+
+    heading("The same server without offloading")
+    with Server(checkpoint, **common) as server:
+        ready(server)
+        plain = ask(server, aloud=False)
+    return conclude(answers, plain, after, resident, experts)
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def number_of_experts(checkpoint: Path) -> int:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config = config.get("text_config") or config
+    for name in ("n_routed_experts", "num_experts", "num_local_experts"):
+        if config.get(name):
+            return int(config[name])
+    raise SystemExit(f"{checkpoint} is no mixture-of-experts model: its config.json names no number of experts")
+
+
+def server_options(args: argparse.Namespace, on_cpu: bool, checkpoint: Path) -> dict[str, Any]:
+    """What both servers are started with."""
+    command = [sys.executable, "-m", "sglang.launch_server", *args.server]
+    options: dict[str, Any] = {"command": command, "on_cpu": on_cpu, "seconds": args.start_seconds, "waiting": progress}
+    if args.model == "deepseek_v3" and not on_cpu:
+        options["attention_backend"] = "triton"  # others know only the sizes of the real model's attention
+    return options
+
+
+def ask(server: Server, aloud: bool) -> list[str]:
+    answers = []
+    for prompt in PROMPTS:
+        sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS}
+        answers.append(server.post("/generate", {"text": prompt, "sampling_params": sampling})["text"])
+        if aloud:
+            print(f"  {prompt!r}\n    -> {answers[-1]!r}")
+    return answers
+
+
+def conclude(answers: list[str], plain: list[str], state: dict[str, Any], resident: str, experts: int) -> int:
+    different = [number for number, pair in enumerate(zip(answers, plain, strict=True)) if pair[0] != pair[1]]
+    for number in different:
+        print(f"  {PROMPTS[number]!r}\n    offloaded  {answers[number]!r}\n    plain      {plain[number]!r}")
+    if different:
+        print(f"\nNot shown: {len(different)} of {len(answers)} answers differ with and without offloading.")
+        return 1
+    print(
+        f"\nShown: {len(answers)} answers are the same with {resident} of {experts} experts a layer resident and without "
+        f"offloading; {state['offloaded_bytes'] / 2**20:.1f} MiB of experts were out of VRAM, and {state['moves']} moved in "
+        "after warm-up."
+    )
+    return 0
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def heading(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def progress(seconds: float) -> None:
+    if sys.stdout.isatty():
+        print(f"\r  waiting for the server ... {seconds:3.0f} s ", end="", flush=True)
+
+
+def ready(server: Server) -> None:
+    end = "\r" if sys.stdout.isatty() else ""
+    print(f"{end}  ready at {server.url}; its log is {server.log_path}", flush=True)
+
+
+def residency(when: str, state: dict[str, Any]) -> None:
+    """The residency table of ``/server_info``: totals, and the resident experts of the first layers."""
+    if not state:
+        raise EngineFailed("the server reports no offloading", Path("/dev/null"))
+    coverage = "-" if state["coverage"] is None else f"{state['coverage']:.0%}"
+    print(f"  Residency {when}: {state['num_layers']} MoE layers")
+    print(f"    resident   {state['resident_experts']:6} experts  {state['resident_bytes'] / 2**20:10.1f} MiB")
+    print(f"    offloaded  {state['offloaded_experts']:6} experts  {state['offloaded_bytes'] / 2**20:10.1f} MiB")
+    print(f"    routed tokens served by residents so far: {coverage}")
+    for layer, ids in enumerate(state["resident_ids"][:4]):
+        print(f"    MoE layer {layer}: {ranges(ids)}")
+    if len(state["resident_ids"]) > 4:
+        print(f"    ... and {len(state['resident_ids']) - 4} more layers")
+
+
+def ranges(ids: list[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for expert in sorted(ids):
+        if runs and expert == runs[-1][1] + 1:
+            runs[-1][1] = expert
+        else:
+            runs.append([expert, expert])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def metrics(text: str) -> None:
+    print("  Metrics of the plugin beside SGLang's own:")
+    for line in text.splitlines():
+        if line.startswith("sglang:expert_offload") and "_created" not in line:
+            print(f"    {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Following the traffic: when the policy looks at the counts, and what it then wants to be resident."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sglang_uvm_offload.expert_layer import ExpertLayer
+from sglang_uvm_offload.ledger import stack
+from sglang_uvm_offload.policy import AdaptivePolicy
+from sglang_uvm_offload.routing import ROUTED, TOUCHES, Phase, RoutingCounts
+
+INTERVAL_STEPS = 8
+"""Steps between two decisions: reading the counters and agreeing on a plan cost little beside so many steps."""
+
+
+class Adaptation:
+    """The policy over one model's layers. Only the rank that decides for its peers feeds it."""
+
+    def __init__(self, layers: Sequence[ExpertLayer], width: int, per_layer: str, start: RoutingCounts):
+        self._layers = layers
+        self._width = width
+        self._seen = start
+        resident, pinned = (stack([getattr(la, name) for la in layers], width) for name in ("resident", "pinned"))
+        placeable = [np.full(layer.num_experts, bool(layer.tensors)) for layer in layers]
+        candidate = stack(placeable, width) & ~pinned
+        capacity = (resident & candidate).sum(axis=1)
+        self._policy = AdaptivePolicy(
+            capacity,
+            np.array([max(layer.expert_bytes, 1) for layer in layers], dtype=np.int64),
+            candidate,
+            "global" if per_layer == "global" else "uniform",
+            floor=max(1, int(capacity.min(initial=0)) // 4),
+        )
+
+    def wanted(self, counts: RoutingCounts, max_bytes: float) -> np.ndarray | None:
+        """``bool[layers, width]`` of residents after ``counts`` (since the start), None to leave them. Promotes at most
+        ``max_bytes``."""
+        new = counts.since(self._seen)
+        self._seen = counts
+        self._policy.observe(new.counts[:, Phase.DECODE, TOUCHES], new.steps[1], new.counts[:, Phase.PREFILL, ROUTED])
+        resident = stack([layer.resident for layer in self._layers], self._width)
+        plan = self._policy.plan(resident, max_bytes)
+        if not plan.promote.any() and not plan.demote.any():
+            return None
+        return (resident | plan.promote) & ~plan.demote

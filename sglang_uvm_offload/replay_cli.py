@@ -1,0 +1,92 @@
+"""The ``replay`` command: a routing trace through the shipped policy and the references, as a table, JSON, or a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from sglang_uvm_offload.report import size
+from sglang_uvm_offload.simulator import EXPERT_BYTES, POLICIES, Replay, replay
+from sglang_uvm_offload.trace import Trace, TraceError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", type=Path, metavar="TRACE.npz", help="ids[token, layer, k], seq_len, num_experts")
+    parser.add_argument("--residency", type=float, required=True, help="share of each layer's experts in VRAM, 0 to 1")
+    parser.add_argument("--policy", action="append", choices=POLICIES, help="may be given more than once (default: all)")
+    parser.add_argument("--per-layer", choices=("uniform", "global"), default="uniform", help="for the shipped policy")
+    parser.add_argument("--batch", type=int, default=1, help="requests that run at once (default 1)")
+    parser.add_argument("--warmup-fraction", type=float, default=0.5, help="share of the requests that warms up (default 0.5)")
+    parser.add_argument("--link-gbps", type=float, default=50.0, help="10^9 bytes a second over PCIe (default 50, assumed)")
+    parser.add_argument("--expert-mib", type=float, default=EXPERT_BYTES / 2**20, help="MiB of an expert (default %(default)g)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw coverage over time and per layer (needs matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        trace = Trace.load(args.trace)
+        results = [
+            replay(
+                trace,
+                policy,
+                args.residency,
+                args.batch,
+                args.per_layer,
+                args.warmup_fraction,
+                args.link_gbps,
+                int(args.expert_mib * 2**20),
+            )
+            for policy in args.policy or POLICIES
+        ]
+    except (TraceError, ValueError, OSError) as error:
+        print(f"cannot replay {args.trace}: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps({"trace": str(args.trace), "results": [result.as_json() for result in results]}, indent=1))
+    else:
+        print(table(results))
+    if args.plot is not None:
+        try:
+            plot(results, args.plot)
+        except ImportError:
+            print("--plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+            return 2
+    return 0
+
+
+def table(results: list[Replay]) -> str:
+    rows = [("policy", "coverage", "moves/step", "read/step", "moved/step", "link time/step")]
+    rows += [
+        (
+            result.policy,
+            f"{100 * result.coverage:.1f} %",
+            f"{result.moves_per_step:.3f}",
+            size(result.read_bytes_per_step),
+            size(result.moved_bytes_per_step),
+            f"{1e3 * result.step_seconds:.3f} ms",
+        )
+        for result in results
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def plot(results: list[Replay], path: Path) -> None:
+    """Draw to ``path``. Raises ``ImportError`` without matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (over_time, per_layer) = pyplot.subplots(2, 1, figsize=(10, 8), layout="constrained")
+    for result in results:
+        over_time.plot([100 * value for value in result.coverage_over_time], label=result.policy)
+        per_layer.plot([100 * value for value in result.per_layer_coverage], marker=".", label=result.policy)
+    over_time.set(xlabel="hundredths of the scored steps", ylabel="coverage, %", title="Coverage over time")
+    per_layer.set(xlabel="MoE layer", ylabel="coverage, %", title="Coverage per layer")
+    per_layer.legend(ncols=4)
+    figure.savefig(path)
+    pyplot.close(figure)

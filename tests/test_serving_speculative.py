@@ -1,0 +1,35 @@
+"""NEXTN speculation: drafts are checked by an offloaded model, and its answers stay the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from checkpoints import Checkpoints
+from serving import PROMPTS, Engines, assert_offloaded, assert_same_answers
+
+# Under Triton's interpreter, which is exact in float32 only.
+COMMON: dict[str, Any] = {
+    "prompts": PROMPTS[:1],
+    "max_new_tokens": 12,
+    "env": {"TRITON_INTERPRET": "1"},
+    "dtype": "float32",
+    "attention_backend": "triton",
+}
+NEXTN: dict[str, Any] = {
+    "speculative_algorithm": "NEXTN",
+    "speculative_num_steps": 2,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 3,
+}
+
+
+def test_speculating_with_offloaded_experts_gives_the_same_tokens(checkpoints: Checkpoints, engines: Engines) -> None:
+    checkpoint = checkpoints("glm4_moe", dtype="float32")
+    plain = engines.baseline(checkpoint, **COMMON)
+    off = engines.baseline(checkpoint, **COMMON, **NEXTN)
+    on = engines.run(checkpoint, **COMMON, **NEXTN, expert_offload_num_resident=8, expert_offload_warmup_tokens=16)
+    assert_offloaded(on.server_info)
+    assert_same_answers(on, off)
+    assert on.answers[0].output_ids == plain.answers[0].output_ids
+    # It did speculate: some drafts were accepted, so that there were fewer steps than tokens.
+    assert 0 < on.answers[0].meta["spec_verify_ct"] < len(on.answers[0].output_ids) - 1
