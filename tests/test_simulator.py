@@ -1,0 +1,135 @@
+"""Replaying traces: what each policy is charged for, and the command that prints it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from sglang_uvm_offload.cli import main
+from sglang_uvm_offload.simulator import POLICIES, Managed, replay
+from sglang_uvm_offload.trace import Trace
+
+MIB = 1 << 20
+
+
+def trace(*requests, experts=4) -> Trace:
+    """Requests of one layer, one expert a token."""
+    ids = np.concatenate([np.array(request) for request in requests]).reshape(-1, 1, 1)
+    return Trace(ids.astype(np.int64), np.array([len(request) for request in requests]), experts)
+
+
+@pytest.fixture(scope="module")
+def skewed() -> Trace:
+    """Two requests of 400 tokens in 3 layers of 16 experts, of which each layer uses its own four nearly always."""
+    rng = np.random.default_rng(0)
+    hot = np.stack([rng.permutation(16)[:4] + 0 for _ in range(3)])
+    picks = hot[:, rng.integers(0, 4, (800, 2))].transpose(1, 0, 2)
+    stray = rng.random(picks.shape) < 0.05
+    picks = np.where(stray, rng.integers(0, 16, picks.shape), picks)
+    return Trace(picks, np.array([400, 400]), 16)
+
+
+def test_a_policy_that_reads_through_pays_each_miss_and_a_cache_pays_it_once():
+    served = trace([0], [2, 2, 2, 2])
+    fixed = replay(served, "first_n", 0.5, expert_bytes=MIB, link_gbps=1)
+    assert (fixed.coverage, fixed.moves_per_step, fixed.read_bytes_per_step) == (0.0, 0.0, MIB)
+    assert fixed.step_seconds == pytest.approx(MIB / 1e9)
+    cache = replay(served, "lru", 0.5, expert_bytes=MIB)
+    assert (cache.coverage, cache.moves_per_step, cache.read_bytes_per_step) == (0.75, 0.25, 0.0)
+    assert cache.moved_bytes_per_step == MIB / 4
+
+
+def test_the_first_part_warms_up_and_is_not_scored():
+    served = trace([2, 2], [2, 2])
+    assert replay(served, "lru", 0.25).coverage == 1.0
+    assert replay(served, "lru", 0.25, warmup_fraction=0.0).coverage == 0.75
+
+
+def test_requests_that_run_together_share_a_step():
+    served = trace([0, 1], [1, 0], [3, 3], [3, 3])
+    together = replay(served, "first_n", 0.5, batch=2)
+    assert together.coverage == 0.0
+    assert together.read_bytes_per_step == pytest.approx(4 * MIB), "two tokens on one expert are one touch"
+
+
+def test_the_shipped_policy_is_the_manager_and_learns_the_hot_experts(skewed):
+    shipped = replay(skewed, "adaptive", 0.25)
+    assert shipped.coverage > 0.9
+    assert shipped.coverage > replay(skewed, "first_n", 0.25).coverage + 0.4
+    assert shipped.moves_per_step < replay(skewed, "lru", 0.25).moves_per_step / 4
+    managed = Managed(skewed, 4, "uniform")
+    for token in range(400):
+        managed.step(np.array([token]), skewed.touched(np.array([[token]]))[0])
+    assert managed._manager.status()["coverage"] > 0.5
+
+
+def test_nothing_beats_belady(skewed):
+    best = replay(skewed, "belady", 0.25).coverage
+    assert all(replay(skewed, policy, 0.25).coverage <= best for policy in POLICIES)
+
+
+@pytest.mark.parametrize(("residency", "expected"), [(0.0, 0.0), (1.0, 1.0)])
+def test_nothing_and_everything_resident(skewed, residency, expected):
+    for policy in ("first_n", "static", "adaptive"):
+        result = replay(skewed, policy, residency)
+        assert (result.coverage, result.moves_per_step) == (expected, 0.0)
+
+
+def test_masked_ids_and_idle_slots_touch_nothing():
+    served = Trace(np.array([[[-1]], [[-1]], [[0]]]), np.array([1, 2]), 4)
+    result = replay(served, "adaptive", 0.5, batch=3)
+    assert result.coverage == 1.0
+
+
+@pytest.fixture
+def saved(skewed, tmp_path):
+    skewed.save(tmp_path / "trace.npz")
+    return tmp_path / "trace.npz"
+
+
+def test_the_command_prints_one_json_object_a_policy(saved, capsys):
+    arguments = ["replay", str(saved), "--residency", "0.25", "--policy", "lru", "--policy", "adaptive", "--json"]
+    assert main(arguments) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [result["policy"] for result in results] == ["lru", "adaptive"]
+    for key in [
+        "policy",
+        "residency",
+        "batch",
+        "coverage",
+        "moves_per_step",
+        "read_bytes_per_step",
+        "moved_bytes_per_step",
+        "step_seconds",
+        "per_layer_coverage",
+    ]:
+        assert key in results[0]
+    assert len(results[0]["per_layer_coverage"]) == 3
+
+
+def test_the_command_prints_a_table_of_every_policy(saved, capsys):
+    assert main(["replay", str(saved), "--residency", "0.5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--residency", "1.5"], "residency must be 0..1"),
+        (["--residency", "0.5", "--batch", "0"], "batch must be at least 1"),
+        (["--residency", "0.5", "--link-gbps", "0"], "above 0 GB/s"),
+        (["--residency", "0.5", "--warmup-fraction", "1"], "leaves no request"),
+    ],
+)
+def test_what_cannot_be_replayed_says_why(saved, capsys, flags, reason):
+    assert main(["replay", str(saved), *flags]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_trace_says_why(tmp_path, capsys):
+    (tmp_path / "trace.npz").write_bytes(b"PK not a zip")
+    assert main(["replay", str(tmp_path / "trace.npz"), "--residency", "0.5"]) == 2
+    assert "cannot replay" in capsys.readouterr().err
