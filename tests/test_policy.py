@@ -325,6 +325,28 @@ class TestAdaptive:
         resident, _ = serve(p, first(8, (3, 16)), chance, 4000)
         assert resident[:, 8:].all()
 
+    def test_a_small_lasting_difference_gets_its_turn_under_a_tight_bound_too(self, per_layer):
+        chance = np.zeros((3, 16))
+        chance[:, 8:12] = 0.02
+        chance[:, 12:] = 0.9
+        p = adaptive(capacity=8, per_layer=per_layer)
+        resident, _ = serve(p, first(8, (3, 16)), chance, 4000, max_bytes=10)
+        assert resident[:, 8:].all()
+
+    def test_the_counts_of_pinned_experts_change_no_decision(self, per_layer):
+        candidate = np.arange(16)[None, :].repeat(3, axis=0) < 15
+        rng, chance, ends = np.random.default_rng(0), np.random.default_rng(1).uniform(0, 0.5, (3, 16)), []
+        steps = [routed(rng, chance) for _ in range(200)]
+        for pinned_touches in (0, 1000):
+            p, resident = adaptive(per_layer=per_layer, candidate=candidate), first(4, (3, 16))
+            for touches in steps:
+                p.observe(np.where(candidate, touches, pinned_touches), 1)
+                plan = p.plan(resident)
+                resident = (resident | plan.promote) & ~plan.demote
+            ends.append(resident)
+        assert (ends[0] == ends[1]).all()
+        assert (ends[0] != first(4, (3, 16))).any()
+
     def test_ranks_with_the_same_counts_decide_alike(self, per_layer):
         chance = np.random.default_rng(1).uniform(0, 0.6, (3, 16))
         a, b = (serve(adaptive(per_layer=per_layer), first(4, (3, 16)), chance, 300)[0] for _ in range(2))

@@ -54,10 +54,19 @@ def test_lfu_keeps_what_was_used_most():
 
 
 def test_lfru_weighs_uses_by_age():
-    _, policy = run("lfru", trace([0], [0], [1], [1], [1], [2]), 2)
-    assert ids(policy.resident) == [1, 2]
-    _, policy = run("lfru", trace([0], [0], [0], [0], [0], [1], [2]), 2)
-    assert ids(policy.resident) == [0, 2]
+    recent, frequent = trace([0], [0], [0], [1], [1], [2]), trace([0], [0], [0], [0], [0], [1], [2])
+    assert ids(run("lfru", recent, 2)[1].resident) == [1, 2]
+    assert ids(run("lfu", recent, 2)[1].resident) == [0, 2]
+    assert ids(run("lfru", frequent, 2)[1].resident) == [0, 2]
+    assert ids(run("lru", frequent, 2)[1].resident) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["lru", "lfu", "lfru"])
+def test_what_a_step_uses_stays_however_low_its_priority(name):
+    """Expert 0 was used far more often and longer ago than 1; both make room before what the step uses does."""
+    steps, policy = run(name, trace(*[[0]] * 20, [1], [2, 3]), 2)
+    assert ids(policy.resident) == [2, 3]
+    assert steps[-1] == (0, 0, 2)
 
 
 def test_belady_keeps_what_comes_back_first_and_bypasses_what_does_not():

@@ -133,3 +133,11 @@ def test_a_file_that_is_no_trace_says_why(tmp_path, capsys):
     (tmp_path / "trace.npz").write_bytes(b"PK not a zip")
     assert main(["replay", str(tmp_path / "trace.npz"), "--residency", "0.5"]) == 2
     assert "cannot replay" in capsys.readouterr().err
+
+
+def test_a_picture_shows_every_policy(saved, tmp_path):
+    assert main(["replay", str(saved), "--residency", "0.5", "--policy", "lru", "--plot", str(tmp_path / "out.png")]) == 0
+    one = (tmp_path / "out.png").read_bytes()
+    assert one.startswith(b"\x89PNG")
+    assert main(["replay", str(saved), "--residency", "0.5", "--plot", str(tmp_path / "out.png")]) == 0
+    assert len((tmp_path / "out.png").read_bytes()) > len(one)

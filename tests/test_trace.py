@@ -1,6 +1,8 @@
 """Reading traces that may be anything, and batching their requests into steps."""
 
 import io
+import os
+import pickle
 import zipfile
 
 import numpy as np
@@ -101,6 +103,22 @@ class TestFile:
                 archive.writestr("ids.npy", head.getvalue() + bytes(10))
             with pytest.raises(TraceError, match=message):
                 Trace.load(tmp_path / "t.npz")
+
+    def test_nothing_is_unpickled(self, tmp_path):
+        class Payload:
+            def __reduce__(self):
+                return os.mkdir, (str(tmp_path / "executed"),)
+
+        body = pickle.dumps(Payload())
+        body += bytes(-len(body) % 8)
+        header = io.BytesIO()
+        shape = (len(body) // 8, 1, 1)
+        np.lib.format.write_array_header_1_0(header, {"descr": "|O", "fortran_order": False, "shape": shape})
+        with zipfile.ZipFile(tmp_path / "t.npz", "w") as archive:
+            archive.writestr("ids.npy", header.getvalue() + body)
+        with pytest.raises(TraceError, match="plain array"):
+            Trace.load(tmp_path / "t.npz")
+        assert not (tmp_path / "executed").exists()
 
     def test_more_than_the_bound_is_refused_before_it_is_read(self, tmp_path, monkeypatch):
         monkeypatch.setattr(trace_module, "MAX_ARRAY_BYTES", 5)
