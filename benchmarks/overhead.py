@@ -41,7 +41,8 @@ import json, sys, time
 import sglang
 if __name__ == "__main__":
     engine = sglang.Engine(**json.loads(sys.argv[1]))
-    ask = lambda tokens: engine.generate(["a quick brown fox"], {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True})
+    def ask(tokens):
+        engine.generate(["a quick brown fox"], {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True})
     ask(128)
     times = []
     for _ in range(int(sys.argv[2])):

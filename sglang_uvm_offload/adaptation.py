@@ -11,8 +11,8 @@ from sglang_uvm_offload.ledger import stack
 from sglang_uvm_offload.policy import AdaptivePolicy
 from sglang_uvm_offload.routing import ROUTED, TOUCHES, Phase, RoutingCounts
 
-INTERVAL_STEPS = 8
-"""Steps between two decisions: reading the counters and agreeing on a plan cost little beside so many steps."""
+INTERVAL_STEPS = 2
+"""Steps between two decisions. The fewer, the better residents follow (benchmarks/policy_goals.py shows what waiting costs)."""
 
 
 class Adaptation:

@@ -38,6 +38,11 @@ class Ledger:
         self.read_through_bytes += (touches * ~resident).sum(axis=1) * expert_bytes
 
     @property
+    def steps(self) -> int:
+        """Steps that are in these totals."""
+        return sum(self._counted.steps)
+
+    @property
     def coverage(self) -> float | None:
         """The share of routed tokens that residents served, None before the first."""
         routed = int(self.routed.sum())

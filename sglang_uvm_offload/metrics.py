@@ -42,15 +42,22 @@ class Metrics:
         self._last = [np.zeros(len(layers), dtype=np.int64) for _ in range(3)]
         self._last_moves = (0, 0, 0.0)
         self._next = 0.0
+        self._published_steps = 0
 
     def publish_now_and_then(self) -> None:
         """``publish`` if the last time is ``PERIOD_SECONDS`` ago. Call it between steps; it never waits for the device."""
         if time.monotonic() >= self._next:
             self.publish()
 
+    def publish_when_idle(self) -> None:
+        """``publish`` until the last step before the idleness is in it, so that nobody reads old figures for long."""
+        if self.manager.ledger.steps < self.manager.steps or self._published_steps < self.manager.steps:
+            self.publish()
+
     def publish(self) -> None:
         self._next = time.monotonic() + PERIOD_SECONDS
         self.manager.poll()
+        self._published_steps = self.manager.ledger.steps
         ledger, layers = self.manager.ledger, self.manager.target.layers
         now = [ledger.routed.copy(), ledger.routed_resident.copy(), ledger.read_through_bytes.copy()]
         routed, covered, read = (new - old for new, old in zip(now, self._last, strict=True))

@@ -157,40 +157,45 @@ class AdaptivePolicy:
         resident = resident & self._candidate
         horizon = self._forecast.horizon()
         saved = self._forecast.touches(horizon)
-        chosen = self._choose(saved, resident, self._candidate)
-        if self._forecast.steps >= self._patient_at:
-            self._patient_at = self._forecast.steps + PATIENT_EVERY_STEPS
+        chosen = self._choose(saved, resident)
+        look_patiently = self._forecast.steps >= self._patient_at
+        if look_patiently:
             low, high = self._forecast.bounds(saved / horizon)
-            chosen = self._choose(PATIENT_STEPS * np.where(chosen, high, low), chosen, self._candidate)
+            chosen = self._choose(PATIENT_STEPS * np.where(chosen, high, low), chosen)
         promote = chosen & ~resident
         if (promote * self._bytes).sum() > max_bytes:
             promote = self._affordable(promote, saved, max_bytes)
-            chosen = self._choose(saved, resident, resident | promote)
+            chosen = self._pack(saved, resident | promote)
+        elif look_patiently:
+            self._patient_at = self._forecast.steps + PATIENT_EVERY_STEPS
         return Plan(chosen & ~resident, resident & ~chosen)
 
-    def _choose(self, saved: np.ndarray, resident: np.ndarray, candidate: np.ndarray) -> np.ndarray:
+    def _choose(self, saved: np.ndarray, resident: np.ndarray) -> np.ndarray:
         """The candidates that save most, where a resident counts ``threshold`` more: so an expert replaces another only if
         it saves so much more than that one, and fills a free place only if it saves so much."""
-        key = np.where(resident, saved + self._threshold, saved)
-        key[~candidate | ~(resident | (saved > self._threshold))] = -np.inf
+        worthy = self._candidate & (resident | (saved > self._threshold))
+        return self._pack(np.where(resident, saved + self._threshold, saved), worthy)
+
+    def _pack(self, key: np.ndarray, candidate: np.ndarray) -> np.ndarray:
+        """As many candidates as there is room for, those with the largest key."""
+        key = np.where(candidate, key, -np.inf)
         order = np.argsort(-key, axis=1, kind="stable")
         rank = np.empty_like(order)
         np.put_along_axis(rank, order, np.broadcast_to(np.arange(key.shape[1]), key.shape), axis=1)
         if self._uniform:
-            return (rank < self._capacity[:, None]) & (key > -np.inf)
-        key[(rank < self._floor[:, None]) & (key > -np.inf)] = np.inf
+            return candidate & (rank < self._capacity[:, None])
+        key[candidate & (rank < self._floor[:, None])] = np.inf
         ranking = np.argsort(-key, axis=None, kind="stable")
         fits = np.cumsum(self._bytes.ravel()[ranking]) <= self._budget
         chosen = np.zeros(key.shape, dtype=bool)
         chosen.ravel()[ranking[fits]] = True
-        return chosen & (key > -np.inf)
+        return chosen & candidate
 
     def _affordable(self, promote: np.ndarray, saved: np.ndarray, max_bytes: float) -> np.ndarray:
         """Those of ``promote`` that save most and take at most ``max_bytes`` together."""
         ranking = np.argsort(np.where(promote, -saved, np.inf), axis=None, kind="stable")[: promote.sum()]
-        keep = ranking[np.cumsum(self._bytes.ravel()[ranking]) <= max_bytes]
         kept = np.zeros_like(promote)
-        kept.ravel()[keep] = True
+        kept.ravel()[ranking[np.cumsum(self._bytes.ravel()[ranking]) <= max_bytes]] = True
         return kept
 
 

@@ -35,6 +35,22 @@ def test_offloaded_experts_give_the_same_tokens_and_logprobs(
     assert_same_answers(on, off)
 
 
+def test_residents_that_follow_the_traffic_change_no_token(checkpoints: Checkpoints, engines: Engines) -> None:
+    checkpoint = checkpoints("glm4_moe")
+    off = engines.baseline(checkpoint, max_new_tokens=48)
+    on = engines.run(
+        checkpoint,
+        max_new_tokens=48,
+        expert_offload_num_resident=6,
+        expert_offload_warmup_tokens=16,
+        expert_offload_adapt="continuous",
+        expert_offload_per_layer="global",
+    )
+    assert on.offload["moves"] > 0
+    assert on.offload["fault"] is None
+    assert_same_answers(on, off)
+
+
 def test_offloading_is_off_without_its_flags(checkpoints: Checkpoints, engines: Engines) -> None:
     off = engines.baseline(checkpoints("glm4_moe"))
     assert off.offload == {}

@@ -40,6 +40,21 @@ def test_offloaded_ranks_give_the_same_tokens_and_logprobs(mode: str, checkpoint
     assert_same_answers(on, off, TOLERANCE.get(mode, 0.0))
 
 
+def test_ranks_that_follow_the_traffic_stay_alike(checkpoints: Checkpoints, engines: Engines) -> None:
+    checkpoint = checkpoints("qwen3_moe", dtype="float32")
+    off = engines.baseline(checkpoint, **COMMON, tp_size=2)
+    on = engines.run(
+        checkpoint,
+        **COMMON,
+        tp_size=2,
+        expert_offload_num_resident=4,
+        expert_offload_warmup_tokens=8,
+        expert_offload_adapt="continuous",
+    )
+    assert on.offload["moves"] > 0
+    assert_same_answers(on, off)
+
+
 def test_every_replica_offloads(checkpoints: Checkpoints, engines: Engines) -> None:
     """With DP 2 each replica is a server of its own, and reports for itself."""
     checkpoint = checkpoints("qwen3_moe", dtype="float32")

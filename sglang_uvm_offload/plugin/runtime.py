@@ -36,7 +36,7 @@ def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) ->
     add(f"{_SCHEDULER}.__init__", rank.after_scheduler_init, HookType.AFTER)
     add(f"{_SCHEDULER}.get_internal_state", rank.after_internal_state, HookType.AFTER)
     add(f"{_SCHEDULER}.process_batch_result", rank.after_batch, HookType.AFTER)
-    add(f"{_SCHEDULER}.on_idle", rank.after_batch, HookType.AFTER)
+    add(f"{_SCHEDULER}.on_idle", rank.after_idle, HookType.AFTER)
     rank.layer_hooks.install(add)
 
 
@@ -116,6 +116,10 @@ class _RankHooks:
     def after_batch(self, result: Any, *args: Any, **kwargs: Any) -> None:
         if self.metrics is not None:
             self.metrics.publish_now_and_then()
+
+    def after_idle(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.publish_when_idle()
 
 
 def _memory(config: OffloadConfig) -> Memory:

@@ -1,0 +1,245 @@
+"""What the rows of a section say about the open decisions of the design: small tables of medians with their spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rows import PartRows, Row, best, find, one, show
+
+PREFER_CPU = "prefer CPU for all, prefetch both ways"
+PREFER_GPU = "prefer GPU for residents"
+READ_MOSTLY = "prefer CPU, ReadMostly to promote"
+DESIGNS = (PREFER_GPU, PREFER_CPU, READ_MOSTLY)
+
+
+@dataclass(frozen=True)
+class Decision:
+    question: str
+    figures: Callable[[PartRows], list[str]]
+
+    def report(self, rows: PartRows) -> dict[str, Any]:
+        return {"question": self.question, "figures": self.figures(rows) or ["no figures yet"]}
+
+
+def cell(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    spread = f" ({row['low']:.4g}-{row['high']:.4g})" if len(row["values"]) > 1 else ""
+    return f"{row['median']:.4g}{spread}"
+
+
+def grid(head: Sequence[str], body: Sequence[tuple[str, Sequence[Row | None]]]) -> list[str]:
+    """Aligned columns; lines without any figure are left out."""
+    texts = [[name, *map(cell, cells)] for name, cells in body if any(cells)]
+    if not texts:
+        return []
+    widths = [max(map(len, column)) for column in zip(head, *texts, strict=True)]
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(words, widths, strict=True)).rstrip() for words in [head, *texts]
+    ]
+
+
+def residents_design(rows: PartRows) -> list[str]:
+    def moves(design: str) -> list[Row | None]:
+        steps = [one(rows, "demotion", "move", design=design, step=step) for step in ("promote", "demote")]
+        states = ("promoted, second pass", "demoted, first pass", "demoted, second pass")
+        return steps + [one(rows, "demotion", "read", design=design, step=state) for state in states]
+
+    def pressure(design: str) -> list[Row | None]:
+        figures = (
+            "read, before",
+            "read, under pressure, pass by pass",
+            "read, pressure gone, pass by pass",
+            "prefetching all residents again",
+            "read, after prefetching again",
+        )
+        return [one(rows, "eviction", "eviction", design=design, figure=figure) for figure in figures]
+
+    head = ["all experts", "promote, ms", "demote, ms", "read promoted, GB/s", "demoted, 1st pass", "2nd pass"]
+    under = ["a plain allocation evicts", "read before, GB/s", "under pressure", "pressure gone", "cure, ms", "then"]
+    return grid(head, [(d, moves(d)) for d in DESIGNS]) + grid(under, [(d, pressure(d)) for d in DESIGNS])
+
+
+def demotion_design(rows: PartRows) -> list[str]:
+    return grid(
+        ["", "demote / promote", "VRAM taken by demoting, MiB"],
+        [
+            (
+                design,
+                [
+                    one(rows, "demotion", "demote_over_promote", design=design),
+                    one(rows, "demotion", "vram_taken_by_demotion", design=design),
+                ],
+            )
+            for design in DESIGNS
+        ],
+    )
+
+
+def calls_design(rows: PartRows) -> list[str]:
+    def prefetches(calls: str) -> list[Row | None]:
+        up: dict[str, str | float] = {"direction": "to_device", "calls": calls, "piece_mib": 16}
+        return [
+            one(rows, "prefetch", "prefetch", gpu="idle", **up),
+            one(rows, "prefetch", "prefetch", gpu="busy", **up),
+            one(rows, "prefetch", "prefetch", gpu="idle", **(up | {"direction": "to_host"})),
+            one(rows, "prefetch", "prefetch_blocks_caller", gpu="idle", **up),
+            one(rows, "prefetch", "prefetch_blocks_caller", gpu="queued", **up),
+        ]
+
+    def advice(ranges: int) -> list[Row | None]:
+        calls = ("prefer, first time", "prefer, back", "prefer, all at once", "prefetch")
+        return [one(rows, "advice", "advice", ranges=ranges, pages="on the host", call=call) for call in calls]
+
+    def stall(thread: str, expert: str) -> list[Row | None]:
+        figures = ("replay before", "slowest replay", "time lost to one promotion", "promoting calls")
+        labels = {"design": PREFER_GPU, "thread": thread, "expert": expert}
+        return [one(rows, "stall", "stall", figure=figure, **labels) for figure in figures]
+
+    def python(thread: str) -> list[Row | None]:
+        figures = ("replay before", "slowest replay", "time lost to 16 promotions")
+        return [*(one(rows, "extension", "extension_stall", figure=f, thread=thread) for f in figures), None]
+
+    lines = grid(
+        ["16 MiB pieces", "up, GB/s", "up, GPU busy", "down", "caller held, ms", "held, stream busy"],
+        [(f"{calls} calls", prefetches(calls)) for calls in ("single", "coalesced", "batch")],
+    )
+    lines += grid(
+        ["ranges on the host, us a call", "prefer", "prefer back", "all in one", "prefetch"],
+        [(str(ranges), advice(ranges)) for ranges in (1, 16, 256, 1024, 4096)],
+    )
+    threads = [(f"{t}, expert {e}", stall(t, e)) for t in ("scheduler", "helper") for e in ("read by the graph", "not read")]
+    threads += [(f"{t}, 16 experts, through Python", python(t)) for t in ("scheduler", "helper")]
+    return lines + grid(["one promotion from the thread, ms", "replay", "slowest", "lost", "calls"], threads)
+
+
+def alignment_design(rows: PartRows) -> list[str]:
+    def line(stride: str) -> list[Row | None]:
+        reads = [one(rows, "alignment", "aligned_read", stride=stride, experts=e) for e in ("resident", "offloaded")]
+        moves = [one(rows, "alignment", "aligned_move", stride=stride, direction=d) for d in ("to_device", "to_host")]
+        rest = [one(rows, "alignment", "padding", stride=stride), one(rows, "alignment", "host_pages", stride=stride)]
+        return reads + moves + rest
+
+    head = ["experts", "read resident, GB/s", "read offloaded", "up", "down", "x bytes", "host stretch, KiB"]
+    lines = grid(head, [(stride, line(stride)) for stride in ("packed", "padded to 2 MiB")])
+    figures = ("blocks of 2 MiB that are one stretch", "mean contiguous stretch")
+    pages = [
+        (memory, [one(rows, "bandwidth", "host_pages", memory=memory, figure=figure) for figure in figures])
+        for memory in ("managed", "managed_4k", "pinned")
+    ]
+    return lines + grid(["host memory", "share of 2 MiB blocks in one stretch", "mean stretch, KiB"], pages)
+
+
+def zero_copy_design(rows: PartRows) -> list[str]:
+    body = []
+    for memory in ("managed", "managed_4k", "pinned", "host_numa"):
+        reads = find(rows.get("bandwidth", ()), "zero_copy", memory=memory)
+        sizes = sorted({row["gib"] for row in reads})
+        tops = [best([row for row in reads if row["gib"] == gib]) for gib in sizes]
+        how = f"{tops[0]['load']}, {tops[0]['blocks_per_sm']:g} blocks/SM" if tops and tops[0] else ""
+        body.append((f"{memory}: {how}", [*tops, None, None, None][:3]))
+    body.append(("copy engine", [one(rows, "bandwidth", "copy_engine", direction="to_device"), None, None]))
+    lines = grid(["read in place, GB/s", "1 GiB", "10 GiB", "30 GiB"], body)
+    orders = [(mib, order) for mib in (1, 32) for order in ("side by side", "one after the other")]
+    readers: list[tuple[str, list[Row | None]]] = []
+    for count in (2, 8, 32):
+        same: dict[str, str | float] = {"memory": "managed", "readers": count}
+        cells = [one(rows, "amplification", "readers", order=order, mib=mib, **same) for mib, order in orders]
+        readers.append((f"{count} readers", cells))
+    return lines + grid(["x the time of one reader", *(f"{mib} MiB, {order}" for mib, order in orders)], readers)
+
+
+def headroom_design(rows: PartRows) -> list[str]:
+    figures = (
+        "free VRAM before the allocation that evicted first",
+        "residents evicted, by the latency check",
+        "free VRAM under pressure",
+    )
+    found = [(f, one(rows, "eviction", "eviction", design=PREFER_CPU, figure=f)) for f in figures]
+    for blocks in ("resident", "offloaded"):
+        found.append((f"one read, {blocks} (quantiles)", one(rows, "residency", "read_latency", blocks=blocks)))
+    for figure in ("told right", "one check"):
+        found.append((f"residency check, {figure}", one(rows, "residency", "residency_check", figure=figure)))
+    return [f"{name}: {show(row)}" for name, row in found if row]
+
+
+def accounting_notes(rows: PartRows) -> list[str]:
+    lines = []
+    for after in ("populate half in VRAM", "promote a quarter", "demote half", "promote it again", "free"):
+        found = one(rows, "accounting", "vram_taken", after=after, repeat=0)
+        if found:
+            lines.append(f"after {after}: {show(found)} taken, {found['expected_mib']:g} MiB resident")
+    for row in find(rows.get("advice", ()), "copy_into_managed", figure="VRAM taken"):
+        lines.append(f"copy from {row['source']} into {row['pages']} prefer-CPU pages: {show(row)} of VRAM taken")
+    flows = ("written on the host, then promoted", "prefetched to VRAM before written")
+    moments = ("allocate", "prefetch", "write by the GPU", "promote", "demote", "promote again", "free")
+    figure = "taken, by MemAvailable"
+    body = [(f, [one(rows, "host_memory", "host_memory", flow=f, after=a, figure=figure) for a in moments]) for f in flows]
+    return lines + grid(["host RAM taken, MiB", *moments], body)
+
+
+def break_even_curve(rows: PartRows) -> list[str]:
+    lines = []
+    found = find(rows.get("break_even", ()), "one_expert")
+    for shape in dict.fromkeys(row["shape"] for row in found):
+        body: list[tuple[str, list[Row | None]]] = []
+        for tokens in sorted({row["tokens"] for row in found if row["shape"] == shape}):
+            here = [row for row in found if (row["shape"], row["tokens"]) == (shape, tokens)]
+            arms = [[row for row in here if row["arm"] == arm] for arm in ("resident", "read through", "copy in first")]
+            fastest = [min(arm, key=lambda row: row["median"]) for arm in arms]
+            rate = best(find(rows["break_even"], "read_through", shape=shape, tokens=tokens))
+            body.append((f"{tokens:g} tokens, best {fastest[1]['tiles']}", [*fastest, rate]))
+        lines += grid([shape, "resident, ms", "read through", "copy in first", "read through, GB/s"], body)
+        copied = one(rows, "break_even", "copy_in", shape=shape)
+        lines += [f"{shape}, copying one expert in: {show(copied)}"] if copied else []
+    return lines
+
+
+def residency_cost(rows: PartRows) -> list[str]:
+    body: list[tuple[str, list[Row | None]]] = []
+    for part in ("glm-4.5-air", "deepseek-v3", "glm-5"):
+        for plain in find(rows.get(part, ()), "decode", arm="plain"):
+            same = {name: plain[name] for name in ("shape", "weights", "batch")}
+            managed = [one(rows, part, "decode", arm="managed", resident=share, **same) for share in (1.0, 0.78, 0.5)]
+            body.append((" ".join(map(str, same.values())), [plain, *managed]))
+    return grid(["step, ms (layers: see JSON)", "plain", "managed, all", "78 % resident", "50 %"], body)
+
+
+def promises(rows: PartRows) -> list[str]:
+    lines = [f"{len(find(rows.get('contract', ()), 'promise'))} promises of uvm.Memory kept"]
+    wrong = find(rows.get("counters", ()), "counts_wrong")
+    if wrong:
+        lines.append(f"counters in a graph: {sum(row['median'] for row in wrong):g} wrong counts in {len(wrong)} settings")
+    for row in find(rows.get("identity", ()), "identity"):
+        lines.append(f"bytes kept through {show(row)} of random moves of {row['gib']:.3g} GiB")
+    for row in find(rows.get("load", ()), "load", repeat=0):
+        lines.append(f"load, {row['figure']}: {show(row)}")
+    return lines
+
+
+def moe_is_right(rows: PartRows) -> list[str]:
+    return [
+        f"Triton MoE, {row['weights']}, {row['tokens']} tokens: {show(row)} error against torch"
+        for row in find(rows.get("check", ()), "moe_error")
+    ]
+
+
+DECISIONS: dict[str, tuple[Decision, ...]] = {
+    "probe": (
+        Decision("PREFER_GPU residents, or prefer CPU for all and residency by prefetch", residents_design),
+        Decision("ReadMostly to promote and Unset to demote, or plain prefetch", demotion_design),
+        Decision("one range at a time, coalesced or batched; which thread; what a replay suffers", calls_design),
+        Decision("experts aligned to 2 MiB or packed; which host page size comes out", alignment_design),
+        Decision("which memory and load read zero-copy fastest", zero_copy_design),
+        Decision("which headroom keeps residents; how eviction is noticed", headroom_design),
+        Decision("what the driver reports as free, what host RAM is held", accounting_notes),
+    ),
+    "ops": (Decision("whether the promises hold on the device", promises),),
+    "layer": (
+        Decision("whether the Triton MoE is right", moe_is_right),
+        Decision("read through or copy in first, by tokens and block shape", break_even_curve),
+        Decision("what a step costs by residency", residency_cost),
+    ),
+}

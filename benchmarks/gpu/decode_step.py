@@ -1,0 +1,158 @@
+"""Decode steps of a few MoE layers, captured once and replayed over measured routing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from moe import MoeStep, Tiles, Weights, align
+from rows import Rows
+from shapes import MoeShape
+
+from sglang_uvm_offload.expert_tensor import ExpertTensor
+from sglang_uvm_offload.routing import IdFormat, Phase
+from sglang_uvm_offload.routing_cuda import CudaRoutingCounters
+from sglang_uvm_offload.uvm_cuda import CudaMemory
+
+
+class Managed:
+    """A layer's experts in managed memory: the same bytes as ``plain``, any of them resident."""
+
+    def __init__(self, memory: CudaMemory, plain: Weights, name: str):
+        self._memory = memory
+        self.tensors = []
+        views = []
+        self.resident = np.ones(plain.w13.shape[0], dtype=bool)
+        for what, weight in (("w13", plain.w13), ("w2", plain.w2)):
+            expert_bytes = weight[0].numel() * weight.element_size()
+            tensor = ExpertTensor(memory, f"{what} of {name}", weight.shape[0], expert_bytes)
+            flat = tensor.bytes()
+            tensor.place(self.resident)
+            flat.copy_(weight.view(torch.uint8).flatten())
+            views.append(flat.view(weight.dtype).view(weight.shape))
+            self.tensors.append(tensor)
+        self.weights = Weights(views[0], views[1], plain.scale13, plain.scale2)
+
+    def keep(self, after: np.ndarray) -> None:
+        """Make exactly these experts resident."""
+        for tensor in self.tensors:
+            tensor.demote(self.resident, self.resident & after)
+        for tensor in self.tensors:
+            tensor.promote(self.resident & after, after)
+        self._memory.synchronize()
+        self.resident = after
+
+
+def elapsed_ms(work: Callable[[], None]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def capture(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    work()  # compiles the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+class Decode:
+    """One captured decode step of a few MoE layers, replayed over measured routing. The layers share buffers but for their
+    routing, so each layer's output is the next one's input."""
+
+    def __init__(self, shape: MoeShape, layers: Sequence[Weights], ids: np.ndarray, tiles: Tiles):
+        self.steps_ids = ids
+        tokens = ids.shape[1]
+        self.layers = [MoeStep(shape, tokens, shape.top_k, tiles, "cuda") for _ in layers]
+        aligned = [[align(step[:, i], shape.experts, tiles.m) for i in range(len(layers))] for step in ids]
+        self._slots = [torch.from_numpy(np.stack([step[i][0] for step in aligned])).cuda() for i in range(len(layers))]
+        self._experts = [torch.from_numpy(np.stack([step[i][1] for step in aligned])).cuda() for i in range(len(layers))]
+        random = torch.Generator("cuda").manual_seed(tokens)
+        self.layers[0].x.normal_(generator=random)
+        self.route(0)
+
+        def step() -> None:
+            x = None
+            for buffers, weights in zip(self.layers, layers, strict=True):
+                x = buffers.run(weights, x)
+
+        self.graph = capture(step)
+
+    @property
+    def out(self) -> torch.Tensor:
+        return self.layers[-1].out
+
+    def route(self, step: int) -> None:
+        for buffers, slots, experts in zip(self.layers, self._slots, self._experts, strict=True):
+            buffers.route(slots[step], experts[step])
+
+    def times(self, passes: int, rows: Rows, replays: int = 1) -> list[float]:
+        """Milliseconds of a replay, routing after routing. Several ``replays`` in a row hide the time of their launches; the
+        weights of one step are more than the L2 cache holds."""
+        found = []
+        for repeat, step in itertools.product(range(passes + 1), range(len(self.steps_ids))):
+            if repeat > 1 and rows.late():
+                break
+            self.route(step)
+            ms = elapsed_ms(partial(self._replay, replays)) / replays
+            if repeat:  # the first pass warms up
+                found.append(ms)
+        return found
+
+    def _replay(self, times: int) -> None:
+        for _ in range(times):
+            self.graph.replay()
+
+
+class CountedStep:
+    """A step of many MoE layers, which take turns on the weights of a few, captured with and without the routing counters."""
+
+    def __init__(self, shape: MoeShape, weights: Sequence[Weights], ids: np.ndarray, layers: int):
+        batch = ids.shape[1]
+        self.counted = CudaRoutingCounters(layers, shape.experts)
+        self._ids = torch.from_numpy(np.ascontiguousarray(ids[:, :, 0])).cuda()
+        self._picks = torch.zeros(batch, shape.top_k, dtype=torch.int32, device="cuda")
+        self._steps = [MoeStep(shape, batch, shape.top_k, Tiles(), "cuda") for _ in weights]
+        self._weights = weights
+        aligned = [[align(step[:, i], shape.experts, Tiles().m) for i in range(len(weights))] for step in ids]
+        self._routes = [[(torch.from_numpy(s).cuda(), torch.from_numpy(e).cuda()) for s, e in step] for step in aligned]
+        self._steps[0].x.normal_()
+        self.route(0)
+        self.counted.begin_step(batch, Phase.DECODE)
+        self.graphs = {
+            "without": capture(lambda: self._forward(layers, False)),
+            "with": capture(lambda: self._forward(layers, True)),
+        }
+
+    def _forward(self, layers: int, counting: bool) -> None:
+        x = None
+        for layer in range(layers):
+            if counting:
+                self.counted.count(layer, self._picks, 0, IdFormat.PLAIN)
+            turn = layer % len(self._weights)
+            x = self._steps[turn].run(self._weights[turn], x if turn else None)
+
+    def route(self, number: int) -> None:
+        for step, (slots, experts) in zip(self._steps, self._routes[number], strict=True):
+            step.route(slots, experts)
+        self._picks.copy_(self._ids[number])
+
+    def times(self, passes: int) -> dict[str, list[float]]:
+        """Milliseconds with and without, of the same routings, the first pass left out."""
+        found: dict[str, list[float]] = {name: [] for name in self.graphs}
+        for repeat, number in itertools.product(range(passes + 1), range(len(self._routes))):
+            self.route(number)
+            # In turns of either order, so that neither always finds the other's routing in the cache.
+            for name in sorted(self.graphs, reverse=bool(number % 2)):
+                ms = elapsed_ms(self.graphs[name].replay)
+                if repeat:
+                    found[name].append(ms)
+        return found

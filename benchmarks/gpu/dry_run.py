@@ -1,0 +1,85 @@
+"""Checks a module of parts without a GPU: imports it, compiles what it compiles, checks its inputs and its arithmetic."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+from sections import SECTIONS
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(1, str(HERE.parents[1]))
+
+H200 = 90
+SHARED_MEMORY_BYTES = 232_448
+"""What a block may take on sm_90."""
+
+
+def check_plan(program: str, parts: Collection[str]) -> None:
+    """Every part that the plan starts must be there."""
+    planned = {part.name for section in SECTIONS.values() for part in section.parts if part.program == program}
+    assert planned <= {*parts}, f"{program} has no part {planned - {*parts}}"
+
+
+def ops_parts() -> None:
+    from ops_parts import CHECKS, PARTS
+
+    from sglang_uvm_offload.cuda_build import build
+
+    check_plan("ops_parts", PARTS)
+    print(f"{len(CHECKS)} promises; the extension is {build(f'sm_{H200}')}")
+
+
+def layer_parts() -> None:
+    """The kernels are compiled for sm_90, and what they compute is checked by Triton's interpreter on small shapes."""
+    from layer_parts import PARTS
+    from moe import Tiles, compile_for
+    from routing_trace import for_shape, load
+    from shapes import SHAPES
+
+    check_plan("layer_parts", PARTS)
+    print(f"the trace holds {load().shape} ids [step, request, layer, k]")
+    for shape in SHAPES.values():
+        ids = for_shape(shape)
+        print(f"{shape.name}: {shape.layers} layers, ids up to {ids.max()} of {shape.experts} experts")
+    for fp8 in (False, True):
+        for text, shared_bytes in compile_for(H200, Tiles(), fp8):
+            assert f".target sm_{H200}" in text, "compiled for another target"
+            assert shared_bytes <= SHARED_MEMORY_BYTES, f"{shared_bytes} bytes of shared memory"
+        print(f"the MoE kernels compile for sm_{H200} with {'FP8' if fp8 else 'bf16'} weights")
+
+
+def interpreted_moe() -> None:
+    """Started with TRITON_INTERPRET=1 in its environment, which Triton reads when a kernel is defined."""
+    from dataclasses import replace
+
+    import numpy as np
+    import torch
+    from moe import MoeStep, Tiles, align, random_weights, reference
+    from shapes import GLM_45_AIR
+
+    shape = replace(GLM_45_AIR.toy, experts=8, top_k=2)
+    for fp8 in (False, True):
+        layer = random_weights(shape, fp8, "cpu", 1, torch.float32)
+        step = MoeStep(shape, 5, shape.top_k, Tiles(), "cpu", torch.float32)
+        ids = np.array([[0, 3], [7, 2], [3, 1], [3, 0], [6, 5]], dtype=np.int32)
+        slots, experts = align(ids, shape.experts, Tiles().m)
+        step.route(torch.from_numpy(slots), torch.from_numpy(experts))
+        step.x.normal_()
+        out = step.run(layer)
+        expected = reference(shape, layer, step.x, torch.from_numpy(ids))
+        error = float((out - expected).norm() / expected.norm())
+        assert error < 1e-4, f"the MoE kernels are off by {error:.2g}, interpreted (FP8: {fp8})"
+        print(f"the MoE kernels, interpreted on the CPU, FP8 {fp8}: {error:.1e} from torch")
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpreted_moe()
+    elif sys.argv[1] == "ops_parts":
+        ops_parts()
+    else:
+        layer_parts()
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})

@@ -1,0 +1,115 @@
+"""What a result must say about the machine it is from. As a program: prints it as JSON (this starts CUDA)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+STAND_IN = [name for name in os.environ if name.startswith("STANDIN_")]
+"""Set where the tests' stand-in driver is loaded in place of a real one."""
+
+
+def describe() -> dict[str, Any]:
+    import torch
+
+    from sglang_uvm_offload.host_ram import host_available
+
+    if not torch.cuda.is_available():
+        raise SystemExit("torch sees no CUDA device here")
+    free, total = torch.cuda.mem_get_info()
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": torch.cuda.get_device_name(0),
+        "compute_capability": list(torch.cuda.get_device_capability(0)),
+        "multiprocessors": properties.multi_processor_count,
+        "vram_total_bytes": total,
+        "vram_free_bytes": free,
+        "driver": driver(),
+        "cuda_of_torch": torch.version.cuda,
+        "nvcc": nvcc(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "sglang": installed("sglang"),
+        "kernel": platform.release(),
+        "cpus": os.cpu_count(),
+        "host_total_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "host_available_bytes": host_available(),
+        "transparent_huge_pages": read(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "commit": commit(),
+        "sources_sha256": sources(),
+        "measured": computes() and not STAND_IN,
+    }
+
+
+def computes() -> bool:
+    """Whether a kernel gives a known answer. Over a stand-in driver launches succeed and nothing runs."""
+    import torch
+
+    numbers = torch.arange(1000, device="cuda")
+    return int((numbers * 3 + 1).sum().item()) == 3 * 499_500 + 1000
+
+
+def driver() -> str | None:
+    text = read(Path("/proc/driver/nvidia/version")) or ""
+    if found := re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text):
+        return found[1]
+    if tool := shutil.which("nvidia-smi"):
+        answer = subprocess.run([tool, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
+        if answer.returncode == 0:
+            return answer.stdout.split("\n")[0].strip()
+    return None
+
+
+def nvcc() -> str | None:
+    from sglang_uvm_offload.cuda_build import BuildFailure, find_nvcc, nvcc_release
+
+    try:
+        return nvcc_release(find_nvcc())
+    except BuildFailure:
+        return None
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """None outside a git checkout."""
+    if not shutil.which("git"):
+        return None
+    answer = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def sources() -> str:
+    """A digest of all code that a result depends on, committed or not."""
+    digest = hashlib.sha256()
+    for folder in ("benchmarks/gpu", "kernels", "sglang_uvm_offload"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".cu", ".h"):
+                digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def read(path: Path) -> str | None:
+    return path.read_text().strip() if path.exists() else None
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe()))

@@ -1,0 +1,120 @@
+"""The goals of the design, each a ratio of medians of one run. Pure: rows in, verdicts out.
+
+Where kernels do not compute, ratios are still taken, so that this code runs everywhere, but nothing is judged.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rows import PartRows, Row, best, find, one, show
+
+
+@dataclass(frozen=True)
+class Goal:
+    text: str
+    sense: str
+    """">=" or "<="."""
+    limit: float
+    ratio: Callable[[PartRows], tuple[float, str] | None]
+    """The ratio and what it was taken from; None where the rows for it are missing."""
+
+    def judge(self, rows: PartRows, measured: bool) -> dict[str, Any]:
+        found = self.ratio(rows)
+        holds = operator.ge if self.sense == ">=" else operator.le
+        return {
+            "goal": self.text,
+            "limit": f"{self.sense} {self.limit:g}",
+            "ratio": found and found[0],
+            "from": found and found[1],
+            "met": holds(found[0], self.limit) if found and measured else None,
+        }
+
+
+def over(top: Row | None, bottom: Row | None) -> float | None:
+    return top["median"] / bottom["median"] if top and bottom and bottom["median"] else None
+
+
+def promotion_rate(rows: PartRows) -> tuple[float, str] | None:
+    found = []
+    for size in (8, 16):
+        engine = one(rows, "prefetch", "copy_engine", direction="to_device", piece_mib=size)
+        moved = best(find(rows.get("prefetch", ()), "prefetch", direction="to_device", gpu="idle", piece_mib=size))
+        ratio = over(moved, engine)
+        if ratio is not None and moved and engine:
+            found.append((ratio, f"{size} MiB, {moved['calls']} calls: {show(moved)}; copy engine {show(engine)}"))
+    return max(found, default=None)
+
+
+def demotion_time(rows: PartRows) -> tuple[float, str] | None:
+    found = [(row["median"], f"{row['design']}: {show(row)}") for row in find(rows.get("demotion", ()), "demote_over_promote")]
+    return min(found, default=None)
+
+
+def zero_copy_ceiling(rows: PartRows, part: str) -> Row | None:
+    memories = ("managed", "pinned", "host_numa")
+    return best([row for row in find(rows.get(part, ()), "zero_copy") if row["memory"] in memories])
+
+
+def read_through(rows: PartRows) -> tuple[float, str] | None:
+    ceiling = zero_copy_ceiling(rows, "link")
+    found = best(find(rows.get("break_even", ()), "read_through", tokens=1))
+    ratio = over(found, ceiling)
+    if ratio is None or not found or not ceiling:
+        return None
+    return ratio, f"{found['shape']}, {found['tiles']}: {show(found)}; {ceiling['memory']} {show(ceiling)}"
+
+
+def resident_step(rows: PartRows) -> tuple[float, str] | None:
+    worst = None
+    for part in ("glm-4.5-air", "deepseek-v3", "glm-5"):
+        for plain in find(rows.get(part, ()), "decode", arm="plain"):
+            same = {name: plain[name] for name in ("shape", "weights", "batch")}
+            managed = one(rows, part, "decode", arm="managed", resident=1.0, **same)
+            ratio = over(managed, plain)
+            if ratio is not None and managed and (worst is None or ratio > worst[0]):
+                words = " ".join(map(str, same.values()))
+                worst = ratio, f"{words}: managed {show(managed)}, plain {show(plain)}"
+    return worst
+
+
+def counting(rows: PartRows) -> tuple[float, str] | None:
+    shares = find(rows.get("counters", ()), "counters_share")
+    worst = best(shares)
+    return (worst["median"], f"batch {worst['batch']}: {show(worst)}") if worst else None
+
+
+def replays_that_differ(rows: PartRows) -> tuple[float, str] | None:
+    found = one(rows, "moves", "moves")
+    if not found or "moves" not in found:
+        return None
+    words = f"{found['moves']} moves, {found['captures']} capture, {found['moved_gb']:.3g} GB asked to move"
+    return found["median"] + found["captures"] - 1, words
+
+
+def free_after_load(rows: PartRows) -> tuple[float, str] | None:
+    found = best(find(rows.get("load", ()), "load", figure="error of VRAM used"))
+    free = best(find(rows.get("load", ()), "load", figure="error of VRAM free"))
+    if not found or not free:
+        return None
+    return found["median"], f"of the VRAM that experts take; {free['median']:.4g} of the free VRAM"
+
+
+GOALS: dict[str, tuple[Goal, ...]] = {
+    "probe": (
+        Goal("promotion over the copy engine", ">=", 0.8, promotion_rate),
+        Goal("demotion over promotion, time", "<=", 0.1, demotion_time),
+    ),
+    "ops": (
+        Goal("replays that differ or are captured anew in 1,000 random moves", "<=", 0, replays_that_differ),
+        Goal("free VRAM after a load off the prediction", "<=", 0.01, free_after_load),
+    ),
+    "layer": (
+        Goal("read-through of one expert over the best zero-copy read", ">=", 0.9, read_through),
+        Goal("decode step, all resident in managed over plain memory (worst case)", "<=", 1.01, resident_step),
+        Goal("routing counters' share of a step of 75 layers (worst case)", "<=", 0.01, counting),
+    ),
+}

@@ -1,0 +1,179 @@
+"""Parts that run a MoE layer under graph replay: its experts in plain memory, managed, or partly offloaded."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(1, str(HERE.parents[1]))
+
+import numpy as np  # noqa: E402
+import routing_trace  # noqa: E402
+import torch  # noqa: E402
+from decode_step import CountedStep, Decode, Managed, elapsed_ms  # noqa: E402
+from environment import computes  # noqa: E402
+from moe import MoeStep, Tiles, align, random_weights, reference  # noqa: E402
+from one_expert import IN_TURN, OneExpert  # noqa: E402
+from rows import Rows, run_part  # noqa: E402
+from shapes import DEEPSEEK_V3, GLM_45_AIR, SHAPES, MoeShape  # noqa: E402
+
+from sglang_uvm_offload.routing import Phase  # noqa: E402
+from sglang_uvm_offload.uvm_cuda import CudaMemory  # noqa: E402
+
+BATCHES = (1, 8, 32)
+RESIDENCY = (1.0, 0.78, 0.5)
+
+
+def decode(rows: Rows, shape: MoeShape) -> None:
+    """A decode step of the shape's layers: plain memory, then one managed copy at several residencies, one graph each."""
+    name = shape.name
+    shape = shape.toy if rows.small else shape
+    trace = routing_trace.for_shape(shape)
+    half = trace.shape[0] // 2
+    profile, measured = trace[:half], trace[half : half + rows.pick(24, 2)]
+    tiles = Tiles()
+    for fp8 in (False, True):
+        memory = CudaMemory()
+        plain = [random_weights(shape, fp8, "cuda", seed) for seed in range(shape.layers)]
+        managed = [Managed(memory, layer, f"layer {i}") for i, layer in enumerate(plain)]
+        resident = {share: routing_trace.hottest(profile, shape.experts, share) for share in RESIDENCY}
+        for batch in BATCHES[:: rows.pick(1, 2)]:
+            ids = measured[:, :batch]
+            arms = {
+                "plain": Decode(shape, plain, ids, tiles),
+                "managed": Decode(shape, [layer.weights for layer in managed], ids, tiles),
+            }
+            labels = {"shape": name, "weights": "fp8" if fp8 else "bf16", "batch": batch, "layers": shape.layers}
+            arms["plain"].route(0)
+            arms["plain"].graph.replay()
+            expected = arms["plain"].out.cpu()
+            # Plain and managed in turns, so that a clock that drifts does not favour one of them.
+            turns: dict[str, list[float]] = {"plain": [], "managed": []}
+            for _ in range(rows.pick(3, 1)):
+                for arm, times in turns.items():
+                    times += arms[arm].times(1, rows, replays=4)
+            rows.put("decode", "ms", turns["plain"], arm="plain", resident=1.0, **labels)
+            rows.put("decode", "ms", turns["managed"], arm="managed", resident=1.0, **labels)
+            over_managed = arms["managed"]
+            for share in RESIDENCY:
+                if rows.late():
+                    return
+                for experts, keep in zip(managed, resident[share], strict=True):
+                    experts.keep(keep)
+                over_managed.route(0)
+                over_managed.graph.replay()
+                same = torch.equal(over_managed.out.cpu(), expected)
+                rows.put("decode_bits", "bool", [same], arm="managed", resident=share, **labels)
+                if computes() and not same:
+                    raise AssertionError(f"{labels}: output at {share:.0%} resident differs from plain memory's")
+                if share < 1:
+                    rows.put("decode", "ms", over_managed.times(2, rows), arm="managed", resident=share, **labels)
+                    away = touched_bytes(shape, fp8, ids, resident[share])
+                    rows.put("decode_read_through", "MB a step", away / 1e6, resident=share, **labels)
+            for experts in managed:
+                experts.keep(np.ones(shape.experts, dtype=bool))
+        del plain, managed, arms, experts, over_managed
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def touched_bytes(shape: MoeShape, fp8: bool, ids: np.ndarray, resident: np.ndarray) -> np.ndarray:
+    """Bytes of offloaded experts that each step's routing touches, each expert once."""
+    touched = np.zeros((ids.shape[0], *resident.shape), dtype=bool)
+    for step, layer in np.ndindex(ids.shape[0], ids.shape[2]):
+        touched[step, layer, ids[step, :, layer].ravel()] = True
+    return (touched & ~resident).sum(axis=(1, 2)) * shape.expert_bytes(fp8)
+
+
+def check(rows: Rows) -> None:
+    """The Triton MoE against torch in float32."""
+    works = computes()
+    for shape in (GLM_45_AIR, DEEPSEEK_V3):
+        small = MoeShape(shape.name, 1, 16, 4, rows.pick(1024, 256), rows.pick(512, 128))
+        for fp8, tokens in itertools.product((False, True), (3,) if rows.small else (1, 17, 300)):
+            layer = random_weights(small, fp8, "cuda", 1)
+            random = np.random.default_rng(tokens)
+            ids = np.argsort(random.random((tokens, small.experts)), axis=1)[:, : small.top_k].astype(np.int32)
+            step = MoeStep(small, tokens, small.top_k, Tiles(), "cuda")
+            slots, experts = align(ids, small.experts, Tiles().m)
+            step.route(torch.from_numpy(slots), torch.from_numpy(experts))
+            step.x.normal_()
+            step.out.fill_(float("nan"))
+            out = step.run(layer).float()
+            labels = {"weights": "fp8" if fp8 else "bf16", "tokens": tokens, "hidden": small.hidden}
+            if not works:
+                rows.put("moe_error", "relative", [], **labels)
+                continue
+            expected = reference(small, layer, step.x, torch.from_numpy(ids).cuda()).float()
+            error = float((out - expected).norm() / expected.norm())
+            rows.put("moe_error", "relative", [error], **labels)
+            if not error < 1e-2:  # not a number fails too
+                raise AssertionError(f"the Triton MoE is off by {error:.2g} ({labels})")
+
+
+SWEEP = (
+    Tiles(n=64, k=128, stages=3, warps=4),
+    Tiles(n=128, k=64, stages=4, warps=8),
+    Tiles(n=32, k=128, stages=4, warps=4),
+    Tiles(n=64, k=64, stages=6, warps=4),
+    Tiles(n=16, k=128, stages=5, warps=4),
+)
+
+
+def break_even(rows: Rows) -> None:
+    """All tokens on one expert: its weights in VRAM, read through, or copied into VRAM first, by block shape."""
+    for full in (GLM_45_AIR, DEEPSEEK_V3):
+        one = OneExpert(full.toy if rows.small else full)
+        one.offload(True)
+        times = [elapsed_ms(partial(one.copy_in, i % IN_TURN)) for i in range(3 * IN_TURN)][IN_TURN:]
+        rows.put("copy_in", "GB/s", [one.nbytes / ms / 1e6 for ms in times], shape=full.name)
+        for tokens in (1, 64) if rows.small else (1, 4, 16, 64, 256, 4096):
+            # Compiling takes longer than measuring: with many tokens, only block shapes that could win there.
+            tried = SWEEP[:1] if rows.small else SWEEP if tokens <= 16 else SWEEP[:3]
+            for tiles in tried:
+                if rows.late():
+                    return
+                tiles = replace(tiles, m=16 if tokens <= 16 else 64 if tokens <= 256 else 128)
+                labels = {"shape": full.name, "tokens": tokens, "tiles": tiles.name}
+                arms = one.arms(tokens, tiles, repeats=rows.pick(3, 1))
+                for arm, found in arms.items():
+                    rows.put("one_expert", "ms", found, arm=arm, **labels)
+                through = [one.nbytes / ms / 1e6 for ms in arms["read through"]]
+                rows.put("read_through", "GB/s", through, **labels)
+        del one
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def counters(rows: Rows) -> None:
+    """75 MoE layers in one graph, with and without the routing counters. A real step has attention too, so the share here is
+    larger than there."""
+    shape = GLM_45_AIR.toy if rows.small else GLM_45_AIR
+    layers = rows.pick(75, 5)
+    weights = [random_weights(shape, True, "cuda", seed) for seed in range(shape.layers)]
+    trace = routing_trace.for_shape(shape)
+    for batch in BATCHES[:: rows.pick(1, 2)]:
+        if rows.late():
+            return
+        step = CountedStep(shape, weights, trace[:: rows.pick(4, 48), :batch], layers)
+        times = step.times(rows.pick(3, 1))
+        labels = {"batch": batch, "layers": layers}
+        for name, found in times.items():
+            rows.put("counted_step", "ms", found, counters=name, **labels)
+        shares = [with_ / without - 1 for with_, without in zip(times["with"], times["without"], strict=True)]
+        rows.put("counters_share", "of the step", shares, **labels)
+        begin = [elapsed_ms(partial(step.counted.begin_step, batch, Phase.DECODE)) for _ in range(20)]
+        rows.put("begin_step", "ms", begin, **labels)
+
+
+PARTS: dict[str, Callable[[Rows], None]] = {"check": check, "break_even": break_even, "counters": counters}
+PARTS |= {shape.name: partial(decode, shape=shape) for shape in SHAPES.values()}
+
+if __name__ == "__main__":
+    run_part(PARTS)

@@ -1,0 +1,287 @@
+"""Parts that run the project's own extension and memory layer on the device: its promises, and what its calls cost."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parents[1] / "tests")]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from environment import computes  # noqa: E402
+from memory_contract import CHECKS  # noqa: E402
+from rows import Rows, run_part  # noqa: E402
+from shapes import GLM_45_AIR  # noqa: E402
+
+from sglang_uvm_offload.expert_tensor import ExpertTensor  # noqa: E402
+from sglang_uvm_offload.layout import BLOCK_BYTES  # noqa: E402
+from sglang_uvm_offload.routing import ROUTED, TOUCHES, IdFormat, Phase  # noqa: E402
+from sglang_uvm_offload.routing_cuda import CudaRoutingCounters  # noqa: E402
+from sglang_uvm_offload.uvm import Location, Span  # noqa: E402
+from sglang_uvm_offload.uvm_cuda import CudaMemory  # noqa: E402
+
+MIB = 1 << 20
+
+
+def contract(rows: Rows) -> None:
+    """Every promise of ``uvm.Memory``; the first broken one ends the part."""
+    memory = CudaMemory()
+    for check in CHECKS:
+        started = time.perf_counter()
+        check(memory)
+        gc.collect()
+        rows.put("promise", "s", [time.perf_counter() - started], check=check.__name__)
+
+
+def counters(rows: Rows) -> None:
+    """Graphs of counting kernels against a plain count: formats, padding, phases, ids that change between replays."""
+    random = np.random.default_rng(7)
+    for tokens, k, experts, first in ((1, 8, 128, 0), (32, 8, 256, 0), (33, 6, 64, 64), (256, 8, 256, 128)):
+        for form in (IdFormat.PLAIN, IdFormat.PACKED):
+            layers = 3
+            counted = CudaRoutingCounters(layers, experts)
+            ids = torch.zeros(layers, tokens, k, dtype=torch.int32, device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            start = counted.read()
+            counted.begin_step(0, Phase.DECODE)
+            with torch.cuda.graph(graph):
+                for layer in range(layers):
+                    counted.count(layer, ids[layer], first, form)
+            want = np.zeros((layers, 2, 2, experts), dtype=np.int64)
+            replays = rows.pick(200, 8)
+            for _ in range(replays):
+                new = random.integers(-1, first + experts + 3, (layers, tokens, k)).astype(np.int32)
+                valid, phase = int(random.integers(0, tokens + 1)), Phase(int(random.integers(0, 2)))
+                ids.copy_(torch.from_numpy(new << 16 if form is IdFormat.PACKED else new))
+                counted.begin_step(valid, phase)
+                graph.replay()
+                for layer in range(layers):
+                    local = new[layer, :valid].ravel() - first
+                    routed = np.bincount(local[(local >= 0) & (local < experts)], minlength=experts)
+                    want[layer, phase, ROUTED] += routed
+                    want[layer, phase, TOUCHES] += routed > 0
+            wrong = int((counted.read().since(start).counts != want).sum())
+            rows.put("counts_wrong", "counts", [wrong], tokens=tokens, experts=experts, ids=form.value, replays=replays)
+            if wrong:
+                raise AssertionError(f"{wrong} counts differ from a plain count ({tokens} tokens, {experts} experts)")
+
+
+def moves(rows: Rows) -> None:
+    """Random promotions and demotions under a graph that was captured once: every replay's output is the first one's, bit for
+    bit. Half of the replays start while the pages are still on their way."""
+    experts, expert_bytes = rows.pick(96, 12), rows.pick(3 * MIB + 7 * 4096, 2 * 65536 + 4096)
+    count = rows.pick(1000, 40)
+    memory = CudaMemory()
+    tensor = ExpertTensor(memory, "experts", experts, expert_bytes)
+    resident = np.arange(experts) < experts // 2
+    tensor.place(resident)
+    weights = tensor.bytes()
+    random = np.random.default_rng(3)
+    values = random.standard_normal(experts * expert_bytes // 2, dtype=np.float32)
+    weights.copy_(torch.from_numpy(values).bfloat16().view(torch.uint8))
+    columns = 64
+    matrix = weights.view(torch.bfloat16).view(-1, columns)
+    x = torch.from_numpy(random.standard_normal((columns, 16), dtype=np.float32)).bfloat16().cuda()
+    out = torch.zeros(matrix.shape[0], 16, dtype=torch.bfloat16, device="cuda")
+    captured = 0
+
+    def step() -> None:
+        torch.mm(matrix, x, out=out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    captured += 1
+    graph.replay()
+    expected, address = out.cpu(), tensor.address
+    on_device = expected.cuda()
+    different, moved, done = 0, 0, 0
+    for number in range(count):
+        if rows.late():
+            break
+        after = resident.copy()
+        swapped = random.choice(experts, size=random.integers(1, 5), replace=False)
+        after[swapped] = ~after[swapped]
+        moved += tensor.demote(resident, resident & after)
+        moved += tensor.promote(resident & after, after)
+        resident = after
+        if number % 2:
+            memory.synchronize()
+        out.zero_()
+        graph.replay()
+        different += not torch.equal(out.cpu(), expected) if rows.small else not bool((out == on_device).all())
+        done += 1
+    memory.synchronize()
+    rows.put("moves", "replays that differ", [different], moves=done, captures=captured, moved_gb=moved / 1e9)
+    same_address = tensor.address == address == weights.data_ptr()
+    rows.put("moves", "bool", [same_address], figure="the address stayed")
+    intact = torch.equal(weights.cpu(), torch.from_numpy(values).bfloat16().view(torch.uint8))
+    rows.put("moves", "bool", [intact], figure="the bytes stayed")
+    if different or not same_address or not intact:
+        raise AssertionError(f"{different} of {done} replays differ; address kept: {same_address}; bytes kept: {intact}")
+
+
+def identity(rows: Rows) -> None:
+    """Bytes after random resident sets, checked on the GPU against a copy in plain memory."""
+    experts, expert_bytes = rows.pick(60, 8), rows.pick(17 * MIB + 4096, 65536 + 4096)
+    memory = CudaMemory()
+    tensor = ExpertTensor(memory, "experts", experts, expert_bytes)
+    resident = np.zeros(experts, dtype=bool)
+    tensor.place(resident)
+    weights = tensor.bytes()
+    plain = torch.randint(0, 256, (tensor.layout.nbytes,), dtype=torch.uint8, device="cuda")
+    weights.copy_(plain)
+    random = np.random.default_rng(5)
+    rounds = rows.pick(40, 4)
+    for done in range(rounds):
+        if rows.late():
+            return
+        after = random.random(experts) < random.random()
+        tensor.demote(resident, resident & after)
+        tensor.promote(resident & after, after)
+        resident = after
+        memory.synchronize()
+        same = torch.equal(weights.cpu(), plain.cpu()) if rows.small else torch.equal(weights, plain)
+        if not same:
+            raise AssertionError(f"bytes changed in round {done}")
+        if done % 4 == 0:  # new bytes, written wherever the pages are now
+            plain = torch.randint(0, 256, (tensor.layout.nbytes,), dtype=torch.uint8, device="cuda")
+            weights.copy_(plain)
+    rows.put("identity", "rounds", [rounds], gib=tensor.layout.nbytes / 2**30)
+
+
+def load(rows: Rows) -> None:
+    """A layer after the other as a server loads them, 78 % resident, and what the driver says is free afterwards."""
+    shape = GLM_45_AIR.toy if rows.small else GLM_45_AIR
+    memory = CudaMemory()
+    torch.zeros(1, device="cuda")
+    resident = np.arange(shape.experts) < round(0.78 * shape.experts)
+    for repeat in range(3):
+        if rows.late():
+            return
+        before, tensors, held = memory.info(), [], []
+        for layer in range(rows.pick(6, 2)):
+            for name, nbytes in (("w13", 2), ("w2", 1)):
+                expert = nbytes * shape.intermediate * shape.hidden
+                tensor = ExpertTensor(memory, f"{name} of layer {layer}", shape.experts, expert)
+                flat = tensor.bytes()
+                tensor.place(resident)
+                staging = torch.zeros(expert, dtype=torch.uint8)
+                for index in range(shape.experts):
+                    flat[index * expert : (index + 1) * expert].copy_(staging)
+                tensors.append(tensor)
+                held.append(flat)
+        memory.synchronize()
+        torch.cuda.synchronize()
+        after = memory.info()
+        predicted = sum(tensor.resident_bytes(resident) for tensor in tensors)
+        offloaded = sum(tensor.layout.nbytes for tensor in tensors) - predicted
+        used = before.device_free - after.device_free
+        rows.put("load", "GiB", [predicted / 2**30], figure="VRAM predicted", repeat=repeat)
+        rows.put("load", "GiB", [used / 2**30], figure="VRAM used", repeat=repeat)
+        rows.put("load", "ratio", [abs(used - predicted) / predicted], figure="error of VRAM used", repeat=repeat)
+        free = before.device_free - predicted
+        rows.put("load", "ratio", [abs(after.device_free - free) / free], figure="error of VRAM free", repeat=repeat)
+        rows.put("load", "GiB", [offloaded / 2**30], figure="host RAM predicted", repeat=repeat)
+        taken = before.host_available - after.host_available
+        rows.put("load", "GiB", [taken / 2**30], figure="host RAM used", repeat=repeat)
+        del tensors, tensor, held, flat
+        gc.collect()
+        left = before.device_free - memory.info().device_free
+        rows.put("load", "GiB", [left / 2**30], figure="VRAM not given back", repeat=repeat)
+
+
+def extension(rows: Rows) -> None:
+    """The moves of ``probe`` through Python and the extension: the time of the calls, and what a thread that replays a graph
+    notices when they are made from it or from another thread."""
+    experts, expert_bytes = rows.pick(128, 8), rows.pick(8 * MIB, BLOCK_BYTES)
+    memory = CudaMemory()
+    managed = memory.allocate(experts * expert_bytes, "experts")
+    weights = memory.tensor(managed)
+    spans = [Span(index * expert_bytes, expert_bytes) for index in range(experts)]
+
+    def bring(groups: Sequence[Sequence[Span]], location: Location) -> tuple[float, float, float]:
+        """Seconds of the advice calls, of the prefetch calls, and until all bytes are there."""
+        start = time.perf_counter()
+        for group in groups:
+            memory.prefer(managed, group, location)
+        advised = time.perf_counter()
+        for group in groups:
+            memory.prefetch(managed, group, location)
+        asked = time.perf_counter()
+        memory.synchronize()
+        return advised - start, asked - advised, time.perf_counter() - start
+
+    bring([spans], Location.HOST)
+    weights.random_()
+    for location, other in ((Location.DEVICE, Location.HOST), (Location.HOST, Location.DEVICE)):
+        for calls, groups in (("a span a call", [[span] for span in spans]), ("all spans in a call", [spans])):
+            times = []
+            for _ in range(5):
+                bring([spans], other)
+                times.append(bring(groups, location))
+            labels = {"to": location.value, "calls": calls, "expert_mib": expert_bytes / MIB}
+            rows.put("extension_advice", "us a span", [1e6 * advice / experts for advice, _, _ in times], **labels)
+            rows.put("extension_prefetch_call", "us a span", [1e6 * issue / experts for _, issue, _ in times], **labels)
+            rows.put("extension_move", "GB/s", [managed.nbytes / whole / 1e9 for _, _, whole in times], **labels)
+
+    scratch = torch.zeros(rows.pick(64 * MIB, MIB), dtype=torch.uint8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(8):
+            scratch.add_(1)
+
+    def replays(count: int) -> list[float]:
+        """Milliseconds of one replay after the other, as the thread that waits for each sees them."""
+        found = []
+        for _ in range(count):
+            start = time.perf_counter()
+            graph.replay()
+            torch.cuda.synchronize()
+            found.append((time.perf_counter() - start) * 1e3)
+        return found
+
+    def promote() -> None:
+        memory.prefer(managed, spans[:16], Location.DEVICE)
+        memory.prefetch(managed, spans[:16], Location.DEVICE)
+
+    for where in ("scheduler", "helper"):
+        usual, worst, lost = [], [], []
+        for _ in range(rows.pick(8, 2)):
+            bring([spans], Location.HOST)
+            before = statistics.median(replays(rows.pick(50, 3)))
+            held = 0.0
+            thread = threading.Thread(target=promote)
+            if where == "helper":
+                thread.start()
+            else:
+                start = time.perf_counter()
+                promote()
+                held = (time.perf_counter() - start) * 1e3
+            seen = replays(rows.pick(200, 3))
+            if where == "helper":
+                thread.join()
+            memory.synchronize()
+            usual.append(before)
+            worst.append(max(seen))
+            lost.append(held + sum(max(0.0, each - before) for each in seen))
+        rows.put("extension_stall", "ms", usual, thread=where, figure="replay before")
+        rows.put("extension_stall", "ms", worst, thread=where, figure="slowest replay")
+        rows.put("extension_stall", "ms", lost, thread=where, figure="time lost to 16 promotions")
+
+
+PARTS = {each.__name__: each for each in (contract, counters, moves, identity, load, extension)}
+
+if __name__ == "__main__":
+    if not computes():
+        print("no kernel computes here: outputs are not checked on the device, and no time is a measurement")
+    run_part(PARTS)

@@ -1,0 +1,275 @@
+// What memory moves cost in VRAM and host RAM, what evicts residents, and how to notice.
+#pragma once
+
+#include <cstring>
+#include <fstream>
+#include <random>
+
+#include "moves.h"
+
+// Measurement 6: how the free VRAM that the driver reports follows populating, promoting and demoting.
+inline void measure_accounting(session& it) {
+    const size_t total = it.pick(4 * gib, 8 * mib), step = it.pick(16 * mib, mib);
+    for (int repeat = 0; repeat < 3 && !it.late(); repeat++) {
+        double start = double(free_vram());
+        auto put = [&](const char* what, double expected) {
+            row line("vram_taken");
+            line.label("after", what).label("repeat", repeat).label("expected_mib", expected / mib);
+            it.put(line, "MiB", {(start - double(free_vram())) / mib});
+        };
+        {
+            managed_range range(total, it.device);
+            put("allocate", 0);
+            range.prefer(on_host());
+            put("advise", 0);
+            prefetch(range.start + total / 2, total / 2, on_host(), it.stream);
+            CHECK(cudaStreamSynchronize(it.stream));
+            put("populate half on the host", 0);
+            std::vector<double> steps;
+            for (size_t at = 0; at < total / 8; at += step) {
+                prefetch(range.start + at, step, on_device(it.device), it.stream);
+                CHECK(cudaStreamSynchronize(it.stream));
+                steps.push_back((start - double(free_vram())) / mib);
+            }
+            row each("vram_taken_by_steps");
+            it.put(each.label("repeat", repeat).label("step_mib", step / double(mib)), "MiB", steps);
+            prefetch(range.start, total / 2, on_device(it.device), it.stream);
+            CHECK(cudaStreamSynchronize(it.stream));
+            put("populate half in VRAM", total / 2);
+            prefetch(range.start + total / 2, total / 4, on_device(it.device), it.stream);
+            CHECK(cudaStreamSynchronize(it.stream));
+            put("promote a quarter", total / 4 * 3);
+            prefetch(range.start, total / 2, on_host(), it.stream);
+            CHECK(cudaStreamSynchronize(it.stream));
+            put("demote half", total / 4);
+            prefetch(range.start, total / 2, on_device(it.device), it.stream);
+            CHECK(cudaStreamSynchronize(it.stream));
+            put("promote it again", total / 4 * 3);
+        }
+        put("free", 0);
+    }
+}
+
+// The cycles of one read of each 2 MiB block, as the residency check takes them.
+class residency_check {
+  public:
+    residency_check(session& it, const char* start, size_t nbytes)
+        : session_(it), start_(start), blocks_(nbytes / block_bytes), cycles_(blocks_ * 4), result_(4096) {}
+
+    std::vector<unsigned> cycles() {
+        CHECK(cudaMemsetAsync(cycles_.start(), 0, blocks_ * 4, session_.stream));
+        offset_ = (offset_ + 4096) % block_bytes;  // another cache line each time
+        time_reads<<<session_.sms, 1, 0, session_.stream>>>(start_, blocks_, block_bytes, offset_,
+                                                            reinterpret_cast<unsigned*>(cycles_.start()),
+                                                            reinterpret_cast<unsigned*>(result_.start()));
+        CHECK(cudaGetLastError());
+        std::vector<unsigned> seen(blocks_);
+        CHECK(cudaMemcpyAsync(seen.data(), cycles_.start(), blocks_ * 4, cudaMemcpyDeviceToHost, session_.stream));
+        CHECK(cudaStreamSynchronize(session_.stream));
+        return seen;
+    }
+
+    size_t away(unsigned threshold) {
+        size_t count = 0;
+        for (unsigned each : cycles()) count += each > threshold;
+        return count;
+    }
+    size_t blocks() const { return blocks_; }
+
+  private:
+    session& session_;
+    const char* start_;
+    size_t blocks_, offset_ = 0;
+    plain_memory cycles_, result_;
+};
+
+inline std::vector<double> quantiles(std::vector<double> values) {
+    if (values.empty()) return {};
+    std::sort(values.begin(), values.end());
+    std::vector<double> picked;
+    for (double q : {0.0, 0.05, 0.5, 0.95, 1.0}) picked.push_back(values[size_t(q * (values.size() - 1))]);
+    return picked;
+}
+
+struct separation {
+    unsigned threshold;
+    double right;
+};
+
+// Half of the blocks resident, chosen at random: is the latency of one read enough to tell them apart?
+inline separation learn_threshold(session& it, bool report) {
+    const size_t total = it.pick(2 * gib, 16 * mib), blocks = total / block_bytes;
+    managed_range range(total, it.device);
+    range.prefer(on_host());
+    range.bring(on_host(), it.stream);
+    residency_check watch(it, range.start, total);
+    std::mt19937 random(7);
+    std::vector<double> right, cost, all_near, all_far;
+    unsigned threshold = 0;
+    for (int repeat = 0; repeat < 5; repeat++) {
+        std::vector<bool> resident(blocks);
+        for (size_t b = 0; b < blocks; b++) {
+            resident[b] = random() % 2;
+            prefetch(range.start + b * block_bytes, block_bytes, resident[b] ? on_device(it.device) : on_host(),
+                     it.stream);
+        }
+        CHECK(cudaStreamSynchronize(it.stream));
+        watch.cycles();
+        std::vector<unsigned> seen;
+        cost.push_back(host_seconds([&] { seen = watch.cycles(); }) * 1e6);
+        std::vector<double> near, far;
+        for (size_t b = 0; b < blocks; b++) (resident[b] ? near : far).push_back(seen[b]);
+        // Geometric mean of the two medians, learnt from the first placement and judged on the others.
+        if (repeat == 0) threshold = static_cast<unsigned>(__builtin_sqrt(median(near) * median(far)));
+        size_t hits = 0;
+        for (size_t b = 0; b < blocks; b++) hits += (seen[b] > threshold) != resident[b];
+        if (repeat > 0) right.push_back(double(hits) / blocks);
+        all_near.insert(all_near.end(), near.begin(), near.end());
+        all_far.insert(all_far.end(), far.begin(), far.end());
+    }
+    if (report) {
+        row a("read_latency"), b("read_latency"), c("residency_check"), d("residency_check");
+        it.put(a.label("blocks", "resident").label("quantiles", "0, 5, 50, 95, 100 %"), "cycles", quantiles(all_near));
+        it.put(b.label("blocks", "offloaded").label("quantiles", "0, 5, 50, 95, 100 %"), "cycles", quantiles(all_far));
+        it.put(c.label("figure", "told right").label("blocks", blocks), "share", right);
+        it.put(d.label("figure", "one check").label("blocks", blocks), "us", cost);
+    }
+    return {threshold, median(right)};
+}
+
+inline void measure_residency(session& it) { learn_threshold(it, true); }
+
+// Measurement 7: residents of two designs, and plain allocations that grow until they evict. The residents are small
+// beside the card, and what is evicted is bounded.
+inline void measure_eviction(session& it) {
+    const size_t residents = it.pick(gib, 16 * mib), coarse = it.pick(gib, gib), fine = 64 * mib;
+    const size_t leave = it.pick(4 * gib, 4 * gib), evict_at_most = residents / 4;
+    const unsigned threshold = learn_threshold(it, false).threshold;
+    reader read(it);
+    size_t plain_at_eviction = 0;
+    for (design how : {design::prefer_host, design::prefer_gpu}) {
+        managed_range range(residents, it.device);
+        range.prefer(on_host());
+        promote(it, how, range.start, residents, it.stream);
+        CHECK(cudaStreamSynchronize(it.stream));
+        fill_pattern(it, range.start, residents);
+        residency_check watch(it, range.start, residents);
+        auto put = [&](const char* what, const char* unit, const std::vector<double>& values) {
+            row line("eviction");
+            it.put(line.label("design", name_of(how)).label("figure", what), unit, values);
+        };
+        auto passes = [&](int count) {
+            std::vector<double> rates;
+            for (int i = 0; i < count; i++) rates.push_back(read.gb(range.start, residents));
+            return rates;
+        };
+        passes(2);
+        put("read, before", "GB/s", passes(5));
+        std::vector<void*> plain;
+        size_t taken = 0, free_at_first = 0, away = 0;
+        auto take = [&](size_t nbytes) {
+            void* start = nullptr;
+            cudaError_t error = cudaMalloc(&start, nbytes);
+            if (error == cudaErrorMemoryAllocation) {
+                cudaGetLastError();  // full: no error of the next launch
+                return false;
+            }
+            CHECK(error);
+            plain.push_back(start);
+            taken += nbytes;
+            return true;
+        };
+        while (free_vram() > leave && !it.late() && take(coarse)) {
+        }
+        if (how == design::prefer_host) {
+            while (away * block_bytes < evict_at_most && !it.late()) {
+                size_t before = free_vram();
+                if (!take(fine)) break;
+                away = watch.away(threshold);
+                if (away && !free_at_first) {
+                    free_at_first = before;
+                    put("free VRAM before the allocation that evicted first", "MiB", {double(before) / mib});
+                }
+            }
+            plain_at_eviction = taken;
+            put("residents evicted, by the latency check", "MiB", {double(away * block_bytes) / mib});
+        } else {
+            // A latency check would bring evicted pages back here: the same plain bytes as before, and no look.
+            while (taken < plain_at_eviction && !it.late() && take(fine)) {
+            }
+        }
+        put("plain allocations", "MiB", {double(taken) / mib});
+        put("free VRAM under pressure", "MiB", {double(free_vram()) / mib});
+        put("read, under pressure, pass by pass", "GB/s", passes(4));
+        for (void* start : plain) CHECK(cudaFree(start));
+        put("read, pressure gone, pass by pass", "GB/s", passes(4));
+        double cure = host_seconds([&] {
+            promote(it, how, range.start, residents, it.stream);
+            CHECK(cudaStreamSynchronize(it.stream));
+        });
+        put("prefetching all residents again", "ms", {cure * 1e3});
+        put("read, after prefetching again", "GB/s", passes(4));
+    }
+}
+
+// ---- host memory ----
+
+inline double status_kib(const char* path, const char* key) {
+    std::ifstream file(path);
+    std::string word;
+    while (file >> word) {
+        double value;
+        if (word == key && file >> value) return value;
+    }
+    return -1;
+}
+
+inline double cgroup_bytes() {
+    for (const char* path : {"/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes"}) {
+        std::ifstream file(path);
+        double value;
+        if (file >> value) return value;
+    }
+    return -1;
+}
+
+// Measurement 9: what this process, its cgroup and the machine say about host memory along an expert's life; -1: the
+// machine does not say.
+inline void measure_host_memory(session& it) {
+    const size_t total = it.pick(4 * gib, 8 * mib);
+    for (bool host_first : {true, false}) {
+        double available = status_kib("/proc/meminfo", "MemAvailable:");
+        double rss = status_kib("/proc/self/status", "VmRSS:");
+        double group = cgroup_bytes();
+        auto put = [&](const char* after) {
+            auto one = [&](const char* figure, double value) {
+                row line("host_memory");
+                line.label("flow",
+                           host_first ? "written on the host, then promoted" : "prefetched to VRAM before written");
+                it.put(line.label("after", after).label("figure", figure), "MiB", {value});
+            };
+            one("taken, by MemAvailable", (available - status_kib("/proc/meminfo", "MemAvailable:")) / 1024);
+            one("resident set grew", (status_kib("/proc/self/status", "VmRSS:") - rss) / 1024);
+            one("cgroup grew", group < 0 ? -1 : (cgroup_bytes() - group) / mib);
+            one("locked", status_kib("/proc/self/status", "VmLck:") / 1024);
+        };
+        {
+            managed_range range(total, it.device);
+            range.prefer(on_host());
+            put("allocate");
+            range.bring(host_first ? on_host() : on_device(it.device), it.stream);
+            put("prefetch");
+            fill_pattern(it, range.start, total);
+            put("write by the GPU");
+            if (host_first) {
+                range.bring(on_device(it.device), it.stream);
+                put("promote");
+            }
+            range.bring(on_host(), it.stream);
+            put("demote");
+            range.bring(on_device(it.device), it.stream);
+            put("promote again");
+        }
+        put("free");
+    }
+}

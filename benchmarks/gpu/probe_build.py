@@ -1,0 +1,44 @@
+"""Compiles probe.cu with nvcc, once for each state of its sources. As a program: prints the path (no GPU is needed)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from sglang_uvm_offload.cuda_build import DEFAULT_HOME, cache_root, find_nvcc, nvcc_release  # noqa: E402
+
+
+def build(arch: str = "sm_90") -> Path:
+    sources = [HERE / "probe.cu", *sorted((HERE / "probe").glob("*.h"))]
+    nvcc = find_nvcc()
+    # The shared runtime, so that a stand-in driver can take its place; found again beside the compiler.
+    libraries = [home / "lib64" for home in (nvcc.resolve().parent.parent, DEFAULT_HOME)]
+    flags = ["-O2", "-std=c++17", "-gencode", f"arch={arch.replace('sm_', 'compute_')},code={arch}", "-cudart", "shared"]
+    for place in dict.fromkeys(place for place in libraries if place.is_dir()):
+        flags += ["-Xlinker", "-rpath", "-Xlinker", str(place)]
+    texts = [source.read_text() for source in sources]
+    key = hashlib.sha256("\0".join([*texts, *flags, str(nvcc), nvcc_release(nvcc)]).encode()).hexdigest()[:20]
+    program = cache_root() / f"probe-{arch}-{key}"
+    if program.exists():
+        return program
+    program.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=program.parent) as work:
+        made = Path(work) / "probe"
+        answer = subprocess.run(
+            [str(nvcc), *flags, "-o", str(made), str(sources[0])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if answer.returncode != 0:
+            raise SystemExit(f"nvcc could not compile probe.cu:\n{answer.stdout}")
+        os.replace(made, program)
+    return program
+
+
+if __name__ == "__main__":
+    print(build(*sys.argv[1:]))

@@ -1,0 +1,112 @@
+"""The sections of a GPU session and their parts, in the order of the decisions they settle. Plain data: no CUDA, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+SMALL_GIB = 1 / 16
+"""What a part takes where it runs at toy sizes."""
+SECTION_SECONDS = 7.5 * 60
+"""A section begins no part that may end after this."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process: ``program`` is "probe" (the compiled probe.cu), or a module of this folder."""
+
+    name: str
+    program: str
+    expected: int
+    """Seconds that it should take on an H200: an estimate from bytes over link speed, not a measurement."""
+    limit: int
+    """Seconds after which it begins nothing more; it is killed somewhat later."""
+    managed_gib: float
+    """The most managed memory that it holds at a time."""
+    host_gib: float
+    """The most host RAM that it holds at a time."""
+    says: str
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str
+    question: str
+    parts: tuple[Part, ...]
+
+    @property
+    def expected(self) -> int:
+        return sum(part.expected for part in self.parts)
+
+    @property
+    def managed_gib(self) -> float:
+        return max(part.managed_gib for part in self.parts)
+
+    @property
+    def host_gib(self) -> float:
+        return max(part.host_gib for part in self.parts)
+
+
+PROBE = Section(
+    "probe",
+    "what unified memory does and costs on this GPU",
+    (
+        Part("demotion", "probe", 10, 40, 0.5, 1, "designs to hold residents: promote, demote, read (measurement 4)"),
+        Part("prefetch", "probe", 40, 75, 1, 3, "prefetch against the copy engine; who waits (measurement 3)"),
+        Part("eviction", "probe", 15, 45, 2, 2, "a plain allocation near capacity; which headroom (measurement 7)"),
+        Part("stall", "probe", 25, 60, 0.6, 1, "what a running replay suffers from a promotion (measurement 5)"),
+        Part("bandwidth", "probe", 95, 160, 30, 32, "zero-copy reads by memory, size and load (measurement 1)"),
+        Part("amplification", "probe", 8, 30, 0.1, 1, "many readers of one tile (measurement 2)"),
+        Part("residency", "probe", 5, 30, 2, 3, "telling residents by the latency of one read"),
+        Part("alignment", "probe", 8, 30, 2.2, 3, "experts packed or padded to 2 MiB; host page sizes"),
+        Part("advice", "probe", 30, 60, 1, 4, "advice by number of ranges; copies into new pages (measurement 8)"),
+        Part("accounting", "probe", 8, 30, 4, 4, "free VRAM as the driver reports it (measurement 6)"),
+        Part("host_memory", "probe", 10, 30, 4, 5, "host RAM along an expert's life (measurement 9)"),
+        Part("extension", "ops_parts", 15, 40, 2, 3, "the same moves through the project's own extension and Python"),
+    ),
+)
+
+OPS = Section(
+    "ops",
+    "whether the extension and the memory layer keep their promises on the device",
+    (
+        Part("contract", "ops_parts", 20, 60, 0.5, 1, "every promise of uvm.Memory"),
+        Part("counters", "ops_parts", 10, 40, 0.1, 1, "routing counters in a CUDA graph against a plain count"),
+        Part("moves", "ops_parts", 20, 80, 0.5, 1, "1,000 random moves under graph replay: same bits, no new capture"),
+        Part("identity", "ops_parts", 15, 60, 2, 3, "bytes after random promotions and demotions"),
+        Part("load", "ops_parts", 25, 80, 14, 8, "free VRAM and host RAM after a load against the prediction"),
+    ),
+)
+
+LAYER = Section(
+    "layer",
+    "what offloading costs a MoE layer under graph replay",
+    (
+        Part("link", "probe", 15, 45, 1, 2, "the zero-copy and copy-engine ceilings of this run"),
+        Part("check", "layer_parts", 15, 60, 0.1, 1, "the Triton MoE against torch"),
+        Part("break_even", "layer_parts", 75, 130, 1, 2, "one expert, 1 to 4096 tokens: read through or copy in first"),
+        Part("glm-4.5-air", "layer_parts", 60, 100, 9, 6, "GLM-4.5-Air, bf16 and FP8, by residency and batch"),
+        Part("deepseek-v3", "layer_parts", 60, 100, 9, 6, "DeepSeek-V3, one rank of 8, likewise"),
+        Part("glm-5", "layer_parts", 60, 100, 8, 6, "GLM-5, one rank of 8, likewise"),
+        Part("counters", "layer_parts", 20, 60, 0.1, 1, "routing counters of 75 layers beside 75 MoE layers"),
+    ),
+)
+
+SECTIONS = {section.name: section for section in (PROBE, OPS, LAYER)}
+
+
+def too_much(section: Section, free_vram: int, host_available: int, small: bool) -> list[str]:
+    """Every reason why the section must not start. Managed memory beyond a third of the free VRAM is refused whatever the
+    part would do with it: oversubscribed managed memory can hang a GPU, and not for this process only."""
+    reasons = []
+    for part in section.parts:
+        managed = SMALL_GIB if small else part.managed_gib
+        host = SMALL_GIB if small else part.host_gib
+        if managed * GIB >= free_vram / 3:
+            reasons.append(
+                f"{part.name} plans {managed:.1f} GiB of managed memory, and a third of the free VRAM is "
+                f"{free_vram / 3 / GIB:.1f} GiB"
+            )
+        if host * GIB > 0.8 * host_available:
+            reasons.append(f"{part.name} plans {host:.1f} GiB of host RAM, and {host_available / GIB:.1f} GiB are available")
+    return reasons

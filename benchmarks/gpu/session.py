@@ -1,0 +1,264 @@
+"""Runs the sections of a GPU session: ``scripts/gpu_session.sh --help``.
+
+Each part of a section is a process of its own, so that a crash, a CUDA error that sticks or a hang costs that part only. After
+each part the section's JSON is written, and a later run goes on where this one ended. No torch is imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from decisions import DECISIONS
+from goals import GOALS
+from rows import Row, read_rows
+from sections import SECTION_SECONDS, SECTIONS, Part, Section, too_much
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+GRACE_SECONDS = 30
+"""A part that begins nothing more still has to end what it began."""
+NOTHING_MEASURED = "NOT MEASUREMENTS: no kernel computes here (a stand-in driver), so no figure below says anything of a GPU"
+
+DONE, FAILED, CUT_SHORT, LEFT = "done", "failed", "cut short", "no time left"
+
+
+class SectionFailure(Exception):
+    """The section cannot start, or did not end complete. The message says why."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    wanted = parse(arguments)
+    if wanted.list:
+        list_sections()
+        return 0
+    sections = [SECTIONS[name] for name in wanted.sections or SECTIONS]
+    if wanted.dry_run:
+        return dry_run(sections)
+    failures = []
+    for section in sections:
+        try:
+            run_section(section, wanted)
+        except SectionFailure as failure:
+            failures.append(f"section {section.name}: {failure}")
+            print(failures[-1], flush=True)
+    for message in failures:
+        print(f"gpu_session: {message}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gpu_session.sh",
+        description="Measures unified memory on this machine's GPU, section by section (all of them, in order, if none is "
+        "named). Results: one JSON and one log a section in --out, else $OUT, else benchmarks/results/DATE-DEVICE.",
+    )
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--list", action="store_true", help="say what there is, in order, and how long it takes")
+    parser.add_argument("--dry-run", action="store_true", help="everything up to the first CUDA call")
+    parser.add_argument("--out", type=Path, help="the folder of the results, relative to the repository's root")
+    parser.add_argument("--from", type=Path, dest="earlier", metavar="DIR", help="go on from the results in DIR (likewise)")
+    parser.add_argument("--again", action="store_true", help="do not go on from earlier results: measure anew")
+    wanted = parser.parse_args(arguments)
+    if unknown := [name for name in wanted.sections if name not in SECTIONS]:
+        parser.error(f"no section {', '.join(unknown)}: there are {', '.join(SECTIONS)}")
+    return wanted
+
+
+def list_sections() -> None:
+    for section in SECTIONS.values():
+        print(f"{section.name}: {section.question}; about {section.expected / 60:.1f} minutes (an estimate)")
+        for part in section.parts:
+            print(f"    {part.name:14}{part.expected:4} s  {part.managed_gib:5.1f} GiB managed  {part.says}")
+
+
+# ---- one section ----
+
+
+def run_section(section: Section, wanted: argparse.Namespace) -> None:
+    started = time.monotonic()
+    environment = child_json([sys.executable, str(HERE / "environment.py")])
+    out = wanted.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else default_folder(environment))
+    out.mkdir(parents=True, exist_ok=True)
+    record = None if wanted.again else earlier_record(section, environment, [out, wanted.earlier])
+    if record and record["complete"]:
+        print(f"section {section.name}: complete in {record['_path']}, not run again (--again would)", flush=True)
+        return
+    small = not environment["measured"]
+    if reasons := too_much(section, environment["vram_free_bytes"], environment["host_available_bytes"], small):
+        raise SectionFailure("not started: " + "; ".join(reasons))
+    record = record or {"section": section.name, "question": section.question, "parts": {}}
+    record.pop("_path", None)
+    record |= {"measured": environment["measured"], "environment": environment, "complete": False}
+    record.setdefault("commands", []).append([sys.executable, *sys.argv])
+    record.setdefault("started", []).append(datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
+    with (out / f"{section.name}.log").open("a") as log:
+        say(
+            log,
+            f"== section {section.name} on {environment['device']}, driver {environment['driver']}, {record['started'][-1]}",
+        )
+        programs = {part.program: part for part in section.parts}
+        commands = {name: program(part, environment, log) for name, part in programs.items()}
+        for part in section.parts:
+            if record["parts"].get(part.name, {}).get("status") == DONE:
+                continue
+            left = SECTION_SECONDS - (time.monotonic() - started)
+            record["parts"][part.name] = run_part(part, commands[part.program], left, small, log)
+            judge(section, record)
+            write_json(out / f"{section.name}.json", record)
+        for text in table(section, record):
+            say(log, text)
+    if not record["complete"]:
+        reasons = [f"{name}: {part['status']}" for name, part in record["parts"].items() if part["status"] != DONE]
+        raise SectionFailure("; ".join(reasons) + f" (see {out / f'{section.name}.log'})")
+
+
+def run_part(part: Part, program: Sequence[str], left: float, small: bool, log: TextIO) -> dict[str, Any]:
+    """What the section's record says of this part."""
+    if left < min(part.expected, part.limit):
+        say(log, f"-- {part.name}: no time left in this section ({left:.0f} s)")
+        return {"status": LEFT, "rows": []}
+    seconds = min(part.limit, left - 5)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        rows_file = Path(folder) / "rows"
+        words = [part.name, str(rows_file), f"{seconds:.0f}", *(["--small"] if small else [])]
+        command = [*program, *words]
+        say(log, f"-- {part.name}: {part.says}; at most {seconds:.0f} s")
+        try:
+            ended = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=seconds + GRACE_SECONDS)
+            error = None if ended.returncode == 0 else f"ended with status {ended.returncode}"
+        except subprocess.TimeoutExpired:
+            error = f"killed after {seconds + GRACE_SECONDS:.0f} s"
+        rows = read_rows(rows_file)
+    finished = any(row["row"] == "finished" and row["values"] == [1] for row in rows)
+    status = FAILED if error else DONE if finished else CUT_SHORT
+    if error:
+        say(log, f"-- {part.name} {error}")
+    taken = time.monotonic() - started
+    say(log, f"-- {part.name}: {status}, {len(rows)} rows, {taken:.1f} s")
+    return {"status": status, "error": error, "seconds": round(taken, 2), "command": command, "rows": rows}
+
+
+def program(part: Part, environment: dict[str, Any], log: TextIO) -> list[str]:
+    if part.program != "probe":
+        return [sys.executable, str(HERE / f"{part.program}.py")]
+    arch = "sm_" + "".join(map(str, environment["compute_capability"]))
+    answer = subprocess.run([sys.executable, str(HERE / "probe_build.py"), arch], stdout=subprocess.PIPE, stderr=log, text=True)
+    if answer.returncode != 0:
+        raise SectionFailure(f"probe.cu was not compiled (see {log.name})")
+    return [answer.stdout.strip()]
+
+
+def judge(section: Section, record: dict[str, Any]) -> None:
+    parts = record["parts"]
+    rows: dict[str, list[Row]] = {name: part["rows"] for name, part in parts.items()}
+    record["goals"] = [goal.judge(rows, record["measured"]) for goal in GOALS[section.name]]
+    record["decisions"] = [decision.report(rows) for decision in DECISIONS[section.name]]
+    record["complete"] = all(parts.get(part.name, {}).get("status") == DONE for part in section.parts)
+
+
+def table(section: Section, record: dict[str, Any]) -> list[str]:
+    lines = [f"== {section.name}: {section.question}"]
+    if not record["measured"]:
+        lines.append(NOTHING_MEASURED)
+    for decision in record["decisions"]:
+        lines += [f"{decision['question']}:", *(f"    {figure}" for figure in decision["figures"])]
+    for goal in record["goals"]:
+        verdict = {True: "met", False: "MISSED", None: "not judged"}[goal["met"]]
+        ratio = "no figure" if goal["ratio"] is None else f"{goal['ratio']:.4g}"
+        lines.append(f"goal: {goal['goal']}: {ratio} (wanted {goal['limit']}): {verdict}")
+        if goal["from"]:
+            lines.append(f"    {goal['from']}")
+    states = ", ".join(f"{name} {part['status']}" for name, part in record["parts"].items())
+    lines.append(f"== {section.name}: {'complete' if record['complete'] else 'NOT complete'}: {states}")
+    return lines
+
+
+def earlier_record(section: Section, environment: dict[str, Any], folders: Sequence[Path | None]) -> dict[str, Any] | None:
+    """The first folder's record of this section that this machine may go on from. Figures of different machines, drivers or
+    libraries do not make one section, and figures of a stand-in never count for a GPU."""
+    same = ("device", "driver", "cuda_of_torch", "torch", "measured")
+    for folder in folders:
+        path = folder / f"{section.name}.json" if folder else None
+        if path is None or not path.exists():
+            continue
+        record: dict[str, Any] = json.loads(path.read_text())
+        other = [name for name in same if record["environment"][name] != environment[name]]
+        if not other:
+            return record | {"_path": str(path)}
+        print(f"section {section.name}: {path} is of another {', '.join(other)}: measuring anew", flush=True)
+    return None
+
+
+# ---- the dry run ----
+
+
+def dry_run(sections: Sequence[Section]) -> int:
+    """Compile and check everything that needs no GPU. Programs run with no CUDA device visible."""
+    programs = dict.fromkeys(part.program for section in sections for part in section.parts)
+    failed = []
+    for name in programs:
+        command = [sys.executable, str(HERE / ("probe_build.py" if name == "probe" else "dry_run.py"))]
+        command += [] if name == "probe" else [name]
+        print(f"== {name}: {' '.join(command)}", flush=True)
+        if subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}).returncode != 0:
+            failed.append(name)
+    for section in sections:
+        needs = f"{section.managed_gib:g} GiB of managed memory, {section.host_gib:g} GiB of host RAM"
+        print(f"{section.name}: {needs} at most; free VRAM needed: more than {3 * section.managed_gib:g} GiB")
+    if failed:
+        print(f"gpu_session: dry run failed in {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+# ---- small things ----
+
+
+def say(log: TextIO, text: str) -> None:
+    """To the log and to whoever watches."""
+    print(text, flush=True)
+    print(text, file=log, flush=True)
+
+
+def child_json(command: Sequence[str]) -> dict[str, Any]:
+    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if answer.returncode != 0:
+        raise SectionFailure("not started: the environment cannot be described")
+    described: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    return described
+
+
+def default_folder(environment: dict[str, Any]) -> Path:
+    device = re.sub(r"[^a-z0-9]+", "-", environment["device"].lower()).strip("-")
+    played = "" if environment["measured"] else "-stand-in"
+    return ROOT / "benchmarks" / "results" / f"{datetime.date.today().isoformat()}-{device}{played}"
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """One row a line, so that results can be read and compared as text. The old file stays until the new one is whole."""
+    shown = {**record, "parts": {}}
+    text = json.dumps(shown, indent=1)
+    parts = []
+    for name, part in record["parts"].items():
+        rows = ",\n".join("    " + json.dumps(row) for row in part["rows"])
+        head = json.dumps({key: value for key, value in part.items() if key != "rows"})
+        parts.append(f'  {json.dumps(name)}: {head[:-1]}, "rows": [\n{rows}\n  ]}}')
+    text = text.replace('"parts": {}', '"parts": {\n' + ",\n".join(parts) + "\n }", 1)
+    part_file = path.with_suffix(".json.part")
+    part_file.write_text(text + "\n")
+    os.replace(part_file, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
