@@ -1,7 +1,8 @@
 """Run in its own process by test_plugin_arguments.py: hand many launches to SGLang's own argument code, print what it did.
 
-Reads a JSON list of cases ``{"argv": [...]}`` or ``{"engine": {...}}``, each optionally with ``"resolve": true``; writes a list
-of ``{"exit": code or null, "error": text, "flags": {...}}`` to the file named by the first argument.
+Reads a JSON list of cases ``{"argv": [...]}`` or ``{"engine": {...}}``, each optionally with ``"resolve": true`` and
+``"host_bytes"`` of host RAM; writes a list of ``{"exit": code or null, "error": text, "flags": {...}}`` to the file named by the
+first argument.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ def main() -> None:
 def run(case: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt import server_args
 
+    from sglang_uvm_offload.plugin import launch_checks
+
     code, errors = None, io.StringIO()
+    launch_checks.host_available = lambda: case.get("host_bytes", 1 << 40)
     flags: dict[str, Any] = {}
     with contextlib.redirect_stderr(errors):
         try:

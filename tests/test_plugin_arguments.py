@@ -55,6 +55,8 @@ def launch(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory):
         "ids for too few layers": {"argv": [*cpu, N, "4", *manual, f"@{ids}"], "resolve": True},
         "ids too high": {"argv": [*cpu, N, "4", *manual, "0,99"], "resolve": True},
         "uvm on a cpu": {"argv": [*cpu, N, "4", "--expert-offload-backend", "uvm"], "resolve": True},
+        "host RAM is short": {"argv": [*cpu, N, "4"], "resolve": True, "host_bytes": (1 << 30) + (6 << 20)},
+        "host RAM is enough": {"argv": [*cpu, N, "4"], "resolve": True, "host_bytes": (1 << 30) + (7 << 20)},
         "combinations": {
             "argv": [*cpu, N, "4", "--cpu-offload-gb", "2", "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules",
                      "all", "--enable-memory-saver", "--load-format", "gguf"],
@@ -87,8 +89,9 @@ def test_without_flags_offloading_is_off_and_nothing_is_refused(launch):
     assert launch["off"]["flags"]["expert_offload_num_resident"] is None
 
 
-def test_as_many_residents_as_experts_are_served(launch):
-    assert launch["all of them"]["exit"] is None, launch["all of them"]["error"]
+@pytest.mark.parametrize("case", ["all of them", "host RAM is enough"])
+def test_what_just_fits_is_served(launch, case):
+    assert launch[case]["exit"] is None, launch[case]["error"]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +105,7 @@ def test_as_many_residents_as_experts_are_served(launch):
         ("ids for too few layers", ["--expert-offload-resident-ids", "lists 2 layers", "3 MoE layers"]),
         ("ids too high", ["--expert-offload-resident-ids", "expert 99 does not exist", "0-15"]),
         ("uvm on a cpu", ["--expert-offload-backend uvm", "CUDA"]),
+        ("host RAM is short", [f"{N} 4", "need 6.8 MiB of host RAM, and 6.0 MiB is left"]),
         ("combinations", ["--cpu-offload-gb", "--enable-lora", "--enable-memory-saver", "--load-format gguf"]),
     ],
 )

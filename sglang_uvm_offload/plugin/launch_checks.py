@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import FlagError, OffloadConfig, ResidentIds, flag_name
+from sglang_uvm_offload.expert_layer import HOST_MARGIN_BYTES
+from sglang_uvm_offload.host_ram import host_available
 from sglang_uvm_offload.moe_config import moe_shape
+from sglang_uvm_offload.planning.checkpoint import load
+from sglang_uvm_offload.planning.safetensors_header import CheckpointError
+from sglang_uvm_offload.report import size
 
 _N = flag_name("num_resident")
 
@@ -104,4 +110,27 @@ def _model_problems(config: OffloadConfig, server_args: Any) -> list[str]:
     if config.resident_ids is not None:
         ids = ResidentIds.parse(config.resident_ids)
         out += ids.problems(len(shape.moe_layers), shape.num_experts, config.residents)
-    return out
+    return out or _host_ram_problems(config, resolving_view(server_args), model.hf_config)
+
+
+def _host_ram_problems(config: OffloadConfig, cfg: Any, hf_config: Any) -> list[str]:
+    """Whether this machine's host RAM holds the offloaded experts, where a local checkpoint's headers tell their bytes. What
+    is converted while it loads (another dtype, quantised on the way) is held to it then, tensor by tensor."""
+    path = Path(cfg.model_path)
+    dtype = str(getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None))
+    converted = "float32" in dtype or (cfg.quantization is not None and not hasattr(hf_config, "quantization_config"))
+    if not path.is_dir() or cfg.nnodes > 1 or converted:
+        return []
+    try:
+        model = load(path)
+    except CheckpointError:
+        return []
+    replicas = 1 if cfg.attn_dp_size > 1 else cfg.dp_size
+    offloaded = replicas * model.expert_bytes * (model.num_experts - config.residents) // model.num_experts
+    room = max(host_available() - HOST_MARGIN_BYTES, 0)
+    if offloaded <= room:
+        return []
+    return [
+        f"{_N} {config.num_resident}: the offloaded experts need {size(offloaded)} of host RAM, and {size(room)} is left "
+        f"({size(HOST_MARGIN_BYTES)} is kept for other uses); keep more resident, or add host RAM"
+    ]

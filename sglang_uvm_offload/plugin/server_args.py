@@ -90,11 +90,11 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
         if reason := hooks.missing():
             raise FlagError([f"sglang-uvm-offload {reason}"])
         launch_checks.check(config, server_args)
+        fraction = launch_checks.fraction_with_headroom(config, resolving_view(server_args))
     except FlagError as error:
         if getattr(server_args, "_from_command_line", False):
             _exit(error)
         raise
-    fraction = launch_checks.fraction_with_headroom(config, resolving_view(server_args))
     if fraction is not None:
         declare_resolution(server_args, "sglang-uvm-offload headroom", mem_fraction_static=fraction)
 
