@@ -1,6 +1,6 @@
 # Sourced with a folder: makes a virtual environment there that holds this checkout, SGLang and the tools of the tests, once for each
 # pyproject.toml, and puts it first in PATH.
-venv=$1
+case $1 in /*) venv=$1 ;; *) venv=$PWD/$1 ;; esac
 stamp=$venv/.installed-$(sha256sum pyproject.toml | cut -c1-16)
 if [ ! -f "$stamp" ]; then
   command -v python3 >/dev/null || { echo "python3 (3.10 or newer) is needed" >&2; exit 1; }
@@ -10,5 +10,4 @@ if [ ! -f "$stamp" ]; then
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[test]"
   touch "$stamp"
 fi
-export PATH="$PWD/$venv/bin:$PATH"
-[[ $venv = /* ]] && export PATH="$venv/bin:$PATH"
+export PATH="$venv/bin:$PATH"

@@ -1,8 +1,8 @@
 """Run in its own process by test_plugin_arguments.py: hand many launches to SGLang's own argument code, print what it did.
 
 Reads a JSON list of cases ``{"argv": [...]}`` or ``{"engine": {...}}``, each optionally with ``"resolve": true`` and
-``"host_bytes"`` of host RAM; writes a list of ``{"exit": code or null, "error": text, "flags": {...}}`` to the file named by the first
-argument.
+``"host_bytes"`` of host RAM; writes a list of ``{"exit": code or null, "error": text, "flags": {...}}`` to the file that
+the first argument names.
 """
 
 from __future__ import annotations
