@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_uvm_offload.config import FlagError, flag_name
@@ -111,24 +110,23 @@ class LayerHooks:
         counters = model.counters
         if counters is None:
             return
-        topk = getattr(dispatch_output, "topk_output", None)
-        if topk is None:
-            ids = getattr(dispatch_output, "topk_ids", None)
-            tokens_per_expert = getattr(dispatch_output, "masked_m", None)
-        else:
-            ids = getattr(topk, "topk_ids", None)
-            tokens_per_expert = None
-            if TopKOutputChecker.format_is_triton_kernels(topk):
-                tokens_per_expert = topk.routing_data.expt_hist
-        packed = getattr(topk, "packed_topk_ids", None)
-        if ids is not None:
+        # A dispatcher with a top-k output hands tokens over as the router saw them; one without (DeepEP) has exchanged them,
+        # and in its low-latency form its ids are still those that this rank sent: only the received counts are its experts'.
+        routing = getattr(dispatch_output, "topk_output", None) or dispatch_output
+        received = getattr(routing, "masked_m", None)
+        ragged = getattr(routing, "a_ragged_metadata", None)
+        ids = getattr(routing, "topk_ids", None)
+        packed = getattr(routing, "packed_topk_ids", None)
+        if received is not None:
+            counters.count_histogram(row, received)
+        elif ragged is not None:
+            counters.count_histogram(row, ragged.slice_sizes)
+        elif ids is not None:
             counters.count(row, ids, self._id_of_first_expert(layer, experts), IdFormat.PLAIN)
         elif packed is not None:
             counters.count(row, packed, self._id_of_first_expert(layer, experts), IdFormat.PACKED)
-        elif tokens_per_expert is not None:
-            counters.count_histogram(row, tokens_per_expert)
         else:
-            self._not_counted(type(topk if topk is not None else dispatch_output).__name__)
+            self._not_counted(type(routing).__name__)
 
     def _id_of_first_expert(self, layer: Any, experts: ExpertLayer) -> int:
         """Expert-parallel ids are local, but for runners that keep the model's own numbering."""

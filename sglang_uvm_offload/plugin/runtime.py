@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_device, get_observability, get_parallel, get_serving, process_model_config
 
@@ -79,7 +80,9 @@ class _RankHooks:
         own = 0 if batch.forward_mode.is_idle() else len(batch.input_ids)
         everywhere = batch.global_num_tokens_cpu
         tokens = own if everywhere is None else int(sum(everywhere))
-        rows = own if everywhere is None else ALL_ROWS if tokens else 0
+        # Where ranks exchange tokens before the experts, padding is no longer at the end of the rows.
+        exchanged = everywhere is not None or not get_moe_a2a_backend().is_none()
+        rows = own if not exchanged else ALL_ROWS if tokens else 0
         mode = batch.forward_mode
         phase = Phase.DECODE if mode.is_decode_or_idle() or mode.is_target_verify() else Phase.PREFILL
         self.manager.begin_step(model, rows, tokens, phase)

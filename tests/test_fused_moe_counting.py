@@ -1,0 +1,80 @@
+"""Each form in which SGLang hands routing to a MoE layer is counted, or refused by name where it shows no experts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPLLDispatchOutput, DeepEPNormalDispatchOutput
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+from sglang.srt.layers.moe.topk import (
+    BypassedTopKOutput,
+    PackedTopKOutput,
+    StandardTopKOutput,
+    StandardTopKOutputPacked,
+    TritonKernelTopKOutput,
+)
+from triton_kernels.tensor_details.ragged_tensor import RaggedTensorMetadata
+
+from sglang_uvm_offload.config import FlagError
+from sglang_uvm_offload.plugin.fused_moe import _EXPERTS, LayerHooks
+from sglang_uvm_offload.routing import ALL_ROWS, CpuRoutingCounters, Phase
+
+IDS = torch.tensor([[4, 5], [5, -1]], dtype=torch.int32)
+SIZES = torch.tensor([0, 3, 1, 0], dtype=torch.int32)
+
+
+def standard(topk) -> StandardDispatchOutput:
+    return StandardDispatchOutput(hidden_states=None, hidden_states_scale=None, topk_output=topk)
+
+
+def ragged() -> TritonKernelTopKOutput:
+    metadata = RaggedTensorMetadata.__new__(RaggedTensorMetadata)
+    object.__setattr__(metadata, "slice_sizes", SIZES)
+    return TritonKernelTopKOutput(metadata, None, None, None, 2)
+
+
+PACKED = (IDS << 16) | 0x3F80
+FORMS = {
+    "standard": (standard(StandardTopKOutput(None, IDS, None)), [1, 2, 0, 0]),
+    "standard with packed ids": (standard(StandardTopKOutputPacked(None, IDS, None, PACKED)), [1, 2, 0, 0]),
+    "packed": (standard(PackedTopKOutput(PACKED, None)), [1, 2, 0, 0]),
+    "triton_kernels": (standard(ragged()), [0, 3, 1, 0]),
+    "deepep normal": (DeepEPNormalDispatchOutput(None, None, IDS, None, []), [1, 2, 0, 0]),
+    "deepep low latency": (DeepEPLLDispatchOutput(None, None, torch.tensor([[0, 1]]), None, SIZES, 4), [0, 3, 1, 0]),
+}
+
+
+@pytest.fixture
+def layer():
+    """A layer whose runner keeps the model's numbering, on the rank that holds experts 4 to 7."""
+    counters = CpuRoutingCounters(1, 4)
+    counters.begin_step(ALL_ROWS, Phase.DECODE)
+    made = SimpleNamespace(dispatcher=SimpleNamespace(skip_local_expert_mapping=True))
+    made.__dict__[_EXPERTS] = (SimpleNamespace(first_expert=4), SimpleNamespace(counters=counters), 0)
+    made.counters = counters
+    return made
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_routing_is_counted_in_every_form(form, layer):
+    dispatched, expected = FORMS[form]
+    LayerHooks(count_required=True)._count(layer, dispatched)
+    assert layer.counters.read().routed()[0].tolist() == expected
+
+
+def test_local_ids_of_expert_parallel_ranks_are_not_shifted(layer):
+    layer.dispatcher.skip_local_expert_mapping = False
+    LayerHooks(count_required=True)._count(layer, standard(StandardTopKOutput(None, IDS - 4, None)))
+    assert layer.counters.read().routed()[0].tolist() == [1, 2, 0, 0]
+
+
+def test_routing_inside_the_kernel_is_refused_where_it_must_be_counted_and_noted_where_not(layer):
+    bypassed = standard(BypassedTopKOutput(None, None, None))
+    with pytest.raises(FlagError, match=r"frequency: this MoE runner routes inside its kernel \(BypassedTopKOutput\)"):
+        LayerHooks(count_required=True)._count(layer, bypassed)
+    hooks = LayerHooks(count_required=False)
+    hooks._count(layer, bypassed)
+    assert hooks.uncounted == {"BypassedTopKOutput"}
+    assert layer.counters.read().counts.sum() == 0
