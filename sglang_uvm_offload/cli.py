@@ -39,7 +39,11 @@ def _doctor(args: argparse.Namespace) -> int:
 
     from sglang_uvm_offload.doctor import examine
 
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu":
+            print("PyTorch sees no GPU here; checking --device cpu. `doctor --device cuda` says why there is none.")
     diagnosis = examine(args.model_path, device, args.num_resident, args.trust_remote_code)
     print(diagnosis)
     if diagnosis.problems:
