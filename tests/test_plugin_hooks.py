@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,31 @@ def launch(env: dict[str, str], **arguments: object) -> subprocess.CompletedProc
     try:
         output, _ = process.communicate(timeout=120)
     finally:
-        left = subprocess.run(["ps", "-o", "args=", "-g", str(process.pid)], capture_output=True, text=True).stdout
+        left = left_behind(process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
-    assert "sglang" not in left, f"processes left behind: {left}"
+    assert not left, f"processes left behind: {left}"
     return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def running(group: int) -> list[str]:
+    """The processes of a process group, by name, zombies left out."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, fields = stat.read_text().partition("(")[2].rpartition(") ")
+            state, _, pgrp = fields.split()[:3]
+            if int(pgrp) == group and state != "Z":
+                found.append(name)
+    return found
+
+
+def left_behind(group: int) -> list[str]:
+    """What of a process group still runs after the time that processes which were told to end may take."""
+    deadline = time.monotonic() + 20
+    while (left := running(group)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
 
 
 IN_CHILD = "if multiprocessing.parent_process() is not None:\n"
