@@ -36,7 +36,7 @@ def launch(env: dict[str, str], **arguments: object) -> subprocess.CompletedProc
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=240)
     finally:
         left = left_behind(process.pid)
         with contextlib.suppress(ProcessLookupError):
@@ -65,22 +65,22 @@ def left_behind(group: int) -> list[str]:
     return left
 
 
-IN_CHILD = "if multiprocessing.parent_process() is not None:\n"
+IN_SCHEDULER = "if multiprocessing.parent_process() is not None and 'sglang.srt.managers.scheduler' in sys.modules:\n"
 
 
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
         (
-            IN_CHILD + "    from sglang.srt.model_executor.model_runner import ModelRunner\n    del ModelRunner.forward",
+            IN_SCHEDULER + "    from sglang.srt.model_executor.model_runner import ModelRunner\n    del ModelRunner.forward",
             "could not hook sglang.srt.model_executor.model_runner.ModelRunner.forward",
         ),
         (
-            IN_CHILD + "    from sglang_uvm_offload.plugin import hooks\n    hooks.install = lambda: 1 / 0",
+            IN_SCHEDULER + "    from sglang_uvm_offload.plugin import hooks\n    hooks.install = lambda: 1 / 0",
             "cannot register with this SGLang: ZeroDivisionError",
         ),
         (
-            IN_CHILD + "    from sglang_uvm_offload import uvm_host\n    uvm_host.host_available = lambda: 1 << 20",
+            IN_SCHEDULER + "    from sglang_uvm_offload import uvm_host\n    uvm_host.host_available = lambda: 1 << 20",
             "of MoE layer 0 [0, 2097152) (2097152 bytes): its offloaded experts need 1.5 MiB of host RAM, and 0.0 MiB is left",
         ),
         (
