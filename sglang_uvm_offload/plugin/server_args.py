@@ -17,7 +17,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs as PlainServerArgs
 
 from sglang_uvm_offload.config import PREFIX, FlagError, OffloadConfig
-from sglang_uvm_offload.plugin import demand, hooks, launch_checks
+from sglang_uvm_offload.plugin import demand, hooks
 
 _NAMESPACE = "exec.expert_offload"
 
@@ -86,6 +86,8 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
     demand.tell_children(config.enabled)
     if not config.enabled:
         return
+    from sglang_uvm_offload.plugin import launch_checks  # its imports are for those who offload
+
     try:
         if reason := hooks.missing():
             raise FlagError([f"sglang-uvm-offload {reason}"])
