@@ -142,7 +142,7 @@ class OffloadManager:
         if not model.draft:
             if not self.warm and self.tokens >= self.config.warmup_tokens:
                 self.reselect()
-            elif self.adaptation is not None and self.fault is None and tokens and self.steps % INTERVAL_STEPS == 0:
+            elif self.adaptation is not None and tokens and self.steps % INTERVAL_STEPS == 0:
                 self.adapt()
             self.tokens += tokens
             self.steps += tokens > 0
@@ -194,7 +194,7 @@ class OffloadManager:
         old, and moves go on while steps run. Every rank that shares experts must call it before the same step."""
         started = time.perf_counter()
         after = self.agree(self._wanted)
-        if after is None:
+        if after is None or self.fault is not None:  # a rank with a fault still agrees: its peers wait for it
             return
         self.poll()
         before = stack([layer.resident for layer in self.target.layers], after.shape[1])

@@ -131,6 +131,16 @@ def test_a_fault_stops_moving_and_not_serving(late, caplog):
             assert (tensor.resident() >= layer.resident).all(), "an expert is taken for resident that is not"
 
 
+def test_a_rank_with_a_fault_still_agrees_with_its_peers_and_moves_nothing():
+    rank = following()
+    asked = []
+    rank.manager.agree = lambda decide: (asked.append(1), decide())[1]
+    rank.manager.fault = "injected"
+    serve(rank, [[5, 6, 7]], 40 * INTERVAL_STEPS)
+    assert len(asked) == 40
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+
+
 def test_frequency_follows_from_the_warmup_on():
     rank = Rank(config(adapt="continuous", warmup_tokens=4 * INTERVAL_STEPS))
     seconds = iter(range(10**9))
