@@ -7,16 +7,12 @@ checked: nothing is unpickled, and the sizes that it declares are bounded before
 
 from __future__ import annotations
 
-import math
 import os
-import zipfile
-import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO
 
 import numpy as np
-from numpy.lib import format as npy
+
+from sglang_uvm_offload import npz
 
 MAX_ARRAY_BYTES = 4 << 30
 MAX_EXPERTS = 1 << 15
@@ -62,13 +58,10 @@ class Trace:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
         """Read and check a file. Raises ``TraceError`` if it is not a trace, ``OSError`` if it cannot be opened."""
-        with open(path, "rb") as file:
-            try:
-                with zipfile.ZipFile(file) as archive:
-                    ids, seq_len, num_experts = (_array(archive, name) for name in ("ids", "seq_len", "num_experts"))
-            except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
-                # zipfile seeks to where the file says (OSError), and refuses unknown methods and encryption.
-                raise TraceError(f"not a readable npz file: {error}") from error
+        try:
+            ids, seq_len, num_experts = npz.read(path, ("ids", "seq_len", "num_experts"), MAX_ARRAY_BYTES)
+        except npz.NpzError as error:
+            raise TraceError(str(error)) from error
         if num_experts.size != 1 or not np.issubdtype(num_experts.dtype, np.integer):
             raise TraceError(f"num_experts must be one integer, not {num_experts.dtype} {list(num_experts.shape)}")
         return cls(ids, seq_len, int(num_experts.reshape(())))
@@ -111,34 +104,3 @@ class Trace:
             touched[running[:, None, None], layers, self.ids[steps[running, slot]]] = True
         return touched[:, :, : self.num_experts]
 
-
-_HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], bool, np.dtype]]] = {
-    (1, 0): npy.read_array_header_1_0,
-    (2, 0): npy.read_array_header_2_0,
-}
-
-
-def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Array ``name`` of an npz, read only if its declared size is what the archive holds and within bounds."""
-    try:
-        info = archive.getinfo(f"{name}.npy")
-    except KeyError:
-        raise TraceError(f"the file has no array {name}") from None
-    try:
-        with archive.open(info) as file:
-            version = npy.read_magic(file)
-            read_header = _HEADERS.get(version)
-            if read_header is None:
-                raise TraceError(f"{name} has npy format {version}")
-            shape, _, dtype = read_header(file)
-            nbytes = math.prod(shape) * dtype.itemsize
-            if nbytes > MAX_ARRAY_BYTES:
-                raise TraceError(f"{name} {list(shape)} takes {nbytes} bytes, more than {MAX_ARRAY_BYTES}")
-            if info.file_size != file.tell() + nbytes:
-                raise TraceError(f"{name} declares {list(shape)} of {dtype}, and has {info.file_size} bytes")
-        with archive.open(info) as file:
-            return npy.read_array(file, allow_pickle=False)
-    except TraceError:
-        raise
-    except ValueError as error:
-        raise TraceError(f"{name} is not a plain array: {error}") from error

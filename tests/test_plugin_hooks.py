@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -30,13 +31,18 @@ def saboteur(folder: Path, code: str) -> dict[str, str]:
 
 
 def launch(env: dict[str, str], **arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a server that is expected to end by itself."""
-    command = [sys.executable, "-m", "sglang.launch_server", *flags({**CPU, **arguments})]
+    """Run a server that is expected to end by itself; where it does not, say what each of its processes was doing."""
+    command = [sys.executable, "-X", "faulthandler", "-m", "sglang.launch_server", *flags({**CPU, **arguments})]
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
         output, _ = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        names = running(process.pid)
+        os.killpg(process.pid, signal.SIGABRT)  # faulthandler answers with the stacks of all threads
+        output, _ = process.communicate(timeout=20)
+        pytest.fail(f"the server did not end; running: {names}\n{output}")
     finally:
         left = left_behind(process.pid)
         with contextlib.suppress(ProcessLookupError):
@@ -80,6 +86,11 @@ IN_SCHEDULER = "if multiprocessing.parent_process() is not None and 'sglang.srt.
             "cannot register with this SGLang: ZeroDivisionError",
         ),
         (
+            IN_SCHEDULER + "    import atexit, time\n    atexit.register(time.sleep, 1000)\n"
+            "    from sglang_uvm_offload.plugin import hooks\n    hooks.install = lambda: 1 / 0",
+            "cannot register with this SGLang: ZeroDivisionError",
+        ),
+        (
             IN_SCHEDULER + "    from sglang_uvm_offload import uvm_host\n    uvm_host.host_available = lambda: 1 << 20",
             "of MoE layer 0 [0, 2097152) (2097152 bytes): its offloaded experts need 1.5 MiB of host RAM, and 0.0 MiB is left",
         ),
@@ -91,6 +102,7 @@ IN_SCHEDULER = "if multiprocessing.parent_process() is not None and 'sglang.srt.
     ids=[
         "a hook point is gone in the scheduler",
         "registering fails in the scheduler",
+        "registering fails in a scheduler that does not want to end",
         "host RAM is short",
         "a hook point is gone everywhere",
     ],

@@ -6,7 +6,10 @@ A launcher that accepted the flags says so to the processes it starts; they must
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import sys
+from typing import NoReturn
 
 logger = logging.getLogger(__name__)
 
@@ -24,5 +27,15 @@ def unmet(reason: str) -> None:
     """The plugin does not work here: end the process if it was started to offload, else say that it serves without."""
     message = f"sglang-uvm-offload {reason}"
     if os.environ.get(_VARIABLE):
-        raise SystemExit(message)
+        end(message)
     logger.warning("%s. Expert offloading is not available; without its flags SGLang serves as usual.", message)
+
+
+def end(message: str) -> NoReturn:
+    """End this process with the reason. One that SGLang started ends at once: what runs when Python exits can wait for threads
+    and peers that no longer answer, and the launcher would wait with it."""
+    if multiprocessing.parent_process() is None:
+        raise SystemExit(message)
+    print(message, file=sys.stderr, flush=True)
+    logging.shutdown()
+    os._exit(1)

@@ -16,6 +16,7 @@ from sglang_uvm_offload.config import FlagError, OffloadConfig
 from sglang_uvm_offload.manager import OffloadManager
 from sglang_uvm_offload.metrics import Metrics
 from sglang_uvm_offload.moe_config import moe_shape
+from sglang_uvm_offload.plugin import demand
 from sglang_uvm_offload.plugin.fused_moe import LayerHooks
 from sglang_uvm_offload.report import residency_table
 from sglang_uvm_offload.routing import ALL_ROWS, CpuRoutingCounters, Phase, RoutingCounters
@@ -68,8 +69,7 @@ class _RankHooks:
                 result = original(runner, *args, **kwargs)
             manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
         except (FlagError, MemoryFault) as error:
-            logger.error("%s", error)
-            raise SystemExit(f"sglang-uvm-offload: {error}") from error
+            demand.end(f"sglang-uvm-offload: {error}")
         return result
 
     def around_forward(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
