@@ -1,10 +1,11 @@
-"""Replays routing traces through the residency policies and says which goals are met.
+"""Replays routing traces through the shipped policy and its rivals, and says which goals are met.
 
-    python benchmarks/policy_goals.py TRACE.npz [TRACE.npz ...]
+    python benchmarks/policy_goals.py TRACE.npz [TRACE.npz ...] [--jobs 2]
 
-Writes ``goals.json`` and ``goals.md`` below ``benchmarks/results/policy``. A step is served as a whole, with one token of each
-of ``batch`` requests; the first half of the requests warms up, the second half is scored, and state persists. Step seconds
-are bytes read and moved over one link; expert size and bandwidth only scale them.
+Writes ``goals.json`` and ``goals.md`` below ``benchmarks/results/policy``. The simulator serves each trace: a step has one
+token of each of ``batch`` requests, the first half of the requests warms up, the second half is scored, and state persists.
+The shipped policy is the real manager with ``--expert-offload-adapt continuous``. Step seconds are bytes read and moved over
+one link; expert size and bandwidth only scale them.
 """
 
 from __future__ import annotations
@@ -14,181 +15,149 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from itertools import permutations
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, fields, replace
+from itertools import permutations, product
 from pathlib import Path
 
 import numpy as np
 
 from sglang_uvm_offload import references
+from sglang_uvm_offload.adaptation import INTERVAL_STEPS
+from sglang_uvm_offload.forecast import TUNING, Tuning
 from sglang_uvm_offload.policy import AdaptivePolicy
-from sglang_uvm_offload.references import Reference, Served
-from sglang_uvm_offload.trace import Trace
+from sglang_uvm_offload.references import Variant
+from sglang_uvm_offload.simulator import EXPERT_BYTES, SHIPPED, Replay, Workload, serve
+from sglang_uvm_offload.trace import Trace, TraceError
 
 RESIDENCIES = (0.25, 0.5, 0.78)
 BATCHES = (1, 8)
 INTERVALS = (1, 2, 4, 8, 16, 32)
-EXPERT_BYTES = 4 << 20
-LINK_BYTES_PER_S = 50e9
+FACTORS = (0.5, 2.0)
 SWITCH_STEPS = 512
+DECISION_SIZES = ((75, 256), (150, 256), (375, 256), (750, 256), (75, 2560))
+DECISIONS = 200
 RIVALS = ("first_n", "static", "lru", "lfu", "lfru")
-SHIPPED = "adaptive"
+UNIFORM, FREE_MOVES = f"{SHIPPED}-uniform", f"{SHIPPED}-free-moves"
+
+Case = tuple[str, int, float]
+"""Trace, batch, residency."""
+Table = dict[Case, dict[str, Replay]]
+"""Of each case, the result of each policy."""
 
 
-class Adaptive:
-    """The adaptive policy as a reference: it sees the counts of ``interval`` steps at a time, ``late`` steps after the last of
-    them, and moves after the step. ``interval`` and ``late`` are in steps."""
-
-    def __init__(self, shape: tuple[int, int], capacity: np.ndarray, per_layer: str, interval: int = 1, late: int = 0,
-                 move_cost: float = 1.0):  # fmt: skip
-        experts = np.full(shape[0], EXPERT_BYTES)
-        floor = max(1, int(capacity.min()) // 4)
-        self.policy = AdaptivePolicy(capacity, experts, np.ones(shape, dtype=bool), per_layer, floor, move_cost)
-        self.resident = np.arange(shape[1])[None, :] < capacity[:, None]
-        self.interval, self.late = interval, late
-        self.step_count = 0
-        self.counts = np.zeros(shape, dtype=np.int64)
-        self.reports: list[tuple[int, np.ndarray]] = []
-
-    def step(self, touched: np.ndarray) -> Served:
-        hit, read, moved = touched & self.resident, touched & ~self.resident, np.zeros_like(touched)
-        self.counts += touched
-        self.step_count += 1
-        if self.step_count % self.interval == 0:
-            self.reports.append((self.step_count + self.late, self.counts.copy()))
-            self.counts[:] = 0
-        while self.reports and self.reports[0][0] <= self.step_count:
-            self.policy.observe(self.reports.pop(0)[1], self.interval)
-            plan = self.policy.plan(self.resident)
-            moved |= plan.promote
-            self.resident = (self.resident | plan.promote) & ~plan.demote
-        return Served(hit, read, moved)
+def adaptive(shape: tuple[int, int], capacity: np.ndarray, move_cost: float = 1.0, tuning: Tuning = TUNING) -> AdaptivePolicy:
+    """The policy that ``Adaptation`` makes for ``--expert-offload-per-layer global``, or one with other settings."""
+    candidate, floor = np.ones(shape, dtype=bool), max(1, int(capacity.min()) // 4)
+    return AdaptivePolicy(capacity, np.full(shape[0], EXPERT_BYTES), candidate, "global", floor, move_cost, tuning)
 
 
-@dataclass(frozen=True)
-class Result:
-    trace: str
-    policy: str
-    residency: float
-    batch: int
-    coverage: float
-    moves_per_step: float
-    read_bytes_per_step: float
-    moved_bytes_per_step: float
-    step_seconds: float
-    per_layer_coverage: list[float]
-
-
-def replay(policy: Reference, warmup: np.ndarray, scored: np.ndarray) -> tuple[np.ndarray, int, int]:
-    """Serve both parts; of the scored one: hits a layer, experts read, experts moved."""
-    for touched in warmup:
-        policy.step(touched)
-    hits, read, moved = np.zeros(scored.shape[1], dtype=np.int64), 0, 0
-    for touched in scored:
-        served = policy.step(touched)
-        hits += served.hit.sum(axis=1)
-        read += int(served.read.sum())
-        moved += int(served.moved.sum())
-    return hits, read, moved
-
-
-@dataclass(frozen=True)
-class Case:
-    """One trace at one residency and batch."""
-
-    trace: str
-    residency: float
-    batch: int
-    warmup: np.ndarray
-    scored: np.ndarray
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.scored.shape[1], self.scored.shape[2]
-
-    @property
-    def capacity(self) -> np.ndarray:
-        return np.full(self.shape[0], round(self.residency * self.shape[1]))
-
-    def run(self, name: str, policy: Reference) -> Result:
-        hits, read, moved = replay(policy, self.warmup, self.scored)
-        steps, touches = len(self.scored), self.scored.sum(axis=(0, 2))
-        return Result(
-            self.trace, name, self.residency, self.batch,
-            coverage=float(hits.sum() / touches.sum()),
-            moves_per_step=moved / steps,
-            read_bytes_per_step=read * EXPERT_BYTES / steps,
-            moved_bytes_per_step=moved * EXPERT_BYTES / steps,
-            step_seconds=(read + moved) * EXPERT_BYTES / steps / LINK_BYTES_PER_S,
-            per_layer_coverage=(hits / np.maximum(touches, 1)).tolist(),
-        )  # fmt: skip
-
-
-def cases(traces: dict[str, Trace]) -> Iterator[Case]:
-    for name, trace in traces.items():
-        for batch in BATCHES:
-            warmup, scored = (trace.touched(trace.steps(part, batch)) for part in trace.split(0.5))
-            for residency in RESIDENCIES:
-                yield Case(name, residency, batch, warmup, scored)
-
-
-def run_case(case: Case) -> list[Result]:
-    results = [case.run(name, references.make(name, case.warmup, case.scored, case.capacity)) for name in references.NAMES]
-    results.append(case.run(SHIPPED, Adaptive(case.shape, case.capacity, "global")))
-    results.append(case.run("adaptive-uniform", Adaptive(case.shape, case.capacity, "uniform")))
+def variants(workload: Workload, residency: float) -> dict[str, Variant]:
+    """The policy with one setting changed each."""
+    shape, capacity = workload.shape, workload.capacity(residency)
+    start = np.arange(shape[1])[None, :] < capacity[:, None]
     # What the same forecasts reach if moves cost nothing: how far coverage is bounded by prediction, not by moves.
-    results.append(case.run("adaptive-free-moves", Adaptive(case.shape, case.capacity, "uniform", move_cost=1e-3)))
-    results += [case.run(f"adaptive-{n}", Adaptive(case.shape, case.capacity, "global", n, n)) for n in INTERVALS]
-    return results
+    out = {FREE_MOVES: Variant(adaptive(shape, capacity, move_cost=1e-3), start, INTERVAL_STEPS)}
+    for steps in INTERVALS:
+        out[f"every-{steps}"] = Variant(adaptive(shape, capacity), start, steps, late=steps)
+    for name, tuning in tunings().items():
+        out[name] = Variant(adaptive(shape, capacity, tuning=tuning), start, INTERVAL_STEPS)
+    return out
+
+
+def tunings() -> dict[str, Tuning]:
+    """Each constant of the policy by each of ``FACTORS``, under the name ``constant xFACTOR``."""
+    constants = [field.name for field in fields(Tuning)]
+    return {f"{c} x{f:g}": replace(TUNING, **{c: f * getattr(TUNING, c)}) for c, f in product(constants, FACTORS)}
+
+
+def run_case(trace: Trace, batch: int, residency: float) -> dict[str, Replay]:
+    workload = Workload.of(trace, batch)
+    policies = {name: workload.policy(name, residency) for name in references.NAMES}
+    policies[SHIPPED] = workload.policy(SHIPPED, residency, "global")
+    policies[UNIFORM] = workload.policy(SHIPPED, residency, "uniform")
+    policies |= variants(workload, residency)
+    return {name: serve(name, policy, workload, residency) for name, policy in policies.items()}
+
+
+def run_cases(traces: dict[str, Trace], jobs: int) -> Table:
+    cases = list(product(traces, BATCHES, RESIDENCIES))
+    arguments = [traces[name] for name, _, _ in cases], [c[1] for c in cases], [c[2] for c in cases]
+    table: Table = {}
+    started = time.perf_counter()
+    with ProcessPoolExecutor(jobs) as pool:
+        for (name, batch, residency), row in zip(cases, (pool.map if jobs > 1 else map)(run_case, *arguments), strict=True):
+            table[name, batch, residency] = row
+            shown = "  ".join(f"{row[p].policy} {row[p].coverage:.3f}" for p in (*references.NAMES, SHIPPED, UNIFORM))
+            print(f"{name} batch {batch} {residency:.0%}: {shown}  ({time.perf_counter() - started:.0f} s)", flush=True)
+    return table
 
 
 def switch(traces: dict[str, Trace]) -> list[dict[str, object]]:
     """Coverage after the traffic changes from one trace to another, against an LRU that starts empty at the change: over the
-    first ``SWITCH_STEPS`` steps, and over as many after them."""
+    first ``SWITCH_STEPS`` steps, and over as many after them. Traces of different models have no switch."""
     rows: list[dict[str, object]] = []
-    for before, after in permutations(traces, 2):
+    for (before, after), batch, residency in product(permutations(traces, 2), BATCHES, RESIDENCIES):
         first, second = traces[before], traces[after]
         if (first.num_layers, first.num_experts, first.ids.shape[2]) != (
             second.num_layers, second.num_experts, second.ids.shape[2]):  # fmt: skip
             continue
-        for batch in BATCHES:
-            old = first.touched(first.steps(first.split(0.5)[0], batch))
-            new = second.touched(second.steps(range(second.num_requests), batch))
-            windows = new[:SWITCH_STEPS], new[SWITCH_STEPS : 2 * SWITCH_STEPS]
-            for residency in RESIDENCIES:
-                capacity = np.full(first.num_layers, round(residency * first.num_experts))
-                adaptive = Adaptive(old.shape[1:], capacity, "global")
-                fresh = references.make("lru", new[:0], new, capacity)
-                row: dict[str, object] = {"before": before, "after": after, "batch": batch, "residency": residency}
-                replay(adaptive, old, new[:0])
-                for label, window in zip(("during", "after_512"), windows, strict=True):
-                    for name, policy in (("adaptive", adaptive), ("lru", fresh)):
-                        row[f"{name}_{label}"] = float(replay(policy, new[:0], window)[0].sum() / window.sum())
-                rows.append(row)
+        old, new = Workload.of(first, batch).warmup, Workload.of(second, batch, 0.0).scored
+        during = Workload(batch, new[:0], new[:SWITCH_STEPS])
+        then = Workload(batch, new[:0], new[SWITCH_STEPS : 2 * SWITCH_STEPS])
+        row: dict[str, object] = {"before": before, "after": after, "batch": batch, "residency": residency}
+        for name in (SHIPPED, "lru"):
+            policy = during.policy(name, residency, "global")
+            warm = Workload(batch, old if name == SHIPPED else old[:0], during.scored)
+            row[f"{name}_during"] = serve(name, policy, warm, residency).coverage
+            row[f"{name}_after_512"] = serve(name, policy, then, residency).coverage
+        rows.append(row)
     return rows
 
 
 def decision_times() -> list[dict[str, float]]:
-    """Seconds of one ``observe`` and ``plan`` on random skewed routing, median and 99th percentile of 200, on one core."""
+    """CPU seconds of one ``observe`` and ``plan`` on random skewed routing, median and 99th percentile, on one core."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     rows = []
-    for layers, experts in ((75, 256), (150, 256), (375, 256), (750, 256), (75, 2560)):
+    for layers, experts in DECISION_SIZES:
         rng = np.random.default_rng(0)
         chance = np.minimum(8 * rng.dirichlet(np.full(experts, 0.3), size=layers), 1)
-        policy = Adaptive((layers, experts), np.full(layers, experts // 2), "global")
+        capacity = np.full(layers, experts // 2)
+        policy = adaptive((layers, experts), capacity)
+        resident = np.arange(experts)[None, :] < capacity[:, None]
         seconds = []
-        for _ in range(200):
+        for _ in range(DECISIONS):
             touched = rng.random(chance.shape) < chance
-            started = time.perf_counter()
-            policy.policy.observe(touched, 1)
-            plan = policy.policy.plan(policy.resident)
-            seconds.append(time.perf_counter() - started)
-            policy.resident = (policy.resident | plan.promote) & ~plan.demote
+            started = time.process_time()
+            policy.observe(touched, 1)
+            plan = policy.plan(resident)
+            seconds.append(time.process_time() - started)
+            resident = (resident | plan.promote) & ~plan.demote
         median, p99 = float(np.median(seconds)), float(np.quantile(seconds, 0.99))
         rows.append({"layers": layers, "experts": experts, "median": median, "p99": p99})
     os.sched_setaffinity(0, cores)
+    return rows
+
+
+def link_time(table: Table, name: str, trace: str) -> float:
+    """Link time of ``name`` on ``trace`` relative to the shipped policy's, mean over the trace's cases."""
+    rows = [row for case, row in table.items() if case[0] == trace]
+    return float(np.mean([ratio(row[name].step_seconds, row[SHIPPED].step_seconds) for row in rows]))
+
+
+def left_out(table: Table, constants: Sequence[str]) -> list[dict[str, object]]:
+    """For each trace: which value of any of ``constants`` is best on the *other* traces, and the link time that it has on this
+    one, relative to the shipped value's."""
+    names = [SHIPPED, *(name for name in tunings() if name.split()[0] in constants)]
+    traces = list(dict.fromkeys(case[0] for case in table))
+    rows: list[dict[str, object]] = []
+    for trace in traces:
+        others = [other for other in traces if other != trace] or traces
+        best = min(names, key=lambda name: float(np.mean([link_time(table, name, other) for other in others])))
+        chosen = "as shipped" if best == SHIPPED else best
+        rows.append({"trace": trace, "chosen": chosen, "link_time": link_time(table, best, trace)})
     return rows
 
 
@@ -201,38 +170,39 @@ def ratio(ours: float, theirs: float) -> float:
     return ours / theirs if theirs else float("inf") if ours else 1.0
 
 
-def closed(row: dict[str, Result], name: str) -> float:
+def closed(row: dict[str, Replay], name: str) -> float:
     """The share of the gap in coverage between the static oracle and Belady that ``name`` closes."""
     oracle = row["static-oracle"].coverage
     return (row[name].coverage - oracle) / (row["belady"].coverage - oracle)
 
 
-def judge(table: dict[tuple[str, int, float], dict[str, Result]], switches: list[dict[str, object]],
+def judge(table: Table, switches: list[dict[str, object]],
           times: list[dict[str, float]]) -> list[dict[str, object]]:  # fmt: skip
     cells = list(table.values())
     behind = [row["lru"].coverage - row[SHIPPED].coverage for row in cells]
     moves = [ratio(row[SHIPPED].moves_per_step, row["lru"].moves_per_step) for row in cells]
     ahead = [row for row in cells if row["belady"].coverage > row["static-oracle"].coverage]
-    gaps, free = ([closed(row, name) for row in ahead] for name in (SHIPPED, "adaptive-free-moves"))
+    gaps, free = ([closed(row, name) for row in ahead] for name in (SHIPPED, FREE_MOVES))
     best = [ratio(row[SHIPPED].step_seconds, min(row[name].step_seconds for name in RIVALS)) for row in cells]
     fixed = [ratio(row[SHIPPED].step_seconds, min(row[name].step_seconds for name in ("first_n", "static"))) for row in cells]
     by_trace = []
-    for trace in dict.fromkeys(key[0] for key in table):
-        rows = [row for key, row in table.items() if key[0] == trace]
+    for trace in dict.fromkeys(case[0] for case in table):
+        rows = [row for case, row in table.items() if case[0] == trace]
         seconds = {name: sum(row[name].step_seconds for row in rows) for name in (*RIVALS, SHIPPED)}
         by_trace.append(ratio(seconds[SHIPPED], min(seconds[name] for name in RIVALS)))
     lru = [ratio(row[SHIPPED].step_seconds, row["lru"].step_seconds) for row in cells]
+    lru_uniform = [ratio(row[UNIFORM].step_seconds, row["lru"].step_seconds) for row in cells]
     total = sum(row[SHIPPED].step_seconds for row in cells) / sum(row["lru"].step_seconds for row in cells)
-    uniform = [ratio(row[SHIPPED].step_seconds, row["adaptive-uniform"].step_seconds) for row in cells]
+    uniform = [ratio(row[SHIPPED].step_seconds, row[UNIFORM].step_seconds) for row in cells]
     lag = [float(row["lru_after_512"]) - float(row["adaptive_after_512"]) for row in switches]
     lag_during = [float(row["lru_during"]) - float(row["adaptive_during"]) for row in switches]
     return [
         goal("coverage at least LRU's, within 0.5 points", [b <= 0.005 for b in behind], f"{-100 * max(behind):+.2f} points"),
         goal("at most a quarter of LRU's moves", [m <= 0.25 for m in moves], f"{max(moves):.3f} of LRU's"),
         goal("half of the gap from static-oracle to Belady closed", [g >= 0.5 for g in gaps],
-             f"{min(gaps):.2f} of the gap, mean {np.mean(gaps):.2f}"),
+             f"{min(gaps, default=1):.2f} of the gap, mean {np.mean(gaps or [1]):.2f}"),
         goal("  the same forecasts, if moves cost nothing", [f >= 0.5 for f in free],
-             f"{min(free):.2f} of the gap, mean {np.mean(free):.2f}"),
+             f"{min(free, default=1):.2f} of the gap, mean {np.mean(free or [1]):.2f}"),
         goal("512 steps after a switch of domain, within 2 points of a fresh LRU", [g <= 0.02 for g in lag],
              f"{-100 * max(lag, default=0):+.2f} points"),
         goal("  during these 512 steps", [g <= 0.02 for g in lag_during], f"{-100 * max(lag_during, default=0):+.2f} points"),
@@ -243,89 +213,137 @@ def judge(table: dict[tuple[str, int, float], dict[str, Result]], switches: list
              f"{max(fixed):.3f} of the best, mean {np.mean(fixed):.3f}"),
         goal("step time at least 10 % below LRU's on average", [bool(np.mean(lru) <= 0.9)],
              f"mean {np.mean(lru):.3f} of LRU's; sum of all cases {total:.3f}"),
+        goal("  with the same residents in each layer (uniform)", [bool(np.mean(lru_uniform) <= 0.9)],
+             f"mean {np.mean(lru_uniform):.3f} of LRU's"),
         goal("global never worse than uniform", [u <= 1 for u in uniform], f"{max(uniform):.4f} of uniform's step time"),
         goal("decision for 75 x 256 in at most 5 ms", [times[0]["median"] <= 5e-3],
              f"median {1e3 * times[0]['median']:.2f} ms, p99 {1e3 * times[0]['p99']:.2f} ms"),
     ]  # fmt: skip
 
 
-def markdown(table: dict[tuple[str, int, float], dict[str, Result]], goals: list[dict[str, object]],
-             switches: list[dict[str, object]], times: list[dict[str, float]]) -> str:  # fmt: skip
-    names = [*references.NAMES, SHIPPED, "adaptive-uniform"]
-    lines = ["# Residency policies on measured routing", ""]
-    lines += ["| goal | cases that meet it | worst case |", "| --- | --- | --- |"]
-    lines += [f"| {g['goal'].replace('  ', '... ')} | {g['met']} | {g['worst']} |" for g in goals]
-    lines += [
-        "",
-        "Each cell: coverage in %, then bytes over the link (read and moved) in % of all touched bytes. LRU, LFU, LFRU and",
-        "Belady move a miss and are served by the same transfer; the others read it, and pay for moves on top.",
-        "",
-    ]
-    lines += ["| trace | batch | resident | " + " | ".join(names) + " |", "| --- " * (len(names) + 3) + "|"]
+def markdown(table: Table, goals: list[dict[str, object]], switches: list[dict[str, object]],
+             times: list[dict[str, float]]) -> str:  # fmt: skip
+    parts = [
+        "# Residency policies on measured routing\n",
+        grid(["goal", "cases that meet it", "worst case"],
+             [[str(g["goal"]).replace("  ", "... "), g["met"], g["worst"]] for g in goals]),
+        f"`{SHIPPED}` is `--expert-offload-adapt continuous --expert-offload-per-layer global`; `{UNIFORM}` the same with\n"
+        f"`uniform`. Both are the real manager, which looks every {INTERVAL_STEPS} steps. Each cell: coverage in %, then\n"
+        "bytes over the link (read and moved) in % of all touched bytes. LRU, LFU, LFRU and Belady move a miss and are\n"
+        "served by the same transfer; the others read it, and pay for moves on top.\n",
+        coverage_table(table),
+        "Other intervals: counts read every n steps and n steps late. Mean over all cases; least; most:\n",
+        interval_table(table),
+        *tuning_tables(table),
+        f"After a switch of domain: coverage over the first {SWITCH_STEPS} steps, and over the next as many, in %.\n",
+        switch_table(switches),
+        "CPU milliseconds of one decision (observe and plan), one core:\n",
+        grid(["layers", "experts", "median", "p99"],
+             [[t["layers"], t["experts"], f"{1e3 * t['median']:.2f}", f"{1e3 * t['p99']:.2f}"] for t in times]),
+    ]  # fmt: skip
+    return "\n".join(parts)
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
+
+
+def coverage_table(table: Table) -> str:
+    names, rows = [*references.NAMES, SHIPPED, UNIFORM], []
     for (trace, batch, residency), row in table.items():
         first = row["first_n"]
         touched = first.read_bytes_per_step / (1 - first.coverage)
-        shown = []
-        for name in names:
-            moved = row[name].read_bytes_per_step + row[name].moved_bytes_per_step
-            shown.append(f"{100 * row[name].coverage:.1f} / {100 * moved / touched:.1f}")
-        lines.append(f"| {trace} | {batch} | {residency:.0%} | " + " | ".join(shown) + " |")
-    lines += ["", "Counts read every n steps and n steps late; mean over all cases:", ""]
-    lines += ["| n | step time / LRU's | coverage - LRU's, least | moves / LRU's, most |", "| --- | --- | --- | --- |"]
+        moved = {name: row[name].read_bytes_per_step + row[name].moved_bytes_per_step for name in names}
+        cells = [f"{100 * row[name].coverage:.1f} / {100 * moved[name] / touched:.1f}" for name in names]
+        rows.append([trace, batch, f"{residency:.0%}", *cells])
+    return grid(["trace", "batch", "resident", *names], rows)
+
+
+def interval_table(table: Table) -> str:
+    rows = []
     for n in INTERVALS:
-        rows = [(row[f"adaptive-{n}"], row["lru"]) for row in table.values()]
-        lines.append(
-            f"| {n} | {np.mean([a.step_seconds / b.step_seconds for a, b in rows]):.3f} "
-            f"| {100 * min(a.coverage - b.coverage for a, b in rows):+.2f} points "
-            f"| {max(a.moves_per_step / b.moves_per_step for a, b in rows):.3f} |"
-        )
-    lines += [
-        "",
-        f"After a switch of domain: coverage over the first {SWITCH_STEPS} steps, and over the next as many, in %.",
-        "",
+        pairs = [(row[f"every-{n}"], row["lru"]) for row in table.values()]
+        rows.append([
+            n,
+            f"{np.mean([ratio(a.step_seconds, b.step_seconds) for a, b in pairs]):.3f}",
+            f"{100 * min(a.coverage - b.coverage for a, b in pairs):+.2f} points",
+            f"{max(ratio(a.moves_per_step, b.moves_per_step) for a, b in pairs):.3f}",
+        ])  # fmt: skip
+    return grid(["n", "link time / LRU's", "coverage - LRU's", "moves / LRU's"], rows)
+
+
+def tuning_tables(table: Table) -> list[str]:
+    traces = list(dict.fromkeys(case[0] for case in table))
+    constants = [field.name for field in fields(Tuning)]
+    rows: list[list[object]] = []
+    for name, tuning in tunings().items():
+        times = [link_time(table, name, trace) for trace in traces]
+        constant = name.split()[0]
+        rows.append([
+            f"`{constant}`", f"{getattr(TUNING, constant):g}", f"{getattr(tuning, constant):g}",
+            *(f"{time:.3f}" for time in times), f"{np.mean(times):.3f}",
+        ])  # fmt: skip
+    choices = [(f"`{constant}`", left_out(table, [constant])) for constant in constants] + [("any", left_out(table, constants))]
+    return [
+        "What the policy's constants are worth: link time with one of them halved or doubled, relative to the shipped value,\n"
+        "mean over a trace's cases. (`PREFILL_PRIOR_STEPS` is not among them: the traces hold decode steps only.)\n",
+        grid(["constant", "shipped", "instead", *traces, "mean"], rows),
+        "Leave one trace out: the value that is best on all the *other* traces, and the link time it then has on the one left\n"
+        "out, relative to the shipped value. Below 1 the others would have chosen better than the shipped value.\n",
+        grid(["constant", *traces], [
+            [constant, *(f"{c['chosen'].removeprefix(constant.strip('`')).strip()}: {c['link_time']:.3f}" for c in chosen)]
+            for constant, chosen in choices
+        ]),
+    ]  # fmt: skip
+
+
+def switch_table(switches: list[dict[str, object]]) -> str:
+    keys = (f"{SHIPPED}_during", "lru_during", f"{SHIPPED}_after_512", "lru_after_512")
+    rows = [
+        [row["before"], row["after"], row["batch"], f"{row['residency']:.0%}", *(f"{100 * row[key]:.1f}" for key in keys)]
+        for row in switches
     ]
-    lines += ["| from | to | batch | resident | adaptive | fresh LRU | adaptive, then | fresh LRU, then |", "| --- " * 8 + "|"]
-    for row in switches:
-        values = (row[k] for k in ("adaptive_during", "lru_during", "adaptive_after_512", "lru_after_512"))
-        lines.append(
-            f"| {row['before']} | {row['after']} | {row['batch']} | {row['residency']:.0%} | "
-            + " | ".join(f"{100 * float(v):.1f}" for v in values) + " |"
-        )  # fmt: skip
-    lines += ["", "Seconds of one decision (observe and plan), one core:", ""]
-    lines += ["| layers | experts | median ms | p99 ms |", "| --- | --- | --- | --- |"]
-    lines += [f"| {t['layers']} | {t['experts']} | {1e3 * t['median']:.2f} | {1e3 * t['p99']:.2f} |" for t in times]
-    return "\n".join(lines) + "\n"
+    return grid(["from", "to", "batch", "resident", SHIPPED, "fresh LRU", f"{SHIPPED}, then", "fresh LRU, then"], rows)
 
 
-def main() -> None:
+def as_json(case: Case, result: Replay) -> dict[str, object]:
+    """``result`` without what is long, rounded."""
+    kept = {key: value for key, value in asdict(result).items() if key not in ("per_layer_coverage", "coverage_over_time")}
+    return {"trace": case[0], **{key: float(f"{v:.7g}") if isinstance(v, float) else v for key, v in kept.items()}}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "policy")
-    args = parser.parse_args()
-    traces = {path.stem: Trace.load(path) for path in args.traces}
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
+    args = parser.parse_args(arguments)
+    if args.jobs < 1:
+        parser.error(f"--jobs must be at least 1, not {args.jobs}")
+    traces, problems = {}, []
+    for path in args.traces:
+        try:
+            traces[path.stem] = Trace.load(path)
+        except (TraceError, OSError) as error:
+            problems.append(f"{path}: {error}")
+    if problems:
+        parser.error("; ".join(problems))
     times = decision_times()
-    table = {}
-    for case in cases(traces):
-        started = time.perf_counter()
-        results = run_case(case)
-        table[case.trace, case.batch, case.residency] = {result.policy: result for result in results}
-        shown = "  ".join(f"{r.policy} {r.coverage:.3f} {1e3 * r.step_seconds:.2f} ms" for r in results[:9])
-        print(
-            f"{case.trace} batch {case.batch} {case.residency:.0%}: {shown}  ({time.perf_counter() - started:.0f} s)",
-            flush=True,
-        )
+    table = run_cases(traces, args.jobs)
     switches = switch(traces)
     goals = judge(table, switches, times)
     for line in goals:
         print(f"{line['met']:>9}  {line['goal']}  (worst: {line['worst']})")
-    args.out.mkdir(parents=True, exist_ok=True)
     report = {
         "machine": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}",
         "goals": goals,
-        "results": [asdict(result) for row in table.values() for result in row.values()],
+        "left_out": left_out(table, [field.name for field in fields(Tuning)]),
         "switches": switches,
         "decision_seconds": times,
+        "results": [as_json(case, result) for case, row in table.items() for result in row.values()],
     }
+    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "goals.json").write_text(json.dumps(report, indent=1) + "\n")
     (args.out / "goals.md").write_text(markdown(table, goals, switches, times))
 

@@ -18,9 +18,16 @@ INTERVAL_STEPS = 2
 class Adaptation:
     """The policy over one model's layers. Only the rank that decides for its peers feeds it."""
 
-    def __init__(self, layers: Sequence[ExpertLayer], width: int, per_layer: str, start: RoutingCounts):
-        self._layers = layers
-        self._width = width
+    def __init__(
+        self,
+        layers: Sequence[ExpertLayer],
+        width: int,
+        per_layer: str,
+        start: RoutingCounts,
+        history: RoutingCounts | None = None,
+    ):
+        """``start`` is what was counted so far, which does not count. ``history`` is what earlier runs counted of these
+        ``width`` experts of each layer (a profile): the forecast begins with it, until live traffic overrules it."""
         self._seen = start
         resident, pinned = (stack([getattr(la, name) for la in layers], width) for name in ("resident", "pinned"))
         placeable = [np.full(layer.num_experts, bool(layer.tensors)) for layer in layers]
@@ -33,15 +40,21 @@ class Adaptation:
             "global" if per_layer == "global" else "uniform",
             floor=max(1, int(capacity.min(initial=0)) // 4),
         )
+        if history is not None:
+            self._policy.seed(*_seen(history))
 
-    def wanted(self, counts: RoutingCounts, max_bytes: float) -> np.ndarray | None:
-        """``bool[layers, width]`` of residents after ``counts`` (since the start), None to leave them. Promotes at most
-        ``max_bytes``."""
+    def wanted(self, counts: RoutingCounts, resident: np.ndarray, max_bytes: float) -> np.ndarray | None:
+        """``bool[layers, width]`` of residents after ``counts`` (since the start), None to leave them at ``resident``. Promotes
+        at most ``max_bytes``."""
         new = counts.since(self._seen)
         self._seen = counts
-        self._policy.observe(new.counts[:, Phase.DECODE, TOUCHES], new.steps[1], new.counts[:, Phase.PREFILL, ROUTED])
-        resident = stack([layer.resident for layer in self._layers], self._width)
+        self._policy.observe(*_seen(new))
         plan = self._policy.plan(resident, max_bytes)
         if not plan.promote.any() and not plan.demote.any():
             return None
         return (resident | plan.promote) & ~plan.demote
+
+
+def _seen(counts: RoutingCounts) -> tuple[np.ndarray, int, np.ndarray]:
+    """What the policy observes: touches of decode steps, how many these were, and routed prefill tokens."""
+    return counts.counts[:, Phase.DECODE, TOUCHES], counts.steps[Phase.DECODE], counts.counts[:, Phase.PREFILL, ROUTED]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from sglang_uvm_offload import __version__, replay_cli
+from sglang_uvm_offload import __version__, profile_cli, replay_cli, report_cli
 from sglang_uvm_offload.planning import planner_cli
 
 
@@ -21,6 +21,12 @@ def main(argv: list[str] | None = None) -> int:
     replaying = commands.add_parser("replay", help="replay a routing trace through the shipped policy and references")
     replay_cli.add_arguments(replaying)
     replaying.set_defaults(run=replay_cli.run)
+    reporting = commands.add_parser("report", help="write a page with pictures from a server's statistics or a replay")
+    report_cli.add_arguments(reporting)
+    reporting.set_defaults(run=report_cli.run)
+    profiling = commands.add_parser("profile", help="show saved routing profiles, and merge them")
+    profile_cli.add_arguments(profiling)
+    profiling.set_defaults(run=profile_cli.run)
     args = parser.parse_args(argv)
     return args.run(args)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ PREFIX = "expert_offload_"
 
 SELECTIONS = ("first_n", "frequency", "manual")
 ADAPTS = ("off", "warmup", "continuous")
+AUTO = "auto"
+PROFILE_MISMATCHES = ("refuse", "warmup")
 PER_LAYERS = ("uniform", "global")
 PREFETCHES = ("none", "frequency", "speculative")
 BACKENDS = ("auto", "uvm", "host")
@@ -43,8 +46,8 @@ class OffloadConfig:
         None,
         str,
         "Turn expert offloading on and keep this many routed experts of each MoE layer in VRAM (over all ranks that share "
-        "the layer; draft layers stay whole). The rest is read from host memory over PCIe. 'auto' is refused so far: see "
-        "sglang-uvm-offload plan.",
+        "the layer; draft layers stay whole). The rest is read from host memory over PCIe. auto: as many as fit beside the KV "
+        "cache that --max-running-requests and --context-length (or --max-total-tokens) ask for.",
     )
     resident_selection: str = flag(
         "frequency",
@@ -78,6 +81,31 @@ class OffloadConfig:
         "global: the layers that save more reads get more, N a layer on average.",
         PER_LAYERS,
     )
+    profile: str | None = flag(
+        None,
+        str,
+        "Choose the residents at load from the routing in this profile, or in several, separated by commas (frequency only). "
+        "Its coverage of the first --expert-offload-warmup-tokens live tokens is logged; where these tokens show it to be "
+        "wrong, residents are chosen again, unless --expert-offload-adapt is off.",
+    )
+    profile_mismatch: str = flag(
+        "refuse",
+        str,
+        "What to do with a profile that cannot be read or is of another model. refuse: end the launch with the reason. warmup: "
+        "log the reason and start without it.",
+        PROFILE_MISMATCHES,
+    )
+    save_profile: str | None = flag(
+        None,
+        str,
+        "Save the routing that was counted, and what --expert-offload-profile brought, to this file: every few minutes, when "
+        "requests pause, and when the server is told to end.",
+    )
+    trace: str | None = flag(
+        None,
+        str,
+        "Record which experts each decoded token used to this file, for sglang-uvm-offload replay; bounded in size.",
+    )
     prefetch: str = flag(
         "none",
         str,
@@ -103,7 +131,7 @@ class OffloadConfig:
 
     @property
     def residents(self) -> int:
-        """N, the resident experts a layer. Only for an enabled, checked config."""
+        """N, the resident experts a layer. Only for an enabled, checked config, with ``auto`` resolved."""
         assert self.num_resident is not None
         return int(self.num_resident)
 
@@ -137,11 +165,9 @@ class OffloadConfig:
                 if getattr(self, f.name) != getattr(defaults, f.name)
             ]
             return out
-        if self.num_resident == "auto":
-            out.append(
-                f"{flag_name('num_resident')} auto: not built yet; "
-                "give a number, such as the one that `sglang-uvm-offload plan` finds"
-            )
+        if self.num_resident == AUTO:
+            if self.resident_selection == "manual":
+                out.append(f"{flag_name('num_resident')} auto: {flag_name('resident_selection')} manual needs a number")
         elif not self.num_resident.isdecimal() or len(self.num_resident) > 6:
             out.append(f"{flag_name('num_resident')} {self.num_resident!r}: must be a whole number of experts, 0 or more")
         if not _is_int(self.warmup_tokens) or self.warmup_tokens < 1:
@@ -150,11 +176,12 @@ class OffloadConfig:
             out.append(f"{flag_name('headroom_gb')} {self.headroom_gb!r}: must be a number of GiB from 0 to 1024")
         if self.prefetch in PREFETCHES and self.prefetch != "none":
             out.append(f"{flag_name('prefetch')} {self.prefetch}: not built yet; only none is served")
-        if self.resident_selection == "frequency" and self.adapt == "off":
+        if self.resident_selection == "frequency" and self.adapt == "off" and self.profile is None:
             out.append(
-                f"{flag_name('adapt')} off: {flag_name('resident_selection')} frequency needs warmup or continuous; "
-                "for residents that never change choose first_n or manual"
+                f"{flag_name('adapt')} off: {flag_name('resident_selection')} frequency needs warmup or continuous, or a "
+                f"{flag_name('profile')}; for residents that never change choose first_n or manual"
             )
+        out += self._file_problems()
         if self.per_layer == "global" and self.adapt in ("off", "warmup"):
             out.append(f"{flag_name('per_layer')} global: needs {flag_name('adapt')} continuous")
         if self.resident_selection == "manual" and self.resident_ids is None:
@@ -169,6 +196,44 @@ class OffloadConfig:
             except ValueError as error:
                 out.append(f"{flag_name('resident_ids')} {self.resident_ids!r}: {error}")
         return out
+
+    @property
+    def profile_paths(self) -> list[Path]:
+        """The files that ``profile`` names."""
+        return [Path(item.strip()) for item in (self.profile or "").split(",") if item.strip()]
+
+    def _file_problems(self) -> list[str]:
+        out = []
+        if self.profile is not None:
+            if self.resident_selection in ("first_n", "manual"):
+                out.append(
+                    f"{flag_name('profile')} {self.profile!r}: only {flag_name('resident_selection')} frequency reads it"
+                )
+            if not self.profile_paths:
+                out.append(f"{flag_name('profile')} {self.profile!r}: names no file")
+        elif self.profile_mismatch == "warmup":
+            out.append(f"{flag_name('profile_mismatch')} warmup: has no effect without {flag_name('profile')}")
+        if self.profile is not None and self.profile_mismatch == "warmup" and self.adapt == "off":
+            out.append(f"{flag_name('profile_mismatch')} warmup: needs {flag_name('adapt')} warmup or continuous")
+        for field in ("save_profile", "trace"):
+            value = getattr(self, field)
+            if value is not None and (reason := _cannot_write(value)):
+                out.append(f"{flag_name(field)} {value!r}: {reason}")
+        if self.trace is not None and self.trace == self.save_profile:
+            out.append(f"{flag_name('trace')} {self.trace!r}: is the file of {flag_name('save_profile')} too")
+        return out
+
+
+def _cannot_write(text: str) -> str | None:
+    """Why no file can be put at this path, None where it can, as far as can be told without writing it."""
+    path = Path(text)
+    if not text.strip() or path.is_dir():
+        return "must be the path of a file"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    if not os.access(path.parent, os.W_OK):
+        return f"the folder {path.parent} cannot be written to"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,17 +1,21 @@
-"""What the CUDA driver says about a GPU: its architecture, and every reason why it cannot serve unified memory.
+"""What the CUDA driver says about a GPU: its architecture, free memory, and every reason why it cannot serve unified memory.
 
-Asks through cuda-python, without creating a context, so that a launcher may ask before it forks.
+Asks through cuda-python, without creating a context, so that a launcher may ask before it forks. The driver tells how much
+memory is free only inside a context: a process of its own has one (``python -m sglang_uvm_offload.cuda_device 0 1``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from cuda.bindings import driver
 
 _Attribute = driver.CUdevice_attribute
+_ASKING_SECONDS = 120
 
 
 class DriverRefusal(RuntimeError):
@@ -29,6 +33,8 @@ def device_arch(device: int) -> str:
 
 def device_problems(device: int) -> list[str]:
     """Every reason why experts cannot live in unified memory of this process's GPU ``device``; empty where they can."""
+    import torch  # not at the top: a process that only asks for free memory need not wait for it
+
     if torch.version.cuda is None:
         return [f"this PyTorch ({torch.__version__}) is built without CUDA"]
     try:
@@ -36,20 +42,42 @@ def device_problems(device: int) -> list[str]:
         count = _ask(driver.cuDeviceGetCount)
         if device >= count:
             return [f"there is no CUDA device {device}: the driver shows {count}"]
-        return _driver_problems() + _memory_problems(device) + _confidential_problems()
+        return _driver_problems(torch.version.cuda) + _memory_problems(device) + _confidential_problems()
     except DriverRefusal as refusal:
         return [str(refusal)]
 
 
-def _driver_problems() -> list[str]:
+def free_vram(devices: Sequence[int]) -> int:
+    """Bytes of VRAM that are free on the GPU of ``devices`` that has least, beside the bare context of the one who asks."""
+    command = [sys.executable, "-m", __name__, *map(str, devices)]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASKING_SECONDS)
+    except subprocess.TimeoutExpired as late:
+        raise DriverRefusal(f"the CUDA driver did not say within {_ASKING_SECONDS} s how much VRAM is free") from late
+    if asked.returncode != 0:
+        raise DriverRefusal((asked.stderr.strip() or f"exit code {asked.returncode}").splitlines()[-1])
+    return min(json.loads(asked.stdout.splitlines()[-1]))
+
+
+def _free_vram_here(device: int) -> int:
+    """Makes a context on ``device``."""
+    handle = _ask(driver.cuDeviceGet, device)
+    _ask(driver.cuCtxSetCurrent, _ask(driver.cuDevicePrimaryCtxRetain, handle))
+    error, free, _ = driver.cuMemGetInfo()
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise DriverRefusal(f"cuMemGetInfo failed: {_reason(error)}")
+    return free
+
+
+def _driver_problems(runtime: str) -> list[str]:
     """A driver serves every CUDA runtime of its own major version and of those before it."""
     version = _ask(driver.cuDriverGetVersion)
-    supported, needed = version // 1000, int(str(torch.version.cuda).split(".")[0])
+    supported, needed = version // 1000, int(runtime.split(".")[0])
     if supported >= needed:
         return []
     return [
         f"the NVIDIA driver is too old: it serves CUDA {supported}.{version % 1000 // 10}, and this PyTorch is built "
-        f"for CUDA {torch.version.cuda}"
+        f"for CUDA {runtime}"
     ]
 
 
@@ -95,9 +123,25 @@ def _ask(function: Callable[..., tuple[Any, ...]], *arguments: object) -> Any:
     error, *answer = function(*arguments)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise DriverRefusal(f"{function.__name__} failed: {_reason(error)}")
-    return answer[0]
+    return answer[0] if answer else None
 
 
 def _reason(error: driver.CUresult) -> str:
     found, text = driver.cuGetErrorString(error)
     return f"{error.name}: {text.decode()}" if found == driver.CUresult.CUDA_SUCCESS else error.name
+
+
+def _main() -> None:
+    try:
+        _start()
+        count = _ask(driver.cuDeviceGetCount)
+        wanted = [int(word) for word in sys.argv[1:]]
+        if missing := [device for device in wanted if device >= count]:
+            raise DriverRefusal(f"there is no CUDA device {missing[0]}: the driver shows {count}")
+        print(json.dumps([_free_vram_here(device) for device in wanted]))
+    except DriverRefusal as refusal:
+        sys.exit(str(refusal))
+
+
+if __name__ == "__main__":
+    _main()

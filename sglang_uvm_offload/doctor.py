@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, distribution, entry_points,
 
 from packaging.requirements import Requirement
 
+from sglang_uvm_offload.config import AUTO, FlagError, flag_name
 from sglang_uvm_offload.cuda_build import BuildFailure, build, find_nvcc
 from sglang_uvm_offload.host_ram import host_available
 from sglang_uvm_offload.report import size
@@ -53,10 +54,13 @@ def examine(model_path: str | None, device: str, num_resident: str, trust_remote
     else:
         found.good("SGLang has every hook point")
     if model_path is not None:
-        if problems := sglang_doctor.launch_problems(model_path, device, num_resident, trust_remote_code):
-            found.bad(*problems)
+        try:
+            config = sglang_doctor.launched(model_path, device, num_resident, trust_remote_code)
+        except FlagError as error:
+            found.bad(*error.problems)
         else:
-            found.good(f"{model_path} can be served with --expert-offload-num-resident {num_resident}")
+            which = f"{num_resident}, which is {config.residents} here" if num_resident == AUTO else num_resident
+            found.good(f"{model_path} can be served with {flag_name('num_resident')} {which}")
     return found
 
 

@@ -90,6 +90,11 @@ class ExpertLayer:
         self.resident = whole
 
     @property
+    def routed_ids(self) -> range:
+        """The model's ids of the routed experts, in the order in which they come first here."""
+        return range(self.first_expert, self.first_expert + int((~self.pinned).sum()))
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of one expert in managed memory."""
         return sum(tensor.layout.expert_bytes for tensor in self.tensors)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sglang_uvm_offload.expert_layer import ExpertLayer
-from sglang_uvm_offload.routing import RoutingCounts
+from sglang_uvm_offload.routing import TOUCHES, Phase, RoutingCounts
 
 
 class Ledger:
@@ -15,20 +15,24 @@ class Ledger:
 
     def __init__(self, layers: Sequence[ExpertLayer], start: RoutingCounts):
         self._layers = layers
-        self._counted = start
+        self.counted = start
+        """All counts that are in the totals."""
         self.routed = np.zeros(len(layers), dtype=np.int64)
         self.routed_resident = np.zeros(len(layers), dtype=np.int64)
         """Routed tokens, and those of them that an expert in VRAM served."""
         self.read_through_bytes = np.zeros(len(layers), dtype=np.int64)
         """Bytes of offloaded experts that steps read, each once a step: a prefill may read them more often."""
+        self.touches = np.zeros(len(layers), dtype=np.int64)
+        self.touches_resident = np.zeros(len(layers), dtype=np.int64)
+        """Uses by decode steps of the experts that can be offloaded, and those of them that were served from VRAM."""
         self.moves = 0
         self.moved_bytes = 0
         self.moving_seconds = 0.0
 
     def account(self, counts: RoutingCounts) -> None:
         """Add what was counted since the last call, under the residency that served it: call it before residents change."""
-        new = counts.since(self._counted)
-        self._counted = counts
+        new = counts.since(self.counted)
+        self.counted = counts
         width = counts.counts.shape[-1]
         resident = stack([layer.resident for layer in self._layers], width)
         routed, touches = new.routed(), new.touches()
@@ -36,11 +40,15 @@ class Ledger:
         self.routed_resident += (routed * resident).sum(axis=1)
         expert_bytes = np.array([layer.expert_bytes for layer in self._layers], dtype=np.int64)
         self.read_through_bytes += (touches * ~resident).sum(axis=1) * expert_bytes
+        offloadable = ~stack([layer.pinned for layer in self._layers], width) & (expert_bytes > 0)[:, None]
+        decode = new.counts[:, Phase.DECODE, TOUCHES] * offloadable
+        self.touches += decode.sum(axis=1)
+        self.touches_resident += (decode * resident).sum(axis=1)
 
     @property
     def steps(self) -> int:
         """Steps that are in these totals."""
-        return sum(self._counted.steps)
+        return sum(self.counted.steps)
 
     @property
     def coverage(self) -> float | None:

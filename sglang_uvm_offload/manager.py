@@ -6,9 +6,11 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from tqdm import tqdm
 
@@ -16,7 +18,9 @@ from sglang_uvm_offload import policy
 from sglang_uvm_offload.adaptation import INTERVAL_STEPS, Adaptation
 from sglang_uvm_offload.config import FlagError, OffloadConfig, ResidentIds
 from sglang_uvm_offload.expert_layer import ExpertLayer
+from sglang_uvm_offload.history import History, coverage_curve
 from sglang_uvm_offload.ledger import Ledger, stack
+from sglang_uvm_offload.profile import Profile
 from sglang_uvm_offload.report import size
 from sglang_uvm_offload.routing import ROUTED, TOUCHES, Phase, RoutingCounters, RoutingCounts
 from sglang_uvm_offload.uvm import Memory, MemoryFault
@@ -25,9 +29,15 @@ logger = logging.getLogger(__name__)
 
 MOVE_BYTES_PER_S = 4 << 30
 """What continuous adaptation promotes at most: a small part of a PCIe link, so that moves do not starve reads."""
+POLL_SECONDS = 0.5
+"""How often a busy rank's history looks at the counts."""
 
 MakeCounters = Callable[[int, int], RoutingCounters]
 """(layers, experts a layer) -> counters on the device that computes."""
+PROFILE_SLACK = 0.05
+"""By how much of its coverage the best set for the live warm-up may beat a profile's residents before they are chosen anew.
+That set is chosen by the very tokens that it is measured on, so some lead says nothing."""
+
 Agree = Callable[[Callable[[], Any]], Any]
 """Calls its argument on the first of the ranks that hold shards of the same experts, and returns the result on all of them."""
 
@@ -52,7 +62,10 @@ class OffloadManager:
         agree: Agree,
         progress: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
+        thinker: Executor | None = None,
     ):
+        """``thinker`` runs one task after the other: decisions of continuous adaptation are made there, beside the steps, and
+        taken up when they are ready. None: they are made at once."""
         self.config = config
         self.memory = memory
         self.make_counters = make_counters
@@ -60,14 +73,23 @@ class OffloadManager:
         self.progress = progress
         self.clock = clock
         self._moved_at = clock()
+        self._thinker = thinker
+        self._decision: Future[np.ndarray | None] | None = None
         self.models: list[ModelExperts] = []
         self.moe_layers: tuple[int, ...] = ()
         """The decoder layers of the target model that route, over all pipeline stages, in order."""
+        self.profile: Profile | None = None
+        """The routing that residents are chosen from at load."""
+        self.profile_verdict: dict[str, object] | None = None
+        """What live traffic showed of the profile: its coverage, that of the best residents, and whether it was kept."""
         self.tokens = 0
         self.steps = 0
         self.fault: str | None = None
         self.ledger: Ledger
         """What the target model's steps were served from; there is one once the model is loaded."""
+        self.history: History
+        """How the ledger came to its totals."""
+        self._poll_at = 0.0
         self.adaptation: Adaptation | None = None
         """Follows the traffic, where that was asked for."""
         self.warm = config.resident_selection != "frequency"
@@ -102,6 +124,10 @@ class OffloadManager:
             resident[[i - first for i in self._ids_of(layer_id) if first <= i < first + routed]] = True
         else:
             resident[: rank_share(self.config.residents, ep_rank, ep_size)] = True
+            if self.profile is not None and layer_id in self.moe_layers:
+                past = self.profile.part([layer_id], [range(ep_rank * routed, (ep_rank + 1) * routed)], num_experts)
+                slots = np.arange(num_experts)[None] < routed
+                resident = _hottest(past, resident[None], ~slots, slots)[0]
         layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, ep_rank * routed, resident)
         model.layers.append(layer)
         if self._placing is not None:
@@ -129,8 +155,16 @@ class OffloadManager:
         if not model.draft:
             start = model.counters.read()
             self.ledger = Ledger(layers, start)
+            self.history = History(self.ledger, self.clock)
             if self.config.adapt == "continuous":
-                self.adaptation = Adaptation(layers, model.counters.num_experts, self.config.per_layer, start)
+                width = model.counters.num_experts
+                self.adaptation = Adaptation(layers, width, self.config.per_layer, start, self._past_of(layers, width))
+
+    def _past_of(self, layers: Sequence[ExpertLayer], width: int) -> RoutingCounts | None:
+        """What the profile holds of these layers."""
+        if self.profile is None or not {layer.layer_id for layer in layers} <= set(self.moe_layers):
+            return None
+        return self.profile.part([layer.layer_id for layer in layers], [layer.routed_ids for layer in layers], width)
 
     # Serving
 
@@ -154,7 +188,8 @@ class OffloadManager:
             model.counters.begin_step(0, Phase.DECODE)
 
     def reselect(self) -> None:
-        """Choose the resident set anew from all routing seen so far, and move what changed. Outputs do not change.
+        """Choose the resident set anew from all routing seen so far, and move what changed, unless the residents that a
+        profile chose do about as well. Outputs do not change.
 
         Every rank that holds a shard of the same experts must call it before the same step. A ``MemoryFault`` ends
         the moving, not the serving.
@@ -164,9 +199,14 @@ class OffloadManager:
         self.ledger.account(seen)
         layers = self.target.layers
         before = stack([layer.resident for layer in layers], self._target_counters.num_experts)
-        after = self.agree(lambda: self._hottest(seen, before))
-        moved = self._move(after, wait=True)
+        after = self.agree(lambda: self._after_warmup(seen, before))
+        self._decision = None  # made for the residents of before
         self.warm = True
+        if self.profile is not None:
+            self._judge_profile(seen, before, kept=not (after ^ before).any())
+        if self.profile is not None and not (after ^ before).any():
+            return
+        moved = self._move(after, wait=True)
         seconds = time.perf_counter() - started
         now = stack([layer.resident for layer in layers], before.shape[1])
         changed = int((now & ~before).sum())
@@ -209,14 +249,24 @@ class OffloadManager:
         self.ledger.moving_seconds += time.perf_counter() - started
 
     def _wanted(self) -> np.ndarray | None:
-        """What adaptation wants resident, None for no change. Called on the rank that decides."""
+        """What adaptation wants resident, None for no change, or no decision yet. Called on the rank that decides."""
         assert self.adaptation is not None
         counts = self._target_counters.poll()
-        if counts is None:
+        if counts is not None:
+            self.ledger.account(counts)
+        if self._decision is not None and not self._decision.done():
             return None
-        self.ledger.account(counts)
-        wanted = self.adaptation.wanted(counts, self._may_move())
-        return wanted if self.warm else None
+        wanted = self._decision.result() if self._decision is not None and self.warm else None
+        self._decision = None
+        if counts is None:
+            return wanted
+        width = self._target_counters.num_experts
+        resident = stack([layer.resident for layer in self.target.layers], width) if wanted is None else wanted
+        if self._thinker is None:
+            decided = self.adaptation.wanted(counts, resident, self._may_move())
+            return decided if self.warm else None
+        self._decision = self._thinker.submit(self.adaptation.wanted, counts, resident, self._may_move())
+        return wanted
 
     def _may_move(self) -> float:
         """Bytes that may be promoted now, so that moves leave most of the link to reads."""
@@ -224,14 +274,35 @@ class OffloadManager:
         passed, self._moved_at = now - self._moved_at, now
         return min(passed, 1.0) * MOVE_BYTES_PER_S
 
-    def _hottest(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
-        """``bool[layers, experts]``: as many residents of each layer as now, the ones with the most expected touches."""
+    def _after_warmup(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
+        """``bool[layers, experts]``: who is to be resident after the warm-up. Called on the rank that decides."""
+        best = self._best(seen, resident)
+        if self.profile is None:
+            return best
+        lead = coverage(seen.routed(), best) - coverage(seen.routed(), resident)
+        return resident if self.config.adapt == "off" or lead <= PROFILE_SLACK else best
+
+    def _best(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
+        """As many residents of each layer as now, the ones with the most expected touches."""
         layers = self.target.layers
         pinned = stack([layer.pinned for layer in layers], resident.shape[1])
-        scores = policy.score(seen.counts[:, Phase.DECODE, TOUCHES], seen.steps[1], seen.counts[:, Phase.PREFILL, ROUTED])
-        for row, layer in enumerate(layers):
-            scores[row, layer.num_experts :] = -1.0
-        return policy.select(scores, (resident & ~pinned).sum(axis=1), resident, pinned)
+        slots = stack([np.ones(layer.num_experts, dtype=bool) for layer in layers], resident.shape[1])
+        return _hottest(seen, resident, pinned, slots)
+
+    def _judge_profile(self, seen: RoutingCounts, resident: np.ndarray, kept: bool) -> None:
+        """Say how far the profile's residents covered live traffic."""
+        routed = seen.routed()
+        covered, best = coverage(routed, resident), coverage(routed, self._best(seen, resident))
+        self.profile_verdict = {"coverage": covered, "best": best, "tokens": self.tokens, "kept": kept}
+        logger.info(
+            "Expert offload: profile %s: its residents covered %.1f %% of the routing of the first %d live tokens, and the "
+            "best residents for these tokens %.1f %%: %s",
+            self.config.profile,
+            100 * covered,
+            self.tokens,
+            100 * best,
+            "kept" if kept else "not trusted, residents are chosen again",
+        )
 
     def _move(self, after: np.ndarray, wait: bool) -> int:
         """Demote before promoting, so that VRAM never holds more than before: layer by layer where one layer's promotions take
@@ -279,6 +350,27 @@ class OffloadManager:
         counts = self._target_counters.poll()
         if counts is not None:
             self.ledger.account(counts)
+            self.history.add(self.tokens)
+
+    def poll_now_and_then(self) -> None:
+        """``poll`` if the last time is ``POLL_SECONDS`` ago. Call it between steps."""
+        now = self.clock()
+        if now >= self._poll_at:
+            self._poll_at = now + POLL_SECONDS
+            self.poll()
+
+    def poll_when_idle(self) -> None:
+        """``poll`` until the last step before the idleness is in the ledger."""
+        if self.ledger.steps < self.steps:
+            self.poll()
+
+    def routing(self, wait: bool) -> RoutingCounts:
+        """What the target model's routing was, of some moments ago or, with ``wait``, of all steps so far."""
+        if wait:
+            self.ledger.account(self._target_counters.read())
+        elif self.ledger.steps < self.steps:
+            self.poll()
+        return self.ledger.counted
 
     def status(self) -> dict[str, object]:
         """What ``/server_info`` shows of this rank. Plain JSON values; bytes and seconds."""
@@ -295,10 +387,13 @@ class OffloadManager:
             "plain_bytes": sum(layer.plain_bytes for layer in layers),
             "draft_layers": sum(len(model.layers) for model in self.models if model.draft),
             "draft_bytes": sum(layer.resident_bytes for model in self.models if model.draft for layer in model.layers),
+            "layers": [self._layer_status(row) for row in range(len(layers))],
             "resident_ids": [(np.flatnonzero(layer.resident) + layer.first_expert).tolist() for layer in layers],
             "tokens": self.tokens,
             "warmup_done": self.warm,
             "adapt": self.config.adapt,
+            "per_layer": self.config.per_layer,
+            "profile": self.profile_verdict,
             "routed": int(ledger.routed.sum()),
             "coverage": ledger.coverage,
             "read_through_bytes": int(ledger.read_through_bytes.sum()),
@@ -306,6 +401,24 @@ class OffloadManager:
             "moved_bytes": ledger.moved_bytes,
             "moving_seconds": ledger.moving_seconds,
             "fault": self.fault,
+            "history": msgspec.to_builtins(self.history.past(self.tokens)),
+            "curve": msgspec.to_builtins(coverage_curve(ledger.counted, layers)),
+        }
+
+    def _layer_status(self, row: int) -> dict[str, int]:
+        layer, ledger = self.target.layers[row], self.ledger
+        shared = int(layer.pinned.sum())
+        return {
+            "layer": layer.layer_id,
+            "first_expert": layer.first_expert,
+            "experts": layer.num_experts - shared,
+            "shared_experts": shared,
+            "expert_bytes": layer.expert_bytes,
+            "routed": int(ledger.routed[row]),
+            "routed_resident": int(ledger.routed_resident[row]),
+            "touches": int(ledger.touches[row]),
+            "touches_resident": int(ledger.touches_resident[row]),
+            "read_through_bytes": int(ledger.read_through_bytes[row]),
         }
 
     @property
@@ -322,6 +435,13 @@ class OffloadManager:
 def rank_share(num_resident: int, ep_rank: int, ep_size: int) -> int:
     """How many of a layer's N residents expert-parallel rank ``ep_rank`` keeps: N split as evenly as it goes."""
     return num_resident * (ep_rank + 1) // ep_size - num_resident * ep_rank // ep_size
+
+
+def _hottest(seen: RoutingCounts, resident: np.ndarray, pinned: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """``bool[layers, experts]``: as many residents of each layer as now, the ones with the most expected touches; ``pinned``
+    ones stay, and what is not in ``slots`` is no expert."""
+    scores = policy.score(seen.counts[:, Phase.DECODE, TOUCHES], seen.steps[1], seen.counts[:, Phase.PREFILL, ROUTED])
+    return policy.select(np.where(slots, scores, -1.0), (resident & ~pinned).sum(axis=1), resident, pinned)
 
 
 def coverage(routed: np.ndarray, resident: np.ndarray) -> float:

@@ -18,8 +18,8 @@ class NpzError(ValueError):
 
 
 def read(path: str | os.PathLike[str], names: Sequence[str], max_bytes: int) -> list[np.ndarray]:
-    """The arrays ``names`` of a file, each of at most ``max_bytes``. Raises ``NpzError`` if it does not hold them, ``OSError`` if
-    it cannot be opened."""
+    """The arrays ``names`` of a file, each of at most ``max_bytes``. Raises ``NpzError`` if it does not hold them, ``OSError``
+    if it cannot be opened."""
     with open(path, "rb") as file:
         try:
             with zipfile.ZipFile(file) as archive:

@@ -14,33 +14,12 @@ from typing import Literal
 
 import numpy as np
 
-PREFILL_PRIOR_STEPS = 32.0
-"""How many decode steps the routing of prefill tokens is worth, however many prefill tokens there were."""
+from sglang_uvm_offload.forecast import PREFILL_PRIOR_STEPS, TUNING, Forecast, Tuning, spread
 
-SCALES = 4.0 ** np.arange(7)
-"""The time constants, in decode steps, of the touch rates that are kept of each expert."""
-PRIOR_STEPS = 32.0
-"""An expert's first rates are drawn to the mean rate as if it had been seen at that rate for so many steps."""
-MEMORY_STEPS = 4096.0
-"""The time constant of what is learned about how rates persist."""
-MEAN_STEPS = 256.0
-"""The time constant of the mean touch rate of all experts."""
-RIDGE = 1e-3
-RIDGE_TRANSITIONS = 4.0
-"""How much the learned weights are drawn to zero, against the mean square of the features: always, and as if so many of the
-transitions seen had shown that nothing persists."""
-HORIZON_TOUCHES = 2.0
-"""A promotion must pay back in the time in which an average expert is touched so often."""
-MAX_HORIZON_STEPS = 1024.0
-HYSTERESIS = 1.5
-"""A promotion must pay back its cost so many times."""
-PATIENT_STEPS = 1024.0
-"""The horizon for a difference in rates on which every scale from ``PATIENT_SCALE`` on agrees."""
-PATIENT_SCALE = 3
-PATIENT_ERRORS = 2.0
-"""And by so many standard errors of either rate."""
 PATIENT_EVERY_STEPS = 64
-"""How often such differences are looked for."""
+"""How often small differences are looked for."""
+SEED_STEPS = 256.0
+"""How many decode steps a profile is worth, however many it saw: live traffic overrules it in about as many."""
 
 
 def score(decode_touches: np.ndarray, decode_steps: float, prefill_routed: np.ndarray) -> np.ndarray:
@@ -56,13 +35,7 @@ def score(decode_touches: np.ndarray, decode_steps: float, prefill_routed: np.nd
     tokens = routed.sum(axis=1, keepdims=True)
     per_step = touches.sum(axis=1, keepdims=True) / decode_steps if decode_steps else np.ones_like(tokens)
     strength = np.where(tokens > 0, PREFILL_PRIOR_STEPS, 0.0)
-    return (touches + strength * _spread(per_step, routed)) / np.maximum(decode_steps + strength, 1.0)
-
-
-def _spread(per_step: np.ndarray, routed: np.ndarray) -> np.ndarray:
-    """A layer's touches per step (``[layers, 1]``) spread over its experts by their share of ``routed`` tokens: the chance of
-    any token, if a step's tokens on an expert are Poisson."""
-    return -np.expm1(-per_step * routed / np.maximum(routed.sum(axis=1, keepdims=True), 1.0))
+    return (touches + strength * spread(per_step, routed)) / np.maximum(decode_steps + strength, 1.0)
 
 
 def select(scores: np.ndarray, capacity: np.ndarray, resident: np.ndarray, pinned: np.ndarray) -> np.ndarray:
@@ -104,8 +77,8 @@ class AdaptivePolicy:
     """Follows the traffic: promotes an expert when the reads that this saves pay for the move, and else holds still.
 
     ``observe`` takes what the counters saw since the last call, ``plan`` says what to move now. Two rules promote. The prompt
-    one compares the touches that are forecast until an average expert is touched ``HORIZON_TOUCHES`` times. The patient one
-    sees small differences too, where all time scales agree about them, and lets them pay back over ``PATIENT_STEPS``.
+    one compares the touches that are forecast until an average expert is touched ``horizon_touches`` times. The patient one
+    sees small differences too, where all time scales agree about them, and lets them pay back over ``patient_steps``.
     """
 
     def __init__(
@@ -116,6 +89,7 @@ class AdaptivePolicy:
         per_layer: Literal["uniform", "global"] = "global",
         floor: int = 1,
         move_cost: float = 1.0,
+        tuning: Tuning = TUNING,
     ):
         """``capacity`` int ``[layers]``: the residents of each layer under an even split; ``global`` pools their bytes over
         the layers, and leaves each at least ``floor`` residents. ``expert_bytes`` int ``[layers]``. ``candidate``: the
@@ -138,9 +112,16 @@ class AdaptivePolicy:
         self._budget = int(self._capacity @ expert_bytes)
         self._floor = np.minimum(floor, self._capacity)
         self._uniform = per_layer == "uniform"
-        self._threshold = HYSTERESIS * move_cost
-        self._forecast = Forecast(candidate)
+        self._tuning = tuning
+        self._threshold = tuning.hysteresis * move_cost
+        self._forecast = Forecast(candidate, tuning)
         self._patient_at = float(PATIENT_EVERY_STEPS)
+
+    def seed(self, touches: np.ndarray, steps: float, prefill_routed: np.ndarray) -> None:
+        """What an earlier run counted, to be observed before anything else: it weighs ``SEED_STEPS`` decode steps at most."""
+        weight = min(1.0, SEED_STEPS / steps) if steps > 0 else 1.0
+        self.observe(touches * weight, steps * weight, prefill_routed)
+        self._patient_at = self._forecast.steps + PATIENT_EVERY_STEPS
 
     def observe(self, touches: np.ndarray, steps: float, prefill_routed: np.ndarray | None = None) -> None:
         """What was counted since the last call: ``touches`` of each expert in ``steps`` decode steps, and the prefill tokens
@@ -161,11 +142,11 @@ class AdaptivePolicy:
         look_patiently = self._forecast.steps >= self._patient_at
         if look_patiently:
             low, high = self._forecast.bounds(saved / horizon)
-            chosen = self._choose(PATIENT_STEPS * np.where(chosen, high, low), chosen)
+            chosen = self._choose(self._tuning.patient_steps * np.where(chosen, high, low), chosen)
         promote = chosen & ~resident
         if (promote * self._bytes).sum() > max_bytes:
             promote = self._affordable(promote, saved, max_bytes)
-            chosen = self._pack(saved, resident | promote)
+            chosen = self._pack(saved, resident | promote, resident)
         elif look_patiently:
             self._patient_at = self._forecast.steps + PATIENT_EVERY_STEPS
         return Plan(chosen & ~resident, resident & ~chosen)
@@ -174,22 +155,51 @@ class AdaptivePolicy:
         """The candidates that save most, where a resident counts ``threshold`` more: so an expert replaces another only if
         it saves so much more than that one, and fills a free place only if it saves so much."""
         worthy = self._candidate & (resident | (saved > self._threshold))
-        return self._pack(np.where(resident, saved + self._threshold, saved), worthy)
+        return self._pack(np.where(resident, saved + self._threshold, saved), worthy, resident)
 
-    def _pack(self, key: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-        """As many candidates as there is room for, those with the largest key."""
+    def _pack(self, key: np.ndarray, candidate: np.ndarray, resident: np.ndarray) -> np.ndarray:
+        """As many candidates as there is room for, those with the largest key. ``resident`` is among the candidates."""
+        return self._pack_layers(key, candidate, resident) if self._uniform else self._pack_pool(key, candidate, resident)
+
+    def _pack_layers(self, key: np.ndarray, candidate: np.ndarray, resident: np.ndarray) -> np.ndarray:
+        best_newcomer = np.where(candidate & ~resident, key, -np.inf).max(axis=1, initial=-np.inf)
+        least_resident = np.where(resident, key, np.inf).min(axis=1, initial=np.inf)
+        contested = (best_newcomer >= least_resident) | (resident.sum(axis=1) != self._capacity)
+        chosen = resident.copy()
+        chosen[contested] = candidate[contested] & (
+            _rank(np.where(candidate, key, -np.inf)[contested]) < self._capacity[contested, None]
+        )
+        return chosen
+
+    def _pack_pool(self, key: np.ndarray, candidate: np.ndarray, resident: np.ndarray) -> np.ndarray:
+        """Sorting all experts takes most of a decision. So only those are sorted whose place is contested: residents that some
+        newcomer beats, and newcomers that beat some resident or find room."""
+        newcomer = candidate & ~resident
+        room = self._budget - int(self._bytes[resident].sum())
+        if room < 0:
+            return self._pack_floors(key, candidate)
+        chosen = resident & (key > key[newcomer].max(initial=-np.inf))
+        contested = candidate & ~chosen
+        if room < self._bytes.min(initial=self._budget + 1):
+            contested &= key >= key[resident].min(initial=np.inf)
+        self._fill(chosen, np.where(contested, key, -np.inf), contested)
+        enough = chosen.sum(axis=1) >= np.minimum(self._floor, candidate.sum(axis=1))
+        return chosen if enough.all() else self._pack_floors(key, candidate)
+
+    def _pack_floors(self, key: np.ndarray, candidate: np.ndarray) -> np.ndarray:
+        """The same where a layer's floor decides: its best ones come before all others."""
         key = np.where(candidate, key, -np.inf)
-        order = np.argsort(-key, axis=1, kind="stable")
-        rank = np.empty_like(order)
-        np.put_along_axis(rank, order, np.broadcast_to(np.arange(key.shape[1]), key.shape), axis=1)
-        if self._uniform:
-            return candidate & (rank < self._capacity[:, None])
-        key[candidate & (rank < self._floor[:, None])] = np.inf
-        ranking = np.argsort(-key, axis=None, kind="stable")
-        fits = np.cumsum(self._bytes.ravel()[ranking]) <= self._budget
+        key[candidate & (_rank(key) < self._floor[:, None])] = np.inf
         chosen = np.zeros(key.shape, dtype=bool)
-        chosen.ravel()[ranking[fits]] = True
-        return chosen & candidate
+        self._fill(chosen, key, candidate)
+        return chosen
+
+    def _fill(self, chosen: np.ndarray, key: np.ndarray, candidate: np.ndarray) -> None:
+        """Add candidates to ``chosen``, the largest key first, until the next one exceeds the budget."""
+        index = np.flatnonzero(candidate)
+        ranking = index[np.argsort(-key.ravel()[index], kind="stable")]
+        used = self._bytes[chosen].sum() + np.cumsum(self._bytes.ravel()[ranking])
+        chosen.ravel()[ranking[used <= self._budget]] = True
 
     def _affordable(self, promote: np.ndarray, saved: np.ndarray, max_bytes: float) -> np.ndarray:
         """Those of ``promote`` that save most and take at most ``max_bytes`` together."""
@@ -199,84 +209,9 @@ class AdaptivePolicy:
         return kept
 
 
-class Forecast:
-    """The touches to come, from touch rates over several time scales.
-
-    How far each scale predicts is learned from the traffic itself, by least-squares temporal differences (Bradtke and Barto,
-    Machine Learning 22, 1996) pooled over all experts: routing that follows the request and routing that is stationary
-    need no different settings. The sums are kept apart by power of the discount, so that the horizon may change.
-    """
-
-    def __init__(self, candidate: np.ndarray):
-        self.steps = 0.0
-        self._candidate = candidate
-        self._size = max(int(candidate.sum()), 1)
-        self._mean = 0.0
-        self._rates = np.zeros((len(SCALES), candidate.size), dtype=np.float32)
-        features = len(SCALES) + 1
-        self._features = np.zeros((features, candidate.size), dtype=np.float32)
-        self._now_now = np.zeros((features, features))
-        self._now_next = np.zeros((features, features))
-        self._now_rate = np.zeros(features)
-        self._transitions = np.zeros(2)
-        """Decayed: how many transitions were seen, and their steps."""
-
-    def observe(self, touches: np.ndarray, steps: float) -> None:
-        rate = (np.where(self._candidate, touches, 0).ravel() / steps).astype(np.float32)
-        mean = float(rate.sum()) / self._size
-        if not self.steps and not self._rates.any():
-            self._rates[:] = mean * self._candidate.ravel()
-        share = np.maximum(-np.expm1(-steps / SCALES), steps / (self.steps + steps + PRIOR_STEPS))
-        self._rates += share.astype(np.float32)[:, None] * (rate - self._rates)
-        self._mean += max(-np.expm1(-steps / MEAN_STEPS), steps / (self.steps + steps)) * (mean - self._mean)
-        before, self._features = self._features, self._describe()
-        if self.steps:
-            decay = np.exp(-steps / MEMORY_STEPS)
-            self._now_now = decay * self._now_now + before @ before.T
-            self._now_next = decay * self._now_next + before @ self._features.T
-            self._now_rate = decay * self._now_rate + before @ rate
-            self._transitions = decay * self._transitions + (1.0, steps)
-        self.steps += steps
-
-    def hint(self, prefill_routed: np.ndarray) -> None:
-        """Prefill tokens ``[layers, experts]`` count as decode steps with their mix, for the scales longer than the
-        ``PREFILL_PRIOR_STEPS`` that they are worth at most."""
-        routed = np.where(self._candidate, prefill_routed, 0).astype(np.float64)
-        tokens = routed.sum(axis=1, keepdims=True)
-        rates = self._rates.reshape(len(SCALES), *self._candidate.shape)
-        per_step = rates[-1].sum(axis=1, keepdims=True, dtype=np.float64)
-        per_step[per_step == 0] = 1.0
-        steps = np.minimum(tokens / per_step, PREFILL_PRIOR_STEPS)
-        for scale, scaled in zip(SCALES, rates, strict=True):
-            if scale > PREFILL_PRIOR_STEPS:
-                scaled += -np.expm1(-steps / scale) * (_spread(per_step, routed) - scaled)
-        self._features = self._describe()
-
-    def horizon(self) -> float:
-        """Steps in which an average expert is touched ``HORIZON_TOUCHES`` times."""
-        return 1.0 + min(HORIZON_TOUCHES / max(self._mean, 1e-9), MAX_HORIZON_STEPS)
-
-    def touches(self, horizon: float) -> np.ndarray:
-        """``[layers, experts]``: expected touches from now on, discounted with a mean of ``horizon`` steps."""
-        discount = 1.0 - 1.0 / horizon
-        weights = np.zeros(len(self._features))
-        transitions, steps = self._transitions
-        if transitions:
-            discount **= steps / transitions
-            square = self._now_now - discount * self._now_next
-            ridge = (RIDGE + RIDGE_TRANSITIONS / transitions) * np.trace(square) / len(square) + 1e-9
-            reward = self._now_rate * (1.0 - discount) * horizon
-            weights = np.linalg.solve(square + ridge * np.eye(len(square)), reward)
-        return (weights.astype(np.float32) @ self._features).reshape(self._candidate.shape).astype(np.float64)
-
-    def bounds(self, now: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The least and the most that ``now`` and the rates from ``PATIENT_SCALE`` on say, ``[layers, experts]`` each."""
-        rates = self._rates[PATIENT_SCALE:].reshape(-1, *self._candidate.shape)
-        evidence = min(self.steps, 2 * SCALES[-1])
-        error = PATIENT_ERRORS * np.sqrt((rates[-1] + 1.0 / evidence) / evidence)
-        return np.minimum(rates.min(axis=0), now) - error, np.maximum(rates.max(axis=0), now) + error
-
-    def _describe(self) -> np.ndarray:
-        """The features: by how much each scale's rate exceeds the next longer one's, the longest, and the mean rate."""
-        mean = np.where(self._candidate.ravel(), self._mean, 0.0)
-        return np.vstack([self._rates[:-1] - self._rates[1:], self._rates[-1:], mean[None]]).astype(np.float32)
+def _rank(key: np.ndarray) -> np.ndarray:
+    """Each expert's place in its layer, 0 for the largest key, then the lower id."""
+    order = np.argsort(-key, axis=1, kind="stable")
+    rank = np.empty_like(order)
+    np.put_along_axis(rank, order, np.broadcast_to(np.arange(key.shape[1]), key.shape), axis=1)
+    return rank

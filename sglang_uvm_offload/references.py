@@ -1,4 +1,4 @@
-"""The policies that an adaptive one is measured against, on a trace: what they keep in VRAM, and what they bring over the link.
+"""The policies that the shipped one is measured against, on a trace: what they keep in VRAM, and what they bring over the link.
 
 Arrays are ``bool[layers, experts]``. A step is served as a whole: every expert that it touches is looked up before any one is
 replaced (per-access replay overstates the misses of a cache). Fixed sets read each miss through; the caches page, so each
@@ -7,13 +7,14 @@ miss is moved once, and what the step used stays as far as there is room.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from sglang_uvm_offload.policy import select, top
+from sglang_uvm_offload.policy import AdaptivePolicy, select, top
 
 NEVER = np.iinfo(np.int32).max
 
@@ -106,6 +107,30 @@ class Belady:
             self.resident = top(-self._next_use[self._now].astype(float), self._capacity, before, candidate)
         moved = self.resident & ~before
         return Served(hit, miss & ~moved, moved)
+
+
+class Variant:
+    """The adaptive policy with other settings than the shipped ones: it looks every ``interval`` steps, as the manager does, at
+    counts that are ``late`` steps old. ``resident`` is what it starts with."""
+
+    def __init__(self, policy: AdaptivePolicy, resident: np.ndarray, interval: int, late: int = 0):
+        self.resident = resident
+        self._policy, self._interval, self._late = policy, interval, late
+        self._now = 0
+        self._unseen: deque[np.ndarray] = deque()
+
+    def step(self, touched: np.ndarray) -> Served:
+        before = self.resident
+        if self._now % self._interval == 0 and (new := len(self._unseen) - self._late) > 0:
+            counts = np.zeros(touched.shape, dtype=np.int64)
+            for _ in range(new):
+                counts += self._unseen.popleft()
+            self._policy.observe(counts, new)
+            plan = self._policy.plan(before)
+            self.resident = (before | plan.promote) & ~plan.demote
+        self._now += 1
+        self._unseen.append(touched)
+        return Served(touched & self.resident, touched & ~self.resident, self.resident & ~before)
 
 
 NAMES = ("first_n", "static", "static-oracle", "lru", "lfu", "lfru", "belady")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from sglang_uvm_offload.report import size
-from sglang_uvm_offload.simulator import EXPERT_BYTES, POLICIES, Replay, replay
+from sglang_uvm_offload.simulator import EXPERT_BYTES, LINK_GBPS, POLICIES, Replay, replay
 from sglang_uvm_offload.trace import Trace, TraceError
 
 
@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-layer", choices=("uniform", "global"), default="uniform", help="for the shipped policy")
     parser.add_argument("--batch", type=int, default=1, help="requests that run at once (default 1)")
     parser.add_argument("--warmup-fraction", type=float, default=0.5, help="share of the requests that warms up (default 0.5)")
-    parser.add_argument("--link-gbps", type=float, default=50.0, help="10^9 bytes a second over PCIe (default 50, assumed)")
+    parser.add_argument(
+        "--link-gbps", type=float, default=LINK_GBPS, help="10^9 bytes a second over PCIe (default 50, assumed)"
+    )
     parser.add_argument("--expert-mib", type=float, default=EXPERT_BYTES / 2**20, help="MiB of an expert (default %(default)g)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw coverage over time and per layer (needs matplotlib)")

@@ -38,6 +38,7 @@ class CudaRoutingCounters:
 
     def read(self) -> RoutingCounts:
         torch.cuda.synchronize(self._counts.device)
+        self._copied = None  # what it brought is older than what is returned now
         return RoutingCounts(self._counts.cpu().numpy(), (self._steps[0], self._steps[1]))
 
     def poll(self) -> RoutingCounts | None:

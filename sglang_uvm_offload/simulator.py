@@ -8,6 +8,7 @@ move it once.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,9 @@ import torch
 
 from sglang_uvm_offload import references
 from sglang_uvm_offload.config import OffloadConfig
-from sglang_uvm_offload.expert_layer import ExpertLayer
 from sglang_uvm_offload.layout import PAGE_BYTES
 from sglang_uvm_offload.manager import OffloadManager
-from sglang_uvm_offload.references import Served
+from sglang_uvm_offload.references import Reference, Served
 from sglang_uvm_offload.routing import CpuRoutingCounters, IdFormat, Phase
 from sglang_uvm_offload.trace import Trace
 from sglang_uvm_offload.uvm_host import HostMemory
@@ -26,7 +26,9 @@ from sglang_uvm_offload.uvm_host import HostMemory
 SHIPPED = "adaptive"
 POLICIES = (*references.NAMES, SHIPPED)
 EXPERT_BYTES = 4 << 20
-"""What an expert is taken to weigh where nobody says: it scales the bytes and seconds of every policy alike."""
+LINK_GBPS = 50.0
+"""What an expert is taken to weigh, and the link to carry (10^9 bytes a second), where nobody says: they scale the bytes and
+seconds of every policy alike."""
 
 
 @dataclass(frozen=True)
@@ -50,45 +52,77 @@ class Replay:
         return asdict(self)
 
 
-class Managed:
-    """The shipped policy: the real manager, continuous, fed the trace's ids as a model's steps would feed it."""
+@dataclass(frozen=True)
+class Workload:
+    """One trace at one batch: which experts each step uses, ``bool[steps, layers, experts]``, of the steps that warm up and of
+    those that are scored."""
 
-    def __init__(self, trace: Trace, num_resident: int, per_layer: str):
+    batch: int
+    warmup: np.ndarray
+    scored: np.ndarray
+
+    @classmethod
+    def of(cls, trace: Trace, batch: int = 1, warmup_fraction: float = 0.5) -> Workload:
+        """``batch`` requests at once; the first ``warmup_fraction`` of all warms up. Raises ``ValueError`` if none is left."""
+        warmup, scored = (trace.touched(trace.steps(part, batch)) for part in trace.split(warmup_fraction))
+        if not len(scored):
+            raise ValueError(f"a warm-up of {warmup_fraction} leaves no request to score")
+        return cls(batch, warmup, scored)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers, experts of each."""
+        return self.scored.shape[1], self.scored.shape[2]
+
+    def capacity(self, residency: float) -> np.ndarray:
+        """``int[layers]``: the residents of each layer, of which ``residency`` (0..1) is the share."""
+        return np.full(self.shape[0], round(residency * self.shape[1]))
+
+    def policy(self, name: str, residency: float, per_layer: str = "uniform") -> Reference:
+        """The shipped policy, or a reference; one object serves once. ``per_layer`` concerns the shipped policy."""
+        capacity = self.capacity(residency)
+        if name == SHIPPED:
+            return Managed(self.shape, int(capacity[0]), per_layer)
+        return references.make(name, self.warmup, self.scored, capacity)
+
+
+class Managed:
+    """The shipped policy: the real manager, continuous, fed what the routers of a model's decode steps would pick."""
+
+    def __init__(self, shape: tuple[int, int], num_resident: int, per_layer: str):
+        """``shape``: layers, and experts of each, of which ``num_resident`` are resident."""
         config = OffloadConfig(
             num_resident=str(num_resident), resident_selection="first_n", adapt="continuous", per_layer=per_layer
         )
-        self._ids = trace.ids
-        self._manager = OffloadManager(
+        self.manager = OffloadManager(
             config, HostMemory(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False, clock=_Idle()
         )
-        self._model = self._manager.begin_model(draft=False)
+        self._model = self.manager.begin_model(draft=False)
         self._held: list[torch.Tensor] = []
-        for layer_id in range(trace.num_layers):
-            layer = self._manager.add_layer(self._model, layer_id, trace.num_experts, 0, 0, 1)
+        for layer_id in range(shape[0]):
+            layer = self.manager.add_layer(self._model, layer_id, shape[1], 0, 0, 1)
             flat = layer.allocate(PAGE_BYTES, torch.device("cpu"), "a page an expert")
             assert flat is not None
             self._held.append(flat)
-        self._manager.finish_model(self._model)
+        self.manager.finish_model(self._model)
+        self.resident = self._residency()
 
-    @property
-    def layers(self) -> list[ExpertLayer]:
-        return self._model.layers
+    def step(self, touched: np.ndarray) -> Served:
+        """Serve a decode step. Tokens that share an expert are one touch of it, so one token that uses them all will do."""
+        before = self.resident
+        self.manager.begin_step(self._model, 1, 1, Phase.DECODE)
+        self.resident = self._residency()
+        assert self._model.counters is not None
+        layers, experts = np.nonzero(touched)
+        ids = torch.from_numpy(experts[None])
+        ends = np.cumsum(np.bincount(layers, minlength=len(touched))).tolist()
+        for layer, (begin, end) in enumerate(pairwise([0, *ends])):
+            self._model.counters.count(layer, ids[:, begin:end], 0, IdFormat.PLAIN)
+        self.manager.end_step(self._model)
+        return Served(touched & self.resident, touched & ~self.resident, self.resident & ~before)
 
-    def step(self, tokens: np.ndarray, touched: np.ndarray) -> Served:
-        """Serve the tokens (rows of the trace's ids, -1: an idle slot); ``touched`` is what they use."""
-        rows = tokens[tokens >= 0]
-        before = self._resident()
-        self._manager.begin_step(self._model, len(rows), len(rows), Phase.DECODE)
-        resident = self._resident()
-        ids = torch.from_numpy(self._ids[rows])
-        for layer in range(len(self.layers)):
-            assert self._model.counters is not None
-            self._model.counters.count(layer, ids[:, layer], 0, IdFormat.PLAIN)
-        self._manager.end_step(self._model)
-        return Served(touched & resident, touched & ~resident, resident & ~before)
-
-    def _resident(self) -> np.ndarray:
-        return np.stack([layer.resident for layer in self.layers])
+    def _residency(self) -> np.ndarray:
+        return np.stack([layer.resident for layer in self._model.layers])
 
 
 class _Idle:
@@ -109,7 +143,7 @@ def replay(
     batch: int = 1,
     per_layer: str = "uniform",
     warmup_fraction: float = 0.5,
-    link_gbps: float = 50.0,
+    link_gbps: float = LINK_GBPS,
     expert_bytes: int = EXPERT_BYTES,
 ) -> Replay:
     """Serve ``trace`` with ``residency`` (0..1) of each layer's experts resident, ``batch`` requests at once, over a link of
@@ -119,42 +153,40 @@ def replay(
         raise ValueError(f"the residency must be 0..1, not {residency}")
     if not link_gbps > 0:
         raise ValueError(f"the link's bandwidth must be above 0 GB/s, not {link_gbps}")
-    parts = [trace.steps(part, batch) for part in trace.split(warmup_fraction)]
-    if not len(parts[1]):
-        raise ValueError(f"a warm-up of {warmup_fraction} leaves no request to score")
-    num_resident = round(residency * trace.num_experts)
-    if policy == SHIPPED:
-        managed = Managed(trace, num_resident, per_layer)
-        serve = managed.step
-    else:
-        touched = [trace.touched(part) for part in parts]
-        capacity = np.full(trace.num_layers, num_resident)
-        reference = references.make(policy, touched[0], touched[1], capacity)
+    workload = Workload.of(trace, batch, warmup_fraction)
+    return serve(policy, workload.policy(policy, residency, per_layer), workload, residency, link_gbps, expert_bytes)
 
-        def serve(tokens: np.ndarray, touched: np.ndarray) -> Served:
-            return reference.step(touched)
 
-    hits, reads, moves, touches = [], 0, 0, np.zeros(trace.num_layers, dtype=np.int64)
-    for scored, part in zip((False, True), parts, strict=True):
-        for tokens, touched_now in zip(part, trace.touched(part), strict=True):
-            served = serve(tokens, touched_now)
-            if scored:
-                hits.append((served.hit.sum(axis=1), touched_now.sum()))
-                touches += touched_now.sum(axis=1)
-                reads += int(served.read.sum())
-                moves += int(served.moved.sum())
-    steps = len(parts[1])
-    by_layer = np.sum([hit for hit, _ in hits], axis=0)
-    spans = np.array_split(np.array([(hit.sum(), touched_now) for hit, touched_now in hits]), min(100, steps))
+def serve(
+    name: str,
+    policy: Reference,
+    workload: Workload,
+    residency: float,
+    link_gbps: float = LINK_GBPS,
+    expert_bytes: int = EXPERT_BYTES,
+) -> Replay:
+    """Run ``policy``, whatever it is, over ``workload``, and report it as ``name`` at ``residency``."""
+    for touched in workload.warmup:
+        policy.step(touched)
+    steps = len(workload.scored)
+    hits = np.zeros((steps, workload.shape[0]), dtype=np.int64)
+    reads, moves = 0, 0
+    for hit, touched in zip(hits, workload.scored, strict=True):
+        served = policy.step(touched)
+        hit[:] = served.hit.sum(axis=1)
+        reads += int(np.count_nonzero(served.read))
+        moves += int(np.count_nonzero(served.moved))
+    touches = workload.scored.sum(axis=2)
+    spans = np.array_split(np.stack([hits.sum(axis=1), touches.sum(axis=1)], axis=1), min(100, steps))
     return Replay(
-        policy=policy,
+        policy=name,
         residency=residency,
-        batch=batch,
-        coverage=float(by_layer.sum() / max(touches.sum(), 1)),
+        batch=workload.batch,
+        coverage=float(hits.sum() / max(touches.sum(), 1)),
         moves_per_step=moves / steps,
         read_bytes_per_step=reads * expert_bytes / steps,
         moved_bytes_per_step=moves * expert_bytes / steps,
         step_seconds=(reads + moves) * expert_bytes / steps / (link_gbps * 1e9),
-        per_layer_coverage=(by_layer / np.maximum(touches, 1)).tolist(),
+        per_layer_coverage=(hits.sum(axis=0) / np.maximum(touches.sum(axis=0), 1)).tolist(),
         coverage_over_time=[float(span[:, 0].sum() / max(span[:, 1].sum(), 1)) for span in spans],
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import IO
 
 import numpy as np
 
@@ -44,8 +45,8 @@ class Trace:
             raise TraceError(f"seq_len must be 0..{len(ids)}, and is {seq_len.min()}..{seq_len.max()}")
         if int(seq_len.sum(dtype=np.int64)) != len(ids):
             raise TraceError(f"seq_len adds up to {seq_len.sum(dtype=np.int64)} tokens, ids has {len(ids)}")
-        object.__setattr__(self, "ids", ids.astype(np.int16))
-        object.__setattr__(self, "seq_len", seq_len.astype(np.int64))
+        object.__setattr__(self, "ids", ids.astype(np.int16, copy=False))
+        object.__setattr__(self, "seq_len", seq_len.astype(np.int64, copy=False))
 
     @property
     def num_requests(self) -> int:
@@ -66,8 +67,12 @@ class Trace:
             raise TraceError(f"num_experts must be one integer, not {num_experts.dtype} {list(num_experts.shape)}")
         return cls(ids, seq_len, int(num_experts.reshape(())))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        np.savez_compressed(path, ids=self.ids, seq_len=self.seq_len, num_experts=np.int64(self.num_experts))
+    def save(self, file: str | os.PathLike[str] | IO[bytes]) -> None:
+        """Write the file, with a byte an id where that holds them. Not compressed: a server that ends has seconds for it, and
+        compressing what recording may hold takes longer."""
+        small = self.ids.size and self.ids.min() >= 0 and self.ids.max() <= np.iinfo(np.uint8).max
+        ids = self.ids.astype(np.uint8) if small else self.ids
+        np.savez(file, ids=ids, seq_len=self.seq_len, num_experts=np.int64(self.num_experts))
 
     def split(self, fraction: float) -> tuple[range, range]:
         """The first ``fraction`` (0..1) of the requests, and the others."""
@@ -103,4 +108,3 @@ class Trace:
             # The id -1 lands in the last column, which is not returned.
             touched[running[:, None, None], layers, self.ids[steps[running, slot]]] = True
         return touched[:, :, : self.num_experts]
-

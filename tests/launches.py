@@ -27,10 +27,10 @@ def main() -> None:
 def run(case: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt import server_args
 
-    from sglang_uvm_offload.plugin import launch_checks
+    from sglang_uvm_offload.plugin import auto_resident, launch_checks
 
     code, errors = None, io.StringIO()
-    launch_checks.host_available = lambda: case.get("host_bytes", 1 << 40)
+    launch_checks.host_available = auto_resident.host_available = lambda: case.get("host_bytes", 1 << 40)
     flags: dict[str, Any] = {}
     with contextlib.redirect_stderr(errors):
         try:
@@ -39,7 +39,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             if case.get("resolve"):
                 made.resolve_once()
             made = pickle.loads(pickle.dumps(made))
-            flags = {name: value for name, value in made.resolved_dict().items() if name.startswith("expert_offload_")}
+            shown = ("expert_offload_", "mem_fraction_static")
+            flags = {name: value for name, value in made.resolved_dict().items() if name.startswith(shown)}
         except SystemExit as exit:
             code = exit.code
         except ValueError as error:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor, Future
+
 import numpy as np
 import pytest
 import torch
-from test_manager import LAYERS, E, Rank, config
+from test_manager import LAYERS, E, Rank, config, profile_of
 
-from sglang_uvm_offload.adaptation import INTERVAL_STEPS
+from sglang_uvm_offload import manager as manager_module
+from sglang_uvm_offload.adaptation import INTERVAL_STEPS, Adaptation
 from sglang_uvm_offload.manager import MOVE_BYTES_PER_S
+from sglang_uvm_offload.routing import Phase, RoutingCounts
 from sglang_uvm_offload.uvm import Location, MemoryFault
 from sglang_uvm_offload.uvm_host import HostMemory
 
@@ -151,3 +155,118 @@ def test_frequency_follows_from_the_warmup_on():
     assert rank.resident() == [[5, 6, 7]] * LAYERS
     serve(rank, [[1, 2, 3]], 80 * INTERVAL_STEPS)
     assert rank.resident() == [[1, 2, 3]] * LAYERS
+
+
+def hot(ids, steps: int) -> RoutingCounts:
+    """Counts of ``steps`` decode steps that used the experts ``ids`` of every layer."""
+    counts = np.zeros((LAYERS, 2, 2, E), dtype=np.int64)
+    counts[:, Phase.DECODE, :, ids] = steps
+    return RoutingCounts(counts, (0, steps))
+
+
+def looks_until(ids, history: RoutingCounts | None) -> int:
+    """How often adaptation looks at traffic on the experts ``ids`` until it wants them resident."""
+    rank = following()
+    start, resident = hot(ids, 1000), np.stack([layer.resident for layer in rank.model.layers])
+    adaptation = Adaptation(rank.model.layers, E, "uniform", start, history)
+    for look in range(1, 500):
+        now = hot(ids, 1000 + look * INTERVAL_STEPS)
+        wanted = adaptation.wanted(now, resident, np.inf)
+        if wanted is not None and wanted[:, ids].all():
+            return look
+    raise AssertionError("it never does")
+
+
+def test_a_profile_tells_what_is_hot_and_live_traffic_overrules_it():
+    cold = looks_until([5, 6, 7], None)
+    assert looks_until([5, 6, 7], hot([5, 6, 7], 10**6)) < cold
+    foreign = looks_until([5, 6, 7], hot([1, 2, 3], 10**6))
+    assert cold < foreign < cold + 256 / INTERVAL_STEPS
+
+
+def test_a_profile_of_another_shape_is_refused():
+    rank = following()
+    start = hot([0], 0)
+    with pytest.raises(ValueError, match="touches"):
+        Adaptation(
+            rank.model.layers, E, "uniform", start, RoutingCounts(np.zeros((LAYERS, 2, 2, E + 1), dtype=np.int64), (0, 0))
+        )
+
+
+class Later(Executor):
+    """Runs what was submitted when it is told to."""
+
+    def __init__(self):
+        self.tasks = []
+
+    def submit(self, work, /, *args, **kwargs):
+        future = Future()
+        self.tasks.append(lambda: future.set_result(work(*args, **kwargs)))
+        return future
+
+    def run(self):
+        for task in self.tasks:
+            task()
+        self.tasks = []
+
+
+class TestDecisionsBesideTheSteps:
+    def test_steps_go_on_until_a_decision_is_ready_and_only_one_is_made_at_a_time(self):
+        rank, later = following(), Later()
+        rank.manager._thinker = later
+        for _ in range(30):
+            serve(rank, [[5, 6, 7]], 10 * INTERVAL_STEPS)
+            assert len(later.tasks) == 1
+            before = rank.resident()
+            later.run()
+            assert rank.resident() == before
+        serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
+        assert rank.resident() == [[5, 6, 7]] * LAYERS
+
+    def test_a_decision_made_for_the_residents_before_the_warm_up_is_dropped(self):
+        rank, later = Rank(config(adapt="continuous", warmup_tokens=20 * INTERVAL_STEPS)), Later()
+        rank.manager._thinker = later
+        seconds = iter(range(10**9))
+        rank.manager.clock = lambda: float(next(seconds))
+        for _ in range(20):
+            serve(rank, [[1, 2, 3]], INTERVAL_STEPS)
+            if rank.manager.steps < 20 * INTERVAL_STEPS:
+                later.run()
+        stale = np.zeros((LAYERS, E), dtype=bool)
+        stale[:, [4, 5, 6]] = True
+        rank.manager._decision = Future()
+        rank.manager._decision.set_result(stale)
+        serve(rank, [[1, 2, 3]], 2 * INTERVAL_STEPS)
+        assert rank.manager.warm
+        assert rank.resident() == [[1, 2, 3]] * LAYERS
+
+    def test_the_next_decision_starts_from_what_the_last_one_moves_to(self):
+        rank, later = following(), Later()
+        rank.manager._thinker = later
+        asked = []
+        decide = rank.manager.adaptation.wanted
+
+        def wanted(counts, resident, max_bytes):
+            asked.append(resident)
+            return decide(counts, resident, max_bytes)
+
+        rank.manager.adaptation.wanted = wanted
+        for _ in range(200):
+            serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
+            served = np.stack([layer.resident for layer in rank.model.layers])
+            later.run()
+            assert (asked[-1] == served).all()
+        assert rank.resident() == [[5, 6, 7]] * LAYERS
+
+
+def test_a_profile_seeds_what_follows_the_traffic(monkeypatch):
+    given = []
+    monkeypatch.setattr(manager_module, "Adaptation", lambda *args: given.append(args[-1]) or Adaptation(*args))
+    profile = profile_of([[7, 5, 3], [0, 6, 4], [1, 2, 7]])
+    Rank(config(adapt="continuous", profile="p"), profile=profile)
+    Rank(config(adapt="continuous", profile="p", num_resident=2), profile=profile, ep_rank=1, ep_size=2)
+    Rank(config(adapt="continuous"))
+    assert (given[0].counts == profile.seen.counts).all()
+    assert (given[1].counts == profile.seen.counts[..., E // 2 :]).all()
+    assert given[0].steps == given[1].steps == profile.seen.steps
+    assert given[2] is None

@@ -35,7 +35,24 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
         ({"num_resident": "9999999"}, "--expert-offload-num-resident", "whole number"),
         ({"num_resident": "²"}, "--expert-offload-num-resident", "whole number"),
         ({"num_resident": True}, "--expert-offload-num-resident", "'True'"),
-        ({"num_resident": "auto"}, "--expert-offload-num-resident", "sglang-uvm-offload plan"),
+        (
+            {"num_resident": "auto", "resident_selection": "manual", "resident_ids": "1"},
+            "--expert-offload-num-resident auto",
+            "manual needs a number",
+        ),
+        ({"num_resident": 4, "adapt": "off"}, "--expert-offload-adapt off", "--expert-offload-profile"),
+        ({"num_resident": 4, "profile": " , "}, "--expert-offload-profile", "names no file"),
+        ({"num_resident": 4, "profile": "p", "resident_selection": "first_n"}, "--expert-offload-profile 'p'", "frequency"),
+        ({"num_resident": 4, "profile_mismatch": "warmup"}, "--expert-offload-profile-mismatch", "no effect without"),
+        (
+            {"num_resident": 4, "profile": "p", "profile_mismatch": "warmup", "adapt": "off"},
+            "--expert-offload-profile-mismatch",
+            "warmup or continuous",
+        ),
+        ({"num_resident": 4, "save_profile": "/"}, "--expert-offload-save-profile", "path of a file"),
+        ({"num_resident": 4, "save_profile": "/nowhere/p"}, "--expert-offload-save-profile", "no folder /nowhere"),
+        ({"num_resident": 4, "trace": "/nowhere/t"}, "--expert-offload-trace", "no folder /nowhere"),
+        ({"num_resident": 4, "trace": "x", "save_profile": "x"}, "--expert-offload-trace", "too"),
         ({"num_resident": 4, "warmup_tokens": 0}, "--expert-offload-warmup-tokens", "1 or more"),
         ({"num_resident": 4, "warmup_tokens": True}, "--expert-offload-warmup-tokens", "True"),
         ({"num_resident": 4, "headroom_gb": -1.0}, "--expert-offload-headroom-gb", "-1.0"),
@@ -55,6 +72,12 @@ def test_a_wrong_value_is_named_with_what_would_be_right(flags, flag, word):
     (problem,) = problems(**flags)
     assert problem.startswith(flag)
     assert word in problem
+
+
+def test_a_profile_makes_up_for_adaptation():
+    flags = {"num_resident": 4, "profile": "a.npz, b.npz", "adapt": "off"}
+    config = OffloadConfig.from_flags({"expert_offload_" + name: value for name, value in flags.items()})
+    assert [str(path) for path in config.profile_paths] == ["a.npz", "b.npz"]
 
 
 def test_all_problems_are_listed_at_once():

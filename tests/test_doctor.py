@@ -40,6 +40,17 @@ def test_every_problem_is_named_at_once(checkpoints: Checkpoints):
     assert said.stdout.splitlines()[-1] == f"cannot serve with --device cuda: {len(problems)} problem(s)"
 
 
+def test_auto_is_told_as_a_number_where_there_is_a_gpu(checkpoints: Checkpoints, standin: Standin, tmp_path: Path):
+    env = sglang_environment(standin.library.parent, tmp_path / "calls.jsonl", tmp_path / "caches")
+    model = str(checkpoints("qwen3_moe"))
+    said = doctor("--device", "cuda", "--model-path", model, "--num-resident", "auto", **env)
+    assert said.returncode == 0, said.stdout + said.stderr[-2000:]
+    assert f"{model} can be served with --expert-offload-num-resident auto, which is 16 here" in said.stdout
+    without = doctor("--device", "cpu", "--model-path", model, "--num-resident", "auto")
+    assert without.returncode == 1
+    assert "--expert-offload-num-resident auto: with --device cpu there is no VRAM to fit experts in" in without.stdout
+
+
 @pytest.mark.parametrize(
     ("settings", "code", "words"),
     [

@@ -19,6 +19,8 @@ from triton_kernels.tensor_details.ragged_tensor import RaggedTensorMetadata
 
 from sglang_uvm_offload.config import FlagError
 from sglang_uvm_offload.plugin.fused_moe import _EXPERTS, LayerHooks
+from sglang_uvm_offload.plugin.recording import Recording
+from sglang_uvm_offload.recorder import Recorder
 from sglang_uvm_offload.routing import ALL_ROWS, CpuRoutingCounters, Phase
 
 IDS = torch.tensor([[4, 5], [5, -1]], dtype=torch.int32)
@@ -78,3 +80,67 @@ def test_routing_inside_the_kernel_is_refused_where_it_must_be_counted_and_noted
     hooks._count(layer, bypassed)
     assert hooks.uncounted == {"BypassedTopKOutput"}
     assert layer.counters.read().counts.sum() == 0
+
+
+SHARED = torch.tensor([[4, 5, 8], [5, -1, 8]], dtype=torch.int32)
+"""``IDS`` with the id of a fused shared expert behind them, as the router's kernels write it."""
+WITH_IDS = {
+    "standard": StandardTopKOutput(None, SHARED, None),
+    "standard with packed ids": StandardTopKOutputPacked(None, SHARED, None, SHARED << 16),
+    "packed": PackedTopKOutput((SHARED << 16) | 0x3F80, None),
+}
+
+
+@pytest.fixture
+def recording(tmp_path):
+    made = Recording(str(tmp_path / "trace.npz"))
+    made.recorder = Recorder(made.path, num_layers=1, num_experts=8, top_k=2, max_rows=4, device="cpu")
+    return made
+
+
+@pytest.fixture
+def traced(layer, recording):
+    """The layer with one fused shared expert, and what computes it: counts, records, and answers with what it was given."""
+    layer.num_fused_shared_experts = 1
+    layer.counters = CpuRoutingCounters(1, 5)
+    layer.counters.begin_step(ALL_ROWS, Phase.DECODE)
+    layer.__dict__[_EXPERTS] = (SimpleNamespace(first_expert=4), SimpleNamespace(counters=layer.counters, draft=False), 0)
+    names = ("create_weights", "process_weights_after_loading", "apply")
+    layer.quant_method = SimpleNamespace(**{name: lambda layer, *given: given for name in names})
+    LayerHooks(count_required=True, recording=recording)._shadow(layer.quant_method)
+    return layer
+
+
+def recorded(recording) -> list:
+    recording.recorder.end_step(["a", "b"], [1, 1])
+    recording.recorder.poll()
+    return recording.recorder.log.trace(recording.recorder.log.tokens).ids.tolist()
+
+
+@pytest.mark.parametrize("form", WITH_IDS)
+def test_a_trace_holds_the_routed_experts_of_every_form_that_shows_ids(form, traced, recording):
+    dispatched = standard(WITH_IDS[form])
+    assert traced.quant_method.apply(traced, dispatched) == (dispatched,)
+    assert recorded(recording) == [[[4, 5]], [[5, -1]]]
+    assert traced.counters.read().routed()[0].tolist() == [1, 2, 0, 0, 2]
+
+
+def test_a_draft_model_is_counted_and_not_recorded(traced, recording):
+    traced.__dict__[_EXPERTS][1].draft = True
+    traced.quant_method.apply(traced, standard(WITH_IDS["standard"]))
+    assert recorded(recording) == [[[-1, -1]], [[-1, -1]]]
+    assert traced.counters.read().routed().sum() > 0
+
+
+@pytest.mark.parametrize("form", ["BypassedTopKOutput", "TritonKernelTopKOutput"])
+def test_a_trace_of_routing_that_shows_no_ids_is_refused(form, traced, recording):
+    routing = BypassedTopKOutput(None, None, None) if form.startswith("Bypassed") else ragged()
+    hooks = LayerHooks(count_required=False, recording=recording)
+    with pytest.raises(FlagError, match=rf"--expert-offload-trace: this MoE runner shows no expert ids \({form}\)"):
+        hooks._count_and_record(traced, standard(routing))
+
+
+def test_a_layer_that_picks_more_experts_than_it_was_built_for_is_refused(traced):
+    traced.num_fused_shared_experts = 0
+    with pytest.raises(FlagError, match="picks 3 routed experts a token, and was built for 2"):
+        traced.quant_method.apply(traced, standard(WITH_IDS["standard"]))

@@ -9,7 +9,8 @@ import torch
 from sglang_uvm_offload.config import FlagError, OffloadConfig
 from sglang_uvm_offload.layout import PAGE_BYTES
 from sglang_uvm_offload.manager import OffloadManager, rank_share
-from sglang_uvm_offload.routing import ALL_ROWS, CpuRoutingCounters, IdFormat, Phase
+from sglang_uvm_offload.profile import Profile, RoutedModel
+from sglang_uvm_offload.routing import ALL_ROWS, CpuRoutingCounters, IdFormat, Phase, RoutingCounts
 from sglang_uvm_offload.takeover import AllocationMode
 from sglang_uvm_offload.uvm import Location, MemoryFault
 from sglang_uvm_offload.uvm_host import HostMemory
@@ -25,8 +26,9 @@ def config(**flags):
 class Rank:
     """One rank's manager over a model of ``LAYERS`` layers with one page an expert."""
 
-    def __init__(self, cfg, memory=None, agree=lambda decide: decide(), ep_rank=0, ep_size=1, num_shared=0, draft=False):
+    def __init__(self, cfg, memory=None, agree=lambda decide: decide(), ep_rank=0, ep_size=1, num_shared=0, profile=None):
         self.manager = OffloadManager(cfg, memory or HostMemory(), CpuRoutingCounters, agree, progress=lambda: False)
+        self.manager.profile = profile
         self.manager.moe_layers = tuple(range(1, LAYERS + 1))
         local = E // ep_size + num_shared
         self.model = self.manager.begin_model(draft=False)
@@ -99,6 +101,73 @@ def test_after_warmup_the_hot_experts_of_each_layer_are_resident(caplog):
     for layer in rank.model.layers:
         for tensor in layer.tensors:
             assert (tensor.resident() == layer.resident).all()
+
+
+def profile_of(hot, steps=100):
+    """A profile in which ``hot[layer]`` were used in every decode step."""
+    model = RoutedModel("m", "M", tuple(range(1, LAYERS + 1)), E, 3)
+    counts = np.zeros((LAYERS, 2, 2, E), dtype=np.int64)
+    for layer, ids in enumerate(hot):
+        counts[layer, Phase.DECODE, :, ids] = steps
+    return Profile(model, RoutingCounts(counts, (0, steps)))
+
+
+def judged(rank, hot, caplog):
+    """The line that says what live traffic showed, after a warm-up in which ``hot`` is used."""
+    with caplog.at_level(logging.INFO):
+        for _ in range(11):
+            rank.step(hot)
+    (line,) = [r.getMessage() for r in caplog.records if "live tokens" in r.getMessage()]
+    return line
+
+
+class TestProfile:
+    HOT = ((7, 5, 3), (0, 6, 4), (1, 2, 7))
+
+    def test_its_hot_experts_are_resident_at_load(self):
+        assert Rank(config(profile="p"), profile=profile_of(self.HOT)).resident() == [sorted(ids) for ids in self.HOT]
+
+    def test_expert_parallel_ranks_take_their_own_experts_from_it(self):
+        ranks = [Rank(config(num_resident=2, profile="p"), profile=profile_of(self.HOT), ep_rank=r, ep_size=2) for r in (0, 1)]
+        assert [rank.resident()[0] for rank in ranks] == [[3], [1]]  # of 3 | 5, 7: the lower of equals
+
+    def test_a_fused_shared_expert_is_no_part_of_it(self):
+        rank = Rank(config(profile="p"), profile=profile_of(self.HOT), num_shared=1)
+        assert rank.resident()[0] == [3, 5, 7, 8]
+
+    def test_it_is_kept_where_live_traffic_agrees(self, caplog):
+        rank = Rank(config(profile="p", warmup_tokens=40), profile=profile_of(self.HOT))
+        line = judged(rank, {layer: [ids] * 4 for layer, ids in enumerate(self.HOT)}, caplog)
+        assert "covered 100.0 % of the routing of the first 40 live tokens" in line
+        assert line.endswith("kept")
+        assert rank.manager.status()["profile"] == {"coverage": 1.0, "best": 1.0, "tokens": 40, "kept": True}
+        assert rank.manager.ledger.moves == 0
+
+    def test_a_small_lead_of_the_live_set_moves_nothing(self, caplog):
+        rank = Rank(config(profile="p", warmup_tokens=40), profile=profile_of(self.HOT))
+        hot = {layer: [ids] * 4 for layer, ids in enumerate(self.HOT)}
+        for _ in range(5):
+            rank.step({**hot, 1: [[0, 6, 1]] * 4})  # 1 instead of 4 in five steps of nine
+        with caplog.at_level(logging.INFO):
+            for _ in range(6):
+                rank.step(hot if rank.manager.steps < 9 else {**hot, 1: [[0, 6, 1]] * 4})
+        verdict = rank.manager.status()["profile"]
+        assert 0 < verdict["best"] - verdict["coverage"] < 0.05
+        assert verdict["kept"]
+        assert rank.manager.ledger.moves == 0
+
+    def test_it_is_not_trusted_where_live_traffic_disagrees(self, caplog):
+        rank = Rank(config(profile="p", warmup_tokens=40), profile=profile_of(self.HOT))
+        line = judged(rank, [[0, 1, 4]] * 4, caplog)
+        assert "covered 33.3 %" in line
+        assert "best residents for these tokens 100.0 %" in line
+        assert rank.resident() == [[0, 1, 4]] * LAYERS
+        assert rank.manager.status()["profile"]["kept"] is False
+
+    def test_it_stays_whatever_comes_where_adaptation_is_off(self, caplog):
+        rank = Rank(config(profile="p", warmup_tokens=40, adapt="off"), profile=profile_of(self.HOT))
+        assert "covered 33.3 %" in judged(rank, [[0, 1, 4]] * 4, caplog)
+        assert rank.resident() == [sorted(ids) for ids in self.HOT]
 
 
 def test_residents_change_between_steps_before_the_first_step_after_warmup():

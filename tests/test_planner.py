@@ -643,7 +643,7 @@ CONTEXT = int(Assumptions().context_gib * GIB)
 def auto(folder, **changes):
     values = {
         **{"parallel": Parallel(), "vram_bytes": 24 * GIB, "free_vram_bytes": 23 * GIB + CONTEXT, "host_bytes": 64 * GIB},
-        **{"mem_fraction_static": 0.8, "headroom_gb": 1.0, "context_length": 1024},
+        **{"mem_fraction_static": 0.8, "headroom_gb": 1.0, "context_length": 1024, "max_running_requests": 1},
     }
     return planner.choose_num_resident(str(folder), **values | changes)
 
@@ -658,9 +658,9 @@ def test_auto_keeps_exactly_as_many_as_the_budget_holds(checkpoints, wanted):
     cache = 1024 * 3 * 2 * 2 * 64 * 2 + 1024 * 4
     room = shape.total_bytes - shape.expert_bytes + cache + blocks * BLOCK_BYTES + (128 << 20)
     fraction = room / (23 * GIB) + 1 / 24
-    assert auto(folder, mem_fraction_static=fraction + 1e-6) == wanted
+    assert auto(folder, mem_fraction_static=fraction + 1e-6).num_resident == wanted
     if wanted:
-        assert auto(folder, mem_fraction_static=fraction - 1e-6) < wanted
+        assert auto(folder, mem_fraction_static=fraction - 1e-6).num_resident < wanted
     else:
         with pytest.raises(FlagError, match="VRAM: with no expert resident"):
             auto(folder, mem_fraction_static=fraction - 1e-6)
@@ -669,11 +669,23 @@ def test_auto_keeps_exactly_as_many_as_the_budget_holds(checkpoints, wanted):
 def test_auto_leaves_room_for_the_cache_that_is_asked_for():
     folder = MODELS / "qwen3-235b-a22b.json"
     common = {"parallel": Parallel(tp=8), "vram_bytes": 96 * GIB, "free_vram_bytes": 94 * GIB, "host_bytes": 2000 * GIB}
-    few = auto(folder, **common, max_running_requests=1, context_length=32768, mem_fraction_static=0.5)
-    many = auto(folder, **common, max_running_requests=16, context_length=32768, mem_fraction_static=0.5)
-    pool = auto(folder, **common, max_total_tokens=16 * 32768, context_length=32768, mem_fraction_static=0.5)
-    assert many < few < 128
+    common |= {"context_length": 32768, "mem_fraction_static": 0.5}
+    few = auto(folder, **common).num_resident
+    many = auto(folder, **common, max_running_requests=16).num_resident
+    pool = auto(folder, **common, max_total_tokens=16 * 32768).num_resident
+    images = auto(folder, **common, image_bytes=8 * GIB).num_resident
+    assert max(many, images) < few < 128
     assert pool == pytest.approx(many, abs=1)
+
+
+def test_auto_asks_for_one_long_request_or_several_short_ones_where_nobody_says(checkpoints):
+    folder = checkpoints("qwen3_moe")
+    nobody = {"max_running_requests": None}
+    assert auto(folder, **nobody, context_length=1024).kv_tokens == 32768
+    assert auto(folder, **nobody, context_length=100_001).kv_tokens == 100_032
+    assert auto(folder, **nobody, context_length=100_001, page_tokens=256).kv_tokens == 100_096
+    assert auto(folder, max_running_requests=2, context_length=1025, page_tokens=256).kv_tokens == 2560
+    assert auto(folder, **nobody, max_total_tokens=512).kv_tokens == 512
 
 
 def test_auto_says_why_it_cannot(checkpoints, tmp_path):
@@ -682,5 +694,7 @@ def test_auto_says_why_it_cannot(checkpoints, tmp_path):
     assert any("such GPUs" in problem for problem in refused.value.problems)
     with pytest.raises(FlagError, match=r"auto: cannot read .*config.json.*; give a number"):
         auto(tmp_path)
+    with pytest.raises(FlagError, match=r"auto: the checkpoint has no drafting layers of its own to count; give a number"):
+        auto(checkpoints("qwen3_moe"), speculative=True)
     with pytest.raises(FlagError, match="--kv-cache-dtype fp4_e2m1: must be one of"):
         auto(checkpoints("qwen3_moe"), kv_cache_dtype="fp4_e2m1")

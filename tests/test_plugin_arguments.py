@@ -11,6 +11,8 @@ import pytest
 from checkpoints import Checkpoints
 from serving import environment
 
+from sglang_uvm_offload.profile import Profile, RoutedModel
+
 N = "--expert-offload-num-resident"
 
 
@@ -38,6 +40,11 @@ def launch(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory):
         )
     )
     engine = {"model_path": model, "device": "cpu"}
+    foreign, broken = folder / "foreign.npz", folder / "broken.npz"
+    with foreign.open("wb") as file:
+        Profile.empty(RoutedModel("Other", "Qwen3MoeForCausalLM", (0, 1, 2), 8, 2)).write(file)
+    broken.write_bytes(foreign.read_bytes()[:-100])
+    profiles = ["--expert-offload-profile", f"{foreign},{broken},{folder}/gone.npz"]
     manual = ["--expert-offload-resident-selection", "manual", "--expert-offload-resident-ids"]
     cases = {
         "off": {"argv": cpu, "resolve": True},
@@ -47,7 +54,7 @@ def launch(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory):
         "bad values": {"argv": [*cpu, N, "-2", "--expert-offload-warmup-tokens", "0"]},
         "bad choice": {"argv": [*cpu, N, "2", "--expert-offload-backend", "gpu"]},
         "bad values, engine": {"engine": {**engine, "expert_offload_num_resident": "many"}},
-        "auto": {"argv": [*cpu, N, "auto"]},
+        "auto": {"argv": [*cpu, N, "auto", "--cpu-offload-gb", "2"], "resolve": True},
         "too many": {"argv": [*cpu, N, "17"], "resolve": True},
         "too many, engine": {"engine": {**engine, "expert_offload_num_resident": 17}, "resolve": True},
         "all of them": {"argv": [*cpu, N, "16"], "resolve": True},
@@ -55,6 +62,11 @@ def launch(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory):
         "ids for too few layers": {"argv": [*cpu, N, "4", *manual, f"@{ids}"], "resolve": True},
         "ids too high": {"argv": [*cpu, N, "4", *manual, "0,99"], "resolve": True},
         "uvm on a cpu": {"argv": [*cpu, N, "4", "--expert-offload-backend", "uvm"], "resolve": True},
+        "profiles": {"argv": [*cpu, N, "4", *profiles, "--cpu-offload-gb", "2"], "resolve": True},
+        "profiles, not needed": {
+            "argv": [*cpu, N, "4", *profiles, "--expert-offload-profile-mismatch", "warmup"],
+            "resolve": True,
+        },
         "host RAM is short": {"argv": [*cpu, N, "4"], "resolve": True, "host_bytes": (1 << 30) + (6 << 20)},
         "host RAM is enough": {"argv": [*cpu, N, "4"], "resolve": True, "host_bytes": (1 << 30) + (7 << 20)},
         "combinations": {
@@ -89,7 +101,7 @@ def test_without_flags_offloading_is_off_and_nothing_is_refused(launch):
     assert launch["off"]["flags"]["expert_offload_num_resident"] is None
 
 
-@pytest.mark.parametrize("case", ["all of them", "host RAM is enough"])
+@pytest.mark.parametrize("case", ["all of them", "host RAM is enough", "profiles, not needed"])
 def test_what_just_fits_is_served(launch, case):
     assert launch[case]["exit"] is None, launch[case]["error"]
 
@@ -99,13 +111,22 @@ def test_what_just_fits_is_served(launch, case):
     [
         ("bad values", [f"{N} '-2'", "--expert-offload-warmup-tokens 0"]),
         ("bad choice", ["--expert-offload-backend", "gpu", "auto"]),
-        ("auto", [f"{N} auto", "sglang-uvm-offload plan"]),
+        ("auto", [f"{N} auto: with --device cpu there is no VRAM", "give a number", "--cpu-offload-gb: cannot be combined"]),
         ("too many", [f"{N} 17", "16 routed experts a layer"]),
         ("dense", [f"{N} 4", "LlamaForCausalLM", "no routed experts"]),
         ("ids for too few layers", ["--expert-offload-resident-ids", "lists 2 layers", "3 MoE layers"]),
         ("ids too high", ["--expert-offload-resident-ids", "expert 99 does not exist", "0-15"]),
         ("uvm on a cpu", ["--expert-offload-backend uvm", "CUDA"]),
         ("host RAM is short", [f"{N} 4", "need 6.8 MiB of host RAM, and 6.0 MiB is left"]),
+        (
+            "profiles",
+            [
+                "foreign.npz: is of another model: name Other",
+                "broken.npz: not a readable npz file",
+                "gone.npz: No such file or directory",
+                "--cpu-offload-gb: cannot be combined",
+            ],
+        ),
         ("combinations", ["--cpu-offload-gb", "--enable-lora", "--enable-memory-saver", "--load-format gguf"]),
     ],
 )

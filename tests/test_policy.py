@@ -362,6 +362,51 @@ class TestAdaptive:
         assert touches.sum() == 3
 
 
+@BOTH
+class TestSeed:
+    def steps_until_hot(self, per_layer, seeded):
+        """Live steps of the usual traffic until all hot experts are resident, after a profile of ``seeded``."""
+        p, resident, rng = adaptive(per_layer=per_layer), first(4, (3, 16)), np.random.default_rng(0)
+        if seeded is not None:
+            p.seed(seeded * 10**6, 10**6, np.zeros((3, 16), dtype=int))
+        for step in range(500):
+            if (resident == (skewed() > 0.5)).all():
+                return step
+            p.observe(routed(rng, skewed()), 1)
+            plan = p.plan(resident)
+            resident = (resident | plan.promote) & ~plan.demote
+        return 500
+
+    def test_a_matching_profile_brings_the_hot_experts_sooner(self, per_layer):
+        assert self.steps_until_hot(per_layer, skewed()) < 0.75 * self.steps_until_hot(per_layer, None)
+
+    def test_live_traffic_soon_overrules_a_foreign_profile(self, per_layer):
+        foreign = self.steps_until_hot(per_layer, skewed(hot=slice(0, 4)))
+        assert foreign <= self.steps_until_hot(per_layer, None) + policy.SEED_STEPS
+
+    def test_however_long_a_foreign_profile_is_small_differences_of_live_traffic_get_their_turn(self, per_layer):
+        chance, foreign = np.zeros((3, 16)), np.zeros((3, 16))
+        chance[:, 8:12], chance[:, 12:] = 0.02, 0.9
+        foreign[:, :4], foreign[:, 12:] = 0.1, 0.9
+        p = adaptive(capacity=8, per_layer=per_layer)
+        p.seed(foreign * 10**6, 10**6, np.zeros((3, 16), dtype=int))
+        resident, _ = serve(p, first(8, (3, 16)), chance, 6000)
+        assert resident[:, 8:].all()
+
+    def test_a_profile_alone_moves_nothing(self, per_layer):
+        """Residents at load are chosen from it already; whether its rates persist, live steps have to show."""
+        p = adaptive(per_layer=per_layer)
+        p.seed(skewed() * 1000, 1000, np.zeros((3, 16), dtype=int))
+        assert not p.plan(first(4, (3, 16))).promote.any()
+
+    def test_a_profile_without_decode_steps_or_without_any_is_taken(self, per_layer):
+        for prefill in (np.zeros((3, 16), dtype=int), np.full((3, 16), 7)):
+            p = adaptive(per_layer=per_layer)
+            p.seed(np.zeros((3, 16), dtype=int), 0, prefill)
+            resident, _ = serve(p, first(4, (3, 16)), skewed(), 256)
+            assert (resident == (skewed() > 0.5)).all()
+
+
 class TestGlobalBudget:
     def test_a_layer_gets_what_its_traffic_deserves(self):
         chance = np.full((2, 16), 0.02)
@@ -393,6 +438,53 @@ class TestGlobalBudget:
         chance[0] = 0.9
         resident, _ = serve(adaptive(layers=2, per_layer="uniform"), first(4, (2, 16)), chance, 300)
         assert resident.sum(axis=1).tolist() == [4, 4]
+
+
+class TestPacking:
+    """Only what is contested is sorted; that must choose as sorting everything does."""
+
+    @staticmethod
+    def sorted_out(p, key, candidate, uniform):
+        """The rule itself: a layer's best ``floor`` come first, then all by key, as long as they fit."""
+        chosen = np.zeros(key.shape, dtype=bool)
+        by_layer = [sorted(np.flatnonzero(c), key=lambda e, k=k: (-k[e], e)) for k, c in zip(key, candidate, strict=True)]
+        if uniform:
+            for row, ids, room in zip(chosen, by_layer, p._capacity, strict=True):
+                row[ids[:room]] = True
+            return chosen
+        first = {(layer, e) for layer, ids in enumerate(by_layer) for e in ids[: p._floor[layer]]}
+        used = 0
+        for layer, e in sorted(zip(*np.nonzero(candidate), strict=True), key=lambda at: (at not in first, -key[at], *at)):
+            used += p._bytes[layer, e]
+            if used > p._budget:
+                break
+            chosen[layer, e] = True
+        return chosen
+
+    @pytest.mark.parametrize("per_layer", ["uniform", "global"])
+    @pytest.mark.parametrize("seed", range(40))
+    def test_chooses_as_sorting_everything_would(self, per_layer, seed):
+        rng = np.random.default_rng(seed)
+        layers, experts = int(rng.integers(1, 5)), int(rng.integers(1, 12))
+        expert_bytes = rng.integers(1, 4, layers) * 10 if seed % 2 else np.full(layers, 10)
+        capacity = rng.integers(0, experts + 1, layers)
+        floor = int(rng.integers(0, 4))
+        p = adaptive(layers, experts, capacity, per_layer, expert_bytes=expert_bytes, floor=floor)
+        for _ in range(20):
+            candidate = rng.random((layers, experts)) < 0.9
+            resident = candidate & (rng.random(candidate.shape) < rng.random())
+            if rng.random() < 0.5:
+                resident = p._pack(np.zeros(candidate.shape), candidate, none(candidate.shape))
+            key = rng.integers(0, 8, candidate.shape) / 4
+            chosen = p._pack(key, candidate, resident)
+            assert (chosen == self.sorted_out(p, key, candidate, per_layer == "uniform")).all()
+
+    def test_where_nothing_is_contested_nothing_is_sorted(self, monkeypatch):
+        p, resident = adaptive(), first(4, (3, 16))
+        key = np.where(resident, 2.0, 1.0)
+        monkeypatch.setattr(policy, "_rank", None)
+        monkeypatch.setattr(np, "argsort", lambda keys, **_: np.arange(len(keys)) if not len(keys) else pytest.fail("sorted"))
+        assert (p._pack(key, np.ones((3, 16), dtype=bool), resident) == resident).all()
 
 
 class TestAdaptiveRefuses:

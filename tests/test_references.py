@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from sglang_uvm_offload import references
-from sglang_uvm_offload.references import NAMES, make
+from sglang_uvm_offload.policy import Plan
+from sglang_uvm_offload.references import NAMES, Variant, make
 
 
 def trace(*steps, experts=6):
@@ -131,3 +132,37 @@ def test_layers_may_have_different_capacities():
     policy.step(scored[0])
     assert policy.resident.sum(axis=1).tolist() == [1, 3]
     assert isinstance(policy, references.Cache)
+
+
+class Notes:
+    """Stands for the policy: notes what it is shown, and wants the first expert that it was last shown."""
+
+    def __init__(self):
+        self.seen = []
+
+    def observe(self, touches, steps):
+        self.seen.append((touches[0].tolist(), steps))
+
+    def plan(self, resident):
+        wanted = np.arange(resident.shape[1])[None] == np.argmax(self.seen[-1][0])
+        return Plan(wanted & ~resident, resident & ~wanted)
+
+
+def test_a_variant_shows_the_policy_whole_intervals_as_late_as_asked():
+    shown = []
+    for late in (0, 2, 3):
+        notes = Notes()
+        variant = Variant(notes, np.zeros((1, 3), dtype=bool), interval=2, late=late)
+        for touched in trace([0], [1], [1], [2], [2], [0], [0], experts=3):
+            variant.step(touched)
+        shown.append(notes.seen)
+    whole = [([1, 1, 0], 2), ([0, 1, 1], 2), ([1, 0, 1], 2)]
+    assert shown[0] == whole
+    assert shown[1] == whole[:2]
+    assert shown[2] == [([1, 0, 0], 1), ([0, 2, 0], 2)]
+
+
+def test_a_variant_moves_before_it_serves():
+    variant = Variant(Notes(), np.zeros((1, 3), dtype=bool), interval=1)
+    steps = [variant.step(touched) for touched in trace([1], [1], [2], experts=3)]
+    assert [(int(s.hit.sum()), int(s.read.sum()), int(s.moved.sum())) for s in steps] == [(0, 1, 0), (1, 0, 1), (0, 1, 0)]

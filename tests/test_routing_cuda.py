@@ -43,6 +43,22 @@ def test_polling_does_not_wait_and_brings_counts_that_were_there(standin):
     assert ran.said == [True, [0, 1, 1, 0], [0, 1]], ran.err
 
 
+def test_counts_never_go_back(standin):
+    ran = standin.run("""
+        from sglang_uvm_offload.routing import IdFormat, Phase
+        from sglang_uvm_offload.routing_cuda import CudaRoutingCounters
+        counters, ids = CudaRoutingCounters(1, 4), torch.tensor([[1, 2]], dtype=torch.int32).cuda()
+        seen = []
+        for look in (counters.poll, counters.read, counters.poll, counters.poll):
+            counters.begin_step(1, Phase.DECODE)
+            counters.count(0, ids, 0, IdFormat.PLAIN)
+            counts = look()
+            seen.append(counts and counts.steps[1])
+        print(json.dumps(seen))
+    """)
+    assert ran.said == [None, 2, None, 3], ran.err
+
+
 def test_reselection_over_cuda_keeps_bytes_and_addresses_and_demotes_a_layer_before_it_promotes(standin):
     ran = standin.run("""
         from sglang_uvm_offload.config import OffloadConfig

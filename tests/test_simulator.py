@@ -7,8 +7,12 @@ import json
 import numpy as np
 import pytest
 
+from sglang_uvm_offload.adaptation import INTERVAL_STEPS
 from sglang_uvm_offload.cli import main
-from sglang_uvm_offload.simulator import POLICIES, Managed, replay
+from sglang_uvm_offload.layout import PAGE_BYTES
+from sglang_uvm_offload.policy import AdaptivePolicy
+from sglang_uvm_offload.references import Variant
+from sglang_uvm_offload.simulator import POLICIES, Managed, Replay, Workload, replay, serve
 from sglang_uvm_offload.trace import Trace
 
 MIB = 1 << 20
@@ -59,10 +63,55 @@ def test_the_shipped_policy_is_the_manager_and_learns_the_hot_experts(skewed):
     assert shipped.coverage > 0.9
     assert shipped.coverage > replay(skewed, "first_n", 0.25).coverage + 0.4
     assert shipped.moves_per_step < replay(skewed, "lru", 0.25).moves_per_step / 4
-    managed = Managed(skewed, 4, "uniform")
-    for token in range(400):
-        managed.step(np.array([token]), skewed.touched(np.array([[token]]))[0])
-    assert managed._manager.status()["coverage"] > 0.5
+    managed = Managed((3, 16), 4, "uniform")
+    for touched in Workload.of(skewed).warmup:
+        managed.step(touched)
+    status = managed.manager.status()
+    assert status["tokens"] == 400
+    assert status["coverage"] > 0.5
+
+
+@pytest.mark.parametrize("per_layer", ["uniform", "global"])
+def test_a_variant_with_the_shipped_settings_does_as_the_manager_does(skewed, per_layer):
+    workload = Workload.of(skewed, warmup_fraction=0.0)
+    managed = serve("it", workload.policy("adaptive", 0.25, per_layer), workload, 0.25)
+    capacity = workload.capacity(0.25)
+    policy = AdaptivePolicy(capacity, np.full(3, PAGE_BYTES), np.ones((3, 16), dtype=bool), per_layer)
+    variant = Variant(policy, np.broadcast_to(np.arange(16) < 4, (3, 16)), INTERVAL_STEPS)
+    assert serve("it", variant, workload, 0.25) == managed
+    assert managed.moves_per_step > 0
+
+
+def test_a_server_that_goes_on_keeps_its_residents(skewed):
+    """What a benchmark of traffic that changes relies on: a policy can be handed from one workload to the next."""
+    workload = Workload.of(skewed)
+    policy = workload.policy("adaptive", 0.25)
+    serve("first", policy, workload, 0.25)
+    then = serve("then", policy, Workload(1, workload.warmup[:0], workload.scored[:50]), 0.25)
+    assert then.coverage > 0.9
+    assert then.per_layer_coverage == pytest.approx([then.coverage] * 3, abs=0.1)
+
+
+def seeded(history: np.ndarray | None, workload: Workload) -> Replay:
+    """The first 256 steps of ``workload`` from a cold start, after a profile of the touched experts ``history``."""
+    capacity = workload.capacity(0.25)
+    policy = AdaptivePolicy(capacity, np.full(3, PAGE_BYTES), np.ones((3, 16), dtype=bool))
+    if history is not None:
+        policy.seed(history.sum(axis=0), len(history), np.zeros((3, 16), dtype=int))
+    start = np.broadcast_to(np.arange(16) < 4, (3, 16))
+    live = Workload(1, workload.scored[:0], workload.scored[:256])
+    return serve("seeded", Variant(policy, start, INTERVAL_STEPS), live, 0.25)
+
+
+def test_a_matching_profile_helps_the_first_steps_and_a_foreign_one_costs_little(skewed):
+    workload = Workload.of(skewed)
+    cold = seeded(None, workload)
+    matching = seeded(workload.warmup, workload)
+    foreign = seeded(np.roll(workload.warmup, 8, axis=2), workload)
+    assert matching.coverage > cold.coverage + 0.01
+    assert matching.moves_per_step <= cold.moves_per_step
+    assert foreign.coverage > cold.coverage - 0.1
+    assert foreign.moves_per_step <= 2 * cold.moves_per_step
 
 
 def test_nothing_beats_belady(skewed):

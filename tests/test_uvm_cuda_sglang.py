@@ -42,6 +42,7 @@ def served(tmp_path_factory, checkpoints) -> tuple[dict, list[dict]]:
     environment = sglang_environment(folder / "cuda", folder / "calls.jsonl", folder / "caches")
     environment |= {"STANDIN_FIRST_EXPERT": str(FIRST), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     offload = {"expert_offload_num_resident": RESIDENT, "expert_offload_warmup_tokens": 16}
+    offload |= {"expert_offload_trace": str(folder / "trace.npz")}
     job = {
         "engine": {"model_path": str(checkpoints("qwen3_moe")), **GPU, **offload},
         "prompts": ["hello world"],
@@ -107,6 +108,13 @@ def test_a_capture_holds_the_counters_and_nothing_else_of_ours(calls):
         assert {call["graph"] for call in capture if "graph" in call} == {capture[0]["graph"]}
 
 
+def test_a_capture_holds_one_copy_of_ids_a_layer(calls):
+    """To 16 bits, which nothing else of SGLang's copies to."""
+    for capture in captures(calls):
+        copies = [call["kernel"] for call in capture if "direct_copy_kernel_cuda" in call.get("kernel", "")]
+        assert len([kernel for kernel in copies if "EUlsE_" in kernel]) == LAYERS
+
+
 def test_graphs_read_the_experts_where_they_stay(calls):
     """A graph reads what it captured: so each expert tensor it captured is a managed range that is never given back."""
     weights = managed_ranges(calls)
@@ -143,3 +151,5 @@ def test_the_engine_reports_what_it_counted(served):
     assert len(result["answers"][0]["output_ids"]) == 24
     assert state["num_layers"] == LAYERS
     assert state["resident_experts"] == LAYERS * RESIDENT
+    recorded = {name: state["trace"][name] for name in ("tokens", "requests", "dropped_steps", "stopped")}
+    assert recorded == {"tokens": 23, "requests": 1, "dropped_steps": 0, "stopped": False}

@@ -17,6 +17,8 @@ class Workload:
     """Of one request, for the prefill figures."""
     max_total_tokens: int | None = None
     """Tokens of KV cache on each rank, in place of requests x context."""
+    page_tokens: int = 64
+    """Tokens that the KV cache hands out at once: 64 is the most that SGLang's attention backends ask for by themselves."""
     kv_cache_dtype: str = "bfloat16"
     speculative: bool = False
     """NEXTN: the model's drafting layers are loaded too, whole."""
@@ -61,6 +63,8 @@ class Reserve:
     cuda_graphs: bool = True
     free_vram_bytes: int | None = None
     """Free on every GPU before the server's processes start, where it can be asked; else all of it."""
+    image_bytes: int = 0
+    """Kept from the KV cache of each rank for images."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import dataclasses
 from pathlib import Path
 
 from sglang_uvm_offload.config import FlagError, flag_name
+from sglang_uvm_offload.layout import round_up
 from sglang_uvm_offload.planning.checkpoint import CheckpointShape, load
 from sglang_uvm_offload.planning.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.planning.machine import GIB, Machine
@@ -25,6 +26,9 @@ __all__ = ["choose_num_resident", "plan", "render"]
 MAX_VRAM_GIB = 1024
 VRAM_STEP_GIB = 8
 """How far, and in which steps, the search for a GPU that would do goes."""
+
+DEFAULT_KV_TOKENS = 32768
+"""Room that ``auto`` leaves in the KV cache of each rank where no flag asks for any: eight requests of 4096 tokens."""
 
 _N = flag_name("num_resident")
 
@@ -86,39 +90,60 @@ def choose_num_resident(
     host_bytes: int,
     mem_fraction_static: float,
     headroom_gb: float,
-    context_length: int | None = None,
+    context_length: int,
     max_running_requests: int | None = None,
     max_total_tokens: int | None = None,
-    kv_cache_dtype: str = "auto",
+    kv_cache_dtype: str = "bfloat16",
+    page_tokens: int = 64,
     speculative: bool = False,
-    draft_tokens: int = 4,
-) -> int:
-    """N for ``--expert-offload-num-resident auto``: the most residents with which the KV cache still holds
-    ``max_total_tokens``, or ``max_running_requests`` (1 where not given) requests of the full context.
+    image_bytes: int = 0,
+) -> Plan:
+    """The plan behind ``--expert-offload-num-resident auto``: the most residents with which the KV cache still holds
+    ``max_total_tokens``, or ``max_running_requests`` requests of the full context. With neither given: one such request, and at
+    least ``DEFAULT_KV_TOKENS``.
 
-    ``vram_bytes`` and ``free_vram_bytes`` are of the GPU that has least, before the server's processes start; ``host_bytes``
-    is what all ranks of this machine may take together; ``mem_fraction_static`` is as SGLang resolved it, before the headroom.
-    Raises ``FlagError``.
+    ``model_path`` is a checkpoint's folder. ``vram_bytes`` is what SGLang takes for the size of a GPU, ``free_vram_bytes`` is
+    that of the GPU with least, before the server's processes start; ``host_bytes`` is what all ranks of this machine may take
+    together, the margin that offloading leaves included; ``mem_fraction_static`` is as SGLang resolved it, before the headroom.
+    Raises ``FlagError`` with what is missing and what would do.
     """
-    auto = f"{flag_name('num_resident')} auto"
+    auto = f"{_N} auto"
     try:
         model = load(Path(model_path))
     except CheckpointError as error:
         raise FlagError([f"{auto}: {error}; give a number"]) from error
+    uncounted = _uncounted(model, speculative)
+    if uncounted:
+        raise FlagError([f"{auto}: {reason}; give a number" for reason in uncounted])
+    # SGLang has accepted this context; what its scaling allows may exceed what the config names.
+    model = dataclasses.replace(model, context_length=max(model.context_length, context_length))
     machine = Machine("this machine", parallel.ranks, vram_bytes, host_bytes, 1, 1, 1, "this machine")
+    if max_running_requests is None and max_total_tokens is None:
+        max_total_tokens = max(round_up(context_length, page_tokens), DEFAULT_KV_TOKENS)
     workload = Workload(
-        context_length or model.context_length,
+        context_length,
         max_running_requests or 1,
         max_total_tokens=max_total_tokens,
-        kv_cache_dtype="bfloat16" if kv_cache_dtype == "auto" else kv_cache_dtype,
+        page_tokens=page_tokens,
+        kv_cache_dtype=kv_cache_dtype,
         speculative=speculative,
-        draft_tokens=draft_tokens,
     )
-    reserve = Reserve(mem_fraction_static, headroom_gb, free_vram_bytes=free_vram_bytes)
+    reserve = Reserve(mem_fraction_static, headroom_gb, free_vram_bytes=free_vram_bytes, image_bytes=image_bytes)
     result = plan(model, machine, workload, parallel, reserve)
     if result.num_resident is None:
-        raise FlagError([f"{auto}: {line}" for line in (*result.problems, *result.needs)])
-    return result.num_resident
+        needs = [f"what would do: {need}" for need in result.needs]
+        raise FlagError([f"{auto}: {line}" for line in (*result.problems, *needs)])
+    return result
+
+
+def _uncounted(model: CheckpointShape, speculative: bool) -> list[str]:
+    """What takes VRAM on this model's ranks that is not in a plan's bytes."""
+    out = []
+    if model.kv.stateless_layers:
+        out.append(f"the state of {len(model.kv.stateless_layers)} layers with linear attention is not counted")
+    if speculative and not model.draft_layers:
+        out.append("the checkpoint has no drafting layers of its own to count")
+    return out
 
 
 def shape_problems(case: Case) -> list[str]:

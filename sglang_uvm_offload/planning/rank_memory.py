@@ -16,9 +16,6 @@ from sglang_uvm_offload.planning.machine import GIB, Machine
 from sglang_uvm_offload.planning.plan import Assumptions, Parallel, RankMemory, Reserve, Workload
 from sglang_uvm_offload.planning.speed import StageCost
 
-KV_PAGE_TOKENS = 64
-"""The largest of the page sizes that SGLang's attention backends ask for by themselves."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -58,7 +55,8 @@ class Case:
         taken = self.assumed.context_gib + (self.assumed.collectives_gib if self.parallel.ranks > 1 else 0)
         free = self.reserve.free_vram_bytes
         free = self.machine.vram_bytes if free is None else free
-        return int((free - int(taken * GIB)) * (self.fraction - self.reserve.headroom_gb * GIB / self.machine.vram_bytes))
+        granted = self.fraction - self.reserve.headroom_gb * GIB / self.machine.vram_bytes
+        return int((free - int(taken * GIB)) * granted) - self.reserve.image_bytes
 
     # What a rank holds
 
@@ -139,7 +137,7 @@ class Case:
         """Slots of KV cache that a rank needs."""
         if self.workload.max_total_tokens is not None:
             return self.workload.max_total_tokens
-        return round_up(self.workload.context_length, KV_PAGE_TOKENS) * self.requests_of_rank
+        return round_up(self.workload.context_length, self.workload.page_tokens) * self.requests_of_rank
 
     @property
     def requests_of_rank(self) -> int:

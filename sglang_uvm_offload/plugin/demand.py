@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import uuid
 from typing import NoReturn
 
 logger = logging.getLogger(__name__)
@@ -17,10 +18,16 @@ _VARIABLE = "SGLANG_UVM_OFFLOAD_DEMANDED"
 
 
 def tell_children(enabled: bool) -> None:
+    """Called in the launcher: processes that it starts from now on are to offload, or not."""
     if enabled:
-        os.environ[_VARIABLE] = "1"
+        os.environ[_VARIABLE] = uuid.uuid4().hex
     else:
         os.environ.pop(_VARIABLE, None)
+
+
+def launch() -> str:
+    """The name of the launch that started this process to offload, the same in all its processes."""
+    return os.environ.setdefault(_VARIABLE, uuid.uuid4().hex)
 
 
 def unmet(reason: str) -> None:

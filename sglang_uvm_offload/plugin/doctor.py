@@ -18,8 +18,9 @@ def hook_problems() -> list[str]:
     return [f"sglang-uvm-offload {reason}"] if reason else []
 
 
-def launch_problems(model_path: str, device: str, num_resident: str, trust_remote_code: bool) -> list[str]:
-    """Why SGLang's own resolution of this launch, with our checks in it, ends with an error; empty where it does not."""
+def launched(model_path: str, device: str, num_resident: str, trust_remote_code: bool) -> OffloadConfig:
+    """What SGLang's own resolution of this launch, with our checks in it, makes of the flags. Raises ``FlagError`` with every
+    reason why it ends with an error."""
     try:
         args = server_args.OffloadServerArgs(
             model_path=model_path,
@@ -28,8 +29,8 @@ def launch_problems(model_path: str, device: str, num_resident: str, trust_remot
             **{PREFIX + "num_resident": num_resident},
         )
         args.resolve_once()
-    except FlagError as error:
-        return error.problems
+    except FlagError:
+        raise
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        return [f"SGLang cannot serve {model_path}: {error}"]
-    return []
+        raise FlagError([f"SGLang cannot serve {model_path}: {error}"]) from error
+    return server_args.config_of(args)

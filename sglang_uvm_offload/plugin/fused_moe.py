@@ -16,6 +16,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_uvm_offload.config import FlagError, flag_name
 from sglang_uvm_offload.expert_layer import ExpertLayer
 from sglang_uvm_offload.manager import ModelExperts, OffloadManager
+from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.routing import IdFormat
 from sglang_uvm_offload.takeover import AllocationMode
 
@@ -27,8 +28,11 @@ _FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 class LayerHooks:
     """Takes over every routed MoE layer that is built while ``taking_over``."""
 
-    def __init__(self, count_required: bool):
+    def __init__(self, count_required: bool, recording: Recording | None = None):
         self.count_required = count_required
+        self.recording = recording
+        self.top_k = 0
+        """The most routed experts that a layer of the target model picks for a token; found where there is recording."""
         self._into: tuple[OffloadManager, ModelExperts] | None = None
         self.uncounted: set[str] = set()
         """Forms of routing that show no expert ids; they were served, but not counted."""
@@ -66,6 +70,7 @@ class LayerHooks:
         create_weights = method.create_weights
         process_weights_after_loading = method.process_weights_after_loading
         apply = method.apply
+        count = self._count if self.recording is None else self._count_and_record
 
         def create_managed_weights(layer: torch.nn.Module, num_experts: int, *args: Any, **kwargs: Any) -> None:
             experts = self._add(layer)
@@ -82,7 +87,7 @@ class LayerHooks:
             return result
 
         def apply_and_count(layer: torch.nn.Module, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self._count(layer, dispatch_output)
+            count(layer, dispatch_output)
             return apply(layer, dispatch_output, *args, **kwargs)
 
         method.__dict__[_EXPERTS] = True
@@ -103,6 +108,8 @@ class LayerHooks:
             layer.moe_ep_size,
         )
         layer.__dict__[_EXPERTS] = (experts, model, row)
+        if self.recording is not None and not model.draft:
+            self.top_k = max(self.top_k, layer.top_k - layer.num_fused_shared_experts)
         return experts
 
     def _count(self, layer: Any, dispatch_output: Any) -> None:
@@ -112,7 +119,7 @@ class LayerHooks:
             return
         # A dispatcher with a top-k output hands tokens over as the router saw them; one without (DeepEP) has exchanged them,
         # and in its low-latency form its ids are still those that this rank sent: only the received counts are its experts'.
-        routing = getattr(dispatch_output, "topk_output", None) or dispatch_output
+        routing = _routing_of(dispatch_output)
         received = getattr(routing, "masked_m", None)
         ragged = getattr(routing, "a_ragged_metadata", None)
         ids = getattr(routing, "topk_ids", None)
@@ -128,6 +135,12 @@ class LayerHooks:
         else:
             self._not_counted(type(routing).__name__)
 
+    def _count_and_record(self, layer: Any, dispatch_output: Any) -> None:
+        self._count(layer, dispatch_output)
+        _, model, row = layer.__dict__[_EXPERTS]
+        if self.recording is not None and not model.draft:
+            self.recording.record(row, _routing_of(dispatch_output), layer.num_fused_shared_experts)
+
     def _id_of_first_expert(self, layer: Any, experts: ExpertLayer) -> int:
         """Expert-parallel ids are local, but for runners that keep the model's own numbering."""
         return experts.first_expert if getattr(layer.dispatcher, "skip_local_expert_mapping", False) else 0
@@ -141,6 +154,10 @@ class LayerHooks:
                 ]
             )
         self.uncounted.add(form)
+
+
+def _routing_of(dispatch_output: Any) -> Any:
+    return getattr(dispatch_output, "topk_output", None) or dispatch_output
 
 
 def _experts_of(layer: torch.nn.Module) -> ExpertLayer:

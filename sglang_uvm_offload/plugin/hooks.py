@@ -51,6 +51,6 @@ def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwarg
     if role == "scheduler" and config.enabled:
         from sglang_uvm_offload.plugin import runtime
 
-        demand.tell_children(True)
+        demand.launch()
         runtime.install(config, add)
         HookRegistry.apply_hooks()

@@ -11,9 +11,11 @@ from sglang.srt.utils import get_device_memory_capacity
 from sglang_uvm_offload.config import FlagError, OffloadConfig, ResidentIds, flag_name
 from sglang_uvm_offload.expert_layer import HOST_MARGIN_BYTES
 from sglang_uvm_offload.host_ram import host_available
-from sglang_uvm_offload.moe_config import moe_shape
+from sglang_uvm_offload.moe_config import MoeShape, moe_shape
 from sglang_uvm_offload.planning.checkpoint import load
 from sglang_uvm_offload.planning.safetensors_header import CheckpointError
+from sglang_uvm_offload.plugin import auto_resident, recording
+from sglang_uvm_offload.plugin.profiles import profile_problems, routed_model
 from sglang_uvm_offload.report import size
 
 _N = flag_name("num_resident")
@@ -35,13 +37,24 @@ OWN_PATH_A2A = {"megamoe", "flashinfer_megamoe", "ascend_fuseep"}
 """All-to-all backends that compute experts without the quantisation method's ``apply``."""
 
 
-def check(config: OffloadConfig, server_args: Any) -> None:
-    """Raise ``FlagError`` with every reason why ``server_args`` cannot be served with offloading."""
+def check(config: OffloadConfig, server_args: Any) -> OffloadConfig:
+    """``config`` with the number that ``auto`` stands for. Raises ``FlagError`` with every reason why ``server_args`` cannot be
+    served with offloading."""
     cfg = resolving_view(server_args)
     problems = _combination_problems(config, cfg)
-    problems += _model_problems(config, server_args)
+    shape, reasons = _experts(config, server_args)
+    problems += reasons
+    if shape is not None:
+        try:
+            config = auto_resident.resolved(config, server_args)
+        except FlagError as error:
+            problems += error.problems
+        else:
+            problems += _resident_problems(config, shape, server_args)
+        problems += profile_problems(config, routed_model(model_config_of(server_args)))
     if problems:
         raise FlagError(problems)
+    return config
 
 
 def fraction_with_headroom(config: OffloadConfig, cfg: Any) -> float | None:
@@ -88,10 +101,11 @@ def _combination_problems(config: OffloadConfig, cfg: Any) -> list[str]:
         from sglang_uvm_offload.cuda_device import device_problems
 
         out += device_problems(cfg.base_gpu_id or 0)
-    return out
+    return out + recording.problems(config, cfg)
 
 
-def _model_problems(config: OffloadConfig, server_args: Any) -> list[str]:
+def _experts(config: OffloadConfig, server_args: Any) -> tuple[MoeShape | None, list[str]]:
+    """The model's routed experts, None where it has none; and why they cannot be served."""
     model = model_config_of(server_args)
     architectures = set(model.hf_config.architectures or [])
     out = [
@@ -99,10 +113,14 @@ def _model_problems(config: OffloadConfig, server_args: Any) -> list[str]:
         for name in sorted(architectures & DIRECT_KERNEL_MODELS)
     ]
     shape = moe_shape(model.hf_text_config)
-    if shape is None:
-        if not out:
-            out.append(f"{_N} {config.num_resident}: the model ({', '.join(sorted(architectures))}) has no routed experts")
-        return out
+    if shape is None and not out:
+        out.append(f"{_N} {config.num_resident}: the model ({', '.join(sorted(architectures))}) has no routed experts")
+    return shape, out
+
+
+def _resident_problems(config: OffloadConfig, shape: MoeShape, server_args: Any) -> list[str]:
+    """Why N experts of this model cannot be kept, or the others not."""
+    out = []
     if config.residents > shape.num_experts:
         out.append(
             f"{_N} {config.num_resident}: the model has {shape.num_experts} routed experts a layer; give at most as many"
@@ -110,7 +128,7 @@ def _model_problems(config: OffloadConfig, server_args: Any) -> list[str]:
     if config.resident_ids is not None:
         ids = ResidentIds.parse(config.resident_ids)
         out += ids.problems(len(shape.moe_layers), shape.num_experts, config.residents)
-    return out or _host_ram_problems(config, resolving_view(server_args), model.hf_config)
+    return out or _host_ram_problems(config, resolving_view(server_args), model_config_of(server_args).hf_config)
 
 
 def _host_ram_problems(config: OffloadConfig, cfg: Any, hf_config: Any) -> list[str]:

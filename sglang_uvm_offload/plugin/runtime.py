@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
 import torch
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.plugins.hook_registry import HookType
-from sglang.srt.runtime_context import get_device, get_observability, get_parallel, get_serving, process_model_config
+from sglang.srt.runtime_context import (
+    get_device,
+    get_observability,
+    get_parallel,
+    get_serving,
+    process_model_config,
+)
 
 from sglang_uvm_offload.config import FlagError, OffloadConfig
 from sglang_uvm_offload.manager import OffloadManager
 from sglang_uvm_offload.metrics import Metrics
-from sglang_uvm_offload.moe_config import moe_shape
 from sglang_uvm_offload.plugin import demand
 from sglang_uvm_offload.plugin.fused_moe import LayerHooks
+from sglang_uvm_offload.plugin.profiles import chosen_profile, profile_saver, routed_model
+from sglang_uvm_offload.plugin.recording import Recording
+from sglang_uvm_offload.profile import RoutedModel
 from sglang_uvm_offload.report import residency_table
 from sglang_uvm_offload.routing import ALL_ROWS, CpuRoutingCounters, Phase, RoutingCounters
+from sglang_uvm_offload.saver import Saver
 from sglang_uvm_offload.uvm import Memory, MemoryFault
 from sglang_uvm_offload.uvm_host import HostMemory
 
@@ -39,35 +49,47 @@ def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) ->
     add(f"{_SCHEDULER}.get_internal_state", rank.after_internal_state, HookType.AFTER)
     add(f"{_SCHEDULER}.process_batch_result", rank.after_batch, HookType.AFTER)
     add(f"{_SCHEDULER}.on_idle", rank.after_idle, HookType.AFTER)
+    add(f"{_SCHEDULER}.handle_shutdown", rank.after_shutdown, HookType.AFTER)
     rank.layer_hooks.install(add)
+    if rank.recording is not None:
+        add(f"{_RUNNER}.forward", rank.recording.after_forward, HookType.AFTER)
 
 
 class _RankHooks:
     def __init__(self, config: OffloadConfig):
         self.config = config
-        self.layer_hooks = LayerHooks(count_required=config.resident_selection == "frequency")
+        self.recording = Recording(config.trace) if config.trace is not None else None
+        self.layer_hooks = LayerHooks(config.resident_selection == "frequency", self.recording)
         self.metrics: Metrics | None = None
+        self.savers: list[Saver] = []
 
     @cached_property
     def on_cuda(self) -> bool:
         return get_device().device == "cuda"
 
     @cached_property
+    def routed(self) -> RoutedModel | None:
+        return routed_model(process_model_config())
+
+    @cached_property
     def manager(self) -> OffloadManager:
         """Made when the first model loads: only then is the process bound to its GPU."""
-        return OffloadManager(self.config, _memory(self.config), _counters, _agree, progress=_is_first_rank)
+        thinker = ThreadPoolExecutor(1, "expert offload") if self.config.adapt == "continuous" else None
+        return OffloadManager(self.config, _memory(self.config), _counters, _agree, progress=_is_first_rank, thinker=thinker)
 
     def around_load_model(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             manager = self.manager
             if not runner.is_draft_worker:
-                shape = moe_shape(process_model_config().hf_text_config)
-                manager.moe_layers = shape.moe_layers if shape is not None else ()
+                manager.moe_layers = self.routed.moe_layers if self.routed is not None else ()
+                manager.profile = chosen_profile(self.config, self.routed)
             model = manager.begin_model(draft=runner.is_draft_worker)
             runner.__dict__[_MODEL] = model
             with self.layer_hooks.taking_over(manager, model):
                 result = original(runner, *args, **kwargs)
             manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
+            if self.recording is not None and not model.draft:
+                self.savers += filter(None, [self.recording.begin(model, self.layer_hooks.top_k)])
         except (FlagError, MemoryFault) as error:
             demand.end(f"sglang-uvm-offload: {error}")
         return result
@@ -111,18 +133,31 @@ class _RankHooks:
                 },
             )
             self.metrics.publish()
+        self.savers += filter(None, [profile_saver(self.manager, self.routed)])
 
     def after_internal_state(self, result: Any, *args: Any, **kwargs: Any) -> Any:
         result.internal_state["expert_offload"] = self.manager.status()
+        if self.recording is not None:
+            result.internal_state["expert_offload"]["trace"] = self.recording.status()
         return result
 
     def after_batch(self, result: Any, *args: Any, **kwargs: Any) -> None:
         if self.metrics is not None:
             self.metrics.publish_now_and_then()
+        self.manager.poll_now_and_then()
+        for saver in self.savers:
+            saver.now_and_then()
 
     def after_idle(self, result: Any, *args: Any, **kwargs: Any) -> None:
         if self.metrics is not None:
             self.metrics.publish_when_idle()
+        self.manager.poll_when_idle()
+        for saver in self.savers:
+            saver.when_idle()
+
+    def after_shutdown(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        for saver in self.savers:
+            saver.finish()
 
 
 def _memory(config: OffloadConfig) -> Memory:

@@ -30,9 +30,10 @@ def install(add: Callable[[str, Any, HookType], None]) -> None:
 
 
 def config_of(server_args: Any) -> OffloadConfig:
-    """The offload flags of ``server_args``; off where they are SGLang's plain ones."""
+    """The offload flags of ``server_args``, as resolved where they are; off where they are SGLang's plain ones."""
+    cfg = resolving_view(server_args)
     names = (PREFIX + f.name for f in dataclasses.fields(OffloadConfig))
-    return OffloadConfig.from_flags({name: getattr(server_args, name) for name in names if hasattr(server_args, name)})
+    return OffloadConfig.from_flags({name: getattr(cfg, name) for name in names if hasattr(cfg, name)})
 
 
 class _Methods:
@@ -91,12 +92,14 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
     try:
         if reason := hooks.missing():
             raise FlagError([f"sglang-uvm-offload {reason}"])
-        launch_checks.check(config, server_args)
+        checked = launch_checks.check(config, server_args)
         fraction = launch_checks.fraction_with_headroom(config, resolving_view(server_args))
     except FlagError as error:
         if getattr(server_args, "_from_command_line", False):
             _exit(error)
         raise
+    if checked.num_resident != config.num_resident:
+        declare_resolution(server_args, "sglang-uvm-offload auto", **{f"{PREFIX}num_resident": checked.num_resident})
     if fraction is not None:
         declare_resolution(server_args, "sglang-uvm-offload headroom", mem_fraction_static=fraction)
 

@@ -52,6 +52,9 @@ EXPORT int cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes) {
     return CUDA_SUCCESS;
 }
 
+/* The name by which cuda-python looks it up. */
+EXPORT int cuMemGetInfo(size_t* free_bytes, size_t* total_bytes) { return cuMemGetInfo_v2(free_bytes, total_bytes); }
+
 EXPORT int cuCtxGetCurrent(void** context) {
     *context = CONTEXT;
     return CUDA_SUCCESS;

@@ -42,7 +42,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     engine = Engine(**job["engine"])
     sampling = {"temperature": 0, "max_new_tokens": job["max_new_tokens"], "ignore_eos": True}
-    answers = engine.generate(job["prompts"], sampling)
+    answers = engine.generate(job["prompts"], sampling) if job["prompts"] else []
     info = engine.get_server_info()
     engine.shutdown()
     Path(job["result"]).write_text(json.dumps({"answers": answers, "server_info": info}, default=str))

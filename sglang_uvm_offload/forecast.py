@@ -1,0 +1,139 @@
+"""The touches to come of each expert, from those so far. Pure: arrays in, arrays out.
+
+Arrays are ``[layers, experts]`` unless stated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+PREFILL_PRIOR_STEPS = 32.0
+"""How many decode steps the routing of prefill tokens is worth, however many prefill tokens there were."""
+
+SCALES = 4.0 ** np.arange(7)
+"""The time constants, in decode steps, of the touch rates that are kept of each expert."""
+MEAN_STEPS = 256.0
+"""The time constant of the mean touch rate of all experts."""
+RIDGE = 1e-3
+RIDGE_TRANSITIONS = 4.0
+"""How much the learned weights are drawn to zero, against the mean square of the features: always, and as if so many of the
+transitions seen had shown that nothing persists."""
+MAX_HORIZON_STEPS = 1024.0
+PATIENT_SCALE = 3
+"""The shortest of ``SCALES`` that has a say in a patient decision."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was chosen by measurement. benchmarks/policy_goals.py halves and doubles each."""
+
+    hysteresis: float = 1.5
+    """A promotion must pay back its cost so many times."""
+    horizon_touches: float = 2.0
+    """And in the time in which an average expert is touched so often."""
+    memory_steps: float = 4096.0
+    """The time constant of what is learned about how rates persist."""
+    prior_steps: float = 32.0
+    """An expert's first rates are drawn to the mean rate as if it had been seen at that rate for so many steps."""
+    patient_steps: float = 1024.0
+    """The horizon for a difference in rates on which every scale from ``PATIENT_SCALE`` on agrees."""
+    patient_errors: float = 2.0
+    """And by so many standard errors of either rate."""
+
+
+TUNING = Tuning()
+
+
+def spread(per_step: np.ndarray, routed: np.ndarray) -> np.ndarray:
+    """A layer's touches per step (``[layers, 1]``) spread over its experts by their share of ``routed`` tokens: the chance of
+    any token, if a step's tokens on an expert are Poisson."""
+    return -np.expm1(-per_step * routed / np.maximum(routed.sum(axis=1, keepdims=True), 1.0))
+
+
+class Forecast:
+    """The touches to come, from touch rates over several time scales.
+
+    How far each scale predicts is learned from the traffic itself, by least-squares temporal differences (Bradtke and Barto,
+    Machine Learning 22, 1996) pooled over all experts: routing that follows the request and routing that is stationary
+    need no different settings. The sums are kept apart by power of the discount, so that the horizon may change.
+    """
+
+    def __init__(self, candidate: np.ndarray, tuning: Tuning = TUNING):
+        self.steps = 0.0
+        self._tuning = tuning
+        self._candidate = candidate
+        self._size = max(int(candidate.sum()), 1)
+        self._mean = 0.0
+        self._rates = np.zeros((len(SCALES), candidate.size), dtype=np.float32)
+        features = len(SCALES) + 1
+        self._features = np.zeros((features, candidate.size), dtype=np.float32)
+        self._now_now = np.zeros((features, features))
+        self._now_next = np.zeros((features, features))
+        self._now_rate = np.zeros(features)
+        self._transitions = np.zeros(2)
+        """Decayed: how many transitions were seen, and their steps."""
+
+    def observe(self, touches: np.ndarray, steps: float) -> None:
+        rate = (np.where(self._candidate, touches, 0).ravel() / steps).astype(np.float32)
+        mean = float(rate.sum()) / self._size
+        if not self.steps and not self._rates.any():
+            self._rates[:] = mean * self._candidate.ravel()
+        share = np.maximum(-np.expm1(-steps / SCALES), steps / (self.steps + steps + self._tuning.prior_steps))
+        self._rates += share.astype(np.float32)[:, None] * (rate - self._rates)
+        self._mean += max(-np.expm1(-steps / MEAN_STEPS), steps / (self.steps + steps)) * (mean - self._mean)
+        before, self._features = self._features, self._describe()
+        if self.steps:
+            decay = np.exp(-steps / self._tuning.memory_steps)
+            self._now_now = decay * self._now_now + before @ before.T
+            self._now_next = decay * self._now_next + before @ self._features.T
+            self._now_rate = decay * self._now_rate + before @ rate
+            self._transitions = decay * self._transitions + (1.0, steps)
+        self.steps += steps
+
+    def hint(self, prefill_routed: np.ndarray) -> None:
+        """Prefill tokens ``[layers, experts]`` count as decode steps with their mix, for the scales longer than the
+        ``PREFILL_PRIOR_STEPS`` that they are worth at most."""
+        routed = np.where(self._candidate, prefill_routed, 0).astype(np.float64)
+        tokens = routed.sum(axis=1, keepdims=True)
+        rates = self._rates.reshape(len(SCALES), *self._candidate.shape)
+        per_step = rates[-1].sum(axis=1, keepdims=True, dtype=np.float64)
+        per_step[per_step == 0] = 1.0
+        steps = np.minimum(tokens / per_step, PREFILL_PRIOR_STEPS)
+        for scale, scaled in zip(SCALES, rates, strict=True):
+            if scale > PREFILL_PRIOR_STEPS:
+                scaled += -np.expm1(-steps / scale) * (spread(per_step, routed) - scaled)
+        self._features = self._describe()
+
+    def horizon(self) -> float:
+        """Steps in which an average expert is touched ``horizon_touches`` times."""
+        return 1.0 + min(self._tuning.horizon_touches / max(self._mean, 1e-9), MAX_HORIZON_STEPS)
+
+    def touches(self, horizon: float) -> np.ndarray:
+        """``[layers, experts]``: expected touches from now on, discounted with a mean of ``horizon`` steps."""
+        discount = 1.0 - 1.0 / horizon
+        weights = np.zeros(len(self._features))
+        transitions, steps = self._transitions
+        if transitions:
+            discount **= steps / transitions
+            square = self._now_now - discount * self._now_next
+            ridge = (RIDGE + RIDGE_TRANSITIONS / transitions) * np.trace(square) / len(square) + 1e-9
+            reward = self._now_rate * (1.0 - discount) * horizon
+            weights = np.linalg.solve(square + ridge * np.eye(len(square)), reward)
+        return (weights.astype(np.float32) @ self._features).reshape(self._candidate.shape)
+
+    def bounds(self, now: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The least and the most that ``now`` and the rates from ``PATIENT_SCALE`` on say, ``[layers, experts]`` each."""
+        rates = self._rates[PATIENT_SCALE:].reshape(-1, *self._candidate.shape)
+        evidence = min(self.steps, 2 * SCALES[-1])
+        error = self._tuning.patient_errors * np.sqrt((rates[-1] + 1.0 / evidence) / evidence)
+        return np.minimum(rates.min(axis=0), now) - error, np.maximum(rates.max(axis=0), now) + error
+
+    def _describe(self) -> np.ndarray:
+        """The features: by how much each scale's rate exceeds the next longer one's, the longest, and the mean rate."""
+        features = np.empty_like(self._features)
+        np.subtract(self._rates[:-1], self._rates[1:], out=features[:-2])
+        features[-2] = self._rates[-1]
+        features[-1] = self._mean * self._candidate.ravel()
+        return features

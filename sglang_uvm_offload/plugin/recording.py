@@ -1,0 +1,113 @@
+"""Routing traces where they meet SGLang: which rank records, and which steps and rows are decoded tokens."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.runtime_context import get_device, get_parallel, get_schedule
+
+from sglang_uvm_offload.config import FlagError, OffloadConfig, flag_name
+from sglang_uvm_offload.manager import ModelExperts
+from sglang_uvm_offload.recorder import Recorder
+from sglang_uvm_offload.routing import IdFormat
+from sglang_uvm_offload.saver import Saver
+
+logger = logging.getLogger(__name__)
+
+MOST_REQUESTS = 4096
+"""How many requests SGLang lets run at once where nobody says."""
+_FLAG = flag_name("trace")
+
+
+class Recording:
+    """What ``--expert-offload-trace`` adds to a scheduler. Of the ranks that compute the same tokens only the first records."""
+
+    def __init__(self, path: str):
+        self.path = Path(path)
+        self.recorder: Recorder | None = None
+
+    def begin(self, model: ModelExperts, top_k: int) -> Saver | None:
+        """The target model is loaded, whose layers pick ``top_k`` routed experts a token: record from now on, and return what
+        saves. None on a rank that does not record."""
+        parallel = get_parallel()
+        if parallel.tp_rank or parallel.dp_rank or not model.layers:
+            return None
+        if self.path.exists():
+            logger.warning("Expert offload: trace: the file %s is there already, and will be replaced", self.path)
+        self.recorder = Recorder(
+            self.path,
+            num_layers=len(model.layers),
+            num_experts=max(int((~layer.pinned).sum()) for layer in model.layers),
+            top_k=top_k,
+            max_rows=get_schedule().max_running_requests or MOST_REQUESTS,
+            device=get_device().device,
+        )
+        return Saver("trace", self.recorder.pending)
+
+    def record(self, row: int, routing: Any, num_shared: int) -> None:
+        """A layer computes with ``routing``, in which the ids of ``num_shared`` fused shared experts follow the routed ones.
+        Raises ``FlagError`` for routing that shows no ids."""
+        recorder = self.recorder
+        if recorder is None:
+            return
+        ids: torch.Tensor | None = getattr(routing, "topk_ids", None)
+        id_format = IdFormat.PLAIN
+        if ids is None:
+            ids, id_format = getattr(routing, "packed_topk_ids", None), IdFormat.PACKED
+        if ids is None:
+            form = type(routing).__name__
+            raise FlagError([f"{_FLAG}: this MoE runner shows no expert ids ({form}); choose another --moe-runner-backend"])
+        routed = ids.shape[1] - num_shared
+        if routed > recorder.top_k:
+            raise FlagError([f"{_FLAG}: a layer picks {routed} routed experts a token, and was built for {recorder.top_k}"])
+        recorder.record(row, ids[:, :routed], id_format)
+
+    def after_forward(self, result: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """A step was launched. Its rows are decoded tokens if it is a decode step of the target model."""
+        recorder = self.recorder
+        if recorder is None or runner.is_draft_worker or not batch.forward_mode.is_decode() or not batch.rids:
+            return
+        lengths = batch.seq_lens_cpu
+        if lengths is None or len(lengths) != len(batch.rids):
+            recorder.drop("its requests' lengths are not known on the host")
+            return
+        recorder.end_step(batch.rids, lengths.tolist())
+
+    def status(self) -> dict[str, object] | None:
+        """What ``/server_info`` shows of the recording, None on a rank that does not record."""
+        recorder = self.recorder
+        if recorder is None:
+            return None
+        recorder.poll()
+        return {
+            "path": str(self.path),
+            "tokens": recorder.log.tokens,
+            "requests": recorder.log.requests,
+            "dropped_steps": recorder.dropped_steps,
+            "stopped": recorder.stopped,
+        }
+
+
+def problems(config: OffloadConfig, cfg: Any) -> list[str]:
+    """Why ``cfg`` (SGLang's resolved arguments) cannot be served with the trace that was asked for."""
+    if config.trace is None:
+        return []
+    parts = "no rank sees the routing of whole steps"
+    refused = {
+        f"--ep-size {cfg.ep_size}": (cfg.ep_size > 1, parts),
+        f"--pp-size {cfg.pp_size}": (cfg.pp_size > 1, parts),
+        "--enable-dp-attention / --attn-dp-size": (cfg.attn_dp_size > 1, parts),
+        f"--moe-a2a-backend {cfg.moe_a2a_backend}": (cfg.moe_a2a_backend != "none", parts),
+        f"--attn-cp-size {cfg.attn_cp_size}": (cfg.attn_cp_size > 1, parts),
+        f"--moe-dp-size {cfg.moe_dp_size}": (cfg.moe_dp_size > 1, parts),
+        "--init-expert-location": (cfg.init_expert_location != "trivial", "experts are numbered by their places"),
+        f"--speculative-algorithm {cfg.speculative_algorithm}": (
+            cfg.speculative_algorithm,
+            "its steps verify several drafted tokens a request, of which some are not kept",
+        ),
+        f"--dllm-algorithm {cfg.dllm_algorithm}": (cfg.dllm_algorithm, "it decodes blocks, not tokens"),
+    }
+    return [f"{name}: cannot be combined with {_FLAG}: {why}" for name, (given, why) in refused.items() if given]
