@@ -22,7 +22,7 @@ import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -456,6 +456,7 @@ def block_fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """[out, in] with one scale for each block of 128 x 128."""
     blocks = weight.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    scale[scale == 0] = 1  # a block of zeros
     spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return {f"{name}.weight": (weight / spread).to(torch.float8_e4m3fn), f"{name}.weight_scale_inv": scale}
 
@@ -522,8 +523,9 @@ def quantization_config(quant: str, layers: int) -> dict[str, Any]:
 # ---------------------------------------------------------------- tokenizer, files
 
 
-def write_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def write_tokenizer(folder: Path, words: Sequence[str] = (), max_length: int = 2048) -> None:
+    """Byte by byte, but for ``words``: each is one token, with the ids from VOCAB on."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {END: 0} | {character: 1 + byte for byte, character in byte_characters().items()}
     special = [END, *ROLES]
@@ -532,16 +534,19 @@ def write_tokenizer(folder: Path) -> None:
     while len(vocab) < VOCAB:
         special.append(f"<|reserved {len(vocab)}|>")
         vocab[special[-1]] = len(vocab)
+    for word in words:
+        vocab[word] = len(vocab)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END,
         "eos_token": END,
-        "model_max_length": 2048,
+        "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }

@@ -1,15 +1,17 @@
-"""Tiny checkpoints for the tests, written once a session by ``scripts/make_checkpoint.py``."""
+"""Tiny checkpoints for the tests, each written once a session."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "make_checkpoint.py"
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "make_checkpoint.py"
 
 
 def load_script() -> ModuleType:
@@ -24,7 +26,8 @@ def load_script() -> ModuleType:
 
 
 class Checkpoints:
-    """``checkpoints("glm4_moe", dtype="float32")`` is the folder of that checkpoint, written when first asked for."""
+    """``checkpoints("glm4_moe", dtype="float32")`` is the folder of that checkpoint of ``scripts/make_checkpoint.py``, written
+    when first asked for."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -35,3 +38,19 @@ class Checkpoints:
         if key not in self.made:
             self.made[key] = load_script().make_checkpoint(family, self.folder / str(len(self.made)), **options)
         return self.made[key]
+
+
+class WalkedCheckpoints:
+    """``walked("tiny-qwen3", "fp8")`` is the folder of that checkpoint of ``benchmarks/trace_checkpoint.py``, which walks
+    ``trace``, written when first asked for."""
+
+    def __init__(self, folder: Path, trace: Path):
+        self.folder = folder
+        self.trace = trace
+
+    def __call__(self, shape: str, quant: str | None) -> Path:
+        out = self.folder / f"{shape}-{quant or 'bf16'}"
+        if not out.exists():
+            command = [sys.executable, str(ROOT / "benchmarks" / "trace_checkpoint.py"), shape, str(self.trace), str(out)]
+            subprocess.run([*command, *(["--quant", quant] if quant else [])], check=True)
+        return out

@@ -1,0 +1,262 @@
+#!/usr/bin/env python3
+"""Write a checkpoint that real servers load like a real one, and whose routing replays a measured trace.
+
+    python benchmarks/trace_checkpoint.py qwen3-30b-a3b benchmarks/gpu/routing_trace.npz OUT --quant fp8 --layers 16
+
+Decoding walks the trace: each token stands for one of its positions, routes in every layer to the experts recorded there, and
+is followed by a token of the next position. ``trace_weights.py`` says how, ``trace_walk.py`` which part of the trace and how to
+make prompts, ``routing_overlay.py`` how a trace is laid over a model of other sizes; ``trace_checkpoint_check.py`` shows on a
+running server that it holds. Beside the checkpoint, ``walk.npz`` is what is replayed, itself a trace.
+
+Weights are random and vocabularies small, as the walk needs them; there is no drafting layer, and experts are not chosen from
+groups of experts (``n_group`` is 1). The other sizes are the models', of DeepSeek-V3 those of one of 8 tensor-parallel ranks.
+With fp8, routed and shared experts are block-FP8, the rest is bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[1:1] = [str(HERE.parent / "scripts"), str(HERE), str(HERE.parent)]
+
+import make_checkpoint  # noqa: E402
+import torch  # noqa: E402
+from make_checkpoint import Shape  # noqa: E402
+from routing_overlay import OverlayError, lay_over  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from trace_walk import STRETCH, Walk, WalkError, available, cut, read  # noqa: E402
+from trace_weights import CODE_BLOCK, TraceWeights, code_size  # noqa: E402
+
+from sglang_uvm_offload.planning.config_tensors import tensors_of  # noqa: E402
+from sglang_uvm_offload.trace import Trace  # noqa: E402
+
+MAX_BYTES = 40 * 10**9
+SHARD_BYTES = 1 << 30
+
+
+class Refused(ValueError):
+    """The checkpoint is not written; the message has every reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What is written: a family of ``make_checkpoint`` with sizes, and where its config differs from that family's."""
+
+    family: str
+    shape: Shape
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    follows_trace: bool = False
+    """It has as many experts as the trace, and as many a token."""
+
+    def sized(self, trace: Trace, layers: int | None) -> Model:
+        shape = dataclasses.replace(self.shape, layers=self.shape.layers if layers is None else layers)
+        if self.follows_trace:
+            shape = dataclasses.replace(shape, experts=trace.num_experts, top_k=trace.ids.shape[2])
+        return dataclasses.replace(self, shape=shape)
+
+    def configured(self, vocabulary: int, quant: str | None) -> dict[str, Any]:
+        """config.json."""
+        config = make_checkpoint.FAMILIES[self.family].config(self.shape)
+        config |= {"torch_dtype": "bfloat16", "vocab_size": vocabulary, "num_nextn_predict_layers": 0}
+        config |= {"n_group": 1, "topk_group": 1} | self.config
+        if quant:
+            config["quantization_config"] = make_checkpoint.quantization_config(quant, self.shape.layers)
+            config["quantization_config"]["modules_to_not_convert"] = self.not_converted(config)
+        return config
+
+    def not_converted(self, config: dict[str, Any]) -> list[str]:
+        """Everything but experts."""
+        dense = config.get("first_k_dense_replace", 0)
+        modules = [f"model.layers.{layer}.self_attn" for layer in range(self.shape.layers)]
+        modules += [f"model.layers.{layer}.mlp" + ".gate" * (layer >= dense) for layer in range(self.shape.layers)]
+        return [*modules, "lm_head"]
+
+
+TINY = Shape(layers=3, hidden=512, dense_size=512)
+LONG = {"max_position_embeddings": 32768}
+DEEPSEEK_ROPE = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+MODELS = {
+    "qwen3-30b-a3b": Model(
+        "qwen3_moe",
+        Shape(48, hidden=2048, experts=128, top_k=8, expert_size=768, heads=32, kv_heads=4, head_dim=128, dense_size=6144),
+        {**LONG, "rope_theta": 1e6},
+    ),
+    "glm-4.5-air": Model(
+        "glm4_moe",
+        Shape(46, hidden=4096, experts=128, top_k=8, expert_size=1408, heads=96, kv_heads=8, head_dim=128, dense_size=10944),
+        {**LONG, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "use_qk_norm": False, "routed_scaling_factor": 1.0},
+    ),
+    "deepseek-v3": Model(
+        "deepseek_v3",
+        Shape(61, hidden=7168, experts=256, top_k=8, expert_size=2048 // 8, heads=128 // 8, dense_size=18432 // 8),
+        {
+            **LONG,
+            "first_k_dense_replace": 3,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "rope_scaling": {**DEEPSEEK_ROPE, "original_max_position_embeddings": 4096},
+        },
+    ),
+    "tiny-qwen3": Model("qwen3_moe", TINY, follows_trace=True),
+    "tiny-glm": Model("glm4_moe", TINY, follows_trace=True),
+    "tiny-deepseek": Model("deepseek_v3", TINY, follows_trace=True),
+}
+
+
+class Shards:
+    """Writes tensors as they come, in files of about SHARD_BYTES, and the index that names them all."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.held: dict[str, torch.Tensor] = {}
+        self.held_bytes = self.total_bytes = 0
+        self.files: dict[str, str] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self.held[name] = tensor
+        self.held_bytes += tensor.nbytes
+        if self.held_bytes >= SHARD_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self.held:
+            return
+        file = f"model-{len(set(self.files.values())) + 1:05}.safetensors"
+        save_file(self.held, str(self.folder / file), metadata={"format": "pt"})
+        self.files |= dict.fromkeys(self.held, file)
+        self.total_bytes += self.held_bytes
+        self.held, self.held_bytes = {}, 0
+
+    def close(self) -> None:
+        self.flush()
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": self.files}
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def walk_for(model: Model, trace: Trace, positions: int | None, stretch: int) -> Walk:
+    """The trace's ``positions`` (by default as many as half of the hidden dimensions) laid over the model's MoE layers."""
+    shape = model.shape
+    if positions is None:
+        positions = min(shape.hidden // 2, available(trace, stretch))
+    if code_size(positions) > shape.hidden - CODE_BLOCK:
+        raise WalkError(
+            f"--positions {positions}: each takes a dimension of the stream, and of {shape.hidden} at most "
+            f"{shape.hidden - CODE_BLOCK} may be taken"
+        )
+    measured = cut(trace, positions, stretch)
+    ids = lay_over(measured.ids, measured.num_experts, shape.layers - dense_layers(model), shape.experts, shape.top_k)
+    return Walk(Trace(ids, measured.seq_len, shape.experts))
+
+
+def dense_layers(model: Model) -> int:
+    """The first layers, which have no experts."""
+    return int(model.configured(0, None).get("first_k_dense_replace", 0))
+
+
+def check_layers(model: Model) -> None:
+    least = dense_layers(model) + 1
+    if model.shape.layers < least:
+        raise Refused(f"--layers {model.shape.layers}: at least {least} are needed, so that one has experts")
+
+
+def sizes(model: Model, vocabulary: int, quant: str | None) -> tuple[int, int]:
+    """The bytes of the model with one layer of experts, and of each further layer."""
+    one, two = (
+        sum(info.nbytes for info in tensors_of(of_layers(model, dense_layers(model) + more).configured(vocabulary, quant)))
+        for more in (1, 2)
+    )
+    return one, two - one
+
+
+def of_layers(model: Model, layers: int) -> Model:
+    return dataclasses.replace(model, shape=dataclasses.replace(model.shape, layers=layers))
+
+
+def check_bytes(model: Model, vocabulary: int, quant: str | None, free: int) -> None:
+    """Refuse what is larger than MAX_BYTES or than the ``free`` bytes of the disk, with what would fit."""
+    room, least = min(MAX_BYTES, free), dense_layers(model) + 1
+    one, each = sizes(model, vocabulary, quant)
+    needed = one + each * (model.shape.layers - least)
+    if needed <= room:
+        return
+    where = "a checkpoint may have" if room == MAX_BYTES else "the disk has free"
+    advice = "not even one layer of experts fits"
+    if one <= room:
+        fitting = (room - one) // each
+        advice = f"--layers {fitting + least} would fit ({(one + each * fitting) / 1e9:.1f} GB)"
+    if not quant:
+        one, each = sizes(model, vocabulary, "fp8")
+        advice += f"; with --quant fp8 it would be {(one + each * (model.shape.layers - least)) / 1e9:.1f} GB"
+    raise Refused(f"the checkpoint would have {needed / 1e9:.1f} GB, more than the {room / 1e9:.1f} GB that {where}: {advice}")
+
+
+def write(
+    model: Model,
+    trace: Trace,
+    out: str | Path,
+    *,
+    quant: str | None = None,
+    layers: int | None = None,
+    positions: int | None = None,
+    stretch: int = STRETCH,
+    seed: int = 0,
+) -> Path:
+    """Write the checkpoint to the folder ``out``, which must be new or empty, and return it.
+
+    Raises ``Refused``, ``WalkError`` or ``OverlayError`` before anything is written."""
+    folder = Path(out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise Refused(f"{folder} is there already; name a new or empty folder")
+    model = model.sized(trace, layers)
+    check_layers(model)
+    walk = walk_for(model, trace, positions, stretch)
+    there = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.exists())
+    check_bytes(model, walk.vocabulary, quant, shutil.disk_usage(there).free)
+    config = model.configured(walk.vocabulary, quant)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights, shards = TraceWeights(config, walk, seed), Shards(folder)
+    for info in tensors_of(config):
+        for name, tensor in weights(info).items():
+            shards.add(name, tensor)
+    shards.close()
+    walk.save(folder)
+    make_checkpoint.write_tokenizer(folder, walk.texts(), config["max_position_embeddings"])
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("shape", choices=sorted(MODELS), metavar="SHAPE", help=", ".join(MODELS))
+    parser.add_argument("trace", type=Path, metavar="TRACE.npz", help="ids[token, layer, k], seq_len, num_experts")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, new or empty")
+    parser.add_argument("--quant", choices=("fp8",), help="experts as block-FP8 (default: bfloat16)")
+    parser.add_argument("--layers", type=int, metavar="N", help="decoder layers, dense ones included (default: the model's)")
+    parser.add_argument("--positions", type=int, metavar="V", help="tokens to walk (default: half of the hidden size)")
+    parser.add_argument(
+        "--stretch", type=int, default=STRETCH, metavar="S", help=f"most tokens of a request (default: {STRETCH})"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    options = {name: getattr(args, name) for name in ("quant", "layers", "positions", "stretch", "seed")}
+    try:
+        folder = write(MODELS[args.shape], read(args.trace), args.out, **options)
+    except (Refused, WalkError, OverlayError) as problem:
+        parser.error(str(problem))
+    walk = Walk.load(folder)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    print(f"{folder}: {args.shape}, {size / 1e9:.2f} GB, walks {walk.positions} tokens of {len(walk.starts)} requests")
+
+
+if __name__ == "__main__":
+    main()

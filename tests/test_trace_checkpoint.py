@@ -1,0 +1,322 @@
+"""Checkpoints whose routing replays a measured trace: what they hold, how they route, and that answers depend on experts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import ROOT, WalkedCheckpoints
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from serving import Engines, Server
+from tokenizers import Tokenizer
+
+from sglang_uvm_offload.planning.config_tensors import tensors_of
+from sglang_uvm_offload.planning.safetensors_header import read_folder
+from sglang_uvm_offload.trace import Trace
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import trace_checkpoint
+import trace_checkpoint_check as check
+from routing_overlay import OverlayError, lay_over
+from trace_checkpoint import MODELS, Refused
+from trace_walk import ALIASES, TEXT_TOKENS, Walk, WalkError, cut
+from trace_weights import TraceWeights
+
+TRACE = ROOT / "benchmarks" / "gpu" / "routing_trace.npz"
+VARIANTS = [("tiny-qwen3", None), ("tiny-qwen3", "fp8"), ("tiny-glm", None), ("tiny-deepseek", None)]
+PROMPT = 4
+NEW_TOKENS = 33
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return Trace.load(TRACE)
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WalkedCheckpoints]:
+    return WalkedCheckpoints(tmp_path_factory.mktemp("walked"), TRACE)
+
+
+def some_trace(tokens: int = 6, layers: int = 5, k: int = 3, experts: int = 8, requests: int = 2) -> Trace:
+    rng = np.random.default_rng(1)
+    ids = rng.permuted(np.broadcast_to(np.arange(experts), (tokens * requests, layers, experts)), axis=-1)[..., :k]
+    return Trace(ids, np.full(requests, tokens), experts)
+
+
+class TestLayingOver:
+    def test_a_model_of_the_same_sizes_routes_as_the_trace_did(self) -> None:
+        trace = some_trace()
+        assert (lay_over(trace.ids, 8, 5, 8, 3) == trace.ids).all()
+
+    def test_each_group_of_experts_follows_its_own_measured_layer(self) -> None:
+        trace = some_trace(layers=4)
+        laid = lay_over(trace.ids, 8, 2, 16, 6)
+        assert (laid[:, 0] == np.concatenate([trace.ids[:, 0], trace.ids[:, 1] + 8], axis=-1)).all()
+        assert (laid[:, 1] == np.concatenate([trace.ids[:, 2], trace.ids[:, 3] + 8], axis=-1)).all()
+
+    def test_measured_layers_are_used_again_where_they_run_out(self) -> None:
+        trace = some_trace(layers=3)
+        laid = lay_over(trace.ids, 8, 5, 8, 3)
+        assert (laid[:, 3] == trace.ids[:, 0]).all()
+
+    def test_experts_are_shared_out_evenly_and_named_once(self) -> None:
+        trace = some_trace()
+        laid = lay_over(trace.ids, 8, 2, 32, 6)
+        assert (np.bincount(laid[0, 0] // 8, minlength=4) == [2, 2, 1, 1]).all()
+        assert (np.diff(np.sort(laid, axis=-1), axis=-1) > 0).all()
+
+    def test_frequencies_are_the_traces_even_where_it_orders_experts_by_id(self, trace: Trace) -> None:
+        by_id = Trace(np.sort(trace.ids, axis=-1), trace.seq_len, trace.num_experts)
+        ids = lay_over(by_id.ids, 32, 6, 128, 8)
+        laid = Trace(ids, trace.seq_len, 128)
+        measured = check.coverage(by_id)
+        assert np.abs(check.coverage(laid)[::4] - measured).max() < 0.01
+        assert check.lift(laid, 1) == pytest.approx(check.lift(by_id, 1), rel=0.05)
+
+    @pytest.mark.parametrize(("experts", "top_k"), [(12, 3), (4, 2), (16, 1), (16, 7)])
+    def test_what_cannot_be_laid_over_is_refused(self, experts: int, top_k: int) -> None:
+        with pytest.raises(OverlayError, match=f"{experts} experts|{top_k} experts a token"):
+            lay_over(some_trace().ids, 8, 1, experts, top_k)
+
+
+class TestWalk:
+    def test_its_stretches_are_the_begins_of_requests(self, trace: Trace) -> None:
+        walk = cut(trace, 200, stretch=64)
+        assert walk.seq_len.tolist() == [64, 64, 64, 8]
+        begins = np.cumsum(trace.seq_len) - trace.seq_len
+        cut_from = []
+        for start, length in zip(np.cumsum(walk.seq_len) - walk.seq_len, walk.seq_len, strict=True):
+            stretch = walk.ids[start : start + length]
+            cut_from += [begin for begin in begins if (trace.ids[begin : begin + length] == stretch).all()]
+        assert len(set(cut_from)) == len(cut_from) == 4
+
+    def test_what_cannot_be_routed_is_refused(self) -> None:
+        trace = some_trace()
+        with pytest.raises(WalkError, match="13 positions are more than the 12 tokens"):
+            cut(trace, 13)
+        with pytest.raises(WalkError, match="8 tokens of the trace's 2 requests, 4 of each"):
+            cut(trace, 9, stretch=4)
+        for wrong, message in ((-1, "1 have fewer and 0"), (trace.ids[0, 0, 1], "0 have fewer and 1")):
+            ids = trace.ids.copy()
+            ids[0, 0, 0] = wrong
+            with pytest.raises(WalkError, match=message):
+                cut(Trace(ids, trace.seq_len, 8), 12)
+
+    def test_a_prompt_leads_to_the_begin_of_its_stretch(self, trace: Trace) -> None:
+        walk = Walk(cut(trace, 200, stretch=64))
+        for request, start in enumerate([0, 64, 128, 192]):
+            prompt = np.array(walk.prompt_ids(request, 5))
+            assert walk.position_of(prompt).tolist() == [(start - 5 + i) % 200 for i in range(5)]
+        assert walk.position_of(np.array(walk.prompt_ids(4, 1)))[0] not in (199, 63, 127, 191)
+        assert walk.prompt_ids(1, 64) == walk.prompt_ids(1, 64)
+        assert walk.prompt_ids(1, 64) != walk.prompt_ids(1, 128)[64:]
+
+    def test_every_token_of_the_vocabulary_stands_somewhere(self, trace: Trace) -> None:
+        walk = Walk(cut(trace, 200))
+        positions = walk.position_of(np.arange(walk.vocabulary))
+        assert positions.min() == 0
+        assert positions.max() == 199
+        assert (walk.tokens(np.arange(200), 3) - TEXT_TOKENS == np.arange(200) * ALIASES + 3).all()
+        assert (walk.position_of(walk.tokens(np.arange(200), 3)) == np.arange(200)).all()
+
+
+class TestFiles:
+    @pytest.mark.parametrize(("shape", "quant"), [*VARIANTS, ("tiny-glm", "fp8"), ("tiny-deepseek", "fp8")])
+    def test_a_config_tells_the_very_tensors_that_the_checkpoint_holds(
+        self, walked: WalkedCheckpoints, shape: str, quant: str | None
+    ) -> None:
+        folder = walked(shape, quant)
+        config = json.loads((folder / "config.json").read_text())
+        held = {tensor.name: tensor for tensor in read_folder(folder)}
+        assert {tensor.name: tensor for tensor in tensors_of(config)} == held
+
+    @pytest.mark.parametrize(("shape", "quant"), [*VARIANTS, ("tiny-glm", "fp8")])
+    def test_nothing_but_the_embedding_writes_the_code(self, walked: WalkedCheckpoints, shape: str, quant: str | None) -> None:
+        tensors = tensors_in(walked(shape, quant))
+        writing = {name: tensor for name, tensor in tensors.items() if name.endswith(("o_proj.weight", "down_proj.weight"))}
+        scales = [tensors[f"{name}_scale_inv"] for name in writing if f"{name}_scale_inv" in tensors]
+        assert len(writing) > 2 * 32
+        assert len(scales) >= (2 * 32 if quant else 0)
+        assert all(tensor.isfinite().all() and tensor.min() > 0 for tensor in scales)
+        for tensor in writing.values():
+            rows = tensor.float().abs().amax(dim=1)
+            assert rows[:256].max() == 0
+            assert rows[256:].min() > 0
+
+    @pytest.mark.parametrize(("shape", "quant"), VARIANTS[:2])
+    def test_no_two_experts_are_alike(self, walked: WalkedCheckpoints, shape: str, quant: str | None) -> None:
+        prints = set()
+        tensors = tensors_in(walked(shape, quant))
+        experts = [name for name in tensors if ".experts." in name]
+        for name in experts:
+            tensor = tensors[name].abs().float() if name.endswith("_scale_inv") else tensors[name]
+            prints.add(hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).digest())
+        assert len(prints) == len(experts)
+
+    def test_large_checkpoints_are_written_in_several_files(
+        self, walked: WalkedCheckpoints, trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(trace_checkpoint, "SHARD_BYTES", 4 << 20)
+        folder = trace_checkpoint.write(MODELS["tiny-qwen3"], trace, tmp_path / "out", layers=1)
+        files = sorted(folder.glob("*.safetensors"))
+        assert len(files) > 2
+        assert max(file.stat().st_size for file in files) < 6 << 20
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert {name: folder / file for name, file in index["weight_map"].items()} == {
+            name: file for file in files for name in load_file(file)
+        }
+
+    def test_text_of_positions_is_read_as_their_tokens(self, walked: WalkedCheckpoints) -> None:
+        folder = walked("tiny-qwen3", None)
+        walk, tokenizer = Walk.load(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+        assert tokenizer.get_vocab_size(with_added_tokens=False) == TEXT_TOKENS + walk.positions * ALIASES
+        prompt = [*walk.prompt_ids(0, 40), 1 + ord("h"), 1 + ord("i"), *walk.prompt_ids(1, 9)]
+        assert tokenizer.encode(tokenizer.decode(prompt)).ids == prompt
+
+
+class TestSizes:
+    @pytest.mark.parametrize(("shape", "quant"), [("glm-4.5-air", None), ("deepseek-v3", "fp8"), ("qwen3-30b-a3b", None)])
+    def test_more_than_40_gb_are_refused_with_what_fits(
+        self, trace: Trace, tmp_path: Path, shape: str, quant: str | None
+    ) -> None:
+        with pytest.raises(Refused, match=r"more than the 40.0 GB .* --layers (\d+) would fit") as refused:
+            trace_checkpoint.write(MODELS[shape], trace, tmp_path / "out", quant=quant)
+        fitting = int(str(refused.value).split("--layers ")[1].split()[0])
+        model = MODELS[shape].sized(trace, fitting)
+        trace_checkpoint.check_bytes(model, 5000, quant, 10**15)
+        with pytest.raises(Refused):
+            trace_checkpoint.check_bytes(MODELS[shape].sized(trace, fitting + 1), 5000, quant, 10**15)
+        with pytest.raises(Refused, match="the disk has free: not even one layer"):
+            trace_checkpoint.check_bytes(model, 5000, quant, 10**8)
+        assert not (tmp_path / "out").exists()
+
+    def test_what_is_wrong_ends_the_command_before_anything_is_written(self, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        (tmp_path / "no.npz").write_text("no trace")
+        for arguments, message in (
+            ([TRACE, "--positions", "500"], "--positions 500: each takes a dimension of the stream, and of 512 at most 384"),
+            ([TRACE, "--layers", "0"], "--layers 0: at least 1 are needed"),
+            ([tmp_path / "no.npz"], "no.npz: not a readable npz file"),
+        ):
+            trace, *options = arguments
+            command = [sys.executable, ROOT / "benchmarks" / "trace_checkpoint.py", "tiny-qwen3", trace, out, *options]
+            ended = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+            assert ended.returncode == 2
+            assert message in ended.stderr
+            assert not out.exists()
+
+    def test_a_folder_with_files_is_left_alone(self, trace: Trace, tmp_path: Path) -> None:
+        (tmp_path / "mine").touch()
+        with pytest.raises(Refused, match="there already"):
+            trace_checkpoint.write(MODELS["tiny-qwen3"], trace, tmp_path)
+        assert [file.name for file in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "glm-4.5-air", "deepseek-v3"])
+def test_routers_of_the_large_shapes_pick_the_walks_experts_in_bfloat16(trace: Trace, shape: str) -> None:
+    model = MODELS[shape].sized(trace, 5)
+    walk = trace_checkpoint.walk_for(model, trace, None, 128)
+    weights = TraceWeights(model.configured(walk.vocabulary, None), walk)
+    layer = weights.layers - 1
+    tensors = {info.name: info for info in tensors_of(model.configured(walk.vocabulary, None)) if ".experts." not in info.name}
+    gate = weights.router(tensors[f"model.layers.{layer}.mlp.gate.weight"])
+    code = torch.eye(walk.positions, weights.hidden) * weights.amplitude
+    stream = code + torch.randn(code.shape, generator=torch.Generator().manual_seed(0)) * 3 * (
+        torch.arange(weights.hidden) >= weights.code
+    )
+    normed = stream / stream.pow(2).mean(-1, keepdim=True).sqrt()
+    logits = (normed.bfloat16() @ gate.T).float()
+    bias = tensors.get(f"model.layers.{layer}.mlp.gate.e_score_correction_bias")
+    scores = logits if bias is None else logits.sigmoid() + weights(bias)[bias.name]
+    picked = scores.topk(model.shape.top_k).indices
+    assert (picked.sort().values.numpy() == np.sort(walk.routing.ids[:, layer - weights.first_routed])).all()
+
+
+@pytest.mark.parametrize(("shape", "quant"), VARIANTS)
+def test_decoding_routes_as_the_trace_and_every_expert_shows_in_the_tokens(
+    walked: WalkedCheckpoints, engines: Engines, shape: str, quant: str | None, tmp_path: Path
+) -> None:
+    folder = walked(shape, quant)
+    walk = Walk.load(folder)
+    texts = walk.texts()
+    prompts = [walk.prompt_ids(request, PROMPT) for request in range(5)]
+
+    def text(tokens: list[int]) -> str:
+        return "".join(texts[token - TEXT_TOKENS] for token in tokens)
+
+    def serve(checkpoint: Path) -> tuple[list[np.ndarray], np.ndarray]:
+        asked = [text(prompt) for prompt in prompts]
+        result = engines.run(checkpoint, asked, together=True, max_new_tokens=NEW_TOKENS, record_experts=True)
+        assert [answer.text for answer in result.answers] == [text(answer.output_ids) for answer in result.answers]
+        tokens = [np.array(prompt + answer.output_ids) for prompt, answer in zip(prompts, result.answers, strict=True)]
+        return tokens, np.array(result.expert_counts)
+
+    tokens, counts = serve(folder)
+    for served in tokens:
+        positions = walk.position_of(served)
+        assert (positions[1:] == (positions[:-1] + 1) % walk.positions).all()
+    routed = walk.experts_of(np.concatenate([served[:-1] for served in tokens]))  # the last token generated is not routed
+    layers, experts = routed.shape[1], walk.routing.num_experts
+    expected = np.stack([np.bincount(routed[:, layer].ravel(), minlength=experts) for layer in range(layers)])
+    assert (counts[-layers:] == expected).all()
+
+    wrong, _ = serve(with_one_expert_flipped(folder, tmp_path / "flipped", int(expected[-1].argmax())))
+    for right, other in zip(tokens, wrong, strict=True):
+        assert (walk.position_of(right) == walk.position_of(other)).all()
+    assert any((right != other).any() for right, other in zip(tokens, wrong, strict=True))
+
+
+def test_the_check_compares_token_by_token_and_draws_it(walked: WalkedCheckpoints, trace: Trace, tmp_path: Path) -> None:
+    """With experts offloaded, which changes no routing; GLM-4.5 has a dense layer before those with experts."""
+    folder = walked("tiny-glm", None)
+    walk = Walk.load(folder)
+    recorder = [sys.executable, str(ROOT / "tests" / "recording_server.py")]
+    offloaded = {"expert_offload_num_resident": 8, "expert_offload_warmup_tokens": 64}
+    with Server(folder, command=recorder, enable_return_routed_experts=True, **offloaded) as server:
+        answers = check.walked(server.url, walk)
+        assert server.get("/server_info")["internal_states"][0]["expert_offload"]["moves"] > 0
+    assert sum(len(answer.tokens) - check.PROMPT for answer in answers) == walk.positions
+    assert check.differences(walk, answers) == []
+    traces = check.compared(walk, answers, trace)
+    assert (check.coverage(traces["served"]) == check.coverage(walk.routing)).all()
+    assert check.overlap(traces["served"], 1) == check.overlap(walk.routing, 1)
+    check.draw(traces, "tiny-glm", tmp_path / "drawn.png")
+    assert (tmp_path / "drawn.png").stat().st_size > 10_000
+
+    answers[1].experts[7, 1, 0] += 1
+    [difference] = check.differences(walk, answers)
+    assert "request 1: 1 of" in difference
+    assert "token 7" in difference
+    answers[0].tokens[5] += ALIASES
+    assert "is followed by" in check.differences(walk, answers)[0]
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return tensors
+
+
+def with_one_expert_flipped(folder: Path, out: Path, expert: int) -> Path:
+    """A copy in which one expert of the last layer gives the opposite of what it gave."""
+    shutil.copytree(folder, out)
+    [file] = out.glob("*.safetensors")
+    tensors = load_file(file)
+    layer = json.loads((folder / "config.json").read_text())["num_hidden_layers"] - 1
+    name = f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"
+    tensors[name] = (-tensors[name].float()).to(tensors[name].dtype)
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    return out
