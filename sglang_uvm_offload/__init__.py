@@ -38,7 +38,11 @@ The modules, in the order in which they depend on each other:
     simulator       replaying a trace through the manager
     replay_cli      the replay command
     svg             charts
-    report_page     a page from a server's statistics or a replay's results
+    report_source   the records of a server's statistics or a replay's results
+    report_units    numbers as a page shows them
+    advice          what follows from these records
+    replay_page     the page of a replay
+    report_page     the page of a server
     report_cli      the report command
     plugin          the edge to SGLang: the only package that imports it
     doctor          whether this machine, SGLang and a model can be served

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_uvm_offload.report_page import ReplayResults, ServerInfo, replay_page, server_page
+from sglang_uvm_offload.replay_page import replay_page
+from sglang_uvm_offload.report_page import server_page
+from sglang_uvm_offload.report_source import ReplayResults, ServerInfo
 
 MAX_BYTES = 64 << 20
 TIMEOUT_SECONDS = 30

@@ -25,6 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from serving_host import die_with_parent
+
 TESTS = Path(__file__).parent
 SHIMS = TESTS / "shims"
 
@@ -349,7 +351,13 @@ class Server:
     def __enter__(self) -> Server:
         with self.log_path.open("wb") as sink:
             self.process = subprocess.Popen(
-                self.command, stdout=sink, stderr=sink, env=self.env, cwd=self.folder, start_new_session=True
+                self.command,
+                stdout=sink,
+                stderr=sink,
+                env=self.env,
+                cwd=self.folder,
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # SGLang's own processes likewise die with theirs
             )
         try:
             self.wait_until_ready(time.monotonic() + self.seconds)

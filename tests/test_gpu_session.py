@@ -1,5 +1,5 @@
-"""scripts/gpu_session.sh without a GPU: the dry run, and every section to its end over the stand-in driver of ``standin/``,
-where it must call nothing a measurement."""
+"""scripts/gpu_session.sh without a GPU: the dry run; every section that needs no SGLang to its end over the stand-in driver of
+``standin/``, and of those that do one, with its servers on the CPU. None of it may be called a measurement."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from standin.build import build, environment
 ROOT = Path(__file__).resolve().parents[1]
 GPU = ROOT / "benchmarks" / "gpu"
 SECTIONS = ("probe", "ops", "layer")
+SERVING = ("server", "bounds", "peers", "offloader")
 FILES_THAT_COME_BACK, FILE_BYTES = 8, 16 << 20
 
 
@@ -46,8 +47,8 @@ def session(tmp_path_factory) -> Session:
 
 @pytest.fixture(scope="module")
 def ran(session) -> Session:
-    """All sections, run once to their ends."""
-    done = session.run("--out", str(session.out))
+    """The sections that need no SGLang, run once to their ends."""
+    done = session.run(*SECTIONS, "--out", str(session.out))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return session
 
@@ -72,13 +73,13 @@ def test_list_names_every_section_in_order(session):
     said = session.run("--list", over_standin=False)
     assert said.returncode == 0
     heads = [line.split(":")[0] for line in said.stdout.splitlines() if not line.startswith(" ")]
-    assert heads == list(SECTIONS)
+    assert heads == [*SECTIONS, *SERVING]
 
 
 def test_an_unknown_section_is_a_usage_error(session):
     said = session.run("prboe", over_standin=False)
     assert said.returncode == 2
-    assert "no section prboe: there are probe, ops, layer" in said.stderr
+    assert "no section prboe: there are probe, ops, layer, server" in said.stderr
 
 
 def test_dry_run_compiles_everything_and_starts_no_cuda(session):
@@ -91,6 +92,9 @@ def test_dry_run_compiles_everything_and_starts_no_cuda(session):
         "compile for sm_90 with FP8",
         "interpreted on the CPU, FP8 True",
         "deepseek-v3: 3 layers",
+        "qwen3-30b-a3b-16-layers, 20.0 GB",
+        "paged_experts --enable-paged-experts --paged-experts-num-resident 64",
+        "page_in_only will not be served",
     ):
         assert words in said.stdout
 
@@ -195,6 +199,87 @@ def test_a_card_too_small_for_the_plan_is_refused_before_anything_runs(ran, tmp_
     assert not (tmp_path / "layer.json").exists()
 
 
+# ---- sections that serve ----
+
+
+@pytest.fixture(scope="module")
+def served(session) -> Session:
+    """The server section, whose servers run on the CPU where kernels do not compute."""
+    done = session.run("server", "--out", str(session.out.with_name("served")))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return session
+
+
+def test_servers_are_run_and_nothing_is_called_a_measurement(served, modules):
+    folder = served.out.with_name("served")
+    record = json.loads((folder / "server.json").read_text())
+    assert record["complete"] is True
+    assert record["measured"] is False
+    assert [*record["parts"]] == [part.name for part in modules["sections"].SECTIONS["server"].parts]
+    for part in ("frequency", "again"):
+        cells = [row["cell"] for row in record["parts"][part]["rows"] if row["row"] == "cell"]
+        assert [(cell["contender"], cell["error"]) for cell in cells] == [("resident", None), ("frequency", None)]
+        assert cells[1]["outputs"]["same"] is True
+        assert cells[1]["offload"]["offloaded_bytes"] == cells[1]["expected_offloaded_bytes"]
+    assert {goal["met"] for goal in record["goals"]} == {None}
+    assert "NOT MEASUREMENTS" in (folder / "server.log").read_text()
+
+
+def test_the_report_is_made_from_the_section_alone(served, tmp_path):
+    section = served.out.with_name("served") / "server.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "serve_report.py"), str(section), str(tmp_path)]
+    assert subprocess.run(command).returncode == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "speed means nothing here" in text
+    assert "| frequency 50% | this plugin, the most used experts, chosen once after the warm-up | 2 of 2 | yes |" in text
+
+
+@pytest.mark.parametrize(
+    ("contender", "error", "same", "told"),
+    [
+        ("resident", "no", None, "resident: no"),
+        ("frequency", "no", None, "frequency: no"),
+        ("frequency", None, False, "frequency at 50%: other answers"),
+        ("frequency", "no time left in this run", None, None),
+        ("paged_experts", "no", None, None),
+        ("paged_experts", None, False, None),
+    ],
+)
+def test_a_part_fails_where_the_reference_or_the_plugin_does(modules, contender, error, same, told):
+    import server_parts
+
+    cell = {"contender": contender, "residency": 0.5, "error": error, "outputs": {"same": same, "first_difference": None}}
+    if told is None:
+        server_parts.check_answers([cell])
+    else:
+        with pytest.raises(AssertionError, match=told):
+            server_parts.check_answers([cell])
+
+
+def test_goals_of_servers_take_the_worst_of_the_plugin_and_the_best_of_a_peer(modules):
+    def decode(contender: str, batch: int, ms: float, resident: float = 0.5) -> dict:
+        return row("decode", [ms], contender=contender, resident=resident, batch=batch)
+
+    base = [decode("resident", 1, 10.0, 1.0), decode("resident", 64, 20.0, 1.0)]
+    fast = [*base, decode("frequency", 1, 11.0), decode("frequency", 64, 24.0)]
+    assert judged(modules, "server", 1, {"frequency": fast, "again": fast})["ratio"] == pytest.approx(1.2)
+    slow = [*base, decode("frequency", 1, 13.0), decode("frequency", 64, 20.0)]
+    assert judged(modules, "server", 1, {"frequency": fast, "again": slow})["met"] is False
+    peer = [*fast, decode("paged_experts", 1, 22.0), decode("paged_experts", 16, 90.0), decode("paged_experts", 64, 36.0)]
+    assert judged(modules, "peers", 1, {"paged_experts": peer})["ratio"] == pytest.approx(2.0)
+    assert judged(modules, "peers", 2, {"paged_experts": peer})["ratio"] is None, "this plugin has no figure at batch 16"
+    peer.append(decode("frequency", 16, 30.0))
+    assert judged(modules, "peers", 2, {"paged_experts": peer})["ratio"] == pytest.approx(1.5)
+
+
+def test_one_server_with_other_answers_fails_the_goal(modules):
+    same = [row("same_answers", [1], contender=name) for name in ("resident", "frequency")]
+    assert judged(modules, "server", 0, {"frequency": same})["met"] is True
+    other = [row("same_answers", [0], contender=name) for name in ("frequency", "paged_experts")]
+    verdict = judged(modules, "server", 0, {"frequency": same, "again": other})
+    assert (verdict["ratio"], verdict["met"]) == (1, False)
+
+
 # ---- the rules, without any CUDA ----
 
 
@@ -223,7 +308,7 @@ open(sys.argv[2], "a").write(json.dumps({"row": "finished", "unit": "bool", "val
 )
 def test_how_a_part_ended_is_told_apart(modules, tmp_path, monkeypatch, finished, then, status):
     session, part = modules["session"], modules["sections"].OPS.parts[0]
-    monkeypatch.setattr(session, "GRACE_SECONDS", -part.limit + 2)
+    monkeypatch.setattr(session, "GRACE_SECONDS", -part.limit * session.PATIENCE + 2)
     with (tmp_path / "log").open("w") as log:
         told = session.run_part(part, [sys.executable, "-c", PART % (finished, then)], 1000, True, log)
     assert told["status"] == status

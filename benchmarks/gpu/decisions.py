@@ -226,6 +226,25 @@ def moe_is_right(rows: PartRows) -> list[str]:
     ]
 
 
+def served(part: str) -> Callable[[PartRows], list[str]]:
+    """What each server of a part needed, and why one failed."""
+
+    def figures(rows: PartRows) -> list[str]:
+        cells = [row["cell"] for row in rows.get(part, ()) if row["row"] == "cell"]
+        lines = []
+        for kind, label in (("decode", "batch"), ("prefill", "tokens")):
+            sizes = sorted({row[label] for row in rows.get(part, ()) if row["row"] == kind})
+            body: list[tuple[str, list[Row | None]]] = []
+            for cell in cells:
+                own: dict[str, str | float] = {"contender": cell["contender"], "resident": cell["residency"]}
+                found = [one(rows, part, kind, **own, **{label: size}) for size in sizes]
+                body.append((f"{cell['contender']} {cell['residency']:.0%}", found))
+            lines += grid([f"{kind}, ms", *(f"{label} {size}" for size in sizes)], body)
+        return lines + [f"{cell['contender']} {cell['residency']:.0%}: {cell['error']}" for cell in cells if cell["error"]]
+
+    return figures
+
+
 DECISIONS: dict[str, tuple[Decision, ...]] = {
     "probe": (
         Decision("PREFER_GPU residents, or prefer CPU for all and residency by prefetch", residents_design),
@@ -242,4 +261,17 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
         Decision("read through or copy in first, by tokens and block shape", break_even_curve),
         Decision("what a step costs by residency", residency_cost),
     ),
+    "server": (
+        Decision("what a server's answer costs by residency, first turn", served("frequency")),
+        Decision("what a server's answer costs by residency, second turn", served("again")),
+    ),
+    "bounds": (
+        Decision("whether choosing residents by use pays in a server", served("first_n")),
+        Decision("what reading every expert in place costs a server", served("bounds")),
+    ),
+    "peers": (
+        Decision("this plugin or paged experts", served("paged_experts")),
+        Decision("this plugin or --cpu-offload-gb", served("cpu_offload_gb")),
+    ),
+    "offloader": (Decision("this plugin or OffloaderV2", served("offloader_v2")),),
 }

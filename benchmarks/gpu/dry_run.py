@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sections import SECTIONS
 
+if TYPE_CHECKING:
+    from server_parts import Written
+
+    from sglang_uvm_offload.planning.checkpoint import CheckpointShape
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(1, str(HERE.parents[1]))
+sys.path[1:1] = [str(HERE.parent), str(HERE.parents[1]), str(HERE.parents[1] / "tests")]
 
 H200 = 90
 SHARED_MEMORY_BYTES = 232_448
@@ -51,6 +57,60 @@ def layer_parts() -> None:
         print(f"the MoE kernels compile for sm_{H200} with {'FP8' if fp8 else 'bf16'} weights")
 
 
+def server_parts() -> None:
+    """The checkpoints' sizes, and every contender's flags in the words of the SGLang that is installed here."""
+    from contenders import Budget, CannotServe, cells
+    from server_parts import PARTS, PLAN, SERVER_ARGS, sizes
+    from serving import flags
+
+    check_plan("server_parts", PARTS)
+    parse = sglang_parser()
+    managed = {part.name: part.managed_gib for section in SECTIONS.values() for part in section.parts}
+    for name, served in PLAN.items():
+        model = planned_checkpoint(served.written)
+        print(f"{name}: {served.written.name}, {model.total_bytes / 1e9:.1f} GB, experts {model.expert_bytes / 1e9:.1f} GB")
+        assert managed[name] >= model.expert_bytes / (1 << 30), f"{name} plans too little managed memory"
+        for contender, residency in cells(list(served.contenders), list(served.residencies)):
+            try:
+                own = flags(contender.flags(Budget(model, residency, sizes(False).warmup_tokens)))
+            except CannotServe as reason:
+                print(f"    {contender.name} will not be served: {reason}")
+                continue
+            if parse is not None:
+                parse(["--model-path", served.written.name, *SERVER_ARGS, *own])
+            print(f"    {contender.name} {' '.join(own)}{'' if parse else ' (not checked: no SGLang here)'}")
+
+
+def planned_checkpoint(written: Written) -> CheckpointShape:
+    """What ``trace_checkpoint.py`` would write, from its config alone."""
+    from server_parts import TRACE
+    from trace_checkpoint import MODELS, STRETCH, walk_for
+    from trace_walk import read
+
+    from sglang_uvm_offload.planning.checkpoint import from_config
+
+    trace = read(TRACE)
+    sized = MODELS[written.shape].sized(trace, written.layers)
+    return from_config(written.shape, sized.configured(walk_for(sized, trace, None, STRETCH).vocabulary, None))
+
+
+def sglang_parser() -> Callable[[list[str]], object] | None:
+    """SGLang's own parser of server arguments, with the plugin's among them; None where it is not installed."""
+    from argparse import ArgumentParser
+    from importlib.util import find_spec
+
+    if find_spec("sglang") is None:
+        return None
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import ServerArgs
+
+    parser = ArgumentParser(exit_on_error=False)
+    ServerArgs.add_cli_args(parser)
+    return parser.parse_args
+
+
 def interpreted_moe() -> None:
     """Started with TRITON_INTERPRET=1 in its environment, which Triton reads when a kernel is defined."""
     from dataclasses import replace
@@ -80,6 +140,8 @@ if __name__ == "__main__":
         interpreted_moe()
     elif sys.argv[1] == "ops_parts":
         ops_parts()
+    elif sys.argv[1] == "server_parts":
+        server_parts()
     else:
         layer_parts()
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})

@@ -100,7 +100,7 @@ def commit() -> str | None:
 def sources() -> str:
     """A digest of all code that a result depends on, committed or not."""
     digest = hashlib.sha256()
-    for folder in ("benchmarks/gpu", "kernels", "sglang_uvm_offload"):
+    for folder in ("benchmarks", "kernels", "sglang_uvm_offload"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in (".py", ".cu", ".h"):
                 digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())

@@ -103,6 +103,63 @@ def free_after_load(rows: PartRows) -> tuple[float, str] | None:
     return found["median"], f"of the VRAM that experts take; {free['median']:.4g} of the free VRAM"
 
 
+SERVED = {
+    "server": ("frequency", "again"),
+    "bounds": ("first_n", "bounds"),
+    "peers": ("paged_experts", "cpu_offload_gb"),
+    "offloader": ("offloader_v2",),
+}
+"""The parts of each section that serve; each has a resident server of its own."""
+
+
+def slowdown(rows: PartRows, part: str, contender: str, over_: str, kind: str, **labels: float) -> tuple[float, str] | None:
+    """The worst ratio of one contender's time to another's, over the sizes that both served in a part."""
+    worst = None
+    for mine in find(rows.get(part, ()), kind, contender=contender, **labels):
+        size = {name: mine[name] for name in ("batch", "tokens") if name in mine}
+        own = {} if over_ == "resident" else {"resident": mine["resident"]}
+        theirs = one(rows, part, kind, contender=over_, **size, **own)
+        found = over(mine, theirs)
+        if found is not None and theirs and (worst is None or found > worst[0]):
+            words = " ".join(f"{name} {value}" for name, value in size.items())
+            worst = found, f"{words}: {contender} {show(mine)}, {over_} {show(theirs)}"
+    return worst
+
+
+def served_decode(share: float) -> Callable[[PartRows], tuple[float, str] | None]:
+    """The worst of the section's parts."""
+
+    def ratio(rows: PartRows) -> tuple[float, str] | None:
+        found = [slowdown(rows, part, "frequency", "resident", "decode", resident=share) for part in SERVED["server"]]
+        return max(filter(None, found), default=None)
+
+    return ratio
+
+
+def behind(contender: str, kind: str, *sizes: int) -> Callable[[PartRows], tuple[float, str] | None]:
+    """A peer's time over this plugin's in the part named after the peer: the smallest of these sizes' ratios."""
+    name = "batch" if kind == "decode" else "tokens"
+
+    def ratio(rows: PartRows) -> tuple[float, str] | None:
+        found = [slowdown(rows, contender, contender, "frequency", kind, **{name: size}) for size in sizes]
+        return None if None in found else min(filter(None, found), default=None)
+
+    return ratio
+
+
+def other_answers(section: str) -> Callable[[PartRows], tuple[float, str] | None]:
+    """Servers of this plugin whose answers were not the resident server's."""
+
+    def ratio(rows: PartRows) -> tuple[float, str] | None:
+        ours = ("first_n", "frequency", "read_through")
+        found = [
+            row for part in SERVED[section] for row in find(rows.get(part, ()), "same_answers") if row["contender"] in ours
+        ]
+        return (sum(row["median"] == 0 for row in found), f"{len(found)} servers") if found else None
+
+    return ratio
+
+
 GOALS: dict[str, tuple[Goal, ...]] = {
     "probe": (
         Goal("promotion over the copy engine", ">=", 0.8, promotion_rate),
@@ -116,5 +173,37 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("read-through of one expert over the best zero-copy read", ">=", 0.9, read_through),
         Goal("decode step, all resident in managed over plain memory (worst case)", "<=", 1.01, resident_step),
         Goal("routing counters' share of a step of 75 layers (worst case)", "<=", 0.01, counting),
+    ),
+    "server": (
+        Goal("servers of this plugin with other answers", "<=", 0, other_answers("server")),
+        Goal("a server's decode time, 50 % resident over all (worst batch)", "<=", 1.25, served_decode(0.5)),
+        Goal("a server's decode time, 78 % resident over all (worst batch)", "<=", 1.04, served_decode(0.78)),
+    ),
+    "bounds": (Goal("servers of this plugin with other answers", "<=", 0, other_answers("bounds")),),
+    "peers": (
+        Goal("servers of this plugin with other answers", "<=", 0, other_answers("peers")),
+        Goal(
+            "paged experts' decode time over this plugin's, batch 1",
+            ">=",
+            1.3,
+            behind("paged_experts", "decode", 1),
+        ),
+        Goal("likewise, batch 16 and 64", ">=", 2, behind("paged_experts", "decode", 16, 64)),
+        Goal(
+            "paged experts' prefill time over this plugin's",
+            ">=",
+            1.5,
+            behind("paged_experts", "prefill", 4096, 16384),
+        ),
+        Goal(
+            "--cpu-offload-gb's decode time over this plugin's, batch 1",
+            ">=",
+            5,
+            behind("cpu_offload_gb", "decode", 1),
+        ),
+    ),
+    "offloader": (
+        Goal("servers of this plugin with other answers", "<=", 0, other_answers("offloader")),
+        Goal("OffloaderV2's decode time over this plugin's, batch 1", ">=", 5, behind("offloader_v2", "decode", 1)),
     ),
 }

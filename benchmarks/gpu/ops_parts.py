@@ -22,6 +22,7 @@ from shapes import GLM_45_AIR  # noqa: E402
 
 from sglang_uvm_offload.expert_tensor import ExpertTensor  # noqa: E402
 from sglang_uvm_offload.layout import BLOCK_BYTES  # noqa: E402
+from sglang_uvm_offload.recorder import Recorder  # noqa: E402
 from sglang_uvm_offload.routing import ROUTED, TOUCHES, IdFormat, Phase  # noqa: E402
 from sglang_uvm_offload.routing_cuda import CudaRoutingCounters  # noqa: E402
 from sglang_uvm_offload.uvm import Location, Span  # noqa: E402
@@ -71,6 +72,46 @@ def counters(rows: Rows) -> None:
             rows.put("counts_wrong", "counts", [wrong], tokens=tokens, experts=experts, ids=form.value, replays=replays)
             if wrong:
                 raise AssertionError(f"{wrong} counts differ from a plain count ({tokens} tokens, {experts} experts)")
+
+
+def recording(rows: Rows) -> None:
+    """Captured copies of expert ids against the ids: formats, graphs of two batch sizes, steps that begin before the ids of the
+    last one have arrived."""
+    random = np.random.default_rng(11)
+    layers, k, experts = 4, 8, 256
+    for form in (IdFormat.PLAIN, IdFormat.PACKED):
+        recorder = Recorder(Path("unused"), layers, experts, k, 32, "cuda")
+        graphs = {tokens: captured_recording(recorder, layers, tokens, k, form) for tokens in (1, 32)}
+        want = []
+        steps = rows.pick(400, 12)
+        for step in range(steps):
+            tokens = int(random.choice([1, 32]))
+            graph, ids = graphs[tokens]
+            new = random.integers(0, experts, (layers, tokens, k)).astype(np.int32)
+            ids.copy_(torch.from_numpy(new << 16 if form is IdFormat.PACKED else new))
+            graph.replay()
+            before = recorder.dropped_steps
+            recorder.end_step([str(row) for row in range(tokens)], [2 * step] * tokens)  # no request goes on
+            if recorder.dropped_steps == before:
+                want.append(new.transpose(1, 0, 2))
+        recorder.poll(wait=True)
+        trace, expected = recorder.log.trace(recorder.log.tokens), np.concatenate(want)
+        wrong = int((trace.ids != expected).sum()) if trace.ids.shape == expected.shape else expected.size
+        rows.put("ids_wrong", "ids", [wrong], ids=form.value, steps=steps, dropped=recorder.dropped_steps)
+        if wrong:
+            raise AssertionError(f"{wrong} recorded ids differ from what was routed")
+
+
+def captured_recording(
+    recorder: Recorder, layers: int, tokens: int, k: int, form: IdFormat
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph in which all layers record, and the ids that they read."""
+    ids = torch.zeros(layers, tokens, k, dtype=torch.int32, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(layers):
+            recorder.record(layer, ids[layer], form)
+    return graph, ids
 
 
 def moves(rows: Rows) -> None:
@@ -279,7 +320,7 @@ def extension(rows: Rows) -> None:
         rows.put("extension_stall", "ms", lost, thread=where, figure="time lost to 16 promotions")
 
 
-PARTS = {each.__name__: each for each in (contract, counters, moves, identity, load, extension)}
+PARTS = {each.__name__: each for each in (contract, counters, recording, moves, identity, load, extension)}
 
 if __name__ == "__main__":
     if not computes():

@@ -28,7 +28,7 @@ class Rows:
         """Sizes that a stand-in driver bears."""
         self.cut_short = False
 
-    def put(self, row: str, unit: str, values: Iterable[float], **labels: str | float) -> None:
+    def put(self, row: str, unit: str, values: Iterable[float], **labels: Any) -> None:
         line = {"row": row, **labels, "unit": unit, "values": [float(value) for value in values]}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -37,6 +37,10 @@ class Rows:
         """Whether the part must begin nothing more. Once it was asked in vain the part counts as cut short."""
         self.cut_short |= time.monotonic() > self._deadline
         return self.cut_short
+
+    def left(self) -> float:
+        """Seconds in which something may still begin."""
+        return max(0.0, self._deadline - time.monotonic())
 
     def pick(self, real: int, toy: int) -> int:
         return toy if self.small else real

@@ -72,6 +72,7 @@ OPS = Section(
     (
         Part("contract", "ops_parts", 20, 60, 0.5, 1, "every promise of uvm.Memory"),
         Part("counters", "ops_parts", 10, 40, 0.1, 1, "routing counters in a CUDA graph against a plain count"),
+        Part("recording", "ops_parts", 10, 40, 0.1, 1, "expert ids recorded in CUDA graphs against the ids"),
         Part("moves", "ops_parts", 20, 80, 0.5, 1, "1,000 random moves under graph replay: same bits, no new capture"),
         Part("identity", "ops_parts", 15, 60, 2, 3, "bytes after random promotions and demotions"),
         Part("load", "ops_parts", 25, 80, 14, 8, "free VRAM and host RAM after a load against the prediction"),
@@ -92,7 +93,44 @@ LAYER = Section(
     ),
 )
 
-SECTIONS = {section.name: section for section in (PROBE, OPS, LAYER)}
+SERVER = Section(
+    "server",
+    "what offloading costs a whole server",
+    (
+        Part("checkpoint", "server_parts", 75, 270, 0, 8, "Qwen3-30B-A3B's shape, 16 layers, routed as a measured trace"),
+        Part("frequency", "server_parts", 180, 240, 20, 50, "all resident, then the most used 50 % and 78 %: a server each"),
+        Part("again", "server_parts", 180, 240, 20, 50, "the same once more, so that servers take turns"),
+    ),
+)
+
+BOUNDS = Section(
+    "bounds",
+    "what simpler settings of this plugin cost a whole server",
+    (
+        Part("first_n", "server_parts", 130, 240, 20, 50, "all resident, then the first 50 %"),
+        Part("bounds", "server_parts", 150, 240, 20, 50, "all resident, then every expert read in place"),
+    ),
+)
+
+PEERS = Section(
+    "peers",
+    "every other way to serve the same model in the same VRAM",
+    (
+        Part("paged_experts", "server_parts", 185, 280, 20, 60, "all resident, this plugin, --enable-paged-experts at 50 %"),
+        Part("cpu_offload_gb", "server_parts", 250, 280, 20, 60, "all resident, this plugin, --cpu-offload-gb at 50 %"),
+    ),
+)
+
+OFFLOADER = Section(
+    "offloader",
+    "the same against SGLang's OffloaderV2, which it has for DeepSeek's architecture only",
+    (
+        Part("deepseek", "server_parts", 90, 270, 0, 8, "DeepSeek-V3, one rank of 8, 12 layers, routed as a measured trace"),
+        Part("offloader_v2", "server_parts", 240, 280, 26, 70, "all resident, this plugin, OffloaderV2 at 50 %"),
+    ),
+)
+
+SECTIONS = {section.name: section for section in (PROBE, OPS, LAYER, SERVER, BOUNDS, PEERS, OFFLOADER)}
 
 
 def too_much(section: Section, free_vram: int, host_available: int, small: bool) -> list[str]:

@@ -1,0 +1,220 @@
+"""Parts that serve a model through SGLang: ``benchmarks/serve.py`` on one checkpoint that is written on the spot.
+
+Each part has a resident server of its own beside its contenders. Its rows ``run`` and ``cell`` are the whole run, from which
+``benchmarks/serve_report.py`` makes tables and plots; the others are the figures that goals are judged by. With ``--small`` the
+servers run on the CPU and nothing is a measurement.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parent)]
+
+import serve_log  # noqa: E402
+import serve_report  # noqa: E402
+import serve_run  # noqa: E402
+from contenders import CONTENDERS  # noqa: E402
+from rows import Rows, run_part  # noqa: E402
+from serve import prompts_for, tiny_checkpoint  # noqa: E402
+from serve_client import Sizes  # noqa: E402
+
+from sglang_uvm_offload.planning.checkpoint import load  # noqa: E402
+
+TRACE = HERE / "routing_trace.npz"
+SERVER_ARGS = (
+    *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", "triton"),
+    *("--fp8-gemm-backend", "triton", "--grammar-backend", "none", "--disable-prefill-cuda-graph"),
+    *("--cuda-graph-max-bs-decode", "64", "--chunked-prefill-size", "8192"),
+)
+"""For every contender alike: what SGLang can run with where FlashInfer and DeepGEMM are not installed."""
+SGLANG_SETTINGS = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python", "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
+"""Needed beside torch 2.11; without effect on what is computed."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint of ``trace_checkpoint.py``, in bfloat16."""
+
+    shape: str
+    layers: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}-{self.layers}-layers"
+
+
+QWEN = Written("qwen3-30b-a3b", 16)
+DEEPSEEK = Written("deepseek-v3", 12)
+"""One rank of 8. SGLang has OffloaderV2 for this architecture only."""
+
+
+@dataclass(frozen=True)
+class Served:
+    written: Written
+    contenders: tuple[str, ...]
+    residencies: tuple[float, ...]
+
+
+PLAN = {
+    "frequency": Served(QWEN, ("frequency",), (0.5, 0.78)),
+    "again": Served(QWEN, ("frequency",), (0.5, 0.78)),
+    "first_n": Served(QWEN, ("first_n",), (0.5,)),
+    "bounds": Served(QWEN, ("read_through", "page_in_only"), ()),
+    "paged_experts": Served(QWEN, ("frequency", "paged_experts"), (0.5,)),
+    "cpu_offload_gb": Served(QWEN, ("frequency", "cpu_offload_gb"), (0.5,)),
+    "offloader_v2": Served(DEEPSEEK, ("frequency", "offloader_v2"), (0.5,)),
+}
+
+
+def sizes(small: bool) -> Sizes:
+    return Sizes(
+        batches=(1, 4) if small else (1, 4, 16, 64),
+        prompts=(32,) if small else (512, 4096, 16384, 32000),
+        prompt_tokens=8 if small else 64,
+        short=1 if small else 4,
+        long=9 if small else 24,
+        samples=1 if small else 3,
+        answers=2 if small else 4,
+        answer_tokens=8 if small else 24,
+        bench_requests=0 if small else 32,
+        bench_input=256,
+        bench_output=32,
+        warmup_tokens=64 if small else 4096,
+    )
+
+
+def check_sglang() -> None:
+    """Raises ``SystemExit`` where SGLang or the plugin's entry point is not to be found."""
+    where = "put the folder that holds it in PYTHONPATH (benchmarks/gpu/README.md)"
+    if find_spec("sglang") is None:
+        raise SystemExit(f"SGLang is not installed here: {where}")
+    if not any(each.name == "uvm_offload" for each in entry_points(group="sglang.srt.plugins")):
+        raise SystemExit(f"SGLang would not load this plugin, whose entry point is not installed: {where}")
+
+
+def ensure_checkpoint(written: Written, small: bool) -> Path:
+    """The checkpoint's folder, written if it is not there. One that was left half is written anew."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-uvm-offload-benchmarks"
+    folder = cache / ("tiny-qwen3" if small else written.name)
+    if not (folder / "config.json").is_file():
+        part = folder.with_name(folder.name + ".part")
+        for left in (folder, part):
+            shutil.rmtree(left, ignore_errors=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(written, part, small)
+        part.rename(folder)
+    return folder
+
+
+def write_checkpoint(written: Written, folder: Path, small: bool) -> None:
+    """Routers replay the trace; those of the tiny one for the CPU are random."""
+    if small:
+        tiny_checkpoint(folder)
+        return
+    from trace_checkpoint import MODELS, write
+    from trace_walk import read
+
+    write(MODELS[written.shape], read(TRACE), folder, layers=written.layers)
+
+
+def checkpoint(rows: Rows, written: Written) -> None:
+    """Written once a machine; later parts find it."""
+    start = time.perf_counter()
+    model = load(ensure_checkpoint(written, rows.small))
+    seconds = time.perf_counter() - start
+    rows.put("checkpoint", "GB", [model.total_bytes / 1e9], seconds=seconds)
+    rows.put("checkpoint_experts", "GB", [model.expert_bytes / 1e9], layers=len(model.moe_layers), experts=model.num_experts)
+
+
+def serve_part(rows: Rows, served: Served) -> None:
+    """Serve the part's contenders once each; a plugin of other answers than the resident server's ends the part as failed."""
+    check_sglang()
+    if rows.small:
+        leave_the_stand_in()
+    for name, value in SGLANG_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    model = ensure_checkpoint(served.written, rows.small)
+    residencies = served.residencies[:1] if rows.small else served.residencies
+    with tempfile.TemporaryDirectory(prefix="serve-") as out:
+        run = serve_run.Run(
+            model=model,
+            out=Path(out),
+            device="cpu" if rows.small else "cuda",
+            contenders=list(served.contenders),
+            residencies=list(residencies),
+            repeats=1,
+            sizes=sizes(rows.small),
+            prompts=prompts_for(model, 1),
+            server_args=[] if rows.small else list(SERVER_ARGS),
+            start_seconds=400 if rows.small else 150,
+            point_seconds=60,
+            deadline=time.monotonic() + rows.left() - serve_run.GRACE_SECONDS / 2,
+            served=partial(put_cell, rows, Path(out)),
+        )
+        head = serve_run.describe(run, load(model))
+        rows.put("run", "", [], run={name: value for name, value in head.items() if name != "rows"})
+        serve_run.run(run, head)
+    rows.cut_short |= any(serve_run.NO_TIME in serve_run.reasons(row) for row in run.rows)
+    check_answers(run.rows)
+
+
+def leave_the_stand_in() -> None:
+    """Servers on the CPU see no device, not the one that a stand-in driver plays."""
+    for name in [*os.environ]:
+        if name.startswith("STANDIN_") or name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH"):
+            del os.environ[name]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def put_cell(rows: Rows, out: Path, row: dict[str, Any]) -> None:
+    """One server's figures, and the end of its log where it failed."""
+    print(serve_report.line(row), flush=True)
+    if row["error"] and "log" in row:
+        print(serve_log.read(out / row["log"])[-6000:], flush=True)
+    rows.put("cell", "", [], cell=row)
+    labels = {"contender": row["contender"], "resident": row["residency"]}
+    for point in row["points"]:
+        size = {"batch" if point["kind"] == "decode" else "tokens": point["size"]}
+        rows.put(point["kind"], "ms", [1e3 * sample for sample in point.get("samples", ())], **labels, **size)
+    if "startup_seconds" in row:
+        rows.put("startup", "s", [row["startup_seconds"]], **labels)
+    for name, nbytes in row.get("memory", {}).items():
+        rows.put(name, "GiB", [] if nbytes is None else [nbytes / 2**30], **labels)
+    same = row["outputs"]["same"]
+    rows.put("same_answers", "bool", [] if same is None else [same], **labels)
+
+
+def check_answers(rows: Sequence[dict[str, Any]]) -> None:
+    """Raises where the reference or this plugin was not served, or answered otherwise. What peers cannot do is a result."""
+    built = [row for row in rows if row["contender"] == "resident" or CONTENDERS[row["contender"]].offload]
+    failed = [f"{row['contender']}: {row['error']}" for row in built if row["error"] not in (None, serve_run.NO_TIME)]
+    failed += [
+        f"{row['contender']} at {row['residency']:.0%}: other answers than the resident server's, "
+        f"{row['outputs']['first_difference']}"
+        for row in built
+        if row["outputs"]["same"] is False
+    ]
+    if failed:
+        raise AssertionError("; ".join(failed))
+
+
+PARTS = {
+    "checkpoint": partial(checkpoint, written=QWEN),
+    "deepseek": partial(checkpoint, written=DEEPSEEK),
+} | {name: partial(serve_part, served=served) for name, served in PLAN.items()}
+
+if __name__ == "__main__":
+    run_part(PARTS)

@@ -1,0 +1,222 @@
+"""What is asked of a server under measurement: the same token ids for all, greedy, to a fixed length, every wait bounded.
+
+METHODS says how each figure comes about. All times are seconds as this client sees them, over HTTP on the same machine.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import requests
+
+METHODS = {
+    "decode": "seconds per token of a batch: the same requests are answered with few and with many new tokens, and the "
+    "difference in time is divided by the difference in length, so that prefill is not in it",
+    "prefill": "seconds of one request for one new token: prefill, one sampled token and HTTP",
+    "bench": "sglang.bench_serving, random-ids, all requests at once",
+    "answers": "greedy token ids of single requests, one after the other, against the resident server's of the same repeat",
+}
+
+PromptIds = Callable[[int, int], list[int]]
+"""The token ids of request number i, of a given length."""
+
+
+class PointFailed(Exception):
+    """The server did not answer, or not what was asked. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """One server. ``seconds`` bounds each call."""
+
+    url: str
+    seconds: float
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        """The new token ids of each prompt, which are sent as one batch."""
+        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        answers = self._call("/generate", {"input_ids": prompts, "sampling_params": sampling})
+        found = [answer["output_ids"] for answer in answers]
+        short = [len(ids) for ids in found if len(ids) != new_tokens]
+        if short or len(found) != len(prompts):
+            raise PointFailed(f"{len(prompts)} requests for {new_tokens} tokens: {len(found)} answers, of {short} tokens some")
+        return found
+
+    def server_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = self._call("/server_info", None)
+        return info
+
+    def offload(self) -> dict[str, Any]:
+        """What the plugin says of its first rank; empty without it."""
+        states = self.server_info().get("internal_states") or [{}]
+        return states[0].get("expert_offload") or {}
+
+    def _call(self, path: str, body: Any) -> Any:
+        try:
+            answer = requests.request("POST" if body else "GET", self.url + path, json=body, timeout=self.seconds)
+        except requests.Timeout:
+            raise PointFailed(f"no answer within {self.seconds:g} s") from None
+        except requests.RequestException as error:
+            raise PointFailed(f"{type(error).__name__}: the server did not answer") from error
+        if answer.status_code != 200:
+            raise PointFailed(f"HTTP {answer.status_code}: {_one_line(answer.text)}")
+        return answer.json()
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+def random_prompts(vocabulary: int, seed: int) -> PromptIds:
+    """Request i is the same ids for whoever asks, and a longer one begins like a shorter one. Ids 0 (often the end of a text)
+    and beyond 256 in small vocabularies of bytes are left out."""
+    high = min(vocabulary, 257) if vocabulary <= 512 else vocabulary
+
+    def ids(request: int, length: int) -> list[int]:
+        return [int(each) for each in np.random.default_rng([seed, request]).integers(1, high, length)]
+
+    return ids
+
+
+@dataclass
+class Timed:
+    """Repeats of one figure. ``extra`` holds what else was seen meanwhile."""
+
+    samples: list[float]
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is asked, the same for all contenders."""
+
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    prompt_tokens: int
+    """Of each request of a decoded batch."""
+    short: int
+    long: int
+    samples: int
+    answers: int
+    """Single requests whose answers are compared."""
+    answer_tokens: int
+    bench_requests: int
+    bench_input: int
+    bench_output: int
+    warmup_tokens: int
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest KV cache that any point needs."""
+        decode = max(self.batches) * (self.prompt_tokens + self.long)
+        bench = self.bench_requests * (self.bench_input + self.bench_output)
+        return max(decode, bench, max(self.prompts, default=0) + self.answer_tokens)
+
+
+def warm(client: Client, prompts: PromptIds, sizes: Sizes) -> int:
+    """Ask for everything once, and decode until ``warmup_tokens`` have passed; the number of tokens that have. Points that a
+    server refuses are left to their own rows."""
+    tokens = 0
+
+    def ask(batch: int, length: int, new: int) -> None:
+        nonlocal tokens
+        client.generate([prompts(request, length) for request in range(batch)], new)
+        tokens += batch * (length + new - 1)
+
+    refused = 0
+    for batch, length in [*((b, sizes.prompt_tokens) for b in sizes.batches), *((1, p) for p in sizes.prompts)]:
+        try:
+            ask(batch, length, sizes.short)
+        except PointFailed:
+            refused += 1
+    if refused == len(sizes.batches) + len(sizes.prompts):
+        raise PointFailed("no warm-up request was answered")
+    while tokens < sizes.warmup_tokens:
+        ask(max(sizes.batches), sizes.prompt_tokens, sizes.long)
+    ask(1, sizes.prompt_tokens, sizes.long)  # residents are chosen before the step that follows
+    return tokens
+
+
+Counters = Callable[[], dict[str, int]] | None
+"""What the server has counted so far, such as the bytes of experts read over the link; None where it counts nothing."""
+
+
+def timed(client: Client, asked: list[list[int]], new: int, counters: Counters) -> dict[str, float]:
+    """``seconds`` of one batch, and what was counted meanwhile. The counters are asked outside the time."""
+    before = counters() if counters else {}
+    start = time.perf_counter()
+    client.generate(asked, new)
+    seconds = time.perf_counter() - start
+    after = counters() if counters else {}
+    return {"seconds": seconds, **{name: after[name] - before[name] for name in before}}
+
+
+def medians(figures: list[dict[str, float]]) -> Timed:
+    """The seconds of all, the medians of the rest."""
+    names = figures[0].keys() - {"seconds"}
+    extra = {name: statistics.median(each[name] for each in figures) for name in sorted(names)}
+    return Timed([each["seconds"] for each in figures], extra)
+
+
+def decode(client: Client, prompts: PromptIds, batch: int, sizes: Sizes, counters: Counters = None) -> Timed:
+    """Seconds a token of a batch, by the difference of two lengths; likewise what was counted in one step."""
+    asked = [prompts(request, sizes.prompt_tokens) for request in range(batch)]
+    found = []
+    for _ in range(sizes.samples):
+        short, long = (timed(client, asked, new, counters) for new in (sizes.short, sizes.long))
+        found.append({name: (long[name] - short[name]) / (sizes.long - sizes.short) for name in long})
+    if statistics.median(each["seconds"] for each in found) <= 0:
+        raise PointFailed(f"not resolved: {sizes.long} tokens took no longer than {sizes.short}; ask for more with --tokens")
+    return medians(found)
+
+
+def prefill(client: Client, prompts: PromptIds, length: int, sizes: Sizes, counters: Counters = None) -> Timed:
+    """Seconds of a prompt of ``length`` tokens and one new one, and what was counted."""
+    return medians([timed(client, [prompts(sample, length)], 1, counters) for sample in range(sizes.samples)])
+
+
+def answers(client: Client, prompts: PromptIds, sizes: Sizes) -> list[list[int]]:
+    """The token ids that single requests of several lengths are answered with."""
+    lengths = [max(1, sizes.prompt_tokens * (1 + request % 4) // 4) for request in range(sizes.answers)]
+    return [client.generate([prompts(1000 + i, length)], sizes.answer_tokens)[0] for i, length in enumerate(lengths)]
+
+
+BENCH_FIGURES = (
+    "completed",
+    "duration",
+    "output_throughput",
+    "median_ttft_ms",
+    "p99_ttft_ms",
+    "median_tpot_ms",
+    "median_itl_ms",
+)
+
+
+def bench_serving(url: str, model: Path, sizes: Sizes, folder: Path, seconds: float, env: dict[str, str]) -> dict[str, float]:
+    """SGLang's own load generator in its own process: its main figures."""
+    out = folder / "bench.jsonl"
+    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", url]
+    command += ["--model", str(model), "--tokenizer", str(model), "--dataset-name", "random-ids", "--seed", "1"]
+    command += ["--num-prompts", str(sizes.bench_requests), "--random-range-ratio", "1", "--disable-tqdm"]
+    command += ["--random-input-len", str(sizes.bench_input), "--random-output-len", str(sizes.bench_output)]
+    command += ["--output-file", str(out)]
+    try:
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise PointFailed(f"bench_serving took more than {seconds:g} s") from None
+    if ended.returncode or not out.exists():
+        lines = [line for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
+        raise PointFailed(f"bench_serving ended with status {ended.returncode}: {_one_line(lines[-1] if lines else '')}")
+    result = json.loads(out.read_text().splitlines()[-1])
+    if result["completed"] != sizes.bench_requests:
+        raise PointFailed(f"bench_serving: {result['completed']} of {sizes.bench_requests} requests completed")
+    return {name: result[name] for name in BENCH_FIGURES}

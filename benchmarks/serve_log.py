@@ -1,0 +1,56 @@
+"""Logs of servers: what ended one, and how they are kept in a result."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LOG_BYTES = 8 << 10
+"""Larger logs are kept compressed."""
+
+_RAISED = re.compile(r"^(?:\[[^\]]*\]\s*)?((?:\w+\.)*\w*(?:Error|Exception|Exit|Failure|Fault): .+)$")
+_REFUSED = re.compile(r"\berror: (.+)$")
+_ECHO = re.compile(r"scheduler died|exit ?code|Received sigquit|resource_tracker", re.IGNORECASE)
+
+
+def last_meaningful_line(log: str) -> str:
+    """What ended a server: the last exception or refusal in its log that is not another process's echo of it."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    found = [match.group(1) for line in lines if (match := _RAISED.match(line) or _REFUSED.search(line))]
+    found = [text for text in found if not _ECHO.search(text)]
+    return (found or lines or ["its log is empty"])[-1][:500]
+
+
+def keep(text: str, path: Path, model: Path, server_folder: Path) -> str:
+    """Write a log to ``path`` without this machine's paths, compressed if it is large; the file's name."""
+    text = without_paths(text, model, server_folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if len(text) <= LOG_BYTES:
+        path.write_text(text)
+        return path.name
+    packed = path.with_name(path.name + ".gz")
+    packed.write_bytes(gzip.compress(text.encode(), mtime=0))
+    return packed.name
+
+
+def read(path: Path) -> str:
+    return gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+
+
+def without_paths(text: str, model: Path, server_folder: Path) -> str:
+    names = {
+        str(model.absolute()): "MODEL",
+        str(server_folder): "SERVER",
+        str(ROOT): "REPOSITORY",
+        sys.prefix: "PYTHON",
+        sys.base_prefix: "PYTHON",
+        tempfile.gettempdir(): "TMP",
+        str(Path.home()): "HOME",
+    }
+    for path, name in sorted(names.items(), key=lambda each: -len(each[0])):
+        text = text.replace(path, name) if len(path) > 1 else text
+    return text

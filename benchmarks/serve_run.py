@@ -1,0 +1,325 @@
+"""A run: each contender's server in turn, from its start to its end, and the row that says what came of it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).resolve().parent
+ROOT = BENCHMARKS.parent
+sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
+
+import serve_client  # noqa: E402
+import serve_log  # noqa: E402
+import serve_meter  # noqa: E402
+import serve_report  # noqa: E402
+from contenders import CONTENDERS, RESIDENT, Budget, CannotServe, Contender, cells  # noqa: E402
+from serve_client import Client, PointFailed, PromptIds, Sizes  # noqa: E402
+from serving import EngineFailed, Server, flags  # noqa: E402
+
+from sglang_uvm_offload.planning.checkpoint import CheckpointShape, load  # noqa: E402
+
+Row = dict[str, Any]
+NO_TIME = "no time left in this run"
+GRACE_SECONDS = 60
+"""After the deadline nothing is begun; what runs may end."""
+OFFLOAD_FIGURES = (
+    *("backend", "num_layers", "num_experts", "resident_experts", "offloaded_experts", "resident_bytes", "offloaded_bytes"),
+    *("plain_bytes", "tokens", "warmup_done", "coverage", "read_through_bytes", "moves", "moved_bytes", "moving_seconds"),
+    "fault",
+)
+
+
+@dataclass
+class Run:
+    """What is measured, and what has been found so far."""
+
+    model: Path
+    out: Path
+    device: str
+    contenders: list[str]
+    residencies: list[float]
+    repeats: int
+    sizes: Sizes
+    prompts: PromptIds
+    server_args: list[str] = field(default_factory=list)
+    start_seconds: float = 240
+    point_seconds: float = 300
+    deadline: float = float("inf")
+    """On ``time.monotonic``."""
+    served: Callable[[Row], None] = lambda row: print(serve_report.line(row), flush=True)
+    """Told each row as it is complete."""
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+def run(wanted: Run, record: dict[str, Any] | None = None) -> dict[str, Any]:
+    """All cells, a repeat after the other; ``run.json`` is written after each. ``record`` is what ``describe`` said, where it
+    was asked before. Raises ``CheckpointError``."""
+    model = load(wanted.model)
+    (wanted.out / "logs").mkdir(parents=True, exist_ok=True)
+    record = record or describe(wanted, model)
+    for repeat in range(1, wanted.repeats + 1):
+        reference: list[list[int]] | None = None
+        for contender, residency in cells(wanted.contenders, wanted.residencies):
+            budget = Budget(model, residency, wanted.sizes.warmup_tokens)
+            row = serve_cell(wanted, contender, budget, repeat)
+            if contender is RESIDENT:
+                reference = row.get("answers")
+            row["outputs"] = compare(row.get("answers"), reference)
+            record["rows"].append(row)
+            write_record(wanted.out, record)
+            wanted.served(row)
+    return record
+
+
+def describe(wanted: Run, model: CheckpointShape) -> dict[str, Any]:
+    """Everything of the run's record but its rows."""
+    machine = environment(wanted.device)
+    return {
+        "format": serve_report.FORMAT,
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": machine["device"],
+        "measured": machine["measured"],
+        "environment": machine,
+        "model": {
+            "name": wanted.model.name,
+            "architecture": architecture(wanted.model),
+            "quantization": model.quantization,
+            "experts": model.num_experts,
+            "top_k": model.top_k,
+            "layers": model.num_layers,
+            "moe_layers": len(model.moe_layers),
+            "expert_bytes": model.expert_bytes,
+            "total_bytes": model.total_bytes,
+        },
+        "contenders": {name: {"what": CONTENDERS[name].what, "on_cpu": CONTENDERS[name].on_cpu} for name in CONTENDERS},
+        "methods": serve_client.METHODS,
+        "sizes": asdict(wanted.sizes),
+        "residencies": wanted.residencies,
+        "repeats": wanted.repeats,
+        "server_args": wanted.server_args,
+        "rows": wanted.rows,
+    }
+
+
+def architecture(folder: Path) -> str:
+    return ", ".join(json.loads((folder / "config.json").read_text()).get("architectures") or ["unknown"])
+
+
+# ---- one server ----
+
+
+def serve_cell(wanted: Run, contender: Contender, budget: Budget, repeat: int) -> Row:
+    """One contender at one budget, from the start of its server to its end. Whatever goes wrong is in the row."""
+    row: Row = {"contender": contender.name, "residency": budget.residency, "repeat": repeat, "error": None, "points": []}
+    row["note"] = contender.on_cpu if wanted.on_cpu else ""
+    try:
+        own = contender.flags(budget)
+    except CannotServe as reason:
+        return row | {"error": str(reason)}
+    row["flags"] = flags(own)
+    if wanted.left() <= 0:
+        return row | {"error": NO_TIME}
+    bill = serve_meter.Bill()
+    server = start_of(wanted, own)
+    log_name = f"{repeat}-{contender.name}-{budget.residency:g}.log"
+    try:
+        with server:
+            try:
+                row["startup_seconds"] = bill.startup_seconds()
+                measure(wanted, contender, budget, server, bill, row)
+            except PointFailed as failure:
+                row["error"] = str(failure)
+            finally:
+                row["log"] = keep_log(wanted, server, log_name)
+    except EngineFailed as failure:
+        row["error"] = f"{str(failure).split('; its log ends', 1)[0]}: {serve_log.last_meaningful_line(failure.log)}"
+        row["log"] = keep_log(wanted, server, log_name)
+    finally:
+        shutil.rmtree(server.folder, ignore_errors=True)
+    return row
+
+
+def start_of(wanted: Run, own: dict[str, Any]) -> Server:
+    """The server of one cell, not yet started. All contenders get the same arguments beside their own."""
+    common = {
+        "max_total_tokens": wanted.sizes.most_tokens + 256,
+        "max_running_requests": max(wanted.sizes.batches),
+        "disable_radix_cache": True,
+        "skip_server_warmup": True,
+        "random_seed": 1,
+    }
+    seconds = min(wanted.start_seconds, wanted.left() + GRACE_SECONDS)
+    # On a CPU speed means nothing, and threads that wait for each other starve where others want the cores too.
+    place: dict[str, Any] = {"env": {"OMP_NUM_THREADS": "1"}} if wanted.on_cpu else {"device": wanted.device}
+    server = Server(wanted.model, on_cpu=wanted.on_cpu, seconds=seconds, **place, **common, **own)
+    server.command += wanted.server_args
+    return server
+
+
+def measure(wanted: Run, contender: Contender, budget: Budget, server: Server, bill: serve_meter.Bill, row: Row) -> None:
+    """Fill the row's figures. Raises ``PointFailed`` where nothing can be said of this contender."""
+    assert server.process is not None
+    pid, sizes = server.process.pid, wanted.sizes
+    client = Client(server.url, min(wanted.point_seconds, wanted.left() + GRACE_SECONDS))
+    row["warmup_tokens"] = serve_client.warm(client, wanted.prompts, sizes)
+    if contender.offload:
+        check_offload(client, budget, row)
+    row["answers"] = serve_client.answers(client, wanted.prompts, sizes)
+    counters = (lambda: counted(client)) if contender.offload else None
+
+    def point(kind: str, size: int, figure: Callable[[], serve_client.Timed]) -> None:
+        entry: Row = {"kind": kind, "size": size, "error": None}
+        row["points"].append(entry)
+        if wanted.left() <= 0:
+            entry["error"] = NO_TIME
+            return
+        cpu, start = serve_meter.cpu_seconds(pid), time.monotonic()
+        try:
+            timed = figure()
+        except PointFailed as failure:
+            entry["error"] = str(failure)
+            return
+        cpus = (serve_meter.cpu_seconds(pid) - cpu) / (time.monotonic() - start)
+        entry |= {"samples": timed.samples, "seconds": statistics.median(timed.samples), "host_cpus": cpus, **timed.extra}
+
+    for batch in sizes.batches:
+        point("decode", batch, lambda batch=batch: serve_client.decode(client, wanted.prompts, batch, sizes, counters))
+    for length in sizes.prompts:
+        point("prefill", length, lambda length=length: serve_client.prefill(client, wanted.prompts, length, sizes, counters))
+    row["bench"] = bench(wanted, server) if sizes.bench_requests else None
+    row["busy"] = profile(wanted, client, row)
+    row["memory"] = bill.memory(pid)
+    if contender.offload:
+        row["offload"] = offload_figures(client)
+
+
+def check_offload(client: Client, budget: Budget, row: Row) -> None:
+    """The plugin offloads, and has chosen its residents where it was told to."""
+    state = client.offload()
+    if not state.get("num_layers"):
+        raise PointFailed("the server answers, but nothing is offloaded: the plugin is not active in it")
+    if "--expert-offload-warmup-tokens" in row["flags"] and not state["warmup_done"]:
+        raise PointFailed(
+            f"residents were not chosen after {row['warmup_tokens']} tokens "
+            f"(--expert-offload-warmup-tokens {budget.warmup_tokens})"
+        )
+    row["expected_offloaded_bytes"] = budget.offloaded_bytes
+
+
+def counted(client: Client) -> dict[str, int]:
+    state = client.offload()
+    return {"read_bytes": int(state["read_through_bytes"]), "moved_bytes": int(state["moved_bytes"])}
+
+
+def offload_figures(client: Client) -> dict[str, Any]:
+    state = client.offload()
+    return {name: state.get(name) for name in OFFLOAD_FIGURES}
+
+
+def bench(wanted: Run, server: Server) -> Row:
+    if wanted.left() <= 0:
+        return {"error": NO_TIME}
+    try:
+        seconds = min(wanted.point_seconds, wanted.left() + GRACE_SECONDS)
+        figures = serve_client.bench_serving(server.url, wanted.model, wanted.sizes, server.folder, seconds, server.env)
+    except PointFailed as failure:
+        return {"error": str(failure)}
+    return {"error": None, **figures}
+
+
+def profile(wanted: Run, client: Client, row: Row) -> dict[str, Any]:
+    """How busy link and GPU are while a batch decodes for some seconds, by batch: the smallest and the largest."""
+    found: dict[str, Any] = {}
+    if wanted.on_cpu or not shutil.which("nvidia-smi"):
+        return found
+    for batch in sorted({min(wanted.sizes.batches), max(wanted.sizes.batches)}):
+        asked = [wanted.prompts(request, wanted.sizes.prompt_tokens) for request in range(batch)]
+        until = time.monotonic() + 5
+        try:
+            with serve_meter.busy() as seen:
+                while time.monotonic() < until and wanted.left() > 0:
+                    client.generate(asked, wanted.sizes.long)
+        except PointFailed as failure:
+            seen = {"error": str(failure)}  # type: ignore[dict-item]
+        found[str(batch)] = seen
+    return found
+
+
+def compare(mine: list[list[int]] | None, reference: list[list[int]] | None) -> Row:
+    """Whether the token ids are the reference's, and where they first differ: request, position, both tokens."""
+    if mine is None or reference is None:
+        return {"same": None, "requests": 0, "first_difference": None}
+    for request, (ours, theirs) in enumerate(zip(mine, reference, strict=True)):
+        for position, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if a != b:
+                difference = {"request": request, "position": position, "token": a, "reference": b}
+                return {"same": False, "requests": len(mine), "first_difference": difference}
+    return {"same": True, "requests": len(mine), "first_difference": None}
+
+
+# ---- files, machine ----
+
+
+def keep_log(wanted: Run, server: Server, name: str) -> str:
+    """Put the server's log into the result; its name there."""
+    text = server.log if server.log_path.exists() else ""
+    return f"logs/{serve_log.keep(text, wanted.out / 'logs' / name, wanted.model, server.folder)}"
+
+
+def reasons(row: Row) -> list[str]:
+    """Everything that the row says of what was not served."""
+    points = [point["error"] for point in row["points"]]
+    bench = [(row.get("bench") or {}).get("error")]
+    return [reason for reason in [row["error"], *points, *bench] if reason]
+
+
+def write_record(out: Path, record: dict[str, Any]) -> None:
+    """The old file stays until the new one is whole."""
+    part = out / "run.json.part"
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(part, out / "run.json")
+
+
+def environment(device: str) -> dict[str, Any]:
+    if device != "cpu":
+        answer = subprocess.run([sys.executable, str(BENCHMARKS / "gpu" / "environment.py")], stdout=subprocess.PIPE, text=True)
+        if answer.returncode:
+            raise SystemExit("serve.py: --device cuda: the GPU cannot be described; on a machine without one give --device cpu")
+        described: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+        return described
+    return {
+        "device": "CPU",
+        "processor": platform.machine(),
+        "cpus": os.cpu_count(),
+        "host_total_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": platform.python_version(),
+        **{package: installed(package) for package in ("torch", "sglang", "sglang-uvm-offload")},
+        "measured": False,
+    }
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
