@@ -82,10 +82,6 @@ IN_SCHEDULER = "if multiprocessing.parent_process() is not None and 'sglang.srt.
             "could not hook sglang.srt.model_executor.model_runner.ModelRunner.forward",
         ),
         (
-            IN_SCHEDULER + "    from sglang_uvm_offload.plugin import hooks\n    hooks.install = lambda: 1 / 0",
-            "cannot register with this SGLang: ZeroDivisionError",
-        ),
-        (
             IN_SCHEDULER + "    import atexit, time\n    atexit.register(time.sleep, 1000)\n"
             "    from sglang_uvm_offload.plugin import hooks\n    hooks.install = lambda: 1 / 0",
             "cannot register with this SGLang: ZeroDivisionError",
@@ -101,7 +97,6 @@ IN_SCHEDULER = "if multiprocessing.parent_process() is not None and 'sglang.srt.
     ],
     ids=[
         "a hook point is gone in the scheduler",
-        "registering fails in the scheduler",
         "registering fails in a scheduler that does not want to end",
         "host RAM is short",
         "a hook point is gone everywhere",
