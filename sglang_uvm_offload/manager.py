@@ -401,7 +401,7 @@ class OffloadManager:
             "moved_bytes": ledger.moved_bytes,
             "moving_seconds": ledger.moving_seconds,
             "fault": self.fault,
-            "history": msgspec.to_builtins(self.history.past(self.tokens)),
+            "history": self.history.past(self.tokens),
             "curve": msgspec.to_builtins(coverage_curve(ledger.counted, layers)),
         }
 

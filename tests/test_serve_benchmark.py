@@ -52,7 +52,7 @@ def checkpoint(checkpoints: Checkpoints) -> Path:
 @pytest.fixture(scope="module")
 def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     out = tmp_path_factory.mktemp("serve") / "run"
-    contenders = "first_n,frequency,paged_experts,page_in_only"
+    contenders = "frequency,paged_experts,page_in_only"
     command = [*SERVE, "--model", str(checkpoint), "--contenders", contenders, "--out", str(out)]
     command += [str(word) for pair in SMALL.items() for word in pair]
     return Finished(out, subprocess.run(command, capture_output=True, text=True, timeout=900))
@@ -60,24 +60,24 @@ def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Fini
 
 def test_the_plugin_answers_as_the_resident_server_does(finished: Finished) -> None:
     assert finished.ended.returncode == 0, finished.ended.stderr[-3000:]
-    for name in ("first_n", "frequency"):
-        row = finished.rows[name]
-        assert row["error"] is None
-        assert row["outputs"] == {"same": True, "requests": 3, "first_difference": None}
-        assert row["answers"] == finished.rows["resident"]["answers"]
-        assert [len(ids) for ids in row["answers"]] == [9, 9, 9]
+    row = finished.rows["frequency"]
+    assert row["error"] is None
+    assert row["outputs"] == {"same": True, "requests": 3, "first_difference": None}
+    assert row["answers"] == finished.rows["resident"]["answers"]
+    assert [len(ids) for ids in row["answers"]] == [9, 9, 9]
 
 
 def test_what_is_offloaded_is_the_budget_s_share(finished: Finished) -> None:
     model = finished.record["model"]
-    for name in ("first_n", "frequency"):
-        state = finished.rows[name]["offload"]
-        assert state["offloaded_bytes"] == finished.rows[name]["expected_offloaded_bytes"] == model["expert_bytes"] // 2
-        assert state["resident_experts"] == model["moe_layers"] * model["experts"] // 2
-        assert state["warmup_done"]
-        decoded = [point for (kind, _), point in finished.points(name).items() if kind == "decode" and not point["error"]]
-        assert all(0 < point["read_bytes"] < state["offloaded_bytes"] for point in decoded)
-        assert finished.points(name)["prefill", 16]["read_bytes"] > 0
+    row = finished.rows["frequency"]
+    state = row["offload"]
+    assert state["offloaded_bytes"] == row["expected_offloaded_bytes"] == model["expert_bytes"] // 2
+    assert state["resident_experts"] == model["moe_layers"] * model["experts"] // 2
+    assert state["warmup_done"]
+    points = finished.points("frequency")
+    decoded = [point for (kind, _), point in points.items() if kind == "decode" and not point["error"]]
+    assert all(0 < point["read_bytes"] < state["offloaded_bytes"] for point in decoded)
+    assert points["prefill", 16]["read_bytes"] > 0
     assert finished.rows["resident"].get("offload") is None
 
 
@@ -91,7 +91,7 @@ def test_a_server_that_cannot_start_is_a_row_with_its_reason_and_its_log(finishe
 
 
 def test_a_point_that_cannot_be_served_is_an_error_and_the_others_are_figures(finished: Finished) -> None:
-    for name in ("resident", "first_n", "frequency"):
+    for name in ("resident", "frequency"):
         points = finished.points(name)
         assert "longer than the model's context length" in points["prefill", TOO_LONG]["error"]
         assert points["prefill", 16]["seconds"] > 0
@@ -99,7 +99,7 @@ def test_a_point_that_cannot_be_served_is_an_error_and_the_others_are_figures(fi
 
 
 def test_load_generator_memory_and_startup_are_in_every_served_row(finished: Finished) -> None:
-    for name in ("resident", "first_n", "frequency"):
+    for name in ("resident", "frequency"):
         row = finished.rows[name]
         assert row["bench"]["error"] is None
         assert row["bench"]["completed"] == 2
@@ -112,7 +112,7 @@ def test_the_report_says_first_that_speed_means_nothing(finished: Finished) -> N
     text = (finished.out / "report.md").read_text()
     assert "speed means nothing here" in text.splitlines()[2]
     assert "| paged_experts 50% |" in text
-    assert f"- first_n 50%, prefill {TOO_LONG}: HTTP 400" in text
+    assert f"- frequency 50%, prefill {TOO_LONG}: HTTP 400" in text
     assert (finished.out / "prompt.png").stat().st_size > 1000
 
 
