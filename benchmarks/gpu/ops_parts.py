@@ -98,7 +98,7 @@ def recording(rows: Rows) -> None:
         trace, expected = recorder.log.trace(recorder.log.tokens), np.concatenate(want)
         wrong = int((trace.ids != expected).sum()) if trace.ids.shape == expected.shape else expected.size
         rows.put("ids_wrong", "ids", [wrong], ids=form.value, steps=steps, dropped=recorder.dropped_steps)
-        if wrong:
+        if wrong and computes():
             raise AssertionError(f"{wrong} recorded ids differ from what was routed")
 
 
