@@ -11,8 +11,9 @@ from sglang_uvm_offload.ledger import stack
 from sglang_uvm_offload.policy import AdaptivePolicy
 from sglang_uvm_offload.routing import ROUTED, TOUCHES, Phase, RoutingCounts
 
-INTERVAL_STEPS = 2
-"""Steps between two decisions. The fewer, the better residents follow (benchmarks/policy_goals.py shows what waiting costs)."""
+INTERVAL_STEPS = 1
+"""Steps between two looks at the counts. The fewer, the better residents follow (benchmarks/policy_goals.py shows what waiting
+costs)."""
 
 
 class Adaptation:

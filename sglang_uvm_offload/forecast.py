@@ -21,13 +21,17 @@ RIDGE_TRANSITIONS = 4.0
 """How much the learned weights are drawn to zero, against the mean square of the features: always, and as if so many of the
 transitions seen had shown that nothing persists."""
 MAX_HORIZON_STEPS = 1024.0
+PRIOR_STEPS = 32.0
+"""An expert's first rates are drawn to the mean rate as if it had been seen at that rate for so many steps."""
+PATIENT_ERRORS = 2.0
+"""By how many standard errors of either rate a patient decision must be sure."""
 PATIENT_SCALE = 3
 """The shortest of ``SCALES`` that has a say in a patient decision."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was chosen by measurement. benchmarks/policy_goals.py halves and doubles each."""
+    """What matters most of what was chosen by measurement. benchmarks/policy_goals.py halves and doubles each."""
 
     hysteresis: float = 1.5
     """A promotion must pay back its cost so many times."""
@@ -35,12 +39,8 @@ class Tuning:
     """And in the time in which an average expert is touched so often."""
     memory_steps: float = 4096.0
     """The time constant of what is learned about how rates persist."""
-    prior_steps: float = 32.0
-    """An expert's first rates are drawn to the mean rate as if it had been seen at that rate for so many steps."""
     patient_steps: float = 1024.0
     """The horizon for a difference in rates on which every scale from ``PATIENT_SCALE`` on agrees."""
-    patient_errors: float = 2.0
-    """And by so many standard errors of either rate."""
 
 
 TUNING = Tuning()
@@ -80,7 +80,7 @@ class Forecast:
         mean = float(rate.sum()) / self._size
         if not self.steps and not self._rates.any():
             self._rates[:] = mean * self._candidate.ravel()
-        share = np.maximum(-np.expm1(-steps / SCALES), steps / (self.steps + steps + self._tuning.prior_steps))
+        share = np.maximum(-np.expm1(-steps / SCALES), steps / (self.steps + steps + PRIOR_STEPS))
         self._rates += share.astype(np.float32)[:, None] * (rate - self._rates)
         self._mean += max(-np.expm1(-steps / MEAN_STEPS), steps / (self.steps + steps)) * (mean - self._mean)
         before, self._features = self._features, self._describe()
@@ -127,7 +127,7 @@ class Forecast:
         """The least and the most that ``now`` and the rates from ``PATIENT_SCALE`` on say, ``[layers, experts]`` each."""
         rates = self._rates[PATIENT_SCALE:].reshape(-1, *self._candidate.shape)
         evidence = min(self.steps, 2 * SCALES[-1])
-        error = self._tuning.patient_errors * np.sqrt((rates[-1] + 1.0 / evidence) / evidence)
+        error = PATIENT_ERRORS * np.sqrt((rates[-1] + 1.0 / evidence) / evidence)
         return np.minimum(rates.min(axis=0), now) - error, np.maximum(rates.max(axis=0), now) + error
 
     def _describe(self) -> np.ndarray:

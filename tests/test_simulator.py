@@ -12,7 +12,7 @@ from sglang_uvm_offload.cli import main
 from sglang_uvm_offload.layout import PAGE_BYTES
 from sglang_uvm_offload.policy import AdaptivePolicy
 from sglang_uvm_offload.references import Variant
-from sglang_uvm_offload.simulator import POLICIES, Managed, Replay, Workload, replay, serve
+from sglang_uvm_offload.simulator import LATE_LOOKS, POLICIES, Managed, Replay, Workload, replay, serve
 from sglang_uvm_offload.trace import Trace
 
 MIB = 1 << 20
@@ -77,7 +77,8 @@ def test_a_variant_with_the_shipped_settings_does_as_the_manager_does(skewed, pe
     managed = serve("it", workload.policy("adaptive", 0.25, per_layer), workload, 0.25)
     capacity = workload.capacity(0.25)
     policy = AdaptivePolicy(capacity, np.full(3, PAGE_BYTES), np.ones((3, 16), dtype=bool), per_layer)
-    variant = Variant(policy, np.broadcast_to(np.arange(16) < 4, (3, 16)), INTERVAL_STEPS)
+    late = LATE_LOOKS * INTERVAL_STEPS
+    variant = Variant(policy, np.broadcast_to(np.arange(16) < 4, (3, 16)), INTERVAL_STEPS, late)
     assert serve("it", variant, workload, 0.25) == managed
     assert managed.moves_per_step > 0
 
