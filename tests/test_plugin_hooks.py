@@ -20,7 +20,8 @@ OFFLOAD = {"expert_offload_num_resident": 4}
 
 
 def saboteur(folder: Path, code: str) -> dict[str, str]:
-    """The environment with one more SGLang plugin, which runs ``code`` in each process before ours registers."""
+    """The environment with one more SGLang plugin, which runs ``code`` in each process before ours registers: SGLang takes
+    plugins in the order of ``sys.path``, and so this is to be run in ``folder``, before whatever lies beside these tests."""
     (folder / "saboteur.py").write_text(f"def register():\n    import multiprocessing, sys\n{textwrap.indent(code, '    ')}\n")
     info = folder / "saboteur-0.dist-info"
     info.mkdir()
@@ -30,11 +31,11 @@ def saboteur(folder: Path, code: str) -> dict[str, str]:
     return {**env, "PYTHONPATH": f"{folder}{os.pathsep}{env['PYTHONPATH']}"}
 
 
-def launch(env: dict[str, str], **arguments: object) -> subprocess.CompletedProcess[str]:
+def launch(folder: Path, env: dict[str, str], **arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a server that is expected to end by itself; where it does not, say what each of its processes was doing."""
     command = [sys.executable, "-X", "faulthandler", "-m", "sglang.launch_server", *flags({**CPU, **arguments})]
     process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
         output, _ = process.communicate(timeout=240)
@@ -103,13 +104,13 @@ IN_SCHEDULER = "if multiprocessing.parent_process() is not None and 'sglang.srt.
     ],
 )
 def test_a_server_that_was_asked_to_offload_ends_with_the_reason(code, reason, tmp_path, checkpoints: Checkpoints):
-    ended = launch(saboteur(tmp_path, code), model_path=checkpoints("qwen3_moe"), **OFFLOAD)
+    ended = launch(tmp_path, saboteur(tmp_path, code), model_path=checkpoints("qwen3_moe"), **OFFLOAD)
     assert ended.returncode != 0
     assert reason in ended.stdout
 
 
 def test_a_wrong_flag_ends_the_command_before_anything_loads(tmp_path, checkpoints: Checkpoints):
-    ended = launch(environment({}), model_path=checkpoints("qwen3_moe"), expert_offload_num_resident=99)
+    ended = launch(tmp_path, environment({}), model_path=checkpoints("qwen3_moe"), expert_offload_num_resident=99)
     assert ended.returncode == 2
     assert "--expert-offload-num-resident 99: the model has 16 routed experts a layer" in ended.stdout
     assert "Load weight begin" not in ended.stdout
