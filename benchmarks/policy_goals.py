@@ -230,8 +230,8 @@ def markdown(table: Table, goals: list[dict[str, object]], switches: list[dict[s
         grid(["goal", "cases that meet it", "worst case"],
              [[str(g["goal"]).replace("  ", "... "), g["met"], g["worst"]] for g in goals]),
         f"`{SHIPPED}` is `--expert-offload-adapt continuous --expert-offload-per-layer global`; `{UNIFORM}` the same with\n"
-        f"`uniform`. Both are the real manager with `INTERVAL_STEPS` {INTERVAL_STEPS}, and follow the counts as late as with\n"
-        f"a GPU, {LATE_LOOKS} looks: one for the copy of the counts, one for the decision beside the steps. Each cell:\n"
+        f"`uniform`. Both are the real manager with `INTERVAL_STEPS` {INTERVAL_STEPS}, and follow the counts {LATE_LOOKS} look late:\n"
+        "what is decided beside a step, on all steps before it, is taken up before the next one. Each cell:\n"
         "coverage in %, then bytes over the link (read and moved) in % of all touched bytes. LRU, LFU, LFRU and Belady move\n"
         "a miss and are served by the same transfer; the others read it, and pay for moves on top.\n",
         coverage_table(table),

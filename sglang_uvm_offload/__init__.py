@@ -27,8 +27,10 @@ The modules, in the order in which they depend on each other:
     expert_tensor   one tensor of experts, each resident or offloaded
     expert_layer    all experts of one layer
     ledger          what the steps were served from
+    observer        booking what the device counted into it
     history         how it came to that, and what other budgets would have covered
     adaptation      following the traffic
+    decisions       deciding beside the steps
     manager         loading, counting, choosing residents, moving them
     metrics         Prometheus
     planning        will a model fit, with how many residents, and how fast

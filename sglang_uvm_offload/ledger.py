@@ -29,12 +29,13 @@ class Ledger:
         self.moved_bytes = 0
         self.moving_seconds = 0.0
 
-    def account(self, counts: RoutingCounts) -> None:
-        """Add what was counted since the last call, under the residency that served it: call it before residents change."""
+    def account(self, counts: RoutingCounts, resident: np.ndarray) -> None:
+        """Add what was counted since the last call, by steps that all had the residents ``bool[layers, experts]``."""
+        if counts.steps == self.counted.steps:
+            return
         new = counts.since(self.counted)
         self.counted = counts
         width = counts.counts.shape[-1]
-        resident = stack([layer.resident for layer in self._layers], width)
         routed, touches = new.routed(), new.touches()
         self.routed += routed.sum(axis=1)
         self.routed_resident += (routed * resident).sum(axis=1)

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,11 @@ from tqdm import tqdm
 from sglang_uvm_offload import policy
 from sglang_uvm_offload.adaptation import INTERVAL_STEPS, Adaptation
 from sglang_uvm_offload.config import FlagError, OffloadConfig, ResidentIds
+from sglang_uvm_offload.decisions import Decisions
 from sglang_uvm_offload.expert_layer import ExpertLayer
 from sglang_uvm_offload.history import History, coverage_curve
 from sglang_uvm_offload.ledger import Ledger, stack
+from sglang_uvm_offload.observer import Observer
 from sglang_uvm_offload.profile import Profile
 from sglang_uvm_offload.report import size
 from sglang_uvm_offload.routing import ROUTED, TOUCHES, Phase, RoutingCounters, RoutingCounts
@@ -27,8 +29,6 @@ from sglang_uvm_offload.uvm import Memory, MemoryFault
 
 logger = logging.getLogger(__name__)
 
-MOVE_BYTES_PER_S = 4 << 30
-"""What continuous adaptation promotes at most: a small part of a PCIe link, so that moves do not starve reads."""
 POLL_SECONDS = 0.5
 """How often a busy rank's history looks at the counts."""
 
@@ -64,17 +64,14 @@ class OffloadManager:
         clock: Callable[[], float] = time.monotonic,
         thinker: Executor | None = None,
     ):
-        """``thinker`` runs one task after the other: decisions of continuous adaptation are made there, beside the steps, and
-        taken up when they are ready. None: they are made at once."""
+        """``thinker``: where ``Decisions`` of continuous adaptation are made."""
         self.config = config
         self.memory = memory
         self.make_counters = make_counters
         self.agree = agree
         self.progress = progress
         self.clock = clock
-        self._moved_at = clock()
-        self._thinker = thinker
-        self._decision: Future[np.ndarray | None] | None = None
+        self.thinker = thinker
         self.models: list[ModelExperts] = []
         self.moe_layers: tuple[int, ...] = ()
         """The decoder layers of the target model that route, over all pipeline stages, in order."""
@@ -85,13 +82,13 @@ class OffloadManager:
         self.tokens = 0
         self.steps = 0
         self.fault: str | None = None
-        self.ledger: Ledger
-        """What the target model's steps were served from; there is one once the model is loaded."""
+        self.observer: Observer
+        """Sees what the target model's steps were served from; there is one once the model is loaded."""
         self.history: History
         """How the ledger came to its totals."""
         self._poll_at = 0.0
-        self.adaptation: Adaptation | None = None
-        """Follows the traffic, where that was asked for."""
+        self.decisions: Decisions | None = None
+        """Follow the traffic, where that was asked for."""
         self.warm = config.resident_selection != "frequency"
         """Whether the resident set is final: chosen from the routing, or given."""
         self._placing: tqdm | None = None
@@ -153,12 +150,12 @@ class OffloadManager:
             raise FlagError([f"--expert-offload-num-resident {self.config.num_resident}: the model has {found}"])
         model.counters = self.make_counters(len(layers), max((layer.num_experts for layer in layers), default=1))
         if not model.draft:
-            start = model.counters.read()
-            self.ledger = Ledger(layers, start)
+            self.observer = Observer(model.counters, layers)
             self.history = History(self.ledger, self.clock)
             if self.config.adapt == "continuous":
-                width = model.counters.num_experts
-                self.adaptation = Adaptation(layers, width, self.config.per_layer, start, self._past_of(layers, width))
+                width, start = model.counters.num_experts, self.ledger.counted
+                adaptation = Adaptation(layers, width, self.config.per_layer, start, self._past_of(layers, width))
+                self.decisions = Decisions(adaptation, self.clock, self.thinker)
 
     def _past_of(self, layers: Sequence[ExpertLayer], width: int) -> RoutingCounts | None:
         """What the profile holds of these layers."""
@@ -176,7 +173,7 @@ class OffloadManager:
         if not model.draft:
             if not self.warm and self.tokens >= self.config.warmup_tokens:
                 self.reselect()
-            elif self.adaptation is not None and tokens and self.steps % INTERVAL_STEPS == 0:
+            elif self.config.adapt == "continuous" and tokens and self.steps % INTERVAL_STEPS == 0:
                 self.adapt()
             self.tokens += tokens
             self.steps += tokens > 0
@@ -195,12 +192,12 @@ class OffloadManager:
         the moving, not the serving.
         """
         started = time.perf_counter()
-        seen = self._target_counters.read()
-        self.ledger.account(seen)
+        seen = self.routing(wait=True)
         layers = self.target.layers
-        before = stack([layer.resident for layer in layers], self._target_counters.num_experts)
+        before = self._residents()
         after = self.agree(lambda: self._after_warmup(seen, before))
-        self._decision = None  # made for the residents of before
+        if self.decisions is not None:
+            self.decisions.drop()  # it was made for the residents of before
         self.warm = True
         if self.profile is not None:
             self._judge_profile(seen, before, kept=not (after ^ before).any())
@@ -208,7 +205,7 @@ class OffloadManager:
             return
         moved = self._move(after, wait=True)
         seconds = time.perf_counter() - started
-        now = stack([layer.resident for layer in layers], before.shape[1])
+        now = self._residents()
         changed = int((now & ~before).sum())
         self.ledger.moves += changed
         self.ledger.moved_bytes += moved
@@ -230,49 +227,39 @@ class OffloadManager:
         )
 
     def adapt(self) -> None:
-        """Look at what was counted of late, and move what pays for itself. It waits for no step: the counts may be some steps
-        old, and moves go on while steps run. Every rank that shares experts must call it before the same step."""
+        """Look at what was counted of late, and move what pays for itself. It waits for no step: what is decided on the steps
+        up to now is taken up at the next look, and moves go on while steps run. Every rank that shares experts must call it
+        before the same step."""
         started = time.perf_counter()
-        after = self.agree(self._wanted)
+        self.observer.look()
+        before = self._residents()
+        after = self.agree(lambda: self._decided(before))
         if after is None or self.fault is not None:  # a rank with a fault still agrees: its peers wait for it
             return
-        self.poll()
-        before = stack([layer.resident for layer in self.target.layers], after.shape[1])
         try:
             self.memory.synchronize()  # the last moves, queued steps ago: a fault that they met shows here
         except MemoryFault as fault:
             self._stop_moving(fault, self.target.layers)
             return
         self.ledger.moved_bytes += self._move(after, wait=False)
-        now = stack([layer.resident for layer in self.target.layers], after.shape[1])
-        self.ledger.moves += int((now & ~before).sum())
+        self.ledger.moves += int((self._residents() & ~before).sum())
         self.ledger.moving_seconds += time.perf_counter() - started
 
-    def _wanted(self) -> np.ndarray | None:
-        """What adaptation wants resident, None for no change, or no decision yet. Called on the rank that decides."""
-        assert self.adaptation is not None
-        counts = self._target_counters.poll()
-        if counts is not None:
-            self.ledger.account(counts)
-        if self._decision is not None and not self._decision.done():
+    def _decided(self, resident: np.ndarray) -> np.ndarray | None:
+        """What adaptation wants resident instead, None for no change. Called on the rank that decides."""
+        if self.decisions is None:
             return None
-        wanted = self._decision.result() if self._decision is not None and self.warm else None
-        self._decision = None
-        if counts is None:
-            return wanted
-        width = self._target_counters.num_experts
-        resident = stack([layer.resident for layer in self.target.layers], width) if wanted is None else wanted
-        if self._thinker is None:
-            decided = self.adaptation.wanted(counts, resident, self._may_move())
-            return decided if self.warm else None
-        self._decision = self._thinker.submit(self.adaptation.wanted, counts, resident, self._may_move())
-        return wanted
-
-    def _may_move(self) -> float:
-        """Bytes that may be promoted now, so that moves leave most of the link to reads."""
-        now = self.clock()
-        passed, self._moved_at = now - self._moved_at, now
-        return min(passed, 1.0) * MOVE_BYTES_PER_S
+        try:
+            return self.decisions.take(self.observer.asked, resident, may_move=self.warm)
+        except Exception as error:  # no step needs a decision, and peers wait for this rank's answer
+            self.decisions = None
+            self.fault = f"choosing residents failed: {type(error).__name__}: {error}"
+            logger.error(
+                "Expert offload: adapting stopped: %s. Serving goes on with the residents of now; outputs are not affected.",
+                self.fault,
+                exc_info=error,
+            )
+            return None
 
     def _after_warmup(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
         """``bool[layers, experts]``: who is to be resident after the warm-up. Called on the rank that decides."""
@@ -347,10 +334,8 @@ class OffloadManager:
 
     def poll(self) -> None:
         """Bring the ledger up to what the device has reported by now, without waiting."""
-        counts = self._target_counters.poll()
-        if counts is not None:
-            self.ledger.account(counts)
-            self.history.add(self.tokens)
+        self.observer.look()
+        self.history.add(self.tokens)
 
     def poll_now_and_then(self) -> None:
         """``poll`` if the last time is ``POLL_SECONDS`` ago. Call it between steps."""
@@ -367,14 +352,14 @@ class OffloadManager:
     def routing(self, wait: bool) -> RoutingCounts:
         """What the target model's routing was, of some moments ago or, with ``wait``, of all steps so far."""
         if wait:
-            self.ledger.account(self._target_counters.read())
+            self.observer.catch_up()
         elif self.ledger.steps < self.steps:
             self.poll()
         return self.ledger.counted
 
     def status(self) -> dict[str, object]:
         """What ``/server_info`` shows of this rank. Plain JSON values; bytes and seconds."""
-        self.ledger.account(self._target_counters.read())
+        self.observer.catch_up()
         layers, ledger = self.target.layers, self.ledger
         return {
             "backend": self.memory.name,
@@ -426,10 +411,13 @@ class OffloadManager:
         return next(model for model in self.models if not model.draft)
 
     @property
-    def _target_counters(self) -> RoutingCounters:
-        counters = self.target.counters
-        assert counters is not None, "the target model is not loaded yet"
-        return counters
+    def ledger(self) -> Ledger:
+        """What the target model's steps were served from."""
+        return self.observer.ledger
+
+    def _residents(self) -> np.ndarray:
+        """``bool[layers, experts]`` of the target model, as wide as its counters."""
+        return stack([layer.resident for layer in self.target.layers], self.ledger.counted.counts.shape[-1])
 
 
 def rank_share(num_resident: int, ep_rank: int, ep_size: int) -> int:

@@ -52,6 +52,16 @@ class RoutingCounts:
         return self.counts[:, :, TOUCHES].sum(axis=1)
 
 
+class AskedCounts(Protocol):
+    """Counts on their way from the device. Any thread may use it."""
+
+    def ready(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+    def wait(self) -> RoutingCounts:
+        """The counts of all steps that were launched when they were asked for, and of no others."""
+
+
 class RoutingCounters(Protocol):
     """The counters of one model's MoE layers. ``num_experts`` is the largest number of local experts of any layer."""
 
@@ -72,8 +82,21 @@ class RoutingCounters(Protocol):
     def read(self) -> RoutingCounts:
         """The counts after everything queued so far; waits for the device."""
 
-    def poll(self) -> RoutingCounts | None:
-        """Counts of a moment ago without waiting: asks for a copy, and returns it from a later call on, then asks anew."""
+    def ask(self) -> AskedCounts:
+        """Ask for the counts of all steps launched so far, without waiting. Call it between steps, outside any capture."""
+
+
+@dataclass(frozen=True)
+class Here:
+    """``AskedCounts`` that are there."""
+
+    counts: RoutingCounts
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> RoutingCounts:
+        return self.counts
 
 
 class CpuRoutingCounters:
@@ -111,5 +134,5 @@ class CpuRoutingCounters:
     def read(self) -> RoutingCounts:
         return RoutingCounts(self._counts.copy(), (self._steps[0], self._steps[1]))
 
-    def poll(self) -> RoutingCounts | None:
-        return self.read()
+    def ask(self) -> AskedCounts:
+        return Here(self.read())

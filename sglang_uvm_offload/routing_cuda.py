@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from sglang_uvm_offload.cuda_ops import device_ops
-from sglang_uvm_offload.routing import IdFormat, Phase, RoutingCounts
+from sglang_uvm_offload.routing import AskedCounts, IdFormat, Phase, RoutingCounts
 
 
 class CudaRoutingCounters:
@@ -20,13 +22,14 @@ class CudaRoutingCounters:
         self._counts = torch.zeros(num_layers, 2, 2, num_experts, dtype=torch.int64, device=device)
         self._control = torch.zeros(2, dtype=torch.int64, device=device)
         self._steps = [0, 0]
-        self._copy = torch.zeros(self._counts.shape, dtype=torch.int64, pin_memory=True)
+        self._snapshot = torch.zeros_like(self._counts)
         self._copy_stream = torch.cuda.Stream(device)
-        self._copied: torch.cuda.Event | None = None
-        self._copied_steps = (0, 0)
+        self._stream = torch.cuda.current_stream(device)
+        """Where the last step was launched; whoever asks for counts may work on another one."""
 
     def begin_step(self, rows: int, phase: Phase) -> None:
         self._steps[phase] += rows > 0
+        self._stream = torch.cuda.current_stream(self._counts.device)
         self._ops.set_control(self._control, rows, int(phase))
 
     def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat) -> None:
@@ -37,20 +40,32 @@ class CudaRoutingCounters:
         self._ops.count_histogram(histogram, self._control, self._counts[layer])
 
     def read(self) -> RoutingCounts:
-        torch.cuda.synchronize(self._counts.device)
-        self._copied = None  # what it brought is older than what is returned now
-        return RoutingCounts(self._counts.cpu().numpy(), (self._steps[0], self._steps[1]))
+        return self.ask().wait()
 
-    def poll(self) -> RoutingCounts | None:
-        done = None
-        if self._copied is not None:
-            if not self._copied.query():
-                return None
-            done = RoutingCounts(self._copy.numpy().copy(), self._copied_steps)
-        # A stream of its own: the counts only grow, so a copy beside a running step is some steps old at worst.
+    def ask(self) -> AskedCounts:
+        # A copy on the GPU, in stream order, leaves out what the next step adds. It comes to the host on a stream of its own:
+        # there it may have to wait for experts on their way to host RAM, and the next step must not.
+        self._stream.wait_stream(self._copy_stream)
+        with torch.cuda.stream(self._stream):
+            self._snapshot.copy_(self._counts)
+        self._copy_stream.wait_stream(self._stream)
+        there = torch.empty(self._counts.shape, dtype=self._counts.dtype, pin_memory=True)
         with torch.cuda.stream(self._copy_stream):
-            self._copy.copy_(self._counts, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(self._copy_stream)
-        self._copied_steps = (self._steps[0], self._steps[1])
-        return done
+            there.copy_(self._snapshot, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._copy_stream)
+        return _OnItsWay(there, (self._steps[0], self._steps[1]), copied)
+
+
+@dataclass(frozen=True)
+class _OnItsWay:
+    there: torch.Tensor
+    steps: tuple[int, int]
+    copied: torch.cuda.Event
+
+    def ready(self) -> bool:
+        return self.copied.query()
+
+    def wait(self) -> RoutingCounts:
+        self.copied.synchronize()
+        return RoutingCounts(self.there.numpy(), self.steps)

@@ -7,8 +7,6 @@ move it once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,15 +19,14 @@ from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.layout import PAGE_BYTES
 from sglang_uvm_offload.manager import OffloadManager
 from sglang_uvm_offload.references import Reference, Served
-from sglang_uvm_offload.routing import CpuRoutingCounters, IdFormat, Phase, RoutingCounts
+from sglang_uvm_offload.routing import CpuRoutingCounters, IdFormat, Phase
 from sglang_uvm_offload.trace import Trace
 from sglang_uvm_offload.uvm_host import HostMemory
 
 SHIPPED = "adaptive"
 POLICIES = (*references.NAMES, SHIPPED)
-LATE_LOOKS = 2
-"""How old the counts are that residents follow: a look brings those of the look before, and its decision is taken up at the
-next."""
+LATE_LOOKS = 1
+"""How old the counts are that residents follow: what is decided of the steps up to a look is taken up at the next."""
 EXPERT_BYTES = 4 << 20
 LINK_GBPS = 50.0
 """What an expert is taken to weigh, and the link to carry (10^9 bytes a second), where nobody says: they scale the bytes and
@@ -92,8 +89,7 @@ class Workload:
 
 
 class Managed:
-    """The shipped policy: the real manager, continuous, fed what the routers of a model's decode steps would pick, and as late
-    as on a server with a GPU."""
+    """The shipped policy: the real manager, continuous, fed what the routers of a model's decode steps would pick."""
 
     def __init__(self, shape: tuple[int, int], num_resident: int, per_layer: str):
         """``shape``: layers, and experts of each, of which ``num_resident`` are resident."""
@@ -103,11 +99,10 @@ class Managed:
         self.manager = OffloadManager(
             config,
             HostMemory(),
-            _LateCounters,
+            CpuRoutingCounters,
             lambda decide: decide(),
             progress=lambda: False,
             clock=_Idle(),
-            thinker=_Beside(),
         )
         self._model = self.manager.begin_model(draft=False)
         self._held: list[torch.Tensor] = []
@@ -135,27 +130,6 @@ class Managed:
 
     def _residency(self) -> np.ndarray:
         return np.stack([layer.resident for layer in self._model.layers])
-
-
-class _LateCounters(CpuRoutingCounters):
-    """Counters that are polled as a GPU's are: a look brings what the look before it asked for."""
-
-    def __init__(self, num_layers: int, num_experts: int):
-        super().__init__(num_layers, num_experts)
-        self._copied: RoutingCounts | None = None
-
-    def poll(self) -> RoutingCounts | None:
-        done, self._copied = self._copied, self.read()
-        return done
-
-
-class _Beside(Executor):
-    """The thread that decides beside the steps: a decision is ready by the look after the one that asks for it."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        decision: Future[Any] = Future()
-        decision.set_result(fn(*args, **kwargs))
-        return decision
 
 
 class _Idle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 
 import numpy as np
@@ -11,17 +12,21 @@ from test_manager import LAYERS, E, Rank, config, profile_of
 
 from sglang_uvm_offload import manager as manager_module
 from sglang_uvm_offload.adaptation import INTERVAL_STEPS, Adaptation
-from sglang_uvm_offload.manager import MOVE_BYTES_PER_S
-from sglang_uvm_offload.routing import Phase, RoutingCounts
+from sglang_uvm_offload.decisions import MOVE_BYTES_PER_S
+from sglang_uvm_offload.routing import CpuRoutingCounters, Phase, RoutingCounts
 from sglang_uvm_offload.uvm import Location, MemoryFault
 from sglang_uvm_offload.uvm_host import HostMemory
 
 
-def following(memory=None, **flags) -> Rank:
-    rank = Rank(config(resident_selection="first_n", adapt="continuous", **flags), memory)
+def seconds_pass() -> Callable[[], float]:
+    """A clock by which there is always time to move."""
     seconds = iter(range(10**9))
-    rank.manager.clock = lambda: float(next(seconds))
-    return rank
+    return lambda: float(next(seconds))
+
+
+def following(memory=None, clock=None, thinker=None, make_counters=CpuRoutingCounters, **flags) -> Rank:
+    cfg = config(resident_selection="first_n", adapt="continuous", **flags)
+    return Rank(cfg, memory, make_counters=make_counters, clock=clock or seconds_pass(), thinker=thinker)
 
 
 def serve(rank: Rank, ids, steps: int) -> None:
@@ -102,8 +107,7 @@ def test_bytes_and_addresses_stay():
 
 
 def test_moves_wait_while_the_link_has_no_time_for_them():
-    rank = following()
-    rank.manager.clock = lambda: 0.0
+    rank = following(clock=lambda: 0.0)
     serve(rank, [[5, 6, 7]], 40 * INTERVAL_STEPS)
     assert rank.resident() == [[0, 1, 2]] * LAYERS
     assert MOVE_BYTES_PER_S > 0
@@ -146,9 +150,7 @@ def test_a_rank_with_a_fault_still_agrees_with_its_peers_and_moves_nothing():
 
 
 def test_frequency_follows_from_the_warmup_on():
-    rank = Rank(config(adapt="continuous", warmup_tokens=4 * INTERVAL_STEPS))
-    seconds = iter(range(10**9))
-    rank.manager.clock = lambda: float(next(seconds))
+    rank = Rank(config(adapt="continuous", warmup_tokens=4 * INTERVAL_STEPS), clock=seconds_pass())
     serve(rank, [[5, 6, 7]], 4 * INTERVAL_STEPS)
     assert rank.resident() == [[0, 1, 2]] * LAYERS
     serve(rank, [[5, 6, 7]], 1)
@@ -201,7 +203,14 @@ class Later(Executor):
 
     def submit(self, work, /, *args, **kwargs):
         future = Future()
-        self.tasks.append(lambda: future.set_result(work(*args, **kwargs)))
+
+        def run():
+            try:
+                future.set_result(work(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001 -- as an executor does
+                future.set_exception(error)
+
+        self.tasks.append(run)
         return future
 
     def run(self):
@@ -212,8 +221,8 @@ class Later(Executor):
 
 class TestDecisionsBesideTheSteps:
     def test_steps_go_on_until_a_decision_is_ready_and_only_one_is_made_at_a_time(self):
-        rank, later = following(), Later()
-        rank.manager._thinker = later
+        later = Later()
+        rank = following(thinker=later)
         for _ in range(30):
             serve(rank, [[5, 6, 7]], 10 * INTERVAL_STEPS)
             assert len(later.tasks) == 1
@@ -224,39 +233,73 @@ class TestDecisionsBesideTheSteps:
         assert rank.resident() == [[5, 6, 7]] * LAYERS
 
     def test_a_decision_made_for_the_residents_before_the_warm_up_is_dropped(self):
-        rank, later = Rank(config(adapt="continuous", warmup_tokens=20 * INTERVAL_STEPS)), Later()
-        rank.manager._thinker = later
-        seconds = iter(range(10**9))
-        rank.manager.clock = lambda: float(next(seconds))
+        later = Later()
+        cfg = config(adapt="continuous", warmup_tokens=20 * INTERVAL_STEPS)
+        rank = Rank(cfg, clock=seconds_pass(), thinker=later)
         for _ in range(20):
             serve(rank, [[1, 2, 3]], INTERVAL_STEPS)
             if rank.manager.steps < 20 * INTERVAL_STEPS:
                 later.run()
         stale = np.zeros((LAYERS, E), dtype=bool)
         stale[:, [4, 5, 6]] = True
-        rank.manager._decision = Future()
-        rank.manager._decision.set_result(stale)
+        rank.manager.decisions._next = Future()
+        rank.manager.decisions._next.set_result(stale)
         serve(rank, [[1, 2, 3]], 2 * INTERVAL_STEPS)
         assert rank.manager.warm
         assert rank.resident() == [[1, 2, 3]] * LAYERS
 
     def test_the_next_decision_starts_from_what_the_last_one_moves_to(self):
-        rank, later = following(), Later()
-        rank.manager._thinker = later
+        later = Later()
+        rank = following(thinker=later)
         asked = []
-        decide = rank.manager.adaptation.wanted
+        decide = rank.manager.decisions.adaptation.wanted
 
         def wanted(counts, resident, max_bytes):
             asked.append(resident)
             return decide(counts, resident, max_bytes)
 
-        rank.manager.adaptation.wanted = wanted
+        rank.manager.decisions.adaptation.wanted = wanted
         for _ in range(200):
             serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
             served = np.stack([layer.resident for layer in rank.model.layers])
             later.run()
             assert (asked[-1] == served).all()
         assert rank.resident() == [[5, 6, 7]] * LAYERS
+
+    def test_a_decision_that_fails_ends_adapting_and_neither_serving_nor_the_answer_to_peers(self, caplog):
+        later = Later()
+        rank = following(thinker=later)
+        answers = []
+        rank.manager.agree = lambda decide: answers.append(decide()) or answers[-1]
+        rank.manager.decisions.adaptation.wanted = lambda *seen: 1 / 0
+        serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
+        later.run()
+        serve(rank, [[5, 6, 7]], 20 * INTERVAL_STEPS)
+        assert answers == [None] * 21
+        assert rank.resident() == [[0, 1, 2]] * LAYERS
+        assert rank.manager.status()["fault"] == "choosing residents failed: ZeroDivisionError: division by zero"
+        assert len([r for r in caplog.records if "adapting stopped" in r.getMessage()]) == 1
+        assert rank.manager.status()["routed"] == 3 * LAYERS * 21 * INTERVAL_STEPS
+
+    def test_what_is_decided_on_the_steps_up_to_one_look_is_taken_at_the_next(self):
+        rank = following()
+        decided = []
+        decide = rank.manager.decisions.adaptation.wanted
+
+        def wanted(counts, *more):
+            after = decide(counts, *more)
+            if after is not None:
+                decided.append((counts.steps[Phase.DECODE], rank.manager.steps))
+            return after
+
+        rank.manager.decisions.adaptation.wanted = wanted
+        while not decided:
+            serve(rank, [[5, 6, 7]], 1)
+            assert rank.resident() == [[0, 1, 2]] * LAYERS
+        counted, launched = decided[0]
+        assert counted == launched, "it was not decided on all steps launched before"
+        serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
+        assert rank.resident() != [[0, 1, 2]] * LAYERS
 
 
 def test_a_profile_seeds_what_follows_the_traffic(monkeypatch):

@@ -25,8 +25,7 @@ class Clock:
 
 def rank_at(clock: Clock, max_samples: int = 240, **flags) -> Rank:
     """A rank whose history goes by ``clock``."""
-    rank = Rank(config(resident_selection="first_n", **flags))
-    rank.manager.clock = clock
+    rank = Rank(config(resident_selection="first_n", **flags), clock=clock)
     rank.manager.history = History(rank.manager.ledger, clock, max_samples)
     return rank
 

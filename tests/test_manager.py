@@ -26,8 +26,11 @@ def config(**flags):
 class Rank:
     """One rank's manager over a model of ``LAYERS`` layers with one page an expert."""
 
-    def __init__(self, cfg, memory=None, agree=lambda decide: decide(), ep_rank=0, ep_size=1, num_shared=0, profile=None):
-        self.manager = OffloadManager(cfg, memory or HostMemory(), CpuRoutingCounters, agree, progress=lambda: False)
+    def __init__(
+        self, cfg, memory=None, agree=lambda decide: decide(), ep_rank=0, ep_size=1, num_shared=0, profile=None,
+        make_counters=CpuRoutingCounters, **more,
+    ):  # fmt: skip
+        self.manager = OffloadManager(cfg, memory or HostMemory(), make_counters, agree, progress=lambda: False, **more)
         self.manager.profile = profile
         self.manager.moe_layers = tuple(range(1, LAYERS + 1))
         local = E // ep_size + num_shared

@@ -30,33 +30,25 @@ def test_the_gpu_counts_what_the_cpu_counts(standin):
     assert ran.said == [True, True], ran.err
 
 
-def test_polling_does_not_wait_and_brings_counts_that_were_there(standin):
-    ran = standin.run("""
-        from sglang_uvm_offload.routing import IdFormat, Phase
-        from sglang_uvm_offload.routing_cuda import CudaRoutingCounters
-        counters = CudaRoutingCounters(1, 4)
-        counters.begin_step(1, Phase.DECODE)
-        counters.count(0, torch.tensor([[1, 2]], dtype=torch.int32).cuda(), 0, IdFormat.PLAIN)
-        first, second = counters.poll(), counters.poll()
-        print(json.dumps([first is None, second.counts[0, 1, 0].tolist(), second.steps]))
-    """)
-    assert ran.said == [True, [0, 1, 1, 0], [0, 1]], ran.err
-
-
-def test_counts_never_go_back(standin):
+def test_what_is_asked_for_is_of_the_steps_so_far_and_whoever_asks_waits_for_none(standin):
     ran = standin.run("""
         from sglang_uvm_offload.routing import IdFormat, Phase
         from sglang_uvm_offload.routing_cuda import CudaRoutingCounters
         counters, ids = CudaRoutingCounters(1, 4), torch.tensor([[1, 2]], dtype=torch.int32).cuda()
-        seen = []
-        for look in (counters.poll, counters.read, counters.poll, counters.poll):
+        def step():
             counters.begin_step(1, Phase.DECODE)
             counters.count(0, ids, 0, IdFormat.PLAIN)
-            counts = look()
-            seen.append(counts and counts.steps[1])
-        print(json.dumps(seen))
+        step()
+        asked = counters.ask()
+        asked.ready()
+        step()
+        early, late = asked.wait(), counters.read()
+        print(json.dumps([[c.counts[0, 1, 0].tolist(), c.steps] for c in (early, late, asked.wait())]))
     """)
-    assert ran.said == [None, 2, None, 3], ran.err
+    one, two = [[0, 1, 1, 0], [0, 1]], [[0, 2, 2, 0], [0, 2]]
+    assert ran.said == [one, two, one], ran.err
+    first, second = (i for i, call in enumerate(ran.calls) if call.get("kernel") == "uvm_count_routing_kernel")
+    assert not [call for call in ran.calls[first:second] if "Synchronize" in call["call"]]
 
 
 def test_reselection_over_cuda_keeps_bytes_and_addresses_and_demotes_a_layer_before_it_promotes(standin):

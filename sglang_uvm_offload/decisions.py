@@ -1,0 +1,66 @@
+"""Deciding who is to be resident beside the steps, not in their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import numpy as np
+
+from sglang_uvm_offload.adaptation import Adaptation
+from sglang_uvm_offload.routing import AskedCounts
+
+MOVE_BYTES_PER_S = 4 << 30
+"""What continuous adaptation promotes at most: a small part of a PCIe link, so that moves do not starve reads."""
+
+
+class Decisions:
+    """Has an ``Adaptation`` decide on a thread of its own, one decision after the other. What is decided on the steps up to one
+    look is taken at the next, or at the first by which it is decided."""
+
+    def __init__(self, adaptation: Adaptation, clock: Callable[[], float], thinker: Executor | None = None):
+        """``thinker`` runs one task after the other; None: on the thread that asks."""
+        self.adaptation = adaptation
+        self.clock = clock
+        self.thinker = thinker or _ThisThread()
+        self._moved_at = clock()
+        self._next: Future[np.ndarray | None] | None = None
+
+    def take(self, asked: AskedCounts, resident: np.ndarray, may_move: bool = True) -> np.ndarray | None:
+        """``bool[layers, experts]``: the residents decided on, None for no change, or while nothing is decided yet. Then the
+        next decision begins, on ``asked`` and on ``resident`` or what replaces it; one that may not move anything only
+        learns. Raises what deciding raised."""
+        after = None
+        if self._next is not None:
+            if not self._next.done():
+                return None
+            after = self._next.result()
+        max_bytes = self._room() if may_move else 0.0
+        self._next = self.thinker.submit(self._decide, asked, resident if after is None else after, max_bytes)
+        return after
+
+    def drop(self) -> None:
+        """Forget the decision that was begun: residents change otherwise."""
+        self._next = None
+
+    def _decide(self, asked: AskedCounts, resident: np.ndarray, max_bytes: float) -> np.ndarray | None:
+        return self.adaptation.wanted(asked.wait(), resident, max_bytes)
+
+    def _room(self) -> float:
+        """Bytes that may be promoted now, so that moves leave most of the link to reads."""
+        now = self.clock()
+        passed, self._moved_at = now - self._moved_at, now
+        return min(passed, 1.0) * MOVE_BYTES_PER_S
+
+
+class _ThisThread(Executor):
+    """Runs a task where and when it is submitted."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 -- as an executor does
+            done.set_exception(error)
+        return done

@@ -1,0 +1,84 @@
+"""Counts that arrive late are booked under the residents that served them, and nobody waits for them unasked."""
+
+from __future__ import annotations
+
+import numpy as np
+from test_manager import LAYERS, Rank, config
+
+from sglang_uvm_offload.layout import PAGE_BYTES
+from sglang_uvm_offload.routing import CpuRoutingCounters
+
+
+class Late(CpuRoutingCounters):
+    """Counts arrive when the test says so."""
+
+    arrived = True
+
+    def ask(self):
+        asked, counts = super().ask(), self
+        asked_at = sum(self._steps)
+
+        class OnItsWay:
+            def ready(self):
+                return counts.arrived or asked_at == 0
+
+            def wait(self):
+                return asked.wait()
+
+        return OnItsWay()
+
+
+def rank_with_late_counts() -> Rank:
+    rank = Rank(config(resident_selection="first_n"), make_counters=Late)
+    rank.model.counters.arrived = False
+    return rank
+
+
+def make_resident(rank: Rank, ids: list[int]) -> None:
+    for layer in rank.model.layers:
+        wanted = np.isin(np.arange(layer.num_experts), ids)
+        layer.demote(wanted)
+        layer.promote(wanted)
+
+
+def test_steps_are_booked_under_the_residents_they_had_however_late_their_counts_are():
+    rank = rank_with_late_counts()
+    observer, ledger = rank.manager.observer, rank.manager.ledger
+    rank.step([[0, 1, 7]])
+    assert observer.look(), "nothing was on its way yet"
+    make_resident(rank, [5, 6, 7])
+    rank.step([[0, 5, 6, 7]])
+    assert not observer.look()
+    assert ledger.steps == 0
+    rank.model.counters.arrived = True
+    observer.look()
+    make_resident(rank, [3])
+    rank.step([[3, 4]])
+    observer.look()
+    assert ledger.steps == 3
+    assert ledger.routed_resident.tolist() == [2 + 3 + 1] * LAYERS
+    assert ledger.read_through_bytes.tolist() == [(1 + 1 + 1) * PAGE_BYTES] * LAYERS
+
+
+def test_catching_up_books_what_is_on_its_way_under_the_residents_it_had():
+    rank = rank_with_late_counts()
+    observer, ledger = rank.manager.observer, rank.manager.ledger
+    rank.step([[0, 1, 7]])
+    observer.look()
+    make_resident(rank, [5, 6, 7])
+    rank.step([[0, 5, 6, 7]])
+    observer.catch_up()
+    assert ledger.steps == 2
+    assert ledger.routed_resident.tolist() == [2 + 3] * LAYERS
+    before = ledger.routed.tolist()
+    observer.catch_up()
+    assert ledger.routed.tolist() == before, "booked twice"
+
+
+def test_a_rank_whose_counts_do_not_arrive_serves_on_and_shows_them_once_asked():
+    rank = rank_with_late_counts()
+    for _ in range(50):
+        rank.step([[7]])
+        rank.manager.poll()
+    assert rank.manager.ledger.steps == 0
+    assert rank.manager.status()["routed"] == 50 * LAYERS
