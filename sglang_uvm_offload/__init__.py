@@ -6,6 +6,7 @@ The modules, in the order in which they depend on each other:
     moe_config      how many routed experts a model's config describes, and in which layers
     uvm             what a machine with unified memory can do (the Memory protocol)
     layout          how experts lie in pages
+    context         what the experts in use tell of the others (pure)
     forecast        the touches to come of each expert (pure)
     policy          which experts should be resident (pure)
     routing         counting what the router picked

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_uvm_offload.context import Context
+
 PREFILL_PRIOR_STEPS = 32.0
 """How many decode steps the routing of prefill tokens is worth, however many prefill tokens there were."""
 
@@ -41,6 +43,8 @@ class Tuning:
     """The time constant of what is learned about how rates persist."""
     patient_steps: float = 1024.0
     """The horizon for a difference in rates on which every scale from ``PATIENT_SCALE`` on agrees."""
+    directions: int = 64
+    """The width of the context; more cost time for each decision."""
 
 
 TUNING = Tuning()
@@ -53,11 +57,11 @@ def spread(per_step: np.ndarray, routed: np.ndarray) -> np.ndarray:
 
 
 class Forecast:
-    """The touches to come, from touch rates over several time scales.
+    """The touches to come, from touch rates over several time scales and from the ``Context``.
 
-    How far each scale predicts is learned from the traffic itself, by least-squares temporal differences (Bradtke and Barto,
-    Machine Learning 22, 1996) pooled over all experts: routing that follows the request and routing that is stationary
-    need no different settings. The sums are kept apart by power of the discount, so that the horizon may change.
+    How far each of them predicts is learned from the traffic itself, by least-squares temporal differences (Bradtke and
+    Barto, Machine Learning 22, 1996) pooled over all experts: routing that follows the request and routing that is
+    stationary need no different settings. The sums are kept apart by power of the discount, so that the horizon may change.
     """
 
     def __init__(self, candidate: np.ndarray, tuning: Tuning = TUNING):
@@ -67,7 +71,8 @@ class Forecast:
         self._size = max(int(candidate.sum()), 1)
         self._mean = 0.0
         self._rates = np.zeros((len(SCALES), candidate.size), dtype=np.float32)
-        features = len(SCALES) + 1
+        self._context = Context(candidate.size, tuning.directions)
+        features = len(SCALES) + 2
         self._features = np.zeros((features, candidate.size), dtype=np.float32)
         self._now_now = np.zeros((features, features))
         self._now_next = np.zeros((features, features))
@@ -83,9 +88,10 @@ class Forecast:
         share = np.maximum(-np.expm1(-steps / SCALES), steps / (self.steps + steps + PRIOR_STEPS))
         self._rates += share.astype(np.float32)[:, None] * (rate - self._rates)
         self._mean += max(-np.expm1(-steps / MEAN_STEPS), steps / (self.steps + steps)) * (mean - self._mean)
+        decay = np.exp(-steps / self._tuning.memory_steps)
+        self._context.observe(rate, steps, self.steps, decay)
         before, self._features = self._features, self._describe()
         if self.steps:
-            decay = np.exp(-steps / self._tuning.memory_steps)
             self._now_now = decay * self._now_now + before @ before.T
             self._now_next = decay * self._now_next + before @ self._features.T
             self._now_rate = decay * self._now_rate + before @ rate
@@ -112,11 +118,10 @@ class Forecast:
 
     def touches(self, horizon: float) -> np.ndarray:
         """``[layers, experts]``: expected touches from now on, discounted with a mean of ``horizon`` steps."""
-        discount = 1.0 - 1.0 / horizon
         weights = np.zeros(len(self._features))
-        transitions, steps = self._transitions
+        transitions, _ = self._transitions
         if transitions:
-            discount **= steps / transitions
+            discount = self._discount(horizon)
             square = self._now_now - discount * self._now_next
             ridge = (RIDGE + RIDGE_TRANSITIONS / transitions) * np.trace(square) / len(square) + 1e-9
             reward = self._now_rate * (1.0 - discount) * horizon
@@ -131,9 +136,15 @@ class Forecast:
         return np.minimum(rates.min(axis=0), now) - error, np.maximum(rates.max(axis=0), now) + error
 
     def _describe(self) -> np.ndarray:
-        """The features: by how much each scale's rate exceeds the next longer one's, the longest, and the mean rate."""
+        """The features: by how much each scale's rate exceeds the next longer one's, the longest, the mean, the context."""
         features = np.empty_like(self._features)
-        np.subtract(self._rates[:-1], self._rates[1:], out=features[:-2])
-        features[-2] = self._rates[-1]
-        features[-1] = self._mean * self._candidate.ravel()
+        np.subtract(self._rates[:-1], self._rates[1:], out=features[:-3])
+        features[-3] = self._rates[-1]
+        features[-2] = self._mean * self._candidate.ravel()
+        features[-1] = self._context.touches(self._discount(self.horizon()))
         return features
+
+    def _discount(self, horizon: float) -> float:
+        """For what comes a transition later."""
+        transitions, steps = self._transitions
+        return (1.0 - 1.0 / horizon) ** (steps / transitions if transitions else 1.0)

@@ -61,6 +61,7 @@ def test_every_case_has_the_shipped_policy_its_rivals_and_its_variants(benchmark
         benchmark.UNIFORM,
         benchmark.FREE_MOVES,
         benchmark.AT_ONCE,
+        benchmark.ALONE,
         *(f"every-{n}" for n in benchmark.INTERVALS),
     }
     expected |= {f"{field.name} x{factor}" for field in fields(Tuning) for factor in ("0.5", "2")}
@@ -77,6 +78,7 @@ def test_every_variant_is_another_policy(benchmark, written):
         benchmark.UNIFORM,
         benchmark.FREE_MOVES,
         benchmark.AT_ONCE,
+        benchmark.ALONE,
         "every-2",
         "every-16",
         "hysteresis x2",

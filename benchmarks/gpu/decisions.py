@@ -209,9 +209,10 @@ def residency_cost(rows: PartRows) -> list[str]:
 
 def promises(rows: PartRows) -> list[str]:
     lines = [f"{len(find(rows.get('contract', ()), 'promise'))} promises of uvm.Memory kept"]
-    wrong = find(rows.get("counters", ()), "counts_wrong")
-    if wrong:
-        lines.append(f"counters in a graph: {sum(row['median'] for row in wrong):g} wrong counts in {len(wrong)} settings")
+    for figure, what in (("counts_wrong", "counters in a graph"), ("asked_counts_wrong", "counts asked for between replays")):
+        wrong = find(rows.get("counters", ()), figure)
+        if wrong:
+            lines.append(f"{what}: {sum(row['median'] for row in wrong):g} wrong counts in {len(wrong)} settings")
     for row in find(rows.get("identity", ()), "identity"):
         lines.append(f"bytes kept through {show(row)} of random moves of {row['gib']:.3g} GiB")
     for row in find(rows.get("load", ()), "load", repeat=0):

@@ -42,7 +42,8 @@ def contract(rows: Rows) -> None:
 
 
 def counters(rows: Rows) -> None:
-    """Graphs of counting kernels against a plain count: formats, padding, phases, ids that change between replays."""
+    """Graphs of counting kernels against a plain count: formats, padding, phases, ids that change between replays; and counts
+    that are asked for between two replays, and taken when later ones have run."""
     random = np.random.default_rng(7)
     for tokens, k, experts, first in ((1, 8, 128, 0), (32, 8, 256, 0), (33, 6, 64, 64), (256, 8, 256, 128)):
         for form in (IdFormat.PLAIN, IdFormat.PACKED):
@@ -57,7 +58,9 @@ def counters(rows: Rows) -> None:
                     counted.count(layer, ids[layer], first, form)
             want = np.zeros((layers, 2, 2, experts), dtype=np.int64)
             replays = rows.pick(200, 8)
+            asked = []
             for _ in range(replays):
+                asked.append((counted.ask(), want.copy()))
                 new = random.integers(-1, first + experts + 3, (layers, tokens, k)).astype(np.int32)
                 valid, phase = int(random.integers(0, tokens + 1)), Phase(int(random.integers(0, 2)))
                 ids.copy_(torch.from_numpy(new << 16 if form is IdFormat.PACKED else new))
@@ -68,10 +71,13 @@ def counters(rows: Rows) -> None:
                     routed = np.bincount(local[(local >= 0) & (local < experts)], minlength=experts)
                     want[layer, phase, ROUTED] += routed
                     want[layer, phase, TOUCHES] += routed > 0
+            shape = {"tokens": tokens, "experts": experts, "ids": form.value, "replays": replays}
             wrong = int((counted.read().since(start).counts != want).sum())
-            rows.put("counts_wrong", "counts", [wrong], tokens=tokens, experts=experts, ids=form.value, replays=replays)
-            if wrong:
-                raise AssertionError(f"{wrong} counts differ from a plain count ({tokens} tokens, {experts} experts)")
+            rows.put("counts_wrong", "counts", [wrong], **shape)
+            late = sum(int((counts.wait().since(start).counts != then).sum()) for counts, then in asked)
+            rows.put("asked_counts_wrong", "counts", [late], **shape)
+            if wrong or late:
+                raise AssertionError(f"{wrong} counts, and {late} that were asked for, differ from a plain count: {shape}")
 
 
 def recording(rows: Rows) -> None:
