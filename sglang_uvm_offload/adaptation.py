@@ -34,15 +34,25 @@ class Adaptation:
         placeable = [np.full(layer.num_experts, bool(layer.tensors)) for layer in layers]
         candidate = stack(placeable, width) & ~pinned
         capacity = (resident & candidate).sum(axis=1)
+        self._expert_bytes = np.array([max(layer.expert_bytes, 1) for layer in layers], dtype=np.int64)
         self._policy = AdaptivePolicy(
             capacity,
-            np.array([max(layer.expert_bytes, 1) for layer in layers], dtype=np.int64),
+            self._expert_bytes,
             candidate,
             "global" if per_layer == "global" else "uniform",
             floor=max(1, int(capacity.min(initial=0)) // 4),
         )
         if history is not None:
             self._policy.seed(*_seen(history))
+
+    @property
+    def most_expert_bytes(self) -> int:
+        """Bytes of an expert of the layer where they are largest."""
+        return int(self._expert_bytes.max(initial=1))
+
+    def bytes_of(self, experts: np.ndarray) -> int:
+        """Bytes of ``experts``, ``bool[layers, width]``."""
+        return int(experts.sum(axis=1) @ self._expert_bytes)
 
     def wanted(self, counts: RoutingCounts, resident: np.ndarray, max_bytes: float) -> np.ndarray | None:
         """``bool[layers, width]`` of residents after ``counts`` (since the start), None to leave them at ``resident``. Promotes

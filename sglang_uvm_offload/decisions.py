@@ -13,6 +13,8 @@ from sglang_uvm_offload.routing import AskedCounts
 
 MOVE_BYTES_PER_S = 4 << 30
 """What continuous adaptation promotes at most: a small part of a PCIe link, so that moves do not starve reads."""
+BURST_SECONDS = 0.25
+"""For how long what was not promoted may be made up for."""
 
 
 class Decisions:
@@ -24,7 +26,10 @@ class Decisions:
         self.adaptation = adaptation
         self.clock = clock
         self.thinker = thinker or _ThisThread()
-        self._moved_at = clock()
+        self._burst = max(BURST_SECONDS * MOVE_BYTES_PER_S, adaptation.most_expert_bytes)
+        self._room = 0.0
+        """Bytes that may be promoted now."""
+        self._refilled_at = clock()
         self._next: Future[np.ndarray | None] | None = None
 
     def take(self, asked: AskedCounts, resident: np.ndarray, may_move: bool = True) -> np.ndarray | None:
@@ -36,7 +41,10 @@ class Decisions:
             if not self._next.done():
                 return None
             after = self._next.result()
-        max_bytes = self._room() if may_move else 0.0
+        if after is not None:
+            self._room -= self.adaptation.bytes_of(after & ~resident)
+        self._refill()
+        max_bytes = self._room if may_move else 0.0
         self._next = self.thinker.submit(self._decide, asked, resident if after is None else after, max_bytes)
         return after
 
@@ -47,11 +55,10 @@ class Decisions:
     def _decide(self, asked: AskedCounts, resident: np.ndarray, max_bytes: float) -> np.ndarray | None:
         return self.adaptation.wanted(asked.wait(), resident, max_bytes)
 
-    def _room(self) -> float:
-        """Bytes that may be promoted now, so that moves leave most of the link to reads."""
+    def _refill(self) -> None:
         now = self.clock()
-        passed, self._moved_at = now - self._moved_at, now
-        return min(passed, 1.0) * MOVE_BYTES_PER_S
+        self._room = min(self._room + (now - self._refilled_at) * MOVE_BYTES_PER_S, self._burst)
+        self._refilled_at = now
 
 
 class _ThisThread(Executor):

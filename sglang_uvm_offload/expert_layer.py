@@ -84,6 +84,8 @@ class ExpertLayer:
 
     def reread_residency(self) -> None:
         """After a fault, take from the machine which experts are in VRAM. Half-moved ones count as offloaded."""
+        if not self.tensors:
+            return
         whole = np.ones(self.num_experts, dtype=bool)
         for tensor in self.tensors:
             whole &= tensor.resident()

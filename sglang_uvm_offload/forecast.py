@@ -126,11 +126,13 @@ class Forecast:
             ridge = (RIDGE + RIDGE_TRANSITIONS / transitions) * np.trace(square) / len(square) + 1e-9
             reward = self._now_rate * (1.0 - discount) * horizon
             weights = np.linalg.solve(square + ridge * np.eye(len(square)), reward)
-        return (weights.astype(np.float32) @ self._features).reshape(self._candidate.shape)
+        touches = weights.astype(np.float32) @ self._features
+        # None can be below 0 or above the horizon; below, the order still tells which resident is worth least.
+        return np.clip(touches, -horizon, horizon).reshape(self._candidate.shape)
 
     def bounds(self, now: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The least and the most that ``now`` and the rates from ``PATIENT_SCALE`` on say, ``[layers, experts]`` each."""
-        rates = self._rates[PATIENT_SCALE:].reshape(-1, *self._candidate.shape)
+        rates = self._rates[PATIENT_SCALE:].reshape(len(SCALES) - PATIENT_SCALE, *self._candidate.shape)
         evidence = min(self.steps, 2 * SCALES[-1])
         error = PATIENT_ERRORS * np.sqrt((rates[-1] + 1.0 / evidence) / evidence)
         return np.minimum(rates.min(axis=0), now) - error, np.maximum(rates.max(axis=0), now) + error

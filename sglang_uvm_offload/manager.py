@@ -230,12 +230,14 @@ class OffloadManager:
         """Look at what was counted of late, and move what pays for itself. It waits for no step: what is decided on the steps
         up to now is taken up at the next look, and moves go on while steps run. Every rank that shares experts must call it
         before the same step."""
-        started = time.perf_counter()
-        self.observer.look()
+        looked = self.observer.look()
         before = self._residents()
         after = self.agree(lambda: self._decided(before))
         if after is None or self.fault is not None:  # a rank with a fault still agrees: its peers wait for it
             return
+        started = time.perf_counter()
+        if not looked:
+            self.observer.catch_up()
         try:
             self.memory.synchronize()  # the last moves, queued steps ago: a fault that they met shows here
         except MemoryFault as fault:
@@ -247,7 +249,7 @@ class OffloadManager:
 
     def _decided(self, resident: np.ndarray) -> np.ndarray | None:
         """What adaptation wants resident instead, None for no change. Called on the rank that decides."""
-        if self.decisions is None:
+        if self.decisions is None or self.fault is not None:
             return None
         try:
             return self.decisions.take(self.observer.asked, resident, may_move=self.warm)

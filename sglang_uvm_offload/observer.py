@@ -10,8 +10,8 @@ from sglang_uvm_offload.routing import AskedCounts, RoutingCounters
 
 
 class Observer:
-    """Brings the counts of one model's steps into its ledger. ``look`` before residents change: so every step is booked under
-    the residents that it had, however late its counts arrive."""
+    """Brings the counts of one model's steps into its ledger. Before residents change ``look``, or ``catch_up`` where that says
+    False: so every step is booked under the residents that it had, however late its counts arrive."""
 
     def __init__(self, counters: RoutingCounters, layers: Sequence[ExpertLayer]):
         self._counters = counters

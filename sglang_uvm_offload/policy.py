@@ -128,7 +128,7 @@ class AdaptivePolicy:
         routed to it. Without either nothing changes: idle time forgets nothing."""
         if touches.shape != self._candidate.shape:
             raise ValueError(f"touches {touches.shape} are not {self._candidate.shape}")
-        if prefill_routed is not None:
+        if prefill_routed is not None and prefill_routed.any():
             self._forecast.hint(prefill_routed)
         if steps > 0:
             self._forecast.observe(touches, steps)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from itertools import count
 
 import numpy as np
 import pytest
 import torch
 from test_manager import LAYERS, E, Rank, config, profile_of
 
+from sglang_uvm_offload import decisions
 from sglang_uvm_offload import manager as manager_module
 from sglang_uvm_offload.adaptation import INTERVAL_STEPS, Adaptation
-from sglang_uvm_offload.decisions import MOVE_BYTES_PER_S
+from sglang_uvm_offload.layout import PAGE_BYTES
+from sglang_uvm_offload.manager import OffloadManager
 from sglang_uvm_offload.routing import CpuRoutingCounters, Phase, RoutingCounts
 from sglang_uvm_offload.uvm import Location, MemoryFault
 from sglang_uvm_offload.uvm_host import HostMemory
@@ -110,7 +113,39 @@ def test_moves_wait_while_the_link_has_no_time_for_them():
     rank = following(clock=lambda: 0.0)
     serve(rank, [[5, 6, 7]], 40 * INTERVAL_STEPS)
     assert rank.resident() == [[0, 1, 2]] * LAYERS
-    assert MOVE_BYTES_PER_S > 0
+
+
+def test_what_is_promoted_is_bounded_over_time_and_experts_larger_than_a_step_affords_are_promoted_too(monkeypatch):
+    step_seconds = 0.01
+    rate = 0.2 * PAGE_BYTES / step_seconds  # an expert in five steps
+    monkeypatch.setattr(decisions, "MOVE_BYTES_PER_S", rate)
+    monkeypatch.setattr(decisions, "BURST_SECONDS", step_seconds)
+    seconds = count()
+    rank = following(clock=lambda: next(seconds) * step_seconds)
+    moved = []
+    for _ in range(200):
+        serve(rank, [[5, 6, 7]], 1)
+        moved.append(rank.manager.ledger.moves)
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+    gained = np.diff(np.array(moved)[4::5])
+    assert gained.max() <= 2, "more than the link is to carry in five steps, and one expert"
+    assert moved[-1] == 3 * LAYERS
+
+
+def test_a_stage_without_moe_layers_decides_nothing_and_has_no_fault():
+    manager = OffloadManager(
+        config(resident_selection="first_n", adapt="continuous"),
+        HostMemory(),
+        CpuRoutingCounters,
+        lambda decide: decide(),
+        progress=lambda: False,
+    )
+    model = manager.begin_model(draft=False)
+    manager.finish_model(model, may_be_empty=True)
+    for _ in range(100):
+        manager.begin_step(model, 1, 1, Phase.DECODE)
+        manager.end_step(model)
+    assert manager.fault is None
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -144,6 +179,7 @@ def test_a_rank_with_a_fault_still_agrees_with_its_peers_and_moves_nothing():
     asked = []
     rank.manager.agree = lambda decide: (asked.append(1), decide())[1]
     rank.manager.fault = "injected"
+    rank.manager.decisions.take = lambda *asked, **more: pytest.fail("its peers would follow what it cannot")
     serve(rank, [[5, 6, 7]], 40 * INTERVAL_STEPS)
     assert len(asked) == 40
     assert rank.resident() == [[0, 1, 2]] * LAYERS

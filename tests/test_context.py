@@ -117,3 +117,19 @@ def test_the_running_weight_never_vanishes():
         context.observe(rate(seen % E), 1, seen, 0.9)
         assert 1e-4 < context._weight <= 1
     assert np.isfinite(context._now_touch).all()
+
+
+@pytest.mark.parametrize("before", [2, 5])
+def test_a_batch_that_grows_at_once_is_no_reason_to_move(before):
+    """What was seen last then outweighs all before. Without care the forecast leaves what is possible, and hundreds move."""
+    rng, experts, layers = np.random.default_rng(0), 128, 20
+    preferred = np.log(rng.dirichlet(np.full(experts, 0.3), layers) + 1e-9)
+    policy = AdaptivePolicy(np.full(layers, 40), np.ones(layers, dtype=int), np.ones((layers, experts), dtype=bool))
+    resident = np.broadcast_to(np.arange(experts) < 40, (layers, experts))
+    for step in range(before + 4):
+        chosen = rng.gumbel(size=(1 if step < before else 64, layers, experts)) + preferred
+        touched = np.zeros((layers, experts), dtype=int)
+        for layer, of in zip(touched, np.argsort(-chosen, axis=2)[..., :8].transpose(1, 0, 2), strict=True):
+            layer[np.unique(of)] = 1
+        policy.observe(touched, 1)
+        assert policy.plan(resident).promote.sum() < 10

@@ -180,3 +180,9 @@ def test_too_little_host_memory_is_refused_by_name_before_anything_is_taken():
 
 def test_what_fits_because_it_is_resident_is_not_refused():
     ExpertLayer(PoorMemory(), 3, E, 0, 0, resident(*range(4))).allocate(TENSOR_BYTES["w13"] // E, torch.device("cpu"), "w13")
+
+
+def test_experts_too_small_to_place_are_where_they_were_after_a_fault():
+    layer = ExpertLayer(HostMemory(), 3, E, 0, 0, resident(0, 1))
+    layer.reread_residency()
+    assert layer.resident.tolist() == resident(0, 1).tolist()

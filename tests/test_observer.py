@@ -28,8 +28,8 @@ class Late(CpuRoutingCounters):
         return OnItsWay()
 
 
-def rank_with_late_counts() -> Rank:
-    rank = Rank(config(resident_selection="first_n"), make_counters=Late)
+def rank_with_late_counts(**flags) -> Rank:
+    rank = Rank(config(resident_selection="first_n", **flags), make_counters=Late)
     rank.model.counters.arrived = False
     return rank
 
@@ -82,3 +82,19 @@ def test_a_rank_whose_counts_do_not_arrive_serves_on_and_shows_them_once_asked()
         rank.manager.poll()
     assert rank.manager.ledger.steps == 0
     assert rank.manager.status()["routed"] == 50 * LAYERS
+
+
+def test_residents_that_change_while_counts_are_late_do_not_change_what_was_before():
+    """As on a rank that follows the decision of another, whose counts were there."""
+    rank = rank_with_late_counts(adapt="continuous")
+    peer = np.zeros((LAYERS, 8), dtype=bool)
+    peer[:, [5, 6, 7]] = True
+    decided = iter([None, None, peer, None])
+    rank.manager.agree = lambda decide: next(decided)
+    for ids in ([0, 1, 7], [0, 5, 7], [0, 1, 5, 7]):
+        rank.step([ids])
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+    rank.model.counters.arrived = True
+    rank.step([[2]])
+    rank.manager.observer.catch_up()
+    assert rank.manager.ledger.routed_resident.tolist() == [2 + 1 + 2 + 0] * LAYERS

@@ -71,7 +71,7 @@ def launch(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory):
         "host RAM is enough": {"argv": [*cpu, N, "4"], "resolve": True, "host_bytes": (1 << 30) + (7 << 20)},
         "combinations": {
             "argv": [*cpu, N, "4", "--cpu-offload-gb", "2", "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules",
-                     "all", "--enable-memory-saver", "--load-format", "gguf"],
+                     "all", "--enable-memory-saver", "--load-format", "gguf", "--weight-cache-mode", "client"],
             "resolve": True,
         },
     }  # fmt: skip
@@ -127,7 +127,10 @@ def test_what_just_fits_is_served(launch, case):
                 "--cpu-offload-gb: cannot be combined",
             ],
         ),
-        ("combinations", ["--cpu-offload-gb", "--enable-lora", "--enable-memory-saver", "--load-format gguf"]),
+        (
+            "combinations",
+            ["--cpu-offload-gb", "--enable-lora", "--enable-memory-saver", "--load-format gguf", "--weight-cache-mode"],
+        ),
     ],
 )
 def test_a_launch_that_cannot_be_served_ends_with_every_reason(launch, case, parts):

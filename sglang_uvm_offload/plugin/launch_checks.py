@@ -85,6 +85,8 @@ def _combination_problems(config: OffloadConfig, cfg: Any) -> list[str]:
         "--enable-memory-saver": cfg.enable_memory_saver,
         "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
         "--enable-pdmux": cfg.enable_pdmux,
+        "--enable-nvidia-megakernel": cfg.enable_nvidia_megakernel,
+        "--weight-cache-mode": cfg.weight_cache_mode not in (None, "off"),
         "--elastic-ep-backend": cfg.elastic_ep_backend,
         "--dwdp-size": (cfg.dwdp_size or 1) > 1,
         f"--moe-a2a-backend {cfg.moe_a2a_backend}": cfg.moe_a2a_backend in OWN_PATH_A2A,

@@ -74,7 +74,7 @@ class _RankHooks:
     @cached_property
     def manager(self) -> OffloadManager:
         """Made when the first model loads: only then is the process bound to its GPU."""
-        thinker = ThreadPoolExecutor(1, "expert offload") if self.config.adapt == "continuous" else None
+        thinker = _thinker() if self.config.adapt == "continuous" else None
         return OffloadManager(self.config, _memory(self.config), _counters, _agree, progress=_is_first_rank, thinker=thinker)
 
     def around_load_model(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,14 +99,7 @@ class _RankHooks:
         if self.on_cuda and torch.cuda.is_current_stream_capturing():  # a draft model's steps are captured by calling this
             return original(runner, batch, *args, **kwargs)
         model = runner.__dict__[_MODEL]
-        own = 0 if batch.forward_mode.is_idle() else len(batch.input_ids)
-        everywhere = batch.global_num_tokens_cpu
-        tokens = own if everywhere is None else int(sum(everywhere))
-        # Where ranks exchange tokens before the experts, padding is no longer at the end of the rows.
-        exchanged = everywhere is not None or not get_moe_a2a_backend().is_none()
-        rows = own if not exchanged else ALL_ROWS if tokens else 0
-        mode = batch.forward_mode
-        phase = Phase.DECODE if mode.is_decode_or_idle() or mode.is_target_verify() else Phase.PREFILL
+        rows, tokens, phase = _step_of(batch)
         self.manager.begin_step(model, rows, tokens, phase)
         try:
             return original(runner, batch, *args, **kwargs)
@@ -160,6 +153,24 @@ class _RankHooks:
             saver.finish()
 
 
+def _step_of(batch: Any) -> tuple[int, int, Phase]:
+    """The rows of a step that are tokens, all its tokens on the ranks that compute it together, and its phase."""
+    mode = batch.forward_mode
+    own = 0 if mode.is_idle() else len(batch.input_ids)
+    phase = Phase.DECODE if mode.is_decode_or_idle() or mode.is_target_verify() else Phase.PREFILL
+    everywhere = batch.global_num_tokens_cpu
+    if everywhere is not None and batch.is_extend_in_batch:
+        phase = Phase.PREFILL  # of another rank, whose tokens this one computes too
+    if not get_moe_a2a_backend().is_none():
+        # Experts compute what other ranks send, of which this one does not know beforehand.
+        return ALL_ROWS, max(1, own, sum(everywhere or ())), phase
+    if everywhere is None:
+        return own, own, phase
+    # Gathered: padding is no longer at the end of the rows.
+    tokens = int(sum(everywhere))
+    return ALL_ROWS if tokens else 0, tokens, phase
+
+
 def _memory(config: OffloadConfig) -> Memory:
     backend = config.backend
     if backend == "auto":
@@ -180,6 +191,13 @@ def _counters(num_layers: int, num_experts: int) -> RoutingCounters:
 
         return CudaRoutingCounters(num_layers, num_experts)
     return CpuRoutingCounters(num_layers, num_experts)
+
+
+def _thinker() -> ThreadPoolExecutor:
+    """A thread on this rank's GPU: a new one starts on GPU 0, and its first call there would take VRAM for a context."""
+    device = get_device()
+    begin = (lambda: torch.cuda.set_device(device.gpu_id)) if device.device == "cuda" else None
+    return ThreadPoolExecutor(1, "expert offload", initializer=begin)
 
 
 def _agree(decide: Callable[[], Any]) -> Any:
