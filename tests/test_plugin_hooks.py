@@ -116,6 +116,42 @@ def test_a_wrong_flag_ends_the_command_before_anything_loads(tmp_path, checkpoin
     assert "Load weight begin" not in ended.stdout
 
 
+GIVE_ARGUMENTS = """
+import pickle, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import ServerArgs
+args = ServerArgs(model_path=sys.argv[1], device="cpu", expert_offload_num_resident=int(sys.argv[2]) or None)
+args.resolve_once()
+pickle.dump(args, open(sys.argv[3], "wb"))
+"""
+TAKE_THEM_WITHOUT_PLUGINS = """
+import pickle, sys
+args = pickle.load(open(sys.argv[1], "rb"))
+from sglang.srt.runtime_context import SpawnRanks, publish
+publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0))
+print("SERVES")
+"""
+
+
+@pytest.mark.parametrize("residents", [4, 0])
+def test_a_process_that_loads_no_plugins_ends_if_it_is_to_offload(residents, tmp_path, checkpoints: Checkpoints):
+    """As the actors that ``--use-ray`` starts."""
+    given = str(tmp_path / "arguments.pickle")
+    for code, arguments in (
+        (GIVE_ARGUMENTS, [str(checkpoints("qwen3_moe")), str(residents), given]),
+        (TAKE_THEM_WITHOUT_PLUGINS, [given]),
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-c", code, *arguments], env=environment({}), capture_output=True, text=True, timeout=120
+        )
+    if residents:
+        assert ended.returncode == 1
+        assert "SGLang has not loaded this plugin in a process that is to offload" in ended.stderr
+    else:
+        assert "SERVES" in ended.stdout, ended.stderr[-3000:]
+
+
 SHOW_HOOKS = """
 import json, sys
 from sglang.srt.plugins import load_plugins

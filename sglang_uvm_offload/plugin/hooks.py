@@ -18,6 +18,11 @@ def add(target: str, hook: Callable[..., Any], kind: HookType) -> None:
     _targets.append(target)
 
 
+def installed() -> bool:
+    """Whether SGLang has loaded this plugin in this process."""
+    return bool(_targets)
+
+
 def missing() -> str | None:
     """The targets of ours that are not hooked, in words, None where all are."""
     absent = [target for target in _targets if target not in HookRegistry._patched]

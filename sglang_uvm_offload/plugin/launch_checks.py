@@ -85,6 +85,7 @@ def _combination_problems(config: OffloadConfig, cfg: Any) -> list[str]:
         "--enable-memory-saver": cfg.enable_memory_saver,
         "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
         "--enable-pdmux": cfg.enable_pdmux,
+        "--use-ray (its actors load no plugins)": cfg.use_ray,
         "--enable-nvidia-megakernel": cfg.enable_nvidia_megakernel,
         "--weight-cache-mode": cfg.weight_cache_mode not in (None, "off"),
         "--elastic-ep-backend": cfg.elastic_ep_backend,

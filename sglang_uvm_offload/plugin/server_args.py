@@ -44,6 +44,12 @@ class _Methods:
         super(OffloadServerArgs, self).__post_init__()  # type: ignore[arg-type]
         config_of(self)
 
+    def resolve_once(self) -> None:
+        """Each process that is given these arguments calls it before it does anything by them. Some load no plugins."""
+        super(OffloadServerArgs, self).resolve_once()  # type: ignore[arg-type]
+        if not hooks.installed() and config_of(self).enabled:
+            demand.end("sglang-uvm-offload: SGLang has not loaded this plugin in a process that is to offload")
+
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
         _plain_add_cli_args(parser)
@@ -73,7 +79,7 @@ def _fields(namespace: dict[str, Any]) -> None:
         namespace["__annotations__"][PREFIX + f.name] = A[kind, Arg(help=help), NS(_NAMESPACE)]
         namespace[PREFIX + f.name] = f.default
     for name, value in vars(_Methods).items():
-        if name in ("__post_init__", "add_cli_args", "from_cli_args"):
+        if name in ("__post_init__", "resolve_once", "add_cli_args", "from_cli_args"):
             namespace[name] = value
 
 
