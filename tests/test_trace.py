@@ -1,5 +1,6 @@
 """Reading traces that may be anything, and batching their requests into steps."""
 
+import contextlib
 import io
 import os
 import pickle
@@ -7,6 +8,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from damage import flipped_bytes
 
 from sglang_uvm_offload import trace as trace_module
 from sglang_uvm_offload.trace import Trace, TraceError
@@ -81,17 +83,11 @@ class TestFile:
                 Trace.load(path)
 
     def test_flipped_bytes_never_raise_anything_else(self, tmp_path):
-        path, rng = tmp_path / "t.npz", np.random.default_rng(0)
+        path = tmp_path / "t.npz"
         some((20, 30)).save(path)
-        whole = bytearray(path.read_bytes())
-        for _ in range(300):
-            broken = whole.copy()
-            broken[rng.integers(len(whole))] ^= int(rng.integers(1, 256))
-            path.write_bytes(broken)
-            try:
+        for _ in flipped_bytes(path):
+            with contextlib.suppress(TraceError):
                 Trace.load(path)
-            except TraceError:
-                continue
 
     def test_a_declared_size_is_not_believed(self, tmp_path):
         header = io.BytesIO()
