@@ -135,6 +135,27 @@ def test_files_that_are_no_traces_are_all_named(benchmark, tmp_path, capsys):
     assert "missing.npz" in message
 
 
+def test_the_readme_quotes_the_results():
+    report = json.loads((ROOT / "benchmarks" / "results" / "policy" / "goals.json").read_text())
+    goals = {goal["goal"]: goal for goal in report["goals"]}
+    coverage, moves, link = (
+        goals[name]
+        for name in (
+            "coverage at least LRU's, within 0.5 points",
+            "at most a quarter of LRU's moves",
+            "step time at least 10 % below LRU's on average",
+        )
+    )
+    assert coverage["worst"].startswith("+")
+    cases, most = coverage["met"].split(" of ")[1], moves["worst"].split()[0]
+    mean = link["worst"].split()[1]
+    said = " ".join((ROOT / "README.md").read_text().split())
+    assert (
+        f"in each of {cases} cases with at most {most} of its moves, and brings {mean} of its bytes over the link on average"
+        in said
+    )
+
+
 def test_the_results_are_those_of_this_benchmark(benchmark):
     """A goal, constant or policy that is added, or a value that is changed, needs a new run."""
     results = ROOT / "benchmarks" / "results" / "policy"
