@@ -335,8 +335,10 @@ class OffloadManager:
     # Reporting
 
     def poll(self) -> None:
-        """Bring the ledger up to what the device has reported by now, without waiting."""
-        self.observer.look()
+        """Bring the ledger up to what the device has reported by now, without waiting. Where every step looks, these looks do:
+        what is asked for in between would still be on its way at the next of them."""
+        if self.config.adapt != "continuous":
+            self.observer.look()
         self.history.add(self.tokens)
 
     def poll_now_and_then(self) -> None:
@@ -349,7 +351,8 @@ class OffloadManager:
     def poll_when_idle(self) -> None:
         """``poll`` until the last step before the idleness is in the ledger."""
         if self.ledger.steps < self.steps:
-            self.poll()
+            self.observer.look()
+            self.history.add(self.tokens)
 
     def routing(self, wait: bool) -> RoutingCounts:
         """What the target model's routing was, of some moments ago or, with ``wait``, of all steps so far."""

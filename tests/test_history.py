@@ -84,7 +84,7 @@ def test_idleness_brings_the_last_steps_in_and_then_looks_no_more():
     clock.now += 2
     rank.manager.poll_when_idle()
     assert rank.manager.ledger.steps == 1
-    rank.manager.poll = lambda: pytest.fail("looked again though nothing happened")
+    rank.manager.observer.look = lambda: pytest.fail("looked again though nothing happened")
     rank.manager.poll_when_idle()
 
 

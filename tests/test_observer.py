@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from test_manager import LAYERS, Rank, config
 
 from sglang_uvm_offload.layout import PAGE_BYTES
@@ -98,3 +99,15 @@ def test_residents_that_change_while_counts_are_late_do_not_change_what_was_befo
     rank.step([[2]])
     rank.manager.observer.catch_up()
     assert rank.manager.ledger.routed_resident.tolist() == [2 + 1 + 2 + 0] * LAYERS
+
+
+@pytest.mark.parametrize(("adapt", "asks"), [("warmup", True), ("continuous", False)])
+def test_nobody_asks_between_the_looks_of_steps_that_all_look(adapt, asks):
+    """What is asked for between them is not there at the next one, which would then wait for it before it moves."""
+    rank = Rank(config(resident_selection="first_n", adapt=adapt))
+    rank.step([[0, 1, 7]])
+    before = rank.manager.observer.asked
+    rank.manager.poll()
+    assert (rank.manager.observer.asked is not before) == asks
+    rank.manager.poll_when_idle()
+    assert rank.manager.ledger.steps == 1
