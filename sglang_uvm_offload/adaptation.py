@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -23,7 +24,7 @@ class Adaptation:
         self,
         layers: Sequence[ExpertLayer],
         width: int,
-        per_layer: str,
+        per_layer: Literal["uniform", "global"],
         start: RoutingCounts,
         history: RoutingCounts | None = None,
     ):
@@ -39,7 +40,7 @@ class Adaptation:
             capacity,
             self._expert_bytes,
             candidate,
-            "global" if per_layer == "global" else "uniform",
+            per_layer,
             floor=max(1, int(capacity.min(initial=0)) // 4),
         )
         if history is not None:

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 PREFIX = "expert_offload_"
 
@@ -20,6 +20,7 @@ ADAPTS = ("off", "warmup", "continuous")
 AUTO = "auto"
 PROFILE_MISMATCHES = ("refuse", "warmup")
 PER_LAYERS = ("uniform", "global")
+SHOWN_DEFAULTS = {"num_resident": "off", "per_layer": "uniform, or global with continuous"}
 PREFETCHES = ("none", "frequency", "speculative")
 BACKENDS = ("auto", "uvm", "host")
 MAX_IDS_FILE_BYTES = 16 << 20
@@ -74,11 +75,11 @@ class OffloadConfig:
         "continuous: whenever reads saved pay for the move, from the warm-up on (frequency) or from the start.",
         ADAPTS,
     )
-    per_layer: str = flag(
-        "uniform",
+    per_layer: str | None = flag(
+        None,
         str,
-        "How continuous adaptation spends the residents' VRAM. uniform: as many residents in each layer as at load. "
-        "global: the layers that save more reads get more, N a layer on average.",
+        "How the residents' VRAM is spent. uniform: N in each layer. global: the layers that save more reads get more, N a "
+        "layer on average; needs --expert-offload-adapt continuous.",
         PER_LAYERS,
     )
     profile: str | None = flag(
@@ -155,7 +156,7 @@ class OffloadConfig:
         out: list[str] = []
         for f in dataclasses.fields(self):
             choices, value = f.metadata["choices"], getattr(self, f.name)
-            if choices and value not in choices:
+            if choices and value not in choices and (value is not None or f.default is not None):
                 out.append(f"{flag_name(f.name)} {value!r}: must be one of {', '.join(choices)}")
         if self.num_resident is None:
             defaults = OffloadConfig()
@@ -196,6 +197,12 @@ class OffloadConfig:
             except ValueError as error:
                 out.append(f"{flag_name('resident_ids')} {self.resident_ids!r}: {error}")
         return out
+
+    @property
+    def layers_share(self) -> Literal["uniform", "global"]:
+        """How the layers share the residents' VRAM."""
+        chosen = self.per_layer or ("global" if self.adapt == "continuous" else "uniform")
+        return "global" if chosen == "global" else "uniform"
 
     @property
     def profile_paths(self) -> list[Path]:
@@ -318,7 +325,7 @@ def flag_table() -> str:
     for f in dataclasses.fields(OffloadConfig):
         choices = f.metadata["choices"]
         value = " `" + r"\|".join(choices) + "`" if choices else ""
-        default = "off" if f.name == "num_resident" else "none" if f.default is None else f.default
+        default = SHOWN_DEFAULTS.get(f.name, "none" if f.default is None else f.default)
         rows.append(f"| `{flag_name(f.name)}`{value} | {default} | {f.metadata['help']} |")
     return "\n".join(rows)
 

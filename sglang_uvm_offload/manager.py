@@ -154,7 +154,7 @@ class OffloadManager:
             self.history = History(self.ledger, self.clock)
             if self.config.adapt == "continuous":
                 width, start = model.counters.num_experts, self.ledger.counted
-                adaptation = Adaptation(layers, width, self.config.per_layer, start, self._past_of(layers, width))
+                adaptation = Adaptation(layers, width, self.config.layers_share, start, self._past_of(layers, width))
                 self.decisions = Decisions(adaptation, self.clock, self.thinker)
 
     def _past_of(self, layers: Sequence[ExpertLayer], width: int) -> RoutingCounts | None:
@@ -382,7 +382,7 @@ class OffloadManager:
             "tokens": self.tokens,
             "warmup_done": self.warm,
             "adapt": self.config.adapt,
-            "per_layer": self.config.per_layer,
+            "per_layer": self.config.layers_share,
             "profile": self.profile_verdict,
             "routed": int(ledger.routed.sum()),
             "coverage": ledger.coverage,

@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", type=Path, metavar="TRACE.npz", help="ids[token, layer, k], seq_len, num_experts")
     parser.add_argument("--residency", type=float, required=True, help="share of each layer's experts in VRAM, 0 to 1")
     parser.add_argument("--policy", action="append", choices=POLICIES, help="may be given more than once (default: all)")
-    parser.add_argument("--per-layer", choices=("uniform", "global"), default="uniform", help="for the shipped policy")
+    parser.add_argument(
+        "--per-layer", choices=("uniform", "global"), default="global", help="for the shipped policy (default %(default)s)"
+    )
     parser.add_argument("--batch", type=int, default=1, help="requests that run at once (default 1)")
     parser.add_argument("--warmup-fraction", type=float, default=0.5, help="share of the requests that warms up (default 0.5)")
     parser.add_argument(

@@ -80,7 +80,7 @@ class Workload:
         """``int[layers]``: the residents of each layer, of which ``residency`` (0..1) is the share."""
         return np.full(self.shape[0], round(residency * self.shape[1]))
 
-    def policy(self, name: str, residency: float, per_layer: str = "uniform") -> Reference:
+    def policy(self, name: str, residency: float, per_layer: str = "global") -> Reference:
         """The shipped policy, or a reference; one object serves once. ``per_layer`` concerns the shipped policy."""
         capacity = self.capacity(residency)
         if name == SHIPPED:
@@ -148,7 +148,7 @@ def replay(
     policy: str,
     residency: float,
     batch: int = 1,
-    per_layer: str = "uniform",
+    per_layer: str = "global",
     warmup_fraction: float = 0.5,
     link_gbps: float = LINK_GBPS,
     expert_bytes: int = EXPERT_BYTES,

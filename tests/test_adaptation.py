@@ -63,8 +63,10 @@ def test_idle_and_dummy_steps_change_nothing():
     assert rank.manager.ledger.moves == moves
 
 
-def test_global_gives_room_to_the_layer_that_saves_more_and_keeps_the_budget():
-    rank = following(per_layer="global")
+@pytest.mark.parametrize("flags", [{}, {"per_layer": "global"}])
+def test_global_gives_room_to_the_layer_that_saves_more_and_keeps_the_budget(flags):
+    rank = following(**flags)
+    assert rank.manager.status()["per_layer"] == "global"
     wide = {0: [[2, 3, 4, 5, 6, 7]], 1: [[0, 0, 0, 0, 0, 0]], 2: [[1, 1, 1, 1, 1, 1]]}
     serve(rank, wide, 100 * INTERVAL_STEPS)
     sizes = [len(ids) for ids in rank.resident()]
@@ -75,7 +77,7 @@ def test_global_gives_room_to_the_layer_that_saves_more_and_keeps_the_budget():
 
 
 def test_uniform_keeps_as_many_in_each_layer():
-    rank = following()
+    rank = following(per_layer="uniform")
     serve(rank, {0: [[2, 3, 4, 5, 6, 7]], 1: [[0] * 6], 2: [[1] * 6]}, 100 * INTERVAL_STEPS)
     assert [len(ids) for ids in rank.resident()] == [3] * LAYERS
 

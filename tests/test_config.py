@@ -41,6 +41,7 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
             "manual needs a number",
         ),
         ({"num_resident": 4, "adapt": "off"}, "--expert-offload-adapt off", "--expert-offload-profile"),
+        ({"num_resident": 4, "per_layer": "global"}, "--expert-offload-per-layer global", "--expert-offload-adapt continuous"),
         ({"num_resident": 4, "profile": " , "}, "--expert-offload-profile", "names no file"),
         ({"num_resident": 4, "profile": "p", "resident_selection": "first_n"}, "--expert-offload-profile 'p'", "frequency"),
         ({"num_resident": 4, "profile_mismatch": "warmup"}, "--expert-offload-profile-mismatch", "no effect without"),
@@ -72,6 +73,22 @@ def test_a_wrong_value_is_named_with_what_would_be_right(flags, flag, word):
     (problem,) = problems(**flags)
     assert problem.startswith(flag)
     assert word in problem
+
+
+@pytest.mark.parametrize(
+    ("flags", "share"),
+    [
+        ({}, "uniform"),
+        ({"adapt": "continuous"}, "global"),
+        ({"adapt": "continuous", "per_layer": "uniform"}, "uniform"),
+        ({"adapt": "continuous", "per_layer": "global"}, "global"),
+        ({"per_layer": "uniform"}, "uniform"),
+    ],
+)
+def test_layers_share_one_budget_where_residents_follow_the_traffic(flags, share):
+    given = {"num_resident": 4, **flags}
+    config = OffloadConfig.from_flags({"expert_offload_" + name: value for name, value in given.items()})
+    assert config.layers_share == share
 
 
 def test_a_profile_makes_up_for_adaptation():

@@ -60,6 +60,7 @@ class Rank:
 
 def test_first_n_is_resident_at_load_and_never_changes():
     rank = Rank(config(resident_selection="first_n", warmup_tokens=300))
+    assert rank.manager.status()["per_layer"] == "uniform"
     for _ in range(5):
         rank.step([[5, 6, 7]] * 100)
     assert rank.resident() == [[0, 1, 2]] * LAYERS
