@@ -187,5 +187,5 @@ def test_only_a_scheduler_that_offloads_is_hooked_where_it_computes(on, checkpoi
     if on:
         assert len(hooked) == 4
     else:
-        assert patched == ["sglang.srt.runtime_context.publish", "sglang.srt.server_args.ServerArgs"]
+        assert patched == ["sglang.srt.server_args.ServerArgs"]
         assert hooked == []

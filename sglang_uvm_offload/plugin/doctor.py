@@ -11,7 +11,7 @@ from sglang_uvm_offload.plugin import hooks, runtime, server_args
 def hook_problems() -> list[str]:
     """Puts every hook in place in this process, as a scheduler does, and names those that cannot be."""
     server_args.install(hooks.add)
-    hooks.add_publish()
+    hooks.watch()
     runtime.install(OffloadConfig(num_resident="1"), hooks.add)
     HookRegistry.apply_hooks()
     reason = hooks.missing()

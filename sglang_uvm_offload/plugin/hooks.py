@@ -9,6 +9,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_uvm_offload.plugin import demand
 
+_PUBLISH = "sglang.srt.runtime_context.publish"
 _targets: list[str] = []
 
 
@@ -16,11 +17,6 @@ def add(target: str, hook: Callable[..., Any], kind: HookType) -> None:
     """Register ``hook`` on the dotted ``target``; it is applied, and checked, with the next ``HookRegistry.apply_hooks``."""
     HookRegistry.register(target, hook, kind)
     _targets.append(target)
-
-
-def installed() -> bool:
-    """Whether SGLang has loaded this plugin in this process."""
-    return bool(_targets)
 
 
 def missing() -> str | None:
@@ -31,13 +27,22 @@ def missing() -> str | None:
     return f"does not fit this SGLang version: it could not hook {', '.join(absent)}"
 
 
-def add_publish() -> None:
-    add("sglang.srt.runtime_context.publish", _after_publish, HookType.AFTER)
+def watching() -> bool:
+    """Whether this process hooks what computes, should its arguments say so."""
+    return _PUBLISH in _targets
+
+
+def watch() -> None:
+    """Hook ``publish``, from which on a process knows its arguments."""
+    if not watching():
+        add(_PUBLISH, _after_publish, HookType.AFTER)
 
 
 def install() -> None:
-    """Hook ``publish``, from which on a process knows its arguments, and check all targets whenever hooks are applied."""
-    add_publish()
+    """Check all targets whenever hooks are applied, and watch where offloading was asked for: elsewhere a further target would
+    cost a search of all modules for nothing."""
+    if demand.demanded():
+        watch()
     original = HookRegistry.apply_hooks
 
     def apply_and_check() -> None:

@@ -13,7 +13,7 @@ from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs as PlainServerArgs
 
 from sglang_uvm_offload.config import PREFIX, FlagError, OffloadConfig
@@ -47,7 +47,7 @@ class _Methods:
     def resolve_once(self) -> None:
         """Each process that is given these arguments calls it before it does anything by them. Some load no plugins."""
         super(OffloadServerArgs, self).resolve_once()  # type: ignore[arg-type]
-        if not hooks.installed() and config_of(self).enabled:
+        if not hooks.watching() and config_of(self).enabled:
             demand.end("sglang-uvm-offload: SGLang has not loaded this plugin in a process that is to offload")
 
     @staticmethod
@@ -90,9 +90,12 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
     """The last checks before anything is spawned or loaded: what this SGLang and this model allow."""
     previous(server_args)
     config = config_of(server_args)
-    demand.tell_children(config.enabled)
     if not config.enabled:
+        demand.tell_children(False)
         return
+    hooks.watch()
+    HookRegistry.apply_hooks()
+    demand.tell_children(True)
     from sglang_uvm_offload.plugin import launch_checks  # its imports are for those who offload
 
     try:
