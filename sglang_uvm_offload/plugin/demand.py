@@ -25,11 +25,6 @@ def tell_children(enabled: bool) -> None:
         os.environ.pop(_VARIABLE, None)
 
 
-def demanded() -> bool:
-    """Whether the launcher that started this process accepted the flags."""
-    return _VARIABLE in os.environ
-
-
 def launch() -> str:
     """The name of the launch that started this process to offload, the same in all its processes."""
     return os.environ.setdefault(_VARIABLE, uuid.uuid4().hex)
@@ -38,7 +33,7 @@ def launch() -> str:
 def unmet(reason: str) -> None:
     """The plugin does not work here: end the process if it was started to offload, else say that it serves without."""
     message = f"sglang-uvm-offload {reason}"
-    if demanded():
+    if os.environ.get(_VARIABLE):
         end(message)
     logger.warning("%s. Expert offloading is not available; without its flags SGLang serves as usual.", message)
 

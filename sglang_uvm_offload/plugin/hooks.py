@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -39,9 +40,9 @@ def watch() -> None:
 
 
 def install() -> None:
-    """Check all targets whenever hooks are applied, and watch where offloading was asked for: elsewhere a further target would
-    cost a search of all modules for nothing."""
-    if demand.demanded():
+    """Check all targets whenever hooks are applied, and watch in each process that SGLang starts: some are started before their
+    arguments are known. A launcher watches once it has accepted the flags: each target costs a search of all modules."""
+    if multiprocessing.parent_process() is not None:
         watch()
     original = HookRegistry.apply_hooks
 
