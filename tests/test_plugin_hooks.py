@@ -127,6 +127,9 @@ pickle.dump(args, open(sys.argv[3], "wb"))
 """
 TAKE_THEM_WITHOUT_PLUGINS = """
 import pickle, sys
+if sys.argv[2] == "registered":  # and SGLang did not apply it
+    from sglang_uvm_offload.plugin import hooks
+    hooks.watch()
 args = pickle.load(open(sys.argv[1], "rb"))
 from sglang.srt.runtime_context import SpawnRanks, publish
 publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0))
@@ -134,20 +137,20 @@ print("SERVES")
 """
 
 
-@pytest.mark.parametrize("residents", [4, 0])
-def test_a_process_that_loads_no_plugins_ends_if_it_is_to_offload(residents, tmp_path, checkpoints: Checkpoints):
+@pytest.mark.parametrize(("residents", "plugin"), [(4, "absent"), (4, "registered"), (0, "absent")])
+def test_a_process_that_loads_no_plugins_ends_if_it_is_to_offload(residents, plugin, tmp_path, checkpoints: Checkpoints):
     """As the actors that ``--use-ray`` starts."""
     given = str(tmp_path / "arguments.pickle")
     for code, arguments in (
         (GIVE_ARGUMENTS, [str(checkpoints("qwen3_moe")), str(residents), given]),
-        (TAKE_THEM_WITHOUT_PLUGINS, [given]),
+        (TAKE_THEM_WITHOUT_PLUGINS, [given, plugin]),
     ):
         ended = subprocess.run(
             [sys.executable, "-c", code, *arguments], env=environment({}), capture_output=True, text=True, timeout=120
         )
     if residents:
         assert ended.returncode == 1
-        assert "SGLang has not loaded this plugin in a process that is to offload" in ended.stderr
+        assert "not loaded, or not in place, in a process that is to offload" in ended.stderr
     else:
         assert "SERVES" in ended.stdout, ended.stderr[-3000:]
 

@@ -30,18 +30,18 @@ def missing() -> str | None:
 
 def watching() -> bool:
     """Whether this process hooks what computes, should its arguments say so."""
-    return _PUBLISH in _targets
+    return _PUBLISH in HookRegistry._patched
 
 
 def watch() -> None:
     """Hook ``publish``, from which on a process knows its arguments."""
-    if not watching():
+    if _PUBLISH not in _targets:
         add(_PUBLISH, _after_publish, HookType.AFTER)
 
 
 def install() -> None:
-    """Check all targets whenever hooks are applied, and watch in each process that SGLang starts: some are started before their
-    arguments are known. A launcher watches once it has accepted the flags: each target costs a search of all modules."""
+    """Check all targets whenever hooks are applied, and watch in each process that SGLang starts, since it learns its arguments
+    later. A launcher watches once it has accepted the flags: each target costs a search of all modules."""
     if multiprocessing.parent_process() is not None:
         watch()
     original = HookRegistry.apply_hooks

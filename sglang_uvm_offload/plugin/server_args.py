@@ -48,7 +48,7 @@ class _Methods:
         """Each process that is given these arguments calls it before it does anything by them. Some load no plugins."""
         super(OffloadServerArgs, self).resolve_once()  # type: ignore[arg-type]
         if not hooks.watching() and config_of(self).enabled:
-            demand.end("sglang-uvm-offload: SGLang has not loaded this plugin in a process that is to offload")
+            demand.end("sglang-uvm-offload: this plugin is not loaded, or not in place, in a process that is to offload")
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
