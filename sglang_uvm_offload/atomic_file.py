@@ -22,7 +22,7 @@ def replace(path: Path, write: Callable[[IO[bytes]], None]) -> None:
             os.fsync(file.fileno())
             os.fchmod(file.fileno(), 0o666 & ~_umask())
             os.replace(file.name, path)
-        except BaseException:
+        except BaseException:  # an interrupt too must not leave the half file; it goes on from here
             os.unlink(file.name)
             raise
 

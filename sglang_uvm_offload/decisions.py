@@ -68,6 +68,6 @@ class _ThisThread(Executor):
         done: Future[Any] = Future()
         try:
             done.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 -- as an executor does
+        except Exception as error:  # noqa: BLE001 -- the future keeps it, and raises it in ``take``
             done.set_exception(error)
         return done

@@ -253,7 +253,9 @@ class OffloadManager:
             return None
         try:
             return self.decisions.take(self.observer.asked, resident, may_move=self.warm)
-        except Exception as error:  # no step needs a decision, and peers wait for this rank's answer
+        except Exception as error:
+            # Whatever it was, no step computes with a decision, and peers wait for this rank's answer. It is logged with its
+            # trace and shown as the fault. An error of the GPU comes again with the next kernel, and ends the process there.
             self.decisions = None
             self.fault = f"choosing residents failed: {type(error).__name__}: {error}"
             logger.error(

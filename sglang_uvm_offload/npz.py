@@ -25,7 +25,7 @@ def read(path: str | os.PathLike[str], names: Sequence[str], max_bytes: int) -> 
             with zipfile.ZipFile(file) as archive:
                 return [_array(archive, name, max_bytes) for name in names]
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
-            # zipfile seeks to where the file says (OSError), and refuses unknown methods and encryption.
+            # zipfile seeks to where the file says (OSError), and refuses unknown methods (NotImplementedError) and encryption.
             raise NpzError(f"not a readable npz file: {error}") from error
 
 

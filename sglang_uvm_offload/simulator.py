@@ -97,12 +97,7 @@ class Managed:
             num_resident=str(num_resident), resident_selection="first_n", adapt="continuous", per_layer=per_layer
         )
         self.manager = OffloadManager(
-            config,
-            HostMemory(),
-            CpuRoutingCounters,
-            lambda decide: decide(),
-            progress=lambda: False,
-            clock=_Idle(),
+            config, HostMemory(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False, clock=_Idle()
         )
         self._model = self.manager.begin_model(draft=False)
         self._held: list[torch.Tensor] = []

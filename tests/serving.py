@@ -171,7 +171,7 @@ class Host:
         self.buffer = b""
         try:
             self.next_message(time.monotonic() + START_SECONDS)
-        except BaseException:
+        except BaseException:  # an interrupt too must not leave the process; it goes on from here
             self.close()
             raise
 
@@ -361,7 +361,7 @@ class Server:
             )
         try:
             self.wait_until_ready(time.monotonic() + self.seconds)
-        except BaseException:
+        except BaseException:  # an interrupt too must not leave the server; it goes on from here
             self.stop()
             raise
         return self

@@ -245,7 +245,7 @@ class Later(Executor):
         def run():
             try:
                 future.set_result(work(*args, **kwargs))
-            except Exception as error:  # noqa: BLE001 -- as an executor does
+            except Exception as error:  # noqa: BLE001 -- the future raises it where it is asked
                 future.set_exception(error)
 
         self.tasks.append(run)

@@ -73,7 +73,7 @@ def answers() -> Iterator[dict[str, tuple[int, bytes]]]:
             self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:
-            pass
+            """Without a line on stderr for each request."""
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -17,5 +17,5 @@ def register() -> None:
 
         server_args.install(hooks.add)
         hooks.install()
-    except Exception as error:  # noqa: BLE001 -- whatever an unknown SGLang raises, SGLang would swallow it
+    except Exception as error:  # noqa: BLE001 -- SGLang would swallow it; ``unmet`` ends the process or warns
         demand.unmet(f"cannot register with this SGLang: {type(error).__name__}: {error}")
