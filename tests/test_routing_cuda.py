@@ -30,8 +30,10 @@ def test_the_gpu_counts_what_the_cpu_counts(standin):
     assert ran.said == [True, True], ran.err
 
 
-def test_what_is_asked_for_is_of_the_steps_so_far_and_whoever_asks_waits_for_none(standin):
-    ran = standin.run("""
+@pytest.mark.parametrize("late", [0, 1, 2], ids=["no stream is late", "steps are late", "copies are late"])
+def test_what_is_asked_for_is_of_the_steps_so_far_and_whoever_asks_waits_for_none(standin, late):
+    ran = standin.run(
+        """
         from sglang_uvm_offload.routing import IdFormat, Phase
         from sglang_uvm_offload.routing_cuda import CudaRoutingCounters
         counters, ids = CudaRoutingCounters(1, 4), torch.tensor([[1, 2]], dtype=torch.int32).cuda()
@@ -39,16 +41,21 @@ def test_what_is_asked_for_is_of_the_steps_so_far_and_whoever_asks_waits_for_non
             counters.begin_step(1, Phase.DECODE)
             counters.count(0, ids, 0, IdFormat.PLAIN)
         step()
-        asked = counters.ask()
-        asked.ready()
+        asked = [counters.ask()]
+        ready = asked[0].ready()
         step()
-        early, late = asked.wait(), counters.read()
-        print(json.dumps([[c.counts[0, 1, 0].tolist(), c.steps] for c in (early, late, asked.wait())]))
-    """)
-    one, two = [[0, 1, 1, 0], [0, 1]], [[0, 2, 2, 0], [0, 2]]
-    assert ran.said == [one, two, one], ran.err
-    first, second = (i for i, call in enumerate(ran.calls) if call.get("kernel") == "uvm_count_routing_kernel")
-    assert not [call for call in ran.calls[first:second] if "Synchronize" in call["call"]]
+        asked.append(counters.ask())
+        step()
+        counted = [counts.wait() for counts in asked] + [counters.read(), asked[0].wait()]
+        print(json.dumps([ready, [[c.counts[0, 1, 0].tolist(), c.steps] for c in counted]]))
+        """,
+        late=late,
+    )
+    ready, counted = ran.said
+    assert counted == [[[0, n, n, 0], [0, n]] for n in (1, 2, 3, 1)], ran.err
+    assert ready == (late != 2)
+    first, *_, last = (i for i, call in enumerate(ran.calls) if call.get("kernel") == "uvm_count_routing_kernel")
+    assert not [call for call in ran.calls[first:last] if "Synchronize" in call["call"]]
 
 
 def test_reselection_over_cuda_keeps_bytes_and_addresses_and_demotes_a_layer_before_it_promotes(standin):

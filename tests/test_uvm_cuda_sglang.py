@@ -41,6 +41,7 @@ def served(tmp_path_factory, checkpoints) -> tuple[dict, list[dict]]:
     build(folder / "cuda")
     environment = sglang_environment(folder / "cuda", folder / "calls.jsonl", folder / "caches")
     environment |= {"STANDIN_FIRST_EXPERT": str(FIRST), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment["STANDIN_LATE"] = "2"  # the stream of SGLang's steps, and that of the copies of counts
     offload = {"expert_offload_num_resident": RESIDENT, "expert_offload_warmup_tokens": 16}
     offload |= {"expert_offload_trace": str(folder / "trace.npz")}
     job = {

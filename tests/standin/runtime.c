@@ -228,6 +228,7 @@ EXPORT cudaError_t cudaMallocAsync(void** address, size_t nbytes, cudaStream_t s
 
 static int give(const char* call, void* address) {
     enum kind kind = address ? standin_kind(address) : KIND_NONE;
+    standin_finish_all();
     int result = standin_injected(call);
     if (result == 0 && !standin_give(address)) result = cudaErrorInvalidValue;
     standin_log(call, result, "\"address\": %zu, \"managed\": %s, \"live_managed_bytes\": %zu", (size_t)address,
@@ -296,12 +297,15 @@ static void run_copy(void* state) {
     }
 }
 
+/* The caller waits for a copy from or to pageable memory. */
 static cudaError_t copy(void* stream, struct copy it) {
     standin_enqueue(stream, "cudaMemcpyAsync", run_copy, &it, sizeof it);
+    if (standin_kind(it.from) == KIND_NONE || standin_kind(it.to) == KIND_NONE) standin_finish(stream);
     return 0;
 }
 
 EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t nbytes, enum cudaMemcpyKind kind) {
+    standin_finish(NULL);
     memmove(to, from, nbytes);
     return 0;
 }
@@ -332,6 +336,7 @@ static void run_fill(void* state) {
 }
 
 EXPORT cudaError_t cudaMemset(void* to, int value, size_t nbytes) {
+    standin_finish(NULL);
     memset(to, value, nbytes);
     return 0;
 }

@@ -49,6 +49,9 @@ void standin_enqueue(void* stream, const char* what, work_fn work, void* state, 
 void standin_launch(void* stream, const char* kernel, void** arguments, int shown, unsigned blocks, unsigned threads,
                     const char* call);
 bool standin_capturing(void* stream);
+/* Runs what a stream, or every stream, still has to run. */
+void standin_finish(void* stream);
+void standin_finish_all(void);
 
 /* ---- symbols.c ---- */
 

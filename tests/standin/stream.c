@@ -1,5 +1,6 @@
 /* Streams, events, capture and graphs. Work runs at once, in the calling thread; a capturing stream records it instead,
  * and a graph launch runs what was recorded. A stream joins a capture by waiting for an event that was recorded in it.
+ * STANDIN_LATE makes streams late: their work waits until somebody waits for it, the last moment at which it may run.
  */
 #define _GNU_SOURCE
 #include "standin.h"
@@ -27,14 +28,25 @@ struct graph {
 
 struct stream {
     struct stream* next;
-    struct graph* graph; /* being captured, or NULL */
+    struct graph* graph;       /* being captured, or NULL */
+    struct node *first, *last; /* work that has not run yet */
+    uint64_t queued, done;
+};
+
+/* All work of a stream up to some moment. */
+struct moment {
+    struct stream* stream;
+    uint64_t at;
 };
 
 struct event {
     struct graph* graph; /* that was being captured where it was recorded */
+    struct moment recorded;
+    bool asked;
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t running = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static struct stream legacy;
 static struct stream* streams = &legacy;
 static int graphs_made;
@@ -57,15 +69,66 @@ static void append(struct graph* graph, work_fn work, void* state) {
     pthread_mutex_unlock(&lock);
 }
 
-void standin_enqueue(void* stream, const char* what, work_fn work, void* state, size_t state_bytes) {
-    struct graph* graph = of(stream)->graph;
-    if (!graph) {
+static void* kept(const void* state, size_t nbytes) { return memcpy(malloc(nbytes), state, nbytes); }
+
+/* ---- late streams ---- */
+
+static bool late(struct stream* stream) {
+    long long which = standin_setting("STANDIN_LATE", 0);
+    return which == (stream == &legacy ? 1 : 2);
+}
+
+static void run_until(struct moment moment) {
+    struct stream* stream = moment.stream;
+    pthread_mutex_lock(&running);
+    while (stream && stream->done < moment.at) {
+        struct node* node = stream->first;
+        stream->first = node->next;
+        if (!stream->first) stream->last = NULL;
+        node->work(node->state);
+        stream->done++;
+        free(node->state);
+        free(node);
+    }
+    pthread_mutex_unlock(&running);
+}
+
+static struct moment now(struct stream* stream) { return (struct moment){stream, stream->queued}; }
+
+void standin_finish(void* stream) { run_until(now(of(stream))); }
+
+void standin_finish_all(void) {
+    for (struct stream* each = streams; each; each = each->next) run_until(now(each));
+}
+
+/* Runs the work or, on a late stream, keeps it with a copy of its state. */
+static void submit(struct stream* stream, work_fn work, void* state, size_t state_bytes) {
+    if (!late(stream)) {
         work(state);
         return;
     }
-    void* kept = malloc(state_bytes);
-    memcpy(kept, state, state_bytes);
-    append(graph, work, kept);
+    struct node* node = calloc(1, sizeof *node);
+    node->work = work;
+    node->state = kept(state, state_bytes);
+    pthread_mutex_lock(&running);
+    if (stream->last)
+        stream->last->next = node;
+    else
+        stream->first = node;
+    stream->last = node;
+    stream->queued++;
+    pthread_mutex_unlock(&running);
+}
+
+static void run_wait(void* state) { run_until(*(struct moment*)state); }
+
+void standin_enqueue(void* stream, const char* what, work_fn work, void* state, size_t state_bytes) {
+    struct graph* graph = of(stream)->graph;
+    if (!graph) {
+        submit(of(stream), work, state, state_bytes);
+        return;
+    }
+    append(graph, work, kept(state, state_bytes));
     standin_log(what, 0, "\"graph\": %d", graph->id);
 }
 
@@ -107,13 +170,10 @@ void standin_launch(void* stream, const char* kernel, void** arguments, int show
                 stream, graph ? graph->id : 0, words[0], words[1]);
     /* Kernels read their arguments' values at the launch, and a graph keeps the values of the capture. */
     struct bound_launch launch = {bind_kernel ? bind_kernel(kernel, arguments) : NULL, blocks, threads};
-    if (!graph) {
-        run_bound(&launch);
-        return;
-    }
-    struct bound_launch* kept = malloc(sizeof *kept);
-    *kept = launch;
-    append(graph, run_bound, kept);
+    if (graph)
+        append(graph, run_bound, kept(&launch, sizeof launch));
+    else
+        submit(of(stream), run_bound, &launch, sizeof launch);
 }
 
 /* ---- streams ---- */
@@ -158,11 +218,13 @@ EXPORT int cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 EXPORT int cudaStreamSynchronize(void* stream) {
     int result = standin_injected("cudaStreamSynchronize");
     if (result == 0 && standin_capturing(stream)) result = cudaErrorStreamCaptureUnsupported;
+    standin_finish(stream);
     standin_log("cudaStreamSynchronize", result, "\"stream\": \"%p\"", stream);
     return result;
 }
 
 EXPORT int cudaDeviceSynchronize(void) {
+    standin_finish_all();
     standin_log("cudaDeviceSynchronize", 0, NULL);
     return 0;
 }
@@ -188,14 +250,35 @@ static int new_event(void** event) {
     return 0;
 }
 
-static int record(void* event, void* stream) {
-    ((struct event*)event)->graph = of(stream)->graph;
+static int record(void* handle, void* stream) {
+    *(struct event*)handle = (struct event){of(stream)->graph, now(of(stream)), false};
     return 0;
 }
 
-static int wait_event(void* stream, void* event) {
-    struct graph* graph = ((struct event*)event)->graph;
+static int wait_event(void* stream, void* handle) {
+    struct event* event = handle;
+    struct graph* graph = event->graph;
     if (graph && graph->open && !of(stream)->graph) of(stream)->graph = graph;
+    if (!graph) submit(of(stream), run_wait, &event->recorded, sizeof event->recorded);
+    return 0;
+}
+
+static int synchronize_event(void* event) {
+    standin_log("cudaEventSynchronize", 0, NULL);
+    run_until(((struct event*)event)->recorded);
+    return 0;
+}
+
+/* Late work is not ready when it is first asked for; whoever asks again is not kept waiting. */
+static int query_event(void* handle) {
+    struct event* event = handle;
+    struct moment moment = event->recorded;
+    if (!moment.stream || moment.stream->done >= moment.at) return 0;
+    if (!event->asked) {
+        event->asked = true;
+        return cudaErrorNotReady;
+    }
+    run_until(moment);
     return 0;
 }
 
@@ -206,6 +289,10 @@ EXPORT int cudaEventDestroy(void* event) { return 0; }
 EXPORT int cudaEventRecord(void* event, void* stream) { return record(event, stream); }
 EXPORT int cudaEventRecordWithFlags(void* event, void* stream, unsigned flags) { return record(event, stream); }
 EXPORT int cuEventRecord(void* event, void* stream) { return record(event, stream); }
+EXPORT int cudaEventSynchronize(void* event) { return synchronize_event(event); }
+EXPORT int cuEventSynchronize(void* event) { return synchronize_event(event); }
+EXPORT int cudaEventQuery(void* event) { return query_event(event); }
+EXPORT int cuEventQuery(void* event) { return query_event(event); }
 EXPORT int cudaStreamWaitEvent(void* stream, void* event, unsigned flags) { return wait_event(stream, event); }
 EXPORT int cuStreamWaitEvent(void* stream, void* event, unsigned flags) { return wait_event(stream, event); }
 
@@ -326,11 +413,16 @@ EXPORT int cudaGraphNodeGetDependencies(void* node, void** dependencies, void* e
     return 0;
 }
 
-EXPORT int cudaGraphLaunch(void* executable, void* stream) {
-    struct graph* graph = executable;
-    standin_log("cudaGraphLaunch", 0, "\"graph\": %d, \"nodes\": %zu", graph->id, graph->count);
+static void run_graph(void* state) {
+    struct graph* graph = *(struct graph**)state;
     for (struct node* node = graph->first; node; node = node->next) {
         if (node->work) node->work(node->state);
     }
+}
+
+EXPORT int cudaGraphLaunch(void* executable, void* stream) {
+    struct graph* graph = executable;
+    standin_log("cudaGraphLaunch", 0, "\"graph\": %d, \"nodes\": %zu", graph->id, graph->count);
+    submit(of(stream), run_graph, &graph, sizeof graph);
     return 0;
 }
