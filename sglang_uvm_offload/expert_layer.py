@@ -13,6 +13,27 @@ from sglang_uvm_offload.uvm import Memory, MemoryFault, Span
 
 HOST_MARGIN_BYTES = 1 << 30
 """Host RAM that offloading leaves to everything else on the machine."""
+MOST_SHRINKING = 8
+"""How much less a step after loading may leave: 16 bits may become 4, with scales. Scales alone, where weights of 4 bits went
+elsewhere, are a ninth."""
+
+
+def check_host_ram(memory: Memory, call: str, name: str, needed: int) -> None:
+    """Raise ``MemoryFault`` if ``call`` would take ``needed`` bytes of host RAM that are not there: the kernel would kill some
+    process for them."""
+    room = memory.info().host_available - HOST_MARGIN_BYTES if needed else 0
+    if needed > room:
+        raise MemoryFault(
+            call,
+            name,
+            Span(0, needed),
+            f"what is offloaded needs {size(needed)} of host RAM, and {size(max(room, 0))} is left "
+            f"({size(HOST_MARGIN_BYTES)} is kept for other uses)",
+        )
+
+
+class ExpertsLost(RuntimeError):
+    """A layer's weights went to where nobody finds them: they could be neither offloaded nor counted."""
 
 
 class ExpertLayer:
@@ -29,48 +50,53 @@ class ExpertLayer:
         self.pinned = np.arange(num_experts) >= num_experts - num_shared
         self.resident = resident | self.pinned
         """``bool[num_experts]``: the experts whose every byte in managed memory is in VRAM, or on its way there."""
+        self._has_host_room = ~self.resident
         self.tensors: list[ExpertTensor] = []
         self.plain_bytes = 0
         """Bytes of expert tensors left in ordinary VRAM: too small to place, or with interleaved experts."""
+        self._settled_bytes = 0
+        """Bytes of all expert tensors, when they last settled."""
 
     def allocate(self, expert_bytes: int, device: torch.device, description: str) -> torch.Tensor | None:
         """``takeover.Allocate`` for this layer: managed and placed, or None where an expert does not fill a page."""
-        if not ExpertLayout(self.num_experts, expert_bytes).placeable:
+        if device.type != self.memory.device_type or not ExpertLayout(self.num_experts, expert_bytes).placeable:
             return None
         name = f"{description} of MoE layer {self.layer_id}"
-        offloaded = int((~self.resident).sum()) * expert_bytes
-        room = self.memory.info().host_available - HOST_MARGIN_BYTES
-        if offloaded > room:
-            raise MemoryFault(
-                "allocate",
-                name,
-                Span(0, self.num_experts * expert_bytes),
-                f"its offloaded experts need {size(offloaded)} of host RAM, and {size(max(room, 0))} is left "
-                f"({size(HOST_MARGIN_BYTES)} is kept for other uses)",
-            )
+        check_host_ram(self.memory, "allocate", name, int((~self.resident).sum()) * expert_bytes)
         tensor = ExpertTensor(self.memory, name, self.num_experts, expert_bytes)
         flat = tensor.bytes()
         tensor.place(self.resident)
         self.tensors.append(tensor)
         return flat
 
-    def settle(self, module: torch.nn.Module) -> None:
-        """After a step that may have replaced tensors of ``module``: take over what it made, forget what it dropped."""
-        move_into_managed(module, self.num_experts, self._is_managed, self.allocate)
-        held: set[int] = set()
+    def settle(self, *holders: object) -> None:
+        """After a step that may have replaced tensors of the ``holders`` (the layer's module, and what computes for it): take
+        over what it made, forget what it dropped. Raises ``ExpertsLost`` where nearly all bytes are gone."""
+        move_into_managed(holders, self.num_experts, self._is_managed, self.allocate)
+        managed: set[int] = set()
         plain: dict[int, int] = {}
-        for _, tensor in expert_tensors(module, self.num_experts):
-            storage = tensor.untyped_storage()
-            if self._is_managed(tensor):
-                held.add(storage.data_ptr())
-            elif tensor.device.type != "meta":
+        for held in expert_tensors(holders, self.num_experts):
+            storage = held.tensor.untyped_storage()
+            if self._is_managed(held.tensor):
+                managed.add(storage.data_ptr())
+            elif held.tensor.device.type != "meta":
                 plain[storage.data_ptr()] = storage.nbytes()
-        self.tensors = [tensor for tensor in self.tensors if tensor.address in held]
+        self.tensors = [tensor for tensor in self._live_tensors() if tensor.address in managed]
         self.plain_bytes = sum(plain.values())
+        before = self._settled_bytes
+        self._settled_bytes = sum(tensor.layout.nbytes for tensor in self.tensors) + self.plain_bytes
+        if self._settled_bytes < before / MOST_SHRINKING:
+            lost, experts = size(before - self._settled_bytes), f"the experts of MoE layer {self.layer_id}"
+            raise ExpertsLost(f"{lost} of the {size(before)} of {experts} are not found any more after loading")
+
+    def host_bytes_to_demote(self, after: np.ndarray) -> int:
+        """Host RAM that ``demote`` takes: an expert keeps its room there when it moves to VRAM again."""
+        return int((self.resident & ~after & ~self._has_host_room).sum()) * self.expert_bytes
 
     def demote(self, after: np.ndarray) -> int:
         """Bring to host RAM what ``after`` (``bool[num_experts]``) does not keep. Returns the bytes asked to move."""
         kept = self.resident & after
+        self._has_host_room |= ~kept
         moved = sum(tensor.demote(self.resident, kept) for tensor in self.tensors)
         self.resident = kept
         return moved
@@ -112,4 +138,8 @@ class ExpertLayer:
 
     def _is_managed(self, tensor: torch.Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
-        return any(address == mine.address for mine in self.tensors)
+        return any(address == mine.address for mine in self._live_tensors())
+
+    def _live_tensors(self) -> list[ExpertTensor]:
+        """Without those that a step made for itself and dropped: what is made next may lie where they were."""
+        return [tensor for tensor in self.tensors if self.memory.holds(tensor.managed)]

@@ -18,7 +18,7 @@ from sglang_uvm_offload import policy
 from sglang_uvm_offload.adaptation import INTERVAL_STEPS, Adaptation
 from sglang_uvm_offload.config import FlagError, OffloadConfig, ResidentIds
 from sglang_uvm_offload.decisions import Decisions
-from sglang_uvm_offload.expert_layer import ExpertLayer
+from sglang_uvm_offload.expert_layer import ExpertLayer, check_host_ram
 from sglang_uvm_offload.history import History, coverage_curve
 from sglang_uvm_offload.ledger import Ledger, stack
 from sglang_uvm_offload.observer import Observer
@@ -298,25 +298,30 @@ class OffloadManager:
     def _move(self, after: np.ndarray, wait: bool) -> int:
         """Demote before promoting, so that VRAM never holds more than before: layer by layer where one layer's promotions take
         what its own demotions gave, else all demotions first. Without ``wait`` the moves are queued in that order, and a
-        late fault shows in the next call. Returns the bytes asked to move."""
+        late fault shows in the next call. What host RAM has no room for is not demoted. Returns the bytes asked to move."""
         moved = 0
         pairs = [(la, wanted[: la.num_experts]) for la, wanted in zip(self.target.layers, after, strict=True)]
         pairs = [(la, wanted) for la, wanted in pairs if (la.resident != wanted).any()]
         balanced = all(la.resident.sum() >= wanted.sum() for la, wanted in pairs)
         rounds = [pairs] if balanced else [[(la, la.resident & wanted) for la, wanted in pairs], pairs]
-        bar = self._bar("Moving experts", len(pairs) * len(rounds), show=wait)
-        for layer, wanted in itertools.chain.from_iterable(rounds):
+        order = list(itertools.chain.from_iterable(rounds))
+        bar = self._bar("Moving experts", len(order), show=wait)
+        # Where each move is waited for, host RAM is looked at before each: other ranks take of it at the same time.
+        for group in [[pair] for pair in order] if wait or not order else [order]:
             try:
-                moved += layer.demote(wanted)
-                if wait:
-                    self.memory.synchronize()
-                moved += layer.promote(wanted)
-                if wait:
-                    self.memory.synchronize()
+                needed = sum(layer.host_bytes_to_demote(wanted) for layer, wanted in dict(group).items())
+                check_host_ram(self.memory, "demote", _named([layer for layer, _ in group]), needed)
+                for layer, wanted in group:
+                    moved += layer.demote(wanted)
+                    if wait:
+                        self.memory.synchronize()
+                    moved += layer.promote(wanted)
+                    if wait:
+                        self.memory.synchronize()
+                    bar.update()
             except MemoryFault as fault:
-                self._stop_moving(fault, [layer])
+                self._stop_moving(fault, [layer for layer, _ in group])
                 break
-            bar.update()
         bar.close()
         return moved
 
@@ -430,6 +435,10 @@ class OffloadManager:
 def rank_share(num_resident: int, ep_rank: int, ep_size: int) -> int:
     """How many of a layer's N residents expert-parallel rank ``ep_rank`` keeps: N split as evenly as it goes."""
     return num_resident * (ep_rank + 1) // ep_size - num_resident * ep_rank // ep_size
+
+
+def _named(layers: Sequence[ExpertLayer]) -> str:
+    return f"the experts of MoE layer {layers[0].layer_id}" + (f" and {len(layers) - 1} others" if len(layers) > 1 else "")
 
 
 def _hottest(seen: RoutingCounts, resident: np.ndarray, pinned: np.ndarray, slots: np.ndarray) -> np.ndarray:

@@ -6,8 +6,10 @@ quantisation, so nothing here knows a format, a model or a runner.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,45 +81,65 @@ class AllocationMode(TorchDispatchMode):
         return out
 
 
-def expert_tensors(module: torch.nn.Module, num_experts: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The module's own parameters, buffers and attributes that are tensors ``[num_experts, ...]``, by name."""
-    for store in (module._parameters, module._buffers, vars(module)):
-        for name, value in store.items():
-            if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == num_experts:
-                yield name, value.data if isinstance(value, torch.nn.Parameter) else value
+@dataclasses.dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """An expert tensor, and where it is held."""
+
+    tensor: torch.Tensor
+    put: Callable[[torch.Tensor], None]
+    """Puts another tensor in its place; a parameter stays the object it is."""
+
+
+def expert_tensors(holders: Sequence[object], num_experts: int) -> Iterator[HeldTensor]:
+    """The tensors ``[num_experts, ...]`` that the holders have as their own parameters, buffers or attributes: a layer, and
+    what computes for it. Dataclasses that they hold are searched too: Triton's MXFP4 kernels keep their weights in such."""
+    seen: set[int] = set()
+
+    def held(value: object, put: Callable[[torch.Tensor], None]) -> Iterator[HeldTensor]:
+        if isinstance(value, torch.Tensor):
+            if value.ndim and value.shape[0] == num_experts:
+                if isinstance(value, torch.nn.Parameter):
+                    yield HeldTensor(value.data, lambda tensor: setattr(value, "data", tensor))
+                else:
+                    yield HeldTensor(value, put)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type) and id(value) not in seen:
+            seen.add(id(value))
+            for name in [field.name for field in dataclasses.fields(value)]:
+                # A frozen one too: it holds the same values as before, elsewhere.
+                yield from held(getattr(value, name, None), functools.partial(object.__setattr__, value, name))
+
+    for holder in holders:
+        modules = (holder._parameters, holder._buffers) if isinstance(holder, torch.nn.Module) else ()
+        for store in (*modules, vars(holder)):
+            for name, value in list(store.items()):
+                yield from held(value, functools.partial(store.__setitem__, name))
 
 
 def move_into_managed(
-    module: torch.nn.Module, num_experts: int, is_managed: Callable[[torch.Tensor], bool], allocate: Allocate
+    holders: Sequence[object], num_experts: int, is_managed: Callable[[torch.Tensor], bool], allocate: Allocate
 ) -> None:
-    """Move each expert tensor of ``module`` that is not managed yet into memory from ``allocate``, one storage at a time.
+    """Move each of the ``expert_tensors`` that is not managed yet into memory from ``allocate``, one storage at a time.
 
     Shapes, strides, parameter objects and tensors that share a storage stay as they are. A tensor whose experts are not
     separate runs of bytes (experts interleaved by a transposed first dimension) stays where it is.
     """
-    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in expert_tensors(module, num_experts):
-        if tensor.device.type != "meta" and tensor.numel() and not is_managed(tensor):
-            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    by_storage: dict[int, list[HeldTensor]] = {}
+    for held in expert_tensors(holders, num_experts):
+        if held.tensor.device.type != "meta" and held.tensor.numel() and not is_managed(held.tensor):
+            by_storage.setdefault(held.tensor.untyped_storage().data_ptr(), []).append(held)
     while by_storage:
         _, group = by_storage.popitem()
-        storage = group[0][1].untyped_storage()
+        storage = group[0].tensor.untyped_storage()
         expert_bytes, rest = divmod(storage.nbytes(), num_experts)
-        if rest or not all(_one_run_an_expert(tensor, expert_bytes) for _, tensor in group):
+        if rest or not all(_one_run_an_expert(held.tensor, expert_bytes) for held in group):
             continue
-        flat = allocate(expert_bytes, group[0][1].device, describe(group[0][1]))
+        flat = allocate(expert_bytes, group[0].tensor.device, describe(group[0].tensor))
         if flat is None:
             continue
         flat.copy_(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(storage))
-        for name, tensor in group:
-            moved = flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-            parameter = module._parameters.get(name)
-            if parameter is not None:
-                parameter.data = moved
-            elif name in module._buffers:
-                module._buffers[name] = moved
-            else:
-                setattr(module, name, moved)
+        for held in group:
+            tensor = held.tensor
+            held.put(flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -78,6 +78,8 @@ class Memory(Protocol):
 
     name: str
     """"uvm" or "host": what ``--expert-offload-backend`` calls it."""
+    device_type: str
+    """The kind of device, as torch names it, that its tensors are on."""
 
     def allocate(self, nbytes: int, name: str) -> ManagedRange:
         """Reserve ``nbytes`` (> 0) of managed memory, unpopulated, readable by the GPU wherever a page lives
@@ -106,6 +108,9 @@ class Memory(Protocol):
 
     def free(self, managed: ManagedRange) -> None:
         """Give the range back. Freeing a range twice is a ``ValueError``."""
+
+    def holds(self, managed: ManagedRange) -> bool:
+        """Whether the range still is: another one may lie where it was."""
 
     def info(self) -> MemoryInfo:
         """What is free now."""

@@ -46,6 +46,7 @@ class CudaMemory:
     raises ``RuntimeError`` with every reason why this GPU cannot serve."""
 
     name = "uvm"
+    device_type = "cuda"
 
     def __init__(self, device: int = 0, ops: CudaOps | None = None):
         if problems := device_problems(device):
@@ -108,6 +109,10 @@ class CudaMemory:
         if live.owner() is None:
             self._give_back(managed)
 
+    def holds(self, managed: ManagedRange) -> bool:
+        live = self._live.get(managed.address)
+        return live is not None and live.managed is managed
+
     def info(self) -> MemoryInfo:
         try:
             free, total = self._ops.memory_info(self.device)
@@ -116,10 +121,9 @@ class CudaMemory:
         return MemoryInfo(free, total, host_available())
 
     def _find(self, managed: ManagedRange) -> _Live:
-        live = self._live.get(managed.address)
-        if live is None or live.managed is not managed:
+        if not self.holds(managed):
             raise ValueError(f"{managed.name} is not (or no longer) managed by this memory")
-        return live
+        return self._live[managed.address]
 
     def _move(self, call: Callable[..., None], managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
         self._find(managed)
@@ -145,8 +149,7 @@ class CudaMemory:
         return torch.cuda.current_stream(self.device).cuda_stream
 
     def _last_tensor_gone(self, managed: ManagedRange) -> None:
-        live = self._live.get(managed.address)
-        if live is not None and live.managed is managed:
+        if self.holds(managed):
             del self._live[managed.address]
         self._give_back(managed)
 

@@ -80,6 +80,7 @@ class HostMemory:
     """``uvm.Memory`` over ordinary memory. ``device_bytes`` is the VRAM to play, None for as much as is asked for."""
 
     name = "host"
+    device_type = "cpu"
 
     def __init__(self, device_bytes: int | None = None, link: LinkModel | None = None):
         self.device_bytes = device_bytes
@@ -160,6 +161,10 @@ class HostMemory:
         self._pages(managed)
         self._forget(managed.address)
 
+    def holds(self, managed: ManagedRange) -> bool:
+        pages = self._ranges.get(managed.address)
+        return pages is not None and pages.managed is managed
+
     def info(self) -> MemoryInfo:
         host = host_available()
         if self.device_bytes is None:
@@ -215,10 +220,9 @@ class HostMemory:
         return len(self._ranges)
 
     def _pages(self, managed: ManagedRange) -> _Pages:
-        pages = self._ranges.get(managed.address)
-        if pages is None or pages.managed is not managed:
+        if not self.holds(managed):
             raise ValueError(f"{managed.name} is not (or no longer) managed by this memory")
-        return pages
+        return self._ranges[managed.address]
 
     def _checked(self, managed: ManagedRange, spans: Sequence[Span]) -> _Pages:
         pages = self._pages(managed)

@@ -79,8 +79,10 @@ def check_the_last_tensor_frees_the_range(memory: Memory) -> None:
     view.copy_(torch.arange(10, dtype=torch.uint8).view(2, 5))
     assert view.cpu().tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     memory.prefer(it, [Span(0, PAGE)], HOST)
+    assert memory.holds(it)
     del view
     gc.collect()
+    assert not memory.holds(it)
     refuses(lambda: memory.free(it))
 
 
@@ -110,6 +112,7 @@ def check_a_freed_range_is_refused_everywhere(memory: Memory) -> None:
 def check_a_range_of_another_hand_is_refused(memory: Memory) -> None:
     with managed(memory, PAGE) as it:
         forged = ManagedRange(it.address, it.nbytes, it.name)
+        assert not memory.holds(forged)
         refuses(lambda: memory.tensor(forged))
         refuses(lambda: memory.free(forged))
 

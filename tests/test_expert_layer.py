@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_uvm_offload.expert_layer import HOST_MARGIN_BYTES, ExpertLayer
+from sglang_uvm_offload.expert_layer import HOST_MARGIN_BYTES, ExpertLayer, ExpertsLost
 from sglang_uvm_offload.layout import PAGE_BYTES
 from sglang_uvm_offload.takeover import AllocationMode
 from sglang_uvm_offload.uvm import Location, MemoryFault, MemoryInfo
@@ -170,10 +170,60 @@ class PoorMemory(HostMemory):
         return MemoryInfo(0, 0, HOST_MARGIN_BYTES + TENSOR_BYTES["w13"] // 2)
 
 
+def test_what_a_step_made_for_itself_is_forgotten_even_if_something_else_lies_there_now():
+    memory = HostMemory()
+    layer, module = loaded(memory, 0)
+    before = list(layer.tensors)
+    with AllocationMode(E, layer.allocate):
+        scratch = torch.empty(E, PAGE_BYTES, dtype=torch.uint8)
+        address = scratch.data_ptr()
+        del scratch
+        module.repacked = torch.empty(E, PAGE_BYTES, dtype=torch.uint8)
+    assert module.repacked.data_ptr() == address
+    layer.settle(module)
+    assert [tensor.address for tensor in layer.tensors] == [tensor.address for tensor in before] + [address]
+    layer.demote(resident())
+    del module.repacked
+    module.foreign = memory.tensor(memory.allocate(E * PAGE_BYTES, "of somebody else")).view(E, PAGE_BYTES)
+    assert module.foreign.data_ptr() == address
+    layer.settle(module)
+    assert module.foreign.data_ptr() != address
+    assert layer.tensors[-1].address == module.foreign.data_ptr()
+
+
+def test_weights_that_are_hidden_after_loading_are_an_error():
+    layer, module = loaded(HostMemory(), 0)
+    module.w13 = module.w2 = None
+    with pytest.raises(ExpertsLost, match=r"3.0 MiB of the 3.0 MiB of the experts of MoE layer 3 are not found any more"):
+        layer.settle(module)
+
+
+def test_weights_that_are_quantised_to_4_bits_after_loading_are_no_error():
+    layer, module = loaded(HostMemory(), 0)
+    with AllocationMode(E, layer.allocate):
+        for name in ("w13", "w2"):
+            scratch = [torch.empty(E, TENSOR_BYTES[name] // E, dtype=torch.uint8) for _ in range(4)]
+            setattr(module, name, torch.nn.Parameter(scratch[0][:, ::4].contiguous(), requires_grad=False))
+    layer.settle(module)
+
+
+def test_a_tensor_on_another_device_is_left_there():
+    assert ExpertLayer(HostMemory(), 3, E, 0, 0, resident()).allocate(PAGE_BYTES, torch.device("cuda"), "w13") is None
+
+
+def test_demoting_takes_host_ram_the_first_time_only():
+    layer, _ = loaded(HostMemory(), 0, 1)
+    assert layer.host_bytes_to_demote(resident(1)) == layer.expert_bytes
+    layer.demote(resident(1))
+    layer.promote(resident(0, 1, 2))
+    assert layer.host_bytes_to_demote(resident(1, 2)) == 0
+    assert layer.host_bytes_to_demote(resident()) == layer.expert_bytes
+
+
 def test_too_little_host_memory_is_refused_by_name_before_anything_is_taken():
     memory = PoorMemory()
     layer = ExpertLayer(memory, 3, E, 0, 0, resident())
-    with pytest.raises(MemoryFault, match=r"MoE layer 3.*need .*MiB of host RAM, and .*MiB is left"):
+    with pytest.raises(MemoryFault, match=r"MoE layer 3.*needs .*MiB of host RAM, and .*MiB is left"):
         Module().create(layer)
     assert memory.live_ranges == 0
 

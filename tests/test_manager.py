@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from sglang_uvm_offload.config import FlagError, OffloadConfig
+from sglang_uvm_offload.expert_layer import HOST_MARGIN_BYTES
 from sglang_uvm_offload.layout import PAGE_BYTES
 from sglang_uvm_offload.manager import OffloadManager, rank_share
 from sglang_uvm_offload.profile import Profile, RoutedModel
 from sglang_uvm_offload.routing import ALL_ROWS, CpuRoutingCounters, IdFormat, Phase, RoutingCounts
 from sglang_uvm_offload.takeover import AllocationMode
-from sglang_uvm_offload.uvm import Location, MemoryFault
+from sglang_uvm_offload.uvm import Location, MemoryFault, MemoryInfo
 from sglang_uvm_offload.uvm_host import HostMemory
 
 E, LAYERS = 8, 3
@@ -288,6 +289,33 @@ def test_a_failed_move_serves_on_and_says_so(caplog):
     assert "injected" in rank.manager.status()["fault"]
     assert [r.levelname for r in caplog.records if "moving experts stopped" in r.getMessage()] == ["ERROR"]
     assert rank.resident() == [[], [0, 1, 2], [0, 1, 2]], "what was demoted before the fault is known to be offloaded"
+
+
+@pytest.mark.parametrize("adapt", ["warmup", "continuous"])
+def test_what_host_ram_has_no_room_for_is_not_demoted_and_serving_goes_on(adapt):
+    class Filling(HostMemory):
+        room = 1 << 40
+
+        def info(self):
+            return MemoryInfo(0, 0, HOST_MARGIN_BYTES + self.room)
+
+    memory = Filling()
+    rank = Rank(config(warmup_tokens=2, adapt=adapt), memory)
+    memory.room, loaded = 3 * PAGE_BYTES - 1, rank.resident()
+    for _ in range(40):
+        rank.step([[7, 6, 5]] * 2)
+    assert "what is offloaded needs" in rank.manager.status()["fault"]
+    assert rank.resident() == loaded
+    assert memory.traffic.to_host_bytes == memory.traffic.to_device_bytes == 0
+
+
+def test_a_rank_of_which_nothing_moves_serves_on():
+    others_move = lambda decide: (decide(), np.arange(E)[None] < [[3]] * LAYERS)[1]  # noqa: E731
+    rank = Rank(config(warmup_tokens=2, adapt="continuous"), agree=others_move)
+    for _ in range(5):
+        rank.step([[7, 6, 5]] * 2)
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+    assert rank.manager.status()["fault"] is None
 
 
 def test_a_pipeline_stage_without_moe_layers_serves():

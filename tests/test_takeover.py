@@ -1,5 +1,7 @@
 """Allocation under the mode: the right tensors come from managed memory, with the values PyTorch would give them."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -99,23 +101,51 @@ def test_what_a_repack_leaves_outside_is_moved_with_names_values_strides_and_ali
     module.register_buffer("scale", torch.ones(E, 3))
     module.other = torch.ones(E + 1)
     parameter = module.weight
-    before = {name: tensor.clone() for name, tensor in expert_tensors(module, E)}
-    move_into_managed(module, E, pool.holds, pool)
-    after = dict(expert_tensors(module, E))
+    before = [held.tensor.clone() for held in expert_tensors([module], E)]
+    move_into_managed([module], E, pool.holds, pool)
+    after = [held.tensor for held in expert_tensors([module], E)]
     assert module.weight is parameter
-    assert set(after) == {"weight", "transposed", "scale"}
-    assert all(pool.holds(tensor) and torch.equal(tensor, before[name]) for name, tensor in after.items())
+    assert {id(tensor) for tensor in after[1:]} == {id(module.scale), id(module.transposed)}
+    assert all(pool.holds(moved) and torch.equal(moved, tensor) for moved, tensor in zip(after, before, strict=True))
     assert module.transposed.untyped_storage().data_ptr() == module.weight.untyped_storage().data_ptr()
     module.weight.data[2, 1, 0] = -1
     assert module.transposed[2, 0, 1] == -1
 
 
+@dataclasses.dataclass
+class Storage:
+    data: torch.Tensor
+    owner: object = None
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelWeights:
+    storage: Storage
+    scale: torch.Tensor
+    experts: int = E
+
+
+class Method:
+    """What computes for a module."""
+
+
+def test_what_a_method_keeps_inside_dataclasses_is_moved_too(pool):
+    method, weights = Method(), torch.arange(24.0).view(E, 3, 2)
+    method.weights = KernelWeights(Storage(weights), scale=torch.ones(E, 3))
+    method.weights.storage.owner = method.weights
+    move_into_managed([torch.nn.Module(), method], E, pool.holds, pool)
+    assert pool.holds(method.weights.storage.data)
+    assert pool.holds(method.weights.scale)
+    assert torch.equal(method.weights.storage.data, weights)
+    assert [held.tensor.shape for held in expert_tensors([method], E)] == [(E, 3, 2), (E, 3)]
+
+
 def test_moving_again_moves_nothing(pool):
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.ones(E, 3), requires_grad=False)
-    move_into_managed(module, E, pool.holds, pool)
+    move_into_managed([module], E, pool.holds, pool)
     address = module.weight.data_ptr()
-    move_into_managed(module, E, pool.holds, pool)
+    move_into_managed([module], E, pool.holds, pool)
     assert (module.weight.data_ptr(), len(pool.given)) == (address, 1)
 
 
@@ -123,7 +153,7 @@ def test_experts_that_interleave_stay_where_they_are(pool):
     module = torch.nn.Module()
     module.weight = torch.arange(12.0).view(3, E).t()
     address = module.weight.data_ptr()
-    move_into_managed(module, E, pool.holds, pool)
+    move_into_managed([module], E, pool.holds, pool)
     assert module.weight.data_ptr() == address
     assert not pool.given
 
@@ -133,5 +163,5 @@ def test_a_tensor_that_shares_storage_with_one_that_interleaves_stays(pool):
     whole = torch.arange(32.0).view(E, 8)
     module.weight = whole[:, :4]
     module.flat_part = whole.view(-1)[:E]
-    move_into_managed(module, E, pool.holds, pool)
+    move_into_managed([module], E, pool.holds, pool)
     assert not pool.given

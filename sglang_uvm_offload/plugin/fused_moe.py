@@ -14,7 +14,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_uvm_offload.config import FlagError, flag_name
-from sglang_uvm_offload.expert_layer import ExpertLayer
+from sglang_uvm_offload.expert_layer import ExpertLayer, ExpertsLost
 from sglang_uvm_offload.manager import ModelExperts, OffloadManager
 from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.routing import IdFormat
@@ -77,13 +77,16 @@ class LayerHooks:
             assert num_experts == experts.num_experts, (num_experts, experts.num_experts)
             with AllocationMode(num_experts, experts.allocate):
                 create_weights(layer, num_experts, *args, **kwargs)
-            experts.settle(layer)
+            experts.settle(layer, method)
 
         def process_managed_weights(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             experts = _experts_of(layer)
             with AllocationMode(experts.num_experts, experts.allocate):
                 result = process_weights_after_loading(layer, *args, **kwargs)
-            experts.settle(layer)
+            try:
+                experts.settle(layer, method)
+            except ExpertsLost as lost:
+                raise FlagError([f"{flag_name('num_resident')}: {lost}; choose another --moe-runner-backend"]) from lost
             return result
 
         def apply_and_count(layer: torch.nn.Module, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
