@@ -133,6 +133,11 @@ class ExpertLayer:
         return sum(tensor.resident_bytes(self.resident) for tensor in self.tensors)
 
     @property
+    def stranded_bytes(self) -> int:
+        """VRAM that offloaded experts keep at most, beside ``resident_bytes``, once residents have changed."""
+        return sum(tensor.layout.stranded_bytes(int(self.resident.sum())) for tensor in self.tensors)
+
+    @property
     def offloaded_bytes(self) -> int:
         return sum(tensor.layout.nbytes for tensor in self.tensors) - self.resident_bytes
 

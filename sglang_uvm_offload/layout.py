@@ -54,13 +54,24 @@ class ExpertLayout:
         """``bool[num_pages]``: the pages that hold a byte of an expert in ``resident`` (``bool[num_experts]``)."""
         if resident.shape != (self.num_experts,):
             raise ValueError(f"resident has shape {resident.shape}, not ({self.num_experts},)")
-        ids = np.flatnonzero(resident)
-        first = ids * self.expert_bytes // PAGE_BYTES
-        end = -(-(ids + 1) * self.expert_bytes // PAGE_BYTES)
-        edges = np.zeros(self.num_pages + 1, dtype=np.int64)
-        np.add.at(edges, first, 1)
-        np.subtract.at(edges, end, 1)
-        return np.cumsum(edges[:-1]) > 0
+        return self._experts_on(PAGE_BYTES, np.flatnonzero(resident)) > 0
+
+    def stranded_bytes(self, num_resident: int) -> int:
+        """VRAM that pages of offloaded experts keep, once residents have changed often: a page holds its VRAM when it moves to
+        the host, until the driver takes back the VRAM of its whole block, for which no page of that may be resident
+        (``uvm_pmm_gpu.c`` of NVIDIA's open kernel modules, 580.95.05). Expected for residents that may be any experts."""
+        everyone = np.arange(self.num_experts)
+        on_page, on_block = (self._experts_on(unit, everyone) for unit in (PAGE_BYTES, BLOCK_BYTES))
+        beside = np.repeat(on_block, BLOCK_BYTES // PAGE_BYTES)[: self.num_pages] - on_page
+        offloaded = 1 - num_resident / self.num_experts
+        return round(PAGE_BYTES * float((offloaded**on_page * (1 - offloaded**beside)).sum()))
+
+    def _experts_on(self, unit: int, ids: np.ndarray) -> np.ndarray:
+        """How many of the experts ``ids`` have a byte on each run of ``unit`` bytes."""
+        edges = np.zeros(round_up(self.nbytes, unit) // unit + 1, dtype=np.int64)
+        np.add.at(edges, ids * self.expert_bytes // unit, 1)
+        np.subtract.at(edges, -(-(ids + 1) * self.expert_bytes // unit), 1)
+        return np.cumsum(edges[:-1])
 
     def spans(self, pages: np.ndarray) -> list[Span]:
         """The marked pages as spans, neighbours in one span, in order."""

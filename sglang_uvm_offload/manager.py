@@ -382,6 +382,7 @@ class OffloadManager:
             "resident_bytes": sum(layer.resident_bytes for layer in layers),
             "offloaded_bytes": sum(layer.offloaded_bytes for layer in layers),
             "plain_bytes": sum(layer.plain_bytes for layer in layers),
+            "stranded_bytes": sum(layer.stranded_bytes for layer in layers) if self._moves else 0,
             "draft_layers": sum(len(model.layers) for model in self.models if model.draft),
             "draft_bytes": sum(layer.resident_bytes for model in self.models if model.draft for layer in model.layers),
             "layers": [self._layer_status(row) for row in range(len(layers))],
@@ -401,6 +402,12 @@ class OffloadManager:
             "history": self.history.past(self.tokens),
             "curve": msgspec.to_builtins(coverage_curve(ledger.counted, layers)),
         }
+
+    @property
+    def _moves(self) -> bool:
+        """Whether residents ever change."""
+        adapt = self.config.adapt
+        return adapt == "continuous" or (adapt == "warmup" and self.config.resident_selection == "frequency")
 
     def _layer_status(self, row: int) -> dict[str, int]:
         layer, ledger = self.target.layers[row], self.ledger

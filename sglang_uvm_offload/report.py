@@ -24,6 +24,8 @@ def residency_table(status: Mapping[str, Any], memory: MemoryInfo, kv_tokens: in
         ("  offloaded to host RAM", str(status["offloaded_experts"]), size(status["offloaded_bytes"])),
         ("expert tensors left in plain VRAM", "", size(status["plain_bytes"])),
     ]
+    if status["stranded_bytes"]:
+        rows.append(("VRAM that offloaded experts may keep after moves", "", "up to " + size(status["stranded_bytes"])))
     if status["draft_layers"]:
         rows.append((f"draft model, {status['draft_layers']} MoE layers, all resident", "", size(status["draft_bytes"])))
     rows += [

@@ -1,6 +1,6 @@
 """Unified memory emulated in host memory, for machines without a GPU.
 
-It keeps for each page what the driver would know (location, preferred location, whether a host page is held), evicts as
+It keeps for each page what the driver would know (location, preferred location, whether it holds host RAM and VRAM), evicts as
 the driver would, refuses what the driver refuses, and counts bytes and modelled seconds. The bytes themselves stay where they
 are: a CPU computes from them whatever their location. The behaviours come from the CUDA documentation and the open
 kernel modules (tag 580.95.05, kernel-open/nvidia-uvm).
@@ -67,6 +67,7 @@ class _Pages:
     mapping: weakref.ref[_Mapping]
     where: np.ndarray
     holds_host: np.ndarray
+    holds_device: np.ndarray
     preferred: np.ndarray
     prefetched: np.ndarray
     populated: np.ndarray = field(repr=False)
@@ -87,8 +88,11 @@ class HostMemory:
         self.link = link or LinkModel()
         self.traffic = Traffic()
         self.device_used = 0
-        """Bytes of VRAM that managed pages and ``allocate_plain`` hold."""
+        """Bytes of VRAM that managed pages and ``allocate_plain`` hold. A page keeps its VRAM after it moved to the host, until
+        something else needs it."""
         self.device_peak = 0
+        self.device_resident = 0
+        """Bytes of managed pages that are in VRAM."""
         self.host_used = 0
         """Bytes of host RAM that managed pages hold. A page keeps its host copy's room after it moved to the GPU."""
         self.host_peak = 0
@@ -112,6 +116,7 @@ class HostMemory:
             managed,
             weakref.ref(mapping),
             next(codes),
+            np.zeros(count, dtype=bool),
             np.zeros(count, dtype=bool),
             next(codes),
             next(codes),
@@ -233,7 +238,8 @@ class HostMemory:
         pages = self._ranges.pop(address, None)
         self._mappings.pop(address, None)
         if pages is not None:
-            self.device_used -= int((pages.where == DEVICE).sum()) * PAGE_BYTES
+            self.device_resident -= int((pages.where == DEVICE).sum()) * PAGE_BYTES
+            self.device_used -= int(pages.holds_device.sum()) * PAGE_BYTES
             self.host_used -= int(pages.holds_host.sum()) * PAGE_BYTES
 
     def _notice_writes(self, pages: _Pages) -> None:
@@ -252,11 +258,13 @@ class HostMemory:
         away = np.flatnonzero(pages.where[where] != DEVICE) + where.start
         if not away.size:
             return
-        nbytes = away.size * PAGE_BYTES
+        nbytes = int((~pages.holds_device[away]).sum()) * PAGE_BYTES
         span = Span(where.start * PAGE_BYTES, (where.stop - where.start) * PAGE_BYTES)
         self._make_room(nbytes, call, pages.managed.name, span, keep=(pages, where))
         moved = int((pages.where[away] == HOST).sum()) * PAGE_BYTES
         pages.where[away] = DEVICE
+        pages.holds_device[away] = True
+        self.device_resident += away.size * PAGE_BYTES
         self._clock += 1
         pages.populated[np.unique(away // _PAGES_PER_BLOCK)] = self._clock
         self._device_takes(nbytes)
@@ -268,7 +276,7 @@ class HostMemory:
         moved = int((pages.where[away] == DEVICE).sum()) * PAGE_BYTES
         pages.where[away] = HOST
         self._hold_host(pages, away)
-        self.device_used -= moved
+        self.device_resident -= moved
         self.traffic.to_host_bytes += moved
         self.traffic.seconds += self.link.copy_seconds(moved)
 
@@ -282,7 +290,8 @@ class HostMemory:
         self.device_peak = max(self.device_peak, self.device_used)
 
     def _make_room(self, nbytes: int, call: str, name: str, span: Span, keep: tuple[_Pages, slice] | None) -> None:
-        """Evict blocks, the least recently populated first, until ``nbytes`` fit. ``keep`` are pages being populated."""
+        """Take VRAM back until ``nbytes`` fit, a block at a time: from those without a page in it first, then from the least
+        recently populated, whose pages go to the host. ``keep`` are pages being populated."""
         if self.device_bytes is None or self.device_used + nbytes <= self.device_bytes:
             return
         kept = range(0)
@@ -290,24 +299,24 @@ class HostMemory:
             kept = range(keep[1].start // _PAGES_PER_BLOCK, -(-keep[1].stop // _PAGES_PER_BLOCK))
         candidates = []
         for pages in self._ranges.values():
-            on_device = np.add.reduceat(pages.where == DEVICE, np.arange(0, pages.where.size, _PAGES_PER_BLOCK))
-            for block in np.flatnonzero(on_device):
+            resident, held = (_by_block(flags) for flags in (pages.where == DEVICE, pages.holds_device))
+            for block in np.flatnonzero(held):
                 if keep is None or pages is not keep[0] or block not in kept:
-                    candidates.append((int(pages.populated[block]), pages.managed.address, int(block), pages))
-        candidates.sort(key=lambda c: c[:3])
-        evictable = sum(self._block_bytes(pages, block) for _, _, block, pages in candidates)
-        if self.device_used - evictable + nbytes > self.device_bytes:
+                    order = (bool(resident[block]), int(pages.populated[block]), pages.managed.address, int(block))
+                    candidates.append((order, int(held[block]) * PAGE_BYTES, pages))
+        candidates.sort(key=lambda c: c[0])
+        if self.device_used - sum(held_bytes for _, held_bytes, _ in candidates) + nbytes > self.device_bytes:
             raise MemoryFault(call, name, span, f"out of VRAM: {self.device_bytes - self.device_used} bytes are free")
-        for _, _, block, pages in candidates:
+        for (*_, block), held_bytes, pages in candidates:
             if self.device_used + nbytes <= self.device_bytes:
                 return
-            self.traffic.evicted_bytes += self._block_bytes(pages, block)
+            before = self.device_resident
             for run in _runs(pages.where[_block(block)] == DEVICE):
                 first = block * _PAGES_PER_BLOCK
                 self._to_host(pages, slice(first + run.start, first + run.stop))
-
-    def _block_bytes(self, pages: _Pages, block: int) -> int:
-        return int((pages.where[_block(block)] == DEVICE).sum()) * PAGE_BYTES
+            self.traffic.evicted_bytes += before - self.device_resident
+            pages.holds_device[_block(block)] = False
+            self.device_used -= held_bytes
 
 
 def _slice(span: Span) -> slice:
@@ -316,6 +325,11 @@ def _slice(span: Span) -> slice:
 
 def _block(block: int) -> slice:
     return slice(block * _PAGES_PER_BLOCK, (block + 1) * _PAGES_PER_BLOCK)
+
+
+def _by_block(flags: np.ndarray) -> np.ndarray:
+    """How many of each block's pages are flagged."""
+    return np.add.reduceat(flags, np.arange(0, flags.size, _PAGES_PER_BLOCK), dtype=np.int64)
 
 
 def _runs(mask: np.ndarray) -> list[slice]:

@@ -82,17 +82,17 @@ def test_uniform_keeps_as_many_in_each_layer():
     assert [len(ids) for ids in rank.resident()] == [3] * LAYERS
 
 
-def test_vram_never_holds_more_than_at_load():
+def test_no_more_experts_are_in_vram_at_any_time_than_at_load():
     class Watched(HostMemory):
         limit = 10**12
 
         def prefetch(self, managed, spans, location):
             super().prefetch(managed, spans, location)
-            assert self.device_used <= self.limit
+            assert self.device_resident <= self.limit
 
     memory = Watched()
     rank = following(memory, per_layer="global")
-    memory.limit = memory.device_used
+    memory.limit = memory.device_resident
     rng = np.random.default_rng(0)
     for _ in range(12):
         hot = {layer: [rng.choice(E, 4, replace=False).tolist()] for layer in range(LAYERS)}

@@ -93,7 +93,7 @@ def test_bytes_and_addresses_survive_any_sequence_of_moves():
         layer.demote(wanted)
         layer.promote(wanted)
         assert (layer.resident == wanted).all()
-        assert memory.device_used == layer.resident_bytes
+        assert memory.device_resident == layer.resident_bytes
         for tensor in layer.tensors:
             assert (tensor.resident() >= wanted).all(), "a resident expert is not in VRAM"
     for name, parameter in module.named_parameters():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from sglang_uvm_offload.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout, check_spans, whole_blocks
-from sglang_uvm_offload.uvm import ManagedRange, Span
+from sglang_uvm_offload.uvm import Location, ManagedRange, Span
+from sglang_uvm_offload.uvm_host import HostMemory
 
 
 def mask(size, *ids):
@@ -83,3 +84,30 @@ def test_spans_outside_the_range_or_off_the_pages_are_refused(span):
 def test_a_resident_mask_of_another_size_is_refused():
     with pytest.raises(ValueError, match=r"\(3,\)"):
         ExpertLayout(4, PAGE_BYTES).resident_pages(mask(3, 0))
+
+
+def test_offloaded_experts_keep_vram_where_they_share_a_block_with_residents():
+    assert ExpertLayout(8, 2 * BLOCK_BYTES).stranded_bytes(4) == 0
+    halves = ExpertLayout(8, BLOCK_BYTES // 2)
+    assert halves.stranded_bytes(0) == halves.stranded_bytes(8) == 0
+    assert halves.stranded_bytes(4) == BLOCK_BYTES  # each of 8 halves with a chance of 1/4
+
+
+def test_what_offloaded_experts_are_expected_to_keep_is_what_the_emulated_driver_leaves_them():
+    rng, memory, layout = np.random.default_rng(0), HostMemory(), ExpertLayout(64, 3 << 20)
+    managed = memory.allocate(layout.nbytes, "w13")
+    memory.prefetch(managed, [Span(0, layout.nbytes)], Location.DEVICE)
+    kept = []
+    for _ in range(20):
+        pages = layout.resident_pages(rng.permutation(64) < 40)
+        memory.device_bytes = None
+        memory.prefetch(managed, [Span(0, layout.nbytes)], Location.DEVICE)
+        memory.prefetch(managed, layout.spans(~pages), Location.HOST)
+        in_use = np.add.reduceat(pages, np.arange(0, pages.size, BLOCK_BYTES // PAGE_BYTES), dtype=np.int64) > 0
+        unused = int((~in_use).sum()) * BLOCK_BYTES
+        memory.device_bytes = memory.device_used
+        memory.allocate_plain(unused, "what needs VRAM")
+        assert memory.traffic.evicted_bytes == 0
+        kept.append(memory.device_used - unused - memory.device_resident)
+        memory.free_plain(unused)
+    assert layout.stranded_bytes(40) == pytest.approx(np.mean(kept), rel=0.1)

@@ -8,9 +8,10 @@ import torch
 
 from sglang_uvm_offload.config import FlagError, OffloadConfig
 from sglang_uvm_offload.expert_layer import HOST_MARGIN_BYTES
-from sglang_uvm_offload.layout import PAGE_BYTES
+from sglang_uvm_offload.layout import PAGE_BYTES, ExpertLayout
 from sglang_uvm_offload.manager import OffloadManager, rank_share
 from sglang_uvm_offload.profile import Profile, RoutedModel
+from sglang_uvm_offload.report import residency_table
 from sglang_uvm_offload.routing import ALL_ROWS, CpuRoutingCounters, IdFormat, Phase, RoutingCounts
 from sglang_uvm_offload.takeover import AllocationMode
 from sglang_uvm_offload.uvm import Location, MemoryFault, MemoryInfo
@@ -316,6 +317,22 @@ def test_a_rank_of_which_nothing_moves_serves_on():
         rank.step([[7, 6, 5]] * 2)
     assert rank.resident() == [[0, 1, 2]] * LAYERS
     assert rank.manager.status()["fault"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "moves"),
+    [
+        ({}, True),
+        ({"resident_selection": "first_n"}, False),
+        ({"resident_selection": "first_n", "adapt": "continuous"}, True),
+    ],
+)
+def test_the_table_at_start_says_what_vram_offloaded_experts_may_keep_where_residents_change(flags, moves):
+    manager = Rank(config(**flags)).manager
+    table = residency_table(manager.status(), manager.memory.info(), kv_tokens=1)
+    expected = LAYERS * ExpertLayout(E, PAGE_BYTES).stranded_bytes(3) / 2**20
+    assert moves == (f"may keep after moves                    up to {expected:.1f} MiB" in table)
+    assert moves == ("may keep" in table)
 
 
 def test_a_pipeline_stage_without_moe_layers_serves():

@@ -193,6 +193,14 @@ def test_a_model_that_fits_whole_needs_no_offloading():
     assert all(speed.decode_ratio == 1 and not speed.missed_bytes for speed in plan.speeds)
 
 
+def test_vram_that_offloaded_experts_may_keep_is_noted_where_experts_are_no_whole_blocks():
+    work = Workload(131072, requests=4)
+    said = {ep: " ".join(ask("glm-5-fp8", roomy("8xH20"), work, Parallel(tp=8, ep=ep)).notes) for ep in (1, 8)}
+    assert "offloaded experts may keep" in said[1]
+    assert "a larger --ep-size" in said[1]
+    assert "may keep" not in said[8]
+
+
 def test_padding_of_mxfp4_at_load_is_in():
     plan = ask("gpt-oss-120b", "1x5090")
     blocks = 36 * 3 * 2880 * 2880 * 17 // 32

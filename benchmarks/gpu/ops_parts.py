@@ -241,6 +241,16 @@ def load(rows: Rows) -> None:
         rows.put("load", "GiB", [offloaded / 2**30], figure="host RAM predicted", repeat=repeat)
         taken = before.host_available - after.host_available
         rows.put("load", "GiB", [taken / 2**30], figure="host RAM used", repeat=repeat)
+        anew = resident[np.random.default_rng(repeat).permutation(shape.experts)]
+        for tensor in tensors:
+            tensor.demote(resident, resident & anew)
+            tensor.promote(resident & anew, anew)
+        memory.synchronize()
+        used = before.device_free - memory.info().device_free
+        either = sum(tensor.resident_bytes(resident | anew) for tensor in tensors)
+        rows.put("load", "GiB", [used / 2**30], figure="VRAM used after a re-selection", repeat=repeat)
+        rows.put("load", "GiB", [either / 2**30], figure="VRAM of all who were resident", repeat=repeat)
+        rows.put("load", "ratio", [used / either], figure="VRAM used after a re-selection, of theirs", repeat=repeat)
         del tensors, tensor, held, flat
         gc.collect()
         left = before.device_free - memory.info().device_free

@@ -126,6 +126,12 @@ class Case:
         pages = {n: most_pages(self.local_experts, n, residents) for n in self.placed[stage]}
         return sum(count * whole_blocks(pages[n] * PAGE_BYTES) for n, count in self.placed[stage].items())
 
+    def stranded_bytes(self, stage: int, num_resident: int) -> int:
+        """VRAM that offloaded experts keep at most beside the residents', once residents have changed."""
+        residents = self.local_residents(num_resident)
+        placed = self.placed[stage].items()
+        return sum(count * ExpertLayout(self.local_experts, n).stranded_bytes(residents) for n, count in placed)
+
     def offloaded_bytes(self, stage: int, num_resident: int) -> int:
         """Host RAM of the experts that one rank does not keep. The rank with fewest residents has most."""
         residents = num_resident // self.parallel.ep
