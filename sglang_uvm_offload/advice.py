@@ -138,7 +138,7 @@ def replay_advice(results: Sequence[Result]) -> list[str]:
     belady = next((result for result in results if result.policy == "belady"), None)
     if belady is not None and belady.coverage > best.coverage:
         gap = points(belady.coverage - best.coverage)
-        said.append(f"Knowing the future, belady covers {gap} more: an upper bound for residents that change.")
+        said.append(f"Knowing the future, belady covers {gap} more: an upper bound for as many residents of each layer.")
     if best.coverage >= 1:
         said.append("Residents serve everything: a smaller residency may do.")
     return said

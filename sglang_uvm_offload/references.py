@@ -86,27 +86,31 @@ class Cache:
 
 
 class Belady:
-    """Keeps what is used again soonest, by looking ahead, and reads through what is not worth a place: no policy hits more."""
+    """Keeps what is used again soonest, by looking ahead, and reads through what is not worth a place: no policy that keeps as
+    many experts of each layer hits more."""
 
-    def __init__(self, future: np.ndarray, capacity: np.ndarray):
-        """``future``: ``bool[steps, layers, experts]``, the steps to be served, in order. ``capacity``: int ``[layers]``."""
+    def __init__(self, future: np.ndarray, capacity: np.ndarray, idle_steps: int = 0):
+        """``future``: ``bool[steps, layers, experts]``, the steps that count, in order; ``idle_steps`` come before them, over
+        which it holds what it begins them with. ``capacity``: int ``[layers]``."""
         steps, layers, experts = future.shape
-        self.resident = np.zeros((layers, experts), dtype=bool)
         self._capacity = capacity
         self._next_use = np.full((steps + 1, layers, experts), NEVER, dtype=np.int32)
         for step in range(steps - 1, -1, -1):
             self._next_use[step] = np.where(future[step], step, self._next_use[step + 1])
-        self._now = 0
+        self._now = -idle_steps
+        self.resident = self._soonest(0, np.zeros((layers, experts), dtype=bool), np.ones((layers, experts), dtype=bool))
 
     def step(self, touched: np.ndarray) -> Served:
         self._now += 1
-        hit, miss = touched & self.resident, touched & ~self.resident
         before = self.resident
-        if miss.any():
-            candidate = touched | before
-            self.resident = top(-self._next_use[self._now].astype(float), self._capacity, before, candidate)
+        hit, miss = touched & before, touched & ~before
+        if miss.any() and self._now > 0:
+            self.resident = self._soonest(self._now, before, touched | before)
         moved = self.resident & ~before
         return Served(hit, miss & ~moved, moved)
+
+    def _soonest(self, now: int, resident: np.ndarray, candidate: np.ndarray) -> np.ndarray:
+        return top(-self._next_use[now].astype(float), self._capacity, resident, candidate)
 
 
 class Variant:
@@ -139,8 +143,8 @@ NAMES = ("first_n", "static", "static-oracle", "lru", "lfu", "lfru", "belady")
 def make(name: str, warmup: np.ndarray, scored: np.ndarray, capacity: np.ndarray) -> Reference:
     """Reference ``name`` for a trace's ``bool[steps, layers, experts]``: ``warmup`` to be served first, then ``scored``.
 
-    ``static`` knows the touches of the warm-up, ``static-oracle`` those of the scored part, ``belady`` all. ``capacity``: int
-    ``[layers]``. Raises ``ValueError`` for an unknown name.
+    ``static`` knows the touches of the warm-up, ``static-oracle`` those of the scored part, ``belady`` each step of it.
+    ``capacity``: int ``[layers]``. Raises ``ValueError`` for an unknown name.
     """
     shape = (warmup.shape[1], warmup.shape[2])
     nothing = np.zeros(shape, dtype=bool)
@@ -152,7 +156,7 @@ def make(name: str, warmup: np.ndarray, scored: np.ndarray, capacity: np.ndarray
     if name in profiles:
         return Fixed(select(profiles[name](), capacity, nothing, nothing))
     if name == "belady":
-        return Belady(np.concatenate([warmup, scored]), capacity)
+        return Belady(scored, capacity, idle_steps=len(warmup))
     priorities = {"lru": lru, "lfu": lfu, "lfru": lfru}
     if name not in priorities:
         raise ValueError(f"no reference is named {name}; there are {', '.join(NAMES)}")

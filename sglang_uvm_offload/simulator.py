@@ -35,8 +35,8 @@ seconds of every policy alike."""
 
 @dataclass(frozen=True)
 class Replay:
-    """One policy's result over the scored steps. ``coverage``: the share of touches that VRAM served. Bytes and seconds are
-    those of the link: reads plus moves."""
+    """One policy's result over the scored steps. ``coverage``: the share of touches that VRAM served, 0 where there were none.
+    Bytes and seconds are those of the link: reads plus moves."""
 
     policy: str
     residency: float
@@ -57,11 +57,13 @@ class Replay:
 @dataclass(frozen=True)
 class Workload:
     """One trace at one batch: which experts each step uses, ``bool[steps, layers, experts]``, of the steps that warm up and of
-    those that are scored."""
+    those that are scored. Layers that no step routes in have no experts, and are left out."""
 
     batch: int
     warmup: np.ndarray
     scored: np.ndarray
+    routing: np.ndarray | None = None
+    """``bool[layers of the trace]``: which of them are here; None for all."""
 
     @classmethod
     def of(cls, trace: Trace, batch: int = 1, warmup_fraction: float = 0.5) -> Workload:
@@ -69,7 +71,12 @@ class Workload:
         warmup, scored = (trace.touched(trace.steps(part, batch)) for part in trace.split(warmup_fraction))
         if not len(scored):
             raise ValueError(f"a warm-up of {warmup_fraction} leaves no request to score")
-        return cls(batch, warmup, scored)
+        routing = np.logical_or(warmup.any(axis=(0, 2)), scored.any(axis=(0, 2)))
+        if not routing.any():
+            raise ValueError("no token uses any expert")
+        if routing.all():
+            return cls(batch, warmup, scored)
+        return cls(batch, warmup[:, routing], scored[:, routing], routing)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -179,6 +186,9 @@ def serve(
         reads += int(np.count_nonzero(served.read))
         moves += int(np.count_nonzero(served.moved))
     touches = workload.scored.sum(axis=2)
+    routing = np.ones(workload.shape[0], dtype=bool) if workload.routing is None else workload.routing
+    per_layer = np.zeros(len(routing))
+    per_layer[routing] = hits.sum(axis=0) / np.maximum(touches.sum(axis=0), 1)
     spans = np.array_split(np.stack([hits.sum(axis=1), touches.sum(axis=1)], axis=1), min(100, steps))
     return Replay(
         policy=name,
@@ -189,6 +199,6 @@ def serve(
         read_bytes_per_step=reads * expert_bytes / steps,
         moved_bytes_per_step=moves * expert_bytes / steps,
         step_seconds=(reads + moves) * expert_bytes / steps / (link_gbps * 1e9),
-        per_layer_coverage=(hits.sum(axis=0) / np.maximum(touches.sum(axis=0), 1)).tolist(),
+        per_layer_coverage=per_layer.tolist(),
         coverage_over_time=[float(span[:, 0].sum() / max(span[:, 1].sum(), 1)) for span in spans],
     )

@@ -127,6 +127,21 @@ def test_nothing_and_everything_resident(skewed, residency, expected):
         assert (result.coverage, result.moves_per_step) == (expected, 0.0)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_that_never_route_change_nothing(skewed, policy):
+    dense = np.full((len(skewed.ids), 2, skewed.ids.shape[2]), -1)
+    with_dense = Trace(np.concatenate([dense, skewed.ids, dense[:, :1]], axis=1), skewed.seq_len, skewed.num_experts)
+    alone, beside = replay(skewed, policy, 0.25), replay(with_dense, policy, 0.25)
+    assert beside.coverage == alone.coverage
+    assert beside.moves_per_step == alone.moves_per_step
+    assert beside.per_layer_coverage == [0.0, 0.0, *alone.per_layer_coverage, 0.0]
+
+
+def test_a_trace_in_which_no_layer_routes_is_refused():
+    with pytest.raises(ValueError, match="no token uses any expert"):
+        replay(Trace(np.full((4, 2, 1), -1), np.array([2, 2]), 4), "adaptive", 0.5)
+
+
 def test_masked_ids_and_idle_slots_touch_nothing():
     served = Trace(np.array([[[-1]], [[-1]], [[0]]]), np.array([1, 2]), 4)
     result = replay(served, "adaptive", 0.5, batch=3)
