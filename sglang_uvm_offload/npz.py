@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from typing import IO
 
@@ -24,9 +23,11 @@ def read(path: str | os.PathLike[str], names: Sequence[str], max_bytes: int) -> 
         try:
             with zipfile.ZipFile(file) as archive:
                 return [_array(archive, name, max_bytes) for name in names]
-        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
-            # zipfile seeks to where the file says (OSError), and refuses unknown methods (NotImplementedError) and encryption.
-            raise NpzError(f"not a readable npz file: {error}") from error
+        except NpzError:
+            raise
+        except Exception as error:
+            # zipfile, the decompressors and numpy, which has Python parse a header, each raise whatever damage leads them into.
+            raise NpzError(f"not a readable npz file: {str(error) or type(error).__name__}") from error
 
 
 _HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], bool, np.dtype]]] = {
