@@ -362,6 +362,30 @@ def test_a_gpu_below_its_own_reserve_is_refused_and_not_divided_by_zero():
     assert "leaves nothing of a GPU" in ask("gpt-oss-120b", tiny).problems[0]
 
 
+def test_a_gpu_with_less_than_nothing_to_grant_grants_nothing():
+    """Both what is free and the share of it are below 0 here: their product is not."""
+    tiny = dataclasses.replace(roomy("1x5090"), vram_bytes=1 << 20)
+    assert not ask("qwen3-235b-a22b", tiny).fits
+
+
+def test_a_cache_of_as_many_tokens_as_a_remedy_names_fits():
+    rng, followed = np.random.default_rng(3), 0
+    for _ in range(100):
+        name, tp, pp = str(rng.choice(NAMES)), int(rng.choice([1, 2, 4, 8])), int(rng.choice([1, 2]))
+        machine = dataclasses.replace(roomy("8xH20"), gpus=tp * pp, vram_bytes=int(rng.integers(8, 64)) * GIB)
+        work = Workload(
+            context_length=int(rng.integers(1, model(name).context_length + 1)),
+            requests=int(rng.integers(1, 300)),
+            kv_cache_dtype=str(rng.choice(["bf16", "fp8_e4m3"])),
+            speculative=bool(model(name).draft_layers and rng.integers(2)),
+        )
+        refused = ask(name, machine, work, Parallel(tp=tp, ep=tp, pp=pp))
+        for tokens in (int(need.split()[6]) for need in refused.needs if "--max-total-tokens" in need):
+            followed += 1
+            assert ask(name, machine, dataclasses.replace(work, max_total_tokens=tokens), refused.parallel).fits
+    assert followed > 10
+
+
 @pytest.mark.parametrize(
     ("name", "parallel", "reason"),
     [

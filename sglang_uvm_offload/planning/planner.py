@@ -221,7 +221,7 @@ def _remedies(case: Case) -> list[str]:
 
 
 def _tokens_that_fit(case: Case) -> int:
-    room = min(case.budget - case.rank(s, 0).used_bytes + case.kv_bytes(s) for s in range(case.parallel.pp))
+    room = min(case.budget - case.rank(s, 0).used_bytes + case.pool_bytes(s) for s in range(case.parallel.pp))
     return max(0, int(room / max(case.kv_token_bytes(stage) for stage in range(case.parallel.pp))))
 
 

@@ -51,12 +51,13 @@ class Case:
 
     @cached_property
     def budget(self) -> int:
-        """Bytes for weights and KV cache on a rank: of what is free before loading, the static fraction less the headroom."""
+        """Bytes for weights and KV cache on a rank: of what is free before loading, the static fraction less the headroom. 0
+        where there is nothing, for on a small GPU both may be less than nothing."""
         taken = self.assumed.context_gib + (self.assumed.collectives_gib if self.parallel.ranks > 1 else 0)
         free = self.reserve.free_vram_bytes
         free = self.machine.vram_bytes if free is None else free
         granted = self.fraction - self.reserve.headroom_gb * GIB / self.machine.vram_bytes
-        return int((free - int(taken * GIB)) * granted) - self.reserve.image_bytes
+        return max(0, int(max(0, free - int(taken * GIB)) * max(0.0, granted)) - self.reserve.image_bytes)
 
     # What a rank holds
 
@@ -154,10 +155,12 @@ class Case:
         drafts = kv.layer_bytes(self.parallel.attn_tp, itemsize) * len(self.drafts())
         return kv.pool_bytes(self.stages[stage], self.parallel.attn_tp, itemsize) + drafts
 
+    def pool_bytes(self, stage: int) -> int:
+        return int(self.kv_tokens * self.kv_token_bytes(stage))
+
     def kv_bytes(self, stage: int) -> int:
         """The pools, and the table of each request's slots (4 bytes a token of context)."""
-        table = 4 * self.requests_of_rank * self.workload.context_length
-        return int(self.kv_tokens * self.kv_token_bytes(stage)) + table
+        return self.pool_bytes(stage) + 4 * self.requests_of_rank * self.workload.context_length
 
     @cached_property
     def fixed_bytes(self) -> list[int]:
