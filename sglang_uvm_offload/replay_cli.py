@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
 from sglang_uvm_offload.report import size
 from sglang_uvm_offload.simulator import EXPERT_BYTES, LINK_GBPS, POLICIES, Replay, replay
-from sglang_uvm_offload.trace import Trace, TraceError
+from sglang_uvm_offload.trace import Trace
+
+MAX_BATCH = 4096
+"""More than a server runs at once. A slot takes memory in every step of the replay, idle or not."""
+SMALLEST, LARGEST = 1e-6, 1e6
+"""Of a bandwidth and of an expert, in their units: beyond any hardware, and all figures stay finite and of whole bytes."""
+PICTURES = (".pdf", ".png", ".svg")
+"""What matplotlib draws by itself."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if found := problems(args):
+        for problem in found:
+            print(f"cannot replay {args.trace}: {problem}", file=sys.stderr)
+        return 2
     try:
         trace = Trace.load(args.trace)
         results = [
@@ -45,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             )
             for policy in args.policy or POLICIES
         ]
-    except (TraceError, ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         print(f"cannot replay {args.trace}: {error}", file=sys.stderr)
         return 2
     if args.json:
@@ -55,10 +68,32 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         try:
             plot(results, args.plot)
-        except ImportError:
-            print("--plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+        except OSError as error:
+            print(f"--plot {args.plot}: {error.strerror}", file=sys.stderr)
             return 2
     return 0
+
+
+def problems(args: argparse.Namespace) -> list[str]:
+    """What is wrong with the flags, in their words."""
+    amount = f"({SMALLEST:g} to {LARGEST:g})"
+    checks = [
+        ("--residency", args.residency, 0 <= args.residency <= 1, "must be 0..1"),
+        ("--warmup-fraction", args.warmup_fraction, 0 <= args.warmup_fraction <= 1, "must be 0..1"),
+        ("--batch", args.batch, 1 <= args.batch <= MAX_BATCH, f"must be at least 1 and at most {MAX_BATCH}"),
+        ("--link-gbps", args.link_gbps, SMALLEST <= args.link_gbps <= LARGEST, f"must be above 0 GB/s {amount}"),
+        ("--expert-mib", args.expert_mib, SMALLEST <= args.expert_mib <= LARGEST, f"must be above 0 MiB {amount}"),
+    ]
+    if args.plot is not None:
+        folder, kind = os.path.isdir(args.plot.parent), args.plot.suffix.lower()
+        checks += [
+            ("--plot", args.plot, folder, "must be a file in a folder that exists"),
+            ("--plot", args.plot, kind in PICTURES, f"must end in {', '.join(PICTURES)}"),
+        ]
+    found = [f"{flag} {right}, not {value}" for flag, value, good, right in checks if not good]
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        found.append("--plot needs matplotlib: pip install matplotlib")
+    return found
 
 
 def table(results: list[Replay]) -> str:
@@ -79,7 +114,7 @@ def table(results: list[Replay]) -> str:
 
 
 def plot(results: list[Replay], path: Path) -> None:
-    """Draw to ``path``. Raises ``ImportError`` without matplotlib."""
+    """Draw to ``path``, with matplotlib. Raises ``OSError`` if it cannot be written."""
     import matplotlib
 
     matplotlib.use("Agg")
