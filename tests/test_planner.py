@@ -291,6 +291,14 @@ def test_sglang_chooses_what_the_plan_says(monkeypatch, gpu_mib, tp, pp, dp, lat
     assert ours.decode_graph_batch == cfg.cuda_graph_config.decode.max_bs
 
 
+def test_prefill_graphs_are_counted_at_once():
+    sizes = [*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), *range(1280, 4097, 256)]
+    sizes += range(4608, 20000, 512)
+    counts = [sglang_memory._prefill_graphs(most) for most in range(10000)]
+    assert counts == [sum(size <= most for size in sizes) for most in range(10000)]
+    assert sglang_memory._prefill_graphs(1 << 50) == 50 - 8 + (1 << 50) // 512, "without a loop, which would not end"
+
+
 @pytest.mark.parametrize(("layers", "pp"), [(61, 1), (61, 2), (61, 4), (94, 4), (7, 7)])
 def test_pipeline_stages_are_sglangs(layers, pp):
     from sglang.srt.distributed.utils import get_pp_indices
@@ -357,9 +365,22 @@ def test_too_little_vram_is_said_and_each_remedy_would_do():
     assert ask("qwen3-235b-a22b", dataclasses.replace(refused.machine, vram_bytes=each * GIB), refused.workload).fits
 
 
-def test_a_gpu_below_its_own_reserve_is_refused_and_not_divided_by_zero():
+def test_a_gpu_below_its_own_reserve_is_told_what_takes_it_and_what_would_do():
     tiny = dataclasses.replace(roomy("1x5090"), vram_bytes=2 * GIB)
-    assert "leaves nothing of a GPU" in ask("gpt-oss-120b", tiny).problems[0]
+    refused = ask("gpt-oss-120b", tiny)
+    assert refused.problems == (
+        "VRAM: a GPU of 2.00 GiB is too small: nothing is left for weights beside 3.96 GiB that SGLang keeps for "
+        "--chunked-prefill-size 2048 and CUDA graphs, --expert-offload-headroom-gb 1.0, 819.2 MiB that CUDA takes",
+    )
+    each = int(refused.needs[0].split()[2])
+    assert ask("gpt-oss-120b", dataclasses.replace(tiny, vram_bytes=each * GIB)).fits
+    given = ask("gpt-oss-120b", tiny, reserve=Reserve(mem_fraction_static=0.5))
+    assert "beside 50.0% that --mem-fraction-static 0.5 keeps" in given.problems[0]
+    assert given.needs
+    shared = Reserve(0.9, headroom_gb=0.1, free_vram_bytes=GIB, image_bytes=GIB)
+    assert (
+        ask("gpt-oss-120b", tiny, reserve=shared).problems[0].endswith("1.00 GiB in use before the start, 1.00 GiB for images")
+    )
 
 
 def test_a_gpu_with_less_than_nothing_to_grant_grants_nothing():
@@ -416,6 +437,23 @@ def test_blocks_of_scales_are_not_cut():
 def test_a_context_beyond_the_models_is_refused():
     plan = ask("qwen3-235b-a22b", roomy("8xH20"), Workload(50000))
     assert plan.problems == ("--context-length 50000: the model allows 40960",)
+
+
+def test_drafting_layers_that_a_model_does_not_have_are_not_planned():
+    plan = ask("qwen3-235b-a22b", roomy("8xH20"), Workload(8192, speculative=True))
+    assert plan.problems == ("the checkpoint has no drafting layers of its own to count",)
+
+
+def test_a_step_yields_no_more_tokens_than_it_verifies():
+    def problems(accepted, **work):
+        assumed = dataclasses.replace(Assumptions(), accepted_tokens=accepted)
+        return ask("deepseek-v3", roomy("8xH20"), Workload(8192, **work), assumed=assumed).problems
+
+    refused = ("--accepted-tokens 4.1: a step with --speculative-num-draft-tokens 4 yields 1 to 4 tokens",)
+    assert problems(4.1, speculative=True) == refused
+    assert not problems(4, speculative=True), "the last of them is not a draft, but the one that the model adds"
+    assert problems(0.9, speculative=True)
+    assert not problems(4.1)
 
 
 # Speed
@@ -539,7 +577,7 @@ def test_prefill_reads_every_offloaded_expert_once_for_each_block_of_rows_in_eac
 
 def test_every_assumption_changes_some_figure():
     """An assumption that nothing reads would be shown to people for nothing."""
-    workload = Workload(8192, requests=2, speculative=True)
+    workload = Workload(8192, requests=2, speculative=True, draft_tokens=10)
     base = ask("deepseek-v3", "8xH20", workload)
     for field in dataclasses.fields(Assumptions):
         value = getattr(Assumptions(), field.name)

@@ -31,6 +31,7 @@ DEFAULT_KV_TOKENS = 32768
 """Room that ``auto`` leaves in the KV cache of each rank where no flag asks for any: eight requests of 4096 tokens."""
 
 _N = flag_name("num_resident")
+_NO_DRAFTS = "the checkpoint has no drafting layers of its own to count"
 
 
 def plan(
@@ -142,12 +143,12 @@ def _uncounted(model: CheckpointShape, speculative: bool) -> list[str]:
     if model.kv.stateless_layers:
         out.append(f"the state of {len(model.kv.stateless_layers)} layers with linear attention is not counted")
     if speculative and not model.draft_layers:
-        out.append("the checkpoint has no drafting layers of its own to count")
+        out.append(_NO_DRAFTS)
     return out
 
 
 def shape_problems(case: Case) -> list[str]:
-    """Why these ranks cannot divide this model, whatever the memory."""
+    """Why these ranks cannot divide this model, or this is no question to ask of it, whatever the memory."""
     m, p, out = case.model, case.parallel, []
     if min(p.tp, p.ep, p.pp, p.dp) < 1:
         return ["--tp-size, --ep-size, --pp-size and --dp-size must be 1 or more"]
@@ -173,16 +174,20 @@ def shape_problems(case: Case) -> list[str]:
         out.append(f"--context-length {case.workload.context_length}: the model allows {m.context_length}")
     if case.workload.kv_cache_dtype not in DTYPE_BYTES:
         out.append(f"--kv-cache-dtype {case.workload.kv_cache_dtype}: must be one of {', '.join(DTYPE_BYTES)}")
-    if case.budget <= 0:
+    if case.workload.speculative and not m.draft_layers:
+        out.append(_NO_DRAFTS)
+    accepted, drafts = case.assumed.accepted_tokens, case.workload.draft_tokens
+    if case.workload.speculative and not 1 <= accepted <= drafts:
         out.append(
-            f"--mem-fraction-static {case.fraction} less {flag_name('headroom_gb')} {case.reserve.headroom_gb}: leaves "
-            f"nothing of a GPU of {size(case.machine.vram_bytes)}"
+            f"--accepted-tokens {accepted:g}: a step with --speculative-num-draft-tokens {drafts} yields 1 to {drafts} tokens"
         )
     return out
 
 
 def _shortages(case: Case) -> list[str]:
     """Which memory is short, and what takes it."""
+    if not case.budget:
+        return [_nothing_granted(case)]
     worst = min((case.rank(stage, 0) for stage in range(case.parallel.pp)), key=lambda rank: rank.spare_bytes)
     if worst.spare_bytes < 0:
         return [
@@ -195,6 +200,22 @@ def _shortages(case: Case) -> list[str]:
         f"host RAM: with {most} of {case.model.num_experts} experts a layer resident, the most that VRAM holds, "
         f"{size(case.host(most, after_moves=False))} are needed, and {size(case.machine.host_bytes)} are there"
     ]
+
+
+def _nothing_granted(case: Case) -> str:
+    """What takes all of a GPU before a single weight is there."""
+    reserve, vram = case.reserve, case.machine.vram_bytes
+    taken = [f"{flag_name('headroom_gb')} {reserve.headroom_gb}", f"{size(case.taken_before_loading)} that CUDA takes"]
+    if reserve.mem_fraction_static is None:
+        chunk, kept = case.defaults.chunked_prefill_size, size(case.defaults.reserved_bytes)
+        taken.insert(0, f"{kept} that SGLang keeps for --chunked-prefill-size {chunk} and CUDA graphs")
+    else:
+        taken.insert(0, f"{1 - reserve.mem_fraction_static:.1%} that --mem-fraction-static {reserve.mem_fraction_static} keeps")
+    if reserve.free_vram_bytes is not None:
+        taken.append(f"{size(vram - reserve.free_vram_bytes)} in use before the start")
+    if reserve.image_bytes:
+        taken.append(f"{size(reserve.image_bytes)} for images")
+    return f"VRAM: a GPU of {size(vram)} is too small: nothing is left for weights beside {', '.join(taken)}"
 
 
 def _remedies(case: Case) -> list[str]:

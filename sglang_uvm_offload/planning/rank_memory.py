@@ -49,15 +49,19 @@ class Case:
         given = self.reserve.mem_fraction_static
         return self.defaults.mem_fraction_static if given is None else given
 
+    @property
+    def taken_before_loading(self) -> int:
+        """Of what is free before the server's processes start, by those."""
+        return int((self.assumed.context_gib + (self.assumed.collectives_gib if self.parallel.ranks > 1 else 0)) * GIB)
+
     @cached_property
     def budget(self) -> int:
         """Bytes for weights and KV cache on a rank: of what is free before loading, the static fraction less the headroom. 0
         where there is nothing, for on a small GPU both may be less than nothing."""
-        taken = self.assumed.context_gib + (self.assumed.collectives_gib if self.parallel.ranks > 1 else 0)
         free = self.reserve.free_vram_bytes
         free = self.machine.vram_bytes if free is None else free
         granted = self.fraction - self.reserve.headroom_gb * GIB / self.machine.vram_bytes
-        return max(0, int(max(0, free - int(taken * GIB)) * max(0.0, granted)) - self.reserve.image_bytes)
+        return max(0, int(max(0, free - self.taken_before_loading) * max(0.0, granted)) - self.reserve.image_bytes)
 
     # What a rank holds
 

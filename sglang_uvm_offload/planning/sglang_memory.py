@@ -66,7 +66,7 @@ def defaults(
 def _prefill_graphs(max_tokens: int) -> int:
     """How many token counts prefill graphs are captured for."""
     steps = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, max_tokens + 1, 512))
-    return sum(size <= max_tokens for start, stop, step in steps for size in range(start, stop, step))
+    return sum(len(range(start, min(stop, max_tokens + 1), step)) for start, stop, step in steps)
 
 
 def pipeline_stages(num_layers: int, pp: int) -> list[range]:
