@@ -79,6 +79,15 @@ def loaded_cudart() -> Path | None:
 
 
 def compile_flags(nvcc: Path, release: str, arch: str) -> list[str]:
+    """For a shared library."""
+    return [*code_flags(arch), "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden", *runtime_flags(nvcc, release)]
+
+
+def code_flags(arch: str) -> list[str]:
+    return ["-O2", "-std=c++17", "-gencode", f"arch={arch.replace('sm_', 'compute_')},code={arch}"]
+
+
+def runtime_flags(nvcc: Path, release: str) -> list[str]:
     """``-cudart none`` and an explicit runtime: it has the name of the one that torch loaded, so that the loader takes
     that one, and one process has one CUDA runtime. The directories matter to the link, and where torch has another."""
     cudart = loaded_cudart()
@@ -90,9 +99,7 @@ def compile_flags(nvcc: Path, release: str, arch: str) -> list[str]:
     libraries = dict.fromkeys(place for place in places if (place / name).exists())
     if not libraries:
         raise BuildFailure(f"no {name} beside {nvcc}: install the cudart package of the CUDA toolkit {release}")
-    compute = arch.replace("sm_", "compute_")
-    flags = ["-O2", "-std=c++17", "-gencode", f"arch={compute},code={arch}"]
-    flags += ["-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-cudart", "none", f"-l:{name}"]
+    flags = ["-cudart", "none", f"-l:{name}"]
     for place in libraries:
         flags += ["-L", str(place), "-Xlinker", "-rpath", "-Xlinker", str(place)]
     return flags

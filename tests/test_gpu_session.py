@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from standin.build import build, environment
@@ -287,12 +288,27 @@ def test_no_plan_takes_a_third_of_an_h200(modules):
     sections = modules["sections"]
     free, host = 138 << 30, 120 << 30
     for section in sections.SECTIONS.values():
-        assert sections.too_much(section, free, host, small=False) == []
+        assert [sections.too_much(part, free, host, small=False) for part in section.parts] == [[]] * len(section.parts)
         assert section.expected < sections.SECTION_SECONDS < 8 * 60
-    (reason,) = sections.too_much(sections.PROBE, 90 << 30, host, small=False)
+    bandwidth = next(part for part in sections.PROBE.parts if part.name == "bandwidth")
+    (reason,) = sections.too_much(bandwidth, 90 << 30, host, small=False)
     assert "bandwidth plans 30.0 GiB of managed memory" in reason
-    (reason,) = sections.too_much(sections.PROBE, free, 36 << 30, small=False)
+    (reason,) = sections.too_much(bandwidth, free, 36 << 30, small=False)
     assert "host RAM" in reason
+
+
+def test_a_part_too_large_for_the_machine_is_left_out_and_the_others_run(modules, tmp_path, monkeypatch):
+    session, section = modules["session"], modules["sections"].PROBE
+    here = dict.fromkeys(("device", "driver", "cuda_of_torch", "torch"), "some")
+    here |= {"measured": True, "vram_free_bytes": 23 << 30, "host_available_bytes": 120 << 30}
+    monkeypatch.setattr(session, "child_json", lambda command: here)
+    monkeypatch.setattr(session, "program", lambda *arguments: [])
+    monkeypatch.setattr(session, "run_part", lambda *arguments: {"status": "done", "rows": []})
+    with pytest.raises(session.SectionFailure, match=r"^bandwidth: too large for this machine \(see"):
+        session.run_section(section, SimpleNamespace(out=tmp_path, again=True, earlier=None))
+    record = json.loads((tmp_path / "probe.json").read_text())
+    assert "a third of the free VRAM is 7.7 GiB" in record["parts"].pop("bandwidth")["error"]
+    assert [part["status"] for part in record["parts"].values()] == ["done"] * (len(section.parts) - 1)
 
 
 PART = """

@@ -12,19 +12,16 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from sglang_uvm_offload.cuda_build import DEFAULT_HOME, cache_root, find_nvcc, nvcc_release  # noqa: E402
+from sglang_uvm_offload.cuda_build import cache_root, code_flags, find_nvcc, nvcc_release, runtime_flags  # noqa: E402
 
 
 def build(arch: str = "sm_90") -> Path:
     sources = [HERE / "probe.cu", *sorted((HERE / "probe").glob("*.h"))]
     nvcc = find_nvcc()
-    # The shared runtime, so that a stand-in driver can take its place; found again beside the compiler.
-    libraries = [home / "lib64" for home in (nvcc.resolve().parent.parent, DEFAULT_HOME)]
-    flags = ["-O2", "-std=c++17", "-gencode", f"arch={arch.replace('sm_', 'compute_')},code={arch}", "-cudart", "shared"]
-    for place in dict.fromkeys(place for place in libraries if place.is_dir()):
-        flags += ["-Xlinker", "-rpath", "-Xlinker", str(place)]
+    release = nvcc_release(nvcc)
+    flags = [*code_flags(arch), *runtime_flags(nvcc, release)]
     texts = [source.read_text() for source in sources]
-    key = hashlib.sha256("\0".join([*texts, *flags, str(nvcc), nvcc_release(nvcc)]).encode()).hexdigest()[:20]
+    key = hashlib.sha256("\0".join([*texts, *flags, str(nvcc), release]).encode()).hexdigest()[:20]
     program = cache_root() / f"probe-{arch}-{key}"
     if program.exists():
         return program

@@ -133,18 +133,15 @@ OFFLOADER = Section(
 SECTIONS = {section.name: section for section in (PROBE, OPS, LAYER, SERVER, BOUNDS, PEERS, OFFLOADER)}
 
 
-def too_much(section: Section, free_vram: int, host_available: int, small: bool) -> list[str]:
-    """Every reason why the section must not start. Managed memory beyond a third of the free VRAM is refused whatever the
+def too_much(part: Part, free_vram: int, host_available: int, small: bool) -> list[str]:
+    """Every reason why the part must not start. Managed memory beyond a third of the free VRAM is refused whatever the
     part would do with it: oversubscribed managed memory can hang a GPU, and not for this process only."""
     reasons = []
-    for part in section.parts:
-        managed = SMALL_GIB if small else part.managed_gib
-        host = SMALL_GIB if small else part.host_gib
-        if managed * GIB >= free_vram / 3:
-            reasons.append(
-                f"{part.name} plans {managed:.1f} GiB of managed memory, and a third of the free VRAM is "
-                f"{free_vram / 3 / GIB:.1f} GiB"
-            )
-        if host * GIB > 0.8 * host_available:
-            reasons.append(f"{part.name} plans {host:.1f} GiB of host RAM, and {host_available / GIB:.1f} GiB are available")
+    managed = SMALL_GIB if small else part.managed_gib
+    host = SMALL_GIB if small else part.host_gib
+    if managed * GIB >= free_vram / 3:
+        third = f"a third of the free VRAM is {free_vram / 3 / GIB:.1f} GiB"
+        reasons.append(f"{part.name} plans {managed:.1f} GiB of managed memory, and {third}")
+    if host * GIB > 0.8 * host_available:
+        reasons.append(f"{part.name} plans {host:.1f} GiB of host RAM, and {host_available / GIB:.1f} GiB are available")
     return reasons

@@ -32,7 +32,7 @@ PATIENCE = 4
 """How much longer all may take where nothing is measured: no GPU waits for it, and the machine may be a slow one."""
 NOTHING_MEASURED = "NOT MEASUREMENTS: no kernel computes here (a stand-in driver), so no figure below says anything of a GPU"
 
-DONE, FAILED, CUT_SHORT, LEFT = "done", "failed", "cut short", "no time left"
+DONE, FAILED, CUT_SHORT, LEFT, TOO_LARGE = "done", "failed", "cut short", "no time left", "too large for this machine"
 
 
 class SectionFailure(Exception):
@@ -97,8 +97,10 @@ def run_section(section: Section, wanted: argparse.Namespace) -> None:
         print(f"section {section.name}: complete in {record['_path']}, not run again (--again would)", flush=True)
         return
     small = not environment["measured"]
-    if reasons := too_much(section, environment["vram_free_bytes"], environment["host_available_bytes"], small):
-        raise SectionFailure("not started: " + "; ".join(reasons))
+    room = environment["vram_free_bytes"], environment["host_available_bytes"]
+    refused = {part.name: "; ".join(too_much(part, *room, small)) for part in section.parts}
+    if all(refused.values()):
+        raise SectionFailure("not started: " + "; ".join(refused.values()))
     record = record or {"section": section.name, "question": section.question, "parts": {}}
     record.pop("_path", None)
     record |= {"measured": environment["measured"], "environment": environment, "complete": False}
@@ -113,6 +115,10 @@ def run_section(section: Section, wanted: argparse.Namespace) -> None:
         commands = {name: program(part, environment, log) for name, part in programs.items()}
         for part in section.parts:
             if record["parts"].get(part.name, {}).get("status") == DONE:
+                continue
+            if refused[part.name]:
+                say(log, f"-- not started: {refused[part.name]}")
+                record["parts"][part.name] = {"status": TOO_LARGE, "error": refused[part.name], "rows": []}
                 continue
             left = SECTION_SECONDS * (PATIENCE if small else 1) - (time.monotonic() - started)
             record["parts"][part.name] = run_part(part, commands[part.program], left, small, log)
