@@ -35,6 +35,8 @@ class Trace:
         ids, seq_len = self.ids, self.seq_len
         if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
             raise TraceError(f"ids must be integers [token, layer, k], not {ids.dtype} {list(ids.shape)}")
+        if 0 in ids.shape[1:]:
+            raise TraceError(f"ids must hold at least one layer and one expert a token, not {list(ids.shape)}")
         if seq_len.ndim != 1 or not np.issubdtype(seq_len.dtype, np.integer):
             raise TraceError(f"seq_len must be integers [request], not {seq_len.dtype} {list(seq_len.shape)}")
         if not 1 <= self.num_experts <= MAX_EXPERTS:
@@ -65,6 +67,8 @@ class Trace:
             raise TraceError(str(error)) from error
         if num_experts.size != 1 or not np.issubdtype(num_experts.dtype, np.integer):
             raise TraceError(f"num_experts must be one integer, not {num_experts.dtype} {list(num_experts.shape)}")
+        if seq_len.size == max(seq_len.shape, default=1):
+            seq_len = seq_len.reshape(-1)  # along one axis, whatever axes of 1 there are beside it
         return cls(ids, seq_len, int(num_experts.reshape(())))
 
     def save(self, file: str | os.PathLike[str] | IO[bytes]) -> None:
@@ -78,7 +82,8 @@ class Trace:
         """The first ``fraction`` (0..1) of the requests, and the others."""
         if not 0 <= fraction <= 1:
             raise ValueError(f"the fraction must be 0..1, not {fraction}")
-        first = int(self.num_requests * fraction)
+        # Rounded before it is cut: .29 of 100 comes to 28.999999999999996.
+        first = int(round(self.num_requests * fraction, 6))
         return range(first), range(first, self.num_requests)
 
     def steps(self, requests: range, batch: int) -> np.ndarray:

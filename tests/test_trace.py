@@ -46,6 +46,8 @@ class TestFile:
         ("change", "message"),
         [
             ({"ids": np.zeros((3, 2), np.uint8)}, "token, layer, k"),
+            ({"ids": np.zeros((3, 0, 1), np.uint8)}, r"one layer and one expert a token, not \[3, 0, 1\]"),
+            ({"ids": np.zeros((3, 2, 0), np.uint8)}, r"one layer and one expert a token, not \[3, 2, 0\]"),
             ({"ids": np.zeros((3, 2, 1))}, "integers"),
             ({"ids": np.full((3, 2, 1), 4)}, "0..0|-1..3"),
             ({"ids": np.full((3, 2, 1), -2)}, "-1..3"),
@@ -54,7 +56,8 @@ class TestFile:
             ({"seq_len": np.array([4, -1])}, "seq_len must"),
             ({"seq_len": np.array([1.0, 2.0])}, "seq_len must"),
             ({"seq_len": np.array([2**63, 2**63 + 3], np.uint64)}, "seq_len must"),
-            ({"seq_len": np.array([[1, 2]])}, "seq_len must"),
+            ({"seq_len": np.array([[1, 1], [1, 0]])}, r"seq_len must be integers \[request\], not int64 \[2, 2\]"),
+            ({"seq_len": np.zeros((0, 3), int)}, r"not int64 \[0, 3\]"),
             ({"num_experts": np.int64(0)}, "num_experts"),
             ({"num_experts": np.int64(10**9)}, "num_experts"),
             ({"num_experts": np.float64(4)}, "num_experts"),
@@ -64,6 +67,11 @@ class TestFile:
     def test_what_is_no_trace_is_refused_with_the_reason(self, tmp_path, change, message):
         with pytest.raises(TraceError, match=message):
             Trace.load(write(tmp_path / "t.npz", **{**GOOD, **change}))
+
+    @pytest.mark.parametrize("seq_len", [3, [3], [[3]], [[1], [2]], [[1, 2]]])
+    def test_lengths_along_one_axis_are_those_of_the_requests(self, tmp_path, seq_len):
+        loaded = Trace.load(write(tmp_path / "t.npz", **{**GOOD, "seq_len": np.array(seq_len)}))
+        assert loaded.seq_len.tolist() == np.ravel(seq_len).tolist()
 
     @pytest.mark.parametrize("missing", GOOD)
     def test_a_missing_array_is_named(self, tmp_path, missing):
@@ -156,6 +164,12 @@ class TestSteps:
         assert some().split(1) == (range(3), range(3, 3))
         with pytest.raises(ValueError, match="fraction"):
             some().split(1.5)
+
+    def test_split_takes_the_share_that_was_written(self):
+        """Of what a float of it comes to in requests, a little less than a whole number is that number."""
+        hundred = some((1,) * 100)
+        assert [len(hundred.split(percent / 100)[0]) for percent in range(101)] == list(range(101))
+        assert [len(some().split(third)[0]) for third in (1 / 3, 0.33, 2 / 3, 0.99)] == [1, 0, 2, 2]
 
     def test_a_step_touches_what_any_of_its_tokens_uses(self):
         ids = np.array([[[0, 1]], [[2, 2]], [[1, 3]]])
