@@ -110,40 +110,47 @@ class Profile:
 
 
 def merge(profiles: Sequence[Profile]) -> Profile:
-    """All their routing together. Raises ``ProfileError`` if they are not of one model."""
+    """All their routing together. Raises ``ProfileError`` if they are not of one model, or too much for one profile."""
     first = profiles[0]
+    counts, steps = first.seen.counts, first.seen.steps
     for other in profiles[1:]:
         if different := first.model.differences(other.model):
             raise ProfileError(f"profiles of two models cannot be merged: {'; '.join(different)}")
-    counts = sum((each.seen.counts for each in profiles[1:]), start=first.seen.counts)
-    steps = tuple(sum(each.seen.steps[phase] for each in profiles) for phase in Phase)
-    return Profile(first.model, RoutingCounts(counts, (steps[0], steps[1])))
+        counts = counts + other.seen.counts
+        steps = (steps[0] + other.seen.steps[0], steps[1] + other.seen.steps[1])
+        if (most := max(*steps, int(counts.max(initial=0)))) > MAX_COUNT:
+            raise ProfileError(f"merged counts or steps come to {most}, more than {MAX_COUNT}")
+    return Profile(first.model, RoutingCounts(counts, steps))
 
 
 def load_for(model: RoutedModel, paths: Sequence[Path]) -> tuple[Profile, list[str]]:
     """The merged profile of those files that are of ``model``, and for each other file why it is not used."""
-    used, problems = [Profile.empty(model)], []
+    merged, problems = Profile.empty(model), []
     for path in paths:
         try:
             profile = Profile.load(path)
+            if different := model.differences(profile.model):
+                raise ProfileError(f"is of another model: {'; '.join(different)}")
+            if not any(profile.seen.steps):
+                raise ProfileError("holds no routing yet")
+            merged = merge([merged, profile])
         except (ProfileError, OSError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            problems.append(f"{path}: {reason}")
-            continue
-        if different := model.differences(profile.model):
-            problems.append(f"{path}: is of another model: {'; '.join(different)}")
-        elif not any(profile.seen.steps):
-            problems.append(f"{path}: holds no routing yet")
-        else:
-            used.append(profile)
-    return merge(used), problems
+            problems.append(f"{path}: {reason(error)}")
+    return merged, problems
+
+
+def reason(error: ProfileError | OSError) -> str:
+    """Why a profile could not be read or written, without the path: that of an ``OSError`` may be a temporary file's."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 def model_name(path: str) -> str:
-    """The name of a checkpoint given as a folder, a folder of the Hugging Face cache, or a hub id."""
+    """The name of a checkpoint given as a folder, a folder of the Hugging Face cache, or a hub id; ``?`` stands for what cannot
+    be printed, so that a profile under that name is read again."""
     parts = Path(path).parts
     cached = next((part for part in parts if part.startswith("models--")), None)
-    return cached.split("--")[-1] if cached else parts[-1] if parts else path
+    name = cached.split("--")[-1] if cached else parts[-1] if parts else path
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
 def _json(about: np.ndarray) -> dict[str, Any]:
@@ -169,6 +176,9 @@ def _model_of(about: dict[str, Any]) -> tuple[RoutedModel, str]:
     if not all(type(value) is int and value >= 0 for value in whole) or not all(isinstance(text, str) for text in texts):
         raise ProfileError("does not say what model it is of")
     assert isinstance(layers, list)
+    for name in texts[:2]:
+        if not str(name).isprintable():  # it may come from anywhere, and goes to terminals and logs
+            raise ProfileError(f"is of {name!a}, which cannot be printed")
     return (
         RoutedModel(str(about["name"]), str(about["architecture"]), tuple(layers), about["num_experts"], about.get("top_k")),
         str(run),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sglang_uvm_offload import atomic_file
-from sglang_uvm_offload.profile import Profile, ProfileError, merge
+from sglang_uvm_offload.profile import Profile, ProfileError, merge, reason
 
 RESIDENCIES = (0.25, 0.5, 0.75)
 
@@ -25,18 +25,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     problems = ["--model: needs --out"] if args.model is not None and args.out is None else []
+    if args.model is not None and not args.model.isprintable():
+        problems.append(f"--model {args.model!a}: cannot be printed")
     profiles = []
     for path in args.profiles:
         try:
             profiles.append(Profile.load(path))
             print(f"{path}\n{describe(profiles[-1])}")
         except (ProfileError, OSError) as error:
-            problems.append(f"{path}: {error.strerror if isinstance(error, OSError) else error}")
+            problems.append(f"{path}: {reason(error)}")
     if not problems and args.out is not None:
         try:
             write(profiles, args.out, args.model)
         except (ProfileError, OSError) as error:
-            problems.append(f"--out {args.out}: {error}")
+            problems.append(f"--out {args.out}: {reason(error)}")
     for problem in problems:
         print(problem, file=sys.stderr)
     return 2 if problems else 0

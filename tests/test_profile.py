@@ -55,6 +55,9 @@ def test_what_is_written_is_read_back(tmp_path):
         ({"about": {"num_experts": -1}}, "what model"),
         ({"about": {"moe_layers": "1,2"}}, "what model"),
         ({"about": {"name": 7}}, "what model"),
+        ({"about": {"name": "m\ud800"}}, r"'m\\ud800', which cannot be printed"),
+        ({"about": {"name": "m\x1b[31mRED\nx"}}, r"'m\\x1b\[31mRED\\nx', which cannot be printed"),
+        ({"about": {"architecture": "\x07"}}, r"'\\x07', which cannot be printed"),
         ({"counts": np.zeros((3, 2, 2, 9), dtype=np.int64)}, r"\[3, 2, 2, 9\], not int64 \[3, 2, 2, 8\]"),
         ({"counts": np.zeros((3, 2, 2, 8))}, "float64"),
         ({"counts": np.full((3, 2, 2, 8), -1, dtype=np.int64)}, "counts must be 0"),
@@ -98,6 +101,23 @@ def test_profiles_merge_into_the_sum_of_what_was_seen():
     assert (both.seen.counts == one.seen.counts + two.seen.counts).all()
     with pytest.raises(ProfileError, match="two models"):
         merge([one, some(model=dataclasses.replace(MODEL, name="DeepSeek-V3"))])
+
+
+@pytest.mark.parametrize(("count", "steps"), [(1 << 53, (1, 1)), (1, (0, 1 << 53))])
+def test_a_sum_that_could_not_be_read_again_is_refused(count, steps):
+    most = Profile(MODEL, RoutingCounts(np.full((3, 2, 2, 8), count), steps))
+    assert merge([most]).seen.steps == steps
+    for times in (2, 2048):  # 2048 counts of 2^53 are 0 in 64 bits
+        with pytest.raises(ProfileError, match=f"more than {1 << 53}"):
+            merge([most] * times)
+
+
+def test_a_file_that_would_exceed_what_can_be_read_again_is_named_and_left_out(tmp_path):
+    most = Profile(MODEL, RoutingCounts(np.full((3, 2, 2, 8), 1 << 53), (1, 1)))
+    paths = [saved(tmp_path / f"{n}.npz", most) for n in (1, 2)]
+    profile, problems = load_for(MODEL, paths)
+    assert (profile.seen.counts == 1 << 53).all()
+    assert [problem.split(": ")[0] for problem in problems] == [str(paths[1])]
 
 
 def test_a_long_past_keeps_its_rates_and_loses_its_weight():
@@ -151,7 +171,8 @@ class TestParts:
         ("zai-org/GLM-4.5", "GLM-4.5"),
         ("/models/GLM-4.5/", "GLM-4.5"),
         ("/c/hub/models--zai-org--GLM-4.5/snapshots/0a1b", "GLM-4.5"),
+        ("/models/\x1b[31mGLM\udcff", "?[31mGLM?"),
     ],
 )
-def test_a_model_is_named_by_its_checkpoint(path, name):
+def test_a_model_is_named_by_its_checkpoint_in_a_way_that_can_be_read_back(path, name):
     assert model_name(path) == name

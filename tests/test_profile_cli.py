@@ -43,3 +43,24 @@ def test_profiles_of_two_models_are_not_merged(tmp_path, capsys):
 def test_a_name_without_a_file_to_write_is_refused(tmp_path, capsys):
     assert main(["profile", str(saved(tmp_path / "p.npz", some())), "--model", "x"]) == 2
     assert "--model: needs --out" in capsys.readouterr().err
+
+
+def test_a_name_that_could_not_be_read_again_is_refused(tmp_path, capsys):
+    good = str(saved(tmp_path / "p.npz", some()))
+    assert main(["profile", good, "--out", str(tmp_path / "all"), "--model", "m\udcff"]) == 2
+    assert r"--model 'm\udcff': cannot be printed" in capsys.readouterr().err
+    assert not (tmp_path / "all").exists()
+
+
+def test_a_folder_that_is_missing_is_named_and_no_file_but_the_one_asked_for(tmp_path, capsys):
+    out = tmp_path / "gone" / "all.npz"
+    assert main(["profile", str(saved(tmp_path / "p.npz", some())), "--out", str(out)]) == 2
+    assert capsys.readouterr().err == f"--out {out}: No such file or directory\n"
+
+
+def test_profiles_that_come_to_too_much_together_are_not_merged(tmp_path, capsys):
+    most = some(steps=(1 << 53, 0))
+    path = str(saved(tmp_path / "p.npz", most))
+    assert main(["profile", path, path, "--out", str(tmp_path / "all")]) == 2
+    assert f"more than {1 << 53}" in capsys.readouterr().err
+    assert not (tmp_path / "all").exists()
