@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution, entry_points, requires, version
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from sglang_uvm_offload.config import AUTO, FlagError, flag_name
+from sglang_uvm_offload.config import AUTO, PREFIX, FlagError, OffloadConfig, flag_name
 from sglang_uvm_offload.cuda_build import BuildFailure, build, find_nvcc
 from sglang_uvm_offload.host_ram import host_available
+from sglang_uvm_offload.planning.safetensors_header import CheckpointError, read_folder
 from sglang_uvm_offload.report import size
 
 PACKAGE = "sglang-uvm-offload"
@@ -53,15 +55,37 @@ def examine(model_path: str | None, device: str, num_resident: str, trust_remote
         found.bad(*problems)
     else:
         found.good("SGLang has every hook point")
+    try:
+        OffloadConfig.from_flags({f"{PREFIX}num_resident": num_resident})
+    except FlagError as error:
+        found.bad(*error.problems)
+        return found
     if model_path is not None:
+        damage = _damage(Path(model_path))
+        found.bad(*damage)
         try:
             config = sglang_doctor.launched(model_path, device, num_resident, trust_remote_code)
         except FlagError as error:
             found.bad(*error.problems)
         else:
             which = f"{num_resident}, which is {config.residents} here" if num_resident == AUTO else num_resident
-            found.good(f"{model_path} can be served with {flag_name('num_resident')} {which}")
+            if not damage:
+                found.good(f"{model_path} can be served with {flag_name('num_resident')} {which}")
     return found
+
+
+def _damage(model: Path) -> list[str]:
+    """What is wrong with a local checkpoint's weights, which a launch finds only as it loads them. SGLang reads some files
+    that are not safetensors, of which nothing is known here."""
+    try:
+        if model.is_file():
+            return [f"{model} is a file: give the checkpoint's folder"]
+        kinds = {path.suffix for path in model.iterdir()} if model.is_dir() else set()
+        if model.is_dir() and (".safetensors" in kinds or not kinds & {".bin", ".pt"}):
+            read_folder(model)
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    return []
 
 
 def _packages(found: Diagnosis) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import Checkpoints
@@ -16,6 +19,82 @@ from standin.run import Standin
 def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("sglang-uvm-offload")), "doctor", *arguments]
     return subprocess.run(command, env=environment(env), capture_output=True, text=True, timeout=240)
+
+
+SEVERAL = """
+import contextlib, io, json, sys
+from sglang_uvm_offload.cli import main
+answers = []
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = main(["doctor", "--device", "cpu", *words])
+    answers.append((code, said.getvalue()))
+print(json.dumps(answers))
+"""
+"""Importing SGLang takes most of the time: many questions to one process."""
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """For each question, the exit code and what was said."""
+    whole, folder = checkpoints("qwen3_moe"), tmp_path_factory.mktemp("broken")
+
+    def copy(name: str, **changes: Any) -> Path:
+        copied = shutil.copytree(whole, folder / name)
+        config = json.loads((copied / "config.json").read_text())
+        (copied / "config.json").write_text(json.dumps(config | changes))
+        return copied
+
+    models = {
+        "architectures": copy("architectures", architectures=None),
+        "experts": copy("experts", num_experts="x"),
+        "layers": copy("layers", num_hidden_layers=None),
+        "hidden": copy("hidden", hidden_size=[1]),
+        "quantization": copy("quantization", quantization_config=5),
+        **{name: copy(name) for name in ("no weights", "cut short", "other weights")},
+        "a file": whole / "config.json",
+    }
+    (models["no weights"] / "model.safetensors").unlink()
+    (models["cut short"] / "model.safetensors").write_bytes(bytes(20))
+    (models["other weights"] / "model.safetensors").rename(models["other weights"] / "pytorch_model.bin")
+    questions = {name: ["--num-resident", "2", "--model-path", str(path)] for name, path in models.items()}
+    questions["no number"] = ["--num-resident", "abc"]
+    command = [sys.executable, "-c", SEVERAL, json.dumps(list(questions.values()))]
+    ran = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return dict(zip(questions, json.loads(ran.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("architectures", "architectures: TypeError: 'NoneType' object"),
+        (
+            "experts",
+            "Error: Validation error for field 'num_experts': TypeError: Field 'num_experts' expected int",
+        ),
+        ("layers", "'num_hidden_layers' expected int"),
+        ("hidden", "'hidden_size' expected int"),
+        ("quantization", "AttributeError: 'int' object has no attribute"),
+        ("no weights", "no weights holds no *.safetensors file"),
+        ("cut short", "model.safetensors: not JSON where JSON is expected"),
+        ("a file", "config.json is a file: give the checkpoint's folder"),
+        ("no number", "--expert-offload-num-resident 'abc': must be a whole number of experts"),
+    ],
+)
+def test_a_model_that_cannot_be_read_is_a_problem_and_no_traceback(answers, case: str, words: str):
+    code, said = answers[case]
+    assert code == 1
+    problems = [line for line in said.splitlines() if "PROBLEM" in line]
+    assert len(problems) == 1, said
+    assert words in problems[0]
+    assert "can be served" not in said
+
+
+def test_weights_that_only_sglang_can_read_are_left_to_it(answers):
+    code, said = answers["other weights"]
+    assert code == 0, said
+    assert "other weights can be served" in said
 
 
 def test_a_cpu_machine_with_a_model_is_ready(checkpoints: Checkpoints):

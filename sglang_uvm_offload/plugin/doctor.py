@@ -31,6 +31,7 @@ def launched(model_path: str, device: str, num_resident: str, trust_remote_code:
         args.resolve_once()
     except FlagError:
         raise
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
-        raise FlagError([f"SGLang cannot serve {model_path}: {error}"]) from error
+    except Exception as error:  # SGLang and transformers raise whatever a malformed config runs into
+        reason = " ".join(str(error).split())
+        raise FlagError([f"SGLang cannot serve {model_path}: {type(error).__name__}: {reason}"]) from error
     return server_args.config_of(args)
