@@ -55,22 +55,18 @@ def examine(model_path: str | None, device: str, num_resident: str, trust_remote
         found.bad(*problems)
     else:
         found.good("SGLang has every hook point")
+    damage = [] if model_path is None else _damage(Path(model_path))
+    found.bad(*damage)
     try:
-        OffloadConfig.from_flags({f"{PREFIX}num_resident": num_resident})
+        config = OffloadConfig.from_flags({f"{PREFIX}num_resident": num_resident})
+        if model_path is not None:
+            config = sglang_doctor.launched(model_path, device, num_resident, trust_remote_code)
     except FlagError as error:
         found.bad(*error.problems)
         return found
-    if model_path is not None:
-        damage = _damage(Path(model_path))
-        found.bad(*damage)
-        try:
-            config = sglang_doctor.launched(model_path, device, num_resident, trust_remote_code)
-        except FlagError as error:
-            found.bad(*error.problems)
-        else:
-            which = f"{num_resident}, which is {config.residents} here" if num_resident == AUTO else num_resident
-            if not damage:
-                found.good(f"{model_path} can be served with {flag_name('num_resident')} {which}")
+    if model_path is not None and not damage:
+        which = f"{num_resident}, which is {config.residents} here" if num_resident == AUTO else num_resident
+        found.good(f"{model_path} can be served with {flag_name('num_resident')} {which}")
     return found
 
 

@@ -59,6 +59,7 @@ def answers(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) 
     (models["other weights"] / "model.safetensors").rename(models["other weights"] / "pytorch_model.bin")
     questions = {name: ["--num-resident", "2", "--model-path", str(path)] for name, path in models.items()}
     questions["no number"] = ["--num-resident", "abc"]
+    questions["no number, cut short"] = ["--num-resident", "abc", "--model-path", str(models["cut short"])]
     command = [sys.executable, "-c", SEVERAL, json.dumps(list(questions.values()))]
     ran = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr[-2000:]
@@ -89,6 +90,12 @@ def test_a_model_that_cannot_be_read_is_a_problem_and_no_traceback(answers, case
     assert len(problems) == 1, said
     assert words in problems[0]
     assert "can be served" not in said
+
+
+def test_a_malformed_flag_hides_no_damage(answers):
+    _, said = answers["no number, cut short"]
+    assert "model.safetensors: not JSON" in said
+    assert "'abc': must be a whole number" in said
 
 
 def test_weights_that_only_sglang_can_read_are_left_to_it(answers):
