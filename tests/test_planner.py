@@ -768,3 +768,9 @@ def test_auto_says_why_it_cannot(checkpoints, tmp_path):
         auto(checkpoints("qwen3_moe"), speculative=True)
     with pytest.raises(FlagError, match="--kv-cache-dtype fp4_e2m1: must be one of"):
         auto(checkpoints("qwen3_moe"), kv_cache_dtype="fp4_e2m1")
+
+
+def test_fewer_drafts_than_are_usually_accepted_need_no_second_flag(capsys):
+    drafting = ["--speculative", "--speculative-num-draft-tokens", 2]
+    assert run(MODELS / "deepseek-v3.json", "--machine", "8xH200", *drafting) == 0
+    assert "accepted_tokens 2," in capsys.readouterr().out

@@ -242,8 +242,10 @@ def _remedies(case: Case) -> list[str]:
 
 
 def _tokens_that_fit(case: Case) -> int:
-    room = min(case.budget - case.rank(s, 0).used_bytes + case.pool_bytes(s) for s in range(case.parallel.pp))
-    return max(0, int(room / max(case.kv_token_bytes(stage) for stage in range(case.parallel.pp))))
+    stages = range(case.parallel.pp)
+    room = min(case.budget - case.rank(stage, 0).used_bytes + case.pool_bytes(stage) for stage in stages)
+    # At least a byte: where all attention is linear a token takes none.
+    return max(0, int(room / max(1.0, *(case.kv_token_bytes(stage) for stage in stages))))
 
 
 def _with_vram(case: Case, gib_each: int) -> Case:

@@ -91,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
     )
     names = ("read_efficiency", "hot_half_share", "accepted_tokens", "rows_per_read")
     given = {name: getattr(args, name) for name in names}
-    assumed = dataclasses.replace(Assumptions(), **{name: value for name, value in given.items() if value is not None})
+    usual = dataclasses.replace(Assumptions(), accepted_tokens=min(Assumptions.accepted_tokens, workload.draft_tokens))
+    assumed = dataclasses.replace(usual, **{name: value for name, value in given.items() if value is not None})
     answer = planner.plan(model, machine, workload, parallel, reserve, assumed, args.coverage)
     print(json.dumps(dataclasses.asdict(answer), indent=1) if args.json else planner.render(answer))
     return 0 if answer.fits else 1
