@@ -19,17 +19,21 @@ struct node {
     void* state;
 };
 
+struct queue {
+    struct node *first, *last;
+};
+
 struct graph {
     int id;
     bool open; /* being captured */
     size_t count;
-    struct node *first, *last;
+    struct queue work;
 };
 
 struct stream {
     struct stream* next;
-    struct graph* graph;       /* being captured, or NULL */
-    struct node *first, *last; /* work that has not run yet */
+    struct graph* graph;  /* being captured, or NULL */
+    struct queue waiting; /* work that has not run yet */
     uint64_t queued, done;
 };
 
@@ -55,16 +59,20 @@ static struct stream* of(void* handle) { return (uintptr_t)handle <= 2 ? &legacy
 
 bool standin_capturing(void* stream) { return of(stream)->graph != NULL; }
 
-static void append(struct graph* graph, work_fn work, void* state) {
+static void push(struct queue* queue, work_fn work, void* state) {
     struct node* node = calloc(1, sizeof *node);
     node->work = work;
     node->state = state;
-    pthread_mutex_lock(&lock);
-    if (graph->last)
-        graph->last->next = node;
+    if (queue->last)
+        queue->last->next = node;
     else
-        graph->first = node;
-    graph->last = node;
+        queue->first = node;
+    queue->last = node;
+}
+
+static void append(struct graph* graph, work_fn work, void* state) {
+    pthread_mutex_lock(&lock);
+    push(&graph->work, work, state);
     graph->count++;
     pthread_mutex_unlock(&lock);
 }
@@ -82,9 +90,9 @@ static void run_until(struct moment moment) {
     struct stream* stream = moment.stream;
     pthread_mutex_lock(&running);
     while (stream && stream->done < moment.at) {
-        struct node* node = stream->first;
-        stream->first = node->next;
-        if (!stream->first) stream->last = NULL;
+        struct node* node = stream->waiting.first;
+        stream->waiting.first = node->next;
+        if (!node->next) stream->waiting.last = NULL;
         node->work(node->state);
         stream->done++;
         free(node->state);
@@ -107,15 +115,8 @@ static void submit(struct stream* stream, work_fn work, void* state, size_t stat
         work(state);
         return;
     }
-    struct node* node = calloc(1, sizeof *node);
-    node->work = work;
-    node->state = kept(state, state_bytes);
     pthread_mutex_lock(&running);
-    if (stream->last)
-        stream->last->next = node;
-    else
-        stream->first = node;
-    stream->last = node;
+    push(&stream->waiting, work, kept(state, state_bytes));
     stream->queued++;
     pthread_mutex_unlock(&running);
 }
@@ -404,7 +405,7 @@ EXPORT int cudaGraphGetNodes(void* handle, void** nodes, size_t* count) {
     size_t room = nodes ? *count : 0;
     *count = graph->count;
     size_t i = 0;
-    for (struct node* node = graph->first; node && i < room; node = node->next) nodes[i++] = node;
+    for (struct node* node = graph->work.first; node && i < room; node = node->next) nodes[i++] = node;
     return 0;
 }
 
@@ -415,7 +416,7 @@ EXPORT int cudaGraphNodeGetDependencies(void* node, void** dependencies, void* e
 
 static void run_graph(void* state) {
     struct graph* graph = *(struct graph**)state;
-    for (struct node* node = graph->first; node; node = node->next) {
+    for (struct node* node = graph->work.first; node; node = node->next) {
         if (node->work) node->work(node->state);
     }
 }
