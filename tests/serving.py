@@ -54,6 +54,7 @@ QUICK = {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLEL
 READ_AT_IMPORT = ("TRITON_INTERPRET",)
 
 START_SECONDS = 120
+ANSWER_SECONDS = 300
 RUN_SECONDS = 240
 
 PROMPTS = ("hello world", "the quick brown fox jumps over 13 lazy dogs", "def f(x):\n    return x + 1\n")
@@ -395,12 +396,12 @@ class Server:
         kill_group(self.process.pid)
         self.process.wait()
 
-    def open(self, path: str, body: Any = None, seconds: float = 60) -> Any:
+    def open(self, path: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         return urllib.request.urlopen(request, timeout=seconds)
 
-    def get_text(self, path: str, seconds: float = 60) -> str:
+    def get_text(self, path: str, seconds: float = ANSWER_SECONDS) -> str:
         with self.open(path, seconds=seconds) as response:
             return response.read().decode()
 

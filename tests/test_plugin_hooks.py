@@ -89,7 +89,7 @@ IN_SCHEDULER = "if multiprocessing.parent_process() is not None and 'sglang.srt.
         ),
         (
             IN_SCHEDULER + "    from sglang_uvm_offload import uvm_host\n    uvm_host.host_available = lambda: 1 << 20",
-            "of MoE layer 0 [0, 2097152) (2097152 bytes): what is offloaded needs 1.5 MiB of host RAM, and 0.0 MiB is left",
+            "of MoE layer 0 [0, 1572864) (1572864 bytes): what is offloaded needs 1.5 MiB of host RAM, and 0.0 MiB is left",
         ),
         (
             "import sglang.srt.runtime_context as context\ndel context.publish",
