@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+import sys
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import ROOT
 
 from sglang_uvm_offload.adaptation import INTERVAL_STEPS
 from sglang_uvm_offload.forecast import TUNING, Tuning
 from sglang_uvm_offload.simulator import POLICIES, SHIPPED, Replay, replay
 from sglang_uvm_offload.trace import Trace
 
-ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "benchmarks" / "policy_goals.py"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import policy_goals
 
 
 @pytest.fixture(scope="module")
 def benchmark():
-    spec = importlib.util.spec_from_file_location("policy_goals", SOURCE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return policy_goals
 
 
 def small_trace(seed: int) -> Trace:
