@@ -296,7 +296,7 @@ class OffloadManager:
         )
 
     def _move(self, after: np.ndarray, wait: bool) -> int:
-        """Demote before promoting, so that VRAM never holds more than before: layer by layer where one layer's promotions take
+        """Demote before promoting, so that never more is resident than before: layer by layer where one layer's promotions take
         what its own demotions gave, else all demotions first. Without ``wait`` the moves are queued in that order, and a
         late fault shows in the next call. What host RAM has no room for is not demoted. Returns the bytes asked to move."""
         moved = 0
