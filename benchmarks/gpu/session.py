@@ -119,9 +119,9 @@ def run_section(section: Section, wanted: argparse.Namespace) -> None:
             if refused[part.name]:
                 say(log, f"-- not started: {refused[part.name]}")
                 record["parts"][part.name] = {"status": TOO_LARGE, "error": refused[part.name], "rows": []}
-                continue
-            left = SECTION_SECONDS * (PATIENCE if small else 1) - (time.monotonic() - started)
-            record["parts"][part.name] = run_part(part, commands[part.program], left, small, log)
+            else:
+                left = SECTION_SECONDS * (PATIENCE if small else 1) - (time.monotonic() - started)
+                record["parts"][part.name] = run_part(part, commands[part.program], left, small, log)
             judge(section, record)
             write_json(out / f"{section.name}.json", record)
         for text in table(section, record):
