@@ -134,7 +134,7 @@ class ExpertLayer:
 
     @property
     def stranded_bytes(self) -> int:
-        """VRAM that offloaded experts keep at most, beside ``resident_bytes``, once residents have changed."""
+        """VRAM that offloaded experts are expected to keep, beside ``resident_bytes``, once residents have changed often."""
         return sum(tensor.layout.stranded_bytes(int(self.resident.sum())) for tensor in self.tensors)
 
     @property

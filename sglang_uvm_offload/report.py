@@ -25,7 +25,7 @@ def residency_table(status: Mapping[str, Any], memory: MemoryInfo, kv_tokens: in
         ("expert tensors left in plain VRAM", "", size(status["plain_bytes"])),
     ]
     if status["stranded_bytes"]:
-        rows.append(("VRAM that offloaded experts may keep after moves", "", "up to " + size(status["stranded_bytes"])))
+        rows.append(("VRAM that offloaded experts may keep after moves", "", "about " + size(status["stranded_bytes"])))
     if status["draft_layers"]:
         rows.append((f"draft model, {status['draft_layers']} MoE layers, all resident", "", size(status["draft_bytes"])))
     rows += [

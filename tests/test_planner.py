@@ -196,9 +196,18 @@ def test_a_model_that_fits_whole_needs_no_offloading():
 def test_vram_that_offloaded_experts_may_keep_is_noted_where_experts_are_no_whole_blocks():
     work = Workload(131072, requests=4)
     said = {ep: " ".join(ask("glm-5-fp8", roomy("8xH20"), work, Parallel(tp=8, ep=ep)).notes) for ep in (1, 8)}
-    assert "offloaded experts may keep" in said[1]
+    assert "offloaded experts may keep about" in said[1]
     assert "a larger --ep-size" in said[1]
     assert "may keep" not in said[8]
+
+
+def test_the_design_says_what_glm_5_may_keep():
+    said = " ".join((Path(__file__).parents[1] / "expert_offload_plan.md").read_text().split())
+    for ep, words in ((1, "with 186 of 256 resident that may become about {:.0f} GiB"), (8, "whole blocks, and it is none")):
+        case = case_of(ask("glm-5-fp8", roomy("8xH20"), parallel=Parallel(tp=8, ep=ep)), "glm-5-fp8")
+        kept = case.stranded_bytes(0, 186) / GIB
+        assert words.format(kept) in said
+        assert (kept == 0) == (ep == 8)
 
 
 def test_padding_of_mxfp4_at_load_is_in():

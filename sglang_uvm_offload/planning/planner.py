@@ -281,8 +281,8 @@ def _notes(case: Case, chosen: int | None) -> list[str]:
     if stranded > case.reserve.headroom_gb * GIB and chosen < case.model.num_experts:
         whole = "" if case.parallel.ep == case.parallel.tp else ", or less of it with a larger --ep-size"
         out.append(
-            f"offloaded experts may keep {size(stranded)} of VRAM on a rank as residents change, in blocks of 2 MiB that they "
-            f"share with residents (never measured): leave more {flag_name('headroom_gb')} if VRAM gets full{whole}"
+            f"offloaded experts may keep about {size(stranded)} of VRAM on a rank as residents change, in blocks of 2 MiB that "
+            f"they share with residents (never measured): leave more {flag_name('headroom_gb')} if VRAM gets full{whole}"
         )
     needed = case.host(chosen, after_moves=True)
     if needed > case.machine.host_bytes:

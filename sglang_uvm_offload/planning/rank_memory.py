@@ -132,7 +132,7 @@ class Case:
         return sum(count * whole_blocks(pages[n] * PAGE_BYTES) for n, count in self.placed[stage].items())
 
     def stranded_bytes(self, stage: int, num_resident: int) -> int:
-        """VRAM that offloaded experts keep at most beside the residents', once residents have changed."""
+        """VRAM that offloaded experts are expected to keep beside the residents', once residents have changed often."""
         residents = self.local_residents(num_resident)
         placed = self.placed[stage].items()
         return sum(count * ExpertLayout(self.local_experts, n).stranded_bytes(residents) for n, count in placed)
