@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_uvm_offload.planning.checkpoint import CheckpointShape
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
 
 GIB = 1 << 30
 Flags = dict[str, Any]
@@ -141,7 +141,7 @@ _ALL = (
         offload=True,
     ),
     Contender(
-        "read_through",
+        "zero_copy",
         "this plugin with no resident: every expert is read in place (a bound)",
         this_plugin(resident_selection="first_n"),
         residency=0.0,

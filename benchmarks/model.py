@@ -3,11 +3,11 @@
     python benchmarks/model.py RUN [--probe probe.json] [--layer layer.json] [--out FOLDER]
 
 RUN is a run's folder or a section of a GPU session; the other files are of the session on the same machine. For each figure of
-this plugin ``planning.speed`` predicts what it costs on top of the resident server's measured time:
+this plugin ``sizing.speed`` predicts what it costs on top of the resident server's measured time:
 
     time = resident + missed bytes / read rate + streamed bytes / copy rate + moved bytes / copy rate
 
-Streamed bytes are 0: the plugin has no such path. Missed bytes come from the model, with the coverage that the server
+Streamed bytes are 0: the plugin has no such path. Missed bytes come from the model, with the hit rate that the server
 counted, and moved bytes are those that it counted; the rates are measured where a probe is given, else the planner's
 assumptions. Where terms differ from what was counted, the difference is blamed on them, in seconds; what no term explains is
 called *not in the model*.
@@ -30,12 +30,12 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import serve_report
 from serve_report import Record, Row
 
-from sglang_uvm_offload.planning.checkpoint import CheckpointShape, load
-from sglang_uvm_offload.planning.machine import GPUS, Machine
-from sglang_uvm_offload.planning.plan import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.planning.rank_memory import Case
-from sglang_uvm_offload.planning.safetensors_header import CheckpointError
-from sglang_uvm_offload.planning.speed import predict
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.sizing.machine import GPUS, Machine
+from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.sizing.rank_memory import Case
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+from sglang_uvm_offload.sizing.speed import predict
 
 GIGA = 1e9
 WITHIN = 0.10
@@ -146,8 +146,8 @@ def one(
     linked = dataclasses.replace(machine, link_gbps=rates.read)
     assumed = dataclasses.replace(Assumptions(), read_efficiency=1.0)
     residents = int(cell[1] * model.num_experts + 1e-9)
-    coverage = [state["coverage"] for state in states if state["coverage"] is not None]
-    covered = statistics.median(coverage) if coverage else cell[1]
+    hit_rate = [state["hit_rate"] for state in states if state["hit_rate"] is not None]
+    covered = statistics.median(hit_rate) if hit_rate else cell[1]
     case = Case(model, linked, workload, Parallel(), Reserve(), assumed)
     speed = predict(
         *("counted", covered, residents, model.num_experts, model.top_k, [case.cost(0)], linked, workload, Parallel()),

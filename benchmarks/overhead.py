@@ -1,12 +1,13 @@
 """What this plugin costs a server that runs on a CPU: ratios between variants in one run, written to results/overhead/.
 
-usage: python benchmarks/overhead.py [--repeats N]
+usage: python benchmarks/overhead.py [--repeats N] [--start-only]
 
 - step time: decode steps of a small GLM-4.5-architecture model, the variants taking turns, another one first in each repeat:
   SGLang without the plugin (it is installed, and SGLANG_PLUGINS keeps SGLang from loading it), the same once more (how far
   two equal ones are apart tells what a ratio means), with it but without its flags, and with offloading on.
 - decision: choosing residents for 75 layers x 256 experts, and 10 times as many layers.
 - import: what SGLang's plugin loading takes longer with the plugin.
+- start: from the shell to the end of sglang-uvm-offload's subcommands that need no PyTorch; --start-only prints these alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_uvm_offload import policy
+from sglang_uvm_offload.policy import ranking
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "overhead"
@@ -36,7 +37,17 @@ VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "off": ({}, {}),
     "on": ({}, {"expert_offload_num_resident": 8, "expert_offload_warmup_tokens": 64}),
 }
-GOALS = {"off / not loaded": 1.00, "on / off": 1.05, "decision, ms": 5.0, "import, ms": 30.0}
+STARTS = {
+    "--help": ["--help"],
+    "plan": ["plan", "MODEL", "--machine", "1xH200"],
+    "profile --help": ["profile", "--help"],
+    "report --help": ["report", "--help"],
+    "replay --help": ["replay", "--help"],
+}
+GOALS = {
+    **{"off / not loaded": 1.00, "on / off": 1.05, "decision, ms": 5.0, "import, ms": 30.0},
+    **{f"start of {name}, s": 0.5 for name in STARTS},
+}
 
 STEP = """
 import json, sys, time
@@ -65,10 +76,17 @@ start = time.perf_counter(); load_plugins(); print("TIMES", [time.perf_counter()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=6, help="engine starts a variant")
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--start-only", action="store_true", help="print how long the command takes to start, and end")
+    args = parser.parse_args()
+    repeats = args.repeats
     with tempfile.TemporaryDirectory() as folder:
         script = [sys.executable, str(ROOT / "scripts" / "make_checkpoint.py"), "glm4_moe", folder]
         subprocess.run(script, check=True, stdout=subprocess.DEVNULL)
+        starts = start_seconds(Path(folder), repeats)
+        if args.start_only:
+            for name, seconds in starts.items():
+                print(f"{name} {seconds:.2f}")
+            return
         steps = step_times(Path(folder), repeats)
     imports = import_times(repeats)
     decision = decision_seconds(75, repeats)
@@ -77,14 +95,15 @@ def main() -> None:
         "decision, ms": 1e3 * decision,
         "decision at 10x layers / decision": decision_seconds(750, repeats) / decision,
         "import, ms": 1e3 * (statistics.median(imports["off"]) - statistics.median(imports["not loaded"])),
+        **starts,
     }
     write({"step_seconds": steps, "import_seconds": imports, "figures": figures})
 
 
 def step_times(checkpoint: Path, repeats: int) -> dict[str, list[float]]:
     """Seconds a decode step of one request, every repeat of each variant, the variants in turn."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from serving import CPU, environment
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from harness.server import CPU, environment
 
     times: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for repeat in range(repeats):
@@ -123,6 +142,21 @@ def import_times(repeats: int) -> dict[str, list[float]]:
     return times
 
 
+def start_seconds(checkpoint: Path, repeats: int) -> dict[str, float]:
+    """Median wall seconds of each of ``STARTS``, with ``checkpoint`` as ``MODEL``. The first run, which brings files to the
+    page cache, does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in STARTS}
+    for repeat in range(repeats + 1):
+        for name, words in STARTS.items():
+            begin = time.perf_counter()
+            words = [str(checkpoint) if word == "MODEL" else word for word in words]
+            command = [sys.executable, "-m", "sglang_uvm_offload.cli.main", *words]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=60)
+            if repeat:
+                seconds[name].append(time.perf_counter() - begin)
+    return {f"start of {name}, s": statistics.median(times) for name, times in seconds.items()}
+
+
 def run(arguments: list[str], env: dict[str, str]) -> list[float]:
     done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=600)
     if done.returncode:
@@ -133,14 +167,14 @@ def run(arguments: list[str], env: dict[str, str]) -> list[float]:
 def decision_seconds(layers: int, repeats: int) -> float:
     """Median seconds of one choice of residents from counts, for ``layers`` x 256 experts of which 200 are resident."""
     rng = np.random.default_rng(0)
-    touches = rng.integers(0, 1000, (layers, 256))
-    resident = np.zeros(touches.shape, dtype=bool)
+    activations = rng.integers(0, 1000, (layers, 256))
+    resident = np.zeros(activations.shape, dtype=bool)
     resident[:, :200] = True
     seconds = []
     for _ in range(20 * repeats):
         start = time.perf_counter()
-        scores = policy.score(touches, 1000, touches * 8)
-        policy.select(scores, np.full(layers, 200), resident, np.zeros_like(resident))
+        scores = ranking.score(activations, 1000, activations * 8)
+        ranking.select(scores, np.full(layers, 200), resident, np.zeros_like(resident))
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 

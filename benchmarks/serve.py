@@ -29,8 +29,8 @@ from contenders import CONTENDERS
 from serve_client import PromptIds, Sizes
 from serve_run import Run, environment, run
 
-from sglang_uvm_offload.planning.checkpoint import text_config
-from sglang_uvm_offload.planning.safetensors_header import CheckpointError
+from sglang_uvm_offload.sizing.checkpoint import text_config
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 
 BENCHMARKS = Path(__file__).resolve().parent
 TINY = {"family": "qwen3_moe", "layers": 6}
@@ -142,9 +142,9 @@ def default_out(device: str) -> Path:
 
 
 def tiny_checkpoint(folder: Path) -> Path:
-    from checkpoints import load_script
+    from make_checkpoint import make_checkpoint
 
-    made: Path = load_script().make_checkpoint(TINY["family"], folder, layers=TINY["layers"])
+    made: Path = make_checkpoint(TINY["family"], folder, layers=TINY["layers"])
     return made
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOG_BYTES = 8 << 10
 """Larger logs are kept compressed."""
 
-_RAISED = re.compile(r"^(?:\[[^\]]*\]\s*)?((?:\w+\.)*\w*(?:Error|Exception|Exit|Failure|Fault): .+)$")
+_RAISED = re.compile(r"^(?:\[[^\]]*\]\s*)?((?:\w+\.)*\w*(?:Error|Exception|Exit|Failure): .+)$")
 _REFUSED = re.compile(r"\berror: (.+)$")
 _ECHO = re.compile(r"scheduler died|exit ?code|Received sigquit|resource_tracker", re.IGNORECASE)
 

@@ -206,11 +206,11 @@ def summary_table(record: Record) -> list[str]:
                     size_text(middle(row["memory"][name] for row in served if "memory" in row))
                     for name in [*MEMORY][: memory_columns(record)]
                 ),
-                number(middle(state["coverage"] for state in offload)),
+                number(middle(state["hit_rate"] for state in offload)),
             ]
         )
     memory = [*MEMORY.values()][: memory_columns(record)]
-    return table(["contender", "what", "served", "same answers", "start, s", "offloaded", *memory, "coverage"], body)
+    return table(["contender", "what", "served", "same answers", "start, s", "offloaded", *memory, "hit rate"], body)
 
 
 MEMORY = {"host_pss_bytes": "host RAM, processes", "vram_bytes": "VRAM", "host_available_lost_bytes": "host RAM, machine"}

@@ -19,17 +19,17 @@ from typing import Any
 
 BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
+sys.path[1:1] = [str(ROOT), str(ROOT / "scripts")]
 
 import serve_client  # noqa: E402
 import serve_log  # noqa: E402
 import serve_meter  # noqa: E402
 import serve_report  # noqa: E402
 from contenders import CONTENDERS, RESIDENT, Budget, CannotServe, Contender, cells  # noqa: E402
+from harness.server import EngineFailed, Server, flags  # noqa: E402
 from serve_client import Client, PointFailed, PromptIds, Sizes  # noqa: E402
-from serving import EngineFailed, Server, flags  # noqa: E402
 
-from sglang_uvm_offload.planning.checkpoint import CheckpointShape, load  # noqa: E402
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load  # noqa: E402
 
 Row = dict[str, Any]
 NO_TIME = "no time left in this run"
@@ -37,7 +37,7 @@ GRACE_SECONDS = 60
 """After the deadline nothing is begun; what runs may end."""
 OFFLOAD_FIGURES = (
     *("backend", "num_layers", "num_experts", "resident_experts", "offloaded_experts", "resident_bytes", "offloaded_bytes"),
-    *("plain_bytes", "tokens", "warmup_done", "coverage", "read_through_bytes", "moves", "moved_bytes", "moving_seconds"),
+    *("plain_bytes", "tokens", "warmup_done", "hit_rate", "zero_copy_bytes", "moves", "moved_bytes", "moving_seconds"),
     "fault",
 )
 
@@ -228,7 +228,7 @@ def check_offload(client: Client, budget: Budget, row: Row) -> None:
 
 def counted(client: Client) -> dict[str, int]:
     state = client.offload()
-    return {"read_bytes": int(state["read_through_bytes"]), "moved_bytes": int(state["moved_bytes"])}
+    return {"read_bytes": int(state["zero_copy_bytes"]), "moved_bytes": int(state["moved_bytes"])}
 
 
 def offload_figures(client: Client) -> dict[str, Any]:

@@ -34,8 +34,8 @@ from safetensors.torch import save_file  # noqa: E402
 from trace_walk import STRETCH, Walk, WalkError, available, cut, read  # noqa: E402
 from trace_weights import CODE_BLOCK, TraceWeights, code_size  # noqa: E402
 
-from sglang_uvm_offload.planning.config_tensors import tensors_of  # noqa: E402
-from sglang_uvm_offload.trace import Trace  # noqa: E402
+from sglang_uvm_offload.routing.trace import Trace  # noqa: E402
+from sglang_uvm_offload.sizing.config_tensors import tensors_of  # noqa: E402
 
 MAX_BYTES = 40 * 10**9
 SHARD_BYTES = 1 << 30

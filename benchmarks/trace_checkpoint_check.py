@@ -5,7 +5,7 @@
     python benchmarks/trace_checkpoint_check.py CHECKPOINT --url http://127.0.0.1:30000
 
 One request for each stretch of the walk is answered, all at once. SGLang records where each token was routed, and that is
-compared with the walk, token by token and layer by layer; a difference ends in exit status 1. The picture has the coverage
+compared with the walk, token by token and layer by layer; a difference ends in exit status 1. The picture has the hit rate
 curve and the overlap from token to token: measured in the trace, in the walk that was taken from it, and as served. Without
 ``--url`` a server is started on this machine's CPU, which is for the tiny checkpoints; a server at a URL must run with
 ``--enable-return-routed-experts``.
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[1:1] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
+sys.path[1:1] = [str(HERE), str(HERE.parent), str(HERE.parent / "scripts")]
 
 import numpy as np  # noqa: E402
 import requests  # noqa: E402
 from routing_overlay import layers_followed  # noqa: E402
 from trace_walk import Walk, WalkError, read  # noqa: E402
 
-from sglang_uvm_offload.trace import Trace, TraceError  # noqa: E402
+from sglang_uvm_offload.routing.trace import Trace, TraceError  # noqa: E402
 
 PROMPT = 4
 LAGS = (1, 2, 4, 8, 16, 32, 64)
@@ -97,8 +97,8 @@ def as_trace(answers: list[Answer], num_experts: int) -> Trace:
     return Trace(np.concatenate(decoded), np.array([len(ids) for ids in decoded]), num_experts)
 
 
-def coverage(trace: Trace) -> np.ndarray:
-    """``[n]`` for n = 0..experts: the share of touches that go to a layer's n most used experts, mean over the layers."""
+def hit_rate(trace: Trace) -> np.ndarray:
+    """``[n]`` for n = 0..experts: the share of activations that go to a layer's n most used experts, mean over the layers."""
     layers = [np.bincount(ids.ravel(), minlength=trace.num_experts) for ids in trace.ids.swapaxes(0, 1)]
     ordered = -np.sort(-np.stack(layers), axis=1) / trace.ids[:, 0].size
     return np.concatenate([[0.0], ordered.cumsum(axis=1).mean(axis=0)])
@@ -121,7 +121,7 @@ def summary(traces: dict[str, Trace]) -> str:
     """A table: what the best experts cover, and the overlap of neighbours."""
     lines = [f"{'':12}{'tokens':>8}" + "".join(f"{f'best {share:.0%}':>10}" for share in SHARES) + "   overlap, over chance"]
     for name, trace in traces.items():
-        curve = coverage(trace)
+        curve = hit_rate(trace)
         cells = [f"{curve[round(share * trace.num_experts)]:10.3f}" for share in SHARES]
         lines.append(f"{name:12}{len(trace.ids):8}" + "".join(cells) + f"{overlap(trace, 1):10.3f}{lift(trace, 1):13.2f}")
     return "\n".join(lines)
@@ -140,11 +140,11 @@ def draw(traces: dict[str, Trace], title: str, path: Path) -> None:
         "served": {"color": "tab:orange", "linestyle": "--"},
     }
     for name, trace in traces.items():
-        curve = coverage(trace)
+        curve = hit_rate(trace)
         left.plot(np.linspace(0, 1, len(curve)), curve, label=f"{name}, {len(trace.ids)} tokens", **styles[name])
         right.plot(LAGS, [lift(trace, lag) for lag in LAGS], **styles[name])
     right.axhline(1, color="black", linewidth=0.8, linestyle=":")
-    left.set(xlabel="share of a layer's experts, most used first", ylabel="share of touches", xlim=(0, 1), ylim=(0, 1.02))
+    left.set(xlabel="share of a layer's experts, most used first", ylabel="share of activations", xlim=(0, 1), ylim=(0, 1.02))
     right.set(xlabel="tokens back", ylabel="share of experts in common, times chance", xscale="log", ylim=(0, None))
     right.set_xticks(LAGS, [str(lag) for lag in LAGS])
     right.minorticks_off()
@@ -190,9 +190,9 @@ def main() -> None:
 
 
 def walked_on_cpu(checkpoint: Path, walk: Walk) -> list[Answer]:
-    from serving import Server
+    from harness.server import Server
 
-    recorder = [sys.executable, str(HERE.parent / "tests" / "recording_server.py")]
+    recorder = [sys.executable, str(HERE.parent / "scripts" / "harness" / "recording_server.py")]
     with Server(checkpoint, command=recorder, enable_return_routed_experts=True) as server:
         return walked(server.url, walk)
 

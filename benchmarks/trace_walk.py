@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang_uvm_offload.trace import Trace, TraceError
+from sglang_uvm_offload.routing.trace import Trace, TraceError
 
 FILE = "walk.npz"
 ALIASES = 4

@@ -25,7 +25,7 @@ import torch
 from make_checkpoint import block_fp8
 from trace_walk import ALIASES, TEXT_TOKENS, Walk
 
-from sglang_uvm_offload.planning.safetensors_header import TensorInfo
+from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
 
 CODE_BLOCK = 128  # the code takes whole blocks of FP8, whose other rows then keep their precision
 TOP_LOGIT = 4.0  # of the first expert of a token, where the stream has unit RMS

@@ -217,22 +217,14 @@ UVM_API int uvm_free(int device, void* base, uvm_failure* failure) {
     return error;
 }
 
-UVM_API int uvm_prefer(int device, char* address, const uvm_span* spans, int count, int place, cudaStream_t caller,
-                       uvm_failure* failure) {
-    on_device guard(device, failure);
-    if (guard.error != cudaSuccess) return guard.error;
-    cudaError_t error = refuse_capture(failure, caller);
-    if (error != cudaSuccess) return error;
-    for (int i = 0; i < count; i++) {
-        char* start = address + spans[i].offset;
-        error = advise(start, spans[i].nbytes, cudaMemAdviseSetPreferredLocation, place, device);
-        if (error != cudaSuccess) return fail(failure, "cudaMemAdvise(SetPreferredLocation)", i, error);
-    }
-    return cudaSuccess;
-}
-
-UVM_API int uvm_prefetch(int device, char* address, const uvm_span* spans, int count, int place, cudaStream_t caller,
-                         uvm_failure* failure) {
+// Makes `place` the preferred location of the spans, then prefetches them to it. Where the advice of a span fails, the
+// spans before it still move. Advice comes first (read in the open kernel modules, never run):
+// Pages that arrive in host RAM while they prefer the GPU are not mapped for it, and its reads would bring them back.
+// Advice to prefer the GPU drops the mapping of pages in host RAM at once, so that kernels in flight fault until the
+// prefetch has come by; advice after the prefetch spares them that only if it waits until the pages have arrived.
+// All advice precedes the first prefetch, because it takes a lock that a running migration holds.
+UVM_API int uvm_place(int device, char* address, const uvm_span* spans, int count, int place, cudaStream_t caller,
+                      uvm_failure* failure) {
     on_device guard(device, failure);
     if (guard.error != cudaSuccess) return guard.error;
     cudaError_t error = refuse_capture(failure, caller);
@@ -240,11 +232,20 @@ UVM_API int uvm_prefetch(int device, char* address, const uvm_span* spans, int c
     cudaStream_t stream = nullptr;
     error = prefetch_stream(failure, device, &stream);
     if (error != cudaSuccess) return error;
-    for (int i = 0; i < count; i++) {
-        error = prefetch(address + spans[i].offset, spans[i].nbytes, place, device, stream);
-        if (error != cudaSuccess) return fail(failure, "cudaMemPrefetchAsync", i, error);
+    int advised = 0;
+    for (; advised < count; advised++) {
+        const uvm_span& span = spans[advised];
+        error = advise(address + span.offset, span.nbytes, cudaMemAdviseSetPreferredLocation, place, device);
+        if (error != cudaSuccess) {
+            fail(failure, "cudaMemAdvise(SetPreferredLocation)", advised, error);
+            break;
+        }
     }
-    return cudaSuccess;
+    for (int i = 0; i < advised; i++) {
+        cudaError_t moved = prefetch(address + spans[i].offset, spans[i].nbytes, place, device, stream);
+        if (moved != cudaSuccess) return fail(failure, "cudaMemPrefetchAsync", i, moved);
+    }
+    return error;
 }
 
 UVM_API int uvm_preferred(int device, const void* start, size_t nbytes, int* place, uvm_failure* failure) {

@@ -3,7 +3,7 @@
 
 Writes a tiny checkpoint (or takes a local one), starts the real server with offloading, asks it over HTTP, shows where the
 experts are before and after warm-up and what the metrics say, and asks the same server without offloading the same things.
-On the GPU where there is one; on a CPU over an emulation of unified memory, with the test suite's hooks for SGLang on a CPU.
+On the GPU where there is one; on a CPU over an emulation of unified memory, with the harness's hooks for SGLang on a CPU.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
-
-from make_checkpoint import make_checkpoint  # noqa: E402
-from serving import EngineFailed, Server, offload_state  # noqa: E402
+from harness.server import EngineFailed, Server, offload_state
+from make_checkpoint import make_checkpoint
 
 WRITTEN = ("glm4_moe", "deepseek_v3", "qwen3_moe")
 HOT = [3, 6, 9, 10, 12, 15]  # the experts that get most tokens in a written checkpoint, in every layer
@@ -168,13 +165,13 @@ def residency(when: str, state: dict[str, Any]) -> None:
     """The residency table of ``/server_info``: totals, and the resident experts of the first layers."""
     if not state:
         raise EngineFailed("the server reports no offloading", Path("/dev/null"))
-    coverage = "-" if state["coverage"] is None else f"{state['coverage']:.0%}"
+    hit_rate = "-" if state["hit_rate"] is None else f"{state['hit_rate']:.0%}"
     print(f"  Residency {when}: {state['num_layers']} MoE layers")
     print(f"    resident   {state['resident_experts']:6} experts  {state['resident_bytes'] / 2**20:10.1f} MiB")
     print(f"    offloaded  {state['offloaded_experts']:6} experts  {state['offloaded_bytes'] / 2**20:10.1f} MiB")
-    print(f"    routed tokens served by residents so far: {coverage}")
-    for layer, ids in enumerate(state["resident_ids"][:4]):
-        print(f"    MoE layer {layer}: {ranges(ids)}")
+    print(f"    routed tokens served by residents so far: {hit_rate}")
+    for layer, ids in list(zip(state["layers"], state["resident_ids"], strict=True))[:4]:
+        print(f"    layer {layer['layer']}: {ranges(ids)}")
     if len(state["resident_ids"]) > 4:
         print(f"    ... and {len(state['resident_ids']) - 4} more layers")
 

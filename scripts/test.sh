@@ -1,6 +1,11 @@
 #!/usr/bin/env bash
-# Runs the whole test suite. Makes .venv with SGLang and this checkout first (about 11 GB, some minutes, once).
+# Runs the whole test suite, or the tests that are named. Makes .venv with SGLang and this checkout first (about 11 GB, some
+# minutes, once).
 # usage: scripts/test.sh [PYTEST ARGUMENTS]     environment: VENV=DIR uses (or makes) that environment instead of .venv
+#   scripts/test.sh                    linters, then all three tiers
+#   scripts/test.sh tests/unit         needs no engine
+#   scripts/test.sh tests/gpu_session  compiles with nvcc, and runs the GPU session over a stand-in for CUDA
+#   scripts/test.sh tests/engine       starts SGLang
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh "${VENV:-.venv}"
@@ -8,6 +13,7 @@ if [ $# -eq 0 ]; then
   ruff check .
   ruff format --check .
   mypy
+  codespell
   git ls-files '*.cu' '*.c' '*.h' | xargs clang-format --dry-run -Werror
 fi
-exec python -m pytest "$@"
+exec python -m pytest --durations=25 "$@"

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from checkpoints import Checkpoints
+from checkpoints import MEASURED, Checkpoints, WalkedCheckpoints
+from harness.server import environment
+from nursery import Nursery, Starts
 from serving import Engines
+from serving_host import PRELOADED
+from standin.build import sglang_environment
 from standin.run import Standin
+
+from sglang_uvm_offload.routing.trace import Trace
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def trace() -> Trace:
+    """The measured trace that the benchmarks come with."""
+    return Trace.load(MEASURED)
+
+
+@pytest.fixture(scope="session")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> WalkedCheckpoints:
+    return WalkedCheckpoints(tmp_path_factory.mktemp("walked"), MEASURED)
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +47,35 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standin]:
     built = Standin(tmp_path_factory.mktemp("standin"))
     yield built
     built.close()
+
+
+@pytest.fixture(scope="session")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Runs small programs beside SGLang, of which they find imported what a spawned scheduler does before it loads plugins."""
+    imports = "import importlib\n" + "".join(f"importlib.import_module({name!r})\n" for name in PRELOADED)
+    ready = Nursery(tmp_path_factory.mktemp("sglang"), imports, environment({}))
+    yield ready
+    ready.close()
+
+
+@pytest.fixture(scope="session")
+def sglang_on_standin(tmp_path_factory: pytest.TempPathFactory, standin: Standin) -> Starts:
+    """The same over the stand-in CUDA, where SGLang finds a GPU and starts CUDA as it is imported."""
+    folder = tmp_path_factory.mktemp("sglang_on_standin")
+    env = environment(sglang_environment(standin.library.parent, folder / "calls.jsonl", folder / "caches"))
+    return Starts(env)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The time of each tier: of its tests, and of what was built for them."""
+    seconds: dict[str, float] = defaultdict(float)
+    tests: dict[str, set[str]] = defaultdict(set)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                tier = report.nodeid.split("/")[1]
+                seconds[tier] += report.duration
+                tests[tier].add(report.nodeid)
+    terminalreporter.section("tiers")
+    for tier, took in seconds.items():
+        terminalreporter.write_line(f"tests/{tier}: {len(tests[tier])} tests in {took / 60:.1f} minutes")

@@ -1,8 +1,7 @@
-"""Run in its own process by test_plugin_arguments.py: hand many launches to SGLang's own argument code, print what it did.
+"""Hand many launches to SGLang's own argument code, in a process of their own, and read what it did.
 
-Reads a JSON list of cases ``{"argv": [...]}`` or ``{"engine": {...}}``, each optionally with ``"resolve": true`` and
-``"host_bytes"`` of host RAM; writes a list of ``{"exit": code or null, "error": text, "flags": {...}}`` to the file that
-the first argument names.
+A case is ``{"argv": [...]}`` or ``{"engine": {...}}``, optionally with ``"resolve": true`` and ``"host_bytes"`` of host RAM;
+what came of it is ``{"exit": code or null, "error": text, "flags": {...}}``.
 """
 
 from __future__ import annotations
@@ -11,17 +10,32 @@ import contextlib
 import io
 import json
 import pickle
-import sys
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nursery import Nursery, Starts
 
 
-def main() -> None:
+def launched(cases: Mapping[str, dict[str, Any]], python: Nursery | Starts, **env: str) -> dict[str, dict[str, Any]]:
+    """What came of each case; all of them in one process, for importing SGLang takes most of the time."""
+    program = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from launches import run_all
+        print("RESULT", run_all({json.dumps(list(cases.values()))!r}))
+    """
+    ended = python.run(program, **env)
+    assert ended.code == 0, ended.err[-4000:]
+    return dict(zip(cases, json.loads(ended.out.rpartition("RESULT ")[2]), strict=True))
+
+
+def run_all(cases: str) -> str:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    cases = json.load(sys.stdin)
-    with open(sys.argv[1], "w") as file:
-        json.dump([run(case) for case in cases], file)
+    return json.dumps([run(case) for case in json.loads(cases)])
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +60,3 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             print(f"{type(error).__name__}: {error}", file=errors)
     return {"exit": code, "error": errors.getvalue(), "flags": flags}
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,6 @@ ended. The job's answers are in its ``result`` file and all its output is in its
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import multiprocessing
@@ -22,7 +21,12 @@ import sys
 import tempfile
 import traceback
 from multiprocessing import connection, forkserver, resource_tracker
+from pathlib import Path
 from typing import Any, NoReturn
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+from harness.process import die_with_parent
 
 # What a spawned child imports before plugins are loaded in it, so that hooks find the same modules in the same state.
 PRELOADED = (
@@ -31,12 +35,6 @@ PRELOADED = (
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.managers.data_parallel_controller",
 )
-
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:

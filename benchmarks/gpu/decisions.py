@@ -187,11 +187,11 @@ def break_even_curve(rows: PartRows) -> list[str]:
         body: list[tuple[str, list[Row | None]]] = []
         for tokens in sorted({row["tokens"] for row in found if row["shape"] == shape}):
             here = [row for row in found if (row["shape"], row["tokens"]) == (shape, tokens)]
-            arms = [[row for row in here if row["arm"] == arm] for arm in ("resident", "read through", "copy in first")]
+            arms = [[row for row in here if row["arm"] == arm] for arm in ("resident", "zero-copy", "copy in first")]
             fastest = [min(arm, key=lambda row: row["median"]) for arm in arms]
-            rate = best(find(rows["break_even"], "read_through", shape=shape, tokens=tokens))
+            rate = best(find(rows["break_even"], "zero_copy", shape=shape, tokens=tokens))
             body.append((f"{tokens:g} tokens, best {fastest[1]['tiles']}", [*fastest, rate]))
-        lines += grid([shape, "resident, ms", "read through", "copy in first", "read through, GB/s"], body)
+        lines += grid([shape, "resident, ms", "zero-copy", "copy in first", "zero-copy, GB/s"], body)
         copied = one(rows, "break_even", "copy_in", shape=shape)
         lines += [f"{shape}, copying one expert in: {show(copied)}"] if copied else []
     return lines
@@ -208,7 +208,7 @@ def residency_cost(rows: PartRows) -> list[str]:
 
 
 def promises(rows: PartRows) -> list[str]:
-    lines = [f"{len(find(rows.get('contract', ()), 'promise'))} promises of uvm.Memory kept"]
+    lines = [f"{len(find(rows.get('contract', ()), 'promise'))} promises of Memory kept"]
     for figure, what in (("counts_wrong", "counters in a graph"), ("asked_counts_wrong", "counts asked for between replays")):
         wrong = find(rows.get("counters", ()), figure)
         if wrong:
@@ -259,7 +259,7 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
     "ops": (Decision("whether the promises hold on the device", promises),),
     "layer": (
         Decision("whether the Triton MoE is right", moe_is_right),
-        Decision("read through or copy in first, by tokens and block shape", break_even_curve),
+        Decision("zero-copy or copy in first, by tokens and block shape", break_even_curve),
         Decision("what a step costs by residency", residency_cost),
     ),
     "server": (

@@ -12,10 +12,10 @@ from moe import MoeStep, Tiles, Weights, align
 from rows import Rows
 from shapes import MoeShape
 
-from sglang_uvm_offload.expert_tensor import ExpertTensor
-from sglang_uvm_offload.routing import IdFormat, Phase
-from sglang_uvm_offload.routing_cuda import CudaRoutingCounters
-from sglang_uvm_offload.uvm_cuda import CudaMemory
+from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
+from sglang_uvm_offload.cuda.memory import CudaMemory
+from sglang_uvm_offload.experts.tensor import ExpertTensor
+from sglang_uvm_offload.routing.counts import IdFormat, Phase
 
 
 class Managed:

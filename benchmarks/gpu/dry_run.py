@@ -13,10 +13,10 @@ from sections import SECTIONS
 if TYPE_CHECKING:
     from server_parts import Written
 
-    from sglang_uvm_offload.planning.checkpoint import CheckpointShape
+    from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
 
 HERE = Path(__file__).resolve().parent
-sys.path[1:1] = [str(HERE.parent), str(HERE.parents[1]), str(HERE.parents[1] / "tests")]
+sys.path[1:1] = [str(HERE.parent), str(HERE.parents[1]), str(HERE.parents[1] / "scripts")]
 
 H200 = 90
 SHARED_MEMORY_BYTES = 232_448
@@ -32,7 +32,7 @@ def check_plan(program: str, parts: Collection[str]) -> None:
 def ops_parts() -> None:
     from ops_parts import CHECKS, PARTS
 
-    from sglang_uvm_offload.cuda_build import build
+    from sglang_uvm_offload.cuda.build import build
 
     check_plan("ops_parts", PARTS)
     print(f"{len(CHECKS)} promises; the extension is {build(f'sm_{H200}')}")
@@ -60,8 +60,8 @@ def layer_parts() -> None:
 def server_parts() -> None:
     """The checkpoints' sizes, and every contender's flags in the words of the SGLang that is installed here."""
     from contenders import Budget, CannotServe, cells
+    from harness.server import flags
     from server_parts import PARTS, PLAN, SERVER_ARGS, sizes
-    from serving import flags
 
     check_plan("server_parts", PARTS)
     parse = sglang_parser()
@@ -87,7 +87,7 @@ def planned_checkpoint(written: Written) -> CheckpointShape:
     from trace_checkpoint import MODELS, STRETCH, walk_for
     from trace_walk import read
 
-    from sglang_uvm_offload.planning.checkpoint import from_config
+    from sglang_uvm_offload.sizing.checkpoint import from_config
 
     trace = read(TRACE)
     sized = MODELS[written.shape].sized(trace, written.layers)

@@ -24,7 +24,7 @@ STAND_IN = [name for name in os.environ if name.startswith("STANDIN_")]
 def describe() -> dict[str, Any]:
     import torch
 
-    from sglang_uvm_offload.host_ram import host_available
+    from sglang_uvm_offload.memory.host_ram import host_available
 
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device here")
@@ -74,7 +74,7 @@ def driver() -> str | None:
 
 
 def nvcc() -> str | None:
-    from sglang_uvm_offload.cuda_build import BuildFailure, find_nvcc, nvcc_release
+    from sglang_uvm_offload.cuda.build import BuildFailure, find_nvcc, nvcc_release
 
     try:
         return nvcc_release(find_nvcc())

@@ -59,9 +59,9 @@ def zero_copy_ceiling(rows: PartRows, part: str) -> Row | None:
     return best([row for row in find(rows.get(part, ()), "zero_copy") if row["memory"] in memories])
 
 
-def read_through(rows: PartRows) -> tuple[float, str] | None:
+def zero_copy(rows: PartRows) -> tuple[float, str] | None:
     ceiling = zero_copy_ceiling(rows, "link")
-    found = best(find(rows.get("break_even", ()), "read_through", tokens=1))
+    found = best(find(rows.get("break_even", ()), "zero_copy", tokens=1))
     ratio = over(found, ceiling)
     if ratio is None or not found or not ceiling:
         return None
@@ -151,7 +151,7 @@ def other_answers(section: str) -> Callable[[PartRows], tuple[float, str] | None
     """Servers of this plugin whose answers were not the resident server's."""
 
     def ratio(rows: PartRows) -> tuple[float, str] | None:
-        ours = ("first_n", "frequency", "read_through")
+        ours = ("first_n", "frequency", "zero_copy")
         found = [
             row for part in SERVED[section] for row in find(rows.get(part, ()), "same_answers") if row["contender"] in ours
         ]
@@ -170,7 +170,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("free VRAM after a load off the prediction", "<=", 0.01, free_after_load),
     ),
     "layer": (
-        Goal("read-through of one expert over the best zero-copy read", ">=", 0.9, read_through),
+        Goal("zero-copy of one expert over the best zero-copy read", ">=", 0.9, zero_copy),
         Goal("decode step, all resident in managed over plain memory (worst case)", "<=", 1.01, resident_step),
         Goal("routing counters' share of a step of 75 layers (worst case)", "<=", 0.01, counting),
     ),

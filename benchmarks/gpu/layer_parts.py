@@ -23,8 +23,8 @@ from one_expert import IN_TURN, OneExpert  # noqa: E402
 from rows import Rows, run_part  # noqa: E402
 from shapes import DEEPSEEK_V3, GLM_45_AIR, SHAPES, MoeShape  # noqa: E402
 
-from sglang_uvm_offload.routing import Phase  # noqa: E402
-from sglang_uvm_offload.uvm_cuda import CudaMemory  # noqa: E402
+from sglang_uvm_offload.cuda.memory import CudaMemory  # noqa: E402
+from sglang_uvm_offload.routing.counts import Phase  # noqa: E402
 
 BATCHES = (1, 8, 32)
 RESIDENCY = (1.0, 0.78, 0.5)
@@ -74,8 +74,8 @@ def decode(rows: Rows, shape: MoeShape) -> None:
                     raise AssertionError(f"{labels}: output at {share:.0%} resident differs from plain memory's")
                 if share < 1:
                     rows.put("decode", "ms", over_managed.times(2, rows), arm="managed", resident=share, **labels)
-                    away = touched_bytes(shape, fp8, ids, resident[share])
-                    rows.put("decode_read_through", "MB a step", away / 1e6, resident=share, **labels)
+                    away = activated_bytes(shape, fp8, ids, resident[share])
+                    rows.put("decode_zero_copy", "MB a step", away / 1e6, resident=share, **labels)
             for experts in managed:
                 experts.keep(np.ones(shape.experts, dtype=bool))
         del plain, managed, arms, experts, over_managed
@@ -83,12 +83,12 @@ def decode(rows: Rows, shape: MoeShape) -> None:
         torch.cuda.empty_cache()
 
 
-def touched_bytes(shape: MoeShape, fp8: bool, ids: np.ndarray, resident: np.ndarray) -> np.ndarray:
-    """Bytes of offloaded experts that each step's routing touches, each expert once."""
-    touched = np.zeros((ids.shape[0], *resident.shape), dtype=bool)
+def activated_bytes(shape: MoeShape, fp8: bool, ids: np.ndarray, resident: np.ndarray) -> np.ndarray:
+    """Bytes of offloaded experts that each step's routing activations, each expert once."""
+    activated = np.zeros((ids.shape[0], *resident.shape), dtype=bool)
     for step, layer in np.ndindex(ids.shape[0], ids.shape[2]):
-        touched[step, layer, ids[step, :, layer].ravel()] = True
-    return (touched & ~resident).sum(axis=(1, 2)) * shape.expert_bytes(fp8)
+        activated[step, layer, ids[step, :, layer].ravel()] = True
+    return (activated & ~resident).sum(axis=(1, 2)) * shape.expert_bytes(fp8)
 
 
 def check(rows: Rows) -> None:
@@ -127,7 +127,7 @@ SWEEP = (
 
 
 def break_even(rows: Rows) -> None:
-    """All tokens on one expert: its weights in VRAM, read through, or copied into VRAM first, by block shape."""
+    """All tokens on one expert: its weights in VRAM, read in place (zero-copy), or copied into VRAM first, by block shape."""
     for full in (GLM_45_AIR, DEEPSEEK_V3):
         one = OneExpert(full.toy if rows.small else full)
         one.offload(True)
@@ -144,8 +144,8 @@ def break_even(rows: Rows) -> None:
                 arms = one.arms(tokens, tiles, repeats=rows.pick(3, 1))
                 for arm, found in arms.items():
                     rows.put("one_expert", "ms", found, arm=arm, **labels)
-                through = [one.nbytes / ms / 1e6 for ms in arms["read through"]]
-                rows.put("read_through", "GB/s", through, **labels)
+                through = [one.nbytes / ms / 1e6 for ms in arms["zero-copy"]]
+                rows.put("zero_copy", "GB/s", through, **labels)
         del one
         gc.collect()
         torch.cuda.empty_cache()

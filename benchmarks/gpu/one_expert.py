@@ -1,4 +1,4 @@
-"""One expert that all tokens use: in VRAM, read through, or copied in first."""
+"""One expert that all tokens use: in VRAM, read in place (zero-copy), or copied in first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from decode_step import Managed, capture, elapsed_ms
 from moe import MoeStep, Tiles, Weights, align, random_weights
 from shapes import MoeShape
 
-from sglang_uvm_offload.uvm_cuda import CudaMemory
+from sglang_uvm_offload.cuda.memory import CudaMemory
 
 IN_TURN = 8
 """Experts that are used one after the other, so that the L2 cache does not hold the weights."""
@@ -32,7 +32,7 @@ class OneExpert:
         self.managed.keep(np.full(IN_TURN, not all_of_them))
 
     def arms(self, tokens: int, tiles: Tiles, repeats: int) -> dict[str, list[float]]:
-        """Milliseconds with the weights in VRAM, read through, and copied in first."""
+        """Milliseconds with the weights in VRAM, read in place (zero-copy), and copied in first."""
         step = MoeStep(self.shape, tokens, 1, tiles, "cuda")
         step.x.normal_()
         routes = []
@@ -58,7 +58,7 @@ class OneExpert:
         times = {}
         for arm, offloaded, once in (
             ("resident", False, in_place),
-            ("read through", True, in_place),
+            ("zero-copy", True, in_place),
             ("copy in first", True, copied),
         ):
             self.offload(offloaded)

@@ -11,28 +11,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parents[1] / "tests")]
+sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parents[1] / "scripts")]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from environment import computes  # noqa: E402
-from memory_contract import CHECKS  # noqa: E402
+from harness.memory_contract import CHECKS  # noqa: E402
 from rows import Rows, run_part  # noqa: E402
 from shapes import GLM_45_AIR  # noqa: E402
 
-from sglang_uvm_offload.expert_tensor import ExpertTensor  # noqa: E402
-from sglang_uvm_offload.layout import BLOCK_BYTES  # noqa: E402
-from sglang_uvm_offload.recorder import Recorder  # noqa: E402
-from sglang_uvm_offload.routing import ROUTED, TOUCHES, IdFormat, Phase  # noqa: E402
-from sglang_uvm_offload.routing_cuda import CudaRoutingCounters  # noqa: E402
-from sglang_uvm_offload.uvm import Location, Span  # noqa: E402
-from sglang_uvm_offload.uvm_cuda import CudaMemory  # noqa: E402
+from sglang_uvm_offload.cuda.counters import CudaRoutingCounters  # noqa: E402
+from sglang_uvm_offload.cuda.memory import CudaMemory  # noqa: E402
+from sglang_uvm_offload.experts.tensor import ExpertTensor  # noqa: E402
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES  # noqa: E402
+from sglang_uvm_offload.memory.protocol import Location, Span  # noqa: E402
+from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, IdFormat, Phase  # noqa: E402
+from sglang_uvm_offload.routing.recorder import Recorder  # noqa: E402
 
 MIB = 1 << 20
 
 
 def contract(rows: Rows) -> None:
-    """Every promise of ``uvm.Memory``; the first broken one ends the part."""
+    """Every promise of ``Memory``; the first broken one ends the part."""
     memory = CudaMemory()
     for check in CHECKS:
         started = time.perf_counter()
@@ -60,7 +60,7 @@ def counters(rows: Rows) -> None:
             replays = rows.pick(200, 8)
             asked = []
             for _ in range(replays):
-                asked.append((counted.ask(), want.copy()))
+                asked.append((counted.read_async(), want.copy()))
                 new = random.integers(-1, first + experts + 3, (layers, tokens, k)).astype(np.int32)
                 valid, phase = int(random.integers(0, tokens + 1)), Phase(int(random.integers(0, 2)))
                 ids.copy_(torch.from_numpy(new << 16 if form is IdFormat.PACKED else new))
@@ -70,7 +70,7 @@ def counters(rows: Rows) -> None:
                     local = new[layer, :valid].ravel() - first
                     routed = np.bincount(local[(local >= 0) & (local < experts)], minlength=experts)
                     want[layer, phase, ROUTED] += routed
-                    want[layer, phase, TOUCHES] += routed > 0
+                    want[layer, phase, ACTIVATIONS] += routed > 0
             shape = {"tokens": tokens, "experts": experts, "ids": form.value, "replays": replays}
             wrong = int((counted.read().since(start).counts != want).sum())
             rows.put("counts_wrong", "counts", [wrong], **shape)
@@ -266,17 +266,14 @@ def extension(rows: Rows) -> None:
     weights = memory.tensor(managed)
     spans = [Span(index * expert_bytes, expert_bytes) for index in range(experts)]
 
-    def bring(groups: Sequence[Sequence[Span]], location: Location) -> tuple[float, float, float]:
-        """Seconds of the advice calls, of the prefetch calls, and until all bytes are there."""
+    def bring(groups: Sequence[Sequence[Span]], location: Location) -> tuple[float, float]:
+        """Seconds of the calls, and until all bytes are there."""
         start = time.perf_counter()
         for group in groups:
-            memory.prefer(managed, group, location)
-        advised = time.perf_counter()
-        for group in groups:
-            memory.prefetch(managed, group, location)
+            memory.place(managed, group, location)
         asked = time.perf_counter()
         memory.synchronize()
-        return advised - start, asked - advised, time.perf_counter() - start
+        return asked - start, time.perf_counter() - start
 
     bring([spans], Location.HOST)
     weights.random_()
@@ -287,9 +284,8 @@ def extension(rows: Rows) -> None:
                 bring([spans], other)
                 times.append(bring(groups, location))
             labels = {"to": location.value, "calls": calls, "expert_mib": expert_bytes / MIB}
-            rows.put("extension_advice", "us a span", [1e6 * advice / experts for advice, _, _ in times], **labels)
-            rows.put("extension_prefetch_call", "us a span", [1e6 * issue / experts for _, issue, _ in times], **labels)
-            rows.put("extension_move", "GB/s", [managed.nbytes / whole / 1e9 for _, _, whole in times], **labels)
+            rows.put("extension_call", "us a span", [1e6 * call / experts for call, _ in times], **labels)
+            rows.put("extension_move", "GB/s", [managed.nbytes / whole / 1e9 for _, whole in times], **labels)
 
     scratch = torch.zeros(rows.pick(64 * MIB, MIB), dtype=torch.uint8, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -308,8 +304,7 @@ def extension(rows: Rows) -> None:
         return found
 
     def promote() -> None:
-        memory.prefer(managed, spans[:16], Location.DEVICE)
-        memory.prefetch(managed, spans[:16], Location.DEVICE)
+        memory.place(managed, spans[:16], Location.DEVICE)
 
     for where in ("scheduler", "helper"):
         usual, worst, lost = [], [], []

@@ -9,6 +9,8 @@
 #include <cstring>
 
 #include "probe/bandwidth.h"
+#include "probe/common.h"
+#include "probe/kernels.h"
 #include "probe/moves.h"
 #include "probe/pressure.h"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from sglang_uvm_offload.cuda_build import cache_root, code_flags, find_nvcc, nvcc_release, runtime_flags  # noqa: E402
+from sglang_uvm_offload.cuda.build import cache_root, code_flags, find_nvcc, nvcc_release, runtime_flags  # noqa: E402
 
 
 def build(arch: str = "sm_90") -> Path:

@@ -1,7 +1,7 @@
 """Measured routing for the layers that are timed.
 
-``routing_trace.npz`` is a trace (``sglang_uvm_offload.trace``) of the first decode steps of 32 requests to gpt-oss-20b (24
-layers, 32 experts, 4 a token), cut from AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting at 72b368f6 (Apache-2.0, see
+``routing_trace.npz`` is a trace (``sglang_uvm_offload.routing.trace``) of the first decode steps of 32 requests to gpt-oss-20b
+(24 layers, 32 experts, 4 a token), cut from AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting at 72b368f6 (Apache-2.0, see
 README.md). ``routing_overlay.py`` says how it is laid over models with more experts.
 """
 
@@ -18,7 +18,7 @@ import numpy as np  # noqa: E402
 from routing_overlay import lay_over  # noqa: E402
 from shapes import MoeShape  # noqa: E402
 
-from sglang_uvm_offload.trace import Trace  # noqa: E402
+from sglang_uvm_offload.routing.trace import Trace  # noqa: E402
 
 FIXTURE = HERE / "routing_trace.npz"
 

@@ -70,7 +70,7 @@ OPS = Section(
     "ops",
     "whether the extension and the memory layer keep their promises on the device",
     (
-        Part("contract", "ops_parts", 20, 60, 0.5, 1, "every promise of uvm.Memory"),
+        Part("contract", "ops_parts", 20, 60, 0.5, 1, "every promise of Memory"),
         Part("counters", "ops_parts", 10, 40, 0.1, 1, "routing counters in a CUDA graph against a plain count"),
         Part("recording", "ops_parts", 10, 40, 0.1, 1, "expert ids recorded in CUDA graphs against the ids"),
         Part("moves", "ops_parts", 20, 80, 0.5, 1, "1,000 random moves under graph replay: same bits, no new capture"),
@@ -85,7 +85,7 @@ LAYER = Section(
     (
         Part("link", "probe", 15, 45, 1, 2, "the zero-copy and copy-engine ceilings of this run"),
         Part("check", "layer_parts", 15, 60, 0.1, 1, "the Triton MoE against torch"),
-        Part("break_even", "layer_parts", 75, 130, 1, 2, "one expert, 1 to 4096 tokens: read through or copy in first"),
+        Part("break_even", "layer_parts", 75, 130, 1, 2, "one expert, 1 to 4096 tokens: zero-copy or copy in first"),
         Part("glm-4.5-air", "layer_parts", 60, 100, 9, 6, "GLM-4.5-Air, bf16 and FP8, by residency and batch"),
         Part("deepseek-v3", "layer_parts", 60, 100, 9, 6, "DeepSeek-V3, one rank of 8, likewise"),
         Part("glm-5", "layer_parts", 60, 100, 8, 6, "GLM-5, one rank of 8, likewise"),

@@ -31,7 +31,7 @@ from rows import Rows, run_part  # noqa: E402
 from serve import prompts_for, tiny_checkpoint  # noqa: E402
 from serve_client import Sizes  # noqa: E402
 
-from sglang_uvm_offload.planning.checkpoint import load  # noqa: E402
+from sglang_uvm_offload.sizing.checkpoint import load  # noqa: E402
 
 TRACE = HERE / "routing_trace.npz"
 SERVER_ARGS = (
@@ -72,7 +72,7 @@ PLAN = {
     "frequency": Served(QWEN, ("frequency",), (0.5, 0.78)),
     "again": Served(QWEN, ("frequency",), (0.5, 0.78)),
     "first_n": Served(QWEN, ("first_n",), (0.5,)),
-    "bounds": Served(QWEN, ("read_through", "page_in_only"), ()),
+    "bounds": Served(QWEN, ("zero_copy", "page_in_only"), ()),
     "paged_experts": Served(QWEN, ("frequency", "paged_experts"), (0.5,)),
     "cpu_offload_gb": Served(QWEN, ("frequency", "cpu_offload_gb"), (0.5,)),
     "offloader_v2": Served(DEEPSEEK, ("frequency", "offloader_v2"), (0.5,)),

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 def register() -> None:
     """Called once in each SGLang process, before anything is built."""
-    from sglang_uvm_offload.plugin import demand
+    from sglang_uvm_offload.plugin import enforce
 
     try:
         from sglang_uvm_offload.plugin import hooks, server_args
 
         server_args.install(hooks.add)
         hooks.install()
-    except Exception as error:  # noqa: BLE001 -- SGLang would swallow it; ``unmet`` ends the process or warns
-        demand.unmet(f"cannot register with this SGLang: {type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 -- SGLang would swallow it; ``enforce.fail`` ends the process or warns
+        enforce.fail(f"cannot register with this SGLang: {type(error).__name__}: {error}")

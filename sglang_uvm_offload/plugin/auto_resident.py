@@ -14,13 +14,14 @@ from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.utils import get_device_memory_capacity
 
-from sglang_uvm_offload.config import AUTO, FlagError, OffloadConfig, flag_name
-from sglang_uvm_offload.cuda_device import DriverRefusal, free_vram
-from sglang_uvm_offload.host_ram import host_available
-from sglang_uvm_offload.planning.kv_cache import WINDOW_RATIO
-from sglang_uvm_offload.planning.plan import Parallel, Plan
-from sglang_uvm_offload.planning.planner import choose_num_resident
-from sglang_uvm_offload.report import size
+from sglang_uvm_offload.config import AUTO, OffloadConfig
+from sglang_uvm_offload.cuda.device import DriverRefusal, free_vram
+from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.memory.host_ram import host_available
+from sglang_uvm_offload.sizing.kv_cache import WINDOW_RATIO
+from sglang_uvm_offload.sizing.plan import Parallel, Plan
+from sglang_uvm_offload.sizing.planner import choose_num_resident
+from sglang_uvm_offload.units import size
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ _LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 def resolved(config: OffloadConfig, server_args: Any) -> OffloadConfig:
     """``config`` with a number for ``auto``, which is logged with its reasons. Raises ``FlagError`` where there is none."""
-    if config.num_resident != AUTO:
+    if not config.auto:
         return config
     cfg = resolving_view(server_args)
     if cfg.device != "cuda":
@@ -40,8 +41,9 @@ def resolved(config: OffloadConfig, server_args: Any) -> OffloadConfig:
     if uncounted:
         raise FlagError([f"{_AUTO}: {reason}; give a number" for reason in uncounted])
     plan = _plan(config, cfg, model, server_args.max_running_requests)
+    assert plan.num_resident is not None
     logger.info("%s", _why(plan))
-    return dataclasses.replace(config, num_resident=str(plan.num_resident))
+    return dataclasses.replace(config, num_resident=plan.num_resident)
 
 
 def gpus(cfg: Any) -> list[int]:

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_uvm_offload.config import FlagError, flag_name
-from sglang_uvm_offload.expert_layer import ExpertLayer, ExpertsLost
-from sglang_uvm_offload.manager import ModelExperts, OffloadManager
+from sglang_uvm_offload.experts.layer import ExpertLayer, ExpertsLost
+from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.plugin.recording import Recording
-from sglang_uvm_offload.routing import IdFormat
-from sglang_uvm_offload.takeover import AllocationMode
+from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.model import ModelExperts
+from sglang_uvm_offload.routing.counts import IdFormat
+from sglang_uvm_offload.routing.layer_routing import LayerRouting
 
 _EXPERTS = "_expert_offload"
 _BUILDING = "_expert_offload_building"
@@ -32,7 +34,7 @@ class LayerHooks:
         self.count_required = count_required
         self.recording = recording
         self.top_k = 0
-        """The most routed experts that a layer of the target model picks for a token; found where there is recording."""
+        """The most routed experts that a layer of the target model picks for a token; 0 where its layers do not say (OLMoE)."""
         self._into: tuple[OffloadManager, ModelExperts] | None = None
         self.uncounted: set[str] = set()
         """Forms of routing that show no expert ids; they were served, but not counted."""
@@ -70,33 +72,32 @@ class LayerHooks:
         create_weights = method.create_weights
         process_weights_after_loading = method.process_weights_after_loading
         apply = method.apply
-        count = self._count if self.recording is None else self._count_and_record
 
         def create_managed_weights(layer: torch.nn.Module, num_experts: int, *args: Any, **kwargs: Any) -> None:
             experts = self._add(layer)
             assert num_experts == experts.num_experts, (num_experts, experts.num_experts)
             with AllocationMode(num_experts, experts.allocate):
                 create_weights(layer, num_experts, *args, **kwargs)
-            experts.settle(layer, method)
+            experts.sync_tensors(layer, method)
 
         def process_managed_weights(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             experts = _experts_of(layer)
             with AllocationMode(experts.num_experts, experts.allocate):
                 result = process_weights_after_loading(layer, *args, **kwargs)
             try:
-                experts.settle(layer, method)
+                experts.sync_tensors(layer, method)
             except ExpertsLost as lost:
                 raise FlagError([f"{flag_name('num_resident')}: {lost}; choose another --moe-runner-backend"]) from lost
             return result
 
-        def apply_and_count(layer: torch.nn.Module, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
-            count(layer, dispatch_output)
+        def apply_and_observe(layer: torch.nn.Module, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self._observe(layer, dispatch_output)
             return apply(layer, dispatch_output, *args, **kwargs)
 
         method.__dict__[_EXPERTS] = True
         method.__dict__["create_weights"] = create_managed_weights
         method.__dict__["process_weights_after_loading"] = process_managed_weights
-        method.__dict__["apply"] = apply_and_count
+        method.__dict__["apply"] = apply_and_observe
 
     def _add(self, layer: Any) -> ExpertLayer:
         assert self._into is not None, "a MoE layer outside a model"
@@ -111,42 +112,20 @@ class LayerHooks:
             layer.moe_ep_size,
         )
         layer.__dict__[_EXPERTS] = (experts, model, row)
-        if self.recording is not None and not model.draft:
+        if not model.draft and layer.top_k is not None:
             self.top_k = max(self.top_k, layer.top_k - layer.num_fused_shared_experts)
         return experts
 
-    def _count(self, layer: Any, dispatch_output: Any) -> None:
+    def _observe(self, layer: Any, dispatch_output: Any) -> None:
+        """Count what the layer is about to compute, and record it where that was asked for."""
         experts, model, row = layer.__dict__[_EXPERTS]
-        counters = model.counters
-        if counters is None:
+        if model.counters is None:
             return
-        # A dispatcher with a top-k output hands tokens over as the router saw them; one without (DeepEP) has exchanged them,
-        # and in its low-latency form its ids are still those that this rank sent: only the received counts are its experts'.
-        routing = _routing_of(dispatch_output)
-        received = getattr(routing, "masked_m", None)
-        ragged = getattr(routing, "a_ragged_metadata", None)
-        ids = getattr(routing, "topk_ids", None)
-        packed = getattr(routing, "packed_topk_ids", None)
-        if received is not None:
-            counters.count_histogram(row, received)
-        elif ragged is not None:
-            counters.count_histogram(row, ragged.slice_sizes)
-        elif ids is not None:
-            counters.count(row, ids, self._id_of_first_expert(layer, experts), IdFormat.PLAIN)
-        elif packed is not None:
-            counters.count(row, packed, self._id_of_first_expert(layer, experts), IdFormat.PACKED)
-        else:
-            self._not_counted(type(routing).__name__)
-
-    def _count_and_record(self, layer: Any, dispatch_output: Any) -> None:
-        self._count(layer, dispatch_output)
-        _, model, row = layer.__dict__[_EXPERTS]
+        routing = _routing_of(layer, dispatch_output, experts)
+        if not routing.count(model.counters, row):
+            self._not_counted(routing.form)
         if self.recording is not None and not model.draft:
-            self.recording.record(row, _routing_of(dispatch_output), layer.num_fused_shared_experts)
-
-    def _id_of_first_expert(self, layer: Any, experts: ExpertLayer) -> int:
-        """Expert-parallel ids are local, but for runners that keep the model's own numbering."""
-        return experts.first_expert if getattr(layer.dispatcher, "skip_local_expert_mapping", False) else 0
+            self.recording.record(row, routing, layer.num_fused_shared_experts)
 
     def _not_counted(self, form: str) -> None:
         if self.count_required:
@@ -159,8 +138,18 @@ class LayerHooks:
         self.uncounted.add(form)
 
 
-def _routing_of(dispatch_output: Any) -> Any:
-    return getattr(dispatch_output, "topk_output", None) or dispatch_output
+def _routing_of(layer: Any, dispatch_output: Any, experts: ExpertLayer) -> LayerRouting:
+    """A dispatcher with a top-k output hands tokens over as the router saw them. One without (DeepEP) has exchanged them, and
+    in its low-latency form its ids are still those that this rank sent."""
+    shown = getattr(dispatch_output, "topk_output", None) or dispatch_output
+    ids, id_format = getattr(shown, "topk_ids", None), IdFormat.PLAIN
+    if ids is None:
+        ids, id_format = getattr(shown, "packed_topk_ids", None), IdFormat.PACKED
+    received = getattr(shown, "masked_m", None)
+    if received is None and (ragged := getattr(shown, "a_ragged_metadata", None)) is not None:
+        received = ragged.slice_sizes
+    own_numbering = getattr(layer.dispatcher, "skip_local_expert_mapping", False)
+    return LayerRouting(type(shown).__name__, ids, id_format, experts.first_expert if own_numbering else 0, received)
 
 
 def _experts_of(layer: torch.nn.Module) -> ExpertLayer:

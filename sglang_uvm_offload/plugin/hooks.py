@@ -8,7 +8,8 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_uvm_offload.plugin import demand
+from sglang_uvm_offload.plugin import enforce
+from sglang_uvm_offload.plugin.server_config import config_of
 
 _PUBLISH = "sglang.srt.runtime_context.publish"
 _targets: list[str] = []
@@ -49,19 +50,16 @@ def install() -> None:
     def apply_and_check() -> None:
         original()
         if reason := missing():
-            demand.unmet(reason)
+            enforce.fail(reason)
 
     HookRegistry.apply_hooks = staticmethod(apply_and_check)
 
 
 def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwargs: Any) -> None:
     """In a scheduler that is to offload, hook what computes. Everywhere else nothing more is hooked, and nothing costs."""
-    from sglang_uvm_offload.plugin.server_args import config_of
-
     config = config_of(server_args)
-    if role == "scheduler" and config.enabled:
+    if role == "scheduler" and config is not None:
         from sglang_uvm_offload.plugin import runtime
 
-        demand.launch()
         runtime.install(config, add)
         HookRegistry.apply_hooks()

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import uuid
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.utils import get_device_memory_capacity
 
-from sglang_uvm_offload.config import FlagError, OffloadConfig, ResidentIds, flag_name
-from sglang_uvm_offload.expert_layer import HOST_MARGIN_BYTES
-from sglang_uvm_offload.host_ram import host_available
-from sglang_uvm_offload.moe_config import MoeShape, moe_shape
-from sglang_uvm_offload.planning.checkpoint import load
-from sglang_uvm_offload.planning.safetensors_header import CheckpointError
-from sglang_uvm_offload.plugin import auto_resident, recording
-from sglang_uvm_offload.plugin.profiles import profile_problems, routed_model
-from sglang_uvm_offload.report import size
+from sglang_uvm_offload.config import AUTO, OffloadConfig
+from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES, host_available
+from sglang_uvm_offload.plugin import auto_resident, output_files, recording
+from sglang_uvm_offload.plugin.profiles import profile_problems
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.moe_shape import MoeShape, moe_shape
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+from sglang_uvm_offload.units import size
 
 _N = flag_name("num_resident")
 
@@ -38,10 +40,12 @@ OWN_PATH_A2A = {"megamoe", "flashinfer_megamoe", "ascend_fuseep"}
 
 
 def check(config: OffloadConfig, server_args: Any) -> OffloadConfig:
-    """``config`` with the number that ``auto`` stands for. Raises ``FlagError`` with every reason why ``server_args`` cannot be
-    served with offloading."""
+    """``config`` resolved: the number and the backend that ``auto`` stands for, and a new launch id. Raises ``FlagError`` with
+    every reason why ``server_args`` cannot be served with offloading."""
     cfg = resolving_view(server_args)
-    problems = _combination_problems(config, cfg)
+    problems = (
+        _combination_problems(config, cfg) + _numbering_problems(config, cfg) + output_files.problems(config, server_args)
+    )
     shape, reasons = _experts(config, server_args)
     problems += reasons
     if shape is not None:
@@ -51,10 +55,11 @@ def check(config: OffloadConfig, server_args: Any) -> OffloadConfig:
             problems += error.problems
         else:
             problems += _resident_problems(config, shape, server_args)
-        problems += profile_problems(config, routed_model(model_config_of(server_args)))
+        problems += profile_problems(config, model_config_of(server_args))
     if problems:
         raise FlagError(problems)
-    return config
+    backend = config.backend if config.backend != "auto" else "uvm" if cfg.device == "cuda" else "emulated"
+    return dataclasses.replace(config, backend=backend, launch_id=uuid.uuid4().hex)
 
 
 def fraction_with_headroom(config: OffloadConfig, cfg: Any) -> float | None:
@@ -98,13 +103,31 @@ def _combination_problems(config: OffloadConfig, cfg: Any) -> list[str]:
         out.append(f"--device {cfg.device}: expert offloading serves cuda and cpu")
     if config.backend == "uvm" and cfg.device == "cpu":
         out.append(f"{flag_name('backend')} uvm: needs a CUDA device, not --device cpu")
-    if config.backend == "host" and cfg.device == "cuda":
-        out.append(f"{flag_name('backend')} host: emulates unified memory for --device cpu; on cuda use uvm or auto")
+    if config.backend == "emulated" and cfg.device == "cuda":
+        out.append(f"{flag_name('backend')} emulated: serves --device cpu only; on cuda use uvm or auto")
     if cfg.device == "cuda":
-        from sglang_uvm_offload.cuda_device import device_problems
+        from sglang_uvm_offload.cuda.device import device_problems
 
         out += device_problems(cfg.base_gpu_id or 0)
     return out + recording.problems(config, cfg)
+
+
+def _numbering_problems(config: OffloadConfig, cfg: Any) -> list[str]:
+    """Whether expert ids that a person or a file names would be those of other experts. They are the checkpoint's; layers see
+    the places that SGLang gives experts, which only differ where it is told to begin with other ones."""
+    named = {
+        "profile": config.profiles,
+        "save_profile": config.save_profile,
+        "trace": config.trace,
+        "resident_ids": config.resident_ids,
+    }
+    given = [flag_name(field) for field, value in named.items() if value]
+    if cfg.init_expert_location == "trivial" or not given:
+        return []
+    return [
+        f"--init-expert-location: cannot be combined with {', '.join(given)}: it numbers experts by their places, and ids in "
+        "files and flags are the checkpoint's; leave out one or the other"
+    ]
 
 
 def _experts(config: OffloadConfig, server_args: Any) -> tuple[MoeShape | None, list[str]]:
@@ -117,20 +140,20 @@ def _experts(config: OffloadConfig, server_args: Any) -> tuple[MoeShape | None, 
     ]
     shape = moe_shape(model.hf_text_config)
     if shape is None and not out:
-        out.append(f"{_N} {config.num_resident}: the model ({', '.join(sorted(architectures))}) has no routed experts")
+        given = AUTO if config.auto else config.num_resident
+        out.append(f"{_N} {given}: the model ({', '.join(sorted(architectures))}) has no routed experts")
     return shape, out
 
 
 def _resident_problems(config: OffloadConfig, shape: MoeShape, server_args: Any) -> list[str]:
     """Why N experts of this model cannot be kept, or the others not."""
     out = []
-    if config.residents > shape.num_experts:
+    if config.num_resident > shape.num_experts:
         out.append(
             f"{_N} {config.num_resident}: the model has {shape.num_experts} routed experts a layer; give at most as many"
         )
     if config.resident_ids is not None:
-        ids = ResidentIds.parse(config.resident_ids)
-        out += ids.problems(len(shape.moe_layers), shape.num_experts, config.residents)
+        out += config.resident_ids.problems(len(shape.moe_layers), shape.num_experts, config.num_resident)
     return out or _host_ram_problems(config, resolving_view(server_args), model_config_of(server_args).hf_config)
 
 
@@ -147,7 +170,7 @@ def _host_ram_problems(config: OffloadConfig, cfg: Any, hf_config: Any) -> list[
     except CheckpointError:
         return []
     replicas = 1 if cfg.attn_dp_size > 1 else cfg.dp_size
-    offloaded = replicas * model.expert_bytes * (model.num_experts - config.residents) // model.num_experts
+    offloaded = replicas * model.expert_bytes * (model.num_experts - config.num_resident) // model.num_experts
     room = max(host_available() - HOST_MARGIN_BYTES, 0)
     if offloaded <= room:
         return []

@@ -6,14 +6,16 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
-from sglang.srt.runtime_context import get_device, get_parallel, get_schedule
+from sglang.srt.runtime_context import get_device, get_parallel, get_schedule, get_server_args
 
-from sglang_uvm_offload.config import FlagError, OffloadConfig, flag_name
-from sglang_uvm_offload.manager import ModelExperts
-from sglang_uvm_offload.recorder import Recorder
-from sglang_uvm_offload.routing import IdFormat
-from sglang_uvm_offload.saver import Saver
+from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.files.autosave import Saver
+from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.plugin import output_files
+from sglang_uvm_offload.residency.model import ModelExperts
+from sglang_uvm_offload.residency.status import TraceStatus
+from sglang_uvm_offload.routing.layer_routing import LayerRouting
+from sglang_uvm_offload.routing.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -25,45 +27,45 @@ _FLAG = flag_name("trace")
 class Recording:
     """What ``--expert-offload-trace`` adds to a scheduler. Of the ranks that compute the same tokens only the first records."""
 
-    def __init__(self, path: str):
-        self.path = Path(path)
+    def __init__(self, path: Path):
+        self.path = path
         self.recorder: Recorder | None = None
 
-    def begin(self, model: ModelExperts, top_k: int) -> Saver | None:
+    def begin(self, model: ModelExperts, top_k: int | None) -> Saver | None:
         """The target model is loaded, whose layers pick ``top_k`` routed experts a token: record from now on, and return what
         saves. None on a rank that does not record."""
         parallel = get_parallel()
         if parallel.tp_rank or parallel.dp_rank or not model.layers:
             return None
+        if top_k is None:
+            raise FlagError([f"{_FLAG}: neither this model's layers nor its config say how many experts a token uses"])
         if self.path.exists():
             logger.warning("Expert offload: trace: the file %s is there already, and will be replaced", self.path)
         self.recorder = Recorder(
             self.path,
             num_layers=len(model.layers),
-            num_experts=max(int((~layer.pinned).sum()) for layer in model.layers),
+            num_experts=max(int((~layer.always_resident).sum()) for layer in model.layers),
             top_k=top_k,
             max_rows=get_schedule().max_running_requests or MOST_REQUESTS,
             device=get_device().device,
+            protected=output_files.model_folders(get_server_args()),
         )
         return Saver("trace", self.recorder.pending)
 
-    def record(self, row: int, routing: Any, num_shared: int) -> None:
+    def record(self, row: int, routing: LayerRouting, num_shared: int) -> None:
         """A layer computes with ``routing``, in which the ids of ``num_shared`` fused shared experts follow the routed ones.
         Raises ``FlagError`` for routing that shows no ids."""
         recorder = self.recorder
         if recorder is None:
             return
-        ids: torch.Tensor | None = getattr(routing, "topk_ids", None)
-        id_format = IdFormat.PLAIN
-        if ids is None:
-            ids, id_format = getattr(routing, "packed_topk_ids", None), IdFormat.PACKED
-        if ids is None:
-            form = type(routing).__name__
-            raise FlagError([f"{_FLAG}: this MoE runner shows no expert ids ({form}); choose another --moe-runner-backend"])
-        routed = ids.shape[1] - num_shared
+        if routing.ids is None:
+            raise FlagError(
+                [f"{_FLAG}: this MoE runner shows no expert ids ({routing.form}); choose another --moe-runner-backend"]
+            )
+        routed = routing.ids.shape[1] - num_shared
         if routed > recorder.top_k:
             raise FlagError([f"{_FLAG}: a layer picks {routed} routed experts a token, and was built for {recorder.top_k}"])
-        recorder.record(row, ids[:, :routed], id_format)
+        recorder.record(row, routing.ids[:, :routed], routing.id_format)
 
     def after_forward(self, result: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """A step was launched. Its rows are decoded tokens if it is a decode step of the target model."""
@@ -76,19 +78,19 @@ class Recording:
             return
         recorder.end_step(batch.rids, lengths.tolist())
 
-    def status(self) -> dict[str, object] | None:
+    def status(self) -> TraceStatus | None:
         """What ``/server_info`` shows of the recording, None on a rank that does not record."""
         recorder = self.recorder
         if recorder is None:
             return None
         recorder.poll()
-        return {
-            "path": str(self.path),
-            "tokens": recorder.log.tokens,
-            "requests": recorder.log.requests,
-            "dropped_steps": recorder.dropped_steps,
-            "stopped": recorder.stopped,
-        }
+        return TraceStatus(
+            path=str(self.path),
+            tokens=recorder.log.tokens,
+            requests=recorder.log.requests,
+            dropped_steps=recorder.dropped_steps,
+            stopped=recorder.stopped,
+        )
 
 
 def problems(config: OffloadConfig, cfg: Any) -> list[str]:
@@ -103,7 +105,6 @@ def problems(config: OffloadConfig, cfg: Any) -> list[str]:
         f"--moe-a2a-backend {cfg.moe_a2a_backend}": (cfg.moe_a2a_backend != "none", parts),
         f"--attn-cp-size {cfg.attn_cp_size}": (cfg.attn_cp_size > 1, parts),
         f"--moe-dp-size {cfg.moe_dp_size}": (cfg.moe_dp_size > 1, parts),
-        "--init-expert-location": (cfg.init_expert_location != "trivial", "experts are numbered by their places"),
         f"--speculative-algorithm {cfg.speculative_algorithm}": (
             cfg.speculative_algorithm,
             "its steps verify several drafted tokens a request, of which some are not kept",

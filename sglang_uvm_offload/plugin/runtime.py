@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import torch
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.plugins.hook_registry import HookType
@@ -19,19 +20,25 @@ from sglang.srt.runtime_context import (
     process_model_config,
 )
 
-from sglang_uvm_offload.config import FlagError, OffloadConfig
-from sglang_uvm_offload.manager import OffloadManager
-from sglang_uvm_offload.metrics import Metrics
-from sglang_uvm_offload.plugin import demand
+from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
+from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.files.autosave import Saver
+from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory
+from sglang_uvm_offload.plugin import enforce
+from sglang_uvm_offload.plugin.built_model import BuiltModel, layers_before
 from sglang_uvm_offload.plugin.fused_moe import LayerHooks
-from sglang_uvm_offload.plugin.profiles import chosen_profile, profile_saver, routed_model
+from sglang_uvm_offload.plugin.metrics import Metrics
+from sglang_uvm_offload.plugin.profiles import chosen_profile, named, profile_saver
 from sglang_uvm_offload.plugin.recording import Recording
-from sglang_uvm_offload.profile import RoutedModel
-from sglang_uvm_offload.report import residency_table
-from sglang_uvm_offload.routing import ALL_ROWS, CpuRoutingCounters, Phase, RoutingCounters
-from sglang_uvm_offload.saver import Saver
-from sglang_uvm_offload.uvm import Memory, MemoryFault
-from sglang_uvm_offload.uvm_host import HostMemory
+from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.placement import InitialPlacement
+from sglang_uvm_offload.residency.reporting import rank_status
+from sglang_uvm_offload.residency.table import residency_table
+from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase, RoutingCounters
+from sglang_uvm_offload.routing.profile import RoutedModel
+from sglang_uvm_offload.sizing.moe_shape import moe_shape
 
 logger = logging.getLogger(__name__)
 
@@ -62,36 +69,49 @@ class _RankHooks:
         self.layer_hooks = LayerHooks(config.resident_selection == "frequency", self.recording)
         self.metrics: Metrics | None = None
         self.savers: list[Saver] = []
+        self.routed_model: RoutedModel | None = None
+        """Whose routing is counted, once the target model is built."""
 
     @cached_property
     def on_cuda(self) -> bool:
         return get_device().device == "cuda"
 
     @cached_property
-    def routed(self) -> RoutedModel | None:
-        return routed_model(process_model_config())
-
-    @cached_property
     def manager(self) -> OffloadManager:
         """Made when the first model loads: only then is the process bound to its GPU."""
-        thinker = _thinker() if self.config.adapt == "continuous" else None
-        return OffloadManager(self.config, _memory(self.config), _counters, _agree, progress=_is_first_rank, thinker=thinker)
+        executor = _executor() if self.config.adapt == "continuous" else None
+        return OffloadManager(
+            self.config, _memory(self.config), _counters, _broadcast_decision, progress=_is_first_rank, executor=executor
+        )
+
+    def _placement(self) -> InitialPlacement:
+        model_config = process_model_config()
+        before = layers_before(self.config, model_config.hf_text_config)
+        return InitialPlacement(self.config, chosen_profile(self.config, model_config), before)
+
+    def _top_k(self) -> int | None:
+        """The routed experts that the target model's layers pick for a token, or its config's number where they do not say."""
+        shape = None if self.layer_hooks.top_k else moe_shape(process_model_config().hf_text_config)
+        return self.layer_hooks.top_k or (shape.top_k if shape is not None else None)
 
     def around_load_model(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             manager = self.manager
-            if not runner.is_draft_worker:
-                manager.moe_layers = self.routed.moe_layers if self.routed is not None else ()
-                manager.profile = chosen_profile(self.config, self.routed)
-            model = manager.begin_model(draft=runner.is_draft_worker)
+            placement = None if runner.is_draft_worker else self._placement()
+            model = manager.begin_model(runner.is_draft_worker, placement)
             runner.__dict__[_MODEL] = model
             with self.layer_hooks.taking_over(manager, model):
                 result = original(runner, *args, **kwargs)
             manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
-            if self.recording is not None and not model.draft:
-                self.savers += filter(None, [self.recording.begin(model, self.layer_hooks.top_k)])
-        except (FlagError, MemoryFault) as error:
-            demand.end(f"sglang-uvm-offload: {error}")
+            if placement is not None:
+                top_k = self._top_k()
+                built = BuiltModel(model, top_k)
+                self.routed_model = built.routed_model(*named(process_model_config()))
+                built.check(placement, self.routed_model)
+                if self.recording is not None:
+                    self.savers += filter(None, [self.recording.begin(model, top_k)])
+        except (FlagError, ManagedMemoryError) as error:
+            enforce.end(f"sglang-uvm-offload: {error}")
         return result
 
     def around_forward(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,10 +130,10 @@ class _RankHooks:
         logger.info(
             "Expert offload, rank %d:\n%s",
             get_parallel().tp_rank,
-            residency_table(self.manager.status(), self.manager.memory.info(), scheduler.max_total_num_tokens),
+            residency_table(rank_status(self.manager), self.manager.memory.info(), scheduler.max_total_num_tokens),
         )
         if self.layer_hooks.uncounted:
-            logger.warning("Expert offload: coverage is not counted; routing comes as %s", sorted(self.layer_hooks.uncounted))
+            logger.warning("Expert offload: hit rate is not counted; routing comes as %s", sorted(self.layer_hooks.uncounted))
         if get_observability().enable_metrics:
             parallel = get_parallel()
             self.metrics = Metrics(
@@ -126,12 +146,14 @@ class _RankHooks:
                 },
             )
             self.metrics.publish()
-        self.savers += filter(None, [profile_saver(self.manager, self.routed)])
+        if self.routed_model is not None:
+            self.savers += filter(None, [profile_saver(self.manager, self.routed_model)])
 
     def after_internal_state(self, result: Any, *args: Any, **kwargs: Any) -> Any:
-        result.internal_state["expert_offload"] = self.manager.status()
+        status = rank_status(self.manager)
         if self.recording is not None:
-            result.internal_state["expert_offload"]["trace"] = self.recording.status()
+            status = msgspec.structs.replace(status, trace=self.recording.status())
+        result.internal_state["expert_offload"] = msgspec.to_builtins(status)
         return result
 
     def after_batch(self, result: Any, *args: Any, **kwargs: Any) -> None:
@@ -172,12 +194,9 @@ def _step_of(batch: Any) -> tuple[int, int, Phase]:
 
 
 def _memory(config: OffloadConfig) -> Memory:
-    backend = config.backend
-    if backend == "auto":
-        backend = "uvm" if get_device().device == "cuda" else "host"
-    if backend == "host":
-        return HostMemory()
-    from sglang_uvm_offload.uvm_cuda import CudaMemory
+    if config.backend == "emulated":
+        return EmulatedMemory()
+    from sglang_uvm_offload.cuda.memory import CudaMemory
 
     try:
         return CudaMemory(get_device().gpu_id)
@@ -187,20 +206,20 @@ def _memory(config: OffloadConfig) -> Memory:
 
 def _counters(num_layers: int, num_experts: int) -> RoutingCounters:
     if get_device().device == "cuda":
-        from sglang_uvm_offload.routing_cuda import CudaRoutingCounters
+        from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 
         return CudaRoutingCounters(num_layers, num_experts)
     return CpuRoutingCounters(num_layers, num_experts)
 
 
-def _thinker() -> ThreadPoolExecutor:
+def _executor() -> ThreadPoolExecutor:
     """A thread on this rank's GPU: a new one starts on GPU 0, and its first call there would take VRAM for a context."""
     device = get_device()
     begin = (lambda: torch.cuda.set_device(device.gpu_id)) if device.device == "cuda" else None
     return ThreadPoolExecutor(1, "expert offload", initializer=begin)
 
 
-def _agree(decide: Callable[[], Any]) -> Any:
+def _broadcast_decision(decide: Callable[[], Any]) -> Any:
     """What the first of the ranks that hold shards of the same experts decides."""
     group = get_parallel().moe_tp_group
     return group.broadcast_object(decide() if group.rank_in_group == 0 else None, src=0)

@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
@@ -16,8 +17,9 @@ from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs as PlainServerArgs
 
-from sglang_uvm_offload.config import PREFIX, FlagError, OffloadConfig
-from sglang_uvm_offload.plugin import demand, hooks
+from sglang_uvm_offload.flags import PREFIX, FlagError, OffloadFlags
+from sglang_uvm_offload.plugin import enforce, hooks
+from sglang_uvm_offload.plugin.server_config import attach, config_of, parsed_flags
 
 _NAMESPACE = "exec.expert_offload"
 
@@ -29,26 +31,19 @@ def install(add: Callable[[str, Any, HookType], None]) -> None:
     register_resolution_hook("handle_other_validations")(_check_launch)
 
 
-def config_of(server_args: Any) -> OffloadConfig:
-    """The offload flags of ``server_args``, as resolved where they are; off where they are SGLang's plain ones."""
-    cfg = resolving_view(server_args)
-    names = (PREFIX + f.name for f in dataclasses.fields(OffloadConfig))
-    return OffloadConfig.from_flags({name: getattr(cfg, name) for name in names if hasattr(cfg, name)})
-
-
 class _Methods:
     """What ``OffloadServerArgs`` does differently. ``super(OffloadServerArgs, ...)`` is spelled with the class looked up late,
     because SGLang rebinds every name of the replaced class, here too."""
 
-    def __post_init__(self) -> None:
-        super(OffloadServerArgs, self).__post_init__()  # type: ignore[arg-type]
-        config_of(self)
-
     def resolve_once(self) -> None:
-        """Each process that is given these arguments calls it before it does anything by them. Some load no plugins."""
+        """Each process that is given these arguments calls it before it does anything by them; only the first resolves them.
+        Some load no plugins."""
+        if not getattr(self, "_resolution_finished", False):
+            with _reported(self):
+                attach(self, parsed_flags(self))
         super(OffloadServerArgs, self).resolve_once()  # type: ignore[arg-type]
-        if not hooks.watching() and config_of(self).enabled:
-            demand.end("sglang-uvm-offload: this plugin is not loaded, or not in place, in a process that is to offload")
+        if not hooks.watching() and config_of(self) is not None:
+            enforce.end("sglang-uvm-offload: this plugin is not loaded, or not in place, in a process that is to offload")
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +51,7 @@ class _Methods:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Any:
-        try:
-            made = super(OffloadServerArgs, cls).from_cli_args(args)  # type: ignore[arg-type]
-        except FlagError as error:
-            _exit(error)
+        made = super(OffloadServerArgs, cls).from_cli_args(args)  # type: ignore[arg-type]
         made._from_command_line = True
         return made
 
@@ -69,9 +61,9 @@ _plain_add_cli_args = PlainServerArgs.add_cli_args
 
 def _fields(namespace: dict[str, Any]) -> None:
     namespace["__module__"] = __name__
-    namespace["__doc__"] = "SGLang's ServerArgs with the flags of ``config.OffloadConfig``."
+    namespace["__doc__"] = "SGLang's ServerArgs with the flags of ``flags.OffloadFlags``."
     namespace["__annotations__"] = {}
-    for f in dataclasses.fields(OffloadConfig):
+    for f in dataclasses.fields(OffloadFlags):
         choices = f.metadata["choices"]
         kind = Literal[choices] if choices else f.metadata["kind"]
         kind = kind if f.default is not None else kind | None
@@ -79,7 +71,7 @@ def _fields(namespace: dict[str, Any]) -> None:
         namespace["__annotations__"][PREFIX + f.name] = A[kind, Arg(help=help), NS(_NAMESPACE)]
         namespace[PREFIX + f.name] = f.default
     for name, value in vars(_Methods).items():
-        if name in ("__post_init__", "resolve_once", "add_cli_args", "from_cli_args"):
+        if name in ("resolve_once", "add_cli_args", "from_cli_args"):
             namespace[name] = value
 
 
@@ -90,30 +82,32 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
     """The last checks before anything is spawned or loaded: what this SGLang and this model allow."""
     previous(server_args)
     config = config_of(server_args)
-    if not config.enabled:
-        demand.tell_children(False)
+    enforce.mark_children(config is not None)
+    if config is None:
         return
     hooks.watch()
     HookRegistry.apply_hooks()
-    demand.tell_children(True)
     from sglang_uvm_offload.plugin import launch_checks  # its imports are for those who offload
 
-    try:
+    with _reported(server_args):
         if reason := hooks.missing():
             raise FlagError([f"sglang-uvm-offload {reason}"])
         checked = launch_checks.check(config, server_args)
         fraction = launch_checks.fraction_with_headroom(config, resolving_view(server_args))
-    except FlagError as error:
-        if getattr(server_args, "_from_command_line", False):
-            _exit(error)
-        raise
-    if checked.num_resident != config.num_resident:
-        declare_resolution(server_args, "sglang-uvm-offload auto", **{f"{PREFIX}num_resident": checked.num_resident})
+    attach(server_args, checked)
+    if config.auto:
+        declare_resolution(server_args, "sglang-uvm-offload auto", **{f"{PREFIX}num_resident": str(checked.num_resident)})
     if fraction is not None:
         declare_resolution(server_args, "sglang-uvm-offload headroom", mem_fraction_static=fraction)
 
 
-def _exit(error: FlagError) -> None:
-    """End a command as argparse ends it for a bad value."""
-    print(f"{sys.argv[0]}: error: {error}", file=sys.stderr)
-    raise SystemExit(2)
+@contextmanager
+def _reported(server_args: Any) -> Iterator[None]:
+    """A ``FlagError`` ends a command as argparse ends it for a bad value; callers of ``sglang.Engine`` get it as it is."""
+    try:
+        yield
+    except FlagError as error:
+        if not getattr(server_args, "_from_command_line", False):
+            raise
+        print(f"{sys.argv[0]}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error

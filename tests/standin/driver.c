@@ -52,7 +52,8 @@ EXPORT int cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes) {
     return CUDA_SUCCESS;
 }
 
-/* The name by which cuda-python looks it up. */
+/* The names by which cuda-python looks them up. */
+EXPORT int cuDeviceTotalMem(size_t* nbytes, int device) { return cuDeviceTotalMem_v2(nbytes, device); }
 EXPORT int cuMemGetInfo(size_t* free_bytes, size_t* total_bytes) { return cuMemGetInfo_v2(free_bytes, total_bytes); }
 
 EXPORT int cuCtxGetCurrent(void** context) {

@@ -3,7 +3,9 @@
 
 #include <memory>
 
+#include "common.h"
 #include "kernels.h"
+#include "memory.h"
 
 // One stretch of memory of any kind, filled with the pattern, on the host where the kind is not plain.
 class host_side {
@@ -247,10 +249,10 @@ inline void measure_alignment(session& it) {
             down.push_back(move(0, on_host()));
             up.push_back(move(0, on_device(it.device)));
         }
-        row promote("aligned_move");
-        it.put(label(promote).label("direction", "to_device"), "GB/s", up);
-        row demote("aligned_move");
-        it.put(label(demote).label("direction", "to_host"), "GB/s", down);
+        row to_device("aligned_move");
+        it.put(label(to_device).label("direction", "to_device"), "GB/s", up);
+        row to_host("aligned_move");
+        it.put(label(to_host).label("direction", "to_host"), "GB/s", down);
         row after("aligned_read");
         it.put(label(after).label("experts", "offloaded, after the moves"), "GB/s", read_half(1, 5));
         host_pages pages = look_at_host_pages(range.start + stride, std::min(expert / 4096 * 4096, 8 * mib));

@@ -5,6 +5,9 @@
 #include <thread>
 
 #include "bandwidth.h"
+#include "common.h"
+#include "kernels.h"
+#include "memory.h"
 
 inline std::vector<piece> every(size_t nbytes, size_t step) {
     std::vector<piece> pieces;

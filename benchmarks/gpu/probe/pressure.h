@@ -5,6 +5,9 @@
 #include <fstream>
 #include <random>
 
+#include "common.h"
+#include "kernels.h"
+#include "memory.h"
 #include "moves.h"
 
 // Measurement 6: how the free VRAM that the driver reports follows populating, promoting and demoting.

@@ -1,0 +1,207 @@
+"""What every ``Memory`` must do, whatever machine is behind it: one function a promise, run over each backend.
+
+A check takes a fresh or used memory, leaves nothing allocated in it, and raises ``AssertionError`` where the promise is
+broken. Ranges are kept as small as the promise allows.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout
+from sglang_uvm_offload.memory.protocol import Location, ManagedRange, Memory, Span
+
+DEVICE, HOST = Location.DEVICE, Location.HOST
+PAGE = PAGE_BYTES
+
+
+@contextmanager
+def managed(memory: Memory, nbytes: int, name: str = "w13") -> Iterator[ManagedRange]:
+    """A range that is free again at the end."""
+    it = memory.allocate(nbytes, name)
+    try:
+        yield it
+    finally:
+        memory.free(it)
+
+
+def refuses(action: Callable[[], object], error: type[Exception] = ValueError) -> str:
+    """The message with which the action is refused."""
+    try:
+        action()
+    except error as refusal:
+        return str(refusal)
+    raise AssertionError(f"{action} was not refused")
+
+
+def pattern(nbytes: int, seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8))
+
+
+def check_a_range_is_aligned_and_as_long_as_asked(memory: Memory) -> None:
+    for nbytes in (1, PAGE, BLOCK_BYTES + 12345):
+        with managed(memory, nbytes, "w2") as it:
+            assert it.address % BLOCK_BYTES == 0
+            assert (it.nbytes, it.name) == (nbytes, "w2")
+
+
+def check_no_two_ranges_share_a_block(memory: Memory) -> None:
+    with managed(memory, 1) as a, managed(memory, BLOCK_BYTES + 1) as b, managed(memory, 1) as c:
+        blocks = [{*range(it.address // BLOCK_BYTES, -(-(it.address + it.nbytes) // BLOCK_BYTES))} for it in (a, b, c)]
+        assert sum(map(len, blocks)) == len(set.union(*blocks))
+
+
+def check_an_empty_range_is_refused(memory: Memory) -> None:
+    assert "w13" in refuses(lambda: memory.allocate(0, "w13"))
+    refuses(lambda: memory.allocate(-PAGE, "w13"))
+
+
+def check_a_tensor_is_the_memory_itself(memory: Memory) -> None:
+    it = memory.allocate(PAGE + 100, "w13")
+    first, second = memory.tensor(it), memory.tensor(it)
+    assert (first.dtype, first.shape, first.stride()) == (torch.uint8, (PAGE + 100,), (1,))
+    assert first.data_ptr() == second.data_ptr() == it.address
+    first.copy_(pattern(PAGE + 100, 1))
+    assert torch.equal(second.cpu(), pattern(PAGE + 100, 1))
+
+
+def check_the_last_tensor_frees_the_range(memory: Memory) -> None:
+    it = memory.allocate(PAGE, "w13")
+    view = memory.tensor(it)[10:20].view(2, 5)
+    other = memory.tensor(it)
+    del other
+    gc.collect()
+    view.copy_(torch.arange(10, dtype=torch.uint8).view(2, 5))
+    assert view.cpu().tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    memory.place(it, [Span(0, PAGE)], HOST)
+    assert memory.holds(it)
+    del view
+    gc.collect()
+    assert not memory.holds(it)
+    refuses(lambda: memory.free(it))
+
+
+def check_a_tensor_stays_valid_after_free(memory: Memory) -> None:
+    it = memory.allocate(PAGE, "w13")
+    tensor = memory.tensor(it)
+    tensor.copy_(pattern(PAGE, 2))
+    memory.free(it)
+    assert torch.equal(tensor.cpu(), pattern(PAGE, 2))
+
+
+def check_a_freed_range_is_refused_everywhere(memory: Memory) -> None:
+    it = memory.allocate(PAGE, "w2_scale")
+    memory.free(it)
+    span = Span(0, PAGE)
+    for action in (
+        lambda: memory.free(it),
+        lambda: memory.tensor(it),
+        lambda: memory.place(it, [span], HOST),
+        lambda: memory.preferred(it, span),
+        lambda: memory.last_prefetch(it, span),
+    ):
+        assert "w2_scale" in refuses(action)
+
+
+def check_a_range_of_another_hand_is_refused(memory: Memory) -> None:
+    with managed(memory, PAGE) as it:
+        forged = ManagedRange(it.address, it.nbytes, it.name)
+        assert not memory.holds(forged)
+        refuses(lambda: memory.tensor(forged))
+        refuses(lambda: memory.free(forged))
+
+
+def check_bad_spans_are_refused_before_anything_happens(memory: Memory) -> None:
+    nbytes = 4 * PAGE + 100
+    bad = [Span(-PAGE, PAGE), Span(0, 0), Span(PAGE, -PAGE), Span(1, PAGE), Span(0, PAGE + 1), Span(4 * PAGE, PAGE)]
+    bad += [Span(8 * PAGE, PAGE), Span(4 * PAGE, 99)]
+    with managed(memory, nbytes) as it:
+        for span in bad:
+            refuses(lambda span=span: memory.place(it, [Span(0, PAGE), span], DEVICE))
+            refuses(lambda span=span: memory.preferred(it, span))
+            refuses(lambda span=span: memory.last_prefetch(it, span))
+        assert memory.preferred(it, Span(0, PAGE)) is None
+        assert memory.last_prefetch(it, Span(0, PAGE)) is None
+
+
+def check_a_span_may_end_with_the_range(memory: Memory) -> None:
+    with managed(memory, PAGE + 100) as it:
+        tail = Span(PAGE, 100)
+        memory.place(it, [tail], DEVICE)
+        assert memory.preferred(it, tail) is memory.last_prefetch(it, tail) is DEVICE
+        assert memory.preferred(it, Span(0, PAGE)) is None
+
+
+def check_no_spans_is_no_work(memory: Memory) -> None:
+    with managed(memory, PAGE) as it:
+        memory.place(it, [], DEVICE)
+        assert memory.preferred(it, Span(0, PAGE)) is None
+        assert memory.last_prefetch(it, Span(0, PAGE)) is None
+
+
+def check_spans_are_placed_by_page(memory: Memory) -> None:
+    with managed(memory, 4 * PAGE) as it:
+        whole = Span(0, 4 * PAGE)
+        memory.place(it, [whole], HOST)
+        assert memory.preferred(it, whole) is memory.last_prefetch(it, whole) is HOST
+        memory.place(it, [Span(0, PAGE), Span(2 * PAGE, PAGE)], DEVICE)
+        for found in (memory.preferred, memory.last_prefetch):
+            assert [found(it, Span(i * PAGE, PAGE)) for i in range(4)] == [DEVICE, HOST, DEVICE, HOST]
+            assert found(it, whole) is None
+
+
+def check_two_ranges_do_not_influence_each_other(memory: Memory) -> None:
+    with managed(memory, PAGE) as a, managed(memory, PAGE) as b:
+        memory.place(a, [Span(0, PAGE)], DEVICE)
+        assert memory.preferred(b, Span(0, PAGE)) is None
+        assert memory.last_prefetch(b, Span(0, PAGE)) is None
+
+
+def check_a_placed_range_is_zeroed(memory: Memory) -> None:
+    for location in Location:
+        it = memory.allocate(2 * PAGE, "w13")
+        memory.place(it, [Span(0, 2 * PAGE)], location)
+        memory.synchronize()
+        assert not memory.tensor(it).cpu().any()
+
+
+def check_bytes_and_addresses_survive_any_moves(memory: Memory) -> None:
+    """Experts of odd sizes, so that neighbours share pages, and any resident sets one after the other."""
+    shapes = [(7, PAGE), (5, 3 * PAGE + 4096), (12, PAGE // 2 + 512), (3, BLOCK_BYTES)]
+    for seed, (experts, expert_bytes) in enumerate(shapes):
+        rng = np.random.default_rng(seed)
+        layout = ExpertLayout(experts, expert_bytes)
+        it = memory.allocate(layout.nbytes, f"w13 of {experts} experts")
+        address = it.address
+        tensor = memory.tensor(it)
+        tensor.copy_(pattern(layout.nbytes, seed))
+        for _ in range(12):
+            pages = layout.resident_pages(rng.random(experts) < rng.random())
+            for spans, location in ((layout.spans(pages), DEVICE), (layout.spans(~pages), HOST)):
+                memory.place(it, spans, location)
+                assert all(memory.preferred(it, span) is location for span in spans)
+            memory.synchronize()
+            assert tensor.data_ptr() == it.address == address
+            assert torch.equal(tensor.cpu(), pattern(layout.nbytes, seed))
+            if rng.random() < 0.5:
+                seed += 1000
+                tensor.copy_(pattern(layout.nbytes, seed))
+
+
+def check_info_is_plausible(memory: Memory) -> None:
+    info = memory.info()
+    assert 0 <= info.device_free <= info.device_total
+    assert info.device_total > 0
+    assert info.host_available > 0
+
+
+def check_the_name_is_a_flag_value(memory: Memory) -> None:
+    assert memory.name in ("uvm", "emulated")
+
+
+CHECKS: list[Callable[[Memory], None]] = [value for name, value in list(globals().items()) if name.startswith("check_")]

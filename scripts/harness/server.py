@@ -1,0 +1,197 @@
+"""Run a real SGLang server from a script, a benchmark or a test, in processes that always end.
+
+``Server`` takes SGLang's own arguments. Where it is to serve on a CPU, it adds ``CPU``, what a small machine needs, and runs
+SGLang over the plugin in ``shims/``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from harness.process import die_with_parent, kill_group, tail
+
+SHIMS = Path(__file__).parent / "shims"
+
+CPU: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "cuda_graph_backend_decode": "disabled",
+    "cuda_graph_backend_prefill": "disabled",
+    "disable_overlap_schedule": True,
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 2048,
+    "max_running_requests": 32,
+    "random_seed": 1,
+    "skip_server_warmup": True,
+}
+
+# No compiler for functions that run a few times, no network, no tokenizer threads.
+QUICK = {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+START_SECONDS = 120
+ANSWER_SECONDS = 300
+
+
+def offload_state(server_info: dict[str, Any], rank: int = 0) -> dict[str, Any]:
+    """What the plugin reports of itself in ``/server_info``; empty where offloading is off."""
+    return server_info["internal_states"][rank].get("expert_offload") or {}
+
+
+def environment(env: dict[str, str]) -> dict[str, str]:
+    """This process's environment with ``shims/`` in front, and ``env``."""
+    path = os.pathsep.join([str(SHIMS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, **QUICK, **env}
+
+
+class EngineFailed(AssertionError):
+    """An engine that did not start, died, or took too long. Ends with its log's tail; all of it is in ``log``."""
+
+    def __init__(self, what: str, log: Path):
+        super().__init__(f"{what}; its log ends:\n{tail(log)}")
+        self.log = log.read_text(errors="replace") if log.exists() else ""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """``{"tp_size": 2, "enable_metrics": True}`` as ``--tp-size 2 --enable-metrics``."""
+    result = []
+    for name, value in arguments.items():
+        if value is not False and value is not None:
+            result.append("--" + name.replace("_", "-"))
+            if value is not True:
+                result.append(str(value))
+    return result
+
+
+class Server:
+    """A real HTTP server on a free port of this machine, from ``with`` to the end of its block.
+
+    ``command`` is what is run (``sglang serve`` or ``python -m sglang.launch_server``); with ``config_file``, all arguments but
+    the model are handed over in a YAML file instead of as flags. ``waiting`` is called with the seconds since the start, until
+    the server is ready.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        command: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
+        config_file: bool = False,
+        on_cpu: bool = True,
+        env: dict[str, str] | None = None,
+        seconds: float = START_SECONDS,
+        waiting: Callable[[float], None] = lambda _: None,
+        **arguments: Any,
+    ):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.seconds = seconds
+        self.folder = Path(tempfile.mkdtemp(prefix="server-"))
+        self.log_path = self.folder / "log.txt"
+        env = {"TMPDIR": str(self.folder), **(env or {})}
+        self.env = environment(env) if on_cpu else {**os.environ, **env}
+        self.waiting = waiting
+        checkpoint = checkpoint.absolute()  # the server runs in its own folder: what is installed is what is tested
+        arguments = {**(CPU if on_cpu else {}), "host": "127.0.0.1", "port": self.port, **arguments}
+        self.command = [*command, "--model-path", str(checkpoint)]
+        self.command += self.config_flags(arguments) if config_file else flags(arguments)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def config_flags(self, arguments: dict[str, Any]) -> list[str]:
+        path = self.folder / "server.yaml"
+        lines = [f"{name.replace('_', '-')}: {json.dumps(value)}" for name, value in arguments.items()]
+        path.write_text("\n".join(lines) + "\n")
+        return ["--config", str(path)]
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def __enter__(self) -> Server:
+        with self.log_path.open("wb") as sink:
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=sink,
+                stderr=sink,
+                env=self.env,
+                cwd=self.folder,
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # SGLang's own processes likewise die with theirs
+            )
+        try:
+            self.wait_until_ready(time.monotonic() + self.seconds)
+        except BaseException:  # an interrupt too must not leave the server; it goes on from here
+            self.stop()
+            raise
+        return self
+
+    def wait_until_ready(self, deadline: float) -> None:
+        assert self.process is not None
+        begin = time.monotonic()
+        while time.monotonic() < deadline:
+            self.waiting(time.monotonic() - begin)
+            if self.process.poll() is not None:
+                raise EngineFailed(f"the server ended with exit code {self.process.returncode}", self.log_path)
+            with contextlib.suppress(OSError):
+                if self.get_text("/health", seconds=5) is not None:
+                    return
+            time.sleep(0.2)
+        raise EngineFailed(f"the server was not ready after {self.seconds} s", self.log_path)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+        if error is None:
+            shutil.rmtree(self.folder)
+        else:
+            print(f"the server's log ends:\n{tail(self.log_path)}", file=sys.stderr)
+
+    def stop(self) -> None:
+        """Ask it to end, and end its whole process group either way."""
+        assert self.process is not None
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        kill_group(self.process.pid)
+        self.process.wait()
+
+    def open(self, path: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        return urllib.request.urlopen(request, timeout=seconds)
+
+    def get_text(self, path: str, seconds: float = ANSWER_SECONDS) -> str:
+        with self.open(path, seconds=seconds) as response:
+            return response.read().decode()
+
+    def get(self, path: str) -> Any:
+        return json.loads(self.get_text(path))
+
+    def post(self, path: str, body: Any) -> Any:
+        with self.open(path, body) as response:
+            return json.loads(response.read())
+
+    def stream(self, path: str, body: Any) -> Iterator[Any]:
+        """The events of a streamed answer."""
+        with self.open(path, {**body, "stream": True}) as response:
+            for line in response:
+                if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                    yield json.loads(line.removeprefix(b"data: "))

@@ -1,0 +1,1 @@
+"""The ``sglang-uvm-offload`` command, one file for each subcommand."""

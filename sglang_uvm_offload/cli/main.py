@@ -1,0 +1,44 @@
+"""The ``sglang-uvm-offload`` command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from typing import Any
+
+from sglang_uvm_offload import __version__
+
+SUBCOMMANDS = {
+    "doctor": "say whether this machine, SGLang and a model can be served, and why not",
+    "plan": "say whether a model fits a machine, with how many residents, and how fast",
+    "replay": "replay a routing trace through the shipped policy and references",
+    "report": "write a page with pictures from a server's statistics or a replay",
+    "profile": "show saved routing profiles, and merge them",
+}
+"""Each is a file of this folder, with ``add_arguments`` and ``run``."""
+
+
+class Subcommand(argparse.ArgumentParser):
+    """Imports its file when it is the one that was asked for."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        command = importlib.import_module(f"sglang_uvm_offload.cli.{self.prog.split()[-1]}")
+        command.add_arguments(self)
+        self.set_defaults(run=command.run)
+        return super().parse_known_args(args, namespace)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit code: 0 if the answer is good, 1 if it is not (2: argparse's usage errors)."""
+    parser = argparse.ArgumentParser(prog="sglang-uvm-offload", description="Tools beside serving with offloaded experts.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Subcommand)
+    for name, help in SUBCOMMANDS.items():
+        commands.add_parser(name, help=help)
+    args = parser.parse_args(argv)
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

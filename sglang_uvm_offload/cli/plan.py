@@ -1,0 +1,159 @@
+"""``sglang-uvm-offload plan``: will a model fit a machine, with how many residents, and how fast."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from sglang_uvm_offload.sizing import planner
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.sizing.machine import PRESET_HOST_GIB, Machine, MachineError, describe, of_gpus, preset
+from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``plan``."""
+    parser.add_argument("model", help="a checkpoint's folder, or a JSON file: config.json, or an object with it under 'config'")
+    machine = parser.add_argument_group("machine", "this one, where nothing names another")
+    machine.add_argument(
+        "--machine", metavar="NAME", help=f"such as {', '.join(PRESET_HOST_GIB)}: figures may be adjusted below"
+    )
+    machine.add_argument("--gpus", type=_count, help="number of GPUs")
+    machine.add_argument("--vram-gb", type=_amount, help="memory of one GPU in GiB, as nvidia-smi shows it")
+    machine.add_argument("--host-gb", type=_amount, help="host RAM in GiB that the server may take")
+    machine.add_argument("--link-gbps", type=_amount, help="GB/s that copies from host memory reach on each GPU's link")
+    machine.add_argument("--hbm-gbps", type=_amount, help="GB/s of a GPU's own memory")
+    machine.add_argument("--tflops", type=_amount, help="dense bfloat16 TFLOPS of a GPU")
+    ranks = parser.add_argument_group("ranks, as SGLang's flags of the same names")
+    ranks.add_argument("--tp-size", type=_count, help="default: all GPUs, divided by --pp-size and replicas")
+    ranks.add_argument("--ep-size", type=_count, default=1)
+    ranks.add_argument("--pp-size", type=_count, default=1)
+    ranks.add_argument("--dp-size", type=_count, default=1)
+    ranks.add_argument("--enable-dp-attention", action="store_true")
+    work = parser.add_argument_group("what is served")
+    work.add_argument(
+        "--context-length", type=_count, help="tokens of a request; default: what the model allows, at most 32768"
+    )
+    work.add_argument("--requests", type=_count, default=1, help="at once, each as long as the context (default 1)")
+    work.add_argument("--max-total-tokens", type=_count, help="tokens of KV cache a rank, in place of requests x context")
+    work.add_argument("--prompt-tokens", type=_count, default=4096, help="of one prompt, for prefill figures (default 4096)")
+    work.add_argument("--kv-cache-dtype", choices=tuple(DTYPE_BYTES), default="bfloat16")
+    work.add_argument("--speculative", action="store_true", help="load the model's drafting layers (NEXTN)")
+    work.add_argument("--speculative-num-draft-tokens", type=_count, default=4, help="that a step verifies (default 4)")
+    kept = parser.add_argument_group("what stays free")
+    kept.add_argument("--mem-fraction-static", type=_positive_share, help="default: as SGLang chooses it")
+    kept.add_argument(
+        "--headroom-gb", type=_headroom, default=Reserve.headroom_gb, help="--expert-offload-headroom-gb (default 1.0)"
+    )
+    kept.add_argument("--chunked-prefill-size", type=_count, help="default: as SGLang chooses it")
+    kept.add_argument("--disable-cuda-graph", action="store_true")
+    assumed = parser.add_argument_group("assumptions")
+    assumed.add_argument(
+        "--hit-rate", type=_share, help="share of routing that residents serve, where it was measured (0 to 1)"
+    )
+    assumed.add_argument(
+        "--read-efficiency", type=_positive_share, help="zero-copy reads by kernels, as a share of --link-gbps"
+    )
+    assumed.add_argument("--hot-half-share", type=_hot_half, help="share of routing that the hotter half of the experts gets")
+    assumed.add_argument("--accepted-tokens", type=_amount, help="tokens that a step with drafts yields for a request")
+    assumed.add_argument("--rows-per-read", type=_count, help="rows that share one read of an expert in prefill")
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan. Returns 0 where it fits, 1 where it does not, 2 where the question makes no sense."""
+    try:
+        model = load(Path(args.model))
+        machine = _machine(args)
+    except (CheckpointError, MachineError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    groups = args.pp_size * (1 if args.enable_dp_attention else args.dp_size)
+    parallel = Parallel(
+        args.tp_size or max(1, machine.gpus // groups), args.ep_size, args.pp_size, args.dp_size, args.enable_dp_attention
+    )
+    workload = Workload(
+        context_length=args.context_length or min(model.context_length, 32768),
+        requests=args.requests,
+        prompt_tokens=args.prompt_tokens,
+        max_total_tokens=args.max_total_tokens,
+        kv_cache_dtype=args.kv_cache_dtype,
+        speculative=args.speculative,
+        draft_tokens=args.speculative_num_draft_tokens,
+    )
+    reserve = Reserve(
+        args.mem_fraction_static, args.headroom_gb, args.chunked_prefill_size, cuda_graphs=not args.disable_cuda_graph
+    )
+    names = ("read_efficiency", "hot_half_share", "accepted_tokens", "rows_per_read")
+    given = {name: getattr(args, name) for name in names}
+    usual = dataclasses.replace(Assumptions(), accepted_tokens=min(Assumptions.accepted_tokens, workload.draft_tokens))
+    assumed = dataclasses.replace(usual, **{name: value for name, value in given.items() if value is not None})
+    answer = planner.plan(model, machine, workload, parallel, reserve, assumed, args.hit_rate)
+    print(json.dumps(dataclasses.asdict(answer), indent=1) if args.json else planner.render(answer))
+    return 0 if answer.fits else 1
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    figures = {name: getattr(args, name) for name in ("gpus", "vram_gb", "host_gb", "link_gbps", "hbm_gbps", "tflops")}
+    if args.machine is not None:
+        base: Machine | None = preset(args.machine)
+    elif args.gpus is not None and args.vram_gb is not None:
+        base = None
+    else:
+        from sglang_uvm_offload.cuda.device import visible_gpus
+
+        base = of_gpus(visible_gpus())
+    return describe(base, **figures)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text[:12]) < 1 << 31 or len(text) > 12:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _amount(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return value
+
+
+def _positive_share(text: str) -> float:
+    value = _share(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, up to 1")
+    return value
+
+
+def _hot_half(text: str) -> float:
+    value = _share(text)
+    if value < 0.5:
+        raise argparse.ArgumentTypeError(f"{text!r}: the hotter half of the experts gets at least half of the routing")
+    return value
+
+
+def _headroom(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < 1024:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB from 0 to 1024")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from error

@@ -1,0 +1,68 @@
+"""The ``profile`` command: what saved profiles hold, and merging several into one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from sglang_uvm_offload.files import atomic as atomic_file
+from sglang_uvm_offload.routing.profile import PROFILE_FILE, Profile, ProfileError, merge, reason
+
+RESIDENCIES = (0.25, 0.5, 0.75)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "profiles", nargs="+", type=Path, metavar="PROFILE.npz", help="what --expert-offload-save-profile saved"
+    )
+    parser.add_argument("--out", type=Path, metavar="MERGED.npz", help="write them all as one profile")
+    parser.add_argument("--model", metavar="NAME", help="the model's name in --out, where its folder was renamed")
+
+
+def run(args: argparse.Namespace) -> int:
+    problems = ["--model: needs --out"] if args.model is not None and args.out is None else []
+    if args.model is not None and not args.model.isprintable():
+        problems.append(f"--model {args.model!a}: cannot be printed")
+    sources = {path: f"{path}, which is read" for path in args.profiles}
+    if args.out is not None and (refused := atomic_file.refusal(args.out, PROFILE_FILE, sources)):
+        problems.append(f"--out {args.out}: {refused}")
+    profiles = []
+    for path in args.profiles:
+        try:
+            profiles.append(Profile.load(path))
+            print(f"{path}\n{describe(profiles[-1])}")
+        except (ProfileError, OSError) as error:
+            problems.append(f"{path}: {reason(error)}")
+    if not problems and args.out is not None:
+        try:
+            write(profiles, args.out, args.model, sources)
+        except (ProfileError, OSError) as error:
+            problems.append(f"--out {args.out}: {reason(error)}")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 2 if problems else 0
+
+
+def write(profiles: list[Profile], path: Path, name: str | None, sources: atomic_file.Protected) -> None:
+    merged = merge(profiles)
+    if name is not None:
+        merged = dataclasses.replace(merged, model=dataclasses.replace(merged.model, name=name))
+    atomic_file.replace(path, merged.write, PROFILE_FILE, sources)
+    print(f"{path}: written\n{describe(merged)}")
+
+
+def describe(profile: Profile) -> str:
+    model, seen = profile.model, profile.seen
+    routed = np.sort(seen.routed(), axis=1)[:, ::-1]
+    total = max(int(routed.sum()), 1)
+    best = [(share, routed[:, : round(share * model.num_experts)].sum() / total) for share in RESIDENCIES]
+    return (
+        f"  {model.name} ({model.architecture}): {len(model.moe_layers)} MoE layers of {model.num_experts} experts\n"
+        f"  {seen.steps[0]} prefill and {seen.steps[1]} decode steps, {routed.sum()} routings\n"
+        "  of which the best "
+        + ", ".join(f"{share:.0%} of each layer's experts cover {covered:.1%}" for share, covered in best)
+    )

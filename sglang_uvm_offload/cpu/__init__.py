@@ -1,0 +1,1 @@
+"""The ``Memory`` and ``RoutingCounters`` protocols emulated, for machines without a GPU."""

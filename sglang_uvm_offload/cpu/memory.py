@@ -1,0 +1,123 @@
+"""Unified memory emulated in ordinary memory, for machines without a GPU.
+
+The bytes of a range stay where they are: a CPU computes from them whatever their location. What ``place`` asked for is kept
+page by page, and nothing is ever full or under way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sglang_uvm_offload.memory.host_ram import host_available
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, check_spans, round_up, whole_blocks
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
+
+UNSET, HOST, DEVICE = 0, 1, 2
+CODE = {Location.HOST: HOST, Location.DEVICE: DEVICE}
+
+
+class _Mapping(mmap.mmap):
+    """Anonymous memory that a weak reference can watch."""
+
+
+@dataclass(eq=False)
+class _Live:
+    """A range that callers may name: where each page was last asked to be, and what its tensors hold."""
+
+    managed: ManagedRange
+    placed: np.ndarray
+    mapping: weakref.ref[_Mapping]
+
+
+class EmulatedMemory:
+    """``Memory`` over ordinary memory."""
+
+    name = "emulated"
+    device_type = "cpu"
+
+    def __init__(self) -> None:
+        self._live: dict[int, _Live] = {}
+        self._without_tensor: dict[int, _Mapping] = {}
+        """By address: mappings that no tensor keeps alive yet."""
+
+    def allocate(self, nbytes: int, name: str) -> ManagedRange:
+        if nbytes <= 0:
+            raise ValueError(f"{name} has {nbytes} bytes")
+        try:
+            mapping = _Mapping(-1, whole_blocks(nbytes) + BLOCK_BYTES)
+        except (OSError, OverflowError) as error:
+            raise ManagedMemoryError("allocate", name, Span(0, nbytes), str(error)) from error
+        managed = ManagedRange(round_up(_address(mapping), BLOCK_BYTES), nbytes, name)
+        pages = round_up(nbytes, PAGE_BYTES) // PAGE_BYTES
+        self._live[managed.address] = _Live(managed, np.full(pages, UNSET, dtype=np.int8), weakref.ref(mapping))
+        self._without_tensor[managed.address] = mapping
+        return managed
+
+    def tensor(self, managed: ManagedRange) -> torch.Tensor:
+        live = self._find(managed)
+        mapping = self._without_tensor.pop(managed.address, None) or live.mapping()
+        assert mapping is not None, f"{managed.name} outlived its memory"
+        weakref.finalize(mapping, self._forget, managed.address).atexit = False
+        offset = managed.address - _address(mapping)
+        return torch.frombuffer(mapping, dtype=torch.uint8, count=managed.nbytes, offset=offset)
+
+    def place(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
+        placed = self._find(managed).placed
+        check_spans(managed, spans)
+        for span in spans:
+            placed[pages_of(span)] = CODE[location]
+
+    def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
+        return self.last_prefetch(managed, span)
+
+    def last_prefetch(self, managed: ManagedRange, span: Span) -> Location | None:
+        placed = self._find(managed).placed
+        check_spans(managed, [span])
+        return shared_location(placed[pages_of(span)])
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way here."""
+
+    def free(self, managed: ManagedRange) -> None:
+        self._find(managed)
+        self._forget(managed.address)
+
+    def holds(self, managed: ManagedRange) -> bool:
+        live = self._live.get(managed.address)
+        return live is not None and live.managed is managed
+
+    def info(self) -> MemoryInfo:
+        """VRAM is host RAM here: as much of it is free, beside what was placed in it."""
+        host = host_available()
+        used = sum(int((live.placed == DEVICE).sum()) for live in list(self._live.values())) * PAGE_BYTES
+        return MemoryInfo(host, host + used, host)
+
+    def _find(self, managed: ManagedRange) -> _Live:
+        if not self.holds(managed):
+            raise ValueError(f"{managed.name} is not (or no longer) managed by this memory")
+        return self._live[managed.address]
+
+    def _forget(self, address: int) -> None:
+        self._live.pop(address, None)
+        self._without_tensor.pop(address, None)
+
+
+def pages_of(span: Span) -> slice:
+    """The pages that hold a byte of the span."""
+    return slice(span.offset // PAGE_BYTES, -(-span.end // PAGE_BYTES))
+
+
+def shared_location(codes: np.ndarray) -> Location | None:
+    """The location that all pages share, None where they differ or it is unset."""
+    return next((location for location, code in CODE.items() if (codes == code).all()), None)
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))

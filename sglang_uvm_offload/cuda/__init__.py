@@ -1,0 +1,1 @@
+"""The ``Memory`` and ``RoutingCounters`` protocols over the CUDA driver."""

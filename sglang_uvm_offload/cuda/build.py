@@ -1,0 +1,164 @@
+"""Builds ``kernels/uvm_ops.cu`` with ninja at first use, once for all processes, and caches the library.
+
+The cache directory is named after everything the result depends on, so nothing in it is ever stale. A ``flock`` makes
+ranks that start together build once; the kernel drops it with its process, so a killed build blocks nobody (where
+``torch.utils.cpp_extension.load`` waits for ever on the file that a killed build left). The library appears under its
+name by a rename: whoever sees it sees all of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+LIBRARY = "uvm_ops.so"
+DEFAULT_HOME = Path("/usr/local/cuda")
+PIP_HOMES = Path(torch.__file__).parents[1] / "nvidia"
+"""Where pip puts CUDA toolkits, one a major version; SGLang's own dependencies bring a compiler there."""
+LAST_LINES = 15
+"""How much of the compiler's output a failure quotes."""
+
+
+class BuildFailure(RuntimeError):
+    """The CUDA library could not be built. The message says what to install, or quotes the compiler."""
+
+
+def find_source() -> Path:
+    """``uvm_ops.cu``: of the installed package, else of the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    places = [package / "kernels" / "uvm_ops.cu", package.parent / "kernels" / "uvm_ops.cu"]
+    for place in places:
+        if place.is_file():
+            return place
+    raise BuildFailure("the source uvm_ops.cu is missing; looked at " + ", ".join(map(str, places)))
+
+
+def find_nvcc() -> Path:
+    """The compiler of ``CUDA_HOME`` or ``CUDA_PATH``, else the one in ``PATH``, that of ``DEFAULT_HOME``, or pip's."""
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    candidates = [Path(home) / "bin" / "nvcc" for home in homes]
+    if in_path := shutil.which("nvcc"):
+        candidates.append(Path(in_path))
+    candidates.append(DEFAULT_HOME / "bin" / "nvcc")
+    candidates.append(PIP_HOMES / f"cu{str(torch.version.cuda).partition('.')[0]}" / "bin" / "nvcc")
+    for nvcc in candidates:
+        if os.access(nvcc, os.X_OK):
+            return nvcc
+    raise BuildFailure(
+        f"no nvcc: install the CUDA toolkit {torch.version.cuda or ''} (its nvcc and cudart packages), or set "
+        "CUDA_HOME to it; looked at " + ", ".join(map(str, candidates))
+    )
+
+
+def nvcc_release(nvcc: Path) -> str:
+    """Such as "13.0"."""
+    answer = _run([str(nvcc), "--version"])
+    found = re.search(r"release (\d+\.\d+)", answer.stdout)
+    if answer.returncode != 0 or not found:
+        raise BuildFailure(f"{nvcc} --version does not name a release:\n{_tail(answer.stdout)}")
+    return found[1]
+
+
+def loaded_cudart() -> Path | None:
+    """The CUDA runtime that this process has loaded (torch's), if any."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.partition("/")
+        if re.search(r"/libcudart\.so\.\d+[\d.]*$", line):
+            return Path(path[1] + path[2])
+    return None
+
+
+def compile_flags(nvcc: Path, release: str, arch: str) -> list[str]:
+    """For a shared library."""
+    return [*code_flags(arch), "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden", *runtime_flags(nvcc, release)]
+
+
+def code_flags(arch: str) -> list[str]:
+    return ["-O2", "-std=c++17", "-gencode", f"arch={arch.replace('sm_', 'compute_')},code={arch}"]
+
+
+def runtime_flags(nvcc: Path, release: str) -> list[str]:
+    """``-cudart none`` and an explicit runtime: it has the name of the one that torch loaded, so that the loader takes
+    that one, and one process has one CUDA runtime. The directories matter to the link, and where torch has another."""
+    cudart = loaded_cudart()
+    homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    homes += [nvcc.resolve().parent.parent, DEFAULT_HOME]
+    places = [cudart.parent] if cudart else []
+    places += [home / lib for home in homes for lib in ("lib64", "lib")]
+    name = f"libcudart.so.{release.split('.')[0]}"
+    libraries = dict.fromkeys(place for place in places if (place / name).exists())
+    if not libraries:
+        raise BuildFailure(f"no {name} beside {nvcc}: install the cudart package of the CUDA toolkit {release}")
+    flags = ["-cudart", "none", f"-l:{name}"]
+    for place in libraries:
+        flags += ["-L", str(place), "-Xlinker", "-rpath", "-Xlinker", str(place)]
+    return flags
+
+
+def cache_root() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "sglang-uvm-offload"
+
+
+def build(arch: str) -> Path:
+    """The library for ``arch`` ("sm_90"), built unless it is cached. Raises ``BuildFailure``."""
+    if not re.fullmatch(r"sm_\d+[a-z]?", arch):
+        raise BuildFailure(f"{arch!r} is no GPU architecture (such as sm_90)")
+    source = find_source().read_text()
+    nvcc = find_nvcc()
+    release = nvcc_release(nvcc)
+    flags = compile_flags(nvcc, release, arch)
+    parts = [source, *flags, str(nvcc), release, torch.__version__]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    directory = cache_root() / f"{arch}-{key}"
+    library = directory / LIBRARY
+    if library.is_file():
+        return library
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.is_file():
+                _build_locked(directory, source, [str(nvcc), *flags])
+    except OSError as error:
+        raise BuildFailure(f"cannot build in {directory}: {error}") from error
+    return library
+
+
+def _build_locked(directory: Path, source: str, command: list[str]) -> None:
+    # A killed builder's compiler may still be writing: each build has a directory of its own, the dead one's goes.
+    for dead in directory.glob("build-*"):
+        shutil.rmtree(dead, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=directory, ignore_cleanup_errors=True) as work:
+        (Path(work) / "uvm_ops.cu").write_text(source)
+        (Path(work) / "build.ninja").write_text(_ninja_file(command))
+        answer = _run([sys.executable, "-m", "ninja", "-C", work, "-v"])
+        if answer.returncode != 0:
+            raise BuildFailure(f"nvcc could not compile the CUDA library:\n{_tail(answer.stdout)}")
+        os.replace(Path(work) / LIBRARY, directory / LIBRARY)
+
+
+def _ninja_file(command: list[str]) -> str:
+    quoted = shlex.join(command).replace("$", "$$")
+    return f"rule nvcc\n  command = {quoted} -o $out $in\nbuild {LIBRARY}: nvcc uvm_ops.cu\n"
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except OSError as error:
+        raise BuildFailure(f"{command[0]} does not start: {error}") from error
+
+
+def _tail(output: str) -> str:
+    return "\n".join(output.strip().splitlines()[-LAST_LINES:])

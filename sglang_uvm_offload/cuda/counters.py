@@ -1,0 +1,71 @@
+"""``routing.RoutingCounters`` on a GPU: one small kernel a layer, captured into CUDA graphs with the rest of the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_uvm_offload.cuda.ops import device_ops
+from sglang_uvm_offload.routing.counts import IdFormat, PendingCounts, Phase, RoutingCounts
+
+
+class CudaRoutingCounters:
+    """The counts and the two control words lie on the GPU from the start, so a captured kernel finds them at each replay; a
+    step's rows and phase are written to them in stream order, outside the graph."""
+
+    def __init__(self, num_layers: int, num_experts: int):
+        device = torch.cuda.current_device()
+        self.num_layers = num_layers
+        self.num_experts = num_experts
+        self._ops = device_ops(device)
+        self._counts = torch.zeros(num_layers, 2, 2, num_experts, dtype=torch.int64, device=device)
+        self._control = torch.zeros(2, dtype=torch.int64, device=device)
+        self._steps = [0, 0]
+        self._snapshot = torch.zeros_like(self._counts)
+        self._copy_stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.current_stream(device)
+        """Where the last step was launched; whoever asks for counts may work on another one."""
+
+    def begin_step(self, rows: int, phase: Phase) -> None:
+        self._steps[phase] += rows > 0
+        self._stream = torch.cuda.current_stream(self._counts.device)
+        self._ops.set_control(self._control, rows, int(phase))
+
+    def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat) -> None:
+        packed = id_format is IdFormat.PACKED
+        self._ops.count_routing(ids, packed, first_expert, self._control, self._counts[layer])
+
+    def count_histogram(self, layer: int, histogram: torch.Tensor) -> None:
+        self._ops.count_histogram(histogram, self._control, self._counts[layer])
+
+    def read(self) -> RoutingCounts:
+        return self.read_async().wait()
+
+    def read_async(self) -> PendingCounts:
+        # A copy on the GPU, in stream order, leaves out what the next step adds. It comes to the host on a stream of its own:
+        # there it may have to wait for experts on their way to host RAM, and the next step must not.
+        self._stream.wait_stream(self._copy_stream)
+        with torch.cuda.stream(self._stream):
+            self._snapshot.copy_(self._counts)
+        self._copy_stream.wait_stream(self._stream)
+        there = torch.empty(self._counts.shape, dtype=self._counts.dtype, pin_memory=True)
+        with torch.cuda.stream(self._copy_stream):
+            there.copy_(self._snapshot, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._copy_stream)
+        return _OnItsWay(there, (self._steps[0], self._steps[1]), copied)
+
+
+@dataclass(frozen=True)
+class _OnItsWay:
+    there: torch.Tensor
+    steps: tuple[int, int]
+    copied: torch.cuda.Event
+
+    def ready(self) -> bool:
+        return self.copied.query()
+
+    def wait(self) -> RoutingCounts:
+        self.copied.synchronize()
+        return RoutingCounts(self.there.numpy(), self.steps)

@@ -1,0 +1,164 @@
+"""Unified memory of a GPU: the ``Memory`` protocol over ``cudaMallocManaged``, advice and prefetch.
+
+Every page of a range is mapped for the GPU wherever it lives (AccessedBy, set once at allocation), so moving experts is
+one advice and one prefetch a span. While a CUDA graph is captured all of it is refused: no graph node exists for advice
+or prefetch, and a page that moves between replays needs none.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_uvm_offload.cuda.device import device_problems
+from sglang_uvm_offload.cuda.ops import CudaFailure, CudaOps, device_ops
+from sglang_uvm_offload.memory.host_ram import host_available
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, check_spans, round_up, whole_blocks
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
+
+
+class _Owner:
+    """What torch holds while a tensor over the range lives: it reads the address here and keeps the object."""
+
+    def __init__(self, managed: ManagedRange):
+        self.__cuda_array_interface__ = {
+            "shape": (managed.nbytes,),
+            "typestr": "|u1",
+            "data": (managed.address, False),
+            "version": 3,
+        }
+
+
+@dataclass(eq=False)
+class _Live:
+    """A range that callers may name, and a weak reference to what its tensors hold."""
+
+    managed: ManagedRange
+    owner: Callable[[], _Owner | None]
+
+
+class CudaMemory:
+    """``Memory`` of one GPU (``device`` as torch numbers it). Making one builds the CUDA library if need be, and
+    raises ``RuntimeError`` with every reason why this GPU cannot serve."""
+
+    name = "uvm"
+    device_type = "cuda"
+
+    def __init__(self, device: int = 0, ops: CudaOps | None = None):
+        if problems := device_problems(device):
+            raise RuntimeError("this machine cannot keep experts in unified memory: " + "; ".join(problems))
+        self.device = device
+        self._ops = ops or device_ops(device)
+        self._process = os.getpid()
+        self._live: dict[int, _Live] = {}
+        self._bases: dict[int, int] = {}
+        """By address: what the driver wants back. A range freed under a tensor is still here, and not in ``_live``."""
+        self._in_flight = 0
+
+    def allocate(self, nbytes: int, name: str) -> ManagedRange:
+        if nbytes <= 0:
+            raise ValueError(f"{name} has {nbytes} bytes")
+        try:
+            base, address = self._ops.allocate(self.device, whole_blocks(nbytes), BLOCK_BYTES, self._caller())
+        except CudaFailure as failure:
+            raise ManagedMemoryError(failure.call, name, Span(0, nbytes), failure.reason) from failure
+        managed = ManagedRange(address, nbytes, name)
+        self._live[address] = _Live(managed, lambda: None)
+        self._bases[address] = base
+        return managed
+
+    def tensor(self, managed: ManagedRange) -> torch.Tensor:
+        live = self._find(managed)
+        owner = live.owner()
+        if owner is None:
+            owner = _Owner(managed)
+            live.owner = weakref.ref(owner)
+            # Not at exit: tensors in globals outlive the exit handlers, and the driver frees all with the process.
+            weakref.finalize(owner, self._last_tensor_gone, managed).atexit = False
+        return torch.as_tensor(owner, device=f"cuda:{self.device}")
+
+    def place(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
+        self._find(managed)
+        check_spans(managed, spans)
+        if not spans:
+            return
+        try:
+            whole = [_whole_pages(span) for span in spans]
+            self._ops.place(self.device, managed.address, whole, location, self._caller())
+        except CudaFailure as failure:
+            # Without a span it failed before the first of them.
+            span = spans[failure.span or 0]
+            raise ManagedMemoryError(f"{failure.call} to {location.value}", managed.name, span, failure.reason) from failure
+        self._in_flight += sum(span.nbytes for span in spans)
+
+    def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
+        return self._query(self._ops.preferred, managed, span)
+
+    def last_prefetch(self, managed: ManagedRange, span: Span) -> Location | None:
+        return self._query(self._ops.last_prefetch, managed, span)
+
+    def synchronize(self) -> None:
+        try:
+            self._ops.synchronize(self.device, self._caller())
+        except CudaFailure as failure:
+            since = "the prefetches since the last synchronize"
+            raise ManagedMemoryError(failure.call, since, Span(0, self._in_flight), failure.reason) from failure
+        self._in_flight = 0
+
+    def free(self, managed: ManagedRange) -> None:
+        """Tensors over the range stay valid: the driver gets it back when the last is gone, now if there is none."""
+        live = self._find(managed)
+        del self._live[managed.address]
+        if live.owner() is None:
+            self._give_back(managed)
+
+    def holds(self, managed: ManagedRange) -> bool:
+        live = self._live.get(managed.address)
+        return live is not None and live.managed is managed
+
+    def info(self) -> MemoryInfo:
+        try:
+            free, total = self._ops.memory_info(self.device)
+        except CudaFailure as failure:
+            raise ManagedMemoryError(failure.call, "the device", Span(0, 0), failure.reason) from failure
+        return MemoryInfo(free, total, host_available())
+
+    def _find(self, managed: ManagedRange) -> _Live:
+        if not self.holds(managed):
+            raise ValueError(f"{managed.name} is not (or no longer) managed by this memory")
+        return self._live[managed.address]
+
+    def _query(self, call: Callable[[int, int, int], Location | None], managed: ManagedRange, span: Span) -> Location | None:
+        self._find(managed)
+        check_spans(managed, [span])
+        try:
+            return call(self.device, managed.address + span.offset, _whole_pages(span).nbytes)
+        except CudaFailure as failure:
+            raise ManagedMemoryError(failure.call, managed.name, span, failure.reason) from failure
+
+    def _caller(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def _last_tensor_gone(self, managed: ManagedRange) -> None:
+        if self.holds(managed):
+            del self._live[managed.address]
+        self._give_back(managed)
+
+    def _give_back(self, managed: ManagedRange) -> None:
+        # A forked child has the tensors but not the GPU: the range is its parent's.
+        if os.getpid() != self._process:
+            return
+        base = self._bases.pop(managed.address)
+        try:
+            self._ops.free(self.device, base)
+        except CudaFailure as failure:
+            raise ManagedMemoryError(failure.call, managed.name, Span(0, managed.nbytes), failure.reason) from failure
+
+
+def _whole_pages(span: Span) -> Span:
+    """A span that ends with its range takes the rest of its last page too, which is nobody else's."""
+    return Span(span.offset, round_up(span.nbytes, PAGE_BYTES))

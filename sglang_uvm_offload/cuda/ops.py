@@ -1,0 +1,183 @@
+"""``kernels/uvm_ops.cu`` as Python calls it: one method a C function, and failures as exceptions.
+
+ctypes releases the GIL during each call. Enum values are asked of the library, never repeated here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from ctypes import POINTER, c_char, c_int, c_longlong, c_size_t, c_void_p
+from pathlib import Path
+
+import torch
+
+from sglang_uvm_offload.cuda.build import build
+from sglang_uvm_offload.cuda.device import device_arch
+from sglang_uvm_offload.memory.protocol import Location, Span
+
+
+class CudaFailure(RuntimeError):
+    """A CUDA call returned an error. ``span`` is the index of the span it was about, or None."""
+
+    def __init__(self, call: str, reason: str, span: int | None):
+        super().__init__(f"{call} failed: {reason}")
+        self.call = call
+        self.reason = reason
+        self.span = span
+
+
+class _Span(ctypes.Structure):
+    _fields_ = [("offset", c_size_t), ("nbytes", c_size_t)]
+
+
+class _Failure(ctypes.Structure):
+    _fields_ = [("error", c_int), ("span", c_int), ("call", c_char * 40), ("reason", c_char * 216)]
+
+
+_SIGNATURES: dict[str, list[type]] = {
+    "uvm_allocate": [c_int, c_size_t, c_size_t, c_void_p, POINTER(c_void_p), POINTER(c_void_p)],
+    "uvm_free": [c_int, c_void_p],
+    "uvm_place": [c_int, c_void_p, POINTER(_Span), c_int, c_int, c_void_p],
+    "uvm_preferred": [c_int, c_void_p, c_size_t, POINTER(c_int)],
+    "uvm_last_prefetch": [c_int, c_void_p, c_size_t, POINTER(c_int)],
+    "uvm_synchronize": [c_int, c_void_p],
+    "uvm_memory_info": [c_int, POINTER(c_size_t), POINTER(c_size_t)],
+    "uvm_versions": [POINTER(c_int), POINTER(c_int)],
+    "uvm_count_routing": [c_void_p, c_int, c_longlong, c_int, c_longlong, c_int, c_int, c_void_p, c_void_p, c_void_p],
+    "uvm_count_histogram": [c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p],
+    "uvm_set_control": [c_void_p, c_longlong, c_longlong, c_void_p],
+}
+"""The arguments of each function that can fail, without the ``uvm_failure*`` that they all end with."""
+
+
+@functools.cache
+def load_ops(arch: str) -> CudaOps:
+    """The library for ``arch``, built if need be, loaded once a process. Raises ``cuda.build.BuildFailure``."""
+    return CudaOps(build(arch))
+
+
+def device_ops(device: int) -> CudaOps:
+    return load_ops(device_arch(device))
+
+
+class CudaOps:
+    """The loaded library. Addresses and stream handles are plain ints; ``caller`` is the stream the calling code works
+    on: every function that takes it refuses while it captures a graph."""
+
+    def __init__(self, library: Path):
+        self._lib = ctypes.CDLL(str(library))
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(self._lib, name)
+            function.argtypes = [*arguments, POINTER(_Failure)]
+            function.restype = c_int
+        self._places = {Location.DEVICE: self._lib.uvm_place_device(), Location.HOST: self._lib.uvm_place_host()}
+        self._locations = {place: location for location, place in self._places.items()}
+        self._ids = {torch.int32: self._lib.uvm_ids_int32(), torch.int64: self._lib.uvm_ids_int64()}
+        self._packed = self._lib.uvm_ids_packed()
+        self.max_experts: int = self._lib.uvm_max_experts()
+        self.compiled_version: int = self._lib.uvm_compiled_version()
+
+    def versions(self) -> tuple[int, int]:
+        """CUDA runtime in use and newest one that the driver serves, as 1000 * major + 10 * minor."""
+        runtime, driver = c_int(), c_int()
+        self._call("uvm_versions", runtime, driver)
+        return runtime.value, driver.value
+
+    # Memory.
+
+    def allocate(self, device: int, nbytes: int, align: int, caller: int) -> tuple[int, int]:
+        """(base, address): what ``free`` wants, and where the aligned bytes begin."""
+        base, address = c_void_p(), c_void_p()
+        self._call("uvm_allocate", device, nbytes, align, caller, base, address)
+        assert base.value
+        assert address.value
+        return base.value, address.value
+
+    def free(self, device: int, base: int) -> None:
+        self._call("uvm_free", device, base)
+
+    def place(self, device: int, address: int, spans: Sequence[Span], location: Location, caller: int) -> None:
+        """Advise all spans, then prefetch them, in one call."""
+        self._call("uvm_place", device, address, _array(spans), len(spans), self._places[location], caller)
+
+    def preferred(self, device: int, start: int, nbytes: int) -> Location | None:
+        place = c_int()
+        self._call("uvm_preferred", device, start, nbytes, place)
+        return self._locations.get(place.value)
+
+    def last_prefetch(self, device: int, start: int, nbytes: int) -> Location | None:
+        place = c_int()
+        self._call("uvm_last_prefetch", device, start, nbytes, place)
+        return self._locations.get(place.value)
+
+    def synchronize(self, device: int, caller: int) -> None:
+        self._call("uvm_synchronize", device, caller)
+
+    def memory_info(self, device: int) -> tuple[int, int]:
+        """(free, total) bytes of VRAM."""
+        free, total = c_size_t(), c_size_t()
+        self._call("uvm_memory_info", device, free, total)
+        return free.value, total.value
+
+    # Routing counters. They run on torch's current stream, and all but ``set_control`` may be captured.
+
+    def count_routing(
+        self, ids: torch.Tensor, packed: bool, first_expert: int, control: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        """Add ``ids[rows, top_k]`` to one layer's ``counts[2, 2, num_experts]``. ``packed``: an id is the upper half of
+        its int32."""
+        if ids.dim() != 2 or ids.dtype not in self._ids or (packed and ids.dtype != torch.int32):
+            raise ValueError(f"expert ids are {ids.dtype} {tuple(ids.shape)}, not int32 or int64 [rows, top_k]")
+        if ids.numel() == 0:
+            return
+        if ids.size(1) > 1 and ids.stride(1) != 1:
+            raise ValueError(f"the expert ids of a row are {ids.stride(1)} elements apart, not side by side")
+        num_experts = self._check_counters(control, counts, ids)
+        kind = self._packed if packed else self._ids[ids.dtype]
+        table = ids.data_ptr(), kind, *ids.shape, ids.stride(0)
+        pointers = control.data_ptr(), counts.data_ptr(), _stream(ids)
+        self._call("uvm_count_routing", *table, first_expert, num_experts, *pointers)
+
+    def count_histogram(self, histogram: torch.Tensor, control: torch.Tensor, counts: torch.Tensor) -> None:
+        """Add the tokens an expert got (int32, the first experts of ``counts``) to one layer's counts."""
+        num_experts = self._check_counters(control, counts, histogram)
+        if histogram.dtype != torch.int32 or not histogram.is_contiguous() or not 0 < histogram.numel() <= num_experts:
+            raise ValueError(f"the histogram is {histogram.dtype} {tuple(histogram.shape)}, not int32 [{num_experts}]")
+        pointers = control.data_ptr(), counts.data_ptr(), _stream(histogram)
+        self._call("uvm_count_histogram", histogram.data_ptr(), histogram.numel(), num_experts, *pointers)
+
+    def set_control(self, control: torch.Tensor, valid_rows: int, phase: int) -> None:
+        """In stream order: the steps after this have ``valid_rows`` rows that count (0: none) and are of ``phase``."""
+        _check_control(control)
+        self._call("uvm_set_control", control.data_ptr(), valid_rows, phase, _stream(control))
+
+    def _check_counters(self, control: torch.Tensor, counts: torch.Tensor, source: torch.Tensor) -> int:
+        _check_control(control)
+        if counts.dtype != torch.int64 or counts.dim() != 3 or counts.shape[:2] != (2, 2) or not counts.is_contiguous():
+            raise ValueError(f"counts are {counts.dtype} {tuple(counts.shape)}, not contiguous int64 [2, 2, experts]")
+        if counts.size(2) > self.max_experts:
+            raise ValueError(f"{counts.size(2)} experts in one layer; the counters hold at most {self.max_experts}")
+        if not source.is_cuda or not counts.device == control.device == source.device:
+            raise ValueError(f"routing on {source.device}, counts on {counts.device}, control on {control.device}")
+        return counts.size(2)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        failure = _Failure()
+        if getattr(self._lib, name)(*arguments, failure) != 0:
+            span = None if failure.span < 0 else failure.span
+            raise CudaFailure(failure.call.decode(), failure.reason.decode(errors="replace"), span)
+
+
+def _array(spans: Sequence[Span]) -> ctypes.Array[_Span]:
+    return (_Span * len(spans))(*(_Span(span.offset, span.nbytes) for span in spans))
+
+
+def _check_control(control: torch.Tensor) -> None:
+    if control.dtype != torch.int64 or control.shape != (2,) or not control.is_contiguous():
+        raise ValueError(f"control is {control.dtype} {tuple(control.shape)}, not contiguous int64 [2]")
+
+
+def _stream(tensor: torch.Tensor) -> int:
+    return torch.cuda.current_stream(tensor.device).cuda_stream

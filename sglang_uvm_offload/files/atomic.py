@@ -1,0 +1,122 @@
+"""Writing a file that a user named: it replaces a file of the same kind or nothing, and is replaced whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file that this program writes. ``name`` is for messages: "routing profile".
+
+    ``recognises`` answers whether the regular file at a path is of this kind. It reads little, unpickles nothing and may raise
+    ``OSError``. It answers no for a file that is too damaged to show its kind (a truncated npz does not), even if this program
+    wrote it: writes are atomic, so such a file has been through other hands, and a person decides about it.
+    """
+
+    name: str
+    recognises: Callable[[Path], bool]
+
+
+class WriteRefused(OSError):
+    """The path holds what may not be replaced, or cannot be written to; ``strerror`` says why."""
+
+    def __init__(self, path: Path, reason: str):
+        super().__init__(errno.EPERM, reason, str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+Protected = Mapping[Path, str]
+"""Files that must not be written, and folders in which nothing must be, each with what it is: "the model's folder"."""
+NOTHING: Protected = {}
+
+
+def refusal(path: Path, kind: Kind, protected: Protected = NOTHING) -> str | None:
+    """Why no file of ``kind`` can be written to ``path``, None where it can, as far as can be told without writing.
+
+    Symbolic links are followed. An empty file, as ``mktemp`` makes, holds nothing to lose and may be replaced.
+    """
+    return _refusal(_followed(path), kind, protected)
+
+
+def replace(path: Path, write: Callable[[IO[bytes]], object], kind: Kind, protected: Protected = NOTHING) -> None:
+    """Put what ``write`` writes at ``path``, with the mode of a new file. Whoever reads ``path`` finds the old contents or the
+    new, never a part.
+
+    Raises ``WriteRefused`` where ``refusal`` has a reason, checked before ``write`` and again just before the move, and
+    ``OSError`` if writing fails; the old file then stays. A symbolic link stays, and the file that it names is replaced. Other
+    hard links of a replaced file keep its old contents.
+    """
+    target = _followed(path)
+    _check(path, target, kind, protected)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    with open(temporary, "xb") as file:
+        try:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            _check(path, target, kind, protected)
+            os.replace(temporary, target)
+        except BaseException:  # an interrupt too must not leave the half file; it goes on from here
+            os.unlink(temporary)
+            raise
+
+
+def _followed(path: Path) -> Path:
+    """The file that is meant: absolute, without links, ``.`` and ``..``. A link stays that leads in a circle, or, as
+    ``/dev/stdout`` may, to what has no path."""
+    target = os.path.realpath(path)
+    return Path(os.path.abspath(path) if os.path.exists(path) and not os.path.exists(target) else target)
+
+
+def _check(path: Path, target: Path, kind: Kind, protected: Protected) -> None:
+    if reason := _refusal(target, kind, protected):
+        raise WriteRefused(path, reason)
+
+
+def _refusal(target: Path, kind: Kind, protected: Protected) -> str | None:
+    for other, what in protected.items():
+        if _same(target, other):
+            return f"is {what}; choose another path"
+        if any(_same(folder, other) for folder in target.parents):
+            return f"lies in {what} ({other}); choose a path outside of it"
+    folder = target.parent
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"the folder {folder} cannot be written to"
+    try:
+        return _irreplaceable(target, kind)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"cannot be examined: {error.strerror}"
+
+
+def _irreplaceable(target: Path, kind: Kind) -> str | None:
+    """Why what is at ``target`` must stay. Raises ``FileNotFoundError`` where nothing is there."""
+    there = os.lstat(target)
+    if stat.S_ISDIR(there.st_mode):
+        return "is a folder; must be the path of a file"
+    if not stat.S_ISREG(there.st_mode):
+        return "is not a regular file; choose another path"
+    if there.st_size and not kind.recognises(target):
+        return f"exists and is no {kind.name} of sglang-uvm-offload, so it is not replaced; choose another path or move it away"
+    return None
+
+
+def _same(target: Path, other: Path) -> bool:
+    """Whether both name one file or folder: the same one on disk (hard links, bind mounts), or one that is still to be made."""
+    try:
+        return os.path.samefile(target, other)
+    except OSError:
+        return target == _followed(other)

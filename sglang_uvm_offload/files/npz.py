@@ -1,0 +1,75 @@
+"""Reading arrays from an npz file of unknown origin: nothing is unpickled, and no memory is taken for sizes that lie.
+
+``np.load`` takes memory for whatever size a header declares, so the headers are read and checked here first.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zipfile
+from collections.abc import Callable, Sequence
+from typing import IO
+
+import numpy as np
+from numpy.lib import format as npy
+
+
+class NpzError(ValueError):
+    """The file does not hold these arrays; the message says why."""
+
+
+def read(path: str | os.PathLike[str], names: Sequence[str], max_bytes: int) -> list[np.ndarray]:
+    """The arrays ``names`` of a file, each of at most ``max_bytes``. Raises ``NpzError`` if it does not hold them, ``OSError``
+    if it cannot be opened."""
+    with open(path, "rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                return [_array(archive, name, max_bytes) for name in names]
+        except NpzError:
+            raise
+        except Exception as error:
+            # zipfile, the decompressors and numpy, which has Python parse a header, each raise whatever damage leads them into.
+            raise NpzError(f"not a readable npz file: {str(error) or type(error).__name__}") from error
+
+
+def names(path: str | os.PathLike[str]) -> set[str]:
+    """The arrays that a file lists. Raises ``NpzError`` if it is no npz file, ``OSError`` if it cannot be opened."""
+    with open(path, "rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                return {name.removesuffix(".npy") for name in archive.namelist()}
+        except Exception as error:  # as in ``read``
+            raise NpzError(f"not a readable npz file: {str(error) or type(error).__name__}") from error
+
+
+_HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], bool, np.dtype]]] = {
+    (1, 0): npy.read_array_header_1_0,
+    (2, 0): npy.read_array_header_2_0,
+}
+
+
+def _array(archive: zipfile.ZipFile, name: str, max_bytes: int) -> np.ndarray:
+    """Array ``name`` of an npz, read only if its declared size is what the archive holds and within bounds."""
+    try:
+        info = archive.getinfo(f"{name}.npy")
+    except KeyError:
+        raise NpzError(f"the file has no array {name}") from None
+    try:
+        with archive.open(info) as file:
+            version = npy.read_magic(file)
+            read_header = _HEADERS.get(version)
+            if read_header is None:
+                raise NpzError(f"{name} has npy format {version}")
+            shape, _, dtype = read_header(file)
+            nbytes = math.prod(shape) * dtype.itemsize
+            if nbytes > max_bytes:
+                raise NpzError(f"{name} {list(shape)} takes {nbytes} bytes, more than {max_bytes}")
+            if info.file_size != file.tell() + nbytes:
+                raise NpzError(f"{name} declares {list(shape)} of {dtype}, and has {info.file_size} bytes")
+        with archive.open(info) as file:
+            return npy.read_array(file, allow_pickle=False)
+    except NpzError:
+        raise
+    except ValueError as error:
+        raise NpzError(f"{name} is not a plain array: {error}") from error

@@ -1,0 +1,123 @@
+"""The ``--expert-offload-*`` flags: the name, type, default and help of each, and the error that lists what is wrong with them.
+
+``plugin`` makes SGLang's own arguments of the fields of ``OffloadFlags``, and the README's table is generated from them
+(``flag_table``). ``config.parse`` checks their values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+PREFIX = "expert_offload_"
+
+SELECTIONS = ("first_n", "frequency", "manual")
+ADAPTS = ("off", "warmup", "continuous")
+PREFETCHES = ("none", "frequency", "speculative")
+BACKENDS = ("auto", "uvm", "emulated")
+SHOWN_DEFAULTS = {"num_resident": "off"}
+
+
+class FlagError(ValueError):
+    """Flags that cannot be served. The message lists every problem, in the words of the flags."""
+
+    def __init__(self, problems: list[str]):
+        super().__init__("expert offloading cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        self.problems = problems
+
+
+def flag_name(field: str) -> str:
+    """``--expert-offload-num-resident`` for ``num_resident``."""
+    return "--" + (PREFIX + field).replace("_", "-")
+
+
+def flag(default: Any, kind: type, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A field of ``OffloadFlags``: ``kind`` is what SGLang parses, ``default`` what an absent flag means."""
+    return dataclasses.field(default=default, metadata={"kind": kind, "help": help, "choices": choices})
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadFlags:
+    """The flags as given. ``num_resident`` None: offloading is off."""
+
+    num_resident: str | None = flag(
+        None,
+        str,
+        "Turn expert offloading on and keep this many routed experts of each MoE layer in VRAM (over all ranks that share "
+        "the layer; draft layers stay whole). The rest is read from host memory over PCIe. auto: as many as fit beside the KV "
+        "cache that --max-running-requests and --context-length (or --max-total-tokens) ask for.",
+    )
+    resident_selection: str = flag(
+        "frequency",
+        str,
+        "Which experts are resident. first_n: the first N of each layer, for good. frequency: starts as first_n, then the most "
+        "used ones, counted until --expert-offload-warmup-tokens tokens have passed. manual: --expert-offload-resident-ids.",
+        SELECTIONS,
+    )
+    resident_ids: str | None = flag(
+        None,
+        str,
+        "Experts to keep resident with --expert-offload-resident-selection manual: '0-63,70' for every layer, or @FILE, a JSON "
+        "list that holds one list of expert ids for each MoE layer in order.",
+    )
+    warmup_tokens: int = flag(
+        4096,
+        int,
+        "Tokens (prefill and decode) to count before the resident set is chosen again (frequency only).",
+    )
+    adapt: str = flag(
+        "warmup",
+        str,
+        "When residents change. off: never. warmup: once, after the warm-up (frequency only; first_n and manual stay), N in "
+        "each layer. continuous: whenever reads saved pay for the move, from the warm-up on (frequency) or from the start; "
+        "layers that save more reads get more, N a layer on average.",
+        ADAPTS,
+    )
+    profile: str | None = flag(
+        None,
+        str,
+        "Choose the residents at load from the routing in this profile, or in several, separated by commas (frequency only). "
+        "Its hit rate over the first --expert-offload-warmup-tokens live tokens is logged; where these tokens show it to be "
+        "wrong, residents are chosen again, unless --expert-offload-adapt is off. A file that cannot be read or is of another "
+        "model ends the launch.",
+    )
+    save_profile: str | None = flag(
+        None,
+        str,
+        "Save the routing that was counted, and what --expert-offload-profile brought, to this file: every few minutes, when "
+        "requests pause, and when the server is told to end.",
+    )
+    trace: str | None = flag(
+        None,
+        str,
+        "Record which experts each decoded token used to this file, for sglang-uvm-offload replay; bounded in size.",
+    )
+    prefetch: str = flag(
+        "none",
+        str,
+        "Bring experts to VRAM ahead of their use. Only none is built so far; other values are refused.",
+        PREFETCHES,
+    )
+    headroom_gb: float = flag(
+        1.0,
+        float,
+        "VRAM in GiB to leave free beside weights and KV cache, so that the driver never has to evict a resident expert. "
+        "Taken off what --mem-fraction-static grants.",
+    )
+    backend: str = flag(
+        "auto",
+        str,
+        "uvm: CUDA unified memory. emulated: the same in ordinary memory (--device cpu). auto: uvm on CUDA, emulated on a CPU.",
+        BACKENDS,
+    )
+
+
+def flag_table() -> str:
+    """The flags as the Markdown table that README.md shows."""
+    rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
+    for f in dataclasses.fields(OffloadFlags):
+        choices = f.metadata["choices"]
+        value = " `" + r"\|".join(choices) + "`" if choices else ""
+        default = SHOWN_DEFAULTS.get(f.name, "none" if f.default is None else f.default)
+        rows.append(f"| `{flag_name(f.name)}`{value} | {default} | {f.metadata['help']} |")
+    return "\n".join(rows)

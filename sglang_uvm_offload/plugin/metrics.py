@@ -1,0 +1,74 @@
+"""Prometheus metrics, beside SGLang's own on ``/metrics``, by group of layers rather than by expert."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import numpy as np
+from prometheus_client import Counter, Gauge
+
+from sglang_uvm_offload.residency.manager import OffloadManager
+
+PERIOD_SECONDS = 5.0
+GROUPS = 4
+
+
+class Metrics:
+    """Publishes one rank's manager. Make it in the process that serves, once: the names are global to a process."""
+
+    def __init__(self, manager: OffloadManager, labels: Mapping[str, str]):
+        self.manager = manager
+        self.labels = dict(labels)
+        names = [*labels, "layers"]
+        self.resident = Gauge(
+            "sglang:expert_offload_resident_experts", "Experts in VRAM.", names, multiprocess_mode="mostrecent"
+        )
+        self.hit_rate = Gauge(
+            "sglang:expert_offload_hit_rate",
+            "Share of routed tokens served from VRAM since the last report.",
+            names,
+            multiprocess_mode="mostrecent",
+        )
+        self.zero_copy = Counter(
+            "sglang:expert_offload_zero_copy_bytes", "Bytes of offloaded experts read over PCIe, at least.", names
+        )
+        self.moves = Counter("sglang:expert_offload_moves", "Experts promoted to VRAM.", list(labels))
+        self.moved = Counter("sglang:expert_offload_moved_bytes", "Bytes promoted and demoted.", list(labels))
+        self.moving = Counter("sglang:expert_offload_moving_seconds", "Seconds spent moving experts.", list(labels))
+        layers = manager.target.layers
+        self._groups = [g for g in np.array_split(np.arange(len(layers)), GROUPS) if g.size]
+        self._names = [f"{layers[g[0]].layer_id}-{layers[g[-1]].layer_id}" for g in self._groups]
+        self._last = [np.zeros(len(layers), dtype=np.int64) for _ in range(3)]
+        self._last_moves = (0, 0, 0.0)
+        self._next = 0.0
+        self._published_steps = 0
+
+    def publish_now_and_then(self) -> None:
+        """``publish`` if the last time is ``PERIOD_SECONDS`` ago. Call it between steps; it never waits for the device."""
+        if time.monotonic() >= self._next:
+            self.publish()
+
+    def publish_when_idle(self) -> None:
+        """``publish`` until the last step before the idleness is in it, so that nobody reads old figures for long."""
+        if self.manager.ledger.steps < self.manager.steps or self._published_steps < self.manager.steps:
+            self.publish()
+
+    def publish(self) -> None:
+        self._next = time.monotonic() + PERIOD_SECONDS
+        self.manager.poll()
+        self._published_steps = self.manager.ledger.steps
+        ledger, layers = self.manager.ledger, self.manager.target.layers
+        now = [ledger.routed.copy(), ledger.routed_resident.copy(), ledger.zero_copy_bytes.copy()]
+        routed, covered, read = (new - old for new, old in zip(now, self._last, strict=True))
+        self._last = now
+        for group, name in zip(self._groups, self._names, strict=True):
+            labels = {**self.labels, "layers": name}
+            self.resident.labels(**labels).set(sum(int(layers[i].resident.sum()) for i in group))
+            if routed[group].sum():
+                self.hit_rate.labels(**labels).set(covered[group].sum() / routed[group].sum())
+            self.zero_copy.labels(**labels).inc(int(read[group].sum()))
+        moves = (ledger.moves, ledger.moved_bytes, ledger.moving_seconds)
+        for counter, new, old in zip((self.moves, self.moved, self.moving), moves, self._last_moves, strict=True):
+            counter.labels(**self.labels).inc(new - old)
+        self._last_moves = moves

@@ -1,0 +1,62 @@
+"""The files that a server is asked to write, and what they must not replace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
+from sglang.srt.arg_groups.model_override_base import resolving_view
+
+from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.files.atomic import Protected, refusal
+from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.routing.profile import PROFILE_FILE
+from sglang_uvm_offload.routing.trace import TRACE_FILE
+
+
+def problems(config: OffloadConfig, server_args: Any) -> list[str]:
+    """Why the files that ``config`` names cannot be written."""
+    folders, others = model_folders(server_args), {}
+    # A profile may be read and saved at one path: the saved one holds what was read.
+    for path in config.profiles:
+        others[path] = f"a file of {flag_name('profile')}"
+    wanted = []
+    if config.save_profile is not None:
+        wanted.append(("save_profile", config.save_profile, PROFILE_FILE, folders))
+        others[config.save_profile] = f"the file of {flag_name('save_profile')}"
+    if config.trace is not None:
+        wanted.append(("trace", config.trace, TRACE_FILE, {**folders, **others}))
+    return [
+        f"{flag_name(field)} {str(path)!r}: {reason}"
+        for field, path, kind, protected in wanted
+        if (reason := refusal(path, kind, protected))
+    ]
+
+
+def model_folders(server_args: Any) -> Protected:
+    """Where SGLang reads the model, its draft model and its tokenizer from: nothing may be written there."""
+    cfg = resolving_view(server_args)
+    models = {
+        "the tokenizer's folder": cfg.tokenizer_path,
+        "the draft model's folder": cfg.speculative_draft_model_path,
+        "the model's folder": cfg.model_path,
+    }
+    return {folder: what for what, model in models.items() if model for folder in _folders(str(model), cfg.download_dir)}
+
+
+def _folders(model: str, download_dir: str | None) -> Iterator[Path]:
+    """The folder of a local model, or the one that the Hugging Face cache keeps or will keep of a hub id. A snapshot there
+    links to files beside it, so its whole entry in the cache counts."""
+    folder = Path(model)
+    if not folder.exists():
+        yield Path(download_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
+        return
+    if folder.is_file():
+        folder = folder.parent
+    yield folder
+    for parent in folder.resolve().parents:
+        if parent.name.startswith("models--"):
+            yield parent

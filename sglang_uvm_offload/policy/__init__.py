@@ -1,0 +1,1 @@
+"""Which experts should be resident: pure functions of arrays, over numpy alone."""

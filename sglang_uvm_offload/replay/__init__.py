@@ -1,0 +1,1 @@
+"""Routing traces through the real manager, beside baseline policies."""

@@ -1,0 +1,165 @@
+"""The policies that the shipped one is measured against, on a trace: what they keep in VRAM, and what they bring over the link.
+
+Arrays are ``bool[layers, experts]``. A step is served as a whole: every expert that it activates is looked up before any one
+is replaced (per-access replay overstates the misses of a cache). Fixed sets read each miss in place; the caches page, so each
+miss is moved once, and what the step used stays as far as there is room.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from sglang_uvm_offload.policy.adaptive import AdaptivePolicy
+from sglang_uvm_offload.policy.ranking import select, top
+
+NEVER = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one step did: the activations that VRAM served, those read in place, and the experts moved into VRAM."""
+
+    hit: np.ndarray
+    read: np.ndarray
+    moved: np.ndarray
+
+
+class Reference(Protocol):
+    def step(self, activated: np.ndarray) -> Served: ...
+
+
+class Fixed:
+    """The same residents for ever."""
+
+    def __init__(self, resident: np.ndarray):
+        self.resident = resident
+
+    def step(self, activated: np.ndarray) -> Served:
+        return Served(activated & self.resident, activated & ~self.resident, np.zeros_like(activated))
+
+
+Priority = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
+"""(uses so far, step of the last use, this step) -> the experts' priority to stay, all ``[layers, experts]``."""
+
+
+def lru(uses: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
+    return last
+
+
+def lfu(uses: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
+    """Uses since the start; among equals the more recent one stays."""
+    return uses + last / (now + 2)
+
+
+def lfru(uses: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
+    """Uses over age: recency weighted by frequency, after arXiv 2608.07911."""
+    return uses / (now - last + 1)
+
+
+class Cache:
+    """Pages each miss in, and drops the residents with the lowest priority among those that the step did not use.
+
+    ``capacity`` is int ``[layers]``. Where a step uses more than that, residents stay and the lower ids come in.
+    """
+
+    def __init__(self, shape: tuple[int, int], capacity: np.ndarray, priority: Priority):
+        self.resident = np.zeros(shape, dtype=bool)
+        self._capacity, self._priority = capacity, priority
+        self._uses = np.zeros(shape)
+        self._last = np.full(shape, -1.0)
+        self._now = 0
+
+    def step(self, activated: np.ndarray) -> Served:
+        hit, miss = activated & self.resident, activated & ~self.resident
+        self._uses += activated
+        self._last[activated] = self._now
+        if miss.any():
+            key = self._priority(self._uses, self._last, self._now)
+            key = np.where(activated, np.inf, np.where(self.resident, key, -np.inf))
+            self.resident = top(key, self._capacity, self.resident, activated | self.resident)
+        self._now += 1
+        return Served(hit, np.zeros_like(miss), miss)
+
+
+class Belady:
+    """Keeps what is used again soonest, by looking ahead, and reads through what is not worth a place: no policy that keeps as
+    many experts of each layer hits more."""
+
+    def __init__(self, future: np.ndarray, capacity: np.ndarray, idle_steps: int = 0):
+        """``future``: ``bool[steps, layers, experts]``, the steps that count, in order; ``idle_steps`` come before them, over
+        which it holds what it begins them with. ``capacity``: int ``[layers]``."""
+        steps, layers, experts = future.shape
+        self._capacity = capacity
+        self._next_use = np.full((steps + 1, layers, experts), NEVER, dtype=np.int32)
+        for step in range(steps - 1, -1, -1):
+            self._next_use[step] = np.where(future[step], step, self._next_use[step + 1])
+        self._now = -idle_steps
+        self.resident = self._soonest(0, np.zeros((layers, experts), dtype=bool), np.ones((layers, experts), dtype=bool))
+
+    def step(self, activated: np.ndarray) -> Served:
+        self._now += 1
+        before = self.resident
+        hit, miss = activated & before, activated & ~before
+        if miss.any() and self._now > 0:
+            self.resident = self._soonest(self._now, before, activated | before)
+        moved = self.resident & ~before
+        return Served(hit, miss & ~moved, moved)
+
+    def _soonest(self, now: int, resident: np.ndarray, candidate: np.ndarray) -> np.ndarray:
+        return top(-self._next_use[now].astype(float), self._capacity, resident, candidate)
+
+
+class Variant:
+    """A policy other than the shipped one, without the manager: it looks every ``interval`` steps at counts that are ``late``
+    steps old, as the manager does. A step takes about half of the manager's time, and other intervals need no other manager; a
+    test holds both to the same results. ``resident`` is what it starts with."""
+
+    def __init__(self, policy: AdaptivePolicy, resident: np.ndarray, interval: int, late: int = 0):
+        self.resident = resident
+        self._policy, self._interval, self._late = policy, interval, late
+        self._now = 0
+        self._unseen: deque[np.ndarray] = deque()
+
+    def step(self, activated: np.ndarray) -> Served:
+        before = self.resident
+        if self._now % self._interval == 0 and (new := len(self._unseen) - self._late) > 0:
+            counts = np.zeros(activated.shape, dtype=np.int64)
+            for _ in range(new):
+                counts += self._unseen.popleft()
+            self._policy.observe(counts, new)
+            plan = self._policy.plan(before)
+            self.resident = (before | plan.promote) & ~plan.demote
+        self._now += 1
+        self._unseen.append(activated)
+        return Served(activated & self.resident, activated & ~self.resident, self.resident & ~before)
+
+
+NAMES = ("first_n", "static", "static-oracle", "lru", "lfu", "lfru", "belady")
+
+
+def make(name: str, warmup: np.ndarray, scored: np.ndarray, capacity: np.ndarray) -> Reference:
+    """Reference ``name`` for a trace's ``bool[steps, layers, experts]``: ``warmup`` to be served first, then ``scored``.
+
+    ``static`` knows the activations of the warm-up, ``static-oracle`` those of the scored part, ``belady`` each step of it.
+    ``capacity``: int ``[layers]``. Raises ``ValueError`` for an unknown name.
+    """
+    shape = (warmup.shape[1], warmup.shape[2])
+    nothing = np.zeros(shape, dtype=bool)
+    profiles = {
+        "first_n": lambda: np.zeros(shape),
+        "static": lambda: warmup.sum(axis=0, dtype=float),
+        "static-oracle": lambda: scored.sum(axis=0, dtype=float),
+    }
+    if name in profiles:
+        return Fixed(select(profiles[name](), capacity, nothing, nothing))
+    if name == "belady":
+        return Belady(scored, capacity, idle_steps=len(warmup))
+    priorities = {"lru": lru, "lfu": lfu, "lfru": lfru}
+    if name not in priorities:
+        raise ValueError(f"no reference is named {name}; there are {', '.join(NAMES)}")
+    return Cache(shape, capacity, priorities[name])

@@ -1,0 +1,198 @@
+"""Replaying a routing trace through the real manager over emulated memory, beside reference policies.
+
+A step is served as a whole: what it activates is looked up in the residency that it began with. The first part of the
+requests warms up, the rest is scored, and state persists. Policies that read a miss in place pay its bytes each time; caches
+that page move it once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
+from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.memory.layout import PAGE_BYTES
+from sglang_uvm_offload.replay import baselines as references
+from sglang_uvm_offload.replay.baselines import Reference, Served
+from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS, SHIPPED
+from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.routing.counts import IdFormat, Phase
+from sglang_uvm_offload.routing.trace import Trace
+
+LATE_LOOKS = 1
+"""How old the counts are that residents follow: what is decided of the steps up to a look is taken up at the next."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One policy's result over the scored steps. ``hit_rate``: the share of activations that VRAM served, 0 where there were
+    none. Bytes and seconds are those of the link: reads plus moves."""
+
+    policy: str
+    residency: float
+    batch: int
+    hit_rate: float
+    moves_per_step: float
+    read_bytes_per_step: float
+    moved_bytes_per_step: float
+    step_seconds: float
+    per_layer_hit_rate: list[float]
+    hit_rate_over_time: list[float]
+    """Hit rate of each of up to 100 equal spans of the scored steps."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One trace at one batch: which experts each step uses, ``bool[steps, layers, experts]``, of the steps that warm up and of
+    those that are scored. Layers that no step routes in have no experts, and are left out."""
+
+    batch: int
+    warmup: np.ndarray
+    scored: np.ndarray
+    routing: np.ndarray | None = None
+    """``bool[layers of the trace]``: which of them are here; None for all."""
+
+    @classmethod
+    def of(cls, trace: Trace, batch: int = 1, warmup_fraction: float = 0.5) -> Workload:
+        """``batch`` requests at once; the first ``warmup_fraction`` of all warms up. Raises ``ValueError`` if none is left."""
+        warmup, scored = (trace.activated(trace.steps(part, batch)) for part in trace.split(warmup_fraction))
+        if not len(scored):
+            raise ValueError(f"a warm-up of {warmup_fraction} leaves no request to score")
+        routing = np.logical_or(warmup.any(axis=(0, 2)), scored.any(axis=(0, 2)))
+        if not routing.any():
+            raise ValueError("no token uses any expert")
+        if routing.all():
+            return cls(batch, warmup, scored)
+        return cls(batch, warmup[:, routing], scored[:, routing], routing)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers, experts of each."""
+        return self.scored.shape[1], self.scored.shape[2]
+
+    def capacity(self, residency: float) -> np.ndarray:
+        """``int[layers]``: the residents of each layer, of which ``residency`` (0..1) is the share."""
+        return np.full(self.shape[0], round(residency * self.shape[1]))
+
+    def policy(self, name: str, residency: float) -> Reference:
+        """The shipped policy, or a reference; one object serves once."""
+        capacity = self.capacity(residency)
+        if name == SHIPPED:
+            return Managed(self.shape, int(capacity[0]))
+        return references.make(name, self.warmup, self.scored, capacity)
+
+
+class Managed:
+    """The shipped policy: the real manager, continuous, fed what the routers of a model's decode steps would pick."""
+
+    def __init__(self, shape: tuple[int, int], num_resident: int):
+        """``shape``: layers, and experts of each, of which ``num_resident`` are resident."""
+        config = parse({"num_resident": num_resident, "resident_selection": "first_n", "adapt": "continuous"})
+        assert config is not None
+        self.manager = OffloadManager(
+            config, EmulatedMemory(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False, clock=_Idle()
+        )
+        self._model = self.manager.begin_model(draft=False)
+        self._held: list[torch.Tensor] = []
+        for layer_id in range(shape[0]):
+            layer = self.manager.add_layer(self._model, layer_id, shape[1], 0, 0, 1)
+            flat = layer.allocate(PAGE_BYTES, torch.device("cpu"), "a page an expert")
+            assert flat is not None
+            self._held.append(flat)
+        self.manager.finish_model(self._model)
+        self.resident = self._residency()
+
+    def step(self, activated: np.ndarray) -> Served:
+        """Serve a decode step. Tokens that share an expert are one activation of it, so one token that uses them all will
+        do."""
+        before = self.resident
+        self.manager.begin_step(self._model, 1, 1, Phase.DECODE)
+        self.resident = self._residency()
+        assert self._model.counters is not None
+        layers, experts = np.nonzero(activated)
+        ids = torch.from_numpy(experts[None])
+        ends = np.cumsum(np.bincount(layers, minlength=len(activated))).tolist()
+        for layer, (begin, end) in enumerate(pairwise([0, *ends])):
+            self._model.counters.count(layer, ids[:, begin:end], 0, IdFormat.PLAIN)
+        self.manager.end_step(self._model)
+        return Served(activated & self.resident, activated & ~self.resident, self.resident & ~before)
+
+    def _residency(self) -> np.ndarray:
+        return np.stack([layer.resident for layer in self._model.layers])
+
+
+class _Idle:
+    """A clock on which there is always time to move: the link model says what moves cost."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        self._now += 1e6
+        return self._now
+
+
+def replay(
+    trace: Trace,
+    policy: str,
+    residency: float,
+    batch: int = 1,
+    warmup_fraction: float = 0.5,
+    link_gbps: float = LINK_GBPS,
+    expert_bytes: int = EXPERT_BYTES,
+) -> Replay:
+    """Serve ``trace`` with ``residency`` (0..1) of each layer's experts resident, ``batch`` requests at once, over a link of
+    ``link_gbps`` 10^9 bytes a second. Raises ``ValueError`` for what cannot be replayed."""
+    if not 0 <= residency <= 1:
+        raise ValueError(f"the residency must be 0..1, not {residency}")
+    if not link_gbps > 0:
+        raise ValueError(f"the link's bandwidth must be above 0 GB/s, not {link_gbps}")
+    workload = Workload.of(trace, batch, warmup_fraction)
+    return serve(policy, workload.policy(policy, residency), workload, residency, link_gbps, expert_bytes)
+
+
+def serve(
+    name: str,
+    policy: Reference,
+    workload: Workload,
+    residency: float,
+    link_gbps: float = LINK_GBPS,
+    expert_bytes: int = EXPERT_BYTES,
+) -> Replay:
+    """Run ``policy``, whatever it is, over ``workload``, and report it as ``name`` at ``residency``."""
+    for activated in workload.warmup:
+        policy.step(activated)
+    steps = len(workload.scored)
+    hits = np.zeros((steps, workload.shape[0]), dtype=np.int64)
+    reads, moves = 0, 0
+    for hit, activated in zip(hits, workload.scored, strict=True):
+        served = policy.step(activated)
+        hit[:] = served.hit.sum(axis=1)
+        reads += int(np.count_nonzero(served.read))
+        moves += int(np.count_nonzero(served.moved))
+    activations = workload.scored.sum(axis=2)
+    routing = np.ones(workload.shape[0], dtype=bool) if workload.routing is None else workload.routing
+    per_layer = np.zeros(len(routing))
+    per_layer[routing] = hits.sum(axis=0) / np.maximum(activations.sum(axis=0), 1)
+    spans = np.array_split(np.stack([hits.sum(axis=1), activations.sum(axis=1)], axis=1), min(100, steps))
+    return Replay(
+        policy=name,
+        residency=residency,
+        batch=workload.batch,
+        hit_rate=float(hits.sum() / max(activations.sum(), 1)),
+        moves_per_step=moves / steps,
+        read_bytes_per_step=reads * expert_bytes / steps,
+        moved_bytes_per_step=moves * expert_bytes / steps,
+        step_seconds=(reads + moves) * expert_bytes / steps / (link_gbps * 1e9),
+        per_layer_hit_rate=per_layer.tolist(),
+        hit_rate_over_time=[float(span[:, 0].sum() / max(span[:, 1].sum(), 1)) for span in spans],
+    )

@@ -1,0 +1,1 @@
+"""Explains a server or a replay to a person: advice, charts, pages."""

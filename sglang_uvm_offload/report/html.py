@@ -1,0 +1,65 @@
+"""The page around the charts: headings, tables and lists as a tree of elements, so that no text can become markup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from xml.etree.ElementTree import Element, tostring
+
+from sglang_uvm_offload.report.page_file import DOCTYPE, GENERATOR
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 900px; margin: 2em auto; padding: 0 1em }
+h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin: 2em 0 .3em } p { max-width: 46em; margin: .4em 0 }
+table { border-collapse: collapse; margin: .8em 0; font-variant-numeric: tabular-nums }
+th, td { border-bottom: 1px solid #ddd; padding: .2em .8em .2em 0; text-align: right; overflow-wrap: anywhere }
+th { font-weight: 600 } th:first-child, td:first-child { text-align: left }
+.facts td { text-align: left } .advice li { margin: .3em 0; max-width: 46em }
+figure { margin: .5em 0 } figure > svg { max-width: 100%; height: auto }
+"""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""The page may load nothing: its styles and pictures are in it."""
+
+Child = Element | str
+
+
+def element(tag: str, *children: Child, **attributes: str) -> Element:
+    """``element("p", "a < b", class_="note")``: ``_`` in a name stands for ``-``, and at its end for nothing."""
+    out = Element(tag, {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()})
+    for child in children:
+        if isinstance(child, Element):
+            out.append(child)
+        elif len(out):
+            out[-1].tail = (out[-1].tail or "") + child
+        else:
+            out.text = (out.text or "") + child
+    return out
+
+
+def page(title: str, *body: Element) -> str:
+    """A whole document that loads nothing."""
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="generator", content=GENERATOR),
+        element("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        element("meta", name="viewport", content="width=device-width"),
+        element("title", title),
+        element("style", STYLE),
+    )
+    html = element("html", head, element("body", element("h1", title), *body), lang="en")
+    return DOCTYPE + "\n" + tostring(html, encoding="unicode", method="html") + "\n"
+
+
+def section(title: str, *body: Element) -> Element:
+    return element("section", element("h2", title), *body)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Element:
+    body = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
+    return element("table", element("tr", *(element("th", cell) for cell in head)), *body)
+
+
+def facts(pairs: Sequence[tuple[str, str]]) -> Element:
+    """A table of names and values."""
+    rows = [element("tr", element("td", name), element("td", value)) for name, value in pairs]
+    return element("table", *rows, class_="facts")

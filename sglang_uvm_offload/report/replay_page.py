@@ -1,0 +1,83 @@
+"""The page of a replay: what residency policies did with a routing trace, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from sglang_uvm_offload.report.advice import AHEAD, replay_advice
+from sglang_uvm_offload.report.charts import Line, bar_chart, line_chart, picture
+from sglang_uvm_offload.report.html import element, facts, page, section, table
+from sglang_uvm_offload.report.source import ReplayResults, Result
+from sglang_uvm_offload.report.units import PERCENT, Axis, axis_to, byte_unit, percent, percents
+from sglang_uvm_offload.units import size
+
+
+def replay_page(replay: ReplayResults, source: str) -> str:
+    """The page of a replay: its policies side by side."""
+    results = replay.results
+    bars = [(result.policy, [result.read_bytes_per_step, result.moved_bytes_per_step]) for result in results]
+    scale, unit = byte_unit(max(sum(values) for _, values in bars))
+    milliseconds = [(result.policy, [1e3 * result.step_seconds]) for result in results]
+    head = ["policy", "in VRAM", "batch", "hit rate", "moves/step", "read/step", "moved/step", "link time/step"]
+    return page(
+        "What residency policies do with a routing trace",
+        facts([("source", source), ("trace", replay.trace)]),
+        section("Advice", element("ul", *(element("li", line) for line in replay_advice(results)), class_="advice")),
+        section("Results", table(head, [_row(result) for result in results])),
+        section("Hit rate over time", picture(_spans_chart(results))),
+        section("Hit rate of each layer", picture(_layers_chart(results))),
+        section(
+            "Bytes over the link",
+            picture(
+                bar_chart(
+                    "Bytes over the link a step",
+                    axis_to(f"{unit} a decode step", max(sum(values) for _, values in bars) / scale),
+                    [(name, [value / scale for value in values]) for name, values in bars],
+                    ["zero-copy", "moved"],
+                )
+            ),
+        ),
+        section(
+            "Time on the link",
+            picture(
+                bar_chart(
+                    "Time on the link a step",
+                    axis_to("ms a decode step, at the replay's bandwidth", max(value for _, (value,) in milliseconds)),
+                    milliseconds,
+                    ["time on the link"],
+                )
+            ),
+        ),
+    )
+
+
+def _row(result: Result) -> list[str]:
+    return [
+        result.policy,
+        percent(result.residency),
+        str(result.batch),
+        percent(result.hit_rate),
+        f"{result.moves_per_step:.3f}",
+        size(result.read_bytes_per_step),
+        size(result.moved_bytes_per_step),
+        f"{1e3 * result.step_seconds:.3f} ms",
+    ]
+
+
+def _spans_chart(results: Sequence[Result]) -> Figure:
+    lines = []
+    for result in results:
+        spans = result.hit_rate_over_time
+        points = percents((100 * (index + 0.5) / len(spans), share) for index, share in enumerate(spans))
+        lines.append(Line(result.policy, points, dashed=result.policy in AHEAD))
+    return line_chart("Hit rate over time", Axis("% of the scored steps", 0, 100), PERCENT, lines)
+
+
+def _layers_chart(results: Sequence[Result]) -> Figure:
+    lines = [
+        Line(result.policy, percents(enumerate(result.per_layer_hit_rate)), dashed=result.policy in AHEAD) for result in results
+    ]
+    last = max(len(result.per_layer_hit_rate) for result in results) - 1
+    return line_chart("Hit rate of each layer", axis_to("MoE layer", last, whole=True), PERCENT, lines)

@@ -1,0 +1,237 @@
+"""The page of a server: what its experts were served from, for a person. Data in, one self-contained HTML text out.
+
+The data come from outside: they were checked when they were decoded, and their texts become nodes of a tree, so that they
+cannot become markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from xml.etree.ElementTree import Element
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from sglang_uvm_offload.report.advice import advice
+from sglang_uvm_offload.report.charts import Line, cell_map, column_chart, line_chart, picture
+from sglang_uvm_offload.report.html import element, facts, page, section, table
+from sglang_uvm_offload.report.source import ServerInfo, budget, served_of_late
+from sglang_uvm_offload.report.units import LEAST, PERCENT, Axis, axis_to, byte_unit, percent, percents
+from sglang_uvm_offload.residency.status import MAX_EXPERTS, Curve, ProfileVerdict, RankStatus, TraceStatus
+from sglang_uvm_offload.units import size
+
+RANKS_DRAWN = 4
+
+
+def server_page(info: ServerInfo, source: str) -> str:
+    """The page of a server; ``info`` has at least one rank."""
+    ranks, names = info.ranks, info.rank_names
+    drawn = list(zip(names, ranks, strict=True))[:RANKS_DRAWN]
+    return page(
+        "What the experts were served from",
+        _facts(info, source),
+        section("Advice", element("ul", *(element("li", line) for line in advice(info)), class_="advice")),
+        section(
+            "What was served",
+            table(
+                [
+                    "rank",
+                    "experts in VRAM",
+                    "in VRAM",
+                    "in host RAM",
+                    "tokens",
+                    "hit rate",
+                    "zero-copy reads",
+                    "moves",
+                    "moved",
+                ],
+                [[name, *_served(rank)] for name, rank in zip(names, ranks, strict=True)],
+            ),
+            element(
+                "p",
+                "Hit rate: the share of routed tokens, prefill and decode, whose expert was in VRAM. Zero-copy reads: bytes of "
+                "offloaded experts that steps read over the link, each expert once a step; a prefill may read it more often.",
+            ),
+            *_notes(info),
+        ),
+        section("Where the experts are", picture(_map(info))),
+        section("Hit rate over time", *_over_time(drawn)),
+        section("Bytes over the link", picture(_bytes_over_time(drawn))),
+        section("Moves", picture(_moves_over_time(drawn))),
+        section("What another budget would cover", *_curve_chart(ranks, info.curve)),
+        section("Hit rate of each layer", picture(_layers_chart(ranks))),
+    )
+
+
+def _facts(info: ServerInfo, source: str) -> Element:
+    state, rank = info.internal_states[0], info.ranks[0]
+    pairs = [
+        ("source", source),
+        ("model", info.model_path),
+        ("SGLang", info.version),
+        ("--expert-offload-num-resident", str(state.expert_offload_num_resident)),
+        ("resident selection, adapt", f"{state.expert_offload_resident_selection}, {rank.adapt}"),
+        ("ranks", f"TP {state.tp_size}, PP {state.pp_size}, EP {state.ep_size}, DP {state.dp_size}"),
+        ("backend", rank.backend),
+    ]
+    for name, shown in zip(info.rank_names, info.ranks, strict=True):
+        if shown.profile is not None:
+            pairs.append((_of("profile", name, info.ranks), _profile(shown.profile)))
+        if shown.trace is not None:
+            pairs.append((_of("trace", name, info.ranks), _trace(shown.trace)))
+    return facts(pairs)
+
+
+def _profile(verdict: ProfileVerdict) -> str:
+    return (
+        f"its residents covered {percent(verdict.hit_rate)} of the routing of the first {verdict.tokens} live tokens, and the "
+        f"best residents for these tokens {percent(verdict.best)}: "
+        f"{'kept' if verdict.kept else 'not trusted, residents were chosen again'}"
+    )
+
+
+def _trace(trace: TraceStatus) -> str:
+    said = f"{trace.path}: {trace.tokens} tokens of {trace.requests} requests, {trace.dropped_steps} steps not recorded"
+    return said + ("; recording stopped, the server's log says why" if trace.stopped else "")
+
+
+def _notes(info: ServerInfo) -> list[Element]:
+    """What the figures leave out or only stand for."""
+    state, notes = info.internal_states[0], []
+    if any(rank.backend == "emulated" for rank in info.ranks):
+        notes.append(
+            "The emulated backend stands in for unified memory on a machine without a GPU: VRAM is host memory there, and "
+            "bytes over the link are those that a GPU would have read."
+        )
+    replicas = 1 if state.enable_dp_attention else state.dp_size
+    if state.tp_size * state.pp_size * replicas > len(info.ranks):
+        notes.append(
+            "SGLang shows the first rank of each data-parallel rank. Ranks that share experts have the same residents, and "
+            "each reads as much over its own link; the experts of other expert-parallel ranks, and the layers of other "
+            "pipeline stages, are not in these figures."
+        )
+    if len(info.ranks) > RANKS_DRAWN:
+        notes.append(f"Pictures over time show the first {RANKS_DRAWN} of {len(info.ranks)} ranks.")
+    return [element("p", note) for note in notes]
+
+
+def _served(rank: RankStatus) -> list[str]:
+    past, experts = rank.history, rank.resident_experts + rank.offloaded_experts
+    return [
+        f"{rank.resident_experts} of {experts}",
+        size(rank.resident_bytes),
+        size(rank.offloaded_bytes),
+        str(rank.tokens),
+        percent(past.routed_resident[-1] / past.routed[-1]) if past.routed[-1] else "not counted",
+        size(past.zero_copy_bytes[-1]),
+        str(past.moves[-1]),
+        size(past.moved_bytes[-1]),
+    ]
+
+
+def _map(info: ServerInfo) -> Figure:
+    """Layers x experts over all ranks that are shown; fused shared experts stand behind the routed ones."""
+    ranks = info.ranks
+    ids = sorted({layer.layer for rank in ranks for layer in rank.layers})
+    rows = {layer: row for row, layer in enumerate(ids)}
+    held = [layer for rank in ranks for layer in rank.layers]
+    routed = max((max(la.first_expert + la.experts, la.experts * info.internal_states[0].ep_size) for la in held), default=0)
+    routed = min(routed, MAX_EXPERTS)
+    known, resident = np.zeros((2, len(ids), routed), dtype=np.int32)
+    shared = np.full((len(ids), max((layer.shared_experts for layer in held), default=0)), -1, dtype=np.int8)
+    for rank in ranks:
+        for layer, in_vram in rank.routed_residents:
+            known[rows[layer.layer], layer.first_expert : layer.first_expert + layer.experts] += 1
+            resident[rows[layer.layer], in_vram] += 1
+            shared[rows[layer.layer], : layer.shared_experts] = SHARED
+    cells = np.select([known == 0, resident == known, resident == 0], [NOT_SHOWN, IN_VRAM, IN_HOST], PARTLY)
+    title = "Residency of each expert of each layer"
+    return cell_map(title, "expert", "decoder layer", [str(i) for i in ids], np.concatenate([cells, shared], axis=1), KINDS)
+
+
+IN_VRAM, IN_HOST, PARTLY, NOT_SHOWN, SHARED = range(5)
+KINDS = (
+    ("in VRAM", "#0072b2"),
+    ("in host RAM", "#dbe2e8"),
+    ("in VRAM on some replicas", "#7fb5d8"),
+    ("on a rank that SGLang does not show", "#f6f1d3"),
+    ("shared expert, always in VRAM", "#e69f00"),
+)
+
+
+def _over_time(ranks: Sequence[tuple[str, RankStatus]]) -> list[Element]:
+    lines = []
+    for name, rank in ranks:
+        past = rank.history
+        lines.append(Line(_of("routed tokens", name, ranks), percents(past.rates("routed_resident", "routed"))))
+        reads = percents(past.rates("activations_resident", "activations"))
+        lines.append(Line(_of("uses in decode steps", name, ranks), reads, dashed=True))
+    note = "An offloaded expert is read once by each decode step that uses it, however many of its tokens do: the dashed line."
+    return [picture(_time_chart("Hit rate over time", ranks, PERCENT, lines)), element("p", note)]
+
+
+def _bytes_over_time(ranks: Sequence[tuple[str, RankStatus]]) -> Figure:
+    lines = []
+    for name, rank in ranks:
+        lines.append(Line(_of("zero-copy reads", name, ranks), rank.history.rates("zero_copy_bytes", "steps")))
+        lines.append(Line(_of("moved", name, ranks), rank.history.rates("moved_bytes", "steps"), dashed=True))
+    most = max((y for line in lines for _, y in line.points if y is not None), default=0.0)
+    scale, unit = byte_unit(most)
+    scaled = [replace(line, points=[(x, None if y is None else y / scale) for x, y in line.points]) for line in lines]
+    return _time_chart("Bytes over the link a step", ranks, axis_to(f"{unit} a step", most / scale), scaled)
+
+
+def _moves_over_time(ranks: Sequence[tuple[str, RankStatus]]) -> Figure:
+    label = "experts brought to VRAM since the start"
+    lines = [
+        Line(_of(label, name, ranks), list(zip(rank.history.seconds, rank.history.moves, strict=True))) for name, rank in ranks
+    ]
+    most = max(rank.history.moves[-1] for _, rank in ranks)
+    return _time_chart("Moves", ranks, axis_to("experts", most, whole=True), lines)
+
+
+def _time_chart(title: str, ranks: Sequence[tuple[str, RankStatus]], y: Axis, lines: Sequence[Line]) -> Figure:
+    """Lines whose x is in seconds."""
+    end = max(rank.history.seconds[-1] for _, rank in ranks)
+    units = ((2 * 86400, 86400.0, "days"), (2 * 3600, 3600.0, "hours"), (120, 60.0, "minutes"))
+    scale, unit = next(((scale, unit) for least, scale, unit in units if end >= least), (1.0, "seconds"))
+    x = Axis(f"{unit} since the model was loaded", 0, end / scale if end > LEAST else 1)
+    return line_chart(title, x, y, [replace(line, points=[(at / scale, value) for at, value in line.points]) for line in lines])
+
+
+def _curve_chart(ranks: Sequence[RankStatus], curve: Curve | None) -> list[Element]:
+    if curve is None:
+        return [element("p", "No decode step was counted, so there is nothing to tell.")]
+    grid, now = curve.residents, budget(ranks)
+    served = served_of_late(ranks)
+    lines = [
+        Line("as many in each layer (uniform)", percents(zip(grid, curve.uniform, strict=True))),
+        Line("one ranking of all layers (global)", percents(zip(grid, curve.pooled, strict=True)), dashed=True),
+        Line("the residents of now", [(n, 100 * curve.present) for n in grid], dashed=True),
+        Line("served in the latest half of the time", percents((n, served) for n in grid), dashed=True),
+    ]
+    x = Axis("residents a layer on each rank", 0, grid[-1], whole=True)
+    note = (
+        f"Of {curve.activations} uses of experts in {curve.decode_steps} decode steps, the share that the best fixed residents "
+        "would have served. They are chosen in hindsight from the same steps, so that the curves are upper bounds for a fixed "
+        "set; residents that follow the traffic can lie above them. Shared experts are left out."
+    )
+    chart = line_chart("Hit rate by budget", x, PERCENT, lines, [(now, f"now: {now:.4g}")])
+    return [picture(chart), element("p", note)]
+
+
+def _layers_chart(ranks: Sequence[RankStatus]) -> Figure:
+    """Over all ranks that are shown."""
+    total: dict[int, tuple[int, int]] = {}
+    for layer in (layer for rank in ranks for layer in rank.layers):
+        served, routed = total.get(layer.layer, (0, 0))
+        total[layer.layer] = (served + layer.routed_resident, routed + layer.routed)
+    ids = sorted(total)
+    values = [100 * total[i][0] / total[i][1] if total[i][1] else None for i in ids]
+    return column_chart("Hit rate of each layer", "decoder layer", [str(i) for i in ids], PERCENT, values)
+
+
+def _of(what: str, name: str, ranks: Sequence[object]) -> str:
+    """``what``, with the name of its rank where several are shown."""
+    return what if len(ranks) == 1 else f"{what}, {name}"

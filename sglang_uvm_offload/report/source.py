@@ -1,0 +1,90 @@
+"""What a report is made from: a server's statistics or a replay's results, as records that check what they are decoded from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from sglang_uvm_offload.residency.status import MAX_EXPERTS, MAX_LAYERS, Count, Curve, Experts, RankStatus, Share, combined
+
+MAX_RANKS = 1 << 10
+Amount = Annotated[float, Meta(ge=0, le=1e30)]
+
+
+class State(Struct, frozen=True):
+    """One of ``internal_states``: SGLang shows the first rank of each data-parallel rank."""
+
+    expert_offload: RankStatus | None = None
+    tp_size: Experts = 1
+    pp_size: Experts = 1
+    ep_size: Annotated[int, Meta(ge=1, le=MAX_EXPERTS)] = 1
+    dp_size: Experts = 1
+    enable_dp_attention: bool = False
+    expert_offload_num_resident: str | int | None = None
+    expert_offload_resident_selection: str = ""
+
+    def __post_init__(self) -> None:
+        if self.expert_offload is not None:
+            self.expert_offload.check()
+
+
+class ServerInfo(Struct, frozen=True):
+    """``/server_info`` of a server that offloads experts."""
+
+    internal_states: Annotated[list[State], Meta(max_length=MAX_RANKS)]
+    model_path: str = ""
+    version: str = ""
+
+    @property
+    def ranks(self) -> list[RankStatus]:
+        return [state.expert_offload for state in self.internal_states if state.expert_offload is not None]
+
+    @property
+    def rank_names(self) -> list[str]:
+        """One for each of ``ranks``."""
+        return [f"DP rank {index}" for index in range(len(self.ranks))] if len(self.ranks) > 1 else ["rank 0"]
+
+    @property
+    def curve(self) -> Curve | None:
+        """That of all ranks; None where no decode step was counted."""
+        return combined([rank.curve for rank in self.ranks if rank.curve is not None])
+
+
+class Result(Struct, frozen=True):
+    """``simulator.Replay``."""
+
+    policy: str
+    residency: Share
+    batch: Count
+    hit_rate: Share
+    moves_per_step: Amount
+    read_bytes_per_step: Amount
+    moved_bytes_per_step: Amount
+    step_seconds: Amount
+    per_layer_hit_rate: Annotated[list[Share], Meta(max_length=MAX_LAYERS)]
+    hit_rate_over_time: Annotated[list[Share], Meta(max_length=1000)]
+
+
+class ReplayResults(Struct, frozen=True):
+    """What ``replay --json`` prints."""
+
+    trace: str
+    results: Annotated[list[Result], Meta(min_length=1, max_length=100)]
+
+    def __post_init__(self) -> None:
+        if len({(result.residency, result.batch) for result in self.results}) > 1:
+            raise ValueError("the results must be of one residency and one batch")
+
+
+def budget(ranks: Sequence[RankStatus]) -> float:
+    """Routed residents a layer on each rank, in the mean over the layers that can be offloaded."""
+    counts = [len(routed) for rank in ranks for layer, routed in rank.routed_residents if layer.expert_bytes]
+    return sum(counts) / len(counts) if counts else 0.0
+
+
+def served_of_late(ranks: Sequence[RankStatus]) -> float | None:
+    """The share of uses in decode steps that residents served in the latest half of the time; None where there were none."""
+    counted = sum(rank.history.of_late("activations") for rank in ranks)
+    return sum(rank.history.of_late("activations_resident") for rank in ranks) / counted if counted else None

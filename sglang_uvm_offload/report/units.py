@@ -1,0 +1,46 @@
+"""Numbers as the report's pages show them: shares in per cent, bytes in the unit that suits an axis, and axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Of a chart, from ``low`` to ``high``, which must differ; ``label`` says the unit."""
+
+    label: str
+    low: float
+    high: float
+    whole: bool = False
+    """Whether values between whole numbers make no sense."""
+
+
+PERCENT = Axis("hit rate, %", 0, 100)
+LEAST = 1e-30
+"""An axis to less than this shows nothing."""
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def points(share: float) -> str:
+    """The difference of two shares."""
+    return f"{100 * share:.1f} points"
+
+
+def percents(shares: Iterable[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
+    """``(x, share)`` as the points of a line over ``PERCENT``."""
+    return [(x, None if share is None else 100 * share) for x, share in shares]
+
+
+def axis_to(label: str, most: float, whole: bool = False) -> Axis:
+    """From 0 to what shows ``most``."""
+    return Axis(label, 0, 1.05 * most if most > LEAST else 1, whole)
+
+
+def byte_unit(most: float) -> tuple[float, str]:
+    """The unit, in bytes and by name, for an axis that shows ``most`` bytes."""
+    return (2.0**30, "GiB") if most >= 2**30 else (2.0**20, "MiB") if most >= 2**20 else (2.0**10, "KiB")

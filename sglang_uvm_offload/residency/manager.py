@@ -1,0 +1,310 @@
+"""One rank's experts while it serves: takes layers in, counts their routing between steps, and changes who is resident."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+import numpy as np
+
+from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.memory.protocol import Memory
+from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
+from sglang_uvm_offload.residency.background import Decisions
+from sglang_uvm_offload.residency.history import History
+from sglang_uvm_offload.residency.ledger import Ledger
+from sglang_uvm_offload.residency.model import ModelExperts
+from sglang_uvm_offload.residency.mover import Mover, layer_bar
+from sglang_uvm_offload.residency.observer import Observer
+from sglang_uvm_offload.residency.placement import InitialPlacement
+from sglang_uvm_offload.residency.selection import hit_rate, hottest
+from sglang_uvm_offload.residency.status import ProfileVerdict
+from sglang_uvm_offload.routing.counts import Phase, RoutingCounters, RoutingCounts
+from sglang_uvm_offload.routing.profile import Profile
+from sglang_uvm_offload.units import size
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+"""How often a busy rank's history looks at the counts."""
+PROFILE_SLACK = 0.05
+"""By how much of its hit rate the best set for the live warm-up may beat a profile's residents before they are chosen anew.
+That set is chosen by the very tokens that it is measured on, so some lead says nothing."""
+
+MakeCounters = Callable[[int, int], RoutingCounters]
+"""(layers, experts a layer) -> counters on the device that computes."""
+BroadcastDecision = Callable[[Callable[[], Any]], Any]
+"""Calls its argument on the first of the ranks that hold shards of the same experts, and returns the result on all of them."""
+
+
+class OffloadManager:
+    """All methods run on the thread that launches the model's forward steps."""
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        memory: Memory,
+        make_counters: MakeCounters,
+        broadcast_decision: BroadcastDecision,
+        progress: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+        executor: Executor | None = None,
+    ):
+        """``progress``: whether this rank shows progress bars. ``executor``: where ``Decisions`` of continuous adaptation are
+        made."""
+        self.config = config
+        self.memory = memory
+        self.make_counters = make_counters
+        self.broadcast_decision = broadcast_decision
+        self.mover = Mover(memory, progress)
+        self.clock = clock
+        self.executor = executor
+        self.models: list[ModelExperts] = []
+        self.placement = InitialPlacement(config, None)
+        self.profile_verdict: ProfileVerdict | None = None
+        """What live traffic showed of the profile, once the warm-up is over."""
+        self.tokens = 0
+        self.steps = 0
+        self.fault: str | None = None
+        """Why residents do not change any more, None while they may."""
+        self.observer: Observer
+        """Sees what the target model's steps were served from; there is one once the model is loaded."""
+        self.history: History
+        """How the ledger came to its totals."""
+        self._poll_at = 0.0
+        self.decisions: Decisions | None = None
+        """Follow the traffic, where that was asked for."""
+        self.warm = config.resident_selection != "frequency"
+        """Whether the resident set is final: chosen from the routing, or given."""
+
+    # Loading
+
+    def begin_model(self, draft: bool, placement: InitialPlacement | None = None) -> ModelExperts:
+        """A model is about to be built. ``placement`` chooses the target model's first residents; without it there is no
+        profile, and this is the first pipeline stage."""
+        model = ModelExperts(draft)
+        self.models.append(model)
+        if not draft:
+            self.placement = placement or InitialPlacement(self.config, None)
+        self._bar = layer_bar("Placing experts", None, self.mover.progress())
+        return model
+
+    def add_layer(
+        self, model: ModelExperts, layer_id: int, num_experts: int, num_shared: int, ep_rank: int, ep_size: int
+    ) -> ExpertLayer:
+        """Take decoder layer ``layer_id`` in, with ``num_experts`` local experts, ``num_shared`` of them fused shared ones."""
+        if model.draft:
+            resident = np.ones(num_experts, dtype=bool)
+        else:
+            resident = self.placement.resident(layer_id, num_experts, num_shared, ep_rank, ep_size)
+        routed = num_experts - num_shared
+        layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, ep_rank * routed, resident)
+        model.layers.append(layer)
+        model.num_experts = max(model.num_experts, routed * ep_size)
+        self._bar.update()
+        return layer
+
+    def finish_model(self, model: ModelExperts, may_be_empty: bool = False) -> None:
+        """The model is loaded: make its counters. Raises ``FlagError`` if there is nothing to offload in it, unless it
+        ``may_be_empty`` (a pipeline stage can hold dense layers only)."""
+        self.memory.synchronize()
+        self._bar.close()
+        layers = model.layers
+        if not (model.draft or any(layer.tensors for layer in layers) or (may_be_empty and not layers)):
+            found = "no MoE layer" if not layers else f"{len(layers)} MoE layers, none with experts large enough to place"
+            raise FlagError([f"{flag_name('num_resident')} {self.config.num_resident}: the model has {found}"])
+        model.counters = self.make_counters(len(layers), model.width)
+        if not model.draft:
+            self.observer = Observer(model.counters, layers)
+            self.history = History(self.ledger, self.clock)
+            if self.config.adapt == "continuous":
+                adaptation = Adaptation(layers, model.width, self.ledger.counted, self._past_of(model))
+                self.decisions = Decisions(adaptation, self.clock, self.executor)
+
+    def _past_of(self, model: ModelExperts) -> RoutingCounts | None:
+        """What the profile holds of these layers."""
+        profile, layers = self.profile, model.layers
+        if profile is None:
+            return None
+        return profile.part([layer.layer_id for layer in layers], [layer.routed_ids for layer in layers], model.width)
+
+    @property
+    def profile(self) -> Profile | None:
+        """The routing that residents were chosen from at load."""
+        return self.placement.profile
+
+    # Serving
+
+    def begin_step(self, model: ModelExperts, rows: int, tokens: int, phase: Phase) -> None:
+        """A forward step of ``model`` is about to be launched: ``rows`` of its rows are tokens (0: a dummy run), and all
+        ranks together compute ``tokens``. Between steps of the target model is where residents change."""
+        if model.counters is None:
+            return
+        if not model.draft:
+            if not self.warm and self.tokens >= self.config.warmup_tokens:
+                self.reselect()
+            elif self.config.adapt == "continuous" and tokens and self.steps % INTERVAL_STEPS == 0:
+                self.adapt()
+            self.tokens += tokens
+            self.steps += tokens > 0
+        model.counters.begin_step(rows, phase)
+
+    def end_step(self, model: ModelExperts) -> None:
+        """The step is launched: whatever runs until the next one (graph capture, warm-up kernels) does not count."""
+        if model.counters is not None:
+            model.counters.begin_step(0, Phase.DECODE)
+
+    def reselect(self) -> None:
+        """Choose the resident set anew from all routing seen so far, and move what changed, unless the residents that a
+        profile chose do about as well. Outputs do not change.
+
+        Every rank that holds a shard of the same experts must call it before the same step. A fault ends the moving, not
+        the serving.
+        """
+        started = time.perf_counter()
+        seen = self.routing(wait=True)
+        target = self.target
+        before = target.resident()
+        after = self.broadcast_decision(lambda: self._after_warmup(seen, before))
+        if self.decisions is not None:
+            self.decisions.drop()  # it was made for the residents of before
+        self.warm = True
+        if self.profile is not None:
+            self._judge_profile(seen, before, kept=not (after ^ before).any())
+        if self.profile is not None and not (after ^ before).any():
+            return
+        moved = self._move(after, wait=True)
+        seconds = time.perf_counter() - started
+        now = target.resident()
+        changed = int((now & ~before).sum())
+        self.ledger.moves += changed
+        self.ledger.moved_bytes += moved
+        self.ledger.moving_seconds += seconds
+        routed = seen.routed()
+        logger.info(
+            "Expert offload: residents chosen from the routing of %d tokens (%d prefill and %d decode steps): "
+            "%d of %d residents changed in %d layers; hit rate of these tokens %.1f %% before, %.1f %% after; "
+            "%s moved in %.2f s",
+            self.tokens,
+            *seen.steps,
+            changed,
+            int(before.sum()),
+            len(target.layers),
+            100 * hit_rate(routed, before),
+            100 * hit_rate(routed, now),
+            size(moved),
+            seconds,
+        )
+
+    def adapt(self) -> None:
+        """Look at what was counted of late, and move what pays for itself. It waits for no step: what is decided on the steps
+        up to now is taken up at the next look, and moves go on while steps run. Every rank that shares experts must call it
+        before the same step."""
+        polled = self.observer.poll()
+        before = self.target.resident()
+        after = self.broadcast_decision(lambda: self._decided(before))
+        if after is None or self.fault is not None:  # a rank with a fault still takes part: its peers wait for it
+            return
+        started = time.perf_counter()
+        if not polled:
+            self.observer.catch_up()
+        if not self.mover.check_queued(self.target.layers):  # the last moves, queued steps ago
+            self.fault = self.mover.fault
+            return
+        self.ledger.moved_bytes += self._move(after, wait=False)
+        self.ledger.moves += int((self.target.resident() & ~before).sum())
+        self.ledger.moving_seconds += time.perf_counter() - started
+
+    def _decided(self, resident: np.ndarray) -> np.ndarray | None:
+        """What adaptation wants resident instead, None for no change. Called on the rank that decides."""
+        if self.decisions is None or self.fault is not None:
+            return None
+        try:
+            return self.decisions.take(self.observer.pending, resident, may_move=self.warm)
+        except Exception as error:
+            # Whatever it was, no step computes with a decision, and peers wait for this rank's answer. It is logged with its
+            # trace and shown as the fault. An error of the GPU comes again with the next kernel, and ends the process there.
+            self.decisions = None
+            self.fault = f"choosing residents failed: {type(error).__name__}: {error}"
+            logger.error(
+                "Expert offload: adapting stopped: %s. Serving goes on with the residents of now; outputs are not affected.",
+                self.fault,
+                exc_info=error,
+            )
+            return None
+
+    def _move(self, after: np.ndarray, wait: bool) -> int:
+        moved = self.mover.move(self.target.layers, after, wait)
+        self.fault = self.fault or self.mover.fault
+        return moved
+
+    def _after_warmup(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
+        """``bool[layers, experts]``: who is to be resident after the warm-up. Called on the rank that decides."""
+        best = self._best(seen, resident)
+        if self.profile is None:
+            return best
+        lead = hit_rate(seen.routed(), best) - hit_rate(seen.routed(), resident)
+        return resident if self.config.adapt == "off" or lead <= PROFILE_SLACK else best
+
+    def _best(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
+        """As many residents of each layer as now, the ones with the most expected activations."""
+        return hottest(seen, resident, self.target.always_resident(), self.target.slots())
+
+    def _judge_profile(self, seen: RoutingCounts, resident: np.ndarray, kept: bool) -> None:
+        """Say how far the profile's residents covered live traffic."""
+        routed = seen.routed()
+        covered, best = hit_rate(routed, resident), hit_rate(routed, self._best(seen, resident))
+        self.profile_verdict = ProfileVerdict(hit_rate=covered, best=best, tokens=self.tokens, kept=kept)
+        logger.info(
+            "Expert offload: profile %s: its residents covered %.1f %% of the routing of the first %d live tokens, and the "
+            "best residents for these tokens %.1f %%: %s",
+            ", ".join(map(str, self.config.profiles)),
+            100 * covered,
+            self.tokens,
+            100 * best,
+            "kept" if kept else "not trusted, residents are chosen again",
+        )
+
+    # Watching
+
+    def poll(self) -> None:
+        """Bring the ledger up to what the device has reported by now, without waiting. Where every step looks, these looks do:
+        what is asked for in between would still be on its way at the next of them."""
+        if self.config.adapt != "continuous":
+            self.observer.poll()
+        self.history.add(self.tokens)
+
+    def poll_now_and_then(self) -> None:
+        """``poll`` if the last time is ``POLL_SECONDS`` ago. Call it between steps."""
+        now = self.clock()
+        if now >= self._poll_at:
+            self._poll_at = now + POLL_SECONDS
+            self.poll()
+
+    def poll_when_idle(self) -> None:
+        """``poll`` until the last step before the idleness is in the ledger."""
+        if self.ledger.steps < self.steps:
+            self.observer.poll()
+            self.history.add(self.tokens)
+
+    def routing(self, wait: bool) -> RoutingCounts:
+        """What the target model's routing was, of some moments ago or, with ``wait``, of all steps so far."""
+        if wait:
+            self.observer.catch_up()
+        elif self.ledger.steps < self.steps:
+            self.poll()
+        return self.ledger.counted
+
+    @property
+    def target(self) -> ModelExperts:
+        return next(model for model in self.models if not model.draft)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the target model's steps were served from."""
+        return self.observer.ledger

@@ -1,0 +1,45 @@
+"""Reading the device's counters between steps, and accounting for each step under the residents that served it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.residency.ledger import Ledger, stack
+from sglang_uvm_offload.routing.counts import PendingCounts, RoutingCounters
+
+
+class Observer:
+    """Brings the counts of one model's steps into its ledger. Before residents change ``poll``, or ``catch_up`` where that says
+    False: so every step is accounted for under the residents that it had, however late its counts arrive."""
+
+    def __init__(self, counters: RoutingCounters, layers: Sequence[ExpertLayer]):
+        self._counters = counters
+        self._layers = layers
+        self.ledger = Ledger(layers, counters.read())
+        self._request()
+
+    def poll(self) -> bool:
+        """Account for the counts that have arrived, and request new ones, without waiting. False while the last
+        request is still on its way."""
+        if not self.pending.ready():
+            return False
+        self._account()
+        self._request()
+        if self.pending.ready():
+            self._account()
+        return True
+
+    def catch_up(self) -> None:
+        """Account for all steps launched so far. It waits for the device."""
+        self._account()  # up to the last poll, after which residents may have changed
+        self._request()
+        self._account()
+
+    def _request(self) -> None:
+        self.pending: PendingCounts = self._counters.read_async()
+        """The counts of all steps up to the last poll."""
+        self._served = stack([layer.resident for layer in self._layers], self._counters.num_experts)
+
+    def _account(self) -> None:
+        self.ledger.account(self.pending.wait(), self._served)

@@ -1,0 +1,31 @@
+"""The table of one rank that the log shows at start."""
+
+from __future__ import annotations
+
+from sglang_uvm_offload.memory.protocol import MemoryInfo
+from sglang_uvm_offload.residency.status import RankStatus
+from sglang_uvm_offload.units import size
+
+
+def residency_table(status: RankStatus, memory: MemoryInfo, kv_tokens: int) -> str:
+    """The start-up table of one rank, from its status."""
+    layers, experts = status.num_layers, status.num_experts
+    rows = [
+        ("", "experts", "bytes"),
+        ("MoE layers", str(layers), ""),
+        ("routed and fused shared experts", str(experts), size(status.resident_bytes + status.offloaded_bytes)),
+        ("  resident in VRAM", str(status.resident_experts), size(status.resident_bytes)),
+        ("  offloaded to host RAM", str(status.offloaded_experts), size(status.offloaded_bytes)),
+        ("expert tensors left in plain VRAM", "", size(status.plain_bytes)),
+    ]
+    if status.stranded_bytes:
+        rows.append(("VRAM that offloaded experts may keep after moves", "", "about " + size(status.stranded_bytes)))
+    if status.draft_layers:
+        rows.append((f"draft model, {status.draft_layers} MoE layers, all resident", "", size(status.draft_bytes)))
+    rows += [
+        ("VRAM free now", "", f"{size(memory.device_free)} of {size(memory.device_total)}"),
+        ("host RAM free now", "", size(memory.host_available)),
+        ("KV cache room", "", f"{kv_tokens} tokens"),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in rows)

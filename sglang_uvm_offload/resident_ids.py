@@ -1,0 +1,86 @@
+"""The experts that a person wants resident: ``--expert-offload-resident-ids``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_uvm_offload.flags import flag_name
+
+MAX_IDS_FILE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class ResidentIds:
+    """The experts that a person wants resident: the same in every layer, or one list a layer."""
+
+    per_layer: tuple[frozenset[int], ...] | None
+    every_layer: frozenset[int] | None
+
+    @classmethod
+    def parse(cls, text: str) -> ResidentIds:
+        """Read ``0-63,70`` (empty items and spaces are harmless) or ``@file.json``. Raises ``ValueError`` with the reason."""
+        if text.strip().startswith("@"):
+            return cls(per_layer=_ids_file(Path(text.strip()[1:])), every_layer=None)
+        ids: set[int] = set()
+        for item in (part.strip() for part in text.split(",")):
+            if not item:
+                continue
+            ends = [end.strip() for end in item.split("-")]
+            if len(ends) > 2 or not all(end.isdecimal() and len(end) <= 6 for end in ends):
+                raise ValueError(f"{item!r} is neither an expert id nor a range like 0-63")
+            first, last = int(ends[0]), int(ends[-1])
+            if last < first:
+                raise ValueError(f"the range {item!r} runs backwards")
+            ids.update(range(first, last + 1))
+        if not ids:
+            raise ValueError("names no expert")
+        return cls(per_layer=None, every_layer=frozenset(ids))
+
+    def has_layer(self, index: int) -> bool:
+        """Whether the ``index``-th MoE layer of the model has ids."""
+        return self.per_layer is None or index < len(self.per_layer)
+
+    def of_layer(self, index: int) -> frozenset[int]:
+        """The ids for the ``index``-th MoE layer of the model."""
+        if self.every_layer is not None:
+            return self.every_layer
+        assert self.per_layer is not None
+        return self.per_layer[index]
+
+    def problems(self, num_layers: int, num_experts: int, num_resident: int) -> list[str]:
+        """Why these ids do not fit a model with so many MoE layers of so many routed experts, N of them resident."""
+        name = flag_name("resident_ids")
+        if self.per_layer is not None and len(self.per_layer) != num_layers:
+            return [f"{name}: lists {len(self.per_layer)} layers, but the model has {num_layers} MoE layers"]
+        out = []
+        lists = self.per_layer if self.per_layer is not None else (self.every_layer,)
+        too_high = sorted({i for ids in lists if ids for i in ids if i >= num_experts})
+        if too_high:
+            out.append(f"{name}: expert {too_high[0]} does not exist; the model's experts are 0-{num_experts - 1}")
+        total = sum(len(self.of_layer(index)) for index in range(num_layers))
+        if total > num_resident * num_layers:
+            out.append(
+                f"{name}: names {total} experts over {num_layers} layers, more than "
+                f"{flag_name('num_resident')} {num_resident} a layer allows ({num_resident * num_layers})"
+            )
+        return out
+
+
+def _ids_file(path: Path) -> tuple[frozenset[int], ...]:
+    try:
+        if path.stat().st_size > MAX_IDS_FILE_BYTES:
+            raise ValueError(f"{path} is larger than {MAX_IDS_FILE_BYTES >> 20} MiB")
+        lists = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(lists, list) or not lists or not all(isinstance(ids, list) for ids in lists):
+        raise ValueError(f"{path} must hold a JSON list with one list of expert ids for each MoE layer")
+    for number, ids in enumerate(lists):
+        bad = [i for i in ids if type(i) is not int or i < 0]
+        if bad:
+            raise ValueError(f"{path}: list {number} holds {bad[0]!r}, which is no expert id")
+    return tuple(frozenset(ids) for ids in lists)

@@ -1,0 +1,1 @@
+"""What the router picked: counted, kept between runs, recorded."""

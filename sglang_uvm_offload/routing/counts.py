@@ -1,0 +1,89 @@
+"""Counting which experts the router picked, on the device that computes, inside CUDA graphs too.
+
+For each layer and phase two counts an expert: *routed* tokens, and *activations*, the steps that used the expert, counted once
+however many tokens they sent to it. An activation of an offloaded expert in decode is one read of its weights over PCIe.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+ROUTED, ACTIVATIONS = 0, 1
+ALL_ROWS = 1 << 40
+"""More rows than a step has: every row counts."""
+
+
+class Phase(enum.IntEnum):
+    PREFILL = 0
+    DECODE = 1
+
+
+class IdFormat(enum.Enum):
+    """How expert ids lie in a ``[rows, top_k]`` tensor: one a number, or packed ``id << 16 | weight``."""
+
+    PLAIN = "plain"
+    PACKED = "packed"
+
+
+@dataclass(frozen=True)
+class RoutingCounts:
+    """Counts since the start: ``counts[layer, phase, kind, expert]`` (int64, kind ROUTED or ACTIVATIONS) and
+    ``steps[phase]``."""
+
+    counts: np.ndarray
+    steps: tuple[int, int]
+
+    def since(self, earlier: RoutingCounts) -> RoutingCounts:
+        return RoutingCounts(
+            self.counts - earlier.counts,
+            (self.steps[0] - earlier.steps[0], self.steps[1] - earlier.steps[1]),
+        )
+
+    def routed(self) -> np.ndarray:
+        """``[layer, expert]``: routed tokens in both phases."""
+        return self.counts[:, :, ROUTED].sum(axis=1)
+
+    def activations(self) -> np.ndarray:
+        """``[layer, expert]``: activations in both phases."""
+        return self.counts[:, :, ACTIVATIONS].sum(axis=1)
+
+
+class PendingCounts(Protocol):
+    """Counts on their way from the device. Any thread may use it."""
+
+    def ready(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+    def wait(self) -> RoutingCounts:
+        """The counts of all steps that were launched when they were asked for, and of no others."""
+
+
+class RoutingCounters(Protocol):
+    """The counters of one model's MoE layers. ``num_experts`` is the largest number of local experts of any layer."""
+
+    num_layers: int
+    num_experts: int
+
+    def begin_step(self, rows: int, phase: Phase) -> None:
+        """The layers that run from now on belong to a step of ``phase`` of which the first ``rows`` rows are tokens and
+        the rest padding; 0 rows: a dummy or capture run, which does not count."""
+
+    def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat) -> None:
+        """Count ``ids[rows, top_k]`` for row ``layer``. The id ``first_expert`` is local expert 0; ids outside the layer (-1,
+        other ranks' experts) do not count."""
+
+    def count_histogram(self, layer: int, histogram: torch.Tensor) -> None:
+        """Count a step for which only tokens an expert (int32 ``[num_experts]``) are known."""
+
+    def read(self) -> RoutingCounts:
+        """The counts after everything queued so far; waits for the device."""
+
+    def read_async(self) -> PendingCounts:
+        """Ask for the counts of all steps launched so far, without waiting. Call it between steps, outside any capture."""

@@ -1,0 +1,220 @@
+"""A profile: the routing that was counted of a model, kept from one run of the server to the next.
+
+A file is an ``npz`` with ``counts`` and ``steps`` of a ``RoutingCounts`` over all MoE layers and routed experts of the model,
+and ``about``, JSON in UTF-8 that says whose they are. It may come from anywhere, so it is data to be checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from sglang_uvm_offload.files import atomic as atomic_file
+from sglang_uvm_offload.files import npz
+from sglang_uvm_offload.routing.counts import Phase, RoutingCounts
+
+FORMAT = "sglang-uvm-offload profile"
+VERSION = 1
+LAYOUT = "sglang FusedMoE, experts by the checkpoint's ids"
+"""How SGLang numbers what is counted. Counts in another numbering (as expert relocation makes) would name other experts."""
+MAX_BYTES = 1 << 30
+MAX_ABOUT_BYTES = 1 << 20
+MAX_COUNT = 1 << 53
+HISTORY_STEPS = 1 << 16
+"""The decode steps, and prefill steps, that older runs weigh at most, so that what traffic has become shows."""
+
+
+class ProfileError(ValueError):
+    """The file is not a profile, or not one that can be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class RoutedModel:
+    """Whose routing a profile holds: ``name`` is that of the checkpoint, ``moe_layers`` are the decoder layers that route."""
+
+    name: str
+    architecture: str
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    top_k: int | None
+
+    def differences(self, other: RoutedModel) -> list[str]:
+        """What of ``other`` is not as it is here, in words."""
+        fields = (field.name for field in dataclasses.fields(self))
+        return [
+            f"{field} {getattr(other, field)}, not {getattr(self, field)}"
+            for field in fields
+            if getattr(self, field) != getattr(other, field)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """``seen`` has shape ``[moe_layers, phase, kind, num_experts]``; ``run`` names the start of the server that counted it."""
+
+    model: RoutedModel
+    seen: RoutingCounts
+    run: str = ""
+
+    @classmethod
+    def empty(cls, model: RoutedModel, run: str = "") -> Profile:
+        shape = (len(model.moe_layers), 2, 2, model.num_experts)
+        return cls(model, RoutingCounts(np.zeros(shape, dtype=np.int64), (0, 0)), run)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read and check a file. Raises ``ProfileError`` if it is not a profile that this version understands, ``OSError`` if
+        it cannot be opened."""
+        try:
+            about, counts, steps = npz.read(path, ("about", "counts", "steps"), MAX_BYTES)
+        except npz.NpzError as error:
+            raise ProfileError(str(error)) from error
+        model, run = _model_of(_json(about))
+        return cls(model, _checked(model, counts, steps), run)
+
+    def write(self, file: IO[bytes]) -> None:
+        """To a binary file; ``atomic_file.replace`` makes that safe."""
+        about = {"format": FORMAT, "version": VERSION, "layout": LAYOUT, "run": self.run, **dataclasses.asdict(self.model)}
+        encoded = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
+        np.savez(file, about=encoded, counts=self.seen.counts, steps=np.array(self.seen.steps, dtype=np.int64))
+
+    def part(self, layers: Sequence[int], experts: Sequence[range], width: int) -> RoutingCounts:
+        """What a rank would have counted that holds the decoder layers ``layers`` and of each the ids ``experts``, in its own
+        order, ``width`` experts wide."""
+        out = np.zeros((len(layers), 2, 2, width), dtype=np.int64)
+        for row, layer, ids in zip(out, layers, experts, strict=True):
+            row[:, :, : len(ids)] = self.seen.counts[self.model.moe_layers.index(layer), :, :, ids.start : ids.stop]
+        return RoutingCounts(out, self.seen.steps)
+
+    def with_part(self, layers: Sequence[int], experts: Sequence[range], seen: RoutingCounts) -> Profile:
+        """This profile with that rank's counts in place of what it held for them."""
+        counts = self.seen.counts.copy()
+        for row, layer, ids in zip(seen.counts, layers, experts, strict=True):
+            counts[self.model.moe_layers.index(layer), :, :, ids.start : ids.stop] = row[:, :, : len(ids)]
+        steps = (max(self.seen.steps[0], seen.steps[0]), max(self.seen.steps[1], seen.steps[1]))
+        return dataclasses.replace(self, seen=RoutingCounts(counts, steps))
+
+    def limited(self, steps: int = HISTORY_STEPS) -> Profile:
+        """The same rates, seen in at most ``steps`` steps of each phase."""
+        counts, scaled = self.seen.counts.copy(), list(self.seen.steps)
+        for phase in Phase:
+            if scaled[phase] > steps:
+                counts[:, phase] = counts[:, phase] * (steps / scaled[phase])
+                scaled[phase] = steps
+        return dataclasses.replace(self, seen=RoutingCounts(counts, (scaled[0], scaled[1])))
+
+
+def merge(profiles: Sequence[Profile]) -> Profile:
+    """All their routing together. Raises ``ProfileError`` if they are not of one model, or too much for one profile."""
+    first = profiles[0]
+    counts, steps = first.seen.counts, first.seen.steps
+    for other in profiles[1:]:
+        if different := first.model.differences(other.model):
+            raise ProfileError(f"profiles of two models cannot be merged: {'; '.join(different)}")
+        counts = counts + other.seen.counts
+        steps = (steps[0] + other.seen.steps[0], steps[1] + other.seen.steps[1])
+        if (most := max(*steps, int(counts.max(initial=0)))) > MAX_COUNT:
+            raise ProfileError(f"merged counts or steps come to {most}, more than {MAX_COUNT}")
+    return Profile(first.model, RoutingCounts(counts, steps))
+
+
+def load_for(name: str, architecture: str, paths: Sequence[Path]) -> tuple[Profile | None, list[str]]:
+    """The merged profile of those files that are of the model ``name``, None without any; and for each other file why it is not
+    used. Files of one model whose layers or experts differ are of two models."""
+    merged: Profile | None = None
+    problems = []
+    for path in paths:
+        try:
+            profile = Profile.load(path)
+            wanted = dataclasses.replace(profile.model, name=name, architecture=architecture)
+            if different := wanted.differences(profile.model):
+                raise ProfileError(f"is of another model: {'; '.join(different)}")
+            if not any(profile.seen.steps):
+                raise ProfileError("holds no routing yet")
+            merged = merge([profile] if merged is None else [merged, profile])
+        except (ProfileError, OSError) as error:
+            problems.append(f"{path}: {reason(error)}")
+    return merged, problems
+
+
+def reason(error: ProfileError | OSError) -> str:
+    """Why a profile could not be read or written, without the path: that of an ``OSError`` may be a temporary file's."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def model_name(path: str) -> str:
+    """The name of a checkpoint given as a folder, a folder of the Hugging Face cache, or a hub id; ``?`` stands for what cannot
+    be printed, so that a profile under that name is read again."""
+    parts = Path(path).parts
+    cached = next((part for part in parts if part.startswith("models--")), None)
+    name = cached.split("--")[-1] if cached else parts[-1] if parts else path
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
+
+
+def is_profile(path: Path) -> bool:
+    """Whether the file is a profile, of any version and of any model."""
+    try:
+        (about,) = npz.read(path, ("about",), MAX_ABOUT_BYTES)
+        _marked(about)
+    except (npz.NpzError, ProfileError):
+        return False
+    return True
+
+
+PROFILE_FILE = atomic_file.Kind("routing profile", is_profile)
+
+
+def _marked(about: np.ndarray) -> dict[str, Any]:
+    try:
+        out = json.loads(about.astype(np.uint8).tobytes().decode())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as error:
+        raise ProfileError(f"about is not JSON: {error}") from error
+    if not isinstance(out, dict) or out.get("format") != FORMAT:
+        raise ProfileError(f"is no {FORMAT}")
+    return out
+
+
+def _json(about: np.ndarray) -> dict[str, Any]:
+    out = _marked(about)
+    if out.get("version") != VERSION:
+        raise ProfileError(f"has version {out.get('version')!r} of the format, and this program reads {VERSION}")
+    if out.get("layout") != LAYOUT:
+        raise ProfileError(f"counts {out.get('layout')!r}, and this SGLang has {LAYOUT!r}")
+    return out
+
+
+def _model_of(about: dict[str, Any]) -> tuple[RoutedModel, str]:
+    layers, run = about.get("moe_layers"), about.get("run")
+    whole = [about.get("num_experts"), *(layers if isinstance(layers, list) else [None])]
+    if about.get("top_k") is not None:
+        whole.append(about["top_k"])
+    texts = [about.get("name"), about.get("architecture"), run]
+    if not all(type(value) is int and value >= 0 for value in whole) or not all(isinstance(text, str) for text in texts):
+        raise ProfileError("does not say what model it is of")
+    assert isinstance(layers, list)
+    for name in texts[:2]:
+        if not str(name).isprintable():  # it may come from anywhere, and goes to terminals and logs
+            raise ProfileError(f"is of {name!a}, which cannot be printed")
+    return (
+        RoutedModel(str(about["name"]), str(about["architecture"]), tuple(layers), about["num_experts"], about.get("top_k")),
+        str(run),
+    )
+
+
+def _checked(model: RoutedModel, counts: np.ndarray, steps: np.ndarray) -> RoutingCounts:
+    expected = (len(model.moe_layers), 2, 2, model.num_experts)
+    if counts.shape != expected or counts.dtype != np.int64:
+        raise ProfileError(f"counts are {counts.dtype} {list(counts.shape)}, not int64 {list(expected)}")
+    if steps.shape != (2,) or steps.dtype != np.int64:
+        raise ProfileError(f"steps are {steps.dtype} {list(steps.shape)}, not int64 [2]")
+    for name, values in (("counts", counts), ("steps", steps)):
+        if values.size and (int(values.min()) < 0 or int(values.max()) > MAX_COUNT):
+            raise ProfileError(f"{name} must be 0..{MAX_COUNT}, and are {values.min()}..{values.max()}")
+    return RoutingCounts(counts, (int(steps[0]), int(steps[1])))

@@ -1,0 +1,129 @@
+"""Measured routing: which experts each token of some requests used, layer by layer.
+
+A trace file is an ``npz`` with ``ids[token, layer, k]`` (integers; -1: no expert), ``seq_len[request]`` (tokens a request,
+the requests one after another in ``ids``) and the scalar ``num_experts``. It may come from anywhere, so it is data to be
+checked: nothing is unpickled, and the sizes that it declares are bounded before memory is taken for them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from sglang_uvm_offload.files import atomic as atomic_file
+from sglang_uvm_offload.files import npz
+
+MAX_ARRAY_BYTES = 4 << 30
+MAX_EXPERTS = 1 << 15
+
+
+class TraceError(ValueError):
+    """The file is not a trace, or not one that can be used; the message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Checked routing: ``ids`` int16 ``[tokens, layers, k]`` in ``-1..num_experts-1``, ``seq_len`` int64 ``[requests]``."""
+
+    ids: np.ndarray
+    seq_len: np.ndarray
+    num_experts: int
+
+    def __post_init__(self) -> None:
+        ids, seq_len = self.ids, self.seq_len
+        if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
+            raise TraceError(f"ids must be integers [token, layer, k], not {ids.dtype} {list(ids.shape)}")
+        if 0 in ids.shape[1:]:
+            raise TraceError(f"ids must hold at least one layer and one expert a token, not {list(ids.shape)}")
+        if seq_len.ndim != 1 or not np.issubdtype(seq_len.dtype, np.integer):
+            raise TraceError(f"seq_len must be integers [request], not {seq_len.dtype} {list(seq_len.shape)}")
+        if not 1 <= self.num_experts <= MAX_EXPERTS:
+            raise TraceError(f"num_experts must be 1..{MAX_EXPERTS}, not {self.num_experts}")
+        if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= self.num_experts):
+            raise TraceError(f"ids must be -1..{self.num_experts - 1}, and are {ids.min()}..{ids.max()}")
+        if seq_len.size and (int(seq_len.min()) < 0 or int(seq_len.max()) > len(ids)):
+            raise TraceError(f"seq_len must be 0..{len(ids)}, and is {seq_len.min()}..{seq_len.max()}")
+        if int(seq_len.sum(dtype=np.int64)) != len(ids):
+            raise TraceError(f"seq_len adds up to {seq_len.sum(dtype=np.int64)} tokens, ids has {len(ids)}")
+        object.__setattr__(self, "ids", ids.astype(np.int16, copy=False))
+        object.__setattr__(self, "seq_len", seq_len.astype(np.int64, copy=False))
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.seq_len)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.ids.shape[1])
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Trace:
+        """Read and check a file. Raises ``TraceError`` if it is not a trace, ``OSError`` if it cannot be opened."""
+        try:
+            ids, seq_len, num_experts = npz.read(path, ("ids", "seq_len", "num_experts"), MAX_ARRAY_BYTES)
+        except npz.NpzError as error:
+            raise TraceError(str(error)) from error
+        if num_experts.size != 1 or not np.issubdtype(num_experts.dtype, np.integer):
+            raise TraceError(f"num_experts must be one integer, not {num_experts.dtype} {list(num_experts.shape)}")
+        if seq_len.size == max(seq_len.shape, default=1):
+            seq_len = seq_len.reshape(-1)  # along one axis, whatever axes of 1 there are beside it
+        return cls(ids, seq_len, int(num_experts.reshape(())))
+
+    def save(self, file: str | os.PathLike[str] | IO[bytes]) -> None:
+        """Write the file, with a byte an id where that holds them. Not compressed: a server that ends has seconds for it, and
+        compressing what recording may hold takes longer."""
+        small = self.ids.size and self.ids.min() >= 0 and self.ids.max() <= np.iinfo(np.uint8).max
+        ids = self.ids.astype(np.uint8) if small else self.ids
+        np.savez(file, ids=ids, seq_len=self.seq_len, num_experts=np.int64(self.num_experts))
+
+    def split(self, fraction: float) -> tuple[range, range]:
+        """The first ``fraction`` (0..1) of the requests, and the others."""
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"the fraction must be 0..1, not {fraction}")
+        # Rounded before it is cut: .29 of 100 comes to 28.999999999999996.
+        first = int(round(self.num_requests * fraction, 6))
+        return range(first), range(first, self.num_requests)
+
+    def steps(self, requests: range, batch: int) -> np.ndarray:
+        """The tokens of each decode step when up to ``batch`` of ``requests`` run at once: int64 ``[steps, batch]``, rows of
+        ``ids``, -1 where a slot is idle. A step takes one token of each running request; where one ends the next begins."""
+        if batch < 1:
+            raise ValueError(f"the batch must be at least 1, not {batch}")
+        ends = np.cumsum(self.seq_len)
+        slot_steps = np.zeros(batch, dtype=np.int64)
+        placed = []
+        for request in requests:
+            slot, length = int(np.argmin(slot_steps)), int(self.seq_len[request])
+            placed.append((slot, int(slot_steps[slot]), length, int(ends[request]) - length))
+            slot_steps[slot] += length
+        steps = np.full((int(slot_steps.max()), batch), -1, dtype=np.int64)
+        for slot, start, length, token in placed:
+            steps[start : start + length, slot] = np.arange(token, token + length)
+        return steps
+
+    def activated(self, steps: np.ndarray) -> np.ndarray:
+        """``bool[steps, layers, experts]``: which experts each step (a row of tokens, as ``steps()`` gives) uses."""
+        count, batch = steps.shape
+        activated = np.zeros((count, self.num_layers, self.num_experts + 1), dtype=bool)
+        layers = np.arange(self.num_layers)[None, :, None]
+        for slot in range(batch):
+            running = np.flatnonzero(steps[:, slot] >= 0)
+            # The id -1 lands in the last column, which is not returned.
+            activated[running[:, None, None], layers, self.ids[steps[running, slot]]] = True
+        return activated[:, :, : self.num_experts]
+
+
+def is_trace(path: Path) -> bool:
+    """Whether the file has the arrays of a trace and no others. The ids are not read: there may be 4 GiB of them."""
+    try:
+        (num_experts,) = npz.read(path, ("num_experts",), max_bytes=64)
+        return npz.names(path) == {"ids", "seq_len", "num_experts"} and np.issubdtype(num_experts.dtype, np.integer)
+    except npz.NpzError:
+        return False
+
+
+TRACE_FILE = atomic_file.Kind("routing trace", is_trace)

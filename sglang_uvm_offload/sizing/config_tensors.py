@@ -1,0 +1,280 @@
+"""The tensors that a checkpoint with a given config.json holds, for planning without the checkpoint at hand.
+
+Written after the names, shapes and types in released checkpoints of these families; a config of another family, or in a
+quantisation whose tensors are not written down here, is refused: the headers of the checkpoint itself then tell.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_uvm_offload.sizing.moe_shape import MoeShape, moe_shape
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
+
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+MXFP4_BLOCK = 32
+"""Weights that share a scale of one byte."""
+
+
+_LIMITS = {
+    **{"num_hidden_layers": 4096, "num_nextn_predict_layers": 64},
+    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"), 1 << 16),
+}
+"""Far beyond any model: a config that exceeds them is broken, and is not to be counted through."""
+
+
+def check_counts(config: Mapping[str, Any]) -> None:
+    """Refuse counts of layers and experts that are no numbers, or such that going through them would not end."""
+    for name, limit in _LIMITS.items():
+        value = config.get(name)
+        if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit):
+            raise CheckpointError(f"the config's {name} is {value!r}, not a number up to {limit}")
+
+
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config's ``quantization_config``, empty without one."""
+    quant = config.get("quantization_config")
+    quant = {} if quant is None else quant
+    block = quant.get("weight_block_size") if isinstance(quant, dict) else "none"
+    lengths = block if isinstance(block, list) and len(block) == 2 else [1, 1] if block is None else []
+    if not lengths or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in lengths):
+        raise CheckpointError(f"the config's quantization_config is malformed: {quant!r:.200}")
+    return quant
+
+
+def tensors_of(config: Mapping[str, Any]) -> list[TensorInfo]:
+    """The tensors of a checkpoint with ``config`` (as in config.json), drafting layers included."""
+    writer = _Writer(config)
+    family = FAMILIES.get(config.get("model_type"))
+    if family is None:
+        raise CheckpointError(
+            f"the tensors of a {config.get('model_type')!r} checkpoint are not known from its config; give the checkpoint's "
+            f"folder (known from the config: {', '.join(FAMILIES)})"
+        )
+    layers = writer.size("num_hidden_layers")
+    writer.plain("model.embed_tokens.weight", writer.size("vocab_size"), writer.hidden)
+    for layer in range(layers):
+        _decoder_layer(writer, family, f"model.layers.{layer}", layer in writer.moe.moe_layers)
+    writer.plain("model.norm.weight", writer.hidden)
+    if not config.get("tie_word_embeddings"):
+        writer.plain("lm_head.weight", writer.size("vocab_size"), writer.hidden)
+    for draft in range(writer.size("num_nextn_predict_layers", 0)):
+        _draft_layer(writer, family, f"model.layers.{layers + draft}")
+    return writer.tensors
+
+
+class _Writer:
+    """Collects tensors, quantising the modules that the config's quantisation covers."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        check_counts(config)
+        self.config = config
+        moe = moe_shape(SimpleNamespace(**config))
+        if moe is None:
+            raise CheckpointError("the config describes no routed experts")
+        self.moe: MoeShape = moe
+        self.hidden = self.size("hidden_size")
+        self.dtype = DTYPES.get(config.get("torch_dtype") or config.get("dtype") or "bfloat16", "")
+        if not self.dtype:
+            raise CheckpointError(f"torch_dtype {config.get('torch_dtype')!r} is not one of {', '.join(DTYPES)}")
+        self.quant = quantization_of(config)
+        self.method = self.quant.get("quant_method")
+        if self.method not in (None, "fp8", "w8a8_int8", "gptq", "mxfp4"):
+            raise CheckpointError(
+                f"the tensors of a {self.method!r} checkpoint are not known from its config; give the checkpoint's folder"
+            )
+        self.left_alone = [*(self.quant.get("modules_to_not_convert") or ()), *(self.quant.get("ignore") or ())]
+        self.tensors: list[TensorInfo] = []
+
+    def size(self, name: str, default: int | None = None) -> int:
+        value = self.config.get(name, default)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
+            raise CheckpointError(f"the config's {name} is {value!r}, not a size")
+        return value
+
+    def plain(self, name: str, *shape: int, dtype: str | None = None) -> None:
+        self.tensors.append(TensorInfo(name, dtype or self.dtype, shape))
+
+    def linear(self, name: str, out: int, into: int, bias: bool = False) -> None:
+        """``name``.weight and what its quantisation adds. ``out`` x ``into``, as torch.nn.Linear has it."""
+        if self.method in (None, "mxfp4") or self._left_alone(name):
+            self.plain(f"{name}.weight", out, into)
+        elif self.method == "fp8":
+            self._fp8(name, out, into)
+        elif self.method == "w8a8_int8":
+            self.plain(f"{name}.weight", out, into, dtype="I8")
+            self.plain(f"{name}.weight_scale", out, 1, dtype="F32")
+        else:
+            self._gptq(name, out, into)
+        if bias:
+            self.plain(f"{name}.bias", out)
+
+    def mlp(self, name: str, size: int, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> None:
+        self.linear(f"{name}.{gate}", size, self.hidden)
+        self.linear(f"{name}.{up}", size, self.hidden)
+        self.linear(f"{name}.{down}", self.hidden, size)
+
+    def _fp8(self, name: str, out: int, into: int) -> None:
+        self.plain(f"{name}.weight", out, into, dtype="F8_E4M3")
+        block = self.quant.get("weight_block_size")
+        if block:
+            self.plain(f"{name}.weight_scale_inv", -(-out // block[0]), -(-into // block[1]), dtype="F32")
+        else:
+            self.plain(f"{name}.weight_scale", dtype="F32")
+            if self.quant.get("activation_scheme") == "static":
+                self.plain(f"{name}.input_scale", dtype="F32")
+
+    def _gptq(self, name: str, out: int, into: int) -> None:
+        bits, group = self.quant.get("bits"), self.quant.get("group_size")
+        if bits not in (4, 8) or not isinstance(group, int) or group < 1:
+            raise CheckpointError(f"GPTQ with bits {bits!r} and group_size {group!r}: give the checkpoint's folder")
+        groups = -(-into // group)
+        self.plain(f"{name}.qweight", into * bits // 32, out, dtype="I32")
+        self.plain(f"{name}.qzeros", groups, out * bits // 32, dtype="I32")
+        self.plain(f"{name}.scales", groups, out)
+        self.plain(f"{name}.g_idx", into, dtype="I32")
+
+    def _left_alone(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(name, f"{p}.*") for p in self.left_alone)
+
+
+def _decoder_layer(w: _Writer, family: Callable[[_Writer, str, bool], None], name: str, routed: bool) -> None:
+    w.plain(f"{name}.input_layernorm.weight", w.hidden)
+    w.plain(f"{name}.post_attention_layernorm.weight", w.hidden)
+    family(w, name, routed)
+
+
+def _draft_layer(w: _Writer, family: Callable[[_Writer, str, bool], None], name: str) -> None:
+    """The layer that NEXTN speculation drafts with. It repeats the model's embedding and head, but for GLM-5's."""
+    _decoder_layer(w, family, name, routed=True)
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        w.plain(f"{name}.{norm}.weight", w.hidden)
+    w.plain(f"{name}.eh_proj.weight", w.hidden, 2 * w.hidden)
+    if w.config.get("model_type") == "glm_moe_dsa":
+        return
+    w.plain(f"{name}.embed_tokens.weight", w.size("vocab_size"), w.hidden)
+    w.plain(f"{name}.shared_head.head.weight", w.size("vocab_size"), w.hidden)
+
+
+def _grouped_attention(w: _Writer, name: str, bias: bool, out_bias: bool = False) -> int:
+    """Query, key, value and output projections. Returns the size of a head."""
+    heads = w.size("num_attention_heads")
+    kv_heads = w.size("num_key_value_heads", heads)
+    head = w.size("head_dim", w.hidden // heads)
+    w.linear(f"{name}.q_proj", heads * head, w.hidden, bias)
+    w.linear(f"{name}.k_proj", kv_heads * head, w.hidden, bias)
+    w.linear(f"{name}.v_proj", kv_heads * head, w.hidden, bias)
+    w.linear(f"{name}.o_proj", w.hidden, heads * head, out_bias)
+    return head
+
+
+def _latent_attention(w: _Writer, name: str) -> None:
+    heads, latent, rope = w.size("num_attention_heads"), w.size("kv_lora_rank"), w.size("qk_rope_head_dim")
+    nope, value, query = w.size("qk_nope_head_dim"), w.size("v_head_dim"), w.size("q_lora_rank", 0)
+    if query:
+        w.linear(f"{name}.q_a_proj", query, w.hidden)
+        w.plain(f"{name}.q_a_layernorm.weight", query)
+        w.linear(f"{name}.q_b_proj", heads * (nope + rope), query)
+    else:
+        w.linear(f"{name}.q_proj", heads * (nope + rope), w.hidden)
+    w.linear(f"{name}.kv_a_proj_with_mqa", latent + rope, w.hidden)
+    w.plain(f"{name}.kv_a_layernorm.weight", latent)
+    w.linear(f"{name}.kv_b_proj", heads * (nope + value), latent)
+    w.linear(f"{name}.o_proj", w.hidden, heads * value)
+    if w.size("index_head_dim", 0):
+        index, size = f"{name}.indexer", w.size("index_head_dim")
+        w.linear(f"{index}.wq_b", w.size("index_n_heads") * size, query)
+        w.linear(f"{index}.wk", size, w.hidden)
+        w.plain(f"{index}.k_norm.weight", size)
+        w.plain(f"{index}.k_norm.bias", size)
+        w.plain(f"{index}.weights_proj.weight", w.size("index_n_heads"), w.hidden)
+
+
+def _experts(w: _Writer, name: str, size: int, **projections: str) -> None:
+    for expert in range(w.moe.num_experts):
+        w.mlp(f"{name}.{expert}", size, **projections)
+
+
+def _shared_and_routed(w: _Writer, name: str, routed: bool, correction: bool) -> None:
+    """DeepSeek's and GLM's: a dense MLP, or routed experts beside shared ones."""
+    if not routed:
+        return w.mlp(name, w.size("intermediate_size"))
+    size = w.size("moe_intermediate_size")
+    w.plain(f"{name}.gate.weight", w.moe.num_experts, w.hidden)
+    if correction:
+        w.plain(f"{name}.gate.e_score_correction_bias", w.moe.num_experts, dtype="F32")
+    if w.size("n_shared_experts", 0):
+        w.mlp(f"{name}.shared_experts", w.size("n_shared_experts") * size)
+    _experts(w, f"{name}.experts", size)
+
+
+def _deepseek(w: _Writer, name: str, routed: bool) -> None:
+    _latent_attention(w, f"{name}.self_attn")
+    _shared_and_routed(w, f"{name}.mlp", routed, correction=w.config.get("topk_method") == "noaux_tc")
+
+
+def _glm4(w: _Writer, name: str, routed: bool) -> None:
+    head = _grouped_attention(w, f"{name}.self_attn", bias=bool(w.config.get("attention_bias")))
+    if w.config.get("use_qk_norm"):
+        w.plain(f"{name}.self_attn.q_norm.weight", head)
+        w.plain(f"{name}.self_attn.k_norm.weight", head)
+    _shared_and_routed(w, f"{name}.mlp", routed, correction=True)
+
+
+def _qwen3(w: _Writer, name: str, routed: bool) -> None:
+    bias = bool(w.config.get("attention_bias"))
+    head = _grouped_attention(w, f"{name}.self_attn", bias, bias)
+    w.plain(f"{name}.self_attn.q_norm.weight", head)
+    w.plain(f"{name}.self_attn.k_norm.weight", head)
+    if not routed:
+        return w.mlp(f"{name}.mlp", w.size("intermediate_size"))
+    w.plain(f"{name}.mlp.gate.weight", w.moe.num_experts, w.hidden)
+    _experts(w, f"{name}.mlp.experts", w.size("moe_intermediate_size"))
+
+
+def _mixtral(w: _Writer, name: str, routed: bool) -> None:
+    _grouped_attention(w, f"{name}.self_attn", bias=False)
+    w.plain(f"{name}.block_sparse_moe.gate.weight", w.moe.num_experts, w.hidden)
+    _experts(w, f"{name}.block_sparse_moe.experts", w.size("intermediate_size"), gate="w1", down="w2", up="w3")
+
+
+def _olmoe(w: _Writer, name: str, routed: bool) -> None:
+    head = _grouped_attention(w, f"{name}.self_attn", bias=bool(w.config.get("attention_bias")))
+    heads = w.size("num_attention_heads")
+    w.plain(f"{name}.self_attn.q_norm.weight", heads * head)
+    w.plain(f"{name}.self_attn.k_norm.weight", w.size("num_key_value_heads", heads) * head)
+    w.plain(f"{name}.mlp.gate.weight", w.moe.num_experts, w.hidden)
+    _experts(w, f"{name}.mlp.experts", w.size("intermediate_size"))
+
+
+def _gpt_oss(w: _Writer, name: str, routed: bool) -> None:
+    """The experts of a layer are stacked in one tensor for each part, gate and up interleaved, with biases."""
+    bias = bool(w.config.get("attention_bias"))
+    _grouped_attention(w, f"{name}.self_attn", bias, bias)
+    w.plain(f"{name}.self_attn.sinks", w.size("num_attention_heads"))
+    experts, size = w.moe.num_experts, w.size("intermediate_size")
+    w.plain(f"{name}.mlp.router.weight", experts, w.hidden)
+    w.plain(f"{name}.mlp.router.bias", experts)
+    for part, out, into in (("gate_up_proj", 2 * size, w.hidden), ("down_proj", w.hidden, size)):
+        tensor = f"{name}.mlp.experts.{part}"
+        if w.method == "mxfp4":
+            blocks = -(-into // MXFP4_BLOCK)
+            w.plain(f"{tensor}_blocks", experts, out, blocks, MXFP4_BLOCK // 2, dtype="U8")
+            w.plain(f"{tensor}_scales", experts, out, blocks, dtype="U8")
+        else:
+            w.plain(tensor, experts, into, out)
+        w.plain(f"{tensor}_bias", experts, out)
+
+
+FAMILIES: dict[Any, Callable[[_Writer, str, bool], None]] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"), _deepseek),
+    "glm4_moe": _glm4,
+    "qwen3_moe": _qwen3,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "gpt_oss": _gpt_oss,
+}

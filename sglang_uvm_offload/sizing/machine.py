@@ -1,0 +1,162 @@
+"""A machine to plan for: the one there is, one of a few well-known ones, or one told by its figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_uvm_offload.memory.host_ram import host_available
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU. ``memory_mib`` is what nvidia-smi shows as its total; rates are in 1e9 bytes a second.
+
+    ``link_gbps`` is what a copy engine reaches over the GPU's link to host memory, below the link's nominal rate;
+    ``tflops`` is for dense bfloat16 with accumulation in float32. ``source`` says where the figures are from.
+    """
+
+    memory_mib: int
+    hbm_gbps: float
+    link_gbps: float
+    tflops: float
+    source: str
+
+
+PCIE4_GBPS = 25.0
+PCIE5_GBPS = 55.0
+"""What a copy engine reaches over 16 lanes: as assumed wherever a rate of the link was neither given nor measured. Reports say
+25.1 GB/s of an A100 on PCIe 4, and 56 GB/s of a copy engine on PCIe 5; NVIDIA states what the lanes carry, which is more."""
+_LINK4 = f"link: {PCIE4_GBPS:g} GB/s assumed of PCIe 4 x16 (reported: 25.1, of an A100)"
+_LINK5 = f"link: {PCIE5_GBPS:g} GB/s assumed of PCIe 5 x16 (reported: 56)"
+
+# Rates are NVIDIA's own where it publishes them: dense ones, so half of a figure "with sparsity". Memory is the total that
+# nvidia-smi shows, for which there is no document: it is below the size by which a card is sold.
+GPUS = {
+    # NVIDIA has no public document of the H20; these figures are third-party.
+    "H20": Gpu(97871, 4000, PCIE5_GBPS, 148, f"not NVIDIA's own: https://willitrunai.com/es/gpus/h20-96gb; {_LINK5}"),
+    # BFLOAT16 Tensor Core of the SXM: 1,979 TFLOPS with sparsity.
+    "H200": Gpu(
+        143771, 4800, PCIE5_GBPS, 989, f"NVIDIA H200 Tensor Core GPU: https://www.nvidia.com/en-us/data-center/h200/; {_LINK5}"
+    ),
+    # Appendix A: peak BF16 Tensor TFLOPS with FP32 accumulate 165.2.
+    "4090": Gpu(
+        24564,
+        1008,
+        PCIE4_GBPS,
+        165,
+        "NVIDIA Ada GPU Architecture: https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf; "
+        f"{_LINK4}",
+    ),
+    # Appendix A: peak BF16 Tensor TFLOPS with FP32 accumulate 209.5.
+    "5090": Gpu(
+        32607,
+        1792,
+        PCIE5_GBPS,
+        209,
+        "NVIDIA RTX Blackwell GPU Architecture: "
+        f"https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf; {_LINK5}",
+    ),
+}
+
+PRESET_HOST_GIB = {"8xH20": 1500, "4x4090": 512, "1xH200": 512, "1x5090": 192}
+"""Host RAM that presets come with where ``--host-gb`` gives none: assumed, such machines are sold with less and more."""
+
+
+class MachineError(ValueError):
+    """A description of a machine that names none. The message says what to give."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``gpus`` equal GPUs and the host RAM that they share. Bytes, and 1e9 bytes a second."""
+
+    name: str
+    gpus: int
+    vram_bytes: int
+    """Of one GPU, as nvidia-smi shows it."""
+    host_bytes: int
+    """That this server may take: what is available, where it is this machine."""
+    link_gbps: float
+    hbm_gbps: float
+    tflops: float
+    source: str
+
+
+def preset(name: str) -> Machine:
+    """``8xH20``, or any other count of a known GPU."""
+    match = re.fullmatch(r"(\d{1,3})x(\w+)", name)
+    kind = GPUS.get(match.group(2).upper()) if match else None
+    if match is None or kind is None or not int(match.group(1)):
+        raise MachineError(
+            f"{name!r} is none of {', '.join(PRESET_HOST_GIB)}; a preset is a count and one of {', '.join(GPUS)}"
+        )
+    gpus = int(match.group(1))
+    host = PRESET_HOST_GIB.get(name, 128 * gpus)
+    return Machine(
+        name,
+        gpus,
+        kind.memory_mib << 20,
+        host * GIB,
+        kind.link_gbps,
+        kind.hbm_gbps,
+        kind.tflops,
+        f"{kind.source}; host RAM of {host} GiB assumed",
+    )
+
+
+def of_gpus(gpus: Sequence[tuple[str, int]]) -> Machine:
+    """This machine, with the name and the bytes of each of its GPUs. Rates are 0 where the first is not in ``GPUS``. Raises
+    ``MachineError`` where there is none."""
+    if not gpus:
+        raise MachineError("this machine has no CUDA GPU: name one with --machine, or with --gpus, --vram-gb and --host-gb")
+    name = gpus[0][0]
+    words = re.split(r"\W+", name)
+    known = next((gpu for word, gpu in GPUS.items() if word in words), None)
+    return Machine(
+        f"{len(gpus)} x {name}",
+        len(gpus),
+        min(nbytes for _, nbytes in gpus),
+        host_available(),
+        known.link_gbps if known else 0,
+        known.hbm_gbps if known else 0,
+        known.tflops if known else 0,
+        "this machine" + (f"; rates: {known.source}" if known else ""),
+    )
+
+
+def describe(
+    base: Machine | None,
+    *,
+    gpus: int | None,
+    vram_gb: float | None,
+    host_gb: float | None,
+    link_gbps: float | None,
+    hbm_gbps: float | None,
+    tflops: float | None,
+) -> Machine:
+    """``base`` with the given figures (GiB, and 1e9 bytes a second) in place of its own; without one, all are to be given."""
+    given: dict[str, Any] = {
+        "gpus": gpus,
+        "vram_bytes": None if vram_gb is None else int(vram_gb * GIB),
+        "host_bytes": None if host_gb is None else int(host_gb * GIB),
+        "link_gbps": link_gbps,
+        "hbm_gbps": hbm_gbps,
+        "tflops": tflops,
+    }
+    values = {name: value for name, value in given.items() if value is not None}
+    if base is None:
+        base = Machine("given by its figures", 0, 0, 0, 0, 0, 0, "given")
+    elif values:
+        base = dataclasses.replace(base, name=f"{base.name}, adjusted", source=f"{base.source}; as given: {', '.join(values)}")
+    machine = dataclasses.replace(base, **values)
+    flags = ("--gpus", "--vram-gb", "--host-gb", "--link-gbps", "--hbm-gbps", "--tflops")
+    missing = [flag for flag, name in zip(flags, given, strict=True) if not getattr(machine, name) > 0]
+    if missing:
+        raise MachineError(f"{', '.join(missing)}: not known of this machine; give numbers above 0")
+    return machine

@@ -1,0 +1,196 @@
+"""What the planner is asked and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sglang_uvm_offload.sizing.machine import Machine
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be served at once. Without ``max_total_tokens``, every request may be as long as the context."""
+
+    context_length: int
+    requests: int = 1
+    prompt_tokens: int = 4096
+    """Of one request, for the prefill figures."""
+    max_total_tokens: int | None = None
+    """Tokens of KV cache on each rank, in place of requests x context."""
+    page_tokens: int = 64
+    """Tokens that the KV cache hands out at once: 64 is the most that SGLang's attention backends ask for by themselves."""
+    kv_cache_dtype: str = "bfloat16"
+    speculative: bool = False
+    """NEXTN: the model's drafting layers are loaded too, whole."""
+    draft_tokens: int = 4
+    """Tokens that one step verifies for a request, with ``speculative``."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """SGLang's sizes. Without ``dp_attention``, ``dp`` counts whole replicas; with it, groups of the ``tp`` ranks."""
+
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    dp: int = 1
+    dp_attention: bool = False
+
+    @property
+    def attn_tp(self) -> int:
+        return self.tp // self.dp if self.dp_attention else self.tp
+
+    @property
+    def moe_tp(self) -> int:
+        return self.tp // self.ep
+
+    @property
+    def replicas(self) -> int:
+        return 1 if self.dp_attention else self.dp
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.replicas
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """What stays out of the plan. None: as SGLang chooses."""
+
+    mem_fraction_static: float | None = None
+    headroom_gb: float = 1.0
+    chunked_prefill_size: int | None = None
+    cuda_graphs: bool = True
+    free_vram_bytes: int | None = None
+    """Free on every GPU before the server's processes start, where it can be asked; else all of it."""
+    image_bytes: int = 0
+    """Kept from the KV cache of each rank for images."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Every number that is neither in the checkpoint nor in a flag. None of them was measured on hardware by this project."""
+
+    context_gib: float = 0.8
+    """assumed: CUDA context, libraries and kernels of one rank"""
+    collectives_gib: float = 0.7
+    """assumed: NCCL and all-reduce buffers of a rank that has peers"""
+    driver_batch_mib: int = 128
+    """VRAM that the driver may hold beyond managed pages: it takes chunks in batches of 128 MiB (open GPU kernel modules)"""
+    process_gib: float = 4.0
+    """assumed: host RAM of one rank's process beside experts"""
+    read_efficiency: float = 0.63
+    """zero-copy reads by kernels against the copy engine: 35 of 56 GB/s, a public report on an H100"""
+    hbm_efficiency: float = 0.7
+    """assumed: share of VRAM bandwidth that decoding reaches"""
+    compute_efficiency: float = 0.5
+    """assumed: share of dense bfloat16 rate that prefill reaches"""
+    layer_overhead_us: float = 40.0
+    """assumed: launches of one decoder layer, on top of reading its weights"""
+    collective_us: float = 15.0
+    """assumed: one of a layer's two all-reduces at small batches, where ranks share layers"""
+    hot_half_share: float = 0.70
+    """assumed: share of the routing that the hotter half of a layer's experts gets; .55 to .91 are published, .50 is uniform"""
+    accepted_tokens: float = 2.5
+    """assumed: tokens that a step yields for a request on average, where drafts are verified"""
+    rows_per_read: int = 128
+    """assumed: rows that share one read of an expert's tile in prefill; host memory is mapped uncached, so that each further
+    block of rows reads it over the link again"""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of VRAM of one rank of a pipeline stage, and its share of host RAM."""
+
+    stage: int
+    layers: int
+    moe_layers: int
+    resident_experts: int
+    """Managed experts in VRAM, over layers."""
+    plain_weights: int
+    """Everything but routed experts, and expert tensors too small to place."""
+    resident_bytes: int
+    """Experts in VRAM: whole pages, each tensor rounded up to the driver's blocks."""
+    kv_bytes: int
+    driver_bytes: int
+    budget_bytes: int
+    """What SGLang grants weights and KV cache, less the headroom."""
+    host_bytes: int
+    """Offloaded experts, at start."""
+    host_bytes_after_moves: int
+    """At most, once residents have changed: pages that were once in host RAM stay there."""
+
+    @property
+    def used_bytes(self) -> int:
+        return self.plain_weights + self.resident_bytes + self.kv_bytes + self.driver_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        return self.budget_bytes - self.used_bytes
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Predicted, for one assumption on routing. Seconds and tokens a second."""
+
+    routing: str
+    hit_rate: float
+    """Share of a layer's routed activations that residents serve."""
+    requests: int
+    """Decoding at once, over all replicas."""
+    missed_experts: float
+    """Offloaded experts that one rank reads in a decode step, over its layers and summed over pipeline stages."""
+    missed_bytes: float
+    decode_step_s: float
+    decode_tokens_s: float
+    """Of all requests together."""
+    resident_step_s: float
+    """The same with every expert in VRAM, as if it fitted."""
+    prefill_chunk_s: float
+    prefill_tokens_s: float
+    resident_prefill_tokens_s: float
+    reread: int
+    """How often prefill reads an offloaded expert in one chunk."""
+
+    @property
+    def decode_ratio(self) -> float:
+        """Speed of decoding against fully resident, at most 1."""
+        return self.resident_step_s / self.decode_step_s
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``num_resident`` is None where nothing fits; ``problems`` then say why and ``needs`` what would do."""
+
+    model: str
+    machine: Machine
+    workload: Workload
+    parallel: Parallel
+    num_resident: int | None
+    num_experts: int
+    top_k: int
+    moe_layers: int
+    weights_bytes: int
+    expert_bytes: int
+    mem_fraction_static: float = 0.0
+    """As the flag would have it: before the headroom is taken off."""
+    headroom_gb: float = 0.0
+    chunked_prefill_size: int = 0
+    kv_tokens: int = 0
+    """Tokens of KV cache asked for on each rank."""
+    kv_token_bytes: float = 0.0
+    ranks: tuple[RankMemory, ...] = ()
+    """One for each pipeline stage; with ``num_resident`` None, with as many residents as VRAM holds."""
+    host_needed: int = 0
+    """Of the machine: offloaded experts of all ranks, and their processes."""
+    host_needed_after_moves: int = 0
+    speeds: tuple[Speed, ...] = ()
+    problems: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    assumptions: Assumptions = field(default_factory=Assumptions)
+
+    @property
+    def fits(self) -> bool:
+        return self.num_resident is not None

@@ -1,0 +1,127 @@
+"""A plan as a person reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from sglang_uvm_offload.sizing.plan import Plan, RankMemory, Speed
+from sglang_uvm_offload.units import size
+
+FORMULA = (
+    "decode step = max(computing, VRAM bytes / VRAM rate) + overhead of each layer + missed bytes / read rate",
+    "missed = distinct offloaded experts of a step: (E - N) (1 - (1 - k (1 - hit rate) / (E - N)) ^ tokens), in each MoE layer",
+    "prefill chunk = the same for a chunk of the prompt, an offloaded expert read once for each block of rows",
+)
+
+
+def render(plan: Plan) -> str:
+    """The plan, what it rests on, and the flags to paste."""
+    parts = [_question(plan), _memory(plan) if plan.ranks else "", _answer(plan)]
+    if plan.speeds:
+        parts += [_speed(plan.speeds), _basis(plan)]
+    parts += ["\n".join(f"note: {note}" for note in plan.notes)]
+    if plan.flags:
+        parts.append("To serve it:\n  python -m sglang.launch_server \\\n    " + " \\\n    ".join(plan.flags))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _question(plan: Plan) -> str:
+    machine, work, p = plan.machine, plan.workload, plan.parallel
+    share = plan.expert_bytes / plan.weights_bytes
+    gpus = f"{_counted(machine.gpus, 'GPU')} of {size(machine.vram_bytes)}"
+    ranks = f"tp {p.tp}, ep {p.ep}, pp {p.pp}, dp {p.dp}" + (" (attention)" if p.dp_attention else "")
+    return _table(
+        [
+            ("model", f"{plan.model}: {size(plan.weights_bytes)}, {share:.1%} of it routed experts"),
+            ("", f"{plan.moe_layers} MoE layers of {plan.num_experts} experts, {plan.top_k} a token"),
+            ("machine", f"{machine.name}: {gpus}, host RAM {size(machine.host_bytes)}"),
+            ("ranks", ranks),
+            (
+                "to serve",
+                f"{_counted(work.requests, 'request')}, context {work.context_length} tokens, KV cache in {work.kv_cache_dtype}"
+                + (", drafting layers loaded" if work.speculative else ""),
+            ),
+        ]
+    )
+
+
+def _memory(plan: Plan) -> str:
+    """One column a pipeline stage; stages that are alike share one."""
+    columns: list[tuple[str, RankMemory]] = []
+    for rank in plan.ranks:
+        same = columns and dataclasses.replace(rank, stage=0) == dataclasses.replace(columns[-1][1], stage=0)
+        name = f"stage {columns[-1][1].stage}-{rank.stage}" if same else f"stage {rank.stage}"
+        columns = [*columns[:-1], (name, columns[-1][1])] if same else [*columns, (name, rank)]
+    rows = [("one rank", *(name if plan.parallel.pp > 1 else "" for name, _ in columns))]
+    lines = (
+        ("weights beside placed experts", "plain_weights"),
+        ("resident experts", "resident_bytes"),
+        ("KV cache", "kv_bytes"),
+        ("driver's batches", "driver_bytes"),
+        ("granted by --mem-fraction-static", "budget_bytes"),
+        ("left over (more KV cache)", "spare_bytes"),
+        ("offloaded experts in host RAM", "host_bytes"),
+    )
+    rows += [(label, *(size(getattr(rank, name)) for _, rank in columns)) for label, name in lines]
+    rows.append(("", *("" for _ in columns)))
+    rows.append(("KV cache asked for", f"{plan.kv_tokens} tokens of {plan.kv_token_bytes / 1024:.1f} KiB"))
+    rows.append(("host RAM of all ranks", f"{size(plan.host_needed)} at start"))
+    rows.append(("", f"{size(plan.host_needed_after_moves)} at most, once residents have changed"))
+    return _table(rows)
+
+
+def _answer(plan: Plan) -> str:
+    if plan.num_resident is not None:
+        share = plan.num_resident / plan.num_experts
+        return f"It fits: {plan.num_resident} of {plan.num_experts} experts a layer resident ({share:.0%})."
+    lines = ["It does not fit:", *(f"  - {problem}" for problem in plan.problems)]
+    if plan.needs:
+        lines += ["One of these would do:", *(f"  - {need}" for need in plan.needs)]
+    return "\n".join(lines)
+
+
+def _speed(speeds: Sequence[Speed]) -> str:
+    header = ("predicted", "requests", "hit rate", "missed/step", "decode", "of resident", "prefill", "of resident")
+    rows = [header]
+    for speed in speeds:
+        rows.append(
+            (
+                speed.routing,
+                str(speed.requests),
+                f"{speed.hit_rate:.1%}",
+                f"{speed.missed_bytes / 1e6:.0f} MB",
+                f"{speed.decode_tokens_s:.1f} tok/s",
+                f"{speed.decode_ratio:.1%}",
+                f"{speed.prefill_tokens_s:.0f} tok/s",
+                f"{speed.prefill_tokens_s / speed.resident_prefill_tokens_s:.1%}",
+            )
+        )
+    return _table(rows)
+
+
+def _basis(plan: Plan) -> str:
+    machine, a = plan.machine, plan.assumptions
+    read = machine.link_gbps * a.read_efficiency
+    assumed = ", ".join(f"{field.name} {getattr(a, field.name)}" for field in dataclasses.fields(a))
+    lines = [
+        *FORMULA,
+        f"read rate {machine.link_gbps:g} GB/s x {a.read_efficiency} = {read:.1f} GB/s; VRAM rate {machine.hbm_gbps:g} GB/s x "
+        f"{a.hbm_efficiency}; {machine.tflops:g} TFLOPS x {a.compute_efficiency}; blocks of {a.rows_per_read} rows: "
+        f"{_counted(plan.speeds[0].reread, 'read')} of an offloaded expert in a prefill chunk",
+        f"rates: {machine.source}",
+        f"assumed, none of it measured by this project: {assumed}",
+    ]
+    return "\n".join(lines)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("s" if count > 1 else "")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    width = max(map(len, rows))
+    # A last cell that stands alone may be long, and sets no width.
+    cells = [(*row, *("" for _ in range(width - len(row)))) for row in rows]
+    widths = [max(len(r[c]) for r in rows if c < len(r) and (len(r) == width or c == 0)) for c in range(width)]
+    return "\n".join("  ".join(f"{cell:<{room}}" for cell, room in zip(row, widths, strict=True)).rstrip() for row in cells)

@@ -1,0 +1,329 @@
+"""Will it fit, with how many residents, and how fast: shapes and a machine in, a plan out. Pure, but for reading headers.
+
+A plan keeps the largest N with which every rank holds its weights, N experts of each layer and the KV cache within what
+SGLang grants, and the machine's host RAM holds the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.memory.layout import round_up
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.sizing.machine import GIB, Machine
+from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Plan, Reserve, Speed, Workload
+from sglang_uvm_offload.sizing.plan_report import render
+from sglang_uvm_offload.sizing.rank_memory import Case
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+from sglang_uvm_offload.sizing.speed import hit_rate_of, predict
+from sglang_uvm_offload.units import size
+
+__all__ = ["choose_num_resident", "plan", "render"]
+
+MAX_VRAM_GIB = 1024
+VRAM_STEP_GIB = 8
+"""How far, and in which steps, the search for a GPU that would do goes."""
+
+DEFAULT_KV_TOKENS = 32768
+"""Room that ``auto`` leaves in the KV cache of each rank where no flag asks for any: eight requests of 4096 tokens."""
+
+_N = flag_name("num_resident")
+_NO_DRAFTS = "the checkpoint has no drafting layers of its own to count"
+
+
+def plan(
+    model: CheckpointShape,
+    machine: Machine,
+    workload: Workload,
+    parallel: Parallel,
+    reserve: Reserve | None = None,
+    assumed: Assumptions | None = None,
+    hit_rate: float | None = None,
+) -> Plan:
+    """The plan for serving ``model``. ``hit_rate``: the measured share of routing that residents serve, where it is known."""
+    case = Case(model, machine, workload, parallel, reserve or Reserve(), assumed or Assumptions())
+    problems = shape_problems(case)
+    blank = Plan(
+        model=model.name,
+        machine=machine,
+        workload=workload,
+        parallel=parallel,
+        num_resident=None,
+        num_experts=model.num_experts,
+        top_k=model.top_k,
+        moe_layers=len(model.moe_layers),
+        weights_bytes=model.total_bytes,
+        expert_bytes=model.expert_bytes,
+        problems=tuple(problems),
+        assumptions=case.assumed,
+    )
+    if problems:
+        return blank
+    chosen = case.largest()
+    shown = case.most_in_vram() or 0
+    sized = dataclasses.replace(
+        blank,
+        num_resident=chosen,
+        mem_fraction_static=case.fraction,
+        headroom_gb=case.reserve.headroom_gb,
+        chunked_prefill_size=case.defaults.chunked_prefill_size,
+        kv_tokens=case.kv_tokens,
+        kv_token_bytes=max(case.kv_token_bytes(stage) for stage in range(parallel.pp)),
+        ranks=tuple(case.rank(stage, shown) for stage in range(parallel.pp)),
+        host_needed=case.host(shown, after_moves=False),
+        host_needed_after_moves=case.host(shown, after_moves=True),
+        notes=tuple(_notes(case, chosen)),
+    )
+    if chosen is None:
+        return dataclasses.replace(sized, problems=tuple(_shortages(case)), needs=tuple(_remedies(case)))
+    return dataclasses.replace(sized, speeds=_speeds(case, chosen, hit_rate), flags=_flags(case, chosen))
+
+
+def choose_num_resident(
+    model_path: str,
+    *,
+    parallel: Parallel,
+    vram_bytes: int,
+    free_vram_bytes: int,
+    host_bytes: int,
+    mem_fraction_static: float,
+    headroom_gb: float,
+    context_length: int,
+    max_running_requests: int | None = None,
+    max_total_tokens: int | None = None,
+    kv_cache_dtype: str = "bfloat16",
+    page_tokens: int = 64,
+    speculative: bool = False,
+    image_bytes: int = 0,
+) -> Plan:
+    """The plan behind ``--expert-offload-num-resident auto``: the most residents with which the KV cache still holds
+    ``max_total_tokens``, or ``max_running_requests`` requests of the full context. With neither given: one such request, and at
+    least ``DEFAULT_KV_TOKENS``.
+
+    ``model_path`` is a checkpoint's folder. ``vram_bytes`` is what SGLang takes for the size of a GPU, ``free_vram_bytes`` is
+    that of the GPU with least, before the server's processes start; ``host_bytes`` is what all ranks of this machine may take
+    together, the margin that offloading leaves included; ``mem_fraction_static`` is as SGLang resolved it, before the headroom.
+    Raises ``FlagError`` with what is missing and what would do.
+    """
+    auto = f"{_N} auto"
+    try:
+        model = load(Path(model_path))
+    except CheckpointError as error:
+        raise FlagError([f"{auto}: {error}; give a number"]) from error
+    uncounted = _uncounted(model, speculative)
+    if uncounted:
+        raise FlagError([f"{auto}: {reason}; give a number" for reason in uncounted])
+    # SGLang has accepted this context; what its scaling allows may exceed what the config names.
+    model = dataclasses.replace(model, context_length=max(model.context_length, context_length))
+    machine = Machine("this machine", parallel.ranks, vram_bytes, host_bytes, 1, 1, 1, "this machine")
+    if max_running_requests is None and max_total_tokens is None:
+        max_total_tokens = max(round_up(context_length, page_tokens), DEFAULT_KV_TOKENS)
+    workload = Workload(
+        context_length,
+        max_running_requests or 1,
+        max_total_tokens=max_total_tokens,
+        page_tokens=page_tokens,
+        kv_cache_dtype=kv_cache_dtype,
+        speculative=speculative,
+    )
+    reserve = Reserve(mem_fraction_static, headroom_gb, free_vram_bytes=free_vram_bytes, image_bytes=image_bytes)
+    result = plan(model, machine, workload, parallel, reserve)
+    if result.num_resident is None:
+        needs = [f"what would do: {need}" for need in result.needs]
+        raise FlagError([f"{auto}: {line}" for line in (*result.problems, *needs)])
+    return result
+
+
+def _uncounted(model: CheckpointShape, speculative: bool) -> list[str]:
+    """What takes VRAM on this model's ranks that is not in a plan's bytes."""
+    out = []
+    if model.kv.stateless_layers:
+        out.append(f"the state of {len(model.kv.stateless_layers)} layers with linear attention is not counted")
+    if speculative and not model.draft_layers:
+        out.append(_NO_DRAFTS)
+    return out
+
+
+def shape_problems(case: Case) -> list[str]:
+    """Why these ranks cannot divide this model, or this is no question to ask of it, whatever the memory."""
+    m, p, out = case.model, case.parallel, []
+    if min(p.tp, p.ep, p.pp, p.dp) < 1:
+        return ["--tp-size, --ep-size, --pp-size and --dp-size must be 1 or more"]
+    if p.ranks > case.machine.gpus:
+        out.append(f"{p.ranks} ranks need {p.ranks} GPUs, and the machine has {case.machine.gpus}")
+    if p.tp % p.ep:
+        out.append(f"--ep-size {p.ep}: must divide --tp-size {p.tp}")
+    if p.dp_attention and p.tp % p.dp:
+        out.append(f"--dp-size {p.dp} with --enable-dp-attention: must divide --tp-size {p.tp}")
+    if out:
+        return out
+    if m.num_experts % p.ep:
+        out.append(f"--ep-size {p.ep}: does not divide the model's {m.num_experts} experts")
+    if m.heads % p.attn_tp:
+        out.append(f"--tp-size {p.tp}: its {p.attn_tp} ranks of attention do not divide the model's {m.heads} heads")
+    if p.pp > m.num_layers:
+        out.append(f"--pp-size {p.pp}: the model has {m.num_layers} layers")
+    if m.quantization != "mxfp4" and m.expert_size % (p.moe_tp * m.scale_block):
+        cut = f"{p.moe_tp} ranks do not divide an expert's {m.expert_size} hidden units"
+        blocks = f" into blocks of {m.scale_block} that share a scale" if m.scale_block > 1 else ""
+        out.append(f"--tp-size {p.tp} with --ep-size {p.ep}: {cut}{blocks}; raise --ep-size")
+    if case.workload.context_length > m.context_length:
+        out.append(f"--context-length {case.workload.context_length}: the model allows {m.context_length}")
+    if case.workload.kv_cache_dtype not in DTYPE_BYTES:
+        out.append(f"--kv-cache-dtype {case.workload.kv_cache_dtype}: must be one of {', '.join(DTYPE_BYTES)}")
+    if case.workload.speculative and not m.draft_layers:
+        out.append(_NO_DRAFTS)
+    accepted, drafts = case.assumed.accepted_tokens, case.workload.draft_tokens
+    if case.workload.speculative and not 1 <= accepted <= drafts:
+        out.append(
+            f"--accepted-tokens {accepted:g}: a step with --speculative-num-draft-tokens {drafts} yields 1 to {drafts} tokens"
+        )
+    return out
+
+
+def _shortages(case: Case) -> list[str]:
+    """Which memory is short, and what takes it."""
+    if not case.budget:
+        return [_nothing_granted(case)]
+    worst = min((case.rank(stage, 0) for stage in range(case.parallel.pp)), key=lambda rank: rank.spare_bytes)
+    if worst.spare_bytes < 0:
+        return [
+            f"VRAM: with no expert resident a rank needs {size(worst.used_bytes)} ({size(worst.plain_weights)} of weights "
+            f"beside experts, {size(worst.kv_bytes)} of KV cache for {case.kv_tokens} tokens), and "
+            f"{size(case.budget)} of its {size(case.machine.vram_bytes)} are granted"
+        ]
+    most = case.most_in_vram() or 0
+    return [
+        f"host RAM: with {most} of {case.model.num_experts} experts a layer resident, the most that VRAM holds, "
+        f"{size(case.host(most, after_moves=False))} are needed, and {size(case.machine.host_bytes)} are there"
+    ]
+
+
+def _nothing_granted(case: Case) -> str:
+    """What takes all of a GPU before a single weight is there."""
+    reserve, vram = case.reserve, case.machine.vram_bytes
+    taken = [f"{flag_name('headroom_gb')} {reserve.headroom_gb}", f"{size(case.taken_before_loading)} that CUDA takes"]
+    if reserve.mem_fraction_static is None:
+        chunk, kept = case.defaults.chunked_prefill_size, size(case.defaults.reserved_bytes)
+        taken.insert(0, f"{kept} that SGLang keeps for --chunked-prefill-size {chunk} and CUDA graphs")
+    else:
+        taken.insert(0, f"{1 - reserve.mem_fraction_static:.1%} that --mem-fraction-static {reserve.mem_fraction_static} keeps")
+    if reserve.free_vram_bytes is not None:
+        taken.append(f"{size(vram - reserve.free_vram_bytes)} in use before the start")
+    if reserve.image_bytes:
+        taken.append(f"{size(reserve.image_bytes)} for images")
+    return f"VRAM: a GPU of {size(vram)} is too small: nothing is left for weights beside {', '.join(taken)}"
+
+
+def _remedies(case: Case) -> list[str]:
+    """What would do instead, one change at a time."""
+    out = []
+    most = case.most_in_vram()
+    if most is not None:
+        out.append(f"host RAM of {size(case.host(most, after_moves=False))}")
+    elif _tokens_that_fit(case) > 0:
+        out.append(
+            f"a KV cache of at most {_tokens_that_fit(case)} tokens a rank (--max-total-tokens, fewer requests or a shorter "
+            f"--context-length), and {size(case.host(0, after_moves=False))} of host RAM"
+        )
+    steps = range(case.machine.vram_bytes // GIB // VRAM_STEP_GIB * VRAM_STEP_GIB, MAX_VRAM_GIB + 1, VRAM_STEP_GIB)
+    vram = next((each for each in steps[1:] if _with_vram(case, each).largest() is not None), None)
+    if vram is not None:
+        out.append(f"GPUs of {vram} GiB each, with the host RAM that is there")
+    for tp in (tp for tp in (2, 4, 8, 16, 32) if tp > case.parallel.tp):
+        ranks, host = _with_tp(case, tp)
+        if host:
+            out.append(f"{ranks} such GPUs with --tp-size {tp}, and {size(host)} of host RAM")
+            break
+    return out
+
+
+def _tokens_that_fit(case: Case) -> int:
+    stages = range(case.parallel.pp)
+    room = min(case.budget - case.rank(stage, 0).used_bytes + case.pool_bytes(stage) for stage in stages)
+    # At least a byte: where all attention is linear a token takes none.
+    return max(0, int(room / max(1.0, *(case.kv_token_bytes(stage) for stage in stages))))
+
+
+def _with_vram(case: Case, gib_each: int) -> Case:
+    """The same question on GPUs of ``gib_each`` GiB, of which others use as much as of these."""
+    bigger = dataclasses.replace(case.machine, vram_bytes=gib_each * GIB)
+    free = case.reserve.free_vram_bytes
+    free = None if free is None else free + bigger.vram_bytes - case.machine.vram_bytes
+    return dataclasses.replace(case, machine=bigger, reserve=dataclasses.replace(case.reserve, free_vram_bytes=free))
+
+
+def _with_tp(case: Case, tp: int) -> tuple[int, int]:
+    """(ranks, the host RAM that they would need), 0 bytes where so many GPUs do not do."""
+    parallel = dataclasses.replace(case.parallel, tp=tp, ep=1 if case.parallel.ep == 1 else tp)
+    plenty = dataclasses.replace(case.machine, gpus=parallel.ranks, host_bytes=1 << 62)
+    wider = dataclasses.replace(case, parallel=parallel, machine=plenty)
+    chosen = None if shape_problems(wider) else wider.largest()
+    return parallel.ranks, 0 if chosen is None else wider.host(chosen, after_moves=False)
+
+
+def _notes(case: Case, chosen: int | None) -> list[str]:
+    out = []
+    if case.model.kv.stateless_layers:
+        out.append(f"{len(case.model.kv.stateless_layers)} layers have linear attention: their state is not counted")
+    if not case.model.from_headers:
+        out.append("bytes are derived from the config; with the checkpoint's folder they would be read off its headers")
+    if chosen is None:
+        return out
+    if chosen == case.model.num_experts:
+        out.append("every expert fits in VRAM: offloading is not needed")
+    elif chosen < case.model.top_k:
+        out.append(f"fewer residents than a token chooses ({case.model.top_k}): every step reads over the link in each layer")
+    stranded = max(case.stranded_bytes(stage, chosen) for stage in range(case.parallel.pp))
+    if stranded > case.reserve.headroom_gb * GIB and chosen < case.model.num_experts:
+        whole = "" if case.parallel.ep == case.parallel.tp else ", or less of it with a larger --ep-size"
+        out.append(
+            f"offloaded experts may keep about {size(stranded)} of VRAM on a rank as residents change, in blocks of 2 MiB that "
+            f"they share with residents (never measured): leave more {flag_name('headroom_gb')} if VRAM gets full{whole}"
+        )
+    needed = case.host(chosen, after_moves=True)
+    if needed > case.machine.host_bytes:
+        out.append(
+            f"host RAM may grow to {size(needed)} as residents change, as pages that experts leave behind are kept, and "
+            f"{size(case.machine.host_bytes)} are there: choose residents for good ({flag_name('resident_selection')} "
+            "first_n or manual)"
+        )
+    return out
+
+
+def _flags(case: Case, chosen: int) -> tuple[str, ...]:
+    p, w = case.parallel, case.workload
+    out = [f"--model-path {case.model.name}", f"--tp-size {p.tp}"]
+    out += [f"--ep-size {p.ep}"] if p.ep > 1 else []
+    out += [f"--pp-size {p.pp}"] if p.pp > 1 else []
+    out += [f"--dp-size {p.dp}"] if p.dp > 1 else []
+    out += ["--enable-dp-attention"] if p.dp_attention else []
+    out += [f"--mem-fraction-static {case.fraction}", f"--chunked-prefill-size {case.defaults.chunked_prefill_size}"]
+    out += [f"--context-length {w.context_length}", f"--max-running-requests {w.requests}"]
+    out += [f"--max-total-tokens {w.max_total_tokens}"] if w.max_total_tokens is not None else []
+    out += [f"--kv-cache-dtype {w.kv_cache_dtype}"] if w.kv_cache_dtype != "bfloat16" else []
+    out += ["--speculative-algorithm NEXTN"] if w.speculative else []
+    if chosen < case.model.num_experts:
+        out += [f"{flag_name('num_resident')} {chosen}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]
+    return tuple(out)
+
+
+def _speeds(case: Case, chosen: int, hit_rate: float | None) -> tuple[Speed, ...]:
+    residency = chosen / case.model.num_experts
+    skewed = hit_rate_of(residency, case.assumed.hot_half_share)
+    routings = [("uniform", residency), (f"skewed: the hotter half gets {case.assumed.hot_half_share:.0%}", skewed)]
+    if hit_rate is not None:
+        routings = [("hit rate as given", hit_rate)]
+    batches = sorted({1, case.workload.requests})
+    stages = [case.cost(stage) for stage in range(case.parallel.pp)]
+    return tuple(
+        predict(
+            *(name, share, chosen, case.model.num_experts, case.model.top_k, stages, case.machine, case.workload),
+            *(case.parallel, batch, case.defaults.chunked_prefill_size, case.assumed),
+        )
+        for batch in batches
+        for name, share in routings
+    )

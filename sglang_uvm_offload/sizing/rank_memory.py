@@ -1,0 +1,263 @@
+"""How many bytes each rank takes, of VRAM and of host RAM, and whether a machine has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+
+from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES
+from sglang_uvm_offload.memory.layout import PAGE_BYTES, ExpertLayout, round_up, whole_blocks
+from sglang_uvm_offload.sizing import sglang_memory
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, LayerShape
+from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.sizing.machine import GIB, Machine
+from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, RankMemory, Reserve, Workload
+from sglang_uvm_offload.sizing.speed import StageCost
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One question. Methods with a ``stage`` speak of one rank of that pipeline stage; ranks of a stage are equal, but for
+    expert-parallel ones, of which the one that takes most is meant."""
+
+    model: CheckpointShape
+    machine: Machine
+    workload: Workload
+    parallel: Parallel
+    reserve: Reserve
+    assumed: Assumptions
+
+    # What SGLang grants
+
+    @cached_property
+    def defaults(self) -> sglang_memory.Defaults:
+        return sglang_memory.defaults(
+            self.machine.vram_bytes,
+            tp=self.parallel.tp,
+            pp=self.parallel.pp,
+            dp_attention=self.parallel.dp if self.parallel.dp_attention else 1,
+            latent_attention=bool(self.model.kv.latent),
+            max_running_requests=self.workload.requests,
+            chunked_prefill_size=self.reserve.chunked_prefill_size,
+            cuda_graphs=self.reserve.cuda_graphs,
+        )
+
+    @cached_property
+    def fraction(self) -> float:
+        given = self.reserve.mem_fraction_static
+        return self.defaults.mem_fraction_static if given is None else given
+
+    @property
+    def taken_before_loading(self) -> int:
+        """Of what is free before the server's processes start, by those."""
+        return int((self.assumed.context_gib + (self.assumed.collectives_gib if self.parallel.ranks > 1 else 0)) * GIB)
+
+    @cached_property
+    def budget(self) -> int:
+        """Bytes for weights and KV cache on a rank: of what is free before loading, the static fraction less the headroom. 0
+        where there is nothing, for on a small GPU both may be less than nothing."""
+        free = self.reserve.free_vram_bytes
+        free = self.machine.vram_bytes if free is None else free
+        granted = self.fraction - self.reserve.headroom_gb * GIB / self.machine.vram_bytes
+        return max(0, int(max(0, free - self.taken_before_loading) * max(0.0, granted)) - self.reserve.image_bytes)
+
+    # What a rank holds
+
+    @cached_property
+    def stages(self) -> list[range]:
+        return sglang_memory.pipeline_stages(self.model.num_layers, self.parallel.pp)
+
+    def decoder_layers(self, stage: int) -> list[LayerShape]:
+        return [self.model.layers[index] for index in self.stages[stage]]
+
+    def drafts(self) -> tuple[LayerShape, ...]:
+        return self.model.draft_layers if self.workload.speculative else ()
+
+    def expert_tensors(self, layer: LayerShape) -> Iterator[tuple[int, bool]]:
+        """(bytes of one expert on one rank, whether placed expert by expert) for each tensor of the layer's experts."""
+        for part in layer.experts:
+            padded = part.nbytes * self._padding() if part.name.endswith((".blocks", ".scales")) else part.nbytes
+            nbytes = -(-int(padded) // (self.parallel.moe_tp if part.split else 1))
+            yield nbytes, nbytes >= PAGE_BYTES
+
+    def _padding(self) -> float:
+        """How much MXFP4 tensors grow at load, at most: kernels round hidden units up to 128 and the hidden size to 256
+        (``layers/quantization/mxfp4.py``)."""
+        if self.model.quantization != "mxfp4":
+            return 1.0
+        size = -(-self.model.expert_size // self.parallel.moe_tp)
+        return round_up(size, 128) * round_up(self.model.hidden_size, 256) / (size * self.model.hidden_size)
+
+    @cached_property
+    def local_experts(self) -> int:
+        return self.model.num_experts // self.parallel.ep
+
+    def local_residents(self, num_resident: int) -> int:
+        """Of the rank that keeps most of a layer's N residents."""
+        return -(-num_resident // self.parallel.ep)
+
+    def plain_bytes(self, stage: int) -> int:
+        """VRAM beside placed experts: dense weights, and expert tensors too small to place."""
+        p = self.parallel
+        total = self.model.other
+        layers = [*self.decoder_layers(stage), *self.drafts()]
+        for layer in layers:
+            keys_values = -(-layer.keys_values // min(p.attn_tp, self.model.kv.heads))
+            total += -(-layer.attention // p.attn_tp) + keys_values + -(-layer.feed_forward // p.tp) + layer.replicated
+            total += sum(nbytes * self.local_experts for nbytes, placed in self.expert_tensors(layer) if not placed)
+        for layer in self.drafts():
+            total += sum(whole_blocks(nbytes * self.local_experts) for nbytes, placed in self.expert_tensors(layer) if placed)
+        # With attention in groups, each group keeps the vocabulary for itself.
+        if stage == 0:
+            total += -(-self.model.embedding // p.attn_tp)
+        if stage == p.pp - 1:
+            tied = self.model.embedding if p.pp > 1 and not self.model.head else 0
+            total += -(-(self.model.head + tied) // p.attn_tp)
+        return total
+
+    @cached_property
+    def placed(self) -> list[Counter[int]]:
+        """For each stage, the tensors of placed experts: bytes of one expert on one rank -> number of such tensors."""
+        return [
+            Counter(n for layer in self.decoder_layers(stage) for n, placed in self.expert_tensors(layer) if placed)
+            for stage in range(self.parallel.pp)
+        ]
+
+    def resident_bytes(self, stage: int, num_resident: int) -> int:
+        """VRAM of the placed experts, wherever among their neighbours the residents lie."""
+        residents = self.local_residents(num_resident)
+        pages = {n: most_pages(self.local_experts, n, residents) for n in self.placed[stage]}
+        return sum(count * whole_blocks(pages[n] * PAGE_BYTES) for n, count in self.placed[stage].items())
+
+    def stranded_bytes(self, stage: int, num_resident: int) -> int:
+        """VRAM that offloaded experts are expected to keep beside the residents', once residents have changed often."""
+        residents = self.local_residents(num_resident)
+        placed = self.placed[stage].items()
+        return sum(count * ExpertLayout(self.local_experts, n).stranded_bytes(residents) for n, count in placed)
+
+    def offloaded_bytes(self, stage: int, num_resident: int) -> int:
+        """Host RAM of the experts that one rank does not keep. The rank with fewest residents has most."""
+        residents = num_resident // self.parallel.ep
+        pages = {n: host_pages(self.local_experts, n, residents) for n in self.placed[stage]}
+        return sum(count * pages[n] * PAGE_BYTES for n, count in self.placed[stage].items())
+
+    @cached_property
+    def kv_tokens(self) -> int:
+        """Slots of KV cache that a rank needs."""
+        if self.workload.max_total_tokens is not None:
+            return self.workload.max_total_tokens
+        return round_up(self.workload.context_length, self.workload.page_tokens) * self.requests_of_rank
+
+    @property
+    def requests_of_rank(self) -> int:
+        return -(-self.workload.requests // self.parallel.dp)
+
+    def kv_token_bytes(self, stage: int) -> float:
+        kv, itemsize = self.model.kv, DTYPE_BYTES[self.workload.kv_cache_dtype]
+        drafts = kv.layer_bytes(self.parallel.attn_tp, itemsize) * len(self.drafts())
+        return kv.pool_bytes(self.stages[stage], self.parallel.attn_tp, itemsize) + drafts
+
+    def pool_bytes(self, stage: int) -> int:
+        return int(self.kv_tokens * self.kv_token_bytes(stage))
+
+    def kv_bytes(self, stage: int) -> int:
+        """The pools, and the table of each request's slots (4 bytes a token of context)."""
+        return self.pool_bytes(stage) + 4 * self.requests_of_rank * self.workload.context_length
+
+    @cached_property
+    def fixed_bytes(self) -> list[int]:
+        """For each stage, the VRAM of one rank beside placed experts."""
+        driver = self.assumed.driver_batch_mib << 20
+        return [self.plain_bytes(stage) + self.kv_bytes(stage) + driver for stage in range(self.parallel.pp)]
+
+    def rank(self, stage: int, num_resident: int) -> RankMemory:
+        moe = [layer for layer in self.decoder_layers(stage) if layer.experts]
+        return RankMemory(
+            stage=stage,
+            layers=len(self.stages[stage]),
+            moe_layers=len(moe),
+            resident_experts=self.local_residents(num_resident) * len(moe),
+            plain_weights=self.plain_bytes(stage),
+            resident_bytes=self.resident_bytes(stage, num_resident),
+            kv_bytes=self.kv_bytes(stage),
+            driver_bytes=self.assumed.driver_batch_mib << 20,
+            budget_bytes=self.budget,
+            host_bytes=self.offloaded_bytes(stage, num_resident),
+            host_bytes_after_moves=self.offloaded_bytes(
+                stage, 0 if 0 < num_resident < self.model.num_experts else num_resident
+            ),
+        )
+
+    def host(self, num_resident: int, after_moves: bool) -> int:
+        """Host RAM that all ranks need, and the margin that offloading leaves to the machine."""
+        p = self.parallel
+        ranks = (self.rank(stage, num_resident) for stage in range(p.pp))
+        experts = sum(r.host_bytes_after_moves if after_moves else r.host_bytes for r in ranks) * p.tp * p.replicas
+        return experts + int(self.assumed.process_gib * GIB) * p.ranks + HOST_MARGIN_BYTES
+
+    # Choosing
+
+    def in_vram(self, num_resident: int) -> bool:
+        return all(
+            self.fixed_bytes[stage] + self.resident_bytes(stage, num_resident) <= self.budget
+            for stage in range(self.parallel.pp)
+        )
+
+    def in_host(self, num_resident: int) -> bool:
+        return self.host(num_resident, after_moves=False) <= self.machine.host_bytes
+
+    def most_in_vram(self) -> int | None:
+        """The most residents that VRAM holds, None where there is no room even without any. What VRAM takes only grows with
+        the residents."""
+        low, high = -1, self.model.num_experts
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.in_vram(middle) else (low, middle - 1)
+        return low if low >= 0 else None
+
+    def largest(self) -> int | None:
+        """N, the most residents that VRAM holds, None where the machine cannot hold the rest. What host RAM takes only
+        shrinks with the residents, so that no smaller N fits where the largest does not."""
+        most = self.most_in_vram()
+        return most if most is not None and self.in_host(most) else None
+
+    # What it reads and computes
+
+    def cost(self, stage: int) -> StageCost:
+        p, layers = self.parallel, self.decoder_layers(stage)
+        embedding = -(-self.model.embedding // p.attn_tp) if stage == 0 and self.model.head else 0
+        drafts = sum(
+            whole_blocks(nbytes * self.local_experts)
+            for d in self.drafts()
+            for nbytes, placed in self.expert_tensors(d)
+            if placed
+        )
+        kv = self.model.kv.read_bytes(
+            self.stages[stage], p.attn_tp, DTYPE_BYTES[self.workload.kv_cache_dtype], self.workload.context_length
+        )
+        return StageCost(
+            layers=len(layers),
+            dense_bytes=self.plain_bytes(stage) - embedding - drafts,
+            dense_flops=2 * sum(layer.parameters for layer in layers) / p.tp,
+            expert_layers=tuple(sum(n for n, _ in self.expert_tensors(layer)) for layer in layers if layer.experts),
+            expert_flops=2 * self.model.expert_parameters / p.moe_tp,
+            kv_read_bytes=kv,
+        )
+
+
+def most_pages(num_experts: int, nbytes: int, residents: int) -> int:
+    """The most pages of a tensor that ``residents`` of its experts touch: none of them neighbours."""
+    return min(ExpertLayout(num_experts, nbytes).num_pages, residents * _widest(num_experts, nbytes))
+
+
+def host_pages(num_experts: int, nbytes: int, residents: int) -> int:
+    """The most pages that are left to host RAM: residents that lie side by side touch fewest."""
+    return ExpertLayout(num_experts, nbytes).num_pages - -(-residents * nbytes // PAGE_BYTES)
+
+
+@lru_cache(maxsize=1024)
+def _widest(num_experts: int, nbytes: int) -> int:
+    """The most pages that one expert activations."""
+    return max(-(-(e + 1) * nbytes // PAGE_BYTES) - e * nbytes // PAGE_BYTES for e in range(num_experts))

@@ -1,0 +1,25 @@
+"""What a chart shows, read back from its figure."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy as np
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from sglang_uvm_offload.report.charts import picture
+
+
+def cells_of(figure: Figure, kinds) -> np.ndarray:
+    """What a map shows: the kind of each cell, -1 where it is empty, read back from the picture of the page."""
+    (image,) = picture(figure).iter("image")
+    data = base64.b64decode(image.get("href").partition("base64,")[2])
+    pixels = imread(io.BytesIO(data))
+    pixels = pixels[::-1] if "scale(1 -1)" in image.get("transform", "") else pixels
+    out = np.full(pixels.shape[:2], -1)
+    for kind, (_, colour) in enumerate(kinds):
+        out[np.abs(pixels - to_rgba(colour)).max(axis=2) < 0.01] = kind
+    return out

@@ -1,0 +1,71 @@
+"""One rank's manager over a small emulated model, and the configuration and profiles that it is given."""
+
+import msgspec
+import numpy as np
+import torch
+
+from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
+from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.memory.layout import PAGE_BYTES
+from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.placement import InitialPlacement
+from sglang_uvm_offload.residency.reporting import rank_status
+from sglang_uvm_offload.routing.counts import ALL_ROWS, IdFormat, Phase, RoutingCounts
+from sglang_uvm_offload.routing.profile import Profile, RoutedModel
+
+E, LAYERS = 8, 3
+
+
+def config(**flags):
+    flags = {"num_resident": 3, **flags}
+    return parse(flags)
+
+
+class Rank:
+    """One rank's manager over a model of ``LAYERS`` layers with one page an expert."""
+
+    def __init__(
+        self, cfg, memory=None, broadcast_decision=lambda decide: decide(), ep_rank=0, ep_size=1, num_shared=0, profile=None,
+        make_counters=CpuRoutingCounters, **more,
+    ):  # fmt: skip
+        self.manager = OffloadManager(
+            cfg, memory or EmulatedMemory(), make_counters, broadcast_decision, progress=lambda: False, **more
+        )
+        local = E // ep_size + num_shared
+        self.model = self.manager.begin_model(False, InitialPlacement(cfg, profile))
+        self.modules = []
+        for layer_id in range(1, LAYERS + 1):
+            layer = self.manager.add_layer(self.model, layer_id, local, num_shared, ep_rank, ep_size)
+            module = torch.nn.Module()
+            with AllocationMode(local, layer.allocate):
+                module.w13 = torch.empty(local, PAGE_BYTES, dtype=torch.uint8)
+            layer.sync_tensors(module)
+            self.modules.append(module)
+        self.manager.finish_model(self.model)
+
+    def step(self, ids, phase=Phase.DECODE, rows=ALL_ROWS):
+        """One forward step; ``ids`` a list of top-k lists, the same for every layer, or one such list a layer."""
+        per_layer = ids if isinstance(ids, dict) else dict.fromkeys(range(LAYERS), ids)
+        tokens = len(per_layer[0])
+        self.manager.begin_step(self.model, rows, tokens, phase)
+        for layer in range(LAYERS):
+            self.model.counters.count(layer, torch.tensor(per_layer[layer]), 0, IdFormat.PLAIN)
+        self.manager.end_step(self.model)
+
+    def status(self):
+        """As JSON has it."""
+        return msgspec.to_builtins(rank_status(self.manager))
+
+    def resident(self):
+        return [np.flatnonzero(layer.resident).tolist() for layer in self.model.layers]
+
+
+def profile_of(hot, steps=100):
+    """A profile in which ``hot[layer]`` were used in every decode step."""
+    model = RoutedModel("m", "M", tuple(range(1, LAYERS + 1)), E, 3)
+    counts = np.zeros((LAYERS, 2, 2, E), dtype=np.int64)
+    for layer, ids in enumerate(hot):
+        counts[layer, Phase.DECODE, :, ids] = steps
+    return Profile(model, RoutingCounts(counts, (0, steps)))

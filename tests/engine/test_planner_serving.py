@@ -1,0 +1,55 @@
+"""Plans against engines: the bytes of experts that a plan promises are those that an engine takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from checkpoints import Checkpoints
+from serving import TWO_RANKS, Engines
+
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.machine import GIB, Machine
+from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.sizing.rank_memory import Case
+
+RESIDENT = 3
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "engine", "parallel"),
+    [
+        ("deepseek_v3", {}, {}, Parallel()),
+        ("qwen3_moe", {"quant": "fp8"}, {}, Parallel()),
+        ("qwen3_moe", {"quant": "gptq"}, {"quantization": "moe_wna16"}, Parallel()),
+        ("glm4_moe", {"expert_size": 256}, {"tp_size": 2, "env": TWO_RANKS}, Parallel(tp=2)),
+    ],
+    ids=["latent attention", "fp8", "gptq", "two ranks"],
+)
+def test_an_engine_takes_the_bytes_that_are_planned(
+    checkpoints: Checkpoints,
+    engines: Engines,
+    family: str,
+    options: dict[str, Any],
+    engine: dict[str, Any],
+    parallel: Parallel,
+) -> None:
+    folder = checkpoints(family, **options)
+    served = engines.run(
+        folder,
+        ["hello"],
+        max_new_tokens=2,
+        expert_offload_num_resident=RESIDENT,
+        expert_offload_resident_selection="first_n",
+        **engine,
+    ).offload
+    machine = Machine("a CPU", parallel.ranks, 8 * GIB, 8 * GIB, 1, 1, 1, "")
+    case = Case(load(folder), machine, Workload(1024), parallel, Reserve(), Assumptions())
+    rank = case.rank(0, RESIDENT)
+    # The plan rounds each tensor's residents up to whole blocks of the driver.
+    tensors = sum(case.placed[0].values())
+    assert served["resident_bytes"] <= rank.resident_bytes < served["resident_bytes"] + tensors * BLOCK_BYTES
+    assert served["offloaded_bytes"] == rank.host_bytes
+    assert served["num_layers"] == rank.moe_layers
+    assert served["resident_experts"] == rank.resident_experts

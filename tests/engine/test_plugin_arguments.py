@@ -1,0 +1,196 @@
+"""The flags inside real SGLang: every way to give them, and what is refused before anything loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from builders.profiles import some
+from checkpoints import Checkpoints
+from launches import launched
+from nursery import Nursery
+from paths import SAFETENSORS, hard_link, symbolic_link
+
+from sglang_uvm_offload.routing.profile import Profile, RoutedModel, model_name
+
+N = "--expert-offload-num-resident"
+
+
+@pytest.fixture(scope="module")
+def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.TempPathFactory):
+    """All cases run in one process, because importing SGLang takes most of the time: ``launch[name]`` is what came out."""
+    folder = tmp_path_factory.mktemp("launches")
+    model = str(checkpoints("qwen3_moe"))
+    cpu = ["--model-path", model, "--device", "cpu"]
+    yaml = folder / "server.yaml"
+    yaml.write_text(f"model-path: {model}\ndevice: cpu\nexpert-offload-num-resident: 4\nexpert-offload-warmup-tokens: 77\n")
+    ids = folder / "ids.json"
+    ids.write_text("[[0], [1]]")
+    dense = folder / "dense"
+    dense.mkdir()
+    config = json.loads((Path(model) / "config.json").read_text())
+    (dense / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "vocab_size": 512,
+                **{key: config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")},
+            }
+        )
+    )
+    engine = {"model_path": model, "device": "cpu"}
+    foreign, broken = folder / "foreign.npz", folder / "broken.npz"
+    with foreign.open("wb") as file:
+        Profile.empty(RoutedModel("Other", "Qwen3MoeForCausalLM", (0, 1, 2), 8, 2)).write(file)
+    broken.write_bytes(foreign.read_bytes()[:-100])
+    profiles = ["--expert-offload-profile", f"{foreign},{broken},{folder}/gone.npz"]
+    manual = ["--expert-offload-resident-selection", "manual", "--expert-offload-resident-ids"]
+    weights, links = folder / "weights" / "model.safetensors", folder / "links"
+    weights.parent.mkdir()
+    links.mkdir()
+    weights.write_bytes(SAFETENSORS)
+    other_weights = weights.with_stem("other")
+    other_weights.write_bytes(SAFETENSORS)
+    routed = RoutedModel(
+        model_name(model), "Qwen3MoeForCausalLM", (0, 1, 2), config["num_experts"], config["num_experts_per_tok"]
+    )
+    own = folder / "own.npz"
+    with own.open("wb") as file:
+        some(model=routed).write(file)
+    read, saved, trace = "--expert-offload-profile", "--expert-offload-save-profile", "--expert-offload-trace"
+    elsewhere = ["--init-expert-location", '{"logical_count": []}']
+    cases = {
+        "off": {"argv": cpu, "resolve": True},
+        "command line": {"argv": [*cpu, N, "4", "--expert-offload-warmup-tokens", "77"], "resolve": True},
+        "yaml": {"argv": ["--config", str(yaml)], "resolve": True},
+        "engine": {"engine": {**engine, "expert_offload_num_resident": 4, "expert_offload_warmup_tokens": 77}},
+        "bad values": {"argv": [*cpu, N, "-2", "--expert-offload-warmup-tokens", "0"], "resolve": True},
+        "bad choice": {"argv": [*cpu, N, "2", "--expert-offload-backend", "gpu"]},
+        "bad values, engine": {"engine": {**engine, "expert_offload_num_resident": "many"}, "resolve": True},
+        "auto": {"argv": [*cpu, N, "auto", "--cpu-offload-gb", "2"], "resolve": True},
+        "too many": {"argv": [*cpu, N, "17"], "resolve": True},
+        "too many, engine": {"engine": {**engine, "expert_offload_num_resident": 17}, "resolve": True},
+        "all of them": {"argv": [*cpu, N, "16"], "resolve": True},
+        "dense": {"argv": ["--model-path", str(dense), "--device", "cpu", N, "4"], "resolve": True},
+        "ids for too few layers": {"argv": [*cpu, N, "4", *manual, f"@{ids}"], "resolve": True},
+        "ids too high": {"argv": [*cpu, N, "4", *manual, "0,99"], "resolve": True},
+        "uvm on a cpu": {"argv": [*cpu, N, "4", "--expert-offload-backend", "uvm"], "resolve": True},
+        "profiles": {"argv": [*cpu, N, "4", *profiles, "--cpu-offload-gb", "2"], "resolve": True},
+        "host RAM is short": {"argv": [*cpu, N, "4"], "resolve": True, "host_bytes": (1 << 30) + (6 << 20)},
+        "host RAM is enough": {"argv": [*cpu, N, "4"], "resolve": True, "host_bytes": (1 << 30) + (7 << 20)},
+        "files of others": {
+            "argv": [*cpu, N, "17", saved, str(symbolic_link(weights, links)), trace, str(other_weights),
+                     "--cpu-offload-gb", "2"],
+            "resolve": True,
+        },
+        "a hard link": {"argv": [*cpu, N, "4", trace, str(hard_link(weights, folder))], "resolve": True},
+        "the model's folder": {"argv": [*cpu, N, "4", saved, f"{model}/p.npz", trace, f"{links}/../../../nowhere/t"],
+                               "resolve": True},
+        "a trace in the place of a profile": {"argv": [*cpu, N, "4", read, str(own), trace, str(own)], "resolve": True},
+        "one file for both": {"argv": [*cpu, N, "4", saved, f"{folder}/new", trace, f"{links}/../new"], "resolve": True},
+        "a profile that grows": {"argv": [*cpu, N, "4", read, str(own), saved, str(own)], "resolve": True},
+        "experts elsewhere": {
+            "argv": [*cpu, N, "4", *elsewhere, read, str(own), saved, str(own), trace, f"{folder}/t.npz"],
+            "resolve": True,
+        },
+        "experts elsewhere, manual": {"argv": [*cpu, N, "1", *elsewhere, *manual, "0"], "resolve": True},
+        "experts elsewhere, counted": {"argv": [*cpu, N, "4", *elsewhere], "resolve": True},
+        "combinations": {
+            "argv": [*cpu, N, "4", "--cpu-offload-gb", "2", "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules",
+                     "all", "--enable-memory-saver", "--load-format", "gguf", "--weight-cache-mode", "client"],
+            "resolve": True,
+        },
+    }  # fmt: skip
+    out = launched(cases, sglang)
+    assert weights.read_bytes() == other_weights.read_bytes() == SAFETENSORS
+    return out
+
+
+@pytest.mark.parametrize("way", ["command line", "yaml", "engine"])
+def test_flags_arrive_by_every_way_and_survive_pickling(launch, way):
+    flags = launch[way]["flags"]
+    assert launch[way]["exit"] is None, launch[way]["error"]
+    assert str(flags["expert_offload_num_resident"]) == "4"
+    assert flags["expert_offload_warmup_tokens"] == 77
+
+
+def test_without_flags_offloading_is_off_and_nothing_is_refused(launch):
+    assert launch["off"]["exit"] is None, launch["off"]["error"]
+    assert launch["off"]["flags"]["expert_offload_num_resident"] is None
+
+
+SERVED = [
+    "all of them",
+    "host RAM is enough",
+    "a profile that grows",
+    "experts elsewhere, counted",
+]
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_what_just_fits_is_served(launch, case):
+    assert launch[case]["exit"] is None, launch[case]["error"]
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("bad values", [f"{N} '-2'", "--expert-offload-warmup-tokens 0"]),
+        ("bad choice", ["--expert-offload-backend", "gpu", "auto"]),
+        ("auto", [f"{N} auto: with --device cpu there is no VRAM", "give a number", "--cpu-offload-gb: cannot be combined"]),
+        ("too many", [f"{N} 17", "16 routed experts a layer"]),
+        ("dense", [f"{N} 4", "LlamaForCausalLM", "no routed experts"]),
+        ("ids for too few layers", ["--expert-offload-resident-ids", "lists 2 layers", "3 MoE layers"]),
+        ("ids too high", ["--expert-offload-resident-ids", "expert 99 does not exist", "0-15"]),
+        ("uvm on a cpu", ["--expert-offload-backend uvm", "CUDA"]),
+        ("host RAM is short", [f"{N} 4", "need 6.8 MiB of host RAM, and 6.0 MiB is left"]),
+        (
+            "profiles",
+            [
+                "foreign.npz: is of another model: name Other",
+                "broken.npz: not a readable npz file",
+                "gone.npz: No such file or directory",
+                "--cpu-offload-gb: cannot be combined",
+            ],
+        ),
+        (
+            "files of others",
+            [
+                f"{N} 17",
+                "--cpu-offload-gb: cannot be combined",
+                "links/p': exists and is no routing profile of sglang-uvm-offload",
+                "--expert-offload-trace '",
+                "other.safetensors': exists and is no routing trace of sglang-uvm-offload",
+            ],
+        ),
+        ("a hard link", ["--expert-offload-trace '", "p': exists and is no routing trace"]),
+        ("the model's folder", ["p.npz': lies in the model's folder", "--expert-offload-trace '", "there is no folder"]),
+        ("a trace in the place of a profile", ["own.npz': is a file of --expert-offload-profile"]),
+        ("one file for both", ["new': is the file of --expert-offload-save-profile"]),
+        (
+            "experts elsewhere",
+            [
+                "--init-expert-location: cannot be combined with --expert-offload-profile, --expert-offload-save-profile, "
+                "--expert-offload-trace: "
+            ],
+        ),
+        ("experts elsewhere, manual", ["--init-expert-location: cannot be combined with --expert-offload-resident-ids: "]),
+        (
+            "combinations",
+            ["--cpu-offload-gb", "--enable-lora", "--enable-memory-saver", "--load-format gguf", "--weight-cache-mode"],
+        ),
+    ],
+)
+def test_a_launch_that_cannot_be_served_ends_with_every_reason(launch, case, parts):
+    assert launch[case]["exit"] == 2
+    for part in parts:
+        assert part in launch[case]["error"]
+
+
+@pytest.mark.parametrize("case", ["bad values, engine", "too many, engine"])
+def test_engine_callers_get_a_value_error(launch, case):
+    assert launch[case]["exit"] is None
+    assert launch[case]["error"].startswith("FlagError: expert offloading cannot start")
+    assert N in launch[case]["error"]

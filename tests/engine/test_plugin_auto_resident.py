@@ -1,0 +1,174 @@
+"""``--expert-offload-num-resident auto`` in real SGLang over the stand-in driver: the number that fits, or why none does."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Checkpoints
+from harness.server import flags
+from launches import launched
+from nursery import Starts
+from standin.build import sglang_environment
+from standin.engine import run_engine
+
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.machine import GIB
+from sglang_uvm_offload.sizing.plan import Assumptions
+from sglang_uvm_offload.sizing.planner import DEFAULT_KV_TOKENS
+
+N = "--expert-offload-num-resident"
+VRAM = 16 * GIB
+LAYERS, CONTEXT = 3, 2048
+TOKEN_BYTES = LAYERS * 2 * 2 * 64 * 2
+"""Keys and values of two heads of 64, in two bytes."""
+
+GPU = {
+    "device": "cuda",
+    "attention_backend": "triton",
+    "moe_runner_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_prefill_cuda_graph": True,
+}
+REPOSITORY = "maker/tiny"
+
+
+def fraction(folder: Path, residents: int, tokens: int) -> float:
+    """The ``--mem-fraction-static`` of which weights, ``residents`` experts a layer and a cache of ``tokens`` take all.
+
+    Experts of 512 KiB and 256 KiB, in two tensors a layer: a block of 2 MiB holds 4 of one and 8 of the other."""
+    shape = load(folder)
+    blocks = LAYERS * (math.ceil(residents / 4) + math.ceil(residents / 8))
+    cache = tokens * TOKEN_BYTES + CONTEXT * 4
+    room = shape.total_bytes - shape.expert_bytes + cache + blocks * BLOCK_BYTES + (128 << 20)
+    return room / (VRAM - int(Assumptions().context_gib * GIB)) + 1e-6
+
+
+def in_the_cache(home: Path, repository: str, files: list[Path]) -> None:
+    """Put files where a download from the Hugging Face Hub would leave them."""
+    folder = home / "hub" / f"models--{repository.replace('/', '--')}"
+    commit = "0" * 40
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    for file in files:
+        shutil.copy(file, folder / "snapshots" / commit)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints: Checkpoints) -> Path:
+    return checkpoints("qwen3_moe", expert_size=512)
+
+
+@pytest.fixture(scope="module")
+def launch(
+    model: Path, checkpoints: Checkpoints, sglang_on_standin: Starts, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """All cases run in one process, because importing SGLang takes most of the time: ``launch[name]`` is what came out."""
+    folder = tmp_path_factory.mktemp("launches")
+    wide, drafting = checkpoints("qwen3_moe", dtype="float32"), checkpoints("glm4_moe", expert_size=512)
+    files = list(model.iterdir())
+    in_the_cache(folder / "home", REPOSITORY, files)
+    in_the_cache(folder / "home", f"{REPOSITORY}-config", [file for file in files if file.suffix == ".json"])
+    given = {
+        **{"model_path": model, **GPU, "expert_offload_num_resident": "auto", "expert_offload_headroom_gb": 0.0},
+        **{"max_total_tokens": 4096, "mem_fraction_static": fraction(model, 8, 4096)},
+    }
+    drafts = {
+        **{"speculative_num_steps": 2, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3},
+    }
+    bundled = {**given, "model_path": drafting, "max_total_tokens": None, "mem_fraction_static": 0.0145}
+    cases: dict[str, dict[str, Any]] = {
+        "tokens": given,
+        "requests": {
+            **{**given, "max_running_requests": 3, "context_length": 1024, "max_total_tokens": None},
+            "mem_fraction_static": fraction(model, 8, 3 * 1024),
+        },
+        "neither": {**given, "max_total_tokens": None, "mem_fraction_static": fraction(model, 8, DEFAULT_KV_TOKENS)},
+        "headroom": {
+            **{**given, "expert_offload_headroom_gb": 2.0},
+            "mem_fraction_static": given["mem_fraction_static"] + 2 * GIB / VRAM,
+        },
+        "everything": {**given, "mem_fraction_static": 0.5},
+        "cached": {**given, "model_path": REPOSITORY},
+        "without drafts": bundled,
+        "with drafts": {**bundled, **drafts, "speculative_algorithm": "NEXTN"},
+        "too small": {**given, "mem_fraction_static": fraction(model, 0, 4096) - 1e-5, "cpu_offload_gb": 2},
+        "little host RAM": given,
+        "not cached": {**given, "model_path": f"{REPOSITORY}-config"},
+        "two GPUs": {**given, "tp_size": 2},
+        "float32": {**given, "model_path": wide},
+        "uncounted": {
+            **{**given, "nnodes": 2, "dist_init_addr": "127.0.0.1:1", "moe_dense_tp_size": 1, "swa_full_tokens_ratio": 0.5},
+            **{"load_format": "sharded_state", "json_model_override_args": '{"num_hidden_layers": 2}'},
+        },
+        "draft model": {
+            **{**given, **drafts, "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": wide},
+        },
+    }
+    host_bytes = {"little host RAM": {"host_bytes": 5 * GIB}}
+    jobs = {name: {"argv": flags(case), "resolve": True, **host_bytes.get(name, {})} for name, case in cases.items()}
+    return launched(jobs, sglang_on_standin, HF_HOME=str(folder / "home"))
+
+
+@pytest.mark.parametrize("case", ["tokens", "requests", "neither", "headroom", "cached"])
+def test_auto_becomes_the_number_that_fits_beside_the_cache_that_is_asked_for(launch, case):
+    assert launch[case]["exit"] is None, launch[case]["error"]
+    assert launch[case]["flags"]["expert_offload_num_resident"] == "8"
+    assert f"{N} auto: 8 of 16 experts a layer fit in VRAM: 18.0 MiB on a rank" in launch[case]["error"]
+
+
+def test_the_headroom_is_taken_off_after_it_was_counted(launch, model):
+    assert launch["headroom"]["flags"]["mem_fraction_static"] == pytest.approx(fraction(model, 8, 4096), abs=1e-9)
+
+
+def test_where_everything_fits_the_log_says_that_offloading_is_not_needed(launch):
+    assert launch["everything"]["flags"]["expert_offload_num_resident"] == "16"
+    assert "every expert fits in VRAM: offloading is not needed" in launch["everything"]["error"]
+
+
+def test_drafting_layers_leave_fewer_residents_but_requests_that_nobody_asked_for_do_not(launch):
+    plain, drafting = (launch[name]["flags"]["expert_offload_num_resident"] for name in ("without drafts", "with drafts"))
+    assert (plain, drafting) == ("16", "8")
+    assert "KV cache for 32768 tokens" in launch["with drafts"]["error"], "SGLang sets 48 requests by itself"
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        (
+            "too small",
+            ["auto: VRAM: with no expert resident", "what would do: GPUs of 24 GiB", "--cpu-offload-gb: cannot"],
+        ),
+        ("little host RAM", ["auto: host RAM: with 8 of 16 experts", "auto: what would do: host RAM of 5.02 GiB"]),
+        ("not cached", [f"models--{REPOSITORY.replace('/', '--')}-config", "holds no *.safetensors file; give a number"]),
+        ("two GPUs", ["auto: cannot ask how much VRAM is free: there is no CUDA device 1: the driver shows 1"]),
+        ("float32", ["auto: the checkpoint is float32 and would be loaded as float16, in other bytes; give a number"]),
+        ("uncounted", ["--nnodes 2", "--moe-dense-tp-size 1", "--swa-full-tokens-ratio 0.5", "--json-model-override-args"]),
+        ("uncounted", ["auto: does not count --load-format sharded_state; give a number"]),
+        ("draft model", ["auto: does not count --speculative-algorithm STANDALONE with a draft model of its own"]),
+    ],
+)
+def test_where_no_number_can_be_found_the_launch_ends_with_every_reason(launch, case, parts):
+    assert launch[case]["exit"] == 2, launch[case]["error"]
+    for part in parts:
+        assert part in launch[case]["error"]
+
+
+def test_a_scheduler_gets_the_number_and_the_cache_its_tokens(model, standin, tmp_path):
+    given = {"expert_offload_num_resident": "auto", "expert_offload_headroom_gb": 0.0, "max_total_tokens": 4096}
+    started = {**given, "mem_fraction_static": fraction(model, 8, 4096), "max_running_requests": 2, "log_level": "info"}
+    # Nothing is computed, so that no kernel has to be compiled.
+    idle = {"cuda_graph_backend_decode": "disabled", "skip_server_warmup": True}
+    job = {"engine": {"model_path": str(model), **GPU, **started, **idle}, "prompts": [], "max_new_tokens": 1}
+    env = sglang_environment(standin.library.parent, tmp_path / "calls.jsonl", tmp_path / "caches")
+    info = run_engine(job, tmp_path, env | {"HF_HUB_OFFLINE": "1"}, seconds=300)["server_info"]
+    assert info["expert_offload_num_resident"] == "8"
+    assert info["internal_states"][0]["expert_offload"]["resident_experts"] == 8 * LAYERS
+    assert info["max_total_num_tokens"] == 4096
+    assert f"{N} auto: 8 of 16 experts a layer fit" in (tmp_path / "log.txt").read_text()

@@ -1,0 +1,181 @@
+"""A plugin that cannot do its work must not let a server start without it; one that is not asked for must not matter."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from builders.plugins import IN_SCHEDULER, saboteur
+from checkpoints import Checkpoints
+from harness.server import CPU, environment, flags
+from nursery import Nursery
+
+OFFLOAD = {"expert_offload_num_resident": 4}
+
+
+def launch(folder: Path, env: dict[str, str], **arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a server that is expected to end by itself; where it does not, say what each of its processes was doing."""
+    command = [sys.executable, "-X", "faulthandler", "-m", "sglang.launch_server", *flags({**CPU, **arguments})]
+    process = subprocess.Popen(
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        names = running(process.pid)
+        os.killpg(process.pid, signal.SIGABRT)  # faulthandler answers with the stacks of all threads
+        output, _ = process.communicate(timeout=20)
+        pytest.fail(f"the server did not end; running: {names}\n{output}")
+    finally:
+        left = left_behind(process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+    assert not left, f"processes left behind: {left}"
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def running(group: int) -> list[str]:
+    """The processes of a process group, by name, zombies left out."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, fields = stat.read_text().partition("(")[2].rpartition(") ")
+            state, _, pgrp = fields.split()[:3]
+            if int(pgrp) == group and state != "Z":
+                found.append(name)
+    return found
+
+
+def left_behind(group: int) -> list[str]:
+    """What of a process group still runs after the time that processes which were told to end may take."""
+    deadline = time.monotonic() + 20
+    while (left := running(group)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (
+            IN_SCHEDULER + "    from sglang.srt.model_executor.model_runner import ModelRunner\n    del ModelRunner.forward",
+            "could not hook sglang.srt.model_executor.model_runner.ModelRunner.forward",
+        ),
+        (
+            IN_SCHEDULER + "    import atexit, time\n    atexit.register(time.sleep, 1000)\n"
+            "    from sglang_uvm_offload.plugin import hooks\n    hooks.install = lambda: 1 / 0",
+            "cannot register with this SGLang: ZeroDivisionError",
+        ),
+        (
+            IN_SCHEDULER + "    from sglang_uvm_offload.cpu import memory\n    memory.host_available = lambda: 1 << 20",
+            "of MoE layer 0 [0, 1572864) (1572864 bytes): what is offloaded needs 1.5 MiB of host RAM, and 0.0 MiB is left",
+        ),
+        (
+            "import sglang.srt.runtime_context as context\ndel context.publish",
+            "could not hook sglang.srt.runtime_context.publish",
+        ),
+    ],
+    ids=[
+        "a hook point is gone in the scheduler",
+        "registering fails in a scheduler that does not want to end",
+        "host RAM is short",
+        "a hook point is gone everywhere",
+    ],
+)
+def test_a_server_that_was_asked_to_offload_ends_with_the_reason(code, reason, tmp_path, checkpoints: Checkpoints):
+    ended = launch(tmp_path, saboteur(tmp_path, code), model_path=checkpoints("qwen3_moe"), **OFFLOAD)
+    assert ended.returncode != 0
+    assert reason in ended.stdout
+
+
+def test_a_wrong_flag_ends_the_command_before_anything_loads(tmp_path, checkpoints: Checkpoints):
+    ended = launch(tmp_path, environment({}), model_path=checkpoints("qwen3_moe"), expert_offload_num_resident=99)
+    assert ended.returncode == 2
+    assert "--expert-offload-num-resident 99: the model has 16 routed experts a layer" in ended.stdout
+    assert "Load weight begin" not in ended.stdout
+
+
+GIVE_ARGUMENTS = """
+import pickle
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import ServerArgs
+for residents, path in {given}:
+    args = ServerArgs(model_path={model}, device="cpu", expert_offload_num_resident=residents or None)
+    args.resolve_once()
+    pickle.dump(args, open(path, "wb"))
+"""
+TAKE_THEM_WITHOUT_PLUGINS = """
+import pickle
+if {plugin} == "registered":  # and SGLang did not apply it
+    from sglang_uvm_offload.plugin import hooks
+    hooks.watch()
+args = pickle.load(open({given}, "rb"))
+from sglang.srt.runtime_context import SpawnRanks, publish
+publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0))
+print("SERVES")
+"""
+
+
+@pytest.fixture(scope="module")
+def given(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Files with the arguments of a server, as a process gives them to another, by the number of residents."""
+    folder = tmp_path_factory.mktemp("given")
+    files = {residents: folder / f"{residents}.pickle" for residents in (4, 0)}
+    pairs = [(residents, str(path)) for residents, path in files.items()]
+    ended = sglang.run(GIVE_ARGUMENTS.format(given=pairs, model=repr(str(checkpoints("qwen3_moe")))))
+    assert ended.code == 0, ended.err[-3000:]
+    return files
+
+
+@pytest.mark.parametrize(("residents", "plugin"), [(4, "absent"), (4, "registered"), (0, "absent")])
+def test_a_process_that_loads_no_plugins_ends_if_it_is_to_offload(residents, plugin, given, sglang: Nursery):
+    """As the actors that ``--use-ray`` starts."""
+    ended = sglang.run(TAKE_THEM_WITHOUT_PLUGINS.format(given=repr(str(given[residents])), plugin=repr(plugin)))
+    if residents:
+        assert ended.code == 1
+        assert "not loaded, or not in place, in a process that is to offload" in ended.err
+        assert "SERVES" not in ended.out
+    else:
+        assert "SERVES" in ended.out, ended.err[-3000:]
+
+
+SHOW_HOOKS = """
+import json
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.server_args import ServerArgs
+args = ServerArgs(model_path={model}, device="cpu", **{arguments})
+args.resolve_once()
+publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0))
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.model_executor.model_runner import ModelRunner
+computing = (Scheduler.process_batch_result, ModelRunner.forward, ModelRunner.load_model, FusedMoE.__init__)
+hooked = [f.__qualname__ for f in computing
+          if hasattr(f, "__wrapped__") and "hook_registry" in f.__code__.co_filename]
+print("RESULT", json.dumps([sorted(HookRegistry._patched), hooked]))
+"""
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_only_a_scheduler_that_offloads_is_hooked_where_it_computes(on, checkpoints: Checkpoints, sglang: Nursery):
+    program = SHOW_HOOKS.format(model=repr(str(checkpoints("qwen3_moe"))), arguments=OFFLOAD if on else {})
+    ended = sglang.run(program, SGLANG_PLUGINS="uvm_offload")
+    assert ended.code == 0, ended.err[-3000:]
+    patched, hooked = json.loads(ended.out.split("RESULT ")[1])
+    if on:
+        assert len(hooked) == 4
+    else:
+        # the arguments, and where the engine keeps their class
+        assert patched == ["sglang.srt.entrypoints.engine.Engine.server_args_class", "sglang.srt.server_args.ServerArgs"]
+        assert hooked == []

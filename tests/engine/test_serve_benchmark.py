@@ -1,0 +1,174 @@
+"""benchmarks/serve.py as it is run: real servers on a tiny checkpoint, one of which cannot start."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from checkpoints import Checkpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVE = [sys.executable, str(ROOT / "benchmarks" / "serve.py"), "--device", "cpu"]
+TOO_LONG = 4096
+"""Tokens, of a prompt for a model whose context is 2048."""
+SMALL = {
+    "--repeats": 1,
+    "--samples": 1,
+    "--batches": "1,2",
+    "--prompts": f"16,{TOO_LONG}",
+    "--prompt-tokens": 8,
+    "--tokens": "1,9",
+    "--answers": 3,
+    "--bench-requests": 2,
+    "--bench-lengths": "8,4",
+    "--warmup-tokens": 64,
+}
+
+
+class Finished:
+    """A run that has ended: its folder, what it printed, its rows by contender."""
+
+    def __init__(self, out: Path, ended: subprocess.CompletedProcess[str]):
+        self.out, self.ended = out, ended
+        self.record: dict[str, Any] = json.loads((out / "run.json").read_text())
+        self.rows = {row["contender"]: row for row in self.record["rows"]}
+
+    def points(self, contender: str) -> dict[tuple[str, int], dict[str, Any]]:
+        return {(point["kind"], point["size"]): point for point in self.rows[contender]["points"]}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: Checkpoints) -> Path:
+    return checkpoints("qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    out = tmp_path_factory.mktemp("serve") / "run"
+    contenders = "frequency,paged_experts,page_in_only"
+    command = [*SERVE, "--model", str(checkpoint), "--contenders", contenders, "--out", str(out)]
+    command += [str(word) for pair in SMALL.items() for word in pair]
+    return Finished(out, subprocess.run(command, capture_output=True, text=True, timeout=900))
+
+
+def test_the_plugin_answers_as_the_resident_server_does(finished: Finished) -> None:
+    assert finished.ended.returncode == 0, finished.ended.stderr[-3000:]
+    row = finished.rows["frequency"]
+    assert row["error"] is None
+    assert row["outputs"] == {"same": True, "requests": 3, "first_difference": None}
+    assert row["answers"] == finished.rows["resident"]["answers"]
+    assert [len(ids) for ids in row["answers"]] == [9, 9, 9]
+
+
+def test_what_is_offloaded_is_the_budget_s_share(finished: Finished) -> None:
+    model = finished.record["model"]
+    row = finished.rows["frequency"]
+    state = row["offload"]
+    assert state["offloaded_bytes"] == row["expected_offloaded_bytes"] == model["expert_bytes"] // 2
+    assert state["resident_experts"] == model["moe_layers"] * model["experts"] // 2
+    assert state["warmup_done"]
+    points = finished.points("frequency")
+    decoded = [point for (kind, _), point in points.items() if kind == "decode" and not point["error"]]
+    assert all(0 < point["read_bytes"] < state["offloaded_bytes"] for point in decoded)
+    assert points["prefill", 16]["read_bytes"] > 0
+    assert finished.rows["resident"].get("offload") is None
+
+
+def test_a_server_that_cannot_start_is_a_row_with_its_reason_and_its_log(finished: Finished) -> None:
+    row = finished.rows["paged_experts"]
+    assert "the server ended with exit code" in row["error"]
+    assert "NVIDIA" in row["error"]
+    assert (finished.out / row["log"]).stat().st_size > 0
+    assert row["points"] == []
+    assert finished.rows["page_in_only"]["error"].startswith("not built")
+
+
+def test_a_point_that_cannot_be_served_is_an_error_and_the_others_are_figures(finished: Finished) -> None:
+    for name in ("resident", "frequency"):
+        points = finished.points(name)
+        assert "longer than the model's context length" in points["prefill", TOO_LONG]["error"]
+        assert points["prefill", 16]["seconds"] > 0
+        assert {size for kind, size in points if kind == "decode"} == {1, 2}
+
+
+def test_load_generator_memory_and_startup_are_in_every_served_row(finished: Finished) -> None:
+    for name in ("resident", "frequency"):
+        row = finished.rows[name]
+        assert row["bench"]["error"] is None
+        assert row["bench"]["completed"] == 2
+        assert row["memory"]["host_pss_bytes"] > 500 << 20, "SGLang's processes take more than that"
+        assert row["memory"]["vram_bytes"] is None
+        assert row["startup_seconds"] > 1
+
+
+def test_the_report_says_first_that_speed_means_nothing(finished: Finished) -> None:
+    text = (finished.out / "report.md").read_text()
+    assert "speed means nothing here" in text.splitlines()[2]
+    assert "| paged_experts 50% |" in text
+    assert f"- frequency 50%, prefill {TOO_LONG}: HTTP 400" in text
+    assert (finished.out / "prompt.png").stat().st_size > 1000
+
+
+def test_no_file_names_a_path_of_this_machine(finished: Finished, checkpoint: Path) -> None:
+    for path in finished.out.rglob("*"):
+        if path.suffix in (".json", ".md", ".log"):
+            text = path.read_text()
+            assert str(checkpoint) not in text, path.name
+            assert str(ROOT) not in text, path.name
+            assert sys.prefix not in text, path.name
+
+
+def test_the_model_has_nothing_to_compare_on_a_cpu(finished: Finished) -> None:
+    said = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "model.py"), str(finished.out)], capture_output=True, text=True
+    )
+    assert said.returncode == 0
+    assert "nothing to compare: the run is of CPU" in said.stdout
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_no_server(how: signal.Signals, checkpoint: Path, tmp_path: Path) -> None:
+    command = [*SERVE, "--model", str(checkpoint), "--contenders", "first_n", "--out", str(tmp_path / "run")]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        servers = wait_for_children(run.pid)
+        run.send_signal(how)
+        run.wait(60)
+        gone, alive = psutil.wait_procs(servers, timeout=30)
+        assert not alive
+        assert gone
+    finally:
+        run.kill()
+
+
+def wait_for_children(pid: int) -> list[psutil.Process]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = [child for child in psutil.Process(pid).children() if "sglang.launch_server" in child.cmdline()]
+        if found:
+            return found
+        time.sleep(0.2)
+    raise AssertionError("no server was started")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--contenders", "first"], "--contenders first: there are resident, first_n"),
+        (["--tokens", "9,1"], "--tokens (9, 1): must be two numbers, the smaller first"),
+        (["--residency", "1.5"], "'1.5': must be numbers from 0 to 1"),
+        (["--repeats", "0", "--samples", "0"], "--repeats 0: must be 1 or more; --samples 0: must be 1 or more"),
+        (["--model", "nowhere"], "--model nowhere: must be a checkpoint's folder"),
+    ],
+)
+def test_a_bad_argument_is_named_with_what_would_be_right(arguments: list[str], told: str) -> None:
+    said = subprocess.run([*SERVE, *arguments], capture_output=True, text=True)
+    assert said.returncode == 2
+    assert told in said.stderr

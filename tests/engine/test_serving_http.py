@@ -1,0 +1,136 @@
+"""Real servers over HTTP: what clients are answered with experts offloaded is what they are answered without.
+
+Two servers with the same arguments, one after the other, are asked the same things; each test compares what they said. In
+float32, because concurrent requests are batched as they arrive and bfloat16 would show it.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Checkpoints
+from harness.server import Server, offload_state
+from serving import assert_close, assert_offloaded
+
+GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+OPENAI = {"model": "default", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+CHUNK = 64
+ARGUMENTS: dict[str, Any] = {"dtype": "float32", "chunked_prefill_size": CHUNK, "enable_metrics": True}
+OFFLOAD: dict[str, Any] = {"expert_offload_num_resident": 8, "expert_offload_warmup_tokens": 128}
+LONG = "".join(f"line {number}: the quick brown fox\n" for number in range(10))
+Said = dict[str, Any]
+
+
+def ask(server: Server) -> Said:
+    """Everything a client may ask for, in an order in which each answer depends on no race."""
+    chat = {**OPENAI, "messages": [{"role": "user", "content": "What is a fox?"}]}
+    return {
+        "generate": generate(server, "hello world"),
+        "chat": server.post("/v1/chat/completions", chat)["choices"][0]["message"]["content"],
+        "completions": server.post("/v1/completions", {**OPENAI, "prompt": "once upon a time"})["choices"][0]["text"],
+        "streamed": list(server.stream("/generate", {"text": "hello stream", "sampling_params": GREEDY})),
+        "streamed_chat": list(server.stream("/v1/chat/completions", chat)),
+        "unstreamed": generate(server, "hello stream"),
+        "chunked": generate(server, LONG),
+        "repeated": generate(server, LONG),
+        "concurrent": ask_together(server, [f"{number} bottles of beer on the wall" for number in range(32)]),
+        "server_info": server.get("/server_info"),
+        "metrics": server.get_text("/metrics"),
+        "log": server.log,
+    }
+
+
+def generate(server: Server, text: str) -> dict[str, Any]:
+    return server.post("/generate", {"text": text, "sampling_params": GREEDY, "return_logprob": True})
+
+
+def ask_together(server: Server, prompts: list[str]) -> list[str]:
+    with ThreadPoolExecutor(len(prompts)) as clients:
+        return list(clients.map(lambda prompt: generate(server, prompt)["text"], prompts))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: Checkpoints) -> Path:
+    return checkpoints("glm4_moe", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def off(checkpoint: Path) -> Said:
+    with Server(checkpoint, **ARGUMENTS) as server:
+        return ask(server)
+
+
+@pytest.fixture(scope="module")
+def on(checkpoint: Path) -> Said:
+    with Server(checkpoint, **ARGUMENTS, **OFFLOAD) as server:
+        return ask(server)
+
+
+def test_generate_gives_the_same_tokens_and_logprobs(on: Said, off: Said) -> None:
+    assert len(off["generate"]["output_ids"]) == 12
+    assert on["generate"]["output_ids"] == off["generate"]["output_ids"]
+    mine, theirs = ([logprob for logprob, *_ in said["generate"]["meta_info"]["output_token_logprobs"]] for said in (on, off))
+    assert_close(mine, theirs, 0.0)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_openai_endpoints_give_the_same_text(endpoint: str, on: Said, off: Said) -> None:
+    assert len(off[endpoint]) == 12
+    assert on[endpoint] == off[endpoint]
+
+
+def test_a_streamed_answer_arrives_in_pieces_and_is_the_whole_answer(on: Said, off: Said) -> None:
+    for said in (on, off):
+        assert len(said["streamed"]) > 1
+        assert said["streamed"][-1]["text"] == said["unstreamed"]["text"]
+    assert on["streamed"][-1]["text"] == off["streamed"][-1]["text"]
+
+
+def test_a_streamed_chat_is_the_same_chat(on: Said) -> None:
+    pieces = [event["choices"][0]["delta"].get("content") or "" for event in on["streamed_chat"] if event["choices"]]
+    assert "".join(pieces) == on["chat"]
+
+
+def test_32_concurrent_requests_are_answered_alike(on: Said, off: Said) -> None:
+    assert len(set(off["concurrent"])) > 16, "the prompts are too much alike to tell answers apart"
+    assert on["concurrent"] == off["concurrent"]
+
+
+def test_a_prompt_longer_than_a_chunk_is_answered_alike(on: Said, off: Said) -> None:
+    assert on["chunked"]["meta_info"]["prompt_tokens"] > 4 * CHUNK
+    assert on["log"].count(f"#new-token: {CHUNK},") >= 4, "the prompt was not prefilled in chunks"
+    assert on["chunked"]["output_ids"] == off["chunked"]["output_ids"]
+
+
+def test_a_prefix_from_the_radix_cache_is_answered_alike(on: Said) -> None:
+    assert on["chunked"]["meta_info"]["cached_tokens"] < CHUNK
+    assert on["repeated"]["meta_info"]["cached_tokens"] > 4 * CHUNK
+    assert on["repeated"]["output_ids"] == on["chunked"]["output_ids"]
+
+
+def test_server_info_shows_the_flags_and_the_residency(on: Said, off: Said) -> None:
+    assert_offloaded(on["server_info"])
+    assert on["server_info"]["expert_offload_num_resident"] == "8"
+    state = offload_state(on["server_info"])
+    assert state["warmup_done"]
+    assert 0 < state["hit_rate"] < 1
+    assert offload_state(off["server_info"]) == {}
+
+
+def test_metrics_stand_beside_those_of_sglang(on: Said, off: Said) -> None:
+    assert "sglang:prompt_tokens_total" in on["metrics"]
+    for name in ("resident_experts", "hit_rate", "zero_copy_bytes", "moves"):
+        assert f"sglang:expert_offload_{name}" in on["metrics"]
+    assert "expert_offload" not in off["metrics"]
+
+
+def test_sglang_serve_with_a_yaml_file_offloads_alike(checkpoint: Path, off: Said) -> None:
+    command = [str(Path(sys.executable).with_name("sglang")), "serve"]
+    with Server(checkpoint, command=command, config_file=True, **ARGUMENTS, **OFFLOAD) as server:
+        said = generate(server, "hello world")
+        assert_offloaded(server.get("/server_info"))
+    assert said["output_ids"] == off["generate"]["output_ids"]

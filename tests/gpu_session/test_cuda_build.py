@@ -1,0 +1,238 @@
+"""The build of the CUDA library: real nvcc, in front of it a script that counts and, where a test wants it, stalls."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_uvm_offload.cuda import build as cuda_build
+from sglang_uvm_offload.cuda.build import BuildFailure, build
+
+BUILDER = [sys.executable, "-c", "from sglang_uvm_offload.cuda.build import build; print(build('sm_90'))"]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(cuda_build.__file__).parents[2]))
+    return tmp_path / "cache" / "sglang-uvm-offload"
+
+
+@pytest.fixture
+def toolkit(tmp_path, monkeypatch) -> Path:
+    """A CUDA_HOME whose nvcc adds a line to ``compiles`` for each compilation, and hangs while ``stall`` exists."""
+    real = cuda_build.find_nvcc()
+    home = tmp_path / "toolkit"
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "nvcc").write_text(f"""#!/bin/sh
+if [ "$1" != --version ]; then
+    echo $$ >>{home}/compiles
+    for word in "$@"; do [ "$last" = -o ] && [ -e {home}/stall ] && echo half >"$word"; last=$word; done
+    while [ -e {home}/stall ]; do sleep 0.05; done
+fi
+exec {real} "$@"
+""")
+    (home / "bin" / "nvcc").chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    return home
+
+
+def compiles(toolkit: Path) -> int:
+    record = toolkit / "compiles"
+    return len(record.read_text().split()) if record.exists() else 0
+
+
+def wait_for(condition, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_compiles_cold_in_time(cache, arch):
+    start = time.monotonic()
+    library = build(arch)
+    assert time.monotonic() - start < 25
+    assert library.parent.parent == cache
+    loaded = ctypes.CDLL(str(library))
+    assert loaded.uvm_compiled_version() // 1000 == 13
+    assert arch.encode() in library.read_bytes()
+
+
+def test_shares_the_cuda_runtime_of_torch(cache):
+    ctypes.CDLL(str(build("sm_90")))
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libcudart.so." in line}
+    assert mapped == {str(cuda_build.loaded_cudart())}
+
+
+def test_a_second_build_is_the_first_one(cache, toolkit):
+    first = build("sm_90")
+    assert compiles(toolkit) == 1
+    start = time.monotonic()
+    assert build("sm_90") == first
+    assert time.monotonic() - start < 1
+    assert compiles(toolkit) == 1
+
+
+def test_another_source_flag_or_arch_is_another_library(cache, toolkit, tmp_path, monkeypatch):
+    first = build("sm_90")
+    changed = tmp_path / "uvm_ops.cu"
+    changed.write_text(cuda_build.find_source().read_text() + "// changed\n")
+    monkeypatch.setattr(cuda_build, "find_source", lambda: changed)
+    second = build("sm_90")
+    flags = cuda_build.compile_flags
+    monkeypatch.setattr(cuda_build, "compile_flags", lambda *arguments: [*flags(*arguments), "-DX"])
+    third = build("sm_90")
+    monkeypatch.setattr(cuda_build.torch, "__version__", "2.99.0")
+    fourth = build("sm_90")
+    assert len({first, second, third, fourth}) == compiles(toolkit) == 4
+
+
+def test_builders_that_race_build_once(cache, toolkit):
+    (toolkit / "stall").touch()
+    builders = [subprocess.Popen(BUILDER, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    wait_for(lambda: compiles(toolkit))
+    time.sleep(1)
+    (toolkit / "stall").unlink()
+    answers = {builder.communicate(timeout=120)[0].strip() for builder in builders}
+    assert [builder.returncode for builder in builders] == [0, 0, 0]
+    assert compiles(toolkit) == 1
+    (library,) = answers
+    assert sorted(path.name for path in Path(library).parent.iterdir()) == ["lock", "uvm_ops.so"]
+
+
+def test_a_killed_builder_blocks_nobody_and_leaves_nothing(cache, toolkit):
+    (toolkit / "stall").touch()
+    killed = subprocess.Popen(BUILDER, start_new_session=True)
+    wait_for(lambda: compiles(toolkit))
+    wait_for(lambda: list(cache.glob("*/build-*/uvm_ops.so")))
+    assert not list(cache.glob("*/uvm_ops.so")), "a half-written library has its final name"
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    try:
+        library = None
+        following = subprocess.Popen(BUILDER, stdout=subprocess.PIPE, text=True)
+        wait_for(lambda: compiles(toolkit) == 2)
+        (toolkit / "stall").unlink()
+        library = Path(following.communicate(timeout=120)[0].strip())
+    finally:
+        (toolkit / "stall").unlink(missing_ok=True)
+        for orphan in (toolkit / "compiles").read_text().split()[:1]:
+            wait_for(lambda orphan=orphan: not Path(f"/proc/{orphan}").exists())
+    assert ctypes.CDLL(str(library)).uvm_compiled_version()
+    assert sorted(path.name for path in library.parent.iterdir()) == ["lock", "uvm_ops.so"]
+
+
+def test_no_nvcc_says_what_to_install(cache, tmp_path, monkeypatch):
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(cuda_build, "DEFAULT_HOME", tmp_path / "cuda")
+    monkeypatch.setattr(cuda_build, "PIP_HOMES", tmp_path / "pip")
+    with pytest.raises(BuildFailure, match=r"no nvcc: install the CUDA toolkit .* or set CUDA_HOME") as failure:
+        build("sm_90")
+    assert str(tmp_path / "cuda" / "bin" / "nvcc") in str(failure.value)
+    assert not cache.exists()
+
+
+def test_nvcc_is_taken_from_cuda_home_then_path_then_default_then_pip(tmp_path, monkeypatch):
+    pip = f"pip/cu{torch.version.cuda.partition('.')[0]}"
+    places = {name: tmp_path / name / "bin" / "nvcc" for name in ("home", "path", "default", pip)}
+    for place in places.values():
+        place.parent.mkdir(parents=True)
+        place.touch(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "path" / "bin"))
+    monkeypatch.setattr(cuda_build, "DEFAULT_HOME", tmp_path / "default")
+    monkeypatch.setattr(cuda_build, "PIP_HOMES", tmp_path / "pip")
+    assert cuda_build.find_nvcc() == places["home"]
+    places["home"].unlink()
+    assert cuda_build.find_nvcc() == places["path"]
+    places["path"].unlink()
+    assert cuda_build.find_nvcc() == places["default"]
+    places["default"].unlink()
+    assert cuda_build.find_nvcc() == places[pip]
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "path"))
+    places["path"].touch(0o755)
+    assert cuda_build.find_nvcc() == places["path"]
+
+
+def test_an_nvcc_that_is_none_is_named(cache, tmp_path, monkeypatch):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho no such thing\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(BuildFailure, match=r"--version does not name a release:\nno such thing"):
+        build("sm_90")
+
+
+def test_a_broken_source_quotes_the_compiler_and_leaves_nothing(cache, tmp_path, monkeypatch):
+    broken = tmp_path / "uvm_ops.cu"
+    broken.write_text("int good;\nint oops = nowhere;\n")
+    monkeypatch.setattr(cuda_build, "find_source", lambda: broken)
+    with pytest.raises(BuildFailure, match="could not compile") as failure:
+        build("sm_90")
+    assert 'uvm_ops.cu(2): error: identifier "nowhere" is undefined' in str(failure.value)
+    (directory,) = cache.iterdir()
+    assert [path.name for path in directory.iterdir()] == ["lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(BuildFailure, match=f"cannot build in {tmp_path / 'file'}"):
+        build("sm_90")
+
+
+def test_an_architecture_that_is_none_is_refused(cache):
+    with pytest.raises(BuildFailure, match="'sm_90; true' is no GPU architecture"):
+        build("sm_90; true")
+
+
+def test_a_cache_path_with_spaces_and_dollars_builds(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a $HOME: b"))
+    assert build("sm_90").is_file()
+
+
+def test_the_cache_is_in_the_home_without_xdg(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cuda_build.cache_root() == tmp_path / ".cache" / "sglang-uvm-offload"
+
+
+def test_the_installed_source_is_found_before_the_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda_build, "__file__", str(tmp_path / "package" / "cuda" / "build.py"))
+    with pytest.raises(BuildFailure, match=r"uvm_ops\.cu is missing"):
+        cuda_build.find_source()
+    for place in (tmp_path / "kernels", tmp_path / "package" / "kernels"):
+        place.mkdir(parents=True)
+        (place / "uvm_ops.cu").touch()
+        assert cuda_build.find_source() == place / "uvm_ops.cu"
+
+
+CUDA_12 = Path(__file__).parents[1] / "standin" / "cuda12"
+
+
+@pytest.mark.parametrize(
+    ("version", "call"), [(12010, "cudaMemAdvise"), (12020, "cudaMemAdvise_v2"), (12090, "cudaMemAdvise_v2")]
+)
+def test_the_source_compiles_with_the_signatures_of_cuda_12(tmp_path, version, call):
+    library = tmp_path / "uvm_ops.o"
+    source = CUDA_12.parent / "kernels.cpp"
+    include = [f"-I{CUDA_12}", f"-I{cuda_build.find_source().parent}"]
+    flags = ["-c", "-std=c++17", "-w", f"-DCUDART_VERSION={version}", *include]
+    subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
+    undefined = subprocess.run(["nm", str(library)], capture_output=True, text=True, check=True).stdout.split()
+    assert call in undefined
+    assert ("cudaMemAdvise" in undefined) != ("cudaMemAdvise_v2" in undefined)

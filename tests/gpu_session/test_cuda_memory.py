@@ -1,0 +1,528 @@
+"""The CUDA backend and its kernels: the compiled library, over the stand-in driver of ``standin/``."""
+
+from __future__ import annotations
+
+import pytest
+from harness import memory_contract
+
+BLOCK = 2 << 20
+PAGE = 64 << 10
+MOVES = ("cudaMallocManaged", "cudaMemAdvise", "cudaMemPrefetchAsync", "cudaFree")
+
+
+def steps(ran) -> list[str]:
+    """The memory calls in words, addresses relative to the last range: "SetAccessedBy device [0, 2097152)"."""
+    words, base = [], 0
+    for call in ran.named(*MOVES):
+        if call["call"] == "cudaMallocManaged":
+            base = call["address"]
+            words.append(f"malloc {call['nbytes']}")
+        elif call["call"] == "cudaFree":
+            words += ["free"] if call["managed"] else []
+        else:
+            start = call["address"] - base
+            verb = call.get("advice", "prefetch")
+            words.append(f"{verb} {call['location']} [{start}, {start + call['nbytes']})")
+    return words
+
+
+# ---- the protocol ----
+
+
+@pytest.fixture(scope="module")
+def contract(standin) -> dict[str, str]:
+    ran = standin.run("""
+        import traceback
+        from harness import memory_contract
+        memory, failed = CudaMemory(), {}
+        for check in memory_contract.CHECKS:
+            try:
+                check(memory)
+            except Exception:  # the test of this check fails with it
+                failed[check.__name__] = traceback.format_exc()
+        print(json.dumps(failed))
+    """)
+    assert ran.named("cudaFree")[-1]["live_managed_bytes"] == 0
+    return ran.said
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in memory_contract.CHECKS])
+def test_contract(contract, check):
+    assert check not in contract, contract[check]
+
+
+# ---- which calls, in which order, over which bytes ----
+
+
+def test_allocate_advises_access_once_over_whole_blocks(standin):
+    ran = standin.run("memory = CudaMemory(); memory.free(memory.allocate(5 * PAGE, 'w13'))")
+    assert ran.code == 0, ran.err
+    assert steps(ran) == [f"malloc {BLOCK}", f"SetAccessedBy device [0, {BLOCK})", "free"]
+    assert ran.named("cudaMallocManaged")[0]["flags"] == 1  # cudaMemAttachGlobal
+
+
+def test_promotion_and_demotion_are_one_advice_and_one_prefetch_a_span_of_neighbours(standin):
+    ran = standin.run("""
+        memory = CudaMemory()
+        layout = ExpertLayout(num_experts=8, expert_bytes=2 * PAGE + 1024)
+        it = memory.allocate(layout.nbytes, "w13")
+        def move(experts, location):
+            mask = np.zeros(8, dtype=bool)
+            mask[experts] = True
+            spans = layout.spans(layout.resident_pages(mask))
+            memory.place(it, spans, location)
+        move([1, 2, 3, 6], DEVICE)
+        move([7], HOST)
+    """)
+    assert ran.code == 0, ran.err
+    neighbours, single = f"[{2 * PAGE}, {9 * PAGE})", f"[{12 * PAGE}, {15 * PAGE})"
+    end = f"[{14 * PAGE}, {17 * PAGE})"  # the range's end, with the rest of its last page
+    assert steps(ran)[2:] == [
+        f"SetPreferredLocation device {neighbours}",
+        f"SetPreferredLocation device {single}",
+        f"prefetch device {neighbours}",
+        f"prefetch device {single}",
+        f"SetPreferredLocation host {end}",
+        f"prefetch host {end}",
+    ]
+
+
+def test_prefetches_go_to_one_non_blocking_stream_of_their_own(standin):
+    ran = standin.run("""
+        memory, other = CudaMemory(), CudaMemory()
+        it, its = memory.allocate(PAGE, "w13"), other.allocate(PAGE, "w2")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            memory.place(it, [Span(0, PAGE)], DEVICE)
+        other.place(its, [Span(0, PAGE)], HOST)
+        memory.synchronize()
+        print(json.dumps(torch.cuda.current_stream().cuda_stream))
+    """)
+    assert ran.said == 0
+    (made,) = [call for call in ran.named("cudaStreamCreateWithFlags") if call["flags"] == 1]  # cudaStreamNonBlocking
+    assert {call["stream"] for call in ran.named("cudaMemPrefetchAsync")} == {made["stream"]}
+    assert ran.named("cudaStreamSynchronize")[-1]["stream"] == made["stream"]
+
+
+def test_a_range_is_aligned_where_the_driver_does_not_align(standin):
+    ran = standin.run(
+        """
+        memory = CudaMemory()
+        it = memory.allocate(PAGE, "w13")
+        address = it.address
+        memory.free(it)
+        print(json.dumps(address))
+        """,
+        misalign=PAGE,
+    )
+    assert ran.said % BLOCK == 0
+    first, again = ran.named("cudaMallocManaged")
+    freed, advised = ran.named("cudaFree"), ran.named("cudaMemAdvise")
+    assert (first["nbytes"], again["nbytes"]) == (BLOCK, 2 * BLOCK)
+    assert [call["address"] for call in freed] == [first["address"], again["address"]]
+    assert [(call["address"], call["nbytes"]) for call in advised] == [(ran.said, BLOCK)]
+    assert again["address"] <= ran.said <= again["address"] + again["nbytes"] - BLOCK
+    assert freed[-1]["live_managed_bytes"] == 0
+
+
+def test_bad_spans_reach_no_call(standin):
+    ran = standin.run("""
+        memory = CudaMemory()
+        it = memory.allocate(4 * PAGE, "w13")
+        for spans in ([Span(0, PAGE), Span(1, PAGE)], [Span(0, 5 * PAGE)], [Span(0, 0)]):
+            try:
+                memory.place(it, spans, DEVICE)
+            except ValueError as refusal:
+                assert "w13" in str(refusal), refusal
+            else:
+                raise AssertionError(spans)
+        memory.free(it)
+    """)
+    assert ran.code == 0, ran.err
+    assert steps(ran) == [f"malloc {BLOCK}", f"SetAccessedBy device [0, {BLOCK})", "free"]
+
+
+# ---- failures ----
+
+LIFE = """
+    memory = CudaMemory()
+    live, said = [], None
+    try:
+        for name in ("w13", "w2"):
+            live.append(memory.allocate(8 * PAGE, name))
+            memory.place(live[-1], [Span(0, PAGE), Span(4 * PAGE, PAGE)], DEVICE)
+            memory.preferred(live[-1], Span(0, PAGE))
+        memory.synchronize()
+        memory.info()
+    except ManagedMemoryError as error:
+        said = str(error)
+    for it in live:
+        memory.free(it)
+    torch.ones(1, device="cuda")  # raises where a handled error is still the runtime's last one
+    print(json.dumps(said))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fail", "words"),
+    [
+        (
+            "cudaMallocManaged:1:2",
+            ["cudaMallocManaged failed on w13 [0, 524288)", "cudaErrorMemoryAllocation: out of memory"],
+        ),
+        ("cudaMallocManaged:2:2", ["cudaMallocManaged failed on w2 [0, 524288)"]),
+        (
+            "cudaMemAdvise:1:1",
+            ["cudaMemAdvise(SetAccessedBy) failed on w13", "cudaErrorInvalidValue: invalid argument"],
+        ),
+        (
+            "cudaMemAdvise:3:1",
+            ["cudaMemAdvise(SetPreferredLocation) to device failed on w13 [262144, 327680) (65536 bytes)"],
+        ),
+        ("cudaMemAdvise:4:1", ["cudaMemAdvise(SetAccessedBy) failed on w2"]),
+        ("cudaMemPrefetchAsync:1:2", ["cudaMemPrefetchAsync to device failed on w13 [0, 65536)", "out of memory"]),
+        ("cudaMemPrefetchAsync:4:2", ["cudaMemPrefetchAsync to device failed on w2 [262144, 327680)"]),
+        ("cudaMemRangeGetAttribute:2:1", ["cudaMemRangeGetAttribute failed on w2 [0, 65536)"]),
+        (
+            "cudaStreamSynchronize:1:700",
+            ["cudaStreamSynchronize failed on the prefetches since", "(262144 bytes)", "illegal"],
+        ),
+        ("cudaMemGetInfo:1:2", ["cudaMemGetInfo failed on the device"]),
+    ],
+)
+def test_a_failing_call_is_named_and_unwound(standin, fail, words):
+    ran = standin.run(LIFE, fail=fail)
+    for word in words:
+        assert word in ran.said
+    assert sum(call["result"] != 0 for call in ran.calls) == (0 if fail.startswith("cudaMemGetInfo") else 1)
+    frees = [call for call in ran.named("cudaFree") if call["managed"]]
+    assert not frees or frees[-1]["live_managed_bytes"] == 0
+    assert len(frees) == sum(call["result"] == 0 for call in ran.named("cudaMallocManaged"))
+
+
+def test_a_life_without_a_failure_says_nothing(standin):
+    """The program that the failures are put into."""
+    assert standin.run(LIFE).said is None
+
+
+def test_a_failing_free_is_told(standin):
+    ran = standin.run(
+        """
+        memory = CudaMemory()
+        it = memory.allocate(PAGE, "w13")
+        try:
+            memory.free(it)
+        except ManagedMemoryError as error:
+            print(json.dumps(str(error)))
+        """,
+        fail="cudaFree:1:1",
+    )
+    assert "cudaFree failed on w13 [0, 65536)" in ran.said
+
+
+@pytest.mark.parametrize(
+    ("fail", "moved"),
+    [("cudaMemAdvise:4:1", [0, 2]), ("cudaMemPrefetchAsync:3:2", [0, 2]), ("cudaMemAdvise:2:1", [])],
+)
+def test_the_spans_before_a_failing_one_have_moved(standin, fail, moved):
+    ran = standin.run(
+        """
+        memory = CudaMemory()
+        it = memory.allocate(8 * PAGE, "w13")
+        spans = [Span(page * PAGE, PAGE) for page in (0, 2, 4, 6)]
+        try:
+            memory.place(it, spans, DEVICE)
+        except ManagedMemoryError as error:
+            failed = error.span.offset
+        there = [page for page in range(8) if memory.last_prefetch(it, Span(page * PAGE, PAGE)) is DEVICE]
+        advised = [page for page in range(8) if memory.preferred(it, Span(page * PAGE, PAGE)) is DEVICE]
+        memory.free(it)
+        print(json.dumps([failed // PAGE, there, advised]))
+        """,
+        fail=fail,
+    )
+    failed, there, advised = ran.said
+    assert failed == 2 * len(moved)
+    assert there == moved
+    assert set(there) <= set(advised)
+
+
+# ---- graphs ----
+
+
+def test_nothing_moves_while_a_graph_is_captured(standin):
+    ran = standin.run("""
+        memory = CudaMemory()
+        it = memory.allocate(2 * PAGE, "w13")
+        dying = memory.tensor(memory.allocate(PAGE, "dying"))
+        graph, said = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph):
+            for action in (
+                lambda: memory.allocate(PAGE, "w2"),
+                lambda: memory.place(it, [Span(PAGE, PAGE)], DEVICE),
+                lambda: memory.synchronize(),
+            ):
+                try:
+                    action()
+                except ManagedMemoryError as error:
+                    said.append(str(error))
+            del dying
+        graph.replay()
+        memory.place(it, [Span(0, PAGE)], DEVICE)
+        memory.free(it)
+        print(json.dumps(said))
+    """)
+    assert len(ran.said) == 3
+    assert all("capturing a CUDA graph" in said for said in ran.said)
+    assert "w13 [65536, 131072)" in ran.said[1]
+    calls = [call["call"] for call in ran.calls]
+    captured = calls[calls.index("cudaStreamBeginCapture") + 1 : calls.index("cudaStreamEndCapture")]
+    assert not {"cudaMallocManaged", "cudaMemAdvise", "cudaMemPrefetchAsync", "cudaStreamSynchronize"} & set(captured)
+    assert "cudaFree" in captured  # the range that died
+
+
+# ---- life and death of ranges ----
+
+
+def test_torch_keeps_the_range_while_a_tensor_lives(standin):
+    ran = standin.run("""
+        memory = CudaMemory()
+        weight = memory.tensor(memory.allocate(PAGE, "w13")).view(torch.bfloat16)
+        parameter = torch.nn.Parameter(weight, requires_grad=False)
+        del weight
+        del memory
+        gc.collect()
+        parameter.data.copy_(torch.ones(PAGE // 2, dtype=torch.bfloat16))
+        assert parameter.cpu().sum() > 0
+        del parameter
+        gc.collect()
+        print(json.dumps("after"))
+    """)
+    assert ran.said == "after"
+    assert [call["live_managed_bytes"] for call in ran.named("cudaFree") if call["managed"]] == [0]
+
+
+def test_an_interpreter_that_ends_with_live_tensors_ends_quietly(standin):
+    ran = standin.run("""
+        memory = CudaMemory()
+        kept = [memory.tensor(memory.allocate(PAGE, "w13")), memory.allocate(PAGE, "w2")]
+        cycle = [memory.tensor(memory.allocate(PAGE, "w1"))]
+        cycle.append(cycle)
+        sys.modules["keeper"] = kept
+    """)
+    assert (ran.code, ran.err) == (0, "")
+    # Other exit handlers and threads may still read the tensors.
+    assert not [call for call in ran.named("cudaFree") if call["managed"]]
+
+
+def test_a_forked_child_leaves_its_parents_ranges_alone(standin):
+    ran = standin.run("""
+        memory = CudaMemory()
+        tensor = memory.tensor(memory.allocate(PAGE, "w13"))
+        child = os.fork()
+        if child == 0:
+            del tensor
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        print(json.dumps(os.getpid()))
+    """)
+    assert {call["pid"] for call in ran.named("cudaFree")} <= {ran.said}
+
+
+# ---- what the machine can do ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, None),
+        ({"attribute_89": 0}, "concurrentManagedAccess is 0"),
+        ({"attribute_83": 0}, "no managed memory"),
+        ({"driver": 12040}, "driver is too old: it serves CUDA 12.4"),
+        ({"confidential": 1}, "confidential computing"),
+        ({"cuinit": 100}, "no CUDA-capable device is detected"),
+    ],
+)
+def test_a_machine_that_cannot_is_told_why(standin, settings, words):
+    ran = standin.run(
+        """
+        from sglang_uvm_offload.cuda.device import device_problems
+        problems = device_problems(0)
+        if problems:
+            try:
+                CudaMemory()
+            except RuntimeError as refusal:
+                assert problems[0] in str(refusal)
+            else:
+                raise AssertionError("not refused")
+        print(json.dumps(problems))
+        """,
+        **settings,
+    )
+    if words is None:
+        assert ran.said == []
+    else:
+        (problem,) = ran.said
+        assert words in problem
+
+
+def test_a_device_that_is_not_there_is_named(standin):
+    ran = standin.run("""
+        from sglang_uvm_offload.cuda.device import device_problems
+        print(json.dumps(device_problems(3)))
+    """)
+    assert ran.said == ["there is no CUDA device 3: the driver shows 1"]
+
+
+# ---- the routing counters: the kernels run on the CPU, thread by thread ----
+
+COUNTERS = """
+    ops = CudaMemory()._ops
+    rng = np.random.default_rng(7)
+
+    def oracle(ids, valid, phase, first, experts):
+        want = np.zeros((2, 2, experts), dtype=np.int64)
+        local = ids[:valid].astype(np.int64).ravel() - first
+        routed = np.bincount(local[(local >= 0) & (local < experts)], minlength=experts)
+        want[phase, 0] += routed
+        want[phase, 1] += routed > 0
+        return want
+
+    def fresh(experts):
+        return torch.zeros(2, dtype=torch.int64).cuda(), torch.zeros(2, 2, experts, dtype=torch.int64).cuda()
+
+    def refused(action):
+        try:
+            action()
+        except (ValueError, CudaFailure) as refusal:
+            return str(refusal)
+        raise AssertionError("not refused")
+"""
+
+
+def test_counts_equal_a_plain_count(standin):
+    ran = standin.run(
+        COUNTERS
+        + """
+    tried = 0
+    shapes = [(1, 1, 1, 0), (1, 8, 128, 0), (7, 4, 60, 60), (33, 6, 64, 0), (300, 8, 256, 128), (40, 2, 4096, 0)]
+    for rows, k, experts, first in shapes:
+        control, counts = fresh(experts)
+        want = np.zeros((2, 2, experts), dtype=np.int64)
+        for form in ("int32", "int64", "packed", "strided"):
+            for valid, phase in ((rows, 0), (rows // 2, 1), (0, 0), (rows + 5, 1)):
+                ids = rng.integers(-1, first + experts + 3, (rows, k))
+                if form == "packed":
+                    sent = on_device((ids << 16 | rng.integers(0, 1 << 16, ids.shape)).astype(np.int32))
+                elif form == "strided":
+                    sent = on_device(np.concatenate([ids, ids * 0], axis=1))[:, :k]
+                else:
+                    sent = on_device(ids.astype(form))
+                ops.set_control(control, valid, phase)
+                ops.count_routing(sent, form == "packed", first, control, counts)
+                want += oracle(ids, valid, phase, first, experts)
+                assert np.array_equal(counts.cpu().numpy(), want), (rows, k, experts, first, form, valid, phase)
+                tried += 1
+    print(json.dumps(tried))
+    """
+    )
+    assert ran.said == 6 * 16
+
+
+def test_a_histogram_counts_as_its_ids_would(standin):
+    ran = standin.run(
+        COUNTERS
+        + """
+    control, counts = fresh(300)
+    histogram = np.array([3, 0, 7] + [0] * 252 + [5, 1], dtype=np.int32)
+    for valid, phase in ((9, 1), (0, 1), (1 << 40, 0)):
+        ops.set_control(control, valid, phase)
+        ops.count_histogram(on_device(histogram), control, counts)
+    want = np.zeros((2, 2, 300), dtype=np.int64)
+    want[:, 0, :257], want[:, 1, :257] = histogram, histogram > 0
+    assert np.array_equal(counts.cpu().numpy(), want)
+    print(json.dumps("counted"))
+    """
+    )
+    assert ran.said == "counted"
+
+
+def test_a_graph_counts_at_each_replay_and_not_at_capture(standin):
+    ran = standin.run(
+        COUNTERS
+        + """
+    control, counts = fresh(8)
+    ids = on_device(np.array([[0, 1], [1, 2], [7, 7]], dtype=np.int32))
+    graph = torch.cuda.CUDAGraph()
+    said = []
+    with torch.cuda.graph(graph):
+        ops.count_routing(ids, False, 0, control, counts)
+        said.append(refused(lambda: ops.set_control(control, 3, 1)))
+    said.append(int(counts.cpu().sum()))
+    ops.set_control(control, 2, 1)
+    graph.replay()
+    ids.copy_(torch.tensor([[5, 5], [5, 5], [5, 5]], dtype=torch.int32))
+    graph.replay()
+    ops.set_control(control, 0, 1)
+    graph.replay()
+    said.append(counts.cpu()[1].tolist())
+    print(json.dumps(said))
+    """
+    )
+    refusal, at_capture, decode = ran.said
+    assert "capturing a CUDA graph" in refusal
+    assert at_capture == 0
+    assert decode == [[1, 2, 1, 0, 0, 4, 0, 0], [1, 1, 1, 0, 0, 1, 0, 0]]
+    calls = [(call["call"], call.get("kernel")) for call in ran.calls]
+    start = next(i for i, call in enumerate(calls) if call[0] == "cudaStreamBeginCapture")
+    assert calls[start + 1 : start + 3] == [
+        ("cudaLaunchKernel", "uvm_count_routing_kernel"),
+        ("cudaStreamEndCapture", None),
+    ]
+
+
+def test_what_cannot_be_counted_is_refused(standin):
+    ran = standin.run(
+        COUNTERS
+        + """
+    control, counts = fresh(8)
+    ids = on_device(np.zeros((4, 2), dtype=np.int32))
+    print(json.dumps([
+        refused(lambda: ops.count_routing(ids.to("cpu").float().cuda(), False, 0, control, counts)),
+        refused(lambda: ops.count_routing(ids.flatten(), False, 0, control, counts)),
+        refused(lambda: ops.count_routing(ids.T, False, 0, control, counts)),
+        refused(lambda: ops.count_routing(ids.to("cpu").long().cuda(), True, 0, control, counts)),
+        refused(lambda: ops.count_routing(ids, False, 0, control, fresh(4097)[1])),
+        refused(lambda: ops.count_routing(ids, False, 0, control, counts[:, :1])),
+        refused(lambda: ops.count_routing(ids.cpu(), False, 0, control, counts)),
+        refused(lambda: ops.count_histogram(on_device(np.zeros(9, dtype=np.int32)), control, counts)),
+        refused(lambda: ops.set_control(control, -1, 0)),
+        refused(lambda: ops.set_control(control, 1, 2)),
+    ]))
+    """
+    )
+    words = [
+        "float32",
+        "rows, top_k",
+        "2 elements apart",
+        "int64",
+        "4097 experts",
+        "counts are",
+        "routing on cpu",
+        "histogram",
+    ]
+    for word, said in zip([*words, "invalid argument", "invalid argument"], ran.said, strict=True):
+        assert word in said
+    assert "uvm_count_routing_kernel" not in {call.get("kernel") for call in ran.calls}
+
+
+def test_a_failing_launch_is_named(standin):
+    ran = standin.run(
+        COUNTERS
+        + """
+    control, counts = fresh(8)
+    print(json.dumps(refused(lambda: ops.set_control(control, 1, 0))))
+    """,
+        fail="cudaLaunchKernel:1:1",
+    )
+    assert "uvm_set_control failed: cudaErrorInvalidValue" in ran.said

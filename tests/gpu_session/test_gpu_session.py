@@ -1,0 +1,410 @@
+"""scripts/gpu_session.sh without a GPU: the dry run; every section that needs no SGLang to its end over the stand-in driver of
+``standin/``, and of those that do one, with its servers on the CPU. None of it may be called a measurement."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from standin.build import build, environment
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU = ROOT / "benchmarks" / "gpu"
+SECTIONS = ("probe", "ops", "layer")
+SERVING = ("server", "bounds", "peers", "offloader")
+FILES_THAT_COME_BACK, FILE_BYTES = 8, 16 << 20
+
+
+class Session:
+    """Starts gpu_session.sh. Runs share compiled programs and one folder of results."""
+
+    def __init__(self, folder: Path):
+        self.out = folder / "results"
+        self._caches = {"XDG_CACHE_HOME": str(folder / "cache"), "TRITON_CACHE_DIR": str(folder / "triton")}
+        self._standin = environment(build(folder / "cuda").parent)
+
+    def run(self, *arguments: str, over_standin: bool = True, **settings: object) -> subprocess.CompletedProcess[str]:
+        variables = os.environ | self._caches | {"PYTHON": sys.executable}
+        variables.pop("OUT", None)
+        if over_standin:
+            variables |= self._standin | {f"STANDIN_{name.upper()}": str(value) for name, value in settings.items()}
+        command = ["bash", str(ROOT / "scripts" / "gpu_session.sh"), *arguments]
+        return subprocess.run(command, env=variables, capture_output=True, text=True)
+
+    def record(self, section: str) -> dict:
+        return json.loads((self.out / f"{section}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory) -> Session:
+    return Session(tmp_path_factory.mktemp("gpu_session"))
+
+
+@pytest.fixture(scope="module")
+def ran(session) -> Session:
+    """The sections that need no SGLang, run once to their ends."""
+    done = session.run(*SECTIONS, "--out", str(session.out))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return session
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[dict]:
+    """The modules of the session itself, which import no torch."""
+    sys.path.insert(0, str(GPU))
+    import goals
+    import rows
+    import sections
+    import session
+
+    yield {"goals": goals, "rows": rows, "sections": sections, "session": session}
+    sys.path.remove(str(GPU))
+
+
+# ---- what can be asked without a GPU ----
+
+
+def test_list_names_every_section_in_order(session):
+    said = session.run("--list", over_standin=False)
+    assert said.returncode == 0
+    heads = [line.split(":")[0] for line in said.stdout.splitlines() if not line.startswith(" ")]
+    assert heads == [*SECTIONS, *SERVING]
+
+
+def test_an_unknown_section_is_a_usage_error(session):
+    said = session.run("prboe", over_standin=False)
+    assert said.returncode == 2
+    assert "no section prboe: there are probe, ops, layer, server" in said.stderr
+
+
+def test_dry_run_compiles_everything_and_starts_no_cuda(session):
+    said = session.run("--dry-run", over_standin=False)
+    assert said.returncode == 0, said.stdout + said.stderr
+    for words in (
+        "probe-sm_90-",
+        "uvm_ops.so",
+        "compile for sm_90 with bf16",
+        "compile for sm_90 with FP8",
+        "interpreted on the CPU, FP8 True",
+        "deepseek-v3: 3 layers",
+        "qwen3-30b-a3b-16-layers, 20.0 GB",
+        "paged_experts --enable-paged-experts --paged-experts-num-resident 64",
+        "page_in_only will not be served",
+    ):
+        assert words in said.stdout
+
+
+def test_without_a_gpu_a_section_says_so(session, tmp_path):
+    said = session.run("ops", "--out", str(tmp_path), over_standin=False)
+    assert said.returncode == 1
+    assert "gpu_session: section ops: not started" in said.stderr
+    assert not list(tmp_path.iterdir())
+
+
+# ---- over the stand-in ----
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_ends_complete_and_calls_nothing_a_measurement(ran, section, modules):
+    record = ran.record(section)
+    assert record["complete"] is True
+    assert record["measured"] is False
+    assert [*record["parts"]] == [part.name for part in modules["sections"].SECTIONS[section].parts]
+    assert {part["status"] for part in record["parts"].values()} == {"done"}
+    log = (ran.out / f"{section}.log").read_text()
+    assert "NOT MEASUREMENTS" in log
+    for goal in record["goals"]:
+        assert goal["met"] is None
+        assert goal["ratio"] is not None, f"{goal['goal']} was not computed"
+        assert "not judged" in log
+    assert ": met" not in log
+    assert "MISSED" not in log
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_result_says_where_it_is_from_and_keeps_every_repeat(ran, section):
+    record = ran.record(section)
+    machine = record["environment"]
+    assert machine["device"] == "NVIDIA H200"
+    for name in ("driver", "cuda_of_torch", "nvcc", "torch", "triton", "python", "commit", "sources_sha256"):
+        assert name in machine
+    assert len(record["commands"]) == len(record["started"]) == 1
+    for part in record["parts"].values():
+        assert part["command"]
+        assert part["seconds"] >= 0
+        for row in part["rows"]:
+            assert not row["values"] or row["low"] <= row["median"] <= row["high"]
+
+
+def test_every_decision_has_figures(ran):
+    for section in SECTIONS:
+        for decision in ran.record(section)["decisions"]:
+            # What a kernel computes cannot be compared where none runs.
+            if decision["question"] != "whether the Triton MoE is right":
+                assert decision["figures"] != ["no figures yet"], decision["question"]
+
+
+def test_the_results_are_few_and_small(ran):
+    files = list(ran.out.iterdir())
+    assert sorted(file.name for file in files) == sorted(f"{s}.{kind}" for s in SECTIONS for kind in ("json", "log"))
+    assert len(files) <= FILES_THAT_COME_BACK
+    assert max(file.stat().st_size for file in files) < FILE_BYTES
+
+
+def test_a_complete_section_is_not_run_again_and_a_failed_part_is(ran, tmp_path):
+    earlier, out = tmp_path / "earlier", tmp_path / "out"
+    earlier.mkdir()
+    (earlier / "probe.json").write_text(json.dumps(ran.record("probe")))
+    cut = ran.record("ops")
+    cut["complete"] = False
+    cut["parts"]["identity"] |= {"status": "failed", "rows": []}
+    (earlier / "ops.json").write_text(json.dumps(cut))
+    said = ran.run("probe", "ops", "--from", str(earlier), "--out", str(out))
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert "section probe: complete in" in said.stdout
+    assert "-- identity: done" in said.stdout
+    assert "-- contract" not in said.stdout
+    again = json.loads((out / "ops.json").read_text())
+    assert again["complete"] is True
+    assert again["parts"]["contract"] == cut["parts"]["contract"]
+    assert len(again["started"]) == 2
+
+
+def test_a_failing_section_is_named_with_its_parts(ran, tmp_path):
+    said = ran.run("probe", "--out", str(tmp_path), fail="cudaMemPrefetchAsync:1:2")
+    assert said.returncode == 1
+    (message,) = said.stderr.strip().splitlines()[-1:]
+    assert message.startswith("gpu_session: section probe: ")
+    assert "prefetch: failed" in message
+    assert str(tmp_path / "probe.log") in message
+    record = json.loads((tmp_path / "probe.json").read_text())
+    assert record["complete"] is False
+    assert record["parts"]["prefetch"]["error"] == "ended with status 1"
+    assert (
+        "cudaMemPrefetchAsync(start, nbytes, where, 0, stream): cudaErrorMemoryAllocation"
+        in (tmp_path / "probe.log").read_text()
+    )
+    assert {goal["ratio"] for goal in record["goals"]} == {None}
+
+
+def test_a_card_too_small_for_the_plan_is_refused_before_anything_runs(ran, tmp_path):
+    said = ran.run("layer", "--out", str(tmp_path), vram=150 << 20)
+    assert said.returncode == 1
+    assert "a third of the free VRAM" in said.stderr
+    assert not (tmp_path / "layer.json").exists()
+
+
+# ---- sections that serve ----
+
+
+@pytest.fixture(scope="module")
+def served(session) -> Session:
+    """The server section, whose servers run on the CPU where kernels do not compute."""
+    done = session.run("server", "--out", str(session.out.with_name("served")))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return session
+
+
+def test_servers_are_run_and_nothing_is_called_a_measurement(served, modules):
+    folder = served.out.with_name("served")
+    record = json.loads((folder / "server.json").read_text())
+    assert record["complete"] is True
+    assert record["measured"] is False
+    assert [*record["parts"]] == [part.name for part in modules["sections"].SECTIONS["server"].parts]
+    for part in ("frequency", "again"):
+        cells = [row["cell"] for row in record["parts"][part]["rows"] if row["row"] == "cell"]
+        assert [(cell["contender"], cell["error"]) for cell in cells] == [("resident", None), ("frequency", None)]
+        assert cells[1]["outputs"]["same"] is True
+        assert cells[1]["offload"]["offloaded_bytes"] == cells[1]["expected_offloaded_bytes"]
+    assert {goal["met"] for goal in record["goals"]} == {None}
+    assert "NOT MEASUREMENTS" in (folder / "server.log").read_text()
+
+
+def test_the_report_is_made_from_the_section_alone(served, tmp_path):
+    section = served.out.with_name("served") / "server.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "serve_report.py"), str(section), str(tmp_path)]
+    assert subprocess.run(command).returncode == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "speed means nothing here" in text
+    assert "| frequency 50% | this plugin, the most used experts, chosen once after the warm-up | 2 of 2 | yes |" in text
+
+
+@pytest.mark.parametrize(
+    ("contender", "error", "same", "told"),
+    [
+        ("resident", "no", None, "resident: no"),
+        ("frequency", "no", None, "frequency: no"),
+        ("frequency", None, False, "frequency at 50%: other answers"),
+        ("frequency", "no time left in this run", None, None),
+        ("paged_experts", "no", None, None),
+        ("paged_experts", None, False, None),
+    ],
+)
+def test_a_part_fails_where_the_reference_or_the_plugin_does(modules, contender, error, same, told):
+    import server_parts
+
+    cell = {"contender": contender, "residency": 0.5, "error": error, "outputs": {"same": same, "first_difference": None}}
+    if told is None:
+        server_parts.check_answers([cell])
+    else:
+        with pytest.raises(AssertionError, match=told):
+            server_parts.check_answers([cell])
+
+
+def test_goals_of_servers_take_the_worst_of_the_plugin_and_the_best_of_a_peer(modules):
+    def decode(contender: str, batch: int, ms: float, resident: float = 0.5) -> dict:
+        return row("decode", [ms], contender=contender, resident=resident, batch=batch)
+
+    base = [decode("resident", 1, 10.0, 1.0), decode("resident", 64, 20.0, 1.0)]
+    fast = [*base, decode("frequency", 1, 11.0), decode("frequency", 64, 24.0)]
+    assert judged(modules, "server", 1, {"frequency": fast, "again": fast})["ratio"] == pytest.approx(1.2)
+    slow = [*base, decode("frequency", 1, 13.0), decode("frequency", 64, 20.0)]
+    assert judged(modules, "server", 1, {"frequency": fast, "again": slow})["met"] is False
+    peer = [*fast, decode("paged_experts", 1, 22.0), decode("paged_experts", 16, 90.0), decode("paged_experts", 64, 36.0)]
+    assert judged(modules, "peers", 1, {"paged_experts": peer})["ratio"] == pytest.approx(2.0)
+    assert judged(modules, "peers", 2, {"paged_experts": peer})["ratio"] is None, "this plugin has no figure at batch 16"
+    peer.append(decode("frequency", 16, 30.0))
+    assert judged(modules, "peers", 2, {"paged_experts": peer})["ratio"] == pytest.approx(1.5)
+
+
+def test_one_server_with_other_answers_fails_the_goal(modules):
+    same = [row("same_answers", [1], contender=name) for name in ("resident", "frequency")]
+    assert judged(modules, "server", 0, {"frequency": same})["met"] is True
+    other = [row("same_answers", [0], contender=name) for name in ("frequency", "paged_experts")]
+    verdict = judged(modules, "server", 0, {"frequency": same, "again": other})
+    assert (verdict["ratio"], verdict["met"]) == (1, False)
+
+
+# ---- the rules, without any CUDA ----
+
+
+def test_no_plan_takes_a_third_of_an_h200(modules):
+    sections = modules["sections"]
+    free, host = 138 << 30, 120 << 30
+    for section in sections.SECTIONS.values():
+        assert [sections.too_much(part, free, host, small=False) for part in section.parts] == [[]] * len(section.parts)
+        assert section.expected < sections.SECTION_SECONDS < 8 * 60
+    bandwidth = next(part for part in sections.PROBE.parts if part.name == "bandwidth")
+    (reason,) = sections.too_much(bandwidth, 90 << 30, host, small=False)
+    assert "bandwidth plans 30.0 GiB of managed memory" in reason
+    (reason,) = sections.too_much(bandwidth, free, 36 << 30, small=False)
+    assert "host RAM" in reason
+
+
+def test_a_part_too_large_for_the_machine_is_left_out_and_the_others_run(modules, tmp_path, monkeypatch):
+    session, section = modules["session"], modules["sections"].PROBE
+    here = dict.fromkeys(("device", "driver", "cuda_of_torch", "torch"), "some")
+    here |= {"measured": True, "vram_free_bytes": 23 << 30, "host_available_bytes": 120 << 30}
+    monkeypatch.setattr(session, "child_json", lambda command: here)
+    monkeypatch.setattr(session, "program", lambda *arguments: [])
+    monkeypatch.setattr(session, "run_part", lambda *arguments: {"status": "done", "rows": []})
+    by_size = sorted(section.parts, key=lambda part: part.managed_gib)  # the last one is not recorded by those after it
+    monkeypatch.setitem(section.__dict__, "parts", tuple(by_size))
+    with pytest.raises(session.SectionFailure, match=r"^bandwidth: too large for this machine \(see"):
+        session.run_section(section, SimpleNamespace(out=tmp_path, again=True, earlier=None))
+    record = json.loads((tmp_path / "probe.json").read_text())
+    assert "a third of the free VRAM is 7.7 GiB" in record["parts"].pop("bandwidth")["error"]
+    assert [part["status"] for part in record["parts"].values()] == ["done"] * (len(section.parts) - 1)
+
+
+PART = """
+import json, sys
+open(sys.argv[2], "a").write(json.dumps({"row": "finished", "unit": "bool", "values": [%d]}) + "\\n")
+%s
+"""
+
+
+@pytest.mark.parametrize(
+    ("finished", "then", "status"),
+    [(1, "", "done"), (0, "", "cut short"), (1, "sys.exit(3)", "failed"), (1, "import time; time.sleep(60)", "failed")],
+)
+def test_how_a_part_ended_is_told_apart(modules, tmp_path, monkeypatch, finished, then, status):
+    session, part = modules["session"], modules["sections"].OPS.parts[0]
+    monkeypatch.setattr(session, "GRACE_SECONDS", -part.limit * session.PATIENCE + 2)
+    with (tmp_path / "log").open("w") as log:
+        told = session.run_part(part, [sys.executable, "-c", PART % (finished, then)], 1000, True, log)
+    assert told["status"] == status
+    assert len(told["rows"]) == 1
+
+
+def test_a_part_that_would_not_fit_is_left_for_the_next_run(modules, tmp_path):
+    session, part = modules["session"], modules["sections"].OPS.parts[0]
+    with (tmp_path / "log").open("w") as log:
+        told = session.run_part(part, ["false"], part.expected - 1, True, log)
+    assert told == {"status": "no time left", "rows": []}
+
+
+@pytest.mark.parametrize("changed", ["device", "driver", "torch", "measured"])
+def test_results_of_another_machine_are_not_gone_on_from(modules, tmp_path, changed):
+    session, section = modules["session"], modules["sections"].OPS
+    here = {"device": "NVIDIA H200", "driver": "580.1", "cuda_of_torch": "13.0", "torch": "2.11", "measured": True}
+    (tmp_path / "ops.json").write_text(json.dumps({"environment": here, "parts": {}, "complete": True}))
+    assert session.earlier_record(section, here, [None, tmp_path])["complete"] is True
+    assert session.earlier_record(section, here | {changed: "other"}, [tmp_path]) is None
+
+
+def test_half_a_line_of_a_killed_part_is_dropped(modules, tmp_path):
+    (tmp_path / "rows").write_text('{"row": "a", "unit": "s", "values": [3, 1, 2]}\n{"row": "b", "uni')
+    (row,) = modules["rows"].read_rows(tmp_path / "rows")
+    assert (row["median"], row["low"], row["high"]) == (2, 1, 3)
+
+
+def judged(modules, section: str, goal: int, parts: dict[str, list[dict]], measured: bool = True) -> dict:
+    rows = {part: [modules["rows"].summarise(row) for row in found] for part, found in parts.items()}
+    return modules["goals"].GOALS[section][goal].judge(rows, measured)
+
+
+def row(name: str, values: list[float], **labels: object) -> dict:
+    return {"row": name, "unit": "x", "values": values, **labels}
+
+
+def test_goals_are_judged_by_medians_of_one_run(modules):
+    def promotion(rate: float) -> dict:
+        up = {"direction": "to_device", "piece_mib": 16}
+        moved = row("prefetch", [rate, rate, 90.0], gpu="idle", calls="single", **up)
+        return {"prefetch": [moved, row("copy_engine", [50.0, 50.0, 1.0], **up)]}
+
+    assert judged(modules, "probe", 0, promotion(40.0))["met"] is True
+    assert judged(modules, "probe", 0, promotion(39.0))["met"] is False
+    assert judged(modules, "probe", 0, promotion(40.0), measured=False)["met"] is None
+    assert judged(modules, "probe", 0, {})["ratio"] is None
+
+    design = {"design": "prefer CPU, ReadMostly to promote"}
+    slow = row("demote_over_promote", [0.9], design="prefer GPU for residents")
+    assert judged(modules, "probe", 1, {"demotion": [slow, row("demote_over_promote", [0.05], **design)]})["met"] is True
+    assert judged(modules, "probe", 1, {"demotion": [slow]})["met"] is False
+
+    moves = {"moves": 1000, "captures": 1, "moved_gb": 1.0}
+    assert judged(modules, "ops", 0, {"moves": [row("moves", [0], **moves)]})["met"] is True
+    assert judged(modules, "ops", 0, {"moves": [row("moves", [1], **moves)]})["met"] is False
+    assert judged(modules, "ops", 0, {"moves": [row("moves", [0], **(moves | {"captures": 2}))]})["met"] is False
+
+    def after_load(error: float) -> dict:
+        figures = ("error of VRAM used", "error of VRAM free")
+        return {"load": [row("load", [error], figure=figure) for figure in figures]}
+
+    assert judged(modules, "ops", 1, after_load(0.009))["met"] is True
+    assert judged(modules, "ops", 1, after_load(0.02))["met"] is False
+
+
+def test_the_worst_case_decides_for_a_layer(modules):
+    def step(arm: str, batch: int, ms: float) -> dict:
+        return row("decode", [ms], arm=arm, resident=1.0, shape="glm-5", weights="fp8", batch=batch)
+
+    good = [step("plain", 1, 1.0), step("managed", 1, 1.005)]
+    assert judged(modules, "layer", 1, {"glm-5": good})["met"] is True
+    bad = [step("plain", 8, 1.0), step("managed", 8, 1.02)]
+    verdict = judged(modules, "layer", 1, {"glm-5": [*good, *bad]})
+    assert verdict["met"] is False
+    assert verdict["from"].startswith("glm-5 fp8 8")
+    shares = [row("counters_share", [0.002], batch=1), row("counters_share", [0.02], batch=32)]
+    assert judged(modules, "layer", 2, {"counters": shares})["met"] is False
+    through = {"break_even": [row("zero_copy", [45.0], tokens=1, shape="glm-4.5-air", tiles="")]}
+    ceiling = [row("zero_copy", [50.0], memory="pinned"), row("zero_copy", [4000.0], memory="plain")]
+    assert judged(modules, "layer", 0, through | {"link": ceiling})["ratio"] == pytest.approx(0.9)

@@ -1,0 +1,82 @@
+"""Runs small Python programs, each in a process of its own that is a fork of one which has done the imports: that saves the
+seconds that torch, or the half minute that SGLang takes to import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOP = """
+import json, os, sys
+{imports}
+program = None
+for line in sys.stdin:
+    request = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.environ.update(request["environment"])
+        for number, path in ((1, request["out"]), (2, request["err"])):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        program = request["program"]
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+if program is not None:
+    exec(compile(program, "program", "exec"))
+"""
+"""Forks for each request. The child leaves the loop and runs its program at the top level, so that it ends as any
+interpreter does."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A program's end: exit code and output."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Starts:
+    """Runs each program in a process that starts anew, for imports that a fork of them would not survive."""
+
+    def __init__(self, env: Mapping[str, str]):
+        self.env = env
+
+    def run(self, program: str, **env: str) -> Ended:
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        ended = subprocess.run(command, env={**self.env, **env}, capture_output=True, text=True, timeout=300)
+        return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+
+class Nursery:
+    """One process that has run ``imports``, in the environment ``env``; what programs print is kept in ``folder``."""
+
+    def __init__(self, folder: Path, imports: str, env: Mapping[str, str]):
+        self.folder = folder
+        self.runs = 0
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", LOOP.format(imports=textwrap.dedent(imports))],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def run(self, program: str, **env: str) -> Ended:
+        self.runs += 1
+        out, err = (self.folder / f"{self.runs}.{kind}" for kind in ("out", "err"))
+        request = {"program": textwrap.dedent(program), "environment": env, "out": str(out), "err": str(err)}
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        code = int(self._process.stdout.readline())
+        return Ended(code, out.read_text(), err.read_text())

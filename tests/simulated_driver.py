@@ -1,0 +1,282 @@
+"""Emulated memory that accounts for pages as NVIDIA's driver does, so that tests can ask what a GPU would have been asked.
+
+It keeps for each page what the driver would know (location, preferred location, whether it holds host RAM and VRAM), evicts as
+the driver would, runs out of VRAM where it would, and counts bytes and modelled seconds. The behaviours come from the CUDA
+documentation and the open kernel modules (tag 580.95.05, kernel-open/nvidia-uvm).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_uvm_offload.cpu.memory import CODE, DEVICE, HOST, UNSET, EmulatedMemory, pages_of, shared_location
+from sglang_uvm_offload.memory.host_ram import host_available
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, check_spans, round_up
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
+from sglang_uvm_offload.sizing.machine import PCIE5_GBPS
+from sglang_uvm_offload.sizing.plan import Assumptions
+
+_PAGES_PER_BLOCK = BLOCK_BYTES // PAGE_BYTES
+_OS_PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """What PCIe costs, in bytes a second and seconds. The rates are those that a plan takes for PCIe 5 x16, and the two
+    latencies are assumptions; none was measured by this project."""
+
+    copy_bytes_per_s: float = PCIE5_GBPS * 1e9
+    read_bytes_per_s: float = PCIE5_GBPS * 1e9 * Assumptions.read_efficiency
+    call_seconds: float = 10e-6
+    fault_seconds: float = 30e-6
+
+    def copy_seconds(self, nbytes: int) -> float:
+        return nbytes / self.copy_bytes_per_s
+
+    def read_seconds(self, nbytes: int) -> float:
+        return nbytes / self.read_bytes_per_s
+
+
+@dataclass
+class Traffic:
+    """Counters since the memory was made: bytes, calls, and modelled seconds of the link."""
+
+    zero_copy_bytes: int = 0
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
+    evicted_bytes: int = 0
+    faulted_bytes: int = 0
+    advise_calls: int = 0
+    prefetch_calls: int = 0
+    seconds: float = 0.0
+
+
+class _Pages:
+    """The driver's view of one range. All arrays are ``[pages]``; ``populated`` is ``[blocks]``."""
+
+    def __init__(self, managed: ManagedRange):
+        count = round_up(managed.nbytes, PAGE_BYTES) // PAGE_BYTES
+        self.managed = managed
+        self.where = np.full(count, UNSET, dtype=np.int8)
+        self.preferred = np.full(count, UNSET, dtype=np.int8)
+        self.holds_host = np.zeros(count, dtype=bool)
+        self.holds_device = np.zeros(count, dtype=bool)
+        self.populated = np.zeros(-(-count // _PAGES_PER_BLOCK), dtype=np.int64)
+
+
+class SimulatedDriver(EmulatedMemory):
+    """``device_bytes`` is the VRAM to play, None for as much as is asked for."""
+
+    def __init__(self, device_bytes: int | None = None, link: LinkModel | None = None):
+        super().__init__()
+        self.device_bytes = device_bytes
+        self.link = link or LinkModel()
+        self.traffic = Traffic()
+        self.device_used = 0
+        """Bytes of VRAM that managed pages and ``allocate_plain`` hold. A page keeps its VRAM after it moved to the host, until
+        something else needs it."""
+        self.device_peak = 0
+        self.device_resident = 0
+        """Bytes of managed pages that are in VRAM."""
+        self.host_used = 0
+        """Bytes of host RAM that managed pages hold. A page keeps its host copy's room after it moved to the GPU."""
+        self.host_peak = 0
+        self._plain = 0
+        self._clock = 0
+        self._ranges: dict[int, _Pages] = {}
+
+    def allocate(self, nbytes: int, name: str) -> ManagedRange:
+        managed = super().allocate(nbytes, name)
+        self._ranges[managed.address] = _Pages(managed)
+        return managed
+
+    def place(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
+        self.prefer(managed, spans, location)
+        pages = self._pages(managed)
+        self._notice_writes(pages)
+        for span in spans:
+            self.traffic.prefetch_calls += 1
+            self.traffic.seconds += self.link.call_seconds
+            if location is Location.DEVICE:
+                self._to_device(pages, pages_of(span), "place")
+            else:
+                self._to_host(pages, pages_of(span))
+            super().place(managed, [span], location)
+
+    def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
+        check_spans(managed, [span])
+        return shared_location(self._pages(managed).preferred[pages_of(span)])
+
+    def info(self) -> MemoryInfo:
+        host = host_available()
+        if self.device_bytes is None:
+            return MemoryInfo(host, host + self.device_used, host)
+        return MemoryInfo(self.device_bytes - self.device_used, self.device_bytes, host)
+
+    # What only a simulation can do or tell.
+
+    def prefer(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
+        """Advise the spans and move nothing."""
+        pages = self._pages(managed)
+        check_spans(managed, spans)
+        for span in spans:
+            pages.preferred[pages_of(span)] = CODE[location]
+            self.traffic.advise_calls += 1
+            self.traffic.seconds += self.link.call_seconds
+
+    def read(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
+        """A kernel on the GPU reads the spans (any bytes): local pages cost nothing, host pages are read over the
+        link, and a page that prefers the GPU but was evicted faults back in (a GPU maps only local pages of a
+        range that prefers it)."""
+        pages = self._pages(managed)
+        self._notice_writes(pages)
+        for span in spans:
+            where = pages_of(span)
+            away = pages.where[where] != DEVICE
+            thrashing = away & (pages.preferred[where] == DEVICE)
+            through = int((away & ~thrashing).sum()) * PAGE_BYTES
+            self.traffic.zero_copy_bytes += through
+            self.traffic.seconds += self.link.read_seconds(through)
+            for run in _runs(thrashing):
+                faulted = slice(where.start + run.start, where.start + run.stop)
+                self.traffic.faulted_bytes += (faulted.stop - faulted.start) * PAGE_BYTES
+                self.traffic.seconds += self.link.fault_seconds
+                self._to_device(pages, faulted, "read")
+
+    def location(self, managed: ManagedRange, span: Span) -> Location | None:
+        """Where the whole span really is, None where it is mixed or was never populated."""
+        pages = self._pages(managed)
+        self._notice_writes(pages)
+        return shared_location(pages.where[pages_of(span)])
+
+    def allocate_plain(self, nbytes: int, name: str) -> None:
+        """``cudaMalloc``: takes VRAM that is not managed, evicting managed blocks where it has to."""
+        self._make_room(nbytes, "cudaMalloc", name, Span(0, nbytes), keep=None)
+        self._plain += nbytes
+        self._device_takes(nbytes)
+
+    def free_plain(self, nbytes: int) -> None:
+        if nbytes > self._plain:
+            raise ValueError(f"{nbytes} bytes freed of {self._plain} plain ones")
+        self._plain -= nbytes
+        self.device_used -= nbytes
+
+    def notice_writes(self) -> None:
+        """Account for the host pages that were populated by being written."""
+        for pages in list(self._ranges.values()):
+            self._notice_writes(pages)
+
+    @property
+    def live_ranges(self) -> int:
+        return len(self._ranges)
+
+    def _pages(self, managed: ManagedRange) -> _Pages:
+        self._find(managed)
+        return self._ranges[managed.address]
+
+    def _forget(self, address: int) -> None:
+        super()._forget(address)
+        pages = self._ranges.pop(address, None)
+        if pages is not None:
+            self.device_resident -= int((pages.where == DEVICE).sum()) * PAGE_BYTES
+            self.device_used -= int(pages.holds_device.sum()) * PAGE_BYTES
+            self.host_used -= int(pages.holds_host.sum()) * PAGE_BYTES
+
+    def _notice_writes(self, pages: _Pages) -> None:
+        """First touch by the CPU populates in host RAM: found by asking the kernel which pages exist."""
+        if not (pages.where == UNSET).any():
+            return
+        length = round_up(pages.managed.nbytes, PAGE_BYTES)
+        present = np.zeros(length // _OS_PAGE, dtype=np.uint8)
+        if _libc.mincore(ctypes.c_void_p(pages.managed.address), ctypes.c_size_t(length), present.ctypes.data_as(_bytes)):
+            raise OSError(ctypes.get_errno(), f"mincore of {pages.managed.name}")
+        written = (present & 1).reshape(-1, PAGE_BYTES // _OS_PAGE).any(axis=1) & (pages.where == UNSET)
+        pages.where[written] = HOST
+        self._hold_host(pages, np.flatnonzero(written))
+
+    def _to_device(self, pages: _Pages, where: slice, call: str) -> None:
+        away = np.flatnonzero(pages.where[where] != DEVICE) + where.start
+        if not away.size:
+            return
+        nbytes = int((~pages.holds_device[away]).sum()) * PAGE_BYTES
+        span = Span(where.start * PAGE_BYTES, (where.stop - where.start) * PAGE_BYTES)
+        self._make_room(nbytes, call, pages.managed.name, span, keep=(pages, where))
+        moved = int((pages.where[away] == HOST).sum()) * PAGE_BYTES
+        pages.where[away] = DEVICE
+        pages.holds_device[away] = True
+        self.device_resident += away.size * PAGE_BYTES
+        self._clock += 1
+        pages.populated[np.unique(away // _PAGES_PER_BLOCK)] = self._clock
+        self._device_takes(nbytes)
+        self.traffic.to_device_bytes += moved
+        self.traffic.seconds += self.link.copy_seconds(moved)
+
+    def _to_host(self, pages: _Pages, where: slice) -> None:
+        away = np.flatnonzero(pages.where[where] != HOST) + where.start
+        moved = int((pages.where[away] == DEVICE).sum()) * PAGE_BYTES
+        pages.where[away] = HOST
+        self._hold_host(pages, away)
+        self.device_resident -= moved
+        self.traffic.to_host_bytes += moved
+        self.traffic.seconds += self.link.copy_seconds(moved)
+
+    def _hold_host(self, pages: _Pages, which: np.ndarray) -> None:
+        self.host_used += int((~pages.holds_host[which]).sum()) * PAGE_BYTES
+        self.host_peak = max(self.host_peak, self.host_used)
+        pages.holds_host[which] = True
+
+    def _device_takes(self, nbytes: int) -> None:
+        self.device_used += nbytes
+        self.device_peak = max(self.device_peak, self.device_used)
+
+    def _make_room(self, nbytes: int, call: str, name: str, span: Span, keep: tuple[_Pages, slice] | None) -> None:
+        """Take VRAM back until ``nbytes`` fit, a block at a time: from those without a page in it first, then from the least
+        recently populated, whose pages go to the host. ``keep`` are pages being populated."""
+        if self.device_bytes is None or self.device_used + nbytes <= self.device_bytes:
+            return
+        kept = range(0)
+        if keep is not None:
+            kept = range(keep[1].start // _PAGES_PER_BLOCK, -(-keep[1].stop // _PAGES_PER_BLOCK))
+        candidates = []
+        for pages in self._ranges.values():
+            resident, held = (_by_block(flags) for flags in (pages.where == DEVICE, pages.holds_device))
+            for block in np.flatnonzero(held):
+                if keep is None or pages is not keep[0] or block not in kept:
+                    order = (bool(resident[block]), int(pages.populated[block]), pages.managed.address, int(block))
+                    candidates.append((order, int(held[block]) * PAGE_BYTES, pages))
+        candidates.sort(key=lambda c: c[0])
+        if self.device_used - sum(held_bytes for _, held_bytes, _ in candidates) + nbytes > self.device_bytes:
+            raise ManagedMemoryError(call, name, span, f"out of VRAM: {self.device_bytes - self.device_used} bytes are free")
+        for (*_, block), held_bytes, pages in candidates:
+            if self.device_used + nbytes <= self.device_bytes:
+                return
+            before = self.device_resident
+            for run in _runs(pages.where[_block(block)] == DEVICE):
+                first = block * _PAGES_PER_BLOCK
+                self._to_host(pages, slice(first + run.start, first + run.stop))
+            self.traffic.evicted_bytes += before - self.device_resident
+            pages.holds_device[_block(block)] = False
+            self.device_used -= held_bytes
+
+
+def _block(block: int) -> slice:
+    return slice(block * _PAGES_PER_BLOCK, (block + 1) * _PAGES_PER_BLOCK)
+
+
+def _by_block(flags: np.ndarray) -> np.ndarray:
+    """How many of each block's pages are flagged."""
+    return np.add.reduceat(flags, np.arange(0, flags.size, _PAGES_PER_BLOCK), dtype=np.int64)
+
+
+def _runs(mask: np.ndarray) -> list[slice]:
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    return [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_bytes = ctypes.POINTER(ctypes.c_ubyte)

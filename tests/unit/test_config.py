@@ -1,0 +1,160 @@
+"""Flags: what is well-formed, and every problem at once in the words of the flags."""
+
+import json
+
+import pytest
+
+from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.resident_ids import ResidentIds
+
+
+def problems(**flags):
+    with pytest.raises(FlagError) as caught:
+        parse(flags)
+    return caught.value.problems
+
+
+def test_no_flags_mean_off():
+    assert parse({}) is None
+
+
+@pytest.mark.parametrize("n", ["12", 12])
+def test_a_number_may_come_as_text_or_as_a_number(n):
+    config = parse({"num_resident": n})
+    assert config.num_resident == 12
+    assert config.resident_selection == "frequency"
+    assert config.warmup_tokens == 4096
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag", "word"),
+    [
+        ({"num_resident": "-1"}, "--expert-offload-num-resident", "'-1'"),
+        ({"num_resident": "4.5"}, "--expert-offload-num-resident", "whole number"),
+        ({"num_resident": ""}, "--expert-offload-num-resident", "whole number"),
+        ({"num_resident": "9999999"}, "--expert-offload-num-resident", "whole number"),
+        ({"num_resident": "²"}, "--expert-offload-num-resident", "whole number"),
+        ({"num_resident": True}, "--expert-offload-num-resident", "'True'"),
+        (
+            {"num_resident": "auto", "resident_selection": "manual", "resident_ids": "1"},
+            "--expert-offload-num-resident auto",
+            "manual needs a number",
+        ),
+        ({"num_resident": 4, "adapt": "off"}, "--expert-offload-adapt off", "--expert-offload-profile"),
+        ({"num_resident": 4, "profile": " , "}, "--expert-offload-profile", "names no file"),
+        ({"num_resident": 4, "profile": "p", "resident_selection": "first_n"}, "--expert-offload-profile 'p'", "frequency"),
+        ({"num_resident": 4, "save_profile": " "}, "--expert-offload-save-profile ' '", "path of a file"),
+        ({"num_resident": 4, "trace": "t\0"}, r"--expert-offload-trace 't\x00'", "path of a file"),
+        ({"num_resident": 4, "warmup_tokens": 0}, "--expert-offload-warmup-tokens", "1 or more"),
+        ({"num_resident": 4, "warmup_tokens": True}, "--expert-offload-warmup-tokens", "True"),
+        ({"num_resident": 4, "headroom_gb": -1.0}, "--expert-offload-headroom-gb", "-1.0"),
+        ({"num_resident": 4, "headroom_gb": float("nan")}, "--expert-offload-headroom-gb", "nan"),
+        ({"num_resident": 4, "prefetch": "frequency"}, "--expert-offload-prefetch", "not built yet"),
+        ({"num_resident": 4, "prefetch": "speculative"}, "--expert-offload-prefetch", "not built yet"),
+        ({"num_resident": 4, "prefetch": "guess"}, "--expert-offload-prefetch", "none, frequency, speculative"),
+        ({"num_resident": 4, "backend": "gpu"}, "--expert-offload-backend", "auto, uvm, emulated"),
+        ({"num_resident": 4, "resident_selection": "hot"}, "--expert-offload-resident-selection", "first_n, frequency"),
+        ({"num_resident": 4, "resident_selection": "manual"}, "--expert-offload-resident-selection", "resident-ids"),
+        ({"num_resident": 4, "resident_ids": "0-3"}, "--expert-offload-resident-ids", "only"),
+        ({"resident_selection": "first_n"}, "--expert-offload-resident-selection", "no effect without"),
+        ({"warmup_tokens": 100}, "--expert-offload-warmup-tokens", "no effect without"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_would_be_right(flags, flag, word):
+    (problem,) = problems(**flags)
+    assert problem.startswith(flag)
+    assert word in problem
+
+
+def test_a_profile_makes_up_for_adaptation():
+    flags = {"num_resident": 4, "profile": "a.npz, b.npz", "adapt": "off"}
+    config = parse(flags)
+    assert [str(path) for path in config.profiles] == ["a.npz", "b.npz"]
+
+
+def test_all_problems_are_listed_at_once():
+    found = problems(num_resident="x", warmup_tokens=0, headroom_gb=-1, prefetch="frequency", backend="gpu")
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("0-3,7", {0, 1, 2, 3, 7}),
+        ("1,2,,3", {1, 2, 3}),
+        (" 4 , 5 - 6 ,", {4, 5, 6}),
+        ("3,3,3-3", {3}),
+    ],
+)
+def test_ids_are_read(text, ids):
+    assert ResidentIds.parse(text).of_layer(17) == ids
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "names no expert"),
+        (" , ", "names no expert"),
+        ("a", "neither"),
+        ("-3", "neither"),
+        ("1-2-3", "neither"),
+        ("5-2", "backwards"),
+        ("0-9999999", "neither"),
+        ("1.5", "neither"),
+    ],
+)
+def test_ids_that_cannot_be_read_say_why(text, reason):
+    (problem,) = problems(num_resident=4, resident_selection="manual", resident_ids=text)
+    assert reason in problem
+
+
+def test_an_ids_file_holds_a_list_a_layer(tmp_path):
+    path = tmp_path / "ids.json"
+    path.write_text("[[0, 1], [5]]")
+    ids = ResidentIds.parse(f"@{path}")
+    assert [ids.of_layer(0), ids.of_layer(1)] == [{0, 1}, {5}]
+    assert ids.problems(num_layers=2, num_experts=6, num_resident=2) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "cannot read"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"{}", "one list of expert ids"),
+        (b"[]", "one list of expert ids"),
+        (b"[1, 2]", "one list of expert ids"),
+        (b"[[0], [-1]]", "list 1 holds -1"),
+        (b"[[true]]", "holds True"),
+        (b"[[1.5]]", "holds 1.5"),
+    ],
+)
+def test_a_corrupt_ids_file_is_refused_with_the_reason(tmp_path, content, reason):
+    path = tmp_path / "ids.json"
+    if content is not None:
+        path.write_bytes(content)
+    (problem,) = problems(num_resident=4, resident_selection="manual", resident_ids=f"@{path}")
+    assert reason in problem
+    assert str(path) in problem
+
+
+def test_an_ids_file_without_bounds_is_not_read(tmp_path):
+    path = tmp_path / "ids.json"
+    with path.open("wb") as file:
+        file.truncate((16 << 20) + 1)
+    (problem,) = problems(num_resident=4, resident_selection="manual", resident_ids=f"@{path}")
+    assert "larger than 16 MiB" in problem
+
+
+def test_ids_that_do_not_fit_the_model_are_refused(tmp_path):
+    path = tmp_path / "ids.json"
+    path.write_text(json.dumps([[0, 1, 2], [9]]))
+    from_file = ResidentIds.parse(f"@{path}")
+    assert "lists 2 layers, but the model has 3" in from_file.problems(3, 16, 4)[0]
+    assert "expert 9 does not exist" in from_file.problems(2, 8, 4)[0]
+    assert "names 4 experts over 2 layers" in from_file.problems(2, 16, 1)[0]
+    assert from_file.problems(2, 16, 2) == [], "N is an average over the layers"
+    assert "expert 8" in ResidentIds.parse("0-8").problems(2, 8, 9)[0]

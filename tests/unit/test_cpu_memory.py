@@ -1,0 +1,210 @@
+"""Emulated memory, and the driver simulated over it: locations, accounting, eviction and refusals are the driver's."""
+
+import gc
+
+import numpy as np
+import pytest
+from harness import memory_contract
+from simulated_driver import LinkModel, SimulatedDriver
+
+from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Span
+
+MIB = 1 << 20
+
+
+def whole(managed):
+    return [Span(0, managed.nbytes)]
+
+
+def resident(memory, nbytes, name):
+    managed = memory.allocate(nbytes, name)
+    memory.place(managed, whole(managed), Location.DEVICE)
+    return managed
+
+
+@pytest.mark.parametrize("make", [EmulatedMemory, SimulatedDriver])
+@pytest.mark.parametrize("check", memory_contract.CHECKS, ids=lambda check: check.__name__)
+def test_contract(check, make):
+    check(make())
+
+
+def test_a_range_begins_on_a_block_and_holds_what_is_written():
+    memory = SimulatedDriver()
+    managed = memory.allocate(3 * MIB + 5, "w13")
+    tensor = memory.tensor(managed)
+    assert managed.address % BLOCK_BYTES == 0
+    assert tensor.data_ptr() == managed.address
+    assert tensor.numel() == 3 * MIB + 5
+    tensor.fill_(7)
+    memory.place(managed, whole(managed), Location.DEVICE)
+    memory.place(managed, whole(managed), Location.HOST)
+    assert bool((tensor == 7).all())
+
+
+def test_a_page_written_before_it_was_placed_is_populated_on_the_host_and_keeps_its_host_room():
+    memory = SimulatedDriver()
+    managed = memory.allocate(2 * MIB, "w13")
+    tensor = memory.tensor(managed)
+    tensor[:PAGE_BYTES] = 1
+    assert memory.location(managed, Span(0, PAGE_BYTES)) is Location.HOST
+    assert memory.location(managed, Span(PAGE_BYTES, PAGE_BYTES)) is None
+    memory.place(managed, [Span(0, 2 * PAGE_BYTES)], Location.DEVICE)
+    assert memory.host_used == PAGE_BYTES, "the driver frees no host chunk when its page migrates"
+    assert memory.device_used == 2 * PAGE_BYTES
+    assert memory.traffic.to_device_bytes == PAGE_BYTES, "an unpopulated page is populated in place, nothing crosses the link"
+
+
+def test_a_page_placed_in_vram_before_it_was_written_never_takes_host_memory():
+    memory = SimulatedDriver()
+    managed = resident(memory, 2 * MIB, "w13")
+    tensor = memory.tensor(managed).fill_(1)
+    memory.notice_writes()
+    assert bool((tensor == 1).all())
+    assert (memory.host_peak, memory.device_used) == (0, 2 * MIB)
+
+
+def test_the_range_is_freed_with_its_last_tensor():
+    memory = SimulatedDriver()
+    managed = resident(memory, 2 * MIB, "w13")
+    one, other = memory.tensor(managed), memory.tensor(managed)[5:]
+    del one
+    gc.collect()
+    assert memory.live_ranges == 1
+    del other
+    gc.collect()
+    assert (memory.live_ranges, memory.device_used) == (0, 0)
+    with pytest.raises(ValueError, match="no longer"):
+        memory.place(managed, whole(managed), Location.HOST)
+
+
+def test_freeing_twice_is_refused():
+    memory = SimulatedDriver()
+    managed = memory.allocate(PAGE_BYTES, "w2")
+    memory.free(managed)
+    with pytest.raises(ValueError, match="w2"):
+        memory.free(managed)
+
+
+def test_vram_that_is_full_evicts_the_least_recently_populated_block():
+    memory = SimulatedDriver(device_bytes=4 * BLOCK_BYTES)
+    first, second = (resident(memory, 2 * BLOCK_BYTES, name) for name in ("first", "second"))
+    memory.place(first, [Span(0, PAGE_BYTES)], Location.HOST)
+    memory.place(first, [Span(0, PAGE_BYTES)], Location.DEVICE)
+    memory.allocate_plain(BLOCK_BYTES, "KV cache")
+    assert memory.location(first, Span(BLOCK_BYTES, BLOCK_BYTES)) is Location.HOST
+    assert memory.location(first, Span(0, BLOCK_BYTES)) is Location.DEVICE
+    assert memory.location(second, Span(0, 2 * BLOCK_BYTES)) is Location.DEVICE
+    assert memory.traffic.evicted_bytes == BLOCK_BYTES
+    assert memory.device_used == 4 * BLOCK_BYTES
+
+
+def test_what_moved_to_the_host_keeps_its_vram_until_something_needs_it_and_goes_before_any_resident():
+    memory = SimulatedDriver(device_bytes=4 * BLOCK_BYTES)
+    first, second = (resident(memory, 2 * BLOCK_BYTES, name) for name in ("first", "second"))
+    memory.place(second, [Span(0, BLOCK_BYTES), Span(BLOCK_BYTES, PAGE_BYTES)], Location.HOST)
+    assert memory.info().device_free == 0
+    memory.place(second, [Span(BLOCK_BYTES, PAGE_BYTES)], Location.DEVICE)
+    assert memory.traffic.evicted_bytes == 0
+    memory.allocate_plain(BLOCK_BYTES, "workspace")
+    assert memory.traffic.evicted_bytes == 0
+    assert memory.location(first, Span(0, 2 * BLOCK_BYTES)) is Location.DEVICE
+    memory.place(second, [Span(BLOCK_BYTES, BLOCK_BYTES - PAGE_BYTES)], Location.HOST)
+    memory.allocate_plain(2 * BLOCK_BYTES, "more of it")
+    # A page that is in use holds the VRAM of its block, so that older blocks go before it.
+    assert memory.traffic.evicted_bytes == 2 * BLOCK_BYTES
+    assert memory.location(second, Span(2 * BLOCK_BYTES - PAGE_BYTES, PAGE_BYTES)) is Location.DEVICE
+
+
+def test_an_allocation_that_no_eviction_can_fit_fails_and_changes_nothing():
+    memory = SimulatedDriver(device_bytes=2 * BLOCK_BYTES)
+    held = resident(memory, BLOCK_BYTES, "held")
+    with pytest.raises(ManagedMemoryError, match="out of VRAM"):
+        memory.allocate_plain(3 * BLOCK_BYTES, "KV cache")
+    assert memory.location(held, Span(0, BLOCK_BYTES)) is Location.DEVICE
+    assert memory.device_used == BLOCK_BYTES
+
+
+def test_an_evicted_page_that_prefers_the_gpu_faults_back_and_one_that_prefers_the_host_is_zero_copy():
+    memory = SimulatedDriver(device_bytes=2 * BLOCK_BYTES)
+    prefers_gpu, prefers_host = (resident(memory, BLOCK_BYTES, name) for name in ("gpu", "host"))
+    memory.prefer(prefers_host, whole(prefers_host), Location.HOST)
+    memory.allocate_plain(2 * BLOCK_BYTES, "KV cache")
+    memory.free_plain(2 * BLOCK_BYTES)
+    memory.read(prefers_host, whole(prefers_host))
+    assert memory.traffic.zero_copy_bytes == BLOCK_BYTES
+    assert memory.location(prefers_host, Span(0, BLOCK_BYTES)) is Location.HOST
+    memory.read(prefers_gpu, whole(prefers_gpu))
+    assert memory.traffic.faulted_bytes == BLOCK_BYTES
+    assert memory.location(prefers_gpu, Span(0, BLOCK_BYTES)) is Location.DEVICE
+
+
+def test_reading_counts_whole_pages_and_costs_link_time():
+    link = LinkModel(read_bytes_per_s=1e9, call_seconds=0)
+    memory = SimulatedDriver(link=link)
+    managed = memory.allocate(4 * PAGE_BYTES, "w13")
+    memory.place(managed, whole(managed), Location.HOST)
+    memory.place(managed, [Span(0, PAGE_BYTES)], Location.DEVICE)
+    before = memory.traffic.seconds
+    memory.read(managed, [Span(PAGE_BYTES // 2, PAGE_BYTES)])
+    assert memory.traffic.zero_copy_bytes == PAGE_BYTES
+    assert memory.traffic.seconds - before == pytest.approx(PAGE_BYTES / 1e9)
+
+
+def test_the_spans_before_one_that_has_no_room_have_moved():
+    memory = SimulatedDriver(device_bytes=BLOCK_BYTES)
+    managed = memory.allocate(3 * BLOCK_BYTES, "w13")
+    memory.allocate_plain(BLOCK_BYTES // 2, "KV cache")
+    fits, too_much = Span(0, BLOCK_BYTES // 2), Span(BLOCK_BYTES, 2 * BLOCK_BYTES)
+    with pytest.raises(ManagedMemoryError, match="out of VRAM") as refusal:
+        memory.place(managed, [fits, too_much], Location.DEVICE)
+    assert refusal.value.span == too_much
+    assert memory.location(managed, fits) is memory.last_prefetch(managed, fits) is Location.DEVICE
+    assert memory.location(managed, too_much) is memory.last_prefetch(managed, too_much) is None
+
+
+def test_emulated_vram_that_is_used_is_what_was_placed_in_it():
+    memory = EmulatedMemory()
+    managed = memory.allocate(4 * PAGE_BYTES, "w13")
+    memory.place(managed, [Span(0, 3 * PAGE_BYTES)], Location.DEVICE)
+    memory.place(managed, [Span(0, PAGE_BYTES)], Location.HOST)
+    info = memory.info()
+    assert info.device_total - info.device_free == 2 * PAGE_BYTES
+
+
+def test_nothing_moves_when_one_span_is_wrong():
+    memory = SimulatedDriver()
+    managed = memory.allocate(4 * PAGE_BYTES, "w13")
+    with pytest.raises(ValueError, match="w13"):
+        memory.place(managed, [Span(0, PAGE_BYTES), Span(0, 5 * PAGE_BYTES)], Location.DEVICE)
+    assert memory.device_used == 0
+    assert memory.last_prefetch(managed, Span(0, PAGE_BYTES)) is None
+
+
+def test_accounts_match_a_page_by_page_count_after_random_work():
+    rng = np.random.default_rng(2)
+    memory = SimulatedDriver(device_bytes=10 * BLOCK_BYTES)
+    ranges = [memory.allocate(3 * BLOCK_BYTES, f"t{i}") for i in range(6)]
+    tensors = [memory.tensor(managed) for managed in ranges]
+    for step in range(300):
+        which = int(rng.integers(6))
+        start, end = sorted(rng.choice(3 * BLOCK_BYTES // PAGE_BYTES + 1, 2, replace=False))
+        span = Span(int(start) * PAGE_BYTES, int(end - start) * PAGE_BYTES)
+        action = int(rng.integers(4))
+        if action == 0:
+            tensors[which][span.offset : span.end] = 1
+        elif action == 1:
+            memory.read(ranges[which], [span])
+        else:
+            memory.place(ranges[which], [span], (Location.DEVICE, Location.HOST)[action - 2])
+        memory.notice_writes()
+        if step % 4:  # looking at every page takes most of the time
+            continue
+        pages = [
+            memory.location(managed, Span(page, PAGE_BYTES))
+            for managed in ranges
+            for page in range(0, managed.nbytes, PAGE_BYTES)
+        ]
+        assert memory.device_resident == pages.count(Location.DEVICE) * PAGE_BYTES <= memory.device_used <= 10 * BLOCK_BYTES
+        assert memory.host_used >= pages.count(Location.HOST) * PAGE_BYTES

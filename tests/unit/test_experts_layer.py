@@ -1,0 +1,239 @@
+"""A layer's experts: what loading costs, what moving keeps, and what a fault leaves behind."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from simulated_driver import SimulatedDriver
+
+from sglang_uvm_offload.experts.layer import ExpertLayer, ExpertsLost
+from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES
+from sglang_uvm_offload.memory.layout import PAGE_BYTES
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, MemoryInfo
+
+E = 8
+SHAPES = {"w13": (E, 96, 1024), "w2": (E, 64, 1536), "scale": (E, 12)}
+TENSOR_BYTES = {name: 2 * int(np.prod(shape)) for name, shape in SHAPES.items()}
+
+
+def resident(*ids):
+    out = np.zeros(E, dtype=bool)
+    out[list(ids)] = True
+    return out
+
+
+class Module(torch.nn.Module):
+    def create(self, layer):
+        with AllocationMode(E, layer.allocate):
+            for name, shape in SHAPES.items():
+                setattr(self, name, torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16), requires_grad=False))
+        layer.sync_tensors(self)
+
+    def load(self, seed=0):
+        torch.manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape))
+
+
+def loaded(memory, *ids, num_shared=0):
+    layer = ExpertLayer(memory, 3, E, num_shared, 0, resident(*ids))
+    module = Module()
+    module.create(layer)
+    module.load()
+    return layer, module
+
+
+def test_small_tensors_stay_plain_and_are_counted():
+    layer, module = loaded(SimulatedDriver(), 0)
+    assert len(layer.tensors) == 2
+    assert layer.plain_bytes == TENSOR_BYTES["scale"]
+    assert module.scale.data_ptr() not in [tensor.address for tensor in layer.tensors]
+
+
+def test_loading_peaks_at_the_final_placement():
+    memory = SimulatedDriver()
+    layer, module = loaded(memory, 0, 1, 5)
+    memory.notice_writes()
+    managed = TENSOR_BYTES["w13"] + TENSOR_BYTES["w2"]
+    assert memory.device_peak == layer.resident_bytes
+    assert memory.host_peak == managed - layer.resident_bytes == layer.offloaded_bytes
+    assert memory.traffic.to_device_bytes == memory.traffic.to_host_bytes == 0, "bytes crossed the link during load"
+    assert memory.device_peak == 3 * managed // E
+    assert module.w13.shape == SHAPES["w13"]
+
+
+def test_a_repack_peaks_at_one_more_tensor_and_ends_managed():
+    memory = SimulatedDriver()
+    layer, module = loaded(memory, 0, 1, 5)
+    at_rest = memory.device_used + memory.host_used
+    old = {name: p.data.clone() for name, p in module.named_parameters()}
+    with AllocationMode(E, layer.allocate):
+        for name in ("w13", "w2"):
+            repacked = getattr(module, name).data.transpose(1, 2).contiguous()  # a custom op's own allocation
+            setattr(module, name, torch.nn.Parameter(repacked, requires_grad=False))
+            del repacked
+            layer.sync_tensors(module)
+            gc.collect()
+    memory.notice_writes()
+    assert {tensor.address for tensor in layer.tensors} == {module.w13.data_ptr(), module.w2.data_ptr()}
+    assert memory.live_ranges == 2
+    assert torch.equal(module.w13.data, old["w13"].transpose(1, 2))
+    assert memory.device_used + memory.host_used == at_rest
+    assert memory.device_peak + memory.host_peak <= at_rest + max(TENSOR_BYTES.values())
+
+
+def test_bytes_and_addresses_survive_any_sequence_of_moves():
+    rng = np.random.default_rng(3)
+    memory = SimulatedDriver()
+    layer, module = loaded(memory, 0, 1, num_shared=1)
+    before = {name: (p.data_ptr(), p.data.clone()) for name, p in module.named_parameters()}
+    for _ in range(200):
+        wanted = (rng.random(E) < rng.random()) | layer.always_resident
+        layer.demote(wanted)
+        layer.promote(wanted)
+        assert (layer.resident == wanted).all()
+        assert memory.device_resident == layer.resident_bytes
+        for tensor in layer.tensors:
+            assert (tensor.resident() >= wanted).all(), "a resident expert is not in VRAM"
+    for name, parameter in module.named_parameters():
+        address, value = before[name]
+        assert parameter.data_ptr() == address
+        assert torch.equal(parameter.data.view(torch.int16), value.view(torch.int16))
+
+
+def test_moving_asks_for_exactly_the_changed_pages():
+    memory = SimulatedDriver()
+    layer, _ = loaded(memory, 0, 1)
+    expert = layer.expert_bytes
+    assert expert % PAGE_BYTES == 0
+    assert layer.demote(resident(1, 2)) == expert
+    assert layer.promote(resident(1, 2)) == expert
+    calls = memory.traffic.prefetch_calls
+    assert layer.demote(resident(1, 2)) == layer.promote(resident(1, 2)) == 0
+    assert memory.traffic.prefetch_calls == calls
+
+
+def test_neighbouring_experts_move_with_one_call_a_tensor():
+    memory = SimulatedDriver()
+    layer, _ = loaded(memory)
+    calls = memory.traffic.prefetch_calls
+    layer.promote(resident(2, 3, 4))
+    assert memory.traffic.prefetch_calls - calls == len(layer.tensors)
+
+
+def test_fused_shared_experts_are_resident_from_the_start():
+    layer, _ = loaded(SimulatedDriver(), 0, num_shared=2)
+    assert layer.resident.tolist() == [True] + [False] * 5 + [True, True]
+
+
+class FailingMemory(SimulatedDriver):
+    """Fails the n-th move from now on."""
+
+    countdown = -1
+
+    def place(self, managed, spans, location):
+        self.countdown -= 1
+        if self.countdown == 0:
+            raise ManagedMemoryError("place", managed.name, spans[0], "injected")
+        super().place(managed, spans, location)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_after_a_failed_move_the_layer_knows_what_is_in_vram_and_no_byte_is_lost(nth):
+    memory = FailingMemory()
+    layer, module = loaded(memory, 0, 1)
+    before = {name: p.data.clone() for name, p in module.named_parameters()}
+    memory.countdown = nth
+
+    def move():
+        layer.demote(resident(1, 6))
+        layer.promote(resident(1, 6))
+
+    with pytest.raises(ManagedMemoryError, match="injected"):
+        move()
+    layer.reread_residency()
+    for expert in range(E):
+        where = [
+            all(
+                memory.location(t.managed, s) is Location.DEVICE
+                for s in t.layout.spans(t.layout.resident_pages(resident(expert)))
+            )
+            for t in layer.tensors
+        ]
+        assert layer.resident[expert] == all(where)
+    assert all(torch.equal(p.data, before[name]) for name, p in module.named_parameters())
+
+
+class PoorMemory(SimulatedDriver):
+    def info(self):
+        return MemoryInfo(0, 0, HOST_MARGIN_BYTES + TENSOR_BYTES["w13"] // 2)
+
+
+def test_what_a_step_made_for_itself_is_forgotten_even_if_something_else_lies_there_now():
+    memory = SimulatedDriver()
+    layer, module = loaded(memory, 0)
+    before = list(layer.tensors)
+    with AllocationMode(E, layer.allocate):
+        scratch = torch.empty(E, PAGE_BYTES, dtype=torch.uint8)
+        address = scratch.data_ptr()
+        del scratch
+        module.repacked = torch.empty(E, PAGE_BYTES, dtype=torch.uint8)
+    assert module.repacked.data_ptr() == address
+    layer.sync_tensors(module)
+    assert [tensor.address for tensor in layer.tensors] == [tensor.address for tensor in before] + [address]
+    layer.demote(resident())
+    del module.repacked
+    module.foreign = memory.tensor(memory.allocate(E * PAGE_BYTES, "of somebody else")).view(E, PAGE_BYTES)
+    assert module.foreign.data_ptr() == address
+    layer.sync_tensors(module)
+    assert module.foreign.data_ptr() != address
+    assert layer.tensors[-1].address == module.foreign.data_ptr()
+
+
+def test_weights_that_are_hidden_after_loading_are_an_error():
+    layer, module = loaded(SimulatedDriver(), 0)
+    module.w13 = module.w2 = None
+    with pytest.raises(ExpertsLost, match=r"3.0 MiB of the 3.0 MiB of the experts of MoE layer 3 are not found any more"):
+        layer.sync_tensors(module)
+
+
+def test_weights_that_are_quantised_to_4_bits_after_loading_are_no_error():
+    layer, module = loaded(SimulatedDriver(), 0)
+    with AllocationMode(E, layer.allocate):
+        for name in ("w13", "w2"):
+            scratch = [torch.empty(E, TENSOR_BYTES[name] // E, dtype=torch.uint8) for _ in range(4)]
+            setattr(module, name, torch.nn.Parameter(scratch[0][:, ::4].contiguous(), requires_grad=False))
+    layer.sync_tensors(module)
+
+
+def test_a_tensor_on_another_device_is_left_there():
+    assert ExpertLayer(SimulatedDriver(), 3, E, 0, 0, resident()).allocate(PAGE_BYTES, torch.device("cuda"), "w13") is None
+
+
+def test_demoting_takes_host_ram_the_first_time_only():
+    layer, _ = loaded(SimulatedDriver(), 0, 1)
+    assert layer.host_bytes_to_demote(resident(1)) == layer.expert_bytes
+    layer.demote(resident(1))
+    layer.promote(resident(0, 1, 2))
+    assert layer.host_bytes_to_demote(resident(1, 2)) == 0
+    assert layer.host_bytes_to_demote(resident()) == layer.expert_bytes
+
+
+def test_too_little_host_memory_is_refused_by_name_before_anything_is_taken():
+    memory = PoorMemory()
+    layer = ExpertLayer(memory, 3, E, 0, 0, resident())
+    with pytest.raises(ManagedMemoryError, match=r"MoE layer 3.*needs .*MiB of host RAM, and .*MiB is left"):
+        Module().create(layer)
+    assert memory.live_ranges == 0
+
+
+def test_what_fits_because_it_is_resident_is_not_refused():
+    ExpertLayer(PoorMemory(), 3, E, 0, 0, resident(*range(4))).allocate(TENSOR_BYTES["w13"] // E, torch.device("cpu"), "w13")
+
+
+def test_experts_too_small_to_place_are_where_they_were_after_a_fault():
+    layer = ExpertLayer(SimulatedDriver(), 3, E, 0, 0, resident(0, 1))
+    layer.reread_residency()
+    assert layer.resident.tolist() == resident(0, 1).tolist()

@@ -1,0 +1,107 @@
+"""Saving beside the work: now and then, in pauses, and at the end; a failed save is told, and nothing waits."""
+
+import logging
+import threading
+
+from sglang_uvm_offload.files.autosave import PAUSE_SECONDS, PERIOD_SECONDS, Saver
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Learned:
+    """What a server learned, as a number; ``files`` are the numbers that were written."""
+
+    def __init__(self):
+        self.value, self.saved, self.files = 0, 0, []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails = False
+        self.waited = []
+
+    def snapshot(self, wait):
+        self.waited.append(wait)
+        value = self.value
+        return None if value == self.saved else lambda: self.write(value)
+
+    def write(self, value):
+        assert self.gate.wait(10)
+        if self.fails:
+            raise OSError(28, "No space left on device")
+        self.files.append(value)
+        self.saved = value
+
+
+def made():
+    clock, learned = Clock(), Learned()
+    return clock, learned, Saver("profile", learned.snapshot, clock)
+
+
+def settle(saver):
+    if saver._thread is not None:
+        saver._thread.join()
+
+
+def test_a_busy_server_saves_once_a_period():
+    clock, learned, saver = made()
+    learned.value = 1
+    saver.now_and_then()
+    settle(saver)
+    assert learned.files == []
+    clock.now += PERIOD_SECONDS
+    saver.now_and_then()
+    saver.now_and_then()
+    settle(saver)
+    assert learned.files == [1]
+    assert learned.waited == [False]
+
+
+def test_an_idle_server_saves_sooner_and_only_what_is_new():
+    clock, learned, saver = made()
+    learned.value = 1
+    for _ in range(3):
+        clock.now += PAUSE_SECONDS
+        saver.when_idle()
+        settle(saver)
+    assert learned.files == [1]
+
+
+def test_a_slow_disk_holds_nobody_up():
+    clock, learned, saver = made()
+    learned.value = 1
+    learned.gate.clear()
+    clock.now += PERIOD_SECONDS
+    saver.now_and_then()  # returns although the write cannot end
+    learned.value = 2
+    clock.now += PERIOD_SECONDS
+    saver.now_and_then()  # and starts no second one
+    assert learned.waited == [False]
+    learned.gate.set()
+    saver.finish()
+    assert learned.files == [1, 2]
+    assert learned.waited == [False, True]
+
+
+def test_a_failed_save_is_told_and_tried_again(caplog):
+    clock, learned, saver = made()
+    learned.value, learned.fails = 1, True
+    with caplog.at_level(logging.ERROR):
+        clock.now += PERIOD_SECONDS
+        saver.now_and_then()
+        settle(saver)
+    assert "the profile could not be saved: [Errno 28] No space left on device. Serving goes on." in caplog.text
+    learned.fails = False
+    clock.now += PERIOD_SECONDS
+    saver.now_and_then()
+    settle(saver)
+    assert learned.files == [1]
+
+
+def test_nothing_new_at_the_end_writes_nothing():
+    _, learned, saver = made()
+    saver.finish()
+    assert learned.files == []

@@ -1,0 +1,132 @@
+"""GPU_STATUS.md: every claim about CUDA has a state, and what it calls proven or refuted is in a log that is a measurement."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STATES = {"proven", "refuted", "never run"}
+COLUMNS = ["claim", "said in", "state", "decided by", "evidence"]
+
+
+def table(text: str, heading: str) -> list[list[str]]:
+    """The cells of the table under a heading, the head first, without the line of dashes."""
+    section = text.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [cells[0], *cells[2:]]
+
+
+def parts() -> set[str]:
+    """Such as "probe bandwidth"."""
+    folder = str(ROOT / "benchmarks" / "gpu")
+    sys.path.insert(0, folder)
+    try:
+        from sections import SECTIONS
+    finally:
+        sys.path.remove(folder)
+    return {f"{section.name} {part.name}" for section in SECTIONS.values() for part in section.parts}
+
+
+def problems(text: str, root: Path) -> list[str]:
+    """Everything that is wrong with a status file whose links are relative to ``root``."""
+    head, *lines = table(text, "Claims")
+    found = [] if head == COLUMNS else [f"the columns are {head}"]
+    for cells in lines:
+        if len(cells) != len(COLUMNS):
+            found.append(f"{len(cells)} cells: {' | '.join(cells)}")
+            continue
+        claim, said_in, state, decided_by, evidence = cells
+        if state not in STATES:
+            found.append(f"no state {state!r}: {claim}")
+        found += [f"no file {name}: {claim}" for name in said_in.split(", ") if not (ROOT / name).is_file()]
+        found += [f"no part {name!r}: {claim}" for name in decided_by.split("; ") if name not in parts()]
+        if state in ("proven", "refuted"):
+            found += [f"{problem}: {claim}" for problem in evidence_problems(evidence, state, root)]
+        elif evidence:
+            found.append(f"evidence without a verdict: {claim}")
+    return found
+
+
+def evidence_problems(evidence: str, state: str, root: Path) -> list[str]:
+    figures = re.findall(r"`([^`]+)`", evidence)
+    links = re.findall(r"\]\(([^)]+)\)", evidence)
+    found = []
+    if not figures:
+        found.append("no figure in backticks")
+    if not links:
+        found.append("no log")
+    if not re.search(r"\b\d{4}-\d{2}-\d{2}\b", evidence):
+        found.append("no date")
+    if state == "refuted" and "changed:" not in evidence:
+        found.append('no "changed:"')
+    logs = [root / link for link in links]
+    found += [f"missing log {log.name}" for log in logs if not log.is_file()]
+    there = [log for log in logs if log.is_file()]
+    text = "\n".join(log.read_text() for log in there)
+    found += [f"no log holds {figure!r}" for figure in figures if figure not in text]
+    for log in there:
+        record = log.with_suffix(".json")
+        if not record.is_file() or json.loads(record.read_text()).get("measured") is not True:
+            found.append(f"{log.name} is not a log of a measurement")
+    return found
+
+
+STATUS = (ROOT / "GPU_STATUS.md").read_text()
+
+
+def test_every_line_holds():
+    assert problems(STATUS, ROOT) == []
+
+
+def test_the_sources_that_compile_are_there():
+    head, *lines = table(STATUS, "Compiled without a GPU")
+    assert head == ["source", "compiler", "target", "tested by"]
+    for source, _, _, tested_by in lines:
+        assert (ROOT / source).is_file()
+        assert (ROOT / tested_by).is_file()
+
+
+def one_line(state: str, evidence: str = "", decided_by: str = "probe prefetch") -> str:
+    row = f"| pages move | README.md | {state} | {decided_by} | {evidence} |"
+    return f"\n## Claims\n\n| {' | '.join(COLUMNS)} |\n| --- | --- | --- | --- | --- |\n{row}\n\n## Compiled without a GPU\n"
+
+
+@pytest.fixture
+def results(tmp_path) -> Path:
+    (tmp_path / "real.log").write_text("promotion over the copy engine: 0.85 (wanted >= 0.8): met\n")
+    (tmp_path / "real.json").write_text('{"measured": true}')
+    (tmp_path / "played.log").write_text("0.85\n")
+    (tmp_path / "played.json").write_text('{"measured": false}')
+    return tmp_path
+
+
+GOOD = "`0.85` in [the log](real.log), 2026-12-01"
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        (one_line("never run"), None),
+        (one_line("proven", GOOD), None),
+        (one_line("refuted", GOOD + "; changed: nothing moves"), None),
+        (one_line("likely"), "no state 'likely'"),
+        (one_line(""), "no state ''"),
+        (one_line("never run", GOOD), "evidence without a verdict"),
+        (one_line("never run", decided_by="probe nothing"), "no part 'probe nothing'"),
+        (one_line("proven"), "no figure in backticks"),
+        (one_line("proven", GOOD.replace("0.85", "0.95")), "no log holds '0.95'"),
+        (one_line("proven", GOOD.replace("real.log", "lost.log")), "missing log lost.log"),
+        (one_line("proven", GOOD.replace("real.log", "played.log")), "played.log is not a log of a measurement"),
+        (one_line("proven", GOOD.replace(", 2026-12-01", "")), "no date"),
+        (one_line("refuted", GOOD), 'no "changed:"'),
+    ],
+)
+def test_a_line_is_believed_only_with_its_log(results, text, wrong):
+    found = problems(text, results)
+    assert found == [] if wrong is None else any(wrong in problem for problem in found), found

@@ -1,0 +1,178 @@
+"""The layering, and documents that are generated: the code's own promises about itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import sglang_uvm_offload
+from sglang_uvm_offload.flags import flag_table
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "sglang_uvm_offload"
+
+
+def modules() -> dict[str, Path]:
+    """Every file by its dotted name; a folder stands for its ``__init__``, and ``""`` for the package's own."""
+    return {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip("."): path
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
+def imports(path: Path) -> set[str]:
+    """The full names that a file imports, at any depth."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def graph() -> dict[str, set[str]]:
+    """Which file imports which."""
+    files = modules()
+    edges: dict[str, set[str]] = {}
+    for name, path in files.items():
+        inside = {full.removeprefix("sglang_uvm_offload.") for full in imports(path) if full.startswith("sglang_uvm_offload.")}
+        # ``package.file`` itself, or a name that ``package.file`` (or the package's __init__) holds.
+        edges[name] = {full if full in files else full.rpartition(".")[0] for full in inside} - {name}
+        assert edges[name] <= set(files), f"{name} imports {sorted(edges[name] - set(files))}, which do not exist"
+    return edges
+
+
+def package(name: str) -> str:
+    """The folder that a file is in, ``""`` for the package's own."""
+    return name.split(".")[0] if "." in name or (PACKAGE / name).is_dir() else ""
+
+
+def ranks() -> dict[str, int]:
+    """The rank of each folder, as the package's docstring lists them; its own files come first."""
+    listed = re.findall(r"^    (\d)  ([\w ]+)$", sglang_uvm_offload.__doc__, flags=re.M)
+    return {"": 0} | {name: int(rank) for rank, names in listed for name in names.split()}
+
+
+def test_the_listed_packages_are_the_ones_there_are():
+    rank = ranks()
+    assert set(rank) == {package(name) for name in modules()}
+    floors = {r: sorted(name for name in rank if rank[name] == r) for r in sorted(set(rank.values()))}
+    for r, names in floors.items():
+        files = {name: sum(package(m) == name for m in modules()) for name in names}
+        print(f"rank {r}: " + ", ".join(f"{name or 'root'} ({count} files)" for name, count in files.items()))
+
+
+def test_a_file_imports_from_its_own_folder_or_one_of_lower_rank():
+    rank = ranks()
+    upward = [
+        f"{name} -> {target}"
+        for name, targets in graph().items()
+        for target in targets
+        if package(target) != package(name) and rank[package(target)] >= rank[package(name)]
+    ]
+    assert not upward
+
+
+def test_no_files_import_each_other_in_a_circle():
+    edges, done = graph(), set()
+    while ready := [name for name in edges if name not in done and edges[name] <= done]:
+        done |= set(ready)
+    assert set(edges) == done, f"in a circle: {sorted(set(edges) - done)}"
+
+
+def importers(top: str) -> set[str]:
+    """The folders whose files import the library ``top``."""
+    return {package(name) for name, path in modules().items() if any(full.split(".")[0] == top for full in imports(path))}
+
+
+def test_only_the_plugin_imports_sglang():
+    assert importers("sglang") == {"plugin"}
+
+
+def test_the_policy_imports_numpy_alone():
+    stdlib = {"__future__", "dataclasses", "typing", "collections", "math"}
+    files = [path for name, path in modules().items() if package(name) == "policy"]
+    found = {
+        full.split(".")[0] if not full.startswith("sglang_uvm_offload.policy.") else "policy"
+        for f in files
+        for full in imports(f)
+    }
+    assert found - stdlib <= {"numpy", "policy"}
+
+
+def test_only_the_edges_choose_a_device():
+    choosing = {
+        package(name) for name, targets in graph().items() for target in targets if package(target) in ("cuda", "cpu")
+    } - {"cuda", "cpu"}
+    assert choosing <= {"plugin", "replay", "cli"}
+
+
+def test_every_package_says_in_one_sentence_what_it_is_for():
+    for name, path in modules().items():
+        if path.name == "__init__.py" and name:
+            summary = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0]
+            assert summary.endswith("."), name
+
+
+def test_every_file_of_the_two_paths_exists():
+    files = set(modules())
+    named = re.findall(r"\b([a-z]+/[a-z_]+)\b", sglang_uvm_offload.__doc__)
+    assert named
+    assert {name.replace("/", ".") for name in named} <= files
+
+
+def test_registering_imports_nothing_before_it_is_called():
+    assert imports(PACKAGE / "plugin" / "__init__.py") == {
+        "__future__.annotations",
+        "sglang_uvm_offload.plugin.enforce",
+        "sglang_uvm_offload.plugin.hooks",
+        "sglang_uvm_offload.plugin.server_args",
+    }
+    top = ast.parse((PACKAGE / "plugin" / "__init__.py").read_text()).body
+    assert [node.module for node in top if isinstance(node, ast.ImportFrom)] == ["__future__"]
+
+
+def test_the_readme_shows_the_flags_as_the_config_has_them():
+    readme = (ROOT / "README.md").read_text()
+    shown = readme.split("<!-- flags -->\n")[1].split("\n<!-- /flags -->")[0]
+    assert shown == flag_table()
+
+
+def test_every_script_that_a_document_names_exists():
+    for document in ROOT.glob("*.md"):
+        for script in re.findall(r"scripts/[\w.]+\.(?:sh|py)", document.read_text()):
+            assert (ROOT / script).exists(), f"{document.name} names {script}"
+
+
+def test_no_test_imports_another_test_file():
+    found = {
+        f"{path.name} imports {full}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for full in imports(path)
+        if full.split(".")[0].startswith("test_")
+    }
+    assert not found
+
+
+def test_scripts_and_benchmarks_take_nothing_from_the_tests():
+    """Neither a module that lies in ``tests``, nor that folder in ``sys.path`` or a command."""
+    of_tests = {"tests"} | {path.stem for path in (ROOT / "tests").iterdir() if path.suffix == ".py" or path.is_dir()}
+    for path in [*(ROOT / "scripts").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        imported = {full.split(".")[0] for full in imports(path)}
+        assert not imported & of_tests, f"{path.relative_to(ROOT)} imports {sorted(imported & of_tests)}"
+        strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        named = [text for text in strings if isinstance(text, str) and re.search(r"(^|/)tests(/|$)", text)]
+        assert not named, f"{path.relative_to(ROOT)} names {named}"
+
+
+def test_unit_tests_start_no_engine_and_compile_nothing():
+    """Neither by a fixture that does, nor by a helper."""
+    needing = {"engines", "standin", "sglang", "sglang_on_standin"}
+    for path in (ROOT / "tests" / "unit").glob("*.py"):
+        arguments = {node.arg for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.arg)}
+        assert not arguments & needing, path.name
+        helpers = {full for full in imports(path) if full.split(".")[0] in ("serving", "standin", "nursery", "launches")}
+        assert not helpers | ({"harness.server.Server"} & imports(path)), path.name

@@ -1,0 +1,89 @@
+"""Weights that SGLang's own quantisation methods create and rearrange end in managed memory, wherever they keep them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.layers.quantization.mxfp4 import Mxfp4MoEMethod
+from simulated_driver import SimulatedDriver
+from triton_kernels.tensor_details import layout as layouts
+
+from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.plugin.fused_moe import _EXPERTS, LayerHooks
+from sglang_uvm_offload.residency.manager import OffloadManager
+
+E, HIDDEN, INTERMEDIATE = 4, 512, 512
+LAYOUTS = {
+    "below sm_90": (layouts.StridedLayout(-2), layouts.StridedLayout(-2)),
+    "sm_90": (layouts.HopperMXValueLayout(-2, mma_version=3), layouts.HopperMXScaleLayout(-2, num_warps=8)),
+}
+
+
+class Layer(torch.nn.Module):
+    """What SGLang's ``FusedMoE`` tells its quantisation method."""
+
+    layer_id, top_k, num_local_experts, num_fused_shared_experts, moe_ep_rank, moe_ep_size = 0, 2, E, 0, 0, 1
+
+
+def triton_kernel_method() -> Mxfp4MoEMethod:
+    """As for ``--moe-runner-backend triton_kernel``, SGLang's choice for gpt-oss on these GPUs."""
+    method = Mxfp4MoEMethod.__new__(Mxfp4MoEMethod)
+    method.use_triton_kernels, method._fi_kernel = True, None
+    method.use_marlin = method.use_deep_gemm = method.use_mega_moe = method.use_flashinfer = False
+    return method
+
+
+def created(method: Mxfp4MoEMethod) -> tuple[SimulatedDriver, Layer, ExpertLayer]:
+    memory, layer, hooks = SimulatedDriver(), Layer(), LayerHooks(count_required=True)
+    config = parse({"num_resident": 1})
+    manager = OffloadManager(config, memory, CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
+    with hooks.taking_over(manager, manager.begin_model(draft=False)):
+        hooks._shadow(method)
+        method.create_weights(layer, E, HIDDEN, INTERMEDIATE, torch.bfloat16, with_bias=True)
+    return memory, layer, layer.__dict__[_EXPERTS][0]
+
+
+@pytest.mark.parametrize("gpu", LAYOUTS)
+def test_mxfp4_weights_in_tensors_of_triton_kernels_are_managed(gpu, monkeypatch):
+    for name, chosen in zip(("w", "w_scale"), LAYOUTS[gpu], strict=True):
+        monkeypatch.setattr(layouts, f"make_default_matmul_mxfp4_{name}_layout", lambda chosen=chosen, **_: chosen)
+    plain, method = triton_kernel_method(), triton_kernel_method()
+    memory, layer, experts = created(method)
+    expected = Layer()
+    plain.create_weights(expected, E, HIDDEN, INTERMEDIATE, torch.bfloat16, with_bias=True)
+    for (name, parameter), other in zip(layer.named_parameters(), expected.parameters(), strict=True):
+        values = torch.randint(120, parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+        parameter.data.copy_(values)
+        other.data.copy_(values)
+    method.process_weights_after_loading(layer)
+    plain.process_weights_after_loading(expected)
+    managed = {tensor.address: tensor for tensor in experts.tensors}
+    for name in ("w13", "w2"):
+        weight = getattr(method, f"{name}_weight_triton_tensor").storage.data
+        assert torch.equal(weight, getattr(plain, f"{name}_weight_triton_tensor").storage.data)
+        assert managed[weight.untyped_storage().data_ptr()].layout.nbytes == weight.nbytes
+    scale = method.w13_precision_config.b_mx_scale.storage.data
+    assert torch.equal(scale, plain.w13_precision_config.b_mx_scale.storage.data)
+    assert memory.device_used == experts.resident_bytes
+    assert experts.offloaded_bytes >= 3 / 4 * 3 * HIDDEN * INTERMEDIATE // 2 * E
+    experts.promote(np.ones(E, dtype=bool))
+    assert experts.offloaded_bytes == 0
+
+
+def test_weights_that_a_method_hides_end_the_launch_by_name():
+    method = triton_kernel_method()
+
+    def hide(layer: torch.nn.Module) -> None:
+        method.hidden = [layer.w13_weight, layer.w2_weight]
+        del layer.w13_weight, layer.w2_weight
+
+    method.process_weights_after_loading = hide
+    _, layer, _ = created(method)
+    with pytest.raises(
+        FlagError, match=r"num-resident: .* of MoE layer 0 are not found .*; choose another --moe-runner-backend"
+    ):
+        method.process_weights_after_loading(layer)

@@ -1,0 +1,166 @@
+"""The headroom, as it is taken off what SGLang may use; and where a server may not write its files, at launch and later."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from builders.profiles import some
+from huggingface_hub import constants
+from paths import direct, link_to_the_folder, symbolic_link, with_dots
+
+from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.plugin import launch_checks, output_files, profiles, recording
+from sglang_uvm_offload.routing.profile import Profile
+from sglang_uvm_offload.routing.trace import Trace
+
+
+@pytest.fixture(autouse=True)
+def gpu_of_100_gib(monkeypatch):
+    monkeypatch.setattr(launch_checks, "get_device_memory_capacity", lambda device: 100 * 1024)
+
+
+def fraction(headroom_gb: float, device: str = "cuda", given: float | None = 0.9) -> float | None:
+    config = parse({"num_resident": 4, "headroom_gb": headroom_gb})
+    return launch_checks.fraction_with_headroom(config, SimpleNamespace(device=device, mem_fraction_static=given))
+
+
+def test_headroom_is_taken_off_the_fraction_that_weights_and_cache_get():
+    assert fraction(2.5) == pytest.approx(0.9 - 0.025)
+
+
+@pytest.mark.parametrize(("headroom_gb", "device", "given"), [(0.0, "cuda", 0.9), (2.5, "cpu", 0.9), (2.5, "cuda", None)])
+def test_nothing_changes_without_headroom_a_gpu_or_a_fraction(headroom_gb, device, given):
+    assert fraction(headroom_gb, device, given) is None
+
+
+def test_a_headroom_that_leaves_nothing_is_refused():
+    with pytest.raises(FlagError, match=r"--expert-offload-headroom-gb 95.0: leaves nothing of --mem-fraction-static 0.9"):
+        fraction(95.0)
+
+
+def models(model_path: object, **others: object) -> SimpleNamespace:
+    given = {"tokenizer_path": str(model_path), "speculative_draft_model_path": None, "download_dir": None, **others}
+    return SimpleNamespace(model_path=str(model_path), **given)
+
+
+def file_problems(args: SimpleNamespace, **files: object) -> list[str]:
+    config = parse({"num_resident": 4, **{name: str(path) for name, path in files.items()}})
+    return output_files.problems(config, args)
+
+
+@pytest.mark.parametrize("way", [direct, with_dots, symbolic_link, link_to_the_folder])
+def test_a_file_in_a_snapshot_of_the_hugging_face_cache_is_the_models(tmp_path: Path, way) -> None:
+    """The file is a link to one beside the snapshot."""
+    snapshot, blobs, work = (tmp_path / "models--o--m" / "snapshots" / "1"), tmp_path / "models--o--m" / "blobs", tmp_path / "w"
+    for folder in (snapshot, blobs, work):
+        folder.mkdir(parents=True)
+    (blobs / "a").touch()
+    (snapshot / "model.safetensors").symlink_to("../../blobs/a")
+    for path in (way(snapshot / "model.safetensors", work), blobs / "a", tmp_path / "models--o--m" / "new"):
+        (problem,) = file_problems(models(snapshot), save_profile=path)
+        assert problem.startswith(f"--expert-offload-save-profile '{path}': lies in the model's folder")
+
+
+def test_a_hub_ids_files_are_protected_before_they_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models--o--m").mkdir()
+    path = tmp_path / "models--o--m" / "p.npz"
+    assert not file_problems(models("o/m"), trace=path)
+    assert file_problems(models("o/m", download_dir=str(tmp_path)), trace=path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert file_problems(models("o/m"), trace=path)
+    assert not file_problems(models("o/m"), trace=tmp_path / "p.npz")
+
+
+@pytest.mark.parametrize("kind", ["model", "draft model", "tokenizer"])
+def test_every_folder_that_the_server_reads_from_is_protected(tmp_path: Path, kind: str) -> None:
+    folders = {name: tmp_path / name for name in ("model", "draft model", "tokenizer")}
+    for folder in folders.values():
+        folder.mkdir()
+    draft, tokenizer = (str(folders[name]) for name in ("draft model", "tokenizer"))
+    args = models(folders["model"], speculative_draft_model_path=draft, tokenizer_path=tokenizer)
+    (problem,) = file_problems(args, trace=folders[kind] / "t.npz")
+    assert f"lies in the {kind}'s folder" in problem
+
+
+def test_a_folder_that_links_to_the_model_is_the_models(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert file_problems(models(tmp_path / "link"), trace=tmp_path / "real" / "t.npz")
+    assert file_problems(models(tmp_path / "real"), trace=tmp_path / "link" / "t.npz")
+    assert not file_problems(models(tmp_path / "real"), trace=tmp_path / "t.npz")
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In a process that serves the model in this folder, as its only rank."""
+    (tmp_path / "model").mkdir()
+    group = SimpleNamespace(rank_in_group=0)
+    parallel = SimpleNamespace(tp_rank=0, dp_rank=0, attn_dp_enabled=False, moe_tp_group=group)
+    for module in (profiles, recording):
+        monkeypatch.setattr(module, "get_parallel", lambda: parallel)
+        monkeypatch.setattr(module, "get_server_args", lambda: models(tmp_path / "model"))
+    monkeypatch.setattr(recording, "get_schedule", lambda: SimpleNamespace(max_running_requests=2))
+    monkeypatch.setattr(recording, "get_device", lambda: SimpleNamespace(device="cpu"))
+    return tmp_path / "model"
+
+
+def test_a_rank_saves_no_trace_in_the_models_folder(rank: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The path has become a link since the launch, which refuses it."""
+    layer = SimpleNamespace(always_resident=torch.zeros(8, dtype=torch.bool))
+    made = recording.Recording(rank.parent / "t.npz")
+    saver = made.begin(SimpleNamespace(layers=[layer]), 2)  # type: ignore[arg-type]
+    assert made.recorder is not None
+    assert saver is not None
+    made.recorder.end_step(["a"], [5])
+    made.path.symlink_to(rank / "t.npz")
+    saver.finish()
+    assert "lies in the model's folder" in caplog.text
+    assert not list(rank.iterdir())
+    made.path.unlink()
+    saver.finish()
+    assert Trace.load(made.path).num_requests == 1
+
+
+def test_a_rank_saves_no_profile_in_the_models_folder(rank: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, profile = rank.parent / "p.npz", some()
+    layers = [SimpleNamespace(layer_id=number, routed_ids=range(8)) for number in profile.model.moe_layers]
+    manager = SimpleNamespace(
+        config=parse({"num_resident": 4, "save_profile": str(path)}),
+        target=SimpleNamespace(layers=layers),
+        profile=None,
+        routing=lambda wait: profile.seen,
+    )
+    saver = profiles.profile_saver(manager, profile.model)  # type: ignore[arg-type]
+    assert saver is not None
+    path.symlink_to(rank / "p.npz")
+    saver.finish()
+    assert "lies in the model's folder" in caplog.text
+    assert not list(rank.iterdir())
+    path.unlink()
+    saver.finish()
+    assert Profile.load(path).seen.steps == profile.seen.steps
+
+
+class Unset(SimpleNamespace):
+    """Server arguments of which all but the given ones are unset."""
+
+    def __getattr__(self, name):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "refused"),
+    [
+        ("emulated", "cuda", True),
+        ("uvm", "cpu", True),
+        ("uvm", "cuda", False),
+        ("emulated", "cpu", False),
+        ("auto", "cpu", False),
+    ],
+)
+def test_a_backend_of_the_other_kind_of_device_is_refused(monkeypatch, backend, device, refused):
+    monkeypatch.setattr("sglang_uvm_offload.cuda.device.device_problems", lambda device: [])
+    found = launch_checks._combination_problems(parse({"num_resident": 4, "backend": backend}), Unset(device=device))
+    assert [problem.startswith(f"--expert-offload-backend {backend}: ") for problem in found] == [True] * refused

@@ -1,0 +1,68 @@
+"""Metrics: what a scrape shows after steps, and when it is brought up to date."""
+
+from __future__ import annotations
+
+import pytest
+from builders.managers import LAYERS, Rank, config
+from prometheus_client import REGISTRY
+
+from sglang_uvm_offload.memory.layout import PAGE_BYTES
+from sglang_uvm_offload.plugin.metrics import Metrics
+
+LABELS = {"model_name": "m", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
+
+
+@pytest.fixture
+def served():
+    rank = Rank(config(resident_selection="first_n"))
+    before = set(REGISTRY._collector_to_names)
+    metrics = Metrics(rank.manager, LABELS)
+    yield rank, metrics
+    for collector in set(REGISTRY._collector_to_names) - before:
+        REGISTRY.unregister(collector)
+
+
+def sample(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"sglang:expert_offload_{name}", {**LABELS, **labels})
+
+
+def test_a_scrape_shows_residents_hit_rate_and_bytes_by_group_of_layers(served):
+    rank, metrics = served
+    rank.step([[0, 7], [1, 7]])
+    metrics.publish()
+    for group in ("1-1", "2-2", "3-3"):
+        assert sample("resident_experts", layers=group) == 3
+        assert sample("hit_rate", layers=group) == 0.5
+        assert sample("zero_copy_bytes_total", layers=group) == PAGE_BYTES
+    assert sample("moves_total") == 0
+
+
+def test_moves_are_counted(served):
+    rank, metrics = served
+    rank.step([[7, 6, 5]])
+    rank.manager.reselect()
+    metrics.publish()
+    assert sample("moves_total") == 3 * LAYERS
+    assert sample("moved_bytes_total") == 2 * 3 * LAYERS * PAGE_BYTES
+    assert sample("moving_seconds_total") > 0
+
+
+def test_hit_rate_is_that_of_the_time_since_the_last_report(served):
+    rank, metrics = served
+    rank.step([[7]])
+    metrics.publish()
+    rank.step([[0]])
+    metrics.publish()
+    assert sample("hit_rate", layers="1-1") == 1.0
+
+
+def test_idleness_brings_the_last_steps_out_once(served):
+    rank, metrics = served
+    metrics.publish()
+    rank.step([[0, 7]])
+    metrics.publish_now_and_then()
+    assert sample("hit_rate", layers="1-1") is None or sample("hit_rate", layers="1-1") == 0, "published before its time"
+    metrics.publish_when_idle()
+    assert sample("hit_rate", layers="1-1") == 0.5
+    metrics.publish = lambda: pytest.fail("published again though nothing happened")
+    metrics.publish_when_idle()

@@ -1,0 +1,44 @@
+"""Which steps of SGLang's are recorded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from sglang_uvm_offload.plugin.recording import Recording
+from sglang_uvm_offload.routing.recorder import Recorder
+
+
+@pytest.fixture
+def recording(tmp_path):
+    made = Recording(tmp_path / "trace.npz")
+    made.recorder = Recorder(made.path, num_layers=1, num_experts=8, top_k=2, max_rows=4, device="cpu")
+    return made
+
+
+def launch(recording: Recording, mode: ForwardMode, lengths: list[int] | None, draft: bool = False) -> tuple[int, int]:
+    """A step of the requests a and b; returns the recorded tokens and the dropped steps."""
+    nothing = torch.zeros(2, dtype=torch.int64)
+    batch = ForwardBatch(mode, 2, nothing, nothing, nothing, nothing, 0, rids=["a", "b"])
+    batch.seq_lens_cpu = None if lengths is None else torch.tensor(lengths)
+    recording.after_forward(None, SimpleNamespace(is_draft_worker=draft), batch)
+    status = recording.status()
+    return status.tokens, status.dropped_steps
+
+
+@pytest.mark.parametrize("mode", [mode for mode in ForwardMode if mode != ForwardMode.DECODE])
+def test_only_decode_steps_are_recorded(mode, recording):
+    assert launch(recording, mode, [5, 6]) == (0, 0)
+    assert launch(recording, ForwardMode.DECODE, [5, 6]) == (2, 0)
+
+
+def test_a_draft_models_steps_are_not_recorded(recording):
+    assert launch(recording, ForwardMode.DECODE, [5, 6], draft=True) == (0, 0)
+
+
+@pytest.mark.parametrize("lengths", [None, [5, 6, 1]])
+def test_a_step_whose_requests_lengths_are_not_known_is_dropped_and_counted(lengths, recording):
+    assert launch(recording, ForwardMode.DECODE, lengths) == (0, 1)

@@ -1,0 +1,83 @@
+"""The records of a report: what contradicts itself is refused, and several ranks' are joined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from builders.managers import Rank, config
+from builders.reports import info, replayed, result, stepped
+
+from sglang_uvm_offload.residency.status import Curve, Past, combined
+
+
+def broken(**fields: Any) -> dict[str, Any]:
+    return stepped(Rank(config())) | fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"resident_ids": [[0]]}, "one list for each of layers"),
+        ({"resident_ids": [[0], [9], [1]]}, "layer 2 must be 0..7"),
+        ({"resident_experts": -1}, "resident_experts"),
+        ({"history": {"seconds": []}}, "history"),
+        ({"curve": {"decode_steps": 1}}, "curve"),
+        ({"profile": {"hit_rate": 1.5, "best": 1.0, "tokens": 40, "kept": True}}, "profile.hit_rate"),
+        ({"profile": {"hit_rate": 0.5, "best": 1.0, "tokens": 40}}, "kept"),
+        ({"trace": {"path": "t", "tokens": -1, "requests": 0, "dropped_steps": 0, "stopped": False}}, "trace.tokens"),
+        (
+            {"trace": {"path": "t", "tokens": 1, "requests": 2, "dropped_steps": 0, "stopped": False}},
+            "2 requests cannot have 1",
+        ),
+    ],
+)
+def test_statistics_that_contradict_themselves_are_refused(fields, reason):
+    with pytest.raises(msgspec.ValidationError, match=reason):
+        info(broken(**fields))
+
+
+def test_layers_beyond_what_is_shown_are_refused_before_memory_is_taken():
+    huge = broken()
+    huge["layers"][1] |= {"first_expert": 8000, "experts": 8000}
+    huge["resident_ids"][1] = []
+    with pytest.raises(msgspec.ValidationError, match="more than 8192 are not shown"):
+        info(huge)
+
+
+@pytest.mark.parametrize(("column", "values", "reason"), [("moves", [2, 1], "must not fall"), ("steps", [0], "equally long")])
+def test_a_history_that_cannot_be_is_refused(column, values, reason):
+    status = broken()
+    status["history"][column] = values
+    with pytest.raises(msgspec.ValidationError, match=reason):
+        info(status)
+
+
+@pytest.mark.parametrize(("fields", "reason"), [({"residents": [0, 0, 1]}, "must rise"), ({"uniform": [0.0]}, "equally long")])
+def test_a_curve_that_cannot_be_is_refused(fields, reason):
+    status = broken()
+    status["curve"] |= {"residents": [0, 1, 2], "uniform": [0.0] * 3, "global": [0.0] * 3} | fields
+    with pytest.raises(msgspec.ValidationError, match=reason):
+        info(status)
+
+
+def test_results_of_two_residencies_are_not_compared():
+    with pytest.raises(msgspec.ValidationError, match="one residency and one batch"):
+        replayed(result("lru"), result("lfu", residency=0.25))
+
+
+def test_the_latest_half_of_a_history_is_what_is_judged_of_late():
+    columns = {name: [0, 10, 30, 60, 100] for name in Past.__struct_fields__} | {"seconds": [0.0, 25.0, 50.0, 75.0, 100.0]}
+    assert Past(**columns).of_late("moves") == 70
+
+
+def test_the_curve_of_several_ranks_weighs_them_by_their_activations():
+    busy = Curve(300, 3000, 0.8, [0, 4, 8], [0.0, 0.8, 1.0], [0.0, 0.8, 1.0])
+    idle = Curve(200, 1000, 0.4, [0, 2, 8], [0.0, 0.4, 1.0], [0.0, 0.4, 1.0])
+    both = combined([busy, idle])
+    assert both is not None
+    assert both.residents == [0, 2, 4, 8]
+    assert both.at(2, False) == pytest.approx(0.75 * 0.4 + 0.25 * 0.4)
+    assert both.at(4, True) == pytest.approx(0.75 * 0.8 + 0.25 * 0.6)
+    assert (both.present, both.activations, both.decode_steps) == (pytest.approx(0.7), 4000, 300)

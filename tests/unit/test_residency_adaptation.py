@@ -1,0 +1,346 @@
+"""Continuous adaptation through the manager: residents follow the traffic, pay for their moves, and stop at a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from builders.managers import LAYERS, E, Rank, config, profile_of
+from simulated_driver import SimulatedDriver
+
+from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
+from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.memory.layout import PAGE_BYTES
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError
+from sglang_uvm_offload.residency import background as decisions
+from sglang_uvm_offload.residency import manager as manager_module
+from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
+from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.reporting import rank_status
+from sglang_uvm_offload.routing.counts import Phase, RoutingCounts
+
+
+def seconds_pass() -> Callable[[], float]:
+    """A clock by which there is always time to move."""
+    seconds = iter(range(10**9))
+    return lambda: float(next(seconds))
+
+
+def following(memory=None, clock=None, executor=None, make_counters=CpuRoutingCounters, **flags) -> Rank:
+    cfg = config(resident_selection="first_n", adapt="continuous", **flags)
+    return Rank(cfg, memory, make_counters=make_counters, clock=clock or seconds_pass(), executor=executor)
+
+
+def serve(rank: Rank, ids, steps: int) -> None:
+    for _ in range(steps):
+        rank.step(ids)
+
+
+def test_residents_follow_traffic_that_changes():
+    rank = following()
+    serve(rank, [[5, 6, 7]], 40 * INTERVAL_STEPS)
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+    serve(rank, [[1, 2, 3]], 80 * INTERVAL_STEPS)
+    assert rank.resident() == [[1, 2, 3]] * LAYERS
+
+
+def test_all_equal_routing_moves_nothing():
+    rank = following()
+    serve(rank, [[expert] for expert in range(E)], 100 * INTERVAL_STEPS)
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+    assert rank.manager.ledger.moves == 0
+
+
+def test_idle_and_dummy_steps_change_nothing():
+    rank = following()
+    serve(rank, [[5, 6, 7]], 40 * INTERVAL_STEPS)
+    moves = rank.manager.ledger.moves
+    for _ in range(50 * INTERVAL_STEPS):
+        rank.manager.begin_step(rank.model, 0, 0, 1)
+        rank.manager.end_step(rank.model)
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+    assert rank.manager.ledger.moves == moves
+
+
+def test_the_layer_that_saves_more_gets_more_room_within_one_budget():
+    rank = following()
+    wide = {0: [[2, 3, 4, 5, 6, 7]], 1: [[0, 0, 0, 0, 0, 0]], 2: [[1, 1, 1, 1, 1, 1]]}
+    serve(rank, wide, 100 * INTERVAL_STEPS)
+    sizes = [len(ids) for ids in rank.resident()]
+    assert sum(sizes) <= 3 * LAYERS
+    assert sizes[0] > 3
+    assert 0 in rank.resident()[1]
+    assert 1 in rank.resident()[2]
+
+
+def test_no_more_experts_are_in_vram_at_any_time_than_at_load():
+    class Watched(SimulatedDriver):
+        limit = 10**12
+
+        def place(self, managed, spans, location):
+            super().place(managed, spans, location)
+            assert self.device_resident <= self.limit
+
+    memory = Watched()
+    rank = following(memory)
+    memory.limit = memory.device_resident
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        hot = {layer: [rng.choice(E, 4, replace=False).tolist()] for layer in range(LAYERS)}
+        serve(rank, hot, 12 * INTERVAL_STEPS)
+    assert rank.manager.ledger.moves > 10
+
+
+def test_bytes_and_addresses_stay():
+    rank = following()
+    for module in rank.modules:
+        module.w13.copy_(torch.randint(0, 255, module.w13.shape, dtype=torch.uint8))
+    before = [(module.w13.data_ptr(), module.w13.clone()) for module in rank.modules]
+    serve(rank, [[5, 6, 7]], 40 * INTERVAL_STEPS)
+    for module, (address, value) in zip(rank.modules, before, strict=True):
+        assert module.w13.data_ptr() == address
+        assert torch.equal(module.w13, value)
+
+
+def test_moves_wait_while_the_link_has_no_time_for_them():
+    rank = following(clock=lambda: 0.0)
+    serve(rank, [[5, 6, 7]], 40 * INTERVAL_STEPS)
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+
+
+def test_what_is_promoted_is_bounded_over_time_and_experts_larger_than_a_step_affords_are_promoted_too(monkeypatch):
+    step_seconds = 0.01
+    rate = 0.2 * PAGE_BYTES / step_seconds  # an expert in five steps
+    monkeypatch.setattr(decisions, "MOVE_BYTES_PER_S", rate)
+    monkeypatch.setattr(decisions, "BURST_SECONDS", step_seconds)
+    seconds = count()
+    rank = following(clock=lambda: next(seconds) * step_seconds)
+    moved = []
+    for _ in range(200):
+        serve(rank, [[5, 6, 7]], 1)
+        moved.append(rank.manager.ledger.moves)
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+    gained = np.diff(np.array(moved)[4::5])
+    assert gained.max() <= 2, "more than the link is to carry in five steps, and one expert"
+    assert moved[-1] == 3 * LAYERS
+
+
+def test_a_stage_without_moe_layers_decides_nothing_and_has_no_fault():
+    manager = OffloadManager(
+        config(resident_selection="first_n", adapt="continuous"),
+        EmulatedMemory(),
+        CpuRoutingCounters,
+        lambda decide: decide(),
+        progress=lambda: False,
+    )
+    model = manager.begin_model(draft=False)
+    manager.finish_model(model, may_be_empty=True)
+    for _ in range(100):
+        manager.begin_step(model, 1, 1, Phase.DECODE)
+        manager.end_step(model)
+    assert manager.fault is None
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_fault_stops_moving_and_not_serving(late, caplog):
+    class Failing(EmulatedMemory):
+        armed = False
+
+        def place(self, managed, spans, location):
+            if self.armed and not late and location is Location.DEVICE:
+                raise ManagedMemoryError("place", managed.name, spans[0], "injected")
+            super().place(managed, spans, location)
+
+        def synchronize(self):
+            if self.armed and late:
+                raise ManagedMemoryError("synchronize", "the moves so far", self.span, "injected")
+
+    memory = Failing()
+    rank = following(memory)
+    memory.span = rank.model.layers[0].tensors[0].layout.spans(np.ones(E, dtype=bool))[0]
+    memory.armed = True
+    serve(rank, [[5, 6, 7]], 60 * INTERVAL_STEPS)
+    assert "injected" in rank_status(rank.manager).fault
+    assert len([r for r in caplog.records if "moving experts stopped" in r.getMessage()]) == 1
+    for layer in rank.model.layers:
+        for tensor in layer.tensors:
+            assert (tensor.resident() >= layer.resident).all(), "an expert is taken for resident that is not"
+
+
+def test_a_rank_with_a_fault_still_agrees_with_its_peers_and_moves_nothing():
+    rank = following()
+    asked = []
+    rank.manager.broadcast_decision = lambda decide: (asked.append(1), decide())[1]
+    rank.manager.fault = "injected"
+    rank.manager.decisions.take = lambda *asked, **more: pytest.fail("its peers would follow what it cannot")
+    serve(rank, [[5, 6, 7]], 40 * INTERVAL_STEPS)
+    assert len(asked) == 40
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+
+
+def test_frequency_follows_from_the_warmup_on():
+    rank = Rank(config(adapt="continuous", warmup_tokens=4 * INTERVAL_STEPS), clock=seconds_pass())
+    serve(rank, [[5, 6, 7]], 4 * INTERVAL_STEPS)
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+    serve(rank, [[5, 6, 7]], 1)
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+    serve(rank, [[1, 2, 3]], 80 * INTERVAL_STEPS)
+    assert rank.resident() == [[1, 2, 3]] * LAYERS
+
+
+def hot(ids, steps: int) -> RoutingCounts:
+    """Counts of ``steps`` decode steps that used the experts ``ids`` of every layer."""
+    counts = np.zeros((LAYERS, 2, 2, E), dtype=np.int64)
+    counts[:, Phase.DECODE, :, ids] = steps
+    return RoutingCounts(counts, (0, steps))
+
+
+def looks_until(ids, history: RoutingCounts | None) -> int:
+    """How often adaptation looks at traffic on the experts ``ids`` until it wants them resident."""
+    rank = following()
+    start, resident = hot(ids, 1000), np.stack([layer.resident for layer in rank.model.layers])
+    adaptation = Adaptation(rank.model.layers, E, start, history)
+    for look in range(1, 500):
+        now = hot(ids, 1000 + look * INTERVAL_STEPS)
+        wanted = adaptation.wanted(now, resident, np.inf)
+        if wanted is not None and wanted[:, ids].all():
+            return look
+    raise AssertionError("it never does")
+
+
+def test_a_profile_tells_what_is_hot_and_live_traffic_overrules_it():
+    cold = looks_until([5, 6, 7], None)
+    assert looks_until([5, 6, 7], hot([5, 6, 7], 10**6)) < cold
+    foreign = looks_until([5, 6, 7], hot([1, 2, 3], 10**6))
+    assert cold < foreign < cold + 256 / INTERVAL_STEPS
+
+
+def test_a_profile_of_another_shape_is_refused():
+    rank = following()
+    start = hot([0], 0)
+    with pytest.raises(ValueError, match="activations"):
+        Adaptation(rank.model.layers, E, start, RoutingCounts(np.zeros((LAYERS, 2, 2, E + 1), dtype=np.int64), (0, 0)))
+
+
+class Later(Executor):
+    """Runs what was submitted when it is told to."""
+
+    def __init__(self):
+        self.tasks = []
+
+    def submit(self, work, /, *args, **kwargs):
+        future = Future()
+
+        def run():
+            try:
+                future.set_result(work(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001 -- the future raises it where it is asked
+                future.set_exception(error)
+
+        self.tasks.append(run)
+        return future
+
+    def run(self):
+        for task in self.tasks:
+            task()
+        self.tasks = []
+
+
+class TestDecisionsBesideTheSteps:
+    def test_steps_go_on_until_a_decision_is_ready_and_only_one_is_made_at_a_time(self):
+        later = Later()
+        rank = following(executor=later)
+        for _ in range(30):
+            serve(rank, [[5, 6, 7]], 10 * INTERVAL_STEPS)
+            assert len(later.tasks) == 1
+            before = rank.resident()
+            later.run()
+            assert rank.resident() == before
+        serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
+        assert rank.resident() == [[5, 6, 7]] * LAYERS
+
+    def test_a_decision_made_for_the_residents_before_the_warm_up_is_dropped(self):
+        later = Later()
+        cfg = config(adapt="continuous", warmup_tokens=20 * INTERVAL_STEPS)
+        rank = Rank(cfg, clock=seconds_pass(), executor=later)
+        for _ in range(20):
+            serve(rank, [[1, 2, 3]], INTERVAL_STEPS)
+            if rank.manager.steps < 20 * INTERVAL_STEPS:
+                later.run()
+        stale = np.zeros((LAYERS, E), dtype=bool)
+        stale[:, [4, 5, 6]] = True
+        rank.manager.decisions._next = Future()
+        rank.manager.decisions._next.set_result(stale)
+        serve(rank, [[1, 2, 3]], 2 * INTERVAL_STEPS)
+        assert rank.manager.warm
+        assert rank.resident() == [[1, 2, 3]] * LAYERS
+
+    def test_the_next_decision_starts_from_what_the_last_one_moves_to(self):
+        later = Later()
+        rank = following(executor=later)
+        asked = []
+        decide = rank.manager.decisions.adaptation.wanted
+
+        def wanted(counts, resident, max_bytes):
+            asked.append(resident)
+            return decide(counts, resident, max_bytes)
+
+        rank.manager.decisions.adaptation.wanted = wanted
+        for _ in range(200):
+            serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
+            served = np.stack([layer.resident for layer in rank.model.layers])
+            later.run()
+            assert (asked[-1] == served).all()
+        assert rank.resident() == [[5, 6, 7]] * LAYERS
+
+    def test_a_decision_that_fails_ends_adapting_and_neither_serving_nor_the_answer_to_peers(self, caplog):
+        later = Later()
+        rank = following(executor=later)
+        answers = []
+        rank.manager.broadcast_decision = lambda decide: answers.append(decide()) or answers[-1]
+        rank.manager.decisions.adaptation.wanted = lambda *seen: 1 / 0
+        serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
+        later.run()
+        serve(rank, [[5, 6, 7]], 20 * INTERVAL_STEPS)
+        assert answers == [None] * 21
+        assert rank.resident() == [[0, 1, 2]] * LAYERS
+        assert rank_status(rank.manager).fault == "choosing residents failed: ZeroDivisionError: division by zero"
+        assert len([r for r in caplog.records if "adapting stopped" in r.getMessage()]) == 1
+        assert rank_status(rank.manager).routed == 3 * LAYERS * 21 * INTERVAL_STEPS
+
+    def test_what_is_decided_on_the_steps_up_to_one_look_is_taken_at_the_next(self):
+        rank = following()
+        decided = []
+        decide = rank.manager.decisions.adaptation.wanted
+
+        def wanted(counts, *more):
+            after = decide(counts, *more)
+            if after is not None:
+                decided.append((counts.steps[Phase.DECODE], rank.manager.steps))
+            return after
+
+        rank.manager.decisions.adaptation.wanted = wanted
+        while not decided:
+            serve(rank, [[5, 6, 7]], 1)
+            assert rank.resident() == [[0, 1, 2]] * LAYERS
+        counted, launched = decided[0]
+        assert counted == launched, "it was not decided on all steps launched before"
+        serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
+        assert rank.resident() != [[0, 1, 2]] * LAYERS
+
+
+def test_a_profile_seeds_what_follows_the_traffic(monkeypatch):
+    given = []
+    monkeypatch.setattr(manager_module, "Adaptation", lambda *args: given.append(args[-1]) or Adaptation(*args))
+    profile = profile_of([[7, 5, 3], [0, 6, 4], [1, 2, 7]])
+    Rank(config(adapt="continuous", profile="p"), profile=profile)
+    Rank(config(adapt="continuous", profile="p", num_resident=2), profile=profile, ep_rank=1, ep_size=2)
+    Rank(config(adapt="continuous"))
+    assert (given[0].counts == profile.seen.counts).all()
+    assert (given[1].counts == profile.seen.counts[..., E // 2 :]).all()
+    assert given[0].steps == given[1].steps == profile.seen.steps
+    assert given[2] is None

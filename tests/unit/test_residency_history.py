@@ -1,0 +1,219 @@
+"""What a run remembers of its past: samples that stay bounded and lose no bytes, and what other budgets would have covered."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+from builders.managers import LAYERS, Rank, config
+
+from sglang_uvm_offload.memory.layout import PAGE_BYTES
+from sglang_uvm_offload.residency.history import History, hit_rate_curve
+from sglang_uvm_offload.residency.manager import POLL_SECONDS
+from sglang_uvm_offload.residency.status import Past
+from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, RoutingCounts
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rank_at(clock: Clock, max_samples: int = 240, **flags) -> Rank:
+    """A rank whose history goes by ``clock``."""
+    rank = Rank(config(resident_selection="first_n", **flags), clock=clock)
+    rank.manager.history = History(rank.manager.ledger, clock, max_samples)
+    return rank
+
+
+def columns(rank: Rank) -> dict[str, list[float]]:
+    return rank.status()["history"]
+
+
+def test_samples_are_taken_between_steps_at_most_once_an_interval():
+    clock = Clock()
+    rank = rank_at(clock)
+    for _ in range(40):
+        clock.now += 0.1
+        rank.step([[0, 7]])
+        rank.manager.poll_now_and_then()
+    history = columns(rank)
+    assert history["seconds"][0] == 0
+    assert 4 <= len(history["seconds"]) <= 6, "not about one a second"
+    assert history["seconds"][-1] == pytest.approx(4.0)
+    assert history["steps"][-1] == history["tokens"][-1] == 40
+    assert history["routed"][-1] == 2 * 40 * LAYERS
+    assert history["routed_resident"][-1] == 40 * LAYERS
+    assert history["zero_copy_bytes"][-1] == 40 * LAYERS * PAGE_BYTES
+
+
+def test_a_history_stays_bounded_and_covers_the_whole_run():
+    clock = Clock()
+    rank = rank_at(clock, max_samples=16)
+    for _ in range(1000):
+        clock.now += 1
+        rank.step([[7]])
+        rank.manager.poll_now_and_then()
+    seconds = columns(rank)["seconds"]
+    assert 8 < len(seconds) <= 17
+    assert (seconds[0], seconds[-1]) == (0, 1000)
+    gaps = np.diff(seconds[:-1])
+    assert gaps.max() <= 4 * gaps.min(), f"thinned unevenly: {gaps}"
+    assert columns(rank)["steps"] == pytest.approx(seconds), "a sample does not hold the steps of its time"
+
+
+def test_the_counts_are_looked_at_now_and_then_only():
+    clock = Clock()
+    rank = rank_at(clock)
+    looked = []
+    rank.manager.poll = lambda: looked.append(clock.now)
+    for _ in range(100):
+        clock.now += POLL_SECONDS / 10
+        rank.manager.poll_now_and_then()
+    assert 9 <= len(looked) <= 11
+
+
+def test_idleness_brings_the_last_steps_in_and_then_looks_no_more():
+    clock = Clock()
+    rank = rank_at(clock)
+    rank.step([[7]])
+    clock.now += 2
+    rank.manager.poll_when_idle()
+    assert rank.manager.ledger.steps == 1
+    rank.manager.observer.poll = lambda: pytest.fail("looked again though nothing happened")
+    rank.manager.poll_when_idle()
+
+
+def test_the_last_sample_is_of_now_and_waits_for_what_runs():
+    clock = Clock()
+    rank = rank_at(clock)
+    rank.step([[7]])
+    clock.now += 0.25
+    assert columns(rank)["steps"] == [0, 1]
+    assert columns(rank)["seconds"] == [0, 0.25]
+
+
+def test_moves_are_in_the_history():
+    clock = Clock()
+    rank = rank_at(clock)
+    rank.step([[7, 6, 5]])
+    rank.manager.reselect()
+    history = columns(rank)
+    assert history["moves"] == [0, 3 * LAYERS]
+    assert history["moved_bytes"] == [0, 2 * 3 * LAYERS * PAGE_BYTES]
+
+
+def test_the_history_and_the_curve_are_plain_json():
+    rank = Rank(config(resident_selection="first_n"))
+    rank.step([[0, 7]])
+    status = rank.status()
+    assert json.loads(json.dumps(status)) == status
+    assert status["curve"] is not None
+
+
+def layers_of(activations: list[list[int]], *, bytes_of=(1,), shared: int = 0, resident=(0,)) -> list[SimpleNamespace]:
+    """What the curve sees of a layer, for each row of ``activations``."""
+    width = len(activations[0])
+    return [
+        SimpleNamespace(
+            num_experts=width,
+            always_resident=np.arange(width) >= width - shared,
+            resident=np.isin(np.arange(width), resident),
+            tensors=["weights"] if nbytes else [],
+            expert_bytes=nbytes,
+        )
+        for nbytes in np.resize(bytes_of, len(activations)).tolist()
+    ]
+
+
+def counts_of(activations: list[list[int]], prefill: int = 0) -> RoutingCounts:
+    counts = np.zeros((len(activations), 2, 2, len(activations[0])), dtype=np.int64)
+    counts[:, Phase.DECODE, ACTIVATIONS] = activations
+    counts[:, Phase.DECODE, ROUTED] = 1000  # tokens are not what costs a read
+    counts[:, Phase.PREFILL] = prefill
+    return RoutingCounts(counts, (3, 50))
+
+
+def curve_of(activations, **layers):
+    return msgspec.to_builtins(hit_rate_curve(counts_of(activations, prefill=77), layers_of(activations, **layers)))
+
+
+def test_the_curve_is_the_share_that_the_best_residents_of_each_layer_would_have_covered():
+    curve = curve_of([[0, 6, 1, 3], [5, 5, 0, 0]])
+    assert curve["residents"] == [0, 1, 2, 3, 4]
+    assert curve["uniform"] == pytest.approx([0, 11 / 20, 19 / 20, 1, 1])
+    assert (curve["activations"], curve["decode_steps"]) == (20, 50)
+
+
+def test_one_ranking_of_all_layers_covers_more_where_layers_differ():
+    curve = curve_of([[40, 30, 20, 10], [1, 1, 1, 1]])
+    assert curve["uniform"][1] == pytest.approx(41 / 104)
+    assert curve["global"] == pytest.approx([0, 70 / 104, 100 / 104, 102 / 104, 1])
+
+
+def test_one_ranking_spends_bytes_not_experts():
+    curve = curve_of([[10, 9], [8, 7]], bytes_of=(3, 1))
+    assert curve["global"] == pytest.approx([0, 10 / 34, 1]), "4 bytes hold the first expert of 3, then none of 3"
+
+
+def test_the_present_residents_are_measured_on_the_same_activations():
+    assert curve_of([[0, 6, 1, 3], [5, 5, 0, 0]], resident=(0, 3))["present"] == pytest.approx((3 + 5) / 20)
+
+
+def test_always_resident_experts_and_layers_in_plain_vram_are_apart():
+    with_shared = curve_of([[6, 2, 50], [1, 1, 50]], shared=1, resident=(0, 2))
+    assert with_shared["residents"] == [0, 1, 2]
+    assert with_shared["uniform"] == pytest.approx([0, 0.7, 1])
+    assert with_shared["present"] == pytest.approx(0.7)
+    with_plain = curve_of([[6, 2], [100, 100]], bytes_of=(1, 0))
+    assert with_plain["uniform"] == with_plain["global"] == pytest.approx([0, 0.75, 1])
+
+
+def test_a_large_model_has_about_twenty_points_up_to_all_experts():
+    rng = np.random.default_rng(0)
+    activations = rng.integers(0, 1000, (75, 256)).tolist()
+    curve = curve_of(activations)
+    assert 20 <= len(curve["residents"]) <= 22
+    assert (curve["residents"][0], curve["residents"][-1]) == (0, 256)
+    for name in ("uniform", "global"):
+        assert (np.diff(curve[name]) > 0).all()
+        assert (curve[name][0], curve[name][-1]) == (0, 1)
+    assert (np.array(curve["global"]) >= np.array(curve["uniform"])).all()
+
+
+def test_the_budget_of_now_is_on_the_curve():
+    curve = curve_of([[1] * 100] * 2, resident=range(23))
+    assert 23 in curve["residents"]
+    assert len(curve["residents"]) == 22
+
+
+def test_rates_are_flat_between_samples_and_unknown_where_nothing_happened():
+    columns = {name: [0, 10, 10, 30] for name in Past.__struct_fields__}
+    past = Past(**columns | {"seconds": [0.0, 1.0, 2.0, 4.0], "moves": [0, 5, 5, 6]})
+    assert past.rates("moves", "steps") == [(0, 0.5), (1, 0.5), (1, None), (2, None), (2, 0.05), (4, 0.05)]
+
+
+def test_without_decode_there_is_no_curve():
+    assert curve_of([[0, 0]]) is None
+
+
+def test_the_ledger_counts_decode_activations_of_experts_that_can_be_offloaded():
+    rank = Rank(config(resident_selection="first_n"), num_shared=1)
+    rank.step([[0, 7, 8], [0, 6, 8]])
+    rank.step([[0, 7, 8]], phase=Phase.PREFILL)
+    ledger = rank.manager.ledger
+    rank.manager.poll()
+    assert ledger.activations.tolist() == [3] * LAYERS
+    assert ledger.activations_resident.tolist() == [1] * LAYERS
+    rank.model.layers[0].tensors.clear()  # as where experts are too small to place: their weights are in plain VRAM
+    rank.step([[0, 7, 8]])
+    rank.manager.poll()
+    assert ledger.activations.tolist() == [3, 5, 5]
+    layer = rank.status()["layers"][1]
+    assert (layer["experts"], layer["shared_experts"], layer["activations"], layer["activations_resident"]) == (8, 1, 5, 2)
+    assert (layer["layer"], layer["first_expert"], layer["expert_bytes"]) == (2, 0, PAGE_BYTES)

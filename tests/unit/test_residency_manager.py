@@ -1,0 +1,306 @@
+"""The manager: who is resident at load and after warm-up, alike on every rank, and what it reports."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from builders.managers import LAYERS, E, Rank, config, profile_of
+from simulated_driver import SimulatedDriver
+
+from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
+from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES
+from sglang_uvm_offload.memory.layout import PAGE_BYTES, ExpertLayout
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, MemoryInfo
+from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.reporting import rank_status
+from sglang_uvm_offload.residency.selection import rank_share
+from sglang_uvm_offload.residency.table import residency_table
+from sglang_uvm_offload.routing.counts import ALL_ROWS, IdFormat, Phase
+
+
+def test_first_n_is_resident_at_load_and_never_changes():
+    rank = Rank(config(resident_selection="first_n", warmup_tokens=300))
+    for _ in range(5):
+        rank.step([[5, 6, 7]] * 100)
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+
+
+def test_manual_ids_are_resident():
+    rank = Rank(config(resident_selection="manual", resident_ids="7, 2"))
+    assert rank.resident() == [[2, 7]] * LAYERS
+
+
+def test_manual_ids_of_a_file_go_to_their_layers(tmp_path):
+    (tmp_path / "ids.json").write_text("[[1], [2, 3], [4, 5, 6]]")
+    rank = Rank(config(resident_selection="manual", resident_ids=f"@{tmp_path}/ids.json"))
+    assert rank.resident() == [[1], [2, 3], [4, 5, 6]]
+
+
+def test_manual_ids_are_split_over_expert_parallel_ranks():
+    ranks = [Rank(config(resident_selection="manual", resident_ids="1,4,6"), ep_rank=r, ep_size=2) for r in range(2)]
+    assert ranks[0].resident() == [[1]] * LAYERS
+    assert ranks[1].resident() == [[0, 2]] * LAYERS
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 8])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_expert_parallel_ranks_share_n_exactly_and_evenly(n, size):
+    shares = [rank_share(n, rank, size) for rank in range(size)]
+    assert sum(shares) == n
+    assert max(shares) - min(shares) <= 1
+
+
+def test_after_warmup_the_hot_experts_of_each_layer_are_resident(caplog):
+    rank = Rank(config(warmup_tokens=40))
+    hot = {0: [[7, 5, 3]] * 4, 1: [[0, 6, 4]] * 4, 2: [[1, 2, 7]] * 4}
+    with caplog.at_level(logging.INFO):
+        for step in range(11):
+            assert rank.manager.warm == (step > 10)
+            rank.step(hot)
+    assert rank.resident() == [[3, 5, 7], [0, 4, 6], [1, 2, 7]]
+    (line,) = [r.getMessage() for r in caplog.records if "residents chosen" in r.getMessage()]
+    assert "6 of 9 residents changed in 3 layers" in line
+    assert "hit rate of these tokens 33.3 % before, 100.0 % after" in line
+    for layer in rank.model.layers:
+        for tensor in layer.tensors:
+            assert (tensor.resident() == layer.resident).all()
+
+
+def judged(rank, hot, caplog):
+    """The line that says what live traffic showed, after a warm-up in which ``hot`` is used."""
+    with caplog.at_level(logging.INFO):
+        for _ in range(11):
+            rank.step(hot)
+    (line,) = [r.getMessage() for r in caplog.records if "live tokens" in r.getMessage()]
+    return line
+
+
+class TestProfile:
+    HOT = ((7, 5, 3), (0, 6, 4), (1, 2, 7))
+
+    def test_its_hot_experts_are_resident_at_load(self):
+        assert Rank(config(profile="p"), profile=profile_of(self.HOT)).resident() == [sorted(ids) for ids in self.HOT]
+
+    def test_expert_parallel_ranks_take_their_own_experts_from_it(self):
+        ranks = [Rank(config(num_resident=2, profile="p"), profile=profile_of(self.HOT), ep_rank=r, ep_size=2) for r in (0, 1)]
+        assert [rank.resident()[0] for rank in ranks] == [[3], [1]]  # of 3 | 5, 7: the lower of equals
+
+    def test_a_fused_shared_expert_is_no_part_of_it(self):
+        rank = Rank(config(profile="p"), profile=profile_of(self.HOT), num_shared=1)
+        assert rank.resident()[0] == [3, 5, 7, 8]
+
+    def test_it_is_kept_where_live_traffic_agrees(self, caplog):
+        rank = Rank(config(profile="p", warmup_tokens=40), profile=profile_of(self.HOT))
+        line = judged(rank, {layer: [ids] * 4 for layer, ids in enumerate(self.HOT)}, caplog)
+        assert "covered 100.0 % of the routing of the first 40 live tokens" in line
+        assert line.endswith("kept")
+        assert rank.status()["profile"] == {"hit_rate": 1.0, "best": 1.0, "tokens": 40, "kept": True}
+        assert rank.manager.ledger.moves == 0
+
+    def test_a_small_lead_of_the_live_set_moves_nothing(self, caplog):
+        rank = Rank(config(profile="p", warmup_tokens=40), profile=profile_of(self.HOT))
+        hot = {layer: [ids] * 4 for layer, ids in enumerate(self.HOT)}
+        for _ in range(5):
+            rank.step({**hot, 1: [[0, 6, 1]] * 4})  # 1 instead of 4 in five steps of nine
+        with caplog.at_level(logging.INFO):
+            for _ in range(6):
+                rank.step(hot if rank.manager.steps < 9 else {**hot, 1: [[0, 6, 1]] * 4})
+        verdict = rank.status()["profile"]
+        assert 0 < verdict["best"] - verdict["hit_rate"] < 0.05
+        assert verdict["kept"]
+        assert rank.manager.ledger.moves == 0
+
+    def test_it_is_not_trusted_where_live_traffic_disagrees(self, caplog):
+        rank = Rank(config(profile="p", warmup_tokens=40), profile=profile_of(self.HOT))
+        line = judged(rank, [[0, 1, 4]] * 4, caplog)
+        assert "covered 33.3 %" in line
+        assert "best residents for these tokens 100.0 %" in line
+        assert rank.resident() == [[0, 1, 4]] * LAYERS
+        assert rank.status()["profile"]["kept"] is False
+
+    def test_it_stays_whatever_comes_where_adaptation_is_off(self, caplog):
+        rank = Rank(config(profile="p", warmup_tokens=40, adapt="off"), profile=profile_of(self.HOT))
+        assert "covered 33.3 %" in judged(rank, [[0, 1, 4]] * 4, caplog)
+        assert rank.resident() == [sorted(ids) for ids in self.HOT]
+
+
+def test_residents_change_between_steps_before_the_first_step_after_warmup():
+    rank = Rank(config(warmup_tokens=4))
+    rank.step([[7, 6, 5]] * 4)
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+    rank.step([[7, 6, 5]])
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+
+
+def test_all_equal_routing_moves_nothing():
+    rank = Rank(config(warmup_tokens=8))
+    rank.step([[i] for i in range(E)])
+    rank.step([[0]])
+    assert rank.manager.warm
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+    assert rank.manager.ledger.moves == 0
+
+
+def test_padding_and_dummy_steps_neither_count_nor_warm_up():
+    rank = Rank(config(warmup_tokens=4))
+    for _ in range(10):
+        rank.manager.begin_step(rank.model, 0, 0, Phase.DECODE)
+        rank.model.counters.count(0, torch.full((64, 2), 7), 0, IdFormat.PLAIN)
+        rank.manager.end_step(rank.model)
+        rank.model.counters.count(0, torch.full((64, 2), 7), 0, IdFormat.PLAIN)
+    assert rank.manager.tokens == 0
+    assert rank_status(rank.manager).routed == 0
+
+
+def test_ranks_decide_alike_even_if_their_counts_differ():
+    decided = []
+
+    def agree(decide):
+        decided.append(decide())
+        return decided[0]
+
+    ranks = [Rank(config(warmup_tokens=4), broadcast_decision=agree) for _ in range(2)]
+    ranks[0].step([[7, 6, 5]] * 4)
+    ranks[1].step([[7, 6, 4]] * 4)
+    for rank in ranks:
+        rank.step([[0]])
+    assert ranks[0].resident() == ranks[1].resident() == [[5, 6, 7]] * LAYERS
+
+
+def test_expert_parallel_ranks_choose_among_their_own_experts():
+    rank = Rank(config(num_resident=4, warmup_tokens=2), ep_rank=1, ep_size=2)
+    assert rank.resident() == [[0, 1]] * LAYERS
+    rank.step([[2, -1], [3, -1]])
+    rank.step([[-1, -1]])
+    assert rank.resident() == [[2, 3]] * LAYERS
+    assert rank_status(rank.manager).resident_ids == [[6, 7]] * LAYERS
+
+
+def test_fused_shared_experts_stay_beside_n():
+    rank = Rank(config(warmup_tokens=2), num_shared=1)
+    assert rank.resident() == [[0, 1, 2, 8]] * LAYERS
+    rank.step([[5, 8], [6, 8]])
+    rank.step([[7, 8]])
+    assert rank.resident() == [[0, 5, 6, 8]] * LAYERS
+
+
+def test_n_of_all_experts_and_n_of_none_are_served():
+    for n, expected in ((E, list(range(E))), (0, [])):
+        rank = Rank(config(num_resident=n, warmup_tokens=1))
+        rank.step([[1, 2]])
+        rank.step([[1, 2]])
+        assert rank.resident() == [expected] * LAYERS
+
+
+def test_a_draft_model_is_resident_whole_and_not_in_the_targets_counts():
+    rank = Rank(config())
+    draft = rank.manager.begin_model(draft=True)
+    layer = rank.manager.add_layer(draft, 0, E, 0, 0, 1)
+    module = torch.nn.Module()
+    with AllocationMode(E, layer.allocate):
+        module.w13 = torch.empty(E, PAGE_BYTES, dtype=torch.uint8)
+    layer.sync_tensors(module)
+    rank.manager.finish_model(draft)
+    rank.manager.begin_step(draft, ALL_ROWS, 50, Phase.DECODE)
+    draft.counters.count(0, torch.tensor([[1, 2]]), 0, IdFormat.PLAIN)
+    status = rank.status()
+    assert layer.resident.all()
+    assert (status["routed"], status["tokens"], status["draft_layers"]) == (0, 0, 1)
+    assert status["draft_bytes"] == E * PAGE_BYTES
+
+
+def test_hit_rate_is_counted_under_the_residency_that_served_it():
+    rank = Rank(config(warmup_tokens=10))
+    rank.step([[0, 7]] * 10)
+    rank.step([[0, 7]] * 10)
+    status = rank.status()
+    assert status["hit_rate"] == pytest.approx((10 + 20) / 40)
+    assert status["zero_copy_bytes"] == LAYERS * PAGE_BYTES, "one activation of expert 7 in each layer before it moved"
+    assert status["moves"] == LAYERS
+
+
+class FailingMemory(EmulatedMemory):
+    fail = False
+
+    def place(self, managed, spans, location):
+        if self.fail and location is Location.DEVICE:
+            raise ManagedMemoryError("place", managed.name, spans[0], "injected")
+        super().place(managed, spans, location)
+
+
+def test_a_failed_move_serves_on_and_says_so(caplog):
+    memory = FailingMemory()
+    rank = Rank(config(warmup_tokens=2), memory)
+    memory.fail = True
+    rank.step([[7, 6, 5]] * 2)
+    rank.step([[7, 6, 5]])
+    rank.step([[7, 6, 5]])
+    assert "injected" in rank_status(rank.manager).fault
+    assert [r.levelname for r in caplog.records if "moving experts stopped" in r.getMessage()] == ["ERROR"]
+    assert rank.resident() == [[], [0, 1, 2], [0, 1, 2]], "what was demoted before the fault is known to be offloaded"
+
+
+@pytest.mark.parametrize("adapt", ["warmup", "continuous"])
+def test_what_host_ram_has_no_room_for_is_not_demoted_and_serving_goes_on(adapt):
+    class Filling(SimulatedDriver):
+        room = 1 << 40
+
+        def info(self):
+            return MemoryInfo(0, 0, HOST_MARGIN_BYTES + self.room)
+
+    memory = Filling()
+    rank = Rank(config(warmup_tokens=2, adapt=adapt), memory)
+    memory.room, loaded = 3 * PAGE_BYTES - 1, rank.resident()
+    for _ in range(40):
+        rank.step([[7, 6, 5]] * 2)
+    assert "what is offloaded needs" in rank_status(rank.manager).fault
+    assert rank.resident() == loaded
+    assert memory.traffic.to_host_bytes == memory.traffic.to_device_bytes == 0
+
+
+def test_a_rank_of_which_nothing_moves_serves_on():
+    others_move = lambda decide: (decide(), np.arange(E)[None] < [[3]] * LAYERS)[1]  # noqa: E731
+    rank = Rank(config(warmup_tokens=2, adapt="continuous"), broadcast_decision=others_move)
+    for _ in range(5):
+        rank.step([[7, 6, 5]] * 2)
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+    assert rank_status(rank.manager).fault is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "moves"),
+    [
+        ({}, True),
+        ({"resident_selection": "first_n"}, False),
+        ({"resident_selection": "first_n", "adapt": "continuous"}, True),
+    ],
+)
+def test_the_table_at_start_says_what_vram_offloaded_experts_may_keep_where_residents_change(flags, moves):
+    manager = Rank(config(**flags)).manager
+    table = residency_table(rank_status(manager), manager.memory.info(), kv_tokens=1)
+    expected = LAYERS * ExpertLayout(E, PAGE_BYTES).stranded_bytes(3) / 2**20
+    assert moves == (f"may keep after moves                    about {expected:.1f} MiB" in table)
+    assert moves == ("may keep" in table)
+
+
+def test_a_pipeline_stage_without_moe_layers_serves():
+    manager = OffloadManager(
+        config(warmup_tokens=1), EmulatedMemory(), CpuRoutingCounters, lambda d: d(), progress=lambda: False
+    )
+    model = manager.begin_model(draft=False)
+    manager.finish_model(model, may_be_empty=True)
+    for _ in range(3):
+        manager.begin_step(model, 1, 1, Phase.DECODE)
+        manager.end_step(model)
+    assert manager.warm
+    assert rank_status(manager).num_layers == 0
+
+
+def test_a_model_without_anything_to_offload_is_refused():
+    manager = OffloadManager(config(), EmulatedMemory(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
+    with pytest.raises(FlagError, match="the model has no MoE layer"):
+        manager.finish_model(manager.begin_model(draft=False))

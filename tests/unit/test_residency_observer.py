@@ -1,0 +1,114 @@
+"""Counts that arrive late are booked under the residents that served them, and nobody waits for them unasked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from builders.managers import LAYERS, Rank, config
+
+from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
+from sglang_uvm_offload.memory.layout import PAGE_BYTES
+from sglang_uvm_offload.residency.reporting import rank_status
+
+
+class Late(CpuRoutingCounters):
+    """Counts arrive when the test says so."""
+
+    arrived = True
+
+    def read_async(self):
+        asked, counts = super().read_async(), self
+        asked_at = sum(self._steps)
+
+        class OnItsWay:
+            def ready(self):
+                return counts.arrived or asked_at == 0
+
+            def wait(self):
+                return asked.wait()
+
+        return OnItsWay()
+
+
+def rank_with_late_counts(**flags) -> Rank:
+    rank = Rank(config(resident_selection="first_n", **flags), make_counters=Late)
+    rank.model.counters.arrived = False
+    return rank
+
+
+def make_resident(rank: Rank, ids: list[int]) -> None:
+    for layer in rank.model.layers:
+        wanted = np.isin(np.arange(layer.num_experts), ids)
+        layer.demote(wanted)
+        layer.promote(wanted)
+
+
+def test_steps_are_booked_under_the_residents_they_had_however_late_their_counts_are():
+    rank = rank_with_late_counts()
+    observer, ledger = rank.manager.observer, rank.manager.ledger
+    rank.step([[0, 1, 7]])
+    assert observer.poll(), "nothing was on its way yet"
+    make_resident(rank, [5, 6, 7])
+    rank.step([[0, 5, 6, 7]])
+    assert not observer.poll()
+    assert ledger.steps == 0
+    rank.model.counters.arrived = True
+    observer.poll()
+    make_resident(rank, [3])
+    rank.step([[3, 4]])
+    observer.poll()
+    assert ledger.steps == 3
+    assert ledger.routed_resident.tolist() == [2 + 3 + 1] * LAYERS
+    assert ledger.zero_copy_bytes.tolist() == [(1 + 1 + 1) * PAGE_BYTES] * LAYERS
+
+
+def test_catching_up_books_what_is_on_its_way_under_the_residents_it_had():
+    rank = rank_with_late_counts()
+    observer, ledger = rank.manager.observer, rank.manager.ledger
+    rank.step([[0, 1, 7]])
+    observer.poll()
+    make_resident(rank, [5, 6, 7])
+    rank.step([[0, 5, 6, 7]])
+    observer.catch_up()
+    assert ledger.steps == 2
+    assert ledger.routed_resident.tolist() == [2 + 3] * LAYERS
+    before = ledger.routed.tolist()
+    observer.catch_up()
+    assert ledger.routed.tolist() == before, "booked twice"
+
+
+def test_a_rank_whose_counts_do_not_arrive_serves_on_and_shows_them_once_asked():
+    rank = rank_with_late_counts()
+    for _ in range(50):
+        rank.step([[7]])
+        rank.manager.poll()
+    assert rank.manager.ledger.steps == 0
+    assert rank_status(rank.manager).routed == 50 * LAYERS
+
+
+def test_residents_that_change_while_counts_are_late_do_not_change_what_was_before():
+    """As on a rank that follows the decision of another, whose counts were there."""
+    rank = rank_with_late_counts(adapt="continuous")
+    peer = np.zeros((LAYERS, 8), dtype=bool)
+    peer[:, [5, 6, 7]] = True
+    decided = iter([None, None, peer, None])
+    rank.manager.broadcast_decision = lambda decide: next(decided)
+    for ids in ([0, 1, 7], [0, 5, 7], [0, 1, 5, 7]):
+        rank.step([ids])
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+    rank.model.counters.arrived = True
+    rank.step([[2]])
+    rank.manager.observer.catch_up()
+    assert rank.manager.ledger.routed_resident.tolist() == [2 + 1 + 2 + 0] * LAYERS
+
+
+@pytest.mark.parametrize(("adapt", "asks"), [("warmup", True), ("continuous", False)])
+def test_nobody_asks_between_the_looks_of_steps_that_all_look(adapt, asks):
+    """What is asked for between them is not there at the next one, which would then wait for it before it moves."""
+    rank = Rank(config(resident_selection="first_n", adapt=adapt))
+    rank.step([[0, 1, 7]])
+    before = rank.manager.observer.pending
+    rank.manager.poll()
+    assert (rank.manager.observer.pending is not before) == asks
+    rank.manager.poll_when_idle()
+    assert rank.manager.ledger.steps == 1

@@ -1,0 +1,124 @@
+"""The saved profile: history and live counts together, from ranks that each hold a part, whatever was there before."""
+
+import multiprocessing
+
+import numpy as np
+import pytest
+
+from sglang_uvm_offload.files.atomic import WriteRefused
+from sglang_uvm_offload.files.autosave import Saver
+from sglang_uvm_offload.routing import profile as profile_module
+from sglang_uvm_offload.routing.counts import RoutingCounts
+from sglang_uvm_offload.routing.profile import Profile, RoutedModel
+from sglang_uvm_offload.routing.profile_file import ProfileFile
+
+MODEL = RoutedModel("m", "M", (1, 2), 4, 2)
+WHOLE = ([1, 2], [range(4), range(4)])
+
+
+def ones(layers=2, experts=4, steps=(1, 2), times=1):
+    return RoutingCounts(np.full((layers, 2, 2, experts), times, dtype=np.int64), steps)
+
+
+def save(file, seen):
+    write = file.pending(seen)
+    assert write is not None
+    write()
+
+
+def test_what_was_counted_is_saved_once(tmp_path):
+    file = ProfileFile(tmp_path / "p.npz", Profile.empty(MODEL), "now", *WHOLE)
+    assert file.pending(ones(steps=(0, 0))) is None
+    save(file, ones())
+    read = Profile.load(tmp_path / "p.npz")
+    assert (read.model, read.run, read.seen.steps) == (MODEL, "now", (1, 2))
+    assert (read.seen.counts == 1).all()
+    assert file.pending(ones()) is None
+    save(file, ones(steps=(1, 3), times=2))
+    assert (Profile.load(tmp_path / "p.npz").seen.counts == 2).all()
+
+
+def test_history_counts_on_with_bounded_weight(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile_module.Profile.limited, "__defaults__", (10,))
+    history = Profile(MODEL, ones(steps=(5, 100), times=50))
+    save(ProfileFile(tmp_path / "p.npz", history, "now", *WHOLE), ones())
+    seen = Profile.load(tmp_path / "p.npz").seen
+    assert seen.steps == (6, 12)
+    assert seen.counts[0, :, 0, 0].tolist() == [51, 6]
+
+
+def parts(path, run, history=None):
+    """Four ranks: two pipeline stages with two expert-parallel ranks each, with a slot for a shared expert."""
+    return [
+        (ProfileFile(path, history or Profile.empty(MODEL), run, [layer], [ids]), ones(1, 3, times=10 * layer + ids.start))
+        for layer in (1, 2)
+        for ids in (range(0, 2), range(2, 4))
+    ]
+
+
+EXPECTED = [[10, 10, 12, 12], [20, 20, 22, 22]]
+
+
+def test_ranks_put_their_parts_into_one_file(tmp_path):
+    for file, seen in parts(tmp_path / "p.npz", "now"):
+        save(file, seen)
+    read = Profile.load(tmp_path / "p.npz").seen
+    assert read.counts[:, 1, 1].tolist() == EXPECTED
+    assert read.steps == (1, 2)
+
+
+def test_parts_of_an_earlier_run_do_not_stay(tmp_path):
+    path = tmp_path / "p.npz"
+    save(ProfileFile(path, Profile.empty(MODEL), "then", *WHOLE), ones(times=1000, steps=(500, 500)))
+    file, seen = parts(path, "now")[0]
+    save(file, seen)
+    read = Profile.load(path).seen
+    assert read.counts[:, 1, 1].tolist() == [[10, 10, 0, 0], [0, 0, 0, 0]]
+    assert read.steps == (1, 2)
+
+
+def test_the_history_is_there_for_ranks_that_have_not_saved_yet(tmp_path):
+    file, seen = parts(tmp_path / "p.npz", "now", history=Profile(MODEL, ones(times=7)))[0]
+    save(file, seen)
+    assert Profile.load(tmp_path / "p.npz").seen.counts[:, 1, 1].tolist() == [[17, 17, 7, 7], [7, 7, 7, 7]]
+
+
+def _saves(part):
+    for times in range(1, 20):
+        save(part[0], ones(1, 3, steps=(times, times), times=times * int(part[1].counts[0, 0, 0, 0])))
+
+
+def test_ranks_that_save_at_the_same_time_lose_nothing(tmp_path):
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        pool.map(_saves, parts(tmp_path / "p.npz", "now"), chunksize=1)
+    assert (Profile.load(tmp_path / "p.npz").seen.counts[:, 1, 1] == 19 * np.array(EXPECTED)).all()
+
+
+def test_an_empty_file_is_replaced(tmp_path):
+    (tmp_path / "p.npz").touch()
+    for file, seen in parts(tmp_path / "p.npz", "now"):
+        save(file, seen)
+    assert Profile.load(tmp_path / "p.npz").seen.counts[:, 1, 1].tolist() == EXPECTED
+
+
+@pytest.mark.parametrize("ranks", ["one", "many"])
+def test_a_file_that_is_no_profile_is_not_replaced(tmp_path, caplog, ranks):
+    """It may have come after the launch, which refuses it. The saver says so, and does not raise."""
+    path = tmp_path / "p.npz"
+    path.write_bytes(b"weights")
+    whole = ProfileFile(path, Profile.empty(MODEL), "now", *WHOLE), ones()
+    file, seen = whole if ranks == "one" else parts(path, "now")[0]
+    Saver("profile", lambda wait: file.pending(seen)).finish()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert f"{path}: exists and is no routing profile" in caplog.text
+    assert path.read_bytes() == b"weights"
+    path.unlink()
+    Saver("profile", lambda wait: file.pending(seen)).finish()
+    assert Profile.load(path).run == "now", "what was refused once counts as saved"
+
+
+def test_nothing_is_saved_to_a_protected_folder(tmp_path):
+    file = ProfileFile(tmp_path / "p.npz", Profile.empty(MODEL), "now", *WHOLE, {tmp_path: "the model's folder"})
+    with pytest.raises(WriteRefused, match="the model's folder"):
+        save(file, ones())
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,359 @@
+"""What the server benchmark does with figures and failures, without any server: settings of the contenders, ratios, logs, the
+cost model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import contenders
+import make_checkpoint
+import model
+import pytest
+import serve_client
+import serve_log
+import serve_meter
+import serve_report
+import serve_run
+from contenders import CONTENDERS, Budget, CannotServe
+
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config
+
+GIB = 1 << 30
+
+
+def shape_of(**sizes: int) -> CheckpointShape:
+    wanted = make_checkpoint.Shape(**sizes)
+    return from_config("qwen3", make_checkpoint.FAMILIES["qwen3_moe"].config(wanted) | {"torch_dtype": "bfloat16"})
+
+
+LARGE = {"layers": 16, "hidden": 2048, "experts": 128, "top_k": 8, "expert_size": 768}
+
+
+def budget(residency: float) -> Budget:
+    return Budget(shape_of(**LARGE), residency, 64)
+
+
+# ---- contenders ----
+
+
+@pytest.mark.parametrize("residency", [0.25, 0.5, 0.78])
+def test_every_contender_that_serves_keeps_at_most_the_budget_in_vram(residency: float) -> None:
+    asked = budget(residency)
+    experts, layer = asked.model.expert_bytes, asked.layer_bytes
+    granted = residency * experts
+    assert asked.residents * experts / 128 <= granted
+    assert experts - asked.offloaded_bytes <= granted
+    ours = CONTENDERS["frequency"].flags(asked)
+    paged = CONTENDERS["paged_experts"].flags(asked)
+    assert ours["expert_offload_num_resident"] == paged["paged_experts_num_resident"] == asked.residents
+    out = CONTENDERS["cpu_offload_gb"].flags(asked)["cpu_offload_gb"] * GIB
+    assert experts - out + layer <= granted, "a layer comes back to VRAM while it computes"
+    groups = CONTENDERS["offloader_v2"].flags(asked)
+    size, away, ahead = (groups[f"offload_{name}"] for name in ("group_size", "num_in_group", "prefetch_step"))
+    kept = sum(index % size < size - away for index in range(16))
+    assert (kept + ahead + 1) * layer <= granted, "the layer that computes and those on their way are in VRAM too"
+
+
+def test_layers_are_offloaded_as_few_and_as_far_apart_as_the_budget_allows() -> None:
+    flags = CONTENDERS["offloader_v2"].flags(budget(0.625))
+    assert (flags["offload_group_size"], flags["offload_num_in_group"]) == (2, 1)  # 6 layers out, and room for 2
+
+
+@pytest.mark.parametrize("residency", [0.4, 0.5, 0.6, 0.7])
+def test_dense_layers_count_for_no_group(residency: float) -> None:
+    wanted = make_checkpoint.Shape(layers=12)
+    config = make_checkpoint.FAMILIES["deepseek_v3"].config(wanted) | {"torch_dtype": "bfloat16", "first_k_dense_replace": 3}
+    flags = CONTENDERS["offloader_v2"].flags(Budget(from_config("deepseek", config), residency, 64))
+    size, away = flags["offload_group_size"], flags["offload_num_in_group"]
+    assert sum(index % size >= size - away for index in range(3, 12)) >= (1 - residency) * 9 + 2
+
+
+def test_a_budget_that_a_contender_cannot_hold_is_refused_by_it() -> None:
+    with pytest.raises(CannotServe, match="at least the 8 that a token chooses"):
+        CONTENDERS["paged_experts"].flags(budget(0.05))
+    with pytest.raises(CannotServe, match=r"leaves 1\.6 of 16 MoE layers in VRAM, and 2 offloaded"):
+        CONTENDERS["offloader_v2"].flags(budget(0.1))
+
+
+def test_zero_copy_has_no_resident_and_residencies_do_not_repeat_bounds() -> None:
+    assert CONTENDERS["zero_copy"].flags(budget(0.0))["expert_offload_num_resident"] == 0
+    cells = [(contender.name, residency) for contender, residency in contenders.cells(["first_n", "zero_copy"], [0.78, 0.5])]
+    assert cells == [("resident", 1.0), ("first_n", 0.78), ("first_n", 0.5), ("zero_copy", 0.0)]
+
+
+# ---- what servers say ----
+
+
+def test_answers_are_compared_to_the_first_token_that_differs() -> None:
+    assert serve_run.compare([[1, 2], [3, 4]], [[1, 2], [3, 4]])["same"] is True
+    other = serve_run.compare([[1, 2], [3, 5]], [[1, 2], [3, 4]])
+    assert other["same"] is False
+    assert other["first_difference"] == {"request": 1, "position": 1, "token": 5, "reference": 4}
+    assert serve_run.compare([[1]], None)["same"] is None
+
+
+LOG = """[2026-01-01 10:00:00] server_args=...
+Traceback (most recent call last):
+  File "scheduler.py", line 3, in run
+    raise RuntimeError(...)
+RuntimeError: Paged experts: fused shared experts are not supported
+[2026-01-01 10:00:01] Rank 0 scheduler died during initialization (exit code: -3)
+RuntimeError: Rank 0 scheduler died during initialization (exit code: -3)
+Killed
+"""
+
+
+def test_the_reason_in_a_log_is_its_last_exception_and_no_echo_of_it() -> None:
+    assert serve_log.last_meaningful_line(LOG) == "RuntimeError: Paged experts: fused shared experts are not supported"
+    refused = "usage: ...\nlaunch_server.py: error: --expert-offload-num-resident 200: the model has 128\n"
+    assert serve_log.last_meaningful_line(refused) == "--expert-offload-num-resident 200: the model has 128"
+    assert serve_log.last_meaningful_line("loading\nSegmentation fault\n") == "Segmentation fault"
+    assert serve_log.last_meaningful_line("") == "its log is empty"
+
+
+def test_large_logs_are_kept_compressed_and_read_alike(tmp_path: Path) -> None:
+    text = f"{sys.prefix}/lib/x.py: {tmp_path}/server/y\n"
+    for times, name in ((1, "a.log"), (2000, "a.log.gz")):
+        kept = serve_log.keep(text * times, tmp_path / "logs" / "a.log", tmp_path / "model", tmp_path / "server")
+        assert kept == name
+        assert serve_log.read(tmp_path / "logs" / kept) == "PYTHON/lib/x.py: SERVER/y\n" * times
+
+
+DMON = """# gpu     sm    mem    enc    dec    jpg    ofa  rxpci  txpci
+# Idx      %      %      %      %      %      %   MB/s   MB/s
+    0      9      9      0      0      0      0      1      1
+    0     40     10      0      0      0      0  30000     20
+    0     60     10      0      0      0      0  34000     30
+    0      -      9      0      0      0      0      1      1
+"""
+
+
+def test_how_busy_a_gpu_was_leaves_out_the_first_and_the_last_sample() -> None:
+    assert serve_meter.parse_dmon(DMON) == {"sm_percent": 50, "link_in_mbps": 32000, "link_out_mbps": 25}
+    assert serve_meter.parse_dmon(DMON.replace(" rxpci", " other"))["sm_percent"] == 50
+    assert serve_meter.parse_dmon("") == {}
+
+
+# ---- timing ----
+
+
+class Clock:
+    """A server whose answers take a fixed time for the prompt and for each token."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, per_token: float):
+        self.now, self.read, self.per_token = 0.0, 0, per_token
+        monkeypatch.setattr(serve_client.time, "perf_counter", lambda: self.now)
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        self.now += 5.0 + new_tokens * self.per_token
+        self.read += 1000 + 10 * new_tokens
+        return [[1] * new_tokens for _ in prompts]
+
+    def counters(self) -> dict[str, int]:
+        self.now += 100.0
+        return {"read_bytes": self.read}
+
+
+SIZES = serve_client.Sizes((1, 4), (16,), 8, 2, 10, 3, 2, 4, 0, 8, 4, 16)
+
+
+def test_decode_time_holds_neither_prefill_nor_the_asking_for_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 0.25)
+    timed = serve_client.decode(clock, lambda i, n: [1] * n, 4, SIZES, clock.counters)  # type: ignore[arg-type]
+    assert timed.samples == pytest.approx([0.25] * 3)
+    assert timed.extra == {"read_bytes": 10}
+    timed = serve_client.prefill(clock, lambda i, n: [1] * n, 16, SIZES, clock.counters)  # type: ignore[arg-type]
+    assert timed.samples == pytest.approx([5.25] * 3)
+    assert timed.extra == {"read_bytes": 1010}
+
+
+def test_the_warm_up_goes_on_for_the_step_after_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 0.0)
+    sizes = dataclasses.replace(SIZES, warmup_tokens=1000)
+    served = 0
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        nonlocal served
+        served += sum(len(prompt) + new_tokens - 1 for prompt in prompts)
+        return [[1] * new_tokens for _ in prompts]
+
+    clock.generate = generate  # type: ignore[method-assign]
+    assert serve_client.warm(clock, lambda i, n: [1] * n, sizes) == served  # type: ignore[arg-type]
+    assert served - (sizes.prompt_tokens + sizes.long - 1) >= 1000, "the last request comes after all that were asked for"
+
+
+def test_a_time_that_noise_hides_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 0.0)
+    with pytest.raises(serve_client.PointFailed, match="not resolved"):
+        serve_client.decode(clock, lambda i, n: [1] * n, 1, SIZES)  # type: ignore[arg-type]
+
+
+def test_requests_are_the_same_for_every_server_and_differ_from_each_other() -> None:
+    prompts = serve_client.random_prompts(320, 7)
+    assert prompts(3, 20) == serve_client.random_prompts(320, 7)(3, 20)
+    assert prompts(3, 20) != prompts(4, 20)
+    assert set(prompts(0, 5000)) == set(range(1, 257)), "bytes, and not the end of a text"
+
+
+# ---- the report ----
+
+
+def cell(contender: str, residency: float, repeat: int, decode: dict[int, list[float]], **more: Any) -> dict[str, Any]:
+    points = [{"kind": "decode", "size": size, "error": None, "samples": found} for size, found in decode.items()]
+    row = {"contender": contender, "residency": residency, "repeat": repeat, "error": None, "points": points, "note": ""}
+    outputs = {"same": True, "requests": 2, "first_difference": None}
+    return row | {"startup_seconds": 3.0, "outputs": outputs, "bench": None} | more
+
+
+def record_of(rows: list[dict[str, Any]], measured: bool = True) -> dict[str, Any]:
+    environment: dict[str, Any] = {"sglang": "0.5.23", "torch": "2", "driver": "1"}
+    environment |= {"host_total_bytes": 100 * GIB, "vram_total_bytes": 140 * GIB}
+    shape = {"name": "m", "architecture": "A", "experts": 128, "top_k": 8, "moe_layers": 16}
+    return {
+        "format": serve_report.FORMAT,
+        "started": "2026-01-02T03:04:05+00:00",
+        "device": "NVIDIA H200" if measured else "CPU",
+        "measured": measured,
+        "environment": environment,
+        "model": shape | {"expert_bytes": 9, "total_bytes": 10},
+        "contenders": {name: {"what": contender.what} for name, contender in CONTENDERS.items()},
+        "methods": serve_client.METHODS,
+        "sizes": {"prompt_tokens": 64, "long": 24, "bench_requests": 0, "bench_input": 8, "bench_output": 4},
+        "residencies": [0.5],
+        "repeats": 2,
+        "server_args": [],
+        "rows": rows,
+    }
+
+
+TWICE = [
+    cell("resident", 1.0, 1, {1: [1.0, 1.0]}),
+    cell("first_n", 0.5, 1, {1: [2.0, 2.0]}),
+    cell("resident", 1.0, 2, {1: [2.0, 2.0]}),
+    cell("first_n", 0.5, 2, {1: [6.0, 6.0]}),
+]
+
+
+def test_a_ratio_is_of_medians_and_its_spread_is_of_repeats() -> None:
+    assert serve_report.ratio(record_of(TWICE), ("first_n", 0.5), "decode", 1) == (4.0 / 1.5, 2.0, 3.0)
+    assert serve_report.ratio(record_of(TWICE[1:2]), ("first_n", 0.5), "decode", 1) is None
+
+
+def test_every_cell_is_a_line_and_every_failure_is_named(tmp_path: Path) -> None:
+    dead = cell("paged_experts", 0.5, 1, {}, error="RuntimeError: no") | {"outputs": {"same": None}}
+    wrong = cell("frequency", 0.5, 1, {1: [1.5]}, outputs={"same": False, "requests": 2, "first_difference": {"request": 0}})
+    wrong["points"].append({"kind": "prefill", "size": 512, "error": "HTTP 500: no"})
+    wrong["points"][0]["read_bytes"] = 3 << 20
+    record = record_of([*TWICE, wrong, dead])
+    text = serve_report.markdown(record, serve_report.draw(record, tmp_path))
+    assert "| paged_experts 50% | SGLang's --enable-paged-experts | 0 of 1 | not compared |" in text
+    assert "| frequency 50% | this plugin, the most used experts, chosen once after the warm-up | 1 of 1 | **no** |" in text
+    assert "- paged_experts 50%: RuntimeError: no" in text
+    assert "- frequency 50%, prefill 512: HTTP 500: no" in text
+    assert "| first_n 50% | 2.67 (2.00 to 3.00) |" in text
+    assert "| frequency 50% | 3.0 MiB |" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"residency.png", "batch.png"}, "no prompt was measured"
+    assert serve_report.NO_SPEED not in text
+    assert serve_report.NO_SPEED in serve_report.markdown(record_of(TWICE, measured=False), [])
+
+
+def test_a_section_of_a_gpu_session_is_a_run_whose_parts_are_its_repeats(tmp_path: Path) -> None:
+    head = {name: value for name, value in record_of([]).items() if name != "rows"}
+    part = [{"row": "run", "run": head}, *({"row": "cell", "cell": row} for row in TWICE[:2])]
+    section = {"measured": True, "parts": {"checkpoint": {"rows": []}, "frequency": {"rows": part}, "again": {"rows": part}}}
+    (tmp_path / "server.json").write_text(json.dumps(section))
+    record = serve_report.load(tmp_path / "server.json")
+    assert [row["repeat"] for row in record["rows"]] == [1, 1, 2, 2]
+    assert record["repeats"] == 2
+    assert serve_report.ratio(record, ("first_n", 0.5), "decode", 1) == (2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("{", "no JSON"), ("[]", "no run of format 1"), ('{"parts": {}}', "none of its parts served anything")]
+)
+def test_a_file_that_is_no_run_is_refused_with_its_name(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(serve_report.NotARun, match=told) as refused:
+        serve_report.load(tmp_path)
+    assert str(tmp_path / "run.json") in str(refused.value)
+
+
+# ---- the cost model ----
+
+
+def measured_run(seconds: float, counted: float | None) -> dict[str, Any]:
+    ours = cell("first_n", 0.5, 1, {1: [seconds]}, offload={"hit_rate": 0.5})
+    if counted is not None:
+        ours["points"][0]["read_bytes"] = counted
+    return record_of([cell("resident", 1.0, 1, {1: [0.010]}), ours])
+
+
+def compared(record: dict[str, Any], rates: model.Rates) -> model.Compared:
+    (only,) = model.compare(record, shape_of(**LARGE), rates, model.machine_of(record))
+    return only
+
+
+RATES = model.Rates(40.0, 55.0, "measured by the session's probe")
+
+
+def test_the_model_adds_the_missed_bytes_over_the_measured_rate_to_the_resident_time() -> None:
+    expert = 3 * 2048 * 768 * 2
+    found = compared(measured_run(0.02, None), RATES)
+    assert found.missed_bytes == pytest.approx(16 * 4 * expert, rel=0.01), "of 8 choices 4 miss, in 16 layers"
+    assert found.predicted == pytest.approx(0.010 + found.missed_bytes / 40e9, rel=0.1)
+
+
+def test_a_figure_within_a_tenth_is_said_to_be_and_another_names_its_term() -> None:
+    good = compared(measured_run(0.02, None), RATES)
+    exact = compared(measured_run(good.predicted, good.missed_bytes), RATES)
+    assert "every one of 1 figures is within 10%" in model.lines([exact])[-1]
+    fewer = compared(measured_run(0.010 + good.missed_bytes / 80e9, good.missed_bytes / 2), RATES)
+    assert "worst term: missed bytes" in model.lines([fewer])[-1]
+    slower = compared(measured_run(3 * good.predicted, good.missed_bytes), RATES)
+    assert "worst term: not in the model" in model.lines([slower])[-1]
+    assumed = compared(measured_run(3 * good.predicted, good.missed_bytes), model.Rates(35.0, 55.0, "assumed by the planner"))
+    assert "worst term: read rate" in model.lines([assumed])[-1]
+
+
+def test_rates_come_from_the_session_where_it_measured_them() -> None:
+    machine, assumed = model.machine_of(record_of([])), model.Assumptions()
+    rows = [
+        {"row": "zero_copy", "memory": "managed", "median": 44.0},
+        {"row": "zero_copy", "memory": "plain", "median": 4000.0},
+        {"row": "copy_engine", "direction": "to_device", "median": 54.0},
+    ]
+    assert model.rates_of(machine, assumed, {"parts": {"bandwidth": {"rows": rows}}}, None) == model.Rates(
+        44.0, 54.0, "measured by the session's probe"
+    )
+    assert model.rates_of(machine, assumed, None, None).read == pytest.approx(55 * 0.63)
+
+
+def test_a_section_that_is_no_measurement_feeds_no_model(tmp_path: Path) -> None:
+    (tmp_path / "probe.json").write_text('{"measured": false, "parts": {}}')
+    with pytest.raises(serve_report.NotARun, match="no measurement"):
+        model.section(tmp_path / "probe.json")
+
+
+def test_a_run_on_a_cpu_has_nothing_to_compare() -> None:
+    with pytest.raises(model.NothingToCompare, match="no GPU took part"):
+        model.machine_of(record_of([], measured=False))
+
+
+def test_the_model_reads_a_run_and_a_session_and_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(measured_run(0.02, 1e8)))
+    config = make_checkpoint.FAMILIES["qwen3_moe"].config(make_checkpoint.Shape(**LARGE)) | {"torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    link = [{"row": "zero_copy", "memory": "pinned", "median": 40.0}]
+    (tmp_path / "layer.json").write_text(json.dumps({"measured": True, "parts": {"link": {"rows": link}}}))
+    arguments = [str(tmp_path), "--model", str(tmp_path / "config.json"), "--layer", str(tmp_path / "layer.json")]
+    assert model.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "read rate 40 GB/s, measured by the session's probe" in said
+    assert "first_n 50%" in said
+    assert (tmp_path / "model.png").stat().st_size > 1000
+    assert model.main([str(tmp_path / "nothing")]) == 2
+    assert "no such file" in capsys.readouterr().err

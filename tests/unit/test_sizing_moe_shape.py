@@ -1,0 +1,30 @@
+"""Which layers route, by the rules that model families write into their configs."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_uvm_offload.sizing.moe_shape import moe_shape
+
+
+@pytest.mark.parametrize(
+    ("config", "experts", "layers"),
+    [
+        ({"n_routed_experts": 160, "first_k_dense_replace": 1, "num_hidden_layers": 4}, 160, (1, 2, 3)),
+        ({"n_routed_experts": 256, "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_hidden_layers": 3}, 256, (1, 2)),
+        ({"n_routed_experts": 8, "moe_layer_freq": [0, 1, 1], "num_hidden_layers": 3}, 8, (1, 2)),
+        ({"num_experts": 128, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 2}, 128, (0, 1)),
+        ({"num_experts": 60, "decoder_sparse_step": 2, "mlp_only_layers": [3], "num_hidden_layers": 6}, 60, (1, 5)),
+        ({"num_local_experts": 8, "num_hidden_layers": 2}, 8, (0, 1)),
+        ({"num_local_experts": 16, "interleave_moe_layer_step": 2, "num_hidden_layers": 4}, 16, (1, 3)),
+        ({"num_local_experts": 16, "moe_layers": [0, 3], "num_hidden_layers": 4}, 16, (0, 3)),
+    ],
+)
+def test_moe_layers_follow_the_familys_rule(config, experts, layers):
+    shape = moe_shape(SimpleNamespace(num_experts_per_tok=2, **config))
+    assert (shape.num_experts, shape.top_k, shape.moe_layers) == (experts, 2, layers)
+
+
+@pytest.mark.parametrize("config", [{"num_hidden_layers": 4}, {"num_hidden_layers": 4, "num_experts": 0}])
+def test_a_dense_model_has_no_shape(config):
+    assert moe_shape(SimpleNamespace(**config)) is None

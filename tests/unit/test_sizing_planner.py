@@ -1,0 +1,788 @@
+"""Plans: they satisfy their own constraints, agree with SGLang's rules, and say what is missing."""
+
+import argparse
+import dataclasses
+import json
+import math
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from sglang_uvm_offload.cli import plan as planner_cli
+from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout
+from sglang_uvm_offload.sizing import planner, sglang_memory
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.kv_cache import KvShape
+from sglang_uvm_offload.sizing.machine import GIB, PRESET_HOST_GIB, MachineError, describe, preset
+from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.sizing.rank_memory import Case, host_pages, most_pages
+from sglang_uvm_offload.sizing.speed import StageCost, distinct, hit_rate_of, predict
+
+MODELS = Path(__file__).parents[1] / "fixtures" / "models"
+NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
+MACHINES = sorted(PRESET_HOST_GIB)
+
+
+@cache
+def model(name):
+    return load(MODELS / f"{name}.json")
+
+
+def parallel_for(name, gpus):
+    """All GPUs in one tensor-parallel group; experts whole where a block of scales would be cut."""
+    shape = model(name)
+    cuts = shape.quantization != "mxfp4" and shape.expert_size % (gpus * shape.scale_block)
+    return Parallel(tp=gpus, ep=gpus if cuts else 1)
+
+
+def ask(name, machine, workload=None, parallel=None, reserve=None, **options):
+    machine = preset(machine) if isinstance(machine, str) else machine
+    work = workload or Workload(8192, requests=2)
+    return planner.plan(model(name), machine, work, parallel or parallel_for(name, machine.gpus), reserve, **options)
+
+
+def case_of(plan, name):
+    reserve = Reserve(headroom_gb=plan.headroom_gb)
+    return Case(model(name), plan.machine, plan.workload, plan.parallel, reserve, plan.assumptions)
+
+
+def roomy(machine):
+    """``machine`` with host RAM beyond any model's."""
+    return dataclasses.replace(preset(machine), host_bytes=4096 * GIB)
+
+
+# What fits
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_satisfies_its_own_constraints(name, machine):
+    plan = ask(name, machine)
+    assert plan.fits == (not plan.problems)
+    if not plan.fits:
+        assert plan.needs or plan.problems
+        assert not plan.flags
+        assert not plan.speeds
+        return
+    case = case_of(plan, name)
+    assert 0 <= plan.num_resident <= plan.num_experts
+    for rank in plan.ranks:
+        assert 0 <= rank.used_bytes <= rank.budget_bytes < plan.machine.vram_bytes
+        assert rank.used_bytes == rank.plain_weights + rank.resident_bytes + rank.kv_bytes + rank.driver_bytes
+    assert plan.host_needed <= plan.machine.host_bytes
+    assert plan.host_needed <= plan.host_needed_after_moves
+    if plan.num_resident < plan.num_experts:
+        over = [case.rank(stage, plan.num_resident + 1).spare_bytes for stage in range(plan.parallel.pp)]
+        assert min(over) < 0
+        assert f"--expert-offload-num-resident {plan.num_resident}" in plan.flags
+    for speed in plan.speeds:
+        assert 0 < speed.decode_ratio <= 1
+        assert 0 < speed.prefill_tokens_s <= speed.resident_prefill_tokens_s
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_more_vram_never_means_fewer_residents(name):
+    sizes = (24, 32, 48, 80, 96, 141, 192, 288)
+    found = []
+    for vram in sizes:
+        gpus = 8 if model(name).total_bytes > 200e9 else 1
+        machine = dataclasses.replace(roomy("8xH20"), gpus=gpus, vram_bytes=vram * GIB)
+        reserve = Reserve(mem_fraction_static=0.85)
+        plan = ask(name, machine, reserve=reserve)
+        found.append(-1 if plan.num_resident is None else plan.num_resident)
+    assert found == sorted(found)
+    assert found[-1] == model(name).num_experts
+    assert found[0] < found[-1]
+
+
+def test_more_context_requests_or_headroom_never_mean_more_residents():
+    machine = roomy("8xH20")
+    base = ask("glm-5-fp8", machine).num_resident
+    longer = ask("glm-5-fp8", machine, Workload(65536, requests=2)).num_resident
+    more = ask("glm-5-fp8", machine, Workload(8192, requests=64)).num_resident
+    spacious = ask("glm-5-fp8", machine, reserve=Reserve(headroom_gb=8)).num_resident
+    drafting = ask("glm-5-fp8", machine, Workload(8192, requests=2, speculative=True)).num_resident
+    smaller_keys = ask("glm-5-fp8", machine, Workload(65536, requests=2, kv_cache_dtype="fp8_e4m3")).num_resident
+    assert max(longer, more, spacious, drafting) < base
+    assert longer < smaller_keys < base
+
+
+def test_the_bytes_of_deepseek_v3_by_hand():
+    """8 ranks: an expert's three matrices of 7168 x 2048 in FP8, cut in 8; 58 layers; each tensor whole 2 MiB blocks."""
+    plan = ask("deepseek-v3", roomy("8xH20"), Workload(8192))
+    rank = plan.ranks[0]
+    experts = plan.num_resident * 58 * 3 * 7168 * 2048 // 8
+    assert experts <= rank.resident_bytes <= experts + 58 * 2 * BLOCK_BYTES
+    assert rank.host_bytes == (256 - plan.num_resident) * 58 * 3 * 7168 * 2048 // 8
+    slots = 8192 * 61 * (512 + 64) * 2
+    assert rank.kv_bytes == slots + 8192 * 4, "and 4 bytes a token for the table of slots"
+    layers = model("deepseek-v3").layers
+    divided = sum(layer.attention + layer.feed_forward for layer in layers) + 2 * 129280 * 7168 * 2
+    scales = 58 * 256 * 3 * (7168 // 128) * (2048 // 128) * 4
+    whole = sum(layer.replicated for layer in layers) + 7168 * 2
+    assert rank.plain_weights == pytest.approx((divided + scales) / 8 + whole, abs=8 * 61)
+    # SGLang: 10 GiB or more stay free on a GPU of this size, and one for the headroom.
+    assert rank.budget_bytes < plan.machine.vram_bytes - 11 * GIB
+
+
+def test_weights_beside_experts_by_hand():
+    """Qwen3-235B on 8 ranks: 4 key-value heads cannot be cut in 8, routers and norms are whole on each."""
+    rank = ask("qwen3-235b-a22b", roomy("8xH20")).ranks[0]
+    attention, keys_values = 2 * 64 * 128 * 4096 * 2, 2 * 4 * 128 * 4096 * 2
+    whole = (128 * 4096 + 2 * 4096 + 2 * 128) * 2
+    vocabulary = 2 * 151936 * 4096 * 2
+    assert rank.plain_weights == 94 * (attention // 8 + keys_values // 4 + whole) + vocabulary // 8 + 4096 * 2
+
+
+def test_drafting_layers_are_whole_in_vram_and_keep_a_cache_of_their_own():
+    plain, drafting = (ask("deepseek-v3", roomy("8xH20"), Workload(8192, speculative=on)) for on in (False, True))
+    assert plain.kv_token_bytes == 61 * 576 * 2
+    assert drafting.kv_token_bytes == 62 * 576 * 2
+    expert = 3 * 7168 * 2048
+    joining = 7168 * 2 * 7168 * 2  # a matrix that is whole on every rank
+    more = drafting.ranks[0].plain_weights - plain.ranks[0].plain_weights
+    assert more == pytest.approx(256 * expert / 8 + joining, rel=0.05)
+
+
+def test_host_ram_is_that_of_all_ranks_their_processes_and_the_margin():
+    plan = ask("qwen3-235b-a22b", roomy("8xH20"), parallel=Parallel(tp=4, dp=2))
+    assert plan.host_needed == plan.ranks[0].host_bytes * 8 + 8 * 4 * GIB + GIB
+    assert plan.host_needed_after_moves == plan.ranks[0].host_bytes_after_moves * 8 + 8 * 4 * GIB + GIB
+    assert plan.ranks[0].host_bytes_after_moves > plan.ranks[0].host_bytes
+
+
+def test_expert_parallel_ranks_hold_whole_experts_and_share_n():
+    cut = ask("qwen3-235b-a22b", roomy("8xH20"), parallel=Parallel(tp=8))
+    whole = ask("qwen3-235b-a22b", roomy("8xH20"), parallel=Parallel(tp=8, ep=8))
+    assert abs(cut.num_resident - whole.num_resident) <= 8
+    assert whole.ranks[0].resident_experts == math.ceil(whole.num_resident / 8) * 94
+    assert cut.ranks[0].resident_experts == cut.num_resident * 94
+
+
+def test_biases_of_outputs_are_whole_on_every_rank():
+    case = case_of(ask("gpt-oss-120b", roomy("4x4090"), parallel=Parallel(tp=4)), "gpt-oss-120b")
+    names = [part.name for part in model("gpt-oss-120b").layers[0].experts]
+    sizes = dict(zip(names, (nbytes for nbytes, _ in case.expert_tensors(model("gpt-oss-120b").layers[0])), strict=True))
+    assert sizes["w2.bias"] == 2880 * 2
+    assert sizes["w13.bias"] == 2 * 2880 * 2 // 4
+
+
+def test_pipeline_stages_hold_their_own_layers_and_the_tightest_decides():
+    plan = ask("qwen3-235b-a22b", roomy("8xH20"), parallel=Parallel(tp=2, pp=4))
+    assert [rank.layers for rank in plan.ranks] == [23, 23, 24, 24]
+    assert plan.ranks[2].resident_bytes > plan.ranks[1].resident_bytes
+    assert plan.ranks[0].plain_weights > plan.ranks[1].plain_weights, "the first stage has the embedding"
+    assert min(rank.spare_bytes for rank in plan.ranks) >= 0
+
+
+def test_attention_in_groups_keeps_less_cache_on_a_rank_and_more_weights():
+    tensor = ask("deepseek-v3", roomy("8xH20"), Workload(8192, requests=64))
+    grouped = ask("deepseek-v3", roomy("8xH20"), Workload(8192, requests=64), Parallel(tp=8, dp=8, dp_attention=True))
+    assert grouped.kv_tokens == tensor.kv_tokens // 8
+    assert grouped.ranks[0].plain_weights > tensor.ranks[0].plain_weights + 10 * GIB
+
+
+def test_a_model_that_fits_whole_needs_no_offloading():
+    plan = ask("gpt-oss-120b", "1xH200")
+    assert plan.num_resident == 128
+    assert any("not needed" in note for note in plan.notes)
+    assert not any("expert-offload" in flag for flag in plan.flags)
+    assert all(speed.decode_ratio == 1 and not speed.missed_bytes for speed in plan.speeds)
+
+
+def test_vram_that_offloaded_experts_may_keep_is_noted_where_experts_are_no_whole_blocks():
+    work = Workload(131072, requests=4)
+    said = {ep: " ".join(ask("glm-5-fp8", roomy("8xH20"), work, Parallel(tp=8, ep=ep)).notes) for ep in (1, 8)}
+    assert "offloaded experts may keep about" in said[1]
+    assert "a larger --ep-size" in said[1]
+    assert "may keep" not in said[8]
+
+
+def test_the_design_says_what_glm_5_may_keep():
+    said = " ".join((Path(__file__).parents[2] / "expert_offload_plan.md").read_text().split())
+    for ep, words in ((1, "with 186 of 256 resident that may become about {:.0f} GiB"), (8, "whole blocks, and it is none")):
+        case = case_of(ask("glm-5-fp8", roomy("8xH20"), parallel=Parallel(tp=8, ep=ep)), "glm-5-fp8")
+        kept = case.stranded_bytes(0, 186) / GIB
+        assert words.format(kept) in said
+        assert (kept == 0) == (ep == 8)
+
+
+def test_padding_of_mxfp4_at_load_is_in():
+    plan = ask("gpt-oss-120b", "1x5090")
+    blocks = 36 * 3 * 2880 * 2880 * 17 // 32
+    # 2880 hidden units become 2944, the hidden size 3072.
+    padded = blocks * 2944 * 3072 / (2880 * 2880)
+    # Whole pages, of which an expert of 139 shares none with its neighbour.
+    assert plan.num_resident * padded < plan.ranks[0].resident_bytes < plan.num_resident * padded * 1.03
+
+
+# Pages
+
+
+def test_pages_of_any_resident_set_stay_within_the_plan():
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        experts, nbytes = int(rng.integers(1, 64)), int(rng.integers(PAGE_BYTES, 6 * PAGE_BYTES))
+        layout, count = ExpertLayout(experts, nbytes), int(rng.integers(0, experts + 1))
+        resident = np.zeros(experts, dtype=bool)
+        resident[rng.choice(experts, count, replace=False)] = True
+        pages = int(layout.resident_pages(resident).sum())
+        assert pages <= most_pages(experts, nbytes, count)
+        assert layout.num_pages - pages <= host_pages(experts, nbytes, count)
+
+
+def test_pages_in_the_plan_are_reached_by_some_resident_set():
+    layout = ExpertLayout(8, PAGE_BYTES * 3 // 2)
+    apart = np.array([0, 0, 1, 0, 0, 0, 1, 0], dtype=bool)
+    aside = np.array([1, 1, 0, 0, 0, 0, 0, 0], dtype=bool)
+    first = np.array([1, 0, 0, 0, 0, 0, 0, 0], dtype=bool)
+    assert most_pages(8, layout.expert_bytes, 2) == layout.resident_pages(apart).sum() == 4
+    assert host_pages(8, layout.expert_bytes, 2) == layout.num_pages - layout.resident_pages(aside).sum() == 9
+    assert host_pages(8, layout.expert_bytes, 1) == layout.num_pages - layout.resident_pages(first).sum() == 10
+
+
+# SGLang's own rules
+
+
+@pytest.mark.parametrize("gpu_mib", [16384, 24564, 32607, 49140, 81559, 97871, 143771, 183359])
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "latent", "requests", "chunk", "graphs"),
+    [
+        (1, 1, 1, False, None, None, True),
+        (8, 1, 1, True, None, None, True),
+        (8, 1, 8, True, 64, None, True),
+        (8, 1, 8, True, None, None, True),
+        (4, 2, 1, False, 3, 1024, True),
+        (2, 1, 1, True, None, 16384, False),
+    ],
+)
+def test_sglang_chooses_what_the_plan_says(monkeypatch, gpu_mib, tp, pp, dp, latent, requests, chunk, graphs):
+    from sglang.srt.arg_groups import memory_hook
+    from sglang.srt.arg_groups.model_overrides import qwen3_vl
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    backend = Backend.FULL if graphs else Backend.DISABLED
+    phase = lambda: SimpleNamespace(max_bs=None, bs=None, backend=backend)  # noqa: E731
+    cfg = SimpleNamespace(
+        device="cuda",
+        cuda_graph_config=SimpleNamespace(decode=phase(), prefill=phase()),
+        **{"chunked_prefill_size": chunk, "tp_size": tp, "pp_size": pp, "max_running_requests": requests},
+        **{"max_total_tokens": None, "model_path": "m", "mem_fraction_static": None, "disaggregation_mode": "null"},
+        **{"speculative_algorithm": None, "disable_cuda_graph_padding": False, "enable_symm_mem": False},
+        **{"moe_a2a_backend": "none", "attn_dp_size": dp, "max_prefill_tokens": 16384},
+    )
+    monkeypatch.setattr(memory_hook, "resolving_view", lambda _: cfg)
+    monkeypatch.setattr(memory_hook, "resolved_view", lambda _: cfg)
+    monkeypatch.setattr(memory_hook, "declare_resolution", lambda _, __, **values: cfg.__dict__.update(values))
+    monkeypatch.setattr(memory_hook, "get_device_memory_capacity", lambda _: gpu_mib)
+    monkeypatch.setattr(memory_hook, "post_capture_kv_sizing_planned", lambda _: False)
+    monkeypatch.setattr(memory_hook, "model_config_of", lambda _: SimpleNamespace(is_multimodal=False))
+    monkeypatch.setattr(memory_hook, "use_mla_backend", lambda _: latent)
+    monkeypatch.setattr(memory_hook, "attn_dp_enabled_of", lambda _: dp > 1)
+    monkeypatch.setattr(qwen3_vl, "expand_multimodal_decode_graph_to_running_limit", lambda *_: None)
+    monkeypatch.setattr("sglang.srt.arg_groups.cuda_graph_hook.resolving_view", lambda _: cfg)
+    memory_hook.handle_gpu_memory_settings(SimpleNamespace(_cuda_graph_config_locked=set()))
+    ours = sglang_memory.defaults(
+        gpu_mib << 20,
+        tp=tp,
+        pp=pp,
+        dp_attention=dp,
+        latent_attention=latent,
+        max_running_requests=requests,
+        chunked_prefill_size=chunk,
+        cuda_graphs=graphs,
+    )
+    assert ours.chunked_prefill_size == cfg.chunked_prefill_size
+    assert ours.mem_fraction_static == cfg.mem_fraction_static
+    assert ours.decode_graph_batch == cfg.cuda_graph_config.decode.max_bs
+
+
+def test_prefill_graphs_are_counted_at_once():
+    sizes = [*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), *range(1280, 4097, 256)]
+    sizes += range(4608, 20000, 512)
+    counts = [sglang_memory._prefill_graphs(most) for most in range(10000)]
+    assert counts == [sum(size <= most for size in sizes) for most in range(10000)]
+    assert sglang_memory._prefill_graphs(1 << 50) == 50 - 8 + (1 << 50) // 512, "without a loop, which would not end"
+
+
+@pytest.mark.parametrize(("layers", "pp"), [(61, 1), (61, 2), (61, 4), (94, 4), (7, 7)])
+def test_pipeline_stages_are_sglangs(layers, pp):
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    theirs = [get_pp_indices(layers, rank, pp) for rank in range(pp)]
+    assert [(stage.start, stage.stop) for stage in sglang_memory.pipeline_stages(layers, pp)] == theirs
+
+
+@pytest.mark.parametrize(
+    ("name", "attn_tp", "itemsize", "nbytes"),
+    [
+        ("qwen3-235b-a22b", 1, 2, 192_512),  # 2 x 94 layers x 4 heads x 128 x 2 bytes
+        ("qwen3-235b-a22b", 8, 2, 48_128),  # a head each, kept twice
+        ("deepseek-v3", 1, 2, 70_272),  # 61 x (512 + 64) x 2
+        ("deepseek-v3", 8, 2, 70_272),  # latent: whole on every rank
+        ("deepseek-v3", 1, 1, 35_136),
+        ("glm-5-fp8", 1, 2, 78 * (1152 + 132)),  # index keys beside the latent
+        ("glm-5-fp8", 1, 1, 78 * (656 + 132)),  # the layout of sparse attention over FP8
+        ("gpt-oss-120b", 1, 2, 2048 * (18 + 0.8 * 18)),  # half of the layers have a window
+    ],
+)
+def test_bytes_of_the_cache_for_one_token(name, attn_tp, itemsize, nbytes):
+    shape = model(name)
+    assert shape.kv.pool_bytes(range(shape.num_layers), attn_tp, itemsize) == pytest.approx(nbytes)
+
+
+def test_a_window_bounds_what_is_read_and_sparse_attention_too():
+    windowed = KvShape(1, 8, 8, window_layers=frozenset({1}), window=16)
+    assert windowed.read_bytes(range(2), 1, 2, 1000) == 32 * (1000 + 16)
+    sparse = KvShape(1, 0, 0, latent=128, rope=64, index_dim=128, index_topk=100)
+    assert sparse.read_bytes(range(1), 1, 2, 1000) == 132 * 1000 + 384 * 100
+
+
+# Too small
+
+
+def test_too_little_host_ram_is_said_and_each_remedy_would_do():
+    plan = ask("deepseek-v3", "8xH20", parallel=Parallel(tp=8), workload=Workload(163840, requests=4))
+    short = dataclasses.replace(plan.machine, host_bytes=64 * GIB)
+    refused = ask("deepseek-v3", short, plan.workload, plan.parallel)
+    assert not refused.fits
+    assert "host RAM" in refused.problems[0]
+    assert refused.ranks == plan.ranks, "what VRAM holds is shown all the same"
+    host, vram, ranks = refused.needs
+    amount = float(host.split()[3])
+    assert ask("deepseek-v3", dataclasses.replace(short, host_bytes=int((amount + 0.01) * GIB)), plan.workload).fits
+    assert not ask("deepseek-v3", dataclasses.replace(short, host_bytes=int((amount - 1) * GIB)), plan.workload).fits
+    each = int(vram.split()[2])
+    assert ask("deepseek-v3", dataclasses.replace(short, vram_bytes=each * GIB), plan.workload).fits
+    assert not ask("deepseek-v3", dataclasses.replace(short, vram_bytes=(each - 8) * GIB), plan.workload).fits
+    gpus, more_host = int(ranks.split()[0]), float(ranks.split()[-5])
+    wider = dataclasses.replace(short, gpus=gpus, host_bytes=int((more_host + 0.01) * GIB))
+    assert ask("deepseek-v3", wider, plan.workload, Parallel(tp=gpus)).fits
+
+
+def test_too_little_vram_is_said_and_each_remedy_would_do():
+    refused = ask("qwen3-235b-a22b", roomy("1x5090"), Workload(40960, requests=64))
+    assert not refused.fits
+    assert "VRAM: with no expert resident a rank needs" in refused.problems[0]
+    tokens = int(refused.needs[0].split()[6])
+    assert ask("qwen3-235b-a22b", refused.machine, Workload(64, max_total_tokens=tokens - 64)).fits
+    assert not ask("qwen3-235b-a22b", refused.machine, Workload(64, max_total_tokens=int(tokens * 1.1))).fits
+    each = int(refused.needs[1].split()[2])
+    assert ask("qwen3-235b-a22b", dataclasses.replace(refused.machine, vram_bytes=each * GIB), refused.workload).fits
+
+
+def test_a_gpu_below_its_own_reserve_is_told_what_takes_it_and_what_would_do():
+    tiny = dataclasses.replace(roomy("1x5090"), vram_bytes=2 * GIB)
+    refused = ask("gpt-oss-120b", tiny)
+    assert refused.problems == (
+        "VRAM: a GPU of 2.00 GiB is too small: nothing is left for weights beside 3.96 GiB that SGLang keeps for "
+        "--chunked-prefill-size 2048 and CUDA graphs, --expert-offload-headroom-gb 1.0, 819.2 MiB that CUDA takes",
+    )
+    each = int(refused.needs[0].split()[2])
+    assert ask("gpt-oss-120b", dataclasses.replace(tiny, vram_bytes=each * GIB)).fits
+    given = ask("gpt-oss-120b", tiny, reserve=Reserve(mem_fraction_static=0.5))
+    assert "beside 50.0% that --mem-fraction-static 0.5 keeps" in given.problems[0]
+    assert given.needs
+    shared = Reserve(0.9, headroom_gb=0.1, free_vram_bytes=GIB, image_bytes=GIB)
+    assert (
+        ask("gpt-oss-120b", tiny, reserve=shared).problems[0].endswith("1.00 GiB in use before the start, 1.00 GiB for images")
+    )
+
+
+def test_a_gpu_with_less_than_nothing_to_grant_grants_nothing():
+    """Both what is free and the share of it are below 0 here: their product is not."""
+    tiny = dataclasses.replace(roomy("1x5090"), vram_bytes=1 << 20)
+    assert not ask("qwen3-235b-a22b", tiny).fits
+
+
+def test_a_cache_of_as_many_tokens_as_a_remedy_names_fits():
+    rng, followed = np.random.default_rng(3), 0
+    for _ in range(100):
+        name, tp, pp = str(rng.choice(NAMES)), int(rng.choice([1, 2, 4, 8])), int(rng.choice([1, 2]))
+        machine = dataclasses.replace(roomy("8xH20"), gpus=tp * pp, vram_bytes=int(rng.integers(8, 64)) * GIB)
+        work = Workload(
+            context_length=int(rng.integers(1, model(name).context_length + 1)),
+            requests=int(rng.integers(1, 300)),
+            kv_cache_dtype=str(rng.choice(["bf16", "fp8_e4m3"])),
+            speculative=bool(model(name).draft_layers and rng.integers(2)),
+        )
+        refused = ask(name, machine, work, Parallel(tp=tp, ep=tp, pp=pp))
+        for tokens in (int(need.split()[6]) for need in refused.needs if "--max-total-tokens" in need):
+            followed += 1
+            assert ask(name, machine, dataclasses.replace(work, max_total_tokens=tokens), refused.parallel).fits
+    assert followed > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "reason"),
+    [
+        ("deepseek-v3", Parallel(tp=16), "need 16 GPUs, and the machine has 8"),
+        ("deepseek-v3", Parallel(tp=8, ep=3), "--ep-size 3: must divide --tp-size 8"),
+        ("deepseek-v3", Parallel(tp=8, dp=3, dp_attention=True), "must divide --tp-size 8"),
+        ("deepseek-v3", Parallel(tp=0), "must be 1 or more"),
+        ("deepseek-v3", Parallel(dp=0), "must be 1 or more"),
+        ("glm-4.5", Parallel(tp=5), "do not divide the model's 96 heads"),
+        ("glm-4.5", Parallel(tp=7, ep=7), "does not divide the model's 160 experts"),
+    ],
+)
+def test_ranks_that_do_not_divide_the_model_are_refused(name, parallel, reason):
+    plan = ask(name, "8xH20", parallel=parallel)
+    assert any(reason in problem for problem in plan.problems)
+    assert plan.num_resident is None
+    assert reason in planner.render(plan)
+
+
+def test_blocks_of_scales_are_not_cut():
+    """2048 hidden units in blocks of 128 go on 16 ranks, and not on 32."""
+    many = dataclasses.replace(roomy("8xH20"), gpus=32)
+    assert ask("deepseek-v3", many, parallel=Parallel(tp=16)).fits
+    assert "blocks of 128 that share a scale; raise --ep-size" in ask("deepseek-v3", many, parallel=Parallel(tp=32)).problems[0]
+    assert ask("deepseek-v3", many, parallel=Parallel(tp=32, ep=32)).fits
+
+
+def test_a_context_beyond_the_models_is_refused():
+    plan = ask("qwen3-235b-a22b", roomy("8xH20"), Workload(50000))
+    assert plan.problems == ("--context-length 50000: the model allows 40960",)
+
+
+def test_drafting_layers_that_a_model_does_not_have_are_not_planned():
+    plan = ask("qwen3-235b-a22b", roomy("8xH20"), Workload(8192, speculative=True))
+    assert plan.problems == ("the checkpoint has no drafting layers of its own to count",)
+
+
+def test_a_step_yields_no_more_tokens_than_it_verifies():
+    def problems(accepted, **work):
+        assumed = dataclasses.replace(Assumptions(), accepted_tokens=accepted)
+        return ask("deepseek-v3", roomy("8xH20"), Workload(8192, **work), assumed=assumed).problems
+
+    refused = ("--accepted-tokens 4.1: a step with --speculative-num-draft-tokens 4 yields 1 to 4 tokens",)
+    assert problems(4.1, speculative=True) == refused
+    assert not problems(4, speculative=True), "the last of them is not a draft, but the one that the model adds"
+    assert problems(0.9, speculative=True)
+    assert not problems(4.1)
+
+
+# Speed
+
+
+def simulate(experts, resident, top_k, hit_rate, tokens, rng):
+    """Distinct offloaded experts of one step, with choices drawn one by one."""
+    hit = np.zeros(experts, dtype=bool)
+    chance = np.r_[np.full(resident, hit_rate / resident), np.full(experts - resident, (1 - hit_rate) / (experts - resident))]
+    for _ in range(tokens):
+        hit[rng.choice(experts, top_k, replace=False, p=chance)] = True
+    return hit[resident:].sum()
+
+
+@pytest.mark.parametrize(("hit_rate", "tokens"), [(0.5, 1), (0.5, 8), (0.8, 8), (0.5, 64)])
+def test_distinct_experts_are_those_of_a_simulation(hit_rate, tokens):
+    rng, experts, resident, top_k = np.random.default_rng(2), 64, 32, 4
+    mean = np.mean([simulate(experts, resident, top_k, hit_rate, tokens, rng) for _ in range(400)])
+    # Drawing without replacement favours rare experts a little: the formula leaves that out.
+    assert distinct(experts - resident, top_k * (1 - hit_rate), tokens) == pytest.approx(mean, rel=0.08)
+
+
+def test_distinct_experts_at_the_edges():
+    assert distinct(0, 4, 10) == 0
+    assert distinct(8, 8, 1) == 8
+    assert distinct(8, 20, 5) == 8
+    assert distinct(8, 0, 5) == 0
+    assert distinct(256, 8, 1) == pytest.approx(8)
+
+
+def test_hit_rate_of_the_hotter_half_is_as_assumed_and_grows_with_residency():
+    assert hit_rate_of(0.5, 0.7) == pytest.approx(0.7)
+    assert hit_rate_of(0.3, 0.5) == pytest.approx(0.3)
+    assert [hit_rate_of(edge, 0.9) for edge in (0, 1)] == [0, 1]
+    curve = [hit_rate_of(share, 0.7) for share in np.linspace(0, 1, 20)]
+    assert curve == sorted(curve)
+
+
+STAGE = StageCost(10, 10**9, 2e9, (10**7,) * 10, 2e7, 10**6)
+
+
+def speed(resident=32, hit_rate=0.5, requests=1, machine="1xH200", parallel=None, assumed=None, chunk=4096, **work):
+    workload = Workload(4096, **work)
+    machine = preset(machine) if isinstance(machine, str) else machine
+    rest = (machine, workload, parallel or Parallel(), requests, chunk, assumed or Assumptions())
+    return predict("test", hit_rate, resident, 64, 4, [STAGE], *rest)
+
+
+def test_one_request_misses_its_uncovered_choices_in_every_layer():
+    one = speed()
+    assert one.missed_experts == pytest.approx(10 * 4 * 0.5)
+    assert one.missed_bytes == pytest.approx(20 * 10**7)
+    rate = 55e9 * Assumptions().read_efficiency
+    assert one.decode_step_s - one.resident_step_s == pytest.approx(20 * 10**7 / rate - 20 * 10**7 / (4800e9 * 0.7), rel=1e-6)
+
+
+def test_a_step_reads_every_weight_beside_experts_but_the_embedding_and_draft_experts():
+    qwen = ask("qwen3-235b-a22b", roomy("8xH20"))
+    cost = case_of(qwen, "qwen3-235b-a22b").cost(0)
+    assert cost.dense_bytes == qwen.ranks[0].plain_weights - 151936 * 4096 * 2 // 8
+    assert cost.expert_layers == (3 * 4096 * 1536 * 2 // 8,) * 94
+    assert cost.expert_flops == 2 * 3 * 4096 * 1536 / 8
+    drafting = ask("deepseek-v3", roomy("8xH20"), Workload(8192, speculative=True))
+    experts = 256 * 3 * 7168 * 2048 // 8
+    read = case_of(drafting, "deepseek-v3").cost(0).dense_bytes
+    assert read == drafting.ranks[0].plain_weights - 129280 * 7168 * 2 // 8 - experts
+
+
+def test_reading_the_machine_the_other_way_round_changes_the_step():
+    fast = dataclasses.replace(preset("1xH200"), link_gbps=110)
+    assert speed(machine=fast).decode_step_s < speed().decode_step_s
+    slow_hbm = dataclasses.replace(preset("1xH200"), hbm_gbps=1000)
+    assert speed(machine=slow_hbm).resident_step_s > speed().resident_step_s
+    slow_cores = dataclasses.replace(preset("1xH200"), tflops=10)
+    assert speed(machine=slow_cores).resident_prefill_tokens_s < speed().resident_prefill_tokens_s
+
+
+def test_more_residents_or_hit_rate_never_decode_slower():
+    steps = [speed(resident=n, hit_rate=n / 64).decode_step_s for n in range(65)]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] == speed(resident=64).resident_step_s
+    steps = [speed(hit_rate=c).decode_step_s for c in np.linspace(0, 1, 11)]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_residents_cannot_serve_more_choices_than_there_are_of_them():
+    assert speed(resident=2, hit_rate=0.9).hit_rate == 0.5
+    assert speed(resident=0, hit_rate=0.9).hit_rate == 0
+
+
+def test_more_requests_share_the_experts_that_they_read():
+    one, eight = speed(requests=1), speed(requests=8)
+    assert one.missed_bytes < eight.missed_bytes < 8 * one.missed_bytes
+    assert eight.decode_tokens_s > one.decode_tokens_s
+
+
+def test_ranks_of_experts_read_their_own_share():
+    assert speed(parallel=Parallel(tp=4, ep=4)).missed_bytes == pytest.approx(speed().missed_bytes / 4)
+    assert speed(parallel=Parallel(tp=4, ep=4)).resident_step_s < speed(parallel=Parallel(tp=4)).resident_step_s
+
+
+def test_verifying_drafts_activations_more_experts_and_yields_more_tokens():
+    plain, drafted = speed(), speed(speculative=True, draft_tokens=4)
+    assert drafted.missed_bytes > plain.missed_bytes
+    assert drafted.decode_tokens_s == pytest.approx(2.5 / drafted.decode_step_s)
+
+
+def test_prefill_reads_every_offloaded_expert_once_for_each_block_of_rows_in_each_chunk():
+    once = speed(prompt_tokens=2048)
+    assert once.reread == math.ceil(2048 * 4 / 64 / 128) == 1
+    twice = speed(prompt_tokens=4096)
+    assert twice.reread == 2
+    link = 32 * 10 * 10**7 / (55e9 * 0.63)
+    assert once.prefill_chunk_s > link
+    assert twice.prefill_chunk_s - once.prefill_chunk_s == pytest.approx(link, rel=0.2)
+    halved = speed(prompt_tokens=4096, chunk=2048)
+    assert 4096 / halved.prefill_tokens_s == pytest.approx(2 * once.prefill_chunk_s)
+    tall = speed(prompt_tokens=4096, assumed=dataclasses.replace(Assumptions(), rows_per_read=256))
+    assert tall.reread == 1
+
+
+def test_every_assumption_changes_some_figure():
+    """An assumption that nothing reads would be shown to people for nothing."""
+    workload = Workload(8192, requests=2, speculative=True, draft_tokens=10)
+    base = ask("deepseek-v3", "8xH20", workload)
+    for field in dataclasses.fields(Assumptions):
+        value = getattr(Assumptions(), field.name)
+        changed = dataclasses.replace(Assumptions(), **{field.name: type(value)(value * 1.25 if value < 1 else value * 4)})
+        if field.name == "rows_per_read":
+            changed = dataclasses.replace(Assumptions(), rows_per_read=16)
+        other = ask("deepseek-v3", "8xH20", workload, assumed=changed)
+        assert (other.ranks, other.host_needed, other.speeds) != (base.ranks, base.host_needed, base.speeds), field.name
+
+
+# Reading and pasting
+
+
+def test_the_report_says_what_it_rests_on():
+    plan = ask("glm-5-fp8", "8xH20")
+    text = planner.render(plan)
+    assert f"It fits: {plan.num_resident} of 256 experts a layer resident" in text
+    for flag in plan.flags:
+        assert flag in text
+    assert "55 GB/s x 0.63 = 34.6 GB/s" in text
+    assert "none of it measured" in text
+    for field in dataclasses.fields(Assumptions):
+        assert f"{field.name} {getattr(plan.assumptions, field.name)}" in text
+
+
+def test_the_report_has_a_column_for_each_kind_of_stage():
+    text = planner.render(ask("qwen3-235b-a22b", roomy("8xH20"), parallel=Parallel(tp=2, pp=4)))
+    assert [column in text for column in ("stage 0 ", "stage 1 ", "stage 2 ", "stage 3")] == [True] * 4
+
+
+def test_the_report_of_what_does_not_fit_has_every_problem_and_need():
+    plan = ask("kimi-k2", "1x5090")
+    text = planner.render(plan)
+    for line in (*plan.problems, *plan.needs):
+        assert line in text
+    assert "launch_server" not in text
+
+
+def test_flags_to_paste_are_well_formed():
+    plan = ask("glm-4.5", "8xH20", Workload(16384, requests=3, speculative=True), Parallel(tp=8))
+    words = dict(flag.split(" ", 1) for flag in plan.flags)
+    assert words["--max-running-requests"] == "3"
+    prefix = "--expert-offload-"
+    ours = {name.removeprefix(prefix).replace("-", "_"): value for name, value in words.items() if name.startswith(prefix)}
+    ours["headroom_gb"] = float(ours["headroom_gb"])
+    assert parse(ours).num_resident == plan.num_resident
+
+
+# A machine
+
+
+def test_a_preset_is_a_count_and_a_gpu():
+    assert preset("2xh20").gpus == 2
+    assert preset("8xH20").source.count("http") == 1
+    for wrong in ("8xA0", "H20", "0xH20", "x", "8x"):
+        with pytest.raises(MachineError, match="a count and one of H20, H200, 4090, 5090"):
+            preset(wrong)
+
+
+def test_figures_adjust_a_preset_or_describe_a_machine():
+    figures = dict.fromkeys(("gpus", "vram_gb", "host_gb", "link_gbps", "hbm_gbps", "tflops"))
+    adjusted = describe(preset("8xH20"), **figures | {"host_gb": 64.0})
+    assert (adjusted.host_bytes, adjusted.vram_bytes) == (64 * GIB, preset("8xH20").vram_bytes)
+    with pytest.raises(MachineError, match="--host-gb, --link-gbps, --hbm-gbps, --tflops: not known"):
+        describe(None, **figures | {"gpus": 2, "vram_gb": 24.0})
+
+
+# The command
+
+
+def run(*words):
+    parser = argparse.ArgumentParser()
+    planner_cli.add_arguments(parser)
+    return planner_cli.run(parser.parse_args([str(word) for word in words]))
+
+
+def test_the_command_prints_a_plan_as_text_or_json(capsys):
+    assert run(MODELS / "glm-4.5-air.json", "--machine", "4x4090", "--requests", 2) == 0
+    assert "It fits" in capsys.readouterr().out
+    assert run(MODELS / "glm-4.5-air.json", "--machine", "4x4090", "--requests", 2, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["num_resident"] == ask("glm-4.5-air", "4x4090", Workload(32768, requests=2)).num_resident
+    assert plan["ranks"][0]["resident_bytes"] > 0
+    assert plan["parallel"]["tp"] == 4
+
+
+def test_the_command_takes_a_machine_by_its_figures(capsys):
+    figures = ("--gpus", 8, "--vram-gb", 96, "--host-gb", 1500, "--link-gbps", 55, "--hbm-gbps", 4000, "--tflops", 148)
+    assert run(MODELS / "glm-5-fp8.json", *figures) == 0
+    assert "8 GPUs of 96.00 GiB" in capsys.readouterr().out
+
+
+def test_the_command_says_what_is_wrong(capsys, tmp_path):
+    assert run(MODELS / "kimi-k2.json", "--machine", "1x5090") == 1
+    assert run(tmp_path, "--machine", "1x5090") == 2
+    assert run(MODELS / "kimi-k2.json", "--machine", "3xNOPE") == 2
+    assert run(MODELS / "kimi-k2.json", "--gpus", 1, "--vram-gb", 80) == 2
+    errors = capsys.readouterr().err
+    assert "cannot read" in errors
+    assert "'3xNOPE' is none of" in errors
+    assert "--host-gb, --link-gbps" in errors
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--requests", "0"),
+        ("--requests", "many"),
+        ("--vram-gb", "nan"),
+        ("--vram-gb", "-1"),
+        ("--headroom-gb", "inf"),
+        ("--hit-rate", "1.5"),
+        ("--read-efficiency", "0"),
+        ("--hot-half-share", "0.3"),
+        ("--mem-fraction-static", "0"),
+    ],
+)
+def test_the_command_refuses_numbers_that_mean_nothing(capsys, words):
+    with pytest.raises(SystemExit):
+        run(MODELS / "kimi-k2.json", "--machine", "8xH20", *words)
+    assert words[0] in capsys.readouterr().err
+
+
+def test_a_measured_hit_rate_takes_the_place_of_assumed_routing():
+    plan = ask("glm-5-fp8", "8xH20", hit_rate=0.97)
+    assert {speed.hit_rate for speed in plan.speeds} == {0.97}
+
+
+# auto
+
+CONTEXT = int(Assumptions().context_gib * GIB)
+
+
+def auto(folder, **changes):
+    values = {
+        **{"parallel": Parallel(), "vram_bytes": 24 * GIB, "free_vram_bytes": 23 * GIB + CONTEXT, "host_bytes": 64 * GIB},
+        **{"mem_fraction_static": 0.8, "headroom_gb": 1.0, "context_length": 1024, "max_running_requests": 1},
+    }
+    return planner.choose_num_resident(str(folder), **values | changes)
+
+
+@pytest.mark.parametrize("wanted", [0, 4, 8, 12, 16])
+def test_auto_keeps_exactly_as_many_as_the_budget_holds(checkpoints, wanted):
+    """Experts of 512 KiB and 256 KiB in two tensors a layer: a block of 2 MiB holds 4 of one and 8 of the other. The budget is
+    made to hold so many blocks, and then a byte less."""
+    folder = checkpoints("qwen3_moe", expert_size=512)
+    shape = load(folder)
+    blocks = 3 * (math.ceil(wanted / 4) + math.ceil(wanted / 8))
+    cache = 1024 * 3 * 2 * 2 * 64 * 2 + 1024 * 4
+    room = shape.total_bytes - shape.expert_bytes + cache + blocks * BLOCK_BYTES + (128 << 20)
+    fraction = room / (23 * GIB) + 1 / 24
+    assert auto(folder, mem_fraction_static=fraction + 1e-6).num_resident == wanted
+    if wanted:
+        assert auto(folder, mem_fraction_static=fraction - 1e-6).num_resident < wanted
+    else:
+        with pytest.raises(FlagError, match="VRAM: with no expert resident"):
+            auto(folder, mem_fraction_static=fraction - 1e-6)
+
+
+def test_auto_leaves_room_for_the_cache_that_is_asked_for():
+    folder = MODELS / "qwen3-235b-a22b.json"
+    common = {"parallel": Parallel(tp=8), "vram_bytes": 96 * GIB, "free_vram_bytes": 94 * GIB, "host_bytes": 2000 * GIB}
+    common |= {"context_length": 32768, "mem_fraction_static": 0.5}
+    few = auto(folder, **common).num_resident
+    many = auto(folder, **common, max_running_requests=16).num_resident
+    pool = auto(folder, **common, max_total_tokens=16 * 32768).num_resident
+    images = auto(folder, **common, image_bytes=8 * GIB).num_resident
+    assert max(many, images) < few < 128
+    assert pool == pytest.approx(many, abs=1)
+
+
+def test_auto_asks_for_one_long_request_or_several_short_ones_where_nobody_says(checkpoints):
+    folder = checkpoints("qwen3_moe")
+    nobody = {"max_running_requests": None}
+    assert auto(folder, **nobody, context_length=1024).kv_tokens == 32768
+    assert auto(folder, **nobody, context_length=100_001).kv_tokens == 100_032
+    assert auto(folder, **nobody, context_length=100_001, page_tokens=256).kv_tokens == 100_096
+    assert auto(folder, max_running_requests=2, context_length=1025, page_tokens=256).kv_tokens == 2560
+    assert auto(folder, **nobody, max_total_tokens=512).kv_tokens == 512
+
+
+def test_auto_says_why_it_cannot(checkpoints, tmp_path):
+    with pytest.raises(FlagError, match=r"--expert-offload-num-resident auto: host RAM") as refused:
+        auto(MODELS / "kimi-k2.json", context_length=4096, host_bytes=32 * GIB, vram_bytes=48 * GIB, free_vram_bytes=47 * GIB)
+    assert any("such GPUs" in problem for problem in refused.value.problems)
+    with pytest.raises(FlagError, match=r"auto: cannot read .*config.json.*; give a number"):
+        auto(tmp_path)
+    with pytest.raises(FlagError, match=r"auto: the checkpoint has no drafting layers of its own to count; give a number"):
+        auto(checkpoints("qwen3_moe"), speculative=True)
+    with pytest.raises(FlagError, match="--kv-cache-dtype fp4_e2m1: must be one of"):
+        auto(checkpoints("qwen3_moe"), kv_cache_dtype="fp4_e2m1")
+
+
+def test_fewer_drafts_than_are_usually_accepted_need_no_second_flag(capsys):
+    drafting = ["--speculative", "--speculative-num-draft-tokens", 2]
+    assert run(MODELS / "deepseek-v3.json", "--machine", "8xH200", *drafting) == 0
+    assert "accepted_tokens 2," in capsys.readouterr().out
