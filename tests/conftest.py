@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -79,3 +81,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.section("tiers")
     for tier, took in seconds.items():
         terminalreporter.write_line(f"tests/{tier}: {len(tests[tier])} tests in {took / 60:.1f} minutes")
+
+
+def pytest_unconfigure() -> None:
+    """Keep the runtime data of SWIG's modules for good. sentencepiece, which SGLang imports, frees them as the interpreter ends,
+    and crashes if the types that they need went first: it did so wherever a chart had been drawn in the same process."""
+    for name, module in sys.modules.items():
+        if name.startswith("swig_runtime_data"):
+            for value in vars(module).values():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
