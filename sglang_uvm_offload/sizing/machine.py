@@ -30,21 +30,22 @@ class Gpu:
 
 PCIE4_GBPS = 25.0
 PCIE5_GBPS = 55.0
-"""What a copy engine reaches over 16 lanes: as assumed wherever a rate of the link was neither given nor measured. Reports say
-25.1 GB/s of an A100 on PCIe 4, and 56 GB/s of a copy engine on PCIe 5; NVIDIA states what the lanes carry, which is more."""
+"""What a copy engine reaches over 16 lanes: assumed wherever the link's rate was neither given nor measured. Reported are
+25.1 GB/s on an A100 over PCIe 4 (https://github.com/NVIDIA/nvbandwidth/issues/42, a kernel's copies), and 56 GB/s of a copy
+engine over PCIe 5; NVIDIA states what the lanes carry, which is more."""
 _LINK4 = f"link: {PCIE4_GBPS:g} GB/s assumed of PCIe 4 x16 (reported: 25.1, of an A100)"
 _LINK5 = f"link: {PCIE5_GBPS:g} GB/s assumed of PCIe 5 x16 (reported: 56)"
 
 # Rates are NVIDIA's own where it publishes them: dense ones, so half of a figure "with sparsity". Memory is the total that
 # nvidia-smi shows, for which there is no document: it is below the size by which a card is sold.
 GPUS = {
-    # NVIDIA has no public document of the H20; these figures are third-party.
+    # No specification of the H20 by NVIDIA was found; these figures are third-party.
     "H20": Gpu(97871, 4000, PCIE5_GBPS, 148, f"not NVIDIA's own: https://willitrunai.com/es/gpus/h20-96gb; {_LINK5}"),
-    # BFLOAT16 Tensor Core of the SXM: 1,979 TFLOPS with sparsity.
+    # BFLOAT16 Tensor Core of the H200 SXM: 1,979 TFLOPS, with sparsity.
     "H200": Gpu(
         143771, 4800, PCIE5_GBPS, 989, f"NVIDIA H200 Tensor Core GPU: https://www.nvidia.com/en-us/data-center/h200/; {_LINK5}"
     ),
-    # Appendix A: peak BF16 Tensor TFLOPS with FP32 accumulate 165.2.
+    # Appendix A, Table 2: peak BF16 Tensor TFLOPS with FP32 accumulate 165.2.
     "4090": Gpu(
         24564,
         1008,
@@ -53,7 +54,7 @@ GPUS = {
         "NVIDIA Ada GPU Architecture: https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf; "
         f"{_LINK4}",
     ),
-    # Appendix A: peak BF16 Tensor TFLOPS with FP32 accumulate 209.5.
+    # Appendix A, Table 3: peak BF16 Tensor TFLOPS with FP32 accumulate 209.5.
     "5090": Gpu(
         32607,
         1792,
