@@ -156,7 +156,7 @@ def switch(traces: dict[str, Trace]) -> list[dict[str, object]]:
 
 
 def decision_times() -> list[dict[str, float]]:
-    """CPU seconds of one ``observe`` and ``plan`` on random skewed routing, median and 99th percentile, on one core."""
+    """CPU seconds of one ``observe`` and ``decide`` on random skewed routing, median and 99th percentile, on one core."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -180,9 +180,9 @@ def times_of_decisions(sizes: Sequence[tuple[int, int]], decisions: int) -> list
             activated = rng.random(chance.shape) < chance
             started = time.process_time()
             policy.observe(activated, 1)
-            plan = policy.plan(resident)
+            moves = policy.decide(resident)
             seconds.append(time.process_time() - started)
-            resident = (resident | plan.promote) & ~plan.demote
+            resident = (resident | moves.promote) & ~moves.demote
         median, p99 = float(np.median(seconds)), float(np.quantile(seconds, 0.99))
         rows.append({"layers": layers, "experts": experts, "median": median, "p99": p99})
     return rows
@@ -338,7 +338,7 @@ def tunings_markdown(table: Table) -> str:
 def decisions_markdown(times: Sequence[dict[str, float]]) -> str:
     return "\n".join([
         "# What a decision of the residency policy takes\n",
-        "CPU milliseconds of one decision (observe and plan), one core:\n",
+        "CPU milliseconds of one decision (observe and decide), one core:\n",
         grid(["layers", "experts", "median", "p99"],
              [[t["layers"], t["experts"], f"{1e3 * t['median']:.2f}", f"{1e3 * t['p99']:.2f}"] for t in times]),
     ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which experts should be resident. Pure: arrays and state in, a plan out; no clock, no device, no log.
+"""Which experts should be resident. Pure: arrays and state in, moves out; no clock, no device, no log.
 
 Arrays are ``[layers, experts]`` unless stated. Every rank that sees the same counts decides alike: nothing here depends on
 anything but the arguments.
@@ -21,7 +21,7 @@ SEED_STEPS = 256.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class Moves:
     """What to move, ``bool[layers, experts]``; no expert is in both."""
 
     promote: np.ndarray
@@ -81,7 +81,7 @@ class AdaptivePolicy:
         if steps > 0:
             self._forecast.observe(activations, steps)
 
-    def plan(self, resident: np.ndarray, max_bytes: float = np.inf) -> Plan:
+    def decide(self, resident: np.ndarray, max_bytes: float = np.inf) -> Moves:
         """What to move now that ``resident`` experts are in VRAM, promoting at most ``max_bytes``: the best ones first."""
         resident = resident & self._candidate
         saved = self._forecast.activations(self._forecast.horizon())
@@ -90,7 +90,7 @@ class AdaptivePolicy:
         if (promote * self._bytes).sum() > max_bytes:
             promote = self._affordable(promote, saved, max_bytes)
             chosen = self._pack(saved, resident | promote, resident)
-        return Plan(chosen & ~resident, resident & ~chosen)
+        return Moves(chosen & ~resident, resident & ~chosen)
 
     def _choose(self, saved: np.ndarray, resident: np.ndarray) -> np.ndarray:
         """The candidates that save most, where a resident counts ``threshold`` more: so an expert replaces another only if

@@ -132,8 +132,8 @@ class Variant:
             for _ in range(new):
                 counts += self._unseen.popleft()
             self._policy.observe(counts, new)
-            plan = self._policy.plan(before)
-            self.resident = (before | plan.promote) & ~plan.demote
+            moves = self._policy.decide(before)
+            self.resident = (before | moves.promote) & ~moves.demote
         self._now += 1
         self._unseen.append(activated)
         return Served(activated & self.resident, activated & ~self.resident, self.resident & ~before)

@@ -60,10 +60,10 @@ class Adaptation:
         new = counts.since(self._seen)
         self._seen = counts
         self._policy.observe(*_seen(new))
-        plan = self._policy.plan(resident, max_bytes)
-        if not plan.promote.any() and not plan.demote.any():
+        moves = self._policy.decide(resident, max_bytes)
+        if not moves.promote.any() and not moves.demote.any():
             return None
-        return (resident | plan.promote) & ~plan.demote
+        return (resident | moves.promote) & ~moves.demote
 
 
 def _seen(counts: RoutingCounts) -> tuple[np.ndarray, int, np.ndarray]:
