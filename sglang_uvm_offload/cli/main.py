@@ -10,10 +10,10 @@ from typing import Any
 from sglang_uvm_offload import __version__
 
 SUBCOMMANDS = {
-    "doctor": "say whether this machine, SGLang and a model can be served, and why not",
-    "plan": "say whether a model fits a machine, with how many residents, and how fast",
-    "replay": "replay a routing trace through the shipped policy and references",
-    "report": "write a page with pictures from a server's statistics or a replay",
+    "doctor": "check this machine, SGLang and a model, and list what is missing",
+    "plan": "predict whether a model fits a machine, with how many residents, and how fast",
+    "replay": "replay a routing trace through the shipped policy and baselines",
+    "report": "write an HTML report with charts from a server's statistics or a replay",
     "profile": "show saved routing profiles, and merge them",
 }
 """Each is a file of this folder, with ``add_arguments`` and ``run``."""

@@ -27,10 +27,10 @@ class CudaRoutingCounters:
         self._stream = torch.cuda.current_stream(device)
         """Where the last step was launched; whoever asks for counts may work on another one."""
 
-    def begin_step(self, rows: int, phase: Phase) -> None:
-        self._steps[phase] += rows > 0
+    def begin_step(self, valid_rows: int, phase: Phase) -> None:
+        self._steps[phase] += valid_rows > 0
         self._stream = torch.cuda.current_stream(self._counts.device)
-        self._ops.set_control(self._control, rows, int(phase))
+        self._ops.set_control(self._control, valid_rows, int(phase))
 
     def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat) -> None:
         packed = id_format is IdFormat.PACKED

@@ -102,7 +102,7 @@ class LayerHooks:
     def _add(self, layer: Any) -> ExpertLayer:
         assert self._into is not None, "a MoE layer outside a model"
         manager, model = self._into
-        row = len(model.layers)
+        index = len(model.layers)
         experts = manager.add_layer(
             model,
             layer.layer_id,
@@ -111,21 +111,21 @@ class LayerHooks:
             layer.moe_ep_rank,
             layer.moe_ep_size,
         )
-        layer.__dict__[_EXPERTS] = (experts, model, row)
+        layer.__dict__[_EXPERTS] = (experts, model, index)
         if not model.draft and layer.top_k is not None:
             self.top_k = max(self.top_k, layer.top_k - layer.num_fused_shared_experts)
         return experts
 
     def _observe(self, layer: Any, dispatch_output: Any) -> None:
         """Count what the layer is about to compute, and record it where that was asked for."""
-        experts, model, row = layer.__dict__[_EXPERTS]
+        experts, model, index = layer.__dict__[_EXPERTS]
         if model.counters is None:
             return
         routing = _routing_of(layer, dispatch_output, experts)
-        if not routing.count(model.counters, row):
+        if not routing.count(model.counters, index):
             self._not_counted(routing.form)
         if self.recording is not None and not model.draft:
-            self.recording.record(row, routing, layer.num_fused_shared_experts)
+            self.recording.record(index, routing, layer.num_fused_shared_experts)
 
     def _not_counted(self, form: str) -> None:
         if self.count_required:

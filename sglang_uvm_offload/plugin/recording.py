@@ -52,9 +52,9 @@ class Recording:
         )
         return Saver("trace", self.recorder.pending)
 
-    def record(self, row: int, routing: LayerRouting, num_shared: int) -> None:
-        """A layer computes with ``routing``, in which the ids of ``num_shared`` fused shared experts follow the routed ones.
-        Raises ``FlagError`` for routing that shows no ids."""
+    def record(self, index: int, routing: LayerRouting, num_shared: int) -> None:
+        """Record what the model's MoE layer ``index`` computes with. In ``routing``, the ids of ``num_shared`` fused shared
+        experts follow the routed ones. Raises ``FlagError`` for routing without ids."""
         recorder = self.recorder
         if recorder is None:
             return
@@ -65,7 +65,7 @@ class Recording:
         routed = routing.ids.shape[1] - num_shared
         if routed > recorder.top_k:
             raise FlagError([f"{_FLAG}: a layer picks {routed} routed experts a token, and was built for {recorder.top_k}"])
-        recorder.record(row, routing.ids[:, :routed], routing.id_format)
+        recorder.record(index, routing.ids[:, :routed], routing.id_format)
 
     def after_forward(self, result: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """A step was launched. Its rows are decoded tokens if it is a decode step of the target model."""

@@ -119,8 +119,8 @@ class _RankHooks:
         if self.on_cuda and torch.cuda.is_current_stream_capturing():  # a draft model's steps are captured by calling this
             return original(runner, batch, *args, **kwargs)
         model = runner.__dict__[_MODEL]
-        rows, tokens, phase = _step_of(batch)
-        self.manager.begin_step(model, rows, tokens, phase)
+        valid_rows, tokens, phase = _step_of(batch)
+        self.manager.begin_step(model, valid_rows, tokens, phase)
         try:
             return original(runner, batch, *args, **kwargs)
         finally:

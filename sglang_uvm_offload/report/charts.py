@@ -1,4 +1,4 @@
-"""The charts of the report's pages, by matplotlib: lines, columns, stacked bars, a map of cells. Lengths are CSS pixels."""
+"""The report's charts, drawn by matplotlib: lines, columns, stacked bars, a map of cells. Lengths are CSS pixels."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ GRID, INK = "#dddddd", "#444444"
 STYLE: list[str | dict[str, Any]] = [
     "default",
     {
-        "svg.fonttype": "none",  # text stays text: it can be searched, and the page stays small
-        "svg.hashsalt": "sglang-uvm-offload",  # the same data give the same page
+        "svg.fonttype": "none",  # text stays text: it can be searched, and the report stays small
+        "svg.hashsalt": "sglang-uvm-offload",  # the same data give the same report
         "text.parse_math": False,  # names come from outside, and a $ in them is a $
         "font.size": 9,
         **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
@@ -65,7 +65,7 @@ class Line:
 
 
 def picture(figure: Figure) -> Element:
-    """The figure as SVG in an element of the page, titled by its label."""
+    """The figure as SVG in an element of the report, titled by its label."""
     file = io.BytesIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with style.context(STYLE), warnings.catch_warnings():
@@ -76,7 +76,7 @@ def picture(figure: Figure) -> Element:
         node.tag = node.tag.rpartition("}")[2]
         node.attrib = {name.rpartition("}")[2]: value for name, value in node.attrib.items()}
         if node.tag == "g":
-            node.attrib.pop("id", None)  # figure_1, in every picture of the page
+            node.attrib.pop("id", None)  # figure_1, in every picture of the report
     svg.set("role", "img")
     svg.insert(0, element("title", str(figure.get_label())))
     return element("figure", svg)
@@ -205,6 +205,6 @@ def _legend_shape(labels: Sequence[str]) -> tuple[int, int]:
 
 
 def _short(name: str) -> str:
-    """``name`` as it can stand in a picture: printable and not long. Pages have it whole in a table."""
+    """``name`` as it can stand in a picture: printable and not long. Tables show it whole."""
     name = "".join(letter if letter.isprintable() else "?" for letter in name)
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"

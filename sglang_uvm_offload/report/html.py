@@ -1,11 +1,11 @@
-"""The page around the charts: headings, tables and lists as a tree of elements, so that no text can become markup."""
+"""HTML around the charts: headings, tables and lists as a tree of elements, so that no text can become markup."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element, tostring
 
-from sglang_uvm_offload.report.page_file import DOCTYPE, GENERATOR
+from sglang_uvm_offload.report.report_file import DOCTYPE, GENERATOR
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 900px; margin: 2em auto; padding: 0 1em }
@@ -17,7 +17,7 @@ th { font-weight: 600 } th:first-child, td:first-child { text-align: left }
 figure { margin: .5em 0 } figure > svg { max-width: 100%; height: auto }
 """
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""The page may load nothing: its styles and pictures are in it."""
+"""The report may load nothing: its styles and pictures are in it."""
 
 Child = Element | str
 
@@ -35,7 +35,7 @@ def element(tag: str, *children: Child, **attributes: str) -> Element:
     return out
 
 
-def page(title: str, *body: Element) -> str:
+def document(title: str, *body: Element) -> str:
     """A whole document that loads nothing."""
     head = element(
         "head",

@@ -1,4 +1,4 @@
-"""Numbers as the report's pages show them: shares in per cent, bytes in the unit that suits an axis, and axes."""
+"""Numbers as reports show them: shares in per cent, bytes in the unit that suits an axis, and axes."""
 
 from __future__ import annotations
 

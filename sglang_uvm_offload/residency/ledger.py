@@ -64,6 +64,6 @@ class Ledger:
 def stack(masks: Sequence[np.ndarray], width: int) -> np.ndarray:
     """``bool[layers, width]`` of masks of up to ``width`` experts, False beyond a layer's own."""
     out = np.zeros((len(masks), width), dtype=bool)
-    for row, mask in zip(out, masks, strict=True):
-        row[: mask.size] = mask
+    for padded, mask in zip(out, masks, strict=True):
+        padded[: mask.size] = mask
     return out

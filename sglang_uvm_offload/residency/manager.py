@@ -140,7 +140,7 @@ class OffloadManager:
 
     # Serving
 
-    def begin_step(self, model: ModelExperts, rows: int, tokens: int, phase: Phase) -> None:
+    def begin_step(self, model: ModelExperts, valid_rows: int, tokens: int, phase: Phase) -> None:
         """A forward step of ``model`` is about to be launched: ``rows`` of its rows are tokens (0: a dummy run), and all
         ranks together compute ``tokens``. Between steps of the target model is where residents change."""
         if model.counters is None:
@@ -152,7 +152,7 @@ class OffloadManager:
                 self.adapt()
             self.tokens += tokens
             self.steps += tokens > 0
-        model.counters.begin_step(rows, phase)
+        model.counters.begin_step(valid_rows, phase)
 
     def end_step(self, model: ModelExperts) -> None:
         """The step is launched: whatever runs until the next one (graph capture, warm-up kernels) does not count."""

@@ -55,8 +55,8 @@ class Past(Struct, frozen=True):
     def rates(self, part: str, whole: str) -> list[tuple[float, float | None]]:
         """``(seconds, what part gained for each of whole)``, flat from sample to sample; None where whole gained nothing."""
         points: list[tuple[float, float | None]] = []
-        rows = zip(self.seconds, getattr(self, part), getattr(self, whole), strict=True)
-        for (begin, part_before, before), (end, part_after, after) in pairwise(rows):
+        samples = zip(self.seconds, getattr(self, part), getattr(self, whole), strict=True)
+        for (begin, part_before, before), (end, part_after, after) in pairwise(samples):
             rate = (part_after - part_before) / (after - before) if after > before else None
             points += [(begin, rate), (end, rate)]
         return points

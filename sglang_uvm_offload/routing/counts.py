@@ -71,7 +71,7 @@ class RoutingCounters(Protocol):
     num_layers: int
     num_experts: int
 
-    def begin_step(self, rows: int, phase: Phase) -> None:
+    def begin_step(self, valid_rows: int, phase: Phase) -> None:
         """The layers that run from now on belong to a step of ``phase`` of which the first ``rows`` rows are tokens and
         the rest padding; 0 rows: a dummy or capture run, which does not count."""
 

@@ -24,12 +24,12 @@ class LayerRouting:
     """int32 ``[num_experts]``: what local experts received from all ranks, where tokens were exchanged before; then ``ids``
     are those that this rank sent."""
 
-    def count(self, counters: RoutingCounters, row: int) -> bool:
-        """Count it for ``row`` of ``counters``. False where there is nothing to count."""
+    def count(self, counters: RoutingCounters, index: int) -> bool:
+        """Count it for the layer at ``index`` of ``counters``. False if there is nothing to count."""
         if self.tokens_per_expert is not None:
-            counters.count_histogram(row, self.tokens_per_expert)
+            counters.count_histogram(index, self.tokens_per_expert)
         elif self.ids is not None:
-            counters.count(row, self.ids, self.first_expert, self.id_format)
+            counters.count(index, self.ids, self.first_expert, self.id_format)
         else:
             return False
         return True

@@ -89,15 +89,15 @@ class Profile:
         """What a rank would have counted that holds the decoder layers ``layers`` and of each the ids ``experts``, in its own
         order, ``width`` experts wide."""
         out = np.zeros((len(layers), 2, 2, width), dtype=np.int64)
-        for row, layer, ids in zip(out, layers, experts, strict=True):
-            row[:, :, : len(ids)] = self.seen.counts[self.model.moe_layers.index(layer), :, :, ids.start : ids.stop]
+        for local, layer, ids in zip(out, layers, experts, strict=True):
+            local[:, :, : len(ids)] = self.seen.counts[self.model.moe_layers.index(layer), :, :, ids.start : ids.stop]
         return RoutingCounts(out, self.seen.steps)
 
     def with_part(self, layers: Sequence[int], experts: Sequence[range], seen: RoutingCounts) -> Profile:
         """This profile with that rank's counts in place of what it held for them."""
         counts = self.seen.counts.copy()
-        for row, layer, ids in zip(seen.counts, layers, experts, strict=True):
-            counts[self.model.moe_layers.index(layer), :, :, ids.start : ids.stop] = row[:, :, : len(ids)]
+        for local, layer, ids in zip(seen.counts, layers, experts, strict=True):
+            counts[self.model.moe_layers.index(layer), :, :, ids.start : ids.stop] = local[:, :, : len(ids)]
         steps = (max(self.seen.steps[0], seen.steps[0]), max(self.seen.steps[1], seen.steps[1]))
         return dataclasses.replace(self, seen=RoutingCounts(counts, steps))
 

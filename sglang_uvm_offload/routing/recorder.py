@@ -42,12 +42,12 @@ class TokenLog:
         self.requests = 0
         self._running: dict[str, tuple[int, int]] = {}
 
-    def has_room(self, rows: int) -> bool:
-        return self.tokens + rows <= self.max_tokens
+    def has_room(self, tokens: int) -> bool:
+        return self.tokens + tokens <= self.max_tokens
 
     def add(self, ids: np.ndarray, names: Sequence[str], lengths: Sequence[int]) -> None:
-        """Append one step's ``ids[row, layer, k]``. Row ``i`` is the token at which request ``names[i]`` is ``lengths[i]``
-        tokens long. A request goes on if the last step added has its token before, else it begins."""
+        """Append one step's ``ids[token, layer, k]``. Token ``i`` brings request ``names[i]`` to ``lengths[i]`` tokens. A
+        request continues if the last step appended its previous token, else it begins anew."""
         end = self.tokens + len(ids)
         self._ids[self.tokens : end] = ids
         going_on = self._running
@@ -116,25 +116,25 @@ class Recorder:
         self._saved = 0
 
     def record(self, layer: int, ids: torch.Tensor, id_format: IdFormat) -> None:
-        """Keep ``ids[rows, k]`` (k up to ``top_k``) of row ``layer`` of the trace, for the step that is being computed or
-        captured. Rows after the first ``max_rows`` are not kept."""
-        rows = self._buffer[: len(ids), layer, : ids.shape[1]]
-        ids = ids[: len(rows)]
+        """Keep ``ids[rows, k]`` (k up to ``top_k``) of layer ``layer`` of the trace, for the step that is being computed or
+        captured. Batch rows after the first ``max_rows`` are not kept."""
+        kept = self._buffer[: len(ids), layer, : ids.shape[1]]
+        ids = ids[: len(kept)]
         if id_format is IdFormat.PACKED:
             # The upper halves. A shift would take memory, or, with ``out``, be computed in 16 bits on a GPU.
             ids = ids.view(torch.int16)[:, 1::2]
-        rows.copy_(ids)
+        kept.copy_(ids)
 
     def end_step(self, names: Sequence[str], lengths: Sequence[int]) -> None:
-        """A decode step was launched on the current stream. Its row ``i`` is the token at which request ``names[i]`` is
-        ``lengths[i]`` tokens long."""
+        """A decode step was launched on the current stream. Row ``i`` of its batch is the token that brings request
+        ``names[i]`` to ``lengths[i]`` tokens."""
         self.poll()
         if self.stopped:
             return
         if len(names) > self.max_rows:
             self.drop(f"it has {len(names)} requests, and there is room for {self.max_rows}")
         elif len(set(names)) < len(names):
-            self.drop("several of its rows are of one request")
+            self.drop("several of its tokens are of one request")
         elif not self._free:
             self.drop("the steps before it are still on their way from the device")
         else:

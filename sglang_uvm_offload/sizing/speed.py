@@ -76,11 +76,11 @@ def predict(
     yielded = assumed.accepted_tokens if workload.speculative else 1
     decode, missed, missed_bytes = model.step(num_resident, hit_rate, tokens, attending, 1)
     resident_decode, _, _ = model.step(num_experts, 1.0, tokens, attending, 1)
-    rows = min(chunk, workload.prompt_tokens)
-    chunks = -(-workload.prompt_tokens // rows)
-    reread = max(1, math.ceil(rows * top_k / num_experts / assumed.rows_per_read))
-    prefill, _, _ = model.step(num_resident, hit_rate, rows, 0, reread)
-    resident_prefill, _, _ = model.step(num_experts, 1.0, rows, 0, 1)
+    chunk_tokens = min(chunk, workload.prompt_tokens)
+    chunks = -(-workload.prompt_tokens // chunk_tokens)
+    reread = max(1, math.ceil(chunk_tokens * top_k / num_experts / assumed.rows_per_read))
+    prefill, _, _ = model.step(num_resident, hit_rate, chunk_tokens, 0, reread)
+    resident_prefill, _, _ = model.step(num_experts, 1.0, chunk_tokens, 0, 1)
     return Speed(
         routing=routing,
         hit_rate=hit_rate,

@@ -1,4 +1,4 @@
-"""The page of a server: what its experts were served from, for a person. Data in, one self-contained HTML text out.
+"""The report of a server: what its experts were served from, for a person. Data in, one self-contained HTML text out.
 
 The data come from outside: they were checked when they were decoded, and their texts become nodes of a tree, so that they
 cannot become markup.
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from sglang_uvm_offload.report.advice import advice
 from sglang_uvm_offload.report.charts import Line, cell_map, column_chart, line_chart, picture
-from sglang_uvm_offload.report.html import element, facts, page, section, table
+from sglang_uvm_offload.report.html import document, element, facts, section, table
 from sglang_uvm_offload.report.source import ServerInfo, budget, served_of_late
 from sglang_uvm_offload.report.units import LEAST, PERCENT, Axis, axis_to, byte_unit, percent, percents
 from sglang_uvm_offload.residency.status import MAX_EXPERTS, Curve, ProfileVerdict, RankStatus, TraceStatus
@@ -24,11 +24,11 @@ from sglang_uvm_offload.units import size
 RANKS_DRAWN = 4
 
 
-def server_page(info: ServerInfo, source: str) -> str:
-    """The page of a server; ``info`` has at least one rank."""
+def server_report(info: ServerInfo, source: str) -> str:
+    """The report of a server; ``info`` has at least one rank."""
     ranks, names = info.ranks, info.rank_names
     drawn = list(zip(names, ranks, strict=True))[:RANKS_DRAWN]
-    return page(
+    return document(
         "What the experts were served from",
         _facts(info, source),
         section("Advice", element("ul", *(element("li", line) for line in advice(info)), class_="advice")),
@@ -134,7 +134,7 @@ def _map(info: ServerInfo) -> Figure:
     """Layers x experts over all ranks that are shown; fused shared experts stand behind the routed ones."""
     ranks = info.ranks
     ids = sorted({layer.layer for rank in ranks for layer in rank.layers})
-    rows = {layer: row for row, layer in enumerate(ids)}
+    index_of = {layer: index for index, layer in enumerate(ids)}
     held = [layer for rank in ranks for layer in rank.layers]
     routed = max((max(la.first_expert + la.experts, la.experts * info.internal_states[0].ep_size) for la in held), default=0)
     routed = min(routed, MAX_EXPERTS)
@@ -142,9 +142,10 @@ def _map(info: ServerInfo) -> Figure:
     shared = np.full((len(ids), max((layer.shared_experts for layer in held), default=0)), -1, dtype=np.int8)
     for rank in ranks:
         for layer, in_vram in rank.routed_residents:
-            known[rows[layer.layer], layer.first_expert : layer.first_expert + layer.experts] += 1
-            resident[rows[layer.layer], in_vram] += 1
-            shared[rows[layer.layer], : layer.shared_experts] = SHARED
+            index = index_of[layer.layer]
+            known[index, layer.first_expert : layer.first_expert + layer.experts] += 1
+            resident[index, in_vram] += 1
+            shared[index, : layer.shared_experts] = SHARED
     cells = np.select([known == 0, resident == known, resident == 0], [NOT_SHOWN, IN_VRAM, IN_HOST], PARTLY)
     title = "Residency of each expert of each layer"
     return cell_map(title, "expert", "decoder layer", [str(i) for i in ids], np.concatenate([cells, shared], axis=1), KINDS)
