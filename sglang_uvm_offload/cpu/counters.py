@@ -12,7 +12,7 @@ from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, IdFormat, Pen
 
 @dataclass(frozen=True)
 class ReadyCounts:
-    """``PendingCounts`` that are there."""
+    """``PendingCounts`` that have arrived."""
 
     counts: RoutingCounts
 
@@ -24,7 +24,7 @@ class ReadyCounts:
 
 
 class CpuRoutingCounters:
-    """``RoutingCounters`` for a model that computes on the CPU. Small NumPy calls cost a tenth of what PyTorch's do."""
+    """``RoutingCounters`` for a model that computes on the CPU. Uses NumPy, whose small calls cost a tenth of PyTorch's."""
 
     def __init__(self, num_layers: int, num_experts: int):
         self.num_layers = num_layers

@@ -15,7 +15,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import AUTO, OffloadConfig
-from sglang_uvm_offload.cuda.device import DriverRefusal, free_vram
+from sglang_uvm_offload.cuda.device import DriverError, free_vram
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.sizing.kv_cache import WINDOW_RATIO
@@ -81,7 +81,7 @@ def _plan(config: OffloadConfig, cfg: Any, model: Any, requests: int | None) -> 
     folder = local_folder(cfg)
     try:
         free = free_vram(gpus(cfg))
-    except DriverRefusal as refusal:
+    except DriverError as refusal:
         raise FlagError([f"{_AUTO}: cannot ask how much VRAM is free: {refusal}"]) from refusal
     grouped = cfg.attn_dp_size > 1
     # A replica takes as many requests as the flag names, while groups of one replica share them.

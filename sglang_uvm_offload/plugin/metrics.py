@@ -44,7 +44,7 @@ class Metrics:
         self._next = 0.0
         self._published_steps = 0
 
-    def publish_now_and_then(self) -> None:
+    def publish_if_due(self) -> None:
         """``publish`` if the last time is ``PERIOD_SECONDS`` ago. Call it between steps; it never waits for the device."""
         if time.monotonic() >= self._next:
             self.publish()

@@ -19,7 +19,7 @@ from sglang_uvm_offload.routing.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
-MOST_REQUESTS = 4096
+DEFAULT_MAX_REQUESTS = 4096
 """How many requests SGLang lets run at once where nobody says."""
 _FLAG = flag_name("trace")
 
@@ -46,7 +46,7 @@ class Recording:
             num_layers=len(model.layers),
             num_experts=max(int((~layer.always_resident).sum()) for layer in model.layers),
             top_k=top_k,
-            max_rows=get_schedule().max_running_requests or MOST_REQUESTS,
+            max_rows=get_schedule().max_running_requests or DEFAULT_MAX_REQUESTS,
             device=get_device().device,
             protected=output_files.model_folders(get_server_args()),
         )

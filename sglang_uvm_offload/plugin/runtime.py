@@ -158,17 +158,17 @@ class _RankHooks:
 
     def after_batch(self, result: Any, *args: Any, **kwargs: Any) -> None:
         if self.metrics is not None:
-            self.metrics.publish_now_and_then()
-        self.manager.poll_now_and_then()
+            self.metrics.publish_if_due()
+        self.manager.poll_if_due()
         for saver in self.savers:
-            saver.now_and_then()
+            saver.save_if_due()
 
     def after_idle(self, result: Any, *args: Any, **kwargs: Any) -> None:
         if self.metrics is not None:
             self.metrics.publish_when_idle()
         self.manager.poll_when_idle()
         for saver in self.savers:
-            saver.when_idle()
+            saver.save_when_idle()
 
     def after_shutdown(self, result: Any, *args: Any, **kwargs: Any) -> None:
         for saver in self.savers:

@@ -26,7 +26,7 @@ from sglang_uvm_offload.report.html import element
 from sglang_uvm_offload.report.units import Axis
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555", "#7f3c8d")
-"""Of series, in order: apart for colour-blind eyes too."""
+"""Of series, in order; distinguishable for colour-blind readers."""
 WIDTH = 880
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 42
 LEGEND_ROW = 20
@@ -52,12 +52,12 @@ STYLE: list[str | dict[str, Any]] = [
         "lines.solid_capstyle": "round",
     },
 ]
-"""Whatever the user's own matplotlibrc says."""
+"""Applied over the user's matplotlibrc."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A series: ``(x, y)`` in the units of the axes. Where ``y`` is None the line is interrupted."""
+    """A series: ``(x, y)`` in the units of the axes. The line is interrupted where ``y`` is None."""
 
     label: str
     points: Sequence[tuple[float, float | None]]
@@ -65,7 +65,7 @@ class Line:
 
 
 def picture(figure: Figure) -> Element:
-    """The figure as SVG in an element of the report, titled by its label."""
+    """The figure as an SVG element, titled by its label."""
     file = io.BytesIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with style.context(STYLE), warnings.catch_warnings():
@@ -110,7 +110,7 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line], marks: Seque
 
 @style.context(STYLE)
 def column_chart(title: str, x_label: str, names: Sequence[str], y: Axis, values: Sequence[float | None]) -> Figure:
-    """One column a name; none where the value is None."""
+    """One column per name; none where the value is None."""
     figure, axes = _figure(title, 220)
     _rule(axes, Axis(x_label, -0.5, max(len(names), 1) - 0.5), y)
     there = [(index, value) for index, value in enumerate(values) if value is not None]
@@ -122,7 +122,7 @@ def column_chart(title: str, x_label: str, names: Sequence[str], y: Axis, values
 
 @style.context(STYLE)
 def bar_chart(title: str, x: Axis, rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str]) -> Figure:
-    """Horizontal bars, each the stack of its values, of which there is one for each of ``parts``."""
+    """Horizontal stacked bars, each with one value for each of ``parts``."""
     labels = list(parts) if len(parts) > 1 else []
     figure, axes = _figure(title, TOP + 26 * len(rows) + BOTTOM, labels)
     _rule(axes, x, Axis("", -0.5, len(rows) - 0.5))
@@ -143,7 +143,7 @@ def bar_chart(title: str, x: Axis, rows: Sequence[tuple[str, Sequence[float]]], 
 def cell_map(
     title: str, x_label: str, y_label: str, row_names: Sequence[str], cells: np.ndarray, kinds: Sequence[tuple[str, str]]
 ) -> Figure:
-    """``cells`` int ``[rows, columns]``, each an index of ``kinds``, which are names and colours; -1 is left empty."""
+    """``cells`` int ``[rows, columns]``: indices of ``kinds`` (names and colours); -1 is left empty."""
     rows, columns = cells.shape
     tall = max(min(16.0, max(5.0, 460 / max(rows, 1))), 90 / max(rows, 1))  # below 90 pixels the label has no room
     wide = min(16.0, (WIDTH - LEFT - RIGHT) / max(columns, 1))
@@ -190,14 +190,14 @@ def _lone(values: np.ndarray) -> list[int]:
 
 
 def _legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str], outside: bool = True) -> None:
-    """In the lower left corner, ``outside`` of what the layout gives to the axes."""
+    """In the lower left corner, ``outside`` the axes' area."""
     if labels:
         place: Literal["outside lower left", "lower left"] = "outside lower left" if outside else "lower left"
         figure.legend(handles, [_short(label) for label in labels], loc=place, ncols=_legend_shape(labels)[0])
 
 
 def _legend_shape(labels: Sequence[str]) -> tuple[int, int]:
-    """Columns and rows: as many columns as the longest label leaves room for."""
+    """Columns and rows: as many columns as fit the longest label."""
     if not labels:
         return 0, 0
     columns = min(len(labels), max(1, int(WIDTH / (60 + 7 * max(len(_short(label)) for label in labels)))))

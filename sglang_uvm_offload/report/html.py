@@ -17,13 +17,13 @@ th { font-weight: 600 } th:first-child, td:first-child { text-align: left }
 figure { margin: .5em 0 } figure > svg { max-width: 100%; height: auto }
 """
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""The report may load nothing: its styles and pictures are in it."""
+"""The report may load nothing: it contains its styles and charts."""
 
 Child = Element | str
 
 
 def element(tag: str, *children: Child, **attributes: str) -> Element:
-    """``element("p", "a < b", class_="note")``: ``_`` in a name stands for ``-``, and at its end for nothing."""
+    """``element("p", "a < b", class_="note")``: ``_`` in a name becomes ``-``; a trailing one is dropped."""
     out = Element(tag, {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()})
     for child in children:
         if isinstance(child, Element):

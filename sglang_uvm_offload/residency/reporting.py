@@ -1,4 +1,4 @@
-"""Filling the status record of one rank from what its parts hold."""
+"""Filling the status record of one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_uvm_offload.residency.status import LayerStatus, RankStatus
 
 
 def rank_status(manager: OffloadManager) -> RankStatus:
-    """The status of a rank, up to the last step launched. It waits for the device."""
+    """The status of a rank, up to the last step launched. Waits for the device."""
     manager.observer.catch_up()
     layers, ledger = manager.target.layers, manager.ledger
     draft = [layer for model in manager.models if model.draft for layer in model.layers]

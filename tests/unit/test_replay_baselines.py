@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sglang_uvm_offload.policy.adaptive import Moves
-from sglang_uvm_offload.replay import baselines as references
+from sglang_uvm_offload.replay import baselines
 from sglang_uvm_offload.replay.baselines import NAMES, Variant, make
 
 
@@ -139,7 +139,7 @@ def test_layers_may_have_different_capacities():
     policy = make("lru", scored, scored, np.array([1, 3]))
     policy.step(scored[0])
     assert policy.resident.sum(axis=1).tolist() == [1, 3]
-    assert isinstance(policy, references.Cache)
+    assert isinstance(policy, baselines.Cache)
 
 
 class Notes:

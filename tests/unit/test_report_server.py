@@ -29,15 +29,15 @@ def test_a_report_shows_a_servers_figures():
         "9 of 24",  # experts in VRAM
         "50.0 %",  # hit rate of routed tokens
         "0.9 MiB",  # 5 steps x 3 layers x 64 KiB of zero-copy reads
-        "Of 36 uses of experts in 4 decode steps",
+        "36 activations in 4 decode steps",
         "now: 3",
-        "The emulated backend stands in for",
+        "The emulated backend",
     ):
         assert expected in said, f"{expected!r} is not in {said}"
     assert "SGLang shows the first rank" not in said
 
 
-@pytest.mark.parametrize("section", ["Advice", "What was served", "Where the experts are", "Hit rate over time"])
+@pytest.mark.parametrize("section", ["Advice", "Totals", "Where the experts are", "Hit rate over time"])
 def test_a_report_of_a_server_that_served_nothing_has_every_section(section):
     said = words(server_report(info(Rank(config()).status()), "s"))
     assert section in said
@@ -55,13 +55,13 @@ def test_the_verdict_on_a_profile_and_the_trace_are_among_the_facts():
     status = Rank(config()).status()
     said = words(server_report(info(status | {"profile": verdict, "trace": trace}), "s"))
     assert (
-        "profile its residents covered 33.3 % of the routing of the first 40 live tokens, and the best residents for these "
-        "tokens 95.0 %: not trusted, residents were chosen again trace /d/<b>t.npz: 400 tokens of 3 requests, 2 steps not "
+        "profile hit rate 33.3 % over the first 40 live tokens; the best residents for these tokens would have reached "
+        "95.0 %: residents were chosen again trace /d/<b>t.npz: 400 tokens of 3 requests, 2 steps not "
         "recorded Advice"
     ) in said
     said = words(server_report(info(status | {"profile": verdict | {"kept": True}, "trace": trace | {"stopped": True}}), "s"))
-    assert "tokens 95.0 %: kept trace" in said
-    assert "2 steps not recorded; recording stopped, the server's log says why Advice" in said
+    assert "95.0 %: residents kept trace" in said
+    assert "2 steps not recorded; recording stopped: see the server's log Advice" in said
 
 
 def test_a_report_without_a_profile_and_a_trace_has_no_rows_for_them():
@@ -73,15 +73,15 @@ def test_each_rank_has_a_verdict_of_its_own():
     verdict = {"hit_rate": 0.9, "best": 0.9, "tokens": 40, "kept": True}
     statuses = [Rank(config()).status() | {"profile": verdict | {"hit_rate": share}} for share in (0.8, 0.7)]
     said = words(server_report(info(*statuses, dp_size=2), "s"))
-    assert "profile, DP rank 0 its residents covered 80.0 %" in said
-    assert "profile, DP rank 1 its residents covered 70.0 %" in said
+    assert "profile, DP rank 0 hit rate 80.0 %" in said
+    assert "profile, DP rank 1 hit rate 70.0 %" in said
 
 
 def test_a_verdict_is_read_as_the_manager_gives_it():
     rank = Rank(config(profile="p", warmup_tokens=8), profile=profile_of([(7, 5, 3)] * LAYERS))
     for _ in range(5):
         rank.step([[0, 1], [7, 5]])
-    assert "covered 50.0 % of the routing of the first 8 live tokens" in words(server_report(info(rank.status()), "s"))
+    assert "hit rate 50.0 % over the first 8 live tokens" in words(server_report(info(rank.status()), "s"))
 
 
 def test_a_trace_is_read_as_a_rank_tells_of_it():
