@@ -1,6 +1,6 @@
 """Hooks on SGLang's ``FusedMoE``: its experts' memory, and the routing it computes with.
 
-The layer's quantisation method stays the object it is (SGLang asks for its class in many places); three of its methods are
+The layer's quantisation method stays the same object, because SGLang checks its class in many places; three of its methods are
 shadowed in the instance.
 """
 
@@ -34,10 +34,10 @@ class LayerHooks:
         self.count_required = count_required
         self.recording = recording
         self.top_k = 0
-        """The most routed experts that a layer of the target model picks for a token; 0 where its layers do not say (OLMoE)."""
+        """The most routed experts per token of a layer in the target model; 0 if its layers have no such attribute (OLMoE)."""
         self._into: tuple[OffloadManager, ModelExperts] | None = None
         self.uncounted: set[str] = set()
-        """Forms of routing that show no expert ids; they were served, but not counted."""
+        """Routing formats without expert ids that were served but not counted."""
 
     def install(self, add: Callable[[str, Any, HookType], None]) -> None:
         add(f"{_FUSED_MOE}.__init__", self._around_init, HookType.AROUND)
@@ -117,7 +117,7 @@ class LayerHooks:
         return experts
 
     def _observe(self, layer: Any, dispatch_output: Any) -> None:
-        """Count what the layer is about to compute, and record it where that was asked for."""
+        """Count the routing that the layer is about to compute with, and record it if a trace is on."""
         experts, model, index = layer.__dict__[_EXPERTS]
         if model.counters is None:
             return
@@ -139,8 +139,8 @@ class LayerHooks:
 
 
 def _routing_of(layer: Any, dispatch_output: Any, experts: ExpertLayer) -> LayerRouting:
-    """A dispatcher with a top-k output hands tokens over as the router saw them. One without (DeepEP) has exchanged them, and
-    in its low-latency form its ids are still those that this rank sent."""
+    """A dispatcher with a top-k output passes tokens on as the router saw them. One without (DeepEP) has exchanged them; in its
+    low-latency form the ids are still those that this rank sent."""
     shown = getattr(dispatch_output, "topk_output", None) or dispatch_output
     ids, id_format = getattr(shown, "topk_ids", None), IdFormat.PLAIN
     if ids is None:

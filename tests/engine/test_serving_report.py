@@ -34,6 +34,6 @@ def test_a_report_of_a_running_server_is_that_of_what_it_said(checkpoints: Check
     live, saved = (words((tmp_path / name).read_text()) for name in ("live.html", "saved.html"))
     for said in (live, saved):
         assert "16 of 32" in said
-        assert f"{curve['activations']} uses of experts in 39 decode steps" in said
+        assert f"{curve['activations']} activations in 39 decode steps" in said
         assert "frequency, warmup" in said
     assert f"source {server.url}" in live
