@@ -21,26 +21,26 @@ TIMEOUT_SECONDS = 30
 
 
 class SourceError(ValueError):
-    """There is nothing to report from; the message names the source and says why."""
+    """The source cannot be used; the message names it and the reason."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="URL of a running server, a file with its /server_info, or with the JSON of replay --json",
+        help="URL of a running server, or a file with its /server_info or with the output of replay --json",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="REPORT.html", help="HTML file to write; needs no network")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the report. Returns 0, or 2 where there is nothing to report from or nowhere to write to."""
+    """Write the report. Returns 0, or 2 if the source or the output file cannot be used."""
     if reason := atomic_file.refusal(args.out, REPORT_FILE):
         print(f"cannot report: --out {args.out}: {reason}", file=sys.stderr)
         return 2
     if importlib.util.find_spec("matplotlib") is None:
         print(
-            "cannot report: its charts need matplotlib: pip install matplotlib, or this package with its extra [report]",
+            "cannot report: charts need matplotlib: pip install matplotlib, or this package with its extra [report]",
             file=sys.stderr,
         )
         return 2
@@ -90,7 +90,7 @@ def _fetched(source: str) -> bytes:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
             return _bounded(response.read(MAX_BYTES + 1), source)
     except urllib.error.HTTPError as error:
-        hint = ": save what it answers with its API key to a file, and give that" if error.code == 401 else ""
+        hint = ": fetch it with the API key, save it to a file, and give that file" if error.code == 401 else ""
         raise SourceError(f"{source}: /server_info answers {error.code} {error.reason}{hint}") from error
     except urllib.error.URLError as error:
         raise SourceError(f"{source} does not answer: {error.reason}") from error
@@ -108,5 +108,5 @@ def _read(path: str) -> bytes:
 
 def _bounded(data: bytes, source: str) -> bytes:
     if len(data) > MAX_BYTES:
-        raise SourceError(f"{source}: more than {MAX_BYTES >> 20} MiB, which no statistics take")
+        raise SourceError(f"{source}: more than {MAX_BYTES >> 20} MiB, too large for statistics")
     return data

@@ -62,10 +62,10 @@ def find_nvcc() -> Path:
 
 def nvcc_release(nvcc: Path) -> str:
     """Such as "13.0"."""
-    answer = _run([str(nvcc), "--version"])
-    found = re.search(r"release (\d+\.\d+)", answer.stdout)
-    if answer.returncode != 0 or not found:
-        raise BuildFailure(f"{nvcc} --version does not name a release:\n{_tail(answer.stdout)}")
+    result = _run([str(nvcc), "--version"])
+    found = re.search(r"release (\d+\.\d+)", result.stdout)
+    if result.returncode != 0 or not found:
+        raise BuildFailure(f"{nvcc} --version does not name a release:\n{_tail(result.stdout)}")
     return found[1]
 
 
@@ -142,9 +142,9 @@ def _build_locked(directory: Path, source: str, command: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="build-", dir=directory, ignore_cleanup_errors=True) as work:
         (Path(work) / "uvm_ops.cu").write_text(source)
         (Path(work) / "build.ninja").write_text(_ninja_file(command))
-        answer = _run([sys.executable, "-m", "ninja", "-C", work, "-v"])
-        if answer.returncode != 0:
-            raise BuildFailure(f"nvcc could not compile the CUDA library:\n{_tail(answer.stdout)}")
+        result = _run([sys.executable, "-m", "ninja", "-C", work, "-v"])
+        if result.returncode != 0:
+            raise BuildFailure(f"nvcc could not compile the CUDA library:\n{_tail(result.stdout)}")
         os.replace(Path(work) / LIBRARY, directory / LIBRARY)
 
 

@@ -43,7 +43,7 @@ class _Methods:
                 attach(self, parsed_flags(self))
         super(OffloadServerArgs, self).resolve_once()  # type: ignore[arg-type]
         if not hooks.watching() and config_of(self) is not None:
-            enforce.end("sglang-uvm-offload: this plugin is not loaded, or not in place, in a process that is to offload")
+            enforce.end("sglang-uvm-offload: this plugin is not loaded, or not in place, in a process that must offload")
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,5 @@
-"""Forecasting an expert's activations from the other experts in use: experts of one topic are activated together, and those of
-one token after those of another.
+"""Forecasting an expert's activations from the other experts in use: experts of one topic are activated together, and the
+experts of one token predict those of the next.
 
 Pure: arrays in, arrays out. Experts are numbered over all layers, ``0..size``.
 """

@@ -87,12 +87,12 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line], marks: Seque
     """Lines over a grid with their legend; each of ``marks`` is a vertical line at an x with its name."""
     figure, axes = _figure(title, 260, [line.label for line in lines])
     _rule(axes, x, y)
-    looks: list[dict[str, Any]] = [
+    styles: list[dict[str, Any]] = [
         {"color": colour, "linestyle": "--" if line.dashed else "-"} for line, colour in zip(lines, cycle(COLOURS))
     ]
-    for line, look in zip(lines, looks, strict=True):
+    for line, line_style in zip(lines, styles, strict=True):
         ys = np.array([math.nan if value is None else value for _, value in line.points], dtype=float)
-        axes.plot([at for at, _ in line.points], ys, marker="o", markersize=3, markevery=_lone(ys), clip_on=False, **look)
+        axes.plot([at for at, _ in line.points], ys, marker="o", markersize=3, markevery=_lone(ys), clip_on=False, **line_style)
     for at, name in marks:
         axes.axvline(at, color="#888888", linestyle=":", linewidth=1)
         left_half = at < (x.low + x.high) / 2
@@ -104,7 +104,7 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line], marks: Seque
             textcoords="offset points",
             ha="left" if left_half else "right",
         )
-    _legend(figure, [Line2D([], [], **look) for look in looks], [line.label for line in lines])
+    _legend(figure, [Line2D([], [], **line_style) for line_style in styles], [line.label for line in lines])
     return figure
 
 

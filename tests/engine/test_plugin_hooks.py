@@ -141,7 +141,7 @@ def test_a_process_that_loads_no_plugins_ends_if_it_is_to_offload(residents, plu
     ended = sglang.run(TAKE_THEM_WITHOUT_PLUGINS.format(given=repr(str(given[residents])), plugin=repr(plugin)))
     if residents:
         assert ended.code == 1
-        assert "not loaded, or not in place, in a process that is to offload" in ended.err
+        assert "not loaded, or not in place, in a process that must offload" in ended.err
         assert "SERVES" not in ended.out
     else:
         assert "SERVES" in ended.out, ended.err[-3000:]
