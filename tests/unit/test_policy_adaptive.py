@@ -64,9 +64,9 @@ class TestSelect:
         assert resident.tolist() == [[True, False]]
 
     def test_refuses_what_does_not_fit_together(self):
-        with pytest.raises(ValueError, match="fit together"):
+        with pytest.raises(ValueError, match="do not match"):
             ranking.select(np.zeros((2, 4)), np.zeros(3, int), none((2, 4)), none((2, 4)))
-        with pytest.raises(ValueError, match="fit together"):
+        with pytest.raises(ValueError, match="do not match"):
             ranking.select(np.zeros((2, 4)), np.zeros(2, int), none((2, 3)), none((2, 4)))
         with pytest.raises(ValueError, match="not a number"):
             ranking.select(np.array([[np.nan, 1.0]]), np.array([1]), none((1, 2)), none((1, 2)))
@@ -458,7 +458,7 @@ class TestAdaptiveRefuses:
         [
             ({"capacity": -1}, "at least 0"),
             ({"expert_bytes": [0, 10, 10]}, "more"),
-            ({"expert_bytes": [10]}, "fit together"),
+            ({"expert_bytes": [10]}, "do not match"),
             ({"floor": -1}, "at least 0"),
             ({"move_cost": 0.0}, "more"),
         ],
