@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from sglang_uvm_offload.policy.adaptive import AdaptivePolicy, Plan
+from sglang_uvm_offload.policy.adaptive import AdaptivePolicy, Moves
 from sglang_uvm_offload.policy.forecast import TUNING
 
 
@@ -31,6 +31,6 @@ class DecayedCounts(AdaptivePolicy):
     def observe(self, activations: np.ndarray, steps: float, prefill_routed: np.ndarray | None = None) -> None:
         self._counts = self._counts * np.exp(-steps / self._decay_steps) + activations
 
-    def plan(self, resident: np.ndarray, max_bytes: float = np.inf) -> Plan:
+    def decide(self, resident: np.ndarray, max_bytes: float = np.inf) -> Moves:
         chosen = self._choose(self._counts, resident)
-        return Plan(chosen & ~resident, resident & ~chosen)
+        return Moves(chosen & ~resident, resident & ~chosen)

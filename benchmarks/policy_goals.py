@@ -30,9 +30,9 @@ from decayed_counts import DecayedCounts
 
 from sglang_uvm_offload.policy.adaptive import AdaptivePolicy
 from sglang_uvm_offload.policy.forecast import TUNING, Tuning
-from sglang_uvm_offload.replay import baselines as references
+from sglang_uvm_offload.replay import baselines
 from sglang_uvm_offload.replay.baselines import Variant
-from sglang_uvm_offload.replay.simulator import EXPERT_BYTES, LATE_LOOKS, SHIPPED, Replay, Workload, serve
+from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, EXPERT_BYTES, SHIPPED, Replay, Workload, serve
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
 from sglang_uvm_offload.routing.trace import Trace, TraceError
 
@@ -60,12 +60,12 @@ def adaptive(shape: tuple[int, int], capacity: np.ndarray, move_cost: float = 1.
 
 
 def layers_of(shape: tuple[int, int], capacity: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """What ``Adaptation`` tells a policy of the layers."""
+    """The arguments that ``Adaptation`` gives a policy."""
     return capacity, np.full(shape[0], EXPERT_BYTES), np.ones(shape, dtype=bool), max(1, int(capacity.min()) // 4)
 
 
 def policies(workload: Workload, residency: float, with_tunings: bool) -> dict[str, AdaptivePolicy]:
-    """Beside the shipped policy: without what experts used together tell, decayed counts, and the tunings."""
+    """Beside the shipped policy: the same without coactivation, decayed counts, and the tunings."""
     shape, capacity = workload.shape, workload.capacity(residency)
     out = {ALONE: adaptive(shape, capacity, tuning=replace(TUNING, directions=0))}
     for name, (steps, threshold) in decays().items():
@@ -77,12 +77,12 @@ def policies(workload: Workload, residency: float, with_tunings: bool) -> dict[s
     return out
 
 
-def looks(workload: Workload, residency: float) -> dict[str, Variant]:
-    """The shipped policy, looking at other times."""
+def intervals(workload: Workload, residency: float) -> dict[str, Variant]:
+    """The shipped policy, polling at other intervals."""
     shape, capacity = workload.shape, workload.capacity(residency)
     start = residents_at_first(shape, capacity)
     out = {AT_ONCE: Variant(adaptive(shape, capacity), start, interval=1)}
-    return out | {f"every-{n}": Variant(adaptive(shape, capacity), start, n, LATE_LOOKS * n) for n in INTERVALS}
+    return out | {f"every-{n}": Variant(adaptive(shape, capacity), start, n, DECISION_DELAY_POLLS * n) for n in INTERVALS}
 
 
 def residents_at_first(shape: tuple[int, int], capacity: np.ndarray) -> np.ndarray:
@@ -104,14 +104,14 @@ def tunings() -> dict[str, Tuning]:
 def run_case(trace: Trace, batch: int, residency: float, with_tunings: bool = False) -> dict[str, Replay]:
     workload = Workload.of(trace, batch)
     start = residents_at_first(workload.shape, workload.capacity(residency))
-    late = LATE_LOOKS * INTERVAL_STEPS
-    served = {name: workload.policy(name, residency) for name in (*references.NAMES, SHIPPED)}
+    late = DECISION_DELAY_POLLS * INTERVAL_STEPS
+    served = {name: workload.policy(name, residency) for name in (*baselines.NAMES, SHIPPED)}
     served |= {
         name: Variant(policy, start, INTERVAL_STEPS, late)
         for name, policy in policies(workload, residency, with_tunings).items()
     }
     if with_tunings:
-        served |= looks(workload, residency)
+        served |= intervals(workload, residency)
     return {name: serve(name, policy, workload, residency) for name, policy in served.items()}
 
 
@@ -128,7 +128,7 @@ def run_cases(traces: dict[str, Trace], jobs: int, with_tunings: bool) -> Table:
     with ProcessPoolExecutor(jobs) as pool:
         for (name, batch, residency), row in zip(cases, (pool.map if jobs > 1 else map)(run_case, *arguments), strict=True):
             table[name, batch, residency] = row
-            shown = "  ".join(f"{row[p].policy} {row[p].hit_rate:.3f}" for p in (*references.NAMES, SHIPPED))
+            shown = "  ".join(f"{row[p].policy} {row[p].hit_rate:.3f}" for p in (*baselines.NAMES, SHIPPED))
             print(f"{name} batch {batch} {residency:.0%}: {shown}  ({time.perf_counter() - started:.0f} s)", flush=True)
     return table
 
@@ -156,7 +156,7 @@ def switch(traces: dict[str, Trace]) -> list[dict[str, object]]:
 
 
 def decision_times() -> list[dict[str, float]]:
-    """CPU seconds of one ``observe`` and ``plan`` on random skewed routing, median and 99th percentile, on one core."""
+    """CPU seconds of one ``observe`` and ``decide`` on random skewed routing, median and 99th percentile, on one core."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -180,9 +180,9 @@ def times_of_decisions(sizes: Sequence[tuple[int, int]], decisions: int) -> list
             activated = rng.random(chance.shape) < chance
             started = time.process_time()
             policy.observe(activated, 1)
-            plan = policy.plan(resident)
+            moves = policy.decide(resident)
             seconds.append(time.process_time() - started)
-            resident = (resident | plan.promote) & ~plan.demote
+            resident = (resident | moves.promote) & ~moves.demote
         median, p99 = float(np.median(seconds)), float(np.quantile(seconds, 0.99))
         rows.append({"layers": layers, "experts": experts, "median": median, "p99": p99})
     return rows
@@ -293,10 +293,10 @@ def markdown(table: Table, goals: list[dict[str, object]], switches: list[dict[s
         grid(["goal", "cases that meet it", "worst case"],
              [[str(g["goal"]).replace("  ", "... "), g["met"], g["worst"]] for g in goals]),
         f"`{SHIPPED}` is `--expert-offload-adapt continuous`: the real manager with `INTERVAL_STEPS` {INTERVAL_STEPS}. It\n"
-        f"follows the counts {LATE_LOOKS} look late: what is decided beside a step, on all steps before it, is taken up\n"
-        "before the next one. Each cell: hit rate in %, then bytes over the link (read and moved) in % of the bytes of all\n"
-        "activations. LRU, LFU, LFRU and Belady move a miss and are served by the same transfer; the others read it, and pay\n"
-        "for moves on top.\n",
+        f"follows the counts {DECISION_DELAY_POLLS} poll late: a decision made beside a step, on all steps before it, takes\n"
+        "effect before the next one. Each cell: hit rate in %, then bytes over the link (read and moved) in % of the bytes of\n"
+        "all activations. LRU, LFU, LFRU and Belady move a miss and are served by the same transfer; the others read it, and\n"
+        "pay for moves on top.\n",
         hit_rate_table(table),
         "## What the forecast adds to decayed counts\n",
         decayed_text(table),
@@ -316,7 +316,7 @@ def decayed_text(table: Table) -> str:
         f"those of `{SHIPPED}`. Its constants are the ones of {len(decays())} (time constant {DECAY_STEPS[0]} to\n"
         f"{DECAY_STEPS[-1]} steps, threshold {thresholds}) that take the least link time on the *other* traces. On the right\n"
         "are the ones that are best for the row itself, which cannot be known beforehand. Each figure compares\n"
-        f"`{SHIPPED}` with it, mean over the residencies: points of coverage gained, moves and bytes over the link relative\n"
+        f"`{SHIPPED}` with it, mean over the residencies: points of hit rate gained, moves and bytes over the link relative\n"
         f"to its own. Step time here is bytes over the link.\n\nCases: {cases}.\n\n"
     ) + decayed_table(table)
 
@@ -326,7 +326,7 @@ def tunings_markdown(table: Table) -> str:
     free = [closed(row, FREE_MOVES) for row in ahead]
     parts = [
         "# What the residency policy's constants are worth\n",
-        "When it looks, and how late it follows, in steps. Mean over all cases; least; most:\n",
+        "How often it polls, and how late it follows, in steps. Mean over all cases; least; most:\n",
         interval_table(table),
         f"If moves cost nothing, the same forecasts close {min(free, default=1):.2f} of the gap from static-oracle to Belady\n"
         f"at least, and {np.mean(free or [1]):.2f} on average.\n",
@@ -338,7 +338,7 @@ def tunings_markdown(table: Table) -> str:
 def decisions_markdown(times: Sequence[dict[str, float]]) -> str:
     return "\n".join([
         "# What a decision of the residency policy takes\n",
-        "CPU milliseconds of one decision (observe and plan), one core:\n",
+        "CPU milliseconds of one decision (observe and decide), one core:\n",
         grid(["layers", "experts", "median", "p99"],
              [[t["layers"], t["experts"], f"{1e3 * t['median']:.2f}", f"{1e3 * t['p99']:.2f}"] for t in times]),
     ])  # fmt: skip
@@ -350,7 +350,7 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def hit_rate_table(table: Table) -> str:
-    names, rows = [*references.NAMES, SHIPPED], []
+    names, rows = [*baselines.NAMES, SHIPPED], []
     for (trace, batch, residency), row in table.items():
         first = row["first_n"]
         activated = first.read_bytes_per_step / (1 - first.hit_rate)
@@ -372,8 +372,8 @@ def decayed_table(table: Table) -> str:
 
 
 def interval_table(table: Table) -> str:
-    late_by = {AT_ONCE: (1, 0), SHIPPED: (INTERVAL_STEPS, LATE_LOOKS * INTERVAL_STEPS)}
-    late_by |= {f"every-{n}": (n, LATE_LOOKS * n) for n in INTERVALS}
+    late_by = {AT_ONCE: (1, 0), SHIPPED: (INTERVAL_STEPS, DECISION_DELAY_POLLS * INTERVAL_STEPS)}
+    late_by |= {f"every-{n}": (n, DECISION_DELAY_POLLS * n) for n in INTERVALS}
     rows = []
     for name, (steps, late) in late_by.items():
         pairs = [(row[name], row["lru"]) for row in table.values()]
@@ -384,7 +384,7 @@ def interval_table(table: Table) -> str:
             f"{100 * min(a.hit_rate - b.hit_rate for a, b in pairs):+.2f} points",
             f"{max(ratio(a.moves_per_step, b.moves_per_step) for a, b in pairs):.3f}",
         ])  # fmt: skip
-    return grid(["looks every", "late by", "link time / LRU's", "hit rate - LRU's", "moves / LRU's"], rows)
+    return grid(["polls every", "late by", "link time / LRU's", "hit rate - LRU's", "moves / LRU's"], rows)
 
 
 def tuning_tables(table: Table) -> list[str]:

@@ -1,13 +1,12 @@
 // CUDA unified memory and the routing counters of sglang-uvm-offload, behind a plain C ABI.
 //
-// Python loads this with ctypes: no torch header is included, so that a cold build takes seconds, and every call
-// releases the GIL. All arguments are validated in Python; here every CUDA return code is checked. A function that can
-// fail returns its cudaError_t and fills a uvm_failure with the call, the span, and the driver's words; the runtime's
-// "last error" is cleared then, because whoever asks for it next (torch, after its next launch) would take it for its
-// own.
+// Python loads this with ctypes, so every call releases the GIL, and without torch headers a cold build takes seconds.
+// Python validates all arguments; this file checks every CUDA return code. A function that can fail returns its
+// cudaError_t and fills a uvm_failure with the call, the span, and the driver's description. It then clears the
+// runtime's "last error", because its next reader (torch, after its next launch) would take that for its own.
 //
-// The launches go through cudaLaunchKernel rather than <<<>>>: it returns its own error, and a host compiler accepts
-// it, so that the tests run these very kernels on a CPU.
+// Launches use cudaLaunchKernel rather than <<<>>>: it returns its own error, and a host compiler accepts it, so the
+// tests run these same kernels on a CPU.
 
 #include <cuda_runtime.h>
 
@@ -26,13 +25,13 @@ struct uvm_span {
 
 struct uvm_failure {
     int error;         // the cudaError_t
-    int span;          // index of the span that failed, -1 where the call is not about one
+    int span;          // index of the span that failed, -1 if the call has none
     char call[40];     // the CUDA function
     char reason[216];  // the error's name and the driver's description
 };
 }
 
-// ---- values Python reads rather than retypes ------------------------------------------------------------------------
+// ---- values that Python reads from here -----------------------------------------------------------------------------
 
 namespace {
 enum place { place_device, place_host, place_unset };
@@ -63,8 +62,8 @@ cudaError_t fail(uvm_failure* failure, const char* call, int span, cudaError_t e
     return error;
 }
 
-// Prefetch and advice have no graph node type: called while a graph is captured they break the capture, or worse, act
-// once at capture and never at replay.
+// Prefetch and advice have no graph node type. During capture they would break it, or worse, act once at capture and
+// never at replay.
 cudaError_t refuse_capture(uvm_failure* failure, cudaStream_t caller) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     cudaError_t error = cudaStreamIsCapturing(caller, &status);
@@ -135,7 +134,7 @@ cudaError_t prefetch(const void* start, size_t nbytes, int place, int device, cu
 #endif
 }
 
-// One non-blocking stream a device, for the life of the process: a prefetch on the caller's stream would hold up its
+// One non-blocking stream per device, for the life of the process: a prefetch on the caller's stream would delay its
 // kernels, and one on the legacy stream would wait for all of them.
 cudaError_t prefetch_stream(uvm_failure* failure, int device, cudaStream_t* stream) {
     static std::mutex mutex;
@@ -155,8 +154,8 @@ cudaError_t prefetch_stream(uvm_failure* failure, int device, cudaStream_t* stre
     return cudaSuccess;
 }
 
-// The place that the whole of [start, start + nbytes) shares, or place_unset. The driver answers with a device ordinal,
-// cudaCpuDeviceId, or cudaInvalidDeviceId where pages differ or nothing was asked for.
+// The place of the whole of [start, start + nbytes), or place_unset. The driver returns a device ordinal,
+// cudaCpuDeviceId, or cudaInvalidDeviceId if pages differ or nothing was requested.
 int query(uvm_failure* failure, int device, const void* start, size_t nbytes, cudaMemRangeAttribute attribute,
           int* place) {
     int answer = cudaInvalidDeviceId;
@@ -169,10 +168,10 @@ int query(uvm_failure* failure, int device, const void* start, size_t nbytes, cu
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
-// Reserves nbytes from a multiple of `align` on, with AccessedBy for the device over all of them: pages are then mapped
-// for the GPU wherever they live, and moving an expert later takes one advice and one prefetch a span. `base` is what
-// uvm_free wants. Where the driver's address is not aligned, the range is taken again with room to align it: address
-// space that is never touched costs no memory.
+// Reserves nbytes at a multiple of `align`, with AccessedBy for the device over all of them: pages are then mapped for
+// the GPU wherever they live, and moving an expert later takes one advice and one prefetch per span. `base` is the
+// argument for uvm_free. If the driver's address is not aligned, the range is allocated again with room to align it:
+// address space that is never touched costs no memory.
 UVM_API int uvm_allocate(int device, size_t nbytes, size_t align, cudaStream_t caller, void** base, void** address,
                          uvm_failure* failure) {
     on_device guard(device, failure);
@@ -200,8 +199,8 @@ UVM_API int uvm_allocate(int device, size_t nbytes, size_t align, cudaStream_t c
     return cudaSuccess;
 }
 
-// Runs whenever the last tensor dies, which may be while some stream captures a graph: the relaxed mode keeps the
-// capture of the calling thread valid.
+// Runs when the last tensor dies, maybe while a stream captures a graph: the relaxed mode keeps the calling thread's
+// capture valid.
 UVM_API int uvm_free(int device, void* base, uvm_failure* failure) {
     on_device guard(device, failure);
     if (guard.error != cudaSuccess) return guard.error;
@@ -217,8 +216,8 @@ UVM_API int uvm_free(int device, void* base, uvm_failure* failure) {
     return error;
 }
 
-// Makes `place` the preferred location of the spans, then prefetches them to it. Where the advice of a span fails, the
-// spans before it still move. Advice comes first (read in the open kernel modules, never run):
+// Makes `place` the preferred location of the spans, then prefetches them to it. If the advice of a span fails, the
+// spans before it still move. Advice comes first, for reasons read in the open kernel modules, never run:
 // Pages that arrive in host RAM while they prefer the GPU are not mapped for it, and its reads would bring them back.
 // Advice to prefer the GPU drops the mapping of pages in host RAM at once, so that kernels in flight fault until the
 // prefetch has come by; advice after the prefetch spares them that only if it waits until the pages have arrived.
@@ -256,7 +255,7 @@ UVM_API int uvm_last_prefetch(int device, const void* start, size_t nbytes, int*
     return query(failure, device, start, nbytes, cudaMemRangeAttributeLastPrefetchLocation, place);
 }
 
-// Waits for every prefetch so far; an error that one of them met after its call returned comes out here.
+// Waits for every prefetch so far, and returns an error that one of them met after its call returned.
 UVM_API int uvm_synchronize(int device, cudaStream_t caller, uvm_failure* failure) {
     on_device guard(device, failure);
     if (guard.error != cudaSuccess) return guard.error;
@@ -285,7 +284,7 @@ UVM_API int uvm_versions(int* runtime, int* driver, uvm_failure* failure) {
 
 // ---- routing counters -----------------------------------------------------------------------------------------------
 // control[0]: valid rows of this step (0: a dummy or capture run, nothing counts). control[1]: phase, 0 prefill, 1
-// decode. counts: [2 phases][2 kinds: routed tokens, touches][num_experts]. Several streams may add to the same counts.
+// decode. counts: [2 phases][2 kinds: routed tokens, activations][num_experts]. Several streams may add to one array.
 
 namespace {
 __device__ long long read_id(const void* ids, int kind, long long at) {
@@ -301,8 +300,8 @@ __device__ void add(unsigned long long* counts, int num_experts, long long phase
 }
 }  // namespace
 
-// One block: the bins of a layer fit in its shared memory, and the touch of an expert is known once all rows are
-// binned.
+// One block: the bins of a layer fit in its shared memory, and whether an expert is activated is known once all rows
+// are binned.
 extern "C" __global__ void uvm_count_routing_kernel(const void* ids, int kind, int rows, int k, long long row_stride,
                                                     int first_expert, int num_experts, const long long* control,
                                                     unsigned long long* counts) {
@@ -364,7 +363,7 @@ UVM_API int uvm_count_routing(const void* ids, int kind, long long rows, int k, 
                   stream);
 }
 
-// The same from a histogram of tokens an expert (its first `length` experts; the others got none), for runners that
+// The same from a histogram of tokens per expert (its first `length` experts; the others got none), for runners that
 // show no ids.
 UVM_API int uvm_count_histogram(const int* histogram, int length, int num_experts, const long long* control,
                                 unsigned long long* counts, cudaStream_t stream, uvm_failure* failure) {
@@ -376,8 +375,8 @@ UVM_API int uvm_count_histogram(const int* histogram, int length, int num_expert
                   arguments, stream);
 }
 
-// Says, in stream order, how many rows of the steps after this are real and which phase they are. Refused during
-// capture: a graph would set the captured values again at each replay.
+// Sets, in stream order, the valid rows and the phase of the following steps. Refused during capture: a graph would set
+// the captured values again at each replay.
 UVM_API int uvm_set_control(long long* control, long long valid, long long phase, cudaStream_t stream,
                             uvm_failure* failure) {
     if (valid < 0 || phase < 0 || phase > 1) return fail(failure, "uvm_set_control", -1, cudaErrorInvalidValue);

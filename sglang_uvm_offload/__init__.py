@@ -9,24 +9,24 @@ Packages, by rank; a package imports from lower ranks only, and no file of it im
     5  report
     6  cli
 
-Each package says in one sentence what it is for. Two paths matter most, file by file.
+Each package's docstring begins with its purpose in one sentence. Two paths matter most, file by file.
 
 Loading, for each MoE layer of the model:
 
-    plugin/fused_moe        FusedMoE.__init__: the layer's quantisation method is hooked
-    experts/takeover        allocations of ``[num_experts, ...]`` tensors are answered from managed memory
+    plugin/fused_moe        FusedMoE.__init__: hooks the layer's quantisation method
+    experts/takeover        allocates ``[num_experts, ...]`` tensors from managed memory
     experts/layer           which experts are resident
     experts/tensor          their pages (memory/layout)
     cuda/memory, cpu/memory allocate, place: advise, prefetch (memory/protocol)
 
 Serving, for each forward step:
 
-    plugin/runtime          ModelRunner.forward: the step's rows, tokens and phase
-    residency/manager       between steps: are residents to change?
+    plugin/runtime          ModelRunner.forward: the step's valid rows, tokens and phase
+    residency/manager       between steps: changes residents
     plugin/fused_moe        apply: count, then compute
-    cuda/counters, cpu/counters  one kernel a layer, captured in the graph (routing/counts)
-    residency/observer      counts arrive, steps late, without waiting
-    residency/background    policy/adaptive decides on a thread
+    cuda/counters, cpu/counters  one kernel per layer, captured in the graph (routing/counts)
+    residency/observer      polls the counts, which arrive some steps late, without waiting
+    residency/background    runs policy/adaptive on a thread
     experts/layer           demote, then promote
 """
 

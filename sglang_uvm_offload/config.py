@@ -1,7 +1,7 @@
-"""What is served: the flags, checked once in the launcher and resolved into final types.
+"""The config of a launch: the flags, checked once in the launcher and resolved into final types.
 
-The launcher parses them (``parse``), the launch checks fill in what depends on the model and the machine, and the result
-travels to every rank as it is. Nothing reads a flag, or a file that a flag names, a second time.
+The launcher parses the flags (``parse``), the launch checks fill in what depends on the model and the machine, and every rank
+gets the result. Nothing reads a flag, or a file that a flag names, a second time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OffloadConfig:
     """Resident routed experts of each MoE layer, over all ranks that share the layer."""
     resident_selection: Selection
     resident_ids: ResidentIds | None
-    """The experts to keep, with ``manual`` selection only."""
+    """The resident experts, with ``manual`` selection only."""
     warmup_tokens: int
     adapt: Adapt
     profiles: tuple[Path, ...]
@@ -40,9 +40,9 @@ class OffloadConfig:
     headroom_gb: float
     """VRAM to leave free, GiB."""
     backend: str
-    """``uvm`` or ``emulated`` once the launch checks have seen the device, ``auto`` before."""
+    """``uvm`` or ``emulated`` after the launch checks, maybe ``auto`` before."""
     launch_id: str = ""
-    """Names this start of the server, alike in all its processes."""
+    """Identifies this launch; the same in all its processes."""
 
     @property
     def auto(self) -> bool:
@@ -51,12 +51,12 @@ class OffloadConfig:
 
     @property
     def residents_change(self) -> bool:
-        """Whether residents are ever chosen anew."""
+        """Whether residents may change while serving."""
         return self.adapt == "continuous" or (self.adapt == "warmup" and self.resident_selection == "frequency")
 
 
 def parse(values: Mapping[str, Any]) -> OffloadConfig | None:
-    """The config that ``values`` (by field of ``OffloadFlags``) ask for, None where offloading is off.
+    """The config for ``values`` (by field of ``OffloadFlags``), None if offloading is off.
 
     Raises ``FlagError`` naming every flag whose value is not well-formed. A number may come as a string or a number (YAML,
     ``sglang.Engine``). Reads the file of ``resident_ids``.
@@ -124,7 +124,7 @@ def _number_problems(flags: OffloadFlags) -> list[str]:
 def _adapt_problems(flags: OffloadFlags) -> list[str]:
     out = []
     if flags.prefetch in PREFETCHES and flags.prefetch != "none":
-        out.append(f"{flag_name('prefetch')} {flags.prefetch}: not built yet; only none is served")
+        out.append(f"{flag_name('prefetch')} {flags.prefetch}: not built yet; must be none")
     if flags.resident_selection == "frequency" and flags.adapt == "off" and flags.profile is None:
         out.append(
             f"{flag_name('adapt')} off: {flag_name('resident_selection')} frequency needs warmup or continuous, or a "

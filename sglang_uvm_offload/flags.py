@@ -1,7 +1,7 @@
-"""The ``--expert-offload-*`` flags: the name, type, default and help of each, and the error that lists what is wrong with them.
+"""The ``--expert-offload-*`` flags: the name, type, default and help of each, and the error that lists their problems.
 
-``plugin`` makes SGLang's own arguments of the fields of ``OffloadFlags``, and the README's table is generated from them
-(``flag_table``). ``config.parse`` checks their values.
+``plugin`` adds the fields of ``OffloadFlags`` to SGLang's arguments, and ``flag_table`` generates the README's table from them.
+``config.parse`` checks their values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHOWN_DEFAULTS = {"num_resident": "off"}
 
 
 class FlagError(ValueError):
-    """Flags that cannot be served. The message lists every problem, in the words of the flags."""
+    """Flags that cannot be served. The message lists every problem and names the flags."""
 
     def __init__(self, problems: list[str]):
         super().__init__("expert offloading cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems))
@@ -45,75 +45,75 @@ class OffloadFlags:
         str,
         "Turn expert offloading on and keep this many routed experts of each MoE layer in VRAM (over all ranks that share "
         "the layer; draft layers stay whole). The rest is read from host memory over PCIe. auto: as many as fit beside the KV "
-        "cache that --max-running-requests and --context-length (or --max-total-tokens) ask for.",
+        "cache for --max-running-requests and --context-length (or --max-total-tokens).",
     )
     resident_selection: str = flag(
         "frequency",
         str,
-        "Which experts are resident. first_n: the first N of each layer, for good. frequency: starts as first_n, then the most "
-        "used ones, counted until --expert-offload-warmup-tokens tokens have passed. manual: --expert-offload-resident-ids.",
+        "Which experts are resident. first_n: the first N of each layer. frequency: starts as first_n; after "
+        "--expert-offload-warmup-tokens tokens, the most used experts so far. manual: --expert-offload-resident-ids.",
         SELECTIONS,
     )
     resident_ids: str | None = flag(
         None,
         str,
         "Experts to keep resident with --expert-offload-resident-selection manual: '0-63,70' for every layer, or @FILE, a JSON "
-        "list that holds one list of expert ids for each MoE layer in order.",
+        "list with one list of expert ids for each MoE layer in order.",
     )
     warmup_tokens: int = flag(
         4096,
         int,
-        "Tokens (prefill and decode) to count before the resident set is chosen again (frequency only).",
+        "Tokens (prefill and decode) to count before residents are chosen again (frequency only).",
     )
     adapt: str = flag(
         "warmup",
         str,
         "When residents change. off: never. warmup: once, after the warm-up (frequency only; first_n and manual stay), N in "
-        "each layer. continuous: whenever reads saved pay for the move, from the warm-up on (frequency) or from the start; "
-        "layers that save more reads get more, N a layer on average.",
+        "each layer. continuous: whenever the PCIe reads saved should outweigh the move, from the warm-up on (frequency) or "
+        "from the start; layers that save more reads get more residents, N a layer on average.",
         ADAPTS,
     )
     profile: str | None = flag(
         None,
         str,
-        "Choose the residents at load from the routing in this profile, or in several, separated by commas (frequency only). "
-        "Its hit rate over the first --expert-offload-warmup-tokens live tokens is logged; where these tokens show it to be "
-        "wrong, residents are chosen again, unless --expert-offload-adapt is off. A file that cannot be read or is of another "
-        "model ends the launch.",
+        "Choose the initial residents from the routing in this profile, or in several, separated by commas (frequency only). "
+        "Their hit rate over the first --expert-offload-warmup-tokens live tokens is logged. If it is over 5 points below the "
+        "best possible one, residents are chosen again, unless --expert-offload-adapt is off. A file that cannot be read or is "
+        "of another model ends the launch.",
     )
     save_profile: str | None = flag(
         None,
         str,
-        "Save the routing that was counted, and what --expert-offload-profile brought, to this file: every few minutes, when "
-        "requests pause, and when the server is told to end.",
+        "Save the counted routing, added to that of --expert-offload-profile, to this file: every five minutes, when requests "
+        "pause, and on SIGTERM.",
     )
     trace: str | None = flag(
         None,
         str,
-        "Record which experts each decoded token used to this file, for sglang-uvm-offload replay; bounded in size.",
+        "Record which experts each decoded token used, to this file, for sglang-uvm-offload replay. Bounded in size.",
     )
     prefetch: str = flag(
         "none",
         str,
-        "Bring experts to VRAM ahead of their use. Only none is built so far; other values are refused.",
+        "Move experts to VRAM ahead of their use. Only none is built so far; other values are refused.",
         PREFETCHES,
     )
     headroom_gb: float = flag(
         1.0,
         float,
         "VRAM in GiB to leave free beside weights and KV cache, so that the driver never has to evict a resident expert. "
-        "Taken off what --mem-fraction-static grants.",
+        "Subtracted from what --mem-fraction-static grants.",
     )
     backend: str = flag(
         "auto",
         str,
-        "uvm: CUDA unified memory. emulated: the same in ordinary memory (--device cpu). auto: uvm on CUDA, emulated on a CPU.",
+        "uvm: CUDA unified memory. emulated: ordinary memory (--device cpu). auto: uvm on CUDA, emulated on a CPU.",
         BACKENDS,
     )
 
 
 def flag_table() -> str:
-    """The flags as the Markdown table that README.md shows."""
+    """The flags as the Markdown table in README.md."""
     rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
     for f in dataclasses.fields(OffloadFlags):
         choices = f.metadata["choices"]

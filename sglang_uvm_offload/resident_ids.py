@@ -1,4 +1,4 @@
-"""The experts that a person wants resident: ``--expert-offload-resident-ids``."""
+"""The experts that a user names as resident: ``--expert-offload-resident-ids``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_IDS_FILE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class ResidentIds:
-    """The experts that a person wants resident: the same in every layer, or one list a layer."""
+    """The experts to keep resident: the same in every layer, or one list per layer."""
 
     per_layer: tuple[frozenset[int], ...] | None
     every_layer: frozenset[int] | None
@@ -50,7 +50,7 @@ class ResidentIds:
         return self.per_layer[index]
 
     def problems(self, num_layers: int, num_experts: int, num_resident: int) -> list[str]:
-        """Why these ids do not fit a model with so many MoE layers of so many routed experts, N of them resident."""
+        """Why these ids do not fit a model with ``num_layers`` MoE layers of ``num_experts`` routed experts and this N."""
         name = flag_name("resident_ids")
         if self.per_layer is not None and len(self.per_layer) != num_layers:
             return [f"{name}: lists {len(self.per_layer)} layers, but the model has {num_layers} MoE layers"]

@@ -1,4 +1,4 @@
-"""Whether this machine, its driver, this SGLang and a model can be served with offloaded experts; without starting a server."""
+"""The ``doctor`` command: checks this machine, its driver, this SGLang and a model without starting a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLUGIN = "uvm_offload"
 
 @dataclass
 class Diagnosis:
-    """Lines for a person, in order, each with whether it is good; ``problems`` are those that are not."""
+    """Lines of output in order, each good or bad; ``problems`` are the bad ones."""
 
     lines: list[tuple[bool, str]] = field(default_factory=list)
 
@@ -42,21 +42,21 @@ class Diagnosis:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``doctor``."""
-    parser.add_argument("--model-path", help="a model to check as well")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda where PyTorch sees a GPU")
+    parser.add_argument("--model-path", help="a model to check too")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if PyTorch sees a GPU")
     parser.add_argument("--num-resident", default="1", help="the --expert-offload-num-resident to check (default 1)")
     parser.add_argument("--trust-remote-code", action="store_true", help="as for SGLang")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the diagnosis. Returns 0 where nothing stands in the way of serving, 1 where something does."""
+    """Print the diagnosis. Returns 0 if everything is ready to serve, else 1."""
     device = args.device
     if device == "auto":
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu":
-            print("PyTorch sees no GPU here; checking --device cpu. `doctor --device cuda` says why there is none.")
+            print("PyTorch sees no GPU here; checking --device cpu. `doctor --device cuda` shows why.")
     diagnosis = examine(args.model_path, device, args.num_resident, args.trust_remote_code)
     print(diagnosis)
     if diagnosis.problems:
@@ -67,15 +67,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(model_path: str | None, device: str, num_resident: str, trust_remote_code: bool) -> Diagnosis:
-    """Check everything that can be checked for ``device`` ("cuda" or "cpu") and, where given, the model."""
+    """Check everything for ``device`` ("cuda" or "cpu") and, if given, the model."""
     found = Diagnosis()
     _packages(found)
     _plugin(found)
     if device == "cuda":
         _gpu(found)
     else:
-        found.good("device cpu: unified memory is emulated in host memory; for trying out, not for speed")
-    found.good(f"host RAM that this process may take: {size(host_available())}")
+        found.good("device cpu: unified memory is emulated in host memory; for trial, not for speed")
+    found.good(f"host RAM available to this process: {size(host_available())}")
     from sglang_uvm_offload.plugin import doctor as sglang_doctor
 
     if problems := sglang_doctor.hook_problems():
@@ -98,8 +98,8 @@ def examine(model_path: str | None, device: str, num_resident: str, trust_remote
 
 
 def _damage(model: Path) -> list[str]:
-    """What is wrong with a local checkpoint's weights, which a launch finds only as it loads them. SGLang reads some files
-    that are not safetensors, of which nothing is known here."""
+    """Problems of a local checkpoint's weights, which a launch would find only while loading them. Files other than safetensors
+    are not checked."""
     try:
         if model.is_file():
             return [f"{model} is a file: give the checkpoint's folder"]

@@ -1,4 +1,4 @@
-"""``sglang-uvm-offload plan``: will a model fit a machine, with how many residents, and how fast."""
+"""The ``plan`` command: whether a model fits a machine, with how many residents, and how fast."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``plan``."""
     parser.add_argument("model", help="a checkpoint's folder, or a JSON file: config.json, or an object with it under 'config'")
-    machine = parser.add_argument_group("machine", "this one, where nothing names another")
-    machine.add_argument(
-        "--machine", metavar="NAME", help=f"such as {', '.join(PRESET_HOST_GIB)}: figures may be adjusted below"
-    )
+    machine = parser.add_argument_group("machine", "default: this machine")
+    machine.add_argument("--machine", metavar="NAME", help=f"such as {', '.join(PRESET_HOST_GIB)}; the flags below adjust it")
     machine.add_argument("--gpus", type=_count, help="number of GPUs")
     machine.add_argument("--vram-gb", type=_amount, help="memory of one GPU in GiB, as nvidia-smi shows it")
     machine.add_argument("--host-gb", type=_amount, help="host RAM in GiB that the server may take")
-    machine.add_argument("--link-gbps", type=_amount, help="GB/s that copies from host memory reach on each GPU's link")
-    machine.add_argument("--hbm-gbps", type=_amount, help="GB/s of a GPU's own memory")
+    machine.add_argument("--link-gbps", type=_amount, help="GB/s of copies from host memory over each GPU's link")
+    machine.add_argument("--hbm-gbps", type=_amount, help="GB/s of a GPU's memory")
     machine.add_argument("--tflops", type=_amount, help="dense bfloat16 TFLOPS of a GPU")
     ranks = parser.add_argument_group("ranks, as SGLang's flags of the same names")
     ranks.add_argument("--tp-size", type=_count, help="default: all GPUs, divided by --pp-size and replicas")
@@ -35,38 +33,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument("--pp-size", type=_count, default=1)
     ranks.add_argument("--dp-size", type=_count, default=1)
     ranks.add_argument("--enable-dp-attention", action="store_true")
-    work = parser.add_argument_group("what is served")
-    work.add_argument(
-        "--context-length", type=_count, help="tokens of a request; default: what the model allows, at most 32768"
-    )
-    work.add_argument("--requests", type=_count, default=1, help="at once, each as long as the context (default 1)")
-    work.add_argument("--max-total-tokens", type=_count, help="tokens of KV cache a rank, in place of requests x context")
-    work.add_argument("--prompt-tokens", type=_count, default=4096, help="of one prompt, for prefill figures (default 4096)")
+    work = parser.add_argument_group("workload")
+    work.add_argument("--context-length", type=_count, help="tokens of a request; default: the model's limit, at most 32768")
+    work.add_argument("--requests", type=_count, default=1, help="concurrent requests, each as long as the context (default 1)")
+    work.add_argument("--max-total-tokens", type=_count, help="KV cache tokens per rank, in place of requests x context")
+    work.add_argument("--prompt-tokens", type=_count, default=4096, help="tokens of a prompt, for prefill (default 4096)")
     work.add_argument("--kv-cache-dtype", choices=tuple(DTYPE_BYTES), default="bfloat16")
-    work.add_argument("--speculative", action="store_true", help="load the model's drafting layers (NEXTN)")
-    work.add_argument("--speculative-num-draft-tokens", type=_count, default=4, help="that a step verifies (default 4)")
-    kept = parser.add_argument_group("what stays free")
-    kept.add_argument("--mem-fraction-static", type=_positive_share, help="default: as SGLang chooses it")
+    work.add_argument("--speculative", action="store_true", help="load the model's draft layers (NEXTN)")
+    work.add_argument(
+        "--speculative-num-draft-tokens", type=_count, default=4, help="draft tokens that a step verifies (default 4)"
+    )
+    kept = parser.add_argument_group("reserved memory")
+    kept.add_argument("--mem-fraction-static", type=_positive_share, help="default: SGLang's choice")
     kept.add_argument(
         "--headroom-gb", type=_headroom, default=Reserve.headroom_gb, help="--expert-offload-headroom-gb (default 1.0)"
     )
-    kept.add_argument("--chunked-prefill-size", type=_count, help="default: as SGLang chooses it")
+    kept.add_argument("--chunked-prefill-size", type=_count, help="default: SGLang's choice")
     kept.add_argument("--disable-cuda-graph", action="store_true")
     assumed = parser.add_argument_group("assumptions")
+    assumed.add_argument("--hit-rate", type=_share, help="measured share of routing that residents serve (0 to 1)")
     assumed.add_argument(
-        "--hit-rate", type=_share, help="share of routing that residents serve, where it was measured (0 to 1)"
+        "--read-efficiency", type=_positive_share, help="rate of zero-copy reads by kernels, as a share of --link-gbps"
     )
-    assumed.add_argument(
-        "--read-efficiency", type=_positive_share, help="zero-copy reads by kernels, as a share of --link-gbps"
-    )
-    assumed.add_argument("--hot-half-share", type=_hot_half, help="share of routing that the hotter half of the experts gets")
-    assumed.add_argument("--accepted-tokens", type=_amount, help="tokens that a step with drafts yields for a request")
+    assumed.add_argument("--hot-half-share", type=_hot_half, help="share of routing to the hotter half of the experts")
+    assumed.add_argument("--accepted-tokens", type=_amount, help="tokens per request from a step with draft tokens")
     assumed.add_argument("--rows-per-read", type=_count, help="rows that share one read of an expert in prefill")
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan. Returns 0 where it fits, 1 where it does not, 2 where the question makes no sense."""
+    """Print the plan. Returns 0 if the model fits, 1 if it does not, 2 for invalid arguments."""
     try:
         model = load(Path(args.model))
         machine = _machine(args)
@@ -93,9 +89,9 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in names}
     usual = dataclasses.replace(Assumptions(), accepted_tokens=min(Assumptions.accepted_tokens, workload.draft_tokens))
     assumed = dataclasses.replace(usual, **{name: value for name, value in given.items() if value is not None})
-    answer = planner.plan(model, machine, workload, parallel, reserve, assumed, args.hit_rate)
-    print(json.dumps(dataclasses.asdict(answer), indent=1) if args.json else planner.render(answer))
-    return 0 if answer.fits else 1
+    result = planner.plan(model, machine, workload, parallel, reserve, assumed, args.hit_rate)
+    print(json.dumps(dataclasses.asdict(result), indent=1) if args.json else planner.render(result))
+    return 0 if result.fits else 1
 
 
 def _machine(args: argparse.Namespace) -> Machine:
@@ -141,7 +137,7 @@ def _positive_share(text: str) -> float:
 def _hot_half(text: str) -> float:
     value = _share(text)
     if value < 0.5:
-        raise argparse.ArgumentTypeError(f"{text!r}: the hotter half of the experts gets at least half of the routing")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be at least 0.5, because the hotter half gets at least half")
     return value
 
 

@@ -1,4 +1,4 @@
-"""The ``profile`` command: what saved profiles hold, and merging several into one."""
+"""The ``profile`` command: shows saved profiles and merges them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ RESIDENCIES = (0.25, 0.5, 0.75)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "profiles", nargs="+", type=Path, metavar="PROFILE.npz", help="what --expert-offload-save-profile saved"
+        "profiles", nargs="+", type=Path, metavar="PROFILE.npz", help="files from --expert-offload-save-profile"
     )
-    parser.add_argument("--out", type=Path, metavar="MERGED.npz", help="write them all as one profile")
-    parser.add_argument("--model", metavar="NAME", help="the model's name in --out, where its folder was renamed")
+    parser.add_argument("--out", type=Path, metavar="MERGED.npz", help="merge them into this profile")
+    parser.add_argument("--model", metavar="NAME", help="the model's name in --out, if its folder was renamed")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,6 +63,6 @@ def describe(profile: Profile) -> str:
     return (
         f"  {model.name} ({model.architecture}): {len(model.moe_layers)} MoE layers of {model.num_experts} experts\n"
         f"  {seen.steps[0]} prefill and {seen.steps[1]} decode steps, {routed.sum()} routings\n"
-        "  of which the best "
-        + ", ".join(f"{share:.0%} of each layer's experts cover {covered:.1%}" for share, covered in best)
+        "  highest hit rate: "
+        + ", ".join(f"{hit_rate:.1%} with {share:.0%} of each layer's experts" for share, hit_rate in best)
     )

@@ -1,4 +1,4 @@
-"""The ``replay`` command: a routing trace through the shipped policy and the references, as a table or JSON."""
+"""The ``replay`` command: a routing trace through the shipped policy and the baselines, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from sglang_uvm_offload.replay.simulator import Replay
 
 MAX_BATCH = 4096
-"""More than a server runs at once. A slot takes memory in every step of the replay, idle or not."""
+"""More requests than a server runs at once. Each slot takes memory in every step of the replay, idle or not."""
 SMALLEST, LARGEST = 1e-6, 1e6
-"""Of a bandwidth and of an expert, in their units: beyond any hardware, and all figures stay finite and of whole bytes."""
+"""Limits of --link-gbps and --expert-mib: beyond any hardware, and results stay finite and in whole bytes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", type=Path, metavar="TRACE.npz", help="ids[token, layer, k], seq_len, num_experts")
     parser.add_argument("--residency", type=float, required=True, help="share of each layer's experts in VRAM, 0 to 1")
-    parser.add_argument("--policy", action="append", choices=POLICIES, help="may be given more than once (default: all)")
-    parser.add_argument("--batch", type=int, default=1, help="requests that run at once (default 1)")
-    parser.add_argument("--warmup-fraction", type=float, default=0.5, help="share of the requests that warms up (default 0.5)")
+    parser.add_argument("--policy", action="append", choices=POLICIES, help="repeatable (default: all)")
+    parser.add_argument("--batch", type=int, default=1, help="concurrent requests (default 1)")
+    parser.add_argument("--warmup-fraction", type=float, default=0.5, help="share of requests for the warm-up (default 0.5)")
     parser.add_argument(
         "--link-gbps", type=float, default=LINK_GBPS, help="10^9 bytes a second over PCIe (default %(default)g, assumed)"
     )
-    parser.add_argument("--expert-mib", type=float, default=EXPERT_BYTES / 2**20, help="MiB of an expert (default %(default)g)")
+    parser.add_argument("--expert-mib", type=float, default=EXPERT_BYTES / 2**20, help="MiB per expert (default %(default)g)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def problems(args: argparse.Namespace) -> list[str]:
-    """What is wrong with the flags, in their words."""
+    """The problems of the flags."""
     amount = f"({SMALLEST:g} to {LARGEST:g})"
     checks = [
         ("--residency", args.residency, 0 <= args.residency <= 1, "must be 0..1"),

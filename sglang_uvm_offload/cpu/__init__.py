@@ -1,1 +1,1 @@
-"""The ``Memory`` and ``RoutingCounters`` protocols emulated, for machines without a GPU."""
+"""Emulations of the ``Memory`` and ``RoutingCounters`` protocols, for machines without a GPU."""

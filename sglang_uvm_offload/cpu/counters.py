@@ -12,7 +12,7 @@ from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, IdFormat, Pen
 
 @dataclass(frozen=True)
 class ReadyCounts:
-    """``PendingCounts`` that are there."""
+    """``PendingCounts`` that have arrived."""
 
     counts: RoutingCounts
 
@@ -24,21 +24,21 @@ class ReadyCounts:
 
 
 class CpuRoutingCounters:
-    """``RoutingCounters`` for a model that computes on the CPU. Small NumPy calls cost a tenth of what PyTorch's do."""
+    """``RoutingCounters`` for a model that computes on the CPU. Uses NumPy, whose small calls cost a tenth of PyTorch's."""
 
     def __init__(self, num_layers: int, num_experts: int):
         self.num_layers = num_layers
         self.num_experts = num_experts
         self._counts = np.zeros((num_layers, 2, 2, num_experts), dtype=np.int64)
         self._steps = [0, 0]
-        self._rows, self._phase = 0, Phase.PREFILL
+        self._valid_rows, self._phase = 0, Phase.PREFILL
 
-    def begin_step(self, rows: int, phase: Phase) -> None:
-        self._rows, self._phase = rows, phase
-        self._steps[phase] += rows > 0
+    def begin_step(self, valid_rows: int, phase: Phase) -> None:
+        self._valid_rows, self._phase = valid_rows, phase
+        self._steps[phase] += valid_rows > 0
 
     def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat) -> None:
-        local = ids.numpy()[: self._rows].ravel()
+        local = ids.numpy()[: self._valid_rows].ravel()
         if id_format is IdFormat.PACKED:
             local = local >> 16
         local = local - first_expert
@@ -47,7 +47,7 @@ class CpuRoutingCounters:
             self._add(layer, np.bincount(local, minlength=self.num_experts))
 
     def count_histogram(self, layer: int, histogram: torch.Tensor) -> None:
-        if self._rows:
+        if self._valid_rows:
             self._add(layer, np.pad(histogram.numpy(), (0, self.num_experts - histogram.numel())))
 
     def _add(self, layer: int, histogram: np.ndarray) -> None:

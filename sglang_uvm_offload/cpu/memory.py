@@ -1,7 +1,7 @@
 """Unified memory emulated in ordinary memory, for machines without a GPU.
 
-The bytes of a range stay where they are: a CPU computes from them whatever their location. What ``place`` asked for is kept
-page by page, and nothing is ever full or under way.
+The bytes of a range never move: a CPU computes from them whatever their location. The location that ``place`` requested is
+recorded for each page. Nothing is ever full or in flight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Mapping(mmap.mmap):
 
 @dataclass(eq=False)
 class _Live:
-    """A range that callers may name: where each page was last asked to be, and what its tensors hold."""
+    """A live range: the last requested location of each page, and the mapping that its tensors hold."""
 
     managed: ManagedRange
     placed: np.ndarray
@@ -83,7 +83,7 @@ class EmulatedMemory:
         return shared_location(placed[pages_of(span)])
 
     def synchronize(self) -> None:
-        """Nothing is ever under way here."""
+        """Nothing is ever in flight here."""
 
     def free(self, managed: ManagedRange) -> None:
         self._find(managed)
@@ -94,7 +94,7 @@ class EmulatedMemory:
         return live is not None and live.managed is managed
 
     def info(self) -> MemoryInfo:
-        """VRAM is host RAM here: as much of it is free, beside what was placed in it."""
+        """VRAM is host RAM here: the free VRAM is the free host RAM, and the total adds the pages placed in VRAM."""
         host = host_available()
         used = sum(int((live.placed == DEVICE).sum()) for live in list(self._live.values())) * PAGE_BYTES
         return MemoryInfo(host, host + used, host)
@@ -110,12 +110,12 @@ class EmulatedMemory:
 
 
 def pages_of(span: Span) -> slice:
-    """The pages that hold a byte of the span."""
+    """The pages that contain a byte of the span."""
     return slice(span.offset // PAGE_BYTES, -(-span.end // PAGE_BYTES))
 
 
 def shared_location(codes: np.ndarray) -> Location | None:
-    """The location that all pages share, None where they differ or it is unset."""
+    """The location that all pages share, None if they differ or it is unset."""
     return next((location for location, code in CODE.items() if (codes == code).all()), None)
 
 

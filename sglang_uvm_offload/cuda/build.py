@@ -1,9 +1,9 @@
 """Builds ``kernels/uvm_ops.cu`` with ninja at first use, once for all processes, and caches the library.
 
-The cache directory is named after everything the result depends on, so nothing in it is ever stale. A ``flock`` makes
-ranks that start together build once; the kernel drops it with its process, so a killed build blocks nobody (where
-``torch.utils.cpp_extension.load`` waits for ever on the file that a killed build left). The library appears under its
-name by a rename: whoever sees it sees all of it.
+The name of the cache directory is a hash of everything that the result depends on, so it is never stale. A ``flock`` lets only
+one of several starting ranks build. The kernel drops the lock with its process, so a killed build blocks nobody
+(``torch.utils.cpp_extension.load`` waits for ever on the lock file that a killed build left). The library appears under its
+name by a rename, so readers never see a part of it.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ import torch
 LIBRARY = "uvm_ops.so"
 DEFAULT_HOME = Path("/usr/local/cuda")
 PIP_HOMES = Path(torch.__file__).parents[1] / "nvidia"
-"""Where pip puts CUDA toolkits, one a major version; SGLang's own dependencies bring a compiler there."""
+"""Where pip installs CUDA toolkits, one per major version; SGLang's dependencies install a compiler there."""
 LAST_LINES = 15
-"""How much of the compiler's output a failure quotes."""
+"""How many lines of the compiler's output a failure quotes."""
 
 
 class BuildFailure(RuntimeError):
-    """The CUDA library could not be built. The message says what to install, or quotes the compiler."""
+    """The CUDA library could not be built. The message names what to install, or quotes the compiler."""
 
 
 def find_source() -> Path:
-    """``uvm_ops.cu``: of the installed package, else of the checkout."""
+    """``uvm_ops.cu`` of the installed package, else of the checkout."""
     package = Path(__file__).resolve().parents[1]
     places = [package / "kernels" / "uvm_ops.cu", package.parent / "kernels" / "uvm_ops.cu"]
     for place in places:
         if place.is_file():
             return place
-    raise BuildFailure("the source uvm_ops.cu is missing; looked at " + ", ".join(map(str, places)))
+    raise BuildFailure("the source uvm_ops.cu is missing; searched " + ", ".join(map(str, places)))
 
 
 def find_nvcc() -> Path:
-    """The compiler of ``CUDA_HOME`` or ``CUDA_PATH``, else the one in ``PATH``, that of ``DEFAULT_HOME``, or pip's."""
+    """The compiler in ``CUDA_HOME`` or ``CUDA_PATH``, else in ``PATH``, ``DEFAULT_HOME``, or pip's."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     candidates = [Path(home) / "bin" / "nvcc" for home in homes]
     if in_path := shutil.which("nvcc"):
@@ -56,16 +56,16 @@ def find_nvcc() -> Path:
             return nvcc
     raise BuildFailure(
         f"no nvcc: install the CUDA toolkit {torch.version.cuda or ''} (its nvcc and cudart packages), or set "
-        "CUDA_HOME to it; looked at " + ", ".join(map(str, candidates))
+        "CUDA_HOME to it; searched " + ", ".join(map(str, candidates))
     )
 
 
 def nvcc_release(nvcc: Path) -> str:
     """Such as "13.0"."""
-    answer = _run([str(nvcc), "--version"])
-    found = re.search(r"release (\d+\.\d+)", answer.stdout)
-    if answer.returncode != 0 or not found:
-        raise BuildFailure(f"{nvcc} --version does not name a release:\n{_tail(answer.stdout)}")
+    result = _run([str(nvcc), "--version"])
+    found = re.search(r"release (\d+\.\d+)", result.stdout)
+    if result.returncode != 0 or not found:
+        raise BuildFailure(f"{nvcc} --version does not name a release:\n{_tail(result.stdout)}")
     return found[1]
 
 
@@ -88,8 +88,8 @@ def code_flags(arch: str) -> list[str]:
 
 
 def runtime_flags(nvcc: Path, release: str) -> list[str]:
-    """``-cudart none`` and an explicit runtime: it has the name of the one that torch loaded, so that the loader takes
-    that one, and one process has one CUDA runtime. The directories matter to the link, and where torch has another."""
+    """``-cudart none`` and an explicit runtime with the name of the one that torch loaded. The loader then uses that one, so
+    the process has one CUDA runtime. The directories are used at link time, and if torch's runtime has another version."""
     cudart = loaded_cudart()
     homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     homes += [nvcc.resolve().parent.parent, DEFAULT_HOME]
@@ -136,15 +136,15 @@ def build(arch: str) -> Path:
 
 
 def _build_locked(directory: Path, source: str, command: list[str]) -> None:
-    # A killed builder's compiler may still be writing: each build has a directory of its own, the dead one's goes.
+    # A killed builder's compiler may still be writing, so each build has its own directory; stale ones are removed.
     for dead in directory.glob("build-*"):
         shutil.rmtree(dead, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=directory, ignore_cleanup_errors=True) as work:
         (Path(work) / "uvm_ops.cu").write_text(source)
         (Path(work) / "build.ninja").write_text(_ninja_file(command))
-        answer = _run([sys.executable, "-m", "ninja", "-C", work, "-v"])
-        if answer.returncode != 0:
-            raise BuildFailure(f"nvcc could not compile the CUDA library:\n{_tail(answer.stdout)}")
+        result = _run([sys.executable, "-m", "ninja", "-C", work, "-v"])
+        if result.returncode != 0:
+            raise BuildFailure(f"nvcc could not compile the CUDA library:\n{_tail(result.stdout)}")
         os.replace(Path(work) / LIBRARY, directory / LIBRARY)
 
 

@@ -11,8 +11,8 @@ from sglang_uvm_offload.routing.counts import IdFormat, PendingCounts, Phase, Ro
 
 
 class CudaRoutingCounters:
-    """The counts and the two control words lie on the GPU from the start, so a captured kernel finds them at each replay; a
-    step's rows and phase are written to them in stream order, outside the graph."""
+    """The counts and the two control words have fixed addresses on the GPU, so a captured kernel finds them at each replay. A
+    step's valid rows and phase are written to the control words in stream order, outside the graph."""
 
     def __init__(self, num_layers: int, num_experts: int):
         device = torch.cuda.current_device()
@@ -25,12 +25,12 @@ class CudaRoutingCounters:
         self._snapshot = torch.zeros_like(self._counts)
         self._copy_stream = torch.cuda.Stream(device)
         self._stream = torch.cuda.current_stream(device)
-        """Where the last step was launched; whoever asks for counts may work on another one."""
+        """The stream of the last step; the caller of ``read_async`` may use another one."""
 
-    def begin_step(self, rows: int, phase: Phase) -> None:
-        self._steps[phase] += rows > 0
+    def begin_step(self, valid_rows: int, phase: Phase) -> None:
+        self._steps[phase] += valid_rows > 0
         self._stream = torch.cuda.current_stream(self._counts.device)
-        self._ops.set_control(self._control, rows, int(phase))
+        self._ops.set_control(self._control, valid_rows, int(phase))
 
     def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat) -> None:
         packed = id_format is IdFormat.PACKED
@@ -43,8 +43,8 @@ class CudaRoutingCounters:
         return self.read_async().wait()
 
     def read_async(self) -> PendingCounts:
-        # A copy on the GPU, in stream order, leaves out what the next step adds. It comes to the host on a stream of its own:
-        # there it may have to wait for experts on their way to host RAM, and the next step must not.
+        # A copy on the GPU, in stream order, excludes what the next step adds. A second stream brings it to the host: that copy
+        # may wait for experts that move to host RAM, and the next step must not.
         self._stream.wait_stream(self._copy_stream)
         with torch.cuda.stream(self._stream):
             self._snapshot.copy_(self._counts)
@@ -54,11 +54,11 @@ class CudaRoutingCounters:
             there.copy_(self._snapshot, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self._copy_stream)
-        return _OnItsWay(there, (self._steps[0], self._steps[1]), copied)
+        return _InFlightCounts(there, (self._steps[0], self._steps[1]), copied)
 
 
 @dataclass(frozen=True)
-class _OnItsWay:
+class _InFlightCounts:
     there: torch.Tensor
     steps: tuple[int, int]
     copied: torch.cuda.Event

@@ -1,7 +1,7 @@
-"""What the CUDA driver says about a GPU: its architecture, free memory, and every reason why it cannot serve unified memory.
+"""Queries to the CUDA driver: a GPU's architecture, its free memory, and every reason why it cannot serve unified memory.
 
-Asks through cuda-python, without creating a context, so that a launcher may ask before it forks. The driver tells how much
-memory is free only inside a context: a process of its own has one (``python -m sglang_uvm_offload.cuda.device 0 1``).
+The queries use cuda-python and create no context, so a launcher may make them before it forks. Only the query for free memory
+needs a context, so it runs in a process of its own (``python -m sglang_uvm_offload.cuda.device 0 1``).
 """
 
 from __future__ import annotations
@@ -15,100 +15,100 @@ from typing import Any
 from cuda.bindings import driver
 
 _Attribute = driver.CUdevice_attribute
-_ASKING_SECONDS = 120
+_QUERY_TIMEOUT_SECONDS = 120
 
 
-class DriverRefusal(RuntimeError):
-    """A question to the CUDA driver failed. The message names the call and the driver's reason."""
+class DriverError(RuntimeError):
+    """A driver call failed. The message names the call and the driver's reason."""
 
 
 def device_arch(device: int) -> str:
     """Such as "sm_90"."""
     _start()
-    handle = _ask(driver.cuDeviceGet, device)
-    major = _ask(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)
-    minor = _ask(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle)
+    handle = _call(driver.cuDeviceGet, device)
+    major = _call(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)
+    minor = _call(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle)
     return f"sm_{major}{minor}"
 
 
 def device_problems(device: int) -> list[str]:
-    """Every reason why experts cannot live in unified memory of this process's GPU ``device``; empty where they can."""
-    import torch  # not at the top: a process that only asks for free memory need not wait for it
+    """Every reason why experts cannot live in unified memory of this process's GPU ``device``; empty if they can."""
+    import torch  # not at the top: a process that only queries free memory need not wait for it
 
     if torch.version.cuda is None:
         return [f"this PyTorch ({torch.__version__}) is built without CUDA"]
     try:
         _start()
-        count = _ask(driver.cuDeviceGetCount)
+        count = _call(driver.cuDeviceGetCount)
         if device >= count:
             return [f"there is no CUDA device {device}: the driver shows {count}"]
         return _driver_problems(torch.version.cuda) + _memory_problems(device) + _confidential_problems()
-    except DriverRefusal as refusal:
+    except DriverError as refusal:
         return [str(refusal)]
 
 
 def visible_gpus() -> list[tuple[str, int]]:
-    """The name and the bytes of memory of each GPU that this process sees, none where there is no driver."""
+    """The name and the bytes of memory of each GPU that this process sees; empty without a driver."""
     try:
         _start()
-        handles = [_ask(driver.cuDeviceGet, index) for index in range(_ask(driver.cuDeviceGetCount))]
-        names = [_ask(driver.cuDeviceGetName, 256, handle) for handle in handles]
+        handles = [_call(driver.cuDeviceGet, index) for index in range(_call(driver.cuDeviceGetCount))]
+        names = [_call(driver.cuDeviceGetName, 256, handle) for handle in handles]
         return [
-            (name.split(b"\0")[0].decode(), _ask(driver.cuDeviceTotalMem, handle))  # the buffer goes on after the name's end
+            (name.split(b"\0")[0].decode(), _call(driver.cuDeviceTotalMem, handle))  # the buffer is longer than the name
             for name, handle in zip(names, handles, strict=True)
         ]
-    except DriverRefusal:
+    except DriverError:
         return []
 
 
 def free_vram(devices: Sequence[int]) -> int:
-    """Bytes of VRAM that are free on the GPU of ``devices`` that has least, beside the bare context of the one who asks."""
+    """Bytes of VRAM that are free on the GPU of ``devices`` that has least, beside the context of the querying process."""
     command = [sys.executable, "-m", __name__, *map(str, devices)]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASKING_SECONDS)
+        queried = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired as late:
-        raise DriverRefusal(f"the CUDA driver did not say within {_ASKING_SECONDS} s how much VRAM is free") from late
-    if asked.returncode != 0:
-        raise DriverRefusal((asked.stderr.strip() or f"exit code {asked.returncode}").splitlines()[-1])
-    return min(json.loads(asked.stdout.splitlines()[-1]))
+        raise DriverError(f"the query for free VRAM did not return within {_QUERY_TIMEOUT_SECONDS} s") from late
+    if queried.returncode != 0:
+        raise DriverError((queried.stderr.strip() or f"exit code {queried.returncode}").splitlines()[-1])
+    return min(json.loads(queried.stdout.splitlines()[-1]))
 
 
 def _free_vram_here(device: int) -> int:
     """Makes a context on ``device``."""
-    handle = _ask(driver.cuDeviceGet, device)
-    _ask(driver.cuCtxSetCurrent, _ask(driver.cuDevicePrimaryCtxRetain, handle))
+    handle = _call(driver.cuDeviceGet, device)
+    _call(driver.cuCtxSetCurrent, _call(driver.cuDevicePrimaryCtxRetain, handle))
     error, free, _ = driver.cuMemGetInfo()
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise DriverRefusal(f"cuMemGetInfo failed: {_reason(error)}")
+        raise DriverError(f"cuMemGetInfo failed: {_reason(error)}")
     return free
 
 
 def _driver_problems(runtime: str) -> list[str]:
-    """A driver serves every CUDA runtime of its own major version and of those before it."""
-    version = _ask(driver.cuDriverGetVersion)
+    """A driver supports the CUDA runtimes of its own and of earlier major versions."""
+    version = _call(driver.cuDriverGetVersion)
     supported, needed = version // 1000, int(runtime.split(".")[0])
     if supported >= needed:
         return []
     return [
-        f"the NVIDIA driver is too old: it serves CUDA {supported}.{version % 1000 // 10}, and this PyTorch is built "
+        f"the NVIDIA driver is too old: it supports CUDA {supported}.{version % 1000 // 10}, and this PyTorch is built "
         f"for CUDA {runtime}"
     ]
 
 
 def _memory_problems(device: int) -> list[str]:
-    handle = _ask(driver.cuDeviceGet, device)
-    if not _ask(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY, handle):
+    handle = _call(driver.cuDeviceGet, device)
+    if not _call(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY, handle):
         return [f"CUDA device {device} has no managed memory"]
-    if not _ask(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS, handle):
+    if not _call(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS, handle):
         return [
-            f"CUDA device {device} cannot use managed memory while the CPU does (concurrentManagedAccess is 0): so it "
-            "is under WSL2, on Windows, and on some virtual GPUs"
+            f"CUDA device {device} cannot use managed memory while the CPU does (concurrentManagedAccess is 0), as under "
+            "WSL2, on Windows, and on some virtual GPUs"
         ]
     return []
 
 
 def _confidential_problems() -> list[str]:
-    """Under confidential computing the GPU may not read host memory in place. Known only where NVML says it."""
+    """Under confidential computing the GPU may not read host memory in place. Only NVML reports it."""
     try:
         from cuda.bindings import nvml
     except ImportError:  # cuda-python before 13.1
@@ -121,22 +121,22 @@ def _confidential_problems() -> list[str]:
             nvml.shutdown()
     except (RuntimeError, nvml.NvmlError):  # a driver without NVML or without the query has no confidential computing
         return []
-    return ["confidential computing is on: managed memory is not read or moved in place there"] if enabled else []
+    return ["confidential computing is on: the GPU cannot read managed memory in host RAM in place"] if enabled else []
 
 
 def _start() -> None:
     try:
         (error,) = driver.cuInit(0)
     except RuntimeError as missing:
-        raise DriverRefusal(f"there is no NVIDIA driver on this machine: {missing}") from missing
+        raise DriverError(f"there is no NVIDIA driver on this machine: {missing}") from missing
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise DriverRefusal(f"the CUDA driver does not start: cuInit: {_reason(error)}")
+        raise DriverError(f"the CUDA driver does not start: cuInit: {_reason(error)}")
 
 
-def _ask(function: Callable[..., tuple[Any, ...]], *arguments: object) -> Any:
+def _call(function: Callable[..., tuple[Any, ...]], *arguments: object) -> Any:
     error, *answer = function(*arguments)
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise DriverRefusal(f"{function.__name__} failed: {_reason(error)}")
+        raise DriverError(f"{function.__name__} failed: {_reason(error)}")
     return answer[0] if answer else None
 
 
@@ -148,12 +148,12 @@ def _reason(error: driver.CUresult) -> str:
 def _main() -> None:
     try:
         _start()
-        count = _ask(driver.cuDeviceGetCount)
+        count = _call(driver.cuDeviceGetCount)
         wanted = [int(word) for word in sys.argv[1:]]
         if missing := [device for device in wanted if device >= count]:
-            raise DriverRefusal(f"there is no CUDA device {missing[0]}: the driver shows {count}")
+            raise DriverError(f"there is no CUDA device {missing[0]}: the driver shows {count}")
         print(json.dumps([_free_vram_here(device) for device in wanted]))
-    except DriverRefusal as refusal:
+    except DriverError as refusal:
         sys.exit(str(refusal))
 
 

@@ -1,8 +1,8 @@
 """Unified memory of a GPU: the ``Memory`` protocol over ``cudaMallocManaged``, advice and prefetch.
 
-Every page of a range is mapped for the GPU wherever it lives (AccessedBy, set once at allocation), so moving experts is
-one advice and one prefetch a span. While a CUDA graph is captured all of it is refused: no graph node exists for advice
-or prefetch, and a page that moves between replays needs none.
+Every page of a range is mapped for the GPU wherever it lives (AccessedBy, set once at allocation), so a move is one advice and
+one prefetch per span. All of it is refused during CUDA graph capture: there are no graph nodes for advice or prefetch, and
+pages that move between replays need none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Man
 
 
 class _Owner:
-    """What torch holds while a tensor over the range lives: it reads the address here and keeps the object."""
+    """Keeps a range alive: torch reads the address here, and holds this object while a tensor over the range lives."""
 
     def __init__(self, managed: ManagedRange):
         self.__cuda_array_interface__ = {
@@ -35,15 +35,15 @@ class _Owner:
 
 @dataclass(eq=False)
 class _Live:
-    """A range that callers may name, and a weak reference to what its tensors hold."""
+    """A live range, and a weak reference to the owner that its tensors hold."""
 
     managed: ManagedRange
     owner: Callable[[], _Owner | None]
 
 
 class CudaMemory:
-    """``Memory`` of one GPU (``device`` as torch numbers it). Making one builds the CUDA library if need be, and
-    raises ``RuntimeError`` with every reason why this GPU cannot serve."""
+    """``Memory`` of one GPU (``device`` as torch numbers it). The constructor builds the CUDA library if needed, and raises
+    ``RuntimeError`` with every reason why this GPU cannot serve."""
 
     name = "uvm"
     device_type = "cuda"
@@ -56,7 +56,7 @@ class CudaMemory:
         self._process = os.getpid()
         self._live: dict[int, _Live] = {}
         self._bases: dict[int, int] = {}
-        """By address: what the driver wants back. A range freed under a tensor is still here, and not in ``_live``."""
+        """By address: the base pointer for the driver's free. A range freed under a live tensor is here, not in ``_live``."""
         self._in_flight = 0
 
     def allocate(self, nbytes: int, name: str) -> ManagedRange:
@@ -77,7 +77,7 @@ class CudaMemory:
         if owner is None:
             owner = _Owner(managed)
             live.owner = weakref.ref(owner)
-            # Not at exit: tensors in globals outlive the exit handlers, and the driver frees all with the process.
+            # Not at exit: tensors in globals outlive the exit handlers, and the driver frees everything with the process.
             weakref.finalize(owner, self._last_tensor_gone, managed).atexit = False
         return torch.as_tensor(owner, device=f"cuda:{self.device}")
 
@@ -90,7 +90,7 @@ class CudaMemory:
             whole = [_whole_pages(span) for span in spans]
             self._ops.place(self.device, managed.address, whole, location, self._caller())
         except CudaFailure as failure:
-            # Without a span it failed before the first of them.
+            # A failure without a span happened before the first of them.
             span = spans[failure.span or 0]
             raise ManagedMemoryError(f"{failure.call} to {location.value}", managed.name, span, failure.reason) from failure
         self._in_flight += sum(span.nbytes for span in spans)
@@ -110,7 +110,7 @@ class CudaMemory:
         self._in_flight = 0
 
     def free(self, managed: ManagedRange) -> None:
-        """Tensors over the range stay valid: the driver gets it back when the last is gone, now if there is none."""
+        """Tensors over the range stay valid: the driver frees it with the last of them, at once if there is none."""
         live = self._find(managed)
         del self._live[managed.address]
         if live.owner() is None:
@@ -149,7 +149,7 @@ class CudaMemory:
         self._give_back(managed)
 
     def _give_back(self, managed: ManagedRange) -> None:
-        # A forked child has the tensors but not the GPU: the range is its parent's.
+        # A forked child has the tensors but not the GPU: the range belongs to its parent.
         if os.getpid() != self._process:
             return
         base = self._bases.pop(managed.address)
@@ -160,5 +160,5 @@ class CudaMemory:
 
 
 def _whole_pages(span: Span) -> Span:
-    """A span that ends with its range takes the rest of its last page too, which is nobody else's."""
+    """Extends a span that ends with its range to the end of its last page, which nothing else uses."""
     return Span(span.offset, round_up(span.nbytes, PAGE_BYTES))

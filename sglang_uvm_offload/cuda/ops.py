@@ -1,6 +1,6 @@
-"""``kernels/uvm_ops.cu`` as Python calls it: one method a C function, and failures as exceptions.
+"""The Python binding of ``kernels/uvm_ops.cu``: one method per C function; failures raise exceptions.
 
-ctypes releases the GIL during each call. Enum values are asked of the library, never repeated here.
+ctypes releases the GIL during each call. Enum values come from the library and are not repeated here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang_uvm_offload.memory.protocol import Location, Span
 
 
 class CudaFailure(RuntimeError):
-    """A CUDA call returned an error. ``span`` is the index of the span it was about, or None."""
+    """A CUDA call returned an error. ``span`` is the index of the failing span, or None."""
 
     def __init__(self, call: str, reason: str, span: int | None):
         super().__init__(f"{call} failed: {reason}")
@@ -49,12 +49,12 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_count_histogram": [c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p],
     "uvm_set_control": [c_void_p, c_longlong, c_longlong, c_void_p],
 }
-"""The arguments of each function that can fail, without the ``uvm_failure*`` that they all end with."""
+"""The arguments of each function that can fail, without the final ``uvm_failure*``."""
 
 
 @functools.cache
 def load_ops(arch: str) -> CudaOps:
-    """The library for ``arch``, built if need be, loaded once a process. Raises ``cuda.build.BuildFailure``."""
+    """The library for ``arch``, built if needed, loaded once per process. Raises ``cuda.build.BuildFailure``."""
     return CudaOps(build(arch))
 
 
@@ -63,8 +63,8 @@ def device_ops(device: int) -> CudaOps:
 
 
 class CudaOps:
-    """The loaded library. Addresses and stream handles are plain ints; ``caller`` is the stream the calling code works
-    on: every function that takes it refuses while it captures a graph."""
+    """The loaded library. Addresses and stream handles are plain ints. ``caller`` is the caller's stream: functions with this
+    argument refuse while it captures a graph."""
 
     def __init__(self, library: Path):
         self._lib = ctypes.CDLL(str(library))
@@ -80,7 +80,7 @@ class CudaOps:
         self.compiled_version: int = self._lib.uvm_compiled_version()
 
     def versions(self) -> tuple[int, int]:
-        """CUDA runtime in use and newest one that the driver serves, as 1000 * major + 10 * minor."""
+        """The CUDA runtime in use and the newest one that the driver supports, as 1000 * major + 10 * minor."""
         runtime, driver = c_int(), c_int()
         self._call("uvm_versions", runtime, driver)
         return runtime.value, driver.value
@@ -88,7 +88,7 @@ class CudaOps:
     # Memory.
 
     def allocate(self, device: int, nbytes: int, align: int, caller: int) -> tuple[int, int]:
-        """(base, address): what ``free`` wants, and where the aligned bytes begin."""
+        """(base, address): the argument for ``free``, and the start of the aligned bytes."""
         base, address = c_void_p(), c_void_p()
         self._call("uvm_allocate", device, nbytes, align, caller, base, address)
         assert base.value
@@ -126,14 +126,14 @@ class CudaOps:
     def count_routing(
         self, ids: torch.Tensor, packed: bool, first_expert: int, control: torch.Tensor, counts: torch.Tensor
     ) -> None:
-        """Add ``ids[rows, top_k]`` to one layer's ``counts[2, 2, num_experts]``. ``packed``: an id is the upper half of
-        its int32."""
+        """Add ``ids[rows, top_k]`` to one layer's ``counts[2, 2, num_experts]``. ``packed``: the upper half of each int32 is
+        the id."""
         if ids.dim() != 2 or ids.dtype not in self._ids or (packed and ids.dtype != torch.int32):
             raise ValueError(f"expert ids are {ids.dtype} {tuple(ids.shape)}, not int32 or int64 [rows, top_k]")
         if ids.numel() == 0:
             return
         if ids.size(1) > 1 and ids.stride(1) != 1:
-            raise ValueError(f"the expert ids of a row are {ids.stride(1)} elements apart, not side by side")
+            raise ValueError(f"the expert ids of a row are {ids.stride(1)} elements apart; they must be contiguous")
         num_experts = self._check_counters(control, counts, ids)
         kind = self._packed if packed else self._ids[ids.dtype]
         table = ids.data_ptr(), kind, *ids.shape, ids.stride(0)
@@ -141,7 +141,7 @@ class CudaOps:
         self._call("uvm_count_routing", *table, first_expert, num_experts, *pointers)
 
     def count_histogram(self, histogram: torch.Tensor, control: torch.Tensor, counts: torch.Tensor) -> None:
-        """Add the tokens an expert got (int32, the first experts of ``counts``) to one layer's counts."""
+        """Add tokens per expert (int32, for the first experts of ``counts``) to one layer's counts."""
         num_experts = self._check_counters(control, counts, histogram)
         if histogram.dtype != torch.int32 or not histogram.is_contiguous() or not 0 < histogram.numel() <= num_experts:
             raise ValueError(f"the histogram is {histogram.dtype} {tuple(histogram.shape)}, not int32 [{num_experts}]")
@@ -149,7 +149,7 @@ class CudaOps:
         self._call("uvm_count_histogram", histogram.data_ptr(), histogram.numel(), num_experts, *pointers)
 
     def set_control(self, control: torch.Tensor, valid_rows: int, phase: int) -> None:
-        """In stream order: the steps after this have ``valid_rows`` rows that count (0: none) and are of ``phase``."""
+        """In stream order: the following steps have ``valid_rows`` rows that count (0: none) and belong to ``phase``."""
         _check_control(control)
         self._call("uvm_set_control", control.data_ptr(), valid_rows, phase, _stream(control))
 

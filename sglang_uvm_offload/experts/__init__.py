@@ -1,1 +1,1 @@
-"""The tensors of a layer's experts in managed memory, each expert resident or offloaded."""
+"""A layer's expert tensors in managed memory, each expert resident or offloaded."""

@@ -12,32 +12,32 @@ from sglang_uvm_offload.memory.layout import ExpertLayout
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory, Span
 from sglang_uvm_offload.units import size
 
-MOST_SHRINKING = 8
-"""How much less a step after loading may leave: 16 bits may become 4, with scales. Scales alone, where weights of 4 bits went
-elsewhere, are a ninth."""
+MAX_SHRINK_FACTOR = 8
+"""How far post-load processing may shrink a layer's bytes: 16 bits may become 4, with scales. If 4-bit weights went elsewhere,
+the scales that remain are a ninth."""
 
 
 def check_host_ram(memory: Memory, call: str, name: str, needed: int) -> None:
-    """Raise ``ManagedMemoryError`` if ``call`` would take ``needed`` bytes of host RAM that are not there: the kernel would
-    kill some process for them."""
+    """Raise ``ManagedMemoryError`` if ``call`` needs ``needed`` bytes of host RAM that are not free: the kernel would kill some
+    process for them."""
     room = memory.info().host_available - HOST_MARGIN_BYTES if needed else 0
     if needed > room:
         raise ManagedMemoryError(
             call,
             name,
             Span(0, needed),
-            f"what is offloaded needs {size(needed)} of host RAM, and {size(max(room, 0))} is left "
+            f"offloaded experts need {size(needed)} of host RAM, and {size(max(room, 0))} is left "
             f"({size(HOST_MARGIN_BYTES)} is kept for other uses)",
         )
 
 
 class ExpertsLost(RuntimeError):
-    """A layer's weights went to where nobody finds them: they could be neither offloaded nor counted."""
+    """A layer's weights are no longer found in its modules, so they can be neither offloaded nor counted."""
 
 
 class ExpertLayer:
-    """``num_experts`` local experts, the last ``num_shared`` of them fused shared experts, which every token uses and which
-    are therefore always resident. Local expert 0 is the model's expert ``first_expert``."""
+    """``num_experts`` local experts. The last ``num_shared`` are fused shared experts, which every token uses, so they are
+    always resident. Local expert 0 is the model's expert ``first_expert``."""
 
     def __init__(
         self, memory: Memory, layer_id: int, num_experts: int, num_shared: int, first_expert: int, resident: np.ndarray
@@ -48,16 +48,16 @@ class ExpertLayer:
         self.first_expert = first_expert
         self.always_resident = np.arange(num_experts) >= num_experts - num_shared
         self.resident = resident | self.always_resident
-        """``bool[num_experts]``: the experts whose every byte in managed memory is in VRAM, or on its way there."""
+        """``bool[num_experts]``: the experts all of whose managed bytes are in VRAM, or moving there."""
         self._has_host_room = ~self.resident
         self.tensors: list[ExpertTensor] = []
         self.plain_bytes = 0
         """Bytes of expert tensors left in ordinary VRAM: too small to place, or with interleaved experts."""
         self._synced_bytes = 0
-        """Bytes of all expert tensors, when they last settled."""
+        """Bytes of all expert tensors at the last ``sync_tensors``."""
 
     def allocate(self, expert_bytes: int, device: torch.device, description: str) -> torch.Tensor | None:
-        """``takeover.Allocate`` for this layer: managed and placed, or None where an expert does not fill a page."""
+        """``takeover.Allocate`` for this layer: managed and placed, or None if an expert does not fill a page."""
         if device.type != self.memory.device_type or not ExpertLayout(self.num_experts, expert_bytes).placeable:
             return None
         name = f"{description} of MoE layer {self.layer_id}"
@@ -69,8 +69,8 @@ class ExpertLayer:
         return flat
 
     def sync_tensors(self, *holders: object) -> None:
-        """After a step that may have replaced tensors of the ``holders`` (the layer's module, and what computes for it): take
-        over what it made, forget what it dropped. Raises ``ExpertsLost`` where nearly all bytes are gone."""
+        """Call it after code that may have replaced tensors of the ``holders`` (the layer's module and its quantisation
+        method): takes over new tensors and drops freed ones. Raises ``ExpertsLost`` if nearly all bytes are gone."""
         move_into_managed(holders, self.num_experts, self._is_managed, self.allocate)
         managed: set[int] = set()
         plain: dict[int, int] = {}
@@ -84,16 +84,16 @@ class ExpertLayer:
         self.plain_bytes = sum(plain.values())
         before = self._synced_bytes
         self._synced_bytes = sum(tensor.layout.nbytes for tensor in self.tensors) + self.plain_bytes
-        if self._synced_bytes < before / MOST_SHRINKING:
+        if self._synced_bytes < before / MAX_SHRINK_FACTOR:
             lost, experts = size(before - self._synced_bytes), f"the experts of MoE layer {self.layer_id}"
-            raise ExpertsLost(f"{lost} of the {size(before)} of {experts} are not found any more after loading")
+            raise ExpertsLost(f"after loading, {lost} of the {size(before)} of {experts} are not found in the layer")
 
     def host_bytes_to_demote(self, after: np.ndarray) -> int:
-        """Host RAM that ``demote`` takes: an expert keeps its room there when it moves to VRAM again."""
+        """Host RAM that ``demote`` takes. An expert keeps its room there when it moves back to VRAM."""
         return int((self.resident & ~after & ~self._has_host_room).sum()) * self.expert_bytes
 
     def demote(self, after: np.ndarray) -> int:
-        """Bring to host RAM what ``after`` (``bool[num_experts]``) does not keep. Returns the bytes asked to move."""
+        """Move residents that are not in ``after`` (``bool[num_experts]``) to host RAM. Returns the bytes requested to move."""
         kept = self.resident & after
         self._has_host_room |= ~kept
         moved = sum(tensor.demote(self.resident, kept) for tensor in self.tensors)
@@ -101,14 +101,14 @@ class ExpertLayer:
         return moved
 
     def promote(self, after: np.ndarray) -> int:
-        """Bring to VRAM what ``after`` adds. Returns the bytes asked to move."""
+        """Move the experts that ``after`` adds to VRAM. Returns the bytes requested to move."""
         grown = self.resident | after
         moved = sum(tensor.promote(self.resident, grown) for tensor in self.tensors)
         self.resident = grown
         return moved
 
     def reread_residency(self) -> None:
-        """After a fault, take from the machine which experts are in VRAM. Half-moved ones count as offloaded."""
+        """After a fault, read back which experts are in VRAM. Half-moved ones count as offloaded."""
         if not self.tensors:
             return
         whole = np.ones(self.num_experts, dtype=bool)
@@ -118,7 +118,7 @@ class ExpertLayer:
 
     @property
     def routed_ids(self) -> range:
-        """The model's ids of the routed experts, in the order in which they come first here."""
+        """The model's ids of the local routed experts, in local order."""
         return range(self.first_expert, self.first_expert + int((~self.always_resident).sum()))
 
     @property
@@ -128,12 +128,12 @@ class ExpertLayer:
 
     @property
     def resident_bytes(self) -> int:
-        """VRAM that managed experts take, whole pages."""
+        """VRAM that managed experts take, in whole pages."""
         return sum(tensor.resident_bytes(self.resident) for tensor in self.tensors)
 
     @property
     def stranded_bytes(self) -> int:
-        """VRAM that offloaded experts are expected to keep, beside ``resident_bytes``, once residents have changed often."""
+        """VRAM that offloaded experts are expected to keep, on top of ``resident_bytes``, after many changes of residents."""
         return sum(tensor.layout.stranded_bytes(int(self.resident.sum())) for tensor in self.tensors)
 
     @property
@@ -145,5 +145,5 @@ class ExpertLayer:
         return any(address == mine.address for mine in self._live_tensors())
 
     def _live_tensors(self) -> list[ExpertTensor]:
-        """Without those that a step made for itself and dropped: what is made next may lie where they were."""
+        """Without tensors that were already freed: a new one may have their address."""
         return [tensor for tensor in self.tensors if self.memory.holds(tensor.managed)]

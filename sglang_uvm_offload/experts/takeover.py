@@ -1,7 +1,7 @@
-"""Taking over a layer's expert memory: what PyTorch would allocate lies in managed memory instead.
+"""Taking over a layer's expert memory: PyTorch's allocations come from managed memory instead.
 
-A tensor belongs to the experts if its first dimension is the layer's number of local experts. That holds in every
-quantisation, so nothing here knows a format, a model or a runner.
+A tensor belongs to the experts if its first dimension is the layer's number of local experts. That holds for every
+quantisation, so this module depends on no format, model or runner.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNINITIALISED = {
 class AllocationMode(TorchDispatchMode):
     """While active, allocations of contiguous tensors ``[num_experts, ...]`` come from ``allocate``.
 
-    What an operator allocates inside itself (a clone, a repack) is not seen; ``move_into_managed`` takes that over afterwards.
+    Allocations inside an operator (a clone, a repack) are not intercepted; ``move_into_managed`` moves those afterwards.
     """
 
     def __init__(self, num_experts: int, allocate: Allocate):
@@ -54,7 +54,7 @@ class AllocationMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if not size or size[0] != self.num_experts or kwargs.get("pin_memory"):
             return func(*args, **kwargs)
-        # A meta tensor tells the dtype, strides and device rules of this very call without taking memory.
+        # A meta tensor shows this call's dtype and strides without taking memory.
         template = func(*(_meta(a) for a in args), **{**kwargs, "device": "meta"})
         device = torch.device(kwargs.get("device") or (like.device if like is not None else "cpu"))
         if device.type == "meta" or template.layout is not torch.strided or not template.is_contiguous():
@@ -83,16 +83,16 @@ class AllocationMode(TorchDispatchMode):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeldTensor:
-    """An expert tensor, and where it is held."""
+    """An expert tensor, and a setter for the place that holds it."""
 
     tensor: torch.Tensor
     put: Callable[[torch.Tensor], None]
-    """Puts another tensor in its place; a parameter stays the object it is."""
+    """Puts another tensor in its place; a parameter stays the same object."""
 
 
 def expert_tensors(holders: Sequence[object], num_experts: int) -> Iterator[HeldTensor]:
-    """The tensors ``[num_experts, ...]`` that the holders have as their own parameters, buffers or attributes: a layer, and
-    what computes for it. Dataclasses that they hold are searched too: Triton's MXFP4 kernels keep their weights in such."""
+    """The tensors ``[num_experts, ...]`` among the parameters, buffers and attributes of the holders (a layer and its
+    quantisation method). Dataclasses that they hold are searched too: Triton's MXFP4 kernels keep weights in them."""
     seen: set[int] = set()
 
     def held(value: object, put: Callable[[torch.Tensor], None]) -> Iterator[HeldTensor]:
@@ -105,7 +105,7 @@ def expert_tensors(holders: Sequence[object], num_experts: int) -> Iterator[Held
         elif dataclasses.is_dataclass(value) and not isinstance(value, type) and id(value) not in seen:
             seen.add(id(value))
             for name in [field.name for field in dataclasses.fields(value)]:
-                # A frozen one too: it holds the same values as before, elsewhere.
+                # Frozen ones are changed too: the values stay the same, only their address changes.
                 yield from held(getattr(value, name, None), functools.partial(object.__setattr__, value, name))
 
     for holder in holders:
@@ -120,8 +120,8 @@ def move_into_managed(
 ) -> None:
     """Move each of the ``expert_tensors`` that is not managed yet into memory from ``allocate``, one storage at a time.
 
-    Shapes, strides, parameter objects and tensors that share a storage stay as they are. A tensor whose experts are not
-    separate runs of bytes (experts interleaved by a transposed first dimension) stays where it is.
+    Shapes, strides, parameter objects and shared storages are preserved. A tensor whose experts are not separate runs of bytes
+    (experts interleaved by a transposed first dimension) is left alone.
     """
     by_storage: dict[int, list[HeldTensor]] = {}
     for held in expert_tensors(holders, num_experts):

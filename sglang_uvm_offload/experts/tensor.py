@@ -12,7 +12,7 @@ from sglang_uvm_offload.memory.protocol import Location, ManagedRange, Memory, S
 class ExpertTensor:
     """``num_experts`` experts of ``expert_bytes`` bytes in one managed range whose address never changes.
 
-    It does not keep the range alive: the torch tensors over it do (``bytes``), and with the last of them it is freed.
+    The torch tensors over the range (``bytes``) keep it alive; it is freed with the last of them.
     """
 
     def __init__(self, memory: Memory, name: str, num_experts: int, expert_bytes: int):
@@ -29,24 +29,24 @@ class ExpertTensor:
         return self.memory.tensor(self.managed)
 
     def place(self, resident: np.ndarray) -> None:
-        """Populate every page where ``resident`` (``bool[num_experts]``) wants it. Call it before the first byte is written, so
-        that offloaded bytes never pass through VRAM and resident ones never hold host RAM."""
+        """Populate every page in its location by ``resident`` (``bool[num_experts]``). Call it before the first byte is
+        written, so that offloaded bytes never pass through VRAM and resident ones never take host RAM."""
         pages = self.layout.resident_pages(resident)
         self._bring(~pages, Location.HOST)
         self._bring(pages, Location.DEVICE)
 
     def demote(self, before: np.ndarray, after: np.ndarray) -> int:
-        """Bring to host RAM what only ``before`` keeps in VRAM. Returns the bytes asked to move."""
+        """Move pages that are resident in ``before`` but not in ``after`` to host RAM. Returns the bytes requested to move."""
         pages = self.layout.resident_pages
         return self._bring(pages(before) & ~pages(after), Location.HOST)
 
     def promote(self, before: np.ndarray, after: np.ndarray) -> int:
-        """Bring to VRAM what only ``after`` wants there. Returns the bytes asked to move."""
+        """Move pages that are resident in ``after`` but not in ``before`` to VRAM. Returns the bytes requested to move."""
         pages = self.layout.resident_pages
         return self._bring(pages(after) & ~pages(before), Location.DEVICE)
 
     def resident(self) -> np.ndarray:
-        """``bool[num_experts]``: the experts of which every page was last brought to VRAM, as the machine tells it."""
+        """``bool[num_experts]``: the experts whose pages were all last prefetched to VRAM, according to the driver."""
         whole = np.zeros(self.layout.num_experts, dtype=bool)
         for expert in range(self.layout.num_experts):
             only = np.zeros_like(whole)
@@ -56,7 +56,7 @@ class ExpertTensor:
         return whole
 
     def resident_bytes(self, resident: np.ndarray) -> int:
-        """VRAM that the experts in ``resident`` take here, whole pages."""
+        """VRAM that the experts in ``resident`` take here, in whole pages."""
         return sum(span.nbytes for span in self.layout.spans(self.layout.resident_pages(resident)))
 
     def _bring(self, pages: np.ndarray, location: Location) -> int:

@@ -1,1 +1,1 @@
-"""Reading files of unknown origin, and writing files without losing what is there."""
+"""Reading files of unknown origin, and writing files without destroying existing ones."""

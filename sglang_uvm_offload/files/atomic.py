@@ -1,4 +1,4 @@
-"""Writing a file that a user named: it replaces a file of the same kind or nothing, and is replaced whole or not at all."""
+"""Writing a file that a user named: atomically, and only over a file of the same kind."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import IO
 class Kind:
     """A kind of file that this program writes. ``name`` is for messages: "routing profile".
 
-    ``recognises`` answers whether the regular file at a path is of this kind. It reads little, unpickles nothing and may raise
-    ``OSError``. It answers no for a file that is too damaged to show its kind (a truncated npz does not), even if this program
-    wrote it: writes are atomic, so such a file has been through other hands, and a person decides about it.
+    ``recognises`` returns whether the regular file at a path is of this kind. It reads little, unpickles nothing and may raise
+    ``OSError``. A file too damaged to show its kind (such as a truncated npz) is not recognised, even if this program wrote
+    it: writes are atomic, so something else changed the file, and the user must decide about it.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Kind:
 
 
 class WriteRefused(OSError):
-    """The path holds what may not be replaced, or cannot be written to; ``strerror`` says why."""
+    """The path holds a file that must not be replaced, or cannot be written; ``strerror`` has the reason."""
 
     def __init__(self, path: Path, reason: str):
         super().__init__(errno.EPERM, reason, str(path))
@@ -36,25 +36,25 @@ class WriteRefused(OSError):
 
 
 Protected = Mapping[Path, str]
-"""Files that must not be written, and folders in which nothing must be, each with what it is: "the model's folder"."""
+"""Files and folders that must not be written to, each with a description: "the model's folder"."""
 NOTHING: Protected = {}
 
 
 def refusal(path: Path, kind: Kind, protected: Protected = NOTHING) -> str | None:
-    """Why no file of ``kind`` can be written to ``path``, None where it can, as far as can be told without writing.
+    """Why a file of ``kind`` cannot be written to ``path``, None if it can, as far as this shows without writing.
 
-    Symbolic links are followed. An empty file, as ``mktemp`` makes, holds nothing to lose and may be replaced.
+    Symbolic links are followed. An empty file, as from ``mktemp``, may be replaced.
     """
     return _refusal(_followed(path), kind, protected)
 
 
 def replace(path: Path, write: Callable[[IO[bytes]], object], kind: Kind, protected: Protected = NOTHING) -> None:
-    """Put what ``write`` writes at ``path``, with the mode of a new file. Whoever reads ``path`` finds the old contents or the
-    new, never a part.
+    """Replace the contents of ``path`` by what ``write`` writes, with the mode of a new file. Readers of ``path`` find the old
+    contents or the new, never a part.
 
-    Raises ``WriteRefused`` where ``refusal`` has a reason, checked before ``write`` and again just before the move, and
-    ``OSError`` if writing fails; the old file then stays. A symbolic link stays, and the file that it names is replaced. Other
-    hard links of a replaced file keep its old contents.
+    Raises ``WriteRefused`` if ``refusal`` gives a reason, checked before ``write`` and again just before the rename, and
+    ``OSError`` if writing fails; the old file then stays. A symbolic link stays, and its target is replaced. Other hard links
+    of a replaced file keep its old contents.
     """
     target = _followed(path)
     _check(path, target, kind, protected)
@@ -66,14 +66,14 @@ def replace(path: Path, write: Callable[[IO[bytes]], object], kind: Kind, protec
             os.fsync(file.fileno())
             _check(path, target, kind, protected)
             os.replace(temporary, target)
-        except BaseException:  # an interrupt too must not leave the half file; it goes on from here
+        except BaseException:  # an interrupt must not leave a partial file either; it propagates
             os.unlink(temporary)
             raise
 
 
 def _followed(path: Path) -> Path:
-    """The file that is meant: absolute, without links, ``.`` and ``..``. A link stays that leads in a circle, or, as
-    ``/dev/stdout`` may, to what has no path."""
+    """The target of ``path``: absolute, without links, ``.`` and ``..``. A link that leads in a circle, or to something without
+    a path (as ``/dev/stdout`` may), is kept."""
     target = os.path.realpath(path)
     return Path(os.path.abspath(path) if os.path.exists(path) and not os.path.exists(target) else target)
 
@@ -103,19 +103,19 @@ def _refusal(target: Path, kind: Kind, protected: Protected) -> str | None:
 
 
 def _irreplaceable(target: Path, kind: Kind) -> str | None:
-    """Why what is at ``target`` must stay. Raises ``FileNotFoundError`` where nothing is there."""
+    """Why the file at ``target`` must not be replaced. Raises ``FileNotFoundError`` if there is none."""
     there = os.lstat(target)
     if stat.S_ISDIR(there.st_mode):
         return "is a folder; must be the path of a file"
     if not stat.S_ISREG(there.st_mode):
         return "is not a regular file; choose another path"
     if there.st_size and not kind.recognises(target):
-        return f"exists and is no {kind.name} of sglang-uvm-offload, so it is not replaced; choose another path or move it away"
+        return f"exists and is no {kind.name} of sglang-uvm-offload; choose another path or move it away"
     return None
 
 
 def _same(target: Path, other: Path) -> bool:
-    """Whether both name one file or folder: the same one on disk (hard links, bind mounts), or one that is still to be made."""
+    """Whether both name one file or folder, existing (hard links, bind mounts included) or not yet created."""
     try:
         return os.path.samefile(target, other)
     except OSError:

@@ -1,4 +1,4 @@
-"""Saving what a server has learned, now and then, beside its work."""
+"""Saving a running server's files periodically, in the background."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 300.0
-"""What is lost at most if a busy server is killed."""
+"""How often a busy server saves: the most that is lost if it is killed."""
 PAUSE_SECONDS = 10.0
-"""How soon a server that has nothing to do may save again."""
+"""The least time between saves of an idle server."""
 
 Snapshot = Callable[[bool], Callable[[], None] | None]
-"""Called between steps; returns what writes the file as of now, or None where there is nothing new. With True it may wait for
-the device."""
+"""Called between steps. Returns a function that writes the current state, None if nothing is new. With True it may wait for the
+device."""
 
 
 class Saver:
-    """Writes on a thread of its own, one file at a time, so that no step waits. A save that fails is told, and tried again
+    """Writes on a thread of its own, one save at a time, so that no step waits. A failed save is logged, and tried again
     later."""
 
     def __init__(self, what: str, snapshot: Snapshot, clock: Callable[[], float] = time.monotonic):
@@ -30,16 +30,16 @@ class Saver:
         self._saved_at = clock()
         self._thread: threading.Thread | None = None
 
-    def now_and_then(self) -> None:
+    def save_if_due(self) -> None:
         """Call it between steps."""
         self._save_after(PERIOD_SECONDS)
 
-    def when_idle(self) -> None:
+    def save_when_idle(self) -> None:
         """Call it while there are no requests."""
         self._save_after(PAUSE_SECONDS)
 
     def finish(self) -> None:
-        """The server ends: save what is new, and wait for it."""
+        """Call it when the server ends: saves what is new, and waits for it."""
         if self._thread is not None:
             self._thread.join()
         write = self._snapshot(True)

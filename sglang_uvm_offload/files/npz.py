@@ -1,6 +1,6 @@
-"""Reading arrays from an npz file of unknown origin: nothing is unpickled, and no memory is taken for sizes that lie.
+"""Reading arrays from an npz file of unknown origin: nothing is unpickled, and false sizes in headers take no memory.
 
-``np.load`` takes memory for whatever size a header declares, so the headers are read and checked here first.
+``np.load`` allocates whatever size a header declares, so headers are read and checked here first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.lib import format as npy
 
 
 class NpzError(ValueError):
-    """The file does not hold these arrays; the message says why."""
+    """The file does not hold these arrays; the message has the reason."""
 
 
 def read(path: str | os.PathLike[str], names: Sequence[str], max_bytes: int) -> list[np.ndarray]:
@@ -29,7 +29,7 @@ def read(path: str | os.PathLike[str], names: Sequence[str], max_bytes: int) -> 
         except NpzError:
             raise
         except Exception as error:
-            # zipfile, the decompressors and numpy, which has Python parse a header, each raise whatever damage leads them into.
+            # On damaged files, zipfile, the decompressors and numpy (which has Python parse a header) raise many types.
             raise NpzError(f"not a readable npz file: {str(error) or type(error).__name__}") from error
 
 

@@ -1,1 +1,1 @@
-"""What unified memory can do (the ``Memory`` protocol), how experts lie in its blocks, and how much host RAM there is."""
+"""Unified memory (the ``Memory`` protocol), the layout of experts in its blocks, and the available host RAM."""

@@ -1,7 +1,7 @@
-"""How much more host RAM this process may take: the kernel's estimate, or less where a memory cgroup limits it.
+"""How much more host RAM this process may take: the kernel's estimate, or less if a memory cgroup limits it.
 
-Host pages of managed memory are kernel pages: they cannot be swapped, and recent kernels charge them to the cgroup, so
-a process that ignores a container's limit is killed while it loads.
+Host pages of managed memory are kernel pages. They cannot be swapped, and recent kernels charge them to the cgroup, so a
+process that ignores its container's limit is killed while it loads.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
 HOST_MARGIN_BYTES = 1 << 30
-"""Host RAM that offloading leaves to everything else on the machine."""
+"""Host RAM that offloading leaves free for everything else on the machine."""
 
 
 def host_available(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Bytes: the smaller of MemAvailable and what the memory cgroups of this process (v1 or v2, each up to the root)
-    leave. File cache that the kernel would drop counts as available in both."""
+    """Bytes: the smaller of MemAvailable and the room that this process's memory cgroups (v1 or v2, each up to the root)
+    leave. Droppable file cache counts as available in both."""
     return min([_mem_available(proc), *_cgroup_rooms(proc, cgroup)])
 
 
@@ -44,9 +44,9 @@ def _cgroup_rooms(proc: Path, cgroup: Path) -> list[int]:
 
 
 def _rooms(mount: Path, path: str, limit_file: str, usage_file: str, cache_keys: tuple[str, str]) -> list[int]:
-    """What each cgroup from ``path`` up to the mount leaves. Inside a container the path may name a directory that only
-    the host sees; the mount itself is then the container's own cgroup."""
-    # A path outside the cgroup namespace is shown as "/../.."
+    """The room that each cgroup from ``path`` up to the mount leaves. Inside a container the path may name a directory that
+    exists only on the host; the mount itself is then the container's own cgroup."""
+    # The kernel shows a path outside the cgroup namespace as "/../..".
     parts = [part for part in path.split("/") if part not in ("", "..")]
     rooms = []
     for depth in range(len(parts), -1, -1):

@@ -1,7 +1,7 @@
-"""What a machine with unified memory can do: the ``Memory`` protocol and the nouns in its signatures.
+"""The ``Memory`` protocol, which abstracts a machine with unified memory, and the types in its signatures.
 
-Two machines implement it: ``cuda/memory`` (the CUDA driver) and ``cpu/memory`` (an emulation for machines without a GPU).
-Everything above this module runs unchanged over either.
+Two modules implement it: ``cuda/memory`` (the CUDA driver) and ``cpu/memory`` (an emulation for machines without a GPU). All
+code above runs unchanged over either.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class ManagedRange:
-    """One managed allocation. ``address`` and ``nbytes`` stay as they are until ``Memory.free``.
+    """One managed allocation. ``address`` and ``nbytes`` stay constant until ``Memory.free``.
 
-    ``address`` is a multiple of ``layout.BLOCK_BYTES``; ``name`` says in messages which tensor lies here.
+    ``address`` is a multiple of ``layout.BLOCK_BYTES``; ``name`` names the tensor in messages.
     """
 
     address: int
@@ -61,8 +61,8 @@ class ManagedMemoryError(RuntimeError):
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """Bytes free and in all in VRAM (as ``cudaMemGetInfo`` tells them), and bytes of host RAM this process may still
-    take (the smaller of MemAvailable and what the memory cgroup leaves)."""
+    """Free and total bytes of VRAM (from ``cudaMemGetInfo``), and bytes of host RAM that this process may still take (the
+    smaller of MemAvailable and the memory cgroup's room)."""
 
     device_free: int
     device_total: int
@@ -72,44 +72,44 @@ class MemoryInfo:
 class Memory(Protocol):
     """Unified memory of one GPU as one process sees it.
 
-    Spans must lie inside their range and begin and end on multiples of ``layout.PAGE_BYTES`` (or at the range's
-    end). Every method that takes spans validates all of them before it touches the first, so a ``ValueError`` means that
-    nothing happened. A ``ManagedMemoryError`` means that the spans before the failing one have moved.
+    Spans must lie inside their range and begin and end on multiples of ``layout.PAGE_BYTES`` (or at the range's end). Every
+    method with spans validates all of them before it uses the first, so after a ``ValueError`` nothing has happened. After a
+    ``ManagedMemoryError`` the spans before the failing one have moved.
     """
 
     name: str
-    """"uvm" or "emulated": what ``--expert-offload-backend`` calls it."""
+    """"uvm" or "emulated", as in ``--expert-offload-backend``."""
     device_type: str
-    """The kind of device, as torch names it, that its tensors are on."""
+    """The torch device type of its tensors."""
 
     def allocate(self, nbytes: int, name: str) -> ManagedRange:
-        """Reserve ``nbytes`` (> 0) of managed memory, unpopulated, readable by the GPU wherever a page lives
-        (AccessedBy). Raises ``ManagedMemoryError`` where the machine has no room."""
+        """Reserve ``nbytes`` (> 0) of managed memory, unpopulated, readable by the GPU wherever a page lives (AccessedBy).
+        Raises ``ManagedMemoryError`` if there is no room."""
 
     def tensor(self, managed: ManagedRange) -> torch.Tensor:
-        """The range as a flat uint8 tensor on the device that computes, sharing the memory. The range is freed when
-        the last tensor over it is gone."""
+        """The range as a flat uint8 tensor on the compute device, sharing the memory. The range is freed with the last tensor
+        over it."""
 
     def place(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
-        """Make ``location`` the preferred location of the spans and bring them there, populating there (zeroed) what was
-        never written. Returns before the bytes have moved where the machine can; ``synchronize`` waits for them."""
+        """Make ``location`` the preferred location of the spans and move them there; pages that were never written are
+        populated there, zeroed. May return before the bytes have moved; ``synchronize`` waits for them."""
 
     def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
-        """The preferred location that all of the span shares, or None where it is mixed or unset."""
+        """The preferred location of the whole span, None if it is mixed or unset."""
 
     def last_prefetch(self, managed: ManagedRange, span: Span) -> Location | None:
-        """The location that all of the span was last asked to be brought to, or None. CUDA has no query for where pages
-        really are (``cudaMemRangeGetAttribute`` returns advice and the last requested prefetch)."""
+        """The location of the last requested prefetch of the whole span, or None. CUDA has no query for where pages really are
+        (``cudaMemRangeGetAttribute`` returns advice and the last requested prefetch)."""
 
     def synchronize(self) -> None:
-        """Wait until every move that this process asked for has finished. Raises ``ManagedMemoryError`` for one that failed
+        """Wait until every move that this process requested has finished. Raises ``ManagedMemoryError`` for one that failed
         late."""
 
     def free(self, managed: ManagedRange) -> None:
-        """Give the range back. Freeing a range twice is a ``ValueError``."""
+        """Free the range. Freeing it twice raises ``ValueError``."""
 
     def holds(self, managed: ManagedRange) -> bool:
-        """Whether the range still is: another one may lie where it was."""
+        """Whether the range still exists: another one may have its address."""
 
     def info(self) -> MemoryInfo:
-        """What is free now."""
+        """The memory that is free now."""

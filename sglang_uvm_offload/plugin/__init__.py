@@ -1,8 +1,8 @@
-"""The edge to SGLang: the only package that imports it. ``register`` is the ``sglang.srt.plugins`` entry point.
+"""The interface to SGLang: the only package that imports it. ``register`` is the ``sglang.srt.plugins`` entry point.
 
-SGLang logs and swallows what a plugin raises, which would serve *without* offloading. So where offloading was asked for,
-what goes wrong here ends the process: ``SystemExit`` passes through. Where it was not, SGLang serves as if this were not
-installed. This module imports nothing, so that an installed plugin costs next to nothing.
+SGLang logs and swallows a plugin's exceptions, and would then serve *without* offloading. So if offloading is enabled, any
+failure here ends the process: ``SystemExit`` passes through. If it is not, SGLang serves as if the plugin were not installed.
+This module imports nothing, so an installed plugin costs almost nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``--expert-offload-num-resident auto``: what a launch asks of this machine, put to the planner, and its answer."""
+"""``--expert-offload-num-resident auto``: runs the planner for this launch on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import AUTO, OffloadConfig
-from sglang_uvm_offload.cuda.device import DriverRefusal, free_vram
+from sglang_uvm_offload.cuda.device import DriverError, free_vram
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.sizing.kv_cache import WINDOW_RATIO
@@ -30,7 +30,7 @@ _LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
 def resolved(config: OffloadConfig, server_args: Any) -> OffloadConfig:
-    """``config`` with a number for ``auto``, which is logged with its reasons. Raises ``FlagError`` where there is none."""
+    """``config`` with a number for ``auto``, which is logged with its reasons. Raises ``FlagError`` if none fits."""
     if not config.auto:
         return config
     cfg = resolving_view(server_args)
@@ -47,7 +47,7 @@ def resolved(config: OffloadConfig, server_args: Any) -> OffloadConfig:
 
 
 def gpus(cfg: Any) -> list[int]:
-    """The GPUs of all ranks on this machine, which is the only one, as SGLang deals them out."""
+    """The GPUs of all ranks, as SGLang assigns them on this, the only machine."""
     group = cfg.tp_size * cfg.pp_size * cfg.gpu_id_step
     return sorted(
         {
@@ -60,7 +60,7 @@ def gpus(cfg: Any) -> list[int]:
 
 
 def local_folder(cfg: Any) -> str:
-    """The checkpoint's folder: the one given, or the Hugging Face cache's of a model that was downloaded before."""
+    """The checkpoint's folder: the one given, or that of a downloaded model in the Hugging Face cache."""
     if Path(cfg.model_path).is_dir():
         return cfg.model_path
     try:
@@ -77,14 +77,14 @@ def local_folder(cfg: Any) -> str:
 
 
 def _plan(config: OffloadConfig, cfg: Any, model: Any, requests: int | None) -> Plan:
-    """``requests``: as given, for SGLang fills in a number of its own that nobody asked for (with speculation)."""
+    """``requests``: as given by the user; SGLang fills in a number of its own (with speculation)."""
     folder = local_folder(cfg)
     try:
         free = free_vram(gpus(cfg))
-    except DriverRefusal as refusal:
-        raise FlagError([f"{_AUTO}: cannot ask how much VRAM is free: {refusal}"]) from refusal
+    except DriverError as refusal:
+        raise FlagError([f"{_AUTO}: cannot query free VRAM: {refusal}"]) from refusal
     grouped = cfg.attn_dp_size > 1
-    # A replica takes as many requests as the flag names, while groups of one replica share them.
+    # Each replica takes as many requests as the flag names; the attention groups of one replica share them.
     requests = requests and requests * (1 if grouped else cfg.dp_size)
     return choose_num_resident(
         folder,
@@ -105,9 +105,9 @@ def _plan(config: OffloadConfig, cfg: Any, model: Any, requests: int | None) -> 
 
 
 def _uncounted(server_args: Any, cfg: Any, model: Any) -> list[str]:
-    """What this launch asks for whose bytes are in no plan, so that a plan would promise room that is not there."""
+    """Settings of this launch whose bytes no plan counts, so that a plan would promise memory that is not free."""
     beside = {
-        f"--nnodes {cfg.nnodes}, whose machines would choose each for itself": cfg.nnodes > 1,
+        f"--nnodes {cfg.nnodes}, where each machine would choose its own number": cfg.nnodes > 1,
         f"--moe-dp-size {cfg.moe_dp_size}": cfg.moe_dp_size > 1,
         f"--attn-cp-size {cfg.attn_cp_size}": cfg.attn_cp_size > 1,
         f"--dcp-size {cfg.dcp_size}": cfg.dcp_size > 1,
@@ -125,19 +125,19 @@ def _uncounted(server_args: Any, cfg: Any, model: Any) -> list[str]:
         "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": post_capture_kv_sizing_planned(server_args),
         "the state of this model's linear attention": mambaish_config(model) is not None,
     }
-    return [f"does not count {name}" for name, asked in beside.items() if asked] + _conversions(cfg, model)
+    return [f"does not count {name}" for name, enabled in beside.items() if enabled] + _conversions(cfg, model)
 
 
 def _conversions(cfg: Any, model: Any) -> list[str]:
-    """Why the checkpoint's bytes are not the ones in memory."""
+    """Why the checkpoint's bytes differ from those in memory."""
     given = getattr(model.hf_text_config, "dtype", None) or getattr(model.hf_config, "dtype", None)
     out = []
     if given is None:
-        out.append("the checkpoint's config names no dtype, so that its bytes in memory are not known")
+        out.append("the checkpoint's config names no dtype, so its bytes in memory are unknown")
     elif _name(given) != _name(model.dtype):
-        out.append(f"the checkpoint is {_name(given)} and would be loaded as {_name(model.dtype)}, in other bytes")
+        out.append(f"the checkpoint is {_name(given)} and would be loaded as {_name(model.dtype)}, of another size")
     if cfg.quantization is not None and not hasattr(model.hf_config, "quantization_config"):
-        out.append(f"--quantization {cfg.quantization} may change the checkpoint's bytes while it loads")
+        out.append(f"--quantization {cfg.quantization} may change the checkpoint's size while it loads")
     return out
 
 
@@ -158,7 +158,7 @@ def _name(dtype: Any) -> str:
 
 
 def _why(plan: Plan) -> str:
-    """One line: the number, what it takes, and what it leaves room for."""
+    """One line: the number, the VRAM it takes, and the room it leaves."""
     most = max(plan.ranks, key=lambda rank: rank.used_bytes)
     notes = "".join(f"; {note}" for note in plan.notes)
     return (

@@ -1,6 +1,6 @@
-"""What the target model turned out to be once it was built, and whether the files that name its layers fit it.
+"""The target model as it was built, and whether the ids and profiles for its layers fit it.
 
-A config's rules for which layers route are a guess where a family has rules of its own. The layers that were built are not.
+Which layers route is only a guess from the config: a model family may have rules of its own. The built layers are the truth.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sglang_uvm_offload.sizing.moe_shape import moe_shape
 
 
 def layers_before(config: OffloadConfig, text_config: Any) -> int:
-    """The MoE layers of earlier pipeline stages, for ids that are listed by layer: by the config's rules, and so to be held
-    against the built model by ``problems``."""
+    """The number of MoE layers in earlier pipeline stages, for ids that are listed by layer. It follows the config's rules, so
+    ``BuiltModel.check`` verifies it against the built model."""
     parallel = get_parallel()
     if parallel.pp_rank == 0 or config.resident_ids is None or config.resident_ids.per_layer is None:
         return 0
@@ -30,10 +30,10 @@ def layers_before(config: OffloadConfig, text_config: Any) -> int:
 
 
 class BuiltModel:
-    """The MoE layers of all pipeline stages. Every rank of a pipeline must make it at the same point."""
+    """The MoE layers of all pipeline stages. Every rank of a pipeline must construct it at the same point."""
 
     def __init__(self, model: ModelExperts, top_k: int | None):
-        """``top_k``: the most routed experts that a layer of this rank picks for a token, None where nobody says."""
+        """``top_k``: the most routed experts per token of a layer on this rank, None if unknown."""
         parallel = get_parallel()
         part = ([layer.layer_id for layer in model.layers], model.num_experts, top_k)
         stages = parallel.pp_group.all_gather_object(part) if parallel.pp_size > 1 else [part]
@@ -43,15 +43,15 @@ class BuiltModel:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """The decoder layers that route, in order."""
+        """The decoder layers with a router, in order."""
         return tuple(layer for stage in self.stages for layer in stage)
 
     def routed_model(self, name: str, architecture: str) -> RoutedModel:
-        """What profiles of this model say that they are of."""
+        """The identity of this model in profiles."""
         return RoutedModel(name, architecture, self.moe_layers, self.num_experts, self.top_k)
 
     def check(self, placement: InitialPlacement, model: RoutedModel) -> None:
-        """Raise ``FlagError`` where ids or a profile were read for other layers than the ones that were built."""
+        """Raise ``FlagError`` if the ids or the profile are for other layers than the built ones."""
         ids, profile = placement.config.resident_ids, placement.profile
         problems = []
         if ids is not None and ids.per_layer is not None:

@@ -1,4 +1,4 @@
-"""What only SGLang can say: whether this version has every hook point, and whether it can serve a model with offloading."""
+"""Checks that need SGLang: whether this version has every hook point, and whether it can serve a model with offloading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_uvm_offload.plugin.server_config import config_of
 
 
 def hook_problems() -> list[str]:
-    """Puts every hook in place in this process, as a scheduler does, and names those that cannot be."""
+    """Install every hook in this process, as a scheduler does, and name those that fail."""
     server_args.install(hooks.add)
     hooks.watch()
     config = parse({"num_resident": "1"})
@@ -23,8 +23,8 @@ def hook_problems() -> list[str]:
 
 
 def launched(model_path: str, device: str, num_resident: str, trust_remote_code: bool) -> OffloadConfig | None:
-    """What SGLang's own resolution of this launch, with our checks in it, makes of the flags. Raises ``FlagError`` with every
-    reason why it ends with an error."""
+    """Resolve the arguments of this launch as SGLang does, with our checks, and return the config. Raises ``FlagError`` with
+    every reason why they cannot be served."""
     try:
         args = server_args.OffloadServerArgs(
             model_path=model_path,
@@ -35,7 +35,7 @@ def launched(model_path: str, device: str, num_resident: str, trust_remote_code:
         args.resolve_once()
     except FlagError:
         raise
-    except Exception as error:  # SGLang and transformers raise whatever a malformed config runs into
+    except Exception as error:  # SGLang and transformers raise many types for a malformed config
         reason = " ".join(str(error).split())
         raise FlagError([f"SGLang cannot serve {model_path}: {type(error).__name__}: {reason}"]) from error
     return config_of(args)

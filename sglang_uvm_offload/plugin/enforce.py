@@ -1,6 +1,7 @@
-"""Whether offloading was asked for, as far as a process knows before it has read its arguments.
+"""Ends a process that must offload but cannot.
 
-A launcher that accepted the flags says so to the processes it starts; they must offload, or end.
+A launcher that accepted the flags sets an environment variable for the processes that it starts, which know it before they
+have read their arguments. They must offload, or end.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _VARIABLE = "SGLANG_UVM_OFFLOAD_DEMANDED"
 
 
 def mark_children(enabled: bool) -> None:
-    """Called in the launcher: processes that it starts from now on are to offload, or not."""
+    """Called in the launcher: sets whether processes that it starts from now on must offload."""
     if enabled:
         os.environ[_VARIABLE] = "1"
     else:
@@ -25,7 +26,7 @@ def mark_children(enabled: bool) -> None:
 
 
 def fail(reason: str) -> None:
-    """The plugin does not work here: end the process if it was started to offload, else say that it serves without."""
+    """The plugin does not work here: end the process if it must offload, else log a warning."""
     message = f"sglang-uvm-offload {reason}"
     if os.environ.get(_VARIABLE):
         end(message)
@@ -33,8 +34,8 @@ def fail(reason: str) -> None:
 
 
 def end(message: str) -> NoReturn:
-    """End this process with the reason. One that SGLang started ends at once: what runs when Python exits can wait for threads
-    and peers that no longer answer, and the launcher would wait with it."""
+    """End this process with the reason. A process that SGLang started exits at once: Python's exit handlers can wait for
+    threads and peers that no longer answer, and the launcher would wait too."""
     if multiprocessing.parent_process() is None:
         raise SystemExit(message)
     print(message, file=sys.stderr, flush=True)

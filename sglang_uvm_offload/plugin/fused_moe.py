@@ -1,6 +1,6 @@
 """Hooks on SGLang's ``FusedMoE``: its experts' memory, and the routing it computes with.
 
-The layer's quantisation method stays the object it is (SGLang asks for its class in many places); three of its methods are
+The layer's quantisation method stays the same object, because SGLang checks its class in many places; three of its methods are
 shadowed in the instance.
 """
 
@@ -34,10 +34,10 @@ class LayerHooks:
         self.count_required = count_required
         self.recording = recording
         self.top_k = 0
-        """The most routed experts that a layer of the target model picks for a token; 0 where its layers do not say (OLMoE)."""
+        """The most routed experts per token of a layer in the target model; 0 if its layers have no such attribute (OLMoE)."""
         self._into: tuple[OffloadManager, ModelExperts] | None = None
         self.uncounted: set[str] = set()
-        """Forms of routing that show no expert ids; they were served, but not counted."""
+        """Routing formats without expert ids that were served but not counted."""
 
     def install(self, add: Callable[[str, Any, HookType], None]) -> None:
         add(f"{_FUSED_MOE}.__init__", self._around_init, HookType.AROUND)
@@ -102,7 +102,7 @@ class LayerHooks:
     def _add(self, layer: Any) -> ExpertLayer:
         assert self._into is not None, "a MoE layer outside a model"
         manager, model = self._into
-        row = len(model.layers)
+        index = len(model.layers)
         experts = manager.add_layer(
             model,
             layer.layer_id,
@@ -111,21 +111,21 @@ class LayerHooks:
             layer.moe_ep_rank,
             layer.moe_ep_size,
         )
-        layer.__dict__[_EXPERTS] = (experts, model, row)
+        layer.__dict__[_EXPERTS] = (experts, model, index)
         if not model.draft and layer.top_k is not None:
             self.top_k = max(self.top_k, layer.top_k - layer.num_fused_shared_experts)
         return experts
 
     def _observe(self, layer: Any, dispatch_output: Any) -> None:
-        """Count what the layer is about to compute, and record it where that was asked for."""
-        experts, model, row = layer.__dict__[_EXPERTS]
+        """Count the routing that the layer is about to compute with, and record it if a trace is on."""
+        experts, model, index = layer.__dict__[_EXPERTS]
         if model.counters is None:
             return
         routing = _routing_of(layer, dispatch_output, experts)
-        if not routing.count(model.counters, row):
+        if not routing.count(model.counters, index):
             self._not_counted(routing.form)
         if self.recording is not None and not model.draft:
-            self.recording.record(row, routing, layer.num_fused_shared_experts)
+            self.recording.record(index, routing, layer.num_fused_shared_experts)
 
     def _not_counted(self, form: str) -> None:
         if self.count_required:
@@ -139,8 +139,8 @@ class LayerHooks:
 
 
 def _routing_of(layer: Any, dispatch_output: Any, experts: ExpertLayer) -> LayerRouting:
-    """A dispatcher with a top-k output hands tokens over as the router saw them. One without (DeepEP) has exchanged them, and
-    in its low-latency form its ids are still those that this rank sent."""
+    """A dispatcher with a top-k output passes tokens on as the router saw them. One without (DeepEP) has exchanged them; in its
+    low-latency form the ids are still those that this rank sent."""
     shown = getattr(dispatch_output, "topk_output", None) or dispatch_output
     ids, id_format = getattr(shown, "topk_ids", None), IdFormat.PLAIN
     if ids is None:

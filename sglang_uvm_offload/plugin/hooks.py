@@ -1,4 +1,4 @@
-"""Putting hooks in place, and making sure that they are: SGLang logs a target that it cannot patch and goes on."""
+"""Installing hooks, and verifying them: SGLang only logs a target that it cannot patch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add(target: str, hook: Callable[..., Any], kind: HookType) -> None:
 
 
 def missing() -> str | None:
-    """The targets of ours that are not hooked, in words, None where all are."""
+    """An error that names our targets without a hook, None if all are hooked."""
     absent = [target for target in _targets if target not in HookRegistry._patched]
     if not absent:
         return None
@@ -30,19 +30,19 @@ def missing() -> str | None:
 
 
 def watching() -> bool:
-    """Whether this process hooks what computes, should its arguments say so."""
+    """Whether this process will install the scheduler's hooks if its arguments enable offloading."""
     return _PUBLISH in HookRegistry._patched
 
 
 def watch() -> None:
-    """Hook ``publish``, from which on a process knows its arguments."""
+    """Hook ``publish``, after which a process knows its arguments."""
     if _PUBLISH not in _targets:
         add(_PUBLISH, _after_publish, HookType.AFTER)
 
 
 def install() -> None:
-    """Check all targets whenever hooks are applied, and watch in each process that SGLang starts, since it learns its arguments
-    later. A launcher watches once it has accepted the flags: each target costs a search of all modules."""
+    """Check all targets whenever hooks are applied. Processes that SGLang starts also ``watch``, because they get their
+    arguments later. A launcher watches only after it has accepted the flags: each target costs a search of all modules."""
     if multiprocessing.parent_process() is not None:
         watch()
     original = HookRegistry.apply_hooks
@@ -56,7 +56,7 @@ def install() -> None:
 
 
 def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwargs: Any) -> None:
-    """In a scheduler that is to offload, hook what computes. Everywhere else nothing more is hooked, and nothing costs."""
+    """In a scheduler that must offload, install its hooks. Other processes get no hooks and pay nothing."""
     config = config_of(server_args)
     if role == "scheduler" and config is not None:
         from sglang_uvm_offload.plugin import runtime

@@ -1,4 +1,4 @@
-"""What this SGLang and this model allow: every combination that cannot be served, found before anything loads."""
+"""Checks of a launch against this SGLang and this model: every unsupported combination, found before anything loads."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ DIRECT_KERNEL_MODELS = {
     "MuseSparkForCausalLM",
     "MuseSparkForConditionalGeneration",
 }
-"""Architectures that pass expert weights to kernels themselves, so that their memory cannot be taken over in the layer."""
+"""Architectures whose code passes expert weights to kernels itself, so the layer's hooks cannot take over their memory."""
 
 OWN_PATH_A2A = {"megamoe", "flashinfer_megamoe", "ascend_fuseep"}
 """All-to-all backends that compute experts without the quantisation method's ``apply``."""
 
 
 def check(config: OffloadConfig, server_args: Any) -> OffloadConfig:
-    """``config`` resolved: the number and the backend that ``auto`` stands for, and a new launch id. Raises ``FlagError`` with
-    every reason why ``server_args`` cannot be served with offloading."""
+    """``config`` with ``auto`` resolved to a number and a backend, and a new launch id. Raises ``FlagError`` with every reason
+    why ``server_args`` cannot be served with offloading."""
     cfg = resolving_view(server_args)
     problems = (
         _combination_problems(config, cfg) + _numbering_problems(config, cfg) + output_files.problems(config, server_args)
@@ -63,7 +63,7 @@ def check(config: OffloadConfig, server_args: Any) -> OffloadConfig:
 
 
 def fraction_with_headroom(config: OffloadConfig, cfg: Any) -> float | None:
-    """``mem_fraction_static`` with the headroom taken off, or None where nothing is to change (a CPU has no VRAM)."""
+    """``mem_fraction_static`` less the headroom, None for no change (a CPU has no VRAM)."""
     capacity_mib = get_device_memory_capacity(cfg.device) if cfg.device == "cuda" else None
     if not capacity_mib or not config.headroom_gb or cfg.mem_fraction_static is None:
         return None
@@ -100,11 +100,11 @@ def _combination_problems(config: OffloadConfig, cfg: Any) -> list[str]:
     }
     out = [f"{name}: cannot be combined with {_N}" for name, given in refused.items() if given]
     if cfg.device not in ("cuda", "cpu"):
-        out.append(f"--device {cfg.device}: expert offloading serves cuda and cpu")
+        out.append(f"--device {cfg.device}: must be cuda or cpu for expert offloading")
     if config.backend == "uvm" and cfg.device == "cpu":
         out.append(f"{flag_name('backend')} uvm: needs a CUDA device, not --device cpu")
     if config.backend == "emulated" and cfg.device == "cuda":
-        out.append(f"{flag_name('backend')} emulated: serves --device cpu only; on cuda use uvm or auto")
+        out.append(f"{flag_name('backend')} emulated: needs --device cpu; on cuda use uvm or auto")
     if cfg.device == "cuda":
         from sglang_uvm_offload.cuda.device import device_problems
 
@@ -113,8 +113,8 @@ def _combination_problems(config: OffloadConfig, cfg: Any) -> list[str]:
 
 
 def _numbering_problems(config: OffloadConfig, cfg: Any) -> list[str]:
-    """Whether expert ids that a person or a file names would be those of other experts. They are the checkpoint's; layers see
-    the places that SGLang gives experts, which only differ where it is told to begin with other ones."""
+    """Whether the ids in flags and files would mean other experts. They are the checkpoint's ids; layers see SGLang's physical
+    ids, which differ only with ``--init-expert-location``."""
     named = {
         "profile": config.profiles,
         "save_profile": config.save_profile,
@@ -125,13 +125,13 @@ def _numbering_problems(config: OffloadConfig, cfg: Any) -> list[str]:
     if cfg.init_expert_location == "trivial" or not given:
         return []
     return [
-        f"--init-expert-location: cannot be combined with {', '.join(given)}: it numbers experts by their places, and ids in "
+        f"--init-expert-location: cannot be combined with {', '.join(given)}: it renumbers experts by location, and ids in "
         "files and flags are the checkpoint's; leave out one or the other"
     ]
 
 
 def _experts(config: OffloadConfig, server_args: Any) -> tuple[MoeShape | None, list[str]]:
-    """The model's routed experts, None where it has none; and why they cannot be served."""
+    """The shape of the model's routed experts, None without any; and why they cannot be served."""
     model = model_config_of(server_args)
     architectures = set(model.hf_config.architectures or [])
     out = [
@@ -146,7 +146,7 @@ def _experts(config: OffloadConfig, server_args: Any) -> tuple[MoeShape | None, 
 
 
 def _resident_problems(config: OffloadConfig, shape: MoeShape, server_args: Any) -> list[str]:
-    """Why N experts of this model cannot be kept, or the others not."""
+    """Why N experts of this model cannot be resident, or the others not offloaded."""
     out = []
     if config.num_resident > shape.num_experts:
         out.append(
@@ -158,8 +158,8 @@ def _resident_problems(config: OffloadConfig, shape: MoeShape, server_args: Any)
 
 
 def _host_ram_problems(config: OffloadConfig, cfg: Any, hf_config: Any) -> list[str]:
-    """Whether this machine's host RAM holds the offloaded experts, where a local checkpoint's headers tell their bytes. What
-    is converted while it loads (another dtype, quantised on the way) is held to it then, tensor by tensor."""
+    """Whether this machine's host RAM holds the offloaded experts, by the headers of a local checkpoint. A checkpoint that is
+    converted while it loads (to another dtype or quantisation) is checked then, tensor by tensor."""
     path = Path(cfg.model_path)
     dtype = str(getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None))
     converted = "float32" in dtype or (cfg.quantization is not None and not hasattr(hf_config, "quantization_config"))

@@ -1,4 +1,4 @@
-"""Prometheus metrics, beside SGLang's own on ``/metrics``, by group of layers rather than by expert."""
+"""Prometheus metrics, on ``/metrics`` with SGLang's own, by group of layers rather than by expert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUPS = 4
 
 
 class Metrics:
-    """Publishes one rank's manager. Make it in the process that serves, once: the names are global to a process."""
+    """Publishes one rank's metrics. Construct it once, in the serving process: metric names are global to a process."""
 
     def __init__(self, manager: OffloadManager, labels: Mapping[str, str]):
         self.manager = manager
@@ -44,13 +44,13 @@ class Metrics:
         self._next = 0.0
         self._published_steps = 0
 
-    def publish_now_and_then(self) -> None:
-        """``publish`` if the last time is ``PERIOD_SECONDS`` ago. Call it between steps; it never waits for the device."""
+    def publish_if_due(self) -> None:
+        """``publish`` if the last one is ``PERIOD_SECONDS`` ago. Call it between steps; it never waits for the device."""
         if time.monotonic() >= self._next:
             self.publish()
 
     def publish_when_idle(self) -> None:
-        """``publish`` until the last step before the idleness is in it, so that nobody reads old figures for long."""
+        """``publish`` until the last step before the idle time is included, so that metrics do not stay stale."""
         if self.manager.ledger.steps < self.manager.steps or self._published_steps < self.manager.steps:
             self.publish()
 
@@ -60,13 +60,13 @@ class Metrics:
         self._published_steps = self.manager.ledger.steps
         ledger, layers = self.manager.ledger, self.manager.target.layers
         now = [ledger.routed.copy(), ledger.routed_resident.copy(), ledger.zero_copy_bytes.copy()]
-        routed, covered, read = (new - old for new, old in zip(now, self._last, strict=True))
+        routed, hits, read = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
         for group, name in zip(self._groups, self._names, strict=True):
             labels = {**self.labels, "layers": name}
             self.resident.labels(**labels).set(sum(int(layers[i].resident.sum()) for i in group))
             if routed[group].sum():
-                self.hit_rate.labels(**labels).set(covered[group].sum() / routed[group].sum())
+                self.hit_rate.labels(**labels).set(hits[group].sum() / routed[group].sum())
             self.zero_copy.labels(**labels).inc(int(read[group].sum()))
         moves = (ledger.moves, ledger.moved_bytes, ledger.moving_seconds)
         for counter, new, old in zip((self.moves, self.moved, self.moving), moves, self._last_moves, strict=True):

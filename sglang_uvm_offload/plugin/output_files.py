@@ -1,4 +1,4 @@
-"""The files that a server is asked to write, and what they must not replace."""
+"""Checks of a server's output files: what they must not replace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_uvm_offload.routing.trace import TRACE_FILE
 def problems(config: OffloadConfig, server_args: Any) -> list[str]:
     """Why the files that ``config`` names cannot be written."""
     folders, others = model_folders(server_args), {}
-    # A profile may be read and saved at one path: the saved one holds what was read.
+    # A profile may be read from and saved to one path: the saved one includes what was read.
     for path in config.profiles:
         others[path] = f"a file of {flag_name('profile')}"
     wanted = []
@@ -37,7 +37,7 @@ def problems(config: OffloadConfig, server_args: Any) -> list[str]:
 
 
 def model_folders(server_args: Any) -> Protected:
-    """Where SGLang reads the model, its draft model and its tokenizer from: nothing may be written there."""
+    """The folders of the model, its draft model and its tokenizer: nothing may be written there."""
     cfg = resolving_view(server_args)
     models = {
         "the tokenizer's folder": cfg.tokenizer_path,
@@ -48,8 +48,8 @@ def model_folders(server_args: Any) -> Protected:
 
 
 def _folders(model: str, download_dir: str | None) -> Iterator[Path]:
-    """The folder of a local model, or the one that the Hugging Face cache keeps or will keep of a hub id. A snapshot there
-    links to files beside it, so its whole entry in the cache counts."""
+    """The folder of a local model, or the (future) entry of a hub id in the Hugging Face cache. A snapshot there links to files
+    beside it, so the whole entry counts."""
     folder = Path(model)
     if not folder.exists():
         yield Path(download_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")

@@ -1,4 +1,4 @@
-"""Profiles where they meet SGLang: which files fit the model, and which ranks save."""
+"""Profiles in SGLang: which files fit the model, and which ranks save."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sglang_uvm_offload.routing.profile_file import ProfileFile
 
 
 def named(model_config: Any) -> tuple[str, str]:
-    """The name and the architecture of a model, as profiles of it give them."""
+    """The name and the architecture of a model, as in its profiles."""
     return model_name(model_config.model_path), (model_config.hf_config.architectures or [""])[0]
 
 
 def profile_problems(config: OffloadConfig, model_config: Any) -> list[str]:
-    """Why the profiles that were asked for cannot be used, as far as the launcher knows: what they say of the model's layers
-    is held against the built model."""
+    """Why the given profiles cannot be used, as far as the launcher knows. ``BuiltModel.check`` compares their layers with the
+    built model."""
     return [f"{flag_name('profile')} {problem}" for problem in load_for(*named(model_config), config.profiles)[1]]
 
 
 def chosen_profile(config: OffloadConfig, model_config: Any) -> Profile | None:
-    """The profile to start from, None without any. Raises ``FlagError`` for files that cannot be used."""
+    """The profile to start from, None without one. Raises ``FlagError`` for files that cannot be used."""
     profile, problems = load_for(*named(model_config), config.profiles)
     if problems:
         raise FlagError([f"{flag_name('profile')} {problem}" for problem in problems])
@@ -35,7 +35,7 @@ def chosen_profile(config: OffloadConfig, model_config: Any) -> Profile | None:
 
 
 def profile_saver(manager: OffloadManager, model: RoutedModel) -> Saver | None:
-    """What saves the profile of this rank, None on a rank whose experts another one counts too."""
+    """The saver of this rank's profile, None on a rank whose counts another rank saves."""
     if manager.config.save_profile is None:
         return None
     parallel = get_parallel()

@@ -1,4 +1,4 @@
-"""Routing traces where they meet SGLang: which rank records, and which steps and rows are decoded tokens."""
+"""Routing traces in SGLang: which rank records, and which steps and rows are decoded tokens."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from sglang_uvm_offload.routing.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
-MOST_REQUESTS = 4096
-"""How many requests SGLang lets run at once where nobody says."""
+DEFAULT_MAX_REQUESTS = 4096
+"""SGLang's limit on running requests if no flag sets one."""
 _FLAG = flag_name("trace")
 
 
 class Recording:
-    """What ``--expert-offload-trace`` adds to a scheduler. Of the ranks that compute the same tokens only the first records."""
+    """``--expert-offload-trace`` in a scheduler. Of the ranks that compute the same tokens only the first records."""
 
     def __init__(self, path: Path):
         self.path = path
         self.recorder: Recorder | None = None
 
     def begin(self, model: ModelExperts, top_k: int | None) -> Saver | None:
-        """The target model is loaded, whose layers pick ``top_k`` routed experts a token: record from now on, and return what
-        saves. None on a rank that does not record."""
+        """Start recording the target model, whose layers use ``top_k`` routed experts per token, and return the saver; None on
+        a rank that does not record. Call it when the model is loaded."""
         parallel = get_parallel()
         if parallel.tp_rank or parallel.dp_rank or not model.layers:
             return None
         if top_k is None:
-            raise FlagError([f"{_FLAG}: neither this model's layers nor its config say how many experts a token uses"])
+            raise FlagError([f"{_FLAG}: neither this model's layers nor its config give the number of experts per token"])
         if self.path.exists():
-            logger.warning("Expert offload: trace: the file %s is there already, and will be replaced", self.path)
+            logger.warning("Expert offload: trace: the file %s exists and will be replaced", self.path)
         self.recorder = Recorder(
             self.path,
             num_layers=len(model.layers),
             num_experts=max(int((~layer.always_resident).sum()) for layer in model.layers),
             top_k=top_k,
-            max_rows=get_schedule().max_running_requests or MOST_REQUESTS,
+            max_rows=get_schedule().max_running_requests or DEFAULT_MAX_REQUESTS,
             device=get_device().device,
             protected=output_files.model_folders(get_server_args()),
         )
         return Saver("trace", self.recorder.pending)
 
-    def record(self, row: int, routing: LayerRouting, num_shared: int) -> None:
-        """A layer computes with ``routing``, in which the ids of ``num_shared`` fused shared experts follow the routed ones.
-        Raises ``FlagError`` for routing that shows no ids."""
+    def record(self, index: int, routing: LayerRouting, num_shared: int) -> None:
+        """Record what the model's MoE layer ``index`` computes with. In ``routing``, the ids of ``num_shared`` fused shared
+        experts follow the routed ones. Raises ``FlagError`` for routing without ids."""
         recorder = self.recorder
         if recorder is None:
             return
@@ -64,11 +64,11 @@ class Recording:
             )
         routed = routing.ids.shape[1] - num_shared
         if routed > recorder.top_k:
-            raise FlagError([f"{_FLAG}: a layer picks {routed} routed experts a token, and was built for {recorder.top_k}"])
-        recorder.record(row, routing.ids[:, :routed], routing.id_format)
+            raise FlagError([f"{_FLAG}: a layer uses {routed} routed experts per token, but was built for {recorder.top_k}"])
+        recorder.record(index, routing.ids[:, :routed], routing.id_format)
 
     def after_forward(self, result: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-        """A step was launched. Its rows are decoded tokens if it is a decode step of the target model."""
+        """A step was launched. If it is a decode step of the target model, its rows are decoded tokens."""
         recorder = self.recorder
         if recorder is None or runner.is_draft_worker or not batch.forward_mode.is_decode() or not batch.rids:
             return
@@ -79,7 +79,7 @@ class Recording:
         recorder.end_step(batch.rids, lengths.tolist())
 
     def status(self) -> TraceStatus | None:
-        """What ``/server_info`` shows of the recording, None on a rank that does not record."""
+        """The recording's status in ``/server_info``, None on a rank that does not record."""
         recorder = self.recorder
         if recorder is None:
             return None
@@ -94,7 +94,7 @@ class Recording:
 
 
 def problems(config: OffloadConfig, cfg: Any) -> list[str]:
-    """Why ``cfg`` (SGLang's resolved arguments) cannot be served with the trace that was asked for."""
+    """Why ``cfg`` (SGLang's resolved arguments) cannot be served with a trace."""
     if config.trace is None:
         return []
     parts = "no rank sees the routing of whole steps"
@@ -107,7 +107,7 @@ def problems(config: OffloadConfig, cfg: Any) -> list[str]:
         f"--moe-dp-size {cfg.moe_dp_size}": (cfg.moe_dp_size > 1, parts),
         f"--speculative-algorithm {cfg.speculative_algorithm}": (
             cfg.speculative_algorithm,
-            "its steps verify several drafted tokens a request, of which some are not kept",
+            "its steps verify several draft tokens per request and reject some",
         ),
         f"--dllm-algorithm {cfg.dllm_algorithm}": (cfg.dllm_algorithm, "it decodes blocks, not tokens"),
     }

@@ -1,4 +1,4 @@
-"""Hooks in a scheduler process that offloads: loading a model, each forward step, and what the process reports."""
+"""Hooks in a scheduler process that offloads: model loading, each forward step, and reporting."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _MODEL = "_expert_offload"
 
 
 def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) -> None:
-    """Make this process's manager when its first model loads, and hook what the manager lives on."""
+    """Install the hooks that feed this process's manager, which is made when the first model loads."""
     rank = _RankHooks(config)
     add(f"{_RUNNER}.load_model", rank.around_load_model, HookType.AROUND)
     add(f"{_RUNNER}.forward", rank.around_forward, HookType.AROUND)
@@ -70,7 +70,7 @@ class _RankHooks:
         self.metrics: Metrics | None = None
         self.savers: list[Saver] = []
         self.routed_model: RoutedModel | None = None
-        """Whose routing is counted, once the target model is built."""
+        """The identity of the target model, once it is built."""
 
     @cached_property
     def on_cuda(self) -> bool:
@@ -78,7 +78,7 @@ class _RankHooks:
 
     @cached_property
     def manager(self) -> OffloadManager:
-        """Made when the first model loads: only then is the process bound to its GPU."""
+        """Made when the first model loads: before that the process is not bound to its GPU."""
         executor = _executor() if self.config.adapt == "continuous" else None
         return OffloadManager(
             self.config, _memory(self.config), _counters, _broadcast_decision, progress=_is_first_rank, executor=executor
@@ -90,7 +90,7 @@ class _RankHooks:
         return InitialPlacement(self.config, chosen_profile(self.config, model_config), before)
 
     def _top_k(self) -> int | None:
-        """The routed experts that the target model's layers pick for a token, or its config's number where they do not say."""
+        """Routed experts per token of the target model: from its layers, else from its config."""
         shape = None if self.layer_hooks.top_k else moe_shape(process_model_config().hf_text_config)
         return self.layer_hooks.top_k or (shape.top_k if shape is not None else None)
 
@@ -115,12 +115,12 @@ class _RankHooks:
         return result
 
     def around_forward(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """A step counts its rows while it is launched; whatever runs outside (capture, warm-up kernels) counts none."""
+        """A step's rows count while it is launched; nothing counts outside (capture, warm-up kernels)."""
         if self.on_cuda and torch.cuda.is_current_stream_capturing():  # a draft model's steps are captured by calling this
             return original(runner, batch, *args, **kwargs)
         model = runner.__dict__[_MODEL]
-        rows, tokens, phase = _step_of(batch)
-        self.manager.begin_step(model, rows, tokens, phase)
+        valid_rows, tokens, phase = _step_of(batch)
+        self.manager.begin_step(model, valid_rows, tokens, phase)
         try:
             return original(runner, batch, *args, **kwargs)
         finally:
@@ -133,7 +133,10 @@ class _RankHooks:
             residency_table(rank_status(self.manager), self.manager.memory.info(), scheduler.max_total_num_tokens),
         )
         if self.layer_hooks.uncounted:
-            logger.warning("Expert offload: hit rate is not counted; routing comes as %s", sorted(self.layer_hooks.uncounted))
+            logger.warning(
+                "Expert offload: hit rate is not counted: the routing formats %s have no expert ids",
+                sorted(self.layer_hooks.uncounted),
+            )
         if get_observability().enable_metrics:
             parallel = get_parallel()
             self.metrics = Metrics(
@@ -158,17 +161,17 @@ class _RankHooks:
 
     def after_batch(self, result: Any, *args: Any, **kwargs: Any) -> None:
         if self.metrics is not None:
-            self.metrics.publish_now_and_then()
-        self.manager.poll_now_and_then()
+            self.metrics.publish_if_due()
+        self.manager.poll_if_due()
         for saver in self.savers:
-            saver.now_and_then()
+            saver.save_if_due()
 
     def after_idle(self, result: Any, *args: Any, **kwargs: Any) -> None:
         if self.metrics is not None:
             self.metrics.publish_when_idle()
         self.manager.poll_when_idle()
         for saver in self.savers:
-            saver.when_idle()
+            saver.save_when_idle()
 
     def after_shutdown(self, result: Any, *args: Any, **kwargs: Any) -> None:
         for saver in self.savers:
@@ -176,7 +179,7 @@ class _RankHooks:
 
 
 def _step_of(batch: Any) -> tuple[int, int, Phase]:
-    """The rows of a step that are tokens, all its tokens on the ranks that compute it together, and its phase."""
+    """A step's valid rows, its tokens on all ranks that compute it together, and its phase."""
     mode = batch.forward_mode
     own = 0 if mode.is_idle() else len(batch.input_ids)
     phase = Phase.DECODE if mode.is_decode_or_idle() or mode.is_target_verify() else Phase.PREFILL
@@ -184,7 +187,7 @@ def _step_of(batch: Any) -> tuple[int, int, Phase]:
     if everywhere is not None and batch.is_extend_in_batch:
         phase = Phase.PREFILL  # of another rank, whose tokens this one computes too
     if not get_moe_a2a_backend().is_none():
-        # Experts compute what other ranks send, of which this one does not know beforehand.
+        # Experts compute tokens from other ranks, whose number this rank does not know beforehand.
         return ALL_ROWS, max(1, own, sum(everywhere or ())), phase
     if everywhere is None:
         return own, own, phase
@@ -213,14 +216,14 @@ def _counters(num_layers: int, num_experts: int) -> RoutingCounters:
 
 
 def _executor() -> ThreadPoolExecutor:
-    """A thread on this rank's GPU: a new one starts on GPU 0, and its first call there would take VRAM for a context."""
+    """A thread on this rank's GPU. A new thread starts on GPU 0, where its first call would take VRAM for a context."""
     device = get_device()
     begin = (lambda: torch.cuda.set_device(device.gpu_id)) if device.device == "cuda" else None
     return ThreadPoolExecutor(1, "expert offload", initializer=begin)
 
 
 def _broadcast_decision(decide: Callable[[], Any]) -> Any:
-    """What the first of the ranks that hold shards of the same experts decides."""
+    """The decision of the first of the ranks that hold shards of the same experts."""
     group = get_parallel().moe_tp_group
     return group.broadcast_object(decide() if group.rank_in_group == 0 else None, src=0)
 

@@ -1,4 +1,4 @@
-"""SGLang's arguments with ours among them: command line, YAML, ``sglang.Engine`` keywords, pickling, ``/server_info``."""
+"""SGLang's arguments with our flags: command line, YAML, ``sglang.Engine`` keywords, pickling, ``/server_info``."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def install(add: Callable[[str, Any, HookType], None]) -> None:
 
 
 class _Methods:
-    """What ``OffloadServerArgs`` does differently. ``super(OffloadServerArgs, ...)`` is spelled with the class looked up late,
-    because SGLang rebinds every name of the replaced class, here too."""
+    """The overrides of ``OffloadServerArgs``. ``super(OffloadServerArgs, ...)`` names the class so that it is resolved late:
+    SGLang rebinds every name of the replaced class, here too."""
 
     def resolve_once(self) -> None:
-        """Each process that is given these arguments calls it before it does anything by them; only the first resolves them.
-        Some load no plugins."""
+        """Each process calls it on its arguments before use; only the first one resolves them. Some processes load no
+        plugins."""
         if not getattr(self, "_resolution_finished", False):
             with _reported(self):
                 attach(self, parsed_flags(self))
         super(OffloadServerArgs, self).resolve_once()  # type: ignore[arg-type]
         if not hooks.watching() and config_of(self) is not None:
-            enforce.end("sglang-uvm-offload: this plugin is not loaded, or not in place, in a process that is to offload")
+            enforce.end("sglang-uvm-offload: this plugin is not loaded, or not in place, in a process that must offload")
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +79,7 @@ OffloadServerArgs = types.new_class("OffloadServerArgs", (PlainServerArgs,), {"d
 
 
 def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """The last checks before anything is spawned or loaded: what this SGLang and this model allow."""
+    """The last checks before anything is spawned or loaded, against this SGLang and this model."""
     previous(server_args)
     config = config_of(server_args)
     enforce.mark_children(config is not None)
@@ -87,7 +87,7 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
         return
     hooks.watch()
     HookRegistry.apply_hooks()
-    from sglang_uvm_offload.plugin import launch_checks  # its imports are for those who offload
+    from sglang_uvm_offload.plugin import launch_checks  # imported only if offloading is on
 
     with _reported(server_args):
         if reason := hooks.missing():
@@ -103,7 +103,7 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 @contextmanager
 def _reported(server_args: Any) -> Iterator[None]:
-    """A ``FlagError`` ends a command as argparse ends it for a bad value; callers of ``sglang.Engine`` get it as it is."""
+    """A ``FlagError`` ends a command as an argparse error does; callers of ``sglang.Engine`` get the exception."""
     try:
         yield
     except FlagError as error:

@@ -1,4 +1,4 @@
-"""The offload config on SGLang's arguments: parsed where they are resolved, pickled with them to every process."""
+"""The offload config on SGLang's arguments: parsed when they are resolved, pickled with them to every process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ATTRIBUTE = "_expert_offload"
 
 
 def parsed_flags(server_args: Any) -> OffloadConfig | None:
-    """What the flags of ``server_args`` ask for, None where offloading is off or these are SGLang's plain arguments. Raises
+    """The config from the flags of ``server_args``, None if offloading is off or these are SGLang's plain arguments. Raises
     ``FlagError`` for values that are not well-formed."""
     cfg = resolving_view(server_args)
     names = {f.name: PREFIX + f.name for f in dataclasses.fields(OffloadFlags)}
@@ -27,8 +27,8 @@ def attach(server_args: Any, config: OffloadConfig | None) -> None:
 
 
 def config_of(server_args: Any) -> OffloadConfig | None:
-    """The attached config, None where offloading is off. Raises ``FlagError`` where the flags ask for offloading but no config
-    is attached: a process must not serve without it silently."""
+    """The attached config, None if offloading is off. Raises ``FlagError`` if the flags enable offloading but no config is
+    attached: a process must not silently serve without it."""
     if hasattr(server_args, _ATTRIBUTE):
         config: OffloadConfig | None = getattr(server_args, _ATTRIBUTE)
         return config

@@ -1,4 +1,5 @@
-"""What the experts in use tell of the others: a topic's experts come together, and so do those of one token after another.
+"""Forecasting an expert's activations from the other experts in use: experts of one topic are activated together, and the
+experts of one token predict those of the next.
 
 Pure: arrays in, arrays out. Experts are numbered over all layers, ``0..size``.
 """
@@ -10,23 +11,23 @@ import numpy as np
 SCALES = np.array([1.0, 4.0, 16.0])
 """The time constants, in decode steps, over which the use of experts is averaged."""
 MEAN_STEPS = 256.0
-"""What is usual is averaged over so many, and left out: the context is what differs from it."""
+"""The time constant, in decode steps, of the long-run mean. The context is the deviation from it."""
 RIDGE = 0.03
 RIDGE_TRANSITIONS = 32.0
-"""How much what is learned is drawn to zero, against the mean square of the context: always, and as if so many of the
-transitions seen had shown no connection."""
+"""Ridge regularisation relative to the mean square of the context: a constant part, and a part equal to this many observed
+transitions without any connection."""
 
 
 class Context:
-    """Learns, for each expert, how its activations to come depend on which experts of all layers were used of late.
+    """Learns, for each expert, how its future activations depend on the recently used experts of all layers.
 
-    Use is projected on random directions, which keep distances well enough (Achlioptas, Journal of Computer and System Sciences
-    66, 2003) and, unlike principal components, never change under what was learned. How activations follow is learned by
-    least-squares temporal differences (Bradtke and Barto, Machine Learning 22, 1996), all experts sharing one matrix.
+    Use is projected on random directions. These preserve distances well enough (Achlioptas, Journal of Computer and System
+    Sciences 66, 2003) and, unlike principal components, never change under the learned weights. The weights are learned by
+    least-squares temporal differences (Bradtke and Barto, Machine Learning 22, 1996); all experts share one matrix.
     """
 
     def __init__(self, size: int, directions: int):
-        """0 ``directions``: there is no context."""
+        """With 0 ``directions`` there is no context."""
         self._signs = 2 * np.random.default_rng(0).integers(0, 2, (size, directions), dtype=np.int8) - np.int8(1)
         self._scales = np.array([*SCALES, MEAN_STEPS])
         self._means = np.zeros((len(self._scales), directions))
@@ -35,13 +36,13 @@ class Context:
         self._now_now = np.zeros((width, width))
         self._now_next = np.zeros((width, width))
         self._now_activation = np.zeros((size, width), dtype=np.float32)
-        """For each expert, to be multiplied by ``_weight``: the contexts before its activations."""
+        """For each expert, the sum of the contexts before its activations; to be multiplied by ``_weight``."""
         self._weight = 1.0
         self._transitions = 0.0
 
     def observe(self, rate: np.ndarray, steps: float, seen: float, decay: float) -> None:
-        """``rate`` float ``[size]``: activations a step of each expert in ``steps`` steps, after ``seen`` ones. ``decay``: how
-        much of what was learned before still counts."""
+        """``rate`` float ``[size]``: activations per step of each expert in ``steps`` steps, after ``seen`` earlier ones.
+        ``decay``: the factor for all earlier sums."""
         used = np.flatnonzero(rate)
         before = self._now
         share = np.maximum(-np.expm1(-steps / self._scales), steps / (seen + steps))
@@ -60,8 +61,8 @@ class Context:
         self._now_activation[used] += (rate[used] / self._weight).astype(np.float32)[:, None] * before.astype(np.float32)
 
     def activations(self, discount: float) -> np.ndarray:
-        """float32 ``[size]``: by how much the activations to come, a transition on average, differ from the usual, where those
-        of each later transition count ``discount`` times those of the one before."""
+        """float32 ``[size]``: how far future activations deviate from the long-run mean, averaged over transitions; each later
+        transition is discounted by ``discount``."""
         if not self._transitions or not self._now.size:
             return np.zeros(len(self._signs), dtype=np.float32)
         square = self._now_now - discount * self._now_next

@@ -1,4 +1,4 @@
-"""The activations to come of each expert, from those so far. Pure: arrays in, arrays out.
+"""Forecasting each expert's activations from its past ones. Pure: arrays in, arrays out.
 
 Arrays are ``[layers, experts]`` unless stated.
 """
@@ -12,50 +12,50 @@ import numpy as np
 from sglang_uvm_offload.policy.coactivation import Context
 
 PREFILL_PRIOR_STEPS = 32.0
-"""How many decode steps the routing of prefill tokens is worth, however many prefill tokens there were."""
+"""The weight of prefill routing in decode steps, however many prefill tokens there were."""
 
 SCALES = 4.0 ** np.arange(7)
-"""The time constants, in decode steps, of the activation rates that are kept of each expert."""
+"""The time constants, in decode steps, of each expert's activation rates."""
 MEAN_STEPS = 256.0
 """The time constant of the mean activation rate of all experts."""
 RIDGE = 1e-3
 RIDGE_TRANSITIONS = 4.0
-"""How much the learned weights are drawn to zero, against the mean square of the features: always, and as if so many of the
-transitions seen had shown that nothing persists."""
+"""Ridge regularisation relative to the mean square of the features: a constant part, and a part equal to this many observed
+transitions after which nothing persisted."""
 MAX_HORIZON_STEPS = 1024.0
 PRIOR_STEPS = 32.0
-"""An expert's first rates are drawn to the mean rate as if it had been seen at that rate for so many steps."""
+"""The weight, in steps, of the mean rate as a prior for each expert's first rates."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What matters most of what was chosen by measurement. benchmarks/policy_goals.py halves and doubles each."""
+    """The constants that matter most, chosen by measurement. benchmarks/policy_goals.py halves and doubles each."""
 
     hysteresis: float = 1.5
-    """A promotion must pay back its cost so many times."""
+    """A promotion must save this many times its cost."""
     horizon_activations: float = 2.0
-    """And in the time in which an average expert is activated so often."""
+    """The horizon: the time in which an average expert is activated this often."""
     memory_steps: float = 4096.0
-    """The time constant of what is learned about how rates persist."""
+    """The time constant, in decode steps, of the learned weights."""
     directions: int = 64
-    """The width of the context; more cost time for each decision."""
+    """The width of the context; a larger one makes each decision slower."""
 
 
 TUNING = Tuning()
 
 
 def spread(per_step: np.ndarray, routed: np.ndarray) -> np.ndarray:
-    """A layer's activations per step (``[layers, 1]``) spread over its experts by their share of ``routed`` tokens: the chance
-    of any token, if a step's tokens on an expert are Poisson."""
+    """A layer's activations per step (``[layers, 1]``) spread over its experts by their share of ``routed`` tokens: the
+    probability of at least one token, if a step's tokens on an expert are Poisson."""
     return -np.expm1(-per_step * routed / np.maximum(routed.sum(axis=1, keepdims=True), 1.0))
 
 
 class Forecast:
-    """The activations to come, from activation rates over several time scales and from the ``Context``.
+    """Forecasts activations from activation rates over several time scales and from the ``Context``.
 
-    How far each of them predicts is learned from the traffic itself, by least-squares temporal differences (Bradtke and
-    Barto, Machine Learning 22, 1996) pooled over all experts: routing that follows the request and routing that is
-    stationary need no different settings. The sums are kept apart by power of the discount, so that the horizon may change.
+    The weight of each is learned from the traffic, by least-squares temporal differences (Bradtke and Barto, Machine Learning
+    22, 1996) pooled over all experts. So routing that follows the request and stationary routing need no different settings.
+    The sums are kept separate by power of the discount, so the horizon may change.
     """
 
     def __init__(self, candidate: np.ndarray, tuning: Tuning = TUNING):
@@ -72,7 +72,7 @@ class Forecast:
         self._now_next = np.zeros((features, features))
         self._now_rate = np.zeros(features)
         self._transitions = np.zeros(2)
-        """Decayed: how many transitions were seen, and their steps."""
+        """Decayed: the number of observed transitions, and of their steps."""
 
     def observe(self, activations: np.ndarray, steps: float) -> None:
         rate = (np.where(self._candidate, activations, 0).ravel() / steps).astype(np.float32)
@@ -93,8 +93,8 @@ class Forecast:
         self.steps += steps
 
     def hint(self, prefill_routed: np.ndarray) -> None:
-        """Prefill tokens ``[layers, experts]`` count as decode steps with their mix, for the scales longer than the
-        ``PREFILL_PRIOR_STEPS`` that they are worth at most."""
+        """Count prefill tokens ``[layers, experts]`` as decode steps with the same mix of experts: at most
+        ``PREFILL_PRIOR_STEPS``, and only in the time scales longer than that."""
         routed = np.where(self._candidate, prefill_routed, 0).astype(np.float64)
         tokens = routed.sum(axis=1, keepdims=True)
         rates = self._rates.reshape(len(SCALES), *self._candidate.shape)
@@ -111,7 +111,7 @@ class Forecast:
         return 1.0 + min(self._tuning.horizon_activations / max(self._mean, 1e-9), MAX_HORIZON_STEPS)
 
     def activations(self, horizon: float) -> np.ndarray:
-        """``[layers, experts]``: expected activations from now on, discounted with a mean of ``horizon`` steps."""
+        """``[layers, experts]``: expected future activations, discounted with a mean of ``horizon`` steps."""
         weights = np.zeros(len(self._features))
         transitions, _ = self._transitions
         if transitions:
@@ -121,11 +121,11 @@ class Forecast:
             reward = self._now_rate * (1.0 - discount) * horizon
             weights = np.linalg.solve(square + ridge * np.eye(len(square)), reward)
         activations = weights.astype(np.float32) @ self._features
-        # None can be below 0 or above the horizon; below, the order still tells which resident is worth least.
+        # True values lie in 0..horizon. Negative ones stay: their order shows which resident is worth least.
         return np.clip(activations, -horizon, horizon).reshape(self._candidate.shape)
 
     def _describe(self) -> np.ndarray:
-        """The features: by how much each scale's rate exceeds the next longer one's, the longest, the mean, the context."""
+        """The features: each scale's rate minus the next longer one's, the longest rate, the mean, the context."""
         features = np.empty_like(self._features)
         np.subtract(self._rates[:-1], self._rates[1:], out=features[:-3])
         features[-3] = self._rates[-1]
@@ -134,6 +134,6 @@ class Forecast:
         return features
 
     def _discount(self, horizon: float) -> float:
-        """For what comes a transition later."""
+        """The discount for one transition."""
         transitions, steps = self._transitions
         return (1.0 - 1.0 / horizon) ** (steps / transitions if transitions else 1.0)

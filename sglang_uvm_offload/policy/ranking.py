@@ -1,4 +1,4 @@
-"""Scoring experts by what was counted, and choosing the best of each layer. Pure.
+"""Scoring experts by their counts, and selecting the best of each layer. Pure.
 
 Arrays are ``[layers, experts]`` unless stated.
 """
@@ -13,10 +13,10 @@ from sglang_uvm_offload.policy.forecast import PREFILL_PRIOR_STEPS, spread
 def score(decode_activations: np.ndarray, decode_steps: float, prefill_routed: np.ndarray) -> np.ndarray:
     """Expected activations of each expert per decode step, float64.
 
-    ``decode_activations`` counts the decode steps, of ``decode_steps``, that used the expert; ``prefill_routed`` the prefill
-    tokens routed to it. The rate seen in decode is mixed with a prior worth ``PREFILL_PRIOR_STEPS`` steps: a layer's
+    ``decode_activations`` counts the decode steps, of ``decode_steps``, that used the expert; ``prefill_routed`` counts the
+    prefill tokens routed to it. The decode rate is mixed with a prior that weighs ``PREFILL_PRIOR_STEPS`` steps: a layer's
     activations per step, spread over its experts by their share of the prefill tokens. Without decode steps the ranking is
-    that of the prefill tokens; with many the prior vanishes.
+    that of the prefill tokens; with many, the prior vanishes.
     """
     activations = np.asarray(decode_activations, dtype=np.float64)
     routed = np.asarray(prefill_routed, dtype=np.float64)
@@ -29,15 +29,14 @@ def score(decode_activations: np.ndarray, decode_steps: float, prefill_routed: n
 def select(scores: np.ndarray, capacity: np.ndarray, resident: np.ndarray, always_resident: np.ndarray) -> np.ndarray:
     """``bool``: the ``capacity[layer]`` experts of each layer with the highest scores, and all ``always_resident`` ones.
 
-    Always-resident experts (fused shared experts) do not count against the capacity. Among equal scores a current resident
-    stays, then the lower id comes first, so equal scores move nothing. Slots with a negative score are no experts (layers of
-    different sizes share one array) and are never chosen. Raises ``ValueError`` for arguments whose shapes differ, or a
-    score that is not a number.
+    Always-resident experts (fused shared experts) do not count against the capacity. Ties keep the current resident, then
+    prefer the lower id, so equal scores move nothing. A negative score marks an empty slot (layers of different sizes share
+    one array), which is never chosen. Raises ``ValueError`` for arguments whose shapes differ, or a score that is NaN.
     """
     if not scores.shape == resident.shape == always_resident.shape or capacity.shape != scores.shape[:1]:
         raise ValueError(
             f"scores {scores.shape}, resident {resident.shape}, always_resident {always_resident.shape} and capacity "
-            f"{capacity.shape} do not fit together"
+            f"{capacity.shape} do not match"
         )
     if np.isnan(scores).any():
         raise ValueError("a score is not a number")
@@ -45,8 +44,8 @@ def select(scores: np.ndarray, capacity: np.ndarray, resident: np.ndarray, alway
 
 
 def top(key: np.ndarray, capacity: np.ndarray, resident: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-    """``bool``: the ``capacity[layer]`` candidates of each layer with the largest key; among equals residents come first,
-    then lower ids."""
+    """``bool``: the ``capacity[layer]`` candidates of each layer with the largest key. Ties prefer residents, then lower
+    ids."""
     order = np.lexsort((~resident, -key, ~candidate), axis=-1)
     chosen = np.zeros(key.shape, dtype=bool)
     np.put_along_axis(chosen, order, np.arange(key.shape[1]) < capacity[:, None], axis=1)
@@ -54,7 +53,7 @@ def top(key: np.ndarray, capacity: np.ndarray, resident: np.ndarray, candidate: 
 
 
 def rank(key: np.ndarray) -> np.ndarray:
-    """Each expert's place in its layer, 0 for the largest key, then the lower id."""
+    """Each expert's rank in its layer: 0 for the largest key; ties prefer the lower id."""
     order = np.argsort(-key, axis=1, kind="stable")
     rank = np.empty_like(order)
     np.put_along_axis(rank, order, np.broadcast_to(np.arange(key.shape[1]), key.shape), axis=1)

@@ -1,1 +1,1 @@
-"""Routing traces through the real manager, beside baseline policies."""
+"""Replays routing traces through the real manager and through baseline policies."""

@@ -1,8 +1,8 @@
-"""The policies that the shipped one is measured against, on a trace: what they keep in VRAM, and what they bring over the link.
+"""Baseline policies, to compare the shipped one with on a trace: what they keep in VRAM, and what they move over the link.
 
-Arrays are ``bool[layers, experts]``. A step is served as a whole: every expert that it activates is looked up before any one
-is replaced (per-access replay overstates the misses of a cache). Fixed sets read each miss in place; the caches page, so each
-miss is moved once, and what the step used stays as far as there is room.
+Arrays are ``bool[layers, experts]``. A step is served as a whole: all experts that it activates are looked up before any is
+replaced (per-access replay overstates the misses of a cache). Fixed sets read each miss in place. Caches move each miss into
+VRAM once, and keep the experts of the step as far as there is room.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ NEVER = np.iinfo(np.int32).max
 
 @dataclass(frozen=True)
 class Served:
-    """What one step did: the activations that VRAM served, those read in place, and the experts moved into VRAM."""
+    """The result of one step: activations served from VRAM, those read in place, and experts moved into VRAM."""
 
     hit: np.ndarray
     read: np.ndarray
     moved: np.ndarray
 
 
-class Reference(Protocol):
+class ReplayPolicy(Protocol):
     def step(self, activated: np.ndarray) -> Served: ...
 
 
 class Fixed:
-    """The same residents for ever."""
+    """Residents that never change."""
 
     def __init__(self, resident: np.ndarray):
         self.resident = resident
@@ -44,7 +44,7 @@ class Fixed:
 
 
 Priority = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
-"""(uses so far, step of the last use, this step) -> the experts' priority to stay, all ``[layers, experts]``."""
+"""(uses so far, step of the last use, this step) -> each expert's priority to stay, all ``[layers, experts]``."""
 
 
 def lru(uses: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
@@ -52,7 +52,7 @@ def lru(uses: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
 
 
 def lfu(uses: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
-    """Uses since the start; among equals the more recent one stays."""
+    """Uses since the start; ties keep the more recent one."""
     return uses + last / (now + 2)
 
 
@@ -62,9 +62,9 @@ def lfru(uses: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
 
 
 class Cache:
-    """Pages each miss in, and drops the residents with the lowest priority among those that the step did not use.
+    """Moves each miss into VRAM, and evicts the residents with the lowest priority among those that the step did not use.
 
-    ``capacity`` is int ``[layers]``. Where a step uses more than that, residents stay and the lower ids come in.
+    ``capacity`` is int ``[layers]``. If a step uses more experts than that, residents stay and the lower ids come in.
     """
 
     def __init__(self, shape: tuple[int, int], capacity: np.ndarray, priority: Priority):
@@ -87,12 +87,12 @@ class Cache:
 
 
 class Belady:
-    """Keeps what is used again soonest, by looking ahead, and reads through what is not worth a place: no policy that keeps as
-    many experts of each layer hits more."""
+    """Knows the future: keeps the experts that are used again soonest, and reads the others in place. No policy with as many
+    residents in each layer has a higher hit rate."""
 
     def __init__(self, future: np.ndarray, capacity: np.ndarray, idle_steps: int = 0):
-        """``future``: ``bool[steps, layers, experts]``, the steps that count, in order; ``idle_steps`` come before them, over
-        which it holds what it begins them with. ``capacity``: int ``[layers]``."""
+        """``future``: ``bool[steps, layers, experts]``, the steps that count, in order. Residents do not change during the
+        ``idle_steps`` before them. ``capacity``: int ``[layers]``."""
         steps, layers, experts = future.shape
         self._capacity = capacity
         self._next_use = np.full((steps + 1, layers, experts), NEVER, dtype=np.int32)
@@ -115,9 +115,9 @@ class Belady:
 
 
 class Variant:
-    """A policy other than the shipped one, without the manager: it looks every ``interval`` steps at counts that are ``late``
-    steps old, as the manager does. A step takes about half of the manager's time, and other intervals need no other manager; a
-    test holds both to the same results. ``resident`` is what it starts with."""
+    """An adaptive policy without the manager. Every ``interval`` steps it decides on counts that are ``late`` steps old, as the
+    manager does. A step takes about half of the manager's time, and other intervals need no change of the manager; a test
+    holds both to the same results. ``resident``: the initial residents."""
 
     def __init__(self, policy: AdaptivePolicy, resident: np.ndarray, interval: int, late: int = 0):
         self.resident = resident
@@ -132,8 +132,8 @@ class Variant:
             for _ in range(new):
                 counts += self._unseen.popleft()
             self._policy.observe(counts, new)
-            plan = self._policy.plan(before)
-            self.resident = (before | plan.promote) & ~plan.demote
+            moves = self._policy.decide(before)
+            self.resident = (before | moves.promote) & ~moves.demote
         self._now += 1
         self._unseen.append(activated)
         return Served(activated & self.resident, activated & ~self.resident, self.resident & ~before)
@@ -142,10 +142,10 @@ class Variant:
 NAMES = ("first_n", "static", "static-oracle", "lru", "lfu", "lfru", "belady")
 
 
-def make(name: str, warmup: np.ndarray, scored: np.ndarray, capacity: np.ndarray) -> Reference:
-    """Reference ``name`` for a trace's ``bool[steps, layers, experts]``: ``warmup`` to be served first, then ``scored``.
+def make(name: str, warmup: np.ndarray, scored: np.ndarray, capacity: np.ndarray) -> ReplayPolicy:
+    """The baseline ``name`` for a trace's ``bool[steps, layers, experts]``: ``warmup`` is served first, then ``scored``.
 
-    ``static`` knows the activations of the warm-up, ``static-oracle`` those of the scored part, ``belady`` each step of it.
+    ``static`` knows the activations of the warm-up, ``static-oracle`` those of the scored part, ``belady`` each scored step.
     ``capacity``: int ``[layers]``. Raises ``ValueError`` for an unknown name.
     """
     shape = (warmup.shape[1], warmup.shape[2])
@@ -161,5 +161,5 @@ def make(name: str, warmup: np.ndarray, scored: np.ndarray, capacity: np.ndarray
         return Belady(scored, capacity, idle_steps=len(warmup))
     priorities = {"lru": lru, "lfu": lfu, "lfru": lfru}
     if name not in priorities:
-        raise ValueError(f"no reference is named {name}; there are {', '.join(NAMES)}")
+        raise ValueError(f"no baseline is named {name}; there are {', '.join(NAMES)}")
     return Cache(shape, capacity, priorities[name])

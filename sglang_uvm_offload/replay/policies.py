@@ -1,4 +1,4 @@
-"""The names of the policies that a replay compares, and what it takes the hardware to be where nobody says."""
+"""The names of the policies that a replay compares, and its default hardware figures."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ POLICIES = (*NAMES, SHIPPED)
 
 EXPERT_BYTES = 4 << 20
 LINK_GBPS = PCIE5_GBPS
-"""What an expert is taken to weigh, and the link to carry (10^9 bytes a second): they scale the bytes and seconds of every
-policy alike."""
+"""The assumed bytes of an expert, and rate of the link (10^9 bytes a second). They scale the bytes and seconds of all policies
+alike."""

@@ -1,8 +1,7 @@
-"""Replaying a routing trace through the real manager over emulated memory, beside reference policies.
+"""Replaying a routing trace through the real manager over emulated memory, and through baseline policies.
 
-A step is served as a whole: what it activates is looked up in the residency that it began with. The first part of the
-requests warms up, the rest is scored, and state persists. Policies that read a miss in place pay its bytes each time; caches
-that page move it once.
+A step is served as a whole: its activations are looked up in the residency at its start. The first part of the requests warms
+up, the rest is scored, and state persists. Policies that read a miss in place pay its bytes each time; caches move it once.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.replay import baselines as references
-from sglang_uvm_offload.replay.baselines import Reference, Served
+from sglang_uvm_offload.replay import baselines
+from sglang_uvm_offload.replay.baselines import ReplayPolicy, Served
 from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS, SHIPPED
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.routing.counts import IdFormat, Phase
 from sglang_uvm_offload.routing.trace import Trace
 
-LATE_LOOKS = 1
-"""How old the counts are that residents follow: what is decided of the steps up to a look is taken up at the next."""
+DECISION_DELAY_POLLS = 1
+"""Polls between counting and effect: a decision on the steps before one poll takes effect at the next."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """One policy's result over the scored steps. ``hit_rate``: the share of activations that VRAM served, 0 where there were
-    none. Bytes and seconds are those of the link: reads plus moves."""
+    """One policy's result over the scored steps. ``hit_rate``: the share of activations that VRAM served, 0 without any. Bytes
+    and seconds are those of the link: reads plus moves."""
 
     policy: str
     residency: float
@@ -52,18 +51,19 @@ class Replay:
 
 @dataclass(frozen=True)
 class Workload:
-    """One trace at one batch: which experts each step uses, ``bool[steps, layers, experts]``, of the steps that warm up and of
-    those that are scored. Layers that no step routes in have no experts, and are left out."""
+    """One trace at one batch: the experts that each step uses, ``bool[steps, layers, experts]``, for the warm-up steps and the
+    scored ones. Layers without routing are left out."""
 
     batch: int
     warmup: np.ndarray
     scored: np.ndarray
     routing: np.ndarray | None = None
-    """``bool[layers of the trace]``: which of them are here; None for all."""
+    """``bool[layers of the trace]``: the layers included; None for all."""
 
     @classmethod
     def of(cls, trace: Trace, batch: int = 1, warmup_fraction: float = 0.5) -> Workload:
-        """``batch`` requests at once; the first ``warmup_fraction`` of all warms up. Raises ``ValueError`` if none is left."""
+        """``batch`` requests at once; the first ``warmup_fraction`` of them warms up. Raises ``ValueError`` if none is left to
+        score."""
         warmup, scored = (trace.activated(trace.steps(part, batch)) for part in trace.split(warmup_fraction))
         if not len(scored):
             raise ValueError(f"a warm-up of {warmup_fraction} leaves no request to score")
@@ -76,26 +76,26 @@ class Workload:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Layers, experts of each."""
+        """(layers, experts per layer)"""
         return self.scored.shape[1], self.scored.shape[2]
 
     def capacity(self, residency: float) -> np.ndarray:
-        """``int[layers]``: the residents of each layer, of which ``residency`` (0..1) is the share."""
+        """``int[layers]``: the residents of each layer, a ``residency`` (0..1) share of its experts."""
         return np.full(self.shape[0], round(residency * self.shape[1]))
 
-    def policy(self, name: str, residency: float) -> Reference:
-        """The shipped policy, or a reference; one object serves once."""
+    def policy(self, name: str, residency: float) -> ReplayPolicy:
+        """The shipped policy, or a baseline. Each object serves one replay."""
         capacity = self.capacity(residency)
         if name == SHIPPED:
             return Managed(self.shape, int(capacity[0]))
-        return references.make(name, self.warmup, self.scored, capacity)
+        return baselines.make(name, self.warmup, self.scored, capacity)
 
 
 class Managed:
-    """The shipped policy: the real manager, continuous, fed what the routers of a model's decode steps would pick."""
+    """The shipped policy: the real manager with continuous adaptation, fed with the routing of decode steps."""
 
     def __init__(self, shape: tuple[int, int], num_resident: int):
-        """``shape``: layers, and experts of each, of which ``num_resident`` are resident."""
+        """``shape``: layers, and experts per layer, of which ``num_resident`` are resident."""
         config = parse({"num_resident": num_resident, "resident_selection": "first_n", "adapt": "continuous"})
         assert config is not None
         self.manager = OffloadManager(
@@ -112,8 +112,8 @@ class Managed:
         self.resident = self._residency()
 
     def step(self, activated: np.ndarray) -> Served:
-        """Serve a decode step. Tokens that share an expert are one activation of it, so one token that uses them all will
-        do."""
+        """Serve a decode step. Tokens that share an expert make one activation of it, so the step is fed as one token that uses
+        all experts."""
         before = self.resident
         self.manager.begin_step(self._model, 1, 1, Phase.DECODE)
         self.resident = self._residency()
@@ -131,7 +131,7 @@ class Managed:
 
 
 class _Idle:
-    """A clock on which there is always time to move: the link model says what moves cost."""
+    """A clock with unlimited time for moves, because the link model accounts for their cost."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -162,13 +162,13 @@ def replay(
 
 def serve(
     name: str,
-    policy: Reference,
+    policy: ReplayPolicy,
     workload: Workload,
     residency: float,
     link_gbps: float = LINK_GBPS,
     expert_bytes: int = EXPERT_BYTES,
 ) -> Replay:
-    """Run ``policy``, whatever it is, over ``workload``, and report it as ``name`` at ``residency``."""
+    """Run ``policy`` over ``workload``, and report it as ``name`` at ``residency``."""
     for activated in workload.warmup:
         policy.step(activated)
     steps = len(workload.scored)

@@ -1,1 +1,1 @@
-"""Explains a server or a replay to a person: advice, charts, pages."""
+"""Explains a server or a replay to a person: advice, charts, HTML reports."""

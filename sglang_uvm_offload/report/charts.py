@@ -1,4 +1,4 @@
-"""The charts of the report's pages, by matplotlib: lines, columns, stacked bars, a map of cells. Lengths are CSS pixels."""
+"""The report's charts, drawn by matplotlib: lines, columns, stacked bars, a map of cells. Lengths are CSS pixels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sglang_uvm_offload.report.html import element
 from sglang_uvm_offload.report.units import Axis
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555", "#7f3c8d")
-"""Of series, in order: apart for colour-blind eyes too."""
+"""Of series, in order; distinguishable for colour-blind readers."""
 WIDTH = 880
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 42
 LEGEND_ROW = 20
@@ -36,8 +36,8 @@ GRID, INK = "#dddddd", "#444444"
 STYLE: list[str | dict[str, Any]] = [
     "default",
     {
-        "svg.fonttype": "none",  # text stays text: it can be searched, and the page stays small
-        "svg.hashsalt": "sglang-uvm-offload",  # the same data give the same page
+        "svg.fonttype": "none",  # text stays text: it can be searched, and the report stays small
+        "svg.hashsalt": "sglang-uvm-offload",  # the same data give the same report
         "text.parse_math": False,  # names come from outside, and a $ in them is a $
         "font.size": 9,
         **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
@@ -52,12 +52,12 @@ STYLE: list[str | dict[str, Any]] = [
         "lines.solid_capstyle": "round",
     },
 ]
-"""Whatever the user's own matplotlibrc says."""
+"""Applied over the user's matplotlibrc."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A series: ``(x, y)`` in the units of the axes. Where ``y`` is None the line is interrupted."""
+    """A series: ``(x, y)`` in the units of the axes. The line is interrupted where ``y`` is None."""
 
     label: str
     points: Sequence[tuple[float, float | None]]
@@ -65,7 +65,7 @@ class Line:
 
 
 def picture(figure: Figure) -> Element:
-    """The figure as SVG in an element of the page, titled by its label."""
+    """The figure as an SVG element, titled by its label."""
     file = io.BytesIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with style.context(STYLE), warnings.catch_warnings():
@@ -76,7 +76,7 @@ def picture(figure: Figure) -> Element:
         node.tag = node.tag.rpartition("}")[2]
         node.attrib = {name.rpartition("}")[2]: value for name, value in node.attrib.items()}
         if node.tag == "g":
-            node.attrib.pop("id", None)  # figure_1, in every picture of the page
+            node.attrib.pop("id", None)  # figure_1, in every picture of the report
     svg.set("role", "img")
     svg.insert(0, element("title", str(figure.get_label())))
     return element("figure", svg)
@@ -87,12 +87,12 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line], marks: Seque
     """Lines over a grid with their legend; each of ``marks`` is a vertical line at an x with its name."""
     figure, axes = _figure(title, 260, [line.label for line in lines])
     _rule(axes, x, y)
-    looks: list[dict[str, Any]] = [
+    styles: list[dict[str, Any]] = [
         {"color": colour, "linestyle": "--" if line.dashed else "-"} for line, colour in zip(lines, cycle(COLOURS))
     ]
-    for line, look in zip(lines, looks, strict=True):
+    for line, line_style in zip(lines, styles, strict=True):
         ys = np.array([math.nan if value is None else value for _, value in line.points], dtype=float)
-        axes.plot([at for at, _ in line.points], ys, marker="o", markersize=3, markevery=_lone(ys), clip_on=False, **look)
+        axes.plot([at for at, _ in line.points], ys, marker="o", markersize=3, markevery=_lone(ys), clip_on=False, **line_style)
     for at, name in marks:
         axes.axvline(at, color="#888888", linestyle=":", linewidth=1)
         left_half = at < (x.low + x.high) / 2
@@ -104,13 +104,13 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line], marks: Seque
             textcoords="offset points",
             ha="left" if left_half else "right",
         )
-    _legend(figure, [Line2D([], [], **look) for look in looks], [line.label for line in lines])
+    _legend(figure, [Line2D([], [], **line_style) for line_style in styles], [line.label for line in lines])
     return figure
 
 
 @style.context(STYLE)
 def column_chart(title: str, x_label: str, names: Sequence[str], y: Axis, values: Sequence[float | None]) -> Figure:
-    """One column a name; none where the value is None."""
+    """One column per name; none where the value is None."""
     figure, axes = _figure(title, 220)
     _rule(axes, Axis(x_label, -0.5, max(len(names), 1) - 0.5), y)
     there = [(index, value) for index, value in enumerate(values) if value is not None]
@@ -122,7 +122,7 @@ def column_chart(title: str, x_label: str, names: Sequence[str], y: Axis, values
 
 @style.context(STYLE)
 def bar_chart(title: str, x: Axis, rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str]) -> Figure:
-    """Horizontal bars, each the stack of its values, of which there is one for each of ``parts``."""
+    """Horizontal stacked bars, each with one value for each of ``parts``."""
     labels = list(parts) if len(parts) > 1 else []
     figure, axes = _figure(title, TOP + 26 * len(rows) + BOTTOM, labels)
     _rule(axes, x, Axis("", -0.5, len(rows) - 0.5))
@@ -143,7 +143,7 @@ def bar_chart(title: str, x: Axis, rows: Sequence[tuple[str, Sequence[float]]], 
 def cell_map(
     title: str, x_label: str, y_label: str, row_names: Sequence[str], cells: np.ndarray, kinds: Sequence[tuple[str, str]]
 ) -> Figure:
-    """``cells`` int ``[rows, columns]``, each an index of ``kinds``, which are names and colours; -1 is left empty."""
+    """``cells`` int ``[rows, columns]``: indices of ``kinds`` (names and colours); -1 is left empty."""
     rows, columns = cells.shape
     tall = max(min(16.0, max(5.0, 460 / max(rows, 1))), 90 / max(rows, 1))  # below 90 pixels the label has no room
     wide = min(16.0, (WIDTH - LEFT - RIGHT) / max(columns, 1))
@@ -190,14 +190,14 @@ def _lone(values: np.ndarray) -> list[int]:
 
 
 def _legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str], outside: bool = True) -> None:
-    """In the lower left corner, ``outside`` of what the layout gives to the axes."""
+    """In the lower left corner, ``outside`` the axes' area."""
     if labels:
         place: Literal["outside lower left", "lower left"] = "outside lower left" if outside else "lower left"
         figure.legend(handles, [_short(label) for label in labels], loc=place, ncols=_legend_shape(labels)[0])
 
 
 def _legend_shape(labels: Sequence[str]) -> tuple[int, int]:
-    """Columns and rows: as many columns as the longest label leaves room for."""
+    """Columns and rows: as many columns as fit the longest label."""
     if not labels:
         return 0, 0
     columns = min(len(labels), max(1, int(WIDTH / (60 + 7 * max(len(_short(label)) for label in labels)))))
@@ -205,6 +205,6 @@ def _legend_shape(labels: Sequence[str]) -> tuple[int, int]:
 
 
 def _short(name: str) -> str:
-    """``name`` as it can stand in a picture: printable and not long. Pages have it whole in a table."""
+    """``name`` as it can stand in a picture: printable and not long. Tables show it whole."""
     name = "".join(letter if letter.isprintable() else "?" for letter in name)
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"

@@ -1,11 +1,11 @@
-"""The page around the charts: headings, tables and lists as a tree of elements, so that no text can become markup."""
+"""HTML around the charts: headings, tables and lists as a tree of elements, so that no text can become markup."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element, tostring
 
-from sglang_uvm_offload.report.page_file import DOCTYPE, GENERATOR
+from sglang_uvm_offload.report.report_file import DOCTYPE, GENERATOR
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 900px; margin: 2em auto; padding: 0 1em }
@@ -17,13 +17,13 @@ th { font-weight: 600 } th:first-child, td:first-child { text-align: left }
 figure { margin: .5em 0 } figure > svg { max-width: 100%; height: auto }
 """
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""The page may load nothing: its styles and pictures are in it."""
+"""The report may load nothing: it contains its styles and charts."""
 
 Child = Element | str
 
 
 def element(tag: str, *children: Child, **attributes: str) -> Element:
-    """``element("p", "a < b", class_="note")``: ``_`` in a name stands for ``-``, and at its end for nothing."""
+    """``element("p", "a < b", class_="note")``: ``_`` in a name becomes ``-``; a trailing one is dropped."""
     out = Element(tag, {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()})
     for child in children:
         if isinstance(child, Element):
@@ -35,7 +35,7 @@ def element(tag: str, *children: Child, **attributes: str) -> Element:
     return out
 
 
-def page(title: str, *body: Element) -> str:
+def document(title: str, *body: Element) -> str:
     """A whole document that loads nothing."""
     head = element(
         "head",

@@ -1,4 +1,4 @@
-"""What a report is made from: a server's statistics or a replay's results, as records that check what they are decoded from."""
+"""A report's input: a server's statistics or a replay's results, as records that are checked when decoded."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ServerInfo(Struct, frozen=True):
 
     @property
     def curve(self) -> Curve | None:
-        """That of all ranks; None where no decode step was counted."""
+        """The curve over all ranks; None if no decode step was counted."""
         return combined([rank.curve for rank in self.ranks if rank.curve is not None])
 
 
@@ -79,12 +79,12 @@ class ReplayResults(Struct, frozen=True):
 
 
 def budget(ranks: Sequence[RankStatus]) -> float:
-    """Routed residents a layer on each rank, in the mean over the layers that can be offloaded."""
+    """Routed residents a layer on each rank: the mean over layers that can be offloaded."""
     counts = [len(routed) for rank in ranks for layer, routed in rank.routed_residents if layer.expert_bytes]
     return sum(counts) / len(counts) if counts else 0.0
 
 
-def served_of_late(ranks: Sequence[RankStatus]) -> float | None:
-    """The share of uses in decode steps that residents served in the latest half of the time; None where there were none."""
-    counted = sum(rank.history.of_late("activations") for rank in ranks)
-    return sum(rank.history.of_late("activations_resident") for rank in ranks) / counted if counted else None
+def recent_hit_rate(ranks: Sequence[RankStatus]) -> float | None:
+    """The hit rate of decode activations in the latest half of the time; None without activations."""
+    counted = sum(rank.history.recent_growth("activations") for rank in ranks)
+    return sum(rank.history.recent_growth("activations_resident") for rank in ranks) / counted if counted else None

@@ -1,4 +1,4 @@
-"""Numbers as the report's pages show them: shares in per cent, bytes in the unit that suits an axis, and axes."""
+"""Numbers as reports show them: percentages, byte units for axes, and axes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Axis:
-    """Of a chart, from ``low`` to ``high``, which must differ; ``label`` says the unit."""
+    """An axis of a chart, from ``low`` to ``high``, which must differ; ``label`` includes the unit."""
 
     label: str
     low: float
@@ -37,7 +37,7 @@ def percents(shares: Iterable[tuple[float, float | None]]) -> list[tuple[float, 
 
 
 def axis_to(label: str, most: float, whole: bool = False) -> Axis:
-    """From 0 to what shows ``most``."""
+    """An axis from 0 to a little above ``most``."""
     return Axis(label, 0, 1.05 * most if most > LEAST else 1, whole)
 
 

@@ -1,1 +1,1 @@
-"""Runs the policy, moves experts, and accounts for what steps were served from."""
+"""Runs the policy, moves experts, and accounts for where steps were served from."""

@@ -1,4 +1,4 @@
-"""Following the traffic: when the policy looks at the counts, and what it then wants to be resident."""
+"""Continuous adaptation: feeds the counts to the policy and returns the residents that it chooses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sglang_uvm_offload.residency.ledger import stack
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, RoutingCounts
 
 INTERVAL_STEPS = 1
-"""Steps between two looks at the counts. The fewer, the better residents follow (benchmarks/policy_goals.py shows what waiting
-costs)."""
+"""Steps between two polls of the counts. With fewer, residents follow the traffic better; benchmarks/policy_goals.py measures
+the cost of longer intervals."""
 
 
 class Adaptation:
-    """The policy over one model's layers. Only the rank that decides for its peers feeds it."""
+    """The policy over one model's layers. It runs only on the rank that decides for its peers."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class Adaptation:
         start: RoutingCounts,
         history: RoutingCounts | None = None,
     ):
-        """``start`` is what was counted so far, which does not count. ``history`` is what earlier runs counted of these
-        ``width`` experts of each layer (a profile): the forecast begins with it, until live traffic overrules it."""
+        """Counts up to ``start`` are ignored. ``history`` holds the counts of earlier runs (a profile) for these ``width``
+        experts of each layer: the forecast begins with it, until live traffic outweighs it."""
         self._seen = start
         resident, always_resident = (
             stack([getattr(la, name) for la in layers], width) for name in ("resident", "always_resident")
@@ -46,26 +46,26 @@ class Adaptation:
             self._policy.seed(*_seen(history))
 
     @property
-    def most_expert_bytes(self) -> int:
-        """Bytes of an expert of the layer where they are largest."""
+    def max_expert_bytes(self) -> int:
+        """Bytes of the largest expert."""
         return int(self._expert_bytes.max(initial=1))
 
     def bytes_of(self, experts: np.ndarray) -> int:
         """Bytes of ``experts``, ``bool[layers, width]``."""
         return int(experts.sum(axis=1) @ self._expert_bytes)
 
-    def wanted(self, counts: RoutingCounts, resident: np.ndarray, max_bytes: float) -> np.ndarray | None:
-        """``bool[layers, width]`` of residents after ``counts`` (since the start), None to leave them at ``resident``. Promotes
-        at most ``max_bytes``."""
+    def decide(self, counts: RoutingCounts, resident: np.ndarray, max_bytes: float) -> np.ndarray | None:
+        """The residents to move to after ``counts`` (totals since the start), ``bool[layers, width]``; None to keep
+        ``resident``. Promotes at most ``max_bytes``."""
         new = counts.since(self._seen)
         self._seen = counts
         self._policy.observe(*_seen(new))
-        plan = self._policy.plan(resident, max_bytes)
-        if not plan.promote.any() and not plan.demote.any():
+        moves = self._policy.decide(resident, max_bytes)
+        if not moves.promote.any() and not moves.demote.any():
             return None
-        return (resident | plan.promote) & ~plan.demote
+        return (resident | moves.promote) & ~moves.demote
 
 
 def _seen(counts: RoutingCounts) -> tuple[np.ndarray, int, np.ndarray]:
-    """What the policy observes: activations of decode steps, how many these were, and routed prefill tokens."""
+    """The policy's input: activations in decode steps, the number of these steps, and routed prefill tokens."""
     return counts.counts[:, Phase.DECODE, ACTIVATIONS], counts.steps[Phase.DECODE], counts.counts[:, Phase.PREFILL, ROUTED]

@@ -1,4 +1,4 @@
-"""Deciding who is to be resident beside the steps, not in their way."""
+"""Choosing residents on a thread of its own, off the forward steps' path."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from sglang_uvm_offload.residency.adaptation import Adaptation
 from sglang_uvm_offload.routing.counts import PendingCounts
 
 MOVE_BYTES_PER_S = 4 << 30
-"""What continuous adaptation promotes at most: a small part of a PCIe link, so that moves do not starve reads."""
+"""The rate limit of promotions: a small part of a PCIe link, so that moves do not starve zero-copy reads."""
 BURST_SECONDS = 0.25
-"""For how long what was not promoted may be made up for."""
+"""How long an unused allowance accumulates."""
 
 
-class Decisions:
-    """Has an ``Adaptation`` decide on a thread of its own, one decision after the other. What is decided on the steps up to one
-    look is taken at the next, or at the first by which it is decided."""
+class BackgroundAdaptation:
+    """Runs an ``Adaptation`` on an executor, one decision at a time. A decision submitted at one poll is collected at the next,
+    or at the first poll by which it is ready."""
 
     def __init__(self, adaptation: Adaptation, clock: Callable[[], float], executor: Executor | None = None):
-        """``executor`` runs one task after the other; None: on the calling thread."""
+        """``executor`` runs one task after the other. None: tasks run on the calling thread."""
         self.adaptation = adaptation
         self.clock = clock
         self.executor = executor or _ThisThread()
-        self._burst = max(BURST_SECONDS * MOVE_BYTES_PER_S, adaptation.most_expert_bytes)
+        self._burst = max(BURST_SECONDS * MOVE_BYTES_PER_S, adaptation.max_expert_bytes)
         self._room = 0.0
         """Bytes that may be promoted now."""
         self._refilled_at = clock()
         self._next: Future[np.ndarray | None] | None = None
 
-    def take(self, pending: PendingCounts, resident: np.ndarray, may_move: bool = True) -> np.ndarray | None:
-        """``bool[layers, experts]``: the residents decided on, None for no change, or while nothing is decided yet. Then the
-        next decision begins, on ``pending`` and on ``resident`` or what replaces it; one that may not move anything only
-        learns. Raises what deciding raised."""
+    def collect_and_submit(self, pending: PendingCounts, resident: np.ndarray, may_move: bool = True) -> np.ndarray | None:
+        """Collect the last decision and submit the next one.
+
+        Returns ``bool[layers, experts]``, the residents to move to; None for no change, or while the decision is not ready.
+        The next decision uses the counts ``pending`` and starts from the residents returned, else ``resident``. With
+        ``may_move`` False it observes the counts but moves nothing. Raises what the last decision raised."""
         after = None
         if self._next is not None:
             if not self._next.done():
@@ -49,11 +51,11 @@ class Decisions:
         return after
 
     def drop(self) -> None:
-        """Forget the decision that was begun: residents change otherwise."""
+        """Discard the submitted decision, because residents change for another reason."""
         self._next = None
 
     def _decide(self, pending: PendingCounts, resident: np.ndarray, max_bytes: float) -> np.ndarray | None:
-        return self.adaptation.wanted(pending.wait(), resident, max_bytes)
+        return self.adaptation.decide(pending.wait(), resident, max_bytes)
 
     def _refill(self) -> None:
         now = self.clock()
@@ -62,12 +64,12 @@ class Decisions:
 
 
 class _ThisThread(Executor):
-    """Runs a task where and when it is submitted."""
+    """Runs each task when it is submitted, on the calling thread."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         done: Future[Any] = Future()
         try:
             done.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 -- the future keeps it, and raises it in ``take``
+        except Exception as error:  # noqa: BLE001 -- ``Future.result`` raises it in ``collect_and_submit``
             done.set_exception(error)
         return done

@@ -1,4 +1,4 @@
-"""The past of a run: a bounded series of the ledger's totals, and what other budgets would have covered of its routing."""
+"""The history of a run: a bounded series of the ledger's totals, and the hit rate that other budgets would have had."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CURVE_POINTS = 20
 
 
 class History:
-    """Samples of a ledger from its start to now, at most ``max_samples`` however long that is: when there are so many, every
-    second one goes, and the interval doubles. Samples are totals, so that this loses resolution and no bytes."""
+    """At most ``max_samples`` samples of a ledger since its start. When they are full, every second one is dropped and the
+    interval doubles. Samples are totals, so only resolution is lost."""
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float], max_samples: int = MAX_SAMPLES):
         self._ledger = ledger
@@ -30,7 +30,7 @@ class History:
         self._samples = [self._now(0)]
 
     def add(self, tokens: int) -> None:
-        """Sample the ledger, just brought up to date, if the last sample is an interval ago; ``tokens`` are all so far."""
+        """Sample the ledger if the last sample is an interval old. Update the ledger first; ``tokens`` is the total so far."""
         if self._clock() - self._started < self._samples[-1]["seconds"] + self._interval:
             return
         if len(self._samples) >= self._max_samples:
@@ -39,7 +39,7 @@ class History:
         self._samples.append(self._now(tokens))
 
     def past(self, tokens: int) -> Past:
-        """All samples and, as the last one, the totals of now."""
+        """All samples, with the current totals as the last one."""
         samples = [*self._samples, self._now(tokens)]
         return Past(**{name: [sample[name] for sample in samples] for name in Past.__struct_fields__})
 
@@ -60,10 +60,10 @@ class History:
 
 
 def hit_rate_curve(seen: RoutingCounts, layers: Sequence[ExpertLayer]) -> Curve | None:
-    """The curve for the decode activations in ``seen``, at about ``CURVE_POINTS`` budgets from none to all and at that of now;
-    None without any.
+    """The hit rate of the decode activations in ``seen``, at about ``CURVE_POINTS`` budgets from none to all and at the current
+    one; None without activations.
 
-    Always-resident experts and layers without managed tensors are left out: no budget changes what they cost.
+    Always-resident experts and layers without managed tensors are left out: no budget changes their cost.
     """
     width = seen.counts.shape[-1]
     routed = stack([~layer.always_resident if layer.tensors else layer.always_resident[:0] for layer in layers], width)
@@ -94,10 +94,10 @@ def _best_of_each_layer(activations: np.ndarray) -> np.ndarray:
 
 def _best_of_all(activations: np.ndarray, routed: np.ndarray, expert_bytes: np.ndarray, residents: np.ndarray) -> np.ndarray:
     """``int64[len(residents)]``: the activations of the most used experts that fit in the bytes of n experts of each layer. An
-    activation costs as many bytes as its expert takes, so that the ranking is by activations alone."""
+    activation saves as many bytes as its expert takes, so the ranking is by activations alone."""
     of_expert = np.broadcast_to(expert_bytes[:, None], activations.shape)[routed]
     order = np.argsort(-activations[routed], kind="stable")
     taken = of_expert[order].cumsum()
-    covered = np.concatenate([[0], activations[routed][order].cumsum()])
+    hits = np.concatenate([[0], activations[routed][order].cumsum()])
     budgets = (np.minimum(residents[:, None], routed.sum(axis=1)) * expert_bytes).sum(axis=1)
-    return covered[np.searchsorted(taken, budgets, side="right")]
+    return hits[np.searchsorted(taken, budgets, side="right")]

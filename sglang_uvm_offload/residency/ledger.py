@@ -1,4 +1,4 @@
-"""What the steps so far were served from: routed tokens on residents, bytes read over PCIe, experts moved."""
+"""Totals of where steps were served from: routed tokens on residents, bytes read over PCIe, experts moved."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class Ledger:
     def __init__(self, layers: Sequence[ExpertLayer], start: RoutingCounts):
         self._layers = layers
         self.counted = start
-        """All counts that are in the totals."""
+        """The counts included in the totals."""
         self.routed = np.zeros(len(layers), dtype=np.int64)
         self.routed_resident = np.zeros(len(layers), dtype=np.int64)
-        """Routed tokens, and those of them that an expert in VRAM served."""
+        """Routed tokens, and those served by an expert in VRAM."""
         self.zero_copy_bytes = np.zeros(len(layers), dtype=np.int64)
-        """Bytes of offloaded experts that steps read, each once a step: a prefill may read them more often."""
+        """Bytes of offloaded experts that steps read, each expert once a step. A prefill may read them more often."""
         self.activations = np.zeros(len(layers), dtype=np.int64)
         self.activations_resident = np.zeros(len(layers), dtype=np.int64)
-        """Uses by decode steps of the experts that can be offloaded, and those of them that were served from VRAM."""
+        """Activations, in decode steps, of experts that can be offloaded, and those served from VRAM."""
         self.moves = 0
         self.moved_bytes = 0
         self.moving_seconds = 0.0
 
     def account(self, counts: RoutingCounts, resident: np.ndarray) -> None:
-        """Add what was counted since the last call, by steps that all had the residents ``bool[layers, experts]``."""
+        """Add the counts since the last call, of steps that all ran with ``resident`` (``bool[layers, experts]``)."""
         if counts.steps == self.counted.steps:
             return
         new = counts.since(self.counted)
@@ -51,7 +51,7 @@ class Ledger:
 
     @property
     def steps(self) -> int:
-        """Steps that are in these totals."""
+        """Steps included in the totals."""
         return sum(self.counted.steps)
 
     @property
@@ -64,6 +64,6 @@ class Ledger:
 def stack(masks: Sequence[np.ndarray], width: int) -> np.ndarray:
     """``bool[layers, width]`` of masks of up to ``width`` experts, False beyond a layer's own."""
     out = np.zeros((len(masks), width), dtype=bool)
-    for row, mask in zip(out, masks, strict=True):
-        row[: mask.size] = mask
+    for padded, mask in zip(out, masks, strict=True):
+        padded[: mask.size] = mask
     return out

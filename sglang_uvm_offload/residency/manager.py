@@ -1,4 +1,4 @@
-"""One rank's experts while it serves: takes layers in, counts their routing between steps, and changes who is resident."""
+"""One rank's experts while it serves: adds layers at load, reads routing counts between steps, and changes residents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
-from sglang_uvm_offload.residency.background import Decisions
+from sglang_uvm_offload.residency.background import BackgroundAdaptation
 from sglang_uvm_offload.residency.history import History
 from sglang_uvm_offload.residency.ledger import Ledger
 from sglang_uvm_offload.residency.model import ModelExperts
@@ -31,10 +31,10 @@ from sglang_uvm_offload.units import size
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""How often a busy rank's history looks at the counts."""
+"""How often a busy rank polls the counts for its history."""
 PROFILE_SLACK = 0.05
-"""By how much of its hit rate the best set for the live warm-up may beat a profile's residents before they are chosen anew.
-That set is chosen by the very tokens that it is measured on, so some lead says nothing."""
+"""The lead in hit rate that the best set for the live warm-up may have over a profile's residents before they are chosen anew.
+That set is chosen from the tokens that it is measured on, so a small lead means nothing."""
 
 MakeCounters = Callable[[int, int], RoutingCounters]
 """(layers, experts a layer) -> counters on the device that computes."""
@@ -55,8 +55,7 @@ class OffloadManager:
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
     ):
-        """``progress``: whether this rank shows progress bars. ``executor``: where ``Decisions`` of continuous adaptation are
-        made."""
+        """``progress``: whether this rank shows progress bars. ``executor`` runs the decisions of continuous adaptation."""
         self.config = config
         self.memory = memory
         self.make_counters = make_counters
@@ -67,26 +66,26 @@ class OffloadManager:
         self.models: list[ModelExperts] = []
         self.placement = InitialPlacement(config, None)
         self.profile_verdict: ProfileVerdict | None = None
-        """What live traffic showed of the profile, once the warm-up is over."""
+        """The profile's hit rate on live traffic, once the warm-up is over."""
         self.tokens = 0
         self.steps = 0
         self.fault: str | None = None
-        """Why residents do not change any more, None while they may."""
+        """Why residents no longer change, None while they may."""
         self.observer: Observer
-        """Sees what the target model's steps were served from; there is one once the model is loaded."""
+        """Accounts for the target model's steps. Set once the model is loaded."""
         self.history: History
-        """How the ledger came to its totals."""
+        """The ledger's totals over time. Set with the observer."""
         self._poll_at = 0.0
-        self.decisions: Decisions | None = None
-        """Follow the traffic, where that was asked for."""
+        self.background: BackgroundAdaptation | None = None
+        """Continuous adaptation, None where it is off or has failed."""
         self.warm = config.resident_selection != "frequency"
         """Whether the resident set is final: chosen from the routing, or given."""
 
     # Loading
 
     def begin_model(self, draft: bool, placement: InitialPlacement | None = None) -> ModelExperts:
-        """A model is about to be built. ``placement`` chooses the target model's first residents; without it there is no
-        profile, and this is the first pipeline stage."""
+        """Call it before a model is built. ``placement`` chooses the target model's first residents; the default has no profile
+        and is for the first pipeline stage."""
         model = ModelExperts(draft)
         self.models.append(model)
         if not draft:
@@ -97,7 +96,7 @@ class OffloadManager:
     def add_layer(
         self, model: ModelExperts, layer_id: int, num_experts: int, num_shared: int, ep_rank: int, ep_size: int
     ) -> ExpertLayer:
-        """Take decoder layer ``layer_id`` in, with ``num_experts`` local experts, ``num_shared`` of them fused shared ones."""
+        """Add decoder layer ``layer_id`` with ``num_experts`` local experts, ``num_shared`` of them fused shared experts."""
         if model.draft:
             resident = np.ones(num_experts, dtype=bool)
         else:
@@ -110,8 +109,8 @@ class OffloadManager:
         return layer
 
     def finish_model(self, model: ModelExperts, may_be_empty: bool = False) -> None:
-        """The model is loaded: make its counters. Raises ``FlagError`` if there is nothing to offload in it, unless it
-        ``may_be_empty`` (a pipeline stage can hold dense layers only)."""
+        """The model is loaded: make its counters. Raises ``FlagError`` if it has nothing to offload, unless it ``may_be_empty``
+        (a pipeline stage can hold dense layers only)."""
         self.memory.synchronize()
         self._bar.close()
         layers = model.layers
@@ -124,10 +123,10 @@ class OffloadManager:
             self.history = History(self.ledger, self.clock)
             if self.config.adapt == "continuous":
                 adaptation = Adaptation(layers, model.width, self.ledger.counted, self._past_of(model))
-                self.decisions = Decisions(adaptation, self.clock, self.executor)
+                self.background = BackgroundAdaptation(adaptation, self.clock, self.executor)
 
     def _past_of(self, model: ModelExperts) -> RoutingCounts | None:
-        """What the profile holds of these layers."""
+        """The profile's counts for these layers."""
         profile, layers = self.profile, model.layers
         if profile is None:
             return None
@@ -140,9 +139,9 @@ class OffloadManager:
 
     # Serving
 
-    def begin_step(self, model: ModelExperts, rows: int, tokens: int, phase: Phase) -> None:
-        """A forward step of ``model`` is about to be launched: ``rows`` of its rows are tokens (0: a dummy run), and all
-        ranks together compute ``tokens``. Between steps of the target model is where residents change."""
+    def begin_step(self, model: ModelExperts, valid_rows: int, tokens: int, phase: Phase) -> None:
+        """Call it before each forward step of ``model`` is launched. The first ``valid_rows`` rows of its batch are tokens (0:
+        a dummy run); all ranks together compute ``tokens``. Residents change here, between steps of the target model."""
         if model.counters is None:
             return
         if not model.draft:
@@ -152,27 +151,27 @@ class OffloadManager:
                 self.adapt()
             self.tokens += tokens
             self.steps += tokens > 0
-        model.counters.begin_step(rows, phase)
+        model.counters.begin_step(valid_rows, phase)
 
     def end_step(self, model: ModelExperts) -> None:
-        """The step is launched: whatever runs until the next one (graph capture, warm-up kernels) does not count."""
+        """The step is launched. What runs until the next one (graph capture, warm-up kernels) does not count."""
         if model.counters is not None:
             model.counters.begin_step(0, Phase.DECODE)
 
     def reselect(self) -> None:
-        """Choose the resident set anew from all routing seen so far, and move what changed, unless the residents that a
-        profile chose do about as well. Outputs do not change.
+        """Choose the residents anew from all routing so far, and move what changed; a profile's residents stay if their hit
+        rate is about as high. Outputs do not change.
 
-        Every rank that holds a shard of the same experts must call it before the same step. A fault ends the moving, not
-        the serving.
+        Every rank that holds a shard of the same experts must call it before the same step. A fault ends moving; serving goes
+        on.
         """
         started = time.perf_counter()
         seen = self.routing(wait=True)
         target = self.target
         before = target.resident()
         after = self.broadcast_decision(lambda: self._after_warmup(seen, before))
-        if self.decisions is not None:
-            self.decisions.drop()  # it was made for the residents of before
+        if self.background is not None:
+            self.background.drop()  # it was made for the old residents
         self.warm = True
         if self.profile is not None:
             self._judge_profile(seen, before, kept=not (after ^ before).any())
@@ -202,13 +201,12 @@ class OffloadManager:
         )
 
     def adapt(self) -> None:
-        """Look at what was counted of late, and move what pays for itself. It waits for no step: what is decided on the steps
-        up to now is taken up at the next look, and moves go on while steps run. Every rank that shares experts must call it
-        before the same step."""
+        """Poll the counts, and make the moves that were decided on the steps before the last poll. It waits for no step: moves
+        go on while steps run. Every rank that holds a shard of the same experts must call it before the same step."""
         polled = self.observer.poll()
         before = self.target.resident()
-        after = self.broadcast_decision(lambda: self._decided(before))
-        if after is None or self.fault is not None:  # a rank with a fault still takes part: its peers wait for it
+        after = self.broadcast_decision(lambda: self._background_decision(before))
+        if after is None or self.fault is not None:  # a rank with a fault joins the broadcast too: its peers wait for it
             return
         started = time.perf_counter()
         if not polled:
@@ -220,19 +218,19 @@ class OffloadManager:
         self.ledger.moves += int((self.target.resident() & ~before).sum())
         self.ledger.moving_seconds += time.perf_counter() - started
 
-    def _decided(self, resident: np.ndarray) -> np.ndarray | None:
-        """What adaptation wants resident instead, None for no change. Called on the rank that decides."""
-        if self.decisions is None or self.fault is not None:
+    def _background_decision(self, resident: np.ndarray) -> np.ndarray | None:
+        """The residents to move to, None for no change. Called on the rank that decides."""
+        if self.background is None or self.fault is not None:
             return None
         try:
-            return self.decisions.take(self.observer.pending, resident, may_move=self.warm)
+            return self.background.collect_and_submit(self.observer.pending, resident, may_move=self.warm)
         except Exception as error:
-            # Whatever it was, no step computes with a decision, and peers wait for this rank's answer. It is logged with its
-            # trace and shown as the fault. An error of the GPU comes again with the next kernel, and ends the process there.
-            self.decisions = None
+            # Steps do not depend on decisions, and peers wait for this rank's answer. So any error is logged with its trace and
+            # shown as the fault. A GPU error recurs at the next kernel and ends the process there.
+            self.background = None
             self.fault = f"choosing residents failed: {type(error).__name__}: {error}"
             logger.error(
-                "Expert offload: adapting stopped: %s. Serving goes on with the residents of now; outputs are not affected.",
+                "Expert offload: adapting stopped: %s. Serving goes on with the current residents; outputs are not affected.",
                 self.fault,
                 exc_info=error,
             )
@@ -244,7 +242,7 @@ class OffloadManager:
         return moved
 
     def _after_warmup(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
-        """``bool[layers, experts]``: who is to be resident after the warm-up. Called on the rank that decides."""
+        """``bool[layers, experts]``: the residents after the warm-up. Called on the rank that decides."""
         best = self._best(seen, resident)
         if self.profile is None:
             return best
@@ -252,48 +250,48 @@ class OffloadManager:
         return resident if self.config.adapt == "off" or lead <= PROFILE_SLACK else best
 
     def _best(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
-        """As many residents of each layer as now, the ones with the most expected activations."""
+        """The experts with the most expected activations, as many in each layer as now."""
         return hottest(seen, resident, self.target.always_resident(), self.target.slots())
 
     def _judge_profile(self, seen: RoutingCounts, resident: np.ndarray, kept: bool) -> None:
-        """Say how far the profile's residents covered live traffic."""
+        """Log the hit rate of the profile's residents on live traffic."""
         routed = seen.routed()
-        covered, best = hit_rate(routed, resident), hit_rate(routed, self._best(seen, resident))
-        self.profile_verdict = ProfileVerdict(hit_rate=covered, best=best, tokens=self.tokens, kept=kept)
+        reached, best = hit_rate(routed, resident), hit_rate(routed, self._best(seen, resident))
+        self.profile_verdict = ProfileVerdict(hit_rate=reached, best=best, tokens=self.tokens, kept=kept)
         logger.info(
-            "Expert offload: profile %s: its residents covered %.1f %% of the routing of the first %d live tokens, and the "
-            "best residents for these tokens %.1f %%: %s",
+            "Expert offload: profile %s: hit rate %.1f %% over the first %d live tokens; the best residents for these tokens "
+            "would reach %.1f %%: %s",
             ", ".join(map(str, self.config.profiles)),
-            100 * covered,
+            100 * reached,
             self.tokens,
             100 * best,
-            "kept" if kept else "not trusted, residents are chosen again",
+            "residents kept" if kept else "residents are chosen again",
         )
 
-    # Watching
+    # Accounting
 
     def poll(self) -> None:
-        """Bring the ledger up to what the device has reported by now, without waiting. Where every step looks, these looks do:
-        what is asked for in between would still be on its way at the next of them."""
+        """Update the ledger with the counts that have arrived, without waiting. Continuous adaptation polls before every step,
+        so no request is made here: it would still be in flight at the next of those polls."""
         if self.config.adapt != "continuous":
             self.observer.poll()
         self.history.add(self.tokens)
 
-    def poll_now_and_then(self) -> None:
-        """``poll`` if the last time is ``POLL_SECONDS`` ago. Call it between steps."""
+    def poll_if_due(self) -> None:
+        """``poll`` if the last poll is ``POLL_SECONDS`` ago. Call it between steps."""
         now = self.clock()
         if now >= self._poll_at:
             self._poll_at = now + POLL_SECONDS
             self.poll()
 
     def poll_when_idle(self) -> None:
-        """``poll`` until the last step before the idleness is in the ledger."""
+        """``poll`` until the last step before the idle time is in the ledger."""
         if self.ledger.steps < self.steps:
             self.observer.poll()
             self.history.add(self.tokens)
 
     def routing(self, wait: bool) -> RoutingCounts:
-        """What the target model's routing was, of some moments ago or, with ``wait``, of all steps so far."""
+        """The target model's routing counts, slightly stale; with ``wait``, those of all steps so far."""
         if wait:
             self.observer.catch_up()
         elif self.ledger.steps < self.steps:
@@ -306,5 +304,5 @@ class OffloadManager:
 
     @property
     def ledger(self) -> Ledger:
-        """What the target model's steps were served from."""
+        """Totals of the target model's steps."""
         return self.observer.ledger

@@ -1,4 +1,4 @@
-"""Moving experts between VRAM and host RAM. A fault ends the moving, not the serving."""
+"""Moving experts between VRAM and host RAM. A fault ends moving; serving goes on."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ logger = logging.getLogger(__name__)
 
 
 class Mover:
-    """Brings the layers of one rank to new residents."""
+    """Moves the layers of one rank to new residents."""
 
     def __init__(self, memory: Memory, progress: Callable[[], bool]):
         """``progress``: whether this rank shows a progress bar."""
         self.memory = memory
         self.progress = progress
         self.fault: str | None = None
-        """Why moving ended, None while it goes on."""
+        """Why moving stopped, None while it works."""
 
     def move(self, layers: Sequence[ExpertLayer], after: np.ndarray, wait: bool) -> int:
-        """Make ``after`` (``bool[layers, width]``) resident. Demotes before promoting, so that never more is resident than
-        before: layer by layer where one layer's promotions take what its own demotions gave, else all demotions first. Without
-        ``wait`` the moves are queued in that order, and a late fault shows in ``check_queued``. What host RAM has no room for
-        is not demoted. Returns the bytes asked to move."""
+        """Make ``after`` (``bool[layers, width]``) resident. Demotes before promoting, so residency never exceeds what it was:
+        layer by layer where each layer's promotions fit in its own demotions, else all demotions first. Without ``wait`` the
+        moves are queued in that order, and ``check_queued`` reports a late fault. Experts that host RAM has no room for are
+        not demoted. Returns the bytes requested to move."""
         moved = 0
         pairs = [(la, wanted[: la.num_experts]) for la, wanted in zip(layers, after, strict=True)]
         pairs = [(la, wanted) for la, wanted in pairs if (la.resident != wanted).any()]
@@ -37,7 +37,7 @@ class Mover:
         rounds = [pairs] if balanced else [[(la, la.resident & wanted) for la, wanted in pairs], pairs]
         order = list(itertools.chain.from_iterable(rounds))
         bar = layer_bar("Moving experts", len(order), wait and self.progress())
-        # Where each move is waited for, host RAM is looked at before each: other ranks take of it at the same time.
+        # If each move is waited for, host RAM is checked before each: other ranks take from it at the same time.
         for group in [[pair] for pair in order] if wait or not order else [order]:
             try:
                 needed = sum(layer.host_bytes_to_demote(wanted) for layer, wanted in dict(group).items())
@@ -57,7 +57,7 @@ class Mover:
         return moved
 
     def check_queued(self, layers: Sequence[ExpertLayer]) -> bool:
-        """Wait for the moves queued so far. False where they met a fault, which ends the moving."""
+        """Wait for the queued moves. False if one of them failed, which ends moving."""
         try:
             self.memory.synchronize()
         except ManagedMemoryError as fault:
@@ -66,7 +66,7 @@ class Mover:
         return True
 
     def _stop(self, fault: ManagedMemoryError, layers: Sequence[ExpertLayer]) -> None:
-        """Serve on with the experts where they are; ``layers`` may have moved in part."""
+        """Keep serving with the experts where they are; ``layers`` may have moved in part."""
         for layer in layers:
             layer.reread_residency()
         self.fault = str(fault)

@@ -10,8 +10,8 @@ from sglang_uvm_offload.routing.counts import PendingCounts, RoutingCounters
 
 
 class Observer:
-    """Brings the counts of one model's steps into its ledger. Before residents change ``poll``, or ``catch_up`` where that says
-    False: so every step is accounted for under the residents that it had, however late its counts arrive."""
+    """Adds the counts of one model's steps to its ledger. Before residents change, call ``poll``, or ``catch_up`` if that
+    returns False: each step is then accounted for under the residents that it had, however late its counts arrive."""
 
     def __init__(self, counters: RoutingCounters, layers: Sequence[ExpertLayer]):
         self._counters = counters
@@ -20,8 +20,8 @@ class Observer:
         self._request()
 
     def poll(self) -> bool:
-        """Account for the counts that have arrived, and request new ones, without waiting. False while the last
-        request is still on its way."""
+        """Account for the counts that have arrived, and request new ones, without waiting. False while the last request is in
+        flight."""
         if not self.pending.ready():
             return False
         self._account()
@@ -31,7 +31,7 @@ class Observer:
         return True
 
     def catch_up(self) -> None:
-        """Account for all steps launched so far. It waits for the device."""
+        """Account for all steps launched so far. Waits for the device."""
         self._account()  # up to the last poll, after which residents may have changed
         self._request()
         self._account()

@@ -1,4 +1,4 @@
-"""Filling the status record of one rank from what its parts hold."""
+"""Filling the status record of one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_uvm_offload.residency.status import LayerStatus, RankStatus
 
 
 def rank_status(manager: OffloadManager) -> RankStatus:
-    """The status of a rank, up to the last step launched. It waits for the device."""
+    """The status of a rank, up to the last step launched. Waits for the device."""
     manager.observer.catch_up()
     layers, ledger = manager.target.layers, manager.ledger
     draft = [layer for model in manager.models if model.draft for layer in model.layers]
@@ -30,7 +30,7 @@ def rank_status(manager: OffloadManager) -> RankStatus:
         stranded_bytes=sum(layer.stranded_bytes for layer in layers) if manager.config.residents_change else 0,
         draft_layers=len(draft),
         draft_bytes=sum(layer.resident_bytes for layer in draft),
-        layers=[_layer_status(layer, ledger, row) for row, layer in enumerate(layers)],
+        layers=[_layer_status(layer, ledger, index) for index, layer in enumerate(layers)],
         resident_ids=_resident_ids(layers),
         tokens=manager.tokens,
         warmup_done=manager.warm,
@@ -52,7 +52,7 @@ def _resident_ids(layers: Sequence[ExpertLayer]) -> list[list[int]]:
     return [(np.flatnonzero(layer.resident) + layer.first_expert).tolist() for layer in layers]
 
 
-def _layer_status(layer: ExpertLayer, ledger: Ledger, row: int) -> LayerStatus:
+def _layer_status(layer: ExpertLayer, ledger: Ledger, index: int) -> LayerStatus:
     shared = int(layer.always_resident.sum())
     return LayerStatus(
         layer=layer.layer_id,
@@ -60,9 +60,9 @@ def _layer_status(layer: ExpertLayer, ledger: Ledger, row: int) -> LayerStatus:
         experts=layer.num_experts - shared,
         shared_experts=shared,
         expert_bytes=layer.expert_bytes,
-        routed=int(ledger.routed[row]),
-        routed_resident=int(ledger.routed_resident[row]),
-        activations=int(ledger.activations[row]),
-        activations_resident=int(ledger.activations_resident[row]),
-        zero_copy_bytes=int(ledger.zero_copy_bytes[row]),
+        routed=int(ledger.routed[index]),
+        routed_resident=int(ledger.routed_resident[index]),
+        activations=int(ledger.activations[index]),
+        activations_resident=int(ledger.activations_resident[index]),
+        zero_copy_bytes=int(ledger.zero_copy_bytes[index]),
     )

@@ -1,4 +1,4 @@
-"""How many experts a rank keeps resident, which ones by what was counted, and what share of the routing they serve."""
+"""How many experts a rank keeps resident, which ones by their counts, and the hit rate of a resident set."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, Routin
 
 
 def rank_share(num_resident: int, ep_rank: int, ep_size: int) -> int:
-    """How many of a layer's N residents expert-parallel rank ``ep_rank`` keeps: N split as evenly as it goes."""
+    """How many of a layer's N residents expert-parallel rank ``ep_rank`` keeps: N split as evenly as possible."""
     return num_resident * (ep_rank + 1) // ep_size - num_resident * ep_rank // ep_size
 
 
 def hottest(seen: RoutingCounts, resident: np.ndarray, always_resident: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """``bool[layers, experts]``: as many residents of each layer as now, the ones with the most expected activations;
-    ``always_resident`` ones stay, and what is not in ``slots`` is no expert."""
+    """``bool[layers, experts]``: the experts with the most expected activations, as many in each layer as now. Experts in
+    ``always_resident`` stay; only ``slots`` hold an expert."""
     scores = ranking.score(seen.counts[:, Phase.DECODE, ACTIVATIONS], seen.steps[1], seen.counts[:, Phase.PREFILL, ROUTED])
     return ranking.select(np.where(slots, scores, -1.0), (resident & ~always_resident).sum(axis=1), resident, always_resident)
 

@@ -1,7 +1,7 @@
-"""What one rank reports of itself: one typed record, written by ``reporting.rank_status`` and read by ``/server_info``, the
-report, and the benchmarks.
+"""The status of one rank: one typed record, written by ``reporting.rank_status`` and read by ``/server_info``, the report, and
+the benchmarks.
 
-The fields carry the bounds that hold for data from outside; ``check`` holds what lies between fields. Bytes and seconds.
+Fields carry the bounds for data from outside; ``check`` validates across fields. Units are bytes and seconds.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Experts = Annotated[int, Meta(ge=0, le=MAX_EXPERTS)]
 
 
 class Past(Struct, frozen=True):
-    """Totals since the model was loaded, from the first sample to the last: ``tokens`` of all ranks together, the others as in
-    the ledger, over all layers."""
+    """Samples of totals since the model was loaded: ``tokens`` of all ranks together, the others as in the ledger, over all
+    layers."""
 
     seconds: Annotated[list[Seconds], Meta(min_length=1)]
     steps: list[Count]
@@ -39,34 +39,34 @@ class Past(Struct, frozen=True):
     moved_bytes: list[Count]
 
     def check(self) -> None:
-        """Raise ``ValueError`` for columns that no server has."""
+        """Raise ``ValueError`` for columns that no server reports."""
         columns = [getattr(self, name) for name in self.__struct_fields__]
         if {len(column) for column in columns} != {len(self.seconds)}:
             raise ValueError("the columns must be equally long")
         if any(later < earlier for column in columns for earlier, later in pairwise(column)):
             raise ValueError("totals must not fall")
 
-    def of_late(self, column: str) -> int:
-        """What the latest half of the time added to a total, or more where it was not sampled at its beginning."""
+    def recent_growth(self, column: str) -> int:
+        """The growth of a total over the latest half of the time; more where no sample falls on its beginning."""
         values = getattr(self, column)
         begin = int(np.searchsorted(self.seconds, self.seconds[-1] / 2, side="right")) - 1
         return values[-1] - values[begin]
 
     def rates(self, part: str, whole: str) -> list[tuple[float, float | None]]:
-        """``(seconds, what part gained for each of whole)``, flat from sample to sample; None where whole gained nothing."""
+        """``(seconds, growth of part per growth of whole)``, constant between samples; None where whole did not grow."""
         points: list[tuple[float, float | None]] = []
-        rows = zip(self.seconds, getattr(self, part), getattr(self, whole), strict=True)
-        for (begin, part_before, before), (end, part_after, after) in pairwise(rows):
+        samples = zip(self.seconds, getattr(self, part), getattr(self, whole), strict=True)
+        for (begin, part_before, before), (end, part_after, after) in pairwise(samples):
             rate = (part_after - part_before) / (after - before) if after > before else None
             points += [(begin, rate), (end, rate)]
         return points
 
 
 class Curve(Struct, frozen=True):
-    """What share of ``activations`` (uses by decode steps of the experts that can be offloaded) the best fixed residents would
-    have served: n of each layer (``uniform``), or as many bytes of all layers together (``pooled``), for n in ``residents``;
-    and what share the ``present`` ones would have. The best are chosen from the activations that they are measured on: upper
-    bounds.
+    """The hit rate over ``activations`` (in decode steps, of experts that can be offloaded) that the best fixed residents would
+    have reached: n of each layer (``uniform``), or as many bytes over all layers (``pooled``), for n in ``residents``; and the
+    one that the ``present`` residents would have reached. The best are chosen from the activations that they are measured
+    on, so these are upper bounds.
     """
 
     decode_steps: Count
@@ -77,20 +77,19 @@ class Curve(Struct, frozen=True):
     pooled: list[Share] = msgspec.field(name="global")
 
     def check(self) -> None:
-        """Raise ``ValueError`` for points that are no curve."""
+        """Raise ``ValueError`` for points that form no curve."""
         if not len(self.residents) == len(self.uniform) == len(self.pooled):
             raise ValueError("residents, uniform and global must be equally long")
         if any(later <= earlier for earlier, later in pairwise(self.residents)):
             raise ValueError("residents must rise")
 
     def at(self, residents: float, pooled: bool) -> float:
-        """The best share at so many residents a layer, between points by a straight line."""
+        """The best hit rate at this many residents a layer, interpolated linearly."""
         return float(np.interp(residents, self.residents, self.pooled if pooled else self.uniform))
 
 
 def combined(curves: Sequence[Curve]) -> Curve | None:
-    """The curves of several ranks as one, each weighing as much as it was activated; n counts on each rank. None for no
-    curve."""
+    """The mean of several ranks' curves, weighted by activations; n counts on each rank. None without curves."""
     if not curves:
         return None
     total = sum(curve.activations for curve in curves)
@@ -110,7 +109,7 @@ def combined(curves: Sequence[Curve]) -> Curve | None:
 
 
 class LayerStatus(Struct, frozen=True):
-    """One MoE layer on one rank, with what it served since the start."""
+    """One MoE layer on one rank, with its totals since the start."""
 
     layer: Count
     first_expert: Experts
@@ -125,8 +124,8 @@ class LayerStatus(Struct, frozen=True):
 
 
 class ProfileVerdict(Struct, frozen=True):
-    """What the first ``tokens`` live tokens showed of a profile: the share of their routing that its residents covered, that
-    which the best residents for these tokens would have, and whether its residents were kept."""
+    """How a profile did over the first ``tokens`` live tokens: the hit rate of its residents, that of the best residents for
+    these tokens, and whether its residents were kept."""
 
     hit_rate: Share
     best: Share
@@ -135,7 +134,7 @@ class ProfileVerdict(Struct, frozen=True):
 
 
 class TraceStatus(Struct, frozen=True):
-    """What ``--expert-offload-trace`` recorded so far, to be saved at ``path``."""
+    """What ``--expert-offload-trace`` has recorded so far; it is saved at ``path``."""
 
     path: str
     tokens: Count
@@ -150,7 +149,7 @@ class TraceStatus(Struct, frozen=True):
 
 
 class RankStatus(Struct, frozen=True):
-    """The experts of one rank, and what its steps were served from since the model was loaded."""
+    """The experts of one rank, and where its steps were served from since the model was loaded."""
 
     backend: str
     num_layers: Count
@@ -180,14 +179,15 @@ class RankStatus(Struct, frozen=True):
     moved_bytes: Count
     moving_seconds: Seconds
     fault: str | None
-    """Why moving experts stopped, None where it did not."""
+    """Why moving experts stopped, None while it works."""
     history: Past
     curve: Curve | None
     profile: ProfileVerdict | None = None
     trace: TraceStatus | None = None
 
     def check(self) -> None:
-        """Raise ``ValueError`` for what no rank reports. For readers: a rank that reports never ends over its own figures."""
+        """Raise ``ValueError`` for values that no rank reports. Only readers call it: a server never fails over its own
+        status."""
         self.history.check()
         for part in (self.curve, self.trace):
             if part is not None:
@@ -203,6 +203,6 @@ class RankStatus(Struct, frozen=True):
 
     @property
     def routed_residents(self) -> list[tuple[LayerStatus, list[int]]]:
-        """Each layer with the ids of its residents that are no shared experts."""
+        """Each layer with the ids of its resident routed experts."""
         pairs = zip(self.layers, self.resident_ids, strict=True)
         return [(layer, [i for i in ids if i < layer.first_expert + layer.experts]) for layer, ids in pairs]

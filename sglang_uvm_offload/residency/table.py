@@ -1,4 +1,4 @@
-"""The table of one rank that the log shows at start."""
+"""The start-up table of one rank in the log."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the router picked: counted, kept between runs, recorded."""
+"""The router's choices: counted, saved between runs, recorded."""

@@ -1,7 +1,7 @@
-"""Counting which experts the router picked, on the device that computes, inside CUDA graphs too.
+"""Counting the router's choices on the compute device, inside CUDA graphs too.
 
-For each layer and phase two counts an expert: *routed* tokens, and *activations*, the steps that used the expert, counted once
-however many tokens they sent to it. An activation of an offloaded expert in decode is one read of its weights over PCIe.
+There are two counts per expert for each layer and phase: *routed* tokens, and *activations*, the steps that used the expert
+with any number of tokens. An activation of an offloaded expert in decode is one read of its weights over PCIe.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ROUTED, ACTIVATIONS = 0, 1
 ALL_ROWS = 1 << 40
-"""More rows than a step has: every row counts."""
+"""More rows than any step has: every row counts."""
 
 
 class Phase(enum.IntEnum):
@@ -26,7 +26,7 @@ class Phase(enum.IntEnum):
 
 
 class IdFormat(enum.Enum):
-    """How expert ids lie in a ``[rows, top_k]`` tensor: one a number, or packed ``id << 16 | weight``."""
+    """How expert ids are stored in a ``[rows, top_k]`` tensor: plain, or packed as ``id << 16 | weight``."""
 
     PLAIN = "plain"
     PACKED = "packed"
@@ -56,34 +56,34 @@ class RoutingCounts:
 
 
 class PendingCounts(Protocol):
-    """Counts on their way from the device. Any thread may use it."""
+    """Counts in flight from the device. Any thread may use it."""
 
     def ready(self) -> bool:
         """Whether ``wait`` would return at once."""
 
     def wait(self) -> RoutingCounts:
-        """The counts of all steps that were launched when they were asked for, and of no others."""
+        """The counts of exactly the steps that were launched before the request."""
 
 
 class RoutingCounters(Protocol):
-    """The counters of one model's MoE layers. ``num_experts`` is the largest number of local experts of any layer."""
+    """The counters of one model's MoE layers. ``num_experts`` is the largest number of local experts in a layer."""
 
     num_layers: int
     num_experts: int
 
-    def begin_step(self, rows: int, phase: Phase) -> None:
-        """The layers that run from now on belong to a step of ``phase`` of which the first ``rows`` rows are tokens and
-        the rest padding; 0 rows: a dummy or capture run, which does not count."""
+    def begin_step(self, valid_rows: int, phase: Phase) -> None:
+        """The layers that run from now on belong to a step of ``phase``. The first ``valid_rows`` rows of its batch are tokens,
+        the rest padding; 0: a dummy or capture run, which does not count."""
 
     def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat) -> None:
-        """Count ``ids[rows, top_k]`` for row ``layer``. The id ``first_expert`` is local expert 0; ids outside the layer (-1,
-        other ranks' experts) do not count."""
+        """Count ``ids[rows, top_k]`` for the model's MoE layer at index ``layer``. The id ``first_expert`` is local expert 0;
+        ids outside the layer (-1, other ranks' experts) do not count."""
 
     def count_histogram(self, layer: int, histogram: torch.Tensor) -> None:
-        """Count a step for which only tokens an expert (int32 ``[num_experts]``) are known."""
+        """Count a step for which only tokens per expert (int32 ``[num_experts]``) are known."""
 
     def read(self) -> RoutingCounts:
         """The counts after everything queued so far; waits for the device."""
 
     def read_async(self) -> PendingCounts:
-        """Ask for the counts of all steps launched so far, without waiting. Call it between steps, outside any capture."""
+        """Request the counts of all steps launched so far, without waiting. Call it between steps, outside any capture."""

@@ -1,7 +1,7 @@
-"""A profile: the routing that was counted of a model, kept from one run of the server to the next.
+"""A profile: a model's routing counts, saved from one run of the server for the next.
 
 A file is an ``npz`` with ``counts`` and ``steps`` of a ``RoutingCounts`` over all MoE layers and routed experts of the model,
-and ``about``, JSON in UTF-8 that says whose they are. It may come from anywhere, so it is data to be checked.
+and ``about``, JSON in UTF-8 that identifies the model. It may come from anywhere, so it is untrusted input and checked.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from sglang_uvm_offload.routing.counts import Phase, RoutingCounts
 FORMAT = "sglang-uvm-offload profile"
 VERSION = 1
 LAYOUT = "sglang FusedMoE, experts by the checkpoint's ids"
-"""How SGLang numbers what is counted. Counts in another numbering (as expert relocation makes) would name other experts."""
+"""How SGLang numbers the counted experts. In another numbering (after expert relocation) the ids would be other experts'."""
 MAX_BYTES = 1 << 30
 MAX_ABOUT_BYTES = 1 << 20
 MAX_COUNT = 1 << 53
 HISTORY_STEPS = 1 << 16
-"""The decode steps, and prefill steps, that older runs weigh at most, so that what traffic has become shows."""
+"""The largest weight of older runs, in steps of each phase, so that the profile follows the traffic."""
 
 
 class ProfileError(ValueError):
-    """The file is not a profile, or not one that can be used; the message says why."""
+    """The file is not a profile, or not a usable one; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class RoutedModel:
-    """Whose routing a profile holds: ``name`` is that of the checkpoint, ``moe_layers`` are the decoder layers that route."""
+    """The model of a profile: ``name`` is the checkpoint's, ``moe_layers`` are the decoder layers with a router."""
 
     name: str
     architecture: str
@@ -46,7 +46,7 @@ class RoutedModel:
     top_k: int | None
 
     def differences(self, other: RoutedModel) -> list[str]:
-        """What of ``other`` is not as it is here, in words."""
+        """The fields of ``other`` that differ from this model's, as text."""
         fields = (field.name for field in dataclasses.fields(self))
         return [
             f"{field} {getattr(other, field)}, not {getattr(self, field)}"
@@ -57,7 +57,7 @@ class RoutedModel:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """``seen`` has shape ``[moe_layers, phase, kind, num_experts]``; ``run`` names the start of the server that counted it."""
+    """``seen`` has shape ``[moe_layers, phase, kind, num_experts]``; ``run`` is the launch id of the server that counted it."""
 
     model: RoutedModel
     seen: RoutingCounts
@@ -70,8 +70,8 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read and check a file. Raises ``ProfileError`` if it is not a profile that this version understands, ``OSError`` if
-        it cannot be opened."""
+        """Read and check a file. Raises ``ProfileError`` if it is not a profile that this version can read, ``OSError`` if it
+        cannot be opened."""
         try:
             about, counts, steps = npz.read(path, ("about", "counts", "steps"), MAX_BYTES)
         except npz.NpzError as error:
@@ -80,29 +80,29 @@ class Profile:
         return cls(model, _checked(model, counts, steps), run)
 
     def write(self, file: IO[bytes]) -> None:
-        """To a binary file; ``atomic_file.replace`` makes that safe."""
+        """Write to a binary file; use it with ``atomic_file.replace``."""
         about = {"format": FORMAT, "version": VERSION, "layout": LAYOUT, "run": self.run, **dataclasses.asdict(self.model)}
         encoded = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
         np.savez(file, about=encoded, counts=self.seen.counts, steps=np.array(self.seen.steps, dtype=np.int64))
 
     def part(self, layers: Sequence[int], experts: Sequence[range], width: int) -> RoutingCounts:
-        """What a rank would have counted that holds the decoder layers ``layers`` and of each the ids ``experts``, in its own
-        order, ``width`` experts wide."""
+        """The counts as of a rank that holds the ids ``experts`` of each of the decoder layers ``layers``: in its own order,
+        ``width`` experts wide."""
         out = np.zeros((len(layers), 2, 2, width), dtype=np.int64)
-        for row, layer, ids in zip(out, layers, experts, strict=True):
-            row[:, :, : len(ids)] = self.seen.counts[self.model.moe_layers.index(layer), :, :, ids.start : ids.stop]
+        for local, layer, ids in zip(out, layers, experts, strict=True):
+            local[:, :, : len(ids)] = self.seen.counts[self.model.moe_layers.index(layer), :, :, ids.start : ids.stop]
         return RoutingCounts(out, self.seen.steps)
 
     def with_part(self, layers: Sequence[int], experts: Sequence[range], seen: RoutingCounts) -> Profile:
-        """This profile with that rank's counts in place of what it held for them."""
+        """This profile with the counts of such a rank replaced by ``seen``."""
         counts = self.seen.counts.copy()
-        for row, layer, ids in zip(seen.counts, layers, experts, strict=True):
-            counts[self.model.moe_layers.index(layer), :, :, ids.start : ids.stop] = row[:, :, : len(ids)]
+        for local, layer, ids in zip(seen.counts, layers, experts, strict=True):
+            counts[self.model.moe_layers.index(layer), :, :, ids.start : ids.stop] = local[:, :, : len(ids)]
         steps = (max(self.seen.steps[0], seen.steps[0]), max(self.seen.steps[1], seen.steps[1]))
         return dataclasses.replace(self, seen=RoutingCounts(counts, steps))
 
     def limited(self, steps: int = HISTORY_STEPS) -> Profile:
-        """The same rates, seen in at most ``steps`` steps of each phase."""
+        """The same rates over at most ``steps`` steps of each phase."""
         counts, scaled = self.seen.counts.copy(), list(self.seen.steps)
         for phase in Phase:
             if scaled[phase] > steps:
@@ -112,22 +112,22 @@ class Profile:
 
 
 def merge(profiles: Sequence[Profile]) -> Profile:
-    """All their routing together. Raises ``ProfileError`` if they are not of one model, or too much for one profile."""
+    """The sum of all profiles. Raises ``ProfileError`` if they are not of one model, or if a count gets too large."""
     first = profiles[0]
     counts, steps = first.seen.counts, first.seen.steps
     for other in profiles[1:]:
         if different := first.model.differences(other.model):
-            raise ProfileError(f"profiles of two models cannot be merged: {'; '.join(different)}")
+            raise ProfileError(f"profiles of different models cannot be merged: {'; '.join(different)}")
         counts = counts + other.seen.counts
         steps = (steps[0] + other.seen.steps[0], steps[1] + other.seen.steps[1])
         if (most := max(*steps, int(counts.max(initial=0)))) > MAX_COUNT:
-            raise ProfileError(f"merged counts or steps come to {most}, more than {MAX_COUNT}")
+            raise ProfileError(f"merged counts or steps reach {most}, more than {MAX_COUNT}")
     return Profile(first.model, RoutingCounts(counts, steps))
 
 
 def load_for(name: str, architecture: str, paths: Sequence[Path]) -> tuple[Profile | None, list[str]]:
-    """The merged profile of those files that are of the model ``name``, None without any; and for each other file why it is not
-    used. Files of one model whose layers or experts differ are of two models."""
+    """The merged profile of the files for the model ``name``, None without any; and for each other file the reason why it is
+    not used. Files of one model name whose layers or experts differ are of different models."""
     merged: Profile | None = None
     problems = []
     for path in paths:
@@ -150,8 +150,8 @@ def reason(error: ProfileError | OSError) -> str:
 
 
 def model_name(path: str) -> str:
-    """The name of a checkpoint given as a folder, a folder of the Hugging Face cache, or a hub id; ``?`` stands for what cannot
-    be printed, so that a profile under that name is read again."""
+    """The name of a checkpoint given as a folder, a folder of the Hugging Face cache, or a hub id. Unprintable characters
+    become ``?``, so that a profile saved under that name can be loaded."""
     parts = Path(path).parts
     cached = next((part for part in parts if part.startswith("models--")), None)
     name = cached.split("--")[-1] if cached else parts[-1] if parts else path
@@ -197,10 +197,10 @@ def _model_of(about: dict[str, Any]) -> tuple[RoutedModel, str]:
         whole.append(about["top_k"])
     texts = [about.get("name"), about.get("architecture"), run]
     if not all(type(value) is int and value >= 0 for value in whole) or not all(isinstance(text, str) for text in texts):
-        raise ProfileError("does not say what model it is of")
+        raise ProfileError("does not name its model")
     assert isinstance(layers, list)
     for name in texts[:2]:
-        if not str(name).isprintable():  # it may come from anywhere, and goes to terminals and logs
+        if not str(name).isprintable():  # untrusted text that goes to terminals and logs
             raise ProfileError(f"is of {name!a}, which cannot be printed")
     return (
         RoutedModel(str(about["name"]), str(about["architecture"]), tuple(layers), about["num_experts"], about.get("top_k")),

@@ -15,10 +15,10 @@ from sglang_uvm_offload.routing.profile import PROFILE_FILE, Profile, ProfileErr
 
 
 class ProfileFile:
-    """Saves this rank's counts, on top of the history that the server started from.
+    """Saves this rank's counts, added to the history that the server started from.
 
-    Ranks that hold other layers or other experts put their parts into the same file, each when it saves: what another rank
-    wrote in this run stays, what is left of an earlier run does not.
+    Ranks with other layers or other experts write their parts to the same file, each when it saves. Parts that other ranks
+    wrote in this run are kept; parts of an earlier run are replaced.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class ProfileFile:
         experts: Sequence[range],
         protected: atomic_file.Protected = atomic_file.NOTHING,
     ):
-        """``history`` is empty where there is none. ``run`` names this start of the server. ``layers`` are the decoder layers
-        of this rank, ``experts`` the model's ids of the experts that it holds of each."""
+        """``history`` may be empty. ``run`` is the launch id of this server. ``layers`` are the decoder layers of this rank,
+        ``experts`` the model's ids of its experts in each."""
         self._path = path
         self._protected = protected
         self._history = dataclasses.replace(history.limited(), run=run)
@@ -41,7 +41,7 @@ class ProfileFile:
         self._saved: tuple[int, int] = (0, 0)
 
     def pending(self, seen: RoutingCounts) -> Callable[[], None] | None:
-        """What saves ``seen`` (this rank's counts since the start), None where that is saved already."""
+        """A function that saves ``seen`` (this rank's counts since the start), None if that is saved already."""
         if seen.steps == self._saved:
             return None
         return lambda: self._save(seen)
@@ -58,7 +58,7 @@ class ProfileFile:
         self._saved = seen.steps
 
     def _others(self) -> Profile:
-        """What the file holds of this run, else the history."""
+        """The file's contents if they are of this run, else the history."""
         try:
             found = Profile.load(self._path)
         except (ProfileError, FileNotFoundError):
@@ -71,7 +71,7 @@ class ProfileFile:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Alone among processes of this machine. The lock is on the folder, because the file itself is replaced."""
+    """Excludes other processes of this machine. The lock is on the folder, because the file itself is replaced."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

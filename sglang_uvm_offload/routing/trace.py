@@ -1,8 +1,8 @@
-"""Measured routing: which experts each token of some requests used, layer by layer.
+"""A routing trace: which experts each token of some requests used, layer by layer.
 
-A trace file is an ``npz`` with ``ids[token, layer, k]`` (integers; -1: no expert), ``seq_len[request]`` (tokens a request,
-the requests one after another in ``ids``) and the scalar ``num_experts``. It may come from anywhere, so it is data to be
-checked: nothing is unpickled, and the sizes that it declares are bounded before memory is taken for them.
+A trace file is an ``npz`` with ``ids[token, layer, k]`` (integers; -1: no expert), ``seq_len[request]`` (tokens per request;
+``ids`` holds the requests one after another) and the scalar ``num_experts``. It may come from anywhere, so it is untrusted
+input: nothing is unpickled, and declared sizes are bounded before memory is taken for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_EXPERTS = 1 << 15
 
 
 class TraceError(ValueError):
-    """The file is not a trace, or not one that can be used; the message says why."""
+    """The file is not a trace, or not a usable one; the message has the reason."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +70,12 @@ class Trace:
         if num_experts.size != 1 or not np.issubdtype(num_experts.dtype, np.integer):
             raise TraceError(f"num_experts must be one integer, not {num_experts.dtype} {list(num_experts.shape)}")
         if seq_len.size == max(seq_len.shape, default=1):
-            seq_len = seq_len.reshape(-1)  # along one axis, whatever axes of 1 there are beside it
+            seq_len = seq_len.reshape(-1)  # drop axes of size 1
         return cls(ids, seq_len, int(num_experts.reshape(())))
 
     def save(self, file: str | os.PathLike[str] | IO[bytes]) -> None:
-        """Write the file, with a byte an id where that holds them. Not compressed: a server that ends has seconds for it, and
-        compressing what recording may hold takes longer."""
+        """Write the file, with one byte per id if they fit. Not compressed: a server that ends has only seconds for it, and
+        compressing a full recording takes longer."""
         small = self.ids.size and self.ids.min() >= 0 and self.ids.max() <= np.iinfo(np.uint8).max
         ids = self.ids.astype(np.uint8) if small else self.ids
         np.savez(file, ids=ids, seq_len=self.seq_len, num_experts=np.int64(self.num_experts))
@@ -84,13 +84,13 @@ class Trace:
         """The first ``fraction`` (0..1) of the requests, and the others."""
         if not 0 <= fraction <= 1:
             raise ValueError(f"the fraction must be 0..1, not {fraction}")
-        # Rounded before it is cut: .29 of 100 comes to 28.999999999999996.
+        # Rounded before truncation: 0.29 * 100 is 28.999999999999996.
         first = int(round(self.num_requests * fraction, 6))
         return range(first), range(first, self.num_requests)
 
     def steps(self, requests: range, batch: int) -> np.ndarray:
-        """The tokens of each decode step when up to ``batch`` of ``requests`` run at once: int64 ``[steps, batch]``, rows of
-        ``ids``, -1 where a slot is idle. A step takes one token of each running request; where one ends the next begins."""
+        """The tokens of each decode step if up to ``batch`` of ``requests`` run at once: int64 ``[steps, batch]``, indices into
+        ``ids``, -1 for an idle slot. A step has one token of each running request; when one ends the next begins."""
         if batch < 1:
             raise ValueError(f"the batch must be at least 1, not {batch}")
         ends = np.cumsum(self.seq_len)
@@ -106,19 +106,19 @@ class Trace:
         return steps
 
     def activated(self, steps: np.ndarray) -> np.ndarray:
-        """``bool[steps, layers, experts]``: which experts each step (a row of tokens, as ``steps()`` gives) uses."""
+        """``bool[steps, layers, experts]``: the experts that each step of ``steps`` (as ``steps()`` returns them) uses."""
         count, batch = steps.shape
         activated = np.zeros((count, self.num_layers, self.num_experts + 1), dtype=bool)
         layers = np.arange(self.num_layers)[None, :, None]
         for slot in range(batch):
             running = np.flatnonzero(steps[:, slot] >= 0)
-            # The id -1 lands in the last column, which is not returned.
+            # The id -1 sets the last column, which is not returned.
             activated[running[:, None, None], layers, self.ids[steps[running, slot]]] = True
         return activated[:, :, : self.num_experts]
 
 
 def is_trace(path: Path) -> bool:
-    """Whether the file has the arrays of a trace and no others. The ids are not read: there may be 4 GiB of them."""
+    """Whether the file has exactly the arrays of a trace. The ids are not read: they may take 4 GiB."""
     try:
         (num_experts,) = npz.read(path, ("num_experts",), max_bytes=64)
         return npz.names(path) == {"ids", "seq_len", "num_experts"} and np.issubdtype(num_experts.dtype, np.integer)

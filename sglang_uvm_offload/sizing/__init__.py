@@ -1,1 +1,1 @@
-"""Will a model fit a machine, with how many residents, and how fast; before anything loads."""
+"""Predicts, before anything loads, whether a model fits a machine, with how many residents, and how fast."""

@@ -1,7 +1,7 @@
-"""What a checkpoint holds: bytes of routed experts by layer, of everything else, and how ranks divide them.
+"""The contents of a checkpoint: bytes of routed experts by layer, of everything else, and how ranks divide them.
 
-Bytes come from safetensors headers, so every quantisation is known as soon as its tensors are on disk; without a checkpoint
-at hand ``config_tensors`` stands in for the headers. Tensors are told apart by the names that released checkpoints use.
+Bytes come from safetensors headers, so any quantisation on disk is supported. Without a checkpoint, ``config_tensors`` derives
+them from the config. Tensors are classified by the names that released checkpoints use.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class ExpertPart:
 
     name: str
     nbytes: int
-    """Of the largest expert, undivided."""
+    """Bytes of the largest expert, undivided."""
     split: bool
-    """Whether tensor parallelism divides it. A bias of the output or a lone scale is whole on every rank."""
+    """Whether tensor parallelism divides it. An output bias or a single scale is whole on every rank."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The bytes of one decoder layer, by what divides them between ranks."""
+    """The bytes of one decoder layer, by how ranks divide them."""
 
     index: int
     experts: tuple[ExpertPart, ...] = ()
@@ -54,7 +54,7 @@ class LayerShape:
     attention: int = 0
     """Divided by the ranks that share the attention."""
     keys_values: int = 0
-    """Divided too, but not further than one head."""
+    """Divided likewise, but at most into single heads."""
     feed_forward: int = 0
     """Dense MLP and shared experts, divided by all tensor-parallel ranks."""
     replicated: int = 0
@@ -64,7 +64,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class CheckpointShape:
-    """A model as the planner sees it. Bytes are those of the checkpoint."""
+    """The planner's view of a model. Bytes are those of the checkpoint."""
 
     name: str
     from_headers: bool
@@ -89,7 +89,7 @@ class CheckpointShape:
     expert_size: int
     hidden_size: int
     scale_block: int
-    """Outputs and inputs that share a scale of a block-quantised weight, 1 without."""
+    """The block size of a block-quantised weight's scales, 1 without."""
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -102,8 +102,8 @@ class CheckpointShape:
 
 
 def load(path: Path) -> CheckpointShape:
-    """The checkpoint in a folder (headers), or the one that a JSON file describes: a config.json, or an object with it under
-    ``config``. Raises ``CheckpointError`` with the reason."""
+    """The checkpoint in a folder (from its headers), or the one described by a JSON file: a config.json, or an object with it
+    under ``config``. Raises ``CheckpointError`` with the reason."""
     if path.is_dir():
         return from_tensors(str(path), read_json(path / "config.json"), read_folder(path), from_headers=True)
     value = read_json(path)
@@ -120,7 +120,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> CheckpointShape:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of config.json that describes the language model; a quantisation named beside it holds for it."""
+    """The part of config.json for the language model; a quantisation or dtype beside it applies to it."""
     inner = config.get("text_config")
     if not isinstance(inner, dict):
         return dict(config)
@@ -136,7 +136,7 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
     moe = _guard(lambda c: moe_shape(SimpleNamespace(**c)), config)
     num_layers = config.get("num_hidden_layers")
     if moe is None or not isinstance(num_layers, int):
-        raise CheckpointError(f"{name}: its config describes no routed experts, so there is nothing to offload")
+        raise CheckpointError(f"{name}: the config describes no routed experts, so there is nothing to offload")
     by_layer: dict[int, list[TensorInfo]] = defaultdict(list)
     embedding = head = other = draft_vocabulary = 0
     for tensor in tensors:
@@ -167,8 +167,8 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
         from_headers=from_headers,
         num_layers=num_layers,
         num_experts=moe.num_experts,
-        top_k=_natural(config, moe.top_k, "num_experts_per_tok"),
-        context_length=_natural(config, config.get("max_position_embeddings"), "max_position_embeddings"),
+        top_k=_positive_int(config, moe.top_k, "num_experts_per_tok"),
+        context_length=_positive_int(config, config.get("max_position_embeddings"), "max_position_embeddings"),
         layers=layers,
         draft_layers=tuple(shape for shape in shapes if shape.index >= num_layers),
         embedding=embedding,
@@ -179,18 +179,18 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
         total_parameters=sum(map(parameters, tensors)),
         expert_parameters=_expert_parameters(by_layer, layers, moe.num_experts),
         kv=kv_shape(config),
-        heads=_natural(config, config.get("num_attention_heads"), "num_attention_heads"),
+        heads=_positive_int(config, config.get("num_attention_heads"), "num_attention_heads"),
         quantization=str(quantization.get("quant_method") or "none"),
-        expert_size=_natural(
+        expert_size=_positive_int(
             config, config.get("moe_intermediate_size") or config.get("intermediate_size"), "intermediate_size"
         ),
-        hidden_size=_natural(config, config.get("hidden_size"), "hidden_size"),
+        hidden_size=_positive_int(config, config.get("hidden_size"), "hidden_size"),
         scale_block=(quantization.get("weight_block_size") or [1])[0],
     )
 
 
 def parameters(tensor: TensorInfo) -> int:
-    """The weights that ``tensor`` holds; scales, zero points and index tables are none."""
+    """The number of weights in ``tensor``: 0 for scales, zero points and index tables."""
     suffix = tensor.name.rsplit(".", 1)[-1]
     if "scale" in suffix or suffix in ("qzeros", "g_idx", "weight_shape", "weight_zero_point"):
         return 0
@@ -199,7 +199,7 @@ def parameters(tensor: TensorInfo) -> int:
 
 
 def _layer_of(name: str) -> int | None:
-    """The decoder layer that a tensor belongs to. Towers beside the language model number layers of their own."""
+    """The decoder layer of a tensor. Vision and audio towers number their own layers, so their tensors have none."""
     match = _LAYER.search(name)
     if match is None or re.search(r"vis(ual|ion)|audio|mm_proj", name[: match.start()]):
         return None
@@ -230,7 +230,7 @@ def _layer_shape(index: int, tensors: list[TensorInfo], num_experts: int) -> Lay
 
 
 def _expert_of(tensor: TensorInfo, num_experts: int) -> tuple[str, range, int] | None:
-    """(tensor of the server that holds it, experts, bytes for each), or None for what is no routed expert's."""
+    """(server-side tensor that will hold it, experts, bytes for each), None if it is not of routed experts."""
     one = _ONE_EXPERT.search(tensor.name)
     if one:
         expert, projection, suffix = one.groups()
@@ -239,7 +239,7 @@ def _expert_of(tensor: TensorInfo, num_experts: int) -> tuple[str, range, int] |
     stacked = _STACKED_EXPERTS.search(tensor.name)
     if stacked is None:
         if ".experts." in tensor.name:
-            raise CheckpointError(f"{tensor.name}: a tensor of routed experts with a name that is not known here")
+            raise CheckpointError(f"{tensor.name}: a tensor of routed experts with an unknown name")
         return None
     if not tensor.shape or tensor.shape[0] != num_experts:
         raise CheckpointError(f"{tensor.name}: has shape {list(tensor.shape)}, not one row for each of {num_experts} experts")
@@ -248,8 +248,8 @@ def _expert_of(tensor: TensorInfo, num_experts: int) -> tuple[str, range, int] |
 
 
 def _is_split(part: str, tensor: TensorInfo, stacked: bool) -> bool:
-    """Whether ranks divide it: the hidden units of an expert are divided, so what belongs to outputs of the down projection,
-    or has one value, is whole on each."""
+    """Whether ranks divide it. An expert's hidden units are divided, so tensors of the down projection's outputs, and single
+    values, are whole on each rank."""
     shape = tensor.shape[1:] if stacked else tensor.shape
     if not shape or tensor.elements <= 1 or part.endswith(".g_idx"):
         return False
@@ -257,7 +257,7 @@ def _is_split(part: str, tensor: TensorInfo, stacked: bool) -> bool:
 
 
 def _division(name: str) -> str:
-    """The field of ``LayerShape`` that says how ranks divide a tensor. Whatever is not known is whole on each."""
+    """The field of ``LayerShape`` for how ranks divide a tensor. Unknown tensors are whole on each rank."""
     if _REPLICATED.search(name):
         return "replicated"
     if _KEYS_VALUES.search(name):
@@ -272,14 +272,14 @@ def _expert_parameters(by_layer: Mapping[int, list[TensorInfo]], layers: tuple[L
     return sum(parameters(tensor) for tensor in by_layer[first] if ".experts." in tensor.name) // num_experts
 
 
-def _natural(config: Mapping[str, Any], value: Any, name: str) -> int:
+def _positive_int(config: Mapping[str, Any], value: Any, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
         raise CheckpointError(f"the config's {name} is {value!r}, not a size")
     return value
 
 
 def _guard(read: Any, config: Mapping[str, Any]) -> Any:
-    """``read(config)``, with a malformed config (a string for a number, a list cut short) told as one."""
+    """``read(config)``; raises ``CheckpointError`` for a malformed config (a string for a number, a truncated list)."""
     try:
         return read(config)
     except (TypeError, IndexError, AttributeError, KeyError, ZeroDivisionError) as error:

@@ -1,7 +1,7 @@
-"""The tensors that a checkpoint with a given config.json holds, for planning without the checkpoint at hand.
+"""The tensors of a checkpoint with a given config.json, for planning without the checkpoint.
 
-Written after the names, shapes and types in released checkpoints of these families; a config of another family, or in a
-quantisation whose tensors are not written down here, is refused: the headers of the checkpoint itself then tell.
+Names, shapes and types follow released checkpoints of these families. Other families and quantisations are refused; for them,
+plan from the headers of the checkpoint itself.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _LIMITS = {
     **{"num_hidden_layers": 4096, "num_nextn_predict_layers": 64},
     **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"), 1 << 16),
 }
-"""Far beyond any model: a config that exceeds them is broken, and is not to be counted through."""
+"""Far beyond any model. A config beyond them is broken, and loops over its counts would not end."""
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Refuse counts of layers and experts that are no numbers, or such that going through them would not end."""
+    """Refuse counts of layers and experts that are not numbers, or beyond ``_LIMITS``."""
     for name, limit in _LIMITS.items():
         value = config.get(name)
         if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit):
@@ -46,7 +46,7 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def tensors_of(config: Mapping[str, Any]) -> list[TensorInfo]:
-    """The tensors of a checkpoint with ``config`` (as in config.json), drafting layers included."""
+    """The tensors of a checkpoint with ``config`` (as in config.json), draft layers included."""
     writer = _Writer(config)
     family = FAMILIES.get(config.get("model_type"))
     if family is None:
@@ -67,7 +67,7 @@ def tensors_of(config: Mapping[str, Any]) -> list[TensorInfo]:
 
 
 class _Writer:
-    """Collects tensors, quantising the modules that the config's quantisation covers."""
+    """Collects tensors, with the config's quantisation applied to the modules that it includes."""
 
     def __init__(self, config: Mapping[str, Any]):
         check_counts(config)
@@ -86,7 +86,7 @@ class _Writer:
             raise CheckpointError(
                 f"the tensors of a {self.method!r} checkpoint are not known from its config; give the checkpoint's folder"
             )
-        self.left_alone = [*(self.quant.get("modules_to_not_convert") or ()), *(self.quant.get("ignore") or ())]
+        self.unquantized = [*(self.quant.get("modules_to_not_convert") or ()), *(self.quant.get("ignore") or ())]
         self.tensors: list[TensorInfo] = []
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -101,7 +101,7 @@ class _Writer:
 
     def linear(self, name: str, out: int, into: int, bias: bool = False) -> None:
         """``name``.weight and what its quantisation adds. ``out`` x ``into``, as torch.nn.Linear has it."""
-        if self.method in (None, "mxfp4") or self._left_alone(name):
+        if self.method in (None, "mxfp4") or self._unquantized(name):
             self.plain(f"{name}.weight", out, into)
         elif self.method == "fp8":
             self._fp8(name, out, into)
@@ -138,8 +138,8 @@ class _Writer:
         self.plain(f"{name}.scales", groups, out)
         self.plain(f"{name}.g_idx", into, dtype="I32")
 
-    def _left_alone(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(name, f"{p}.*") for p in self.left_alone)
+    def _unquantized(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(name, f"{p}.*") for p in self.unquantized)
 
 
 def _decoder_layer(w: _Writer, family: Callable[[_Writer, str, bool], None], name: str, routed: bool) -> None:
@@ -149,7 +149,7 @@ def _decoder_layer(w: _Writer, family: Callable[[_Writer, str, bool], None], nam
 
 
 def _draft_layer(w: _Writer, family: Callable[[_Writer, str, bool], None], name: str) -> None:
-    """The layer that NEXTN speculation drafts with. It repeats the model's embedding and head, but for GLM-5's."""
+    """The draft layer of NEXTN speculation. It repeats the model's embedding and head, except in GLM-5."""
     _decoder_layer(w, family, name, routed=True)
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         w.plain(f"{name}.{norm}.weight", w.hidden)
@@ -200,7 +200,7 @@ def _experts(w: _Writer, name: str, size: int, **projections: str) -> None:
 
 
 def _shared_and_routed(w: _Writer, name: str, routed: bool, correction: bool) -> None:
-    """DeepSeek's and GLM's: a dense MLP, or routed experts beside shared ones."""
+    """As in DeepSeek and GLM: a dense MLP, or routed and shared experts."""
     if not routed:
         return w.mlp(name, w.size("intermediate_size"))
     size = w.size("moe_intermediate_size")

@@ -1,4 +1,4 @@
-"""How many bytes of VRAM the KV cache takes for one token, as SGLang 0.5.23 sizes its pools (``pool_configurator``)."""
+"""Bytes of VRAM that the KV cache takes per token, as SGLang 0.5.23 sizes its pools (``pool_configurator``)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 
 DTYPE_BYTES = {"bfloat16": 2, "bf16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""What ``--kv-cache-dtype`` may be here; ``auto`` is the model's own type of two bytes."""
+"""The supported values of ``--kv-cache-dtype``; ``auto`` is the model's own two-byte type."""
 
 WINDOW_RATIO = 0.8
-"""``--swa-full-tokens-ratio``'s default: slots of a sliding-window layer for each slot of a full one."""
+"""The default of ``--swa-full-tokens-ratio``: slots of a sliding-window layer for each slot of a full one."""
 
 INDEX_BLOCK = 128
 """Index keys that share a scale of four bytes (``DSATokenToKVPool.quant_block_size``)."""
@@ -20,8 +20,8 @@ INDEX_BLOCK = 128
 
 @dataclass(frozen=True)
 class KvShape:
-    """What each attention layer keeps of a token: keys and values of ``heads`` heads, or one latent vector for all (``latent``
-    + ``rope`` values, the same on every rank), and where attention is sparse an index key of ``index_dim`` bytes."""
+    """The KV cache of one token in an attention layer: keys and values of ``heads`` heads, or one latent vector for all
+    (``latent`` + ``rope`` values, the same on every rank), and for sparse attention an index key of ``index_dim`` bytes."""
 
     heads: int
     head_dim: int
@@ -30,15 +30,15 @@ class KvShape:
     rope: int = 0
     index_dim: int = 0
     index_topk: int = 0
-    """How many tokens sparse attention reads, found by the index keys of all."""
+    """The number of tokens that sparse attention reads, selected by the index keys of all."""
     window_layers: frozenset[int] = frozenset()
     """Decoder layers that keep only ``window`` tokens of a request."""
     window: int = 0
     stateless_layers: frozenset[int] = frozenset()
-    """Decoder layers with linear attention, which keep no keys. Their state is not counted here."""
+    """Decoder layers with linear attention, which keep no keys. Their state is not counted."""
 
     def layer_bytes(self, attn_tp: int, itemsize: int) -> int:
-        """Bytes for one token in one layer on one rank, where ``attn_tp`` ranks share the attention. A rank holds at least one
+        """Bytes for one token in one layer on one rank, if ``attn_tp`` ranks share the attention. Each rank holds at least one
         head."""
         if not self.latent:
             return -(-self.heads // attn_tp) * (self.head_dim + self.value_dim) * itemsize
@@ -50,14 +50,14 @@ class KvShape:
         return main + self._index_bytes()
 
     def pool_bytes(self, layers: range, attn_tp: int, itemsize: int) -> float:
-        """Bytes of the pools of ``layers`` on one rank, for each token of their size."""
+        """Bytes of the pools of ``layers`` on one rank, per token of capacity."""
         one = self.layer_bytes(attn_tp, itemsize)
         windowed = len(self.window_layers.intersection(layers))
         full = len(layers) - windowed - len(self.stateless_layers.intersection(layers))
         return one * (full + WINDOW_RATIO * windowed if full else windowed)
 
     def read_bytes(self, layers: range, attn_tp: int, itemsize: int, context: int) -> int:
-        """Bytes that one decoded token at position ``context`` reads of its request's cache in ``layers`` on one rank."""
+        """Bytes of the KV cache that one decoded token at position ``context`` reads in ``layers`` on one rank."""
         one = self.layer_bytes(attn_tp, itemsize)
         windowed = len(self.window_layers.intersection(layers))
         full = len(layers) - windowed - len(self.stateless_layers.intersection(layers))
@@ -71,7 +71,7 @@ class KvShape:
 
 
 def kv_shape(config: Mapping[str, Any]) -> KvShape:
-    """The shape that a text config describes."""
+    """The shape described by a text config."""
     sizes = {
         name: config.get(name) or 0
         for name in (
@@ -81,7 +81,7 @@ def kv_shape(config: Mapping[str, Any]) -> KvShape:
     }
     wrong = [name for name, value in sizes.items() if not isinstance(value, int) or isinstance(value, bool) or value < 0]
     if wrong or not sizes["num_attention_heads"]:
-        raise CheckpointError(f"the config's {wrong[0] if wrong else 'num_attention_heads'} is no size")
+        raise CheckpointError(f"the config's {wrong[0] if wrong else 'num_attention_heads'} is not a size")
     types = config.get("layer_types") or []
     if not isinstance(types, list) or len(types) not in (0, sizes["num_hidden_layers"]):
         raise CheckpointError("the config's layer_types does not name one type for each layer")

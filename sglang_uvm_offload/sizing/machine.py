@@ -1,4 +1,4 @@
-"""A machine to plan for: the one there is, one of a few well-known ones, or one told by its figures."""
+"""A machine to plan for: this one, a preset, or one given by its figures."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU. ``memory_mib`` is what nvidia-smi shows as its total; rates are in 1e9 bytes a second.
+    """One kind of GPU. ``memory_mib`` is the total that nvidia-smi shows; rates are in 1e9 bytes a second.
 
-    ``link_gbps`` is what a copy engine reaches over the GPU's link to host memory, below the link's nominal rate;
-    ``tflops`` is for dense bfloat16 with accumulation in float32. ``source`` says where the figures are from.
+    ``link_gbps`` is the rate of a copy engine over the GPU's link to host memory, below the link's nominal rate; ``tflops`` is
+    for dense bfloat16 with accumulation in float32. ``source`` cites the figures.
     """
 
     memory_mib: int
@@ -30,14 +30,14 @@ class Gpu:
 
 PCIE4_GBPS = 25.0
 PCIE5_GBPS = 55.0
-"""What a copy engine reaches over 16 lanes: assumed wherever the link's rate was neither given nor measured. Reported are
-25.1 GB/s on an A100 over PCIe 4 (https://github.com/NVIDIA/nvbandwidth/issues/42, a kernel's copies), and 56 GB/s of a copy
-engine over PCIe 5; NVIDIA states what the lanes carry, which is more."""
-_LINK4 = f"link: {PCIE4_GBPS:g} GB/s assumed of PCIe 4 x16 (reported: 25.1, of an A100)"
-_LINK5 = f"link: {PCIE5_GBPS:g} GB/s assumed of PCIe 5 x16 (reported: 56)"
+"""The rate of a copy engine over 16 lanes: assumed wherever the link's rate was neither given nor measured. Reported are
+25.1 GB/s on an A100 over PCIe 4 (https://github.com/NVIDIA/nvbandwidth/issues/42, a kernel's copies) and 56 GB/s over PCIe 5;
+NVIDIA states the nominal rate of the lanes, which is higher."""
+_LINK4 = f"link: {PCIE4_GBPS:g} GB/s assumed for PCIe 4 x16 (reported: 25.1 on an A100)"
+_LINK5 = f"link: {PCIE5_GBPS:g} GB/s assumed for PCIe 5 x16 (reported: 56)"
 
-# Rates are NVIDIA's own where it publishes them: dense ones, so half of a figure "with sparsity". Memory is the total that
-# nvidia-smi shows, for which there is no document: it is below the size by which a card is sold.
+# Rates are NVIDIA's where it publishes them, and dense: half of a figure "with sparsity". Memory is the total that nvidia-smi
+# shows, which is undocumented and below the nominal size of the card.
 GPUS = {
     # No specification of the H20 by NVIDIA was found; these figures are third-party.
     "H20": Gpu(97871, 4000, PCIE5_GBPS, 148, f"not NVIDIA's own: https://willitrunai.com/es/gpus/h20-96gb; {_LINK5}"),
@@ -66,11 +66,11 @@ GPUS = {
 }
 
 PRESET_HOST_GIB = {"8xH20": 1500, "4x4090": 512, "1xH200": 512, "1x5090": 192}
-"""Host RAM that presets come with where ``--host-gb`` gives none: assumed, such machines are sold with less and more."""
+"""Host RAM of presets without ``--host-gb``: assumed; such machines are sold with less and with more."""
 
 
 class MachineError(ValueError):
-    """A description of a machine that names none. The message says what to give."""
+    """An invalid description of a machine. The message names what to give."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class Machine:
     name: str
     gpus: int
     vram_bytes: int
-    """Of one GPU, as nvidia-smi shows it."""
+    """Total of one GPU, as nvidia-smi shows it."""
     host_bytes: int
-    """That this server may take: what is available, where it is this machine."""
+    """Host RAM that this server may take; for this machine, what is available now."""
     link_gbps: float
     hbm_gbps: float
     tflops: float
@@ -90,12 +90,12 @@ class Machine:
 
 
 def preset(name: str) -> Machine:
-    """``8xH20``, or any other count of a known GPU."""
+    """The machine named ``8xH20``, or any other count of a known GPU."""
     match = re.fullmatch(r"(\d{1,3})x(\w+)", name)
     kind = GPUS.get(match.group(2).upper()) if match else None
     if match is None or kind is None or not int(match.group(1)):
         raise MachineError(
-            f"{name!r} is none of {', '.join(PRESET_HOST_GIB)}; a preset is a count and one of {', '.join(GPUS)}"
+            f"--machine {name!r}: is none of {', '.join(PRESET_HOST_GIB)}; must be a count and one of {', '.join(GPUS)}"
         )
     gpus = int(match.group(1))
     host = PRESET_HOST_GIB.get(name, 128 * gpus)
@@ -112,8 +112,8 @@ def preset(name: str) -> Machine:
 
 
 def of_gpus(gpus: Sequence[tuple[str, int]]) -> Machine:
-    """This machine, with the name and the bytes of each of its GPUs. Rates are 0 where the first is not in ``GPUS``. Raises
-    ``MachineError`` where there is none."""
+    """This machine, from the name and the bytes of each of its GPUs. Rates are 0 if the first is not in ``GPUS``. Raises
+    ``MachineError`` if there is no GPU."""
     if not gpus:
         raise MachineError("this machine has no CUDA GPU: name one with --machine, or with --gpus, --vram-gb and --host-gb")
     name = gpus[0][0]
@@ -141,7 +141,7 @@ def describe(
     hbm_gbps: float | None,
     tflops: float | None,
 ) -> Machine:
-    """``base`` with the given figures (GiB, and 1e9 bytes a second) in place of its own; without one, all are to be given."""
+    """``base`` with the given figures (GiB, and 1e9 bytes a second) in place of its own. Without ``base``, all are required."""
     given: dict[str, Any] = {
         "gpus": gpus,
         "vram_bytes": None if vram_gb is None else int(vram_gb * GIB),
@@ -159,5 +159,5 @@ def describe(
     flags = ("--gpus", "--vram-gb", "--host-gb", "--link-gbps", "--hbm-gbps", "--tflops")
     missing = [flag for flag, name in zip(flags, given, strict=True) if not getattr(machine, name) > 0]
     if missing:
-        raise MachineError(f"{', '.join(missing)}: not known of this machine; give numbers above 0")
+        raise MachineError(f"{', '.join(missing)}: not known for this machine; give numbers above 0")
     return machine

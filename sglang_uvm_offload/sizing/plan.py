@@ -1,4 +1,4 @@
-"""What the planner is asked and what it answers."""
+"""The planner's input and its result."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from sglang_uvm_offload.sizing.machine import Machine
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be served at once. Without ``max_total_tokens``, every request may be as long as the context."""
+    """The concurrent requests to serve. Without ``max_total_tokens``, every request may be as long as the context."""
 
     context_length: int
     requests: int = 1
     prompt_tokens: int = 4096
-    """Of one request, for the prefill figures."""
+    """Tokens of one prompt, for the prefill figures."""
     max_total_tokens: int | None = None
     """Tokens of KV cache on each rank, in place of requests x context."""
     page_tokens: int = 64
-    """Tokens that the KV cache hands out at once: 64 is the most that SGLang's attention backends ask for by themselves."""
+    """Tokens in a page of the KV cache (``--page-size``): 64 is the largest that SGLang's attention backends choose by
+    themselves."""
     kv_cache_dtype: str = "bfloat16"
     speculative: bool = False
-    """NEXTN: the model's drafting layers are loaded too, whole."""
+    """NEXTN: the model's draft layers are loaded too, whole."""
     draft_tokens: int = 4
     """Tokens that one step verifies for a request, with ``speculative``."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """SGLang's sizes. Without ``dp_attention``, ``dp`` counts whole replicas; with it, groups of the ``tp`` ranks."""
+    """SGLang's parallel sizes. Without ``dp_attention``, ``dp`` counts whole replicas; with it, groups of the ``tp`` ranks."""
 
     tp: int = 1
     ep: int = 1
@@ -55,16 +56,16 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Reserve:
-    """What stays out of the plan. None: as SGLang chooses."""
+    """Memory that the plan must leave free. None: SGLang's choice."""
 
     mem_fraction_static: float | None = None
     headroom_gb: float = 1.0
     chunked_prefill_size: int | None = None
     cuda_graphs: bool = True
     free_vram_bytes: int | None = None
-    """Free on every GPU before the server's processes start, where it can be asked; else all of it."""
+    """Free VRAM of every GPU before the server's processes start, None if unknown: then all of it."""
     image_bytes: int = 0
-    """Kept from the KV cache of each rank for images."""
+    """VRAM of each rank that SGLang reserves for images."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Assumptions:
     collectives_gib: float = 0.7
     """assumed: NCCL and all-reduce buffers of a rank that has peers"""
     driver_batch_mib: int = 128
-    """VRAM that the driver may hold beyond managed pages: it takes chunks in batches of 128 MiB (open GPU kernel modules)"""
+    """VRAM that the driver may hold beyond managed pages: it allocates in batches of 128 MiB (open GPU kernel modules)"""
     process_gib: float = 4.0
     """assumed: host RAM of one rank's process beside experts"""
     read_efficiency: float = 0.63
@@ -90,12 +91,12 @@ class Assumptions:
     collective_us: float = 15.0
     """assumed: one of a layer's two all-reduces at small batches, where ranks share layers"""
     hot_half_share: float = 0.70
-    """assumed: share of the routing that the hotter half of a layer's experts gets; .55 to .91 are published, .50 is uniform"""
+    """assumed: share of the routing to the hotter half of a layer's experts; .55 to .91 are published, .50 is uniform"""
     accepted_tokens: float = 2.5
-    """assumed: tokens that a step yields for a request on average, where drafts are verified"""
+    """assumed: mean tokens per request from a step that verifies draft tokens"""
     rows_per_read: int = 128
-    """assumed: rows that share one read of an expert's tile in prefill; host memory is mapped uncached, so that each further
-    block of rows reads it over the link again"""
+    """assumed: rows that share one read of an expert's tile in prefill; host memory is mapped uncached, so each further block
+    of rows reads it over the link again"""
 
 
 @dataclass(frozen=True)
@@ -114,11 +115,11 @@ class RankMemory:
     kv_bytes: int
     driver_bytes: int
     budget_bytes: int
-    """What SGLang grants weights and KV cache, less the headroom."""
+    """SGLang's budget for weights and KV cache, less the headroom."""
     host_bytes: int
     """Offloaded experts, at start."""
     host_bytes_after_moves: int
-    """At most, once residents have changed: pages that were once in host RAM stay there."""
+    """The most after moves: experts promoted to VRAM keep their host pages."""
 
     @property
     def used_bytes(self) -> int:
@@ -131,13 +132,13 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Speed:
-    """Predicted, for one assumption on routing. Seconds and tokens a second."""
+    """Predicted speed for one assumption on routing. Seconds, and tokens a second."""
 
     routing: str
     hit_rate: float
     """Share of a layer's routed activations that residents serve."""
     requests: int
-    """Decoding at once, over all replicas."""
+    """Concurrent requests, over all replicas."""
     missed_experts: float
     """Offloaded experts that one rank reads in a decode step, over its layers and summed over pipeline stages."""
     missed_bytes: float
@@ -145,7 +146,7 @@ class Speed:
     decode_tokens_s: float
     """Of all requests together."""
     resident_step_s: float
-    """The same with every expert in VRAM, as if it fitted."""
+    """The decode step with every expert in VRAM, as if they fitted."""
     prefill_chunk_s: float
     prefill_tokens_s: float
     resident_prefill_tokens_s: float
@@ -154,13 +155,13 @@ class Speed:
 
     @property
     def decode_ratio(self) -> float:
-        """Speed of decoding against fully resident, at most 1."""
+        """Decode speed relative to fully resident, at most 1."""
         return self.resident_step_s / self.decode_step_s
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``num_resident`` is None where nothing fits; ``problems`` then say why and ``needs`` what would do."""
+    """``num_resident`` is None if nothing fits; ``problems`` then has the reasons and ``needs`` the remedies."""
 
     model: str
     machine: Machine
@@ -173,16 +174,16 @@ class Plan:
     weights_bytes: int
     expert_bytes: int
     mem_fraction_static: float = 0.0
-    """As the flag would have it: before the headroom is taken off."""
+    """The flag's value: before the headroom is subtracted."""
     headroom_gb: float = 0.0
     chunked_prefill_size: int = 0
     kv_tokens: int = 0
-    """Tokens of KV cache asked for on each rank."""
+    """Tokens of KV cache required on each rank."""
     kv_token_bytes: float = 0.0
     ranks: tuple[RankMemory, ...] = ()
-    """One for each pipeline stage; with ``num_resident`` None, with as many residents as VRAM holds."""
+    """One for each pipeline stage; if ``num_resident`` is None, with as many residents as VRAM holds."""
     host_needed: int = 0
-    """Of the machine: offloaded experts of all ranks, and their processes."""
+    """Host RAM of the machine: offloaded experts of all ranks, and their processes."""
     host_needed_after_moves: int = 0
     speeds: tuple[Speed, ...] = ()
     problems: tuple[str, ...] = ()

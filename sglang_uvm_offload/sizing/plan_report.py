@@ -1,4 +1,4 @@
-"""A plan as a person reads it."""
+"""Formatting a plan for people."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FORMULA = (
 
 
 def render(plan: Plan) -> str:
-    """The plan, what it rests on, and the flags to paste."""
-    parts = [_question(plan), _memory(plan) if plan.ranks else "", _answer(plan)]
+    """The plan, its assumptions, and the flags to paste."""
+    parts = [_setup(plan), _memory(plan) if plan.ranks else "", _outcome(plan)]
     if plan.speeds:
         parts += [_speed(plan.speeds), _basis(plan)]
     parts += ["\n".join(f"note: {note}" for note in plan.notes)]
@@ -26,7 +26,7 @@ def render(plan: Plan) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _question(plan: Plan) -> str:
+def _setup(plan: Plan) -> str:
     machine, work, p = plan.machine, plan.workload, plan.parallel
     share = plan.expert_bytes / plan.weights_bytes
     gpus = f"{_counted(machine.gpus, 'GPU')} of {size(machine.vram_bytes)}"
@@ -47,7 +47,7 @@ def _question(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    """One column a pipeline stage; stages that are alike share one."""
+    """One column per pipeline stage; equal stages share one."""
     columns: list[tuple[str, RankMemory]] = []
     for rank in plan.ranks:
         same = columns and dataclasses.replace(rank, stage=0) == dataclasses.replace(columns[-1][1], stage=0)
@@ -65,19 +65,19 @@ def _memory(plan: Plan) -> str:
     )
     rows += [(label, *(size(getattr(rank, name)) for _, rank in columns)) for label, name in lines]
     rows.append(("", *("" for _ in columns)))
-    rows.append(("KV cache asked for", f"{plan.kv_tokens} tokens of {plan.kv_token_bytes / 1024:.1f} KiB"))
+    rows.append(("KV cache required", f"{plan.kv_tokens} tokens of {plan.kv_token_bytes / 1024:.1f} KiB"))
     rows.append(("host RAM of all ranks", f"{size(plan.host_needed)} at start"))
     rows.append(("", f"{size(plan.host_needed_after_moves)} at most, once residents have changed"))
     return _table(rows)
 
 
-def _answer(plan: Plan) -> str:
+def _outcome(plan: Plan) -> str:
     if plan.num_resident is not None:
         share = plan.num_resident / plan.num_experts
         return f"It fits: {plan.num_resident} of {plan.num_experts} experts a layer resident ({share:.0%})."
     lines = ["It does not fit:", *(f"  - {problem}" for problem in plan.problems)]
     if plan.needs:
-        lines += ["One of these would do:", *(f"  - {need}" for need in plan.needs)]
+        lines += ["Any of these would be enough:", *(f"  - {need}" for need in plan.needs)]
     return "\n".join(lines)
 
 
@@ -121,7 +121,7 @@ def _counted(count: int, noun: str) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     width = max(map(len, rows))
-    # A last cell that stands alone may be long, and sets no width.
+    # The last cell of a shorter row may be long, and sets no column width.
     cells = [(*row, *("" for _ in range(width - len(row)))) for row in rows]
     widths = [max(len(r[c]) for r in rows if c < len(r) and (len(r) == width or c == 0)) for c in range(width)]
     return "\n".join("  ".join(f"{cell:<{room}}" for cell, room in zip(row, widths, strict=True)).rstrip() for row in cells)

@@ -1,7 +1,8 @@
-"""Will it fit, with how many residents, and how fast: shapes and a machine in, a plan out. Pure, but for reading headers.
+"""Whether a model fits, with how many residents, and how fast: shapes and a machine in, a plan out. Pure, except for reading
+headers.
 
-A plan keeps the largest N with which every rank holds its weights, N experts of each layer and the KV cache within what
-SGLang grants, and the machine's host RAM holds the rest.
+A plan has the largest N with which every rank holds its weights, N experts of each layer and the KV cache within SGLang's
+budget, and the machine's host RAM holds the other experts.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ __all__ = ["choose_num_resident", "plan", "render"]
 
 MAX_VRAM_GIB = 1024
 VRAM_STEP_GIB = 8
-"""How far, and in which steps, the search for a GPU that would do goes."""
+"""The limit and the step of the search for a large enough GPU."""
 
 DEFAULT_KV_TOKENS = 32768
-"""Room that ``auto`` leaves in the KV cache of each rank where no flag asks for any: eight requests of 4096 tokens."""
+"""Tokens of KV cache that ``auto`` leaves on each rank if no flag sets them: eight requests of 4096 tokens."""
 
 _N = flag_name("num_resident")
-_NO_DRAFTS = "the checkpoint has no drafting layers of its own to count"
+_NO_DRAFTS = "the checkpoint has no draft layers of its own to count"
 
 
 def plan(
@@ -43,7 +44,7 @@ def plan(
     assumed: Assumptions | None = None,
     hit_rate: float | None = None,
 ) -> Plan:
-    """The plan for serving ``model``. ``hit_rate``: the measured share of routing that residents serve, where it is known."""
+    """The plan for serving ``model``. ``hit_rate``: the measured share of routing that residents serve, None if unknown."""
     case = Case(model, machine, workload, parallel, reserve or Reserve(), assumed or Assumptions())
     problems = shape_problems(case)
     blank = Plan(
@@ -103,10 +104,10 @@ def choose_num_resident(
     ``max_total_tokens``, or ``max_running_requests`` requests of the full context. With neither given: one such request, and at
     least ``DEFAULT_KV_TOKENS``.
 
-    ``model_path`` is a checkpoint's folder. ``vram_bytes`` is what SGLang takes for the size of a GPU, ``free_vram_bytes`` is
-    that of the GPU with least, before the server's processes start; ``host_bytes`` is what all ranks of this machine may take
-    together, the margin that offloading leaves included; ``mem_fraction_static`` is as SGLang resolved it, before the headroom.
-    Raises ``FlagError`` with what is missing and what would do.
+    ``model_path`` is a checkpoint's folder. ``vram_bytes`` is the size of a GPU according to SGLang; ``free_vram_bytes`` is
+    free on the GPU with least, before the server's processes start; ``host_bytes`` is available to all ranks of this machine
+    together, including the margin that offloading leaves; ``mem_fraction_static`` is SGLang's value, before the headroom.
+    Raises ``FlagError`` with the shortages and the remedies.
     """
     auto = f"{_N} auto"
     try:
@@ -116,7 +117,7 @@ def choose_num_resident(
     uncounted = _uncounted(model, speculative)
     if uncounted:
         raise FlagError([f"{auto}: {reason}; give a number" for reason in uncounted])
-    # SGLang has accepted this context; what its scaling allows may exceed what the config names.
+    # SGLang has accepted this context: with scaling it may exceed the config's.
     model = dataclasses.replace(model, context_length=max(model.context_length, context_length))
     machine = Machine("this machine", parallel.ranks, vram_bytes, host_bytes, 1, 1, 1, "this machine")
     if max_running_requests is None and max_total_tokens is None:
@@ -132,13 +133,13 @@ def choose_num_resident(
     reserve = Reserve(mem_fraction_static, headroom_gb, free_vram_bytes=free_vram_bytes, image_bytes=image_bytes)
     result = plan(model, machine, workload, parallel, reserve)
     if result.num_resident is None:
-        needs = [f"what would do: {need}" for need in result.needs]
+        needs = [f"remedy: {need}" for need in result.needs]
         raise FlagError([f"{auto}: {line}" for line in (*result.problems, *needs)])
     return result
 
 
 def _uncounted(model: CheckpointShape, speculative: bool) -> list[str]:
-    """What takes VRAM on this model's ranks that is not in a plan's bytes."""
+    """Users of VRAM on this model's ranks that a plan does not count."""
     out = []
     if model.kv.stateless_layers:
         out.append(f"the state of {len(model.kv.stateless_layers)} layers with linear attention is not counted")
@@ -148,7 +149,7 @@ def _uncounted(model: CheckpointShape, speculative: bool) -> list[str]:
 
 
 def shape_problems(case: Case) -> list[str]:
-    """Why these ranks cannot divide this model, or this is no question to ask of it, whatever the memory."""
+    """Why these ranks cannot divide this model, or it cannot serve this workload, whatever the memory."""
     m, p, out = case.model, case.parallel, []
     if min(p.tp, p.ep, p.pp, p.dp) < 1:
         return ["--tp-size, --ep-size, --pp-size and --dp-size must be 1 or more"]
@@ -163,7 +164,7 @@ def shape_problems(case: Case) -> list[str]:
     if m.num_experts % p.ep:
         out.append(f"--ep-size {p.ep}: does not divide the model's {m.num_experts} experts")
     if m.heads % p.attn_tp:
-        out.append(f"--tp-size {p.tp}: its {p.attn_tp} ranks of attention do not divide the model's {m.heads} heads")
+        out.append(f"--tp-size {p.tp}: its {p.attn_tp} attention ranks do not divide the model's {m.heads} heads")
     if p.pp > m.num_layers:
         out.append(f"--pp-size {p.pp}: the model has {m.num_layers} layers")
     if m.quantization != "mxfp4" and m.expert_size % (p.moe_tp * m.scale_block):
@@ -185,25 +186,25 @@ def shape_problems(case: Case) -> list[str]:
 
 
 def _shortages(case: Case) -> list[str]:
-    """Which memory is short, and what takes it."""
+    """Which memory is short, and what uses it."""
     if not case.budget:
         return [_nothing_granted(case)]
     worst = min((case.rank(stage, 0) for stage in range(case.parallel.pp)), key=lambda rank: rank.spare_bytes)
     if worst.spare_bytes < 0:
         return [
             f"VRAM: with no expert resident a rank needs {size(worst.used_bytes)} ({size(worst.plain_weights)} of weights "
-            f"beside experts, {size(worst.kv_bytes)} of KV cache for {case.kv_tokens} tokens), and "
-            f"{size(case.budget)} of its {size(case.machine.vram_bytes)} are granted"
+            f"beside experts, {size(worst.kv_bytes)} of KV cache for {case.kv_tokens} tokens), and its budget is "
+            f"{size(case.budget)} of {size(case.machine.vram_bytes)}"
         ]
     most = case.most_in_vram() or 0
     return [
         f"host RAM: with {most} of {case.model.num_experts} experts a layer resident, the most that VRAM holds, "
-        f"{size(case.host(most, after_moves=False))} are needed, and {size(case.machine.host_bytes)} are there"
+        f"{size(case.host(most, after_moves=False))} are needed, and {size(case.machine.host_bytes)} are available"
     ]
 
 
 def _nothing_granted(case: Case) -> str:
-    """What takes all of a GPU before a single weight is there."""
+    """What takes all of a GPU before any weight loads."""
     reserve, vram = case.reserve, case.machine.vram_bytes
     taken = [f"{flag_name('headroom_gb')} {reserve.headroom_gb}", f"{size(case.taken_before_loading)} that CUDA takes"]
     if reserve.mem_fraction_static is None:
@@ -219,7 +220,7 @@ def _nothing_granted(case: Case) -> str:
 
 
 def _remedies(case: Case) -> list[str]:
-    """What would do instead, one change at a time."""
+    """Changes any one of which would be enough."""
     out = []
     most = case.most_in_vram()
     if most is not None:
@@ -232,7 +233,7 @@ def _remedies(case: Case) -> list[str]:
     steps = range(case.machine.vram_bytes // GIB // VRAM_STEP_GIB * VRAM_STEP_GIB, MAX_VRAM_GIB + 1, VRAM_STEP_GIB)
     vram = next((each for each in steps[1:] if _with_vram(case, each).largest() is not None), None)
     if vram is not None:
-        out.append(f"GPUs of {vram} GiB each, with the host RAM that is there")
+        out.append(f"GPUs of {vram} GiB each, with the available host RAM")
     for tp in (tp for tp in (2, 4, 8, 16, 32) if tp > case.parallel.tp):
         ranks, host = _with_tp(case, tp)
         if host:
@@ -244,12 +245,12 @@ def _remedies(case: Case) -> list[str]:
 def _tokens_that_fit(case: Case) -> int:
     stages = range(case.parallel.pp)
     room = min(case.budget - case.rank(stage, 0).used_bytes + case.pool_bytes(stage) for stage in stages)
-    # At least a byte: where all attention is linear a token takes none.
+    # At least one byte: with linear attention only, a token takes none.
     return max(0, int(room / max(1.0, *(case.kv_token_bytes(stage) for stage in stages))))
 
 
 def _with_vram(case: Case, gib_each: int) -> Case:
-    """The same question on GPUs of ``gib_each`` GiB, of which others use as much as of these."""
+    """The same case on GPUs of ``gib_each`` GiB, with as much VRAM in use by others."""
     bigger = dataclasses.replace(case.machine, vram_bytes=gib_each * GIB)
     free = case.reserve.free_vram_bytes
     free = None if free is None else free + bigger.vram_bytes - case.machine.vram_bytes
@@ -257,7 +258,7 @@ def _with_vram(case: Case, gib_each: int) -> Case:
 
 
 def _with_tp(case: Case, tp: int) -> tuple[int, int]:
-    """(ranks, the host RAM that they would need), 0 bytes where so many GPUs do not do."""
+    """(ranks, the host RAM that they would need); 0 bytes if that many GPUs are not enough."""
     parallel = dataclasses.replace(case.parallel, tp=tp, ep=1 if case.parallel.ep == 1 else tp)
     plenty = dataclasses.replace(case.machine, gpus=parallel.ranks, host_bytes=1 << 62)
     wider = dataclasses.replace(case, parallel=parallel, machine=plenty)
@@ -270,25 +271,25 @@ def _notes(case: Case, chosen: int | None) -> list[str]:
     if case.model.kv.stateless_layers:
         out.append(f"{len(case.model.kv.stateless_layers)} layers have linear attention: their state is not counted")
     if not case.model.from_headers:
-        out.append("bytes are derived from the config; with the checkpoint's folder they would be read off its headers")
+        out.append("bytes are derived from the config; give the checkpoint's folder to read them from its headers")
     if chosen is None:
         return out
     if chosen == case.model.num_experts:
         out.append("every expert fits in VRAM: offloading is not needed")
     elif chosen < case.model.top_k:
-        out.append(f"fewer residents than a token chooses ({case.model.top_k}): every step reads over the link in each layer")
+        out.append(f"fewer residents than a token uses ({case.model.top_k}): every step reads over the link in each layer")
     stranded = max(case.stranded_bytes(stage, chosen) for stage in range(case.parallel.pp))
     if stranded > case.reserve.headroom_gb * GIB and chosen < case.model.num_experts:
-        whole = "" if case.parallel.ep == case.parallel.tp else ", or less of it with a larger --ep-size"
+        whole = "" if case.parallel.ep == case.parallel.tp else ", or use a larger --ep-size"
         out.append(
-            f"offloaded experts may keep about {size(stranded)} of VRAM on a rank as residents change, in blocks of 2 MiB that "
-            f"they share with residents (never measured): leave more {flag_name('headroom_gb')} if VRAM gets full{whole}"
+            f"offloaded experts may keep about {size(stranded)} of VRAM on a rank as residents change, in 2 MiB blocks that "
+            f"they share with residents (never measured): raise {flag_name('headroom_gb')} if VRAM gets full{whole}"
         )
     needed = case.host(chosen, after_moves=True)
     if needed > case.machine.host_bytes:
         out.append(
-            f"host RAM may grow to {size(needed)} as residents change, as pages that experts leave behind are kept, and "
-            f"{size(case.machine.host_bytes)} are there: choose residents for good ({flag_name('resident_selection')} "
+            f"host RAM use may grow to {size(needed)} as residents change, because promoted experts keep their host pages, and "
+            f"{size(case.machine.host_bytes)} are available: use fixed residents ({flag_name('resident_selection')} "
             "first_n or manual)"
         )
     return out

@@ -1,4 +1,4 @@
-"""How many bytes each rank takes, of VRAM and of host RAM, and whether a machine has them."""
+"""Bytes of VRAM and host RAM that each rank takes, and whether a machine has them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sglang_uvm_offload.sizing.speed import StageCost
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One question. Methods with a ``stage`` speak of one rank of that pipeline stage; ranks of a stage are equal, but for
-    expert-parallel ones, of which the one that takes most is meant."""
+    """One input of the planner. Methods with a ``stage`` are about one rank of that pipeline stage. Ranks of a stage are equal;
+    of expert-parallel ones, it is the one that takes most."""
 
     model: CheckpointShape
     machine: Machine
@@ -51,13 +51,13 @@ class Case:
 
     @property
     def taken_before_loading(self) -> int:
-        """Of what is free before the server's processes start, by those."""
+        """VRAM that the server's processes take before they load the model."""
         return int((self.assumed.context_gib + (self.assumed.collectives_gib if self.parallel.ranks > 1 else 0)) * GIB)
 
     @cached_property
     def budget(self) -> int:
-        """Bytes for weights and KV cache on a rank: of what is free before loading, the static fraction less the headroom. 0
-        where there is nothing, for on a small GPU both may be less than nothing."""
+        """Bytes for weights and KV cache on a rank: the static fraction, less the headroom, of what is free before loading. At
+        least 0: on a small GPU both factors may be negative."""
         free = self.reserve.free_vram_bytes
         free = self.machine.vram_bytes if free is None else free
         granted = self.fraction - self.reserve.headroom_gb * GIB / self.machine.vram_bytes
@@ -76,14 +76,14 @@ class Case:
         return self.model.draft_layers if self.workload.speculative else ()
 
     def expert_tensors(self, layer: LayerShape) -> Iterator[tuple[int, bool]]:
-        """(bytes of one expert on one rank, whether placed expert by expert) for each tensor of the layer's experts."""
+        """(bytes of one expert on one rank, whether its experts are placed separately) for each expert tensor of the layer."""
         for part in layer.experts:
             padded = part.nbytes * self._padding() if part.name.endswith((".blocks", ".scales")) else part.nbytes
             nbytes = -(-int(padded) // (self.parallel.moe_tp if part.split else 1))
             yield nbytes, nbytes >= PAGE_BYTES
 
     def _padding(self) -> float:
-        """How much MXFP4 tensors grow at load, at most: kernels round hidden units up to 128 and the hidden size to 256
+        """The most that MXFP4 tensors grow at load: kernels round hidden units up to 128 and the hidden size to 256
         (``layers/quantization/mxfp4.py``)."""
         if self.model.quantization != "mxfp4":
             return 1.0
@@ -95,7 +95,7 @@ class Case:
         return self.model.num_experts // self.parallel.ep
 
     def local_residents(self, num_resident: int) -> int:
-        """Of the rank that keeps most of a layer's N residents."""
+        """Residents on the rank with most of a layer's N."""
         return -(-num_resident // self.parallel.ep)
 
     def plain_bytes(self, stage: int) -> int:
@@ -109,7 +109,7 @@ class Case:
             total += sum(nbytes * self.local_experts for nbytes, placed in self.expert_tensors(layer) if not placed)
         for layer in self.drafts():
             total += sum(whole_blocks(nbytes * self.local_experts) for nbytes, placed in self.expert_tensors(layer) if placed)
-        # With attention in groups, each group keeps the vocabulary for itself.
+        # With DP attention, each group keeps its own vocabulary tensors.
         if stage == 0:
             total += -(-self.model.embedding // p.attn_tp)
         if stage == p.pp - 1:
@@ -119,26 +119,26 @@ class Case:
 
     @cached_property
     def placed(self) -> list[Counter[int]]:
-        """For each stage, the tensors of placed experts: bytes of one expert on one rank -> number of such tensors."""
+        """For each stage, the tensors of placed experts: bytes of one expert on one rank -> number of tensors."""
         return [
             Counter(n for layer in self.decoder_layers(stage) for n, placed in self.expert_tensors(layer) if placed)
             for stage in range(self.parallel.pp)
         ]
 
     def resident_bytes(self, stage: int, num_resident: int) -> int:
-        """VRAM of the placed experts, wherever among their neighbours the residents lie."""
+        """VRAM of the placed experts: the upper bound over all choices of residents."""
         residents = self.local_residents(num_resident)
         pages = {n: most_pages(self.local_experts, n, residents) for n in self.placed[stage]}
         return sum(count * whole_blocks(pages[n] * PAGE_BYTES) for n, count in self.placed[stage].items())
 
     def stranded_bytes(self, stage: int, num_resident: int) -> int:
-        """VRAM that offloaded experts are expected to keep beside the residents', once residents have changed often."""
+        """VRAM that offloaded experts are expected to keep, on top of the residents', after many changes of residents."""
         residents = self.local_residents(num_resident)
         placed = self.placed[stage].items()
         return sum(count * ExpertLayout(self.local_experts, n).stranded_bytes(residents) for n, count in placed)
 
     def offloaded_bytes(self, stage: int, num_resident: int) -> int:
-        """Host RAM of the experts that one rank does not keep. The rank with fewest residents has most."""
+        """Host RAM of the offloaded experts on the rank with fewest residents."""
         residents = num_resident // self.parallel.ep
         pages = {n: host_pages(self.local_experts, n, residents) for n in self.placed[stage]}
         return sum(count * pages[n] * PAGE_BYTES for n, count in self.placed[stage].items())
@@ -191,7 +191,7 @@ class Case:
         )
 
     def host(self, num_resident: int, after_moves: bool) -> int:
-        """Host RAM that all ranks need, and the margin that offloading leaves to the machine."""
+        """Host RAM that all ranks need, plus the margin that offloading leaves free."""
         p = self.parallel
         ranks = (self.rank(stage, num_resident) for stage in range(p.pp))
         experts = sum(r.host_bytes_after_moves if after_moves else r.host_bytes for r in ranks) * p.tp * p.replicas
@@ -209,8 +209,8 @@ class Case:
         return self.host(num_resident, after_moves=False) <= self.machine.host_bytes
 
     def most_in_vram(self) -> int | None:
-        """The most residents that VRAM holds, None where there is no room even without any. What VRAM takes only grows with
-        the residents."""
+        """The most residents that VRAM holds, None if it is too small even without any. VRAM use grows monotonically with the
+        residents."""
         low, high = -1, self.model.num_experts
         while low < high:
             middle = (low + high + 1) // 2
@@ -218,8 +218,8 @@ class Case:
         return low if low >= 0 else None
 
     def largest(self) -> int | None:
-        """N, the most residents that VRAM holds, None where the machine cannot hold the rest. What host RAM takes only
-        shrinks with the residents, so that no smaller N fits where the largest does not."""
+        """N, the most residents that VRAM holds, None if host RAM cannot hold the rest. Host RAM use only shrinks with the
+        residents, so if the largest N does not fit, no smaller one does."""
         most = self.most_in_vram()
         return most if most is not None and self.in_host(most) else None
 
@@ -248,16 +248,16 @@ class Case:
 
 
 def most_pages(num_experts: int, nbytes: int, residents: int) -> int:
-    """The most pages of a tensor that ``residents`` of its experts touch: none of them neighbours."""
+    """The most pages of a tensor that ``residents`` of its experts can occupy: no two of them share one."""
     return min(ExpertLayout(num_experts, nbytes).num_pages, residents * _widest(num_experts, nbytes))
 
 
 def host_pages(num_experts: int, nbytes: int, residents: int) -> int:
-    """The most pages that are left to host RAM: residents that lie side by side touch fewest."""
+    """The most pages that can be left in host RAM: adjacent residents occupy fewest."""
     return ExpertLayout(num_experts, nbytes).num_pages - -(-residents * nbytes // PAGE_BYTES)
 
 
 @lru_cache(maxsize=1024)
 def _widest(num_experts: int, nbytes: int) -> int:
-    """The most pages that one expert activations."""
+    """The most pages that one expert occupies."""
     return max(-(-(e + 1) * nbytes // PAGE_BYTES) - e * nbytes // PAGE_BYTES for e in range(num_experts))

@@ -1,6 +1,6 @@
-"""The tensors of a local checkpoint, by name, type and shape: the headers of its safetensors files, and nothing else of them.
+"""The tensors of a local checkpoint, by name, type and shape, from the headers of its safetensors files alone.
 
-``safetensors`` reads and checks a header, as it will when the server loads the file; its refusal names the file here.
+``safetensors`` reads and checks a header as it will when the server loads the file; errors here add the file's name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPE_BITS = {
 
 
 class CheckpointError(ValueError):
-    """A checkpoint or config that cannot be read, or from which no plan can be made. The message says why."""
+    """A checkpoint or config that cannot be read or planned for. The message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TensorInfo:
 
 
 def read_folder(folder: Path) -> list[TensorInfo]:
-    """The tensors of the checkpoint in ``folder``: those that its index names, or all of its safetensors files."""
+    """The tensors of the checkpoint in ``folder``: those in its index, or those of all safetensors files."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return _indexed(folder, index)
@@ -89,7 +89,7 @@ def read_header(file: Path) -> list[TensorInfo]:
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
     if unknown := {tensor.dtype for tensor in tensors} - DTYPE_BITS.keys():
-        raise CheckpointError(f"{file}: has tensors of type {min(unknown)}, whose size is not known here")
+        raise CheckpointError(f"{file}: has tensors of type {min(unknown)}, whose size is unknown")
     return tensors
 
 

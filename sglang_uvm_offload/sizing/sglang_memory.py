@@ -1,8 +1,8 @@
-"""What SGLang 0.5.23 leaves of a GPU to weights and KV cache: its own rules, restated without importing it.
+"""The share of a GPU that SGLang 0.5.23 gives to weights and KV cache: its own rules, restated without importing it.
 
 ``arg_groups/memory_hook.py`` chooses the prefill chunk, the largest decode graph and ``--mem-fraction-static`` from the size of
 the GPU; ``kv_cache_configurator.py`` then gives the KV cache ``free before loading * fraction`` less what loading took.
-A test holds these functions against the real ones.
+A test compares these functions with the real ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TIERS = (
 
 @dataclass(frozen=True)
 class Defaults:
-    """What SGLang sets where its flags are not given. ``reserved_bytes`` is for activations and CUDA graphs."""
+    """SGLang's values for flags that are not given. ``reserved_bytes`` is for activations and CUDA graphs."""
 
     chunked_prefill_size: int
     decode_graph_batch: int
@@ -43,8 +43,8 @@ def defaults(
     chunked_prefill_size: int | None = None,
     cuda_graphs: bool = True,
 ) -> Defaults:
-    """SGLang's choice for a GPU whose memory nvidia-smi shows as ``gpu_bytes``. ``dp_attention``: the data-parallel ranks of
-    the attention, 1 without."""
+    """SGLang's choice for a GPU with ``gpu_bytes`` of memory (nvidia-smi's total). ``dp_attention``: the number of
+    data-parallel attention ranks, 1 without."""
     gpu_mib = gpu_bytes / MIB
     _, chunk, batch, batch_wide = next(tier for tier in _TIERS if gpu_mib < tier[0])
     chunk = chunked_prefill_size or chunk
@@ -64,13 +64,13 @@ def defaults(
 
 
 def _prefill_graphs(max_tokens: int) -> int:
-    """How many token counts prefill graphs are captured for."""
+    """The number of token counts for which prefill graphs are captured."""
     steps = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, max_tokens + 1, 512))
     return sum(len(range(start, min(stop, max_tokens + 1), step)) for start, stop, step in steps)
 
 
 def pipeline_stages(num_layers: int, pp: int) -> list[range]:
-    """The decoder layers of each pipeline rank: as even as it goes, the last ones take one more (``get_pp_indices``)."""
+    """The decoder layers of each pipeline rank: split evenly, the last ranks take one more (``get_pp_indices``)."""
     base, extra = divmod(num_layers, pp)
     ends = [base * (stage + 1) + max(0, stage + 1 - (pp - extra)) for stage in range(pp)]
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,11 +1,11 @@
-"""Predicting decode and prefill speed: reads of VRAM, computing, and reads of offloaded experts over the link.
+"""Predicting decode and prefill speed from reads of VRAM, compute, and reads of offloaded experts over the link.
 
-    decode step   = sum over pipeline stages of  max(computing, VRAM bytes / VRAM rate) + overhead + missed bytes / link rate
+    decode step   = sum over pipeline stages of  max(compute, VRAM bytes / VRAM rate) + overhead + missed bytes / link rate
     prefill chunk = the same for a chunk of the prompt, where an offloaded expert is read again for every block of rows
 
-Missed bytes are those of distinct offloaded experts. With T tokens in a step that choose k of E experts each, and residents
-that serve the share c of all choices, an offloaded expert is chosen by a token with p = k (1 - c) / (E - N), so that a layer
-misses (E - N) (1 - (1 - p)^T) experts. Uniform routing is c = N / E. Tokens are taken as independent.
+Missed bytes are those of distinct offloaded experts. If each of T tokens in a step uses k of E experts, and residents serve the
+share c of all uses, a token uses an offloaded expert with probability p = k (1 - c) / (E - N), so a layer misses
+(E - N) (1 - (1 - p)^T) experts. Uniform routing is c = N / E. Tokens are assumed to be independent.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one rank of a pipeline stage reads and computes. Bytes, and floating-point operations for one token."""
+    """Reads and compute of one rank of a pipeline stage: bytes, and floating-point operations for one token."""
 
     layers: int
     dense_bytes: int
     """Weights beside routed experts, read in every step."""
     dense_flops: float
     expert_layers: tuple[int, ...]
-    """For each MoE layer, the bytes that one rank of the layer's expert-parallel group reads of one expert."""
+    """For each MoE layer, the bytes of one expert that one rank of the layer's expert-parallel group reads."""
     expert_flops: float
-    """Of one expert for one token, on one rank that holds a slice of it."""
+    """One expert for one token, on one rank that holds a slice of it."""
     kv_read_bytes: int
-    """Of one request, for one token at the context's end."""
+    """One request, for one token at the end of the context."""
 
 
 def hit_rate_of(residency: float, hot_half_share: float) -> float:
-    """The share of routing that the hottest ``residency`` of the experts gets: residency ** a, with a set so that the hotter
-    half gets ``hot_half_share``."""
+    """The share of routing to the hottest ``residency`` of the experts: residency ** a, with a chosen so that the hotter half
+    gets ``hot_half_share``."""
     if residency <= 0:
         return 0.0
     return residency ** (math.log(hot_half_share) / math.log(0.5))
@@ -64,8 +64,8 @@ def predict(
     chunk: int,
     assumed: Assumptions,
 ) -> Speed:
-    """The speeds with ``num_resident`` experts of each layer in VRAM that serve the share ``hit_rate`` of all choices."""
-    # Residents cannot serve more than one choice each of a token.
+    """The speed with ``num_resident`` experts of each layer in VRAM that serve the share ``hit_rate`` of all uses."""
+    # Each resident serves at most one of a token's choices.
     hit_rate = min(hit_rate, num_resident / top_k, 1.0)
     if num_resident == num_experts:
         hit_rate = 1.0
@@ -76,11 +76,11 @@ def predict(
     yielded = assumed.accepted_tokens if workload.speculative else 1
     decode, missed, missed_bytes = model.step(num_resident, hit_rate, tokens, attending, 1)
     resident_decode, _, _ = model.step(num_experts, 1.0, tokens, attending, 1)
-    rows = min(chunk, workload.prompt_tokens)
-    chunks = -(-workload.prompt_tokens // rows)
-    reread = max(1, math.ceil(rows * top_k / num_experts / assumed.rows_per_read))
-    prefill, _, _ = model.step(num_resident, hit_rate, rows, 0, reread)
-    resident_prefill, _, _ = model.step(num_experts, 1.0, rows, 0, 1)
+    chunk_tokens = min(chunk, workload.prompt_tokens)
+    chunks = -(-workload.prompt_tokens // chunk_tokens)
+    reread = max(1, math.ceil(chunk_tokens * top_k / num_experts / assumed.rows_per_read))
+    prefill, _, _ = model.step(num_resident, hit_rate, chunk_tokens, 0, reread)
+    resident_prefill, _, _ = model.step(num_experts, 1.0, chunk_tokens, 0, 1)
     return Speed(
         routing=routing,
         hit_rate=hit_rate,
@@ -107,8 +107,8 @@ class _Model:
     assumed: Assumptions
 
     def step(self, num_resident: int, hit_rate: float, tokens: int, attending: int, reread: int) -> tuple[float, float, float]:
-        """(seconds, experts missed by one rank, their bytes) of a step of ``tokens`` tokens in every layer, of which a rank
-        attends for ``attending`` requests."""
+        """(seconds, experts missed by one rank, their bytes) of a step with ``tokens`` tokens in every layer; each rank
+        computes the attention of ``attending`` requests."""
         hit = distinct(num_resident, self.top_k * hit_rate, tokens) / self.parallel.ep
         missed = distinct(self.num_experts - num_resident, self.top_k * (1 - hit_rate), tokens) / self.parallel.ep
         seconds = experts = bytes_missed = 0.0

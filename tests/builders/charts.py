@@ -14,7 +14,7 @@ from sglang_uvm_offload.report.charts import picture
 
 
 def cells_of(figure: Figure, kinds) -> np.ndarray:
-    """What a map shows: the kind of each cell, -1 where it is empty, read back from the picture of the page."""
+    """What a map shows: the kind of each cell, -1 where it is empty, read back from the picture of the report."""
     (image,) = picture(figure).iter("image")
     data = base64.b64decode(image.get("href").partition("base64,")[2])
     pixels = imread(io.BytesIO(data))

@@ -1,4 +1,4 @@
-"""What a server or a replay reports, and the words that a page of it shows."""
+"""What a server or a replay reports, and the words that a report of it shows."""
 
 from __future__ import annotations
 

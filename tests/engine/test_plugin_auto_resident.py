@@ -143,12 +143,12 @@ def test_drafting_layers_leave_fewer_residents_but_requests_that_nobody_asked_fo
     [
         (
             "too small",
-            ["auto: VRAM: with no expert resident", "what would do: GPUs of 24 GiB", "--cpu-offload-gb: cannot"],
+            ["auto: VRAM: with no expert resident", "remedy: GPUs of 24 GiB", "--cpu-offload-gb: cannot"],
         ),
-        ("little host RAM", ["auto: host RAM: with 8 of 16 experts", "auto: what would do: host RAM of 5.02 GiB"]),
+        ("little host RAM", ["auto: host RAM: with 8 of 16 experts", "auto: remedy: host RAM of 5.02 GiB"]),
         ("not cached", [f"models--{REPOSITORY.replace('/', '--')}-config", "holds no *.safetensors file; give a number"]),
-        ("two GPUs", ["auto: cannot ask how much VRAM is free: there is no CUDA device 1: the driver shows 1"]),
-        ("float32", ["auto: the checkpoint is float32 and would be loaded as float16, in other bytes; give a number"]),
+        ("two GPUs", ["auto: cannot query free VRAM: there is no CUDA device 1: the driver shows 1"]),
+        ("float32", ["auto: the checkpoint is float32 and would be loaded as float16, of another size; give a number"]),
         ("uncounted", ["--nnodes 2", "--moe-dense-tp-size 1", "--swa-full-tokens-ratio 0.5", "--json-model-override-args"]),
         ("uncounted", ["auto: does not count --load-format sharded_state; give a number"]),
         ("draft model", ["auto: does not count --speculative-algorithm STANDALONE with a draft model of its own"]),

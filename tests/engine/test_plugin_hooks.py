@@ -75,7 +75,7 @@ def left_behind(group: int) -> list[str]:
         ),
         (
             IN_SCHEDULER + "    from sglang_uvm_offload.cpu import memory\n    memory.host_available = lambda: 1 << 20",
-            "of MoE layer 0 [0, 1572864) (1572864 bytes): what is offloaded needs 1.5 MiB of host RAM, and 0.0 MiB is left",
+            "of MoE layer 0 [0, 1572864) (1572864 bytes): offloaded experts need 1.5 MiB of host RAM, and 0.0 MiB is left",
         ),
         (
             "import sglang.srt.runtime_context as context\ndel context.publish",
@@ -141,7 +141,7 @@ def test_a_process_that_loads_no_plugins_ends_if_it_is_to_offload(residents, plu
     ended = sglang.run(TAKE_THEM_WITHOUT_PLUGINS.format(given=repr(str(given[residents])), plugin=repr(plugin)))
     if residents:
         assert ended.code == 1
-        assert "not loaded, or not in place, in a process that is to offload" in ended.err
+        assert "not loaded, or not in place, in a process that must offload" in ended.err
         assert "SERVES" not in ended.out
     else:
         assert "SERVES" in ended.out, ended.err[-3000:]

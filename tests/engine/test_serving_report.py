@@ -13,7 +13,7 @@ from harness.server import Server
 from sglang_uvm_offload.cli.main import main
 
 
-def test_a_page_of_a_running_server_is_that_of_what_it_said(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_a_report_of_a_running_server_is_that_of_what_it_said(checkpoints: Checkpoints, tmp_path: Path) -> None:
     generate = {"text": "hello world", "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}}
     offload = {"expert_offload_num_resident": 8, "expert_offload_warmup_tokens": 8, "enable_metrics": False}
     with Server(checkpoints("glm4_moe", dtype="float32"), dtype="float32", **offload) as server:
@@ -34,6 +34,6 @@ def test_a_page_of_a_running_server_is_that_of_what_it_said(checkpoints: Checkpo
     live, saved = (words((tmp_path / name).read_text()) for name in ("live.html", "saved.html"))
     for said in (live, saved):
         assert "16 of 32" in said
-        assert f"{curve['activations']} uses of experts in 39 decode steps" in said
+        assert f"{curve['activations']} activations in 39 decode steps" in said
         assert "frequency, warmup" in said
     assert f"source {server.url}" in live

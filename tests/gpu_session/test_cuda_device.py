@@ -15,10 +15,10 @@ def test_free_vram_is_what_the_driver_says(standin: Standin):
 
 def test_a_driver_that_cannot_say_ends_in_its_reason(standin: Standin):
     program = """
-        from sglang_uvm_offload.cuda.device import DriverRefusal, free_vram
+        from sglang_uvm_offload.cuda.device import DriverError, free_vram
         try:
             free_vram([0])
-        except DriverRefusal as refusal:
+        except DriverError as refusal:
             print(json.dumps(str(refusal)))
     """
     assert "no CUDA-capable device" in standin.run(program, cuinit=100).said

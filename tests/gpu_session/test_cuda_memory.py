@@ -338,7 +338,7 @@ def test_a_forked_child_leaves_its_parents_ranges_alone(standin):
         ({}, None),
         ({"attribute_89": 0}, "concurrentManagedAccess is 0"),
         ({"attribute_83": 0}, "no managed memory"),
-        ({"driver": 12040}, "driver is too old: it serves CUDA 12.4"),
+        ({"driver": 12040}, "driver is too old: it supports CUDA 12.4"),
         ({"confidential": 1}, "confidential computing"),
         ({"cuinit": 100}, "no CUDA-capable device is detected"),
     ],

@@ -39,7 +39,7 @@ def test_all_problems_are_named_and_nothing_is_written(tmp_path, capsys):
 def test_profiles_of_two_models_are_not_merged(tmp_path, capsys):
     paths = [saved(tmp_path / "a.npz", some()), saved(tmp_path / "b.npz", some(model=dataclasses.replace(MODEL, name="Other")))]
     assert main(["profile", *map(str, paths), "--out", str(tmp_path / "all")]) == 2
-    assert "two models" in capsys.readouterr().err
+    assert "different models" in capsys.readouterr().err
     assert not (tmp_path / "all").exists()
 
 

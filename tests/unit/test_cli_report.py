@@ -1,4 +1,4 @@
-"""The report command: a page of a real server, of what was saved from one, of a replay, and a reason for anything else."""
+"""The report command: a report of a real server, of what was saved from one, of a replay, and a reason for anything else."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from paths import SAFETENSORS, WAYS
 
 from sglang_uvm_offload.cli import report as report_cli
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.cli.report import SourceError, page_of
+from sglang_uvm_offload.cli.report import SourceError, report_of
 
 
-def test_a_page_of_a_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_of_a_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace([0, 2, 2], [2, 2, 1, 2]).save(tmp_path / "trace.npz")
     assert main(["replay", str(tmp_path / "trace.npz"), "--residency", "0.5", "--json"]) == 0
     (tmp_path / "replay.json").write_text(capsys.readouterr().out)
-    assert main(["report", str(tmp_path / "replay.json"), "--out", str(tmp_path / "page.html")]) == 0
-    said = words((tmp_path / "page.html").read_text())
+    assert main(["report", str(tmp_path / "replay.json"), "--out", str(tmp_path / "report.html")]) == 0
+    said = words((tmp_path / "report.html").read_text())
     for policy in ("first_n", "static", "lru", "belady", "adaptive"):
         assert policy in said
 
@@ -65,13 +65,13 @@ def served() -> dict:
 @pytest.mark.parametrize("form", ["{}", "{}/", "{}/server_info"])
 def test_an_address_may_be_that_of_the_server_or_of_its_statistics(answers, form):
     answers["/server_info"] = (200, json.dumps(served()).encode())
-    assert "Where the experts are" in page_of(form.format(answers["url"]))
+    assert "Where the experts are" in report_of(form.format(answers["url"]))
 
 
 def refused(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line that the command says, having failed and written nothing."""
-    assert main(["report", source, "--out", str(tmp_path / "page.html")]) == 2
-    assert not (tmp_path / "page.html").exists()
+    assert main(["report", source, "--out", str(tmp_path / "report.html")]) == 2
+    assert not (tmp_path / "report.html").exists()
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -135,15 +135,15 @@ def test_more_than_the_bound_is_not_read(answers, tmp_path, capsys, monkeypatch)
 
 def test_without_matplotlib_the_command_says_what_to_install_before_it_asks_a_server(answers, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(report_cli, "page_of", lambda source: pytest.fail("asked"))
-    assert main(["report", answers["url"], "--out", str(tmp_path / "page.html")]) == 2
+    monkeypatch.setattr(report_cli, "report_of", lambda source: pytest.fail("asked"))
+    assert main(["report", answers["url"], "--out", str(tmp_path / "report.html")]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
-    assert not (tmp_path / "page.html").exists()
+    assert not (tmp_path / "report.html").exists()
 
 
-def test_a_page_that_cannot_be_written(tmp_path, capsys):
+def test_a_report_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "info.json").write_text(json.dumps(served()))
-    assert main(["report", str(tmp_path / "info.json"), "--out", str(tmp_path / "none" / "page.html")]) == 2
+    assert main(["report", str(tmp_path / "info.json"), "--out", str(tmp_path / "none" / "report.html")]) == 2
     assert "--out" in capsys.readouterr().err
 
 
@@ -154,44 +154,44 @@ def statistics(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_file_that_is_no_page_is_not_replaced(statistics, tmp_path, capsys, monkeypatch, way):
+def test_a_file_that_is_no_report_is_not_replaced(statistics, tmp_path, capsys, monkeypatch, way):
     """That is told before anything is asked."""
     for name in ("model", "work"):
         (tmp_path / name).mkdir()
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(SAFETENSORS)
     out = way(weights, tmp_path / "work")
-    monkeypatch.setattr(report_cli, "page_of", lambda source: pytest.fail("asked"))
+    monkeypatch.setattr(report_cli, "report_of", lambda source: pytest.fail("asked"))
     assert main(["report", statistics, "--out", str(out)]) == 2
     assert capsys.readouterr().err.startswith(f"cannot report: --out {out}: exists")
     assert weights.read_bytes() == SAFETENSORS
 
 
-def test_the_source_is_not_replaced_by_its_page(statistics):
+def test_the_source_is_not_replaced_by_its_report(statistics):
     before = Path(statistics).read_bytes()
     assert main(["report", statistics, "--out", statistics]) == 2
     assert Path(statistics).read_bytes() == before
 
 
-def test_a_page_of_somebody_else_is_not_replaced(statistics, tmp_path):
-    (tmp_path / "page.html").write_text("<!doctype html>\n<html><body>sglang-uvm-offload</body></html>")
-    assert main(["report", statistics, "--out", str(tmp_path / "page.html")]) == 2
-    assert "</body>" in (tmp_path / "page.html").read_text()
+def test_a_report_of_somebody_else_is_not_replaced(statistics, tmp_path):
+    (tmp_path / "report.html").write_text("<!doctype html>\n<html><body>sglang-uvm-offload</body></html>")
+    assert main(["report", statistics, "--out", str(tmp_path / "report.html")]) == 2
+    assert "</body>" in (tmp_path / "report.html").read_text()
 
 
-def test_a_page_is_replaced(statistics, tmp_path):
-    page = tmp_path / "page.html"
-    assert main(["report", statistics, "--out", str(page)]) == 0
-    whole = page.read_bytes()
-    page.write_bytes(whole[:1000])  # a page that was cut short is known by its head
-    assert main(["report", statistics, "--out", str(page)]) == 0
-    assert page.read_bytes() == whole
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["info.json", "page.html"]
+def test_a_report_is_replaced(statistics, tmp_path):
+    report = tmp_path / "report.html"
+    assert main(["report", statistics, "--out", str(report)]) == 0
+    whole = report.read_bytes()
+    report.write_bytes(whole[:1000])  # a report that was cut short is known by its head
+    assert main(["report", statistics, "--out", str(report)]) == 0
+    assert report.read_bytes() == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["info.json", "report.html"]
 
 
-def test_a_file_that_appears_while_the_page_is_made_stays(statistics, tmp_path, capsys, monkeypatch):
-    out = tmp_path / "page.html"
-    monkeypatch.setattr(report_cli, "page_of", lambda source: (out.write_bytes(SAFETENSORS), "page")[1])
+def test_a_file_that_appears_while_the_report_is_made_stays(statistics, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "report.html"
+    monkeypatch.setattr(report_cli, "report_of", lambda source: (out.write_bytes(SAFETENSORS), "report")[1])
     assert main(["report", statistics, "--out", str(out)]) == 2
     assert f"--out {out}: exists" in capsys.readouterr().err
     assert out.read_bytes() == SAFETENSORS
@@ -202,7 +202,7 @@ LEAVES = st.one_of(st.none(), st.booleans(), st.integers(-5, 1 << 62), st.floats
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
-def test_whatever_a_file_holds_gives_a_page_or_a_reason(data, tmp_path):
+def test_whatever_a_file_holds_gives_a_report_or_a_reason(data, tmp_path):
     """Real statistics with some of their values replaced by anything."""
     content = json.loads(STATISTICS)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -213,7 +213,7 @@ def test_whatever_a_file_holds_gives_a_page_or_a_reason(data, tmp_path):
         node[key] = data.draw(st.one_of(LEAVES, st.lists(LEAVES, max_size=3)))
     (tmp_path / "file").write_text(json.dumps(content))
     with contextlib.suppress(SourceError):
-        assert "</html>" in page_of(str(tmp_path / "file"))
+        assert "</html>" in report_of(str(tmp_path / "file"))
 
 
 def _statistics() -> str:

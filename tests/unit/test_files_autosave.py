@@ -49,12 +49,12 @@ def settle(saver):
 def test_a_busy_server_saves_once_a_period():
     clock, learned, saver = made()
     learned.value = 1
-    saver.now_and_then()
+    saver.save_if_due()
     settle(saver)
     assert learned.files == []
     clock.now += PERIOD_SECONDS
-    saver.now_and_then()
-    saver.now_and_then()
+    saver.save_if_due()
+    saver.save_if_due()
     settle(saver)
     assert learned.files == [1]
     assert learned.waited == [False]
@@ -65,7 +65,7 @@ def test_an_idle_server_saves_sooner_and_only_what_is_new():
     learned.value = 1
     for _ in range(3):
         clock.now += PAUSE_SECONDS
-        saver.when_idle()
+        saver.save_when_idle()
         settle(saver)
     assert learned.files == [1]
 
@@ -75,10 +75,10 @@ def test_a_slow_disk_holds_nobody_up():
     learned.value = 1
     learned.gate.clear()
     clock.now += PERIOD_SECONDS
-    saver.now_and_then()  # returns although the write cannot end
+    saver.save_if_due()  # returns although the write cannot end
     learned.value = 2
     clock.now += PERIOD_SECONDS
-    saver.now_and_then()  # and starts no second one
+    saver.save_if_due()  # and starts no second one
     assert learned.waited == [False]
     learned.gate.set()
     saver.finish()
@@ -91,12 +91,12 @@ def test_a_failed_save_is_told_and_tried_again(caplog):
     learned.value, learned.fails = 1, True
     with caplog.at_level(logging.ERROR):
         clock.now += PERIOD_SECONDS
-        saver.now_and_then()
+        saver.save_if_due()
         settle(saver)
     assert "the profile could not be saved: [Errno 28] No space left on device. Serving goes on." in caplog.text
     learned.fails = False
     clock.now += PERIOD_SECONDS
-    saver.now_and_then()
+    saver.save_if_due()
     settle(saver)
     assert learned.files == [1]
 

@@ -143,5 +143,5 @@ def test_a_trace_of_routing_that_shows_no_ids_is_refused(form, traced, recording
 
 def test_a_layer_that_picks_more_experts_than_it_was_built_for_is_refused(traced):
     traced.num_fused_shared_experts = 0
-    with pytest.raises(FlagError, match="picks 3 routed experts a token, and was built for 2"):
+    with pytest.raises(FlagError, match="3 routed experts per token, but was built for 2"):
         traced.quant_method.apply(traced, standard(WITH_IDS["standard"]))

@@ -60,7 +60,7 @@ def test_idleness_brings_the_last_steps_out_once(served):
     rank, metrics = served
     metrics.publish()
     rank.step([[0, 7]])
-    metrics.publish_now_and_then()
+    metrics.publish_if_due()
     assert sample("hit_rate", layers="1-1") is None or sample("hit_rate", layers="1-1") == 0, "published before its time"
     metrics.publish_when_idle()
     assert sample("hit_rate", layers="1-1") == 0.5

@@ -64,9 +64,9 @@ class TestSelect:
         assert resident.tolist() == [[True, False]]
 
     def test_refuses_what_does_not_fit_together(self):
-        with pytest.raises(ValueError, match="fit together"):
+        with pytest.raises(ValueError, match="do not match"):
             ranking.select(np.zeros((2, 4)), np.zeros(3, int), none((2, 4)), none((2, 4)))
-        with pytest.raises(ValueError, match="fit together"):
+        with pytest.raises(ValueError, match="do not match"):
             ranking.select(np.zeros((2, 4)), np.zeros(2, int), none((2, 3)), none((2, 4)))
         with pytest.raises(ValueError, match="not a number"):
             ranking.select(np.array([[np.nan, 1.0]]), np.array([1]), none((1, 2)), none((1, 2)))
@@ -121,15 +121,15 @@ def routed(rng, chance, steps=1):
 
 def serve(adaptive_policy, resident, chance, steps, interval=1, seed=0, max_bytes=np.inf):
     """Independent steps; returns the residents at the end and how many were promoted."""
-    rng, moves = np.random.default_rng(seed), 0
+    rng, promoted = np.random.default_rng(seed), 0
     for _ in range(steps // interval):
         adaptive_policy.observe(routed(rng, chance, interval), interval)
-        plan = adaptive_policy.plan(resident, max_bytes)
-        assert not (plan.promote & resident).any()
-        assert not (plan.demote & ~resident).any()
-        resident = (resident | plan.promote) & ~plan.demote
-        moves += int(plan.promote.sum())
-    return resident, moves
+        moves = adaptive_policy.decide(resident, max_bytes)
+        assert not (moves.promote & resident).any()
+        assert not (moves.demote & ~resident).any()
+        resident = (resident | moves.promote) & ~moves.demote
+        promoted += int(moves.promote.sum())
+    return resident, promoted
 
 
 def skewed(layers=3, experts=16, hot=slice(8, 12)):
@@ -161,9 +161,9 @@ class TestAdaptive:
             elif pattern == "random":
                 activations = (rng.permuted(np.arange(48).reshape(3, 16) % 16, axis=1) < 4).astype(int)
             p.observe(activations, 1)
-            plan = p.plan(resident)
-            assert not plan.promote.any()
-            assert not plan.demote.any()
+            moves = p.decide(resident)
+            assert not moves.promote.any()
+            assert not moves.demote.any()
 
     def test_a_change_of_traffic_is_followed(self):
         p = adaptive()
@@ -175,7 +175,7 @@ class TestAdaptive:
         p = adaptive()
         resident, _ = serve(p, first(4, (3, 16)), skewed(), 1000)
         p.observe(np.ones((3, 16), dtype=int), 1)
-        assert not p.plan(resident).promote.any()
+        assert not p.decide(resident).promote.any()
 
     def test_idle_time_forgets_nothing(self):
         p, twin = adaptive(), adaptive()
@@ -183,10 +183,10 @@ class TestAdaptive:
         serve(twin, first(4, (3, 16)), skewed(), 50)
         for _ in range(1000):
             p.observe(np.zeros((3, 16), dtype=int), 0)
-            assert not p.plan(resident).promote.any()
+            assert not p.decide(resident).promote.any()
         cold = np.zeros((3, 16), dtype=bool)
-        assert (p.plan(cold).promote == twin.plan(cold).promote).all()
-        assert p.plan(cold).promote.any()
+        assert (p.decide(cold).promote == twin.decide(cold).promote).all()
+        assert p.decide(cold).promote.any()
 
     def test_one_long_prefill_does_not_outweigh_decode(self):
         p = adaptive()
@@ -194,7 +194,7 @@ class TestAdaptive:
         prefill = np.zeros((3, 16), dtype=int)
         prefill[:, :4] = 10**6
         p.observe(np.zeros((3, 16), dtype=int), 0, prefill)
-        assert not p.plan(resident).promote.any()
+        assert not p.decide(resident).promote.any()
 
     def test_without_a_decode_step_nothing_moves(self):
         """What persists is not known yet; the choice from the prefill is ``select``'s."""
@@ -202,7 +202,7 @@ class TestAdaptive:
         prefill = np.zeros((3, 16), dtype=int)
         prefill[:, 8:10] = 500
         p.observe(np.zeros((3, 16), dtype=int), 0, prefill)
-        assert not p.plan(first(4, (3, 16))).promote.any()
+        assert not p.decide(first(4, (3, 16))).promote.any()
 
     def test_where_requests_differ_the_prefill_of_one_informs_its_decode(self):
         hits = []
@@ -215,8 +215,8 @@ class TestAdaptive:
                 if hinted:
                     p.observe(np.zeros((3, 16), dtype=int), 0, routed(rng, chance, 100))
                 for _ in range(40):
-                    plan = p.plan(resident)
-                    resident = (resident | plan.promote) & ~plan.demote
+                    moves = p.decide(resident)
+                    resident = (resident | moves.promote) & ~moves.demote
                     activations = routed(rng, chance)
                     served += int((activations * resident).sum())
                     p.observe(activations, 1)
@@ -298,21 +298,21 @@ class TestAdaptive:
         for _ in range(100):
             p.observe(routed(rng, chance), 1)
         for expected in (3, 3, 3, 3, 0):
-            plan = p.plan(resident, max_bytes=39)
-            assert plan.promote.sum() == plan.demote.sum() == expected
+            moves = p.decide(resident, max_bytes=39)
+            assert moves.promote.sum() == moves.demote.sum() == expected
             if resident[:, 8].sum() == 0:
-                assert plan.promote[:, 8].all()
-            resident = (resident | plan.promote) & ~plan.demote
-        assert not p.plan(first(4, (3, 16)), max_bytes=0).promote.any()
+                assert moves.promote[:, 8].all()
+            resident = (resident | moves.promote) & ~moves.demote
+        assert not p.decide(first(4, (3, 16)), max_bytes=0).promote.any()
 
     def test_lost_residents_are_brought_back(self):
         p = adaptive()
         resident, _ = serve(p, first(4, (3, 16)), skewed(), 200)
         lost = resident.copy()
         lost[1] = False
-        plan = p.plan(lost)
-        assert (plan.promote == (resident & ~lost)).all()
-        assert not plan.demote.any()
+        moves = p.decide(lost)
+        assert (moves.promote == (resident & ~lost)).all()
+        assert not moves.demote.any()
 
     def test_dearer_moves_make_fewer_of_them(self):
         chance = np.random.default_rng(1).uniform(0, 0.6, (3, 16))
@@ -327,8 +327,8 @@ class TestAdaptive:
             p, resident = adaptive(candidate=candidate), first(4, (3, 16))
             for activations in steps:
                 p.observe(np.where(candidate, activations, always_resident_activations), 1)
-                plan = p.plan(resident)
-                resident = (resident | plan.promote) & ~plan.demote
+                moves = p.decide(resident)
+                resident = (resident | moves.promote) & ~moves.demote
             ends.append(resident)
         assert (ends[0] == ends[1]).all()
         assert (ends[0] != first(4, (3, 16))).any()
@@ -343,7 +343,7 @@ class TestAdaptive:
         activations[:, 9] = 1
         for _ in range(20):
             p.observe(activations, 1, activations)
-            p.plan(resident)
+            p.decide(resident)
         assert (resident == first(4, (3, 16))).all()
         assert activations.sum() == 3
 
@@ -358,8 +358,8 @@ class TestSeed:
             if (resident == (skewed() > 0.5)).all():
                 return step
             p.observe(routed(rng, skewed()), 1)
-            plan = p.plan(resident)
-            resident = (resident | plan.promote) & ~plan.demote
+            moves = p.decide(resident)
+            resident = (resident | moves.promote) & ~moves.demote
         return 500
 
     def test_a_matching_profile_brings_the_hot_experts_sooner(self):
@@ -373,7 +373,7 @@ class TestSeed:
         """Residents at load are chosen from it already; whether its rates persist, live steps have to show."""
         p = adaptive()
         p.seed(skewed() * 1000, 1000, np.zeros((3, 16), dtype=int))
-        assert not p.plan(first(4, (3, 16))).promote.any()
+        assert not p.decide(first(4, (3, 16))).promote.any()
 
     def test_a_profile_without_decode_steps_or_without_any_is_taken(self):
         for prefill in (np.zeros((3, 16), dtype=int), np.full((3, 16), 7)):
@@ -458,7 +458,7 @@ class TestAdaptiveRefuses:
         [
             ({"capacity": -1}, "at least 0"),
             ({"expert_bytes": [0, 10, 10]}, "more"),
-            ({"expert_bytes": [10]}, "fit together"),
+            ({"expert_bytes": [10]}, "do not match"),
             ({"floor": -1}, "at least 0"),
             ({"move_cost": 0.0}, "more"),
         ],

@@ -132,4 +132,4 @@ def test_a_batch_that_grows_at_once_is_no_reason_to_move(before):
         for layer, of in zip(activated, np.argsort(-chosen, axis=2)[..., :8].transpose(1, 0, 2), strict=True):
             layer[np.unique(of)] = 1
         policy.observe(activated, 1)
-        assert policy.plan(resident).promote.sum() < 10
+        assert policy.decide(resident).promote.sum() < 10

@@ -151,9 +151,9 @@ def test_decayed_counts_follow_the_traffic_and_hold_still_for_less_than_the_thre
     hot = np.array([[0, 1, 1, 0]])
     for moved in (False, False, False, True):
         policy.observe(hot, 1)
-        assert policy.plan(resident).promote.any() == moved
-    assert policy.plan(resident).promote.tolist() == [[False, False, True, False]]
-    assert policy.plan(resident).demote.tolist() == [[True, False, False, False]]
+        assert policy.decide(resident).promote.any() == moved
+    assert policy.decide(resident).promote.tolist() == [[False, False, True, False]]
+    assert policy.decide(resident).demote.tolist() == [[True, False, False, False]]
 
 
 def test_files_that_are_no_traces_are_all_named(benchmark, tmp_path, capsys):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from sglang_uvm_offload.policy.adaptive import Plan
-from sglang_uvm_offload.replay import baselines as references
+from sglang_uvm_offload.policy.adaptive import Moves
+from sglang_uvm_offload.replay import baselines
 from sglang_uvm_offload.replay.baselines import NAMES, Variant, make
 
 
@@ -139,7 +139,7 @@ def test_layers_may_have_different_capacities():
     policy = make("lru", scored, scored, np.array([1, 3]))
     policy.step(scored[0])
     assert policy.resident.sum(axis=1).tolist() == [1, 3]
-    assert isinstance(policy, references.Cache)
+    assert isinstance(policy, baselines.Cache)
 
 
 class Notes:
@@ -151,9 +151,9 @@ class Notes:
     def observe(self, activations, steps):
         self.seen.append((activations[0].tolist(), steps))
 
-    def plan(self, resident):
+    def decide(self, resident):
         wanted = np.arange(resident.shape[1])[None] == np.argmax(self.seen[-1][0])
-        return Plan(wanted & ~resident, resident & ~wanted)
+        return Moves(wanted & ~resident, resident & ~wanted)
 
 
 def test_a_variant_shows_the_policy_whole_intervals_as_late_as_asked():

@@ -13,7 +13,7 @@ from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.policy.adaptive import AdaptivePolicy
 from sglang_uvm_offload.replay.baselines import Variant
 from sglang_uvm_offload.replay.policies import POLICIES
-from sglang_uvm_offload.replay.simulator import LATE_LOOKS, Managed, Replay, Workload, replay, serve
+from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, Managed, Replay, Workload, replay, serve
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
 from sglang_uvm_offload.residency.reporting import rank_status
 from sglang_uvm_offload.routing.trace import Trace
@@ -73,7 +73,7 @@ def test_a_variant_with_the_shipped_settings_does_as_the_manager_does(skewed):
     managed = serve("it", workload.policy("adaptive", 0.25), workload, 0.25)
     capacity = workload.capacity(0.25)
     policy = AdaptivePolicy(capacity, np.full(3, PAGE_BYTES), np.ones((3, 16), dtype=bool))
-    late = LATE_LOOKS * INTERVAL_STEPS
+    late = DECISION_DELAY_POLLS * INTERVAL_STEPS
     variant = Variant(policy, np.broadcast_to(np.arange(16) < 4, (3, 16)), INTERVAL_STEPS, late)
     assert serve("it", variant, workload, 0.25) == managed
     assert managed.moves_per_step > 0

@@ -12,7 +12,7 @@ from builders.reports import FAULT, info, replayed, result
 from sglang_uvm_offload.report.advice import FEW_STEPS, advice, replay_advice
 from sglang_uvm_offload.residency.status import Past
 
-# A budget of 4 of 8 experts, whose best set covers 70 %, and as told by the arguments.
+# A budget of 4 of 8 experts, whose best set reaches 70 %, changed by the arguments.
 
 UNIFORM = [0.0, 0.5, 0.7, 0.9, 1.0]
 
@@ -41,30 +41,34 @@ def judged(
 
 def test_nothing_is_to_be_said_but_the_budget_of_residents_that_are_well_chosen():
     chosen, budget = judged()
-    assert chosen.startswith("Residents are well chosen: they cover 69.0 %")
-    assert "70.0 %" in chosen
+    assert chosen == (
+        "Residents are well chosen: their hit rate in decode steps is 69.0 %, and the best fixed set of this size, in "
+        "hindsight, reaches 70.0 %."
+    )
     assert budget.startswith("--expert-offload-num-resident 6, for 0.4 MiB more VRAM on each rank, would have raised")
     assert "from 70.0 % to 90.0 %: 20.0 points" in budget
 
 
-def test_residents_that_serve_well_of_late_are_well_chosen_whatever_they_would_have_covered_before():
-    assert judged(present=0.1, served=0.75)[0].startswith("Residents are well chosen: they cover 75.0 %")
+def test_residents_with_a_high_recent_hit_rate_are_well_chosen_whatever_they_would_have_reached_before():
+    (first, *_) = judged(present=0.1, served=0.75)
+    assert first.startswith("Residents are well chosen")
+    assert "75.0 %" in first
 
 
-def test_residents_some_points_below_the_best_are_told_without_a_remedy():
-    assert judged(present=0.64)[0] == (
-        "Residents are 6.0 points below the best: they cover 64.0 % of what decode steps use, and the best fixed set of this "
-        "size, in hindsight, 70.0 %."
-    )
+def test_residents_some_points_below_the_best_are_named_without_a_remedy():
+    first = judged(present=0.64)[0]
+    assert first.startswith("Residents are 6.0 points below the best")
+    assert "64.0 %" in first
+    assert first.endswith("70.0 %.")
 
 
 @pytest.mark.parametrize(
     ("adapt", "selection", "remedy"),
     [
         ("warmup", "frequency", "--expert-offload-adapt continuous, or a longer warm-up"),
-        ("warmup", "first_n", "They do not follow the traffic: --expert-offload-adapt continuous does."),
-        ("off", "frequency", "They do not follow the traffic: --expert-offload-adapt continuous does."),
-        ("continuous", "frequency", "faster than residents can pay to follow"),
+        ("warmup", "first_n", "They do not follow the traffic; with --expert-offload-adapt continuous"),
+        ("off", "frequency", "They do not follow the traffic; with --expert-offload-adapt continuous"),
+        ("continuous", "frequency", "a larger budget"),
     ],
 )
 def test_badly_chosen_residents_have_a_remedy(adapt, selection, remedy):
@@ -81,7 +85,8 @@ def test_a_larger_budget_that_gains_little_is_told_as_such():
 def test_a_smaller_budget_that_loses_nothing_is_named():
     flat = [0.0, 0.695, 0.7, 0.9, 1.0]
     said = judged(uniform=flat)
-    assert "--expert-offload-num-resident 2 would have lowered the best hit rate by 0.5 points only" in said[2]
+    assert said[2].startswith("--expert-offload-num-resident 2 would have lowered the best hit rate")
+    assert "0.5 points" in said[2]
     assert "0.4 MiB of each rank's VRAM" in said[2]
     assert not any("num-resident 2" in line for line in judged())
 
@@ -105,7 +110,7 @@ def test_many_moves_of_late_are_told():
     assert not any("Moves are" in line for line in judged(moved=(0, 300)))
     said = judged(moved=(0, 1000))[-1]
     assert said.startswith("Moves are 50.0 % of the bytes over the link")
-    assert "after the warm-up: the share falls" in said
+    assert "the share falls" in said
     assert "--expert-offload-adapt warmup" in judged(moved=(0, 1000), status={"adapt": "continuous"})[-1]
 
 
@@ -143,25 +148,26 @@ def test_without_decode_steps_nothing_is_judged():
 
 def test_the_best_policy_that_a_server_offers_is_named_with_its_flag():
     said = replay_advice(replayed(result("static"), result("adaptive", step_seconds=0.001)).results)
-    assert said == [
-        "Of what a server offers here, adaptive (--expert-offload-adapt continuous) spends the least time on the link."
-    ]
+    (line,) = said
+    assert "adaptive (--expert-offload-adapt continuous) spends the least time on the link" in line
 
 
 def test_a_cache_that_would_be_faster_is_told_as_what_no_server_offers():
     said = replay_advice(replayed(result("adaptive"), result("lru", step_seconds=0.001)).results)
-    assert said[1].startswith("lru would take 50.0 % less")
+    assert said[1].startswith("lru")
+    assert "50.0 % less; no server offers it" in said[1]
     assert len(replay_advice(replayed(result("adaptive"), result("lru", step_seconds=0.003)).results)) == 1
 
 
 def test_knowing_the_future_bounds_what_can_be_gained():
     said = replay_advice(replayed(result("adaptive"), result("belady", hit_rate=0.95, step_seconds=0.0)).results)
-    assert said[1].startswith("Knowing the future, belady covers 15.0 points more")
+    assert said[1].startswith("belady")
+    assert "15.0 points" in said[1]
 
 
 def test_a_replay_without_a_policy_that_is_offered_advises_nothing():
     (said,) = replay_advice(replayed(result("lru")).results)
-    assert said.startswith("None of these policies")
+    assert said.startswith("A server offers none of these policies")
 
 
 def test_a_replay_in_which_everything_is_resident_says_so():

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from sglang_uvm_offload.report.charts import Line, bar_chart, cell_map, column_chart, line_chart, picture
-from sglang_uvm_offload.report.html import element, page, table
+from sglang_uvm_offload.report.html import document, element, table
 from sglang_uvm_offload.report.units import Axis
 
 KINDS = [("in", "#111111"), ("out", "#222222")]
@@ -191,7 +191,7 @@ def test_no_text_becomes_markup():
         column_chart(HOSTILE, HOSTILE, [NAME], Axis(HOSTILE, 0, 1), [1.0]),
         cell_map(HOSTILE, HOSTILE, HOSTILE, [NAME], np.array([[0]]), [(NAME, "#000000")]),
     ]
-    text = page(HOSTILE, *map(picture, charts), table([HOSTILE], [[HOSTILE]]), element("p", HOSTILE, id=HOSTILE))
+    text = document(HOSTILE, *map(picture, charts), table([HOSTILE], [[HOSTILE]]), element("p", HOSTILE, id=HOSTILE))
     read = Tags()
     read.feed(text)
     assert "script" not in read.tags
@@ -199,12 +199,12 @@ def test_no_text_becomes_markup():
     assert text.count("&lt;script&gt;") > 10
 
 
-def test_a_page_loads_nothing():
+def test_a_report_loads_nothing():
     pictures = [
         line_chart("t", Axis("x", 0, 1), Axis("y", 0, 1), [Line("a", [(0, 1)])]),
         cell_map("map", "expert", "layer", ["0"], np.array([[1, 1]]), KINDS),
     ]
-    text = page("t", *map(picture, pictures))
+    text = document("t", *map(picture, pictures))
     assert text.startswith("<!doctype html>")
     assert "default-src 'none'" in text
     assert not re.findall(r"https?://", text)

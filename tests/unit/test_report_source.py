@@ -69,7 +69,7 @@ def test_results_of_two_residencies_are_not_compared():
 
 def test_the_latest_half_of_a_history_is_what_is_judged_of_late():
     columns = {name: [0, 10, 30, 60, 100] for name in Past.__struct_fields__} | {"seconds": [0.0, 25.0, 50.0, 75.0, 100.0]}
-    assert Past(**columns).of_late("moves") == 70
+    assert Past(**columns).recent_growth("moves") == 70
 
 
 def test_the_curve_of_several_ranks_weighs_them_by_their_activations():

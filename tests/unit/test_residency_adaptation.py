@@ -16,7 +16,7 @@ from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError
-from sglang_uvm_offload.residency import background as decisions
+from sglang_uvm_offload.residency import background
 from sglang_uvm_offload.residency import manager as manager_module
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
 from sglang_uvm_offload.residency.manager import OffloadManager
@@ -115,8 +115,8 @@ def test_moves_wait_while_the_link_has_no_time_for_them():
 def test_what_is_promoted_is_bounded_over_time_and_experts_larger_than_a_step_affords_are_promoted_too(monkeypatch):
     step_seconds = 0.01
     rate = 0.2 * PAGE_BYTES / step_seconds  # an expert in five steps
-    monkeypatch.setattr(decisions, "MOVE_BYTES_PER_S", rate)
-    monkeypatch.setattr(decisions, "BURST_SECONDS", step_seconds)
+    monkeypatch.setattr(background, "MOVE_BYTES_PER_S", rate)
+    monkeypatch.setattr(background, "BURST_SECONDS", step_seconds)
     seconds = count()
     rank = following(clock=lambda: next(seconds) * step_seconds)
     moved = []
@@ -176,7 +176,7 @@ def test_a_rank_with_a_fault_still_agrees_with_its_peers_and_moves_nothing():
     asked = []
     rank.manager.broadcast_decision = lambda decide: (asked.append(1), decide())[1]
     rank.manager.fault = "injected"
-    rank.manager.decisions.take = lambda *asked, **more: pytest.fail("its peers would follow what it cannot")
+    rank.manager.background.collect_and_submit = lambda *asked, **more: pytest.fail("its peers would follow what it cannot")
     serve(rank, [[5, 6, 7]], 40 * INTERVAL_STEPS)
     assert len(asked) == 40
     assert rank.resident() == [[0, 1, 2]] * LAYERS
@@ -199,23 +199,23 @@ def hot(ids, steps: int) -> RoutingCounts:
     return RoutingCounts(counts, (0, steps))
 
 
-def looks_until(ids, history: RoutingCounts | None) -> int:
+def polls_until(ids, history: RoutingCounts | None) -> int:
     """How often adaptation looks at traffic on the experts ``ids`` until it wants them resident."""
     rank = following()
     start, resident = hot(ids, 1000), np.stack([layer.resident for layer in rank.model.layers])
     adaptation = Adaptation(rank.model.layers, E, start, history)
     for look in range(1, 500):
         now = hot(ids, 1000 + look * INTERVAL_STEPS)
-        wanted = adaptation.wanted(now, resident, np.inf)
+        wanted = adaptation.decide(now, resident, np.inf)
         if wanted is not None and wanted[:, ids].all():
             return look
     raise AssertionError("it never does")
 
 
 def test_a_profile_tells_what_is_hot_and_live_traffic_overrules_it():
-    cold = looks_until([5, 6, 7], None)
-    assert looks_until([5, 6, 7], hot([5, 6, 7], 10**6)) < cold
-    foreign = looks_until([5, 6, 7], hot([1, 2, 3], 10**6))
+    cold = polls_until([5, 6, 7], None)
+    assert polls_until([5, 6, 7], hot([5, 6, 7], 10**6)) < cold
+    foreign = polls_until([5, 6, 7], hot([1, 2, 3], 10**6))
     assert cold < foreign < cold + 256 / INTERVAL_STEPS
 
 
@@ -273,8 +273,8 @@ class TestDecisionsBesideTheSteps:
                 later.run()
         stale = np.zeros((LAYERS, E), dtype=bool)
         stale[:, [4, 5, 6]] = True
-        rank.manager.decisions._next = Future()
-        rank.manager.decisions._next.set_result(stale)
+        rank.manager.background._next = Future()
+        rank.manager.background._next.set_result(stale)
         serve(rank, [[1, 2, 3]], 2 * INTERVAL_STEPS)
         assert rank.manager.warm
         assert rank.resident() == [[1, 2, 3]] * LAYERS
@@ -283,13 +283,13 @@ class TestDecisionsBesideTheSteps:
         later = Later()
         rank = following(executor=later)
         asked = []
-        decide = rank.manager.decisions.adaptation.wanted
+        decide = rank.manager.background.adaptation.decide
 
         def wanted(counts, resident, max_bytes):
             asked.append(resident)
             return decide(counts, resident, max_bytes)
 
-        rank.manager.decisions.adaptation.wanted = wanted
+        rank.manager.background.adaptation.decide = wanted
         for _ in range(200):
             serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
             served = np.stack([layer.resident for layer in rank.model.layers])
@@ -302,7 +302,7 @@ class TestDecisionsBesideTheSteps:
         rank = following(executor=later)
         answers = []
         rank.manager.broadcast_decision = lambda decide: answers.append(decide()) or answers[-1]
-        rank.manager.decisions.adaptation.wanted = lambda *seen: 1 / 0
+        rank.manager.background.adaptation.decide = lambda *seen: 1 / 0
         serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
         later.run()
         serve(rank, [[5, 6, 7]], 20 * INTERVAL_STEPS)
@@ -315,7 +315,7 @@ class TestDecisionsBesideTheSteps:
     def test_what_is_decided_on_the_steps_up_to_one_look_is_taken_at_the_next(self):
         rank = following()
         decided = []
-        decide = rank.manager.decisions.adaptation.wanted
+        decide = rank.manager.background.adaptation.decide
 
         def wanted(counts, *more):
             after = decide(counts, *more)
@@ -323,7 +323,7 @@ class TestDecisionsBesideTheSteps:
                 decided.append((counts.steps[Phase.DECODE], rank.manager.steps))
             return after
 
-        rank.manager.decisions.adaptation.wanted = wanted
+        rank.manager.background.adaptation.decide = wanted
         while not decided:
             serve(rank, [[5, 6, 7]], 1)
             assert rank.resident() == [[0, 1, 2]] * LAYERS

@@ -22,7 +22,7 @@ def test_lists_of_ids_go_to_the_layers_in_the_order_in_which_they_are_built(tmp_
     manual = config(resident_selection="manual", resident_ids=f"@{path}")
     placement = InitialPlacement(manual, None)
     assert [resident(placement, layer) for layer in (4, 7, 9)] == [[0], [1, 2], [3]]
-    with pytest.raises(FlagError, match="has no list for MoE layer 4 of the model"):
+    with pytest.raises(FlagError, match="no list for MoE layer 4 "):
         resident(placement, 11)
     second_stage = InitialPlacement(manual, None, layers_before=2)
     assert resident(second_stage, 9) == [3]
@@ -40,7 +40,7 @@ def test_a_file_of_ids_is_read_once(tmp_path):
 def test_a_profile_that_does_not_know_a_layer_or_an_expert_ends_the_launch():
     placement = InitialPlacement(config(), profile_of([[5, 6, 7]] * 3))
     assert resident(placement, 2) == [5, 6, 7]
-    with pytest.raises(FlagError, match="holds no routing of experts 0 to 7 of decoder layer 9"):
+    with pytest.raises(FlagError, match="experts 0 to 7 of decoder layer 9"):
         resident(placement, 9)
-    with pytest.raises(FlagError, match="holds no routing of experts 8 to 15 of decoder layer 2"):
+    with pytest.raises(FlagError, match="experts 8 to 15 of decoder layer 2"):
         placement.resident(2, 8, 0, 1, 2)

@@ -26,9 +26,9 @@ def test_what_is_written_is_read_back(tmp_path):
         ({"about": {"version": 2}}, "version 2"),
         ({"about": {"format": "a song"}}, "no sglang-uvm-offload profile"),
         ({"about": {"layout": "physical experts"}}, "'physical experts'"),
-        ({"about": {"num_experts": -1}}, "what model"),
-        ({"about": {"moe_layers": "1,2"}}, "what model"),
-        ({"about": {"name": 7}}, "what model"),
+        ({"about": {"num_experts": -1}}, "its model"),
+        ({"about": {"moe_layers": "1,2"}}, "its model"),
+        ({"about": {"name": 7}}, "its model"),
         ({"about": {"name": "m\ud800"}}, r"'m\\ud800', which cannot be printed"),
         ({"about": {"name": "m\x1b[31mRED\nx"}}, r"'m\\x1b\[31mRED\\nx', which cannot be printed"),
         ({"about": {"architecture": "\x07"}}, r"'\\x07', which cannot be printed"),
@@ -73,7 +73,7 @@ def test_profiles_merge_into_the_sum_of_what_was_seen():
     both = merge([one, two])
     assert both.seen.steps == (4, 42)
     assert (both.seen.counts == one.seen.counts + two.seen.counts).all()
-    with pytest.raises(ProfileError, match="two models"):
+    with pytest.raises(ProfileError, match="different models"):
         merge([one, some(model=dataclasses.replace(MODEL, name="DeepSeek-V3"))])
 
 

@@ -132,12 +132,12 @@ class TestSteps:
         assert traffic.recorded() == [[0], [1]]
         assert traffic.recorder.dropped_steps == 2
         assert len(caplog.records) == 1
-        assert "it has 9 requests, and there is room for 8" in caplog.text
+        assert "it has 9 requests; at most 8" in caplog.text
 
     def test_a_step_with_two_rows_of_a_request_is_dropped(self, traffic, caplog):
         traffic.step(("a", 5), ("a", 5))
         assert traffic.recorder.pending(True) is None
-        assert "several of its rows are of one request" in caplog.text
+        assert "several of its tokens are of one request" in caplog.text
 
     def test_ids_that_are_no_experts_end_the_recording_and_what_was_there_is_saved(self, traffic, caplog):
         traffic.step(("a", 5))

@@ -286,7 +286,7 @@ def test_quantisation_named_beside_the_text_config_holds_for_it():
     [
         (lambda ts: [t for t in ts if ".experts." not in t.name], "no tensor is named like a routed expert"),
         (lambda ts: [t for t in ts if ".experts.1." not in t.name], "of 1 experts, and the config describes experts 0 to 1"),
-        (lambda ts: [*ts, TensorInfo("model.layers.0.mlp.experts.fused", "BF16", (2, 4))], "a name that is not known"),
+        (lambda ts: [*ts, TensorInfo("model.layers.0.mlp.experts.fused", "BF16", (2, 4))], "an unknown name"),
         (lambda ts: [*ts, TensorInfo("model.layers.0.mlp.experts.down_proj", "BF16", (3, 4))], "one row for each of 2 experts"),
         (lambda ts: [t for t in ts if ".layers." not in t.name], "no tensor is named like a routed expert"),
     ],

@@ -452,7 +452,7 @@ def test_a_context_beyond_the_models_is_refused():
 
 def test_drafting_layers_that_a_model_does_not_have_are_not_planned():
     plan = ask("qwen3-235b-a22b", roomy("8xH20"), Workload(8192, speculative=True))
-    assert plan.problems == ("the checkpoint has no drafting layers of its own to count",)
+    assert plan.problems == ("the checkpoint has no draft layers of its own to count",)
 
 
 def test_a_step_yields_no_more_tokens_than_it_verifies():
@@ -688,7 +688,7 @@ def test_the_command_says_what_is_wrong(capsys, tmp_path):
     assert run(MODELS / "kimi-k2.json", "--gpus", 1, "--vram-gb", 80) == 2
     errors = capsys.readouterr().err
     assert "cannot read" in errors
-    assert "'3xNOPE' is none of" in errors
+    assert "--machine '3xNOPE'" in errors
     assert "--host-gb, --link-gbps" in errors
 
 
@@ -776,7 +776,7 @@ def test_auto_says_why_it_cannot(checkpoints, tmp_path):
     assert any("such GPUs" in problem for problem in refused.value.problems)
     with pytest.raises(FlagError, match=r"auto: cannot read .*config.json.*; give a number"):
         auto(tmp_path)
-    with pytest.raises(FlagError, match=r"auto: the checkpoint has no drafting layers of its own to count; give a number"):
+    with pytest.raises(FlagError, match=r"auto: the checkpoint has no draft layers of its own to count; give a number"):
         auto(checkpoints("qwen3_moe"), speculative=True)
     with pytest.raises(FlagError, match="--kv-cache-dtype fp4_e2m1: must be one of"):
         auto(checkpoints("qwen3_moe"), kv_cache_dtype="fp4_e2m1")

@@ -1,7 +1,7 @@
-"""The page of a server: what its experts were served from, for a person. Data in, one self-contained HTML text out.
+"""The report on a server: where its experts were served from. Data in, one self-contained HTML text out.
 
-The data come from outside: they were checked when they were decoded, and their texts become nodes of a tree, so that they
-cannot become markup.
+The data come from outside. They are checked when decoded, and their texts become nodes of a tree, so they cannot become
+markup.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from sglang_uvm_offload.report.advice import advice
 from sglang_uvm_offload.report.charts import Line, cell_map, column_chart, line_chart, picture
-from sglang_uvm_offload.report.html import element, facts, page, section, table
-from sglang_uvm_offload.report.source import ServerInfo, budget, served_of_late
+from sglang_uvm_offload.report.html import document, element, facts, section, table
+from sglang_uvm_offload.report.source import ServerInfo, budget, recent_hit_rate
 from sglang_uvm_offload.report.units import LEAST, PERCENT, Axis, axis_to, byte_unit, percent, percents
 from sglang_uvm_offload.residency.status import MAX_EXPERTS, Curve, ProfileVerdict, RankStatus, TraceStatus
 from sglang_uvm_offload.units import size
@@ -24,16 +24,16 @@ from sglang_uvm_offload.units import size
 RANKS_DRAWN = 4
 
 
-def server_page(info: ServerInfo, source: str) -> str:
-    """The page of a server; ``info`` has at least one rank."""
+def server_report(info: ServerInfo, source: str) -> str:
+    """The report on a server; ``info`` has at least one rank."""
     ranks, names = info.ranks, info.rank_names
     drawn = list(zip(names, ranks, strict=True))[:RANKS_DRAWN]
-    return page(
-        "What the experts were served from",
+    return document(
+        "Where experts were served from",
         _facts(info, source),
         section("Advice", element("ul", *(element("li", line) for line in advice(info)), class_="advice")),
         section(
-            "What was served",
+            "Totals",
             table(
                 [
                     "rank",
@@ -51,7 +51,7 @@ def server_page(info: ServerInfo, source: str) -> str:
             element(
                 "p",
                 "Hit rate: the share of routed tokens, prefill and decode, whose expert was in VRAM. Zero-copy reads: bytes of "
-                "offloaded experts that steps read over the link, each expert once a step; a prefill may read it more often.",
+                "offloaded experts that steps read over the link, each expert once a step; a prefill may read one more often.",
             ),
             *_notes(info),
         ),
@@ -59,7 +59,7 @@ def server_page(info: ServerInfo, source: str) -> str:
         section("Hit rate over time", *_over_time(drawn)),
         section("Bytes over the link", picture(_bytes_over_time(drawn))),
         section("Moves", picture(_moves_over_time(drawn))),
-        section("What another budget would cover", *_curve_chart(ranks, info.curve)),
+        section("Hit rate by budget", *_curve_chart(ranks, info.curve)),
         section("Hit rate of each layer", picture(_layers_chart(ranks))),
     )
 
@@ -85,34 +85,34 @@ def _facts(info: ServerInfo, source: str) -> Element:
 
 def _profile(verdict: ProfileVerdict) -> str:
     return (
-        f"its residents covered {percent(verdict.hit_rate)} of the routing of the first {verdict.tokens} live tokens, and the "
-        f"best residents for these tokens {percent(verdict.best)}: "
-        f"{'kept' if verdict.kept else 'not trusted, residents were chosen again'}"
+        f"hit rate {percent(verdict.hit_rate)} over the first {verdict.tokens} live tokens; the best residents for these "
+        f"tokens would have reached {percent(verdict.best)}: "
+        f"{'residents kept' if verdict.kept else 'residents were chosen again'}"
     )
 
 
 def _trace(trace: TraceStatus) -> str:
-    said = f"{trace.path}: {trace.tokens} tokens of {trace.requests} requests, {trace.dropped_steps} steps not recorded"
-    return said + ("; recording stopped, the server's log says why" if trace.stopped else "")
+    text = f"{trace.path}: {trace.tokens} tokens of {trace.requests} requests, {trace.dropped_steps} steps not recorded"
+    return text + ("; recording stopped: see the server's log" if trace.stopped else "")
 
 
 def _notes(info: ServerInfo) -> list[Element]:
-    """What the figures leave out or only stand for."""
+    """What the figures leave out or only approximate."""
     state, notes = info.internal_states[0], []
     if any(rank.backend == "emulated" for rank in info.ranks):
         notes.append(
-            "The emulated backend stands in for unified memory on a machine without a GPU: VRAM is host memory there, and "
-            "bytes over the link are those that a GPU would have read."
+            "The emulated backend replaces unified memory on a machine without a GPU: VRAM is host memory, and bytes over the "
+            "link are those that a GPU would have read."
         )
     replicas = 1 if state.enable_dp_attention else state.dp_size
     if state.tp_size * state.pp_size * replicas > len(info.ranks):
         notes.append(
             "SGLang shows the first rank of each data-parallel rank. Ranks that share experts have the same residents, and "
-            "each reads as much over its own link; the experts of other expert-parallel ranks, and the layers of other "
-            "pipeline stages, are not in these figures."
+            "each reads as much over its own link. The experts of other expert-parallel ranks and the layers of other "
+            "pipeline stages are not included."
         )
     if len(info.ranks) > RANKS_DRAWN:
-        notes.append(f"Pictures over time show the first {RANKS_DRAWN} of {len(info.ranks)} ranks.")
+        notes.append(f"Charts over time show the first {RANKS_DRAWN} of {len(info.ranks)} ranks.")
     return [element("p", note) for note in notes]
 
 
@@ -131,10 +131,10 @@ def _served(rank: RankStatus) -> list[str]:
 
 
 def _map(info: ServerInfo) -> Figure:
-    """Layers x experts over all ranks that are shown; fused shared experts stand behind the routed ones."""
+    """Layers x experts over all shown ranks; fused shared experts come after the routed ones."""
     ranks = info.ranks
     ids = sorted({layer.layer for rank in ranks for layer in rank.layers})
-    rows = {layer: row for row, layer in enumerate(ids)}
+    index_of = {layer: index for index, layer in enumerate(ids)}
     held = [layer for rank in ranks for layer in rank.layers]
     routed = max((max(la.first_expert + la.experts, la.experts * info.internal_states[0].ep_size) for la in held), default=0)
     routed = min(routed, MAX_EXPERTS)
@@ -142,9 +142,10 @@ def _map(info: ServerInfo) -> Figure:
     shared = np.full((len(ids), max((layer.shared_experts for layer in held), default=0)), -1, dtype=np.int8)
     for rank in ranks:
         for layer, in_vram in rank.routed_residents:
-            known[rows[layer.layer], layer.first_expert : layer.first_expert + layer.experts] += 1
-            resident[rows[layer.layer], in_vram] += 1
-            shared[rows[layer.layer], : layer.shared_experts] = SHARED
+            index = index_of[layer.layer]
+            known[index, layer.first_expert : layer.first_expert + layer.experts] += 1
+            resident[index, in_vram] += 1
+            shared[index, : layer.shared_experts] = SHARED
     cells = np.select([known == 0, resident == known, resident == 0], [NOT_SHOWN, IN_VRAM, IN_HOST], PARTLY)
     title = "Residency of each expert of each layer"
     return cell_map(title, "expert", "decoder layer", [str(i) for i in ids], np.concatenate([cells, shared], axis=1), KINDS)
@@ -167,7 +168,7 @@ def _over_time(ranks: Sequence[tuple[str, RankStatus]]) -> list[Element]:
         lines.append(Line(_of("routed tokens", name, ranks), percents(past.rates("routed_resident", "routed"))))
         reads = percents(past.rates("activations_resident", "activations"))
         lines.append(Line(_of("uses in decode steps", name, ranks), reads, dashed=True))
-    note = "An offloaded expert is read once by each decode step that uses it, however many of its tokens do: the dashed line."
+    note = "Dashed: each decode step reads an offloaded expert once, however many of its tokens use it."
     return [picture(_time_chart("Hit rate over time", ranks, PERCENT, lines)), element("p", note)]
 
 
@@ -183,7 +184,7 @@ def _bytes_over_time(ranks: Sequence[tuple[str, RankStatus]]) -> Figure:
 
 
 def _moves_over_time(ranks: Sequence[tuple[str, RankStatus]]) -> Figure:
-    label = "experts brought to VRAM since the start"
+    label = "experts promoted to VRAM since the start"
     lines = [
         Line(_of(label, name, ranks), list(zip(rank.history.seconds, rank.history.moves, strict=True))) for name, rank in ranks
     ]
@@ -202,27 +203,27 @@ def _time_chart(title: str, ranks: Sequence[tuple[str, RankStatus]], y: Axis, li
 
 def _curve_chart(ranks: Sequence[RankStatus], curve: Curve | None) -> list[Element]:
     if curve is None:
-        return [element("p", "No decode step was counted, so there is nothing to tell.")]
+        return [element("p", "No decode step was counted yet.")]
     grid, now = curve.residents, budget(ranks)
-    served = served_of_late(ranks)
+    served = recent_hit_rate(ranks)
     lines = [
         Line("as many in each layer (uniform)", percents(zip(grid, curve.uniform, strict=True))),
         Line("one ranking of all layers (global)", percents(zip(grid, curve.pooled, strict=True)), dashed=True),
-        Line("the residents of now", [(n, 100 * curve.present) for n in grid], dashed=True),
+        Line("the current residents", [(n, 100 * curve.present) for n in grid], dashed=True),
         Line("served in the latest half of the time", percents((n, served) for n in grid), dashed=True),
     ]
     x = Axis("residents a layer on each rank", 0, grid[-1], whole=True)
     note = (
-        f"Of {curve.activations} uses of experts in {curve.decode_steps} decode steps, the share that the best fixed residents "
-        "would have served. They are chosen in hindsight from the same steps, so that the curves are upper bounds for a fixed "
-        "set; residents that follow the traffic can lie above them. Shared experts are left out."
+        f"The share of {curve.activations} activations in {curve.decode_steps} decode steps that the best fixed residents "
+        "would have served. They are chosen in hindsight from the same steps, so the curves are upper bounds for a fixed set; "
+        "residents that follow the traffic can lie above them. Shared experts are left out."
     )
     chart = line_chart("Hit rate by budget", x, PERCENT, lines, [(now, f"now: {now:.4g}")])
     return [picture(chart), element("p", note)]
 
 
 def _layers_chart(ranks: Sequence[RankStatus]) -> Figure:
-    """Over all ranks that are shown."""
+    """Over all shown ranks."""
     total: dict[int, tuple[int, int]] = {}
     for layer in (layer for rank in ranks for layer in rank.layers):
         served, routed = total.get(layer.layer, (0, 0))
@@ -233,5 +234,5 @@ def _layers_chart(ranks: Sequence[RankStatus]) -> Figure:
 
 
 def _of(what: str, name: str, ranks: Sequence[object]) -> str:
-    """``what``, with the name of its rank where several are shown."""
+    """``what``, with the name of its rank if several are shown."""
     return what if len(ranks) == 1 else f"{what}, {name}"

@@ -1,4 +1,4 @@
-"""The page of a replay: what residency policies did with a routing trace, side by side."""
+"""The report on a replay: residency policies over one routing trace, side by side."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from matplotlib.figure import Figure
 
 from sglang_uvm_offload.report.advice import AHEAD, replay_advice
 from sglang_uvm_offload.report.charts import Line, bar_chart, line_chart, picture
-from sglang_uvm_offload.report.html import element, facts, page, section, table
+from sglang_uvm_offload.report.html import document, element, facts, section, table
 from sglang_uvm_offload.report.source import ReplayResults, Result
 from sglang_uvm_offload.report.units import PERCENT, Axis, axis_to, byte_unit, percent, percents
 from sglang_uvm_offload.units import size
 
 
-def replay_page(replay: ReplayResults, source: str) -> str:
-    """The page of a replay: its policies side by side."""
+def replay_report(replay: ReplayResults, source: str) -> str:
+    """The report on a replay: its policies side by side."""
     results = replay.results
     bars = [(result.policy, [result.read_bytes_per_step, result.moved_bytes_per_step]) for result in results]
     scale, unit = byte_unit(max(sum(values) for _, values in bars))
     milliseconds = [(result.policy, [1e3 * result.step_seconds]) for result in results]
     head = ["policy", "in VRAM", "batch", "hit rate", "moves/step", "read/step", "moved/step", "link time/step"]
-    return page(
-        "What residency policies do with a routing trace",
+    return document(
+        "Residency policies over a routing trace",
         facts([("source", source), ("trace", replay.trace)]),
         section("Advice", element("ul", *(element("li", line) for line in replay_advice(results)), class_="advice")),
         section("Results", table(head, [_row(result) for result in results])),

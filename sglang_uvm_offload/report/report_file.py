@@ -1,4 +1,4 @@
-"""A report page as a file: how this program knows one that it wrote."""
+"""Recognising a report file that this program wrote."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ DOCTYPE = "<!doctype html>"
 _HEAD_BYTES = 512
 
 
-def is_page(path: Path) -> bool:
-    """Whether the file begins as a page of this program does, of any version that names itself in the page's head."""
+def is_report(path: Path) -> bool:
+    """Whether the file begins as this program's reports do: the head names the generator."""
     with open(path, "rb") as file:
         head = file.read(_HEAD_BYTES)
     return head.startswith(DOCTYPE.encode()) and f'<meta name="generator" content="{GENERATOR}">'.encode() in head
 
 
-PAGE_FILE = atomic_file.Kind("report page", is_page)
+REPORT_FILE = atomic_file.Kind("report", is_report)

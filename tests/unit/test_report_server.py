@@ -1,4 +1,4 @@
-"""The report's pages: what they show of a server's ranks or of a replay's policies."""
+"""HTML reports: what they show of a server's ranks or of a replay's policies."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from builders.managers import LAYERS, E, Rank, config, profile_of
 from builders.reports import FAULT, info, replayed, result, stepped, words
 
 from sglang_uvm_offload.plugin.recording import Recording
-from sglang_uvm_offload.report import server_page as report_page
-from sglang_uvm_offload.report.replay_page import replay_page
-from sglang_uvm_offload.report.server_page import IN_HOST, IN_VRAM, KINDS, NOT_SHOWN, PARTLY, SHARED, server_page
+from sglang_uvm_offload.report import server_report as module
+from sglang_uvm_offload.report.replay_report import replay_report
+from sglang_uvm_offload.report.server_report import IN_HOST, IN_VRAM, KINDS, NOT_SHOWN, PARTLY, SHARED, server_report
 from sglang_uvm_offload.routing.counts import IdFormat
 from sglang_uvm_offload.routing.recorder import Recorder
 
 
-def test_a_page_shows_a_servers_figures():
-    said = words(server_page(info(stepped(Rank(config()))), "http://host:30000"))
+def test_a_report_shows_a_servers_figures():
+    said = words(server_report(info(stepped(Rank(config()))), "http://host:30000"))
     for expected in (
         "source http://host:30000",
         "model m/a<b>",
@@ -29,59 +29,59 @@ def test_a_page_shows_a_servers_figures():
         "9 of 24",  # experts in VRAM
         "50.0 %",  # hit rate of routed tokens
         "0.9 MiB",  # 5 steps x 3 layers x 64 KiB of zero-copy reads
-        "Of 36 uses of experts in 4 decode steps",
+        "36 activations in 4 decode steps",
         "now: 3",
-        "The emulated backend stands in for",
+        "The emulated backend",
     ):
         assert expected in said, f"{expected!r} is not in {said}"
     assert "SGLang shows the first rank" not in said
 
 
-@pytest.mark.parametrize("section", ["Advice", "What was served", "Where the experts are", "Hit rate over time"])
-def test_a_page_of_a_server_that_served_nothing_has_every_section(section):
-    said = words(server_page(info(Rank(config()).status()), "s"))
+@pytest.mark.parametrize("section", ["Advice", "Totals", "Where the experts are", "Hit rate over time"])
+def test_a_report_of_a_server_that_served_nothing_has_every_section(section):
+    said = words(server_report(info(Rank(config()).status()), "s"))
     assert section in said
     assert "not counted" in said
 
 
-def test_a_page_without_moe_layers_is_a_page():
+def test_a_report_without_moe_layers_is_a_report():
     empty = Rank(config()).status() | {"layers": [], "resident_ids": [], "curve": None}
-    assert "Where the experts are" in words(server_page(info(empty), "s"))
+    assert "Where the experts are" in words(server_report(info(empty), "s"))
 
 
 def test_the_verdict_on_a_profile_and_the_trace_are_among_the_facts():
     verdict = {"hit_rate": 0.333, "best": 0.95, "tokens": 40, "kept": False}
     trace = {"path": "/d/<b>t.npz", "tokens": 400, "requests": 3, "dropped_steps": 2, "stopped": False}
     status = Rank(config()).status()
-    said = words(server_page(info(status | {"profile": verdict, "trace": trace}), "s"))
+    said = words(server_report(info(status | {"profile": verdict, "trace": trace}), "s"))
     assert (
-        "profile its residents covered 33.3 % of the routing of the first 40 live tokens, and the best residents for these "
-        "tokens 95.0 %: not trusted, residents were chosen again trace /d/<b>t.npz: 400 tokens of 3 requests, 2 steps not "
+        "profile hit rate 33.3 % over the first 40 live tokens; the best residents for these tokens would have reached "
+        "95.0 %: residents were chosen again trace /d/<b>t.npz: 400 tokens of 3 requests, 2 steps not "
         "recorded Advice"
     ) in said
-    said = words(server_page(info(status | {"profile": verdict | {"kept": True}, "trace": trace | {"stopped": True}}), "s"))
-    assert "tokens 95.0 %: kept trace" in said
-    assert "2 steps not recorded; recording stopped, the server's log says why Advice" in said
+    said = words(server_report(info(status | {"profile": verdict | {"kept": True}, "trace": trace | {"stopped": True}}), "s"))
+    assert "95.0 %: residents kept trace" in said
+    assert "2 steps not recorded; recording stopped: see the server's log Advice" in said
 
 
-def test_a_page_without_a_profile_and_a_trace_has_no_rows_for_them():
-    said = words(server_page(info(Rank(config()).status() | {"trace": None}), "s"))
+def test_a_report_without_a_profile_and_a_trace_has_no_rows_for_them():
+    said = words(server_report(info(Rank(config()).status() | {"trace": None}), "s"))
     assert "backend emulated Advice" in said
 
 
 def test_each_rank_has_a_verdict_of_its_own():
     verdict = {"hit_rate": 0.9, "best": 0.9, "tokens": 40, "kept": True}
     statuses = [Rank(config()).status() | {"profile": verdict | {"hit_rate": share}} for share in (0.8, 0.7)]
-    said = words(server_page(info(*statuses, dp_size=2), "s"))
-    assert "profile, DP rank 0 its residents covered 80.0 %" in said
-    assert "profile, DP rank 1 its residents covered 70.0 %" in said
+    said = words(server_report(info(*statuses, dp_size=2), "s"))
+    assert "profile, DP rank 0 hit rate 80.0 %" in said
+    assert "profile, DP rank 1 hit rate 70.0 %" in said
 
 
 def test_a_verdict_is_read_as_the_manager_gives_it():
     rank = Rank(config(profile="p", warmup_tokens=8), profile=profile_of([(7, 5, 3)] * LAYERS))
     for _ in range(5):
         rank.step([[0, 1], [7, 5]])
-    assert "covered 50.0 % of the routing of the first 8 live tokens" in words(server_page(info(rank.status()), "s"))
+    assert "hit rate 50.0 % over the first 8 live tokens" in words(server_report(info(rank.status()), "s"))
 
 
 def test_a_trace_is_read_as_a_rank_tells_of_it():
@@ -91,19 +91,19 @@ def test_a_trace_is_read_as_a_rank_tells_of_it():
         recording.recorder.record(0, torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), IdFormat.PLAIN)
         recording.recorder.end_step(["a", "b"], [length, length])
     status = Rank(config()).status() | {"trace": msgspec.to_builtins(recording.status())}
-    assert "trace t.npz: 4 tokens of 2 requests, 0 steps not recorded" in words(server_page(info(status), "s"))
+    assert "trace t.npz: 4 tokens of 2 requests, 0 steps not recorded" in words(server_report(info(status), "s"))
 
 
 def test_what_a_source_says_is_text():
     hostile = stepped(Rank(config())) | {"fault": FAULT, "backend": "<script>", "adapt": "<img src=x>"}
-    html = server_page(info(hostile), "<script>alert(1)</script>")
+    html = server_report(info(hostile), "<script>alert(1)</script>")
     assert "<script" not in html
     assert "<img" not in html
     assert FAULT in words(html)
 
 
 def residency(*statuses: dict[str, Any], **state: Any) -> list[list[int]]:
-    figure = report_page._map(info(*statuses, **state))
+    figure = module._map(info(*statuses, **state))
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["1", "2", "3"]
     return cells_of(figure, KINDS).tolist()
 
@@ -128,15 +128,15 @@ def ep_rank(rank: int) -> dict[str, Any]:
 def test_the_map_joins_expert_parallel_ranks():
     row = [IN_VRAM if expert in (1, 4, 6) else IN_HOST for expert in range(E)]
     both = info(ep_rank(0), ep_rank(1), tp_size=2, ep_size=2, dp_size=2, enable_dp_attention=True)
-    assert cells_of(report_page._map(both), KINDS).tolist() == [row] * LAYERS
-    assert "SGLang shows the first rank" not in words(server_page(both, "s"))
+    assert cells_of(module._map(both), KINDS).tolist() == [row] * LAYERS
+    assert "SGLang shows the first rank" not in words(server_report(both, "s"))
 
 
-def test_experts_of_ranks_that_are_not_shown_are_unknown_and_the_page_says_so():
+def test_experts_of_ranks_that_are_not_shown_are_unknown_and_the_report_says_so():
     row = [IN_HOST, IN_VRAM, IN_HOST, IN_HOST, *[NOT_SHOWN] * 4]
     assert residency(ep_rank(0), tp_size=2, ep_size=2) == [row] * LAYERS
-    assert "SGLang shows the first rank" in words(server_page(info(ep_rank(0), tp_size=2, ep_size=2), "s"))
-    assert "SGLang shows the first rank" in words(server_page(info(ep_rank(0), pp_size=2), "s"))
+    assert "SGLang shows the first rank" in words(server_report(info(ep_rank(0), tp_size=2, ep_size=2), "s"))
+    assert "SGLang shows the first rank" in words(server_report(info(ep_rank(0), pp_size=2), "s"))
 
 
 def test_the_map_shows_where_replicas_differ():
@@ -146,7 +146,7 @@ def test_the_map_shows_where_replicas_differ():
 
 def test_every_rank_is_in_the_table_and_the_first_ones_in_the_pictures():
     status = stepped(Rank(config()))
-    said = words(server_page(info(*[status] * 6, dp_size=6), "s"))
+    said = words(server_report(info(*[status] * 6, dp_size=6), "s"))
     assert all(f"DP rank {rank} 9 of 24" in said for rank in range(6))
     assert "first 4 of 6 ranks" in said
     assert "zero-copy reads, DP rank 3" in said
@@ -158,7 +158,7 @@ def test_hit_rate_by_layer_is_over_all_ranks():
     for _ in range(4):
         cold.step([[7, 6]])
         hot.step([[0, 1]])
-    figure = report_page._layers_chart(info(cold.status(), hot.status()).ranks)
+    figure = module._layers_chart(info(cold.status(), hot.status()).ranks)
     assert [bar.get_height() for bar in figure.axes[0].patches] == [50, 50, 50]
     assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["1", "2", "3"]
 
@@ -166,8 +166,8 @@ def test_hit_rate_by_layer_is_over_all_ranks():
 # Replays
 
 
-def test_a_page_of_a_replay_shows_every_policy_in_every_picture():
-    html = replay_page(replayed(result("lru"), result("belady", hit_rate=0.95), result("adaptive<b>")), "r.json")
+def test_a_report_of_a_replay_shows_every_policy_in_every_picture():
+    html = replay_report(replayed(result("lru"), result("belady", hit_rate=0.95), result("adaptive<b>")), "r.json")
     said = words(html)
     assert "trace t.npz" in said
     for policy in ("lru", "belady", "adaptive<b>"):
