@@ -359,6 +359,32 @@ def olmoe_layer(weights: Weights, name: str, layer: int) -> None:
     routed_experts(weights, f"{name}.mlp.experts")
 
 
+def dots1_config(shape: Shape) -> dict[str, Any]:
+    """SGLang has no model of its own for it, and serves it over that of Transformers."""
+    return base_config(
+        shape,
+        "Dots1ForCausalLM",
+        "dots1",
+        intermediate_size=shape.dense_size,
+        moe_intermediate_size=shape.expert_size,
+        n_routed_experts=shape.experts,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+        sliding_window=None,
+    )
+
+
+def dots1_layer(weights: Weights, name: str, layer: int) -> None:
+    weights.attention(f"{name}.self_attn")
+    weights.norm(f"{name}.self_attn.q_norm", weights.shape.head_dim)
+    weights.norm(f"{name}.self_attn.k_norm", weights.shape.head_dim)
+    mlp_after_dense(weights, f"{name}.mlp", layer, shared_experts=1, correction=True)
+
+
 def gpt_oss_config(shape: Shape) -> dict[str, Any]:
     return base_config(
         shape,
@@ -396,6 +422,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(deepseek_v3_config, deepseek_v3_layer, next_token_layer=True),
     "mixtral": Family(mixtral_config, mixtral_layer, Shape(experts=8, top_k=2)),
     "olmoe": Family(olmoe_config, olmoe_layer, Shape(kv_heads=4)),
+    "dots1": Family(dots1_config, dots1_layer),
     "gpt_oss": Family(gpt_oss_config, gpt_oss_layer, Shape(experts=8, top_k=2)),
 }
 

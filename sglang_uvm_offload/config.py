@@ -49,6 +49,16 @@ class OffloadConfig:
         """Whether ``num_resident`` is still to be chosen for this machine."""
         return self.num_resident == UNRESOLVED
 
+    def expert_problems(self, num_experts: int) -> list[str]:
+        """Why a model with so many routed experts a layer cannot keep the ones that are asked for."""
+        out = [] if self.resident_ids is None else self.resident_ids.expert_problems(num_experts)
+        if self.num_resident > num_experts:
+            out.append(
+                f"{flag_name('num_resident')} {self.num_resident}: the model has {num_experts} routed experts a layer; give at "
+                "most as many"
+            )
+        return out
+
     @property
     def residents_change(self) -> bool:
         """Whether residents may change while serving."""
@@ -155,9 +165,11 @@ def _resident_ids(flags: OffloadFlags) -> tuple[ResidentIds | None, list[str]]:
     if text is None:
         return None, [f"{flag_name('resident_selection')} manual: needs {name}"]
     try:
-        return ResidentIds.parse(text), []
+        ids = ResidentIds.parse(text)
     except ValueError as error:
         return None, [f"{name} {text!r}: {error}"]
+    n = flags.num_resident or ""
+    return ids, ids.number_problems(int(n)) if n.isdecimal() else []
 
 
 def _paths(text: str | None) -> tuple[Path, ...]:

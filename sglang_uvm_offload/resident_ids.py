@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ MAX_IDS_FILE_BYTES = 16 << 20
 class ResidentIds:
     """The experts to keep resident: the same in every layer, or one list per layer."""
 
+    text: str
+    """The value of the flag."""
     per_layer: tuple[frozenset[int], ...] | None
     every_layer: frozenset[int] | None
 
@@ -22,7 +25,7 @@ class ResidentIds:
     def parse(cls, text: str) -> ResidentIds:
         """Read ``0-63,70`` (empty items and spaces are harmless) or ``@file.json``. Raises ``ValueError`` with the reason."""
         if text.strip().startswith("@"):
-            return cls(per_layer=_ids_file(Path(text.strip()[1:])), every_layer=None)
+            return cls(text, per_layer=_ids_file(Path(text.strip()[1:])), every_layer=None)
         ids: set[int] = set()
         for item in (part.strip() for part in text.split(",")):
             if not item:
@@ -36,7 +39,7 @@ class ResidentIds:
             ids.update(range(first, last + 1))
         if not ids:
             raise ValueError("names no expert")
-        return cls(per_layer=None, every_layer=frozenset(ids))
+        return cls(text, per_layer=None, every_layer=frozenset(ids))
 
     def has_layer(self, index: int) -> bool:
         """Whether the ``index``-th MoE layer of the model has ids."""
@@ -49,23 +52,34 @@ class ResidentIds:
         assert self.per_layer is not None
         return self.per_layer[index]
 
-    def problems(self, num_layers: int, num_experts: int, num_resident: int) -> list[str]:
-        """Why these ids do not fit a model with ``num_layers`` MoE layers of ``num_experts`` routed experts and this N."""
-        name = flag_name("resident_ids")
-        if self.per_layer is not None and len(self.per_layer) != num_layers:
-            return [f"{name}: lists {len(self.per_layer)} layers, but the model has {num_layers} MoE layers"]
-        out = []
-        lists = self.per_layer if self.per_layer is not None else (self.every_layer,)
-        too_high = sorted({i for ids in lists if ids for i in ids if i >= num_experts})
-        if too_high:
-            out.append(f"{name}: expert {too_high[0]} does not exist; the model's experts are 0-{num_experts - 1}")
-        total = sum(len(self.of_layer(index)) for index in range(num_layers))
-        if total > num_resident * num_layers:
-            out.append(
-                f"{name}: names {total} experts over {num_layers} layers, more than "
-                f"{flag_name('num_resident')} {num_resident} a layer allows ({num_resident * num_layers})"
-            )
-        return out
+    def number_problems(self, num_resident: int) -> list[str]:
+        """Why these are more experts than N per layer, whatever the model."""
+        lists = self.per_layer or (self.every_layer or frozenset(),)
+        total, allowed = sum(map(len, lists)), num_resident * len(lists)
+        if total <= allowed:
+            return []
+        where = "a layer" if self.per_layer is None else f"over {len(lists)} layers"
+        return [f"{self._flag}: names {total} experts {where}, and {flag_name('num_resident')} {num_resident} allows {allowed}"]
+
+    def expert_problems(self, num_experts: int) -> list[str]:
+        """Why these ids do not fit a model with ``num_experts`` routed experts per layer."""
+        most = max((i for ids in self.per_layer or (self.every_layer or (),) for i in ids), default=0)
+        if most < num_experts:
+            return []
+        return [f"{self._flag}: expert {most} does not exist; the model's experts are 0-{num_experts - 1}"]
+
+    def layer_problems(self, moe_layers: Sequence[int]) -> list[str]:
+        """Why these lists do not fit a model with the decoder layers ``moe_layers`` as MoE layers."""
+        if self.per_layer is None or len(self.per_layer) == len(moe_layers):
+            return []
+        return [
+            f"{self._flag}: lists {len(self.per_layer)} layers, but the model has {len(moe_layers)} MoE layers, each of which "
+            f"needs a list: {', '.join(map(str, moe_layers))}"
+        ]
+
+    @property
+    def _flag(self) -> str:
+        return f"{flag_name('resident_ids')} {self.text!r}"
 
 
 def _ids_file(path: Path) -> tuple[frozenset[int], ...]:

@@ -5,62 +5,77 @@ Which layers route is only a guess from the config: a model family may have rule
 
 from __future__ import annotations
 
-from typing import Any
-
-from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.residency.model import ModelExperts
-from sglang_uvm_offload.residency.placement import InitialPlacement
+from sglang_uvm_offload.residency.placement import InitialPlacement, ids_from
 from sglang_uvm_offload.routing.profile import RoutedModel
-from sglang_uvm_offload.sizing.moe_shape import moe_shape
 
 
-def layers_before(config: OffloadConfig, text_config: Any) -> int:
-    """The number of MoE layers in earlier pipeline stages, for ids that are listed by layer. It follows the config's rules, so
-    ``BuiltModel.check`` verifies it against the built model."""
-    parallel = get_parallel()
-    if parallel.pp_rank == 0 or config.resident_ids is None or config.resident_ids.per_layer is None:
-        return 0
-    shape = moe_shape(text_config)
-    start, _ = get_pp_indices(text_config.num_hidden_layers, parallel.pp_rank, parallel.pp_size)
-    return sum(layer < start for layer in shape.moe_layers) if shape is not None else 0
+class EarlierStages:
+    """The MoE layers of earlier pipeline stages. Each stage sends them to the next, which waits before it places its first
+    layer. Only ids by layer and profiles need this; without them all stages are built at the same time."""
+
+    def __init__(self, config: OffloadConfig):
+        ids, parallel = config.resident_ids, get_parallel()
+        self._is_sent = parallel.pp_size > 1 and (bool(config.profiles) or (ids is not None and ids.per_layer is not None))
+        self._layers: list[int] | None = None if self._is_sent and parallel.pp_rank > 0 else []
+
+    def layers(self) -> list[int]:
+        """Waits until the stage before is built."""
+        if self._layers is None:
+            parallel = get_parallel()
+            self._layers = parallel.pp_group.recv_object(src=parallel.pp_rank - 1)
+        return self._layers
+
+    def send_to_next(self, own: list[int]) -> None:
+        """Call once this stage is built; ``own`` are the ids that its MoE layers were built with."""
+        parallel = get_parallel()
+        if self._is_sent and parallel.pp_rank + 1 < parallel.pp_size:
+            parallel.pp_group.send_object(_followed(self.layers(), own), dst=parallel.pp_rank + 1)
+
+
+def _followed(earlier: list[int], own: list[int]) -> list[int]:
+    return earlier + [ids_from(earlier, own[0]) + layer for layer in own]
 
 
 class BuiltModel:
     """The MoE layers of all pipeline stages. Every rank of a pipeline must construct it at the same point."""
 
     def __init__(self, model: ModelExperts, top_k: int | None):
-        """``top_k``: the most routed experts per token of a layer on this rank, None if unknown."""
+        """``top_k``: the most routed experts per token of a layer on this rank, None if unknown. Renumbers the layers of
+        ``model`` as they count in the whole model."""
         parallel = get_parallel()
         part = ([layer.layer_id for layer in model.layers], model.num_experts, top_k)
         stages = parallel.pp_group.all_gather_object(part) if parallel.pp_size > 1 else [part]
-        self.stages: list[list[int]] = [layers for layers, _, _ in stages]
+        self._moe_layers: list[int] = []
+        for rank, (layers, _, _) in enumerate(stages):
+            before, self._moe_layers = len(self._moe_layers), _followed(self._moe_layers, layers)
+            if rank == parallel.pp_rank:
+                for layer, number in zip(model.layers, self._moe_layers[before:], strict=True):
+                    layer.layer_id = number
         self.num_experts = max(experts for _, experts, _ in stages)
         self.top_k = max((k for _, _, k in stages if k), default=None)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """The decoder layers with a router, in order."""
-        return tuple(layer for stage in self.stages for layer in stage)
+        return tuple(self._moe_layers)
 
     def routed_model(self, name: str, architecture: str) -> RoutedModel:
         """The identity of this model in profiles."""
         return RoutedModel(name, architecture, self.moe_layers, self.num_experts, self.top_k)
 
     def check(self, placement: InitialPlacement, model: RoutedModel) -> None:
-        """Raise ``FlagError`` if the ids or the profile are for other layers than the built ones."""
-        ids, profile = placement.config.resident_ids, placement.profile
-        problems = []
-        if ids is not None and ids.per_layer is not None:
-            before = sum(len(stage) for stage in self.stages[: get_parallel().pp_rank])
-            if len(ids.per_layer) != len(self.moe_layers) or placement.layers_before != before:
-                problems.append(
-                    f"{flag_name('resident_ids')}: lists {len(ids.per_layer)} layers, but the model has {len(self.moe_layers)} "
-                    f"MoE layers: {', '.join(map(str, self.moe_layers))}"
-                )
+        """Raise ``FlagError`` if N, the ids or the profile do not fit the built layers and experts."""
+        config, profile = placement.config, placement.profile
+        if not self.moe_layers:
+            return
+        problems = config.expert_problems(self.num_experts)
+        if config.resident_ids is not None:
+            problems += config.resident_ids.layer_problems(self.moe_layers)
         if profile is not None and (different := model.differences(profile.model)):
             problems.append(f"{flag_name('profile')}: is of another model: {'; '.join(different)}")
         if problems:

@@ -16,7 +16,7 @@ from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES, host_available
 from sglang_uvm_offload.plugin import auto_resident, output_files, recording
 from sglang_uvm_offload.plugin.profiles import profile_problems
 from sglang_uvm_offload.sizing.checkpoint import load
-from sglang_uvm_offload.sizing.moe_shape import MoeShape, moe_shape
+from sglang_uvm_offload.sizing.moe_shape import stated_experts
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.units import size
 
@@ -46,15 +46,15 @@ def check(config: OffloadConfig, server_args: Any) -> OffloadConfig:
     problems = (
         _combination_problems(config, cfg) + _numbering_problems(config, cfg) + output_files.problems(config, server_args)
     )
-    shape, reasons = _experts(config, server_args)
+    num_experts, reasons = _experts(config, server_args)
     problems += reasons
-    if shape is not None:
+    if num_experts is not None:
         try:
             config = auto_resident.resolved(config, server_args)
         except FlagError as error:
             problems += error.problems
         else:
-            problems += _resident_problems(config, shape, server_args)
+            problems += _resident_problems(config, num_experts, server_args)
         problems += profile_problems(config, model_config_of(server_args))
     if problems:
         raise FlagError(problems)
@@ -130,30 +130,25 @@ def _numbering_problems(config: OffloadConfig, cfg: Any) -> list[str]:
     ]
 
 
-def _experts(config: OffloadConfig, server_args: Any) -> tuple[MoeShape | None, list[str]]:
-    """The shape of the model's routed experts, None without any; and why they cannot be served."""
+def _experts(config: OffloadConfig, server_args: Any) -> tuple[int | None, list[str]]:
+    """The routed experts per layer that the model's config states, None without any; and why they cannot be served."""
     model = model_config_of(server_args)
     architectures = set(model.hf_config.architectures or [])
     out = [
         f"{name}: this model's code computes experts without SGLang's FusedMoE layer, so {_N} cannot serve it"
         for name in sorted(architectures & DIRECT_KERNEL_MODELS)
     ]
-    shape = moe_shape(model.hf_text_config)
-    if shape is None and not out:
+    num_experts = stated_experts(model.hf_text_config)
+    if num_experts is None and not out:
         given = AUTO if config.auto else config.num_resident
         out.append(f"{_N} {given}: the model ({', '.join(sorted(architectures))}) has no routed experts")
-    return shape, out
+    return num_experts, out
 
 
-def _resident_problems(config: OffloadConfig, shape: MoeShape, server_args: Any) -> list[str]:
-    """Why N experts of this model cannot be resident, or the others not offloaded."""
-    out = []
-    if config.num_resident > shape.num_experts:
-        out.append(
-            f"{_N} {config.num_resident}: the model has {shape.num_experts} routed experts a layer; give at most as many"
-        )
-    if config.resident_ids is not None:
-        out += config.resident_ids.problems(len(shape.moe_layers), shape.num_experts, config.num_resident)
+def _resident_problems(config: OffloadConfig, num_experts: int, server_args: Any) -> list[str]:
+    """Why N experts of this model cannot be resident, or the others not offloaded. Which layers have a router is known only
+    once the model is built."""
+    out = config.expert_problems(num_experts)
     return out or _host_ram_problems(config, resolving_view(server_args), model_config_of(server_args).hf_config)
 
 

@@ -27,22 +27,24 @@ from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory
 from sglang_uvm_offload.plugin import enforce
-from sglang_uvm_offload.plugin.built_model import BuiltModel, layers_before
+from sglang_uvm_offload.plugin.built_model import BuiltModel, EarlierStages
 from sglang_uvm_offload.plugin.fused_moe import LayerHooks
 from sglang_uvm_offload.plugin.metrics import Metrics
 from sglang_uvm_offload.plugin.profiles import chosen_profile, named, profile_saver
 from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.residency.reporting import rank_status
 from sglang_uvm_offload.residency.table import residency_table
 from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase, RoutingCounters
 from sglang_uvm_offload.routing.profile import RoutedModel
-from sglang_uvm_offload.sizing.moe_shape import moe_shape
+from sglang_uvm_offload.sizing.moe_shape import stated_top_k
 
 logger = logging.getLogger(__name__)
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_BUILD = "sglang.srt.model_loader.loader._initialize_model"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _MODEL = "_expert_offload"
 
@@ -51,6 +53,7 @@ def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) ->
     """Install the hooks that feed this process's manager, which is made when the first model loads."""
     rank = _RankHooks(config)
     add(f"{_RUNNER}.load_model", rank.around_load_model, HookType.AROUND)
+    add(_BUILD, rank.after_build, HookType.AFTER)
     add(f"{_RUNNER}.forward", rank.around_forward, HookType.AROUND)
     add(f"{_SCHEDULER}.__init__", rank.after_scheduler_init, HookType.AFTER)
     add(f"{_SCHEDULER}.get_internal_state", rank.after_internal_state, HookType.AFTER)
@@ -71,6 +74,8 @@ class _RankHooks:
         self.savers: list[Saver] = []
         self.routed_model: RoutedModel | None = None
         """The identity of the target model, once it is built."""
+        self._on_build: Callable[[], None] | None = None
+        """Runs once, when the target model is built."""
 
     @cached_property
     def on_cuda(self) -> bool:
@@ -84,32 +89,43 @@ class _RankHooks:
             self.config, _memory(self.config), _counters, _broadcast_decision, progress=_is_first_rank, executor=executor
         )
 
-    def _placement(self) -> InitialPlacement:
-        model_config = process_model_config()
-        before = layers_before(self.config, model_config.hf_text_config)
-        return InitialPlacement(self.config, chosen_profile(self.config, model_config), before)
+    def _begin_target(self) -> ModelExperts:
+        """Call before the target model is built. The flags are checked against it once it is: before its weights are read, or
+        after, with a loader that builds and reads in one call."""
+        earlier = EarlierStages(self.config)
+        placement = InitialPlacement(self.config, chosen_profile(self.config, process_model_config()), earlier.layers)
+        model = self.manager.begin_model(False, placement)
+
+        def check_built() -> None:
+            earlier.send_to_next([layer.layer_id for layer in model.layers])
+            built = BuiltModel(model, self._top_k())
+            self.routed_model = built.routed_model(*named(process_model_config()))
+            built.check(placement, self.routed_model)
+
+        self._on_build = check_built
+        return model
 
     def _top_k(self) -> int | None:
         """Routed experts per token of the target model: from its layers, else from its config."""
-        shape = None if self.layer_hooks.top_k else moe_shape(process_model_config().hf_text_config)
-        return self.layer_hooks.top_k or (shape.top_k if shape is not None else None)
+        return self.layer_hooks.top_k or stated_top_k(process_model_config().hf_text_config)
+
+    def after_build(self, result: Any = None, *args: Any, **kwargs: Any) -> None:
+        """The modules of a model exist; none of its weights is read."""
+        check_built, self._on_build = self._on_build, None
+        if check_built is not None:
+            check_built()
 
     def around_load_model(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             manager = self.manager
-            placement = None if runner.is_draft_worker else self._placement()
-            model = manager.begin_model(runner.is_draft_worker, placement)
+            model = manager.begin_model(True) if runner.is_draft_worker else self._begin_target()
             runner.__dict__[_MODEL] = model
             with self.layer_hooks.taking_over(manager, model):
                 result = original(runner, *args, **kwargs)
+                self.after_build()
             manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
-            if placement is not None:
-                top_k = self._top_k()
-                built = BuiltModel(model, top_k)
-                self.routed_model = built.routed_model(*named(process_model_config()))
-                built.check(placement, self.routed_model)
-                if self.recording is not None:
-                    self.savers += filter(None, [self.recording.begin(model, top_k)])
+            if self.recording is not None and not model.draft:
+                self.savers += filter(None, [self.recording.begin(model, self._top_k())])
         except (FlagError, ManagedMemoryError) as error:
             enforce.end(f"sglang-uvm-offload: {error}")
         return result

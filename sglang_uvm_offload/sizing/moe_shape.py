@@ -15,14 +15,30 @@ class MoeShape:
     moe_layers: tuple[int, ...]
 
 
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "experts_per_token")
+
+
+def stated_experts(config: Any) -> int | None:
+    """The routed experts of a layer that ``config`` states, the most where it states several numbers, None for a dense model.
+    No rule chooses among them: a model has no more than this, and may have fewer."""
+    stated = [getattr(config, name, None) for name in EXPERTS]
+    numbers = [number for value in stated for number in (value if isinstance(value, (list, tuple)) else [value])]
+    return max((number for number in numbers if isinstance(number, int)), default=0) or None
+
+
+def stated_top_k(config: Any) -> int | None:
+    """The routed experts of a token that ``config`` states."""
+    return _first(config, *TOP_K)
+
+
 def moe_shape(config: Any) -> MoeShape | None:
     """The shape that ``config`` (a text config, attributes as in config.json) describes, None for a dense model."""
-    experts = _first(config, "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+    experts = _first(config, *EXPERTS)
     layers = getattr(config, "num_hidden_layers", None)
     if not experts or not layers:
         return None
-    top_k = _first(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "experts_per_token")
-    return MoeShape(int(experts), top_k, tuple(index for index in range(layers) if _is_moe(config, index)))
+    return MoeShape(int(experts), stated_top_k(config), tuple(index for index in range(layers) if _is_moe(config, index)))
 
 
 def _is_moe(config: Any, index: int) -> bool:

@@ -26,7 +26,7 @@ def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.T
     yaml = folder / "server.yaml"
     yaml.write_text(f"model-path: {model}\ndevice: cpu\nexpert-offload-num-resident: 4\nexpert-offload-warmup-tokens: 77\n")
     ids = folder / "ids.json"
-    ids.write_text("[[0], [1]]")
+    ids.write_text("[[0], [15]]")
     dense = folder / "dense"
     dense.mkdir()
     config = json.loads((Path(model) / "config.json").read_text())
@@ -74,8 +74,9 @@ def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.T
         "too many, engine": {"engine": {**engine, "expert_offload_num_resident": 17}, "resolve": True},
         "all of them": {"argv": [*cpu, N, "16"], "resolve": True},
         "dense": {"argv": ["--model-path", str(dense), "--device", "cpu", N, "4"], "resolve": True},
-        "ids for too few layers": {"argv": [*cpu, N, "4", *manual, f"@{ids}"], "resolve": True},
-        "ids too high": {"argv": [*cpu, N, "4", *manual, "0,99"], "resolve": True},
+        "ids by layer": {"argv": [*cpu, N, "4", *manual, f"@{ids}"], "resolve": True},
+        "ids of more than N": {"argv": [*cpu, N, "0", *manual, f"@{ids}"], "resolve": True},
+        "ids too high": {"argv": [*cpu, N, "4", *manual, "0,16"], "resolve": True},
         "uvm on a cpu": {"argv": [*cpu, N, "4", "--expert-offload-backend", "uvm"], "resolve": True},
         "profiles": {"argv": [*cpu, N, "4", *profiles, "--cpu-offload-gb", "2"], "resolve": True},
         "host RAM is short": {"argv": [*cpu, N, "4"], "resolve": True, "host_bytes": (1 << 30) + (6 << 20)},
@@ -126,6 +127,7 @@ SERVED = [
     "host RAM is enough",
     "a profile that grows",
     "experts elsewhere, counted",
+    "ids by layer",  # as many as they are: only the built model says which layers route
 ]
 
 
@@ -142,8 +144,8 @@ def test_what_just_fits_is_served(launch, case):
         ("auto", [f"{N} auto: with --device cpu there is no VRAM", "give a number", "--cpu-offload-gb: cannot be combined"]),
         ("too many", [f"{N} 17", "16 routed experts a layer"]),
         ("dense", [f"{N} 4", "LlamaForCausalLM", "no routed experts"]),
-        ("ids for too few layers", ["--expert-offload-resident-ids", "lists 2 layers", "3 MoE layers"]),
-        ("ids too high", ["--expert-offload-resident-ids", "expert 99 does not exist", "0-15"]),
+        ("ids of more than N", ["--expert-offload-resident-ids '@", "names 2 experts over 2 layers", f"{N} 0 allows 0"]),
+        ("ids too high", ["--expert-offload-resident-ids '0,16'", "expert 16 does not exist", "0-15"]),
         ("uvm on a cpu", ["--expert-offload-backend uvm", "CUDA"]),
         ("host RAM is short", [f"{N} 4", "need 6.8 MiB of host RAM, and 6.0 MiB is left"]),
         (

@@ -14,6 +14,7 @@ FAMILIES = {
     "deepseek_v3": (16, 4, {}),
     "mixtral": (8, 2, {}),
     "olmoe": (16, 4, {}),
+    "dots1": (16, 4, {}),  # through SGLang's Transformers fallback
     "gpt_oss": (8, 2, {"attention_backend": "triton", "moe_runner_backend": "triton"}),
 }
 

@@ -1,7 +1,5 @@
 """Flags: what is well-formed, and every problem at once in the words of the flags."""
 
-import json
-
 import pytest
 
 from sglang_uvm_offload.config import parse
@@ -114,7 +112,7 @@ def test_an_ids_file_holds_a_list_a_layer(tmp_path):
     path.write_text("[[0, 1], [5]]")
     ids = ResidentIds.parse(f"@{path}")
     assert [ids.of_layer(0), ids.of_layer(1)] == [{0, 1}, {5}]
-    assert ids.problems(num_layers=2, num_experts=6, num_resident=2) == []
+    assert ids.number_problems(2) + ids.expert_problems(6) + ids.layer_problems((3, 5)) == []
 
 
 @pytest.mark.parametrize(
@@ -149,12 +147,26 @@ def test_an_ids_file_without_bounds_is_not_read(tmp_path):
     assert "larger than 16 MiB" in problem
 
 
+def test_more_ids_than_residents_are_refused_without_knowing_the_model(tmp_path):
+    path = tmp_path / "ids.json"
+    path.write_text("[[0, 1, 2], [9]]")
+    manual = {"resident_selection": "manual", "resident_ids": f"@{path}"}
+    assert parse({"num_resident": 2, **manual}) is not None, "N is an average over the layers"
+    (problem,) = problems(num_resident=1, **manual)
+    assert f"--expert-offload-resident-ids '@{path}': names 4 experts over 2 layers" in problem
+    assert "--expert-offload-num-resident 1 allows 2" in problem
+    (problem,) = problems(num_resident=8, resident_selection="manual", resident_ids="0-8")
+    assert "'0-8': names 9 experts a layer, and --expert-offload-num-resident 8 allows 8" in problem
+
+
 def test_ids_that_do_not_fit_the_model_are_refused(tmp_path):
     path = tmp_path / "ids.json"
-    path.write_text(json.dumps([[0, 1, 2], [9]]))
+    path.write_text("[[0, 1, 2], [9]]")
     from_file = ResidentIds.parse(f"@{path}")
-    assert "lists 2 layers, but the model has 3" in from_file.problems(3, 16, 4)[0]
-    assert "expert 9 does not exist" in from_file.problems(2, 8, 4)[0]
-    assert "names 4 experts over 2 layers" in from_file.problems(2, 16, 1)[0]
-    assert from_file.problems(2, 16, 2) == [], "N is an average over the layers"
-    assert "expert 8" in ResidentIds.parse("0-8").problems(2, 8, 9)[0]
+    (problem,) = from_file.layer_problems((1, 2, 5))
+    assert problem.startswith(f"--expert-offload-resident-ids '@{path}': lists 2 layers, but the model has 3 MoE layers")
+    assert problem.endswith(": 1, 2, 5")
+    assert from_file.layer_problems((1, 5)) == []
+    assert "expert 9 does not exist; the model's experts are 0-7" in from_file.expert_problems(8)[0]
+    assert from_file.expert_problems(10) == []
+    assert "'0-8': expert 8" in ResidentIds.parse("0-8").expert_problems(8)[0]

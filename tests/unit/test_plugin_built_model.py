@@ -12,7 +12,7 @@ from builders.managers import config, profile_of
 
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin import built_model
-from sglang_uvm_offload.plugin.built_model import BuiltModel
+from sglang_uvm_offload.plugin.built_model import BuiltModel, EarlierStages
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.placement import InitialPlacement
 
@@ -20,10 +20,15 @@ NAME, ARCHITECTURE = "m", "M"
 FIRST_STAGE = ([1, 2], 8, 3)
 
 
+def stage(monkeypatch: pytest.MonkeyPatch, pp_rank: int, pp_size: int, **group: Any) -> None:
+    """This process is that stage of a pipeline, whose group can do ``group``."""
+    parallel = SimpleNamespace(pp_rank=pp_rank, pp_size=pp_size, pp_group=SimpleNamespace(**group))
+    monkeypatch.setattr(built_model, "get_parallel", lambda: parallel)
+
+
 def built(monkeypatch: pytest.MonkeyPatch, layers: list[int], pp_rank: int = 0, pp_size: int = 1) -> BuiltModel:
     """A rank with these MoE layers of 8 experts; with two stages the other one is ``FIRST_STAGE``."""
-    group = SimpleNamespace(all_gather_object=lambda part: [FIRST_STAGE, part])
-    monkeypatch.setattr(built_model, "get_parallel", lambda: SimpleNamespace(pp_rank=pp_rank, pp_size=pp_size, pp_group=group))
+    stage(monkeypatch, pp_rank, pp_size, all_gather_object=lambda part: [FIRST_STAGE, part])
     held: list[Any] = [SimpleNamespace(layer_id=layer) for layer in layers]
     return BuiltModel(ModelExperts(draft=False, layers=held, num_experts=8), top_k=3)
 
@@ -57,16 +62,47 @@ def test_as_many_lists_of_ids_as_layers_were_built(monkeypatch, tmp_path, lists,
     if fits:
         model.check(placement, model.routed_model(NAME, ARCHITECTURE))
         return
-    with pytest.raises(FlagError, match=f"--expert-offload-resident-ids: lists {lists} layers, .* has 3 MoE layers: 1, 2, 3"):
+    wanted = rf"--expert-offload-resident-ids '@.*ids.json': lists {lists} layers, .* has 3 MoE layers, .*: 1, 2, 3"
+    with pytest.raises(FlagError, match=wanted):
         model.check(placement, model.routed_model(NAME, ARCHITECTURE))
 
 
-@pytest.mark.parametrize(("assumed", "fits"), [(2, True), (1, False)])
-def test_lists_that_were_read_for_another_stage_end_the_launch(monkeypatch, tmp_path, assumed, fits):
-    model = built(monkeypatch, [5], pp_rank=1, pp_size=2)
-    placement = InitialPlacement(ids_file(tmp_path, [[0], [1], [2]]), None, layers_before=assumed)
-    if fits:
+def test_ids_and_residents_that_are_more_than_the_experts_that_were_built_end_the_launch(monkeypatch):
+    model = built(monkeypatch, [1, 2, 3])
+    placement = InitialPlacement(config(num_resident=9, resident_selection="manual", resident_ids="0,8"), None)
+    with pytest.raises(FlagError) as caught:
         model.check(placement, model.routed_model(NAME, ARCHITECTURE))
-        return
-    with pytest.raises(FlagError, match="--expert-offload-resident-ids"):
-        model.check(placement, model.routed_model(NAME, ARCHITECTURE))
+    ids, number = caught.value.problems
+    assert ids == "--expert-offload-resident-ids '0,8': expert 8 does not exist; the model's experts are 0-7"
+    assert number.startswith("--expert-offload-num-resident 9: the model has 8 routed experts a layer")
+
+
+@pytest.mark.parametrize("own", [[5, 7], [0, 1]])
+def test_a_stage_is_told_which_layers_were_built_before_it(monkeypatch, tmp_path, own):
+    """Its lists of ids follow theirs, and so do its numbers where its layers count from 0."""
+    sent = []
+    told = {"recv_object": lambda src: [1, 2], "send_object": lambda layers, dst: sent.append((layers, dst))}
+    stage(monkeypatch, 1, 3, **told)
+    ids = ids_file(tmp_path, [[0], [1], [2], [3]])
+    earlier = EarlierStages(ids)
+    placement = InitialPlacement(ids, None, earlier.layers)
+    assert [placement.resident(layer, 8, 0, 0, 1).nonzero()[0].tolist() for layer in own] == [[2], [3]]
+    earlier.tell_next(own)
+    numbers = [5, 7] if own == [5, 7] else [3, 4]
+    assert sent == [([1, 2, *numbers], 2)]
+    model = built(monkeypatch, own, pp_rank=1, pp_size=2)
+    assert model.moe_layers == (1, 2, *numbers)
+
+
+def test_stages_wait_for_no_other_where_nothing_names_layers(monkeypatch):
+    stage(monkeypatch, 1, 3)
+    earlier = EarlierStages(config())
+    assert earlier.layers() == []
+    earlier.tell_next([0])
+
+
+def test_layers_get_the_numbers_that_they_have_in_the_whole_model(monkeypatch):
+    stage(monkeypatch, 1, 2, all_gather_object=lambda part: [FIRST_STAGE, part])
+    held: list[Any] = [SimpleNamespace(layer_id=layer) for layer in (0, 1)]
+    BuiltModel(ModelExperts(draft=False, layers=held, num_experts=8), top_k=3)
+    assert [layer.layer_id for layer in held] == [3, 4]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from builders.managers import E, config, profile_of
 
-from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.residency.placement import InitialPlacement
 
 
@@ -22,9 +21,8 @@ def test_lists_of_ids_go_to_the_layers_in_the_order_in_which_they_are_built(tmp_
     manual = config(resident_selection="manual", resident_ids=f"@{path}")
     placement = InitialPlacement(manual, None)
     assert [resident(placement, layer) for layer in (4, 7, 9)] == [[0], [1, 2], [3]]
-    with pytest.raises(FlagError, match="no list for MoE layer 4 "):
-        resident(placement, 11)
-    second_stage = InitialPlacement(manual, None, layers_before=2)
+    assert resident(placement, 11) == [0, 1, 2], "the model is judged once all of it is built"
+    second_stage = InitialPlacement(manual, None, lambda: [4, 7])
     assert resident(second_stage, 9) == [3]
 
 
@@ -37,10 +35,15 @@ def test_a_file_of_ids_is_read_once(tmp_path):
     assert [resident(placement, layer) for layer in (1, 2)] == [[5], [6]]
 
 
-def test_a_profile_that_does_not_know_a_layer_or_an_expert_ends_the_launch():
+def test_a_layer_or_an_expert_that_a_profile_does_not_know_gets_the_first():
     placement = InitialPlacement(config(), profile_of([[5, 6, 7]] * 3))
     assert resident(placement, 2) == [5, 6, 7]
-    with pytest.raises(FlagError, match="experts 0 to 7 of decoder layer 9"):
-        resident(placement, 9)
-    with pytest.raises(FlagError, match="experts 8 to 15 of decoder layer 2"):
-        placement.resident(2, 8, 0, 1, 2)
+    assert resident(placement, 9) == [0, 1, 2]
+    assert placement.resident(2, 8, 0, 1, 2).nonzero()[0].tolist() == [0, 1], "the profile knows 8 experts, and not 16"
+
+
+@pytest.mark.parametrize(("earlier", "first"), [([], 2), ([1], 2), ([1], 0), ([0, 1], 0)])
+def test_a_stage_that_numbers_its_layers_anew_goes_on_from_the_one_before(earlier, first):
+    """As SGLang's Transformers fallback does. Each time the layers are the model's 2 and 3."""
+    placement = InitialPlacement(config(), profile_of([[1, 2, 3], [5, 6, 7], [0, 4, 6]]), lambda: earlier)
+    assert [resident(placement, first), resident(placement, first + 1)] == [[5, 6, 7], [0, 4, 6]]

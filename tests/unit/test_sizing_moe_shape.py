@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_uvm_offload.sizing.moe_shape import moe_shape
+from sglang_uvm_offload.sizing.moe_shape import moe_shape, stated_experts
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,17 @@ def test_moe_layers_follow_the_familys_rule(config, experts, layers):
 @pytest.mark.parametrize("config", [{"num_hidden_layers": 4}, {"num_hidden_layers": 4, "num_experts": 0}])
 def test_a_dense_model_has_no_shape(config):
     assert moe_shape(SimpleNamespace(**config)) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "experts"),
+    [
+        ({"num_experts": 16}, 16),
+        ({"n_routed_experts": 4, "num_experts": 16}, 16),
+        ({"num_experts": [8, 16]}, 16),
+        ({"num_experts": 0}, None),
+        ({}, None),
+    ],
+)
+def test_a_layer_has_no_more_experts_than_its_config_states_anywhere(config, experts):
+    assert stated_experts(SimpleNamespace(**config)) == experts
