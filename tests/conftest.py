@@ -84,8 +84,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Keep the runtime data of SWIG's modules for good. sentencepiece, which SGLang imports, frees them as the interpreter ends,
-    and crashes if the types that they need went first: it did so wherever a chart had been drawn in the same process."""
+    """Keep the runtime data of SWIG's modules for good. sentencepiece, which SGLang imports, frees them as the interpreter
+    ends, and crashes if the types that they need went first. It did so wherever the same process had drawn a chart."""
     for name, module in sys.modules.items():
         if name.startswith("swig_runtime_data"):
             for value in vars(module).values():

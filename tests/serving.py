@@ -1,4 +1,4 @@
-"""Run real SGLang engines on a CPU from tests, in fresh processes that always end.
+"""Run real SGLang engines and servers on a CPU from tests, in fresh processes that always end.
 
 ``Engines.run`` answers prompts with an engine of its own. It takes SGLang's own arguments and adds ``CPU``, what the tests'
 small machine needs.
@@ -11,6 +11,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.process import kill_group
-from harness.server import CPU, START_SECONDS, EngineFailed, environment, offload_state
+from harness.server import CPU, START_SECONDS, EngineFailed, Server, environment, offload_state
 
 TESTS = Path(__file__).parent
 
@@ -134,21 +135,24 @@ class Host:
         line, self.buffer = self.buffer.split(b"\n", 1)
         return json.loads(line)
 
-    def run(self, job: dict[str, Any], seconds: float) -> None:
-        """Run one job to its end, and end every process it started."""
+    def start(self, job: dict[str, Any]) -> Job:
+        """Begin a job. The one before has ended."""
         self.stdin.write(json.dumps(job).encode() + b"\n")
         self.stdin.flush()
-        deadline = time.monotonic() + seconds
-        pid = self.next_message(deadline)["pid"]
+        return Job(self, self.next_message(time.monotonic() + START_SECONDS)["pid"])
+
+    def run(self, job: dict[str, Any], seconds: float) -> None:
+        """Run one job to its end, and end every process it started."""
         log = Path(job["log"])
+        running = self.start(job)
         try:
-            code = self.next_message(deadline)["exit"]
-        except TimeoutError:
-            kill_group(pid)
-            self.next_message(time.monotonic() + 30)
+            code = running.wait(seconds)
+        except subprocess.TimeoutExpired:
+            kill_group(running.pid)
+            running.wait(30)
             raise EngineFailed(f"the engine took longer than {seconds} s", log) from None
         finally:
-            kill_group(pid)
+            kill_group(running.pid)
         if code != 0:
             raise EngineFailed(f"the engine ended with exit code {code}", log)
 
@@ -157,6 +161,49 @@ class Host:
         self.process.wait()
         self.stdin.close()
         self.stdout.close()
+
+
+class Job:
+    """A fork of a host, with the methods of ``subprocess.Popen`` that its users call."""
+
+    def __init__(self, host: Host, pid: int):
+        self.host, self.pid = host, pid
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float = RUN_SECONDS) -> int:
+        if self.returncode is None:
+            try:
+                self.returncode = int(self.host.next_message(time.monotonic() + timeout)["exit"])
+            except TimeoutError:
+                raise subprocess.TimeoutExpired("a job of the engine host", timeout) from None
+        return self.returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+class ForkedServer(Server):
+    """A server whose program is run by a fork of the engines' host."""
+
+    def __init__(self, engines: Engines, checkpoint: Path, **options: Any):
+        super().__init__(checkpoint, **options)
+        self.engines = engines
+
+    def start(self) -> Any:
+        return self.engines.start(self.command[1:], self.folder, self.env, self.log_path)
+
+    def stop(self) -> None:
+        """At once: SGLang's own way takes seconds, and the tests of it wait for the end themselves."""
+        assert self.process is not None
+        kill_group(self.process.pid)
+        self.process.wait(30)
 
 
 class Engines:
@@ -208,6 +255,14 @@ class Engines:
             log=(folder / "log.txt").read_text(errors="replace"),
             expert_counts=result["expert_counts"],
         )
+
+    def server(self, checkpoint: Path, **options: Any) -> Server:
+        """An HTTP server, the only job from ``with`` to the end of its block."""
+        return ForkedServer(self, checkpoint, **options)
+
+    def start(self, command: Sequence[str], folder: Path, env: dict[str, str], log: Path) -> Job:
+        """What ``python`` does with these arguments."""
+        return self.host_for({}).start({"env": env, "command": list(command), "folder": str(folder), "log": str(log)})
 
     def baseline(self, checkpoint: Path, prompts: Sequence[str] = PROMPTS, **options: Any) -> Result:
         """``run``, once a session for the same arguments."""

@@ -11,10 +11,12 @@ ended. The job's answers are in its ``result`` file and all its output is in its
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -26,6 +28,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "scripts"))
 
+import setproctitle
 from harness.process import die_with_parent
 
 # What a spawned child imports before plugins are loaded in it, so that hooks find the same modules in the same state.
@@ -39,6 +42,7 @@ PRELOADED = (
 
 def main() -> None:
     die_with_parent()
+    setproctitle.getproctitle()  # finds where titles go, which it cannot once a job has added to the environment
     for module in PRELOADED:
         importlib.import_module(module)
     answers = os.fdopen(os.dup(1), "w")
@@ -66,13 +70,20 @@ def run_job(job: dict[str, Any]) -> NoReturn:
         os.setsid()
         log_to(job["log"])
         os.environ.update(job["env"])
+        sys.path[:0] = [entry for entry in job["env"].get("PYTHONPATH", "").split(os.pathsep) if entry not in sys.path]
         tempfile.tempdir = None  # read TMPDIR again
         fork_children_from_here()
-        result = serve(job)
-        with open(job["result"], "w") as file:
-            json.dump(result, file)
+        if "command" in job:
+            run_command(job["command"], job["folder"])
+        else:
+            result = serve(job)
+            with open(job["result"], "w") as file:
+                json.dump(result, file)
         code = 0
-    except (Exception, SystemExit):  # noqa: BLE001 - whatever ended the job is told in its log
+    except SystemExit as end:
+        traceback.print_exc()
+        code = end.code if isinstance(end.code, int) else 1
+    except Exception:  # noqa: BLE001 - whatever ended the job is told in its log
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -117,6 +128,23 @@ def reuse_fork_server() -> None:
     multiprocessing.set_start_method("forkserver", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
     forkserver.ForkServer.ensure_running = lambda _: resource_tracker.ensure_running()  # type: ignore[method-assign]
+
+
+def run_command(command: list[str], folder: str) -> None:
+    import prometheus_client.values
+
+    """What ``python`` does with these arguments, ``-m MODULE ...`` or ``SCRIPT ...``, in ``folder``."""
+    faulthandler.enable()
+    os.chdir(folder)
+    # prometheus_client asks this variable as it is imported; SGLang sets it before, in a process that starts anew.
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp()
+    prometheus_client.values.ValueClass = prometheus_client.values.get_value_class()
+    if command[0] == "-m":
+        sys.argv[1:] = command[2:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[1:] = command[1:]
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:

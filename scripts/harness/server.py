@@ -42,7 +42,7 @@ CPU: dict[str, Any] = {
 # No compiler for functions that run a few times, no network, no tokenizer threads.
 QUICK = {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-START_SECONDS = 120
+START_SECONDS = 300
 ANSWER_SECONDS = 300
 
 
@@ -127,8 +127,17 @@ class Server:
         return self.log_path.read_text(errors="replace")
 
     def __enter__(self) -> Server:
+        self.process = self.start()
+        try:
+            self.wait_until_ready(time.monotonic() + self.seconds)
+        except BaseException:  # an interrupt too must not leave the server; it goes on from here
+            self.stop()
+            raise
+        return self
+
+    def start(self) -> subprocess.Popen[bytes]:
         with self.log_path.open("wb") as sink:
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 self.command,
                 stdout=sink,
                 stderr=sink,
@@ -137,12 +146,6 @@ class Server:
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # SGLang's own processes likewise die with theirs
             )
-        try:
-            self.wait_until_ready(time.monotonic() + self.seconds)
-        except BaseException:  # an interrupt too must not leave the server; it goes on from here
-            self.stop()
-            raise
-        return self
 
     def wait_until_ready(self, deadline: float) -> None:
         assert self.process is not None

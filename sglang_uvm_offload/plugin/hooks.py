@@ -63,3 +63,5 @@ def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwarg
 
         runtime.install(config, add)
         HookRegistry.apply_hooks()
+        if reason := missing():  # whether or not its environment says that it must offload: its arguments do
+            enforce.end(f"sglang-uvm-offload {reason}")

@@ -9,36 +9,52 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders.plugins import IN_SCHEDULER, saboteur
 from checkpoints import Checkpoints
+from harness.process import kill_group
 from harness.server import CPU, environment, flags
 from nursery import Nursery
+from serving import Engines
 
 OFFLOAD = {"expert_offload_num_resident": 4}
 
 
-def launch(folder: Path, env: dict[str, str], **arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a server that is expected to end by itself; where it does not, say what each of its processes was doing."""
+@dataclass(frozen=True)
+class Ended:
+    """A server's end: exit code and output."""
+
+    code: int
+    output: str
+
+
+def launch(folder: Path, env: dict[str, str], engines: Engines | None = None, **arguments: object) -> Ended:
+    """Run a server that is expected to end by itself, as a fork where there are ``engines``; where it does not end, say what
+    each of its processes was doing."""
     command = [sys.executable, "-X", "faulthandler", "-m", "sglang.launch_server", *flags({**CPU, **arguments})]
-    process = subprocess.Popen(
-        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    log = folder / "log.txt"
+    process: Any
+    if engines is not None:
+        process = engines.start(command[3:], folder, env, log)
+    else:
+        with log.open("wb") as sink:
+            process = subprocess.Popen(command, cwd=folder, env=env, stdout=sink, stderr=sink, start_new_session=True)
     try:
-        output, _ = process.communicate(timeout=240)
+        code = process.wait(240)
     except subprocess.TimeoutExpired:
         names = running(process.pid)
         os.killpg(process.pid, signal.SIGABRT)  # faulthandler answers with the stacks of all threads
-        output, _ = process.communicate(timeout=20)
-        pytest.fail(f"the server did not end; running: {names}\n{output}")
+        process.wait(20)
+        pytest.fail(f"the server did not end; running: {names}\n{log.read_text(errors='replace')}")
     finally:
         left = left_behind(process.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
+        kill_group(process.pid)
     assert not left, f"processes left behind: {left}"
-    return subprocess.CompletedProcess(command, process.returncode, output)
+    return Ended(code, log.read_text(errors="replace"))
 
 
 def running(group: int) -> list[str]:
@@ -62,22 +78,26 @@ def left_behind(group: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("code", "reason"),
+    ("forked", "code", "reason"),
     [
         (
+            True,
             IN_SCHEDULER + "    from sglang.srt.model_executor.model_runner import ModelRunner\n    del ModelRunner.forward",
             "could not hook sglang.srt.model_executor.model_runner.ModelRunner.forward",
         ),
         (
+            False,  # a fork of multiprocessing ends without what atexit holds
             IN_SCHEDULER + "    import atexit, time\n    atexit.register(time.sleep, 1000)\n"
             "    from sglang_uvm_offload.plugin import hooks\n    hooks.install = lambda: 1 / 0",
             "cannot register with this SGLang: ZeroDivisionError",
         ),
         (
+            True,
             IN_SCHEDULER + "    from sglang_uvm_offload.cpu import memory\n    memory.host_available = lambda: 1 << 20",
             "of MoE layer 0 [0, 1572864) (1572864 bytes): offloaded experts need 1.5 MiB of host RAM, and 0.0 MiB is left",
         ),
         (
+            True,
             "import sglang.srt.runtime_context as context\ndel context.publish",
             "could not hook sglang.srt.runtime_context.publish",
         ),
@@ -89,17 +109,21 @@ def left_behind(group: int) -> list[str]:
         "a hook point is gone everywhere",
     ],
 )
-def test_a_server_that_was_asked_to_offload_ends_with_the_reason(code, reason, tmp_path, checkpoints: Checkpoints):
-    ended = launch(tmp_path, saboteur(tmp_path, code), model_path=checkpoints("qwen3_moe"), **OFFLOAD)
-    assert ended.returncode != 0
-    assert reason in ended.stdout
+def test_a_server_that_was_asked_to_offload_ends_with_the_reason(
+    forked, code, reason, tmp_path, checkpoints: Checkpoints, engines: Engines
+):
+    env = saboteur(tmp_path, code)
+    ended = launch(tmp_path, env, engines if forked else None, model_path=checkpoints("qwen3_moe"), **OFFLOAD)
+    assert ended.code != 0
+    assert reason in ended.output
 
 
-def test_a_wrong_flag_ends_the_command_before_anything_loads(tmp_path, checkpoints: Checkpoints):
-    ended = launch(tmp_path, environment({}), model_path=checkpoints("qwen3_moe"), expert_offload_num_resident=99)
-    assert ended.returncode == 2
-    assert "--expert-offload-num-resident 99: the model has 16 routed experts a layer" in ended.stdout
-    assert "Load weight begin" not in ended.stdout
+def test_a_wrong_flag_ends_the_command_before_anything_loads(tmp_path, checkpoints: Checkpoints, engines: Engines):
+    model = checkpoints("qwen3_moe")
+    ended = launch(tmp_path, environment({}), engines, model_path=model, expert_offload_num_resident=99)
+    assert ended.code == 2
+    assert "--expert-offload-num-resident 99: the model has 16 routed experts a layer" in ended.output
+    assert "Load weight begin" not in ended.output
 
 
 GIVE_ARGUMENTS = """

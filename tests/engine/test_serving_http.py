@@ -1,7 +1,8 @@
 """Real servers over HTTP: what clients are answered with experts offloaded is what they are answered without.
 
-Two servers with the same arguments, one after the other, are asked the same things; each test compares what they said. In
-float32, because concurrent requests are batched as they arrive and bfloat16 would show it.
+Two servers with the same arguments, one after the other, get the same requests; each test compares their answers. The one that
+offloads is ``sglang serve`` with a YAML file, the other ``python -m sglang.launch_server`` with flags. Both compute in float32,
+because concurrent requests are batched as they arrive and bfloat16 would show it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from checkpoints import Checkpoints
 from harness.server import Server, offload_state
-from serving import assert_close, assert_offloaded
+from serving import Engines, assert_close, assert_offloaded
 
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 OPENAI = {"model": "default", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -59,14 +60,16 @@ def checkpoint(checkpoints: Checkpoints) -> Path:
 
 
 @pytest.fixture(scope="module")
-def off(checkpoint: Path) -> Said:
-    with Server(checkpoint, **ARGUMENTS) as server:
+def off(checkpoint: Path, engines: Engines) -> Said:
+    with engines.server(checkpoint, **ARGUMENTS) as server:
         return ask(server)
 
 
 @pytest.fixture(scope="module")
 def on(checkpoint: Path) -> Said:
-    with Server(checkpoint, **ARGUMENTS, **OFFLOAD) as server:
+    """Of a cold start, by the command and the file that a user may have."""
+    command = [str(Path(sys.executable).with_name("sglang")), "serve"]
+    with Server(checkpoint, command=command, config_file=True, **ARGUMENTS, **OFFLOAD) as server:
         return ask(server)
 
 
@@ -125,12 +128,5 @@ def test_metrics_stand_beside_those_of_sglang(on: Said, off: Said) -> None:
     assert "sglang:prompt_tokens_total" in on["metrics"]
     for name in ("resident_experts", "hit_rate", "zero_copy_bytes", "moves"):
         assert f"sglang:expert_offload_{name}" in on["metrics"]
+    assert "sglang:prompt_tokens_total" in off["metrics"]
     assert "expert_offload" not in off["metrics"]
-
-
-def test_sglang_serve_with_a_yaml_file_offloads_alike(checkpoint: Path, off: Said) -> None:
-    command = [str(Path(sys.executable).with_name("sglang")), "serve"]
-    with Server(checkpoint, command=command, config_file=True, **ARGUMENTS, **OFFLOAD) as server:
-        said = generate(server, "hello world")
-        assert_offloaded(server.get("/server_info"))
-    assert said["output_ids"] == off["generate"]["output_ids"]

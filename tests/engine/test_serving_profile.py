@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import HOT, Checkpoints
-from harness.server import Server, offload_state
-from serving import TWO_RANKS
+from harness.server import offload_state
+from serving import TWO_RANKS, Engines
 
 from sglang_uvm_offload.routing.counts import Phase
 from sglang_uvm_offload.routing.profile import Profile
@@ -17,9 +17,9 @@ from sglang_uvm_offload.routing.profile import Profile
 PROMPT = {"text": "the quick brown fox", "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
 
 
-def serve_once(checkpoint: Path, **arguments: Any) -> dict[str, Any]:
+def serve_once(engines: Engines, checkpoint: Path, **arguments: Any) -> dict[str, Any]:
     """What the plugin said of itself before a server answered one prompt and was told to end."""
-    with Server(checkpoint, expert_offload_num_resident=len(HOT[0]), **arguments) as server:
+    with engines.server(checkpoint, expert_offload_num_resident=len(HOT[0]), **arguments) as server:
         state = offload_state(server.get("/server_info"))
         server.post("/generate", PROMPT)
         assert server.process is not None
@@ -49,20 +49,22 @@ def checkpoint(checkpoints: Checkpoints) -> Path:
 
 
 @pytest.fixture(scope="module")
-def profile(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def profile(checkpoint: Path, engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a server of one rank saved."""
     path = tmp_path_factory.mktemp("profile") / "p.npz"
-    serve_once(checkpoint, expert_offload_save_profile=path)
+    serve_once(engines, checkpoint, expert_offload_save_profile=path)
     assert list(path.parent.iterdir()) == [path]
     return path
 
 
-def test_a_server_starts_from_what_another_saved_and_adds_to_it(checkpoint: Path, profile: Path, tmp_path: Path) -> None:
+def test_a_server_starts_from_what_another_saved_and_adds_to_it(
+    checkpoint: Path, profile: Path, engines: Engines, tmp_path: Path
+) -> None:
     counts, steps = decoded(profile)
     assert steps == 7
     assert counts.any()
     grown = tmp_path / "grown.npz"
-    state = serve_once(checkpoint, expert_offload_profile=profile, expert_offload_save_profile=grown)
+    state = serve_once(engines, checkpoint, expert_offload_profile=profile, expert_offload_save_profile=grown)
     assert [sorted(ids) for ids in state["resident_ids"]] == HOT
     assert state["moves"] == 0
     both, steps = decoded(grown)
@@ -70,8 +72,10 @@ def test_a_server_starts_from_what_another_saved_and_adds_to_it(checkpoint: Path
     assert (both == 2 * counts).all()
 
 
-def test_ranks_that_each_hold_a_part_of_the_model_save_one_profile(checkpoint: Path, profile: Path, tmp_path: Path) -> None:
-    serve_once(checkpoint, expert_offload_save_profile=tmp_path / "many.npz", **MANY_RANKS)
+def test_ranks_that_each_hold_a_part_of_the_model_save_one_profile(
+    checkpoint: Path, profile: Path, engines: Engines, tmp_path: Path
+) -> None:
+    serve_once(engines, checkpoint, expert_offload_save_profile=tmp_path / "many.npz", **MANY_RANKS)
     one, many = decoded(profile), decoded(tmp_path / "many.npz")
     assert many[1] == one[1]
     assert (many[0] == one[0]).all()

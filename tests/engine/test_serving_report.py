@@ -8,15 +8,15 @@ from pathlib import Path
 
 from builders.reports import words
 from checkpoints import Checkpoints
-from harness.server import Server
+from serving import Engines
 
 from sglang_uvm_offload.cli.main import main
 
 
-def test_a_report_of_a_running_server_is_that_of_what_it_said(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_a_report_of_a_running_server_is_that_of_its_info(checkpoints: Checkpoints, engines: Engines, tmp_path: Path) -> None:
     generate = {"text": "hello world", "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}}
     offload = {"expert_offload_num_resident": 8, "expert_offload_warmup_tokens": 8, "enable_metrics": False}
-    with Server(checkpoints("glm4_moe", dtype="float32"), dtype="float32", **offload) as server:
+    with engines.server(checkpoints("glm4_moe", dtype="float32"), dtype="float32", **offload) as server:
         time.sleep(1.1)  # since the last sample, if there is one
         server.post("/generate", generate)
         info = server.get("/server_info")

@@ -16,6 +16,7 @@ from checkpoints import Checkpoints
 from harness.server import Server
 from launches import launched
 from nursery import Nursery
+from serving import Engines
 
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.files.autosave import PAUSE_SECONDS
@@ -57,12 +58,12 @@ def wait_for(path: Path, seconds: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def served(checkpoints: Checkpoints, engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A server that answered requests together, paused, answered another one, and was told to end."""
     checkpoint = checkpoints("glm4_moe")  # its first layer does not route
     folder = tmp_path_factory.mktemp("trace")
     path = folder / "trace.npz"
-    with Server(checkpoint, env=saboteur(folder, UNREGISTERED), **ARGUMENTS, expert_offload_trace=path) as server:
+    with engines.server(checkpoint, env=saboteur(folder, UNREGISTERED), **ARGUMENTS, expert_offload_trace=path) as server:
         with ThreadPoolExecutor(len(TOGETHER)) as clients:
             answers = list(clients.map(lambda request: ask(server, *request), TOGETHER))
         wait_for(path, PAUSE_SECONDS + 20)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import trace_checkpoint_check as check
 from checkpoints import ROOT, WALKED, WalkedCheckpoints
-from harness.server import Server
 from safetensors.torch import load_file, save_file
 from serving import Engines
 from trace_walk import ALIASES, TEXT_TOKENS, Walk
@@ -57,13 +56,15 @@ def test_decoding_routes_as_the_trace_and_every_expert_shows_in_the_tokens(
     assert any((right != other).any() for right, other in zip(tokens, wrong, strict=True))
 
 
-def test_the_check_compares_token_by_token_and_draws_it(walked: WalkedCheckpoints, trace: Trace, tmp_path: Path) -> None:
+def test_the_check_compares_token_by_token_and_draws_it(
+    walked: WalkedCheckpoints, engines: Engines, trace: Trace, tmp_path: Path
+) -> None:
     """With experts offloaded, which changes no routing; GLM-4.5 has a dense layer before those with experts."""
     folder = walked("tiny-glm", None)
     walk = Walk.load(folder)
     recorder = [sys.executable, str(ROOT / "scripts" / "harness" / "recording_server.py")]
     offloaded = {"expert_offload_num_resident": 8, "expert_offload_warmup_tokens": 64}
-    with Server(folder, command=recorder, enable_return_routed_experts=True, **offloaded) as server:
+    with engines.server(folder, command=recorder, enable_return_routed_experts=True, **offloaded) as server:
         answers = check.walked(server.url, walk)
         assert server.get("/server_info")["internal_states"][0]["expert_offload"]["moves"] > 0
     assert sum(len(answer.tokens) - check.PROMPT for answer in answers) == walk.positions
