@@ -49,7 +49,7 @@ class Starts:
 
     def run(self, program: str, **env: str) -> Ended:
         command = [sys.executable, "-c", textwrap.dedent(program)]
-        ended = subprocess.run(command, env={**self.env, **env}, capture_output=True, text=True, timeout=300)
+        ended = subprocess.run(command, env={**self.env, **env}, capture_output=True, text=True, timeout=600)
         return Ended(ended.returncode, ended.stdout, ended.stderr)
 
 

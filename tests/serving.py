@@ -31,7 +31,7 @@ TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/none
 # The only variables of the tests that must be set before SGLang is imported.
 READ_AT_IMPORT = ("TRITON_INTERPRET",)
 
-RUN_SECONDS = 240
+RUN_SECONDS = 600
 
 PROMPTS = ("hello world", "the quick brown fox jumps over 13 lazy dogs", "def f(x):\n    return x + 1\n")
 

@@ -17,7 +17,7 @@ from nursery import Ended, Nursery, Starts
 
 def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("sglang-uvm-offload")), "doctor", *arguments]
-    return subprocess.run(command, env=environment(env), capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=environment(env), capture_output=True, text=True, timeout=600)
 
 
 def doctor_in(python: Nursery | Starts, *arguments: str, **env: str) -> Ended:

@@ -167,7 +167,7 @@ def test_a_scheduler_gets_the_number_and_the_cache_its_tokens(model, standin, tm
     idle = {"cuda_graph_backend_decode": "disabled", "skip_server_warmup": True}
     job = {"engine": {"model_path": str(model), **GPU, **started, **idle}, "prompts": [], "max_new_tokens": 1}
     env = sglang_environment(standin.library.parent, tmp_path / "calls.jsonl", tmp_path / "caches")
-    info = run_engine(job, tmp_path, env | {"HF_HUB_OFFLINE": "1"}, seconds=300)["server_info"]
+    info = run_engine(job, tmp_path, env | {"HF_HUB_OFFLINE": "1"}, seconds=900)["server_info"]
     assert info["expert_offload_num_resident"] == "8"
     assert info["internal_states"][0]["expert_offload"]["resident_experts"] == 8 * LAYERS
     assert info["max_total_num_tokens"] == 4096

@@ -1,4 +1,4 @@
-"""What a server is told about single layers is held against the model that was built, whatever its config seems to say."""
+"""Ids by layer are checked against the built model, even where its config misleads."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def served(checkpoints: Checkpoints, engines: Engines, tmp_path_factory: pytest.
         answers.append(ask(server, "one more", 9))
         assert server.process is not None
         server.process.terminate()
-        server.process.wait(60)
+        server.process.wait(120)
         log = server.log
     config = json.loads((checkpoint / "config.json").read_text())
     expected = [decoded_experts(answer, config) for answer in answers]
