@@ -50,7 +50,7 @@ class OffloadConfig:
         return self.num_resident == UNRESOLVED
 
     def expert_problems(self, num_experts: int) -> list[str]:
-        """Why a model with so many routed experts a layer cannot keep the ones that are asked for."""
+        """Why N or the ids do not fit a model with ``num_experts`` routed experts per layer."""
         out = [] if self.resident_ids is None else self.resident_ids.expert_problems(num_experts)
         if self.num_resident > num_experts:
             out.append(

@@ -78,7 +78,7 @@ def test_ids_and_residents_that_are_more_than_the_experts_that_were_built_end_th
 
 
 @pytest.mark.parametrize("own", [[5, 7], [0, 1]])
-def test_a_stage_is_told_which_layers_were_built_before_it(monkeypatch, tmp_path, own):
+def test_a_stage_gets_the_layers_that_were_built_before_it(monkeypatch, tmp_path, own):
     """Its lists of ids follow theirs, and so do its numbers where its layers count from 0."""
     sent = []
     told = {"recv_object": lambda src: [1, 2], "send_object": lambda layers, dst: sent.append((layers, dst))}
@@ -87,7 +87,7 @@ def test_a_stage_is_told_which_layers_were_built_before_it(monkeypatch, tmp_path
     earlier = EarlierStages(ids)
     placement = InitialPlacement(ids, None, earlier.layers)
     assert [placement.resident(layer, 8, 0, 0, 1).nonzero()[0].tolist() for layer in own] == [[2], [3]]
-    earlier.tell_next(own)
+    earlier.send_to_next(own)
     numbers = [5, 7] if own == [5, 7] else [3, 4]
     assert sent == [([1, 2, *numbers], 2)]
     model = built(monkeypatch, own, pp_rank=1, pp_size=2)
@@ -98,7 +98,7 @@ def test_stages_wait_for_no_other_where_nothing_names_layers(monkeypatch):
     stage(monkeypatch, 1, 3)
     earlier = EarlierStages(config())
     assert earlier.layers() == []
-    earlier.tell_next([0])
+    earlier.send_to_next([0])
 
 
 def test_layers_get_the_numbers_that_they_have_in_the_whole_model(monkeypatch):
