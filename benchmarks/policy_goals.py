@@ -290,6 +290,7 @@ def judge(table: Table, switches: list[dict[str, object]]) -> list[dict[str, obj
 def markdown(table: Table, goals: list[dict[str, object]], switches: list[dict[str, object]]) -> str:
     parts = [
         "# Residency policies on measured routing\n",
+        "Constants and intervals: [tunings.md](tunings.md). Decision times: [decisions.md](decisions.md).\n",
         grid(["goal", "cases that meet it", "worst case"],
              [[str(g["goal"]).replace("  ", "... "), g["met"], g["worst"]] for g in goals]),
         f"`{SHIPPED}` is `--expert-offload-adapt continuous`: the real manager with `INTERVAL_STEPS` {INTERVAL_STEPS}. It\n"
