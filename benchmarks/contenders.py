@@ -18,7 +18,7 @@ Flags = dict[str, Any]
 
 
 class CannotServe(Exception):
-    """This contender has no setting for this budget. The message says why."""
+    """This contender has no setting for this budget. The message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Contender:
     flags: Callable[[Budget], Flags]
     """Flags of ``sglang.launch_server``. Raises ``CannotServe``."""
     residency: float | None = None
-    """Its only budget; None takes part at every residency that is asked for."""
+    """Its only budget; None: it takes part at every residency."""
     on_cpu: str = ""
     """What must be known of its row on a machine without a GPU."""
     offload: bool = False
-    """Whether it is this plugin, which tells what it offloads."""
+    """Whether it is this plugin, which reports what it offloads."""
 
 
 def this_plugin(**more: Any) -> Callable[[Budget], Flags]:

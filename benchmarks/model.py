@@ -45,7 +45,7 @@ CHUNK = 8192
 
 
 class NothingToCompare(Exception):
-    """The run has nothing that the model speaks of. The message says why."""
+    """The run has no figures to compare with. The message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,10 @@ def one(
     assumed = dataclasses.replace(Assumptions(), read_efficiency=1.0)
     residents = int(cell[1] * model.num_experts + 1e-9)
     hit_rate = [state["hit_rate"] for state in states if state["hit_rate"] is not None]
-    covered = statistics.median(hit_rate) if hit_rate else cell[1]
+    served = statistics.median(hit_rate) if hit_rate else cell[1]
     case = Case(model, linked, workload, Parallel(), Reserve(), assumed)
     speed = predict(
-        *("counted", covered, residents, model.num_experts, model.top_k, [case.cost(0)], linked, workload, Parallel()),
+        *("counted", served, residents, model.num_experts, model.top_k, [case.cost(0)], linked, workload, Parallel()),
         *(workload.requests, chunk_of(record), assumed),
     )
     if decoding:
@@ -203,7 +203,7 @@ def machine_of(record: Record) -> Machine:
     return Machine(record["device"], 1, vram, host, known.link_gbps, known.hbm_gbps, known.tflops, known.source)
 
 
-# ---- what is said ----
+# ---- output ----
 
 
 def lines(compared: Sequence[Compared]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Replays routing traces through the shipped policy and its rivals, and says which goals are met.
+"""Replays routing traces through the shipped policy and its rivals, and lists which goals are met.
 
     python benchmarks/policy_goals.py TRACE.npz [TRACE.npz ...] [--jobs 2] [--tunings] [--decisions]
 

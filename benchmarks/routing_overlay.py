@@ -17,7 +17,7 @@ import numpy as np
 
 
 class OverlayError(ValueError):
-    """The trace cannot be laid over the model; the message says why."""
+    """The trace cannot be laid over the model; the message has the reason."""
 
 
 def lay_over(ids: np.ndarray, trace_experts: int, layers: int, experts: int, top_k: int) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""What is asked of a server under measurement: the same token ids for all, greedy, to a fixed length, every wait bounded.
+"""The requests to a server under measurement: the same token ids for all, greedy, to a fixed length, every wait bounded.
 
-METHODS says how each figure comes about. All times are seconds as this client sees them, over HTTP on the same machine.
+METHODS explains how each figure is measured. All times are seconds as this client sees them, over HTTP on the same machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PromptIds = Callable[[int, int], list[int]]
 
 
 class PointFailed(Exception):
-    """The server did not answer, or not what was asked. The message is one line."""
+    """The server did not answer, or sent another kind of answer. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Client:
         return info
 
     def offload(self) -> dict[str, Any]:
-        """What the plugin says of its first rank; empty without it."""
+        """The plugin's status of its first rank; empty without it."""
         states = self.server_info().get("internal_states") or [{}]
         return states[0].get("expert_offload") or {}
 
@@ -97,7 +97,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is asked, the same for all contenders."""
+    """The requests, the same for all contenders."""
 
     batches: tuple[int, ...]
     prompts: tuple[int, ...]
@@ -150,11 +150,11 @@ Counters = Callable[[], dict[str, int]] | None
 """What the server has counted so far, such as the bytes of experts read over the link; None where it counts nothing."""
 
 
-def timed(client: Client, asked: list[list[int]], new: int, counters: Counters) -> dict[str, float]:
-    """``seconds`` of one batch, and what was counted meanwhile. The counters are asked outside the time."""
+def timed(client: Client, prompts: list[list[int]], new: int, counters: Counters) -> dict[str, float]:
+    """``seconds`` of one batch, and what was counted meanwhile. The counters are read outside the time."""
     before = counters() if counters else {}
     start = time.perf_counter()
-    client.generate(asked, new)
+    client.generate(prompts, new)
     seconds = time.perf_counter() - start
     after = counters() if counters else {}
     return {"seconds": seconds, **{name: after[name] - before[name] for name in before}}
@@ -169,10 +169,10 @@ def medians(figures: list[dict[str, float]]) -> Timed:
 
 def decode(client: Client, prompts: PromptIds, batch: int, sizes: Sizes, counters: Counters = None) -> Timed:
     """Seconds a token of a batch, by the difference of two lengths; likewise what was counted in one step."""
-    asked = [prompts(request, sizes.prompt_tokens) for request in range(batch)]
+    batch_prompts = [prompts(request, sizes.prompt_tokens) for request in range(batch)]
     found = []
     for _ in range(sizes.samples):
-        short, long = (timed(client, asked, new, counters) for new in (sizes.short, sizes.long))
+        short, long = (timed(client, batch_prompts, new, counters) for new in (sizes.short, sizes.long))
         found.append({name: (long[name] - short[name]) / (sizes.long - sizes.short) for name in long})
     if statistics.median(each["seconds"] for each in found) <= 0:
         raise PointFailed(f"not resolved: {sizes.long} tokens took no longer than {sizes.short}; ask for more with --tokens")

@@ -26,7 +26,7 @@ def tree(pid: int) -> list[psutil.Process]:
 
 def host_bytes(pid: int) -> int:
     """Proportional set size of the tree. Host pages of managed memory belong to the driver and are not in it: where there is a
-    GPU, what the machine lost (``available_bytes`` before and after) says more."""
+    GPU, what the machine lost (``available_bytes`` before and after) is the better figure."""
     total = 0
     for process in tree(pid):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

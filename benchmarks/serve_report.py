@@ -1,4 +1,4 @@
-"""What a run of ``serve.py`` says: tables in Markdown and plots. Pure: JSON in, files out.
+"""The report of a run of ``serve.py``: tables in Markdown and plots. Pure: JSON in, files out.
 
     python benchmarks/serve_report.py FOLDER              # writes FOLDER/report.md and plots beside its run.json
     python benchmarks/serve_report.py SECTION.json OUT    # the same from a section of a GPU session
@@ -28,7 +28,7 @@ NO_SPEED = (
 
 
 class NotARun(ValueError):
-    """A file that holds no run. The message says which and why."""
+    """A file that holds no run. The message names it and the reason."""
 
 
 def load(path: Path) -> Record:
@@ -245,9 +245,9 @@ def bench_table(record: Record) -> list[str]:
         names = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "output_throughput")
         body.append([cell_name(cell), *(number(middle(bench[name] for bench in found)) for name in names)])
     sizes = record["sizes"]
-    asked = f"{sizes['bench_requests']} requests of {sizes['bench_input']} tokens for {sizes['bench_output']}"
+    load = f"{sizes['bench_requests']} requests of {sizes['bench_input']} tokens for {sizes['bench_output']}"
     head = ["contender", "time to first token, ms", "99th percentile", "time per token, ms", "output tokens/s"]
-    return [f"{asked}, all at once.", "", *table(head, body)] if sizes["bench_requests"] else ["Not run."]
+    return [f"{load}, all at once.", "", *table(head, body)] if sizes["bench_requests"] else ["Not run."]
 
 
 def read_table(record: Record) -> list[str]:

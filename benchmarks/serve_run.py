@@ -1,4 +1,4 @@
-"""A run: each contender's server in turn, from its start to its end, and the row that says what came of it."""
+"""A run: each contender's server in turn, from its start to its end, and the row with its results."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Run:
     deadline: float = float("inf")
     """On ``time.monotonic``."""
     served: Callable[[Row], None] = lambda row: print(serve_report.line(row), flush=True)
-    """Told each row as it is complete."""
+    """Called with each row once it is complete."""
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -72,8 +72,8 @@ class Run:
 
 
 def run(wanted: Run, record: dict[str, Any] | None = None) -> dict[str, Any]:
-    """All cells, a repeat after the other; ``run.json`` is written after each. ``record`` is what ``describe`` said, where it
-    was asked before. Raises ``CheckpointError``."""
+    """All cells, a repeat after the other; ``run.json`` is written after each. ``record`` is the result of
+    ``describe``, if there is one already. Raises ``CheckpointError``."""
     model = load(wanted.model)
     (wanted.out / "logs").mkdir(parents=True, exist_ok=True)
     record = record or describe(wanted, model)
@@ -177,7 +177,7 @@ def start_of(wanted: Run, own: dict[str, Any]) -> Server:
 
 
 def measure(wanted: Run, contender: Contender, budget: Budget, server: Server, bill: serve_meter.Bill, row: Row) -> None:
-    """Fill the row's figures. Raises ``PointFailed`` where nothing can be said of this contender."""
+    """Fill the row's figures. Raises ``PointFailed`` if this contender has no figures."""
     assert server.process is not None
     pid, sizes = server.process.pid, wanted.sizes
     client = Client(server.url, min(wanted.point_seconds, wanted.left() + GRACE_SECONDS))
@@ -214,7 +214,7 @@ def measure(wanted: Run, contender: Contender, budget: Budget, server: Server, b
 
 
 def check_offload(client: Client, budget: Budget, row: Row) -> None:
-    """The plugin offloads, and has chosen its residents where it was told to."""
+    """The plugin offloads, and has chosen its residents if the contender makes it."""
     state = client.offload()
     if not state.get("num_layers"):
         raise PointFailed("the server answers, but nothing is offloaded: the plugin is not active in it")
@@ -253,12 +253,12 @@ def profile(wanted: Run, client: Client, row: Row) -> dict[str, Any]:
     if wanted.on_cpu or not shutil.which("nvidia-smi"):
         return found
     for batch in sorted({min(wanted.sizes.batches), max(wanted.sizes.batches)}):
-        asked = [wanted.prompts(request, wanted.sizes.prompt_tokens) for request in range(batch)]
+        batch_prompts = [wanted.prompts(request, wanted.sizes.prompt_tokens) for request in range(batch)]
         until = time.monotonic() + 5
         try:
             with serve_meter.busy() as seen:
                 while time.monotonic() < until and wanted.left() > 0:
-                    client.generate(asked, wanted.sizes.long)
+                    client.generate(batch_prompts, wanted.sizes.long)
         except PointFailed as failure:
             seen = {"error": str(failure)}  # type: ignore[dict-item]
         found[str(batch)] = seen
@@ -287,7 +287,7 @@ def keep_log(wanted: Run, server: Server, name: str) -> str:
 
 
 def reasons(row: Row) -> list[str]:
-    """Everything that the row says of what was not served."""
+    """Every error of the row."""
     points = [point["error"] for point in row["points"]]
     bench = [(row.get("bench") or {}).get("error")]
     return [reason for reason in [row["error"], *points, *bench] if reason]

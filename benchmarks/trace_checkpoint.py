@@ -3,10 +3,10 @@
 
     python benchmarks/trace_checkpoint.py qwen3-30b-a3b benchmarks/gpu/routing_trace.npz OUT --quant fp8 --layers 16
 
-Decoding walks the trace: each token stands for one of its positions, routes in every layer to the experts recorded there, and
-is followed by a token of the next position. ``trace_weights.py`` says how, ``trace_walk.py`` which part of the trace and how to
-make prompts, ``routing_overlay.py`` how a trace is laid over a model of other sizes; ``trace_checkpoint_check.py`` shows on a
-running server that it holds. Beside the checkpoint, ``walk.npz`` is what is replayed, itself a trace.
+Decoding walks the trace: each token stands for one of its positions, routes in every layer to the experts recorded there,
+and is followed by a token of the next position. ``trace_weights.py`` has the method; ``trace_walk.py`` chooses the part of
+the trace and makes prompts; ``routing_overlay.py`` lays a trace over a model of other sizes; ``trace_checkpoint_check.py``
+shows on a running server that it holds. Beside the checkpoint, ``walk.npz`` is what is replayed, itself a trace.
 
 Weights are random and vocabularies small, as the walk needs them; there is no drafting layer, and experts are not chosen from
 groups of experts (``n_group`` is 1). The other sizes are the models', of DeepSeek-V3 those of one of 8 tensor-parallel ranks.

@@ -23,7 +23,7 @@ STRETCH = 128
 
 
 class WalkError(ValueError):
-    """The trace cannot be walked; the message says why."""
+    """The trace cannot be walked; the message has the reason."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -136,7 +136,7 @@ class TraceWeights:
         return {info.name: weight.bfloat16()}
 
     def block(self, projection: str, info: TensorInfo) -> ExpertBlocks:
-        """What the experts' ``projection`` is drawn from, made when it is first asked for."""
+        """What the experts' ``projection`` is drawn from, made at its first use."""
         if projection not in self.blocks:
             out, into = info.shape
             down = projection == "down_proj"

@@ -12,7 +12,7 @@ Three properties are on purpose:
 
 * an expert's slice of each projection is at least 64 KiB, so that experts can be placed one by one;
 * weights are scaled to their fan-in, so that every expert shows in the output and a misplaced one changes the tokens;
-* only printable characters can be generated, and never the end-of-text token, so that answers have the length asked for.
+* only printable characters can be generated, and never the end-of-text token, so that answers have the requested length.
 """
 
 from __future__ import annotations

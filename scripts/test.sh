@@ -18,12 +18,13 @@ mypy
 codespell
 git ls-files '*.cu' '*.c' '*.h' | xargs clang-format --dry-run -Werror
 
-# Two runs at a time, since neither keeps two cores busy. The first one's output follows the other's.
+# Two runs at a time, of about the same length, since neither keeps two cores busy. The first one's output follows the other's.
+apart="tests/engine/test_cuda_serving.py tests/engine/test_serve_benchmark.py"
 first=$(mktemp)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$first"' EXIT
-python -m pytest --durations=25 tests/unit tests/gpu_session > "$first" 2>&1 &
+python -m pytest --durations=25 tests/unit tests/gpu_session $apart > "$first" 2>&1 &
 engine=0 others=0
-python -m pytest --durations=25 tests/engine || engine=$?
+python -m pytest --durations=25 tests/engine $(printf -- '--ignore=%s ' $apart) || engine=$?
 wait $! || others=$?
 cat "$first"
 exit $((engine > others ? engine : others))

@@ -43,7 +43,7 @@ def contract(rows: Rows) -> None:
 
 def counters(rows: Rows) -> None:
     """Graphs of counting kernels against a plain count: formats, padding, phases, ids that change between replays; and counts
-    that are asked for between two replays, and taken when later ones have run."""
+    that are requested between two replays, and taken when later ones have run."""
     random = np.random.default_rng(7)
     for tokens, k, experts, first in ((1, 8, 128, 0), (32, 8, 256, 0), (33, 6, 64, 64), (256, 8, 256, 128)):
         for form in (IdFormat.PLAIN, IdFormat.PACKED):
@@ -207,7 +207,7 @@ def identity(rows: Rows) -> None:
 
 
 def load(rows: Rows) -> None:
-    """A layer after the other as a server loads them, 78 % resident, and what the driver says is free afterwards."""
+    """A layer after the other as a server loads them, 78 % resident, and what the driver reports as free afterwards."""
     shape = GLM_45_AIR.toy if rows.small else GLM_45_AIR
     memory = CudaMemory()
     torch.zeros(1, device="cuda")

@@ -2,7 +2,7 @@
 
 ``routing_trace.npz`` is a trace (``sglang_uvm_offload.routing.trace``) of the first decode steps of 32 requests to gpt-oss-20b
 (24 layers, 32 experts, 4 a token), cut from AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting at 72b368f6 (Apache-2.0, see
-README.md). ``routing_overlay.py`` says how it is laid over models with more experts.
+README.md). ``routing_overlay.py`` lays it over models with more experts.
 """
 
 from __future__ import annotations

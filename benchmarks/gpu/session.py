@@ -36,7 +36,7 @@ DONE, FAILED, CUT_SHORT, LEFT, TOO_LARGE = "done", "failed", "cut short", "no ti
 
 
 class SectionFailure(Exception):
-    """The section cannot start, or did not end complete. The message says why."""
+    """The section cannot start, or did not end complete. The message has the reason."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -132,7 +132,7 @@ def run_section(section: Section, wanted: argparse.Namespace) -> None:
 
 
 def run_part(part: Part, program: Sequence[str], left: float, small: bool, log: TextIO) -> dict[str, Any]:
-    """What the section's record says of this part."""
+    """This part in the section's record."""
     if left < min(part.expected, part.limit):
         say(log, f"-- {part.name}: no time left in this section ({left:.0f} s)")
         return {"status": LEFT, "rows": []}

@@ -77,6 +77,7 @@ class BuiltModel:
         if config.resident_ids is not None:
             problems += config.resident_ids.layer_problems(self.moe_layers)
         if profile is not None and (different := model.differences(profile.model)):
-            problems.append(f"{flag_name('profile')}: is of another model: {'; '.join(different)}")
+            files = ",".join(map(str, config.profiles))
+            problems.append(f"{flag_name('profile')} {files}: is of another model: {'; '.join(different)}")
         if problems:
             raise FlagError(problems)

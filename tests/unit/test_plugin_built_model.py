@@ -51,8 +51,9 @@ def test_a_profile_of_the_layers_that_were_built_is_used_whatever_a_config_says(
 
 def test_a_profile_of_other_layers_ends_the_launch(monkeypatch):
     model = built(monkeypatch, [0, 1, 2])
-    with pytest.raises(FlagError, match=r"--expert-offload-profile: .*moe_layers \(1, 2, 3\), not \(0, 1, 2\)"):
-        model.check(InitialPlacement(config(), profile_of([[0]] * 3)), model.routed_model(NAME, ARCHITECTURE))
+    given = config(profile="a.npz,b.npz")
+    with pytest.raises(FlagError, match=r"--expert-offload-profile a.npz,b.npz: .*moe_layers \(1, 2, 3\), not \(0, 1, 2\)"):
+        model.check(InitialPlacement(given, profile_of([[0]] * 3)), model.routed_model(NAME, ARCHITECTURE))
 
 
 @pytest.mark.parametrize(("lists", "fits"), [(3, True), (2, False), (4, False)])

@@ -31,7 +31,7 @@ class host_side {
                 managed_ = std::make_unique<managed_range>(nbytes, it.device);
                 start = managed_->start;
                 managed_->prefer(on_host());
-                // Pages that are asked for one at a time get host memory one at a time.
+                // Pages that are requested one at a time get host memory one at a time.
                 size_t step = what == kind::managed_4k ? 4 * kib : nbytes;
                 for (size_t at = 0; at < nbytes; at += step) prefetch(start + at, step, on_host(), it.stream);
                 CHECK(cudaStreamSynchronize(it.stream));

@@ -47,7 +47,7 @@ Function driver_function(const char* name) {
 }
 
 // Host memory of NUMA node 0 mapped for the GPU by the virtual memory API. Containers and old kernels refuse it: then
-// `refusal` says which call, and with what error.
+// `refusal` names the call and its error.
 class host_numa_memory {
   public:
     host_numa_memory(size_t nbytes, int device) {

@@ -62,7 +62,7 @@ inline void measure_prefetch(session& it) {
                         return line.label("piece_mib", size / double(mib)).label("gpu", load);
                     };
                     row moved = labelled("prefetch"), held = labelled("prefetch_blocks_caller");
-                    // Queued bytes wait for the kernel before them: only how long the caller is held says something.
+                    // Queued bytes wait for the kernel before them: only how long the caller is held is a measurement.
                     if (load[0] != 'q') it.put(moved, "GB/s", rate[to_device]);
                     it.put(held, "ms", blocked[to_device]);
                 }
