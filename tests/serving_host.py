@@ -82,7 +82,10 @@ def run_job(job: dict[str, Any]) -> NoReturn:
         code = 0
     except SystemExit as end:
         traceback.print_exc()
-        code = end.code if isinstance(end.code, int) else 1
+        if isinstance(end.code, int):
+            code = end.code
+        elif end.code is None and "command" in job:
+            code = 0  # as of any program; an engine's job must leave a result
     except Exception:  # noqa: BLE001 - whatever ended the job is told in its log
         traceback.print_exc()
     finally:
