@@ -11,6 +11,7 @@ from rows import PartRows, Row, best, find, one, show
 PREFER_CPU = "prefer CPU for all, prefetch both ways"
 PREFER_GPU = "prefer GPU for residents"
 READ_MOSTLY = "prefer CPU, ReadMostly to promote"
+PREFETCH_FIRST = "prefetch, then prefer GPU"
 DESIGNS = (PREFER_GPU, PREFER_CPU, READ_MOSTLY)
 
 
@@ -47,19 +48,21 @@ def residents_design(rows: PartRows) -> list[str]:
         states = ("promoted, second pass", "demoted, first pass", "demoted, second pass")
         return steps + [one(rows, "demotion", "read", design=design, step=state) for state in states]
 
-    def pressure(design: str) -> list[Row | None]:
-        figures = (
-            "read, before",
-            "read, under pressure, pass by pass",
-            "read, pressure gone, pass by pass",
-            "prefetching all residents again",
-            "read, after prefetching again",
-        )
-        return [one(rows, "eviction", "eviction", design=design, figure=figure) for figure in figures]
-
     head = ["all experts", "promote, ms", "demote, ms", "read promoted, GB/s", "demoted, 1st pass", "2nd pass"]
-    under = ["a plain allocation evicts", "read before, GB/s", "under pressure", "pressure gone", "cure, ms", "then"]
-    return grid(head, [(d, moves(d)) for d in DESIGNS]) + grid(under, [(d, pressure(d)) for d in DESIGNS])
+    return grid(head, [(d, moves(d)) for d in DESIGNS])
+
+
+def eviction_design(rows: PartRows) -> list[str]:
+    figures = (
+        "read, before",
+        "read, under pressure, pass by pass",
+        "read, pressure gone, pass by pass",
+        "prefetching all residents again",
+        "read, after prefetching again",
+    )
+    head = ["a plain allocation evicts", "read before, GB/s", "under pressure", "pressure gone", "cure, ms", "then"]
+    body = [(d, [one(rows, "eviction", "eviction", design=d, figure=figure) for figure in figures]) for d in DESIGNS]
+    return grid(head, body)
 
 
 def demotion_design(rows: PartRows) -> list[str]:
@@ -93,9 +96,9 @@ def calls_design(rows: PartRows) -> list[str]:
         calls = ("prefer, first time", "prefer, back", "prefer, all at once", "prefetch")
         return [one(rows, "advice", "advice", ranges=ranges, pages="on the host", call=call) for call in calls]
 
-    def stall(thread: str, expert: str) -> list[Row | None]:
+    def stall(design: str, thread: str, expert: str) -> list[Row | None]:
         figures = ("replay before", "slowest replay", "time lost to one promotion", "promoting calls")
-        labels = {"design": PREFER_GPU, "thread": thread, "expert": expert}
+        labels = {"design": design, "thread": thread, "expert": expert}
         return [one(rows, "stall", "stall", figure=figure, **labels) for figure in figures]
 
     def python(thread: str) -> list[Row | None]:
@@ -110,20 +113,29 @@ def calls_design(rows: PartRows) -> list[str]:
         ["ranges on the host, us a call", "prefer", "prefer back", "all in one", "prefetch"],
         [(str(ranges), advice(ranges)) for ranges in (1, 16, 256, 1024, 4096)],
     )
-    threads = [(f"{t}, expert {e}", stall(t, e)) for t in ("scheduler", "helper") for e in ("read by the graph", "not read")]
+    threads = [
+        (f"{thread}, expert {expert}, {design}", stall(design, thread, expert))
+        for expert in ("read by the graph", "not read")
+        for design in (PREFER_GPU, PREFETCH_FIRST)
+        for thread in ("scheduler", "helper")
+    ]
     threads += [(f"{t}, 16 experts, through Python", python(t)) for t in ("scheduler", "helper")]
     return lines + grid(["one promotion from the thread, ms", "replay", "slowest", "lost", "calls"], threads)
 
 
 def alignment_design(rows: PartRows) -> list[str]:
-    def line(stride: str) -> list[Row | None]:
-        reads = [one(rows, "alignment", "aligned_read", stride=stride, experts=e) for e in ("resident", "offloaded")]
-        moves = [one(rows, "alignment", "aligned_move", stride=stride, direction=d) for d in ("to_device", "to_host")]
-        rest = [one(rows, "alignment", "padding", stride=stride), one(rows, "alignment", "host_pages", stride=stride)]
+    def line(mib: float, stride: str) -> list[Row | None]:
+        same: dict[str, str | float] = {"stride": stride, "expert_mib": mib}
+        states = ("resident", "offloaded", "resident, after the moves", "offloaded, after the moves")
+        reads = [one(rows, "alignment", "aligned_read", experts=e, **same) for e in states]
+        moves = [one(rows, "alignment", "aligned_move", direction=d, **same) for d in ("to_device", "to_host")]
+        rest = [one(rows, "alignment", figure, **same) for figure in ("vram_over_residents", "padding", "host_pages")]
         return reads + moves + rest
 
-    head = ["experts", "read resident, GB/s", "read offloaded", "up", "down", "x bytes", "host stretch, KiB"]
-    lines = grid(head, [(stride, line(stride)) for stride in ("packed", "padded to 2 MiB")])
+    sizes = sorted({row["expert_mib"] for row in find(rows.get("alignment", ()), "padding")})
+    body = [(f"{mib:g} MiB, {stride}", line(mib, stride)) for mib in sizes for stride in ("packed", "padded to 2 MiB")]
+    head = ["experts: read, GB/s", "resident", "offloaded", "resident, after moves", "offloaded, after moves"]
+    lines = grid([*head, "up", "down", "VRAM / resident bytes", "x bytes", "host stretch, KiB"], body)
     figures = ("blocks of 2 MiB that are one stretch", "mean contiguous stretch")
     pages = [
         (memory, [one(rows, "bandwidth", "host_pages", memory=memory, figure=figure) for figure in figures])
@@ -158,11 +170,34 @@ def headroom_design(rows: PartRows) -> list[str]:
         "free VRAM under pressure",
     )
     found = [(f, one(rows, "eviction", "eviction", design=PREFER_CPU, figure=f)) for f in figures]
+    return [f"{name}: {show(row)}" for name, row in found if row]
+
+
+def residency_design(rows: PartRows) -> list[str]:
+    found = []
     for blocks in ("resident", "offloaded"):
         found.append((f"one read, {blocks} (quantiles)", one(rows, "residency", "read_latency", blocks=blocks)))
     for figure in ("told right", "one check"):
         found.append((f"residency check, {figure}", one(rows, "residency", "residency_check", figure=figure)))
     return [f"{name}: {show(row)}" for name, row in found if row]
+
+
+def copies_design(rows: PartRows) -> list[str]:
+    lines = []
+    for gpu in ("idle", "busy"):
+        found = [row for row in find(rows.get("copies", ()), "copies") if row["gpu"] == gpu]
+        sources = [*dict.fromkeys(row["source"] for row in found)]
+        ways = [*dict.fromkeys(row["way"] for row in found)]
+
+        def line(way: str, gpu: str = gpu, sources: list[str] = sources) -> list[Row | None]:
+            same = {"way": way, "gpu": gpu}
+            rates = [one(rows, "copies", "copies", source=source, **same) for source in sources]
+            beside = "copies_slow_others" if gpu == "busy" else "copies_hold_caller"
+            return [*rates, one(rows, "copies", beside, source=sources[0], **same)]
+
+        last = "x the time of a kernel beside" if gpu == "busy" else "caller held, ms"
+        lines += grid([f"into VRAM, GPU {gpu}, GB/s", *sources, last], [(way, line(way)) for way in ways])
+    return lines
 
 
 def accounting_notes(rows: PartRows) -> list[str]:
@@ -253,7 +288,8 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
         Decision("one range at a time, coalesced or batched; which thread; what a replay suffers", calls_design),
         Decision("experts aligned to 2 MiB or packed; which host page size comes out", alignment_design),
         Decision("which memory and load read zero-copy fastest", zero_copy_design),
-        Decision("which headroom keeps residents; how eviction is noticed", headroom_design),
+        Decision("offloaded bytes into VRAM: copy engine or kernel, and what other kernels notice", copies_design),
+        Decision("whether the latency of a read shows where a page is", residency_design),
         Decision("what the driver reports as free, what host RAM is held", accounting_notes),
     ),
     "ops": (Decision("whether the promises hold on the device", promises),),
@@ -275,4 +311,8 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
         Decision("this plugin or --cpu-offload-gb", served("cpu_offload_gb")),
     ),
     "offloader": (Decision("this plugin or OffloaderV2", served("offloader_v2")),),
+    "eviction": (
+        Decision("PREFER_GPU residents, or prefer CPU for all, where something else fills the card", eviction_design),
+        Decision("which headroom keeps residents", headroom_design),
+    ),
 }

@@ -235,9 +235,7 @@ def load(rows: Rows) -> None:
         used = before.device_free - after.device_free
         rows.put("load", "GiB", [predicted / 2**30], figure="VRAM predicted", repeat=repeat)
         rows.put("load", "GiB", [used / 2**30], figure="VRAM used", repeat=repeat)
-        rows.put("load", "ratio", [abs(used - predicted) / predicted], figure="error of VRAM used", repeat=repeat)
-        free = before.device_free - predicted
-        rows.put("load", "ratio", [abs(after.device_free - free) / free], figure="error of VRAM free", repeat=repeat)
+        rows.put("load", "GiB", [abs(used - predicted) / 2**30], figure="error of VRAM used", repeat=repeat)
         rows.put("load", "GiB", [offloaded / 2**30], figure="host RAM predicted", repeat=repeat)
         taken = before.host_available - after.host_available
         rows.put("load", "GiB", [taken / 2**30], figure="host RAM used", repeat=repeat)

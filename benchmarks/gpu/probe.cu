@@ -10,6 +10,7 @@
 
 #include "probe/bandwidth.h"
 #include "probe/common.h"
+#include "probe/copies.h"
 #include "probe/kernels.h"
 #include "probe/moves.h"
 #include "probe/pressure.h"
@@ -21,17 +22,10 @@ struct measurement {
 };
 
 constexpr measurement measurements[] = {
-    {"link", measure_link},
-    {"bandwidth", measure_bandwidth},
-    {"amplification", measure_amplification},
-    {"prefetch", measure_prefetch},
-    {"demotion", measure_demotion},
-    {"stall", measure_stall},
-    {"accounting", measure_accounting},
-    {"eviction", measure_eviction},
-    {"advice", measure_advice},
-    {"host_memory", measure_host_memory},
-    {"residency", measure_residency},
+    {"link", measure_link},           {"bandwidth", measure_bandwidth},     {"amplification", measure_amplification},
+    {"copies", measure_copies},       {"prefetch", measure_prefetch},       {"demotion", measure_demotion},
+    {"stall", measure_stall},         {"accounting", measure_accounting},   {"eviction", measure_eviction},
+    {"advice", measure_advice},       {"host_memory", measure_host_memory}, {"residency", measure_residency},
     {"alignment", measure_alignment},
 };
 }  // namespace

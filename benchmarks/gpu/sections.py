@@ -53,12 +53,12 @@ PROBE = Section(
     (
         Part("demotion", "probe", 10, 40, 0.5, 1, "designs to hold residents: promote, demote, read (measurement 4)"),
         Part("prefetch", "probe", 40, 75, 1, 3, "prefetch against the copy engine; who waits (measurement 3)"),
-        Part("eviction", "probe", 15, 45, 2, 2, "a plain allocation near capacity; which headroom (measurement 7)"),
-        Part("stall", "probe", 25, 60, 0.6, 1, "what a running replay suffers from a promotion (measurement 5)"),
+        Part("stall", "probe", 30, 70, 0.6, 1, "what a running replay suffers from a promotion (measurement 5)"),
         Part("bandwidth", "probe", 95, 160, 30, 32, "zero-copy reads by memory, size and load (measurement 1)"),
+        Part("copies", "probe", 15, 45, 1, 3, "offloaded bytes into VRAM by copy engine and by kernel, beside other work"),
         Part("amplification", "probe", 8, 30, 0.1, 1, "many readers of one tile (measurement 2)"),
         Part("residency", "probe", 5, 30, 2, 3, "telling residents by the latency of one read"),
-        Part("alignment", "probe", 8, 30, 2.2, 3, "experts packed or padded to 2 MiB; host page sizes"),
+        Part("alignment", "probe", 25, 60, 2.2, 3, "experts of several sizes, packed or padded to 2 MiB; host page sizes"),
         Part("advice", "probe", 30, 60, 1, 4, "advice by number of ranges; copies into new pages (measurement 8)"),
         Part("accounting", "probe", 8, 30, 4, 4, "free VRAM as the driver reports it (measurement 6)"),
         Part("host_memory", "probe", 10, 30, 4, 5, "host RAM along an expert's life (measurement 9)"),
@@ -130,7 +130,13 @@ OFFLOADER = Section(
     ),
 )
 
-SECTIONS = {section.name: section for section in (PROBE, OPS, LAYER, SERVER, BOUNDS, PEERS, OFFLOADER)}
+EVICTION = Section(
+    "eviction",
+    "what a full card evicts; run last, because a driver under pressure is the likeliest to hang",
+    (Part("eviction", "probe", 15, 60, 2, 2, "a plain allocation near capacity; which headroom (measurement 7)"),),
+)
+
+SECTIONS = {section.name: section for section in (OPS, PROBE, LAYER, SERVER, BOUNDS, PEERS, OFFLOADER, EVICTION)}
 
 
 def too_much(part: Part, free_vram: int, host_available: int, small: bool) -> list[str]:

@@ -143,11 +143,15 @@ def run_part(part: Part, program: Sequence[str], left: float, small: bool, log: 
         words = [part.name, str(rows_file), f"{seconds:.0f}", *(["--small"] if small else [])]
         command = [*program, *words]
         say(log, f"-- {part.name}: {part.says}; at most {seconds:.0f} s")
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            ended = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=seconds + GRACE_SECONDS)
-            error = None if ended.returncode == 0 else f"ended with status {ended.returncode}"
+            status = process.wait(seconds + GRACE_SECONDS)
+            error = None if status == 0 else f"ended with status {status}"
         except subprocess.TimeoutExpired:
             error = f"killed after {seconds + GRACE_SECONDS:.0f} s"
+            process.kill()
+            if not ends(process):
+                error += ", and did not end: it is stuck in the driver"
         rows = read_rows(rows_file)
     finished = any(row["row"] == "finished" and row["values"] == [1] for row in rows)
     status = FAILED if error else DONE if finished else CUT_SHORT
@@ -156,6 +160,15 @@ def run_part(part: Part, program: Sequence[str], left: float, small: bool, log: 
     taken = time.monotonic() - started
     say(log, f"-- {part.name}: {status}, {len(rows)} rows, {taken:.1f} s")
     return {"status": status, "error": error, "seconds": round(taken, 2), "command": command, "rows": rows}
+
+
+def ends(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a killed process ends. One in the middle of a driver's call may never do, and is not waited for."""
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def program(part: Part, environment: dict[str, Any], log: TextIO) -> list[str]:

@@ -117,9 +117,16 @@ class stopwatch {
 
     template <typename Work>
     double ms(cudaStream_t stream, Work&& work) {
+        launch(stream, work);
+        return wait();
+    }
+    template <typename Work>
+    void launch(cudaStream_t stream, Work&& work) {
         CHECK(cudaEventRecord(start_, stream));
         work();
         CHECK(cudaEventRecord(end_, stream));
+    }
+    double wait() {
         CHECK(cudaEventSynchronize(end_));
         float elapsed = 0;
         CHECK(cudaEventElapsedTime(&elapsed, start_, end_));
