@@ -288,10 +288,10 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
         Decision("one range at a time, coalesced or batched; which thread; what a replay suffers", calls_design),
         Decision("experts aligned to 2 MiB or packed; which host page size comes out", alignment_design),
         Decision("which memory and load read zero-copy fastest", zero_copy_design),
-        Decision("offloaded bytes into VRAM: copy engine or kernel, and what other kernels notice", copies_design),
         Decision("whether the latency of a read shows where a page is", residency_design),
         Decision("what the driver reports as free, what host RAM is held", accounting_notes),
     ),
+    "stream": (Decision("offloaded bytes into VRAM: copy engine or kernel, and what other kernels notice", copies_design),),
     "ops": (Decision("whether the promises hold on the device", promises),),
     "layer": (
         Decision("whether the Triton MoE is right", moe_is_right),

@@ -208,5 +208,6 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("servers of this plugin with other answers", "<=", 0, other_answers("offloader")),
         Goal("OffloaderV2's decode time over this plugin's, batch 1", ">=", 5, behind("offloader_v2", "decode", 1)),
     ),
+    "stream": (),
     "eviction": (),
 }

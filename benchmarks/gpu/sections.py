@@ -55,7 +55,6 @@ PROBE = Section(
         Part("prefetch", "probe", 40, 75, 1, 3, "prefetch against the copy engine; who waits (measurement 3)"),
         Part("stall", "probe", 30, 70, 0.6, 1, "what a running replay suffers from a promotion (measurement 5)"),
         Part("bandwidth", "probe", 95, 160, 30, 32, "zero-copy reads by memory, size and load (measurement 1)"),
-        Part("copies", "probe", 15, 45, 1, 3, "offloaded bytes into VRAM by copy engine and by kernel, beside other work"),
         Part("amplification", "probe", 8, 30, 0.1, 1, "many readers of one tile (measurement 2)"),
         Part("residency", "probe", 5, 30, 2, 3, "telling residents by the latency of one read"),
         Part("alignment", "probe", 25, 60, 2.2, 3, "experts of several sizes, packed or padded to 2 MiB; host page sizes"),
@@ -116,7 +115,7 @@ PEERS = Section(
     "peers",
     "every other way to serve the same model in the same VRAM",
     (
-        Part("paged_experts", "server_parts", 185, 280, 20, 60, "all resident, this plugin, --enable-paged-experts at 50 %"),
+        Part("paged_experts", "server_parts", 185, 340, 20, 60, "all resident, this plugin, --enable-paged-experts at 50 %"),
         Part("cpu_offload_gb", "server_parts", 250, 280, 20, 60, "all resident, this plugin, --cpu-offload-gb at 50 %"),
     ),
 )
@@ -130,13 +129,19 @@ OFFLOADER = Section(
     ),
 )
 
+STREAM = Section(
+    "stream",
+    "how offloaded bytes come into VRAM",
+    (Part("copies", "probe", 25, 60, 1, 3, "by copy engine and by kernel, alone and beside a memory-bound kernel"),),
+)
+
 EVICTION = Section(
     "eviction",
     "what a full card evicts; run last, because a driver under pressure is the likeliest to hang",
     (Part("eviction", "probe", 15, 60, 2, 2, "a plain allocation near capacity; which headroom (measurement 7)"),),
 )
 
-SECTIONS = {section.name: section for section in (OPS, PROBE, LAYER, SERVER, BOUNDS, PEERS, OFFLOADER, EVICTION)}
+SECTIONS = {section.name: section for section in (OPS, PROBE, STREAM, LAYER, SERVER, BOUNDS, PEERS, OFFLOADER, EVICTION)}
 
 
 def too_much(part: Part, free_vram: int, host_available: int, small: bool) -> list[str]:

@@ -66,6 +66,8 @@ class Served:
     written: Written
     contenders: tuple[str, ...]
     residencies: tuple[float, ...]
+    judged_only: bool = False
+    """Only the sizes that goals name, so that slow peers end in time."""
 
 
 PLAN = {
@@ -73,23 +75,24 @@ PLAN = {
     "again": Served(QWEN, ("frequency",), (0.5, 0.78)),
     "first_n": Served(QWEN, ("first_n",), (0.5,)),
     "bounds": Served(QWEN, ("zero_copy", "page_in_only"), ()),
-    "paged_experts": Served(QWEN, ("frequency", "paged_experts"), (0.5,)),
-    "cpu_offload_gb": Served(QWEN, ("frequency", "cpu_offload_gb"), (0.5,)),
-    "offloader_v2": Served(DEEPSEEK, ("frequency", "offloader_v2"), (0.5,)),
+    "paged_experts": Served(QWEN, ("frequency", "paged_experts"), (0.5,), judged_only=True),
+    "cpu_offload_gb": Served(QWEN, ("frequency", "cpu_offload_gb"), (0.5,), judged_only=True),
+    "offloader_v2": Served(DEEPSEEK, ("frequency", "offloader_v2"), (0.5,), judged_only=True),
 }
 
 
-def sizes(small: bool) -> Sizes:
+def sizes(small: bool, judged_only: bool = False) -> Sizes:
+    batches, prompts = ((1, 16, 64), (4096, 16384)) if judged_only else ((1, 4, 16, 64), (512, 4096, 16384, 32000))
     return Sizes(
-        batches=(1, 4) if small else (1, 4, 16, 64),
-        prompts=(32,) if small else (512, 4096, 16384, 32000),
+        batches=(1, 4) if small else batches,
+        prompts=(32,) if small else prompts,
         prompt_tokens=8 if small else 64,
         short=1 if small else 4,
         long=9 if small else 24,
         samples=1 if small else 3,
         answers=2 if small else 4,
         answer_tokens=8 if small else 24,
-        bench_requests=0 if small else 32,
+        bench_requests=0 if small or judged_only else 32,
         bench_input=256,
         bench_output=32,
         warmup_tokens=64 if small else 4096,
@@ -156,7 +159,7 @@ def serve_part(rows: Rows, served: Served) -> None:
             contenders=list(served.contenders),
             residencies=list(residencies),
             repeats=1,
-            sizes=sizes(rows.small),
+            sizes=sizes(rows.small, served.judged_only),
             prompts=prompts_for(model, 1),
             server_args=[] if rows.small else list(SERVER_ARGS),
             start_seconds=400 if rows.small else 150,

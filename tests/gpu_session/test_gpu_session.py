@@ -16,9 +16,9 @@ from standin.build import build, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
-SECTIONS = ("ops", "probe", "layer", "eviction")
+SECTIONS = ("ops", "probe", "stream", "layer", "eviction")
 SERVING = ("server", "bounds", "peers", "offloader")
-FILES_THAT_COME_BACK, FILE_BYTES = 8, 16 << 20
+FILE_BYTES = 16 << 20
 
 
 class Session:
@@ -80,7 +80,7 @@ def test_list_names_every_section_in_order(session):
 def test_an_unknown_section_is_a_usage_error(session):
     said = session.run("prboe", over_standin=False)
     assert said.returncode == 2
-    assert "no section prboe: there are ops, probe, layer, server" in said.stderr
+    assert "no section prboe: there are ops, probe, stream, layer, server" in said.stderr
 
 
 def test_dry_run_compiles_everything_and_starts_no_cuda(session):
@@ -153,7 +153,6 @@ def test_every_decision_has_figures(ran):
 def test_the_results_are_few_and_small(ran):
     files = list(ran.out.iterdir())
     assert sorted(file.name for file in files) == sorted(f"{s}.{kind}" for s in SECTIONS for kind in ("json", "log"))
-    assert len(files) <= FILES_THAT_COME_BACK
     assert max(file.stat().st_size for file in files) < FILE_BYTES
 
 

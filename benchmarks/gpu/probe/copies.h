@@ -77,7 +77,17 @@ inline void measure_copies(session& it) {
                 }
             });
         }
-        for (int blocks : {8, 16, 32, 64, 128, it.sms * 2}) {
+        // With the direction named, the driver does not take managed memory for pageable memory.
+        for (size_t size : {768 * kib, 1536 * kib, 3 * mib, 16 * mib, total}) {
+            std::string pieces = size == total ? "one call" : std::to_string(size / kib) + " KiB a call";
+            one("copy engine, device to device, " + pieces, [&] {
+                for (size_t at = 0; at < total; at += size) {
+                    CHECK(cudaMemcpyAsync(buffer.start() + at, from + at, std::min(size, total - at),
+                                          cudaMemcpyDeviceToDevice, copier));
+                }
+            });
+        }
+        for (int blocks : {4, 8, 16, 32, 64, 128, it.sms * 2}) {
             one("kernel, " + std::to_string(blocks) + " blocks", [&] {
                 copy_units<<<blocks, threads, 0, copier>>>(reinterpret_cast<const uint4*>(from),
                                                            reinterpret_cast<uint4*>(buffer.start()), total / 16);
