@@ -7,10 +7,11 @@ this plugin ``sizing.speed`` predicts what it costs on top of the resident serve
 
     time = resident + missed bytes / read rate + streamed bytes / copy rate + moved bytes / copy rate
 
-Streamed bytes are 0: the plugin has no such path. Missed bytes come from the model, with the hit rate that the server
-counted, and moved bytes are those that it counted; the rates are measured where a probe is given, else the planner's
-assumptions. Where terms differ from what was counted, the difference is blamed on them, in seconds; what no term explains is
-called *not in the model*.
+Streamed bytes are 0: the plugin has no such path. Missed bytes come from the model, with the hit rate of the routing that was
+timed: for decode that of batch 1, where each expert read is one use (prompts route otherwise), else the one that the server
+counted over all its traffic. Moved bytes are those that it counted; the rates are measured where a probe is given, else the
+planner's assumptions. Where terms differ from what was counted, the difference is blamed on them, in seconds; what no term
+explains is called *not in the model*. The table also goes to model.log, with model.json beside it.
 """
 
 from __future__ import annotations
@@ -148,6 +149,10 @@ def one(
     residents = int(cell[1] * model.num_experts + 1e-9)
     hit_rate = [state["hit_rate"] for state in states if state["hit_rate"] is not None]
     served = statistics.median(hit_rate) if hit_rate else cell[1]
+    single = counted(record, cell, "decode", 1, "read_bytes")
+    if decoding and single is not None:
+        uses = model.top_k * model.expert_bytes / model.num_experts
+        served = 1 - single / uses
     case = Case(model, linked, workload, Parallel(), Reserve(), assumed)
     speed = predict(
         *("counted", served, residents, model.num_experts, model.top_k, [case.cost(0)], linked, workload, Parallel()),
@@ -273,7 +278,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", type=Path, help="the checkpoint that was served: its folder, or its config.json")
     parser.add_argument("--probe", type=Path)
     parser.add_argument("--layer", type=Path)
-    parser.add_argument("--out", type=Path, help="folder for model.png; default: beside the run")
+    parser.add_argument("--out", type=Path, help="folder for model.log, .json and .png; default: beside the run")
     wanted = parser.parse_args(arguments)
     try:
         record = serve_report.load(wanted.run)
@@ -291,7 +296,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"model.py: {error}", file=sys.stderr)
         return 2
     out = wanted.out or (wanted.run if wanted.run.is_dir() else wanted.run.parent)
-    print("\n".join(lines(compared)))
+    text = "\n".join(lines(compared))
+    print(text)
+    (out / "model.log").write_text(text + "\n")
+    figures = [{"cell": each.cell, "kind": each.kind, "size": each.size, "error": each.error} for each in compared]
+    (out / "model.json").write_text(json.dumps({"measured": record["measured"], "figures": figures}, indent=1) + "\n")
     draw(compared, record, out / "model.png")
     return 0
 

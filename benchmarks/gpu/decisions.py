@@ -299,17 +299,15 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
         Decision("what a step costs by residency", residency_cost),
     ),
     "server": (
-        Decision("what a server's answer costs by residency, first turn", served("frequency")),
-        Decision("what a server's answer costs by residency, second turn", served("again")),
+        Decision("what a server's answer costs, half of the experts resident", served("frequency")),
+        Decision("what a server's answer costs, most of them resident", served("most")),
     ),
     "bounds": (
         Decision("whether choosing residents by use pays in a server", served("first_n")),
         Decision("what reading every expert in place costs a server", served("bounds")),
     ),
-    "peers": (
-        Decision("this plugin or paged experts", served("paged_experts")),
-        Decision("this plugin or --cpu-offload-gb", served("cpu_offload_gb")),
-    ),
+    "peers": (Decision("this plugin or paged experts", served("paged_experts")),),
+    "cpu_offload": (Decision("this plugin or --cpu-offload-gb", served("cpu_offload_gb")),),
     "offloader": (Decision("this plugin or OffloaderV2", served("offloader_v2")),),
     "eviction": (
         Decision("PREFER_GPU residents, or prefer CPU for all, where something else fills the card", eviction_design),

@@ -106,9 +106,10 @@ def used_after_load(rows: PartRows) -> tuple[float, str] | None:
 
 
 SERVED = {
-    "server": ("frequency", "again"),
+    "server": ("frequency", "most"),
     "bounds": ("first_n", "bounds"),
-    "peers": ("paged_experts", "cpu_offload_gb"),
+    "peers": ("paged_experts",),
+    "cpu_offload": ("cpu_offload_gb",),
     "offloader": ("offloader_v2",),
 }
 """The parts of each section that serve; each has a resident server of its own."""
@@ -197,6 +198,9 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             1.5,
             behind("paged_experts", "prefill", 4096, 16384),
         ),
+    ),
+    "cpu_offload": (
+        Goal("servers of this plugin with other answers", "<=", 0, other_answers("cpu_offload")),
         Goal(
             "--cpu-offload-gb's decode time over this plugin's, batch 1",
             ">=",

@@ -18,7 +18,7 @@ class Part:
     name: str
     program: str
     expected: int
-    """Seconds that it should take on an H200: an estimate from bytes over link speed, not a measurement."""
+    """Seconds that it took on an H200, or should take where it has not run there yet."""
     limit: int
     """Seconds after which it begins nothing more; it is killed somewhat later."""
     managed_gib: float
@@ -51,17 +51,17 @@ PROBE = Section(
     "probe",
     "what unified memory does and costs on this GPU",
     (
-        Part("demotion", "probe", 10, 40, 0.5, 1, "designs to hold residents: promote, demote, read (measurement 4)"),
-        Part("prefetch", "probe", 40, 75, 1, 3, "prefetch against the copy engine; who waits (measurement 3)"),
-        Part("stall", "probe", 30, 70, 0.6, 1, "what a running replay suffers from a promotion (measurement 5)"),
-        Part("bandwidth", "probe", 95, 160, 30, 32, "zero-copy reads by memory, size and load (measurement 1)"),
-        Part("amplification", "probe", 8, 30, 0.1, 1, "many readers of one tile (measurement 2)"),
-        Part("residency", "probe", 5, 30, 2, 3, "telling residents by the latency of one read"),
-        Part("alignment", "probe", 25, 60, 2.2, 3, "experts of several sizes, packed or padded to 2 MiB; host page sizes"),
-        Part("advice", "probe", 30, 60, 1, 4, "advice by number of ranges; copies into new pages (measurement 8)"),
-        Part("accounting", "probe", 8, 30, 4, 4, "free VRAM as the driver reports it (measurement 6)"),
-        Part("host_memory", "probe", 10, 30, 4, 5, "host RAM along an expert's life (measurement 9)"),
-        Part("extension", "ops_parts", 15, 40, 2, 3, "the same moves through the project's own extension and Python"),
+        Part("demotion", "probe", 5, 40, 0.5, 1, "designs to hold residents: promote, demote, read (measurement 4)"),
+        Part("prefetch", "probe", 36, 75, 1, 3, "prefetch against the copy engine; who waits (measurement 3)"),
+        Part("stall", "probe", 15, 70, 0.6, 1, "what a running replay suffers from a promotion (measurement 5)"),
+        Part("bandwidth", "probe", 85, 160, 30, 32, "zero-copy reads by memory, size and load (measurement 1)"),
+        Part("amplification", "probe", 2, 30, 0.1, 1, "many readers of one tile (measurement 2)"),
+        Part("residency", "probe", 2, 30, 2, 3, "telling residents by the latency of one read"),
+        Part("alignment", "probe", 10, 60, 2.2, 3, "experts of several sizes, packed or padded to 2 MiB; host page sizes"),
+        Part("advice", "probe", 17, 60, 1, 4, "advice by number of ranges; copies into new pages (measurement 8)"),
+        Part("accounting", "probe", 3, 30, 4, 4, "free VRAM as the driver reports it (measurement 6)"),
+        Part("host_memory", "probe", 3, 30, 4, 5, "host RAM along an expert's life (measurement 9)"),
+        Part("extension", "ops_parts", 11, 40, 2, 3, "the same moves through the project's own extension and Python"),
     ),
 )
 
@@ -69,12 +69,12 @@ OPS = Section(
     "ops",
     "whether the extension and the memory layer keep their promises on the device",
     (
-        Part("contract", "ops_parts", 20, 60, 0.5, 1, "every promise of Memory"),
-        Part("counters", "ops_parts", 10, 40, 0.1, 1, "routing counters in a CUDA graph against a plain count"),
-        Part("recording", "ops_parts", 10, 40, 0.1, 1, "expert ids recorded in CUDA graphs against the ids"),
-        Part("moves", "ops_parts", 20, 80, 0.5, 1, "1,000 random moves under graph replay: same bits, no new capture"),
-        Part("identity", "ops_parts", 15, 60, 2, 3, "bytes after random promotions and demotions"),
-        Part("load", "ops_parts", 25, 80, 14, 8, "free VRAM and host RAM after a load against the prediction"),
+        Part("contract", "ops_parts", 8, 60, 0.5, 1, "every promise of Memory"),
+        Part("counters", "ops_parts", 5, 40, 0.1, 1, "routing counters in a CUDA graph against a plain count"),
+        Part("recording", "ops_parts", 5, 40, 0.1, 1, "expert ids recorded in CUDA graphs against the ids"),
+        Part("moves", "ops_parts", 14, 80, 0.5, 1, "1,000 random moves under graph replay: same bits, no new capture"),
+        Part("identity", "ops_parts", 9, 60, 2, 3, "bytes after random promotions and demotions"),
+        Part("load", "ops_parts", 14, 80, 14, 8, "free VRAM and host RAM after a load against the prediction"),
     ),
 )
 
@@ -82,13 +82,13 @@ LAYER = Section(
     "layer",
     "what offloading costs a MoE layer under graph replay",
     (
-        Part("link", "probe", 15, 45, 1, 2, "the zero-copy and copy-engine ceilings of this run"),
-        Part("check", "layer_parts", 15, 60, 0.1, 1, "the Triton MoE against torch"),
-        Part("break_even", "layer_parts", 75, 130, 1, 2, "one expert, 1 to 4096 tokens: zero-copy or copy in first"),
-        Part("glm-4.5-air", "layer_parts", 60, 100, 9, 6, "GLM-4.5-Air, bf16 and FP8, by residency and batch"),
-        Part("deepseek-v3", "layer_parts", 60, 100, 9, 6, "DeepSeek-V3, one rank of 8, likewise"),
-        Part("glm-5", "layer_parts", 60, 100, 8, 6, "GLM-5, one rank of 8, likewise"),
-        Part("counters", "layer_parts", 20, 60, 0.1, 1, "routing counters of 75 layers beside 75 MoE layers"),
+        Part("link", "probe", 8, 45, 1, 2, "the zero-copy and copy-engine ceilings of this run"),
+        Part("check", "layer_parts", 8, 60, 0.1, 1, "the Triton MoE against torch"),
+        Part("break_even", "layer_parts", 18, 130, 1, 2, "one expert, 1 to 4096 tokens: zero-copy or copy in first"),
+        Part("glm-4.5-air", "layer_parts", 25, 100, 9, 6, "GLM-4.5-Air, bf16 and FP8, by residency and batch"),
+        Part("deepseek-v3", "layer_parts", 18, 100, 9, 6, "DeepSeek-V3, one rank of 8, likewise"),
+        Part("glm-5", "layer_parts", 16, 100, 8, 6, "GLM-5, one rank of 8, likewise"),
+        Part("counters", "layer_parts", 18, 60, 0.1, 1, "routing counters of 75 layers beside 75 MoE layers"),
     ),
 )
 
@@ -96,9 +96,9 @@ SERVER = Section(
     "server",
     "what offloading costs a whole server",
     (
-        Part("checkpoint", "server_parts", 75, 270, 0, 8, "Qwen3-30B-A3B's shape, 16 layers, routed as a measured trace"),
-        Part("frequency", "server_parts", 180, 240, 20, 50, "all resident, then the most used 50 % and 78 %: a server each"),
-        Part("again", "server_parts", 180, 240, 20, 50, "the same once more, so that servers take turns"),
+        Part("checkpoint", "server_parts", 16, 270, 0, 8, "Qwen3-30B-A3B's shape, 16 layers, routed as a measured trace"),
+        Part("frequency", "server_parts", 190, 240, 20, 50, "all resident, then the most used 50 %: a server each"),
+        Part("most", "server_parts", 170, 240, 20, 50, "all resident, then the most used 78 %"),
     ),
 )
 
@@ -113,11 +113,14 @@ BOUNDS = Section(
 
 PEERS = Section(
     "peers",
-    "every other way to serve the same model in the same VRAM",
-    (
-        Part("paged_experts", "server_parts", 185, 340, 20, 60, "all resident, this plugin, --enable-paged-experts at 50 %"),
-        Part("cpu_offload_gb", "server_parts", 250, 280, 20, 60, "all resident, this plugin, --cpu-offload-gb at 50 %"),
-    ),
+    "SGLang's paged experts on the same model in the same VRAM",
+    (Part("paged_experts", "server_parts", 276, 340, 20, 60, "all resident, this plugin, --enable-paged-experts at 50 %"),),
+)
+
+CPU_OFFLOAD = Section(
+    "cpu_offload",
+    "SGLang's --cpu-offload-gb on the same model in the same VRAM",
+    (Part("cpu_offload_gb", "server_parts", 280, 340, 20, 60, "all resident, this plugin, --cpu-offload-gb at 50 %"),),
 )
 
 OFFLOADER = Section(
@@ -132,16 +135,18 @@ OFFLOADER = Section(
 STREAM = Section(
     "stream",
     "how offloaded bytes come into VRAM",
-    (Part("copies", "probe", 25, 60, 1, 3, "by copy engine and by kernel, alone and beside a memory-bound kernel"),),
+    (Part("copies", "probe", 27, 60, 1, 3, "by copy engine and by kernel, alone and beside a memory-bound kernel"),),
 )
 
 EVICTION = Section(
     "eviction",
     "what a full card evicts; run last, because a driver under pressure is the likeliest to hang",
-    (Part("eviction", "probe", 15, 60, 2, 2, "a plain allocation near capacity; which headroom (measurement 7)"),),
+    (Part("eviction", "probe", 5, 60, 2, 2, "a plain allocation near capacity; which headroom (measurement 7)"),),
 )
 
-SECTIONS = {section.name: section for section in (OPS, PROBE, STREAM, LAYER, SERVER, BOUNDS, PEERS, OFFLOADER, EVICTION)}
+SECTIONS = {
+    section.name: section for section in (OPS, PROBE, STREAM, LAYER, SERVER, BOUNDS, PEERS, CPU_OFFLOAD, OFFLOADER, EVICTION)
+}
 
 
 def too_much(part: Part, free_vram: int, host_available: int, small: bool) -> list[str]:

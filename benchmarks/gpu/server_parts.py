@@ -71,8 +71,8 @@ class Served:
 
 
 PLAN = {
-    "frequency": Served(QWEN, ("frequency",), (0.5, 0.78)),
-    "again": Served(QWEN, ("frequency",), (0.5, 0.78)),
+    "frequency": Served(QWEN, ("frequency",), (0.5,)),
+    "most": Served(QWEN, ("frequency",), (0.78,)),
     "first_n": Served(QWEN, ("first_n",), (0.5,)),
     "bounds": Served(QWEN, ("zero_copy", "page_in_only"), ()),
     "paged_experts": Served(QWEN, ("frequency", "paged_experts"), (0.5,), judged_only=True),

@@ -79,7 +79,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def list_sections() -> None:
     for section in SECTIONS.values():
-        print(f"{section.name}: {section.question}; about {section.expected / 60:.1f} minutes (an estimate)")
+        print(f"{section.name}: {section.question}; about {section.expected / 60:.1f} minutes")
         for part in section.parts:
             print(f"    {part.name:14}{part.expected:4} s  {part.managed_gib:5.1f} GiB managed  {part.says}")
 

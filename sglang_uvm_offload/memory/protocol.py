@@ -92,7 +92,8 @@ class Memory(Protocol):
 
     def place(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
         """Make ``location`` the preferred location of the spans and move them there; pages that were never written are
-        populated there, zeroed. May return before the bytes have moved; ``synchronize`` waits for them."""
+        populated there, zeroed. May return before the bytes have moved, and ``synchronize`` waits for them; may also hold the
+        caller while they move, so a thread that launches steps loses that time."""
 
     def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
         """The preferred location of the whole span, None if it is mixed or unset."""

@@ -30,11 +30,12 @@ class Gpu:
 
 PCIE4_GBPS = 25.0
 PCIE5_GBPS = 55.0
-"""The rate of a copy engine over 16 lanes: assumed wherever the link's rate was neither given nor measured. Reported are
-25.1 GB/s on an A100 over PCIe 4 (https://github.com/NVIDIA/nvbandwidth/issues/42, a kernel's copies) and 56 GB/s over PCIe 5;
-NVIDIA states the nominal rate of the lanes, which is higher."""
+"""The rate of a copy engine over 16 lanes: assumed wherever the link's rate was neither given nor measured. Measured on an H200
+over PCIe 5: 54.5 in copies of 64 MiB, 55.4 in one of 1 GiB (GPU_STATUS.md); reported over PCIe 4: 25.1 GB/s on an A100
+(https://github.com/NVIDIA/nvbandwidth/issues/42, a kernel's copies). NVIDIA states the nominal rate of the lanes, which is
+higher."""
 _LINK4 = f"link: {PCIE4_GBPS:g} GB/s assumed for PCIe 4 x16 (reported: 25.1 on an A100)"
-_LINK5 = f"link: {PCIE5_GBPS:g} GB/s assumed for PCIe 5 x16 (reported: 56)"
+_LINK5 = f"link: {PCIE5_GBPS:g} GB/s for PCIe 5 x16 (54.5 measured on an H200)"
 
 # Rates are NVIDIA's where it publishes them, and dense: half of a figure "with sparsity". Memory is the total that nvidia-smi
 # shows, which is undocumented and below the nominal size of the card.

@@ -70,18 +70,18 @@ class Reserve:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Every number that is neither in the checkpoint nor in a flag. None of them was measured on hardware by this project."""
+    """Every number that is neither in the checkpoint nor in a flag; ``MEASURED`` names those that this project measured."""
 
     context_gib: float = 0.8
     """assumed: CUDA context, libraries and kernels of one rank"""
     collectives_gib: float = 0.7
     """assumed: NCCL and all-reduce buffers of a rank that has peers"""
     driver_batch_mib: int = 128
-    """VRAM that the driver may hold beyond managed pages: it allocates in batches of 128 MiB (open GPU kernel modules)"""
+    """VRAM that the driver may hold beyond managed pages: measured, it takes VRAM in batches of 128 MiB"""
     process_gib: float = 4.0
     """assumed: host RAM of one rank's process beside experts"""
-    read_efficiency: float = 0.63
-    """zero-copy reads by kernels against the copy engine: 35 of 56 GB/s, a public report on an H100"""
+    read_efficiency: float = 0.94
+    """zero-copy reads by kernels against the copy engine: measured, 51.1 of 54.5 GB/s over PCIe 5 x16"""
     hbm_efficiency: float = 0.7
     """assumed: share of VRAM bandwidth that decoding reaches"""
     compute_efficiency: float = 0.5
@@ -95,8 +95,12 @@ class Assumptions:
     accepted_tokens: float = 2.5
     """assumed: mean tokens per request from a step that verifies draft tokens"""
     rows_per_read: int = 128
-    """assumed: rows that share one read of an expert's tile in prefill; host memory is mapped uncached, so each further block
-    of rows reads it over the link again"""
+    """rows that share one read of an expert's tile in prefill: host memory is mapped uncached, so each further block of rows
+    reads it over the link again. 128 explains the prefill measured with SGLang's Triton experts (benchmarks/model.py)"""
+
+
+MEASURED = ("driver_batch_mib", "read_efficiency", "rows_per_read")
+"""On an H200 (GPU_STATUS.md has the logs); other GPUs may differ."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +154,8 @@ class Speed:
     prefill_chunk_s: float
     prefill_tokens_s: float
     resident_prefill_tokens_s: float
-    reread: int
-    """How often prefill reads an offloaded expert in one chunk."""
+    reread: float
+    """How often prefill reads an offloaded expert in one chunk, on average."""
 
     @property
     def decode_ratio(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from sglang_uvm_offload.sizing.plan import Plan, RankMemory, Speed
+from sglang_uvm_offload.sizing.plan import MEASURED, Assumptions, Plan, RankMemory, Speed
 from sglang_uvm_offload.units import size
 
 FORMULA = (
@@ -103,14 +103,16 @@ def _speed(speeds: Sequence[Speed]) -> str:
 def _basis(plan: Plan) -> str:
     machine, a = plan.machine, plan.assumptions
     read = machine.link_gbps * a.read_efficiency
-    assumed = ", ".join(f"{field.name} {getattr(a, field.name)}" for field in dataclasses.fields(a))
+    values = {field.name: f"{field.name} {getattr(a, field.name)}" for field in dataclasses.fields(a)}
+    measured = [name for name in MEASURED if getattr(a, name) == getattr(Assumptions, name)]  # not where one was given
     lines = [
         *FORMULA,
         f"read rate {machine.link_gbps:g} GB/s x {a.read_efficiency} = {read:.1f} GB/s; VRAM rate {machine.hbm_gbps:g} GB/s x "
         f"{a.hbm_efficiency}; {machine.tflops:g} TFLOPS x {a.compute_efficiency}; blocks of {a.rows_per_read} rows: "
-        f"{_counted(plan.speeds[0].reread, 'read')} of an offloaded expert in a prefill chunk",
+        f"{plan.speeds[0].reread:.1f} reads of an offloaded expert in a prefill chunk",
         f"rates: {machine.source}",
-        f"assumed, none of it measured by this project: {assumed}",
+        f"measured on an H200, and assumed elsewhere: {', '.join(values[name] for name in measured)}",
+        f"assumed, not measured by this project: {', '.join(text for name, text in values.items() if name not in measured)}",
     ]
     return "\n".join(lines)
 

@@ -1,11 +1,12 @@
 """Predicting decode and prefill speed from reads of VRAM, compute, and reads of offloaded experts over the link.
 
     decode step   = sum over pipeline stages of  max(compute, VRAM bytes / VRAM rate) + overhead + missed bytes / link rate
-    prefill chunk = the same for a chunk of the prompt, where an offloaded expert is read again for every block of rows
+    prefill chunk = the same for a chunk of the prompt, where an offloaded expert is read once for each of its blocks of rows
 
 Missed bytes are those of distinct offloaded experts. If each of T tokens in a step uses k of E experts, and residents serve the
 share c of all uses, a token uses an offloaded expert with probability p = k (1 - c) / (E - N), so a layer misses
-(E - N) (1 - (1 - p)^T) experts. Uniform routing is c = N / E. Tokens are assumed to be independent.
+(E - N) (1 - (1 - p)^T) experts. Uniform routing is c = N / E. Tokens are assumed to be independent. An offloaded expert has
+T p rows: it is used less than a resident one, so it has fewer blocks of rows.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def predict(
     resident_decode, _, _ = model.step(num_experts, 1.0, tokens, attending, 1)
     chunk_tokens = min(chunk, workload.prompt_tokens)
     chunks = -(-workload.prompt_tokens // chunk_tokens)
-    reread = max(1, math.ceil(chunk_tokens * top_k / num_experts / assumed.rows_per_read))
+    rows = chunk_tokens * top_k * (1 - hit_rate) / max(1, num_experts - num_resident)
+    reread = max(1.0, rows / assumed.rows_per_read + 0.5)  # the last block of an expert is half full on average
     prefill, _, _ = model.step(num_resident, hit_rate, chunk_tokens, 0, reread)
     resident_prefill, _, _ = model.step(num_experts, 1.0, chunk_tokens, 0, 1)
     return Speed(
@@ -106,7 +108,9 @@ class _Model:
     parallel: Parallel
     assumed: Assumptions
 
-    def step(self, num_resident: int, hit_rate: float, tokens: int, attending: int, reread: int) -> tuple[float, float, float]:
+    def step(
+        self, num_resident: int, hit_rate: float, tokens: int, attending: int, reread: float
+    ) -> tuple[float, float, float]:
         """(seconds, experts missed by one rank, their bytes) of a step with ``tokens`` tokens in every layer; each rank
         computes the attention of ``attending`` requests."""
         hit = distinct(num_resident, self.top_k * hit_rate, tokens) / self.parallel.ep

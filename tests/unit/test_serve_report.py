@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import contenders
 import make_checkpoint
 import model
 import pytest
+import readme_table
 import serve_client
 import serve_log
 import serve_meter
@@ -22,6 +24,7 @@ from contenders import CONTENDERS, Budget, CannotServe
 
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config
 
+ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 
 
@@ -285,11 +288,11 @@ def test_a_file_that_is_no_run_is_refused_with_its_name(tmp_path: Path, text: st
 # ---- the cost model ----
 
 
-def measured_run(seconds: float, counted: float | None) -> dict[str, Any]:
-    ours = cell("first_n", 0.5, 1, {1: [seconds]}, offload={"hit_rate": 0.5})
+def measured_run(seconds: float, counted: float | None, batch: int = 4) -> dict[str, Any]:
+    ours = cell("first_n", 0.5, 1, {batch: [seconds]}, offload={"hit_rate": 0.5})
     if counted is not None:
         ours["points"][0]["read_bytes"] = counted
-    return record_of([cell("resident", 1.0, 1, {1: [0.010]}), ours])
+    return record_of([cell("resident", 1.0, 1, {batch: [0.010]}), ours])
 
 
 def compared(record: dict[str, Any], rates: model.Rates) -> model.Compared:
@@ -302,9 +305,15 @@ RATES = model.Rates(40.0, 55.0, "measured by the session's probe")
 
 def test_the_model_adds_the_missed_bytes_over_the_measured_rate_to_the_resident_time() -> None:
     expert = 3 * 2048 * 768 * 2
-    found = compared(measured_run(0.02, None), RATES)
+    found = compared(measured_run(0.02, None, batch=1), RATES)
     assert found.missed_bytes == pytest.approx(16 * 4 * expert, rel=0.01), "of 8 choices 4 miss, in 16 layers"
     assert found.predicted == pytest.approx(0.010 + found.missed_bytes / 40e9, rel=0.1)
+
+
+def test_the_hit_rate_of_decode_is_what_batch_1_read() -> None:
+    expert = 3 * 2048 * 768 * 2
+    found = compared(measured_run(0.02, 16 * 2 * expert, batch=1), RATES)
+    assert found.missed_bytes == pytest.approx(16 * 2 * expert, rel=0.01), "not the 4 of 8 of all traffic"
 
 
 def test_a_figure_within_a_tenth_is_said_to_be_and_another_names_its_term() -> None:
@@ -329,7 +338,14 @@ def test_rates_come_from_the_session_where_it_measured_them() -> None:
     assert model.rates_of(machine, assumed, {"parts": {"bandwidth": {"rows": rows}}}, None) == model.Rates(
         44.0, 54.0, "measured by the session's probe"
     )
-    assert model.rates_of(machine, assumed, None, None).read == pytest.approx(55 * 0.63)
+    assert model.rates_of(machine, assumed, None, None).read == pytest.approx(55 * assumed.read_efficiency)
+
+
+def test_the_table_in_the_readme_is_made_from_its_log() -> None:
+    readme = (ROOT / "README.md").read_text()
+    shown = readme.split("<!-- measured -->\n")[1].split("<!-- /measured -->")[0].strip()
+    (log,) = re.findall(r"\[logs\]\((\S+)\.log\)", readme)
+    assert shown == readme_table.table(serve_report.load(ROOT / f"{log}.json"))
 
 
 def test_a_section_that_is_no_measurement_feeds_no_model(tmp_path: Path) -> None:
@@ -355,5 +371,7 @@ def test_the_model_reads_a_run_and_a_session_and_draws_them(tmp_path: Path, caps
     assert "read rate 40 GB/s, measured by the session's probe" in said
     assert "first_n 50%" in said
     assert (tmp_path / "model.png").stat().st_size > 1000
+    assert (tmp_path / "model.log").read_text() == said
+    assert json.loads((tmp_path / "model.json").read_text())["measured"] is True
     assert model.main([str(tmp_path / "nothing")]) == 2
     assert "no such file" in capsys.readouterr().err

@@ -1,0 +1,49 @@
+"""The README's table of measured times, from a section of a GPU session: ``python benchmarks/readme_table.py SECTION.json``.
+
+Medians of every sample, in milliseconds; in brackets the ratio to the server with all experts in VRAM.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+
+import serve_report
+from serve_report import Cell, Record
+
+NAMES = {
+    "resident": "all experts in VRAM",
+    "frequency": "this plugin",
+    "paged_experts": "SGLang's paged experts",
+    "cpu_offload_gb": "SGLang's `--cpu-offload-gb`",
+    "offloader_v2": "SGLang's OffloaderV2",
+}
+UNITS = {"decode": "decode step, batch", "prefill": "prefill, tokens:"}
+
+
+def table(record: Record) -> str:
+    cells = [cell for cell in serve_report.cells(record) if cell[0] in NAMES]
+    head = ["milliseconds", *(column(cell) for cell in cells)]
+    lines = [head, ["---"] * len(head)]
+    for kind, words in UNITS.items():
+        for size in serve_report.sizes(record, kind):
+            lines.append([f"{words} {size:,}", *(entry(record, cell, kind, size) for cell in cells)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def column(cell: Cell) -> str:
+    return NAMES[cell[0]] if cell == serve_report.RESIDENT else f"{NAMES[cell[0]]}, {cell[1]:.0%} in VRAM"
+
+
+def entry(record: Record, cell: Cell, kind: str, size: int) -> str:
+    samples = serve_report.samples(record, cell, kind, size)
+    if not samples:
+        return "-"
+    text = f"{1e3 * statistics.median(samples):.1f}"
+    ratio = serve_report.ratio(record, cell, kind, size)
+    return text if cell == serve_report.RESIDENT or ratio is None else f"{text} ({ratio[0]:.1f}x)"
+
+
+if __name__ == "__main__":
+    print(table(serve_report.load(Path(sys.argv[1]))))
