@@ -74,8 +74,8 @@ class residency_check {
 
     size_t away(unsigned threshold) {
         size_t count = 0;
-        cycles();  // after an allocation the first read of a block misses the TLB, and takes as long as one over the
-                   // link
+        // The first read of a block after an allocation misses the TLB, and takes as long as one over the link.
+        cycles();
         for (unsigned each : cycles()) count += each > threshold;
         return count;
     }
