@@ -163,6 +163,14 @@ def zero_copy_design(rows: PartRows) -> list[str]:
     return lines + grid(["x the time of one reader", *(f"{mib} MiB, {order}" for mib, order in orders)], readers)
 
 
+def swap_design(rows: PartRows) -> list[str]:
+    found = find(rows.get("swap", ()), "swap")
+    sizes = sorted({row["expert_mib"] for row in found})
+    figures = [*dict.fromkeys(row["figure"] for row in found)]
+    body = [(figure, [one(rows, "swap", "swap", expert_mib=mib, figure=figure) for mib in sizes]) for figure in figures]
+    return grid(["on a full card: GB/s, MiB, ms", *(f"experts of {mib:g} MiB" for mib in sizes)], body)
+
+
 def headroom_design(rows: PartRows) -> list[str]:
     figures = (
         "free VRAM before the allocation that evicted first",
@@ -310,6 +318,7 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
     "cpu_offload": (Decision("this plugin or --cpu-offload-gb", served("cpu_offload_gb")),),
     "offloader": (Decision("this plugin or OffloaderV2", served("offloader_v2")),),
     "eviction": (
+        Decision("whether residents can change on a full card", swap_design),
         Decision("PREFER_GPU residents, or prefer CPU for all, where something else fills the card", eviction_design),
         Decision("which headroom keeps residents", headroom_design),
     ),

@@ -22,11 +22,20 @@ struct measurement {
 };
 
 constexpr measurement measurements[] = {
-    {"link", measure_link},           {"bandwidth", measure_bandwidth},     {"amplification", measure_amplification},
-    {"copies", measure_copies},       {"prefetch", measure_prefetch},       {"demotion", measure_demotion},
-    {"stall", measure_stall},         {"accounting", measure_accounting},   {"eviction", measure_eviction},
-    {"advice", measure_advice},       {"host_memory", measure_host_memory}, {"residency", measure_residency},
+    {"link", measure_link},
+    {"bandwidth", measure_bandwidth},
+    {"amplification", measure_amplification},
+    {"copies", measure_copies},
+    {"prefetch", measure_prefetch},
+    {"demotion", measure_demotion},
+    {"stall", measure_stall},
+    {"accounting", measure_accounting},
+    {"eviction", measure_eviction},
+    {"advice", measure_advice},
+    {"host_memory", measure_host_memory},
+    {"residency", measure_residency},
     {"alignment", measure_alignment},
+    {"swap", measure_swap},
 };
 }  // namespace
 

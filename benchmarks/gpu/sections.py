@@ -141,7 +141,10 @@ STREAM = Section(
 EVICTION = Section(
     "eviction",
     "what a full card evicts; run last, because a driver under pressure is the likeliest to hang",
-    (Part("eviction", "probe", 5, 60, 2, 2, "a plain allocation near capacity; which headroom (measurement 7)"),),
+    (
+        Part("swap", "probe", 10, 60, 2.1, 3, "a re-selection on a full card: is the VRAM of demoted experts used again"),
+        Part("eviction", "probe", 5, 60, 2, 2, "a plain allocation near capacity; which headroom (measurement 7)"),
+    ),
 )
 
 SECTIONS = {

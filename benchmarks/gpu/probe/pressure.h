@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <fstream>
+#include <memory>
 #include <random>
 
 #include "common.h"
@@ -144,6 +145,36 @@ inline separation learn_threshold(session& it, bool report) {
 
 inline void measure_residency(session& it) { learn_threshold(it, true); }
 
+// Plain allocations, freed together.
+class plain_pile {
+  public:
+    plain_pile() = default;
+    ~plain_pile() {
+        for (void* start : starts_) CHECK(cudaFree(start));
+    }
+    plain_pile(const plain_pile&) = delete;
+    plain_pile& operator=(const plain_pile&) = delete;
+
+    // False if the card is full.
+    bool take(size_t nbytes) {
+        void* start = nullptr;
+        cudaError_t error = cudaMalloc(&start, nbytes);
+        if (error == cudaErrorMemoryAllocation) {
+            cudaGetLastError();  // full: no error of the next launch
+            return false;
+        }
+        CHECK(error);
+        starts_.push_back(start);
+        taken += nbytes;
+        return true;
+    }
+
+    size_t taken = 0;
+
+  private:
+    std::vector<void*> starts_;
+};
+
 // Measurement 7: residents of two designs, and plain allocations that grow until they evict. The residents are small
 // beside the card, and what is evicted is bounded.
 inline void measure_eviction(session& it) {
@@ -170,43 +201,31 @@ inline void measure_eviction(session& it) {
         };
         passes(2);
         put("read, before", "GB/s", passes(5));
-        std::vector<void*> plain;
-        size_t taken = 0, free_at_first = 0, away = 0;
-        auto take = [&](size_t nbytes) {
-            void* start = nullptr;
-            cudaError_t error = cudaMalloc(&start, nbytes);
-            if (error == cudaErrorMemoryAllocation) {
-                cudaGetLastError();  // full: no error of the next launch
-                return false;
-            }
-            CHECK(error);
-            plain.push_back(start);
-            taken += nbytes;
-            return true;
-        };
-        while (free_vram() > leave && !it.late() && take(coarse)) {
+        auto plain = std::make_unique<plain_pile>();
+        size_t free_at_first = 0, away = 0;
+        while (free_vram() > leave && !it.late() && plain->take(coarse)) {
         }
         if (how == design::prefer_host) {
             while (away * block_bytes < evict_at_most && !it.late()) {
                 size_t before = free_vram();
-                if (!take(fine)) break;
+                if (!plain->take(fine)) break;
                 away = watch.away(threshold);
                 if (away && !free_at_first) {
                     free_at_first = before;
                     put("free VRAM before the allocation that evicted first", "MiB", {double(before) / mib});
                 }
             }
-            plain_at_eviction = taken;
+            plain_at_eviction = plain->taken;
             put("residents evicted, by the latency check", "MiB", {double(away * block_bytes) / mib});
         } else {
             // A latency check would bring evicted pages back here: the same plain bytes as before, and no look.
-            while (taken < plain_at_eviction && !it.late() && take(fine)) {
+            while (plain->taken < plain_at_eviction && !it.late() && plain->take(fine)) {
             }
         }
-        put("plain allocations", "MiB", {double(taken) / mib});
+        put("plain allocations", "MiB", {double(plain->taken) / mib});
         put("free VRAM under pressure", "MiB", {double(free_vram()) / mib});
         put("read, under pressure, pass by pass", "GB/s", passes(4));
-        for (void* start : plain) CHECK(cudaFree(start));
+        plain.reset();
         put("read, pressure gone, pass by pass", "GB/s", passes(4));
         double cure = host_seconds([&] {
             promote(it, how, range.start, residents, it.stream);
@@ -214,6 +233,65 @@ inline void measure_eviction(session& it) {
         });
         put("prefetching all residents again", "ms", {cure * 1e3});
         put("read, after prefetching again", "GB/s", passes(4));
+    }
+}
+
+// A re-selection on a full card: every second resident is demoted, as many others are promoted, and little more VRAM is
+// free than the driver's batch. Does the driver reuse the demoted experts' VRAM, or evict residents? Experts of whole
+// blocks, and experts that share blocks.
+inline void measure_swap(session& it) {
+    const size_t total = it.pick(2 * gib, 32 * mib), leave = 256 * mib, coarse = gib, fine = 64 * mib;
+    for (size_t expert : {8 * mib, 1536 * kib}) {
+        const unsigned experts = static_cast<unsigned>(total / expert / 4 * 4), half = experts / 2;
+        managed_range range(expert * experts, it.device);
+        reader read(it);
+        auto put = [&](const char* what, const char* unit, const std::vector<double>& values) {
+            row line("swap");
+            it.put(line.label("expert_mib", expert / double(mib)).label("figure", what), unit, values);
+        };
+        auto passes = [&](unsigned first) {  // of every second expert from there, half of a half
+            stopwatch watch;
+            std::vector<double> rates;
+            for (int i = 0; i < 4; i++) {
+                double ms = watch.ms(it.stream, [&] {
+                    read_every_second<<<dim3(16, half / 2), threads, 0, it.stream>>>(range.start + first * expert,
+                                                                                     expert, expert, read.result());
+                    CHECK(cudaGetLastError());
+                });
+                rates.push_back(gb_per_s(expert * (half / 2), ms / 1e3));
+            }
+            return rates;
+        };
+        range.prefer(on_host());
+        promote(it, design::prefer_gpu, range.start, expert * half, it.stream);
+        prefetch(range.start + expert * half, expert * half, on_host(), it.stream);
+        CHECK(cudaStreamSynchronize(it.stream));
+        fill_pattern(it, range.start, expert * experts);
+        put("kept residents, before", "GB/s", passes(0));
+        {
+            plain_pile plain;
+            while (free_vram() > 2 * coarse && !it.late() && plain.take(coarse)) {
+            }
+            while (free_vram() > leave && !it.late() && plain.take(fine)) {
+            }
+            put("free VRAM before", "MiB", {double(free_vram()) / mib});
+            double seconds = host_seconds([&] {
+                for (unsigned e = 1; e < half; e += 2) {
+                    demote(it, design::prefer_gpu, range.start + e * expert, expert, it.stream);
+                }
+                for (unsigned e = half + 1; e < experts; e += 2) {
+                    promote(it, design::prefer_gpu, range.start + e * expert, expert, it.stream);
+                }
+                CHECK(cudaStreamSynchronize(it.stream));
+            });
+            put("the re-selection", "ms", {seconds * 1e3});
+            put("free VRAM after", "MiB", {double(free_vram()) / mib});
+            put("kept residents, pass by pass", "GB/s", passes(0));
+            put("promoted, pass by pass", "GB/s", passes(half + 1));
+            put("demoted, pass by pass", "GB/s", passes(1));
+        }
+        if (!it.computes) continue;
+        read.gb(range.start, expert * experts, loads::plain_4, 8, expected_checksum(expert * experts));
     }
 }
 
