@@ -25,6 +25,9 @@ from harness.server import CPU, START_SECONDS, EngineFailed, Server, environment
 
 TESTS = Path(__file__).parent
 
+# Added to the environment of programs that start servers, it has these import SGLang once instead of in each process.
+FORKING = {"PYTHONPATH": os.pathsep.join([str(TESTS / "forking"), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
 # Two ranks on two cores, and no NCCL to look for.
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
 
