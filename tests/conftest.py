@@ -20,6 +20,8 @@ from standin.run import Standin
 
 from sglang_uvm_offload.routing.trace import Trace
 
+# Of whatever the tests start. Two runs of tests share two cores: threads that wait for each other only take the others' time.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(unserved_models())
 
 
