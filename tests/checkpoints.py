@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,20 @@ WALKED = [("tiny-qwen3", None), ("tiny-qwen3", "fp8"), ("tiny-glm", None), ("tin
 # The experts that a checkpoint skewed with them uses most: other ones in each layer, none of them where first_n starts.
 HOT = [[4, 5, 9, 12, 13, 15], [2, 3, 6, 7, 10, 11], [4, 6, 8, 9, 11, 14]]
 
+# What the names of the architectures begin with of which there are checkpoints.
+ARCHITECTURES = ("Glm4Moe", "Qwen3Moe", "DeepseekV", "Mixtral", "Olmoe", "Dots1", "GptOss")
+
+
+def unserved_models() -> list[str]:
+    """SGLang's modules of models of which the tests have no checkpoint. It would import all of them, half of an engine's start,
+    in each process that builds a model."""
+    sglang = find_spec("sglang")
+    if sglang is None or not sglang.submodule_search_locations:
+        return []
+    served = re.compile(rf"^class ({'|'.join(ARCHITECTURES)}|Transformers)", re.MULTILINE)
+    modules = (Path(sglang.submodule_search_locations[0]) / "srt" / "models").glob("*.py")
+    return sorted(module.stem for module in modules if not served.search(module.read_text()))
+
 
 class Checkpoints:
     """``checkpoints("glm4_moe", dtype="float32")`` is the folder of that checkpoint of ``scripts/make_checkpoint.py``, written
@@ -31,7 +47,9 @@ class Checkpoints:
     def __call__(self, family: str, **options: Any) -> Path:
         key = json.dumps([family, options], sort_keys=True)
         if key not in self.made:
-            self.made[key] = make_checkpoint(family, self.folder / str(len(self.made)), **options)
+            made = self.made[key] = make_checkpoint(family, self.folder / str(len(self.made)), **options)
+            [architecture] = json.loads((made / "config.json").read_text())["architectures"]
+            assert architecture.startswith(ARCHITECTURES), "SGLang is told to import no such model"
         return self.made[key]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from checkpoints import MEASURED, Checkpoints, WalkedCheckpoints
+from checkpoints import MEASURED, Checkpoints, WalkedCheckpoints, unserved_models
 from harness.server import environment
 from nursery import Nursery, Starts
 from serving import Engines
@@ -18,6 +19,10 @@ from standin.build import sglang_environment
 from standin.run import Standin
 
 from sglang_uvm_offload.routing.trace import Trace
+
+# Of whatever the tests start. Two runs of tests share two cores: threads that wait for each other only take the others' time.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(unserved_models())
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,9 @@ from harness.server import CPU, START_SECONDS, EngineFailed, Server, environment
 
 TESTS = Path(__file__).parent
 
+# Added to the environment of programs that start servers, it has these import SGLang once instead of in each process.
+FORKING = {"PYTHONPATH": os.pathsep.join([str(TESTS / "forking"), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
 # Two ranks on two cores, and no NCCL to look for.
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
 
@@ -213,8 +216,7 @@ class Engines:
         self.folder = folder
         self.scratch = Path(tempfile.mkdtemp(prefix="engines-"))  # short, for it holds sockets; engines are killed, not tidy
         self.jobs = 0
-        self.host: Host | None = None
-        self.host_env: dict[str, str] = {}
+        self.hosts: dict[str, Host] = {}
         self.baselines: dict[str, Result] = {}
 
     def run(
@@ -272,18 +274,16 @@ class Engines:
         return self.baselines[key]
 
     def host_for(self, env: dict[str, str]) -> Host:
-        """The host that was started with ``env``; only one is alive at a time."""
-        if self.host is None or self.host_env != env or self.host.process.poll() is not None:
-            self.close_host()
-            self.host = Host(env, self.folder / "host.txt")
-            self.host_env = env
-        return self.host
-
-    def close_host(self) -> None:
-        if self.host is not None:
-            self.host.close()
-            self.host = None
+        """The host that was started with ``env``, which is started where there is none alive."""
+        key = json.dumps(env, sort_keys=True)
+        host = self.hosts.get(key)
+        if host is None or host.process.poll() is not None:
+            if host is not None:
+                host.close()
+            host = self.hosts[key] = Host(env, self.folder / f"host-{len(self.hosts)}.txt")
+        return host
 
     def close(self) -> None:
-        self.close_host()
+        for host in self.hosts.values():
+            host.close()
         shutil.rmtree(self.scratch)

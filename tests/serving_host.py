@@ -11,6 +11,7 @@ ended. The job's answers are in its ``result`` file and all its output is in its
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import importlib
 import json
@@ -117,6 +118,7 @@ def fork_children_from_here() -> None:
         # A failing scheduler tells its parent, which SGLang takes for the engine.
         signal.signal(signal.SIGQUIT, lambda *_: os.kill(job, signal.SIGQUIT))
         reuse_fork_server()
+        end_as_if_spawned()
         forkserver.main(listener.fileno(), alive_read, [])
         os._exit(0)
     listener.close()
@@ -131,6 +133,18 @@ def reuse_fork_server() -> None:
     multiprocessing.set_start_method("forkserver", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
     forkserver.ForkServer.ensure_running = lambda _: resource_tracker.ensure_running()  # type: ignore[method-assign]
+
+
+def end_as_if_spawned() -> None:
+    """A spawned child runs what it gave to ``atexit`` as it ends; one of a fork server does not."""
+    serve_one = forkserver._serve_one  # type: ignore[attr-defined]
+
+    def serve_and_run_exit_functions(*arguments: Any) -> int:
+        code = serve_one(*arguments)
+        atexit._run_exitfuncs()
+        return code
+
+    forkserver._serve_one = serve_and_run_exit_functions  # type: ignore[attr-defined]
 
 
 def run_command(command: list[str], folder: str) -> None:

@@ -1,5 +1,6 @@
 """Real SGLang with its experts in unified memory and its decode steps in CUDA graphs, over the stand-in driver: which calls
-are made, what a capture contains, and that what a graph reads stays where it was captured."""
+are made, what a capture contains, and that what a graph reads stays where it was captured. The number of residents is the
+one that fits."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from standin.build import build, sglang_environment
+from builders.rooms import LAYERS, fraction
+from standin.build import sglang_environment
 from standin.engine import run_engine
 
-EXPERTS, RESIDENT, LAYERS, TOP_K = 16, 4, 3, 4
-EXPERT_BYTES = (128 << 10, 64 << 10)
+EXPERTS, RESIDENT, TOP_K = 16, 4, 4
+CACHE_TOKENS = 2048
+EXPERT_BYTES = (512 << 10, 256 << 10)
 """Of w13 and of w2, which are allocated by turns, a layer after the other."""
 FIRST = 9
 """Every token picks the experts from this one on, none of which is resident at first."""
@@ -26,30 +29,31 @@ GPU = {
     "disable_prefill_cuda_graph": True,
     "cuda_graph_max_bs_decode": 2,
     "max_running_requests": 2,
-    "mem_fraction_static": 0.5,
-    "max_total_tokens": 2048,
+    "max_total_tokens": CACHE_TOKENS,
     "sampling_backend": "pytorch",
     "random_seed": 1,
     "skip_server_warmup": True,
+    "log_level": "info",
 }
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, checkpoints) -> tuple[dict, list[dict]]:
+def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
     """An engine that answered one request, of which it needed a prefill and decode steps, and its CUDA calls."""
     folder = tmp_path_factory.mktemp("served")
-    build(folder / "cuda")
-    environment = sglang_environment(folder / "cuda", folder / "calls.jsonl", folder / "caches")
+    environment = sglang_environment(standin.library.parent, folder / "calls.jsonl", folder / "caches")
     environment |= {"STANDIN_FIRST_EXPERT": str(FIRST), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment["STANDIN_LATE"] = "2"  # the stream of SGLang's steps, and that of the copies of counts
-    offload = {"expert_offload_num_resident": RESIDENT, "expert_offload_warmup_tokens": 16}
+    model = checkpoints("qwen3_moe", expert_size=512)
+    offload = {"expert_offload_num_resident": "auto", "expert_offload_headroom_gb": 0.0, "expert_offload_warmup_tokens": 16}
     offload |= {"expert_offload_trace": str(folder / "trace.npz")}
+    offload |= {"mem_fraction_static": fraction(model, RESIDENT, CACHE_TOKENS)}
     job = {
-        "engine": {"model_path": str(checkpoints("qwen3_moe")), **GPU, **offload},
+        "engine": {"model_path": str(model), **GPU, **offload},
         "prompts": ["hello world"],
         "max_new_tokens": 24,
     }
-    result = run_engine(job, folder, environment, seconds=900)
+    result = run_engine(job, folder, environment, seconds=900) | {"log": (folder / "log.txt").read_text()}
     calls = [json.loads(line) for line in Path(folder / "calls.jsonl").read_text().splitlines()]
     (served_by,) = {call["pid"] for call in calls if call["call"] == "cudaMallocManaged"}
     return result, [call for call in calls if call["pid"] == served_by]
@@ -154,3 +158,11 @@ def test_the_engine_reports_what_it_counted(served):
     assert state["resident_experts"] == LAYERS * RESIDENT
     recorded = {name: state["trace"][name] for name in ("tokens", "requests", "dropped_steps", "stopped")}
     assert recorded == {"tokens": 23, "requests": 1, "dropped_steps": 0, "stopped": False}
+
+
+def test_the_scheduler_gets_the_number_that_fits_and_the_cache_its_tokens(served):
+    result, _ = served
+    assert result["server_info"]["expert_offload_num_resident"] == str(RESIDENT)
+    assert result["server_info"]["max_total_num_tokens"] == CACHE_TOKENS
+    told = f"--expert-offload-num-resident auto: {RESIDENT} of {EXPERTS} experts a layer fit"
+    assert told in result["log"]

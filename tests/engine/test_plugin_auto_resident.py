@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.rooms import VRAM, fraction
 from checkpoints import Checkpoints
 from harness.server import flags
 from launches import launched
 from nursery import Starts
-from standin.build import sglang_environment
-from standin.engine import run_engine
 
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES
-from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.machine import GIB
-from sglang_uvm_offload.sizing.plan import Assumptions
 from sglang_uvm_offload.sizing.planner import DEFAULT_KV_TOKENS
 
 N = "--expert-offload-num-resident"
-VRAM = 16 * GIB
-LAYERS, CONTEXT = 3, 2048
-TOKEN_BYTES = LAYERS * 2 * 2 * 64 * 2
-"""Keys and values of two heads of 64, in two bytes."""
-
 GPU = {
     "device": "cuda",
     "attention_backend": "triton",
@@ -36,17 +26,6 @@ GPU = {
     "disable_prefill_cuda_graph": True,
 }
 REPOSITORY = "maker/tiny"
-
-
-def fraction(folder: Path, residents: int, tokens: int) -> float:
-    """The ``--mem-fraction-static`` of which weights, ``residents`` experts a layer and a cache of ``tokens`` take all.
-
-    Experts of 512 KiB and 256 KiB, in two tensors a layer: a block of 2 MiB holds 4 of one and 8 of the other."""
-    shape = load(folder)
-    blocks = LAYERS * (math.ceil(residents / 4) + math.ceil(residents / 8))
-    cache = tokens * TOKEN_BYTES + CONTEXT * 4
-    room = shape.total_bytes - shape.expert_bytes + cache + blocks * BLOCK_BYTES + (128 << 20)
-    return room / (VRAM - int(Assumptions().context_gib * GIB)) + 1e-6
 
 
 def in_the_cache(home: Path, repository: str, files: list[Path]) -> None:
@@ -158,17 +137,3 @@ def test_where_no_number_can_be_found_the_launch_ends_with_every_reason(launch, 
     assert launch[case]["exit"] == 2, launch[case]["error"]
     for part in parts:
         assert part in launch[case]["error"]
-
-
-def test_a_scheduler_gets_the_number_and_the_cache_its_tokens(model, standin, tmp_path):
-    given = {"expert_offload_num_resident": "auto", "expert_offload_headroom_gb": 0.0, "max_total_tokens": 4096}
-    started = {**given, "mem_fraction_static": fraction(model, 8, 4096), "max_running_requests": 2, "log_level": "info"}
-    # Nothing is computed, so that no kernel has to be compiled.
-    idle = {"cuda_graph_backend_decode": "disabled", "skip_server_warmup": True}
-    job = {"engine": {"model_path": str(model), **GPU, **started, **idle}, "prompts": [], "max_new_tokens": 1}
-    env = sglang_environment(standin.library.parent, tmp_path / "calls.jsonl", tmp_path / "caches")
-    info = run_engine(job, tmp_path, env | {"HF_HUB_OFFLINE": "1"}, seconds=900)["server_info"]
-    assert info["expert_offload_num_resident"] == "8"
-    assert info["internal_states"][0]["expert_offload"]["resident_experts"] == 8 * LAYERS
-    assert info["max_total_num_tokens"] == 4096
-    assert f"{N} auto: 8 of 16 experts a layer fit" in (tmp_path / "log.txt").read_text()

@@ -7,11 +7,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from builders.plugins import IN_SCHEDULER, saboteur
@@ -32,17 +30,10 @@ class Ended:
     output: str
 
 
-def launch(folder: Path, env: dict[str, str], engines: Engines | None = None, **arguments: object) -> Ended:
-    """Run a server that is expected to end by itself, as a fork where there are ``engines``; where it does not end, say what
-    each of its processes was doing."""
-    command = [sys.executable, "-X", "faulthandler", "-m", "sglang.launch_server", *flags({**CPU, **arguments})]
+def launch(folder: Path, env: dict[str, str], engines: Engines, **arguments: object) -> Ended:
+    """Run a server that is expected to end by itself; where it does not end, say what each of its processes was doing."""
     log = folder / "log.txt"
-    process: Any
-    if engines is not None:
-        process = engines.start(command[3:], folder, env, log)
-    else:
-        with log.open("wb") as sink:
-            process = subprocess.Popen(command, cwd=folder, env=env, stdout=sink, stderr=sink, start_new_session=True)
+    process = engines.start(["-m", "sglang.launch_server", *flags({**CPU, **arguments})], folder, env, log)
     try:
         code = process.wait(240)
     except subprocess.TimeoutExpired:
@@ -78,26 +69,22 @@ def left_behind(group: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("forked", "code", "reason"),
+    ("code", "reason"),
     [
         (
-            True,
             IN_SCHEDULER + "    from sglang.srt.model_executor.model_runner import ModelRunner\n    del ModelRunner.forward",
             "could not hook sglang.srt.model_executor.model_runner.ModelRunner.forward",
         ),
         (
-            False,  # a fork of multiprocessing ends without what atexit holds
             IN_SCHEDULER + "    import atexit, time\n    atexit.register(time.sleep, 1000)\n"
             "    from sglang_uvm_offload.plugin import hooks\n    hooks.install = lambda: 1 / 0",
             "cannot register with this SGLang: ZeroDivisionError",
         ),
         (
-            True,
             IN_SCHEDULER + "    from sglang_uvm_offload.cpu import memory\n    memory.host_available = lambda: 1 << 20",
             "of MoE layer 0 [0, 1572864) (1572864 bytes): offloaded experts need 1.5 MiB of host RAM, and 0.0 MiB is left",
         ),
         (
-            True,
             "import sglang.srt.runtime_context as context\ndel context.publish",
             "could not hook sglang.srt.runtime_context.publish",
         ),
@@ -110,10 +97,10 @@ def left_behind(group: int) -> list[str]:
     ],
 )
 def test_a_server_that_was_asked_to_offload_ends_with_the_reason(
-    forked, code, reason, tmp_path, checkpoints: Checkpoints, engines: Engines
+    code, reason, tmp_path, checkpoints: Checkpoints, engines: Engines
 ):
     env = saboteur(tmp_path, code)
-    ended = launch(tmp_path, env, engines if forked else None, model_path=checkpoints("qwen3_moe"), **OFFLOAD)
+    ended = launch(tmp_path, env, engines, model_path=checkpoints("qwen3_moe"), **OFFLOAD)
     assert ended.code != 0
     assert reason in ended.output
 

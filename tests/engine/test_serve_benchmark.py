@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from checkpoints import Checkpoints
+from serving import FORKING
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVE = [sys.executable, str(ROOT / "benchmarks" / "serve.py"), "--device", "cpu"]
@@ -55,7 +57,8 @@ def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Fini
     contenders = "frequency,paged_experts,page_in_only"
     command = [*SERVE, "--model", str(checkpoint), "--contenders", contenders, "--out", str(out)]
     command += [str(word) for pair in SMALL.items() for word in pair]
-    return Finished(out, subprocess.run(command, capture_output=True, text=True, timeout=900))
+    ended = subprocess.run(command, env=os.environ | FORKING, capture_output=True, text=True, timeout=900)
+    return Finished(out, ended)
 
 
 def test_the_plugin_answers_as_the_resident_server_does(finished: Finished) -> None:

@@ -7,6 +7,7 @@ from checkpoints import Checkpoints
 from serving import Engines, assert_offloaded, assert_same_answers
 
 EXPERTS, TOP_K = 8, 2
+FEW = {"max_new_tokens": 8}  # each step computes all weights of its experts anew
 FORMATS = {"fp8": {}, "int8": {}, "gptq": {"quantization": "moe_wna16"}}
 
 
@@ -19,8 +20,8 @@ def test_offloaded_quantised_experts_give_the_same_tokens_and_logprobs(
     quant: str, resident: int, checkpoints: Checkpoints, engines: Engines
 ) -> None:
     checkpoint = checkpoints("qwen3_moe", quant=quant)
-    off = engines.baseline(checkpoint, **FORMATS[quant])
-    on = engines.run(checkpoint, expert_offload_num_resident=resident, expert_offload_warmup_tokens=16, **FORMATS[quant])
+    off = engines.baseline(checkpoint, **FEW, **FORMATS[quant])
+    on = engines.run(checkpoint, **FEW, expert_offload_num_resident=resident, expert_offload_warmup_tokens=16, **FORMATS[quant])
     assert_offloaded(on.server_info, everything_resident=resident == EXPERTS)
     assert_same_answers(on, off)
 
@@ -28,6 +29,6 @@ def test_offloaded_quantised_experts_give_the_same_tokens_and_logprobs(
 def test_the_bytes_offloaded_are_those_of_the_format(checkpoints: Checkpoints, engines: Engines) -> None:
     """Experts of the same shape take half the bytes in 8 bits that they take in 16."""
     sizes = {"layers": 2, "hidden": 512, "experts": EXPERTS, "top_k": TOP_K, "expert_size": 128, "dense_size": 512}
-    plain = engines.run(checkpoints("qwen3_moe", **sizes), ["hello"], expert_offload_num_resident=4)
-    fp8 = engines.run(checkpoints("qwen3_moe", quant="fp8"), ["hello"], expert_offload_num_resident=4)
+    plain = engines.run(checkpoints("qwen3_moe", **sizes), ["hello"], max_new_tokens=1, expert_offload_num_resident=4)
+    fp8 = engines.run(checkpoints("qwen3_moe", quant="fp8"), ["hello"], max_new_tokens=1, expert_offload_num_resident=4)
     assert plain.offload["offloaded_bytes"] == 2 * fp8.offload["offloaded_bytes"]

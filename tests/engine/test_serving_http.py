@@ -67,9 +67,10 @@ def off(checkpoint: Path, engines: Engines) -> Said:
 
 @pytest.fixture(scope="module")
 def on(checkpoint: Path) -> Said:
-    """Of a cold start, by the command and the file that a user may have."""
+    """Of a cold start, by the command and the file that a user may have, and with all models that SGLang knows."""
     command = [str(Path(sys.executable).with_name("sglang")), "serve"]
-    with Server(checkpoint, command=command, config_file=True, **ARGUMENTS, **OFFLOAD) as server:
+    env = {"SGLANG_DISABLED_MODEL_ARCHS": ""}
+    with Server(checkpoint, command=command, config_file=True, env=env, **ARGUMENTS, **OFFLOAD) as server:
         return ask(server)
 
 

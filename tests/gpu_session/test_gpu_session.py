@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from serving import FORKING
 from standin.build import build, environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +31,7 @@ class Session:
         self._standin = environment(build(folder / "cuda").parent)
 
     def run(self, *arguments: str, over_standin: bool = True, **settings: object) -> subprocess.CompletedProcess[str]:
-        variables = os.environ | self._caches | {"PYTHON": sys.executable}
+        variables = os.environ | FORKING | self._caches | {"PYTHON": sys.executable}
         variables.pop("OUT", None)
         if over_standin:
             variables |= self._standin | {f"STANDIN_{name.upper()}": str(value) for name, value in settings.items()}

@@ -1,0 +1,25 @@
+"""How much VRAM is left for experts on the GPU that the stand-in driver plays."""
+
+import math
+from pathlib import Path
+
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.machine import GIB
+from sglang_uvm_offload.sizing.plan import Assumptions
+
+VRAM = 16 * GIB
+LAYERS, CONTEXT = 3, 2048
+TOKEN_BYTES = LAYERS * 2 * 2 * 64 * 2
+"""Keys and values of two heads of 64, in two bytes."""
+
+
+def fraction(folder: Path, residents: int, tokens: int) -> float:
+    """The ``--mem-fraction-static`` of which weights, ``residents`` experts a layer and a cache of ``tokens`` take all.
+
+    Experts of 512 KiB and 256 KiB, in two tensors a layer: a block of 2 MiB holds 4 of one and 8 of the other."""
+    shape = load(folder)
+    blocks = LAYERS * (math.ceil(residents / 4) + math.ceil(residents / 8))
+    cache = tokens * TOKEN_BYTES + CONTEXT * 4
+    room = shape.total_bytes - shape.expert_bytes + cache + blocks * BLOCK_BYTES + (128 << 20)
+    return room / (VRAM - int(Assumptions().context_gib * GIB)) + 1e-6
