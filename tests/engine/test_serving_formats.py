@@ -7,7 +7,6 @@ from checkpoints import Checkpoints
 from serving import Engines, assert_offloaded, assert_same_answers
 
 EXPERTS, TOP_K = 8, 2
-FEW = {"max_new_tokens": 8}  # each step computes all weights of its experts anew
 FORMATS = {"fp8": {}, "int8": {}, "gptq": {"quantization": "moe_wna16"}}
 
 
@@ -20,8 +19,8 @@ def test_offloaded_quantised_experts_give_the_same_tokens_and_logprobs(
     quant: str, resident: int, checkpoints: Checkpoints, engines: Engines
 ) -> None:
     checkpoint = checkpoints("qwen3_moe", quant=quant)
-    off = engines.baseline(checkpoint, **FEW, **FORMATS[quant])
-    on = engines.run(checkpoint, **FEW, expert_offload_num_resident=resident, expert_offload_warmup_tokens=16, **FORMATS[quant])
+    off = engines.baseline(checkpoint, **FORMATS[quant])
+    on = engines.run(checkpoint, expert_offload_num_resident=resident, expert_offload_warmup_tokens=16, **FORMATS[quant])
     assert_offloaded(on.server_info, everything_resident=resident == EXPERTS)
     assert_same_answers(on, off)
 
