@@ -1,6 +1,6 @@
 """The README's table of measured times, from a section of a GPU session: ``python benchmarks/readme_table.py SECTION.json``.
 
-Medians of every sample, in milliseconds; in brackets the ratio to the server with all experts in VRAM.
+Medians of every sample, in milliseconds; in brackets the ratio to the server with all experts in VRAM. Below, what each held.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ NAMES = {
     "offloader_v2": "SGLang's OffloaderV2",
 }
 UNITS = {"decode": "decode step, batch", "prefill": "prefill, tokens:"}
+HELD = {"vram_bytes": "VRAM held, GiB", "host_available_lost_bytes": "host RAM held, GiB"}
 
 
 def table(record: Record) -> str:
@@ -29,7 +30,8 @@ def table(record: Record) -> str:
     for kind, words in UNITS.items():
         for size in serve_report.sizes(record, kind):
             lines.append([f"{words} {size:,}", *(entry(record, cell, kind, size) for cell in cells)])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    lines += [[words, *(held(record, cell, name) for cell in cells)] for name, words in HELD.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def column(cell: Cell) -> str:
@@ -43,6 +45,11 @@ def entry(record: Record, cell: Cell, kind: str, size: int) -> str:
     text = f"{1e3 * statistics.median(samples):.1f}"
     ratio = serve_report.ratio(record, cell, kind, size)
     return text if cell == serve_report.RESIDENT or ratio is None else f"{text} ({ratio[0]:.1f}x)"
+
+
+def held(record: Record, cell: Cell, name: str) -> str:
+    found = [row["memory"][name] for row in serve_report.rows_of(record, cell) if row.get("memory", {}).get(name) is not None]
+    return f"{statistics.median(found) / 2**30:.1f}" if found else "-"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from typing import Any
 
 from rows import PartRows, Row, best, find, one, show
 
+from sglang_uvm_offload.sizing.plan import Assumptions
+
 
 @dataclass(frozen=True)
 class Goal:
@@ -95,8 +97,8 @@ def replays_that_differ(rows: PartRows) -> tuple[float, str] | None:
     return found["median"] + found["captures"] - 1, words
 
 
-BATCH_GIB = 1 / 8
-"""The driver takes VRAM for managed pages in batches (sizing/plan.py)."""
+BATCH_GIB = Assumptions.driver_batch_mib / 1024
+"""The driver takes VRAM for managed pages in batches."""
 
 
 def used_after_load(rows: PartRows) -> tuple[float, str] | None:

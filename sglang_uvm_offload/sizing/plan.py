@@ -95,11 +95,12 @@ class Assumptions:
     accepted_tokens: float = 2.5
     """assumed: mean tokens per request from a step that verifies draft tokens"""
     rows_per_read: int = 128
-    """rows that share one read of an expert's tile in prefill: host memory is mapped uncached, so each further block of rows
-    reads it over the link again. 128 explains the prefill measured with SGLang's Triton experts (benchmarks/model.py)"""
+    """assumed: rows that share one read of an expert's tile in prefill; host memory is mapped uncached, so each further block
+    of rows reads it over the link again. 128, and half a block more, fit the one prefill that was measured (an H200, SGLang's
+    Triton experts); no other model has tested them"""
 
 
-MEASURED = ("driver_batch_mib", "read_efficiency", "rows_per_read")
+MEASURED = ("driver_batch_mib", "read_efficiency")
 """On an H200 (GPU_STATUS.md has the logs); other GPUs may differ."""
 
 

@@ -345,7 +345,7 @@ class Stuck:
         raise subprocess.TimeoutExpired(self.command, seconds)
 
     def kill(self) -> None:
-        pass
+        """Nothing happens."""
 
 
 def test_a_part_that_is_stuck_in_the_driver_is_left(modules, tmp_path, monkeypatch):
