@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from sglang_uvm_offload.policy.adaptive import AdaptivePolicy, Moves
+from sglang_uvm_offload.policy.adaptive import Moves
 from sglang_uvm_offload.policy.forecast import TUNING
+from sglang_uvm_offload.replay.whole_experts import WholeExperts
 
 
-class DecayedCounts(AdaptivePolicy):
+class DecayedCounts(WholeExperts):
     """Counts each expert's activations with one time constant. An expert replaces the weakest resident if its count is larger
     by ``threshold``. Budget, floor and packing are those of the shipped policy; only the forecast differs."""
 
@@ -32,5 +33,5 @@ class DecayedCounts(AdaptivePolicy):
         self._counts = self._counts * np.exp(-steps / self._decay_steps) + activations
 
     def decide(self, resident: np.ndarray, max_bytes: float = np.inf) -> Moves:
-        chosen = self._choose(self._counts, resident)
+        chosen = self._choose(self._counts.ravel(), resident.ravel()).reshape(resident.shape)
         return Moves(chosen & ~resident, resident & ~chosen)

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from sglang_uvm_offload.policy import ranking
+from sglang_uvm_offload.policy.extents import Extents
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "overhead"
@@ -168,13 +169,13 @@ def decision_seconds(layers: int, repeats: int) -> float:
     """Median seconds of one choice of residents from counts, for ``layers`` x 256 experts of which 200 are resident."""
     rng = np.random.default_rng(0)
     activations = rng.integers(0, 1000, (layers, 256))
-    resident = np.zeros(activations.shape, dtype=bool)
-    resident[:, :200] = True
+    extents = Extents.whole(activations.shape, np.ones(layers))
+    resident = np.arange(len(extents)) % 256 < 200
     seconds = []
     for _ in range(20 * repeats):
         start = time.perf_counter()
-        scores = ranking.score(activations, 1000, activations * 8)
-        ranking.select(scores, np.full(layers, 200), resident, np.zeros_like(resident))
+        scores = extents.density(ranking.score(activations, 1000, activations * 8))
+        ranking.best(extents, scores, np.full(layers, 200), resident, np.ones_like(resident))
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 

@@ -28,11 +28,11 @@ from pathlib import Path
 import numpy as np
 from decayed_counts import DecayedCounts
 
-from sglang_uvm_offload.policy.adaptive import AdaptivePolicy
 from sglang_uvm_offload.policy.forecast import TUNING, Tuning
 from sglang_uvm_offload.replay import baselines
 from sglang_uvm_offload.replay.baselines import Variant
 from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, EXPERT_BYTES, SHIPPED, Replay, Workload, serve
+from sglang_uvm_offload.replay.whole_experts import WholeExperts
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
 from sglang_uvm_offload.routing.trace import Trace, TraceError
 
@@ -54,9 +54,9 @@ Table = dict[Case, dict[str, Replay]]
 """Of each case, the result of each policy."""
 
 
-def adaptive(shape: tuple[int, int], capacity: np.ndarray, move_cost: float = 1.0, tuning: Tuning = TUNING) -> AdaptivePolicy:
+def adaptive(shape: tuple[int, int], capacity: np.ndarray, move_cost: float = 1.0, tuning: Tuning = TUNING) -> WholeExperts:
     """The policy that ``Adaptation`` makes, or one with other settings."""
-    return AdaptivePolicy(*layers_of(shape, capacity), move_cost, tuning)
+    return WholeExperts(*layers_of(shape, capacity), move_cost, tuning)
 
 
 def layers_of(shape: tuple[int, int], capacity: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
@@ -64,7 +64,7 @@ def layers_of(shape: tuple[int, int], capacity: np.ndarray) -> tuple[np.ndarray,
     return capacity, np.full(shape[0], EXPERT_BYTES), np.ones(shape, dtype=bool), max(1, int(capacity.min()) // 4)
 
 
-def policies(workload: Workload, residency: float, with_tunings: bool) -> dict[str, AdaptivePolicy]:
+def policies(workload: Workload, residency: float, with_tunings: bool) -> dict[str, WholeExperts]:
     """Beside the shipped policy: the same without coactivation, decayed counts, and the tunings."""
     shape, capacity = workload.shape, workload.capacity(residency)
     out = {ALONE: adaptive(shape, capacity, tuning=replace(TUNING, directions=0))}

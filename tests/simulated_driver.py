@@ -2,7 +2,14 @@
 
 It keeps for each page what the driver would know (location, preferred location, whether it holds host RAM and VRAM), evicts as
 the driver would, runs out of VRAM where it would, and counts bytes and modelled seconds. The behaviours come from the CUDA
-documentation and the open kernel modules (tag 580.95.05, kernel-open/nvidia-uvm).
+documentation and the open kernel modules (tag 580.95.05, kernel-open/nvidia-uvm):
+
+- The driver takes free VRAM before it takes back any of its own (``uvm_pmm_gpu.c:1677``).
+- A block whose pages have all moved to the host goes to the list of unused ones, which is taken back first
+  (``uvm_va_block.c:3515``, ``uvm_pmm_gpu.c:1460``), and comes off it when a page moves in. Then come the least recently
+  populated.
+- Advice with an edge inside a block splits it for good (``uvm_va_range.c:1243``). A split block neither goes to that list nor
+  comes off it (``uvm_va_block.c:3515,3546``), and populating it again does not renew its age (``:5097``).
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_uvm_offload.cpu.memory import CODE, DEVICE, HOST, UNSET, EmulatedMemory, pages_of, shared_location
+from sglang_uvm_offload.cpu.memory import CODE, DEVICE, HOST, UNSET, EmulatedMemory, shared_location, units_of
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, check_spans, round_up
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
@@ -57,7 +64,7 @@ class Traffic:
 
 
 class _Pages:
-    """The driver's view of one range. All arrays are ``[pages]``; ``populated`` is ``[blocks]``."""
+    """The driver's view of one range. Arrays are ``[pages]``, the last three ``[blocks]``."""
 
     def __init__(self, managed: ManagedRange):
         count = round_up(managed.nbytes, PAGE_BYTES) // PAGE_BYTES
@@ -66,14 +73,17 @@ class _Pages:
         self.preferred = np.full(count, UNSET, dtype=np.int8)
         self.holds_host = np.zeros(count, dtype=bool)
         self.holds_device = np.zeros(count, dtype=bool)
-        self.populated = np.zeros(-(-count // _PAGES_PER_BLOCK), dtype=np.int64)
+        blocks = -(-count // _PAGES_PER_BLOCK)
+        self.populated = np.zeros(blocks, dtype=np.int64)
+        self.split, self.unused = np.zeros((2, blocks), dtype=bool)
 
 
 class SimulatedDriver(EmulatedMemory):
-    """``device_bytes`` is the VRAM to play, None for as much as is asked for."""
+    """``device_bytes`` is the VRAM to play, None for as much as is asked for. ``block_bytes`` is the unit of residency that
+    this memory states; the driver's own blocks are always ``BLOCK_BYTES``."""
 
-    def __init__(self, device_bytes: int | None = None, link: LinkModel | None = None):
-        super().__init__()
+    def __init__(self, device_bytes: int | None = None, link: LinkModel | None = None, block_bytes: int = PAGE_BYTES) -> None:
+        super().__init__(block_bytes)
         self.device_bytes = device_bytes
         self.link = link or LinkModel()
         self.traffic = Traffic()
@@ -96,9 +106,11 @@ class SimulatedDriver(EmulatedMemory):
         return managed
 
     def place(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
-        self.prefer(managed, spans, location)
         pages = self._pages(managed)
+        check_spans(managed, spans, self.block_bytes)
         self._notice_writes(pages)
+        if location is Location.HOST:
+            self.prefer(managed, spans, location)
         for span in spans:
             self.traffic.prefetch_calls += 1
             self.traffic.seconds += self.link.call_seconds
@@ -107,9 +119,11 @@ class SimulatedDriver(EmulatedMemory):
             else:
                 self._to_host(pages, pages_of(span))
             super().place(managed, [span], location)
+        if location is Location.DEVICE:
+            self.prefer(managed, spans, location)
 
     def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
-        check_spans(managed, [span])
+        check_spans(managed, [span], self.block_bytes)
         return shared_location(self._pages(managed).preferred[pages_of(span)])
 
     def info(self) -> MemoryInfo:
@@ -123,9 +137,12 @@ class SimulatedDriver(EmulatedMemory):
     def prefer(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
         """Advise the spans and move nothing."""
         pages = self._pages(managed)
-        check_spans(managed, spans)
+        check_spans(managed, spans, self.block_bytes)
         for span in spans:
             pages.preferred[pages_of(span)] = CODE[location]
+            for edge in (span.offset, round_up(span.end, self.block_bytes)):
+                if edge % BLOCK_BYTES:
+                    pages.split[edge // BLOCK_BYTES] = True
             self.traffic.advise_calls += 1
             self.traffic.seconds += self.link.call_seconds
 
@@ -211,7 +228,10 @@ class SimulatedDriver(EmulatedMemory):
         pages.holds_device[away] = True
         self.device_resident += away.size * PAGE_BYTES
         self._clock += 1
-        pages.populated[np.unique(away // _PAGES_PER_BLOCK)] = self._clock
+        blocks = np.unique(away // _PAGES_PER_BLOCK)
+        fresh = blocks[~pages.split[blocks] | (pages.populated[blocks] == 0)]
+        pages.populated[fresh] = self._clock
+        pages.unused[blocks[~pages.split[blocks]]] = False
         self._device_takes(nbytes)
         self.traffic.to_device_bytes += moved
         self.traffic.seconds += self.link.copy_seconds(moved)
@@ -222,6 +242,8 @@ class SimulatedDriver(EmulatedMemory):
         pages.where[away] = HOST
         self._hold_host(pages, away)
         self.device_resident -= moved
+        empty = _by_block(pages.where == DEVICE) == 0
+        pages.unused |= empty & (_by_block(pages.holds_device) > 0) & ~pages.split
         self.traffic.to_host_bytes += moved
         self.traffic.seconds += self.link.copy_seconds(moved)
 
@@ -235,8 +257,8 @@ class SimulatedDriver(EmulatedMemory):
         self.device_peak = max(self.device_peak, self.device_used)
 
     def _make_room(self, nbytes: int, call: str, name: str, span: Span, keep: tuple[_Pages, slice] | None) -> None:
-        """Take VRAM back until ``nbytes`` fit, a block at a time: from those without a page in it first, then from the least
-        recently populated, whose pages go to the host. ``keep`` are pages being populated."""
+        """Take VRAM back until ``nbytes`` fit, a block at a time: unused ones first, then the least recently populated, whose
+        pages go to the host. ``keep`` are pages being populated."""
         if self.device_bytes is None or self.device_used + nbytes <= self.device_bytes:
             return
         kept = range(0)
@@ -244,10 +266,10 @@ class SimulatedDriver(EmulatedMemory):
             kept = range(keep[1].start // _PAGES_PER_BLOCK, -(-keep[1].stop // _PAGES_PER_BLOCK))
         candidates = []
         for pages in self._ranges.values():
-            resident, held = (_by_block(flags) for flags in (pages.where == DEVICE, pages.holds_device))
+            held = _by_block(pages.holds_device)
             for block in np.flatnonzero(held):
                 if keep is None or pages is not keep[0] or block not in kept:
-                    order = (bool(resident[block]), int(pages.populated[block]), pages.managed.address, int(block))
+                    order = (not pages.unused[block], int(pages.populated[block]), pages.managed.address, int(block))
                     candidates.append((order, int(held[block]) * PAGE_BYTES, pages))
         candidates.sort(key=lambda c: c[0])
         if self.device_used - sum(held_bytes for _, held_bytes, _ in candidates) + nbytes > self.device_bytes:
@@ -261,7 +283,13 @@ class SimulatedDriver(EmulatedMemory):
                 self._to_host(pages, slice(first + run.start, first + run.stop))
             self.traffic.evicted_bytes += before - self.device_resident
             pages.holds_device[_block(block)] = False
+            pages.unused[block], pages.populated[block] = False, 0
             self.device_used -= held_bytes
+
+
+def pages_of(span: Span) -> slice:
+    """The pages that contain a byte of the span."""
+    return units_of(span, PAGE_BYTES)
 
 
 def _block(block: int) -> slice:

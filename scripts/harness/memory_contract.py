@@ -13,11 +13,10 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.memory.protocol import Location, ManagedRange, Memory, Span
 
 DEVICE, HOST = Location.DEVICE, Location.HOST
-PAGE = PAGE_BYTES
 
 
 @contextmanager
@@ -44,7 +43,7 @@ def pattern(nbytes: int, seed: int) -> torch.Tensor:
 
 
 def check_a_range_is_aligned_and_as_long_as_asked(memory: Memory) -> None:
-    for nbytes in (1, PAGE, BLOCK_BYTES + 12345):
+    for nbytes in (1, 4096, BLOCK_BYTES + 12345):
         with managed(memory, nbytes, "w2") as it:
             assert it.address % BLOCK_BYTES == 0
             assert (it.nbytes, it.name) == (nbytes, "w2")
@@ -58,27 +57,29 @@ def check_no_two_ranges_share_a_block(memory: Memory) -> None:
 
 def check_an_empty_range_is_refused(memory: Memory) -> None:
     assert "w13" in refuses(lambda: memory.allocate(0, "w13"))
-    refuses(lambda: memory.allocate(-PAGE, "w13"))
+    refuses(lambda: memory.allocate(-1, "w13"))
 
 
 def check_a_tensor_is_the_memory_itself(memory: Memory) -> None:
-    it = memory.allocate(PAGE + 100, "w13")
+    block = memory.block_bytes
+    it = memory.allocate(block + 100, "w13")
     first, second = memory.tensor(it), memory.tensor(it)
-    assert (first.dtype, first.shape, first.stride()) == (torch.uint8, (PAGE + 100,), (1,))
+    assert (first.dtype, first.shape, first.stride()) == (torch.uint8, (block + 100,), (1,))
     assert first.data_ptr() == second.data_ptr() == it.address
-    first.copy_(pattern(PAGE + 100, 1))
-    assert torch.equal(second.cpu(), pattern(PAGE + 100, 1))
+    first.copy_(pattern(block + 100, 1))
+    assert torch.equal(second.cpu(), pattern(block + 100, 1))
 
 
 def check_the_last_tensor_frees_the_range(memory: Memory) -> None:
-    it = memory.allocate(PAGE, "w13")
+    block = memory.block_bytes
+    it = memory.allocate(block, "w13")
     view = memory.tensor(it)[10:20].view(2, 5)
     other = memory.tensor(it)
     del other
     gc.collect()
     view.copy_(torch.arange(10, dtype=torch.uint8).view(2, 5))
     assert view.cpu().tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    memory.place(it, [Span(0, PAGE)], HOST)
+    memory.place(it, [Span(0, block)], HOST)
     assert memory.holds(it)
     del view
     gc.collect()
@@ -87,17 +88,19 @@ def check_the_last_tensor_frees_the_range(memory: Memory) -> None:
 
 
 def check_a_tensor_stays_valid_after_free(memory: Memory) -> None:
-    it = memory.allocate(PAGE, "w13")
+    block = memory.block_bytes
+    it = memory.allocate(block, "w13")
     tensor = memory.tensor(it)
-    tensor.copy_(pattern(PAGE, 2))
+    tensor.copy_(pattern(block, 2))
     memory.free(it)
-    assert torch.equal(tensor.cpu(), pattern(PAGE, 2))
+    assert torch.equal(tensor.cpu(), pattern(block, 2))
 
 
 def check_a_freed_range_is_refused_everywhere(memory: Memory) -> None:
-    it = memory.allocate(PAGE, "w2_scale")
+    block = memory.block_bytes
+    it = memory.allocate(block, "w2_scale")
     memory.free(it)
-    span = Span(0, PAGE)
+    span = Span(0, block)
     for action in (
         lambda: memory.free(it),
         lambda: memory.tensor(it),
@@ -109,7 +112,8 @@ def check_a_freed_range_is_refused_everywhere(memory: Memory) -> None:
 
 
 def check_a_range_of_another_hand_is_refused(memory: Memory) -> None:
-    with managed(memory, PAGE) as it:
+    block = memory.block_bytes
+    with managed(memory, block) as it:
         forged = ManagedRange(it.address, it.nbytes, it.name)
         assert not memory.holds(forged)
         refuses(lambda: memory.tensor(forged))
@@ -117,75 +121,80 @@ def check_a_range_of_another_hand_is_refused(memory: Memory) -> None:
 
 
 def check_bad_spans_are_refused_before_anything_happens(memory: Memory) -> None:
-    nbytes = 4 * PAGE + 100
-    bad = [Span(-PAGE, PAGE), Span(0, 0), Span(PAGE, -PAGE), Span(1, PAGE), Span(0, PAGE + 1), Span(4 * PAGE, PAGE)]
-    bad += [Span(8 * PAGE, PAGE), Span(4 * PAGE, 99)]
+    block = memory.block_bytes
+    nbytes = 4 * block + 100
+    bad = [Span(-block, block), Span(0, 0), Span(block, -block), Span(1, block), Span(0, block + 1), Span(4 * block, block)]
+    bad += [Span(8 * block, block), Span(4 * block, 99)]
     with managed(memory, nbytes) as it:
         for span in bad:
-            refuses(lambda span=span: memory.place(it, [Span(0, PAGE), span], DEVICE))
+            refuses(lambda span=span: memory.place(it, [Span(0, block), span], DEVICE))
             refuses(lambda span=span: memory.preferred(it, span))
             refuses(lambda span=span: memory.last_prefetch(it, span))
-        assert memory.preferred(it, Span(0, PAGE)) is None
-        assert memory.last_prefetch(it, Span(0, PAGE)) is None
+        assert memory.preferred(it, Span(0, block)) is None
+        assert memory.last_prefetch(it, Span(0, block)) is None
 
 
 def check_a_span_may_end_with_the_range(memory: Memory) -> None:
-    with managed(memory, PAGE + 100) as it:
-        tail = Span(PAGE, 100)
+    block = memory.block_bytes
+    with managed(memory, block + 100) as it:
+        tail = Span(block, 100)
         memory.place(it, [tail], DEVICE)
         assert memory.preferred(it, tail) is memory.last_prefetch(it, tail) is DEVICE
-        assert memory.preferred(it, Span(0, PAGE)) is None
+        assert memory.preferred(it, Span(0, block)) is None
 
 
 def check_no_spans_is_no_work(memory: Memory) -> None:
-    with managed(memory, PAGE) as it:
+    block = memory.block_bytes
+    with managed(memory, block) as it:
         memory.place(it, [], DEVICE)
-        assert memory.preferred(it, Span(0, PAGE)) is None
-        assert memory.last_prefetch(it, Span(0, PAGE)) is None
+        assert memory.preferred(it, Span(0, block)) is None
+        assert memory.last_prefetch(it, Span(0, block)) is None
 
 
-def check_spans_are_placed_by_page(memory: Memory) -> None:
-    with managed(memory, 4 * PAGE) as it:
-        whole = Span(0, 4 * PAGE)
+def check_spans_are_placed_by_block(memory: Memory) -> None:
+    block = memory.block_bytes
+    with managed(memory, 4 * block) as it:
+        whole = Span(0, 4 * block)
         memory.place(it, [whole], HOST)
         assert memory.preferred(it, whole) is memory.last_prefetch(it, whole) is HOST
-        memory.place(it, [Span(0, PAGE), Span(2 * PAGE, PAGE)], DEVICE)
+        memory.place(it, [Span(0, block), Span(2 * block, block)], DEVICE)
         for found in (memory.preferred, memory.last_prefetch):
-            assert [found(it, Span(i * PAGE, PAGE)) for i in range(4)] == [DEVICE, HOST, DEVICE, HOST]
+            assert [found(it, Span(i * block, block)) for i in range(4)] == [DEVICE, HOST, DEVICE, HOST]
             assert found(it, whole) is None
 
 
 def check_two_ranges_do_not_influence_each_other(memory: Memory) -> None:
-    with managed(memory, PAGE) as a, managed(memory, PAGE) as b:
-        memory.place(a, [Span(0, PAGE)], DEVICE)
-        assert memory.preferred(b, Span(0, PAGE)) is None
-        assert memory.last_prefetch(b, Span(0, PAGE)) is None
+    block = memory.block_bytes
+    with managed(memory, block) as a, managed(memory, block) as b:
+        memory.place(a, [Span(0, block)], DEVICE)
+        assert memory.preferred(b, Span(0, block)) is None
+        assert memory.last_prefetch(b, Span(0, block)) is None
 
 
 def check_a_placed_range_is_zeroed(memory: Memory) -> None:
+    block = memory.block_bytes
     for location in Location:
-        it = memory.allocate(2 * PAGE, "w13")
-        memory.place(it, [Span(0, 2 * PAGE)], location)
-        memory.synchronize()
+        it = memory.allocate(2 * block, "w13")
+        memory.place(it, [Span(0, 2 * block)], location)
         assert not memory.tensor(it).cpu().any()
 
 
 def check_bytes_and_addresses_survive_any_moves(memory: Memory) -> None:
-    """Experts of odd sizes, so that neighbours share pages, and any resident sets one after the other."""
-    shapes = [(7, PAGE), (5, 3 * PAGE + 4096), (12, PAGE // 2 + 512), (3, BLOCK_BYTES)]
+    """Experts of odd sizes, so that neighbours share blocks, and any resident sets one after the other."""
+    block = memory.block_bytes
+    shapes = [(7, block), (5, 3 * block // 2 + 4096), (12, block // 2 + 512), (3, 2 * block)]
     for seed, (experts, expert_bytes) in enumerate(shapes):
         rng = np.random.default_rng(seed)
-        layout = ExpertLayout(experts, expert_bytes)
+        layout = ExpertLayout(experts, expert_bytes, block)
         it = memory.allocate(layout.nbytes, f"w13 of {experts} experts")
         address = it.address
         tensor = memory.tensor(it)
         tensor.copy_(pattern(layout.nbytes, seed))
         for _ in range(12):
-            pages = layout.resident_pages(rng.random(experts) < rng.random())
-            for spans, location in ((layout.spans(pages), DEVICE), (layout.spans(~pages), HOST)):
+            extents = rng.random(layout.num_extents) < rng.random()
+            for spans, location in ((layout.spans(extents), DEVICE), (layout.spans(~extents), HOST)):
                 memory.place(it, spans, location)
-                assert all(memory.preferred(it, span) is location for span in spans)
-            memory.synchronize()
+                assert all(memory.preferred(it, span) is memory.last_prefetch(it, span) is location for span in spans)
             assert tensor.data_ptr() == it.address == address
             assert torch.equal(tensor.cpu(), pattern(layout.nbytes, seed))
             if rng.random() < 0.5:

@@ -1,7 +1,7 @@
 """Unified memory emulated in ordinary memory, for machines without a GPU.
 
 The bytes of a range never move: a CPU computes from them whatever their location. The location that ``place`` requested is
-recorded for each page. Nothing is ever full or in flight.
+recorded for each block. Nothing is ever full.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Mapping(mmap.mmap):
 
 @dataclass(eq=False)
 class _Live:
-    """A live range: the last requested location of each page, and the mapping that its tensors hold."""
+    """A live range: the last requested location of each block, and the mapping that its tensors hold."""
 
     managed: ManagedRange
     placed: np.ndarray
@@ -37,12 +37,13 @@ class _Live:
 
 
 class EmulatedMemory:
-    """``Memory`` over ordinary memory."""
+    """``Memory`` over ordinary memory. Its blocks are small, so that small checkpoints have many."""
 
     name = "emulated"
     device_type = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int = PAGE_BYTES) -> None:
+        self.block_bytes = block_bytes
         self._live: dict[int, _Live] = {}
         self._without_tensor: dict[int, _Mapping] = {}
         """By address: mappings that no tensor keeps alive yet."""
@@ -55,8 +56,8 @@ class EmulatedMemory:
         except (OSError, OverflowError) as error:
             raise ManagedMemoryError("allocate", name, Span(0, nbytes), str(error)) from error
         managed = ManagedRange(round_up(_address(mapping), BLOCK_BYTES), nbytes, name)
-        pages = round_up(nbytes, PAGE_BYTES) // PAGE_BYTES
-        self._live[managed.address] = _Live(managed, np.full(pages, UNSET, dtype=np.int8), weakref.ref(mapping))
+        blocks = round_up(nbytes, self.block_bytes) // self.block_bytes
+        self._live[managed.address] = _Live(managed, np.full(blocks, UNSET, dtype=np.int8), weakref.ref(mapping))
         self._without_tensor[managed.address] = mapping
         return managed
 
@@ -70,20 +71,17 @@ class EmulatedMemory:
 
     def place(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
         placed = self._find(managed).placed
-        check_spans(managed, spans)
+        check_spans(managed, spans, self.block_bytes)
         for span in spans:
-            placed[pages_of(span)] = CODE[location]
+            placed[units_of(span, self.block_bytes)] = CODE[location]
 
     def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
         return self.last_prefetch(managed, span)
 
     def last_prefetch(self, managed: ManagedRange, span: Span) -> Location | None:
         placed = self._find(managed).placed
-        check_spans(managed, [span])
-        return shared_location(placed[pages_of(span)])
-
-    def synchronize(self) -> None:
-        """Nothing is ever in flight here."""
+        check_spans(managed, [span], self.block_bytes)
+        return shared_location(placed[units_of(span, self.block_bytes)])
 
     def free(self, managed: ManagedRange) -> None:
         self._find(managed)
@@ -94,9 +92,9 @@ class EmulatedMemory:
         return live is not None and live.managed is managed
 
     def info(self) -> MemoryInfo:
-        """VRAM is host RAM here: the free VRAM is the free host RAM, and the total adds the pages placed in VRAM."""
+        """VRAM is host RAM here: the free VRAM is the free host RAM, and the total adds the blocks placed in VRAM."""
         host = host_available()
-        used = sum(int((live.placed == DEVICE).sum()) for live in list(self._live.values())) * PAGE_BYTES
+        used = sum(int((live.placed == DEVICE).sum()) for live in list(self._live.values())) * self.block_bytes
         return MemoryInfo(host, host + used, host)
 
     def _find(self, managed: ManagedRange) -> _Live:
@@ -109,13 +107,13 @@ class EmulatedMemory:
         self._without_tensor.pop(address, None)
 
 
-def pages_of(span: Span) -> slice:
-    """The pages that contain a byte of the span."""
-    return slice(span.offset // PAGE_BYTES, -(-span.end // PAGE_BYTES))
+def units_of(span: Span, unit: int) -> slice:
+    """The runs of ``unit`` bytes that contain a byte of the span."""
+    return slice(span.offset // unit, -(-span.end // unit))
 
 
 def shared_location(codes: np.ndarray) -> Location | None:
-    """The location that all pages share, None if they differ or it is unset."""
+    """The location that all share, None if they differ or it is unset."""
     return next((location for location, code in CODE.items() if (codes == code).all()), None)
 
 

@@ -73,6 +73,12 @@ def free_vram(devices: Sequence[int]) -> int:
     return min(json.loads(queried.stdout.splitlines()[-1]))
 
 
+def relax_capture() -> None:
+    """Let the calling thread wait for streams and events while another one captures a graph: in the mode that threads start in,
+    that would end a capture in global mode, which is torch's (``cudaThreadExchangeStreamCaptureMode``)."""
+    _call(driver.cuThreadExchangeStreamCaptureMode, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
+
 def _free_vram_here(device: int) -> int:
     """Makes a context on ``device``."""
     handle = _call(driver.cuDeviceGet, device)

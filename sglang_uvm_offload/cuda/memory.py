@@ -1,8 +1,8 @@
 """Unified memory of a GPU: the ``Memory`` protocol over ``cudaMallocManaged``, advice and prefetch.
 
 Every page of a range is mapped for the GPU wherever it lives (AccessedBy, set once at allocation), so a move is one advice and
-one prefetch per span. All of it is refused during CUDA graph capture: there are no graph nodes for advice or prefetch, and
-pages that move between replays need none.
+one prefetch per span. All of it is refused on a stream that captures a CUDA graph: there are no graph nodes for advice or
+prefetch, and blocks that move between replays need none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from sglang_uvm_offload.cuda.device import device_problems
 from sglang_uvm_offload.cuda.ops import CudaFailure, CudaOps, device_ops
 from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, check_spans, round_up, whole_blocks
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, check_spans, whole_blocks
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
 
 
@@ -47,6 +47,7 @@ class CudaMemory:
 
     name = "uvm"
     device_type = "cuda"
+    block_bytes = BLOCK_BYTES
 
     def __init__(self, device: int = 0, ops: CudaOps | None = None):
         if problems := device_problems(device):
@@ -57,7 +58,6 @@ class CudaMemory:
         self._live: dict[int, _Live] = {}
         self._bases: dict[int, int] = {}
         """By address: the base pointer for the driver's free. A range freed under a live tensor is here, not in ``_live``."""
-        self._in_flight = 0
 
     def allocate(self, nbytes: int, name: str) -> ManagedRange:
         if nbytes <= 0:
@@ -83,31 +83,22 @@ class CudaMemory:
 
     def place(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
         self._find(managed)
-        check_spans(managed, spans)
+        check_spans(managed, spans, BLOCK_BYTES)
         if not spans:
             return
         try:
-            whole = [_whole_pages(span) for span in spans]
+            whole = [_whole(span) for span in spans]
             self._ops.place(self.device, managed.address, whole, location, self._caller())
         except CudaFailure as failure:
-            # A failure without a span happened before the first of them.
-            span = spans[failure.span or 0]
+            # A failure without a span concerns all of them.
+            span = spans[failure.span] if failure.span is not None else Span(spans[0].offset, spans[-1].end - spans[0].offset)
             raise ManagedMemoryError(f"{failure.call} to {location.value}", managed.name, span, failure.reason) from failure
-        self._in_flight += sum(span.nbytes for span in spans)
 
     def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
         return self._query(self._ops.preferred, managed, span)
 
     def last_prefetch(self, managed: ManagedRange, span: Span) -> Location | None:
         return self._query(self._ops.last_prefetch, managed, span)
-
-    def synchronize(self) -> None:
-        try:
-            self._ops.synchronize(self.device, self._caller())
-        except CudaFailure as failure:
-            since = "the prefetches since the last synchronize"
-            raise ManagedMemoryError(failure.call, since, Span(0, self._in_flight), failure.reason) from failure
-        self._in_flight = 0
 
     def free(self, managed: ManagedRange) -> None:
         """Tensors over the range stay valid: the driver frees it with the last of them, at once if there is none."""
@@ -134,9 +125,9 @@ class CudaMemory:
 
     def _query(self, call: Callable[[int, int, int], Location | None], managed: ManagedRange, span: Span) -> Location | None:
         self._find(managed)
-        check_spans(managed, [span])
+        check_spans(managed, [span], BLOCK_BYTES)
         try:
-            return call(self.device, managed.address + span.offset, _whole_pages(span).nbytes)
+            return call(self.device, managed.address + span.offset, _whole(span).nbytes)
         except CudaFailure as failure:
             raise ManagedMemoryError(failure.call, managed.name, span, failure.reason) from failure
 
@@ -159,6 +150,6 @@ class CudaMemory:
             raise ManagedMemoryError(failure.call, managed.name, Span(0, managed.nbytes), failure.reason) from failure
 
 
-def _whole_pages(span: Span) -> Span:
-    """Extends a span that ends with its range to the end of its last page, which nothing else uses."""
-    return Span(span.offset, round_up(span.nbytes, PAGE_BYTES))
+def _whole(span: Span) -> Span:
+    """Extends a span that ends with its range to the end of its last block, which nothing else uses."""
+    return Span(span.offset, whole_blocks(span.nbytes))

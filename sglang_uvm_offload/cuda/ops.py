@@ -42,7 +42,6 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_place": [c_int, c_void_p, POINTER(_Span), c_int, c_int, c_void_p],
     "uvm_preferred": [c_int, c_void_p, c_size_t, POINTER(c_int)],
     "uvm_last_prefetch": [c_int, c_void_p, c_size_t, POINTER(c_int)],
-    "uvm_synchronize": [c_int, c_void_p],
     "uvm_memory_info": [c_int, POINTER(c_size_t), POINTER(c_size_t)],
     "uvm_versions": [POINTER(c_int), POINTER(c_int)],
     "uvm_count_routing": [c_void_p, c_int, c_longlong, c_int, c_longlong, c_int, c_int, c_void_p, c_void_p, c_void_p],
@@ -99,7 +98,7 @@ class CudaOps:
         self._call("uvm_free", device, base)
 
     def place(self, device: int, address: int, spans: Sequence[Span], location: Location, caller: int) -> None:
-        """Advise all spans, then prefetch them, in one call."""
+        """Advise and prefetch all spans, and wait until they have arrived."""
         self._call("uvm_place", device, address, _array(spans), len(spans), self._places[location], caller)
 
     def preferred(self, device: int, start: int, nbytes: int) -> Location | None:
@@ -111,9 +110,6 @@ class CudaOps:
         place = c_int()
         self._call("uvm_last_prefetch", device, start, nbytes, place)
         return self._locations.get(place.value)
-
-    def synchronize(self, device: int, caller: int) -> None:
-        self._call("uvm_synchronize", device, caller)
 
     def memory_info(self, device: int) -> tuple[int, int]:
         """(free, total) bytes of VRAM."""

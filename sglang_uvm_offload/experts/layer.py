@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -11,6 +13,9 @@ from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES
 from sglang_uvm_offload.memory.layout import ExpertLayout
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory, Span
 from sglang_uvm_offload.units import size
+
+ChooseExtents = Callable[[ExpertLayout], np.ndarray]
+"""A tensor's layout -> ``bool[extents]``, those to place in VRAM at load."""
 
 MAX_SHRINK_FACTOR = 8
 """How far post-load processing may shrink a layer's bytes: 16 bits may become 4, with scales. If 4-bit weights went elsewhere,
@@ -40,33 +45,43 @@ class ExpertLayer:
     always resident. Local expert 0 is the model's expert ``first_expert``."""
 
     def __init__(
-        self, memory: Memory, layer_id: int, num_experts: int, num_shared: int, first_expert: int, resident: np.ndarray
+        self, memory: Memory, layer_id: int, num_experts: int, num_shared: int, first_expert: int, choose: ChooseExtents
     ):
         self.memory = memory
         self.layer_id = layer_id
         self.num_experts = num_experts
         self.first_expert = first_expert
         self.always_resident = np.arange(num_experts) >= num_experts - num_shared
-        self.resident = resident | self.always_resident
-        """``bool[num_experts]``: the experts all of whose managed bytes are in VRAM, or moving there."""
-        self._has_host_room = ~self.resident
+        self._choose = choose
         self.tensors: list[ExpertTensor] = []
+        self.layouts: tuple[ExpertLayout, ...] = ()
+        """Those of ``tensors``; the same object until they change."""
+        self.version = 0
+        """Has changed whenever the tensors or what is resident have."""
         self.plain_bytes = 0
         """Bytes of expert tensors left in ordinary VRAM: too small to place, or with interleaved experts."""
         self._synced_bytes = 0
         """Bytes of all expert tensors at the last ``sync_tensors``."""
 
     def allocate(self, expert_bytes: int, device: torch.device, description: str) -> torch.Tensor | None:
-        """``takeover.Allocate`` for this layer: managed and placed, or None if an expert does not fill a page."""
-        if device.type != self.memory.device_type or not ExpertLayout(self.num_experts, expert_bytes).placeable:
+        """``takeover.Allocate`` for this layer: managed and placed, or None if an expert is too small to place."""
+        layout = ExpertLayout(self.num_experts, expert_bytes, self.memory.block_bytes)
+        if device.type != self.memory.device_type or not layout.placeable:
             return None
         name = f"{description} of MoE layer {self.layer_id}"
-        check_host_ram(self.memory, "allocate", name, int((~self.resident).sum()) * expert_bytes)
-        tensor = ExpertTensor(self.memory, name, self.num_experts, expert_bytes)
+        resident = self._initial(layout)
+        check_host_ram(self.memory, "allocate", name, layout.taken_by(~resident))
+        tensor = ExpertTensor(self.memory, name, layout)
         flat = tensor.bytes()
-        tensor.place(self.resident)
+        tensor.place(resident)
         self.tensors.append(tensor)
+        self._note_tensors()
         return flat
+
+    def _initial(self, layout: ExpertLayout) -> np.ndarray:
+        """``bool[extents]``: as in an equal tensor, which this one may be about to replace; else as chosen at load."""
+        equal = (tensor.resident for tensor in self._live_tensors() if tensor.layout == layout)
+        return next(equal, self._choose(layout) | layout.holding(self.always_resident))
 
     def sync_tensors(self, *holders: object) -> None:
         """Call it after code that may have replaced tensors of the ``holders`` (the layer's module and its quantisation
@@ -81,6 +96,7 @@ class ExpertLayer:
             elif held.tensor.device.type != "meta":
                 plain[storage.data_ptr()] = storage.nbytes()
         self.tensors = [tensor for tensor in self._live_tensors() if tensor.address in managed]
+        self._note_tensors()
         self.plain_bytes = sum(plain.values())
         before = self._synced_bytes
         self._synced_bytes = sum(tensor.layout.nbytes for tensor in self.tensors) + self.plain_bytes
@@ -88,33 +104,59 @@ class ExpertLayer:
             lost, experts = size(before - self._synced_bytes), f"the experts of MoE layer {self.layer_id}"
             raise ExpertsLost(f"after loading, {lost} of the {size(before)} of {experts} are not found in the layer")
 
+    def _note_tensors(self) -> None:
+        layouts = tuple(tensor.layout for tensor in self.tensors)
+        if layouts != self.layouts:
+            self.layouts = layouts
+        self.version += 1
+
+    # The extents of all tensors, one after the other. Arrays are ``bool[extents]``.
+
+    def resident_extents(self) -> np.ndarray:
+        """Those in VRAM."""
+        return np.concatenate([np.zeros(0, dtype=bool), *(tensor.resident for tensor in self.tensors)])
+
     def host_bytes_to_demote(self, after: np.ndarray) -> int:
-        """Host RAM that ``demote`` takes. An expert keeps its room there when it moves back to VRAM."""
-        return int((self.resident & ~after & ~self._has_host_room).sum()) * self.expert_bytes
+        """Host RAM that ``demote`` takes."""
+        return sum(tensor.host_bytes_to_demote(part) for tensor, part in self._by_tensor(after))
 
     def demote(self, after: np.ndarray) -> int:
-        """Move residents that are not in ``after`` (``bool[num_experts]``) to host RAM. Returns the bytes requested to move."""
-        kept = self.resident & after
-        self._has_host_room |= ~kept
-        moved = sum(tensor.demote(self.resident, kept) for tensor in self.tensors)
-        self.resident = kept
-        return moved
+        """Move the extents that ``after`` lacks to host RAM. Returns the bytes moved."""
+        try:
+            return sum(tensor.demote(part) for tensor, part in self._by_tensor(after))
+        finally:
+            self.version += 1
 
     def promote(self, after: np.ndarray) -> int:
-        """Move the experts that ``after`` adds to VRAM. Returns the bytes requested to move."""
-        grown = self.resident | after
-        moved = sum(tensor.promote(self.resident, grown) for tensor in self.tensors)
-        self.resident = grown
-        return moved
+        """Move the extents that ``after`` adds to VRAM. Returns the bytes moved."""
+        try:
+            return sum(tensor.promote(part) for tensor, part in self._by_tensor(after))
+        finally:
+            self.version += 1
 
     def reread_residency(self) -> None:
-        """After a fault, read back which experts are in VRAM. Half-moved ones count as offloaded."""
-        if not self.tensors:
-            return
-        whole = np.ones(self.num_experts, dtype=bool)
+        """After a fault, read back what is in VRAM. An extent that moved in part counts as offloaded."""
         for tensor in self.tensors:
-            whole &= tensor.resident()
-        self.resident = whole
+            tensor.reread()
+        self.version += 1
+
+    def _by_tensor(self, extents: np.ndarray) -> list[tuple[ExpertTensor, np.ndarray]]:
+        ends = np.cumsum([0, *(layout.num_extents for layout in self.layouts)])
+        if extents.shape != (ends[-1],):
+            raise ValueError(f"MoE layer {self.layer_id} has {ends[-1]} extents, not {extents.shape}")
+        return [(tensor, extents[a:b]) for tensor, a, b in zip(self.tensors, ends[:-1], ends[1:], strict=True)]
+
+    # Its experts.
+
+    @property
+    def offloaded_bytes_by_expert(self) -> np.ndarray:
+        """``int64[num_experts]``: the bytes of each expert that steps read from host RAM."""
+        return sum((tensor.offloaded_bytes for tensor in self.tensors), start=np.zeros(self.num_experts, dtype=np.int64))
+
+    @property
+    def resident(self) -> np.ndarray:
+        """``bool[num_experts]``: the experts that are wholly in VRAM."""
+        return self.offloaded_bytes_by_expert == 0
 
     @property
     def routed_ids(self) -> range:
@@ -128,17 +170,13 @@ class ExpertLayer:
 
     @property
     def resident_bytes(self) -> int:
-        """VRAM that managed experts take, in whole pages."""
-        return sum(tensor.resident_bytes(self.resident) for tensor in self.tensors)
-
-    @property
-    def stranded_bytes(self) -> int:
-        """VRAM that offloaded experts are expected to keep, on top of ``resident_bytes``, after many changes of residents."""
-        return sum(tensor.layout.stranded_bytes(int(self.resident.sum())) for tensor in self.tensors)
+        """VRAM that managed experts take, in whole blocks."""
+        return sum(tensor.resident_bytes for tensor in self.tensors)
 
     @property
     def offloaded_bytes(self) -> int:
-        return sum(tensor.layout.nbytes for tensor in self.tensors) - self.resident_bytes
+        """Host RAM that managed experts take."""
+        return int(self.offloaded_bytes_by_expert.sum())
 
     def _is_managed(self, tensor: torch.Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""One tensor ``[E, ...]`` of a MoE layer in managed memory, each expert resident or offloaded."""
+"""One tensor ``[E, ...]`` of a MoE layer in managed memory, each of its extents resident or offloaded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from sglang_uvm_offload.memory.layout import ExpertLayout
-from sglang_uvm_offload.memory.protocol import Location, ManagedRange, Memory, Span
+from sglang_uvm_offload.memory.protocol import Location, ManagedRange, Memory
 
 
 class ExpertTensor:
@@ -15,10 +15,13 @@ class ExpertTensor:
     The torch tensors over the range (``bytes``) keep it alive; it is freed with the last of them.
     """
 
-    def __init__(self, memory: Memory, name: str, num_experts: int, expert_bytes: int):
+    def __init__(self, memory: Memory, name: str, layout: ExpertLayout):
         self.memory = memory
-        self.layout = ExpertLayout(num_experts, expert_bytes)
-        self.managed: ManagedRange = memory.allocate(self.layout.nbytes, name)
+        self.layout = layout
+        self.managed: ManagedRange = memory.allocate(layout.nbytes, name)
+        self.resident = np.zeros(layout.num_extents, dtype=bool)
+        """``bool[extents]``: those in VRAM."""
+        self._has_host_room = np.zeros(layout.num_extents, dtype=bool)
 
     @property
     def address(self) -> int:
@@ -29,38 +32,45 @@ class ExpertTensor:
         return self.memory.tensor(self.managed)
 
     def place(self, resident: np.ndarray) -> None:
-        """Populate every page in its location by ``resident`` (``bool[num_experts]``). Call it before the first byte is
-        written, so that offloaded bytes never pass through VRAM and resident ones never take host RAM."""
-        pages = self.layout.resident_pages(resident)
-        self._bring(~pages, Location.HOST)
-        self._bring(pages, Location.DEVICE)
+        """Populate every extent in its location by ``resident`` (``bool[extents]``). Call it before the first byte is written,
+        so that offloaded bytes never pass through VRAM and resident ones never take host RAM."""
+        self._bring(~resident, Location.HOST)
+        self._bring(resident, Location.DEVICE)
 
-    def demote(self, before: np.ndarray, after: np.ndarray) -> int:
-        """Move pages that are resident in ``before`` but not in ``after`` to host RAM. Returns the bytes requested to move."""
-        pages = self.layout.resident_pages
-        return self._bring(pages(before) & ~pages(after), Location.HOST)
+    def demote(self, after: np.ndarray) -> int:
+        """Move the extents that ``after`` lacks to host RAM. Returns the bytes moved."""
+        return self._bring(self.resident & ~after, Location.HOST)
 
-    def promote(self, before: np.ndarray, after: np.ndarray) -> int:
-        """Move pages that are resident in ``after`` but not in ``before`` to VRAM. Returns the bytes requested to move."""
-        pages = self.layout.resident_pages
-        return self._bring(pages(after) & ~pages(before), Location.DEVICE)
+    def promote(self, after: np.ndarray) -> int:
+        """Move the extents that ``after`` adds to VRAM. Returns the bytes moved."""
+        return self._bring(after & ~self.resident, Location.DEVICE)
 
-    def resident(self) -> np.ndarray:
-        """``bool[num_experts]``: the experts whose pages were all last prefetched to VRAM, according to the driver."""
-        whole = np.zeros(self.layout.num_experts, dtype=bool)
-        for expert in range(self.layout.num_experts):
-            only = np.zeros_like(whole)
-            only[expert] = True
-            spans = self.layout.spans(self.layout.resident_pages(only))
-            whole[expert] = all(self.memory.last_prefetch(self.managed, s) is Location.DEVICE for s in spans)
-        return whole
+    def host_bytes_to_demote(self, after: np.ndarray) -> int:
+        """Host RAM that ``demote`` takes. An extent keeps its room there when it moves back to VRAM."""
+        return self.layout.taken_by(self.resident & ~after & ~self._has_host_room)
 
-    def resident_bytes(self, resident: np.ndarray) -> int:
-        """VRAM that the experts in ``resident`` take here, in whole pages."""
-        return sum(span.nbytes for span in self.layout.spans(self.layout.resident_pages(resident)))
+    def reread(self) -> None:
+        """After a fault, read back from the driver which extents were last moved to VRAM."""
+        one_by_one = (self.layout.spans(extent)[0] for extent in np.eye(self.layout.num_extents, dtype=bool))
+        self.resident = np.array([self.memory.last_prefetch(self.managed, s) is Location.DEVICE for s in one_by_one])
 
-    def _bring(self, pages: np.ndarray, location: Location) -> int:
-        spans: list[Span] = self.layout.spans(pages)
-        if spans:
-            self.memory.place(self.managed, spans, location)
-        return sum(span.nbytes for span in spans)
+    @property
+    def offloaded_bytes(self) -> np.ndarray:
+        """``int64[num_experts]``: the bytes of each expert in host RAM."""
+        return self.layout.bytes_in(~self.resident)
+
+    @property
+    def resident_bytes(self) -> int:
+        """VRAM that resident extents take here, in whole blocks."""
+        return self.layout.taken_by(self.resident)
+
+    def _bring(self, extents: np.ndarray, location: Location) -> int:
+        if not extents.any():
+            return 0
+        self.memory.place(self.managed, self.layout.spans(extents), location)
+        if location is Location.DEVICE:
+            self.resident = self.resident | extents
+        else:
+            self.resident = self.resident & ~extents
+            self._has_host_room = self._has_host_room | extents
+        return self.layout.taken_by(extents)

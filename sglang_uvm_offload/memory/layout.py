@@ -1,21 +1,25 @@
-"""The layout of one tensor's experts in pages: the only module that does 2 MiB arithmetic.
+"""The layout of one tensor's experts in blocks: the only module that does block arithmetic.
 
 A tensor ``[E, ...]`` lies in one managed range that starts on a 2 MiB boundary, expert after expert without padding, so kernels
-without a stride argument keep working. Residency has a resolution of one 64 KiB page, the smallest page that the GPU maps with
-a large entry. Two neighbouring experts may share a page, which is in VRAM if either of them is resident.
+without a stride argument keep working. A block that two experts share serves both, or neither.
+
+Residency is by the block because the driver's is: advice whose edges are not on blocks splits them, and a split block is
+neither reclaimed when its pages have moved to the host nor kept in order of use (``uvm_va_range.c:1243``,
+``uvm_va_block.c:3515``, ``uvm_pmm_gpu.c:2089`` of NVIDIA's open kernel modules, 580.95.05).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from sglang_uvm_offload.memory.protocol import ManagedRange, Span
 
 PAGE_BYTES = 64 << 10
-"""The resolution of residency: GPU page tables have entries for 4 KiB, 64 KiB and 2 MiB."""
+"""The smallest page that the GPU maps with a large entry. Experts below it stay in plain VRAM."""
 
 BLOCK_BYTES = 2 << 20
 """The unit that the driver allocates, maps with one entry, and evicts (``uvm_va_block``)."""
@@ -32,61 +36,95 @@ def whole_blocks(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """``num_experts`` experts of ``expert_bytes`` bytes each, in order, from offset 0 of a managed range."""
+    """``num_experts`` experts of ``expert_bytes`` bytes each, in order, from offset 0 of a managed range.
+
+    Neighbouring blocks that hold parts of the same experts form an *extent*: they are worth the same, so they move together.
+    Arrays are ``[extents]``, or ``[parts]``: a part is the bytes of one expert in one extent, in order of their offsets.
+    """
 
     num_experts: int
     expert_bytes: int
+    block_bytes: int = BLOCK_BYTES
 
     @property
     def nbytes(self) -> int:
         return self.num_experts * self.expert_bytes
 
     @property
-    def num_pages(self) -> int:
-        return round_up(self.nbytes, PAGE_BYTES) // PAGE_BYTES
-
-    @property
     def placeable(self) -> bool:
-        """Whether an expert fills at least a page, so that experts can be placed one at a time."""
+        """Whether an expert is large enough to be placed."""
         return self.expert_bytes >= PAGE_BYTES
 
-    def resident_pages(self, resident: np.ndarray) -> np.ndarray:
-        """``bool[num_pages]``: the pages that hold a byte of an expert in ``resident`` (``bool[num_experts]``)."""
-        if resident.shape != (self.num_experts,):
-            raise ValueError(f"resident has shape {resident.shape}, not ({self.num_experts},)")
-        return self._experts_on(PAGE_BYTES, np.flatnonzero(resident)) > 0
+    @property
+    def num_extents(self) -> int:
+        return len(self.extent_bytes)
 
-    def stranded_bytes(self, num_resident: int) -> int:
-        """VRAM that pages of offloaded experts keep after many changes of residents; the expected value for random residents.
-        A page that moves to the host keeps its VRAM until the driver takes back the whole block, which requires that none of
-        the block's pages is resident (``uvm_pmm_gpu.c`` of NVIDIA's open kernel modules, 580.95.05)."""
-        everyone = np.arange(self.num_experts)
-        on_page, on_block = (self._experts_on(unit, everyone) for unit in (PAGE_BYTES, BLOCK_BYTES))
-        beside = np.repeat(on_block, BLOCK_BYTES // PAGE_BYTES)[: self.num_pages] - on_page
-        offloaded = 1 - num_resident / self.num_experts
-        return round(PAGE_BYTES * float((offloaded**on_page * (1 - offloaded**beside)).sum()))
+    @cached_property
+    def extent_bytes(self) -> np.ndarray:
+        """int64: what each extent takes in VRAM, in whole blocks."""
+        return np.diff(self._edges)
 
-    def _experts_on(self, unit: int, ids: np.ndarray) -> np.ndarray:
-        """How many of the experts ``ids`` have a byte in each run of ``unit`` bytes."""
-        edges = np.zeros(round_up(self.nbytes, unit) // unit + 1, dtype=np.int64)
-        np.add.at(edges, ids * self.expert_bytes // unit, 1)
-        np.subtract.at(edges, -(-(ids + 1) * self.expert_bytes // unit), 1)
-        return np.cumsum(edges[:-1])
+    @cached_property
+    def part_expert(self) -> np.ndarray:
+        return self._cuts[:-1] // self.expert_bytes
 
-    def spans(self, pages: np.ndarray) -> list[Span]:
-        """The marked pages as spans, in order, with neighbours merged."""
-        edges = np.flatnonzero(np.diff(pages.astype(np.int8), prepend=0, append=0))
-        return [
-            Span(int(a) * PAGE_BYTES, min(int(b) * PAGE_BYTES, self.nbytes) - int(a) * PAGE_BYTES)
-            for a, b in zip(edges[::2], edges[1::2], strict=True)
-        ]
+    @cached_property
+    def part_extent(self) -> np.ndarray:
+        return np.searchsorted(self._edges, self._cuts[:-1], side="right") - 1
+
+    @cached_property
+    def part_bytes(self) -> np.ndarray:
+        return np.diff(self._cuts)
+
+    def holding(self, experts: np.ndarray) -> np.ndarray:
+        """``bool[extents]``: those that hold a byte of an expert in ``experts`` (``bool[num_experts]``)."""
+        if experts.shape != (self.num_experts,):
+            raise ValueError(f"experts has shape {experts.shape}, not ({self.num_experts},)")
+        held = np.zeros(self.num_extents, dtype=bool)
+        held[self.part_extent[experts[self.part_expert]]] = True
+        return held
+
+    def bytes_in(self, extents: np.ndarray) -> np.ndarray:
+        """``int64[num_experts]``: the bytes of each expert in ``extents`` (``bool[extents]``)."""
+        inside = extents[self.part_extent]
+        found = np.bincount(self.part_expert[inside], self.part_bytes[inside], minlength=self.num_experts)
+        return found.astype(np.int64)
+
+    def taken_by(self, extents: np.ndarray) -> int:
+        """Bytes of VRAM that ``extents`` (``bool[extents]``) take."""
+        return int(self.extent_bytes[extents].sum())
+
+    def budget(self, num_experts: int) -> int:
+        """Bytes of VRAM that any choice of ``num_experts`` residents may take: what the first ones take."""
+        return round_up(num_experts * self.expert_bytes, self.block_bytes)
+
+    def spans(self, extents: np.ndarray) -> list[Span]:
+        """The marked extents (``bool[extents]``) as spans, in order, with neighbours merged."""
+        edges = np.flatnonzero(np.diff(extents.astype(np.int8), prepend=0, append=0))
+        ends = np.minimum(self._edges, self.nbytes)
+        return [Span(int(self._edges[a]), int(ends[b] - self._edges[a])) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+    @cached_property
+    def _edges(self) -> np.ndarray:
+        """The offset at which each extent begins, and the end of the last block."""
+        begins = np.arange(0, self.nbytes, self.block_bytes)
+        first = begins // self.expert_bytes
+        last = (np.minimum(begins + self.block_bytes, self.nbytes) - 1) // self.expert_bytes
+        differs = (np.diff(first, prepend=-1) != 0) | (np.diff(last, prepend=-1) != 0)
+        return np.append(begins[differs], round_up(self.nbytes, self.block_bytes))
+
+    @cached_property
+    def _cuts(self) -> np.ndarray:
+        """The offset at which each part begins, and the end of the last expert."""
+        experts = np.arange(self.num_experts + 1) * self.expert_bytes
+        return np.union1d(self._edges[:-1], experts)
 
 
-def check_spans(managed: ManagedRange, spans: Sequence[Span]) -> None:
-    """Raise ``ValueError`` unless every span is a non-empty run of whole pages inside ``managed`` (the end of the range may cut
-    its last page short)."""
+def check_spans(managed: ManagedRange, spans: Sequence[Span], block_bytes: int) -> None:
+    """Raise ``ValueError`` unless every span is a non-empty run of whole blocks inside ``managed`` (the end of the range may
+    cut its last block short)."""
     for span in spans:
         if span.nbytes <= 0 or span.offset < 0 or span.end > managed.nbytes:
             raise ValueError(f"{span} is not inside {managed.name}, which has {managed.nbytes} bytes")
-        if span.offset % PAGE_BYTES or (span.end % PAGE_BYTES and span.end != managed.nbytes):
-            raise ValueError(f"{span} of {managed.name} does not begin and end on pages of {PAGE_BYTES} bytes")
+        if span.offset % block_bytes or (span.end % block_bytes and span.end != managed.nbytes):
+            raise ValueError(f"{span} of {managed.name} does not begin and end on blocks of {block_bytes} bytes")

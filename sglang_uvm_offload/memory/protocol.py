@@ -72,15 +72,17 @@ class MemoryInfo:
 class Memory(Protocol):
     """Unified memory of one GPU as one process sees it.
 
-    Spans must lie inside their range and begin and end on multiples of ``layout.PAGE_BYTES`` (or at the range's end). Every
-    method with spans validates all of them before it uses the first, so after a ``ValueError`` nothing has happened. After a
-    ``ManagedMemoryError`` the spans before the failing one have moved.
+    Spans must lie inside their range and begin and end on multiples of ``block_bytes`` (or at the range's end). Every method
+    with spans validates all of them before it uses the first, so after a ``ValueError`` nothing has happened. After a
+    ``ManagedMemoryError`` some spans may have moved.
     """
 
     name: str
     """"uvm" or "emulated", as in ``--expert-offload-backend``."""
     device_type: str
     """The torch device type of its tensors."""
+    block_bytes: int
+    """The unit in which memory is advised and moved. It divides ``layout.BLOCK_BYTES``."""
 
     def allocate(self, nbytes: int, name: str) -> ManagedRange:
         """Reserve ``nbytes`` (> 0) of managed memory, unpopulated, readable by the GPU wherever a page lives (AccessedBy).
@@ -91,9 +93,9 @@ class Memory(Protocol):
         over it."""
 
     def place(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
-        """Make ``location`` the preferred location of the spans and move them there; pages that were never written are
-        populated there, zeroed. May return before the bytes have moved, and ``synchronize`` waits for them; may also hold the
-        caller while they move, so a thread that launches steps loses that time."""
+        """Make ``location`` the preferred location of the spans and move them there; blocks that were never written are
+        populated there, zeroed. Returns when they have arrived, so a thread that launches steps should not call it while it
+        serves. Any one thread at a time may."""
 
     def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
         """The preferred location of the whole span, None if it is mixed or unset."""
@@ -101,10 +103,6 @@ class Memory(Protocol):
     def last_prefetch(self, managed: ManagedRange, span: Span) -> Location | None:
         """The location of the last requested prefetch of the whole span, or None. CUDA has no query for where pages really are
         (``cudaMemRangeGetAttribute`` returns advice and the last requested prefetch)."""
-
-    def synchronize(self) -> None:
-        """Wait until every move that this process requested has finished. Raises ``ManagedMemoryError`` for one that failed
-        late."""
 
     def free(self, managed: ManagedRange) -> None:
         """Free the range. Freeing it twice raises ``ValueError``."""

@@ -36,6 +36,7 @@ class LayerHooks:
         self.top_k = 0
         """The most routed experts per token of a layer in the target model; 0 if its layers have no such attribute (OLMoE)."""
         self._into: tuple[OffloadManager, ModelExperts] | None = None
+        self._manager: OffloadManager | None = None
         self.uncounted: set[str] = set()
         """Routing formats without expert ids that were served but not counted."""
 
@@ -45,7 +46,7 @@ class LayerHooks:
 
     @contextmanager
     def taking_over(self, manager: OffloadManager, model: ModelExperts) -> Iterator[None]:
-        self._into = (manager, model)
+        self._into, self._manager = (manager, model), manager
         try:
             yield
         finally:
@@ -82,6 +83,8 @@ class LayerHooks:
 
         def process_managed_weights(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             experts = _experts_of(layer)
+            if self._manager is not None:
+                self._manager.wait_for_moves()  # an update of the weights may replace the tensors that they are about
             with AllocationMode(experts.num_experts, experts.allocate):
                 result = process_weights_after_loading(layer, *args, **kwargs)
             try:

@@ -22,7 +22,7 @@ class Metrics:
         self.labels = dict(labels)
         names = [*labels, "layers"]
         self.resident = Gauge(
-            "sglang:expert_offload_resident_experts", "Experts in VRAM.", names, multiprocess_mode="mostrecent"
+            "sglang:expert_offload_resident_experts", "Experts wholly in VRAM.", names, multiprocess_mode="mostrecent"
         )
         self.hit_rate = Gauge(
             "sglang:expert_offload_hit_rate",
@@ -33,13 +33,15 @@ class Metrics:
         self.zero_copy = Counter(
             "sglang:expert_offload_zero_copy_bytes", "Bytes of offloaded experts read over PCIe, at least.", names
         )
-        self.moves = Counter("sglang:expert_offload_moves", "Experts promoted to VRAM.", list(labels))
+        self.moves = Counter(
+            "sglang:expert_offload_moves", "Promotions to VRAM, each of blocks that hold the same experts.", list(labels)
+        )
         self.moved = Counter("sglang:expert_offload_moved_bytes", "Bytes promoted and demoted.", list(labels))
         self.moving = Counter("sglang:expert_offload_moving_seconds", "Seconds spent moving experts.", list(labels))
         layers = manager.target.layers
         self._groups = [g for g in np.array_split(np.arange(len(layers)), GROUPS) if g.size]
         self._names = [f"{layers[g[0]].layer_id}-{layers[g[-1]].layer_id}" for g in self._groups]
-        self._last = [np.zeros(len(layers), dtype=np.int64) for _ in range(3)]
+        self._last: list[np.ndarray] = [np.zeros(len(layers)) for _ in range(3)]
         self._last_moves = (0, 0, 0.0)
         self._next = 0.0
         self._published_steps = 0

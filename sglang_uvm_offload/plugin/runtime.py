@@ -84,7 +84,7 @@ class _RankHooks:
     @cached_property
     def manager(self) -> OffloadManager:
         """Made when the first model loads: before that the process is not bound to its GPU."""
-        executor = _executor() if self.config.adapt == "continuous" else None
+        executor = _executor() if self.config.residents_change else None
         return OffloadManager(
             self.config, _memory(self.config), _counters, _broadcast_decision, progress=_is_first_rank, executor=executor
         )
@@ -234,8 +234,14 @@ def _counters(num_layers: int, num_experts: int) -> RoutingCounters:
 def _executor() -> ThreadPoolExecutor:
     """A thread on this rank's GPU. A new thread starts on GPU 0, where its first call would take VRAM for a context."""
     device = get_device()
-    begin = (lambda: torch.cuda.set_device(device.gpu_id)) if device.device == "cuda" else None
-    return ThreadPoolExecutor(1, "expert offload", initializer=begin)
+
+    def begin() -> None:
+        from sglang_uvm_offload.cuda.device import relax_capture
+
+        torch.cuda.set_device(device.gpu_id)
+        relax_capture()
+
+    return ThreadPoolExecutor(1, "expert offload", initializer=begin if device.device == "cuda" else None)
 
 
 def _broadcast_decision(decide: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Scoring experts by their counts, and selecting the best of each layer. Pure.
+"""Scoring experts by their counts, and choosing the best of each layer, by the extent or by the expert. Pure.
 
 Arrays are ``[layers, experts]`` unless stated.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sglang_uvm_offload.policy.extents import Extents
 from sglang_uvm_offload.policy.forecast import PREFILL_PRIOR_STEPS, spread
 
 
@@ -26,21 +27,36 @@ def score(decode_activations: np.ndarray, decode_steps: float, prefill_routed: n
     return (activations + strength * spread(per_step, routed)) / np.maximum(decode_steps + strength, 1.0)
 
 
-def select(scores: np.ndarray, capacity: np.ndarray, resident: np.ndarray, always_resident: np.ndarray) -> np.ndarray:
-    """``bool``: the ``capacity[layer]`` experts of each layer with the highest scores, and all ``always_resident`` ones.
-
-    Always-resident experts (fused shared experts) do not count against the capacity. Ties keep the current resident, then
-    prefer the lower id, so equal scores move nothing. A negative score marks an empty slot (layers of different sizes share
-    one array), which is never chosen. Raises ``ValueError`` for arguments whose shapes differ, or a score that is NaN.
+def best(
+    extents: Extents, density: np.ndarray, capacity: np.ndarray, resident: np.ndarray, candidate: np.ndarray
+) -> np.ndarray:
+    """``bool[extents]``: of each layer the candidates with the largest density, as many as fit its ``capacity`` (int64
+    ``[layers]``, bytes); then smaller ones that still fit. Ties prefer residents, then the lower offset, so equal densities
+    move nothing. Raises ``ValueError`` for arguments whose shapes differ, or a density that is NaN.
     """
-    if not scores.shape == resident.shape == always_resident.shape or capacity.shape != scores.shape[:1]:
+    if not density.shape == resident.shape == candidate.shape == extents.layer.shape or capacity.shape != extents.shape[:1]:
         raise ValueError(
-            f"scores {scores.shape}, resident {resident.shape}, always_resident {always_resident.shape} and capacity "
-            f"{capacity.shape} do not match"
+            f"density {density.shape}, resident {resident.shape}, candidate {candidate.shape} and capacity {capacity.shape} "
+            f"do not match {len(extents)} extents of {extents.shape[0]} layers"
         )
-    if np.isnan(scores).any():
-        raise ValueError("a score is not a number")
-    return top(scores, capacity, resident, ~always_resident & (scores >= 0)) | always_resident
+    if np.isnan(density).any():
+        raise ValueError("a density is not a number")
+    order = np.lexsort((~resident, -density, extents.layer))
+    order, left = order[candidate[order]], capacity.copy()
+    chosen = np.zeros(len(extents), dtype=bool)
+    while (order := order[extents.nbytes[order] <= left[extents.layer[order]]]).size:
+        fits = _running_bytes(extents, order) <= left[extents.layer[order]]
+        chosen[order[fits]] = True
+        left = capacity - extents.bytes_by_layer(chosen)
+        order = order[~fits]
+    return chosen
+
+
+def _running_bytes(extents: Extents, order: np.ndarray) -> np.ndarray:
+    """The bytes of each extent of ``order`` (sorted by layer) and of those before it in its layer."""
+    layer, total = extents.layer[order], np.cumsum(extents.nbytes[order])
+    before = np.concatenate([[0], total])[np.searchsorted(layer, np.arange(extents.shape[0]))]
+    return total - before[layer]
 
 
 def top(key: np.ndarray, capacity: np.ndarray, resident: np.ndarray, candidate: np.ndarray) -> np.ndarray:
@@ -52,9 +68,12 @@ def top(key: np.ndarray, capacity: np.ndarray, resident: np.ndarray, candidate: 
     return chosen & candidate
 
 
-def rank(key: np.ndarray) -> np.ndarray:
-    """Each expert's rank in its layer: 0 for the largest key; ties prefer the lower id."""
-    order = np.argsort(-key, axis=1, kind="stable")
-    rank = np.empty_like(order)
-    np.put_along_axis(rank, order, np.broadcast_to(np.arange(key.shape[1]), key.shape), axis=1)
-    return rank
+def within_floor(extents: Extents, key: np.ndarray, floor: np.ndarray, candidate: np.ndarray) -> np.ndarray:
+    """``bool[extents]``: of each layer the candidates with the largest key, until they take ``floor`` bytes (int64
+    ``[layers]``). Ties prefer the lower offset."""
+    order = np.lexsort((-key, extents.layer))
+    order = order[candidate[order]]
+    needed = _running_bytes(extents, order) - extents.nbytes[order] < floor[extents.layer[order]]
+    inside = np.zeros(len(extents), dtype=bool)
+    inside[order[needed]] = True
+    return inside

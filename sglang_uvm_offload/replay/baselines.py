@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from sglang_uvm_offload.policy.adaptive import AdaptivePolicy
-from sglang_uvm_offload.policy.ranking import select, top
+from sglang_uvm_offload.policy.ranking import top
+from sglang_uvm_offload.replay.whole_experts import WholeExperts
 
 NEVER = np.iinfo(np.int32).max
 
@@ -119,7 +119,7 @@ class Variant:
     manager does. A step takes about half of the manager's time, and other intervals need no change of the manager; a test
     holds both to the same results. ``resident``: the initial residents."""
 
-    def __init__(self, policy: AdaptivePolicy, resident: np.ndarray, interval: int, late: int = 0):
+    def __init__(self, policy: WholeExperts, resident: np.ndarray, interval: int, late: int = 0):
         self.resident = resident
         self._policy, self._interval, self._late = policy, interval, late
         self._now = 0
@@ -156,7 +156,7 @@ def make(name: str, warmup: np.ndarray, scored: np.ndarray, capacity: np.ndarray
         "static-oracle": lambda: scored.sum(axis=0, dtype=float),
     }
     if name in profiles:
-        return Fixed(select(profiles[name](), capacity, nothing, nothing))
+        return Fixed(top(profiles[name](), capacity, nothing, ~nothing))
     if name == "belady":
         return Belady(scored, capacity, idle_steps=len(warmup))
     priorities = {"lru": lru, "lfu": lfu, "lfru": lfru}

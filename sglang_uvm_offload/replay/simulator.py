@@ -102,6 +102,7 @@ class Managed:
             config, EmulatedMemory(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False, clock=_Idle()
         )
         self._model = self.manager.begin_model(draft=False)
+        self._shape = shape
         self._held: list[torch.Tensor] = []
         for layer_id in range(shape[0]):
             layer = self.manager.add_layer(self._model, layer_id, shape[1], 0, 0, 1)
@@ -127,7 +128,8 @@ class Managed:
         return Served(activated & self.resident, activated & ~self.resident, self.resident & ~before)
 
     def _residency(self) -> np.ndarray:
-        return np.stack([layer.resident for layer in self._model.layers])
+        """``bool[layers, experts]``: each expert is one block."""
+        return self._model.resident_extents().reshape(self._shape)
 
 
 class _Idle:

@@ -117,7 +117,7 @@ def _notes(info: ServerInfo) -> list[Element]:
 
 
 def _served(rank: RankStatus) -> list[str]:
-    past, experts = rank.history, rank.resident_experts + rank.offloaded_experts
+    past, experts = rank.history, rank.num_experts
     return [
         f"{rank.resident_experts} of {experts}",
         size(rank.resident_bytes),
@@ -138,13 +138,14 @@ def _map(info: ServerInfo) -> Figure:
     held = [layer for rank in ranks for layer in rank.layers]
     routed = max((max(la.first_expert + la.experts, la.experts * info.internal_states[0].ep_size) for la in held), default=0)
     routed = min(routed, MAX_EXPERTS)
-    known, resident = np.zeros((2, len(ids), routed), dtype=np.int32)
+    known, resident = np.zeros((2, len(ids), routed))
     shared = np.full((len(ids), max((layer.shared_experts for layer in held), default=0)), -1, dtype=np.int8)
     for rank in ranks:
-        for layer, in_vram in rank.routed_residents:
+        for layer, in_vram, partly in rank.routed_residents:
             index = index_of[layer.layer]
             known[index, layer.first_expert : layer.first_expert + layer.experts] += 1
             resident[index, in_vram] += 1
+            resident[index, partly] += 0.5
             shared[index, : layer.shared_experts] = SHARED
     cells = np.select([known == 0, resident == known, resident == 0], [NOT_SHOWN, IN_VRAM, IN_HOST], PARTLY)
     title = "Residency of each expert of each layer"
@@ -155,7 +156,7 @@ IN_VRAM, IN_HOST, PARTLY, NOT_SHOWN, SHARED = range(5)
 KINDS = (
     ("in VRAM", "#0072b2"),
     ("in host RAM", "#dbe2e8"),
-    ("in VRAM on some replicas", "#7fb5d8"),
+    ("in VRAM in part, or on some replicas", "#7fb5d8"),
     ("on a rank that SGLang does not show", "#f6f1d3"),
     ("shared expert, always in VRAM", "#e69f00"),
 )
@@ -184,12 +185,12 @@ def _bytes_over_time(ranks: Sequence[tuple[str, RankStatus]]) -> Figure:
 
 
 def _moves_over_time(ranks: Sequence[tuple[str, RankStatus]]) -> Figure:
-    label = "experts promoted to VRAM since the start"
+    label = "promotions since the start"
     lines = [
         Line(_of(label, name, ranks), list(zip(rank.history.seconds, rank.history.moves, strict=True))) for name, rank in ranks
     ]
     most = max(rank.history.moves[-1] for _, rank in ranks)
-    return _time_chart("Moves", ranks, axis_to("experts", most, whole=True), lines)
+    return _time_chart("Moves", ranks, axis_to("promotions", most, whole=True), lines)
 
 
 def _time_chart(title: str, ranks: Sequence[tuple[str, RankStatus]], y: Axis, lines: Sequence[Line]) -> Figure:

@@ -79,8 +79,9 @@ class ReplayResults(Struct, frozen=True):
 
 
 def budget(ranks: Sequence[RankStatus]) -> float:
-    """Routed residents a layer on each rank: the mean over layers that can be offloaded."""
-    counts = [len(routed) for rank in ranks for layer, routed in rank.routed_residents if layer.expert_bytes]
+    """Routed residents a layer on each rank, as many as fill its VRAM: the mean over layers that can be offloaded."""
+    placed = [layer for rank in ranks for layer in rank.layers if layer.expert_bytes]
+    counts = [min(layer.resident_bytes / layer.expert_bytes, layer.experts) for layer in placed]
     return sum(counts) / len(counts) if counts else 0.0
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.policy.adaptive import AdaptivePolicy
-from sglang_uvm_offload.residency.ledger import stack
+from sglang_uvm_offload.policy.extents import Budget, Extents
+from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, RoutingCounts
 
 INTERVAL_STEPS = 1
@@ -19,44 +17,30 @@ the cost of longer intervals."""
 class Adaptation:
     """The policy over one model's layers. It runs only on the rank that decides for its peers."""
 
-    def __init__(
-        self,
-        layers: Sequence[ExpertLayer],
-        width: int,
-        start: RoutingCounts,
-        history: RoutingCounts | None = None,
-    ):
-        """Counts up to ``start`` are ignored. ``history`` holds the counts of earlier runs (a profile) for these ``width``
-        experts of each layer: the forecast begins with it, until live traffic outweighs it."""
+    def __init__(self, model: ModelExperts, start: RoutingCounts, history: RoutingCounts | None = None):
+        """Counts up to ``start`` are ignored. ``history`` holds the counts of earlier runs (a profile) for these experts: the
+        forecast begins with it, until live traffic outweighs it. The VRAM that is taken now is the budget."""
         self._seen = start
-        resident, always_resident = (
-            stack([getattr(la, name) for la in layers], width) for name in ("resident", "always_resident")
-        )
-        placeable = [np.full(layer.num_experts, bool(layer.tensors)) for layer in layers]
-        candidate = stack(placeable, width) & ~always_resident
-        capacity = (resident & candidate).sum(axis=1)
-        self._expert_bytes = np.array([max(layer.expert_bytes, 1) for layer in layers], dtype=np.int64)
-        self._policy = AdaptivePolicy(
-            capacity,
-            self._expert_bytes,
-            candidate,
-            floor=max(1, int(capacity.min(initial=0)) // 4),
-        )
+        self._policy = AdaptivePolicy(_budget_of(model), model.candidates())
         if history is not None:
             self._policy.seed(*_seen(history))
 
-    @property
-    def max_expert_bytes(self) -> int:
-        """Bytes of the largest expert."""
-        return int(self._expert_bytes.max(initial=1))
+    def follow(self, model: ModelExperts) -> None:
+        """Decide on the present extents of ``model``. The forecast is of experts, so it stays."""
+        self._policy.budget = _budget_of(model)
 
-    def bytes_of(self, experts: np.ndarray) -> int:
-        """Bytes of ``experts``, ``bool[layers, width]``."""
-        return int(experts.sum(axis=1) @ self._expert_bytes)
+    @property
+    def extents(self) -> Extents:
+        """Those that decisions are about."""
+        return self._policy.budget.extents
+
+    @property
+    def max_extent_bytes(self) -> int:
+        return int(self.extents.nbytes.max(initial=1))
 
     def decide(self, counts: RoutingCounts, resident: np.ndarray, max_bytes: float) -> np.ndarray | None:
-        """The residents to move to after ``counts`` (totals since the start), ``bool[layers, width]``; None to keep
-        ``resident``. Promotes at most ``max_bytes``."""
+        """The residents to move to after ``counts`` (totals since the start), ``bool[extents]``; None to keep ``resident``.
+        Promotes at most ``max_bytes``."""
         new = counts.since(self._seen)
         self._seen = counts
         self._policy.observe(*_seen(new))
@@ -64,6 +48,15 @@ class Adaptation:
         if not moves.promote.any() and not moves.demote.any():
             return None
         return (resident | moves.promote) & ~moves.demote
+
+
+def _budget_of(model: ModelExperts) -> Budget:
+    """The VRAM of the movable residents. Each layer keeps a quarter of what the layer with the fewest residents has, or one."""
+    extents, movable = model.extents, model.movable()
+    used = extents.bytes_by_layer(model.resident_extents() & movable)
+    expert_bytes = np.array([max(layer.expert_bytes, 1) for layer in model.layers], dtype=np.int64)
+    floor = max(1, int((used // expert_bytes).min(initial=0)) // 4)
+    return Budget(extents, movable, int(used.sum()), np.minimum(floor * expert_bytes, used))
 
 
 def _seen(counts: RoutingCounts) -> tuple[np.ndarray, int, np.ndarray]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from sglang_uvm_offload.residency.adaptation import Adaptation
+from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import PendingCounts
 
 MOVE_BYTES_PER_S = 4 << 30
@@ -25,8 +26,8 @@ class BackgroundAdaptation:
         """``executor`` runs one task after the other. None: tasks run on the calling thread."""
         self.adaptation = adaptation
         self.clock = clock
-        self.executor = executor or _ThisThread()
-        self._burst = max(BURST_SECONDS * MOVE_BYTES_PER_S, adaptation.max_expert_bytes)
+        self.executor = executor or ThisThread()
+        self._burst = max(BURST_SECONDS * MOVE_BYTES_PER_S, adaptation.max_extent_bytes)
         self._room = 0.0
         """Bytes that may be promoted now."""
         self._refilled_at = clock()
@@ -35,7 +36,7 @@ class BackgroundAdaptation:
     def collect_and_submit(self, pending: PendingCounts, resident: np.ndarray, may_move: bool = True) -> np.ndarray | None:
         """Collect the last decision and submit the next one.
 
-        Returns ``bool[layers, experts]``, the residents to move to; None for no change, or while the decision is not ready.
+        Returns ``bool[extents]``, the residents to move to; None for no change, or while the decision is not ready.
         The next decision uses the counts ``pending`` and starts from the residents returned, else ``resident``. With
         ``may_move`` False it observes the counts but moves nothing. Raises what the last decision raised."""
         after = None
@@ -44,7 +45,7 @@ class BackgroundAdaptation:
                 return None
             after = self._next.result()
         if after is not None:
-            self._room -= self.adaptation.bytes_of(after & ~resident)
+            self._room -= self.adaptation.extents.total(after & ~resident)
         self._refill()
         max_bytes = self._room if may_move else 0.0
         self._next = self.executor.submit(self._decide, pending, resident if after is None else after, max_bytes)
@@ -53,6 +54,11 @@ class BackgroundAdaptation:
     def drop(self) -> None:
         """Discard the submitted decision, because residents change for another reason."""
         self._next = None
+
+    def follow(self, model: ModelExperts) -> None:
+        """Decide on the present extents of ``model``, whose tensors were replaced."""
+        self.drop()
+        self.executor.submit(self.adaptation.follow, model)
 
     def _decide(self, pending: PendingCounts, resident: np.ndarray, max_bytes: float) -> np.ndarray | None:
         return self.adaptation.decide(pending.wait(), resident, max_bytes)
@@ -63,7 +69,7 @@ class BackgroundAdaptation:
         self._refilled_at = now
 
 
-class _ThisThread(Executor):
+class ThisThread(Executor):
     """Runs each task when it is submitted, on the calling thread."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from sglang_uvm_offload.experts.layer import ExpertLayer
-from sglang_uvm_offload.residency.ledger import Ledger, stack
+from sglang_uvm_offload.policy.extents import Extents
+from sglang_uvm_offload.residency.ledger import Ledger
+from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.status import Curve, Past
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, Phase, RoutingCounts
 
@@ -50,54 +51,60 @@ class History:
             "steps": ledger.steps,
             "tokens": tokens,
             "routed": int(ledger.routed.sum()),
-            "routed_resident": int(ledger.routed_resident.sum()),
+            "routed_resident": round(ledger.routed_resident.sum()),
             "activations": int(ledger.activations.sum()),
-            "activations_resident": int(ledger.activations_resident.sum()),
+            "activations_resident": round(ledger.activations_resident.sum()),
             "zero_copy_bytes": int(ledger.zero_copy_bytes.sum()),
             "moves": ledger.moves,
             "moved_bytes": ledger.moved_bytes,
         }
 
 
-def hit_rate_curve(seen: RoutingCounts, layers: Sequence[ExpertLayer]) -> Curve | None:
+def hit_rate_curve(seen: RoutingCounts, model: ModelExperts) -> Curve | None:
     """The hit rate of the decode activations in ``seen``, at about ``CURVE_POINTS`` budgets from none to all and at the current
     one; None without activations.
 
     Always-resident experts and layers without managed tensors are left out: no budget changes their cost.
     """
-    width = seen.counts.shape[-1]
-    routed = stack([~layer.always_resident if layer.tensors else layer.always_resident[:0] for layer in layers], width)
-    activations = seen.counts[:, Phase.DECODE, ACTIVATIONS] * routed
+    candidates, extents, movable = model.candidates(), model.extents, model.movable()
+    activations = seen.counts[:, Phase.DECODE, ACTIVATIONS] * candidates
     total = int(activations.sum())
     if total == 0:
         return None
-    most = int(routed.sum(axis=1).max())
-    resident = stack([layer.resident for layer in layers], width)
-    now = (resident & routed).sum() / routed.any(axis=1).sum()
-    residents = np.unique(np.rint([*np.linspace(0, most, CURVE_POINTS + 1), now]).astype(np.int64))
-    expert_bytes = np.array([layer.expert_bytes for layer in layers], dtype=np.int64)
+    expert_bytes = np.array([max(layer.expert_bytes, 1) for layer in model.layers], dtype=np.int64)
+    resident = model.resident_extents()
+    placed = candidates.any(axis=1)
+    now = (extents.bytes_by_layer(resident & movable) / expert_bytes)[placed].mean()
+    most = int(candidates.sum(axis=1).max())
+    residents = np.unique(np.rint([*np.linspace(0, most, CURVE_POINTS + 1), min(now, most)]).astype(np.int64))
+    served = _served(extents, activations / expert_bytes[:, None])
+    order = np.flatnonzero(movable)
+    order = order[np.argsort(-extents.density(activations)[order], kind="stable")]
+    capacity = np.array([[sum(layout.budget(int(n)) for layout in la.layouts) for n in residents] for la in model.layers])
+    always = served[~movable].sum()
+    of_layer = [order[extents.layer[order] == index] for index in range(len(capacity))]
+    uniform = np.sum([_best(served, extents.nbytes, *pair) for pair in zip(of_layer, capacity, strict=True)], axis=0)
     return Curve(
         decode_steps=seen.steps[1],
         activations=total,
-        present=int(activations[resident].sum()) / total,
+        present=_share(served[resident].sum(), total),
         residents=residents.tolist(),
-        uniform=(_best_of_each_layer(activations)[residents] / total).tolist(),
-        pooled=(_best_of_all(activations, routed, expert_bytes, residents) / total).tolist(),
+        uniform=[_share(hits + always, total) for hits in uniform],
+        pooled=[_share(hits + always, total) for hits in _best(served, extents.nbytes, order, capacity.sum(axis=0))],
     )
 
 
-def _best_of_each_layer(activations: np.ndarray) -> np.ndarray:
-    """``int64[width + 1]``: the activations of the n most used experts of each layer."""
-    falling = -np.sort(-activations, axis=1)
-    return np.concatenate([[0], falling.sum(axis=0).cumsum()])
+def _served(extents: Extents, activations_per_byte: np.ndarray) -> np.ndarray:
+    """float64 ``[extents]``: the activations that each serves."""
+    weights = activations_per_byte.ravel()[extents.part_expert] * extents.part_bytes
+    return np.bincount(extents.part_extent, weights, minlength=len(extents))
 
 
-def _best_of_all(activations: np.ndarray, routed: np.ndarray, expert_bytes: np.ndarray, residents: np.ndarray) -> np.ndarray:
-    """``int64[len(residents)]``: the activations of the most used experts that fit in the bytes of n experts of each layer. An
-    activation saves as many bytes as its expert takes, so the ranking is by activations alone."""
-    of_expert = np.broadcast_to(expert_bytes[:, None], activations.shape)[routed]
-    order = np.argsort(-activations[routed], kind="stable")
-    taken = of_expert[order].cumsum()
-    hits = np.concatenate([[0], activations[routed][order].cumsum()])
-    budgets = (np.minimum(residents[:, None], routed.sum(axis=1)) * expert_bytes).sum(axis=1)
-    return hits[np.searchsorted(taken, budgets, side="right")]
+def _best(served: np.ndarray, nbytes: np.ndarray, order: np.ndarray, budgets: np.ndarray) -> np.ndarray:
+    """``[budgets]``: the activations that the first extents of ``order`` serve, as many as fit in each number of bytes."""
+    hits = np.concatenate([[0.0], served[order].cumsum()])
+    return hits[np.searchsorted(nbytes[order].cumsum(), budgets, side="right")]
+
+
+def _share(part: float, total: int) -> float:
+    return min(1.0, float(part) / total)

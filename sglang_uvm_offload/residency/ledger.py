@@ -21,33 +21,39 @@ class Ledger:
         self.counted = start
         """The counts included in the totals."""
         self.routed = np.zeros(len(layers), dtype=np.int64)
-        self.routed_resident = np.zeros(len(layers), dtype=np.int64)
-        """Routed tokens, and those served by an expert in VRAM."""
+        self.routed_resident = np.zeros(len(layers))
+        """Routed tokens, and those served from VRAM. An expert that is there in part serves that part of each token."""
+        self.activated_bytes = np.zeros(len(layers), dtype=np.int64)
         self.zero_copy_bytes = np.zeros(len(layers), dtype=np.int64)
-        """Bytes of offloaded experts that steps read, each expert once a step. A prefill may read them more often."""
+        """Bytes of placed experts that steps used, each expert once a step, and those of them that were in host RAM. A prefill
+        may read them more often."""
         self.activations = np.zeros(len(layers), dtype=np.int64)
-        self.activations_resident = np.zeros(len(layers), dtype=np.int64)
+        self.activations_resident = np.zeros(len(layers))
         """Activations, in decode steps, of experts that can be offloaded, and those served from VRAM."""
         self.moves = 0
+        """Extents promoted."""
         self.moved_bytes = 0
         self.moving_seconds = 0.0
 
-    def account(self, counts: RoutingCounts, resident: np.ndarray) -> None:
-        """Add the counts since the last call, of steps that all ran with ``resident`` (``bool[layers, experts]``)."""
+    def account(self, counts: RoutingCounts, offloaded: np.ndarray) -> None:
+        """Add the counts since the last call, of steps that all ran with ``offloaded`` (``int64[layers, experts]``) bytes of
+        each expert in host RAM."""
         if counts.steps == self.counted.steps:
             return
         new = counts.since(self.counted)
         self.counted = counts
         width = counts.counts.shape[-1]
         routed, activations = new.routed(), new.activations()
-        self.routed += routed.sum(axis=1)
-        self.routed_resident += (routed * resident).sum(axis=1)
         expert_bytes = np.array([layer.expert_bytes for layer in self._layers], dtype=np.int64)
-        self.zero_copy_bytes += (activations * ~resident).sum(axis=1) * expert_bytes
+        share = resident_share(offloaded, expert_bytes)
+        self.routed += routed.sum(axis=1)
+        self.routed_resident += (routed * share).sum(axis=1)
+        self.activated_bytes += activations.sum(axis=1) * expert_bytes
+        self.zero_copy_bytes += (activations * offloaded).sum(axis=1)
         offloadable = ~stack([layer.always_resident for layer in self._layers], width) & (expert_bytes > 0)[:, None]
         decode = new.counts[:, Phase.DECODE, ACTIVATIONS] * offloadable
         self.activations += decode.sum(axis=1)
-        self.activations_resident += (decode * resident).sum(axis=1)
+        self.activations_resident += (decode * share).sum(axis=1)
 
     @property
     def steps(self) -> int:
@@ -56,14 +62,26 @@ class Ledger:
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of routed tokens that residents served, None before the first."""
+        """The share of routed tokens that VRAM served, None before the first."""
         routed = int(self.routed.sum())
-        return int(self.routed_resident.sum()) / routed if routed else None
+        return float(self.routed_resident.sum()) / routed if routed else None
+
+    @property
+    def byte_hit_rate(self) -> float | None:
+        """The share of the bytes of activated experts that were in VRAM, None before the first."""
+        used = int(self.activated_bytes.sum())
+        return 1.0 - int(self.zero_copy_bytes.sum()) / used if used else None
 
 
-def stack(masks: Sequence[np.ndarray], width: int) -> np.ndarray:
-    """``bool[layers, width]`` of masks of up to ``width`` experts, False beyond a layer's own."""
-    out = np.zeros((len(masks), width), dtype=bool)
-    for padded, mask in zip(out, masks, strict=True):
-        padded[: mask.size] = mask
+def resident_share(offloaded: np.ndarray, expert_bytes: np.ndarray) -> np.ndarray:
+    """float ``[layers, experts]``: the share of each expert's bytes in VRAM, where ``offloaded`` of the layer's
+    ``expert_bytes`` are not; 1 without placed bytes."""
+    return 1.0 - offloaded / np.maximum(expert_bytes, 1)[:, None]
+
+
+def stack(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
+    """``[layers, width]`` of rows of up to ``width`` experts, 0 or False beyond a layer's own."""
+    out = np.zeros((len(rows), width), dtype=rows[0].dtype if rows else bool)
+    for padded, row in zip(out, rows, strict=True):
+        padded[: row.size] = row
     return out

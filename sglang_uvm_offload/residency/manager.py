@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,15 @@ from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.protocol import Memory
+from sglang_uvm_offload.policy.extents import Extents
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
-from sglang_uvm_offload.residency.background import BackgroundAdaptation
+from sglang_uvm_offload.residency.background import BackgroundAdaptation, ThisThread
 from sglang_uvm_offload.residency.history import History
-from sglang_uvm_offload.residency.ledger import Ledger
+from sglang_uvm_offload.residency.ledger import Ledger, resident_share
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.mover import Mover, layer_bar
 from sglang_uvm_offload.residency.observer import Observer
-from sglang_uvm_offload.residency.placement import InitialPlacement
+from sglang_uvm_offload.residency.placement import InitialPlacement, everything
 from sglang_uvm_offload.residency.selection import hit_rate, hottest
 from sglang_uvm_offload.residency.status import ProfileVerdict
 from sglang_uvm_offload.routing.counts import Phase, RoutingCounters, RoutingCounts
@@ -55,14 +56,17 @@ class OffloadManager:
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
     ):
-        """``progress``: whether this rank shows progress bars. ``executor`` runs the decisions of continuous adaptation."""
+        """``progress``: whether this rank shows progress bars. ``executor`` runs decisions and moves, one after the other, so
+        that the thread that launches steps waits for neither; None: they run on the calling thread."""
         self.config = config
         self.memory = memory
         self.make_counters = make_counters
         self.broadcast_decision = broadcast_decision
         self.mover = Mover(memory, progress)
         self.clock = clock
-        self.executor = executor
+        self.executor = executor or ThisThread()
+        self._moving: Future[None] | None = None
+        """The last move, which may be under way."""
         self.models: list[ModelExperts] = []
         self.placement = InitialPlacement(config, None)
         self.profile_verdict: ProfileVerdict | None = None
@@ -75,6 +79,9 @@ class OffloadManager:
         """Accounts for the target model's steps. Set once the model is loaded."""
         self.history: History
         """The ledger's totals over time. Set with the observer."""
+        self._extents: Extents
+        self._next_resident: np.ndarray
+        """``bool[extents]`` of ``_extents``: the residents that the last move makes. Set with the observer."""
         self._poll_at = 0.0
         self.background: BackgroundAdaptation | None = None
         """Continuous adaptation, None where it is off or has failed."""
@@ -97,12 +104,9 @@ class OffloadManager:
         self, model: ModelExperts, layer_id: int, num_experts: int, num_shared: int, ep_rank: int, ep_size: int
     ) -> ExpertLayer:
         """Add decoder layer ``layer_id`` with ``num_experts`` local experts, ``num_shared`` of them fused shared experts."""
-        if model.draft:
-            resident = np.ones(num_experts, dtype=bool)
-        else:
-            resident = self.placement.resident(layer_id, num_experts, num_shared, ep_rank, ep_size)
+        choose = everything if model.draft else self.placement.choose(layer_id, num_experts, num_shared, ep_rank, ep_size)
         routed = num_experts - num_shared
-        layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, ep_rank * routed, resident)
+        layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, ep_rank * routed, choose)
         model.layers.append(layer)
         model.num_experts = max(model.num_experts, routed * ep_size)
         self._bar.update()
@@ -111,7 +115,6 @@ class OffloadManager:
     def finish_model(self, model: ModelExperts, may_be_empty: bool = False) -> None:
         """The model is loaded: make its counters. Raises ``FlagError`` if it has nothing to offload, unless it ``may_be_empty``
         (a pipeline stage can hold dense layers only)."""
-        self.memory.synchronize()
         self._bar.close()
         layers = model.layers
         if not (model.draft or any(layer.tensors for layer in layers) or (may_be_empty and not layers)):
@@ -119,10 +122,11 @@ class OffloadManager:
             raise FlagError([f"{flag_name('num_resident')} {self.config.num_resident}: the model has {found}"])
         model.counters = self.make_counters(len(layers), model.width)
         if not model.draft:
-            self.observer = Observer(model.counters, layers)
+            self.observer = Observer(model.counters, model)
             self.history = History(self.ledger, self.clock)
+            self._extents, self._next_resident = model.extents, model.resident_extents()
             if self.config.adapt == "continuous":
-                adaptation = Adaptation(layers, model.width, self.ledger.counted, self._past_of(model))
+                adaptation = Adaptation(model, self.ledger.counted, self._past_of(model))
                 self.background = BackgroundAdaptation(adaptation, self.clock, self.executor)
 
     def _past_of(self, model: ModelExperts) -> RoutingCounts | None:
@@ -159,16 +163,15 @@ class OffloadManager:
             model.counters.begin_step(0, Phase.DECODE)
 
     def reselect(self) -> None:
-        """Choose the residents anew from all routing so far, and move what changed; a profile's residents stay if their hit
-        rate is about as high. Outputs do not change.
+        """Choose the residents anew from all routing so far, and start to move what changed; a profile's residents stay if
+        their hit rate is about as high. Outputs do not change.
 
         Every rank that holds a shard of the same experts must call it before the same step. A fault ends moving; serving goes
         on.
         """
-        started = time.perf_counter()
         seen = self.routing(wait=True)
-        target = self.target
-        before = target.resident()
+        self._follow_tensors()
+        before = self._next_resident
         after = self.broadcast_decision(lambda: self._after_warmup(seen, before))
         if self.background is not None:
             self.background.drop()  # it was made for the old residents
@@ -177,46 +180,52 @@ class OffloadManager:
             self._judge_profile(seen, before, kept=not (after ^ before).any())
         if self.profile is not None and not (after ^ before).any():
             return
-        moved = self._move(after, wait=True)
-        seconds = time.perf_counter() - started
-        now = target.resident()
-        changed = int((now & ~before).sum())
-        self.ledger.moves += changed
-        self.ledger.moved_bytes += moved
-        self.ledger.moving_seconds += seconds
-        routed = seen.routed()
+        self._next_resident = after
+        tokens = self.tokens
+        self._submit(lambda: self._move_and_log(seen, tokens, before, after))
+
+    def _move_and_log(self, seen: RoutingCounts, tokens: int, before: np.ndarray, after: np.ndarray) -> None:
+        started, earlier = time.perf_counter(), self.ledger.moved_bytes
+        routed, share = seen.routed(), self._resident_share
+        reached = hit_rate(routed, share(before))
+        self._move(after, show=True)
+        extents, now = self.target.extents, self.target.resident_extents()
         logger.info(
             "Expert offload: residents chosen from the routing of %d tokens (%d prefill and %d decode steps): "
-            "%d of %d residents changed in %d layers; hit rate of these tokens %.1f %% before, %.1f %% after; "
+            "%s of %s of residents changed in %d layers; hit rate of these tokens %.1f %% before, %.1f %% after; "
             "%s moved in %.2f s",
-            self.tokens,
+            tokens,
             *seen.steps,
-            changed,
-            int(before.sum()),
-            len(target.layers),
-            100 * hit_rate(routed, before),
-            100 * hit_rate(routed, now),
-            size(moved),
-            seconds,
+            size(extents.total(now & ~before)),
+            size(extents.total(before)),
+            len(self.target.layers),
+            100 * reached,
+            100 * hit_rate(routed, share(now)),
+            size(self.ledger.moved_bytes - earlier),
+            time.perf_counter() - started,
         )
 
     def adapt(self) -> None:
-        """Poll the counts, and make the moves that were decided on the steps before the last poll. It waits for no step: moves
-        go on while steps run. Every rank that holds a shard of the same experts must call it before the same step."""
+        """Poll the counts, and start the moves that were decided on the steps before the last poll. It waits for no step and no
+        move: both go on together. Every rank that holds a shard of the same experts must call it before the same step."""
         polled = self.observer.poll()
-        before = self.target.resident()
+        self._follow_tensors()
+        before = self._next_resident
         after = self.broadcast_decision(lambda: self._background_decision(before))
         if after is None or self.fault is not None:  # a rank with a fault joins the broadcast too: its peers wait for it
             return
-        started = time.perf_counter()
         if not polled:
             self.observer.catch_up()
-        if not self.mover.check_queued(self.target.layers):  # the last moves, queued steps ago
-            self.fault = self.mover.fault
+        self._next_resident = after
+        self._submit(lambda: self._move(after, show=False))
+
+    def _follow_tensors(self) -> None:
+        """An update of the weights may have replaced tensors by some with other extents."""
+        if self.target.extents is self._extents:
             return
-        self.ledger.moved_bytes += self._move(after, wait=False)
-        self.ledger.moves += int((self.target.resident() & ~before).sum())
-        self.ledger.moving_seconds += time.perf_counter() - started
+        self._extents, self._next_resident = self.target.extents, self.target.resident_extents()
+        if self.background is not None:
+            self.background.follow(self.target)
 
     def _background_decision(self, resident: np.ndarray) -> np.ndarray | None:
         """The residents to move to, None for no change. Called on the rank that decides."""
@@ -224,39 +233,75 @@ class OffloadManager:
             return None
         try:
             return self.background.collect_and_submit(self.observer.pending, resident, may_move=self.warm)
-        except Exception as error:
-            # Steps do not depend on decisions, and peers wait for this rank's answer. So any error is logged with its trace and
-            # shown as the fault. A GPU error recurs at the next kernel and ends the process there.
+        except Exception as error:  # noqa: BLE001 -- ``_stopped`` logs it with its trace
+            # Steps do not depend on decisions, and peers wait for this rank's answer. So any error is shown as the
+            # fault. A GPU error recurs at the next kernel and ends the process there.
             self.background = None
-            self.fault = f"choosing residents failed: {type(error).__name__}: {error}"
-            logger.error(
-                "Expert offload: adapting stopped: %s. Serving goes on with the current residents; outputs are not affected.",
-                self.fault,
-                exc_info=error,
-            )
+            self._stopped("choosing residents", error)
             return None
 
-    def _move(self, after: np.ndarray, wait: bool) -> int:
-        moved = self.mover.move(self.target.layers, after, wait)
+    def _submit(self, move: Callable[[], None]) -> None:
+        """Run ``move`` after what was submitted before. It changes what later steps read, not the results."""
+
+        def guarded() -> None:
+            try:
+                move()
+            except Exception as error:  # noqa: BLE001 -- ``_stopped`` logs it with its trace; nobody waits for the result
+                self._stopped("moving experts", error)
+
+        self._moving = self.executor.submit(guarded)
+
+    def _stopped(self, what: str, error: Exception) -> None:
+        self.fault = f"{what} failed: {type(error).__name__}: {error}"
+        logger.error(
+            "Expert offload: adapting stopped: %s. Serving goes on with the current residents; outputs are not affected.",
+            self.fault,
+            exc_info=error,
+        )
+
+    @property
+    def moving(self) -> bool:
+        """Whether a move is under way."""
+        return self._moving is not None and not self._moving.done()
+
+    def wait_for_moves(self) -> None:
+        """Wait for the moves under way, before code that may replace tensors."""
+        if self._moving is not None:
+            self._moving.result()
+
+    def _move(self, after: np.ndarray, show: bool) -> None:
+        """Make the extents ``after`` resident, and add to the ledger. Runs on the executor."""
+        started = time.perf_counter()
+        before = self.target.resident_extents()
+        self.ledger.moved_bytes += self.mover.move(self.target.by_layer(after), show)
         self.fault = self.fault or self.mover.fault
-        return moved
+        self.ledger.moves += int((self.target.resident_extents() & ~before).sum())
+        self.ledger.moving_seconds += time.perf_counter() - started
 
     def _after_warmup(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
-        """``bool[layers, experts]``: the residents after the warm-up. Called on the rank that decides."""
+        """``bool[extents]``: the residents after the warm-up. Called on the rank that decides."""
         best = self._best(seen, resident)
         if self.profile is None:
             return best
-        lead = hit_rate(seen.routed(), best) - hit_rate(seen.routed(), resident)
+        share = self._resident_share
+        lead = hit_rate(seen.routed(), share(best)) - hit_rate(seen.routed(), share(resident))
         return resident if self.config.adapt == "off" or lead <= PROFILE_SLACK else best
 
     def _best(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
-        """The experts with the most expected activations, as many in each layer as now."""
-        return hottest(seen, resident, self.target.always_resident(), self.target.slots())
+        """The extents that should serve the most activations, as many bytes in each layer as now."""
+        extents, movable = self.target.extents, self.target.movable()
+        capacity = extents.bytes_by_layer(resident & movable)
+        return hottest(seen, extents, capacity, resident, movable) | (resident & ~movable)
+
+    def _resident_share(self, resident: np.ndarray) -> np.ndarray:
+        """float ``[layers, width]``: the share of each expert's bytes in the extents ``resident``."""
+        expert_bytes = np.array([layer.expert_bytes for layer in self.target.layers], dtype=np.int64)
+        return resident_share(self.target.extents.bytes_by_expert(~resident), expert_bytes)
 
     def _judge_profile(self, seen: RoutingCounts, resident: np.ndarray, kept: bool) -> None:
         """Log the hit rate of the profile's residents on live traffic."""
         routed = seen.routed()
-        reached, best = hit_rate(routed, resident), hit_rate(routed, self._best(seen, resident))
+        reached, best = (hit_rate(routed, self._resident_share(set_)) for set_ in (resident, self._best(seen, resident)))
         self.profile_verdict = ProfileVerdict(hit_rate=reached, best=best, tokens=self.tokens, kept=kept)
         logger.info(
             "Expert offload: profile %s: hit rate %.1f %% over the first %d live tokens; the best residents for these tokens "

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.memory.layout import ExpertLayout
+from sglang_uvm_offload.policy.extents import Extents
 from sglang_uvm_offload.residency.ledger import stack
 from sglang_uvm_offload.routing.counts import RoutingCounters
 
@@ -20,20 +24,68 @@ class ModelExperts:
     num_experts: int = 0
     """The most routed experts of any layer, over all ranks that share it."""
     counters: RoutingCounters | None = None
+    _layouts: list[tuple[ExpertLayout, ...]] = field(default_factory=list)
+    _extents: Extents | None = None
+    _version: int = -1
+    _offloaded: np.ndarray | None = None
 
     @property
     def width(self) -> int:
         """The most local experts of any layer: the second dimension of the arrays below."""
         return max((layer.num_experts for layer in self.layers), default=1)
 
-    def resident(self) -> np.ndarray:
-        """``bool[layers, width]``: the experts in VRAM."""
-        return stack([layer.resident for layer in self.layers], self.width)
+    @property
+    def extents(self) -> Extents:
+        """Those of all layers. Another object if the layers' tensors were replaced by others (an update of the weights)."""
+        layouts = [layer.layouts for layer in self.layers]
+        if self._extents is None or not all(map(operator.is_, layouts, self._layouts)):
+            self._layouts, self._extents = layouts, extents_of(layouts, self.width)
+        return self._extents
+
+    def resident_extents(self) -> np.ndarray:
+        """``bool[extents]``: those in VRAM."""
+        return np.concatenate([np.zeros(0, dtype=bool), *(layer.resident_extents() for layer in self.layers)])
+
+    def offloaded_bytes(self) -> np.ndarray:
+        """``int64[layers, width]``: the bytes of each expert that a step which activates it reads over PCIe. A new array
+        whenever it changes."""
+        version = sum(layer.version for layer in self.layers)
+        if self._offloaded is None or version != self._version:
+            offloaded = [layer.offloaded_bytes_by_expert for layer in self.layers]
+            self._version, self._offloaded = version, stack(offloaded, self.width)
+        return self._offloaded
+
+    def movable(self) -> np.ndarray:
+        """``bool[extents]``: those without a byte of an always resident expert."""
+        return ~self.extents.holding(self.always_resident())
+
+    def candidates(self) -> np.ndarray:
+        """``bool[layers, width]``: the experts that can be offloaded."""
+        return stack([~layer.always_resident & bool(layer.tensors) for layer in self.layers], self.width)
 
     def always_resident(self) -> np.ndarray:
         """``bool[layers, width]``: the fused shared experts, which stay in VRAM."""
         return stack([layer.always_resident for layer in self.layers], self.width)
 
-    def slots(self) -> np.ndarray:
-        """``bool[layers, width]``: where there is an expert."""
-        return stack([np.ones(layer.num_experts, dtype=bool) for layer in self.layers], self.width)
+    def by_layer(self, extents: np.ndarray) -> list[tuple[ExpertLayer, np.ndarray]]:
+        """Each layer with its part of ``bool[extents]``."""
+        ends = np.searchsorted(self.extents.layer, np.arange(1, len(self.layers)))
+        return list(zip(self.layers, np.split(extents, ends), strict=True)) if self.layers else []
+
+
+def extents_of(layouts: Sequence[Sequence[ExpertLayout]], width: int) -> Extents:
+    """The extents of layers with these tensors; the arrays of experts are ``width`` wide."""
+    flat = [(index, layout) for index, layer in enumerate(layouts) for layout in layer]
+    before = np.cumsum([0, *(layout.num_extents for _, layout in flat)])
+    return Extents(
+        (len(layouts), width),
+        layer=_joined([np.full(layout.num_extents, index) for index, layout in flat]),
+        nbytes=_joined([layout.extent_bytes for _, layout in flat]),
+        part_extent=_joined([layout.part_extent + first for first, (_, layout) in zip(before[:-1], flat, strict=True)]),
+        part_expert=_joined([layout.part_expert + index * width for index, layout in flat]),
+        part_bytes=_joined([layout.part_bytes for _, layout in flat]),
+    )
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *arrays])

@@ -1,4 +1,4 @@
-"""Moving experts between VRAM and host RAM. A fault ends moving; serving goes on."""
+"""Moving extents between VRAM and host RAM. A fault ends moving; serving goes on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import numpy as np
 from tqdm import tqdm
 
 from sglang_uvm_offload.experts.layer import ExpertLayer, check_host_ram
-from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory, Span
+from sglang_uvm_offload.units import size
 
 logger = logging.getLogger(__name__)
 
+LayerExtents = tuple[ExpertLayer, np.ndarray]
+"""A layer, and ``bool[extents]`` of it."""
+
 
 class Mover:
-    """Moves the layers of one rank to new residents."""
+    """Moves the layers of one rank to new residents. One thread at a time may use it."""
 
     def __init__(self, memory: Memory, progress: Callable[[], bool]):
         """``progress``: whether this rank shows a progress bar."""
@@ -25,45 +29,38 @@ class Mover:
         self.fault: str | None = None
         """Why moving stopped, None while it works."""
 
-    def move(self, layers: Sequence[ExpertLayer], after: np.ndarray, wait: bool) -> int:
-        """Make ``after`` (``bool[layers, width]``) resident. Demotes before promoting, so residency never exceeds what it was:
-        layer by layer where each layer's promotions fit in its own demotions, else all demotions first. Without ``wait`` the
-        moves are queued in that order, and ``check_queued`` reports a late fault. Experts that host RAM has no room for are
-        not demoted. Returns the bytes requested to move."""
+    def move(self, wanted: Sequence[LayerExtents], show: bool) -> int:
+        """Make ``wanted`` resident in each layer, and return when it is. Demotes before promoting, so that never more is
+        resident than before: layer by layer where each layer's promotions fit in its own demotions, else all demotions first.
+        Demotions that host RAM has no room for, and promotions that VRAM has none for, end moving. Returns the bytes moved.
+        ``show``: whether a progress bar may be shown."""
+        if self.fault is not None:
+            return 0
         moved = 0
-        pairs = [(la, wanted[: la.num_experts]) for la, wanted in zip(layers, after, strict=True)]
-        pairs = [(la, wanted) for la, wanted in pairs if (la.resident != wanted).any()]
-        balanced = all(la.resident.sum() >= wanted.sum() for la, wanted in pairs)
-        rounds = [pairs] if balanced else [[(la, la.resident & wanted) for la, wanted in pairs], pairs]
+        pairs = [(layer, after) for layer, after in wanted if (layer.resident_extents() != after).any()]
+        balanced = all(_growth(layer, after) <= 0 for layer, after in pairs)
+        rounds = [pairs] if balanced else [[(la, la.resident_extents() & after) for la, after in pairs], pairs]
         order = list(itertools.chain.from_iterable(rounds))
-        bar = layer_bar("Moving experts", len(order), wait and self.progress())
-        # If each move is waited for, host RAM is checked before each: other ranks take from it at the same time.
-        for group in [[pair] for pair in order] if wait or not order else [order]:
-            try:
-                needed = sum(layer.host_bytes_to_demote(wanted) for layer, wanted in dict(group).items())
-                check_host_ram(self.memory, "demote", _named([layer for layer, _ in group]), needed)
-                for layer, wanted in group:
-                    moved += layer.demote(wanted)
-                    if wait:
-                        self.memory.synchronize()
-                    moved += layer.promote(wanted)
-                    if wait:
-                        self.memory.synchronize()
-                    bar.update()
-            except ManagedMemoryError as fault:
-                self._stop(fault, [layer for layer, _ in group])
-                break
+        bar = layer_bar("Moving experts", len(order), show and self.progress())
+        try:
+            self._check_vram(pairs)
+            for layer, after in order:
+                # Other ranks take host RAM at the same time, so each layer is checked by itself.
+                check_host_ram(self.memory, "demote", _named(layer), layer.host_bytes_to_demote(after))
+                moved += layer.demote(after) + layer.promote(after)
+                bar.update()
+        except ManagedMemoryError as fault:
+            self._stop(fault, [layer for layer, _ in pairs])
         bar.close()
         return moved
 
-    def check_queued(self, layers: Sequence[ExpertLayer]) -> bool:
-        """Wait for the queued moves. False if one of them failed, which ends moving."""
-        try:
-            self.memory.synchronize()
-        except ManagedMemoryError as fault:
-            self._stop(fault, layers)
-            return False
-        return True
+    def _check_vram(self, pairs: Sequence[LayerExtents]) -> None:
+        """Raise ``ManagedMemoryError`` if what is promoted, beyond what is demoted, does not fit in free VRAM: the driver would
+        evict residents for it."""
+        needed = sum(_growth(layer, after) for layer, after in pairs)
+        if needed > 0 and needed > (free := self.memory.info().device_free):
+            reason = f"residents would grow by {size(needed)}, and {size(free)} of VRAM is free"
+            raise ManagedMemoryError("promote", "the experts", Span(0, needed), reason)
 
     def _stop(self, fault: ManagedMemoryError, layers: Sequence[ExpertLayer]) -> None:
         """Keep serving with the experts where they are; ``layers`` may have moved in part."""
@@ -82,5 +79,11 @@ def layer_bar(what: str, total: int | None, show: bool) -> tqdm:
     return tqdm(desc=what, total=total, unit="layer", disable=not show, leave=False)
 
 
-def _named(layers: Sequence[ExpertLayer]) -> str:
-    return f"the experts of MoE layer {layers[0].layer_id}" + (f" and {len(layers) - 1} others" if len(layers) > 1 else "")
+def _growth(layer: ExpertLayer, after: np.ndarray) -> int:
+    """Bytes that ``after`` takes in VRAM beyond what is resident now."""
+    nbytes = np.concatenate([np.zeros(0, dtype=np.int64), *(layout.extent_bytes for layout in layer.layouts)])
+    return int(nbytes[after].sum() - nbytes[layer.resident_extents()].sum())
+
+
+def _named(layer: ExpertLayer) -> str:
+    return f"the experts of MoE layer {layer.layer_id}"

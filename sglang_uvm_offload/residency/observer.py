@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from sglang_uvm_offload.experts.layer import ExpertLayer
-from sglang_uvm_offload.residency.ledger import Ledger, stack
+from sglang_uvm_offload.residency.ledger import Ledger
+from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import PendingCounts, RoutingCounters
 
 
 class Observer:
     """Adds the counts of one model's steps to its ledger. Before residents change, call ``poll``, or ``catch_up`` if that
-    returns False: each step is then accounted for under the residents that it had, however late its counts arrive."""
+    returns False: each step is then accounted for under the residents that it had when it was launched, however late its counts
+    arrive. Moves under way then are accounted for as they were at the last request."""
 
-    def __init__(self, counters: RoutingCounters, layers: Sequence[ExpertLayer]):
+    def __init__(self, counters: RoutingCounters, model: ModelExperts):
         self._counters = counters
-        self._layers = layers
-        self.ledger = Ledger(layers, counters.read())
+        self._model = model
+        self.ledger = Ledger(model.layers, counters.read())
         self._request()
 
     def poll(self) -> bool:
@@ -39,7 +38,7 @@ class Observer:
     def _request(self) -> None:
         self.pending: PendingCounts = self._counters.read_async()
         """The counts of all steps up to the last poll."""
-        self._served = stack([layer.resident for layer in self._layers], self._counters.num_experts)
+        self._offloaded = self._model.offloaded_bytes()
 
     def _account(self) -> None:
-        self.ledger.account(self.pending.wait(), self._served)
+        self.ledger.account(self.pending.wait(), self._offloaded)

@@ -1,4 +1,4 @@
-"""Which experts are resident when a model loads: the first N, the ids that a flag names, or a profile's best."""
+"""What is resident when a model loads: the first N experts, those that a flag names, or in the room of N a profile's best."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.experts.layer import ChooseExtents
+from sglang_uvm_offload.memory.layout import ExpertLayout
+from sglang_uvm_offload.residency.model import extents_of
 from sglang_uvm_offload.residency.selection import hottest, rank_share
+from sglang_uvm_offload.routing.counts import RoutingCounts
 from sglang_uvm_offload.routing.profile import Profile
 
 
@@ -16,6 +20,11 @@ def ids_from(earlier: Sequence[int], first: int) -> int:
     layers ``earlier``. SGLang's models number decoder layers; its Transformers fallback numbers the MoE layers of each stage
     from 0."""
     return earlier[-1] + 1 if earlier and first <= earlier[-1] else 0
+
+
+def everything(layout: ExpertLayout) -> np.ndarray:
+    """``ChooseExtents`` for the layers of a draft model."""
+    return np.ones(layout.num_extents, dtype=bool)
 
 
 class InitialPlacement:
@@ -30,9 +39,9 @@ class InitialPlacement:
         self._next: int | None = None
         self._from = 0
 
-    def resident(self, layer_id: int, num_experts: int, num_shared: int, ep_rank: int, ep_size: int) -> np.ndarray:
-        """``bool[num_experts]``: the residents among the local experts of decoder layer ``layer_id``, of which the last
-        ``num_shared`` are fused shared ones."""
+    def choose(self, layer_id: int, num_experts: int, num_shared: int, ep_rank: int, ep_size: int) -> ChooseExtents:
+        """What to keep resident of each tensor of decoder layer ``layer_id``, which has ``num_experts`` local experts, the last
+        ``num_shared`` of them fused shared ones."""
         if self._next is None:
             earlier = self._earlier()
             self._next, self._from = len(earlier), ids_from(earlier, layer_id)
@@ -45,10 +54,18 @@ class InitialPlacement:
         if chosen is not None and chosen.has_layer(index):
             ids = chosen.of_layer(index)
             resident[[i - first for i in ids if first <= i < first + routed]] = True
-            return resident
-        resident[: rank_share(self.config.num_resident, ep_rank, ep_size)] = True
-        if past is not None and layer_id in past.model.moe_layers and first + routed <= past.model.num_experts:
-            seen = past.part([layer_id], [range(first, first + routed)], num_experts)
-            slots = np.arange(num_experts)[None] < routed
-            resident = hottest(seen, resident[None], ~slots, slots)[0]
-        return resident
+        else:
+            resident[: rank_share(self.config.num_resident, ep_rank, ep_size)] = True
+            if past is not None and layer_id in past.model.moe_layers and first + routed <= past.model.num_experts:
+                seen = past.part([layer_id], [range(first, first + routed)], num_experts)
+                return lambda layout: _hottest_of(seen, layout, resident, np.arange(num_experts) >= routed)
+        return lambda layout: layout.holding(resident)
+
+
+def _hottest_of(seen: RoutingCounts, layout: ExpertLayout, first: np.ndarray, always: np.ndarray) -> np.ndarray:
+    """``bool[extents]``: the ones of a tensor that should serve the most activations, in the room of the experts ``first``.
+    Extents of ``always`` resident experts are there already."""
+    movable = ~layout.holding(always)
+    there = layout.holding(first) & movable
+    capacity = np.array([layout.taken_by(there)])
+    return hottest(seen, extents_of([[layout]], layout.num_experts), capacity, there, movable)

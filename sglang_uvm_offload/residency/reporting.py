@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from sglang_uvm_offload.experts.layer import ExpertLayer
@@ -17,42 +15,58 @@ def rank_status(manager: OffloadManager) -> RankStatus:
     """The status of a rank, up to the last step launched. Waits for the device."""
     manager.observer.catch_up()
     layers, ledger = manager.target.layers, manager.ledger
+    target = manager.target
+    taken = target.extents.bytes_by_layer(target.resident_extents() & target.movable())
+    shares = [_resident_share(layer) for layer in layers]
     draft = [layer for model in manager.models if model.draft for layer in model.layers]
     return RankStatus(
         backend=manager.memory.name,
         num_layers=len(layers),
         num_experts=sum(layer.num_experts for layer in layers),
-        resident_experts=int(sum(layer.resident.sum() for layer in layers)),
-        offloaded_experts=int(sum((~layer.resident).sum() for layer in layers)),
+        resident_experts=sum(int((share == 1).sum()) for share in shares),
+        partly_resident_experts=sum(int(_is_partly(share).sum()) for share in shares),
+        offloaded_experts=sum(int((share == 0).sum()) for share in shares),
         resident_bytes=sum(layer.resident_bytes for layer in layers),
         offloaded_bytes=sum(layer.offloaded_bytes for layer in layers),
         plain_bytes=sum(layer.plain_bytes for layer in layers),
-        stranded_bytes=sum(layer.stranded_bytes for layer in layers) if manager.config.residents_change else 0,
         draft_layers=len(draft),
         draft_bytes=sum(layer.resident_bytes for layer in draft),
-        layers=[_layer_status(layer, ledger, index) for index, layer in enumerate(layers)],
-        resident_ids=_resident_ids(layers),
+        layers=[_layer_status(layer, ledger, index, int(taken[index])) for index, layer in enumerate(layers)],
+        resident_ids=[_ids(layer, share == 1) for layer, share in zip(layers, shares, strict=True)],
+        partly_resident_ids=[_ids(layer, _is_partly(share)) for layer, share in zip(layers, shares, strict=True)],
         tokens=manager.tokens,
         warmup_done=manager.warm,
         adapt=manager.config.adapt,
         routed=int(ledger.routed.sum()),
         hit_rate=ledger.hit_rate,
+        byte_hit_rate=ledger.byte_hit_rate,
         zero_copy_bytes=int(ledger.zero_copy_bytes.sum()),
         moves=ledger.moves,
         moved_bytes=ledger.moved_bytes,
         moving_seconds=ledger.moving_seconds,
+        moving=manager.moving,
         fault=manager.fault,
         history=manager.history.past(manager.tokens),
-        curve=hit_rate_curve(ledger.counted, layers),
+        curve=hit_rate_curve(ledger.counted, manager.target),
         profile=manager.profile_verdict,
     )
 
 
-def _resident_ids(layers: Sequence[ExpertLayer]) -> list[list[int]]:
-    return [(np.flatnonzero(layer.resident) + layer.first_expert).tolist() for layer in layers]
+def _resident_share(layer: ExpertLayer) -> np.ndarray:
+    """float ``[num_experts]``: the share of each expert that is in VRAM."""
+    return 1.0 - layer.offloaded_bytes_by_expert / max(layer.expert_bytes, 1)
 
 
-def _layer_status(layer: ExpertLayer, ledger: Ledger, index: int) -> LayerStatus:
+def _is_partly(share: np.ndarray) -> np.ndarray:
+    return (share > 0) & (share < 1)
+
+
+def _ids(layer: ExpertLayer, experts: np.ndarray) -> list[int]:
+    return (np.flatnonzero(experts) + layer.first_expert).tolist()
+
+
+def _layer_status(layer: ExpertLayer, ledger: Ledger, index: int, taken: int) -> LayerStatus:
+    """``taken``: VRAM of what can be offloaded."""
     shared = int(layer.always_resident.sum())
     return LayerStatus(
         layer=layer.layer_id,
@@ -60,9 +74,10 @@ def _layer_status(layer: ExpertLayer, ledger: Ledger, index: int) -> LayerStatus
         experts=layer.num_experts - shared,
         shared_experts=shared,
         expert_bytes=layer.expert_bytes,
+        resident_bytes=taken,
         routed=int(ledger.routed[index]),
-        routed_resident=int(ledger.routed_resident[index]),
+        routed_resident=round(ledger.routed_resident[index]),
         activations=int(ledger.activations[index]),
-        activations_resident=int(ledger.activations_resident[index]),
+        activations_resident=round(ledger.activations_resident[index]),
         zero_copy_bytes=int(ledger.zero_copy_bytes[index]),
     )

@@ -116,8 +116,11 @@ class LayerStatus(Struct, frozen=True):
     experts: Experts
     shared_experts: Experts
     expert_bytes: Count
+    resident_bytes: Count
+    """VRAM of what can be offloaded, in whole blocks."""
     routed: Count
     routed_resident: Count
+    """Routed tokens, and those served from VRAM. An expert that is there in part serves that part of each token."""
     activations: Count
     activations_resident: Count
     zero_copy_bytes: Count
@@ -156,28 +159,37 @@ class RankStatus(Struct, frozen=True):
     num_experts: Count
     """Routed and fused shared experts of all layers."""
     resident_experts: Count
+    """Those wholly in VRAM."""
+    partly_resident_experts: Count
     offloaded_experts: Count
+    """Those without a byte in VRAM."""
     resident_bytes: Count
+    """VRAM, in whole blocks."""
     offloaded_bytes: Count
     plain_bytes: Count
     """Expert tensors in ordinary VRAM."""
-    stranded_bytes: Count
-    """VRAM that offloaded experts are expected to keep after moves; 0 where residents never change."""
     draft_layers: Count
     draft_bytes: Count
     layers: Annotated[list[LayerStatus], Meta(max_length=MAX_LAYERS)]
     resident_ids: list[list[Count]]
-    """The model's ids of the residents of each of ``layers``."""
+    """The model's ids of the experts of each of ``layers`` that are wholly in VRAM."""
+    partly_resident_ids: list[list[Count]]
+    """Those that are in VRAM in part: a block holds several experts."""
     tokens: Count
     warmup_done: bool
     adapt: str
     routed: Count
     hit_rate: Share | None
-    """The share of ``routed`` tokens that residents served, None before the first."""
+    """The share of ``routed`` tokens that VRAM served, None before the first."""
+    byte_hit_rate: Share | None
+    """The share of the bytes of the experts that steps used, each once a step, that were in VRAM."""
     zero_copy_bytes: Count
     moves: Count
+    """Promotions, each of neighbouring blocks that hold the same experts."""
     moved_bytes: Count
     moving_seconds: Seconds
+    moving: bool
+    """Whether a move is under way."""
     fault: str | None
     """Why moving experts stopped, None while it works."""
     history: Past
@@ -192,9 +204,11 @@ class RankStatus(Struct, frozen=True):
         for part in (self.curve, self.trace):
             if part is not None:
                 part.check()
-        if len(self.resident_ids) != len(self.layers):
-            raise ValueError("resident_ids must have one list for each of layers")
-        for layer, ids in zip(self.layers, self.resident_ids, strict=True):
+        for name in ("resident_ids", "partly_resident_ids"):
+            if len(getattr(self, name)) != len(self.layers):
+                raise ValueError(f"{name} must have one list for each of layers")
+        for layer, whole, partly in zip(self.layers, self.resident_ids, self.partly_resident_ids, strict=True):
+            ids = whole + partly
             first, end = layer.first_expert, layer.first_expert + layer.experts + layer.shared_experts
             if end > MAX_EXPERTS:
                 raise ValueError(f"layer {layer.layer} has expert {end - 1}, and more than {MAX_EXPERTS} are not shown")
@@ -202,7 +216,11 @@ class RankStatus(Struct, frozen=True):
                 raise ValueError(f"the resident ids of layer {layer.layer} must be {first}..{end - 1}")
 
     @property
-    def routed_residents(self) -> list[tuple[LayerStatus, list[int]]]:
-        """Each layer with the ids of its resident routed experts."""
-        pairs = zip(self.layers, self.resident_ids, strict=True)
-        return [(layer, [i for i in ids if i < layer.first_expert + layer.experts]) for layer, ids in pairs]
+    def routed_residents(self) -> list[tuple[LayerStatus, list[int], list[int]]]:
+        """Each layer with the ids of its routed experts that are wholly in VRAM, and of those that are there in part."""
+        triples = zip(self.layers, self.resident_ids, self.partly_resident_ids, strict=True)
+        return [(layer, _routed(layer, whole), _routed(layer, partly)) for layer, whole, partly in triples]
+
+
+def _routed(layer: LayerStatus, ids: list[int]) -> list[int]:
+    return [i for i in ids if i < layer.first_expert + layer.experts]

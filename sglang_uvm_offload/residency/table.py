@@ -15,11 +15,10 @@ def residency_table(status: RankStatus, memory: MemoryInfo, kv_tokens: int) -> s
         ("MoE layers", str(layers), ""),
         ("routed and fused shared experts", str(experts), size(status.resident_bytes + status.offloaded_bytes)),
         ("  resident in VRAM", str(status.resident_experts), size(status.resident_bytes)),
+        *([("  in both, by blocks", str(status.partly_resident_experts), "")] if status.partly_resident_experts else []),
         ("  offloaded to host RAM", str(status.offloaded_experts), size(status.offloaded_bytes)),
         ("expert tensors left in plain VRAM", "", size(status.plain_bytes)),
     ]
-    if status.stranded_bytes:
-        rows.append(("VRAM that offloaded experts may keep after moves", "", "about " + size(status.stranded_bytes)))
     if status.draft_layers:
         rows.append((f"draft model, {status.draft_layers} MoE layers, all resident", "", size(status.draft_bytes)))
     rows += [

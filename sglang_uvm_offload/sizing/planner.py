@@ -278,13 +278,6 @@ def _notes(case: Case, chosen: int | None) -> list[str]:
         out.append("every expert fits in VRAM: offloading is not needed")
     elif chosen < case.model.top_k:
         out.append(f"fewer residents than a token uses ({case.model.top_k}): every step reads over the link in each layer")
-    stranded = max(case.stranded_bytes(stage, chosen) for stage in range(case.parallel.pp))
-    if stranded > case.reserve.headroom_gb * GIB and chosen < case.model.num_experts:
-        whole = "" if case.parallel.ep == case.parallel.tp else ", or use a larger --ep-size"
-        out.append(
-            f"offloaded experts may keep about {size(stranded)} of VRAM on a rank as residents change, in 2 MiB blocks that "
-            f"they share with residents (never measured): raise {flag_name('headroom_gb')} if VRAM gets full{whole}"
-        )
     needed = case.host(chosen, after_moves=True)
     if needed > case.machine.host_bytes:
         out.append(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES
-from sglang_uvm_offload.memory.layout import PAGE_BYTES, ExpertLayout, round_up, whole_blocks
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout, round_up, whole_blocks
 from sglang_uvm_offload.sizing import sglang_memory
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, LayerShape
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
@@ -28,6 +28,8 @@ class Case:
     parallel: Parallel
     reserve: Reserve
     assumed: Assumptions
+    block_bytes: int = BLOCK_BYTES
+    """The memory backend's unit of residency."""
 
     # What SGLang grants
 
@@ -126,22 +128,18 @@ class Case:
         ]
 
     def resident_bytes(self, stage: int, num_resident: int) -> int:
-        """VRAM of the placed experts: the upper bound over all choices of residents."""
+        """VRAM of the placed experts, in whole blocks: the same for any choice of residents."""
         residents = self.local_residents(num_resident)
-        pages = {n: most_pages(self.local_experts, n, residents) for n in self.placed[stage]}
-        return sum(count * whole_blocks(pages[n] * PAGE_BYTES) for n, count in self.placed[stage].items())
-
-    def stranded_bytes(self, stage: int, num_resident: int) -> int:
-        """VRAM that offloaded experts are expected to keep, on top of the residents', after many changes of residents."""
-        residents = self.local_residents(num_resident)
-        placed = self.placed[stage].items()
-        return sum(count * ExpertLayout(self.local_experts, n).stranded_bytes(residents) for n, count in placed)
+        return sum(count * self._layout(n).budget(residents) for n, count in self.placed[stage].items())
 
     def offloaded_bytes(self, stage: int, num_resident: int) -> int:
-        """Host RAM of the offloaded experts on the rank with fewest residents."""
+        """Host RAM of the offloaded experts on the rank with fewest residents, in whole blocks."""
         residents = num_resident // self.parallel.ep
-        pages = {n: host_pages(self.local_experts, n, residents) for n in self.placed[stage]}
-        return sum(count * pages[n] * PAGE_BYTES for n, count in self.placed[stage].items())
+        layouts = [(self._layout(n), count) for n, count in self.placed[stage].items()]
+        return sum(count * (layout.budget(self.local_experts) - layout.budget(residents)) for layout, count in layouts)
+
+    def _layout(self, expert_bytes: int) -> ExpertLayout:
+        return ExpertLayout(self.local_experts, expert_bytes, self.block_bytes)
 
     @cached_property
     def kv_tokens(self) -> int:
@@ -245,19 +243,3 @@ class Case:
             expert_flops=2 * self.model.expert_parameters / p.moe_tp,
             kv_read_bytes=kv,
         )
-
-
-def most_pages(num_experts: int, nbytes: int, residents: int) -> int:
-    """The most pages of a tensor that ``residents`` of its experts can occupy: no two of them share one."""
-    return min(ExpertLayout(num_experts, nbytes).num_pages, residents * _widest(num_experts, nbytes))
-
-
-def host_pages(num_experts: int, nbytes: int, residents: int) -> int:
-    """The most pages that can be left in host RAM: adjacent residents occupy fewest."""
-    return ExpertLayout(num_experts, nbytes).num_pages - -(-residents * nbytes // PAGE_BYTES)
-
-
-@lru_cache(maxsize=1024)
-def _widest(num_experts: int, nbytes: int) -> int:
-    """The most pages that one expert occupies."""
-    return max(-(-(e + 1) * nbytes // PAGE_BYTES) - e * nbytes // PAGE_BYTES for e in range(num_experts))

@@ -24,11 +24,12 @@ def config(**flags):
 
 
 class Rank:
-    """One rank's manager over a model of ``LAYERS`` layers with one page an expert."""
+    """One rank's manager over a model of ``LAYERS`` layers with one tensor each; an expert is a block of the emulated memory
+    unless stated."""
 
     def __init__(
         self, cfg, memory=None, broadcast_decision=lambda decide: decide(), ep_rank=0, ep_size=1, num_shared=0, profile=None,
-        make_counters=CpuRoutingCounters, **more,
+        make_counters=CpuRoutingCounters, expert_bytes=PAGE_BYTES, **more,
     ):  # fmt: skip
         self.manager = OffloadManager(
             cfg, memory or EmulatedMemory(), make_counters, broadcast_decision, progress=lambda: False, **more
@@ -40,7 +41,7 @@ class Rank:
             layer = self.manager.add_layer(self.model, layer_id, local, num_shared, ep_rank, ep_size)
             module = torch.nn.Module()
             with AllocationMode(local, layer.allocate):
-                module.w13 = torch.empty(local, PAGE_BYTES, dtype=torch.uint8)
+                module.w13 = torch.empty(local, expert_bytes, dtype=torch.uint8)
             layer.sync_tensors(module)
             self.modules.append(module)
         self.manager.finish_model(self.model)

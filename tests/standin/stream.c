@@ -349,6 +349,8 @@ EXPORT int cudaThreadExchangeStreamCaptureMode(int* mode) {
     return standin_injected("cudaThreadExchangeStreamCaptureMode");
 }
 
+EXPORT int cuThreadExchangeStreamCaptureMode(int* mode) { return cudaThreadExchangeStreamCaptureMode(mode); }
+
 EXPORT int cudaStreamBeginCapture(void* stream, int mode) {
     if (of(stream) == &legacy) return cudaErrorStreamCaptureUnsupported;
     struct graph* graph = calloc(1, sizeof *graph);

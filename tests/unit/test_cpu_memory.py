@@ -90,8 +90,8 @@ def test_freeing_twice_is_refused():
 def test_vram_that_is_full_evicts_the_least_recently_populated_block():
     memory = SimulatedDriver(device_bytes=4 * BLOCK_BYTES)
     first, second = (resident(memory, 2 * BLOCK_BYTES, name) for name in ("first", "second"))
-    memory.place(first, [Span(0, PAGE_BYTES)], Location.HOST)
-    memory.place(first, [Span(0, PAGE_BYTES)], Location.DEVICE)
+    memory.place(first, [Span(0, BLOCK_BYTES)], Location.HOST)
+    memory.place(first, [Span(0, BLOCK_BYTES)], Location.DEVICE)
     memory.allocate_plain(BLOCK_BYTES, "KV cache")
     assert memory.location(first, Span(BLOCK_BYTES, BLOCK_BYTES)) is Location.HOST
     assert memory.location(first, Span(0, BLOCK_BYTES)) is Location.DEVICE
@@ -100,21 +100,39 @@ def test_vram_that_is_full_evicts_the_least_recently_populated_block():
     assert memory.device_used == 4 * BLOCK_BYTES
 
 
-def test_what_moved_to_the_host_keeps_its_vram_until_something_needs_it_and_goes_before_any_resident():
+def test_a_block_that_moved_to_the_host_keeps_its_vram_until_something_needs_it_and_goes_before_any_resident():
     memory = SimulatedDriver(device_bytes=4 * BLOCK_BYTES)
     first, second = (resident(memory, 2 * BLOCK_BYTES, name) for name in ("first", "second"))
-    memory.place(second, [Span(0, BLOCK_BYTES), Span(BLOCK_BYTES, PAGE_BYTES)], Location.HOST)
+    memory.place(second, [Span(0, BLOCK_BYTES)], Location.HOST)
     assert memory.info().device_free == 0
-    memory.place(second, [Span(BLOCK_BYTES, PAGE_BYTES)], Location.DEVICE)
-    assert memory.traffic.evicted_bytes == 0
     memory.allocate_plain(BLOCK_BYTES, "workspace")
     assert memory.traffic.evicted_bytes == 0
     assert memory.location(first, Span(0, 2 * BLOCK_BYTES)) is Location.DEVICE
-    memory.place(second, [Span(BLOCK_BYTES, BLOCK_BYTES - PAGE_BYTES)], Location.HOST)
-    memory.allocate_plain(2 * BLOCK_BYTES, "more of it")
-    # A page that is in use holds the VRAM of its block, so that older blocks go before it.
-    assert memory.traffic.evicted_bytes == 2 * BLOCK_BYTES
-    assert memory.location(second, Span(2 * BLOCK_BYTES - PAGE_BYTES, PAGE_BYTES)) is Location.DEVICE
+    memory.place(first, [Span(0, BLOCK_BYTES)], Location.HOST)
+    memory.place(second, [Span(0, BLOCK_BYTES)], Location.DEVICE)
+    assert memory.traffic.evicted_bytes == 0, "what was demoted makes room for what is promoted"
+    assert memory.device_used == memory.device_bytes == memory.device_resident + BLOCK_BYTES
+
+
+def test_a_split_block_that_moved_to_the_host_waits_behind_older_residents():
+    memory = SimulatedDriver(device_bytes=4 * BLOCK_BYTES)
+    first, second = (resident(memory, 2 * BLOCK_BYTES, name) for name in ("first", "second"))
+    memory.prefer(second, [Span(0, PAGE_BYTES)], Location.DEVICE)
+    memory.place(second, [Span(0, BLOCK_BYTES)], Location.HOST)
+    memory.allocate_plain(BLOCK_BYTES, "workspace")
+    assert memory.traffic.evicted_bytes == BLOCK_BYTES
+    assert memory.location(first, Span(0, BLOCK_BYTES)) is Location.HOST
+
+
+def test_a_block_that_is_split_while_unused_goes_first_although_it_is_resident_again():
+    memory = SimulatedDriver(device_bytes=4 * BLOCK_BYTES)
+    first, second = (resident(memory, 2 * BLOCK_BYTES, name) for name in ("first", "second"))
+    memory.place(second, [Span(0, BLOCK_BYTES)], Location.HOST)
+    memory.prefer(second, [Span(0, PAGE_BYTES)], Location.DEVICE)
+    memory.place(second, [Span(0, BLOCK_BYTES)], Location.DEVICE)
+    memory.allocate_plain(BLOCK_BYTES, "workspace")
+    assert memory.location(second, Span(0, BLOCK_BYTES)) is Location.HOST
+    assert memory.location(first, Span(0, 2 * BLOCK_BYTES)) is Location.DEVICE
 
 
 def test_an_allocation_that_no_eviction_can_fit_fails_and_changes_nothing():

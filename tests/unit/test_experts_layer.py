@@ -24,6 +24,16 @@ def resident(*ids):
     return out
 
 
+def holding(*ids):
+    """Chooses these experts of each tensor."""
+    return lambda layout: layout.holding(resident(*ids))
+
+
+def extents(layer, experts):
+    """Those of all tensors that hold a byte of ``experts`` (``bool[E]``)."""
+    return np.concatenate([layout.holding(experts) for layout in layer.layouts])
+
+
 class Module(torch.nn.Module):
     def create(self, layer):
         with AllocationMode(E, layer.allocate):
@@ -38,7 +48,7 @@ class Module(torch.nn.Module):
 
 
 def loaded(memory, *ids, num_shared=0):
-    layer = ExpertLayer(memory, 3, E, num_shared, 0, resident(*ids))
+    layer = ExpertLayer(memory, 3, E, num_shared, 0, holding(*ids))
     module = Module()
     module.create(layer)
     module.load()
@@ -90,13 +100,16 @@ def test_bytes_and_addresses_survive_any_sequence_of_moves():
     layer, module = loaded(memory, 0, 1, num_shared=1)
     before = {name: (p.data_ptr(), p.data.clone()) for name, p in module.named_parameters()}
     for _ in range(200):
-        wanted = (rng.random(E) < rng.random()) | layer.always_resident
+        wanted = extents(layer, layer.always_resident)
+        wanted |= rng.random(wanted.size) < rng.random()
         layer.demote(wanted)
         layer.promote(wanted)
-        assert (layer.resident == wanted).all()
+        assert (layer.resident_extents() == wanted).all()
         assert memory.device_resident == layer.resident_bytes
         for tensor in layer.tensors:
-            assert (tensor.resident() >= wanted).all(), "a resident expert is not in VRAM"
+            known = tensor.resident.copy()
+            tensor.reread()
+            assert (tensor.resident == known).all(), "a resident extent is not in VRAM"
     for name, parameter in module.named_parameters():
         address, value = before[name]
         assert parameter.data_ptr() == address
@@ -108,10 +121,11 @@ def test_moving_asks_for_exactly_the_changed_pages():
     layer, _ = loaded(memory, 0, 1)
     expert = layer.expert_bytes
     assert expert % PAGE_BYTES == 0
-    assert layer.demote(resident(1, 2)) == expert
-    assert layer.promote(resident(1, 2)) == expert
+    after = extents(layer, resident(1, 2))
+    assert layer.demote(after) == expert
+    assert layer.promote(after) == expert
     calls = memory.traffic.prefetch_calls
-    assert layer.demote(resident(1, 2)) == layer.promote(resident(1, 2)) == 0
+    assert layer.demote(after) == layer.promote(after) == 0
     assert memory.traffic.prefetch_calls == calls
 
 
@@ -119,7 +133,7 @@ def test_neighbouring_experts_move_with_one_call_a_tensor():
     memory = SimulatedDriver()
     layer, _ = loaded(memory)
     calls = memory.traffic.prefetch_calls
-    layer.promote(resident(2, 3, 4))
+    layer.promote(extents(layer, resident(2, 3, 4)))
     assert memory.traffic.prefetch_calls - calls == len(layer.tensors)
 
 
@@ -148,18 +162,15 @@ def test_after_a_failed_move_the_layer_knows_what_is_in_vram_and_no_byte_is_lost
     memory.countdown = nth
 
     def move():
-        layer.demote(resident(1, 6))
-        layer.promote(resident(1, 6))
+        layer.demote(extents(layer, resident(1, 6)))
+        layer.promote(extents(layer, resident(1, 6)))
 
     with pytest.raises(ManagedMemoryError, match="injected"):
         move()
     layer.reread_residency()
     for expert in range(E):
         where = [
-            all(
-                memory.location(t.managed, s) is Location.DEVICE
-                for s in t.layout.spans(t.layout.resident_pages(resident(expert)))
-            )
+            all(memory.location(t.managed, s) is Location.DEVICE for s in t.layout.spans(t.layout.holding(resident(expert))))
             for t in layer.tensors
         ]
         assert layer.resident[expert] == all(where)
@@ -183,7 +194,7 @@ def test_what_a_step_made_for_itself_is_forgotten_even_if_something_else_lies_th
     assert module.repacked.data_ptr() == address
     layer.sync_tensors(module)
     assert [tensor.address for tensor in layer.tensors] == [tensor.address for tensor in before] + [address]
-    layer.demote(resident())
+    layer.demote(extents(layer, resident()))
     del module.repacked
     module.foreign = memory.tensor(memory.allocate(E * PAGE_BYTES, "of somebody else")).view(E, PAGE_BYTES)
     assert module.foreign.data_ptr() == address
@@ -209,31 +220,32 @@ def test_weights_that_are_quantised_to_4_bits_after_loading_are_no_error():
 
 
 def test_a_tensor_on_another_device_is_left_there():
-    assert ExpertLayer(SimulatedDriver(), 3, E, 0, 0, resident()).allocate(PAGE_BYTES, torch.device("cuda"), "w13") is None
+    assert ExpertLayer(SimulatedDriver(), 3, E, 0, 0, holding()).allocate(PAGE_BYTES, torch.device("cuda"), "w13") is None
 
 
 def test_demoting_takes_host_ram_the_first_time_only():
     layer, _ = loaded(SimulatedDriver(), 0, 1)
-    assert layer.host_bytes_to_demote(resident(1)) == layer.expert_bytes
-    layer.demote(resident(1))
-    layer.promote(resident(0, 1, 2))
-    assert layer.host_bytes_to_demote(resident(1, 2)) == 0
-    assert layer.host_bytes_to_demote(resident()) == layer.expert_bytes
+    none, one, two, three = (extents(layer, resident(*ids)) for ids in ((), (1,), (1, 2), (0, 1, 2)))
+    assert layer.host_bytes_to_demote(one) == layer.expert_bytes
+    layer.demote(one)
+    layer.promote(three)
+    assert layer.host_bytes_to_demote(two) == 0
+    assert layer.host_bytes_to_demote(none) == layer.expert_bytes
 
 
 def test_too_little_host_memory_is_refused_by_name_before_anything_is_taken():
     memory = PoorMemory()
-    layer = ExpertLayer(memory, 3, E, 0, 0, resident())
+    layer = ExpertLayer(memory, 3, E, 0, 0, holding())
     with pytest.raises(ManagedMemoryError, match=r"MoE layer 3.*need .*MiB of host RAM, and .*MiB is left"):
         Module().create(layer)
     assert memory.live_ranges == 0
 
 
 def test_what_fits_because_it_is_resident_is_not_refused():
-    ExpertLayer(PoorMemory(), 3, E, 0, 0, resident(*range(4))).allocate(TENSOR_BYTES["w13"] // E, torch.device("cpu"), "w13")
+    ExpertLayer(PoorMemory(), 3, E, 0, 0, holding(*range(4))).allocate(TENSOR_BYTES["w13"] // E, torch.device("cpu"), "w13")
 
 
 def test_experts_too_small_to_place_are_where_they_were_after_a_fault():
-    layer = ExpertLayer(SimulatedDriver(), 3, E, 0, 0, resident(0, 1))
+    layer = ExpertLayer(SimulatedDriver(), 3, E, 0, 0, holding(0, 1))
     layer.reread_residency()
-    assert layer.resident.tolist() == resident(0, 1).tolist()
+    assert layer.resident.all(), "they are in plain VRAM"

@@ -1,13 +1,14 @@
-"""Experts in pages: which pages a resident set needs, and how neighbours become one span."""
+"""Experts in blocks: which extents a set of experts needs, what each serves and takes, and how neighbours become one span."""
 
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from simulated_driver import SimulatedDriver
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout, check_spans, whole_blocks
-from sglang_uvm_offload.memory.protocol import Location, ManagedRange, Span
+from sglang_uvm_offload.memory.protocol import ManagedRange, Span
+
+MIB = 1 << 20
 
 
 def mask(size, *ids):
@@ -17,46 +18,82 @@ def mask(size, *ids):
 
 
 def spans(layout, *ids):
-    return layout.spans(layout.resident_pages(mask(layout.num_experts, *ids)))
+    return layout.spans(layout.holding(mask(layout.num_experts, *ids)))
+
+
+def random_layouts():
+    """Experts smaller and larger than a block, aligned and not, with a last block that is whole or not."""
+    rng = np.random.default_rng(0)
+    fixed = [(8, 4 * PAGE_BYTES), (8, 2 * PAGE_BYTES), (1, PAGE_BYTES), (40, PAGE_BYTES // 8)]
+    drawn = [(int(rng.integers(1, 40)), int(rng.integers(PAGE_BYTES // 4, 9 * PAGE_BYTES))) for _ in range(40)]
+    return [ExpertLayout(experts, nbytes, 2 * PAGE_BYTES) for experts, nbytes in fixed + drawn]
 
 
 def test_neighbouring_experts_become_one_span():
-    layout = ExpertLayout(8, 2 * PAGE_BYTES)
-    assert spans(layout, 1, 2, 5) == [Span(2 * PAGE_BYTES, 4 * PAGE_BYTES), Span(10 * PAGE_BYTES, 2 * PAGE_BYTES)]
+    layout = ExpertLayout(8, 2 * BLOCK_BYTES)
+    assert spans(layout, 1, 2, 5) == [Span(2 * BLOCK_BYTES, 4 * BLOCK_BYTES), Span(10 * BLOCK_BYTES, 2 * BLOCK_BYTES)]
 
 
-def test_every_byte_of_a_resident_expert_is_covered_and_a_shared_page_belongs_to_both():
-    layout = ExpertLayout(4, PAGE_BYTES * 3 // 2)
-    pages = layout.resident_pages(mask(4, 1))
-    assert pages.tolist() == [False, True, True, False, False, False]
-    assert layout.resident_pages(mask(4, 0)).tolist() == [True, True, False, False, False, False]
+def test_blocks_that_hold_parts_of_the_same_experts_are_one_extent():
+    assert ExpertLayout(4, 3 * BLOCK_BYTES).extent_bytes.tolist() == [3 * BLOCK_BYTES] * 4
+    # 7 MiB: three blocks of the first, one that it shares with the second, two of that, the one shared with the third ...
+    assert (ExpertLayout(4, 7 * MIB).extent_bytes // BLOCK_BYTES).tolist() == [3, 1, 3, 3, 1, 3]
+    assert (ExpertLayout(4, 5 * MIB // 4).extent_bytes // BLOCK_BYTES).tolist() == [1, 1, 1]
 
 
-def test_pages_of_a_union_are_the_union_of_pages():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        layout = ExpertLayout(int(rng.integers(1, 40)), int(rng.integers(PAGE_BYTES, 5 * PAGE_BYTES)))
-        one, other = rng.random(layout.num_experts) < 0.4, rng.random(layout.num_experts) < 0.4
-        joined = layout.resident_pages(one) | layout.resident_pages(other)
-        assert (layout.resident_pages(one | other) == joined).all()
+def test_a_block_that_experts_share_is_needed_by_each_of_them():
+    layout = ExpertLayout(4, 3 * MIB)
+    assert spans(layout, 0) == [Span(0, 4 * MIB)]
+    assert spans(layout, 1) == [Span(2 * MIB, 4 * MIB)]
+    assert spans(layout, 3) == [Span(8 * MIB, 4 * MIB)]
+
+
+@pytest.mark.parametrize("layout", random_layouts(), ids=str)
+def test_every_byte_is_in_one_part_of_its_expert_and_its_extent(layout):
+    ends = np.cumsum(layout.part_bytes)
+    begins = ends - layout.part_bytes
+    assert (layout.part_bytes > 0).all()
+    assert (begins[0], ends[-1]) == (0, layout.nbytes)
+    assert (begins // layout.expert_bytes == layout.part_expert).all()
+    assert ((ends - 1) // layout.expert_bytes == layout.part_expert).all()
+    edges = np.concatenate([[0], np.cumsum(layout.extent_bytes)])
+    assert (begins >= edges[layout.part_extent]).all()
+    assert (ends <= edges[layout.part_extent + 1]).all()
+    assert (layout.extent_bytes % layout.block_bytes == 0).all()
+    assert 0 <= edges[-1] - layout.nbytes < layout.block_bytes
+
+
+@pytest.mark.parametrize("layout", random_layouts(), ids=str)
+def test_extents_differ_from_their_neighbours_in_the_experts_they_hold(layout):
+    held = [frozenset(layout.part_expert[layout.part_extent == extent].tolist()) for extent in range(layout.num_extents)]
+    assert all(one != other for one, other in pairwise(held))
+
+
+@pytest.mark.parametrize("layout", random_layouts(), ids=str)
+def test_bytes_by_expert_and_spans_are_those_of_the_marked_extents(layout):
+    rng = np.random.default_rng(layout.nbytes)
+    extents = rng.random(layout.num_extents) < 0.5
+    found = layout.spans(extents)
+    byte = np.zeros(layout.num_experts, dtype=np.int64)
+    for span in found:
+        for expert in range(layout.num_experts):
+            begin, end = expert * layout.expert_bytes, (expert + 1) * layout.expert_bytes
+            byte[expert] += max(0, min(end, span.end) - max(begin, span.offset))
+    assert layout.bytes_in(extents).tolist() == byte.tolist()
+    assert all(a.end < b.offset for a, b in pairwise(found)), "neighbours were not joined"
+    check_spans(ManagedRange(0, layout.nbytes, "w13"), found, layout.block_bytes)
+    assert 0 <= layout.taken_by(extents) - sum(span.nbytes for span in found) < layout.block_bytes
+
+
+@pytest.mark.parametrize("layout", random_layouts(), ids=str)
+def test_the_budget_of_n_experts_is_what_the_first_n_take(layout):
+    for n in range(layout.num_experts + 1):
+        assert layout.budget(n) == layout.taken_by(layout.holding(np.arange(layout.num_experts) < n))
 
 
 def test_spans_end_with_the_tensor():
-    layout = ExpertLayout(3, PAGE_BYTES + 4096)
+    layout = ExpertLayout(3, BLOCK_BYTES + 4096)
     assert spans(layout, 0, 1, 2) == [Span(0, layout.nbytes)]
-
-
-def test_spans_cover_exactly_the_marked_pages():
-    rng = np.random.default_rng(1)
-    for _ in range(200):
-        layout = ExpertLayout(int(rng.integers(1, 40)), int(rng.integers(PAGE_BYTES, 5 * PAGE_BYTES)))
-        pages = rng.random(layout.num_pages) < 0.5
-        covered = np.zeros(layout.num_pages, dtype=bool)
-        found = layout.spans(pages)
-        for span in found:
-            covered[span.offset // PAGE_BYTES : -(-span.end // PAGE_BYTES)] = True
-        assert (covered == pages).all()
-        assert all(a.end < b.offset for a, b in pairwise(found)), "neighbours were not joined"
 
 
 def test_an_expert_below_a_page_is_not_placeable():
@@ -70,44 +107,14 @@ def test_a_range_takes_whole_blocks():
     assert whole_blocks(BLOCK_BYTES + 1) == 2 * BLOCK_BYTES
 
 
-@pytest.mark.parametrize(
-    "span",
-    [Span(0, 0), Span(-PAGE_BYTES, PAGE_BYTES), Span(0, 4 * PAGE_BYTES), Span(1, PAGE_BYTES), Span(0, PAGE_BYTES + 1)],
-)
-def test_spans_outside_the_range_or_off_the_pages_are_refused(span):
-    managed = ManagedRange(0, 3 * PAGE_BYTES - 512, "w13")
-    check_spans(managed, [Span(2 * PAGE_BYTES, PAGE_BYTES - 512)])
+@pytest.mark.parametrize("span", [Span(0, 0), Span(-8, 8), Span(0, 32), Span(1, 8), Span(0, 9), Span(16, 4)], ids=str)
+def test_spans_outside_the_range_or_off_the_blocks_are_refused(span):
+    managed = ManagedRange(0, 23, "w13")
+    check_spans(managed, [Span(16, 7)], 8)
     with pytest.raises(ValueError, match="w13"):
-        check_spans(managed, [Span(0, PAGE_BYTES), span])
+        check_spans(managed, [Span(0, 8), span], 8)
 
 
-def test_a_resident_mask_of_another_size_is_refused():
+def test_a_set_of_experts_of_another_size_is_refused():
     with pytest.raises(ValueError, match=r"\(3,\)"):
-        ExpertLayout(4, PAGE_BYTES).resident_pages(mask(3, 0))
-
-
-def test_offloaded_experts_keep_vram_where_they_share_a_block_with_residents():
-    assert ExpertLayout(8, 2 * BLOCK_BYTES).stranded_bytes(4) == 0
-    halves = ExpertLayout(8, BLOCK_BYTES // 2)
-    assert halves.stranded_bytes(0) == halves.stranded_bytes(8) == 0
-    assert halves.stranded_bytes(4) == BLOCK_BYTES  # each of 8 halves with a chance of 1/4
-
-
-def test_what_offloaded_experts_are_expected_to_keep_is_what_the_simulated_driver_leaves_them():
-    rng, memory, layout = np.random.default_rng(0), SimulatedDriver(), ExpertLayout(64, 3 << 20)
-    managed = memory.allocate(layout.nbytes, "w13")
-    memory.place(managed, [Span(0, layout.nbytes)], Location.DEVICE)
-    kept = []
-    for _ in range(20):
-        pages = layout.resident_pages(rng.permutation(64) < 40)
-        memory.device_bytes = None
-        memory.place(managed, [Span(0, layout.nbytes)], Location.DEVICE)
-        memory.place(managed, layout.spans(~pages), Location.HOST)
-        in_use = np.add.reduceat(pages, np.arange(0, pages.size, BLOCK_BYTES // PAGE_BYTES), dtype=np.int64) > 0
-        unused = int((~in_use).sum()) * BLOCK_BYTES
-        memory.device_bytes = memory.device_used
-        memory.allocate_plain(unused, "what needs VRAM")
-        assert memory.traffic.evicted_bytes == 0
-        kept.append(memory.device_used - unused - memory.device_resident)
-        memory.free_plain(unused)
-    assert layout.stranded_bytes(40) == pytest.approx(np.mean(kept), rel=0.1)
+        ExpertLayout(4, PAGE_BYTES).holding(mask(3, 0))

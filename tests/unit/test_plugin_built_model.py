@@ -11,6 +11,7 @@ import pytest
 from builders.managers import config, profile_of
 
 from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.plugin import built_model
 from sglang_uvm_offload.plugin.built_model import BuiltModel, EarlierStages
 from sglang_uvm_offload.residency.model import ModelExperts
@@ -87,7 +88,8 @@ def test_a_stage_gets_the_layers_that_were_built_before_it(monkeypatch, tmp_path
     ids = ids_file(tmp_path, [[0], [1], [2], [3]])
     earlier = EarlierStages(ids)
     placement = InitialPlacement(ids, None, earlier.layers)
-    assert [placement.resident(layer, 8, 0, 0, 1).nonzero()[0].tolist() for layer in own] == [[2], [3]]
+    chosen = [placement.choose(layer, 8, 0, 0, 1) for layer in own]
+    assert [choose(ExpertLayout(8, BLOCK_BYTES)).nonzero()[0].tolist() for choose in chosen] == [[2], [3]]
     earlier.send_to_next(own)
     numbers = [5, 7] if own == [5, 7] else [3, 4]
     assert sent == [([1, 2, *numbers], 2)]

@@ -70,7 +70,7 @@ def test_mxfp4_weights_in_tensors_of_triton_kernels_are_managed(gpu, monkeypatch
     assert torch.equal(scale, plain.w13_precision_config.b_mx_scale.storage.data)
     assert memory.device_used == experts.resident_bytes
     assert experts.offloaded_bytes >= 3 / 4 * 3 * HIDDEN * INTERMEDIATE // 2 * E
-    experts.promote(np.ones(E, dtype=bool))
+    experts.promote(np.ones_like(experts.resident_extents()))
     assert experts.offloaded_bytes == 0
 
 

@@ -5,6 +5,8 @@ import pytest
 
 from sglang_uvm_offload.policy import adaptive as adaptive_module
 from sglang_uvm_offload.policy import ranking
+from sglang_uvm_offload.policy.extents import Extents
+from sglang_uvm_offload.replay.whole_experts import WholeExperts
 
 
 def none(shape):
@@ -15,12 +17,19 @@ def first(n, shape):
     return np.broadcast_to(np.arange(shape[1]) < n, shape).copy()
 
 
-def chosen(scores, n, resident=None, always_resident=None):
+def chosen(scores, n, resident=None):
     scores = np.atleast_2d(np.asarray(scores, dtype=float))
     resident = none(scores.shape) if resident is None else np.atleast_2d(np.asarray(resident, dtype=bool))
-    always_resident = none(scores.shape) if always_resident is None else np.atleast_2d(np.asarray(always_resident, dtype=bool))
     capacity = np.full(len(scores), n) if np.isscalar(n) else np.asarray(n)
-    return [np.flatnonzero(row).tolist() for row in ranking.select(scores, capacity, resident, always_resident)]
+    return [np.flatnonzero(row).tolist() for row in best(scores, capacity, resident, scores >= 0)]
+
+
+def best(scores, capacity, resident, candidate):
+    """``ranking.best`` of experts of one byte."""
+    extents = Extents.whole(scores.shape, np.ones(len(scores)))
+    flat = (array.ravel() for array in (scores, resident, candidate))
+    density, resident, candidate = flat
+    return ranking.best(extents, density, capacity, resident, candidate).reshape(scores.shape)
 
 
 class TestSelect:
@@ -29,7 +38,7 @@ class TestSelect:
 
     def test_equal_scores_move_nothing(self):
         resident = np.random.default_rng(0).permuted(first(5, (7, 16)), axis=1)
-        after = ranking.select(np.full((7, 16), 0.25), np.full(7, 5), resident, none((7, 16)))
+        after = best(np.full((7, 16), 0.25), np.full(7, 5), resident, ~none((7, 16)))
         assert (after == resident).all()
 
     def test_among_equals_a_resident_stays_then_the_lower_id_comes(self):
@@ -46,30 +55,33 @@ class TestSelect:
         assert chosen([0], 1) == [[0]]
         assert chosen([0], 0) == [[]]
 
-    def test_always_resident_experts_are_always_resident_and_cost_no_capacity(self):
-        assert chosen([5, 4, 3, 9], 2, always_resident=[0, 0, 0, 1]) == [[0, 1, 3]]
-        assert chosen([5, 4, 3, 0], 0, always_resident=[0, 0, 0, 1]) == [[3]]
-
-    def test_slots_that_are_no_expert_are_never_chosen(self):
+    def test_what_is_no_candidate_is_never_chosen(self):
         assert chosen([[0, 0, -1, -1]], 3, resident=[[0, 0, 1, 0]]) == [[0, 1]]
 
+    def test_extents_of_several_sizes_fill_the_room_best_first_and_then_with_what_fits(self):
+        sizes = np.array([3, 3, 1, 2, 1])
+        one = np.arange(5)
+        extents = Extents((1, 5), np.zeros(5, dtype=int), sizes, one, one, sizes)
+        for capacity, expected in ((10, [0, 1, 2, 3, 4]), (7, [0, 1, 2]), (5, [0, 2, 4]), (2, [2, 4]), (0, [])):
+            found = ranking.best(extents, np.array([5.0, 4, 3, 2, 1]), np.array([capacity]), none(5), ~none(5))
+            assert np.flatnonzero(found).tolist() == expected
+
     def test_no_layer_and_no_expert(self):
-        assert ranking.select(np.zeros((0, 4)), np.zeros(0, int), none((0, 4)), none((0, 4))).shape == (0, 4)
-        assert ranking.select(np.zeros((2, 0)), np.zeros(2, int), none((2, 0)), none((2, 0))).shape == (2, 0)
+        assert best(np.zeros((0, 4)), np.zeros(0, int), none((0, 4)), none((0, 4))).shape == (0, 4)
+        assert best(np.zeros((2, 0)), np.zeros(2, int), none((2, 0)), none((2, 0))).shape == (2, 0)
 
     def test_does_not_change_its_arguments(self):
-        scores, resident, always_resident = np.array([[1.0, 2.0]]), np.array([[True, False]]), np.array([[False, False]])
-        ranking.select(scores, np.array([1]), resident, always_resident)
-        assert scores.tolist() == [[1, 2]]
-        assert resident.tolist() == [[True, False]]
+        scores, resident, capacity = np.array([[1.0, 2.0]]), np.array([[True, False]]), np.array([1])
+        best(scores, capacity, resident, ~none((1, 2)))
+        assert (scores.tolist(), resident.tolist(), capacity.tolist()) == ([[1, 2]], [[True, False]], [1])
 
     def test_refuses_what_does_not_fit_together(self):
         with pytest.raises(ValueError, match="do not match"):
-            ranking.select(np.zeros((2, 4)), np.zeros(3, int), none((2, 4)), none((2, 4)))
+            best(np.zeros((2, 4)), np.zeros(3, int), none((2, 4)), none((2, 4)))
         with pytest.raises(ValueError, match="do not match"):
-            ranking.select(np.zeros((2, 4)), np.zeros(2, int), none((2, 3)), none((2, 4)))
+            best(np.zeros((2, 4)), np.zeros(2, int), none((2, 3)), none((2, 4)))
         with pytest.raises(ValueError, match="not a number"):
-            ranking.select(np.array([[np.nan, 1.0]]), np.array([1]), none((1, 2)), none((1, 2)))
+            best(np.array([[np.nan, 1.0]]), np.array([1]), none((1, 2)), none((1, 2)))
 
 
 class TestScore:
@@ -111,7 +123,7 @@ def adaptive(layers=3, experts=16, capacity=4, **options):
     candidate = options.pop("candidate", np.ones((layers, experts), dtype=bool))
     expert_bytes = np.asarray(options.pop("expert_bytes", [10] * layers))
     capacity = np.broadcast_to(capacity, layers).copy()
-    return adaptive_module.AdaptivePolicy(capacity, expert_bytes, candidate, **options)
+    return WholeExperts(capacity, expert_bytes, candidate, **options)
 
 
 def routed(rng, chance, steps=1):
@@ -197,7 +209,7 @@ class TestAdaptive:
         assert not p.decide(resident).promote.any()
 
     def test_without_a_decode_step_nothing_moves(self):
-        """What persists is not known yet; the choice from the prefill is ``select``'s."""
+        """What persists is not known yet; the choice from the prefill is ``best``'s."""
         p = adaptive()
         prefill = np.zeros((3, 16), dtype=int)
         prefill[:, 8:10] = 500
@@ -414,17 +426,22 @@ class TestPacking:
     """Only what is contested is sorted; that must choose as sorting everything does."""
 
     @staticmethod
-    def sorted_out(p, key, candidate):
-        """The rule itself: a layer's best ``floor`` come first, then all by key, as long as they fit."""
-        chosen = np.zeros(key.shape, dtype=bool)
-        by_layer = [sorted(np.flatnonzero(c), key=lambda e, k=k: (-k[e], e)) for k, c in zip(key, candidate, strict=True)]
-        first = {(layer, e) for layer, ids in enumerate(by_layer) for e in ids[: p._floor[layer]]}
-        used = 0
-        for layer, e in sorted(zip(*np.nonzero(candidate), strict=True), key=lambda at: (at not in first, -key[at], *at)):
-            used += p._bytes[layer, e]
-            if used > p._budget:
-                break
-            chosen[layer, e] = True
+    def sorted_out(budget, key, candidate):
+        """The rule itself: a layer's best, up to its floor, come first, then all by key, as long as they fit; then smaller
+        ones that still fit."""
+        nbytes, layer, first = budget.extents.nbytes, budget.extents.layer, set()
+        for index, floor in enumerate(budget.floor):
+            taken = 0
+            for at in sorted(np.flatnonzero(candidate & (layer == index)), key=lambda at: (-key[at], at)):
+                if taken < floor:
+                    first.add(at)
+                taken += nbytes[at]
+        chosen, waiting = np.zeros(key.shape, dtype=bool), np.flatnonzero(candidate)
+        waiting, left = sorted(waiting, key=lambda at: (at not in first, -key[at], at)), budget.nbytes
+        while waiting := [at for at in waiting if nbytes[at] <= left]:
+            while waiting and nbytes[waiting[0]] <= left:
+                left -= nbytes[waiting[0]]
+                chosen[waiting.pop(0)] = True
         return chosen
 
     @pytest.mark.parametrize("seed", range(40))
@@ -435,21 +452,22 @@ class TestPacking:
         capacity = rng.integers(0, experts + 1, layers)
         floor = int(rng.integers(0, 4))
         p = adaptive(layers, experts, capacity, expert_bytes=expert_bytes, floor=floor)
+        size = layers * experts
         for _ in range(20):
-            candidate = rng.random((layers, experts)) < 0.9
-            resident = candidate & (rng.random(candidate.shape) < rng.random())
+            candidate = rng.random(size) < 0.9
+            resident = candidate & (rng.random(size) < rng.random())
             if rng.random() < 0.5:
-                resident = p._pack(np.zeros(candidate.shape), candidate, none(candidate.shape))
-            key = rng.integers(0, 8, candidate.shape) / 4
+                resident = p._pack(np.zeros(size), candidate, none(size))
+            key = rng.integers(0, 8, size) / 4
             chosen = p._pack(key, candidate, resident)
-            assert (chosen == self.sorted_out(p, key, candidate)).all()
+            assert (chosen == self.sorted_out(p.budget, key, candidate)).all()
 
     def test_where_nothing_is_contested_nothing_is_sorted(self, monkeypatch):
-        p, resident = adaptive(), first(4, (3, 16))
+        p, resident = adaptive(), first(4, (3, 16)).ravel()
         key = np.where(resident, 2.0, 1.0)
-        monkeypatch.setattr(adaptive_module, "rank", None)
+        monkeypatch.setattr(adaptive_module, "within_floor", None)
         monkeypatch.setattr(np, "argsort", lambda keys, **_: np.arange(len(keys)) if not len(keys) else pytest.fail("sorted"))
-        assert (p._pack(key, np.ones((3, 16), dtype=bool), resident) == resident).all()
+        assert (p._pack(key, np.ones(48, dtype=bool), resident) == resident).all()
 
 
 class TestAdaptiveRefuses:
@@ -460,7 +478,7 @@ class TestAdaptiveRefuses:
             ({"expert_bytes": [0, 10, 10]}, "more"),
             ({"expert_bytes": [10]}, "do not match"),
             ({"floor": -1}, "at least 0"),
-            ({"move_cost": 0.0}, "more"),
+            ({"move_cost": 0.0}, "above 0"),
         ],
     )
     def test_what_cannot_be(self, options, message):

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sglang_uvm_offload.policy.adaptive import AdaptivePolicy
 from sglang_uvm_offload.policy.coactivation import MEAN_STEPS, RIDGE, RIDGE_TRANSITIONS, SCALES, Context
 from sglang_uvm_offload.policy.forecast import TUNING
 from sglang_uvm_offload.replay.baselines import Variant
 from sglang_uvm_offload.replay.simulator import Workload, serve
+from sglang_uvm_offload.replay.whole_experts import WholeExperts
 
 E = 32
 DECAY = 1 - 1 / 4096
@@ -105,7 +105,7 @@ def test_a_topic_that_comes_back_is_known_by_its_first_experts():
 
     def bytes_over_the_link(directions: int) -> float:
         tuning = replace(TUNING, directions=directions)
-        policy = AdaptivePolicy(np.full(4, 10), np.ones(4, dtype=int), np.ones((4, E), dtype=bool), tuning=tuning)
+        policy = WholeExperts(np.full(4, 10), np.ones(4, dtype=int), np.ones((4, E), dtype=bool), tuning=tuning)
         return serve("it", Variant(policy, start, 1, 1), workload, 10 / E).step_seconds
 
     assert bytes_over_the_link(64) < 0.9 * bytes_over_the_link(0)
@@ -124,7 +124,7 @@ def test_a_batch_that_grows_at_once_is_no_reason_to_move(before):
     """What was seen last then outweighs all before. Without care the forecast leaves what is possible, and hundreds move."""
     rng, experts, layers = np.random.default_rng(0), 128, 20
     preferred = np.log(rng.dirichlet(np.full(experts, 0.3), layers) + 1e-9)
-    policy = AdaptivePolicy(np.full(layers, 40), np.ones(layers, dtype=int), np.ones((layers, experts), dtype=bool))
+    policy = WholeExperts(np.full(layers, 40), np.ones(layers, dtype=int), np.ones((layers, experts), dtype=bool))
     resident = np.broadcast_to(np.arange(experts) < 40, (layers, experts))
     for step in range(before + 4):
         chosen = rng.gumbel(size=(1 if step < before else 64, layers, experts)) + preferred

@@ -10,10 +10,10 @@ from builders.traces import trace
 
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.policy.adaptive import AdaptivePolicy
 from sglang_uvm_offload.replay.baselines import Variant
 from sglang_uvm_offload.replay.policies import POLICIES
 from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, Managed, Replay, Workload, replay, serve
+from sglang_uvm_offload.replay.whole_experts import WholeExperts
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
 from sglang_uvm_offload.residency.reporting import rank_status
 from sglang_uvm_offload.routing.trace import Trace
@@ -72,7 +72,7 @@ def test_a_variant_with_the_shipped_settings_does_as_the_manager_does(skewed):
     workload = Workload.of(skewed, warmup_fraction=0.0)
     managed = serve("it", workload.policy("adaptive", 0.25), workload, 0.25)
     capacity = workload.capacity(0.25)
-    policy = AdaptivePolicy(capacity, np.full(3, PAGE_BYTES), np.ones((3, 16), dtype=bool))
+    policy = WholeExperts(capacity, np.full(3, PAGE_BYTES), np.ones((3, 16), dtype=bool))
     late = DECISION_DELAY_POLLS * INTERVAL_STEPS
     variant = Variant(policy, np.broadcast_to(np.arange(16) < 4, (3, 16)), INTERVAL_STEPS, late)
     assert serve("it", variant, workload, 0.25) == managed
@@ -92,7 +92,7 @@ def test_a_server_that_goes_on_keeps_its_residents(skewed):
 def seeded(history: np.ndarray | None, workload: Workload) -> Replay:
     """The first 256 steps of ``workload`` from a cold start, after a profile of the activated experts ``history``."""
     capacity = workload.capacity(0.25)
-    policy = AdaptivePolicy(capacity, np.full(3, PAGE_BYTES), np.ones((3, 16), dtype=bool))
+    policy = WholeExperts(capacity, np.full(3, PAGE_BYTES), np.ones((3, 16), dtype=bool))
     if history is not None:
         policy.seed(history.sum(axis=0), len(history), np.zeros((3, 16), dtype=int))
     start = np.broadcast_to(np.arange(16) < 4, (3, 16))

@@ -45,7 +45,7 @@ def test_a_report_of_a_server_that_served_nothing_has_every_section(section):
 
 
 def test_a_report_without_moe_layers_is_a_report():
-    empty = Rank(config()).status() | {"layers": [], "resident_ids": [], "curve": None}
+    empty = Rank(config()).status() | {"layers": [], "resident_ids": [], "partly_resident_ids": [], "curve": None}
     assert "Where the experts are" in words(server_report(info(empty), "s"))
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from builders.managers import LAYERS, Rank, config
 
+from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.residency.history import History, hit_rate_curve
 from sglang_uvm_offload.residency.manager import POLL_SECONDS
+from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.status import Past
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, RoutingCounts
 
@@ -116,19 +119,20 @@ def test_the_history_and_the_curve_are_plain_json():
     assert status["curve"] is not None
 
 
-def layers_of(activations: list[list[int]], *, bytes_of=(1,), shared: int = 0, resident=(0,)) -> list[SimpleNamespace]:
-    """What the curve sees of a layer, for each row of ``activations``."""
-    width = len(activations[0])
-    return [
-        SimpleNamespace(
-            num_experts=width,
-            always_resident=np.arange(width) >= width - shared,
-            resident=np.isin(np.arange(width), resident),
-            tensors=["weights"] if nbytes else [],
-            expert_bytes=nbytes,
-        )
-        for nbytes in np.resize(bytes_of, len(activations)).tolist()
-    ]
+def model_of(activations: list[list[int]], *, pages_of=(1,), shared: int = 0, resident=(0,), block=1) -> ModelExperts:
+    """A layer for each row of ``activations``, with experts of ``pages_of`` pages (0: in plain VRAM) in blocks of ``block``."""
+    width, memory = len(activations[0]), EmulatedMemory(block * PAGE_BYTES)
+    model = ModelExperts(draft=False)
+    for index, pages in enumerate(np.resize(pages_of, len(activations)).tolist()):
+        whole = np.isin(np.arange(width), resident)
+        layer = ExpertLayer(memory, index, width, shared, 0, lambda layout, whole=whole: layout.holding(whole))
+        model.layers.append(layer)
+        HELD.append(layer.allocate(pages * PAGE_BYTES, torch.device("cpu"), "w13"))
+    return model
+
+
+HELD: list[torch.Tensor | None] = []
+"""Keeps the models' memory."""
 
 
 def counts_of(activations: list[list[int]], prefill: int = 0) -> RoutingCounts:
@@ -140,7 +144,7 @@ def counts_of(activations: list[list[int]], prefill: int = 0) -> RoutingCounts:
 
 
 def curve_of(activations, **layers):
-    return msgspec.to_builtins(hit_rate_curve(counts_of(activations, prefill=77), layers_of(activations, **layers)))
+    return msgspec.to_builtins(hit_rate_curve(counts_of(activations, prefill=77), model_of(activations, **layers)))
 
 
 def test_the_curve_is_the_share_that_the_best_residents_of_each_layer_would_have_covered():
@@ -157,12 +161,20 @@ def test_one_ranking_of_all_layers_covers_more_where_layers_differ():
 
 
 def test_one_ranking_spends_bytes_not_experts():
-    curve = curve_of([[10, 9], [8, 7]], bytes_of=(3, 1))
-    assert curve["global"] == pytest.approx([0, 10 / 34, 1]), "4 bytes hold the first expert of 3, then none of 3"
+    curve = curve_of([[10, 9], [8, 7]], pages_of=(3, 1))
+    assert curve["global"] == pytest.approx([0, 10 / 34, 1]), "4 blocks hold the first expert of 3, then one of 1"
 
 
 def test_the_present_residents_are_measured_on_the_same_activations():
     assert curve_of([[0, 6, 1, 3], [5, 5, 0, 0]], resident=(0, 3))["present"] == pytest.approx((3 + 5) / 20)
+
+
+def test_the_curve_is_of_blocks_where_experts_share_them():
+    """Experts of one and a half blocks: 0 | 0 1 | 1 | 2 | 2 3 | 3. One of them takes two blocks, two take three."""
+    curve = curve_of([[0, 3, 6, 0]], pages_of=(3,), block=2)
+    best = [0, 4 + 2, 4 + 2 + 2, 9, 9]
+    assert curve["uniform"] == curve["global"] == pytest.approx([n / 9 for n in best])
+    assert curve["present"] == pytest.approx(1 / 9), "a third of expert 1 is beside expert 0"
 
 
 def test_always_resident_experts_and_layers_in_plain_vram_are_apart():
@@ -170,7 +182,7 @@ def test_always_resident_experts_and_layers_in_plain_vram_are_apart():
     assert with_shared["residents"] == [0, 1, 2]
     assert with_shared["uniform"] == pytest.approx([0, 0.7, 1])
     assert with_shared["present"] == pytest.approx(0.7)
-    with_plain = curve_of([[6, 2], [100, 100]], bytes_of=(1, 0))
+    with_plain = curve_of([[6, 2], [100, 100]], pages_of=(1, 0))
     assert with_plain["uniform"] == with_plain["global"] == pytest.approx([0, 0.75, 1])
 
 
@@ -210,7 +222,8 @@ def test_the_ledger_counts_decode_activations_of_experts_that_can_be_offloaded()
     rank.manager.poll()
     assert ledger.activations.tolist() == [3] * LAYERS
     assert ledger.activations_resident.tolist() == [1] * LAYERS
-    rank.model.layers[0].tensors.clear()  # as where experts are too small to place: their weights are in plain VRAM
+    rank.model.layers[0].tensors.clear()
+    rank.model.layers[0]._note_tensors()  # as where experts are too small to place: their weights are in plain VRAM
     rank.step([[0, 7, 8]])
     rank.manager.poll()
     assert ledger.activations.tolist() == [3, 5, 5]

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from builders.managers import E, config, profile_of
 
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.residency.placement import InitialPlacement
 
 
 def resident(placement: InitialPlacement, layer_id: int, ep_rank: int = 0, ep_size: int = 1) -> list[int]:
-    return np.flatnonzero(placement.resident(layer_id, E // ep_size, 0, ep_rank, ep_size)).tolist()
+    """With one block an expert."""
+    choose = placement.choose(layer_id, E // ep_size, 0, ep_rank, ep_size)
+    return np.flatnonzero(choose(ExpertLayout(E // ep_size, BLOCK_BYTES))).tolist()
 
 
 def test_lists_of_ids_go_to_the_layers_in_the_order_in_which_they_are_built(tmp_path):
@@ -39,7 +42,8 @@ def test_a_layer_or_an_expert_that_a_profile_does_not_know_gets_the_first():
     placement = InitialPlacement(config(), profile_of([[5, 6, 7]] * 3))
     assert resident(placement, 2) == [5, 6, 7]
     assert resident(placement, 9) == [0, 1, 2]
-    assert placement.resident(2, 8, 0, 1, 2).nonzero()[0].tolist() == [0, 1], "the profile knows 8 experts, and not 16"
+    choose = placement.choose(2, 8, 0, 1, 2)
+    assert choose(ExpertLayout(8, BLOCK_BYTES)).nonzero()[0].tolist() == [0, 1], "the profile knows 8 experts, and not 16"
 
 
 @pytest.mark.parametrize(("earlier", "first"), [([], 2), ([1], 2), ([1], 0), ([0, 1], 0)])
@@ -47,3 +51,20 @@ def test_a_stage_that_numbers_its_layers_anew_goes_on_from_the_one_before(earlie
     """As SGLang's Transformers fallback does. Each time the layers are the model's 2 and 3."""
     placement = InitialPlacement(config(), profile_of([[1, 2, 3], [5, 6, 7], [0, 4, 6]]), lambda: earlier)
     assert [resident(placement, first), resident(placement, first + 1)] == [[5, 6, 7], [0, 4, 6]]
+
+
+def test_a_profile_takes_the_blocks_that_serve_most_in_the_room_of_the_first_experts():
+    """Experts of one and a half blocks: 0 | 0 1 | 1 | 2 | 2 3 | 3 | ..."""
+    layout = ExpertLayout(E, 3 * BLOCK_BYTES // 2)
+    manual = InitialPlacement(config(resident_selection="manual", resident_ids="2,5"), None)
+    assert np.flatnonzero(manual.choose(1, E, 0, 0, 1)(layout)).tolist() == [3, 4, 7, 8], "whole experts"
+    hot = InitialPlacement(config(num_resident=2), profile_of([[2, 3, 5]] * 3))
+    assert np.flatnonzero(hot.choose(1, E, 0, 0, 1)(layout)).tolist() == [3, 4, 5]
+    assert layout.budget(2) == 3 * BLOCK_BYTES
+
+
+def test_the_blocks_of_a_fused_shared_expert_are_not_in_the_room_of_a_profile():
+    layout = ExpertLayout(E + 1, 3 * BLOCK_BYTES // 2)
+    hot = InitialPlacement(config(num_resident=2), profile_of([[6, 7]] * 3))
+    found = hot.choose(1, E + 1, 1, 0, 1)(layout)
+    assert np.flatnonzero(found).tolist() == [9, 10, 11], "6 and 7; the shared expert's two blocks come on top"

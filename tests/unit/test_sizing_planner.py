@@ -14,13 +14,13 @@ import pytest
 from sglang_uvm_offload.cli import plan as planner_cli
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.sizing import planner, sglang_memory
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.kv_cache import KvShape
 from sglang_uvm_offload.sizing.machine import GIB, PRESET_HOST_GIB, MachineError, describe, preset
 from sglang_uvm_offload.sizing.plan import MEASURED, Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.rank_memory import Case, host_pages, most_pages
+from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.speed import StageCost, distinct, hit_rate_of, predict
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
@@ -195,55 +195,27 @@ def test_a_model_that_fits_whole_needs_no_offloading():
     assert all(speed.decode_ratio == 1 and not speed.missed_bytes for speed in plan.speeds)
 
 
-def test_vram_that_offloaded_experts_may_keep_is_noted_where_experts_are_no_whole_blocks():
-    work = Workload(131072, requests=4)
-    said = {ep: " ".join(ask("glm-5-fp8", roomy("8xH20"), work, Parallel(tp=8, ep=ep)).notes) for ep in (1, 8)}
-    assert "offloaded experts may keep about" in said[1]
-    assert "a larger --ep-size" in said[1]
-    assert "may keep" not in said[8]
-
-
-def test_the_design_says_what_glm_5_may_keep():
-    said = " ".join((Path(__file__).parents[2] / "expert_offload_plan.md").read_text().split())
-    for ep, words in ((1, "with 186 of 256 resident that may become about {:.0f} GiB"), (8, "whole blocks, and it is none")):
-        case = case_of(ask("glm-5-fp8", roomy("8xH20"), parallel=Parallel(tp=8, ep=ep)), "glm-5-fp8")
-        kept = case.stranded_bytes(0, 186) / GIB
-        assert words.format(kept) in said
-        assert (kept == 0) == (ep == 8)
-
-
 def test_padding_of_mxfp4_at_load_is_in():
     plan = ask("gpt-oss-120b", "1x5090")
     blocks = 36 * 3 * 2880 * 2880 * 17 // 32
     # 2880 hidden units become 2944, the hidden size 3072.
     padded = blocks * 2944 * 3072 / (2880 * 2880)
-    # Whole pages, of which an expert of 139 shares none with its neighbour.
-    assert plan.num_resident * padded < plan.ranks[0].resident_bytes < plan.num_resident * padded * 1.03
+    # Whole blocks, less than one more than that in each of the layer's tensors.
+    assert 0 <= plan.ranks[0].resident_bytes - plan.num_resident * padded < 36 * 4 * BLOCK_BYTES
 
 
-# Pages
+# Blocks
 
 
-def test_pages_of_any_resident_set_stay_within_the_plan():
-    rng = np.random.default_rng(1)
-    for _ in range(300):
-        experts, nbytes = int(rng.integers(1, 64)), int(rng.integers(PAGE_BYTES, 6 * PAGE_BYTES))
-        layout, count = ExpertLayout(experts, nbytes), int(rng.integers(0, experts + 1))
-        resident = np.zeros(experts, dtype=bool)
-        resident[rng.choice(experts, count, replace=False)] = True
-        pages = int(layout.resident_pages(resident).sum())
-        assert pages <= most_pages(experts, nbytes, count)
-        assert layout.num_pages - pages <= host_pages(experts, nbytes, count)
-
-
-def test_pages_in_the_plan_are_reached_by_some_resident_set():
-    layout = ExpertLayout(8, PAGE_BYTES * 3 // 2)
-    apart = np.array([0, 0, 1, 0, 0, 0, 1, 0], dtype=bool)
-    aside = np.array([1, 1, 0, 0, 0, 0, 0, 0], dtype=bool)
-    first = np.array([1, 0, 0, 0, 0, 0, 0, 0], dtype=bool)
-    assert most_pages(8, layout.expert_bytes, 2) == layout.resident_pages(apart).sum() == 4
-    assert host_pages(8, layout.expert_bytes, 2) == layout.num_pages - layout.resident_pages(aside).sum() == 9
-    assert host_pages(8, layout.expert_bytes, 1) == layout.num_pages - layout.resident_pages(first).sum() == 10
+def test_residents_take_whole_blocks_and_the_rest_is_in_host_ram():
+    plan = ask("glm-5-fp8", roomy("8xH20"), parallel=Parallel(tp=8))
+    case, half = case_of(plan, "glm-5-fp8"), 3 * 2**19
+    (tensors,) = case.placed
+    assert {n for n in tensors if n >= 2**20} == {half, 2 * half}
+    for n in (0, 1, 101, 255, 256):
+        rest = [count * (-(-256 * b // BLOCK_BYTES) - -(-n * b // BLOCK_BYTES)) for b, count in tensors.items()]
+        assert case.resident_bytes(0, n) == sum(count * -(-n * b // BLOCK_BYTES) for b, count in tensors.items()) * BLOCK_BYTES
+        assert case.offloaded_bytes(0, n) == sum(rest) * BLOCK_BYTES
 
 
 # SGLang's own rules

@@ -1,0 +1,98 @@
+"""What residency is chosen from: extents, runs of memory blocks that hold parts of the same experts. Pure: arrays alone.
+
+One extent serves each step that activates an expert in it. So it is worth the activations of its experts, weighted by the bytes
+of each, and it costs its own bytes of VRAM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Extents:
+    """The extents of all layers of a model on one rank. ``layer`` and ``nbytes`` are int64 ``[extents]``, in order of layers.
+
+    A *part* is the bytes of one expert in one extent; ``part_*`` are int64 ``[parts]``, in order of extents. Experts are
+    numbered over all layers: ``layer * width + expert``, where ``shape`` is (layers, width).
+    """
+
+    shape: tuple[int, int]
+    layer: np.ndarray
+    nbytes: np.ndarray
+    part_extent: np.ndarray
+    part_expert: np.ndarray
+    part_bytes: np.ndarray
+    _first_part: np.ndarray = field(init=False, repr=False)
+    _weight: np.ndarray = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_first_part", np.searchsorted(self.part_extent, np.arange(len(self.layer))))
+        object.__setattr__(self, "_weight", (self.part_bytes / self.nbytes[self.part_extent]).astype(np.float32))
+
+    @classmethod
+    def whole(cls, shape: tuple[int, int], expert_bytes: np.ndarray) -> Extents:
+        """Each expert in one extent of its own; ``expert_bytes`` is int ``[layers]``."""
+        layers, width = shape
+        experts = np.arange(layers * width)
+        nbytes = np.repeat(np.asarray(expert_bytes, dtype=np.int64), width)
+        return cls(shape, experts // width, nbytes, experts, experts, nbytes)
+
+    def __len__(self) -> int:
+        return len(self.layer)
+
+    def density(self, activations: np.ndarray) -> np.ndarray:
+        """float ``[extents]``: the activations (``[layers, width]``) that each extent serves for each byte of VRAM, times bytes
+        of experts: for an extent filled by one expert, that expert's activations."""
+        if not len(self):
+            return np.zeros(0, dtype=np.float32)
+        return np.add.reduceat(activations.ravel()[self.part_expert] * self._weight, self._first_part)
+
+    def holding(self, experts: np.ndarray) -> np.ndarray:
+        """``bool[extents]``: those with a byte of an expert in ``experts`` (``bool[layers, width]``)."""
+        held = np.zeros(len(self), dtype=bool)
+        held[self.part_extent[experts.ravel()[self.part_expert]]] = True
+        return held
+
+    def bytes_by_expert(self, extents: np.ndarray) -> np.ndarray:
+        """``int64[layers, width]``: the bytes of each expert in ``extents`` (``bool[extents]``)."""
+        inside = extents[self.part_extent]
+        found = np.bincount(self.part_expert[inside], self.part_bytes[inside], minlength=self.shape[0] * self.shape[1])
+        return found.astype(np.int64).reshape(self.shape)
+
+    def bytes_by_layer(self, extents: np.ndarray) -> np.ndarray:
+        """``int64[layers]``: the VRAM that ``extents`` (``bool[extents]``) take."""
+        return np.bincount(self.layer[extents], self.nbytes[extents], minlength=self.shape[0]).astype(np.int64)
+
+    def total(self, extents: np.ndarray) -> int:
+        """The VRAM that ``extents`` (``bool[extents]``) take."""
+        return int(self.nbytes[extents].sum())
+
+
+@dataclass(frozen=True)
+class Budget:
+    """VRAM for the ``movable`` extents (``bool[extents]``) of all layers: ``nbytes`` in total, of which each layer keeps at
+    least ``floor`` (int64 ``[layers]``) in use."""
+
+    extents: Extents
+    movable: np.ndarray
+    nbytes: int
+    floor: np.ndarray
+
+    @classmethod
+    def of_experts(cls, capacity: np.ndarray, expert_bytes: np.ndarray, candidate: np.ndarray, floor: int = 1) -> Budget:
+        """For whole experts: ``capacity`` int ``[layers]`` residents of each layer, of which any layer keeps at least
+        ``floor``. ``expert_bytes`` int ``[layers]``. ``candidate`` ``bool[layers, experts]``: those to choose from. Raises
+        ``ValueError`` for arguments that do not match."""
+        layers = candidate.shape[:1]
+        if candidate.ndim != 2 or capacity.shape != layers or expert_bytes.shape != layers:
+            raise ValueError(
+                f"capacity {capacity.shape}, expert_bytes {expert_bytes.shape} and candidate {candidate.shape} do not match"
+            )
+        if (capacity < 0).any() or (expert_bytes <= 0).any() or floor < 0:
+            raise ValueError("capacity and floor must be at least 0, expert_bytes more")
+        capacity = np.minimum(capacity, candidate.sum(axis=1))
+        extents = Extents.whole(candidate.shape, expert_bytes)
+        return cls(extents, candidate.ravel().copy(), int(capacity @ expert_bytes), np.minimum(floor, capacity) * expert_bytes)
