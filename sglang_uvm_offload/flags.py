@@ -43,9 +43,9 @@ class OffloadFlags:
     num_resident: str | None = flag(
         None,
         str,
-        "Turn expert offloading on and keep this many routed experts of each MoE layer in VRAM (over all ranks that share "
-        "the layer; draft layers stay whole). The rest is read from host memory over PCIe. auto: as many as fit beside the KV "
-        "cache for --max-running-requests and --context-length (or --max-total-tokens).",
+        "Turn expert offloading on and keep this many routed experts of each MoE layer in VRAM, in blocks of 2 MiB (over all "
+        "ranks that share the layer; draft layers stay whole). The rest is read from host memory over PCIe. auto: as many as "
+        "fit beside the KV cache for --max-running-requests and --context-length (or --max-total-tokens).",
     )
     resident_selection: str = flag(
         "frequency",
@@ -68,9 +68,9 @@ class OffloadFlags:
     adapt: str = flag(
         "warmup",
         str,
-        "When residents change. off: never. warmup: once, after the warm-up (frequency only; first_n and manual stay), N in "
-        "each layer. continuous: whenever the PCIe reads saved should outweigh the move, from the warm-up on (frequency) or "
-        "from the start; layers that save more reads get more residents, N a layer on average.",
+        "When residents change. off: never. warmup: once, after the warm-up (frequency only; first_n and manual stay), in the "
+        "VRAM of N in each layer. continuous: whenever the PCIe reads saved should outweigh the move, from the warm-up on "
+        "(frequency) or from the start; layers that save more reads get more residents, N a layer on average.",
         ADAPTS,
     )
     profile: str | None = flag(

@@ -15,6 +15,7 @@ from shapes import MoeShape
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.experts.tensor import ExpertTensor
+from sglang_uvm_offload.memory.layout import ExpertLayout
 from sglang_uvm_offload.routing.counts import IdFormat, Phase
 
 
@@ -22,28 +23,29 @@ class Managed:
     """A layer's experts in managed memory: the same bytes as ``plain``, any of them resident."""
 
     def __init__(self, memory: CudaMemory, plain: Weights, name: str):
-        self._memory = memory
         self.tensors = []
         views = []
-        self.resident = np.ones(plain.w13.shape[0], dtype=bool)
         for what, weight in (("w13", plain.w13), ("w2", plain.w2)):
             expert_bytes = weight[0].numel() * weight.element_size()
-            tensor = ExpertTensor(memory, f"{what} of {name}", weight.shape[0], expert_bytes)
+            tensor = ExpertTensor(memory, f"{what} of {name}", ExpertLayout(weight.shape[0], expert_bytes))
             flat = tensor.bytes()
-            tensor.place(self.resident)
+            tensor.place(np.ones(tensor.layout.num_extents, dtype=bool))
             flat.copy_(weight.view(torch.uint8).flatten())
             views.append(flat.view(weight.dtype).view(weight.shape))
             self.tensors.append(tensor)
         self.weights = Weights(views[0], views[1], plain.scale13, plain.scale2)
 
+    @property
+    def offloaded_bytes(self) -> np.ndarray:
+        """``int64[E]``: the bytes of each expert in host RAM."""
+        return sum(tensor.offloaded_bytes for tensor in self.tensors)
+
     def keep(self, after: np.ndarray) -> None:
-        """Make exactly these experts resident."""
+        """Make these experts (``bool[E]``) resident, and nothing beyond their blocks."""
         for tensor in self.tensors:
-            tensor.demote(self.resident, self.resident & after)
+            tensor.demote(tensor.layout.holding(after))
         for tensor in self.tensors:
-            tensor.promote(self.resident & after, after)
-        self._memory.synchronize()
-        self.resident = after
+            tensor.promote(tensor.layout.holding(after))
 
 
 def elapsed_ms(work: Callable[[], None]) -> float:

@@ -74,7 +74,7 @@ def decode(rows: Rows, shape: MoeShape) -> None:
                     raise AssertionError(f"{labels}: output at {share:.0%} resident differs from plain memory's")
                 if share < 1:
                     rows.put("decode", "ms", over_managed.times(2, rows), arm="managed", resident=share, **labels)
-                    away = activated_bytes(shape, fp8, ids, resident[share])
+                    away = activated_bytes(ids, np.stack([layer.offloaded_bytes for layer in managed]))
                     rows.put("decode_zero_copy", "MB a step", away / 1e6, resident=share, **labels)
             for experts in managed:
                 experts.keep(np.ones(shape.experts, dtype=bool))
@@ -83,12 +83,12 @@ def decode(rows: Rows, shape: MoeShape) -> None:
         torch.cuda.empty_cache()
 
 
-def activated_bytes(shape: MoeShape, fp8: bool, ids: np.ndarray, resident: np.ndarray) -> np.ndarray:
-    """Bytes of offloaded experts that each step's routing activations, each expert once."""
-    activated = np.zeros((ids.shape[0], *resident.shape), dtype=bool)
+def activated_bytes(ids: np.ndarray, offloaded: np.ndarray) -> np.ndarray:
+    """Bytes that each step reads of experts with ``offloaded`` (``[layers, experts]``) bytes in host RAM, each expert once."""
+    activated = np.zeros((ids.shape[0], *offloaded.shape), dtype=bool)
     for step, layer in np.ndindex(ids.shape[0], ids.shape[2]):
         activated[step, layer, ids[step, :, layer].ravel()] = True
-    return (activated & ~resident).sum(axis=(1, 2)) * shape.expert_bytes(fp8)
+    return (activated * offloaded).sum(axis=(1, 2))
 
 
 def check(rows: Rows) -> None:

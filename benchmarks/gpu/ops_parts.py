@@ -23,7 +23,7 @@ from shapes import GLM_45_AIR  # noqa: E402
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters  # noqa: E402
 from sglang_uvm_offload.cuda.memory import CudaMemory  # noqa: E402
 from sglang_uvm_offload.experts.tensor import ExpertTensor  # noqa: E402
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES  # noqa: E402
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout  # noqa: E402
 from sglang_uvm_offload.memory.protocol import Location, Span  # noqa: E402
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, IdFormat, Phase  # noqa: E402
 from sglang_uvm_offload.routing.recorder import Recorder  # noqa: E402
@@ -122,13 +122,13 @@ def captured_recording(
 
 def moves(rows: Rows) -> None:
     """Random promotions and demotions under a graph that was captured once: every replay's output is the first one's, bit for
-    bit. Half of the replays start while the pages are still on their way."""
+    bit. Half of the moves are made by another thread while the graph is replayed."""
     experts, expert_bytes = rows.pick(96, 12), rows.pick(3 * MIB + 7 * 4096, 2 * 65536 + 4096)
     count = rows.pick(1000, 40)
     memory = CudaMemory()
-    tensor = ExpertTensor(memory, "experts", experts, expert_bytes)
-    resident = np.arange(experts) < experts // 2
-    tensor.place(resident)
+    tensor = ExpertTensor(memory, "experts", ExpertLayout(experts, expert_bytes))
+    extents = tensor.layout.num_extents
+    tensor.place(np.arange(extents) < extents // 2)
     weights = tensor.bytes()
     random = np.random.default_rng(3)
     values = random.standard_normal(experts * expert_bytes // 2, dtype=np.float32)
@@ -155,19 +155,19 @@ def moves(rows: Rows) -> None:
     for number in range(count):
         if rows.late():
             break
-        after = resident.copy()
-        swapped = random.choice(experts, size=random.integers(1, 5), replace=False)
+        after = tensor.resident.copy()
+        swapped = random.choice(extents, size=random.integers(1, 5), replace=False)
         after[swapped] = ~after[swapped]
-        moved += tensor.demote(resident, resident & after)
-        moved += tensor.promote(resident & after, after)
-        resident = after
+        moved += tensor.layout.taken_by(after ^ tensor.resident)
+        mover = threading.Thread(target=lambda after=after: (tensor.demote(after), tensor.promote(after)))
+        mover.start()
         if number % 2:
-            memory.synchronize()
+            mover.join()
         out.zero_()
         graph.replay()
         different += not torch.equal(out.cpu(), expected) if rows.small else not bool((out == on_device).all())
+        mover.join()
         done += 1
-    memory.synchronize()
     rows.put("moves", "replays that differ", [different], moves=done, captures=captured, moved_gb=moved / 1e9)
     same_address = tensor.address == address == weights.data_ptr()
     rows.put("moves", "bool", [same_address], figure="the address stayed")
@@ -181,9 +181,8 @@ def identity(rows: Rows) -> None:
     """Bytes after random resident sets, checked on the GPU against a copy in plain memory."""
     experts, expert_bytes = rows.pick(60, 8), rows.pick(17 * MIB + 4096, 65536 + 4096)
     memory = CudaMemory()
-    tensor = ExpertTensor(memory, "experts", experts, expert_bytes)
-    resident = np.zeros(experts, dtype=bool)
-    tensor.place(resident)
+    tensor = ExpertTensor(memory, "experts", ExpertLayout(experts, expert_bytes))
+    tensor.place(np.zeros(tensor.layout.num_extents, dtype=bool))
     weights = tensor.bytes()
     plain = torch.randint(0, 256, (tensor.layout.nbytes,), dtype=torch.uint8, device="cuda")
     weights.copy_(plain)
@@ -192,11 +191,9 @@ def identity(rows: Rows) -> None:
     for done in range(rounds):
         if rows.late():
             return
-        after = random.random(experts) < random.random()
-        tensor.demote(resident, resident & after)
-        tensor.promote(resident & after, after)
-        resident = after
-        memory.synchronize()
+        after = random.random(tensor.layout.num_extents) < random.random()
+        tensor.demote(after)
+        tensor.promote(after)
         same = torch.equal(weights.cpu(), plain.cpu()) if rows.small else torch.equal(weights, plain)
         if not same:
             raise AssertionError(f"bytes changed in round {done}")
@@ -219,18 +216,17 @@ def load(rows: Rows) -> None:
         for layer in range(rows.pick(6, 2)):
             for name, nbytes in (("w13", 2), ("w2", 1)):
                 expert = nbytes * shape.intermediate * shape.hidden
-                tensor = ExpertTensor(memory, f"{name} of layer {layer}", shape.experts, expert)
+                tensor = ExpertTensor(memory, f"{name} of layer {layer}", ExpertLayout(shape.experts, expert))
                 flat = tensor.bytes()
-                tensor.place(resident)
+                tensor.place(tensor.layout.holding(resident))
                 staging = torch.zeros(expert, dtype=torch.uint8)
                 for index in range(shape.experts):
                     flat[index * expert : (index + 1) * expert].copy_(staging)
                 tensors.append(tensor)
                 held.append(flat)
-        memory.synchronize()
         torch.cuda.synchronize()
         after = memory.info()
-        predicted = sum(tensor.resident_bytes(resident) for tensor in tensors)
+        predicted = sum(tensor.resident_bytes for tensor in tensors)
         offloaded = sum(tensor.layout.nbytes for tensor in tensors) - predicted
         used = before.device_free - after.device_free
         rows.put("load", "GiB", [predicted / 2**30], figure="VRAM predicted", repeat=repeat)
@@ -239,13 +235,13 @@ def load(rows: Rows) -> None:
         rows.put("load", "GiB", [offloaded / 2**30], figure="host RAM predicted", repeat=repeat)
         taken = before.host_available - after.host_available
         rows.put("load", "GiB", [taken / 2**30], figure="host RAM used", repeat=repeat)
-        anew = resident[np.random.default_rng(repeat).permutation(shape.experts)]
+        random, either = np.random.default_rng(repeat), 0
         for tensor in tensors:
-            tensor.demote(resident, resident & anew)
-            tensor.promote(resident & anew, anew)
-        memory.synchronize()
+            anew = random.permutation(tensor.resident)
+            either += tensor.layout.taken_by(tensor.resident | anew)
+            tensor.demote(anew)
+            tensor.promote(anew)
         used = before.device_free - memory.info().device_free
-        either = sum(tensor.resident_bytes(resident | anew) for tensor in tensors)
         rows.put("load", "GiB", [used / 2**30], figure="VRAM used after a re-selection", repeat=repeat)
         rows.put("load", "GiB", [either / 2**30], figure="VRAM of all who were resident", repeat=repeat)
         rows.put("load", "ratio", [used / either], figure="VRAM used after a re-selection, of theirs", repeat=repeat)
@@ -256,22 +252,20 @@ def load(rows: Rows) -> None:
 
 
 def extension(rows: Rows) -> None:
-    """The moves of ``probe`` through Python and the extension: the time of the calls, and what a thread that replays a graph
-    notices when they are made from it or from another thread."""
+    """The moves of ``probe`` through Python and the extension, which waits for them: their time, and what a thread that replays
+    a graph notices when they are made from it or from another thread."""
     experts, expert_bytes = rows.pick(128, 8), rows.pick(8 * MIB, BLOCK_BYTES)
     memory = CudaMemory()
     managed = memory.allocate(experts * expert_bytes, "experts")
     weights = memory.tensor(managed)
     spans = [Span(index * expert_bytes, expert_bytes) for index in range(experts)]
 
-    def bring(groups: Sequence[Sequence[Span]], location: Location) -> tuple[float, float]:
-        """Seconds of the calls, and until all bytes are there."""
+    def bring(groups: Sequence[Sequence[Span]], location: Location) -> float:
+        """Seconds until all bytes are there."""
         start = time.perf_counter()
         for group in groups:
             memory.place(managed, group, location)
-        asked = time.perf_counter()
-        memory.synchronize()
-        return asked - start, time.perf_counter() - start
+        return time.perf_counter() - start
 
     bring([spans], Location.HOST)
     weights.random_()
@@ -282,8 +276,8 @@ def extension(rows: Rows) -> None:
                 bring([spans], other)
                 times.append(bring(groups, location))
             labels = {"to": location.value, "calls": calls, "expert_mib": expert_bytes / MIB}
-            rows.put("extension_call", "us a span", [1e6 * call / experts for call, _ in times], **labels)
-            rows.put("extension_move", "GB/s", [managed.nbytes / whole / 1e9 for _, whole in times], **labels)
+            rows.put("extension_call", "us a span", [1e6 * seconds / experts for seconds in times], **labels)
+            rows.put("extension_move", "GB/s", [managed.nbytes / seconds / 1e9 for seconds in times], **labels)
 
     scratch = torch.zeros(rows.pick(64 * MIB, MIB), dtype=torch.uint8, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -320,7 +314,6 @@ def extension(rows: Rows) -> None:
             seen = replays(rows.pick(200, 3))
             if where == "helper":
                 thread.join()
-            memory.synchronize()
             usual.append(before)
             worst.append(max(seen))
             lost.append(held + sum(max(0.0, each - before) for each in seen))

@@ -30,6 +30,12 @@ class Metrics:
             names,
             multiprocess_mode="mostrecent",
         )
+        self.byte_hit_rate = Gauge(
+            "sglang:expert_offload_byte_hit_rate",
+            "Share of the bytes of experts that steps used, each once a step, served from VRAM since the last report.",
+            names,
+            multiprocess_mode="mostrecent",
+        )
         self.zero_copy = Counter(
             "sglang:expert_offload_zero_copy_bytes", "Bytes of offloaded experts read over PCIe, at least.", names
         )
@@ -41,7 +47,7 @@ class Metrics:
         layers = manager.target.layers
         self._groups = [g for g in np.array_split(np.arange(len(layers)), GROUPS) if g.size]
         self._names = [f"{layers[g[0]].layer_id}-{layers[g[-1]].layer_id}" for g in self._groups]
-        self._last: list[np.ndarray] = [np.zeros(len(layers)) for _ in range(3)]
+        self._last: list[np.ndarray] = [np.zeros(len(layers)) for _ in range(4)]
         self._last_moves = (0, 0, 0.0)
         self._next = 0.0
         self._published_steps = 0
@@ -61,14 +67,17 @@ class Metrics:
         self.manager.poll()
         self._published_steps = self.manager.ledger.steps
         ledger, layers = self.manager.ledger, self.manager.target.layers
-        now = [ledger.routed.copy(), ledger.routed_resident.copy(), ledger.zero_copy_bytes.copy()]
-        routed, hits, read = (new - old for new, old in zip(now, self._last, strict=True))
+        totals = (ledger.routed, ledger.routed_resident, ledger.zero_copy_bytes, ledger.activated_bytes)
+        now = [total.copy() for total in totals]
+        routed, hits, read, used = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
         for group, name in zip(self._groups, self._names, strict=True):
             labels = {**self.labels, "layers": name}
             self.resident.labels(**labels).set(sum(int(layers[i].resident.sum()) for i in group))
             if routed[group].sum():
                 self.hit_rate.labels(**labels).set(hits[group].sum() / routed[group].sum())
+            if used[group].sum():
+                self.byte_hit_rate.labels(**labels).set(1 - read[group].sum() / used[group].sum())
             self.zero_copy.labels(**labels).inc(int(read[group].sum()))
         moves = (ledger.moves, ledger.moved_bytes, ledger.moving_seconds)
         for counter, new, old in zip((self.moves, self.moved, self.moving), moves, self._last_moves, strict=True):

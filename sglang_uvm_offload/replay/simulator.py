@@ -6,6 +6,7 @@ up, the rest is scored, and state persists. Policies that read a miss in place p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -92,23 +93,33 @@ class Workload:
 
 
 class Managed:
-    """The shipped policy: the real manager with continuous adaptation, fed with the routing of decode steps."""
+    """The shipped policy: the real manager, with continuous adaptation unless stated, fed with the routing of decode steps."""
 
-    def __init__(self, shape: tuple[int, int], num_resident: int):
-        """``shape``: layers, and experts per layer, of which ``num_resident`` are resident."""
-        config = parse({"num_resident": num_resident, "resident_selection": "first_n", "adapt": "continuous"})
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        num_resident: int,
+        tensors: Sequence[int] = (PAGE_BYTES,),
+        block_bytes: int = PAGE_BYTES,
+        **flags: Any,
+    ):
+        """``shape``: layers, and experts per layer, of which ``num_resident`` are resident. ``tensors``: bytes of an expert in
+        each tensor of a layer; by default an expert is one block."""
+        config = parse({"num_resident": num_resident, "resident_selection": "first_n", "adapt": "continuous", **flags})
         assert config is not None
+        memory = EmulatedMemory(block_bytes)
         self.manager = OffloadManager(
-            config, EmulatedMemory(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False, clock=_Idle()
+            config, memory, CpuRoutingCounters, lambda decide: decide(), progress=lambda: False, clock=_Idle()
         )
         self._model = self.manager.begin_model(draft=False)
         self._shape = shape
         self._held: list[torch.Tensor] = []
         for layer_id in range(shape[0]):
             layer = self.manager.add_layer(self._model, layer_id, shape[1], 0, 0, 1)
-            flat = layer.allocate(PAGE_BYTES, torch.device("cpu"), "a page an expert")
-            assert flat is not None
-            self._held.append(flat)
+            for nbytes in tensors:
+                flat = layer.allocate(nbytes, torch.device("cpu"), f"{nbytes} bytes an expert")
+                assert flat is not None
+                self._held.append(flat)
         self.manager.finish_model(self._model)
         self.resident = self._residency()
 
@@ -116,8 +127,13 @@ class Managed:
         """Serve a decode step. Tokens that share an expert make one activation of it, so the step is fed as one token that uses
         all experts."""
         before = self.resident
-        self.manager.begin_step(self._model, 1, 1, Phase.DECODE)
+        self.serve(activated)
         self.resident = self._residency()
+        return Served(activated & self.resident, activated & ~self.resident, self.resident & ~before)
+
+    def serve(self, activated: np.ndarray) -> None:
+        """``step`` without its result; the manager's ledger accounts for it by bytes."""
+        self.manager.begin_step(self._model, 1, 1, Phase.DECODE)
         assert self._model.counters is not None
         layers, experts = np.nonzero(activated)
         ids = torch.from_numpy(experts[None])
@@ -125,11 +141,13 @@ class Managed:
         for layer, (begin, end) in enumerate(pairwise([0, *ends])):
             self._model.counters.count(layer, ids[:, begin:end], 0, IdFormat.PLAIN)
         self.manager.end_step(self._model)
-        return Served(activated & self.resident, activated & ~self.resident, self.resident & ~before)
 
     def _residency(self) -> np.ndarray:
-        """``bool[layers, experts]``: each expert is one block."""
-        return self._model.resident_extents().reshape(self._shape)
+        """``bool[layers, experts]``: the experts that are wholly resident."""
+        resident = self._model.resident_extents()
+        if resident.size == self._shape[0] * self._shape[1]:  # an expert is one block
+            return resident.reshape(self._shape)
+        return self._model.offloaded_bytes() == 0
 
 
 class _Idle:

@@ -13,12 +13,16 @@ from builders.rooms import LAYERS, fraction
 from standin.build import sglang_environment
 from standin.engine import run_engine
 
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES
+
 EXPERTS, RESIDENT, TOP_K = 16, 4, 4
 CACHE_TOKENS = 2048
 EXPERT_BYTES = (512 << 10, 256 << 10)
-"""Of w13 and of w2, which are allocated by turns, a layer after the other."""
+"""Of w13 and of w2, which are allocated by turns, a layer after the other: blocks of 4 and of 8 experts."""
 FIRST = 9
-"""Every token picks the experts from this one on, none of which is resident at first."""
+"""Every token picks the experts from this one on. Three of them are in one block of w13, all in one of w2."""
+HOT = (2, 1)
+"""These blocks; at first only the first one of each tensor is resident."""
 
 GPU = {
     "device": "cuda",
@@ -94,10 +98,10 @@ def test_the_experts_are_managed_and_placed_before_they_are_written(calls):
     for it, expert_bytes in zip(managed_ranges(calls), EXPERT_BYTES * LAYERS, strict=True):
         mine = [call for call in named(placing, "cudaMemAdvise", "cudaMemPrefetchAsync") if call["address"] in it]
         assert (mine[0]["advice"], mine[0]["nbytes"]) == ("SetAccessedBy", len(it))
-        homes = {call["location"] for call in mine if call.get("advice") == "SetPreferredLocation"}
-        assert homes == {call["location"] for call in named(mine, "cudaMemPrefetchAsync")} == {"device", "host"}
         moved = {call["location"]: call["nbytes"] for call in named(mine, "cudaMemPrefetchAsync")}
-        assert moved == {"device": RESIDENT * expert_bytes, "host": (EXPERTS - RESIDENT) * expert_bytes}
+        assert moved == {"device": BLOCK_BYTES, "host": EXPERTS * expert_bytes - BLOCK_BYTES}
+        preferred = [call for call in mine if call.get("advice") == "SetPreferredLocation"]
+        assert {call["location"]: call["nbytes"] for call in preferred} == moved
 
 
 def test_a_capture_holds_the_counters_and_nothing_else_of_ours(calls):
@@ -137,13 +141,17 @@ def test_graphs_read_the_experts_where_they_stay(calls):
 def test_the_picked_experts_move_in_between_replays_without_a_new_address(served, calls):
     first_replay = calls.index(named(calls, "cudaGraphLaunch")[0])
     moving = named(calls[first_replay:], "cudaMemAdvise", "cudaMemPrefetchAsync")
-    for it, expert_bytes in zip(managed_ranges(calls), EXPERT_BYTES * LAYERS, strict=True):
+    for it, hot in zip(managed_ranges(calls), HOT * LAYERS, strict=True):
         mine = [call for call in moving if call["address"] in it]
-        picked = range(it.start + FIRST * expert_bytes, it.start + (FIRST + TOP_K) * expert_bytes)
-        (promoted,) = [call for call in named(mine, "cudaMemPrefetchAsync") if call["location"] == "device"]
-        assert (promoted["address"], promoted["nbytes"]) == (picked.start, len(picked))
-        (demoted,) = [call for call in named(mine, "cudaMemPrefetchAsync") if call["location"] == "host"]
-        assert (demoted["address"], demoted["nbytes"]) == (it.start, RESIDENT * expert_bytes)
+        assert [(call.get("advice", "prefetch"), call["location"]) for call in mine] == [
+            ("SetPreferredLocation", "host"),
+            ("prefetch", "host"),
+            ("prefetch", "device"),
+            ("SetPreferredLocation", "device"),
+        ]
+        assert {call["address"] for call in mine[:2]} == {it.start}
+        assert {call["address"] for call in mine[2:]} == {it.start + hot * BLOCK_BYTES}
+        assert {call["nbytes"] for call in mine} == {BLOCK_BYTES}
     replays = [i for i, call in enumerate(calls) if call["call"] == "cudaGraphLaunch"]
     moves = [calls.index(call) for call in moving]
     assert replays[0] < moves[0]
@@ -155,7 +163,8 @@ def test_the_engine_reports_what_it_counted(served):
     state = result["server_info"]["internal_states"][0]["expert_offload"]
     assert len(result["answers"][0]["output_ids"]) == 24
     assert state["num_layers"] == LAYERS
-    assert state["resident_experts"] == LAYERS * RESIDENT
+    assert (state["resident_experts"], state["partly_resident_experts"]) == (LAYERS * RESIDENT, LAYERS * RESIDENT)
+    assert state["resident_bytes"] == LAYERS * 2 * BLOCK_BYTES
     recorded = {name: state["trace"][name] for name in ("tokens", "requests", "dropped_steps", "stopped")}
     assert recorded == {"tokens": 23, "requests": 1, "dropped_steps": 0, "stopped": False}
 

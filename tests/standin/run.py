@@ -20,7 +20,7 @@ from sglang_uvm_offload.cuda.ops import CudaFailure
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout
 from sglang_uvm_offload.memory.protocol import Location, ManagedRange, ManagedMemoryError, Span
 from sglang_uvm_offload.cuda.memory import CudaMemory
-DEVICE, HOST, PAGE = Location.DEVICE, Location.HOST, PAGE_BYTES
+DEVICE, HOST, PAGE, BLOCK = Location.DEVICE, Location.HOST, PAGE_BYTES, BLOCK_BYTES
 def on_device(array):
     return torch.from_numpy(np.ascontiguousarray(array)).cuda()
 """

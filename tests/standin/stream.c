@@ -25,7 +25,7 @@ struct queue {
 
 struct graph {
     int id;
-    bool open; /* being captured */
+    bool open, global; /* being captured */
     size_t count;
     struct queue work;
 };
@@ -216,9 +216,14 @@ EXPORT int cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
     return 0;
 }
 
+/* A thread in global mode may not wait while any thread captures in global mode; in relaxed mode it may. */
+static __thread int capture_mode = cudaStreamCaptureModeGlobal;
+static int global_captures;
+static bool wait_breaks_capture(void) { return global_captures > 0 && capture_mode == cudaStreamCaptureModeGlobal; }
+
 EXPORT int cudaStreamSynchronize(void* stream) {
     int result = standin_injected("cudaStreamSynchronize");
-    if (result == 0 && standin_capturing(stream)) result = cudaErrorStreamCaptureUnsupported;
+    if (result == 0 && (standin_capturing(stream) || wait_breaks_capture())) result = cudaErrorStreamCaptureUnsupported;
     standin_finish(stream);
     standin_log("cudaStreamSynchronize", result, "\"stream\": \"%p\"", stream);
     return result;
@@ -265,7 +270,9 @@ static int wait_event(void* stream, void* handle) {
 }
 
 static int synchronize_event(void* event) {
-    standin_log("cudaEventSynchronize", 0, NULL);
+    int result = wait_breaks_capture() ? cudaErrorStreamCaptureUnsupported : 0;
+    standin_log("cudaEventSynchronize", result, NULL);
+    if (result) return result;
     run_until(((struct event*)event)->recorded);
     return 0;
 }
@@ -342,9 +349,8 @@ EXPORT int cuStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long lo
 }
 
 EXPORT int cudaThreadExchangeStreamCaptureMode(int* mode) {
-    static __thread int current = cudaStreamCaptureModeGlobal;
-    int before = current;
-    current = *mode;
+    int before = capture_mode;
+    capture_mode = *mode;
     *mode = before;
     return standin_injected("cudaThreadExchangeStreamCaptureMode");
 }
@@ -356,6 +362,8 @@ EXPORT int cudaStreamBeginCapture(void* stream, int mode) {
     struct graph* graph = calloc(1, sizeof *graph);
     graph->id = __sync_add_and_fetch(&graphs_made, 1);
     graph->open = true;
+    graph->global = mode == cudaStreamCaptureModeGlobal;
+    if (graph->global) __sync_add_and_fetch(&global_captures, 1);
     of(stream)->graph = graph;
     standin_log("cudaStreamBeginCapture", 0, "\"graph\": %d, \"stream\": \"%p\"", graph->id, stream);
     return 0;
@@ -366,6 +374,7 @@ EXPORT int cudaStreamEndCapture(void* stream, void** handle) {
     *handle = graph;
     if (!graph) return cudaErrorIllegalState;
     graph->open = false;
+    if (graph->global) __sync_sub_and_fetch(&global_captures, 1);
     pthread_mutex_lock(&lock);
     for (struct stream* each = streams; each; each = each->next) {
         if (each->graph == graph) each->graph = NULL;

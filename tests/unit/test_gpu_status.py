@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-STATES = {"proven", "refuted", "never run"}
+STATES = {"proven", "refuted", "read in source", "never run"}
 COLUMNS = ["claim", "said in", "state", "decided by", "evidence"]
 
 
@@ -48,6 +48,9 @@ def problems(text: str, root: Path) -> list[str]:
         found += [f"no part {name!r}: {claim}" for name in decided_by.split("; ") if name not in parts()]
         if state in ("proven", "refuted"):
             found += [f"{problem}: {claim}" for problem in evidence_problems(evidence, state, root)]
+        elif state == "read in source":
+            if not re.fullmatch(r"`uvm_\w+\.c`: `\w+`(; `uvm_\w+\.c`: `\w+`)*", evidence):
+                found.append(f"no file and function: {claim}")
         elif evidence:
             found.append(f"evidence without a verdict: {claim}")
     return found

@@ -33,6 +33,7 @@ def test_a_scrape_shows_residents_hit_rate_and_bytes_by_group_of_layers(served):
     for group in ("1-1", "2-2", "3-3"):
         assert sample("resident_experts", layers=group) == 3
         assert sample("hit_rate", layers=group) == 0.5
+        assert sample("byte_hit_rate", layers=group) == pytest.approx(2 / 3)
         assert sample("zero_copy_bytes_total", layers=group) == PAGE_BYTES
     assert sample("moves_total") == 0
 

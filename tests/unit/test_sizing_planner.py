@@ -118,7 +118,8 @@ def test_the_bytes_of_deepseek_v3_by_hand():
     rank = plan.ranks[0]
     experts = plan.num_resident * 58 * 3 * 7168 * 2048 // 8
     assert experts <= rank.resident_bytes <= experts + 58 * 2 * BLOCK_BYTES
-    assert rank.host_bytes == (256 - plan.num_resident) * 58 * 3 * 7168 * 2048 // 8
+    rest = (256 - plan.num_resident) * 58 * 3 * 7168 * 2048 // 8
+    assert abs(rank.host_bytes - rest) < 58 * 2 * BLOCK_BYTES
     slots = 8192 * 61 * (512 + 64) * 2
     assert rank.kv_bytes == slots + 8192 * 4, "and 4 bytes a token for the table of slots"
     layers = model("deepseek-v3").layers
