@@ -18,12 +18,12 @@ from sglang_uvm_offload.policy.extents import Extents
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
 from sglang_uvm_offload.residency.background import BackgroundAdaptation, ThisThread
 from sglang_uvm_offload.residency.history import History
-from sglang_uvm_offload.residency.ledger import Ledger, resident_share
+from sglang_uvm_offload.residency.ledger import Ledger
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.mover import Mover, layer_bar
 from sglang_uvm_offload.residency.observer import Observer
 from sglang_uvm_offload.residency.placement import InitialPlacement, everything
-from sglang_uvm_offload.residency.selection import hit_rate, hottest
+from sglang_uvm_offload.residency.selection import best_residents, hit_rate
 from sglang_uvm_offload.residency.status import ProfileVerdict
 from sglang_uvm_offload.routing.counts import Phase, RoutingCounters, RoutingCounts
 from sglang_uvm_offload.routing.profile import Profile
@@ -186,7 +186,7 @@ class OffloadManager:
 
     def _move_and_log(self, seen: RoutingCounts, tokens: int, before: np.ndarray, after: np.ndarray) -> None:
         started, earlier = time.perf_counter(), self.ledger.moved_bytes
-        routed, share = seen.routed(), self._resident_share
+        routed, share = seen.routed(), self.target.resident_share
         reached = hit_rate(routed, share(before))
         self._move(after, show=True)
         extents, now = self.target.extents, self.target.resident_extents()
@@ -280,28 +280,17 @@ class OffloadManager:
 
     def _after_warmup(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
         """``bool[extents]``: the residents after the warm-up. Called on the rank that decides."""
-        best = self._best(seen, resident)
+        best = best_residents(self.target, seen, resident)
         if self.profile is None:
             return best
-        share = self._resident_share
+        share = self.target.resident_share
         lead = hit_rate(seen.routed(), share(best)) - hit_rate(seen.routed(), share(resident))
         return resident if self.config.adapt == "off" or lead <= PROFILE_SLACK else best
 
-    def _best(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
-        """The extents that should serve the most activations, as many bytes in each layer as now."""
-        extents, movable = self.target.extents, self.target.movable()
-        capacity = extents.bytes_by_layer(resident & movable)
-        return hottest(seen, extents, capacity, resident, movable) | (resident & ~movable)
-
-    def _resident_share(self, resident: np.ndarray) -> np.ndarray:
-        """float ``[layers, width]``: the share of each expert's bytes in the extents ``resident``."""
-        expert_bytes = np.array([layer.expert_bytes for layer in self.target.layers], dtype=np.int64)
-        return resident_share(self.target.extents.bytes_by_expert(~resident), expert_bytes)
-
     def _judge_profile(self, seen: RoutingCounts, resident: np.ndarray, kept: bool) -> None:
         """Log the hit rate of the profile's residents on live traffic."""
-        routed = seen.routed()
-        reached, best = (hit_rate(routed, self._resident_share(set_)) for set_ in (resident, self._best(seen, resident)))
+        sets = (resident, best_residents(self.target, seen, resident))
+        reached, best = (hit_rate(seen.routed(), self.target.resident_share(each)) for each in sets)
         self.profile_verdict = ProfileVerdict(hit_rate=reached, best=best, tokens=self.tokens, kept=kept)
         logger.info(
             "Expert offload: profile %s: hit rate %.1f %% over the first %d live tokens; the best residents for these tokens "

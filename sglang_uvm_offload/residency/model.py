@@ -11,7 +11,7 @@ import numpy as np
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.layout import ExpertLayout
 from sglang_uvm_offload.policy.extents import Extents
-from sglang_uvm_offload.residency.ledger import stack
+from sglang_uvm_offload.residency.ledger import resident_share, stack
 from sglang_uvm_offload.routing.counts import RoutingCounters
 
 
@@ -54,6 +54,11 @@ class ModelExperts:
             offloaded = [layer.offloaded_bytes_by_expert for layer in self.layers]
             self._version, self._offloaded = version, stack(offloaded, self.width)
         return self._offloaded
+
+    def resident_share(self, resident: np.ndarray) -> np.ndarray:
+        """float ``[layers, width]``: the share of each expert's bytes in ``resident`` (``bool[extents]``)."""
+        expert_bytes = np.array([layer.expert_bytes for layer in self.layers], dtype=np.int64)
+        return resident_share(self.extents.bytes_by_expert(~resident), expert_bytes)
 
     def movable(self) -> np.ndarray:
         """``bool[extents]``: those without a byte of an always resident expert."""

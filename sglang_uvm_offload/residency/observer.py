@@ -9,8 +9,8 @@ from sglang_uvm_offload.routing.counts import PendingCounts, RoutingCounters
 
 class Observer:
     """Adds the counts of one model's steps to its ledger. Before residents change, call ``poll``, or ``catch_up`` if that
-    returns False: each step is then accounted for under the residents that it had when it was launched, however late its counts
-    arrive. Moves under way then are accounted for as they were at the last request."""
+    returns False: each step is then accounted for under the residents that it had, however late its counts arrive. Steps that
+    run beside a move count for what is resident at the next request."""
 
     def __init__(self, counters: RoutingCounters, model: ModelExperts):
         self._counters = counters

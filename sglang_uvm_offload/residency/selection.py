@@ -6,6 +6,7 @@ import numpy as np
 
 from sglang_uvm_offload.policy import ranking
 from sglang_uvm_offload.policy.extents import Extents
+from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, RoutingCounts
 
 
@@ -21,6 +22,13 @@ def hottest(
     each layer. Ties prefer the ``resident`` ones."""
     scores = ranking.score(seen.counts[:, Phase.DECODE, ACTIVATIONS], seen.steps[1], seen.counts[:, Phase.PREFILL, ROUTED])
     return ranking.best(extents, extents.density(scores), capacity, resident, movable)
+
+
+def best_residents(model: ModelExperts, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
+    """``bool[extents]``: those that should serve the most activations, in each layer as many bytes as ``resident`` takes."""
+    extents, movable = model.extents, model.movable()
+    capacity = extents.bytes_by_layer(resident & movable)
+    return hottest(seen, extents, capacity, resident, movable) | (resident & ~movable)
 
 
 def hit_rate(routed: np.ndarray, share: np.ndarray) -> float:
