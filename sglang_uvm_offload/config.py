@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from sglang_uvm_offload.flags import PREFETCHES, FlagError, OffloadFlags, flag_name
+from sglang_uvm_offload.flags import PREFETCHES, SELECTIONS, FlagError, OffloadFlags, flag_name
 from sglang_uvm_offload.resident_ids import ResidentIds
 
 AUTO = "auto"
@@ -20,6 +20,7 @@ UNRESOLVED = -1
 
 Selection = Literal["first_n", "frequency", "manual"]
 Adapt = Literal["off", "warmup", "continuous"]
+Prefetch = Literal["none", "frequency", "speculative"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +31,12 @@ class OffloadConfig:
     """Resident routed experts of each MoE layer, over all ranks that share the layer."""
     resident_selection: Selection
     resident_ids: ResidentIds | None
-    """The resident experts, with ``manual`` selection only."""
+    """With ``manual`` selection the residents at load; with ``continuous`` adaptation, those that stay resident for good."""
     warmup_tokens: int
     adapt: Adapt
+    """``continuous`` if ``prefetch`` is not ``none``."""
+    prefetch: Prefetch
+    """``speculative`` if ``adapt`` is ``continuous`` and nothing else was given."""
     profiles: tuple[Path, ...]
     """The files that ``--expert-offload-profile`` names; empty without it."""
     save_profile: Path | None
@@ -51,7 +55,8 @@ class OffloadConfig:
 
     def expert_problems(self, num_experts: int) -> list[str]:
         """Why N or the ids do not fit a model with ``num_experts`` routed experts per layer."""
-        out = [] if self.resident_ids is None else self.resident_ids.expert_problems(num_experts)
+        ids = self.resident_ids
+        out = [] if ids is None else ids.expert_problems(num_experts) + ids.number_problems(self.num_resident)
         if self.num_resident > num_experts:
             out.append(
                 f"{flag_name('num_resident')} {self.num_resident}: the model has {num_experts} routed experts a layer; give at "
@@ -84,12 +89,14 @@ def parse(values: Mapping[str, Any]) -> OffloadConfig | None:
     ids, reasons = _resident_ids(flags)
     if problems := problems + reasons:
         raise FlagError(problems)
+    follows = _follows_traffic(flags)
     return OffloadConfig(
         num_resident=UNRESOLVED if flags.num_resident == AUTO else int(flags.num_resident),
         resident_selection=flags.resident_selection,  # type: ignore[arg-type]  # one of the choices
         resident_ids=ids,
         warmup_tokens=flags.warmup_tokens,
-        adapt=flags.adapt,  # type: ignore[arg-type]
+        adapt="continuous" if follows else flags.adapt,  # type: ignore[arg-type]
+        prefetch="speculative" if follows and flags.prefetch == "none" else flags.prefetch,  # type: ignore[arg-type]
         profiles=_paths(flags.profile),
         save_profile=None if flags.save_profile is None else Path(flags.save_profile),
         trace=None if flags.trace is None else Path(flags.trace),
@@ -131,10 +138,17 @@ def _number_problems(flags: OffloadFlags) -> list[str]:
     return out
 
 
+def _follows_traffic(flags: OffloadFlags) -> bool:
+    return flags.adapt == "continuous" or flags.prefetch in ("frequency", "speculative")
+
+
 def _adapt_problems(flags: OffloadFlags) -> list[str]:
     out = []
-    if flags.prefetch in PREFETCHES and flags.prefetch != "none":
-        out.append(f"{flag_name('prefetch')} {flags.prefetch}: not built yet; must be none")
+    if flags.prefetch in PREFETCHES and flags.prefetch != "none" and flags.adapt == "off":
+        out.append(
+            f"{flag_name('prefetch')} {flags.prefetch}: moves experts while serving, and {flag_name('adapt')} off forbids it; "
+            "leave out one of them"
+        )
     if flags.resident_selection == "frequency" and flags.adapt == "off" and flags.profile is None:
         out.append(
             f"{flag_name('adapt')} off: {flag_name('resident_selection')} frequency needs warmup or continuous, or a "
@@ -159,11 +173,12 @@ def _file_problems(flags: OffloadFlags) -> list[str]:
 
 def _resident_ids(flags: OffloadFlags) -> tuple[ResidentIds | None, list[str]]:
     name, text = flag_name("resident_ids"), flags.resident_ids
-    if flags.resident_selection != "manual":
-        only = f"{name} {text!r}: only {flag_name('resident_selection')} manual reads it"
-        return None, [only] if text is not None and flags.resident_selection in ("first_n", "frequency") else []
+    manual = flags.resident_selection == "manual"
     if text is None:
-        return None, [f"{flag_name('resident_selection')} manual: needs {name}"]
+        return None, [f"{flag_name('resident_selection')} manual: needs {name}"] if manual else []
+    if not manual and not _follows_traffic(flags):
+        readers = f"{flag_name('resident_selection')} manual or {flag_name('adapt')} continuous"
+        return None, [f"{name} {text!r}: only {readers} reads it"] if flags.resident_selection in SELECTIONS else []
     try:
         ids = ResidentIds.parse(text)
     except ValueError as error:

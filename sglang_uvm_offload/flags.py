@@ -57,8 +57,9 @@ class OffloadFlags:
     resident_ids: str | None = flag(
         None,
         str,
-        "Experts to keep resident with --expert-offload-resident-selection manual: '0-63,70' for every layer, or @FILE, a JSON "
-        "list with one list of expert ids for each MoE layer in order.",
+        "Experts to keep resident: '0-63,70' for every layer, or @FILE, a JSON list with one list of expert ids for each MoE "
+        "layer in order. With --expert-offload-resident-selection manual these and no others. With --expert-offload-adapt "
+        "continuous these stay for good, and the rest of N follows the traffic.",
     )
     warmup_tokens: int = flag(
         4096,
@@ -95,7 +96,9 @@ class OffloadFlags:
     prefetch: str = flag(
         "none",
         str,
-        "Move experts to VRAM ahead of their use. Only none is built so far; other values are refused.",
+        "Move experts to VRAM ahead of their use, between steps. frequency: by each expert's own past. speculative: also by "
+        "which experts are used together, across layers and tokens. Both mean --expert-offload-adapt continuous, which alone "
+        "is speculative.",
         PREFETCHES,
     )
     headroom_gb: float = flag(

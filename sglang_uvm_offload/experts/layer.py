@@ -45,13 +45,23 @@ class ExpertLayer:
     always resident. Local expert 0 is the model's expert ``first_expert``."""
 
     def __init__(
-        self, memory: Memory, layer_id: int, num_experts: int, num_shared: int, first_expert: int, choose: ChooseExtents
+        self,
+        memory: Memory,
+        layer_id: int,
+        num_experts: int,
+        num_shared: int,
+        first_expert: int,
+        choose: ChooseExtents,
+        kept: np.ndarray | None = None,
     ):
+        """``kept`` ``bool[num_experts]``: routed experts that are never demoted."""
         self.memory = memory
         self.layer_id = layer_id
         self.num_experts = num_experts
         self.first_expert = first_expert
         self.always_resident = np.arange(num_experts) >= num_experts - num_shared
+        self.kept = self.always_resident if kept is None else self.always_resident | kept
+        """``bool[num_experts]``: those that stay in VRAM."""
         self._choose = choose
         self.tensors: list[ExpertTensor] = []
         self.layouts: tuple[ExpertLayout, ...] = ()
@@ -81,7 +91,7 @@ class ExpertLayer:
     def _initial(self, layout: ExpertLayout) -> np.ndarray:
         """``bool[extents]``: as in an equal tensor, which this one may be about to replace; else as chosen at load."""
         equal = (tensor.resident for tensor in self._live_tensors() if tensor.layout == layout)
-        return next(equal, self._choose(layout) | layout.holding(self.always_resident))
+        return next(equal, self._choose(layout) | layout.holding(self.kept))
 
     def sync_tensors(self, *holders: object) -> None:
         """Call it after code that may have replaced tensors of the ``holders`` (the layer's module and its quantisation

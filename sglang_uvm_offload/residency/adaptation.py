@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from sglang_uvm_offload.policy.adaptive import AdaptivePolicy
 from sglang_uvm_offload.policy.extents import Budget, Extents
+from sglang_uvm_offload.policy.forecast import TUNING
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, RoutingCounts
 
@@ -17,11 +20,15 @@ the cost of longer intervals."""
 class Adaptation:
     """The policy over one model's layers. It runs only on the rank that decides for its peers."""
 
-    def __init__(self, model: ModelExperts, start: RoutingCounts, history: RoutingCounts | None = None):
+    def __init__(
+        self, model: ModelExperts, start: RoutingCounts, history: RoutingCounts | None = None, coactivation: bool = True
+    ):
         """Counts up to ``start`` are ignored. ``history`` holds the counts of earlier runs (a profile) for these experts: the
-        forecast begins with it, until live traffic outweighs it. The VRAM that is taken now is the budget."""
+        forecast begins with it, until live traffic outweighs it. The VRAM that is taken now is the budget. ``coactivation``:
+        whether the forecast is from which experts are used together too, or from each one's own past alone."""
         self._seen = start
-        self._policy = AdaptivePolicy(_budget_of(model), model.candidates())
+        tuning = TUNING if coactivation else replace(TUNING, directions=0)
+        self._policy = AdaptivePolicy(_budget_of(model), model.candidates(), tuning=tuning)
         if history is not None:
             self._policy.seed(*_seen(history))
 

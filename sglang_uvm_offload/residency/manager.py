@@ -22,7 +22,7 @@ from sglang_uvm_offload.residency.ledger import Ledger
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.mover import Mover, layer_bar
 from sglang_uvm_offload.residency.observer import Observer
-from sglang_uvm_offload.residency.placement import InitialPlacement, everything
+from sglang_uvm_offload.residency.placement import EVERYTHING, InitialPlacement
 from sglang_uvm_offload.residency.selection import best_residents, hit_rate
 from sglang_uvm_offload.residency.status import ProfileVerdict
 from sglang_uvm_offload.routing.counts import Phase, RoutingCounters, RoutingCounts
@@ -104,9 +104,11 @@ class OffloadManager:
         self, model: ModelExperts, layer_id: int, num_experts: int, num_shared: int, ep_rank: int, ep_size: int
     ) -> ExpertLayer:
         """Add decoder layer ``layer_id`` with ``num_experts`` local experts, ``num_shared`` of them fused shared experts."""
-        choose = everything if model.draft else self.placement.choose(layer_id, num_experts, num_shared, ep_rank, ep_size)
+        where = (layer_id, num_experts, num_shared, ep_rank, ep_size)
+        placement = EVERYTHING if model.draft else self.placement.of_layer(*where)
         routed = num_experts - num_shared
-        layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, ep_rank * routed, choose)
+        chosen = placement.choose, placement.kept
+        layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, ep_rank * routed, *chosen)
         model.layers.append(layer)
         model.num_experts = max(model.num_experts, routed * ep_size)
         self._bar.update()
@@ -126,7 +128,8 @@ class OffloadManager:
             self.history = History(self.ledger, self.clock)
             self._extents, self._next_resident = model.extents, model.resident_extents()
             if self.config.adapt == "continuous":
-                adaptation = Adaptation(model, self.ledger.counted, self._past_of(model))
+                together = self.config.prefetch == "speculative"
+                adaptation = Adaptation(model, self.ledger.counted, self._past_of(model), together)
                 self.background = BackgroundAdaptation(adaptation, self.clock, self.executor)
 
     def _past_of(self, model: ModelExperts) -> RoutingCounts | None:

@@ -61,16 +61,12 @@ class ModelExperts:
         return resident_share(self.extents.bytes_by_expert(~resident), expert_bytes)
 
     def movable(self) -> np.ndarray:
-        """``bool[extents]``: those without a byte of an always resident expert."""
-        return ~self.extents.holding(self.always_resident())
+        """``bool[extents]``: those without a byte of an expert that stays in VRAM."""
+        return ~self.extents.holding(stack([layer.kept for layer in self.layers], self.width))
 
     def candidates(self) -> np.ndarray:
         """``bool[layers, width]``: the experts that can be offloaded."""
         return stack([~layer.always_resident & bool(layer.tensors) for layer in self.layers], self.width)
-
-    def always_resident(self) -> np.ndarray:
-        """``bool[layers, width]``: the fused shared experts, which stay in VRAM."""
-        return stack([layer.always_resident for layer in self.layers], self.width)
 
     def by_layer(self, extents: np.ndarray) -> list[tuple[ExpertLayer, np.ndarray]]:
         """Each layer with its part of ``bool[extents]``."""

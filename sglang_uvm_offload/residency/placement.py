@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,9 +23,16 @@ def ids_from(earlier: Sequence[int], first: int) -> int:
     return earlier[-1] + 1 if earlier and first <= earlier[-1] else 0
 
 
-def everything(layout: ExpertLayout) -> np.ndarray:
-    """``ChooseExtents`` for the layers of a draft model."""
-    return np.ones(layout.num_extents, dtype=bool)
+@dataclass(frozen=True)
+class LayerPlacement:
+    """What of each tensor is resident at load, and which experts stay resident for good (``bool[num_experts]``; None: none)."""
+
+    choose: ChooseExtents
+    kept: np.ndarray | None = None
+
+
+EVERYTHING = LayerPlacement(lambda layout: np.ones(layout.num_extents, dtype=bool))
+"""For the layers of a draft model."""
 
 
 class InitialPlacement:
@@ -39,33 +47,34 @@ class InitialPlacement:
         self._next: int | None = None
         self._from = 0
 
-    def choose(self, layer_id: int, num_experts: int, num_shared: int, ep_rank: int, ep_size: int) -> ChooseExtents:
-        """What to keep resident of each tensor of decoder layer ``layer_id``, which has ``num_experts`` local experts, the last
-        ``num_shared`` of them fused shared ones."""
+    def of_layer(self, layer_id: int, num_experts: int, num_shared: int, ep_rank: int, ep_size: int) -> LayerPlacement:
+        """The placement of decoder layer ``layer_id``, which has ``num_experts`` local experts, the last ``num_shared`` of them
+        fused shared ones."""
         if self._next is None:
             earlier = self._earlier()
             self._next, self._from = len(earlier), ids_from(earlier, layer_id)
         index, self._next = self._next, self._next + 1
         layer_id += self._from
         routed = num_experts - num_shared
-        first = ep_rank * routed
-        resident = np.zeros(num_experts, dtype=bool)
+        first, shared = ep_rank * routed, np.arange(num_experts) >= routed
         chosen, past = self.config.resident_ids, self.profile
+        named = np.zeros(num_experts, dtype=bool)
         if chosen is not None and chosen.has_layer(index):
-            ids = chosen.of_layer(index)
-            resident[[i - first for i in ids if first <= i < first + routed]] = True
-        else:
-            resident[: rank_share(self.config.num_resident, ep_rank, ep_size)] = True
-            if past is not None and layer_id in past.model.moe_layers and first + routed <= past.model.num_experts:
-                seen = past.part([layer_id], [range(first, first + routed)], num_experts)
-                return lambda layout: _hottest_of(seen, layout, resident, np.arange(num_experts) >= routed)
-        return lambda layout: layout.holding(resident)
+            named[[i - first for i in chosen.of_layer(index) if first <= i < first + routed]] = True
+            if self.config.adapt != "continuous":
+                return LayerPlacement(lambda layout: layout.holding(named))
+        kept, number = named.copy(), rank_share(self.config.num_resident, ep_rank, ep_size)
+        named[np.flatnonzero(~named & ~shared)[: max(number - int(named.sum()), 0)]] = True
+        if past is not None and layer_id in past.model.moe_layers and first + routed <= past.model.num_experts:
+            seen = past.part([layer_id], [range(first, first + routed)], num_experts)
+            return LayerPlacement(lambda layout: _hottest_of(seen, layout, named, kept | shared), kept)
+        return LayerPlacement(lambda layout: layout.holding(named), kept)
 
 
-def _hottest_of(seen: RoutingCounts, layout: ExpertLayout, first: np.ndarray, always: np.ndarray) -> np.ndarray:
+def _hottest_of(seen: RoutingCounts, layout: ExpertLayout, first: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """``bool[extents]``: the ones of a tensor that should serve the most activations, in the room of the experts ``first``.
-    Extents of ``always`` resident experts are there already."""
-    movable = ~layout.holding(always)
+    Extents of the experts ``kept`` are there already."""
+    movable = ~layout.holding(kept)
     there = layout.holding(first) & movable
     capacity = np.array([layout.taken_by(there)])
     return hottest(seen, extents_of([[layout]], layout.num_experts), capacity, there, movable)

@@ -1,5 +1,7 @@
 """Flags: what is well-formed, and every problem at once in the words of the flags."""
 
+import dataclasses
+
 import pytest
 
 from sglang_uvm_offload.config import parse
@@ -48,13 +50,21 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
         ({"num_resident": 4, "warmup_tokens": True}, "--expert-offload-warmup-tokens", "True"),
         ({"num_resident": 4, "headroom_gb": -1.0}, "--expert-offload-headroom-gb", "-1.0"),
         ({"num_resident": 4, "headroom_gb": float("nan")}, "--expert-offload-headroom-gb", "nan"),
-        ({"num_resident": 4, "prefetch": "frequency"}, "--expert-offload-prefetch", "not built yet"),
-        ({"num_resident": 4, "prefetch": "speculative"}, "--expert-offload-prefetch", "not built yet"),
+        (
+            {"num_resident": 4, "prefetch": "frequency", "adapt": "off", "resident_selection": "first_n"},
+            "--expert-offload-prefetch frequency",
+            "--expert-offload-adapt off forbids it",
+        ),
         ({"num_resident": 4, "prefetch": "guess"}, "--expert-offload-prefetch", "none, frequency, speculative"),
         ({"num_resident": 4, "backend": "gpu"}, "--expert-offload-backend", "auto, uvm, emulated"),
         ({"num_resident": 4, "resident_selection": "hot"}, "--expert-offload-resident-selection", "first_n, frequency"),
         ({"num_resident": 4, "resident_selection": "manual"}, "--expert-offload-resident-selection", "resident-ids"),
-        ({"num_resident": 4, "resident_ids": "0-3"}, "--expert-offload-resident-ids", "only"),
+        (
+            {"num_resident": 4, "resident_ids": "0-3"},
+            "--expert-offload-resident-ids",
+            "manual or --expert-offload-adapt continuous",
+        ),
+        ({"num_resident": 2, "resident_ids": "0-3", "adapt": "continuous"}, "--expert-offload-resident-ids", "allows 2"),
         ({"resident_selection": "first_n"}, "--expert-offload-resident-selection", "no effect without"),
         ({"warmup_tokens": 100}, "--expert-offload-warmup-tokens", "no effect without"),
     ],
@@ -72,7 +82,7 @@ def test_a_profile_makes_up_for_adaptation():
 
 
 def test_all_problems_are_listed_at_once():
-    found = problems(num_resident="x", warmup_tokens=0, headroom_gb=-1, prefetch="frequency", backend="gpu")
+    found = problems(num_resident="x", warmup_tokens=0, headroom_gb=-1, prefetch="guess", backend="gpu")
     assert len(found) == 5
 
 
@@ -170,3 +180,30 @@ def test_ids_that_do_not_fit_the_model_are_refused(tmp_path):
     assert "expert 9 does not exist; the model's experts are 0-7" in from_file.expert_problems(8)[0]
     assert from_file.expert_problems(10) == []
     assert "'0-8': expert 8" in ResidentIds.parse("0-8").expert_problems(8)[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "adapt", "prefetch"),
+    [
+        ({}, "warmup", "none"),
+        ({"adapt": "continuous"}, "continuous", "speculative"),
+        ({"prefetch": "speculative"}, "continuous", "speculative"),
+        ({"prefetch": "frequency"}, "continuous", "frequency"),
+        ({"prefetch": "frequency", "adapt": "continuous"}, "continuous", "frequency"),
+        ({"resident_selection": "first_n", "adapt": "off"}, "off", "none"),
+    ],
+)
+def test_prefetching_means_following_the_traffic(flags, adapt, prefetch):
+    config = parse({"num_resident": 4, **flags})
+    assert (config.adapt, config.prefetch) == (adapt, prefetch)
+
+
+def test_ids_beside_residents_that_follow_the_traffic_are_kept():
+    assert parse({"num_resident": 4, "prefetch": "frequency", "resident_ids": "1,2"}).resident_ids.of_layer(0) == {1, 2}
+
+
+def test_ids_that_are_more_than_the_number_that_fits_are_refused_once_it_is_known():
+    config = parse({"num_resident": "auto", "adapt": "continuous", "resident_ids": "0-3"})
+    (problem,) = dataclasses.replace(config, num_resident=2).expert_problems(8)
+    assert problem.startswith("--expert-offload-resident-ids '0-3': names 4 experts")
+    assert not dataclasses.replace(config, num_resident=4).expert_problems(8)

@@ -88,7 +88,7 @@ def test_a_stage_gets_the_layers_that_were_built_before_it(monkeypatch, tmp_path
     ids = ids_file(tmp_path, [[0], [1], [2], [3]])
     earlier = EarlierStages(ids)
     placement = InitialPlacement(ids, None, earlier.layers)
-    chosen = [placement.choose(layer, 8, 0, 0, 1) for layer in own]
+    chosen = [placement.of_layer(layer, 8, 0, 0, 1).choose for layer in own]
     assert [choose(ExpertLayout(8, BLOCK_BYTES)).nonzero()[0].tolist() for choose in chosen] == [[2], [3]]
     earlier.send_to_next(own)
     numbers = [5, 7] if own == [5, 7] else [3, 4]

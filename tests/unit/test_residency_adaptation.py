@@ -16,6 +16,7 @@ from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError
+from sglang_uvm_offload.policy.forecast import TUNING
 from sglang_uvm_offload.residency import background
 from sglang_uvm_offload.residency import manager as manager_module
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
@@ -331,7 +332,7 @@ class TestDecisionsBesideTheSteps:
 
 def test_a_profile_seeds_what_follows_the_traffic(monkeypatch):
     given = []
-    monkeypatch.setattr(manager_module, "Adaptation", lambda *args: given.append(args[-1]) or Adaptation(*args))
+    monkeypatch.setattr(manager_module, "Adaptation", lambda *args: given.append(args[2]) or Adaptation(*args))
     profile = profile_of([[7, 5, 3], [0, 6, 4], [1, 2, 7]])
     Rank(config(adapt="continuous", profile="p"), profile=profile)
     Rank(config(adapt="continuous", profile="p", num_resident=2), profile=profile, ep_rank=1, ep_size=2)
@@ -340,3 +341,28 @@ def test_a_profile_seeds_what_follows_the_traffic(monkeypatch):
     assert (given[1].counts == profile.seen.counts[..., E // 2 :]).all()
     assert given[0].steps == given[1].steps == profile.seen.steps
     assert given[2] is None
+
+
+class TestPrefetch:
+    def test_named_experts_stay_and_the_rest_of_n_follows_the_traffic(self):
+        rank = following(resident_ids="0,4", num_resident=4)
+        assert rank.resident() == [[0, 1, 2, 4]] * LAYERS
+        serve(rank, [[5, 6, 7]], 60 * INTERVAL_STEPS)
+        others = [set(ids) - {0, 4} for ids in rank.resident()]
+        assert all({0, 4} < set(ids) for ids in rank.resident())
+        assert set.union(*others) == {5, 6, 7}
+        assert sum(map(len, others)) == 2 * LAYERS
+
+    def test_named_experts_stay_through_the_warm_up_too(self):
+        cfg = config(prefetch="frequency", resident_ids="0,4", num_resident=4, warmup_tokens=4)
+        rank = Rank(cfg, clock=seconds_pass(), profile=profile_of([[1, 2, 3]] * LAYERS))
+        assert rank.resident() == [[0, 1, 2, 4]] * LAYERS, "the two best of the profile beside those that are named"
+        serve(rank, [[5, 6]], 5)
+        assert rank.resident() == [[0, 4, 5, 6]] * LAYERS
+
+    @pytest.mark.parametrize(("prefetch", "directions"), [("frequency", 0), ("speculative", TUNING.directions)])
+    def test_only_speculative_prefetching_learns_what_is_used_together(self, prefetch, directions):
+        rank = Rank(config(resident_selection="first_n", prefetch=prefetch), clock=seconds_pass())
+        assert rank.manager.background.adaptation._policy._forecast._tuning.directions == directions
+        serve(rank, [[5, 6, 7]], 60 * INTERVAL_STEPS)
+        assert rank.resident() == [[5, 6, 7]] * LAYERS
