@@ -123,7 +123,7 @@ def captured_recording(
 def moves(rows: Rows) -> None:
     """Random promotions and demotions under a graph that was captured once: every replay's output is the first one's, bit for
     bit. Half of the moves are made by another thread while the graph is replayed."""
-    experts, expert_bytes = rows.pick(96, 12), rows.pick(3 * MIB + 7 * 4096, 2 * 65536 + 4096)
+    experts, expert_bytes = rows.pick(96, 12), 3 * MIB + 7 * 4096
     count = rows.pick(1000, 40)
     memory = CudaMemory()
     tensor = ExpertTensor(memory, "experts", ExpertLayout(experts, expert_bytes))
@@ -179,7 +179,7 @@ def moves(rows: Rows) -> None:
 
 def identity(rows: Rows) -> None:
     """Bytes after random resident sets, checked on the GPU against a copy in plain memory."""
-    experts, expert_bytes = rows.pick(60, 8), rows.pick(17 * MIB + 4096, 65536 + 4096)
+    experts, expert_bytes = rows.pick(60, 8), rows.pick(17 * MIB + 4096, 3 * MIB + 4096)
     memory = CudaMemory()
     tensor = ExpertTensor(memory, "experts", ExpertLayout(experts, expert_bytes))
     tensor.place(np.zeros(tensor.layout.num_extents, dtype=bool))

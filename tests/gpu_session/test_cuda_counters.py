@@ -74,9 +74,10 @@ def test_reselection_over_cuda_keeps_bytes_and_addresses_and_demotes_a_layer_bef
         for layer_id in range(2):
             layer, module = manager.add_layer(model, layer_id, 6, 0, 0, 1), torch.nn.Module()
             with AllocationMode(6, layer.allocate):
-                module.w13 = torch.nn.Parameter(torch.empty(6, PAGE, dtype=torch.uint8, device="cuda"), requires_grad=False)
+                module.w13 = torch.nn.Parameter(torch.empty(6, BLOCK, dtype=torch.uint8, device="cuda"), requires_grad=False)
             layer.sync_tensors(module)
-            module.w13.data.copy_(torch.from_numpy(np.random.default_rng(layer_id).integers(0, 255, (6, PAGE)).astype("uint8")))
+            values = np.random.default_rng(layer_id).integers(0, 255, (6, BLOCK), dtype=np.uint8)
+            module.w13.data.copy_(torch.from_numpy(values))
             modules.append(module)
         manager.finish_model(model)
         before = [(m.w13.data_ptr(), m.w13.data.cpu().clone()) for m in modules]

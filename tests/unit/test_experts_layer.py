@@ -203,6 +203,21 @@ def test_what_a_step_made_for_itself_is_forgotten_even_if_something_else_lies_th
     assert layer.tensors[-1].address == module.foreign.data_ptr()
 
 
+def test_a_tensor_that_replaces_an_equal_one_is_resident_as_that_was():
+    """As when the weights are updated while residents follow the traffic."""
+    memory = SimulatedDriver()
+    layer, module = loaded(memory, 0, 1)
+    after = extents(layer, resident(5, 6))
+    layer.demote(after)
+    layer.promote(after)
+    with AllocationMode(E, layer.allocate):
+        module.w13 = torch.nn.Parameter(torch.empty(SHAPES["w13"], dtype=torch.bfloat16), requires_grad=False)
+    layer.sync_tensors(module)
+    gc.collect()
+    assert layer.resident.tolist() == resident(5, 6).tolist()
+    assert memory.device_resident == layer.resident_bytes == 2 * layer.expert_bytes
+
+
 def test_weights_that_are_hidden_after_loading_are_an_error():
     layer, module = loaded(SimulatedDriver(), 0)
     module.w13 = module.w2 = None

@@ -87,3 +87,14 @@ def test_weights_that_a_method_hides_end_the_launch_by_name():
         FlagError, match=r"num-resident: .* of MoE layer 0 are not found .*; choose another --moe-runner-backend"
     ):
         method.process_weights_after_loading(layer)
+
+
+def test_weights_that_are_processed_anew_wait_for_the_moves_under_way(monkeypatch):
+    """As after an update of the weights, which may replace the tensors that are moving."""
+    waited = []
+    monkeypatch.setattr(OffloadManager, "wait_for_moves", lambda manager: waited.append(len(waited)))
+    method = triton_kernel_method()
+    method.process_weights_after_loading = lambda layer: waited.append("processed")
+    _, layer, _ = created(method)
+    method.process_weights_after_loading(layer)
+    assert waited == [0, "processed"]

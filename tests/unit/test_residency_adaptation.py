@@ -14,6 +14,7 @@ from simulated_driver import SimulatedDriver
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError
 from sglang_uvm_offload.policy.forecast import TUNING
@@ -366,3 +367,20 @@ class TestPrefetch:
         assert rank.manager.background.adaptation._policy._forecast._tuning.directions == directions
         serve(rank, [[5, 6, 7]], 60 * INTERVAL_STEPS)
         assert rank.resident() == [[5, 6, 7]] * LAYERS
+
+
+def test_residents_follow_the_traffic_over_tensors_that_replaced_others():
+    """An update of the weights may leave tensors with other extents."""
+    rank = following()
+    serve(rank, [[5, 6, 7]], 40 * INTERVAL_STEPS)
+    for layer, module in zip(rank.model.layers, rank.modules, strict=True):
+        with AllocationMode(E, layer.allocate):
+            module.w13 = torch.empty(E, 5 * PAGE_BYTES // 2, dtype=torch.uint8)
+        layer.sync_tensors(module)
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+    budget = sum(layer.resident_bytes for layer in rank.model.layers)
+    for ids in ([5, 6, 7], [1, 2, 3]):
+        serve(rank, [ids], 80 * INTERVAL_STEPS)
+        assert all(set(ids) <= set(whole) for whole in rank.resident())
+        assert sum(layer.resident_bytes for layer in rank.model.layers) <= budget
+    assert rank.manager.fault is None
