@@ -87,10 +87,15 @@ class Assumptions:
     """assumed: share of VRAM bandwidth that decoding reaches"""
     compute_efficiency: float = 0.5
     """assumed: share of dense bfloat16 rate that prefill reaches"""
-    layer_overhead_us: float = 40.0
-    """assumed: launches and small kernels of one decoder layer, on top of reading its weights"""
+    layer_overhead_us: float = 55.0
+    """launches and small kernels of one decoder layer, on top of reading its weights: fits a decode step that was measured with
+    all experts in VRAM (an H200, 16 layers of Qwen3-30B-A3B's shape)"""
     latent_overhead_us: float = 105.0
     """the same for a layer with latent attention (DeepSeek, Kimi, GLM-5): fits SGLang's DeepSeek-R1 on 8 B200"""
+    prefill_layer_ms: float = 1.0
+    """launching one layer's kernels in prefill: fits SGLang's Qwen3-235B and gpt-oss-120b on 8 B200, 600 tokens"""
+    latent_prefill_layer_ms: float = 2.0
+    """the same with latent attention: fits SGLang's DeepSeek-R1 on 8 B200, 600 tokens"""
     collective_us: float = 15.0
     """assumed: one of a layer's two all-reduces at small batches, where ranks share layers"""
     draft_token_weight: float = 0.75

@@ -10,8 +10,8 @@ from sglang_uvm_offload.sizing.routing_curves import source_of
 from sglang_uvm_offload.units import size
 
 CPU_ENGINES = (
-    "KTransformers .36 with one socket and .29 with two, "
-    "https://github.com/kvcache-ai/ktransformers/blob/main/doc/en/DeepseekR1_V3_tutorial.md; llama.cpp .59, "
+    "KTransformers .45 with one socket and .43 with two, "
+    "https://github.com/kvcache-ai/ktransformers/blob/main/doc/en/DeepseekR1_V3_tutorial.md; llama.cpp .66, "
     "https://github.com/ggml-org/llama.cpp/pull/23346"
 )
 """Shares of the host memory's nominal rate that published decode speeds imply (benchmarks/results/published/published.md)."""
@@ -20,7 +20,8 @@ FORMULA = (
     "decode step = max(computing, VRAM bytes / VRAM rate) + overhead of each layer + missed bytes / read rate",
     "missed = distinct offloaded experts of a step: (E - N) (1 - (1 - k (1 - hit rate) / (E - N)) ^ tokens), in each MoE layer",
     "each draft token adds a pass of the draft layers, and counts as draft_token_weight of a token in the line above",
-    "prefill chunk = the same for a chunk of the prompt, an offloaded expert read once for each block of rows",
+    "prefill chunk = the same for a chunk of the prompt, an offloaded expert read once for each block of rows; at least the "
+    "launches of all layers",
 )
 
 

@@ -2,7 +2,8 @@
 
     decode step   = sum over pipeline stages of  max(compute, VRAM bytes / VRAM rate) + overhead + missed bytes / link rate
                     + one pass of the draft layers for each drafted token
-    prefill chunk = the same for a chunk of the prompt, where an offloaded expert is read once for each of its blocks of rows
+    prefill chunk = the same for a chunk of the prompt, where an offloaded expert is read once for each of its blocks of rows;
+                    at least the time of launching its kernels
 
 The overhead of a layer depends on its attention: what a step of one request takes beyond its reads is launches and kernels too
 small to fill a GPU, and latent attention has more of them.
@@ -81,15 +82,15 @@ def predict(
     drafts = workload.draft_tokens - 1 if workload.speculative else 0
     batch = _Batch(-(-requests // parallel.replicas), -(-requests // parallel.dp), drafts)
     yielded = assumed.accepted_tokens if workload.speculative else 1
-    decode = model.step(num_resident, hit_rate, batch, 1)
-    resident_decode = model.step(num_experts, 1.0, batch, 1)
+    decode = model.decode_step(num_resident, hit_rate, batch)
+    resident_decode = model.decode_step(num_experts, 1.0, batch)
     chunk_tokens = min(chunk, workload.prompt_tokens)
     chunks = -(-workload.prompt_tokens // chunk_tokens)
     rows = chunk_tokens * top_k * (1 - hit_rate) / max(1, num_experts - num_resident)
     reread = max(1.0, rows / assumed.rows_per_read + 0.5)  # the last block of an expert is half full on average
     prompt = _Batch(chunk_tokens, 0, 0)
-    prefill = model.step(num_resident, hit_rate, prompt, reread).seconds
-    resident_prefill = model.step(num_experts, 1.0, prompt, 1).seconds
+    prefill = model.prefill_chunk(num_resident, hit_rate, prompt, reread)
+    resident_prefill = model.prefill_chunk(num_experts, 1.0, prompt, 1)
     return Speed(
         routing=routing,
         hit_rate=hit_rate,
@@ -142,15 +143,30 @@ class _Model:
     parallel: Parallel
     assumed: Assumptions
 
-    def step(self, num_resident: int, hit_rate: float, batch: _Batch, reread: float) -> _Step:
-        """A step in which residents serve ``hit_rate`` of the uses, and each missed expert is read ``reread`` times."""
-        tokens, ep = batch.independent(self.assumed.draft_token_weight), self.parallel.ep
-        hit = distinct(num_resident, self.top_k * hit_rate, tokens) / ep
-        missed = distinct(self.num_experts - num_resident, self.top_k * (1 - hit_rate), tokens) / ep
-        link = missed * reread * sum(sum(stage.expert_layers) for stage in self.stages)
+    def decode_step(self, num_resident: int, hit_rate: float, batch: _Batch) -> _Step:
+        """A step in which residents serve ``hit_rate`` of the uses."""
+        hit, missed = self.activated(num_resident, hit_rate, batch)
+        read = missed * sum(sum(stage.expert_layers) for stage in self.stages)
         resident = sum(self.in_vram(stage, hit, batch) + self.drafting(stage, batch) for stage in self.stages)
-        experts = missed * sum(len(stage.expert_layers) for stage in self.stages)
-        return _Step(resident + link / (self.machine.link_gbps * GIGA * self.assumed.read_efficiency), experts, link)
+        return _Step(resident + read / self.read_rate, missed * sum(len(stage.expert_layers) for stage in self.stages), read)
+
+    def prefill_chunk(self, num_resident: int, hit_rate: float, prompt: _Batch, reread: float) -> float:
+        """Seconds of a chunk of a prompt, which reads each missed expert ``reread`` times. Its kernels are launched one by one,
+        while those before them run: a short chunk takes as long as the launches."""
+        hit, missed = self.activated(num_resident, hit_rate, prompt)
+        assumed, seconds = self.assumed, 0.0
+        for stage in self.stages:
+            launches = assumed.latent_prefill_layer_ms if stage.latent_attention else assumed.prefill_layer_ms
+            running = self.in_vram(stage, hit, prompt) + missed * reread * sum(stage.expert_layers) / self.read_rate
+            seconds += max(stage.layers * launches * 1e-3, running)
+        return seconds
+
+    def activated(self, num_resident: int, hit_rate: float, batch: _Batch) -> tuple[float, float]:
+        """The distinct experts of a layer that one rank reads from VRAM, and over the link."""
+        tokens, ep = batch.independent(self.assumed.draft_token_weight), self.parallel.ep
+        hit = distinct(num_resident, self.top_k * hit_rate, tokens)
+        missed = distinct(self.num_experts - num_resident, self.top_k * (1 - hit_rate), tokens)
+        return hit / ep, missed / ep
 
     def in_vram(self, stage: StageCost, hit: float, batch: _Batch) -> float:
         """Seconds of a stage of which ``hit`` experts a layer are read, all from VRAM."""
@@ -180,6 +196,10 @@ class _Model:
     @property
     def vram_rate(self) -> float:
         return self.machine.hbm_gbps * GIGA * self.assumed.hbm_efficiency
+
+    @property
+    def read_rate(self) -> float:
+        return self.machine.link_gbps * GIGA * self.assumed.read_efficiency
 
     def layer_overhead(self, stage: StageCost) -> float:
         """Seconds of one layer beyond its reads and computing."""

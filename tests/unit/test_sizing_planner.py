@@ -632,10 +632,25 @@ def test_prefill_reads_every_offloaded_expert_once_for_each_block_of_rows_in_eac
     assert speed(prompt_tokens=4096, hit_rate=0.75).reread == 1.5, "residents take more of the rows"
 
 
+def test_a_short_prompt_takes_as_long_as_its_launches_which_hide_reads_over_the_link():
+    launching = 10 * Assumptions().prefill_layer_ms * 1e-3
+    resident = speed(resident=64, hit_rate=1.0, prompt_tokens=64)
+    assert resident.prefill_chunk_s == pytest.approx(launching)
+    latent = dataclasses.replace(STAGE, latent_attention=True)
+    rest = (preset("1xH200"), Workload(4096, prompt_tokens=64), Parallel(), 1, 4096, Assumptions())
+    slower = predict("test", 1.0, 64, 64, 4, [latent], *rest)
+    assert slower.prefill_chunk_s == pytest.approx(10 * Assumptions().latent_prefill_layer_ms * 1e-3)
+    few = speed(resident=63, hit_rate=63 / 64, prompt_tokens=64)
+    assert few.missed_bytes > 0
+    assert few.prefill_chunk_s == pytest.approx(launching), "reading one expert a layer ends before the launches do"
+    many = speed(resident=0, hit_rate=0.0, prompt_tokens=64)
+    assert many.prefill_chunk_s > 10 * 60 * 10**7 / (55e9 * Assumptions().read_efficiency), "the link takes longer"
+
+
 def test_every_assumption_changes_some_figure():
     """An assumption that nothing reads would be shown to people for nothing."""
     for field in dataclasses.fields(Assumptions):
-        latent = field.name != "layer_overhead_us"
+        latent = field.name not in ("layer_overhead_us", "prefill_layer_ms")
         name, workload = ("deepseek-v3" if latent else "glm-4.5"), Workload(8192, requests=2, speculative=True, draft_tokens=10)
         base = ask(name, roomy("8xH20"), workload)
         value = getattr(Assumptions(), field.name)
