@@ -264,8 +264,8 @@ def summary(compared: Sequence[Compared]) -> str:
     worst = max(max(ratio, 1 / ratio) for ratio in ratios)
     middle = math.exp(sum(map(math.log, ratios)) / len(ratios))
     return (
-        f"Of {len(judged)} decode steps that no assumption was fitted to, {near} are predicted within {MISS:.0%} and all within "
-        f"a factor of {worst:.1f}; predicted / published is {middle:.2f} on (geometric) average."
+        f"Of {len(judged)} decode steps that no assumption was fitted to, {near} are predicted within {MISS:.0%} and all "
+        f"within a factor of {worst:.1f}; predicted / published is {middle:.2f} on (geometric) average."
     )
 
 

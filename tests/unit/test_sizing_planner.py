@@ -651,7 +651,9 @@ def test_every_assumption_changes_some_figure():
     """An assumption that nothing reads would be shown to people for nothing."""
     for field in dataclasses.fields(Assumptions):
         latent = field.name not in ("layer_overhead_us", "prefill_layer_ms")
-        name, workload = ("deepseek-v3" if latent else "glm-4.5"), Workload(8192, requests=2, speculative=True, draft_tokens=10)
+        name = "deepseek-v3" if latent else "glm-4.5"
+        prompt = 512 if "prefill_layer" in field.name else 4096
+        workload = Workload(8192, requests=2, prompt_tokens=prompt, speculative=True, draft_tokens=10)
         base = ask(name, roomy("8xH20"), workload)
         value = getattr(Assumptions(), field.name)
         changed = dataclasses.replace(Assumptions(), **{field.name: type(value)(value * 1.25 if value < 1 else value * 4)})
