@@ -257,15 +257,18 @@ def row(each: Compared, sources: dict[str, str], models: Models) -> str:
 
 
 def summary(compared: Sequence[Compared]) -> str:
-    """How far off the decode steps are; fitted ones do not count."""
+    """How far off the decode steps are, where no assumption was fitted to them, and how optimistic the worst prefill is."""
     judged = [each for each in compared if "fitted" not in each.figure and each.figure["section"] in ("decode", "own")]
     ratios = [each.ratios[0] for each in judged]
     near = sum(not each.missed for each in judged)
     worst = max(max(ratio, 1 / ratio) for ratio in ratios)
+    prefill = [each for each in compared if each.figure["section"] == "prefill"]
+    too_fast = max(each.ratios[0] if each.figure["unit"] == "tok/s" else 1 / each.ratios[0] for each in prefill)
     middle = math.exp(sum(map(math.log, ratios)) / len(ratios))
     return (
         f"Of {len(judged)} decode steps that no assumption was fitted to, {near} are predicted within {MISS:.0%} and all "
-        f"within a factor of {worst:.1f}; predicted / published is {middle:.2f} on (geometric) average."
+        f"within a factor of {worst:.1f}; predicted / published is {middle:.2f} on (geometric) average. "
+        f"Prefill is predicted up to {too_fast:.1f} times too fast."
     )
 
 
