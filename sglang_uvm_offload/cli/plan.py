@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--host-gb", type=_amount, help="host RAM in GiB that the server may take")
     machine.add_argument("--link-gbps", type=_amount, help="GB/s of copies from host memory over each GPU's link")
     machine.add_argument("--hbm-gbps", type=_amount, help="GB/s of a GPU's memory")
+    machine.add_argument("--host-gbps", type=_amount, help="nominal GB/s of the host's memory, to compare with a CPU engine")
     machine.add_argument("--tflops", type=_amount, help="dense bfloat16 TFLOPS of a GPU")
     ranks = parser.add_argument_group("ranks, as SGLang's flags of the same names")
     ranks.add_argument("--tp-size", type=_count, help="default: all GPUs, divided by --pp-size and replicas")
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument("--dp-size", type=_count, default=1)
     ranks.add_argument("--enable-dp-attention", action="store_true")
     work = parser.add_argument_group("workload")
+    work.add_argument("--num-resident", type=_whole, metavar="N", help="residents of each layer; default: the most that fit")
     work.add_argument("--context-length", type=_count, help="tokens of a request; default: the model's limit, at most 32768")
     work.add_argument("--requests", type=_count, default=1, help="concurrent requests, each as long as the context (default 1)")
     work.add_argument("--max-total-tokens", type=_count, help="KV cache tokens per rank, in place of requests x context")
@@ -51,11 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--chunked-prefill-size", type=_count, help="default: SGLang's choice")
     kept.add_argument("--disable-cuda-graph", action="store_true")
     assumed = parser.add_argument_group("assumptions")
-    assumed.add_argument("--hit-rate", type=_share, help="measured share of routing that residents serve (0 to 1)")
+    assumed.add_argument(
+        "--hit-rate", type=_share, help="share of your routing that residents serve (0 to 1), in place of measured routing"
+    )
     assumed.add_argument(
         "--read-efficiency", type=_positive_share, help="rate of zero-copy reads by kernels, as a share of --link-gbps"
     )
-    assumed.add_argument("--hot-half-share", type=_hot_half, help="share of routing to the hotter half of the experts")
     assumed.add_argument("--accepted-tokens", type=_amount, help="tokens per request from a step with draft tokens")
     assumed.add_argument("--rows-per-read", type=_count, help="rows that share one read of an expert in prefill")
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
@@ -85,17 +88,19 @@ def run(args: argparse.Namespace) -> int:
     reserve = Reserve(
         args.mem_fraction_static, args.headroom_gb, args.chunked_prefill_size, cuda_graphs=not args.disable_cuda_graph
     )
-    names = ("read_efficiency", "hot_half_share", "accepted_tokens", "rows_per_read")
+    names = ("read_efficiency", "accepted_tokens", "rows_per_read")
     given = {name: getattr(args, name) for name in names}
     usual = dataclasses.replace(Assumptions(), accepted_tokens=min(Assumptions.accepted_tokens, workload.draft_tokens))
     assumed = dataclasses.replace(usual, **{name: value for name, value in given.items() if value is not None})
-    result = planner.plan(model, machine, workload, parallel, reserve, assumed, args.hit_rate)
+    result = planner.plan(model, machine, workload, parallel, reserve, assumed, args.hit_rate, args.num_resident)
     print(json.dumps(dataclasses.asdict(result), indent=1) if args.json else planner.render(result))
     return 0 if result.fits else 1
 
 
 def _machine(args: argparse.Namespace) -> Machine:
-    figures = {name: getattr(args, name) for name in ("gpus", "vram_gb", "host_gb", "link_gbps", "hbm_gbps", "tflops")}
+    figures = {
+        name: getattr(args, name) for name in ("gpus", "vram_gb", "host_gb", "link_gbps", "hbm_gbps", "tflops", "host_gbps")
+    }
     if args.machine is not None:
         base: Machine | None = preset(args.machine)
     elif args.gpus is not None and args.vram_gb is not None:
@@ -111,6 +116,10 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text[:12]) < 1 << 31 or len(text) > 12:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
+
+
+def _whole(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def _amount(text: str) -> float:
@@ -131,13 +140,6 @@ def _positive_share(text: str) -> float:
     value = _share(text)
     if not value:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, up to 1")
-    return value
-
-
-def _hot_half(text: str) -> float:
-    value = _share(text)
-    if value < 0.5:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be at least 0.5, because the hotter half gets at least half")
     return value
 
 

@@ -90,6 +90,8 @@ class CheckpointShape:
     hidden_size: int
     scale_block: int
     """The block size of a block-quantised weight's scales, 1 without."""
+    family: str = ""
+    """The config's ``model_type``."""
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -186,6 +188,7 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
         ),
         hidden_size=_positive_int(config, config.get("hidden_size"), "hidden_size"),
         scale_block=(quantization.get("weight_block_size") or [1])[0],
+        family=str(config.get("model_type") or ""),
     )
 
 

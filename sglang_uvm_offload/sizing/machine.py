@@ -17,8 +17,10 @@ GIB = 1 << 30
 class Gpu:
     """One kind of GPU. ``memory_mib`` is the total that nvidia-smi shows; rates are in 1e9 bytes a second.
 
-    ``link_gbps`` is the rate of a copy engine over the GPU's link to host memory, below the link's nominal rate; ``tflops`` is
-    for dense bfloat16 with accumulation in float32. ``source`` cites the figures.
+    ``link_gbps`` is the rate at which this GPU reads host memory over its link: of PCIe, that of a copy engine, below the
+    nominal rate; of NVLink-C2C, the nominal rate of one direction. ``host_gbps`` is the nominal rate of the host memory beside
+    one GPU, 0 where it belongs to the host and not to the GPU. ``tflops`` is for dense bfloat16 with accumulation in float32.
+    ``source`` cites the figures.
     """
 
     memory_mib: int
@@ -26,6 +28,9 @@ class Gpu:
     link_gbps: float
     tflops: float
     source: str
+    host_gbps: float = 0.0
+    one_memory: bool = False
+    """GPU and CPU have the same memory."""
 
 
 PCIE4_GBPS = 25.0
@@ -37,6 +42,9 @@ higher."""
 _LINK4 = f"link: {PCIE4_GBPS:g} GB/s assumed for PCIe 4 x16 (reported: 25.1 on an A100)"
 _LINK5 = f"link: {PCIE5_GBPS:g} GB/s for PCIe 5 x16 (54.5 measured on an H200)"
 
+GRACE_GBPS = 546
+"""NVIDIA's "up to" for the LPDDR5X of one Grace CPU, from the same page as the GH200's figures."""
+
 # Rates are NVIDIA's where it publishes them, and dense: half of a figure "with sparsity". Memory is the total that nvidia-smi
 # shows, which is undocumented and below the nominal size of the card.
 GPUS = {
@@ -46,6 +54,7 @@ GPUS = {
     "H200": Gpu(
         143771, 4800, PCIE5_GBPS, 989, f"NVIDIA H200 Tensor Core GPU: https://www.nvidia.com/en-us/data-center/h200/; {_LINK5}"
     ),
+    "B200": Gpu(183359, 8000, PCIE5_GBPS, 2250, f"NVIDIA's, as on https://glennklockwood.com/garden/processors/B200; {_LINK5}"),
     # Appendix A, Table 2: peak BF16 Tensor TFLOPS with FP32 accumulate 165.2.
     "4090": Gpu(
         24564,
@@ -64,10 +73,52 @@ GPUS = {
         "NVIDIA RTX Blackwell GPU Architecture: "
         f"https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf; {_LINK5}",
     ),
+    "GH200": Gpu(
+        97871,
+        4000,
+        450,
+        989,
+        "NVIDIA Grace Hopper Superchip Architecture In-Depth, as quoted by "
+        "https://datacrunch.io/blog/data-movement-in-the-nvidia-gh200-grace-hopper-superchip; link: NVLink-C2C, 900 GB/s in "
+        "both directions together (nominal, never measured by this project)",
+        GRACE_GBPS,
+    ),
+    # One Grace has two GPUs: each gets half of the link and of the CPU's memory. 186 GB a GPU.
+    "GB200": Gpu(
+        177_383,
+        8000,
+        225,
+        2500,
+        "NVIDIA's, as on https://glennklockwood.com/garden/processors/B200 and "
+        "https://www.elprocus.com/nvidia-gb200-ai-chip; link: NVLink-C2C, 900 GB/s in both directions together, for the two "
+        "GPUs of a superchip (nominal, never measured by this project)",
+        GRACE_GBPS / 2,
+    ),
+    # 1 PFLOP of FP4 with sparsity is 125 TFLOPS of dense bfloat16. The link (600 GB/s in both directions) is wider than the
+    # memory, so reads of host memory run at the memory's rate. Of its 128 GB, 8 GiB stay with the host.
+    "GB10": Gpu(
+        113_878,
+        273,
+        273,
+        125,
+        "NVIDIA DGX Spark, as quoted by https://ai-infrastructure.net/dgx-spark/; link: NVLink-C2C to one memory of 273 GB/s "
+        "that GPU and CPU share (nominal, never measured by this project)",
+        273,
+        one_memory=True,
+    ),
 }
+GPUS["SPARK"] = GPUS["GB10"]
 
-PRESET_HOST_GIB = {"8xH20": 1500, "4x4090": 512, "1xH200": 512, "1x5090": 192}
+PRESET_HOST_GIB = {"8xH20": 1500, "4x4090": 512, "1xH200": 512, "1x5090": 192, "1xGH200": 480, "4xGB200": 960, "1xSPARK": 8}
 """Host RAM of presets without ``--host-gb``: assumed; such machines are sold with less and with more."""
+
+DDR5_4800_GBPS = 38.4
+"""One channel: 4800 MT/s of 8 bytes."""
+SERVER_HOST_GBPS = 16 * DDR5_4800_GBPS
+"""Host memory of a machine with 8 GPUs: two CPUs of 8 channels (H200 systems of MLPerf Inference
+v4.1 have two Xeon 8480C). Assumed."""
+_HOST_GBPS = {"4x4090": 8 * DDR5_4800_GBPS, "1x5090": 2 * 44.8}
+"""Host memory of other presets: a server's CPU of 8 channels, a desktop's two channels of DDR5-5600. Assumed."""
 
 
 class MachineError(ValueError):
@@ -88,6 +139,10 @@ class Machine:
     hbm_gbps: float
     tflops: float
     source: str
+    host_gbps: float = 0.0
+    """Nominal rate of all of the host's memory together, 0 if unknown."""
+    one_memory: bool = False
+    """GPU and CPU have the same memory, so an offloaded expert takes as much of it as a resident one."""
 
 
 def preset(name: str) -> Machine:
@@ -100,6 +155,7 @@ def preset(name: str) -> Machine:
         )
     gpus = int(match.group(1))
     host = PRESET_HOST_GIB.get(name, 128 * gpus)
+    host_gbps = kind.host_gbps * gpus or _HOST_GBPS.get(name, SERVER_HOST_GBPS)
     return Machine(
         name,
         gpus,
@@ -108,7 +164,9 @@ def preset(name: str) -> Machine:
         kind.link_gbps,
         kind.hbm_gbps,
         kind.tflops,
-        f"{kind.source}; host RAM of {host} GiB assumed",
+        f"{kind.source}; host RAM of {host} GiB{'' if kind.host_gbps else f' at {host_gbps:.0f} GB/s'} assumed",
+        host_gbps,
+        kind.one_memory,
     )
 
 
@@ -129,6 +187,8 @@ def of_gpus(gpus: Sequence[tuple[str, int]]) -> Machine:
         known.hbm_gbps if known else 0,
         known.tflops if known else 0,
         "this machine" + (f"; rates: {known.source}" if known else ""),
+        known.host_gbps * len(gpus) if known else 0,
+        known.one_memory if known else False,
     )
 
 
@@ -141,8 +201,10 @@ def describe(
     link_gbps: float | None,
     hbm_gbps: float | None,
     tflops: float | None,
+    host_gbps: float | None = None,
 ) -> Machine:
-    """``base`` with the given figures (GiB, and 1e9 bytes a second) in place of its own. Without ``base``, all are required."""
+    """``base`` with the given figures (GiB, and 1e9 bytes a second) in place of its own. Without ``base``, all but
+    ``host_gbps`` are required."""
     given: dict[str, Any] = {
         "gpus": gpus,
         "vram_bytes": None if vram_gb is None else int(vram_gb * GIB),
@@ -150,6 +212,7 @@ def describe(
         "link_gbps": link_gbps,
         "hbm_gbps": hbm_gbps,
         "tflops": tflops,
+        "host_gbps": host_gbps,
     }
     values = {name: value for name, value in given.items() if value is not None}
     if base is None:
@@ -158,7 +221,7 @@ def describe(
         base = dataclasses.replace(base, name=f"{base.name}, adjusted", source=f"{base.source}; as given: {', '.join(values)}")
     machine = dataclasses.replace(base, **values)
     flags = ("--gpus", "--vram-gb", "--host-gb", "--link-gbps", "--hbm-gbps", "--tflops")
-    missing = [flag for flag, name in zip(flags, given, strict=True) if not getattr(machine, name) > 0]
+    missing = [flag for flag, name in zip(flags, given, strict=False) if not getattr(machine, name) > 0]
     if missing:
         raise MachineError(f"{', '.join(missing)}: not known for this machine; give numbers above 0")
     return machine

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sglang_uvm_offload.sizing.machine import Machine
+from sglang_uvm_offload.sizing.routing_curves import HitRate
 
 
 @dataclass(frozen=True)
@@ -86,18 +87,27 @@ class Assumptions:
     """assumed: share of VRAM bandwidth that decoding reaches"""
     compute_efficiency: float = 0.5
     """assumed: share of dense bfloat16 rate that prefill reaches"""
-    layer_overhead_us: float = 40.0
-    """assumed: launches of one decoder layer, on top of reading its weights"""
+    layer_overhead_us: float = 55.0
+    """launches and small kernels of one decoder layer, on top of reading its weights: fits a decode step that was measured with
+    all experts in VRAM (an H200, 16 layers of Qwen3-30B-A3B's shape)"""
+    latent_overhead_us: float = 105.0
+    """the same for a layer with latent attention (DeepSeek, Kimi, GLM-5): fits SGLang's DeepSeek-R1 on 8 B200"""
+    prefill_layer_ms: float = 1.0
+    """launching one layer's kernels in prefill: fits SGLang's Qwen3-235B and gpt-oss-120b on 8 B200, 600 tokens"""
+    latent_prefill_layer_ms: float = 2.0
+    """the same with latent attention: fits SGLang's DeepSeek-R1 on 8 B200, 600 tokens"""
     collective_us: float = 15.0
     """assumed: one of a layer's two all-reduces at small batches, where ranks share layers"""
-    hot_half_share: float = 0.70
-    """assumed: share of the routing to the hotter half of a layer's experts; .55 to .91 are published, .50 is uniform"""
+    draft_token_weight: float = 0.75
+    """a drafted token activates as many further experts as this share of an independent one: .59 to .86 in measured routing"""
     accepted_tokens: float = 2.5
     """assumed: mean tokens per request from a step that verifies draft tokens"""
     rows_per_read: int = 128
     """assumed: rows that share one read of an expert's tile in prefill; host memory is mapped uncached, so each further block
     of rows reads it over the link again. 128, and half a block more, fit the one prefill that was measured (an H200, SGLang's
     Triton experts); no other model has tested them"""
+    cpu_efficiency: float = 0.5
+    """assumed: share of the host memory's nominal rate at which a CPU engine reads experts"""
 
 
 MEASURED = ("driver_batch_mib", "read_efficiency")
@@ -157,6 +167,15 @@ class Speed:
     resident_prefill_tokens_s: float
     reread: float
     """How often prefill reads an offloaded expert in one chunk, on average."""
+    cpu_engine_step_s: float = 0.0
+    """The decode step of an engine that computes all routed experts on the CPU, 0 if the host memory's rate is unknown."""
+    measured_on: HitRate | None = None
+    """What the hit rate was measured on, None if it was given."""
+
+    @property
+    def cpu_engine_tokens_s(self) -> float:
+        """Of all requests together, with as many tokens a step."""
+        return self.decode_tokens_s * self.decode_step_s / self.cpu_engine_step_s
 
     @property
     def decode_ratio(self) -> float:
@@ -191,6 +210,8 @@ class Plan:
     """Host RAM of the machine: offloaded experts of all ranks, and their processes."""
     host_needed_after_moves: int = 0
     speeds: tuple[Speed, ...] = ()
+    useless: tuple[str, ...] = ()
+    """Reasons not to serve with a plan that fits."""
     problems: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -6,12 +6,22 @@ import dataclasses
 from collections.abc import Sequence
 
 from sglang_uvm_offload.sizing.plan import MEASURED, Assumptions, Plan, RankMemory, Speed
+from sglang_uvm_offload.sizing.routing_curves import source_of
 from sglang_uvm_offload.units import size
+
+CPU_ENGINES = (
+    "KTransformers .45 with one socket and .43 with two, "
+    "https://github.com/kvcache-ai/ktransformers/blob/main/doc/en/DeepseekR1_V3_tutorial.md; llama.cpp .66, "
+    "https://github.com/ggml-org/llama.cpp/pull/23346"
+)
+"""Shares of the host memory's nominal rate that published decode speeds imply (benchmarks/results/published/published.md)."""
 
 FORMULA = (
     "decode step = max(computing, VRAM bytes / VRAM rate) + overhead of each layer + missed bytes / read rate",
     "missed = distinct offloaded experts of a step: (E - N) (1 - (1 - k (1 - hit rate) / (E - N)) ^ tokens), in each MoE layer",
-    "prefill chunk = the same for a chunk of the prompt, an offloaded expert read once for each block of rows",
+    "each draft token adds a pass of the draft layers, and counts as draft_token_weight of a token in the line above",
+    "prefill chunk = the same for a chunk of the prompt, an offloaded expert read once for each block of rows; at least the "
+    "launches of all layers",
 )
 
 
@@ -74,7 +84,8 @@ def _memory(plan: Plan) -> str:
 def _outcome(plan: Plan) -> str:
     if plan.num_resident is not None:
         share = plan.num_resident / plan.num_experts
-        return f"It fits: {plan.num_resident} of {plan.num_experts} experts a layer resident ({share:.0%})."
+        fits = f"It fits: {plan.num_resident} of {plan.num_experts} experts a layer resident ({share:.0%})."
+        return "\n".join([fits, *(["But this plan is useless:"] if plan.useless else []), *(f"  - {r}" for r in plan.useless)])
     lines = ["It does not fit:", *(f"  - {problem}" for problem in plan.problems)]
     if plan.needs:
         lines += ["Any of these would be enough:", *(f"  - {need}" for need in plan.needs)]
@@ -107,14 +118,41 @@ def _basis(plan: Plan) -> str:
     measured = [name for name in MEASURED if getattr(a, name) == getattr(Assumptions, name)]  # not where one was given
     lines = [
         *FORMULA,
+        *_hit_rates(plan.speeds),
         f"read rate {machine.link_gbps:g} GB/s x {a.read_efficiency} = {read:.1f} GB/s; VRAM rate {machine.hbm_gbps:g} GB/s x "
         f"{a.hbm_efficiency}; {machine.tflops:g} TFLOPS x {a.compute_efficiency}; blocks of {a.rows_per_read} rows: "
         f"{plan.speeds[0].reread:.1f} reads of an offloaded expert in a prefill chunk",
         f"rates: {machine.source}",
+        *_cpu_engine(plan),
         f"measured on an H200, and assumed elsewhere: {', '.join(values[name] for name in measured)}",
         f"assumed, not measured by this project: {', '.join(text for name, text in values.items() if name not in measured)}",
     ]
     return "\n".join(lines)
+
+
+def _hit_rates(speeds: Sequence[Speed]) -> list[str]:
+    """What each hit rate was measured on, and where that is from."""
+    measured = [(speed, speed.measured_on) for speed in speeds if speed.measured_on]
+    traces = sorted({trace for _, found in measured for trace in found.traces})
+    if not traces:
+        return []
+    return [
+        "hit rates of measured routing, judged on requests that did not choose the residents (--hit-rate gives your own):",
+        *(f"  {speed.routing}, {_counted(speed.requests, 'request')}: {found.described()}" for speed, found in measured),
+        *(f"  from {source_of(trace)}" for trace in traces),
+    ]
+
+
+def _cpu_engine(plan: Plan) -> list[str]:
+    """What the plan takes for an engine that computes experts on the CPU."""
+    machine, share = plan.machine, plan.assumptions.cpu_efficiency
+    if not machine.host_gbps or plan.num_resident == plan.num_experts:
+        return []
+    rates = {s.requests: f"{s.cpu_engine_tokens_s:.1f} tok/s with {_counted(s.requests, 'request')}" for s in plan.speeds}
+    return [
+        f"CPU engine, for comparison: {', '.join(rates.values())}, if it reads active experts at {machine.host_gbps:g} GB/s x "
+        f"{share} (published: {CPU_ENGINES})"
+    ]
 
 
 def _counted(count: int, noun: str) -> str:

@@ -18,8 +18,10 @@ from sglang_uvm_offload.sizing.machine import GIB, Machine
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Plan, Reserve, Speed, Workload
 from sglang_uvm_offload.sizing.plan_report import render
 from sglang_uvm_offload.sizing.rank_memory import Case
+from sglang_uvm_offload.sizing.routing_curves import hit_rates
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
-from sglang_uvm_offload.sizing.speed import hit_rate_of, predict
+from sglang_uvm_offload.sizing.speed import predict
+from sglang_uvm_offload.sizing.verdict import ONE_MEMORY, uselessness
 from sglang_uvm_offload.units import size
 
 __all__ = ["choose_num_resident", "plan", "render"]
@@ -43,10 +45,14 @@ def plan(
     reserve: Reserve | None = None,
     assumed: Assumptions | None = None,
     hit_rate: float | None = None,
+    num_resident: int | None = None,
 ) -> Plan:
-    """The plan for serving ``model``. ``hit_rate``: the measured share of routing that residents serve, None if unknown."""
+    """The plan for serving ``model``. ``hit_rate``: the measured share of routing that residents serve, None if unknown.
+    ``num_resident``: the residents of a layer to plan with, None for the most that fit."""
     case = Case(model, machine, workload, parallel, reserve or Reserve(), assumed or Assumptions())
     problems = shape_problems(case)
+    if num_resident is not None and not 0 <= num_resident <= model.num_experts:
+        problems.append(f"--num-resident {num_resident}: the model has {model.num_experts} experts a layer")
     blank = Plan(
         model=model.name,
         machine=machine,
@@ -63,8 +69,11 @@ def plan(
     )
     if problems:
         return blank
-    chosen = case.largest()
-    shown = case.most_in_vram() or 0
+    most = case.most_in_vram()
+    wanted = most if num_resident is None else num_resident
+    fits = most is not None and wanted is not None and wanted <= most and case.in_host(wanted)
+    chosen = wanted if fits else None
+    shown = wanted or 0
     sized = dataclasses.replace(
         blank,
         num_resident=chosen,
@@ -78,9 +87,14 @@ def plan(
         host_needed_after_moves=case.host(shown, after_moves=True),
         notes=tuple(_notes(case, chosen)),
     )
+    if chosen is None and num_resident is not None and most is not None:
+        return dataclasses.replace(sized, problems=tuple(_refusals(case, num_resident, most)))
+    if chosen is None and machine.one_memory:
+        return dataclasses.replace(sized, problems=(f"{ONE_MEMORY}; all experts need {size(case.host(0, after_moves=False))}",))
     if chosen is None:
         return dataclasses.replace(sized, problems=tuple(_shortages(case)), needs=tuple(_remedies(case)))
-    return dataclasses.replace(sized, speeds=_speeds(case, chosen, hit_rate), flags=_flags(case, chosen))
+    served = dataclasses.replace(sized, speeds=_speeds(case, chosen, hit_rate), flags=_flags(case, chosen))
+    return dataclasses.replace(served, useless=uselessness(served))
 
 
 def choose_num_resident(
@@ -203,6 +217,16 @@ def _shortages(case: Case) -> list[str]:
     ]
 
 
+def _refusals(case: Case, residents: int, most: int) -> list[str]:
+    """Why a machine that holds ``most`` residents does not hold ``residents``, or not the other experts."""
+    if residents > most:
+        return [f"VRAM: {residents} of {case.model.num_experts} experts a layer do not fit; at most {most} do"]
+    return [
+        f"host RAM: with {residents} of {case.model.num_experts} experts a layer resident "
+        f"{size(case.host(residents, after_moves=False))} are needed, and {size(case.machine.host_bytes)} are available"
+    ]
+
+
 def _nothing_granted(case: Case) -> str:
     """What takes all of a GPU before any weight loads."""
     reserve, vram = case.reserve, case.machine.vram_bytes
@@ -276,8 +300,6 @@ def _notes(case: Case, chosen: int | None) -> list[str]:
         return out
     if chosen == case.model.num_experts:
         out.append("every expert fits in VRAM: offloading is not needed")
-    elif chosen < case.model.top_k:
-        out.append(f"fewer residents than a token uses ({case.model.top_k}): every step reads over the link in each layer")
     needed = case.host(chosen, after_moves=True)
     if needed > case.machine.host_bytes:
         out.append(
@@ -306,18 +328,21 @@ def _flags(case: Case, chosen: int) -> tuple[str, ...]:
 
 
 def _speeds(case: Case, chosen: int, hit_rate: float | None) -> tuple[Speed, ...]:
-    residency = chosen / case.model.num_experts
-    skewed = hit_rate_of(residency, case.assumed.hot_half_share)
-    routings = [("uniform", residency), (f"skewed: the hotter half gets {case.assumed.hot_half_share:.0%}", skewed)]
-    if hit_rate is not None:
-        routings = [("hit rate as given", hit_rate)]
+    """For one request and for all, at the given hit rate or at those of measured routing."""
     batches = sorted({1, case.workload.requests})
-    stages = [case.cost(stage) for stage in range(case.parallel.pp)]
+    if hit_rate is not None:
+        return tuple(_speed(case, chosen, requests, "hit rate as given", hit_rate) for requests in batches)
+    residency = chosen / case.model.num_experts
     return tuple(
-        predict(
-            *(name, share, chosen, case.model.num_experts, case.model.top_k, stages, case.machine, case.workload),
-            *(case.parallel, batch, case.defaults.chunked_prefill_size, case.assumed),
-        )
-        for batch in batches
-        for name, share in routings
+        dataclasses.replace(_speed(case, chosen, requests, name, found.rate), measured_on=found)
+        for requests in batches
+        for name, found in hit_rates(case.model.family, requests, residency).named().items()
+    )
+
+
+def _speed(case: Case, chosen: int, requests: int, name: str, hit_rate: float) -> Speed:
+    stages = [case.cost(stage) for stage in range(case.parallel.pp)]
+    return predict(
+        *(name, hit_rate, chosen, case.model.num_experts, case.model.top_k, stages, case.machine, case.workload),
+        *(case.parallel, requests, case.defaults.chunked_prefill_size, case.assumed),
     )

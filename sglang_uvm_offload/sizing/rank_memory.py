@@ -235,11 +235,25 @@ class Case:
         kv = self.model.kv.read_bytes(
             self.stages[stage], p.attn_tp, DTYPE_BYTES[self.workload.kv_cache_dtype], self.workload.context_length
         )
+        beside = sum(self._draft_bytes(layer) for layer in self.drafts())
+        # Drafts are computed where the last layer is, and read the head for each token that they draft.
+        drafting = self.drafts() if stage == p.pp - 1 else ()
         return StageCost(
             layers=len(layers),
-            dense_bytes=self.plain_bytes(stage) - embedding - drafts,
+            dense_bytes=self.plain_bytes(stage) - embedding - drafts - beside,
             dense_flops=2 * sum(layer.parameters for layer in layers) / p.tp,
             expert_layers=tuple(sum(n for n, _ in self.expert_tensors(layer)) for layer in layers if layer.experts),
             expert_flops=2 * self.model.expert_parameters / p.moe_tp,
             kv_read_bytes=kv,
+            latent_attention=bool(self.model.kv.latent),
+            gemm_rate=2.0 if self.model.quantization == "fp8" else 1.0,
+            draft_layers=len(drafting),
+            draft_bytes=beside + -(-(self.model.head or self.model.embedding) // p.attn_tp),
+            draft_expert_bytes=sum(n for layer in drafting for n, _ in self.expert_tensors(layer)),
         )
+
+    def _draft_bytes(self, layer: LayerShape) -> int:
+        """The weights of a draft layer beside its routed experts, on one rank."""
+        p = self.parallel
+        keys_values = -(-layer.keys_values // min(p.attn_tp, self.model.kv.heads))
+        return -(-layer.attention // p.attn_tp) + keys_values + -(-layer.feed_forward // p.tp) + layer.replicated

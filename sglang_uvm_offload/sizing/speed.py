@@ -1,17 +1,25 @@
 """Predicting decode and prefill speed from reads of VRAM, compute, and reads of offloaded experts over the link.
 
     decode step   = sum over pipeline stages of  max(compute, VRAM bytes / VRAM rate) + overhead + missed bytes / link rate
-    prefill chunk = the same for a chunk of the prompt, where an offloaded expert is read once for each of its blocks of rows
+                    + one pass of the draft layers for each drafted token
+    prefill chunk = the same for a chunk of the prompt, where an offloaded expert is read once for each of its blocks of rows;
+                    at least the time of launching its kernels
+
+The overhead of a layer depends on its attention: what a step of one request takes beyond its reads is launches and kernels too
+small to fill a GPU, and latent attention has more of them.
 
 Missed bytes are those of distinct offloaded experts. If each of T tokens in a step uses k of E experts, and residents serve the
 share c of all uses, a token uses an offloaded expert with probability p = k (1 - c) / (E - N), so a layer misses
 (E - N) (1 - (1 - p)^T) experts. Uniform routing is c = N / E. Tokens are assumed to be independent. An offloaded expert has
-T p rows: it is used less than a resident one, so it has fewer blocks of rows.
+T p rows: it is used less than a resident one, so it has fewer blocks of rows. The tokens that a step verifies for one request
+follow each other and share experts, so each after the first counts as less than an independent one.
+
+A CPU engine, for comparison, computes the routed experts in host memory: its step is the resident step without reading
+experts, plus the bytes of all active experts over the rate that a CPU engine reaches.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from sglang_uvm_offload.sizing.machine import Machine
@@ -34,14 +42,14 @@ class StageCost:
     """One expert for one token, on one rank that holds a slice of it."""
     kv_read_bytes: int
     """One request, for one token at the end of the context."""
-
-
-def hit_rate_of(residency: float, hot_half_share: float) -> float:
-    """The share of routing to the hottest ``residency`` of the experts: residency ** a, with a chosen so that the hotter half
-    gets ``hot_half_share``."""
-    if residency <= 0:
-        return 0.0
-    return residency ** (math.log(hot_half_share) / math.log(0.5))
+    latent_attention: bool = False
+    gemm_rate: float = 1.0
+    """The rate of the weights' number format, relative to bfloat16."""
+    draft_layers: int = 0
+    draft_bytes: int = 0
+    """Weights that one pass of the draft layers reads, routed experts left out."""
+    draft_expert_bytes: int = 0
+    """One routed expert of every draft layer."""
 
 
 def distinct(num_experts: int, choices: float, tokens: float) -> float:
@@ -71,32 +79,59 @@ def predict(
     if num_resident == num_experts:
         hit_rate = 1.0
     model = _Model(num_experts, top_k, stages, machine, parallel, assumed)
-    per_request = workload.draft_tokens if workload.speculative else 1
-    tokens = per_request * -(-requests // parallel.replicas)
-    attending = -(-requests // parallel.dp)
+    drafts = workload.draft_tokens - 1 if workload.speculative else 0
+    batch = _Batch(-(-requests // parallel.replicas), -(-requests // parallel.dp), drafts)
     yielded = assumed.accepted_tokens if workload.speculative else 1
-    decode, missed, missed_bytes = model.step(num_resident, hit_rate, tokens, attending, 1)
-    resident_decode, _, _ = model.step(num_experts, 1.0, tokens, attending, 1)
+    decode = model.decode_step(num_resident, hit_rate, batch)
+    resident_decode = model.decode_step(num_experts, 1.0, batch)
     chunk_tokens = min(chunk, workload.prompt_tokens)
     chunks = -(-workload.prompt_tokens // chunk_tokens)
     rows = chunk_tokens * top_k * (1 - hit_rate) / max(1, num_experts - num_resident)
     reread = max(1.0, rows / assumed.rows_per_read + 0.5)  # the last block of an expert is half full on average
-    prefill, _, _ = model.step(num_resident, hit_rate, chunk_tokens, 0, reread)
-    resident_prefill, _, _ = model.step(num_experts, 1.0, chunk_tokens, 0, 1)
+    prompt = _Batch(chunk_tokens, 0, 0)
+    prefill = model.prefill_chunk(num_resident, hit_rate, prompt, reread)
+    resident_prefill = model.prefill_chunk(num_experts, 1.0, prompt, 1)
     return Speed(
         routing=routing,
         hit_rate=hit_rate,
         requests=requests,
-        missed_experts=missed,
-        missed_bytes=missed_bytes,
-        decode_step_s=decode,
-        decode_tokens_s=requests * yielded / decode,
-        resident_step_s=resident_decode,
+        missed_experts=decode.missed,
+        missed_bytes=decode.missed_bytes,
+        decode_step_s=decode.seconds,
+        decode_tokens_s=requests * yielded / decode.seconds,
+        resident_step_s=resident_decode.seconds,
         prefill_chunk_s=prefill,
         prefill_tokens_s=workload.prompt_tokens / (chunks * prefill),
         resident_prefill_tokens_s=workload.prompt_tokens / (chunks * resident_prefill),
         reread=reread,
+        cpu_engine_step_s=model.cpu_engine_step(batch),
     )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """``tokens`` rows, one a request in decode; each rank computes the attention of ``attending`` requests. Each request adds
+    ``drafts`` drafted tokens to its row."""
+
+    tokens: int
+    attending: int
+    drafts: int
+
+    def rows(self) -> int:
+        return self.tokens * (1 + self.drafts)
+
+    def independent(self, draft_token_weight: float) -> float:
+        """As many independent tokens activate as many experts."""
+        return self.tokens * (1 + self.drafts * draft_token_weight)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Seconds of a step, and the offloaded experts that one rank reads in it, with their bytes."""
+
+    seconds: float
+    missed: float
+    missed_bytes: float
 
 
 @dataclass(frozen=True)
@@ -108,26 +143,65 @@ class _Model:
     parallel: Parallel
     assumed: Assumptions
 
-    def step(
-        self, num_resident: int, hit_rate: float, tokens: int, attending: int, reread: float
-    ) -> tuple[float, float, float]:
-        """(seconds, experts missed by one rank, their bytes) of a step with ``tokens`` tokens in every layer; each rank
-        computes the attention of ``attending`` requests."""
-        hit = distinct(num_resident, self.top_k * hit_rate, tokens) / self.parallel.ep
-        missed = distinct(self.num_experts - num_resident, self.top_k * (1 - hit_rate), tokens) / self.parallel.ep
-        seconds = experts = bytes_missed = 0.0
-        read_rate = self.machine.link_gbps * GIGA * self.assumed.read_efficiency
-        vram_rate = self.machine.hbm_gbps * GIGA * self.assumed.hbm_efficiency
-        flop_rate = self.machine.tflops * 1e12 * self.assumed.compute_efficiency
-        collective = 2 * self.assumed.collective_us if self.parallel.tp > 1 else 0.0
+    def decode_step(self, num_resident: int, hit_rate: float, batch: _Batch) -> _Step:
+        """A step in which residents serve ``hit_rate`` of the uses."""
+        hit, missed = self.activated(num_resident, hit_rate, batch)
+        read = missed * sum(sum(stage.expert_layers) for stage in self.stages)
+        resident = sum(self.in_vram(stage, hit, batch) + self.drafting(stage, batch) for stage in self.stages)
+        return _Step(resident + read / self.read_rate, missed * sum(len(stage.expert_layers) for stage in self.stages), read)
+
+    def prefill_chunk(self, num_resident: int, hit_rate: float, prompt: _Batch, reread: float) -> float:
+        """Seconds of a chunk of a prompt, which reads each missed expert ``reread`` times. Its kernels are launched one by one,
+        while those before them run: a short chunk takes as long as the launches."""
+        hit, missed = self.activated(num_resident, hit_rate, prompt)
+        assumed, seconds = self.assumed, 0.0
         for stage in self.stages:
-            expert_bytes = sum(stage.expert_layers)
-            vram = stage.dense_bytes + hit * expert_bytes + attending * stage.kv_read_bytes
-            choices = self.top_k / self.parallel.ep * len(stage.expert_layers)
-            flops = tokens * (stage.dense_flops + choices * stage.expert_flops)
-            link = missed * expert_bytes * reread
-            overhead = stage.layers * (self.assumed.layer_overhead_us + collective) * 1e-6
-            seconds += max(flops / flop_rate, vram / vram_rate) + overhead + link / read_rate
-            experts += missed * len(stage.expert_layers)
-            bytes_missed += link
-        return seconds, experts, bytes_missed
+            launches = assumed.latent_prefill_layer_ms if stage.latent_attention else assumed.prefill_layer_ms
+            running = self.in_vram(stage, hit, prompt) + missed * reread * sum(stage.expert_layers) / self.read_rate
+            seconds += max(stage.layers * launches * 1e-3, running)
+        return seconds
+
+    def activated(self, num_resident: int, hit_rate: float, batch: _Batch) -> tuple[float, float]:
+        """The distinct experts of a layer that one rank reads from VRAM, and over the link."""
+        tokens, ep = batch.independent(self.assumed.draft_token_weight), self.parallel.ep
+        hit = distinct(num_resident, self.top_k * hit_rate, tokens)
+        missed = distinct(self.num_experts - num_resident, self.top_k * (1 - hit_rate), tokens)
+        return hit / ep, missed / ep
+
+    def in_vram(self, stage: StageCost, hit: float, batch: _Batch) -> float:
+        """Seconds of a stage of which ``hit`` experts a layer are read, all from VRAM."""
+        read = stage.dense_bytes + hit * sum(stage.expert_layers) + batch.attending * stage.kv_read_bytes
+        choices = self.top_k / self.parallel.ep * len(stage.expert_layers)
+        flops = batch.rows() * (stage.dense_flops + choices * stage.expert_flops)
+        flop_rate = self.machine.tflops * 1e12 * self.assumed.compute_efficiency * stage.gemm_rate
+        return max(flops / flop_rate, read / self.vram_rate) + stage.layers * self.layer_overhead(stage)
+
+    def drafting(self, stage: StageCost, batch: _Batch) -> float:
+        """Seconds of the passes of the draft layers, one for each drafted token of a request."""
+        if not stage.draft_layers:
+            return 0.0
+        experts = distinct(self.num_experts, self.top_k, batch.tokens) / self.parallel.ep
+        read = stage.draft_bytes + experts * stage.draft_expert_bytes
+        return batch.drafts * (read / self.vram_rate + stage.draft_layers * self.layer_overhead(stage))
+
+    def cpu_engine_step(self, batch: _Batch) -> float:
+        """The step of a CPU engine, 0 if the rate of the host's memory is unknown."""
+        tokens, parallel = batch.independent(self.assumed.draft_token_weight), self.parallel
+        copies = parallel.moe_tp * parallel.replicas  # each rank's slice of an expert, in each replica
+        read = distinct(self.num_experts, self.top_k, tokens) * copies * sum(sum(s.expert_layers) for s in self.stages)
+        rate = self.machine.host_gbps * GIGA * self.assumed.cpu_efficiency
+        resident = sum(self.in_vram(stage, 0.0, batch) + self.drafting(stage, batch) for stage in self.stages)
+        return resident + read / rate if rate else 0.0
+
+    @property
+    def vram_rate(self) -> float:
+        return self.machine.hbm_gbps * GIGA * self.assumed.hbm_efficiency
+
+    @property
+    def read_rate(self) -> float:
+        return self.machine.link_gbps * GIGA * self.assumed.read_efficiency
+
+    def layer_overhead(self, stage: StageCost) -> float:
+        """Seconds of one layer beyond its reads and computing."""
+        own = self.assumed.latent_overhead_us if stage.latent_attention else self.assumed.layer_overhead_us
+        return (own + (2 * self.assumed.collective_us if self.parallel.tp > 1 else 0.0)) * 1e-6

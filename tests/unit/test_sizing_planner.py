@@ -18,10 +18,11 @@ from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.sizing import planner, sglang_memory
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.kv_cache import KvShape
-from sglang_uvm_offload.sizing.machine import GIB, PRESET_HOST_GIB, MachineError, describe, preset
+from sglang_uvm_offload.sizing.machine import GIB, PRESET_HOST_GIB, MachineError, describe, of_gpus, preset
 from sglang_uvm_offload.sizing.plan import MEASURED, Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
-from sglang_uvm_offload.sizing.speed import StageCost, distinct, hit_rate_of, predict
+from sglang_uvm_offload.sizing.routing_curves import hit_rates
+from sglang_uvm_offload.sizing.speed import StageCost, distinct, predict
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
@@ -468,14 +469,6 @@ def test_distinct_experts_at_the_edges():
     assert distinct(256, 8, 1) == pytest.approx(8)
 
 
-def test_hit_rate_of_the_hotter_half_is_as_assumed_and_grows_with_residency():
-    assert hit_rate_of(0.5, 0.7) == pytest.approx(0.7)
-    assert hit_rate_of(0.3, 0.5) == pytest.approx(0.3)
-    assert [hit_rate_of(edge, 0.9) for edge in (0, 1)] == [0, 1]
-    curve = [hit_rate_of(share, 0.7) for share in np.linspace(0, 1, 20)]
-    assert curve == sorted(curve)
-
-
 STAGE = StageCost(10, 10**9, 2e9, (10**7,) * 10, 2e7, 10**6)
 
 
@@ -502,8 +495,13 @@ def test_a_step_reads_every_weight_beside_experts_but_the_embedding_and_draft_ex
     assert cost.expert_flops == 2 * 3 * 4096 * 1536 / 8
     drafting = ask("deepseek-v3", roomy("8xH20"), Workload(8192, speculative=True))
     experts = 256 * 3 * 7168 * 2048 // 8
-    read = case_of(drafting, "deepseek-v3").cost(0).dense_bytes
-    assert read == drafting.ranks[0].plain_weights - 129280 * 7168 * 2 // 8 - experts
+    case = case_of(drafting, "deepseek-v3")
+    cost = case.cost(0)
+    (draft,) = model("deepseek-v3").draft_layers
+    beside = (draft.attention + draft.feed_forward) // 8 + draft.replicated
+    assert cost.dense_bytes == drafting.ranks[0].plain_weights - 129280 * 7168 * 2 // 8 - experts - beside
+    assert cost.draft_bytes == beside + 129280 * 7168 * 2 // 8, "the draft layer, and the head for each drafted token"
+    assert (cost.draft_layers, cost.draft_expert_bytes) == (1, sum(n for n, _ in case.expert_tensors(draft)))
 
 
 def test_reading_the_machine_the_other_way_round_changes_the_step():
@@ -539,10 +537,55 @@ def test_ranks_of_experts_read_their_own_share():
     assert speed(parallel=Parallel(tp=4, ep=4)).resident_step_s < speed(parallel=Parallel(tp=4)).resident_step_s
 
 
-def test_verifying_drafts_activations_more_experts_and_yields_more_tokens():
+def test_verifying_drafts_activates_more_experts_and_yields_more_tokens():
     plain, drafted = speed(), speed(speculative=True, draft_tokens=4)
-    assert drafted.missed_bytes > plain.missed_bytes
     assert drafted.decode_tokens_s == pytest.approx(2.5 / drafted.decode_step_s)
+    independent = 10 * distinct(32, 4 * 0.5, 1 + 3 * Assumptions().draft_token_weight)
+    assert drafted.missed_experts == pytest.approx(independent)
+    assert drafted.missed_experts > plain.missed_experts
+    assert drafted.missed_experts < speed(requests=4).missed_experts, "tokens of one request share experts"
+
+
+def test_each_drafted_token_takes_a_pass_of_the_draft_layers():
+    stage = dataclasses.replace(STAGE, draft_layers=1, draft_bytes=10**8, draft_expert_bytes=10**7)
+
+    def step(drafts, of=stage):
+        work = Workload(4096, speculative=drafts > 0, draft_tokens=drafts + 1)
+        assumed = dataclasses.replace(Assumptions(), draft_token_weight=0.0)
+        return predict("test", 1.0, 64, 64, 4, [of], preset("1xH200"), work, Parallel(), 1, 4096, assumed).decode_step_s
+
+    one = (10**8 + 4 * 10**7) / (4800e9 * 0.7) + Assumptions().layer_overhead_us * 1e-6
+    assert step(3) - step(0) == pytest.approx(3 * one)
+    assert step(3, STAGE) == pytest.approx(step(0)), "without draft layers, only more rows are computed"
+
+
+def test_latent_attention_has_an_overhead_of_its_own_and_fp8_computes_twice_as_fast():
+    deepseek = case_of(ask("deepseek-v3", roomy("8xH20")), "deepseek-v3").cost(0)
+    qwen = case_of(ask("qwen3-235b-a22b", roomy("8xH20")), "qwen3-235b-a22b").cost(0)
+    assert (deepseek.latent_attention, deepseek.gemm_rate) == (True, 2.0)
+    assert (qwen.latent_attention, qwen.gemm_rate) == (False, 1.0)
+    more = (Assumptions().latent_overhead_us - Assumptions().layer_overhead_us) * 1e-6
+    rest = (preset("1xH200"), Workload(4096), Parallel(), 1, 4096, Assumptions())
+    plain, latent, fast = (
+        predict("test", 1.0, 64, 64, 4, [dataclasses.replace(STAGE, **other)], *rest)
+        for other in ({}, {"latent_attention": True}, {"gemm_rate": 2.0})
+    )
+    assert latent.decode_step_s - plain.decode_step_s == pytest.approx(10 * more)
+    computing = 4096 * (2e9 + 4 * 10 * 2e7) / (989e12 * Assumptions().compute_efficiency)
+    assert plain.prefill_chunk_s - fast.prefill_chunk_s == pytest.approx(computing / 2)
+
+
+def test_a_cpu_engine_reads_the_active_experts_of_all_ranks_from_host_memory():
+    machine = dataclasses.replace(preset("1xH200"), host_gbps=600)
+    one = speed(machine=machine)
+    rate = 600e9 * Assumptions().cpu_efficiency
+    beside = (10**9 + 10**6) / (4800e9 * 0.7) + 10 * Assumptions().layer_overhead_us * 1e-6
+    assert one.cpu_engine_step_s == pytest.approx(beside + 4 * 10 * 10**7 / rate)
+    assert one.cpu_engine_tokens_s == pytest.approx(1 / one.cpu_engine_step_s)
+    cut = speed(machine=machine, parallel=Parallel(tp=4))
+    overhead = 10 * 2 * Assumptions().collective_us * 1e-6
+    assert cut.cpu_engine_step_s - overhead - beside == pytest.approx(4 * 4 * 10 * 10**7 / rate), "four slices of each expert"
+    assert speed(machine=dataclasses.replace(machine, host_gbps=0)).cpu_engine_step_s == 0
 
 
 def test_prefill_reads_every_offloaded_expert_once_for_each_block_of_rows_in_each_chunk():
@@ -562,16 +605,34 @@ def test_prefill_reads_every_offloaded_expert_once_for_each_block_of_rows_in_eac
     assert speed(prompt_tokens=4096, hit_rate=0.75).reread == 1.5, "residents take more of the rows"
 
 
+def test_a_short_prompt_takes_as_long_as_its_launches_which_hide_reads_over_the_link():
+    launching = 10 * Assumptions().prefill_layer_ms * 1e-3
+    resident = speed(resident=64, hit_rate=1.0, prompt_tokens=64)
+    assert resident.prefill_chunk_s == pytest.approx(launching)
+    latent = dataclasses.replace(STAGE, latent_attention=True)
+    rest = (preset("1xH200"), Workload(4096, prompt_tokens=64), Parallel(), 1, 4096, Assumptions())
+    slower = predict("test", 1.0, 64, 64, 4, [latent], *rest)
+    assert slower.prefill_chunk_s == pytest.approx(10 * Assumptions().latent_prefill_layer_ms * 1e-3)
+    few = speed(resident=63, hit_rate=63 / 64, prompt_tokens=64)
+    assert few.missed_bytes > 0
+    assert few.prefill_chunk_s == pytest.approx(launching), "reading one expert a layer ends before the launches do"
+    many = speed(resident=0, hit_rate=0.0, prompt_tokens=64)
+    assert many.prefill_chunk_s > 10 * 60 * 10**7 / (55e9 * Assumptions().read_efficiency), "the link takes longer"
+
+
 def test_every_assumption_changes_some_figure():
     """An assumption that nothing reads would be shown to people for nothing."""
-    workload = Workload(8192, requests=2, speculative=True, draft_tokens=10)
-    base = ask("deepseek-v3", "8xH20", workload)
     for field in dataclasses.fields(Assumptions):
+        latent = field.name not in ("layer_overhead_us", "prefill_layer_ms")
+        name = "deepseek-v3" if latent else "glm-4.5"
+        prompt = 512 if "prefill_layer" in field.name else 4096
+        workload = Workload(8192, requests=2, prompt_tokens=prompt, speculative=True, draft_tokens=10)
+        base = ask(name, roomy("8xH20"), workload)
         value = getattr(Assumptions(), field.name)
         changed = dataclasses.replace(Assumptions(), **{field.name: type(value)(value * 1.25 if value < 1 else value * 4)})
         if field.name == "rows_per_read":
             changed = dataclasses.replace(Assumptions(), rows_per_read=16)
-        other = ask("deepseek-v3", "8xH20", workload, assumed=changed)
+        other = ask(name, roomy("8xH20"), workload, assumed=changed)
         assert (other.ranks, other.host_needed, other.speeds) != (base.ranks, base.host_needed, base.speeds), field.name
 
 
@@ -622,8 +683,26 @@ def test_a_preset_is_a_count_and_a_gpu():
     assert preset("2xh20").gpus == 2
     assert preset("8xH20").source.count("http") == 1
     for wrong in ("8xA0", "H20", "0xH20", "x", "8x"):
-        with pytest.raises(MachineError, match="a count and one of H20, H200, 4090, 5090"):
+        with pytest.raises(MachineError, match="a count and one of H20, H200, B200, 4090, 5090, GH200, GB200, GB10, SPARK"):
             preset(wrong)
+
+
+@pytest.mark.parametrize(("name", "link", "host"), [("1xGH200", 450, 546), ("4xGB200", 225, 1092), ("1xGB10", 273, 273)])
+def test_coherent_machines_have_the_rate_of_their_own_link(name, link, host):
+    machine = preset(name)
+    assert (machine.link_gbps, machine.host_gbps) == (link, host)
+    assert "NVLink-C2C" in machine.source
+    assert machine.one_memory == (name == "1xGB10")
+    seen = of_gpus([("NVIDIA " + name[2:] + " 480GB", machine.vram_bytes)] * machine.gpus)
+    assert (seen.link_gbps, seen.host_gbps, seen.one_memory) == (link, host, machine.one_memory)
+
+
+def test_a_host_is_as_fast_as_it_is_said_to_be(capsys):
+    assert preset("8xH20").host_gbps == pytest.approx(614.4)
+    assert "host RAM of 1500 GiB at 614 GB/s assumed" in preset("8xH20").source
+    assert preset("1x5090").host_gbps == pytest.approx(89.6)
+    assert run(MODELS / "glm-5-fp8.json", "--machine", "8xH20", "--host-gbps", 100, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["machine"]["host_gbps"] == 100
 
 
 def test_figures_adjust_a_preset_or_describe_a_machine():
@@ -680,7 +759,8 @@ def test_the_command_says_what_is_wrong(capsys, tmp_path):
         ("--headroom-gb", "inf"),
         ("--hit-rate", "1.5"),
         ("--read-efficiency", "0"),
-        ("--hot-half-share", "0.3"),
+        ("--num-resident", "-1"),
+        ("--host-gbps", "0"),
         ("--mem-fraction-static", "0"),
     ],
 )
@@ -690,9 +770,85 @@ def test_the_command_refuses_numbers_that_mean_nothing(capsys, words):
     assert words[0] in capsys.readouterr().err
 
 
-def test_a_measured_hit_rate_takes_the_place_of_assumed_routing():
+def test_a_measured_hit_rate_takes_the_place_of_measured_routing():
     plan = ask("glm-5-fp8", "8xH20", hit_rate=0.97)
     assert {speed.hit_rate for speed in plan.speeds} == {0.97}
+    assert "measured routing" not in planner.render(plan)
+
+
+def test_hit_rates_are_shown_as_a_range_with_their_source():
+    plan = ask("glm-5-fp8", "8xH20")
+    residency = plan.num_resident / 256
+    for requests in (1, 2):
+        other, lowest, highest = (speed for speed in plan.speeds if speed.requests == requests)
+        found = hit_rates("glm_moe_dsa", requests, residency)
+        assert (other.hit_rate, lowest.hit_rate, highest.hit_rate) == (found.other.rate, found.lowest.rate, found.highest.rate)
+        assert residency < other.hit_rate < lowest.hit_rate < highest.hit_rate < 1
+    text = planner.render(plan)
+    assert "lowest measured, 2 requests: residents chosen in a warm-up, 1 at once: dsv2lite-summary" in text
+    assert "from dsv2lite-summary (DeepSeek-V2-Lite, 6 of 64 experts a token; deepseek-ai/ESFT" in text
+    assert "gpt-oss" not in text, "another kind of model"
+
+
+# A given number of residents
+
+
+def test_a_given_number_of_residents_is_planned_with():
+    most = ask("deepseek-v3", roomy("8xH20"))
+    fewer = ask("deepseek-v3", roomy("8xH20"), num_resident=100)
+    assert (fewer.num_resident, fewer.fits) == (100, True)
+    assert fewer.ranks[0].resident_bytes == case_of(fewer, "deepseek-v3").resident_bytes(0, 100) < most.ranks[0].resident_bytes
+    assert fewer.speeds[0].hit_rate < most.speeds[0].hit_rate
+    assert "--expert-offload-num-resident 100" in fewer.flags
+
+
+def test_a_given_number_that_does_not_fit_is_refused_with_the_most_that_does():
+    most = ask("deepseek-v3", roomy("8xH20")).num_resident
+    vram = ask("deepseek-v3", roomy("8xH20"), num_resident=most + 1)
+    assert (vram.fits, vram.problems) == (False, (f"VRAM: {most + 1} of 256 experts a layer do not fit; at most {most} do",))
+    assert not vram.flags
+    host = ask("deepseek-v3", dataclasses.replace(preset("8xH20"), host_bytes=300 * GIB), num_resident=100)
+    assert not host.fits
+    assert host.problems[0].startswith("host RAM: with 100 of 256 experts a layer resident")
+    beyond = ask("deepseek-v3", roomy("8xH20"), num_resident=257)
+    assert beyond.problems == ("--num-resident 257: the model has 256 experts a layer",)
+
+
+# Plans of no use
+
+
+def test_a_useless_plan_is_called_useless():
+    none = ask("deepseek-v3", roomy("8xH20"), num_resident=0)
+    few = ask("deepseek-v3", roomy("8xH20"), num_resident=15)
+    enough = ask("deepseek-v3", roomy("8xH20"), num_resident=16)
+    assert none.useless[0] == "no expert is resident: every step reads each expert that it uses over the link"
+    assert few.useless[0].startswith("15 residents are fewer than twice the 8 experts that a token uses")
+    assert enough.useless == ()
+    text = planner.render(none)
+    assert "It fits: 0 of 256 experts a layer resident (0%).\nBut this plan is useless:\n  - no expert is resident" in text
+    assert "useless" not in planner.render(enough)
+
+
+def test_a_plan_slower_than_a_cpu_engine_is_useless():
+    fast_host = dataclasses.replace(roomy("1x5090"), host_gbps=2000)
+    slower = ask("gpt-oss-120b", fast_host, num_resident=16)
+    (reason,) = slower.useless
+    best = max(speed.decode_tokens_s for speed in slower.speeds if speed.requests == 2)
+    assert f"{slower.speeds[-1].cpu_engine_tokens_s:.1f} tok/s against {best:.1f} at the best hit rate (2 at once)" in reason
+    assert ask("gpt-oss-120b", roomy("1x5090"), num_resident=16).useless == (), "a desktop's memory is slower"
+    unknown = dataclasses.replace(fast_host, host_gbps=0)
+    assert ask("gpt-oss-120b", unknown, num_resident=16).useless == ()
+    assert "CPU engine, for comparison" not in planner.render(ask("gpt-oss-120b", unknown, num_resident=16))
+    assert "2000 GB/s x 0.5" in planner.render(slower)
+
+
+def test_one_memory_gains_nothing_from_offloading():
+    refused = ask("glm-4.5-air", "1xSPARK")
+    assert refused.problems[0].startswith("GPU and CPU share one memory: an offloaded expert takes as much of it")
+    assert not refused.needs
+    forced = ask("gpt-oss-120b", dataclasses.replace(preset("1xSPARK"), host_bytes=64 * GIB), num_resident=64)
+    assert forced.useless[0].startswith("GPU and CPU share one memory")
+    assert ask("gpt-oss-120b", "1xSPARK").useless == (), "it fits whole"
 
 
 # auto

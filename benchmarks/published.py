@@ -1,0 +1,330 @@
+"""The planner's speed model against published figures: ``python benchmarks/published.py CONFIGS``.
+
+CONFIGS is a folder with a config.json of each model, as ``deepseek-v3.json``. ``published.json`` holds the figures, each with
+its source and what it states of its configuration. Writes ``results/published/published.md``: predicted and published, and the
+reason for each miss. A figure that is off by more than ``MISS`` and has no reason is an error. A figure that an assumption was
+fitted to is marked: it tests nothing.
+
+The seed of this project is predicted with the hit rates that a plan shows, and the hit rate is computed with which the model
+gives the seed's figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config, load
+from sglang_uvm_offload.sizing.machine import preset
+from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Speed, Workload
+from sglang_uvm_offload.sizing.rank_memory import Case
+from sglang_uvm_offload.sizing.routing_curves import hit_rates
+from sglang_uvm_offload.sizing.speed import predict
+
+HERE = Path(__file__).resolve().parent
+OUT = HERE / "results" / "published" / "published.md"
+MISS = 0.15
+"""Off by more than this, a prediction needs a reason."""
+SECTIONS = {
+    "decode": "Decode, every expert resident",
+    "prefill": "Prefill, every expert resident",
+    "offloading": "Offloading: the seed of this project",
+    "CPU engines": "Engines that compute experts on the CPU",
+    "own": "This project's own resident steps",
+}
+Figure = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published figure and its prediction: one number, or a range of them by hit rate."""
+
+    figure: Figure
+    predicted: tuple[float, ...]
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        return tuple(value / self.figure["published"] for value in self.predicted)
+
+    @property
+    def missed(self) -> bool:
+        return all(abs(ratio - 1) > MISS for ratio in self.ratios)
+
+
+class Models:
+    """The models that the figures name."""
+
+    def __init__(self, folder: Path, inline: dict[str, Any]):
+        self._folder, self._inline = folder, inline
+        self._read: dict[str, CheckpointShape] = {}
+
+    def __getitem__(self, name: str) -> CheckpointShape:
+        if name not in self._read:
+            inline = self._inline.get(name)
+            self._read[name] = from_config(name, inline) if inline else load(self._folder / f"{name}.json")
+        return self._read[name]
+
+
+def speed(figure: Figure, models: Models, hit_rate: float, **assumed: float) -> Speed:
+    """What the planner predicts for the configuration of ``figure``."""
+    model, machine = models[figure["model"]], preset(figure["machine"])
+    machine = dataclasses.replace(machine, host_gbps=figure.get("host_gbps", 0) / figure.get("expert_bytes", 1))
+    drafts, prompt = figure.get("drafts", 0), figure.get("prompt", 4096)
+    work = Workload(
+        figure.get("context", prompt),
+        figure.get("requests", 1),
+        prompt_tokens=prompt,
+        speculative=drafts > 0,
+        draft_tokens=drafts + 1,
+    )
+    values = dataclasses.replace(Assumptions(), accepted_tokens=figure.get("accepted", 1), **assumed)
+    parallel = Parallel(figure.get("tp", 8))
+    case = Case(model, machine, work, parallel, Reserve(), values)
+    residents = figure.get("residents", model.num_experts)
+    return predict(
+        *("published", hit_rate, residents, model.num_experts, model.top_k, [case.cost(0)], machine, work, parallel),
+        *(work.requests, figure.get("chunk", 8192), values),
+    )
+
+
+def value(figure: Figure, predicted: Speed) -> float:
+    """The prediction in the figure's unit."""
+    section, unit = figure["section"], figure["unit"]
+    if section == "prefill":
+        rate = predicted.resident_prefill_tokens_s
+        return rate if unit == "tok/s" else 1e3 * figure["prompt"] / rate
+    if section == "CPU engines":
+        return predicted.cpu_engine_tokens_s
+    by_unit: dict[str, Callable[[], float]] = {
+        "step, ms": lambda: 1e3 * predicted.decode_step_s,
+        "tok/s": lambda: predicted.decode_tokens_s,
+        "step / resident step": lambda: predicted.decode_step_s / predicted.resident_step_s,
+    }
+    return by_unit[unit]()
+
+
+def compare(figure: Figure, models: Models) -> Compared:
+    """With all experts resident one number, else those for the lowest and the highest measured hit rate."""
+    model = models[figure["model"]]
+    if "residents" not in figure:
+        return Compared(figure, (value(figure, speed(figure, models, 1.0)),))
+    found = hit_rates(model.family, figure.get("requests", 1), figure["residents"] / model.num_experts)
+    rates = (found.lowest.rate, found.highest.rate)
+    return Compared(figure, tuple(sorted(value(figure, speed(figure, models, rate)) for rate in rates)))
+
+
+def implied_share(figure: Figure, models: Models) -> float:
+    """The share of the host memory's nominal rate at which a CPU engine reads experts, if the rest of the step is as
+    predicted."""
+    predicted = speed(figure, models, 1.0)
+    beside = speed(figure | {"host_gbps": 1e12}, models, 1.0).cpu_engine_step_s
+    reading = predicted.cpu_engine_step_s - beside
+    return Assumptions().cpu_efficiency * reading / (1 / figure["published"] - beside)
+
+
+def unexplained(compared: Sequence[Compared]) -> list[str]:
+    """Figures whose miss has no reason."""
+    return [each.figure["what"] for each in compared if each.missed and "miss" not in each.figure]
+
+
+# ---- the seed ----
+
+
+def implied_hit_rate(figure: Figure, models: Models, missed_ms: float) -> float:
+    """The hit rate with which ``figure``'s step reads offloaded experts for ``missed_ms``."""
+    rate = preset(figure["machine"]).link_gbps * 1e9 * Assumptions().read_efficiency
+    low, high = 0.0, 1.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        reading = 1e3 * speed(figure, models, middle).missed_bytes / rate
+        low, high = (middle, high) if reading > missed_ms else (low, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class Seed:
+    """The seed's two figures, and SGLang's published steps for its model: on H200 a month before with drafts, and without."""
+
+    ratio: Figure
+    throughput: Figure
+    drafting: Figure
+    plain: Figure
+
+    @classmethod
+    def of(cls, figures: Sequence[Figure]) -> Seed:
+        ratio, throughput = (figure for figure in figures if figure["section"] == "offloading")
+        by_source = {figure["source"]: figure for figure in figures}
+        return cls(ratio, throughput, by_source["GLM-5 H200"], by_source["GLM-5 B200"])
+
+    def text(self, models: Models) -> list[str]:
+        return [*self.reasons(models), "", *self.predictions(models), "", *self.implied(models)]
+
+    def before(self, models: Models) -> Speed:
+        """The prediction with the overhead that was assumed at first, of independent drafted tokens and uniform routing."""
+        return speed(self.ratio, models, self.share(models), latent_overhead_us=40.0, draft_token_weight=1.0)
+
+    def share(self, models: Models) -> float:
+        return float(self.ratio["residents"] / models[self.ratio["model"]].num_experts)
+
+    def reasons(self, models: Models) -> list[str]:
+        before, now = self.before(models), speed(self.ratio, models, 1.0)
+        layers = models[self.plain["model"]].num_layers
+        beyond = self.plain["published"] - value(self.plain, speed(self.plain, models, 1.0))
+        overhead = Assumptions().latent_overhead_us
+        first, then = 1e3 * before.resident_step_s, before.decode_step_s / before.resident_step_s
+        return [
+            f"Why the model predicted {then:.1f} times the resident step:",
+            "",
+            f"1. Its resident step took {first:.1f} ms, with 40 us a layer beyond reads and collectives. With the "
+            f"{overhead:g} us that fit SGLang's DeepSeek-R1 it takes {1e3 * now.resident_step_s:.1f} ms. SGLang's own, a month "
+            f"before the seed, took {self.drafting['published']} ms on the faster H200: sparse attention was new, and a layer "
+            f"took about {overhead + 1e3 * beyond / layers:.0f} us. The ratio divides by that step.",
+            "2. Drafted tokens were taken for independent. In measured routing, successive tokens of one request share "
+            "experts (`draft_token_weight` in `routing_curves.json`).",
+            "3. Routing was taken for uniform or slightly skewed. Measured routing is better served, but not as well as the "
+            "seed's figure implies: the traffic that chose its residents may be the one that it was timed on.",
+            "",
+            "With the published step, both of the seed's figures imply nearly the same hit rate if a step yielded about 1.5 "
+            "tokens. With as many tokens as SGLang publishes, its throughput implies a hit rate no better than chance. No page "
+            "says which.",
+        ]
+
+    def predictions(self, models: Models) -> list[str]:
+        share, before, published = self.share(models), self.before(models), self.drafting["published"]
+        found = hit_rates(models[self.ratio["model"]].family, 1, share)
+        rates = {"uniform routing": share, "lowest measured": found.lowest.rate, "highest measured": found.highest.rate}
+        lines = [f"| as at first, uniform routing | {share:.1%} | {before.decode_step_s / before.resident_step_s:.2f} | |"]
+        for name, rate in rates.items():
+            now = speed(self.ratio, models, rate)
+            extra = 1e3 * (now.decode_step_s - now.resident_step_s)
+            times = now.decode_step_s / now.resident_step_s
+            lines.append(f"| as now, {name} | {rate:.1%} | {times:.2f} | {1 + extra / published:.2f} |")
+        head = f"| prediction | hit rate | step / resident step | on a resident step of {published} ms |"
+        return [head, "| --- | --- | --- | --- |", *lines]
+
+    def implied(self, models: Models) -> list[str]:
+        steps = (1e3 * speed(self.ratio, models, 1.0).resident_step_s, self.drafting["published"])
+        head = " | ".join(f"hit rate on a resident step of {step:.1f} ms" for step in steps)
+        lines = [f"| the seed's figure | {head} |", "| --- | --- | --- |"]
+        times, residents = self.ratio["published"], self.ratio["residents"]
+        rates = [implied_hit_rate(self.ratio, models, (times - 1) * step) for step in steps]
+        lines.append(
+            f"| {times} times the resident step, {residents} resident | {' | '.join(f'{rate:.1%}' for rate in rates)} |"
+        )
+        for accepted in (1.5, 2.5, self.throughput["accepted"]):
+            whole = 1e3 * accepted / self.throughput["published"]
+            rates = [implied_hit_rate(self.throughput, models, whole - step) for step in steps]
+            what = f"{self.throughput['published']} tok/s, {self.throughput['residents']} resident, {accepted} tokens a step"
+            lines.append(f"| {what} | {' | '.join(f'{rate:.1%}' for rate in rates)} |")
+        return lines
+
+
+# ---- output ----
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def row(each: Compared, sources: dict[str, str], models: Models) -> str:
+    figure = each.figure
+    engine = f"[{figure['engine']}]({sources[figure['source']]})"
+    where = figure["machine"] if figure["section"] not in ("CPU engines",) else "CPU"
+    remarks = [figure[key] for key in ("note", "miss") if key in figure]
+    remarks += [f"second-hand: {figure['second_hand']}"] if "second_hand" in figure else []
+    remarks += [f"implies {implied_share(figure, models):.2f} of the nominal rate"] if "host_gbps" in figure else []
+    remarks += [f"fitted: `{figure['fitted']}`"] if "fitted" in figure else []
+    predicted, ratios = (" to ".join(map(number, values)) for values in (each.predicted, each.ratios))
+    cells = (
+        figure["what"],
+        where,
+        engine,
+        f"{figure['published']:,} {figure['unit']}",
+        predicted,
+        ratios,
+        "; ".join(remarks),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def summary(compared: Sequence[Compared]) -> str:
+    """How far off the decode steps are, where no assumption was fitted to them, and how optimistic the worst prefill is."""
+    judged = [each for each in compared if "fitted" not in each.figure and each.figure["section"] in ("decode", "own")]
+    ratios = [each.ratios[0] for each in judged]
+    near = sum(not each.missed for each in judged)
+    worst = max(max(ratio, 1 / ratio) for ratio in ratios)
+    prefill = [each for each in compared if each.figure["section"] == "prefill"]
+    too_fast = max(each.ratios[0] if each.figure["unit"] == "tok/s" else 1 / each.ratios[0] for each in prefill)
+    middle = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return (
+        f"Of {len(judged)} decode steps that no assumption was fitted to, {near} are predicted within {MISS:.0%} and all "
+        f"within a factor of {worst:.1f}; predicted / published is {middle:.2f} on (geometric) average. "
+        f"Prefill is predicted up to {too_fast:.1f} times too fast."
+    )
+
+
+def report(compared: Sequence[Compared], sources: dict[str, str], models: Models, seed: Sequence[str]) -> str:
+    out = [
+        "# Predicted and published",
+        "",
+        "Made by `python benchmarks/published.py CONFIGS` from `benchmarks/published.json`. Predictions are those of "
+        "`sglang-uvm-offload plan`; nothing here was measured by this project but the last section.",
+        "",
+        summary(compared),
+    ]
+    for section, title in SECTIONS.items():
+        out += [
+            "",
+            f"## {title}",
+            "",
+            "| figure | machine | engine | published | predicted | ratio | remarks |",
+            "| --- " * 7 + "|",
+        ]
+        out += [row(each, sources, models) for each in compared if each.figure["section"] == section]
+        out += ["", *seed] if section == "offloading" else []
+    return "\n".join([*out, "", *NOT_COMPARED, ""])
+
+
+NOT_COMPARED = (
+    "## Not compared",
+    "",
+    "- SGLang's paged experts: the [guide](https://github.com/sgl-project/sglang/blob/main/docs_new/docs/advanced_features/"
+    "paged_experts.mdx) publishes no speed, and the table of the "
+    "[pull request](https://github.com/sgl-project/sglang/pull/29971) could not be read. "
+    "This project measured them beside itself ([report](../2026-11-22-nvidia-h200-2/report/report.md)).",
+    "- SGLang's decode on 16 H20 with large-scale expert parallelism, and vLLM's GLM-5 with one drafted token: batch or "
+    "accepted tokens are not stated.",
+    "- Times a token at high concurrency with long prompts: they count waiting for others' prefill.",
+    "- InferenceX's first run of R1 at 4 requests, 1k in and 1k out (22.7 ms): its own run at 8 requests is faster.",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", type=Path)
+    parser.add_argument("--out", type=Path, default=OUT)
+    wanted = parser.parse_args(arguments)
+    content = json.loads((HERE / "published.json").read_text())
+    models = Models(wanted.configs, content["models"])
+    compared = [compare(figure, models) for figure in content["figures"]]
+    missing = unexplained(compared)
+    if missing:
+        print(f"published.py: off by more than {MISS:.0%} without a reason: {'; '.join(missing)}", file=sys.stderr)
+        return 1
+    seed = Seed.of(content["figures"]).text(models)
+    wanted.out.parent.mkdir(parents=True, exist_ok=True)
+    wanted.out.write_text(report(compared, content["sources"], models, seed))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Hit rates of measured routing, for the planner: ``python benchmarks/routing_curves.py TRACE.npz...``
+
+Writes ``sglang_uvm_offload/sizing/routing_curves.json``, which ships with the package: for each trace and number of concurrent
+requests, the share of a layer's activations that residents serve, by the share of experts that is resident. Traces that
+``SOURCES`` does not name are refused: a shipped figure needs its source.
+
+Requests are served as ``replay`` serves them: the first half warms up, the second half is judged, so no request chose the
+residents that it is judged with. *warmup* keeps the experts with the most activations in the first half
+(``--expert-offload-adapt warmup``); *continuous* is the shipped policy; *other* keeps those of another trace of the same
+model. An activation is one token's use of one expert in one layer: tokens of a step that share an expert count each, because
+the planner derives from it how many distinct experts a step misses.
+
+``draft_token_weight`` is what a further token of the same request is worth against an independent one, when four
+successive tokens are served as one step (as if drafted): it makes the planner's formula miss as many experts as the trace does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from policy_goals import adaptive, residents_at_first
+
+from sglang_uvm_offload.policy.ranking import top
+from sglang_uvm_offload.replay.baselines import Fixed, ReplayPolicy, Variant
+from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, Workload
+from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
+from sglang_uvm_offload.routing.trace import Trace
+from sglang_uvm_offload.sizing.speed import distinct
+
+OUT = Path(__file__).resolve().parents[1] / "sglang_uvm_offload" / "sizing" / "routing_curves.json"
+RESIDENCIES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+BATCHES = (1, 4, 16, 64)
+DRAFTED = 4
+"""Tokens of a step that verifies drafts."""
+ESFT = "deepseek-ai/ESFT results/expert_scores at commit 579a7711, MIT"
+DEEPSEEK = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa")
+"""The model types whose experts are like DeepSeek's: many small ones, of which a token uses 6 or 8, beside a shared one."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a trace is from, and the model types that its model stands for."""
+
+    model: str
+    families: tuple[str, ...]
+    text: str
+
+
+SOURCES = {
+    "dsv2lite-intent": Source("DeepSeek-V2-Lite", DEEPSEEK, ESFT),
+    "dsv2lite-summary": Source("DeepSeek-V2-Lite", DEEPSEEK, ESFT),
+    "dsv2lite-translation": Source("DeepSeek-V2-Lite", DEEPSEEK, ESFT),
+    "gpt-oss-20b-decode": Source(
+        "gpt-oss-20b",
+        ("gpt_oss",),
+        "AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting at commit 72b368f6, Apache-2.0",
+    ),
+}
+
+
+def uses(trace: Trace, steps: np.ndarray) -> np.ndarray:
+    """``int16[steps, layers, experts]``: how many tokens of each step use each expert."""
+    counts = np.zeros((len(steps), trace.num_layers, trace.num_experts), dtype=np.int16)
+    layers = np.arange(trace.num_layers)[None, :, None]
+    for slot in range(steps.shape[1]):
+        running = np.flatnonzero(steps[:, slot] >= 0)
+        counts[running[:, None, None], layers, trace.ids[steps[running, slot]]] += 1
+    return counts
+
+
+def most_used(activated: np.ndarray, residents: int) -> np.ndarray:
+    """``bool[layers, experts]``: the ``residents`` of each layer with the most activations."""
+    nothing = np.zeros(activated.shape[1:], dtype=bool)
+    return top(activated.sum(axis=0, dtype=float), np.full(len(nothing), residents), nothing, ~nothing)
+
+
+def hit_rate(policy: ReplayPolicy, warmup: np.ndarray, scored: np.ndarray, counts: np.ndarray) -> float:
+    """The share of the scored uses ``counts`` that ``policy`` serves from VRAM, after the warm-up steps."""
+    for activated in warmup:
+        policy.step(activated)
+    served = sum(int(count[policy.step(activated).hit].sum()) for activated, count in zip(scored, counts, strict=True))
+    return served / int(counts.sum())
+
+
+def policies(workload: Workload, residency: float) -> dict[str, ReplayPolicy]:
+    capacity = workload.capacity(residency)
+    continuous = Variant(
+        adaptive(workload.shape, capacity),
+        residents_at_first(workload.shape, capacity),
+        INTERVAL_STEPS,
+        DECISION_DELAY_POLLS * INTERVAL_STEPS,
+    )
+    return {"warmup": Fixed(most_used(workload.warmup, int(capacity[0]))), "continuous": continuous}
+
+
+def curves(name: str, trace: Trace, batches: Sequence[int] = BATCHES) -> Iterator[dict[str, Any]]:
+    """One for each number of requests that the judged half of the trace can run at once."""
+    judged = trace.split(0.5)[1]
+    for batch in (batch for batch in batches if batch <= len(judged)):
+        workload = Workload.of(trace, batch)
+        counts = uses(trace, trace.steps(judged, batch))
+        found: dict[str, list[float]] = {"warmup": [], "continuous": []}
+        for residency in RESIDENCIES:
+            for policy, served in policies(workload, residency).items():
+                found[policy].append(round(hit_rate(served, workload.warmup, workload.scored, counts), 3))
+        yield {"traces": [name], "requests": batch, **found}
+
+
+def other(traces: dict[str, Trace], model: str) -> Iterator[dict[str, Any]]:
+    """Residents of one trace, judged on the second half of another of the same model: the mean over all pairs."""
+    names = [name for name in traces if SOURCES[name].model == model]
+    if len(names) < 2:
+        return
+    all_steps = {name: traces[name].activated(traces[name].steps(range(traces[name].num_requests), 1)) for name in names}
+    judged = {name: uses(traces[name], traces[name].steps(traces[name].split(0.5)[1], 1)) for name in names}
+    rates = [
+        [
+            (judged[b] * most_used(all_steps[a], round(residency * judged[b].shape[2]))).sum() / judged[b].sum()
+            for a, b in permutations(names, 2)
+        ]
+        for residency in RESIDENCIES
+    ]
+    yield {"traces": names, "requests": 1, "other": [round(float(np.mean(row)), 3) for row in rates]}
+
+
+def draft_token_weight(trace: Trace, residency: float = 0.5) -> float:
+    """See the module's docstring."""
+    first, judged = trace.split(0.5)
+    resident = most_used(trace.activated(trace.steps(first, 1)), round(residency * trace.num_experts))
+    ends = np.cumsum(trace.seq_len)
+    starts = [range(ends[r] - trace.seq_len[r], ends[r] - DRAFTED + 1, DRAFTED) for r in judged]
+    steps = np.array([range(start, start + DRAFTED) for span in starts for start in span])
+    missed = float((trace.activated(steps) & ~resident).sum(axis=2).mean())
+    counts = uses(trace, steps)
+    choices = float((counts * ~resident).sum(axis=2).mean()) / DRAFTED
+    return (independent_tokens(missed, choices, trace.num_experts - int(resident[0].sum())) - 1) / (DRAFTED - 1)
+
+
+def independent_tokens(missed: float, choices: float, offloaded: int) -> float:
+    """How many independent tokens, each with ``choices`` among the ``offloaded`` experts, miss as many of them."""
+    low, high = 0.0, 1000.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if distinct(offloaded, choices, middle) < missed else (low, middle)
+    return low
+
+
+def record(path: Path, trace: Trace) -> dict[str, Any]:
+    source = SOURCES[path.stem]
+    return {
+        "model": source.model,
+        "families": source.families,
+        "experts": trace.num_experts,
+        "top_k": int(trace.ids.shape[2]),
+        "requests": trace.num_requests,
+        "tokens": len(trace.ids),
+        "draft_token_weight": round(draft_token_weight(trace), 2),
+        "source": source.text,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest()[:16],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=OUT)
+    wanted = parser.parse_args(arguments)
+    unknown = [path.stem for path in wanted.traces if path.stem not in SOURCES]
+    if unknown:
+        parser.error(f"no source is recorded for {', '.join(unknown)}; SOURCES has {', '.join(SOURCES)}")
+    traces = {path.stem: Trace.load(path) for path in sorted(wanted.traces)}
+    measured = [curve for name, trace in traces.items() for curve in curves(name, trace)]
+    measured += [curve for model in sorted({SOURCES[name].model for name in traces}) for curve in other(traces, model)]
+    content = {
+        "made_by": "benchmarks/routing_curves.py",
+        "residencies": RESIDENCIES,
+        "traces": {path.stem: record(path, traces[path.stem]) for path in sorted(wanted.traces)},
+        "curves": measured,
+    }
+    wanted.out.write_text(text_of(content))
+    return 0
+
+
+def text_of(content: dict[str, Any]) -> str:
+    """JSON with a line for each trace and curve, so that a change shows."""
+    traces = ",\n".join(f"  {json.dumps(name)}: {json.dumps(trace)}" for name, trace in content["traces"].items())
+    lines = ",\n".join(f"  {json.dumps(curve)}" for curve in content["curves"])
+    head = f'"made_by": {json.dumps(content["made_by"])},\n"residencies": {json.dumps(content["residencies"])}'
+    return f'{{\n{head},\n"traces": {{\n{traces}\n}},\n"curves": [\n{lines}\n]\n}}\n'
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

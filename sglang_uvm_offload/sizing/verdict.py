@@ -1,0 +1,41 @@
+"""Whether a plan that fits is of any use."""
+
+from __future__ import annotations
+
+from sglang_uvm_offload.sizing.plan import Plan, Speed
+
+ONE_MEMORY = "GPU and CPU share one memory: an offloaded expert takes as much of it as a resident one"
+
+LEAST_RESIDENTS = 2
+"""Residents below this many times the experts of a token serve little of it: a study of 20 models finds the useful size of an
+expert cache at about twice the active experts (arXiv 2505.16056)."""
+
+
+def uselessness(plan: Plan) -> tuple[str, ...]:
+    """Why nobody should serve with this plan; empty if there is no such reason, or nothing is offloaded."""
+    residents, experts = plan.num_resident, plan.num_experts
+    if residents is None or residents == experts:
+        return ()
+    out = []
+    if plan.machine.one_memory:
+        out.append(ONE_MEMORY)
+    if residents == 0:
+        out.append("no expert is resident: every step reads each expert that it uses over the link")
+    elif residents < LEAST_RESIDENTS * plan.top_k:
+        out.append(
+            f"{residents} residents are fewer than twice the {plan.top_k} experts that a token uses: most of what a step uses "
+            "is read over the link"
+        )
+    best = _best(plan)
+    if best and best.cpu_engine_step_s and best.decode_step_s > best.cpu_engine_step_s:
+        out.append(
+            f"an engine that computes the experts on the CPU would be faster: {best.cpu_engine_tokens_s:.1f} tok/s against "
+            f"{best.decode_tokens_s:.1f} at the best hit rate ({best.requests} at once)"
+        )
+    return tuple(out)
+
+
+def _best(plan: Plan) -> Speed | None:
+    """The fastest prediction for all requests of the workload."""
+    speeds = [speed for speed in plan.speeds if speed.requests == plan.workload.requests]
+    return min(speeds, key=lambda speed: speed.decode_step_s, default=None)
