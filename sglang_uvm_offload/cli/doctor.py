@@ -70,15 +70,15 @@ def run(args: argparse.Namespace) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu":
             print("PyTorch sees no GPU here; checking --device cpu. `doctor --device cuda` shows why.")
-    return _report(examine(device), f"--device {device}")
+    return _report(examine(device), f"with --device {device}")
 
 
 def _report(found: Diagnosis, what: str) -> int:
     print(found)
     if found.problems:
-        print(f"cannot serve with {what}: {len(found.problems)} problem(s)")
+        print(f"cannot serve {what}: {len(found.problems)} problem(s)")
         return 1
-    print(f"ready to serve with {what}")
+    print(f"ready to serve {what}")
     return 0
 
 
@@ -87,7 +87,9 @@ def examine(device: str) -> Diagnosis:
     found = Diagnosis()
     _installation(found)
     if device == "cuda":
-        _gpus(found, [0])
+        from sglang_uvm_offload.cuda.device import visible_gpus
+
+        _gpus(found, list(range(len(visible_gpus()))) or [0])
     else:
         found.good("device cpu: unified memory is emulated in host memory; for trial, not for speed")
     found.good(f"host RAM available to this process: {size(host_available())}")
@@ -102,9 +104,9 @@ def examine_launch(arguments: list[str]) -> Diagnosis:
 
     launch = Launch(arguments)
     problems = launch.resolve()
-    if launch.cfg.device == "cuda":
-        _gpus(found, launch.gpus())
-    found.bad(*_damage(Path(launch.args.model_path)), *problems)
+    if gpus := launch.gpus():
+        _gpus(found, gpus)
+    found.bad(*(line for model in launch.read_models() for line in _damage(model)), *problems)
     if not found.problems:
         for fact in launch.facts():
             found.good(fact)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import sglang.srt.server_args
@@ -72,13 +73,21 @@ class Launch:
         """The GPUs of the ranks on this machine, empty with another device."""
         return devices.local_gpus(self.cfg) if self.cfg.device == "cuda" else []
 
+    def read_models(self) -> list[Path]:
+        """The models whose safetensors the launch reads: the target, and a draft model of its own. ``--load-format dummy``
+        reads none, other formats are left to SGLang."""
+        cfg = self.cfg
+        if cfg.load_format not in ("auto", "safetensors"):
+            return []
+        return [Path(model) for model in dict.fromkeys((cfg.model_path, cfg.speculative_draft_model_path)) if model]
+
     def facts(self) -> list[str]:
         """What the arguments were resolved to, a line a fact. Call it if ``resolve`` found no problem."""
         config = config_of(self.args)
         assert config is not None
         cfg, model = self.cfg, model_config_of(self.args)
         routing = routing_format(cfg, model, self.args.moe_runner_backend)
-        counted = "routing is counted" if routing.counted else f"routing is not counted: {routing.reason}"
+        counted = "routing is counted" if routing.counted else "routing is not counted"
         experts = stated_experts(model.hf_text_config)
         return [
             f"{flag_name('num_resident')} {config.num_resident} of {experts} experts a layer, on {_ranks(cfg)}",
@@ -111,12 +120,15 @@ def _host_ram(config: OffloadConfig, cfg: Any, hf_config: Any) -> str:
 
 @contextlib.contextmanager
 def _logged(lines: list[str]) -> Iterator[None]:
-    """Adds the plugin's log to ``lines``."""
+    """Adds the plugin's log to ``lines``, whatever ``--log-level`` the launch was given."""
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger(_PACKAGE)
+    level = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
