@@ -17,7 +17,7 @@ from sglang_uvm_offload.config import OffloadConfig, parse
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin import devices, hooks, runtime, server_args
-from sglang_uvm_offload.plugin.offloaded_bytes import offloaded_bytes
+from sglang_uvm_offload.plugin.expert_bytes import expert_bytes
 from sglang_uvm_offload.plugin.routing_formats import routing_format
 from sglang_uvm_offload.plugin.server_config import config_of
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
@@ -94,7 +94,7 @@ class Launch:
             f"{flag_name('backend')} {config.backend}",
             f"--moe-runner-backend {routing.runner}: {counted}",
             *_drafts(cfg),
-            _host_ram(config, cfg, model.hf_config),
+            *_memory(config, cfg, model.hf_config),
             *self.notes,
         ]
 
@@ -112,10 +112,13 @@ def _drafts(cfg: Any) -> list[str]:
     return [f"--speculative-algorithm {cfg.speculative_algorithm} with the draft layers of {model}, which stay in VRAM"]
 
 
-def _host_ram(config: OffloadConfig, cfg: Any, hf_config: Any) -> str:
-    needed = offloaded_bytes(config, cfg, hf_config)
-    shown = "only loading shows how many bytes" if needed is None else size(needed)
-    return f"host RAM for the offloaded experts: {shown}; available: {size(host_available())}"
+def _memory(config: OffloadConfig, cfg: Any, hf_config: Any) -> list[str]:
+    known = expert_bytes(config, cfg, hf_config)
+    unknown = "shown by loading only"
+    vram = f"{unknown if known is None else size(known.resident)}; --mem-fraction-static {cfg.mem_fraction_static}"
+    host = f"{unknown if known is None else size(known.offloaded)}; available: {size(host_available())}"
+    out = [f"VRAM for the resident experts, over all ranks: {vram}"] if cfg.device == "cuda" else []
+    return [*out, f"host RAM for the offloaded experts, over all ranks: {host}"]
 
 
 @contextlib.contextmanager

@@ -167,7 +167,7 @@ def test_a_cpu_machine_with_a_launch_is_ready(checkpoints: Checkpoints):
         "--expert-offload-num-resident 4 of 16 experts a layer, on one rank",
         "--expert-offload-backend emulated",
         "--moe-runner-backend auto: routing is counted",
-        "host RAM for the offloaded experts: 6.8 MiB; available: ",
+        "host RAM for the offloaded experts, over all ranks: 6.8 MiB; available: ",
     ):
         assert f"  ok       {fact}" in said.stdout
     assert said.stdout.splitlines()[-1] == "ready to serve this launch"
@@ -236,7 +236,7 @@ def test_routing_in_the_kernels_of_blackwell_is_told(checkpoints: Checkpoints, s
     first_n = (*launch, "--expert-offload-resident-selection", "first_n")
     said = doctor_in(sglang_on_standin, "--", *ON_A_GPU, *first_n, **BLACKWELL)
     assert said.code == 0, said.out + said.err[-2000:]
-    assert (
-        "--moe-runner-backend flashinfer_trtllm: routing is not counted: --moe-runner-backend flashinfer_trtllm (SG" in said.out
-    )
+    assert "--moe-runner-backend flashinfer_trtllm: routing is not counted" in said.out
+    assert "the hit rate is not counted: --moe-runner-backend flashinfer_trtllm (SGLang's choice" in said.out
+    assert "VRAM for the resident experts, over all ranks: 2.2 MiB; --mem-fraction-static 0." in said.out
     assert "sets --disable-flashinfer-autotune" in said.out
