@@ -36,7 +36,6 @@ class OffloadConfig:
     adapt: Adapt
     """``continuous`` if ``prefetch`` is not ``none``."""
     prefetch: Prefetch
-    """``speculative`` if ``adapt`` is ``continuous`` and nothing else was given."""
     profiles: tuple[Path, ...]
     """The files that ``--expert-offload-profile`` names; empty without it."""
     save_profile: Path | None
@@ -65,6 +64,11 @@ class OffloadConfig:
         return out
 
     @property
+    def coactivation(self) -> bool:
+        """Whether forecasts are from which experts are used together too: ``continuous`` alone means ``speculative``."""
+        return self.prefetch != "frequency"
+
+    @property
     def residents_change(self) -> bool:
         """Whether residents may change while serving."""
         return self.adapt == "continuous" or (self.adapt == "warmup" and self.resident_selection == "frequency")
@@ -89,14 +93,13 @@ def parse(values: Mapping[str, Any]) -> OffloadConfig | None:
     ids, reasons = _resident_ids(flags)
     if problems := problems + reasons:
         raise FlagError(problems)
-    follows = _follows_traffic(flags)
     return OffloadConfig(
         num_resident=UNRESOLVED if flags.num_resident == AUTO else int(flags.num_resident),
         resident_selection=flags.resident_selection,  # type: ignore[arg-type]  # one of the choices
         resident_ids=ids,
         warmup_tokens=flags.warmup_tokens,
-        adapt="continuous" if follows else flags.adapt,  # type: ignore[arg-type]
-        prefetch="speculative" if follows and flags.prefetch == "none" else flags.prefetch,  # type: ignore[arg-type]
+        adapt="continuous" if _follows_traffic(flags) else flags.adapt,  # type: ignore[arg-type]
+        prefetch=flags.prefetch,  # type: ignore[arg-type]
         profiles=_paths(flags.profile),
         save_profile=None if flags.save_profile is None else Path(flags.save_profile),
         trace=None if flags.trace is None else Path(flags.trace),

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nursery import Nursery, Starts
 
+BLACKWELL = {"STANDIN_ATTRIBUTE_75": "10"}
+"""The stand-in's GPU as one of compute capability 10.0."""
+
 
 def launched(cases: Mapping[str, dict[str, Any]], python: Nursery | Starts, **env: str) -> dict[str, dict[str, Any]]:
     """What came of each case; all of them in one process, for importing SGLang takes most of the time."""
@@ -41,10 +44,10 @@ def run_all(cases: str) -> str:
 def run(case: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt import server_args
 
-    from sglang_uvm_offload.plugin import auto_resident, launch_checks
+    from sglang_uvm_offload.plugin import auto_resident, expert_bytes
 
     code, errors = None, io.StringIO()
-    launch_checks.host_available = auto_resident.host_available = lambda: case.get("host_bytes", 1 << 40)
+    expert_bytes.host_available = auto_resident.host_available = lambda: case.get("host_bytes", 1 << 40)
     flags: dict[str, Any] = {}
     with contextlib.redirect_stderr(errors):
         try:
@@ -53,7 +56,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             if case.get("resolve"):
                 made.resolve_once()
             made = pickle.loads(pickle.dumps(made))
-            shown = ("expert_offload_", "mem_fraction_static")
+            shown = ("expert_offload_", "mem_fraction_static", "disable_flashinfer_autotune")
             flags = {name: value for name, value in made.resolved_dict().items() if name.startswith(shown)}
         except SystemExit as exit:
             code = exit.code

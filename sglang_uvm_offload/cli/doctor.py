@@ -1,17 +1,16 @@
-"""The ``doctor`` command: checks this machine, its driver, this SGLang and a model without starting a server."""
+"""The ``doctor`` command: checks this machine, its driver, this SGLang and a launch without starting a server."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution, entry_points, requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from sglang_uvm_offload.config import AUTO, parse
-from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_folder
 from sglang_uvm_offload.units import size
@@ -30,7 +29,8 @@ class Diagnosis:
         self.lines.append((True, text))
 
     def bad(self, *texts: str) -> None:
-        self.lines += [(False, text) for text in texts]
+        """Two checks may find the same problem; it is listed once."""
+        self.lines += [(False, text) for text in dict.fromkeys(texts) if (False, text) not in self.lines]
 
     @property
     def problems(self) -> list[str]:
@@ -42,59 +42,86 @@ class Diagnosis:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``doctor``."""
-    parser.add_argument("--model-path", help="a model to check too")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if PyTorch sees a GPU")
-    parser.add_argument("--num-resident", default="1", help="the --expert-offload-num-resident to check (default 1)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="as for SGLang")
+    parser.usage = f"{parser.prog} [-h] [--device {{auto,cuda,cpu}}] | {parser.prog} -- LAUNCH ARGUMENTS"
+    parser.add_argument(
+        "launch",
+        nargs="*",
+        metavar="-- LAUNCH ARGUMENTS",
+        help="judge this launch: the arguments of sglang.launch_server; without them, only this machine and this SGLang",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        help="of the machine, without a launch (default auto: cuda if PyTorch sees a GPU)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the diagnosis. Returns 0 if everything is ready to serve, else 1."""
-    device = args.device
+    """Print the diagnosis. Returns 0 if everything is ready to serve, 1 if not, 2 for arguments that cannot be parsed."""
+    if args.launch and args.device:
+        print(f"--device {args.device}: give it behind --, as an argument of the launch", file=sys.stderr)
+        return 2
+    if args.launch:
+        return _report(examine_launch(args.launch), "this launch")
+    device = args.device or "auto"
     if device == "auto":
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu":
             print("PyTorch sees no GPU here; checking --device cpu. `doctor --device cuda` shows why.")
-    diagnosis = examine(args.model_path, device, args.num_resident, args.trust_remote_code)
-    print(diagnosis)
-    if diagnosis.problems:
-        print(f"cannot serve with --device {device}: {len(diagnosis.problems)} problem(s)")
+    return _report(examine(device), f"with --device {device}")
+
+
+def _report(found: Diagnosis, what: str) -> int:
+    print(found)
+    if found.problems:
+        print(f"cannot serve {what}: {len(found.problems)} problem(s)")
         return 1
-    print(f"ready to serve with --device {device}")
+    print(f"ready to serve {what}")
     return 0
 
 
-def examine(model_path: str | None, device: str, num_resident: str, trust_remote_code: bool) -> Diagnosis:
-    """Check everything for ``device`` ("cuda" or "cpu") and, if given, the model."""
+def examine(device: str) -> Diagnosis:
+    """Check this machine and this SGLang for ``device`` ("cuda" or "cpu")."""
     found = Diagnosis()
-    _packages(found)
-    _plugin(found)
+    _installation(found)
     if device == "cuda":
-        _gpu(found)
+        from sglang_uvm_offload.cuda.device import visible_gpus
+
+        _gpus(found, list(range(len(visible_gpus()))) or [0])
     else:
         found.good("device cpu: unified memory is emulated in host memory; for trial, not for speed")
     found.good(f"host RAM available to this process: {size(host_available())}")
-    from sglang_uvm_offload.plugin import doctor as sglang_doctor
+    return found
 
-    if problems := sglang_doctor.hook_problems():
+
+def examine_launch(arguments: list[str]) -> Diagnosis:
+    """Check everything for the launch with these arguments. Ends the process with 2 where SGLang cannot parse them."""
+    found = Diagnosis()
+    _installation(found)
+    from sglang_uvm_offload.plugin.doctor import Launch
+
+    launch = Launch(arguments)
+    problems = launch.resolve()
+    if gpus := launch.gpus():
+        _gpus(found, gpus)
+    found.bad(*(line for model in launch.read_models() for line in _damage(model)), *problems)
+    if not found.problems:
+        for fact in launch.facts():
+            found.good(fact)
+    return found
+
+
+def _installation(found: Diagnosis) -> None:
+    _packages(found)
+    _plugin(found)
+    from sglang_uvm_offload.plugin.doctor import hook_problems
+
+    if problems := hook_problems():
         found.bad(*problems)
     else:
         found.good("SGLang has every hook point")
-    damage = [] if model_path is None else _damage(Path(model_path))
-    found.bad(*damage)
-    try:
-        config = parse({"num_resident": num_resident})
-        if model_path is not None:
-            config = sglang_doctor.launched(model_path, device, num_resident, trust_remote_code)
-    except FlagError as error:
-        found.bad(*error.problems)
-        return found
-    if config is not None and model_path is not None and not damage:
-        which = f"{num_resident}, which is {config.num_resident} here" if num_resident == AUTO else num_resident
-        found.good(f"{model_path} can be served with {flag_name('num_resident')} {which}")
-    return found
 
 
 def _damage(model: Path) -> list[str]:
@@ -140,17 +167,20 @@ def _plugin(found: Diagnosis) -> None:
         found.good(f"SGLang sees the plugin {PLUGIN}")
 
 
-def _gpu(found: Diagnosis) -> None:
+def _gpus(found: Diagnosis, gpus: list[int]) -> None:
     from sglang_uvm_offload.cuda.build import BuildFailure, build, find_nvcc
-    from sglang_uvm_offload.cuda.device import device_arch, device_problems
+    from sglang_uvm_offload.cuda.device import DriverError, device_arch, device_problems, free_vram
 
-    if problems := device_problems(0):
+    if problems := [problem for gpu in gpus for problem in device_problems(gpu)]:
         found.bad(*problems)
         return
-    arch = device_arch(0)
-    found.good(f"GPU 0 ({arch}) can keep experts in unified memory")
+    arches = {gpu: device_arch(gpu) for gpu in gpus}
+    for gpu, arch in arches.items():
+        found.good(f"GPU {gpu} ({arch}) can keep experts in unified memory")
     try:
         found.good(f"CUDA compiler {find_nvcc()}")
-        found.good(f"CUDA library {build(arch)}")
-    except BuildFailure as failure:
+        for arch in sorted(set(arches.values())):
+            found.good(f"CUDA library {build(arch)}")
+        found.good(f"free VRAM, on the GPU that has least: {size(free_vram(gpus))}")
+    except (BuildFailure, DriverError) as failure:
         found.bad(str(failure))

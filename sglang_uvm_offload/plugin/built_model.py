@@ -72,7 +72,7 @@ class BuiltModel:
         """Raise ``FlagError`` if N, the ids or the profile do not fit the built layers and experts."""
         config, profile = placement.config, placement.profile
         if not self.moe_layers:
-            return
+            raise FlagError([f"{flag_name('num_resident')} {config.num_resident}: the model was built without a MoE layer"])
         problems = config.expert_problems(self.num_experts)
         if config.resident_ids is not None:
             problems += config.resident_ids.layer_problems(self.moe_layers)

@@ -1,18 +1,36 @@
-"""Checks that need SGLang: whether this version has every hook point, and whether it can serve a model with offloading."""
+"""Checks that need SGLang: whether this version has every hook point, and whether it can serve a launch with offloading."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import sglang.srt.server_args
+from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_uvm_offload.config import OffloadConfig, parse
-from sglang_uvm_offload.flags import PREFIX, FlagError
-from sglang_uvm_offload.plugin import hooks, runtime, server_args
+from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.memory.host_ram import host_available
+from sglang_uvm_offload.plugin import devices, hooks, runtime, server_args
+from sglang_uvm_offload.plugin.expert_bytes import expert_bytes
+from sglang_uvm_offload.plugin.routing_formats import routing_format
 from sglang_uvm_offload.plugin.server_config import config_of
+from sglang_uvm_offload.sizing.moe_shape import stated_experts
+from sglang_uvm_offload.units import size
+
+_PACKAGE = "sglang_uvm_offload"
 
 
 def hook_problems() -> list[str]:
-    """Install every hook in this process, as a scheduler does, and name those that fail."""
-    server_args.install(hooks.add)
+    """Load plugins as a launch does, install every hook that a scheduler installs, and name those that fail."""
+    load_plugins()
+    if not hooks.installed():  # SGLANG_PLUGINS leaves this plugin out, which is a problem of its own
+        server_args.install(hooks.add)
     hooks.watch()
     config = parse({"num_resident": "1"})
     assert config is not None
@@ -22,20 +40,98 @@ def hook_problems() -> list[str]:
     return [f"sglang-uvm-offload {reason}"] if reason else []
 
 
-def launched(model_path: str, device: str, num_resident: str, trust_remote_code: bool) -> OffloadConfig | None:
-    """Resolve the arguments of this launch as SGLang does, with our checks, and return the config. Raises ``FlagError`` with
-    every reason why they cannot be served."""
+class Launch:
+    """A launch by its arguments, parsed as ``sglang.launch_server`` parses them: what cannot be parsed ends the process with 2.
+    Its steps are those of the launch; nothing is spawned or loaded. Call ``hook_problems`` first."""
+
+    def __init__(self, arguments: Sequence[str]):
+        self.args = sglang.srt.server_args.prepare_server_args(list(arguments))
+        self.args._from_command_line = False  # a FlagError is listed with the other problems instead of ending the process
+        self.notes: list[str] = []
+        """What the plugin logged while it resolved the arguments."""
+
+    @property
+    def cfg(self) -> Any:
+        """The arguments as far as they are resolved."""
+        return resolving_view(self.args)
+
+    def resolve(self) -> list[str]:
+        """Resolve the arguments with every check of a launch, and return the problems."""
+        try:
+            with _logged(self.notes):
+                self.args.resolve_once()
+        except FlagError as error:
+            return error.problems
+        except Exception as error:  # noqa: BLE001 -- SGLang and transformers raise many types for a malformed config
+            reason = " ".join(str(error).split())
+            return [f"SGLang cannot serve {self.args.model_path}: {type(error).__name__}: {reason}"]
+        if config_of(self.args) is None:
+            return [f"{flag_name('num_resident')}: not given, so SGLang would serve this launch without offloading"]
+        return []
+
+    def gpus(self) -> list[int]:
+        """The GPUs of the ranks on this machine, empty with another device."""
+        return devices.local_gpus(self.cfg) if self.cfg.device == "cuda" else []
+
+    def read_models(self) -> list[Path]:
+        """The models whose safetensors the launch reads: the target, and a draft model of its own. ``--load-format dummy``
+        reads none, other formats are left to SGLang."""
+        cfg = self.cfg
+        if cfg.load_format not in ("auto", "safetensors"):
+            return []
+        return [Path(model) for model in dict.fromkeys((cfg.model_path, cfg.speculative_draft_model_path)) if model]
+
+    def facts(self) -> list[str]:
+        """What the arguments were resolved to, a line a fact. Call it if ``resolve`` found no problem."""
+        config = config_of(self.args)
+        assert config is not None
+        cfg, model = self.cfg, model_config_of(self.args)
+        routing = routing_format(cfg, model, self.args.moe_runner_backend)
+        counted = "routing is counted" if routing.counted else "routing is not counted"
+        experts = stated_experts(model.hf_text_config)
+        return [
+            f"{flag_name('num_resident')} {config.num_resident} of {experts} experts a layer, on {_ranks(cfg)}",
+            f"{flag_name('backend')} {config.backend}",
+            f"--moe-runner-backend {routing.runner}: {counted}",
+            *_drafts(cfg),
+            *_memory(config, cfg, model.hf_config),
+            *self.notes,
+        ]
+
+
+def _ranks(cfg: Any) -> str:
+    sizes = ("tp_size", "ep_size", "pp_size", "dp_size", "attn_dp_size", "nnodes")
+    given = [f"--{name.replace('_', '-')} {getattr(cfg, name)}" for name in sizes if getattr(cfg, name) != 1]
+    return " ".join(given) or "one rank"
+
+
+def _drafts(cfg: Any) -> list[str]:
+    if cfg.speculative_algorithm is None:
+        return []
+    model = cfg.speculative_draft_model_path or cfg.model_path
+    return [f"--speculative-algorithm {cfg.speculative_algorithm} with the draft layers of {model}, which stay in VRAM"]
+
+
+def _memory(config: OffloadConfig, cfg: Any, hf_config: Any) -> list[str]:
+    known = expert_bytes(config, cfg, hf_config)
+    unknown = "shown by loading only"
+    vram = f"{unknown if known is None else size(known.resident)}; --mem-fraction-static {cfg.mem_fraction_static}"
+    host = f"{unknown if known is None else size(known.offloaded)}; available: {size(host_available())}"
+    out = [f"VRAM for the resident experts, over all ranks: {vram}"] if cfg.device == "cuda" else []
+    return [*out, f"host RAM for the offloaded experts, over all ranks: {host}"]
+
+
+@contextlib.contextmanager
+def _logged(lines: list[str]) -> Iterator[None]:
+    """Adds the plugin's log to ``lines``, whatever ``--log-level`` the launch was given."""
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(_PACKAGE)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
-        args = server_args.OffloadServerArgs(
-            model_path=model_path,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            **{PREFIX + "num_resident": num_resident},
-        )
-        args.resolve_once()
-    except FlagError:
-        raise
-    except Exception as error:  # SGLang and transformers raise many types for a malformed config
-        reason = " ".join(str(error).split())
-        raise FlagError([f"SGLang cannot serve {model_path}: {type(error).__name__}: {reason}"]) from error
-    return config_of(args)
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

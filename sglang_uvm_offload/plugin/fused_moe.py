@@ -6,7 +6,7 @@ shadowed in the instance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,8 +30,9 @@ _FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 class LayerHooks:
     """Takes over every routed MoE layer that is built while ``taking_over``."""
 
-    def __init__(self, count_required: bool, recording: Recording | None = None):
-        self.count_required = count_required
+    def __init__(self, counting: Mapping[str, str], recording: Recording | None = None):
+        self.counting = counting
+        """The flags that need counted routing, each with what to choose without it."""
         self.recording = recording
         self.top_k = 0
         """The most routed experts per token of a layer in the target model; 0 if its layers have no such attribute (OLMoE)."""
@@ -126,16 +127,19 @@ class LayerHooks:
             return
         routing = _routing_of(layer, dispatch_output, experts)
         if not routing.count(model.counters, index):
-            self._not_counted(routing.form)
+            self._not_counted(routing.form, model.draft)
         if self.recording is not None and not model.draft:
             self.recording.record(index, routing, layer.num_fused_shared_experts)
 
-    def _not_counted(self, form: str) -> None:
-        if self.count_required:
+    def _not_counted(self, form: str, draft: bool) -> None:
+        """The launch refuses what it recognises (``routing_formats``); here is the rest. A draft model's experts are all
+        resident, whether counted or not."""
+        if self.counting and not draft:
             raise FlagError(
                 [
-                    f"{flag_name('resident_selection')} frequency: this MoE runner routes inside its kernel ({form}) and shows "
-                    "no expert ids to count; choose first_n or manual, or another --moe-runner-backend"
+                    f"{flag}: this MoE runner routes inside its kernel ({form}) and shows no expert ids to count; choose "
+                    f"another --moe-runner-backend, or {instead}"
+                    for flag, instead in self.counting.items()
                 ]
             )
         self.uncounted.add(form)

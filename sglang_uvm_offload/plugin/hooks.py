@@ -21,6 +21,11 @@ def add(target: str, hook: Callable[..., Any], kind: HookType) -> None:
     _targets.append(target)
 
 
+def installed() -> bool:
+    """Whether this process has registered any hook."""
+    return bool(_targets)
+
+
 def missing() -> str | None:
     """An error that names our targets without a hook, None if all are hooked."""
     absent = [target for target in _targets if target not in HookRegistry._patched]

@@ -1,24 +1,26 @@
-"""Checks of a launch against this SGLang and this model: every unsupported combination, found before anything loads."""
+"""Checks of a launch against this SGLang and this model: every problem, found before anything loads."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import uuid
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import AUTO, OffloadConfig
-from sglang_uvm_offload.flags import FlagError, flag_name
-from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES, host_available
-from sglang_uvm_offload.plugin import auto_resident, output_files, recording
+from sglang_uvm_offload.flags import PREFIX, FlagError, flag_name
+from sglang_uvm_offload.plugin import auto_resident, combinations, devices, expert_bytes, output_files, recording
 from sglang_uvm_offload.plugin.profiles import profile_problems
-from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.plugin.routing_formats import RoutingFormat, routing_format
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
-from sglang_uvm_offload.units import size
+
+logger = logging.getLogger(__name__)
 
 _N = flag_name("num_resident")
 
@@ -35,31 +37,71 @@ DIRECT_KERNEL_MODELS = {
 }
 """Architectures whose code passes expert weights to kernels itself, so the layer's hooks cannot take over their memory."""
 
-OWN_PATH_A2A = {"megamoe", "flashinfer_megamoe", "ascend_fuseep"}
-"""All-to-all backends that compute experts without the quantisation method's ``apply``."""
+
+@dataclass(frozen=True)
+class CheckedLaunch:
+    """A launch that can be served."""
+
+    config: OffloadConfig
+    settings: dict[str, Any]
+    """SGLang's arguments that offloading sets, by field."""
 
 
-def check(config: OffloadConfig, server_args: Any) -> OffloadConfig:
+def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
     """``config`` with ``auto`` resolved to a number and a backend, and a new launch id. Raises ``FlagError`` with every reason
     why ``server_args`` cannot be served with offloading."""
-    cfg = resolving_view(server_args)
-    problems = (
-        _combination_problems(config, cfg) + _numbering_problems(config, cfg) + output_files.problems(config, server_args)
-    )
-    num_experts, reasons = _experts(config, server_args)
+    cfg, model = resolving_view(server_args), model_config_of(server_args)
+    routing = routing_format(cfg, model, server_args.moe_runner_backend)
+    problems = [
+        *combinations.problems(config, cfg),
+        *devices.problems(config, cfg),
+        *recording.problems(config, cfg),
+        *output_files.problems(config, server_args),
+        *routing.problems(config),
+    ]
+    num_experts, reasons = _experts(config, model)
     problems += reasons
+    settings: dict[str, Any] = {}
+    was_auto = config.auto
+    with _listed(problems):
+        settings |= _headroom(config, cfg)
     if num_experts is not None:
-        try:
+        with _listed(problems):
             config = auto_resident.resolved(config, server_args)
-        except FlagError as error:
-            problems += error.problems
-        else:
-            problems += _resident_problems(config, num_experts, server_args)
-        problems += profile_problems(config, model_config_of(server_args))
+            problems += config.expert_problems(num_experts) or expert_bytes.problems(config, cfg, model.hf_config)
+        problems += profile_problems(config, model)
     if problems:
         raise FlagError(problems)
+    settings |= _autotuning(cfg, routing)
+    if was_auto:
+        settings[f"{PREFIX}num_resident"] = str(config.num_resident)
+    if not routing.counted:
+        logger.warning("Expert offload: the hit rate is not counted: %s", routing.reason)
     backend = config.backend if config.backend != "auto" else "uvm" if cfg.device == "cuda" else "emulated"
-    return dataclasses.replace(config, backend=backend, launch_id=uuid.uuid4().hex)
+    return CheckedLaunch(dataclasses.replace(config, backend=backend, launch_id=uuid.uuid4().hex), settings)
+
+
+@contextlib.contextmanager
+def _listed(problems: list[str]) -> Iterator[None]:
+    """Adds those of a ``FlagError`` to ``problems``, and goes on behind the block."""
+    try:
+        yield
+    except FlagError as error:
+        problems += error.problems
+
+
+def _experts(config: OffloadConfig, model: Any) -> tuple[int | None, list[str]]:
+    """The routed experts per layer that the model's config states, None without any; and why they cannot be served."""
+    architectures = set(model.hf_config.architectures or [])
+    out = [
+        f"{name}: this model's code computes experts without SGLang's FusedMoE layer, so {_N} cannot serve it"
+        for name in sorted(architectures & DIRECT_KERNEL_MODELS)
+    ]
+    num_experts = stated_experts(model.hf_text_config)
+    if num_experts is None and not out:
+        given = AUTO if config.auto else config.num_resident
+        out.append(f"{_N} {given}: the model ({', '.join(sorted(architectures))}) has no routed experts")
+    return num_experts, out
 
 
 def fraction_with_headroom(config: OffloadConfig, cfg: Any) -> float | None:
@@ -78,98 +120,15 @@ def fraction_with_headroom(config: OffloadConfig, cfg: Any) -> float | None:
     return fraction
 
 
-def _combination_problems(config: OffloadConfig, cfg: Any) -> list[str]:
-    refused = {
-        "--enable-paged-experts": cfg.enable_paged_experts,
-        "--cpu-offload-gb": cfg.cpu_offload_gb,
-        "--offload-group-size": cfg.offload_group_size is not None and cfg.offload_group_size > 0,
-        "--kt-method / --kt-weight-path (KTransformers)": cfg.kt_weight_path,
-        "--enable-eplb": cfg.enable_eplb,
-        "--ep-num-redundant-experts": cfg.ep_num_redundant_experts,
-        "--enable-lora / --lora-paths": cfg.enable_lora or cfg.lora_paths,
-        "--enable-memory-saver": cfg.enable_memory_saver,
-        "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
-        "--enable-pdmux": cfg.enable_pdmux,
-        "--use-ray (its actors load no plugins)": cfg.use_ray,
-        "--enable-nvidia-megakernel": cfg.enable_nvidia_megakernel,
-        "--weight-cache-mode": cfg.weight_cache_mode not in (None, "off"),
-        "--elastic-ep-backend": cfg.elastic_ep_backend,
-        "--dwdp-size": (cfg.dwdp_size or 1) > 1,
-        f"--moe-a2a-backend {cfg.moe_a2a_backend}": cfg.moe_a2a_backend in OWN_PATH_A2A,
-        f"--load-format {cfg.load_format}": cfg.load_format == "gguf",
-    }
-    out = [f"{name}: cannot be combined with {_N}" for name, given in refused.items() if given]
-    if cfg.device not in ("cuda", "cpu"):
-        out.append(f"--device {cfg.device}: must be cuda or cpu for expert offloading")
-    if config.backend == "uvm" and cfg.device == "cpu":
-        out.append(f"{flag_name('backend')} uvm: needs a CUDA device, not --device cpu")
-    if config.backend == "emulated" and cfg.device == "cuda":
-        out.append(f"{flag_name('backend')} emulated: needs --device cpu; on cuda use uvm or auto")
-    if cfg.device == "cuda":
-        from sglang_uvm_offload.cuda.device import device_problems
-
-        out += device_problems(cfg.base_gpu_id or 0)
-    return out + recording.problems(config, cfg)
+def _headroom(config: OffloadConfig, cfg: Any) -> dict[str, Any]:
+    fraction = fraction_with_headroom(config, cfg)
+    return {} if fraction is None else {"mem_fraction_static": fraction}
 
 
-def _numbering_problems(config: OffloadConfig, cfg: Any) -> list[str]:
-    """Whether the ids in flags and files would mean other experts. They are the checkpoint's ids; layers see SGLang's physical
-    ids, which differ only with ``--init-expert-location``."""
-    named = {
-        "profile": config.profiles,
-        "save_profile": config.save_profile,
-        "trace": config.trace,
-        "resident_ids": config.resident_ids,
-    }
-    given = [flag_name(field) for field, value in named.items() if value]
-    if cfg.init_expert_location == "trivial" or not given:
-        return []
-    return [
-        f"--init-expert-location: cannot be combined with {', '.join(given)}: it renumbers experts by location, and ids in "
-        "files and flags are the checkpoint's; leave out one or the other"
-    ]
-
-
-def _experts(config: OffloadConfig, server_args: Any) -> tuple[int | None, list[str]]:
-    """The routed experts per layer that the model's config states, None without any; and why they cannot be served."""
-    model = model_config_of(server_args)
-    architectures = set(model.hf_config.architectures or [])
-    out = [
-        f"{name}: this model's code computes experts without SGLang's FusedMoE layer, so {_N} cannot serve it"
-        for name in sorted(architectures & DIRECT_KERNEL_MODELS)
-    ]
-    num_experts = stated_experts(model.hf_text_config)
-    if num_experts is None and not out:
-        given = AUTO if config.auto else config.num_resident
-        out.append(f"{_N} {given}: the model ({', '.join(sorted(architectures))}) has no routed experts")
-    return num_experts, out
-
-
-def _resident_problems(config: OffloadConfig, num_experts: int, server_args: Any) -> list[str]:
-    """Why N experts of this model cannot be resident, or the others not offloaded. Which layers have a router is known only
-    once the model is built."""
-    out = config.expert_problems(num_experts)
-    return out or _host_ram_problems(config, resolving_view(server_args), model_config_of(server_args).hf_config)
-
-
-def _host_ram_problems(config: OffloadConfig, cfg: Any, hf_config: Any) -> list[str]:
-    """Whether this machine's host RAM holds the offloaded experts, by the headers of a local checkpoint. A checkpoint that is
-    converted while it loads (to another dtype or quantisation) is checked then, tensor by tensor."""
-    path = Path(cfg.model_path)
-    dtype = str(getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None))
-    converted = "float32" in dtype or (cfg.quantization is not None and not hasattr(hf_config, "quantization_config"))
-    if not path.is_dir() or cfg.nnodes > 1 or converted:
-        return []
-    try:
-        model = load(path)
-    except CheckpointError:
-        return []
-    replicas = 1 if cfg.attn_dp_size > 1 else cfg.dp_size
-    offloaded = replicas * model.expert_bytes * (model.num_experts - config.num_resident) // model.num_experts
-    room = max(host_available() - HOST_MARGIN_BYTES, 0)
-    if offloaded <= room:
-        return []
-    return [
-        f"{_N} {config.num_resident}: the offloaded experts need {size(offloaded)} of host RAM, and {size(room)} is left "
-        f"({size(HOST_MARGIN_BYTES)} is kept for other uses); keep more resident, or add host RAM"
-    ]
+def _autotuning(cfg: Any, routing: RoutingFormat) -> dict[str, Any]:
+    """FlashInfer's autotuning runs each tactic of its MoE kernels at start. It would time the link to the offloaded experts."""
+    runners = (routing.runner, cfg.speculative_moe_runner_backend or "")
+    if cfg.device != "cuda" or cfg.disable_flashinfer_autotune or not any(name.startswith("flashinfer") for name in runners):
+        return {}
+    logger.info("Expert offload: sets --disable-flashinfer-autotune: tactics would be timed over PCIe, at offloaded experts")
+    return {"disable_flashinfer_autotune": True}

@@ -12,6 +12,7 @@ from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.plugin import output_files
+from sglang_uvm_offload.plugin.built_model import BuiltModel
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.status import TraceStatus
 from sglang_uvm_offload.routing.layer_routing import LayerRouting
@@ -31,14 +32,18 @@ class Recording:
         self.path = path
         self.recorder: Recorder | None = None
 
+    def check_built(self, model: BuiltModel) -> None:
+        """Raise ``FlagError`` if the target model cannot be recorded. Call it when the model is built."""
+        if model.top_k is None:
+            raise FlagError([f"{_FLAG}: neither this model's layers nor its config give the number of experts per token"])
+
     def begin(self, model: ModelExperts, top_k: int | None) -> Saver | None:
         """Start recording the target model, whose layers use ``top_k`` routed experts per token, and return the saver; None on
         a rank that does not record. Call it when the model is loaded."""
         parallel = get_parallel()
         if parallel.tp_rank or parallel.dp_rank or not model.layers:
             return None
-        if top_k is None:
-            raise FlagError([f"{_FLAG}: neither this model's layers nor its config give the number of experts per token"])
+        assert top_k is not None, "check_built was not called"
         if self.path.exists():
             logger.warning("Expert offload: trace: the file %s exists and will be replaced", self.path)
         self.recorder = Recorder(

@@ -32,6 +32,7 @@ from sglang_uvm_offload.plugin.fused_moe import LayerHooks
 from sglang_uvm_offload.plugin.metrics import Metrics
 from sglang_uvm_offload.plugin.profiles import chosen_profile, named, profile_saver
 from sglang_uvm_offload.plugin.recording import Recording
+from sglang_uvm_offload.plugin.routing_formats import counting_flags
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.placement import InitialPlacement
@@ -69,7 +70,7 @@ class _RankHooks:
     def __init__(self, config: OffloadConfig):
         self.config = config
         self.recording = Recording(config.trace) if config.trace is not None else None
-        self.layer_hooks = LayerHooks(config.resident_selection == "frequency", self.recording)
+        self.layer_hooks = LayerHooks(counting_flags(config), self.recording)
         self.metrics: Metrics | None = None
         self.savers: list[Saver] = []
         self.routed_model: RoutedModel | None = None
@@ -101,6 +102,8 @@ class _RankHooks:
             built = BuiltModel(model, self._top_k())
             self.routed_model = built.routed_model(*named(process_model_config()))
             built.check(placement, self.routed_model)
+            if self.recording is not None:
+                self.recording.check_built(built)
 
         self._on_build = check_built
         return model

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
-from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -93,12 +92,8 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
         if reason := hooks.missing():
             raise FlagError([f"sglang-uvm-offload {reason}"])
         checked = launch_checks.check(config, server_args)
-        fraction = launch_checks.fraction_with_headroom(config, resolving_view(server_args))
-    attach(server_args, checked)
-    if config.auto:
-        declare_resolution(server_args, "sglang-uvm-offload auto", **{f"{PREFIX}num_resident": str(checked.num_resident)})
-    if fraction is not None:
-        declare_resolution(server_args, "sglang-uvm-offload headroom", mem_fraction_static=fraction)
+    attach(server_args, checked.config)
+    declare_resolution(server_args, "sglang-uvm-offload", **checked.settings)
 
 
 @contextmanager

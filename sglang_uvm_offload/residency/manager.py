@@ -128,8 +128,8 @@ class OffloadManager:
             self.history = History(self.ledger, self.clock)
             self._extents, self._next_resident = model.extents, model.resident_extents()
             if self.config.adapt == "continuous":
-                together = self.config.prefetch == "speculative"
-                adaptation = Adaptation(model, self.ledger.counted, self._past_of(model), together)
+                past, together = self._past_of(model), self.config.coactivation
+                adaptation = Adaptation(model, self.ledger.counted, past, together)
                 self.background = BackgroundAdaptation(adaptation, self.clock, self.executor)
 
     def _past_of(self, model: ModelExperts) -> RoutingCounts | None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import Checkpoints
 from harness.server import environment
+from launches import BLACKWELL
 from nursery import Ended, Nursery, Starts
 
 
@@ -32,7 +33,10 @@ from sglang_uvm_offload.cli.main import main
 answers = []
 for words in {questions}:
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        code = main(["doctor", "--device", "cpu", *words])
+        try:
+            code = main(["doctor", "--", "--device", "cpu", *words])
+        except SystemExit as exit:
+            code = exit.code
     answers.append((code, said.getvalue()))
 print(json.dumps(answers))
 """
@@ -61,9 +65,26 @@ def answers(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.
     (models["no weights"] / "model.safetensors").unlink()
     (models["cut short"] / "model.safetensors").write_bytes(bytes(20))
     (models["other weights"] / "model.safetensors").rename(models["other weights"] / "pytorch_model.bin")
-    questions = {name: ["--num-resident", "2", "--model-path", str(path)] for name, path in models.items()}
-    questions["no number"] = ["--num-resident", "abc"]
-    questions["no number, cut short"] = ["--num-resident", "abc", "--model-path", str(models["cut short"])]
+    model, resident = "--model-path", "--expert-offload-num-resident"
+    questions = {name: [model, str(path), resident, "2"] for name, path in models.items()}
+    questions["no number"] = [model, str(whole), resident, "abc"]
+    questions["no number, cut short"] = [model, str(models["cut short"]), resident, "abc"]
+    questions["offloading is off"] = [model, str(whole)]
+    questions["unknown flag"] = [*questions["no number"], "--expert-offload-residents", "3"]
+    questions["bad choice"] = [*questions["no number"], "--expert-offload-adapt", "sometimes"]
+    (folder / "server.yaml").write_text(f"model-path: {whole}\ndevice: cpu\nexpert-offload-num-resident: 3\n")
+    questions["no weights, dummy"] = [model, str(models["no weights"]), resident, "2", "--load-format", "dummy"]
+    questions["draft cut short"] = [
+        *[model, str(whole), resident, "2", "--speculative-draft-model-path", str(models["cut short"])],
+        *["--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "2"],
+        *["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"],
+    ]
+    questions["yaml"] = ["--config", str(folder / "server.yaml")]
+    questions["ranks and drafts"] = [
+        *[model, str(checkpoints("glm4_moe")), resident, "4", "--tp-size", "2", "--ep-size", "2"],
+        *["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2"],
+        *["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"],
+    ]
     ran = sglang.run(SEVERAL.format(questions=list(questions.values())))
     assert ran.code == 0, ran.err[-2000:]
     return dict(zip(questions, json.loads(ran.out.splitlines()[-1]), strict=True))
@@ -83,6 +104,7 @@ def answers(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.
         ("no weights", "no weights holds no *.safetensors file"),
         ("cut short", "model.safetensors: not a safetensors file, or cut short"),
         ("a file", "config.json is a file: give the checkpoint's folder"),
+        ("draft cut short", "model.safetensors: not a safetensors file, or cut short"),
         ("no number", "--expert-offload-num-resident 'abc': must be a whole number of experts"),
     ],
 )
@@ -104,38 +126,102 @@ def test_a_malformed_flag_hides_no_damage(answers):
 def test_weights_that_only_sglang_can_read_are_left_to_it(answers):
     code, said = answers["other weights"]
     assert code == 0, said
-    assert "other weights can be served" in said
+    assert "ready to serve this launch" in said
 
 
-def test_a_cpu_machine_with_a_model_is_ready(checkpoints: Checkpoints):
+def test_weights_that_the_launch_does_not_read_may_be_missing(answers):
+    code, said = answers["no weights, dummy"]
+    assert code == 0, said
+
+
+def test_a_launch_without_offloading_is_a_problem(answers):
+    code, said = answers["offloading is off"]
+    assert code == 1
+    assert "--expert-offload-num-resident: not given, so SGLang would serve this launch without offloading" in said
+
+
+@pytest.mark.parametrize("case", ["unknown flag", "bad choice"])
+def test_what_sglang_cannot_parse_ends_with_2_as_in_a_launch(answers, case):
+    assert answers[case] == [2, ""]
+
+
+def test_every_way_to_give_arguments_is_read(answers):
+    code, said = answers["yaml"]
+    assert code == 0, said
+    assert "--expert-offload-num-resident 3 of 16 experts a layer, on one rank" in said
+
+
+def test_the_whole_launch_is_resolved(answers):
+    code, said = answers["ranks and drafts"]
+    assert code == 0, said
+    assert "--expert-offload-num-resident 4 of 16 experts a layer, on --tp-size 2 --ep-size 2" in said
+    assert "--speculative-algorithm EAGLE with the draft layers of" in said
+
+
+def test_a_cpu_machine_with_a_launch_is_ready(checkpoints: Checkpoints):
     model = str(checkpoints("qwen3_moe"))
-    said = doctor("--device", "cpu", "--model-path", model, "--num-resident", "4")
+    said = doctor("--", "--device", "cpu", "--model-path", model, "--expert-offload-num-resident", "4")
     assert said.returncode == 0, said.stdout + said.stderr[-2000:]
-    assert "SGLang has every hook point" in said.stdout
-    assert f"{model} can be served with --expert-offload-num-resident 4" in said.stdout
-    assert said.stdout.splitlines()[-1] == "ready to serve with --device cpu"
+    for fact in (
+        "SGLang has every hook point",
+        "--expert-offload-num-resident 4 of 16 experts a layer, on one rank",
+        "--expert-offload-backend emulated",
+        "--moe-runner-backend auto: routing is counted",
+        "host RAM for the offloaded experts, over all ranks: 6.8 MiB; available: ",
+    ):
+        assert f"  ok       {fact}" in said.stdout
+    assert said.stdout.splitlines()[-1] == "ready to serve this launch"
+
+
+def test_without_a_launch_the_machine_is_checked(sglang: Nursery):
+    said = doctor_in(sglang, "--device", "cpu")
+    assert said.code == 0, said.err[-2000:]
+    assert said.out.splitlines()[-1] == "ready to serve with --device cpu"
+
+
+def test_the_device_of_a_launch_is_the_launchs(sglang: Nursery):
+    said = doctor_in(sglang, "--device", "cpu", "--", "--model-path", "m")
+    assert (said.code, said.out) == (2, "")
+    assert "--device cpu: give it behind --" in said.err
 
 
 def test_every_problem_is_named_at_once(checkpoints: Checkpoints, sglang: Nursery):
-    arguments = ("--device", "cuda", "--model-path", str(checkpoints("qwen3_moe")), "--num-resident", "40")
-    said = doctor_in(sglang, *arguments, SGLANG_PLUGINS="something_else")
+    model = str(checkpoints("qwen3_moe"))
+    launch = ("--device", "cuda", "--model-path", model, "--expert-offload-num-resident", "40", "--enable-torch-compile")
+    said = doctor_in(sglang, "--", *launch, "--tp-size", "2", SGLANG_PLUGINS="something_else")
     assert said.code == 1
     problems = [line for line in said.out.splitlines() if "PROBLEM" in line]
-    assert any("SGLANG_PLUGINS=something_else" in line for line in problems)
-    assert any("NVIDIA driver" in line for line in problems)
-    assert any("40" in line or "cannot serve" in line for line in problems)
-    assert said.out.splitlines()[-1] == f"cannot serve with --device cuda: {len(problems)} problem(s)"
+    for words in (
+        "SGLANG_PLUGINS=something_else",
+        "NVIDIA driver",
+        "--enable-torch-compile",
+        "num-resident 40: the model has 16",
+    ):
+        assert [words in line for line in problems].count(True) == 1, said.out
+    assert said.out.splitlines()[-1] == f"cannot serve this launch: {len(problems)} problem(s)"
+
+
+ON_A_GPU = ("--device", "cuda", "--sampling-backend", "pytorch", "--grammar-backend", "none")
 
 
 def test_auto_is_told_as_a_number_where_there_is_a_gpu(checkpoints: Checkpoints, sglang: Nursery, sglang_on_standin: Starts):
-    model = str(checkpoints("qwen3_moe"))
-    said = doctor_in(sglang_on_standin, "--device", "cuda", "--model-path", model, "--num-resident", "auto")
+    launch = ("--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "auto", "--log-level", "error")
+    said = doctor_in(sglang_on_standin, "--", *ON_A_GPU, *launch)
     assert said.code == 0, said.out + said.err[-2000:]
-    assert f"{model} can be served with --expert-offload-num-resident auto, which is 16 here" in said.out
-    assert "can keep experts in unified memory" in said.out
-    without = doctor_in(sglang, "--device", "cpu", "--model-path", model, "--num-resident", "auto")
+    assert "--expert-offload-num-resident 16 of 16 experts a layer" in said.out
+    assert "--expert-offload-num-resident auto: 16 of 16 experts a layer fit in VRAM" in said.out, "why"
+    assert "GPU 0 (sm_90) can keep experts in unified memory" in said.out
+    assert "free VRAM, on the GPU that has least: " in said.out
+    without = doctor_in(sglang, "--", "--device", "cpu", *launch)
     assert without.code == 1
     assert "--expert-offload-num-resident auto: with --device cpu there is no VRAM to fit experts in" in without.out
+
+
+def test_each_gpu_of_the_launch_must_exist(checkpoints: Checkpoints, sglang_on_standin: Starts):
+    launch = ("--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "4", "--tp-size", "2")
+    said = doctor_in(sglang_on_standin, "--", *ON_A_GPU, *launch)
+    assert said.code == 1, said.out + said.err[-2000:]
+    assert "PROBLEM  there is no CUDA device 1: the driver shows 1" in said.out
 
 
 def test_a_gpu_that_cannot_page_is_a_problem(sglang_on_standin: Starts):
@@ -143,3 +229,14 @@ def test_a_gpu_that_cannot_page_is_a_problem(sglang_on_standin: Starts):
     assert "concurrentManagedAccess" in said.out, said.out + said.err[-2000:]
     assert "can keep experts in unified memory" not in said.out
     assert said.code == 1
+
+
+def test_routing_in_the_kernels_of_blackwell_is_told(checkpoints: Checkpoints, sglang_on_standin: Starts):
+    launch = ("--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "4")
+    first_n = (*launch, "--expert-offload-resident-selection", "first_n")
+    said = doctor_in(sglang_on_standin, "--", *ON_A_GPU, *first_n, **BLACKWELL)
+    assert said.code == 0, said.out + said.err[-2000:]
+    assert "--moe-runner-backend flashinfer_trtllm: routing is not counted" in said.out
+    assert "the hit rate is not counted: --moe-runner-backend flashinfer_trtllm (SGLang's choice" in said.out
+    assert "VRAM for the resident experts, over all ranks: 2.2 MiB; --mem-fraction-static 0." in said.out
+    assert "sets --disable-flashinfer-autotune" in said.out

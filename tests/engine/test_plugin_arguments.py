@@ -100,7 +100,8 @@ def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.T
         "experts elsewhere, counted": {"argv": [*cpu, N, "4", *elsewhere], "resolve": True},
         "combinations": {
             "argv": [*cpu, N, "4", "--cpu-offload-gb", "2", "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules",
-                     "all", "--enable-memory-saver", "--load-format", "gguf", "--weight-cache-mode", "client"],
+                     "all", "--enable-memory-saver", "--load-format", "gguf", "--weight-cache-mode", "client",
+                     "--enable-torch-compile"],
             "resolve": True,
         },
     }  # fmt: skip
@@ -181,7 +182,10 @@ def test_what_just_fits_is_served(launch, case):
         ("experts elsewhere, manual", ["--init-expert-location: cannot be combined with --expert-offload-resident-ids: "]),
         (
             "combinations",
-            ["--cpu-offload-gb", "--enable-lora", "--enable-memory-saver", "--load-format gguf", "--weight-cache-mode"],
+            [
+                *["--cpu-offload-gb", "--enable-lora", "--enable-memory-saver", "--load-format gguf", "--weight-cache-mode"],
+                "--enable-torch-compile",
+            ],
         ),
     ],
 )

@@ -162,8 +162,8 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* it, int device
     memset(it, 0, sizeof *it);
     strcpy(it->name, DEVICE_NAME);
     it->totalGlobalMem = total_bytes;
-    it->major = DEVICE_MAJOR;
-    it->minor = DEVICE_MINOR;
+    it->major = standin_attribute(cudaDevAttrComputeCapabilityMajor);
+    it->minor = standin_attribute(cudaDevAttrComputeCapabilityMinor);
     it->multiProcessorCount = DEVICE_SMS;
     it->warpSize = 32;
     it->maxThreadsPerBlock = it->maxThreadsDim[0] = it->maxThreadsDim[1] = 1024;

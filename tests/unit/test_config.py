@@ -183,19 +183,19 @@ def test_ids_that_do_not_fit_the_model_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "adapt", "prefetch"),
+    ("flags", "adapt", "coactivation"),
     [
-        ({}, "warmup", "none"),
-        ({"adapt": "continuous"}, "continuous", "speculative"),
-        ({"prefetch": "speculative"}, "continuous", "speculative"),
-        ({"prefetch": "frequency"}, "continuous", "frequency"),
-        ({"prefetch": "frequency", "adapt": "continuous"}, "continuous", "frequency"),
-        ({"resident_selection": "first_n", "adapt": "off"}, "off", "none"),
+        ({}, "warmup", True),
+        ({"adapt": "continuous"}, "continuous", True),
+        ({"prefetch": "speculative"}, "continuous", True),
+        ({"prefetch": "frequency"}, "continuous", False),
+        ({"prefetch": "frequency", "adapt": "continuous"}, "continuous", False),
+        ({"resident_selection": "first_n", "adapt": "off"}, "off", True),
     ],
 )
-def test_prefetching_means_following_the_traffic(flags, adapt, prefetch):
+def test_prefetching_means_following_the_traffic(flags, adapt, coactivation):
     config = parse({"num_resident": 4, **flags})
-    assert (config.adapt, config.prefetch) == (adapt, prefetch)
+    assert (config.adapt, config.coactivation) == (adapt, coactivation)
 
 
 def test_ids_beside_residents_that_follow_the_traffic_are_kept():

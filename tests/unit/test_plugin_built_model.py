@@ -109,3 +109,9 @@ def test_layers_get_the_numbers_that_they_have_in_the_whole_model(monkeypatch):
     held: list[Any] = [SimpleNamespace(layer_id=layer) for layer in (0, 1)]
     BuiltModel(ModelExperts(draft=False, layers=held, num_experts=8), top_k=3)
     assert [layer.layer_id for layer in held] == [3, 4]
+
+
+def test_a_model_without_a_moe_layer_ends_the_launch_when_it_is_built(monkeypatch):
+    model = built(monkeypatch, [])
+    with pytest.raises(FlagError, match=r"--expert-offload-num-resident 4: the model was built without a MoE layer"):
+        model.check(InitialPlacement(config(num_resident=4), None), model.routed_model(NAME, ARCHITECTURE))

@@ -17,13 +17,16 @@ from sglang.srt.layers.moe.topk import (
 )
 from triton_kernels.tensor_details.ragged_tensor import RaggedTensorMetadata
 
+from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin.fused_moe import _EXPERTS, LayerHooks
 from sglang_uvm_offload.plugin.recording import Recording
+from sglang_uvm_offload.plugin.routing_formats import counting_flags
 from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase
 from sglang_uvm_offload.routing.recorder import Recorder
 
+COUNTING = counting_flags(parse({"num_resident": 4}))
 IDS = torch.tensor([[4, 5], [5, -1]], dtype=torch.int32)
 SIZES = torch.tensor([0, 3, 1, 0], dtype=torch.int32)
 
@@ -55,7 +58,7 @@ def layer():
     counters = CpuRoutingCounters(1, 4)
     counters.begin_step(ALL_ROWS, Phase.DECODE)
     made = SimpleNamespace(dispatcher=SimpleNamespace(skip_local_expert_mapping=True))
-    made.__dict__[_EXPERTS] = (SimpleNamespace(first_expert=4), SimpleNamespace(counters=counters), 0)
+    made.__dict__[_EXPERTS] = (SimpleNamespace(first_expert=4), SimpleNamespace(counters=counters, draft=False), 0)
     made.counters = counters
     return made
 
@@ -63,24 +66,39 @@ def layer():
 @pytest.mark.parametrize("form", FORMS)
 def test_routing_is_counted_in_every_form(form, layer):
     dispatched, expected = FORMS[form]
-    LayerHooks(count_required=True)._observe(layer, dispatched)
+    LayerHooks(COUNTING)._observe(layer, dispatched)
     assert layer.counters.read().routed()[0].tolist() == expected
 
 
 def test_local_ids_of_expert_parallel_ranks_are_not_shifted(layer):
     layer.dispatcher.skip_local_expert_mapping = False
-    LayerHooks(count_required=True)._observe(layer, standard(StandardTopKOutput(None, IDS - 4, None)))
+    LayerHooks(COUNTING)._observe(layer, standard(StandardTopKOutput(None, IDS - 4, None)))
     assert layer.counters.read().routed()[0].tolist() == [1, 2, 0, 0]
 
 
+BYPASSED = standard(BypassedTopKOutput(None, None, None))
+
+
 def test_routing_inside_the_kernel_is_refused_where_it_must_be_counted_and_noted_where_not(layer):
-    bypassed = standard(BypassedTopKOutput(None, None, None))
     with pytest.raises(FlagError, match=r"frequency: this MoE runner routes inside its kernel \(BypassedTopKOutput\)"):
-        LayerHooks(count_required=True)._observe(layer, bypassed)
-    hooks = LayerHooks(count_required=False)
-    hooks._observe(layer, bypassed)
+        LayerHooks(COUNTING)._observe(layer, BYPASSED)
+    hooks = LayerHooks({})
+    hooks._observe(layer, BYPASSED)
     assert hooks.uncounted == {"BypassedTopKOutput"}
     assert layer.counters.read().counts.sum() == 0
+
+
+def test_continuous_adaptation_of_first_n_does_not_adapt_to_nothing(layer):
+    continuous = parse({"num_resident": 4, "resident_selection": "first_n", "adapt": "continuous"})
+    with pytest.raises(FlagError, match=r"--expert-offload-adapt continuous: .* or --expert-offload-adapt off or warmup"):
+        LayerHooks(counting_flags(continuous))._observe(layer, BYPASSED)
+
+
+def test_a_draft_model_may_route_inside_its_kernel(layer):
+    layer.__dict__[_EXPERTS][1].draft = True
+    hooks = LayerHooks(COUNTING)
+    hooks._observe(layer, BYPASSED)
+    assert hooks.uncounted == {"BypassedTopKOutput"}
 
 
 SHARED = torch.tensor([[4, 5, 8], [5, -1, 8]], dtype=torch.int32)
@@ -108,7 +126,7 @@ def traced(layer, recording):
     layer.__dict__[_EXPERTS] = (SimpleNamespace(first_expert=4), SimpleNamespace(counters=layer.counters, draft=False), 0)
     names = ("create_weights", "process_weights_after_loading", "apply")
     layer.quant_method = SimpleNamespace(**{name: lambda layer, *given: given for name in names})
-    LayerHooks(count_required=True, recording=recording)._shadow(layer.quant_method)
+    LayerHooks(COUNTING, recording=recording)._shadow(layer.quant_method)
     return layer
 
 
@@ -136,7 +154,7 @@ def test_a_draft_model_is_counted_and_not_recorded(traced, recording):
 @pytest.mark.parametrize("form", ["BypassedTopKOutput", "TritonKernelTopKOutput"])
 def test_a_trace_of_routing_that_shows_no_ids_is_refused(form, traced, recording):
     routing = BypassedTopKOutput(None, None, None) if form.startswith("Bypassed") else ragged()
-    hooks = LayerHooks(count_required=False, recording=recording)
+    hooks = LayerHooks({}, recording=recording)
     with pytest.raises(FlagError, match=rf"--expert-offload-trace: this MoE runner shows no expert ids \({form}\)"):
         hooks._observe(traced, standard(routing))
 

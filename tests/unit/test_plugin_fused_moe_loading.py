@@ -38,7 +38,7 @@ def triton_kernel_method() -> Mxfp4MoEMethod:
 
 
 def created(method: Mxfp4MoEMethod) -> tuple[SimulatedDriver, Layer, ExpertLayer]:
-    memory, layer, hooks = SimulatedDriver(), Layer(), LayerHooks(count_required=True)
+    memory, layer, hooks = SimulatedDriver(), Layer(), LayerHooks({})
     config = parse({"num_resident": 1})
     manager = OffloadManager(config, memory, CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
     with hooks.taking_over(manager, manager.begin_model(draft=False)):

@@ -1,4 +1,5 @@
-"""The headroom, as it is taken off what SGLang may use; and where a server may not write its files, at launch and later."""
+"""What a launch sets or refuses: the headroom, autotuning, devices and combinations; and where a server may not write its
+files, at launch and later."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,10 @@ from huggingface_hub import constants
 from paths import direct, link_to_the_folder, symbolic_link, with_dots
 
 from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.cuda.build import BuildFailure
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.plugin import launch_checks, output_files, profiles, recording
+from sglang_uvm_offload.plugin import combinations, devices, launch_checks, output_files, profiles, recording
+from sglang_uvm_offload.plugin.routing_formats import RoutingFormat
 from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.routing.trace import Trace
 
@@ -161,6 +164,78 @@ class Unset(SimpleNamespace):
     ],
 )
 def test_a_backend_of_the_other_kind_of_device_is_refused(monkeypatch, backend, device, refused):
-    monkeypatch.setattr("sglang_uvm_offload.cuda.device.device_problems", lambda device: [])
-    found = launch_checks._combination_problems(parse({"num_resident": 4, "backend": backend}), Unset(device=device))
+    monkeypatch.setattr(devices, "gpu_problems", lambda gpus: [])
+    found = devices.problems(parse({"num_resident": 4, "backend": backend}), gpus_of(device=device))
     assert [problem.startswith(f"--expert-offload-backend {backend}: ") for problem in found] == [True] * refused
+
+
+def gpus_of(**values: object) -> SimpleNamespace:
+    one = dict.fromkeys(("tp_size", "pp_size", "dp_size", "nnodes", "gpu_id_step"), 1)
+    return SimpleNamespace(**{**one, "base_gpu_id": 0, "device": "cuda", **values})
+
+
+@pytest.mark.parametrize(
+    ("launch", "gpus"),
+    [
+        ({}, [0]),
+        ({"tp_size": 2, "dp_size": 2, "base_gpu_id": 4}, [4, 5, 6, 7]),
+        ({"tp_size": 16, "nnodes": 2}, list(range(8))),
+        ({"tp_size": 4, "pp_size": 4, "nnodes": 2}, list(range(8))),
+        ({"tp_size": 8, "pp_size": 2, "nnodes": 4}, [0, 1, 2, 3]),
+    ],
+)
+def test_every_gpu_of_the_launch_on_this_machine_is_checked(monkeypatch, launch, gpus):
+    seen: list[int] = []
+    monkeypatch.setattr("sglang_uvm_offload.cuda.device.device_problems", lambda gpu: seen.append(gpu) or [f"GPU {gpu}"])
+    assert devices.problems(parse({"num_resident": 4}), gpus_of(**launch)) == [f"GPU {gpu}" for gpu in gpus]
+    assert seen == gpus
+
+
+def test_the_drivers_problem_is_listed_once(monkeypatch):
+    monkeypatch.setattr("sglang_uvm_offload.cuda.device.device_problems", lambda gpu: ["no driver"])
+    assert devices.gpu_problems([0, 1, 2]) == ["no driver"]
+
+
+def test_a_library_that_cannot_be_built_is_a_problem_before_loading(monkeypatch):
+    def build(arch: str) -> Path:
+        raise BuildFailure(f"no nvcc for {arch}")
+
+    monkeypatch.setattr("sglang_uvm_offload.cuda.device.device_problems", lambda gpu: [])
+    monkeypatch.setattr("sglang_uvm_offload.cuda.device.device_arch", lambda gpu: "sm_90")
+    monkeypatch.setattr("sglang_uvm_offload.cuda.build.build", build)
+    assert devices.gpu_problems([0, 1]) == ["no nvcc for sm_90"]
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"load_format": "remote_instance"}, "--load-format remote_instance"),
+        ({"speculative_draft_load_format": "remote_instance"}, "--speculative-draft-load-format remote_instance"),
+        (
+            {"remote_instance_weight_loader_start_seed_via_transfer_engine": True},
+            "--remote-instance-weight-loader-start-seed-via-transfer-engine",
+        ),
+        ({"enable_torch_compile": True}, "--enable-torch-compile"),
+        ({"enable_paged_experts": True}, "--enable-paged-experts"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_refused_by_name(values, name):
+    found = combinations.problems(parse({"num_resident": 4}), Unset(init_expert_location="trivial", **values))
+    assert found == [f"{name}: cannot be combined with --expert-offload-num-resident"]
+
+
+@pytest.mark.parametrize(
+    ("runner", "drafts", "disabled"),
+    [("flashinfer_trtllm", None, True), ("triton", "flashinfer_cutlass", True), ("triton", None, False)],
+)
+def test_tactics_are_not_timed_over_pcie(caplog, runner, drafts, disabled):
+    cfg = Unset(device="cuda", speculative_moe_runner_backend=drafts)
+    with caplog.at_level("INFO"):
+        settings = launch_checks._autotuning(cfg, RoutingFormat(runner))
+    assert settings == ({"disable_flashinfer_autotune": True} if disabled else {})
+    assert ("sets --disable-flashinfer-autotune" in caplog.text) == disabled
+
+
+def test_autotuning_that_is_off_or_on_a_cpu_is_left_alone():
+    for cfg in (Unset(device="cuda", disable_flashinfer_autotune=True), Unset(device="cpu")):
+        assert launch_checks._autotuning(cfg, RoutingFormat("flashinfer_trtllm")) == {}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
+from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.routing.recorder import Recorder
 
@@ -42,3 +43,9 @@ def test_a_draft_models_steps_are_not_recorded(recording):
 @pytest.mark.parametrize("lengths", [None, [5, 6, 1]])
 def test_a_step_whose_requests_lengths_are_not_known_is_dropped_and_counted(lengths, recording):
     assert launch(recording, ForwardMode.DECODE, lengths) == (0, 1)
+
+
+def test_a_model_of_unknown_experts_per_token_is_refused_when_it_is_built(recording):
+    recording.check_built(SimpleNamespace(top_k=2))
+    with pytest.raises(FlagError, match="--expert-offload-trace: neither this model's layers nor its config"):
+        recording.check_built(SimpleNamespace(top_k=None))

@@ -1,0 +1,53 @@
+"""The devices of a launch on this machine, and why experts cannot lie there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.plugin import auto_resident
+
+
+def local_gpus(cfg: Any) -> list[int]:
+    """The GPUs of the ranks on this machine. Each of several machines has an equal part of the pipeline's stages, or of the
+    ranks of each stage."""
+    return auto_resident.gpus(
+        SimpleNamespace(
+            tp_size=cfg.tp_size // max(cfg.nnodes // cfg.pp_size, 1),
+            pp_size=max(cfg.pp_size // cfg.nnodes, 1),
+            dp_size=cfg.dp_size,
+            base_gpu_id=cfg.base_gpu_id,
+            gpu_id_step=cfg.gpu_id_step,
+        )
+    )
+
+
+def problems(config: OffloadConfig, cfg: Any) -> list[str]:
+    """Why the devices of ``cfg`` (SGLang's resolved arguments) cannot serve with ``config``."""
+    out = []
+    if cfg.device not in ("cuda", "cpu"):
+        out.append(f"--device {cfg.device}: must be cuda or cpu for expert offloading")
+    if config.backend == "uvm" and cfg.device == "cpu":
+        out.append(f"{flag_name('backend')} uvm: needs a CUDA device, not --device cpu")
+    if config.backend == "emulated" and cfg.device == "cuda":
+        out.append(f"{flag_name('backend')} emulated: needs --device cpu; on cuda use uvm or auto")
+    return out + (gpu_problems(local_gpus(cfg)) if cfg.device == "cuda" else [])
+
+
+def gpu_problems(gpus: list[int]) -> list[str]:
+    """Why ``gpus`` cannot keep experts in unified memory, or the library for them cannot be built. A problem of the driver
+    concerns all of them, and is listed once."""
+    from sglang_uvm_offload.cuda.build import BuildFailure, build
+    from sglang_uvm_offload.cuda.device import device_arch, device_problems
+
+    found = dict.fromkeys(problem for gpu in gpus for problem in device_problems(gpu))
+    if found:
+        return list(found)
+    try:
+        for arch in {device_arch(gpu) for gpu in gpus}:
+            build(arch)
+    except BuildFailure as failure:
+        return [str(failure)]
+    return []

@@ -1,0 +1,52 @@
+"""The bytes of a launch's experts by the headers of a local checkpoint, and whether host RAM holds the offloaded ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES, host_available
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+from sglang_uvm_offload.units import size
+
+
+@dataclass(frozen=True)
+class ExpertBytes:
+    """Over all ranks of all replicas on this machine."""
+
+    resident: int
+    offloaded: int
+
+
+def expert_bytes(config: OffloadConfig, cfg: Any, hf_config: Any) -> ExpertBytes | None:
+    """None if only loading shows it: several machines share the experts, or the checkpoint is not local, or is converted while
+    it loads (to another dtype or quantisation)."""
+    path = Path(cfg.model_path)
+    dtype = str(getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None))
+    converted = "float32" in dtype or (cfg.quantization is not None and not hasattr(hf_config, "quantization_config"))
+    if not path.is_dir() or cfg.nnodes > 1 or converted:
+        return None
+    try:
+        model = load(path)
+    except CheckpointError:
+        return None
+    total = model.expert_bytes * (1 if cfg.attn_dp_size > 1 else cfg.dp_size)
+    offloaded = total * (model.num_experts - config.num_resident) // model.num_experts
+    return ExpertBytes(total - offloaded, offloaded)
+
+
+def problems(config: OffloadConfig, cfg: Any, hf_config: Any) -> list[str]:
+    """Why this machine's host RAM cannot hold the offloaded ones. What is not known here is checked as it is loaded, tensor by
+    tensor."""
+    known = expert_bytes(config, cfg, hf_config)
+    room = max(host_available() - HOST_MARGIN_BYTES, 0)
+    if known is None or known.offloaded <= room:
+        return []
+    return [
+        f"{flag_name('num_resident')} {config.num_resident}: the offloaded experts need {size(known.offloaded)} of host RAM, "
+        f"and {size(room)} is left ({size(HOST_MARGIN_BYTES)} is kept for other uses); keep more resident, or add host RAM"
+    ]
