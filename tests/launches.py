@@ -41,10 +41,10 @@ def run_all(cases: str) -> str:
 def run(case: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt import server_args
 
-    from sglang_uvm_offload.plugin import auto_resident, launch_checks
+    from sglang_uvm_offload.plugin import launch_checks, planned_launch
 
     code, errors = None, io.StringIO()
-    launch_checks.host_available = auto_resident.host_available = lambda: case.get("host_bytes", 1 << 40)
+    launch_checks.host_available = planned_launch.host_available = lambda: case.get("host_bytes", 1 << 40)
     flags: dict[str, Any] = {}
     with contextlib.redirect_stderr(errors):
         try:

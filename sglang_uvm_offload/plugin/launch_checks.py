@@ -13,7 +13,7 @@ from sglang.srt.utils import get_device_memory_capacity
 from sglang_uvm_offload.config import AUTO, OffloadConfig
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES, host_available
-from sglang_uvm_offload.plugin import auto_resident, output_files, recording
+from sglang_uvm_offload.plugin import auto_resident, output_files, recording, vram_check
 from sglang_uvm_offload.plugin.profiles import profile_problems
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
@@ -49,6 +49,7 @@ def check(config: OffloadConfig, server_args: Any) -> OffloadConfig:
     num_experts, reasons = _experts(config, server_args)
     problems += reasons
     if num_experts is not None:
+        problems += vram_check.problems(config, server_args)
         try:
             config = auto_resident.resolved(config, server_args)
         except FlagError as error:

@@ -58,6 +58,8 @@ class LayerShape:
     feed_forward: int = 0
     """Dense MLP and shared experts, divided by all tensor-parallel ranks."""
     replicated: int = 0
+    unknown: int = 0
+    """The part of ``replicated`` that is so only for want of a known name."""
     parameters: int = 0
     """Weights outside the routed experts."""
 
@@ -213,7 +215,8 @@ def _layer_shape(index: int, tensors: list[TensorInfo], num_experts: int) -> Lay
     for tensor in tensors:
         routed = _expert_of(tensor, num_experts)
         if routed is None:
-            sums[_division(tensor.name)] += tensor.nbytes
+            for kind in _divisions(tensor.name):
+                sums[kind] += tensor.nbytes
             sums["parameters"] += parameters(tensor)
             continue
         part, ids, nbytes = routed
@@ -256,15 +259,15 @@ def _is_split(part: str, tensor: TensorInfo, stacked: bool) -> bool:
     return part.startswith("w13.") or not (part.endswith("bias") or shape[-1] == 1 or len(shape) == 1)
 
 
-def _division(name: str) -> str:
-    """The field of ``LayerShape`` for how ranks divide a tensor. Unknown tensors are whole on each rank."""
+def _divisions(name: str) -> tuple[str, ...]:
+    """The fields of ``LayerShape`` that count a tensor, by how ranks divide it. Unknown tensors are whole on each rank."""
     if _REPLICATED.search(name):
-        return "replicated"
+        return ("replicated",)
     if _KEYS_VALUES.search(name):
-        return "keys_values"
+        return ("keys_values",)
     if _ATTENTION.search(name):
-        return "attention"
-    return "feed_forward" if _FEED_FORWARD.search(name) else "replicated"
+        return ("attention",)
+    return ("feed_forward",) if _FEED_FORWARD.search(name) else ("replicated", "unknown")
 
 
 def _expert_parameters(by_layer: Mapping[int, list[TensorInfo]], layers: tuple[LayerShape, ...], num_experts: int) -> int:

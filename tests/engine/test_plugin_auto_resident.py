@@ -13,8 +13,8 @@ from harness.server import flags
 from launches import launched
 from nursery import Starts
 
+from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.machine import GIB
-from sglang_uvm_offload.sizing.planner import DEFAULT_KV_TOKENS
 
 N = "--expert-offload-num-resident"
 GPU = {
@@ -26,6 +26,8 @@ GPU = {
     "disable_prefill_cuda_graph": True,
 }
 REPOSITORY = "maker/tiny"
+LEAST_FRACTION = 1e-4
+"""Of 16 GiB: less than two residents a layer, beside little other weights."""
 
 
 def in_the_cache(home: Path, repository: str, files: list[Path]) -> None:
@@ -90,6 +92,18 @@ def launch(
             **{**given, **drafts, "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": wide},
         },
     }
+    number = {**given, "expert_offload_num_resident": 8, "max_total_tokens": None}
+    cases |= {
+        "a number that fits": {**number, "mem_fraction_static": fraction(model, 8, 4096)},
+        "a number too large": {**number, "mem_fraction_static": LEAST_FRACTION},
+        "a number on a CPU": {
+            **{name: number[name] for name in number if name not in GPU},
+            "device": "cpu",
+            "mem_fraction_static": LEAST_FRACTION,
+        },
+        "a number uncounted": {**number, "mem_fraction_static": LEAST_FRACTION, "moe_dense_tp_size": 1},
+        "a number for two GPUs": {**number, "mem_fraction_static": LEAST_FRACTION, "tp_size": 2},
+    }
     host_bytes = {"little host RAM": {"host_bytes": 5 * GIB}}
     jobs = {name: {"argv": flags(case), "resolve": True, **host_bytes.get(name, {})} for name, case in cases.items()}
     return launched(jobs, sglang_on_standin, HF_HOME=str(folder / "home"))
@@ -137,3 +151,30 @@ def test_where_no_number_can_be_found_the_launch_ends_with_every_reason(launch, 
     assert launch[case]["exit"] == 2, launch[case]["error"]
     for part in parts:
         assert part in launch[case]["error"]
+
+
+@pytest.mark.parametrize("case", ["a number that fits", "a number on a CPU"])
+def test_a_number_that_fits_and_any_number_on_a_cpu_are_served_without_a_word(launch, case):
+    assert launch[case]["exit"] is None, launch[case]["error"]
+    assert launch[case]["flags"]["expert_offload_num_resident"] == "8"
+    assert "VRAM" not in launch[case]["error"]
+
+
+def test_a_number_that_cannot_fit_is_refused_with_what_is_short(launch):
+    assert launch["a number too large"]["exit"] == 2
+    (line,) = [text for text in launch["a number too large"]["error"].splitlines() if N in text]
+    assert f"{N} 8: does not fit on GPU 0 (rank 0): at least " in line
+    assert "(18.0 MiB for 8 of 16 experts a layer, " in line
+    assert "by --mem-fraction-static 0.0001 less --expert-offload-headroom-gb 0; no number fits" in line
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("a number uncounted", "does not count --moe-dense-tp-size 1"),
+        ("a number for two GPUs", "there is no CUDA device 1: the driver shows 1"),
+    ],
+)
+def test_a_number_that_cannot_be_checked_is_served_with_the_reason(launch, case, reason):
+    assert launch[case]["exit"] is None, launch[case]["error"]
+    assert f"{N} 8 is not checked against VRAM: {reason}" in launch[case]["error"]

@@ -18,6 +18,7 @@ from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayo
 from sglang_uvm_offload.sizing import planner, sglang_memory
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.kv_cache import KvShape
+from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.machine import GIB, PRESET_HOST_GIB, MachineError, describe, preset
 from sglang_uvm_offload.sizing.plan import MEASURED, Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case, host_pages, most_pages
@@ -732,7 +733,7 @@ def auto(folder, **changes):
         **{"parallel": Parallel(), "vram_bytes": 24 * GIB, "free_vram_bytes": 23 * GIB + CONTEXT, "host_bytes": 64 * GIB},
         **{"mem_fraction_static": 0.8, "headroom_gb": 1.0, "context_length": 1024, "max_running_requests": 1},
     }
-    return planner.choose_num_resident(str(folder), **values | changes)
+    return planner.choose_num_resident(Launch(str(folder), **values | changes))
 
 
 @pytest.mark.parametrize("wanted", [0, 4, 8, 12, 16])
