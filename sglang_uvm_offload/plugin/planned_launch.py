@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import huggingface_hub
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
-from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import OffloadConfig
-from sglang_uvm_offload.cuda.device import free_vram
+from sglang_uvm_offload.cuda.device import free_vram, visible_gpus
 from sglang_uvm_offload.memory.host_ram import host_available
+from sglang_uvm_offload.plugin import launch_drafts, linear_attention
+from sglang_uvm_offload.plugin.local_checkpoint import local_folder
 from sglang_uvm_offload.sizing.kv_cache import WINDOW_RATIO
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
+from sglang_uvm_offload.sizing.machine import MachineError, of_gpus
 from sglang_uvm_offload.sizing.plan import Parallel
 
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -54,46 +53,42 @@ def planned_launch(config: OffloadConfig, server_args: Any) -> Launch:
     cfg, model = resolving_view(server_args), model_config_of(server_args)
     if reasons := _uncounted(server_args, cfg, model):
         raise Uncounted(reasons)
-    return _launch(config, cfg, model, server_args.max_running_requests)
+    return _launch(config, cfg, model, server_args)
 
 
-def local_folder(cfg: Any) -> str:
-    """The checkpoint's folder: the one given, or that of a downloaded model in the Hugging Face cache. Raises ``Uncounted``."""
-    if Path(cfg.model_path).is_dir():
-        return cfg.model_path
-    try:
-        return huggingface_hub.snapshot_download(
-            cfg.model_path, revision=cfg.revision, cache_dir=cfg.download_dir, local_files_only=True
-        )
-    except (LocalEntryNotFoundError, HFValidationError) as error:
-        raise Uncounted(
-            [f"--model-path {cfg.model_path} is no local folder, and not in the Hugging Face cache: nothing can be counted"]
-        ) from error
-
-
-def _launch(config: OffloadConfig, cfg: Any, model: Any, requests: int | None) -> Launch:
-    """``requests``: as given by the user; SGLang fills in a number of its own (with speculation)."""
+def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
+    """``given``: the arguments before SGLang resolved them. It fills in a number of requests of its own with speculation."""
     grouped = cfg.attn_dp_size > 1
     # Each replica takes as many requests as the flag names; the attention groups of one replica share them.
-    requests = requests and requests * (1 if grouped else cfg.dp_size)
+    requests = given.max_running_requests and given.max_running_requests * (1 if grouped else cfg.dp_size)
     vram = int((get_device_memory_capacity(cfg.device) or 0) * (1 << 20))
     if not vram:
         raise Uncounted(["SGLang does not know the size of this GPU"])
     return Launch(
-        local_folder(cfg),
-        parallel=Parallel(cfg.tp_size, cfg.ep_size, cfg.pp_size, cfg.attn_dp_size if grouped else cfg.dp_size, grouped),
+        local_folder("--model-path", cfg.model_path, cfg.revision, cfg),
+        parallel=Parallel(
+            *(cfg.tp_size, cfg.ep_size, cfg.pp_size, cfg.attn_dp_size if grouped else cfg.dp_size, grouped),
+            shared_whole=cfg.moe_a2a_backend != "none",
+        ),
         vram_bytes=vram,
         free_vram_bytes=vram,
         host_bytes=host_available(),
         mem_fraction_static=cfg.mem_fraction_static,
         headroom_gb=config.headroom_gb,
-        context_length=model.context_len,
+        model_context=model.context_len,
+        context_length=given.context_length,
         max_running_requests=requests,
         max_total_tokens=cfg.max_total_tokens,
         kv_cache_dtype=_name(model.dtype) if cfg.kv_cache_dtype == "auto" else cfg.kv_cache_dtype,
         page_tokens=max(64, cfg.page_size or 1),
-        speculative=_drafts_from_the_checkpoint(cfg),
+        speculative=launch_drafts.from_the_checkpoint(cfg),
+        draft_path=launch_drafts.separate_folder(cfg),
+        draft_tokens=launch_drafts.tokens_verified(cfg),
         image_bytes=_image_bytes(cfg, model),
+        **_hicache(cfg, given),
+        linear=linear_attention.state(cfg, model),
+        notes=_notes(cfg, given),
+        rates=_rates(),
     )
 
 
@@ -105,20 +100,17 @@ def _uncounted(server_args: Any, cfg: Any, model: Any) -> list[str]:
         f"--attn-cp-size {cfg.attn_cp_size}": cfg.attn_cp_size > 1,
         f"--dcp-size {cfg.dcp_size}": cfg.dcp_size > 1,
         f"--moe-dense-tp-size {cfg.moe_dense_tp_size}": cfg.moe_dense_tp_size is not None,
-        f"--moe-a2a-backend {cfg.moe_a2a_backend}": cfg.moe_a2a_backend != "none",
+        f"the buffers of --moe-a2a-backend {cfg.moe_a2a_backend}, for which SGLang reserves nothing": cfg.moe_a2a_backend
+        not in ("none", "deepep"),
         "--enable-symm-mem": cfg.enable_symm_mem,
-        "--enable-hierarchical-cache": cfg.enable_hierarchical_cache,
         f"--swa-full-tokens-ratio {cfg.swa_full_tokens_ratio}": cfg.swa_full_tokens_ratio not in (None, WINDOW_RATIO),
         "--disable-hybrid-swa-memory": cfg.disable_hybrid_swa_memory,
         "--json-model-override-args": cfg.json_model_override_args not in (None, "", "{}"),
         f"--load-format {cfg.load_format}": cfg.load_format not in _LOAD_FORMATS,
-        f"--speculative-algorithm {cfg.speculative_algorithm} with a draft model of its own": cfg.speculative_algorithm
-        not in (None, "NGRAM")
-        and not _drafts_from_the_checkpoint(cfg),
         "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": post_capture_kv_sizing_planned(server_args),
-        "the state of this model's linear attention": mambaish_config(model) is not None,
     }
-    return [f"does not count {name}" for name, enabled in beside.items() if enabled] + _conversions(cfg, model)
+    out = [f"does not count {name}" for name, enabled in beside.items() if enabled]
+    return out + launch_drafts.uncounted(cfg) + linear_attention.uncounted(cfg, model) + _conversions(cfg, model)
 
 
 def _conversions(cfg: Any, model: Any) -> list[str]:
@@ -134,16 +126,39 @@ def _conversions(cfg: Any, model: Any) -> list[str]:
     return out
 
 
-def _drafts_from_the_checkpoint(cfg: Any) -> bool:
-    return cfg.speculative_algorithm in ("EAGLE", "NEXTN") and cfg.speculative_draft_model_path in (None, cfg.model_path)
-
-
 def _image_bytes(cfg: Any, model: Any) -> int:
     if not model.is_multimodal:
         return 0
     from sglang.srt.mem_cache.kv_cache_configurator import mm_runtime_reservation_gb
 
     return int(mm_runtime_reservation_gb(is_multimodal=True, mm_feature_transport=cfg.mm_feature_transport) * (1 << 30))
+
+
+def _hicache(cfg: Any, given: Any) -> dict[str, Any]:
+    """The host RAM of the hierarchical cache. Without a size or ratio from the user, SGLang shrinks it to what is left."""
+    if not cfg.enable_hierarchical_cache:
+        return {}
+    if given.hicache_size:
+        return {"hicache_bytes": int(given.hicache_size * 1e9)}
+    return {"hicache_ratio": given.hicache_ratio or 0.0}
+
+
+def _notes(cfg: Any, given: Any) -> tuple[str, ...]:
+    out = []
+    if cfg.enable_hierarchical_cache and not (given.hicache_size or given.hicache_ratio):
+        out.append("the hierarchical cache takes what host RAM is left (--hicache-size or --hicache-ratio would be counted)")
+    if cfg.moe_a2a_backend == "deepep":
+        out.append("DeepEP's buffers come out of what --mem-fraction-static leaves, of which SGLang's default is aware")
+    return tuple(out)
+
+
+def _rates() -> tuple[float, float, float]:
+    """The rates of this machine's GPUs, zeros where they are not known."""
+    try:
+        machine = of_gpus(visible_gpus())
+    except MachineError:
+        return 0.0, 0.0, 0.0
+    return machine.link_gbps, machine.hbm_gbps, machine.tflops
 
 
 def _name(dtype: Any) -> str:

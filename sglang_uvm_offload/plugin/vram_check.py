@@ -15,6 +15,7 @@ from sglang_uvm_offload.config import AUTO, OffloadConfig
 from sglang_uvm_offload.cuda.device import DriverError
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.plugin.planned_launch import Rank, free_by_gpu, planned_launch, ranks
+from sglang_uvm_offload.sizing.draft_cost import draft_note
 from sglang_uvm_offload.sizing.launch import Uncounted
 from sglang_uvm_offload.sizing.least_memory import LeastMemory
 from sglang_uvm_offload.sizing.planner import shape_problems
@@ -44,6 +45,8 @@ def problems(config: OffloadConfig, server_args: Any) -> list[str]:
     least = LeastMemory(case, cfg.page_size or 1)
     if least.share <= 0 or config.num_resident > case.model.num_experts:
         return []  # the headroom or the number is refused by a check of its own
+    if case.workload.drafts and (note := draft_note(case, config.num_resident)):
+        logger.warning("%s %d: %s", _N, config.num_resident, note)
     return shortages(config, least, all_ranks, free)
 
 

@@ -11,6 +11,7 @@ import dataclasses
 
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
+from sglang_uvm_offload.sizing.draft_cost import draft_note
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.launch import NO_DRAFTS, Launch, Uncounted
 from sglang_uvm_offload.sizing.machine import GIB, Machine
@@ -39,12 +40,17 @@ def plan(
     hit_rate: float | None = None,
 ) -> Plan:
     """The plan for serving ``model``. ``hit_rate``: the measured share of routing that residents serve, None if unknown."""
-    case = Case(model, machine, workload, parallel, reserve or Reserve(), assumed or Assumptions())
+    return plan_case(Case(model, machine, workload, parallel, reserve or Reserve(), assumed or Assumptions()), hit_rate)
+
+
+def plan_case(case: Case, hit_rate: float | None = None) -> Plan:
+    """``plan`` for a case; without speeds where the machine's rates are unknown (0)."""
+    model, parallel = case.model, case.parallel
     problems = shape_problems(case)
     blank = Plan(
         model=model.name,
-        machine=machine,
-        workload=workload,
+        machine=case.machine,
+        workload=case.workload,
         parallel=parallel,
         num_resident=None,
         num_experts=model.num_experts,
@@ -59,6 +65,7 @@ def plan(
         return blank
     chosen = case.largest()
     shown = case.most_in_vram() or 0
+    drafts = "" if chosen is None or not case.workload.drafts else draft_note(case, chosen)
     sized = dataclasses.replace(
         blank,
         num_resident=chosen,
@@ -70,23 +77,24 @@ def plan(
         ranks=tuple(case.rank(stage, shown) for stage in range(parallel.pp)),
         host_needed=case.host(shown, after_moves=False),
         host_needed_after_moves=case.host(shown, after_moves=True),
-        notes=tuple(_notes(case, chosen)),
+        notes=(*_notes(case, chosen), *filter(None, [drafts])),
+        draft_note=drafts,
     )
     if chosen is None:
         return dataclasses.replace(sized, problems=tuple(_shortages(case)), needs=tuple(_remedies(case)))
-    return dataclasses.replace(sized, speeds=_speeds(case, chosen, hit_rate), flags=_flags(case, chosen))
+    speeds = _speeds(case, chosen, hit_rate) if case.machine.link_gbps else ()
+    return dataclasses.replace(sized, speeds=speeds, flags=_flags(case, chosen))
 
 
 def choose_num_resident(launch: Launch) -> Plan:
-    """The plan behind ``--expert-offload-num-resident auto``: the most residents with which the KV cache still holds
-    ``max_total_tokens``, or ``max_running_requests`` requests of the full context. With neither given: one such request, and at
-    least ``DEFAULT_KV_TOKENS``. Raises ``FlagError`` with the shortages and the remedies."""
+    """The plan behind ``--expert-offload-num-resident auto``: the most residents beside the KV cache that ``launch`` asks for.
+    Raises ``FlagError`` with the shortages and the remedies."""
     auto = f"{_N} auto"
     try:
         case = launch.case()
     except Uncounted as error:
         raise FlagError([f"{auto}: {reason}; give a number" for reason in error.reasons]) from error
-    result = plan(case.model, case.machine, case.workload, case.parallel, case.reserve, case.assumed)
+    result = plan_case(case)
     if result.num_resident is None:
         needs = [f"remedy: {need}" for need in result.needs]
         raise FlagError([f"{auto}: {line}" for line in (*result.problems, *needs)])
@@ -142,9 +150,11 @@ def _shortages(case: Case) -> list[str]:
             f"{size(case.budget)} of {size(case.machine.vram_bytes)}"
         ]
     most = case.most_in_vram() or 0
+    cache = case.host_cache(most)
+    beside = f" ({size(cache)} of it for the hierarchical cache and what SGLang leaves free beside it)" if cache else ""
     return [
         f"host RAM: with {most} of {case.model.num_experts} experts a layer resident, the most that VRAM holds, "
-        f"{size(case.host(most, after_moves=False))} are needed, and {size(case.machine.host_bytes)} are available"
+        f"{size(case.host(most, after_moves=False))} are needed{beside}, and {size(case.machine.host_bytes)} are available"
     ]
 
 
@@ -213,7 +223,7 @@ def _with_tp(case: Case, tp: int) -> tuple[int, int]:
 
 def _notes(case: Case, chosen: int | None) -> list[str]:
     out = []
-    if case.model.kv.stateless_layers:
+    if case.model.kv.stateless_layers and case.linear is None:
         out.append(f"{len(case.model.kv.stateless_layers)} layers have linear attention: their state is not counted")
     if not case.model.from_headers:
         out.append("bytes are derived from the config; give the checkpoint's folder to read them from its headers")

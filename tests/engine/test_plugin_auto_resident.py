@@ -13,6 +13,7 @@ from harness.server import flags
 from launches import launched
 from nursery import Starts
 
+from sglang_uvm_offload.sizing.draft_model import load_draft
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.machine import GIB
 
@@ -39,6 +40,12 @@ def in_the_cache(home: Path, repository: str, files: list[Path]) -> None:
     (folder / "snapshots" / commit).mkdir(parents=True)
     for file in files:
         shutil.copy(file, folder / "snapshots" / commit)
+
+
+def draft_bytes(folder: Path, tokens: int) -> int:
+    """The weights of a draft model and its cache."""
+    draft = load_draft(folder)
+    return draft.rank_bytes(1, 1) + tokens * draft.layers * draft.kv.layer_bytes(1, 2)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +97,10 @@ def launch(
         },
         "draft model": {
             **{**given, **drafts, "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": wide},
+            "mem_fraction_static": fraction(model, 8, 4096, beside=draft_bytes(wide, 4096)),
         },
+        "hierarchical cache": {**given, "enable_hierarchical_cache": True, "hicache_size": 1},
+        "little host RAM for the cache": {**given, "enable_hierarchical_cache": True, "hicache_size": 30},
     }
     number = {**given, "expert_offload_num_resident": 8, "max_total_tokens": None}
     cases |= {
@@ -104,7 +114,7 @@ def launch(
         "a number uncounted": {**number, "mem_fraction_static": LEAST_FRACTION, "moe_dense_tp_size": 1},
         "a number for two GPUs": {**number, "mem_fraction_static": LEAST_FRACTION, "tp_size": 2},
     }
-    host_bytes = {"little host RAM": {"host_bytes": 5 * GIB}}
+    host_bytes = {"little host RAM": {"host_bytes": 5 * GIB}, "little host RAM for the cache": {"host_bytes": 40 * GIB}}
     jobs = {name: {"argv": flags(case), "resolve": True, **host_bytes.get(name, {})} for name, case in cases.items()}
     return launched(jobs, sglang_on_standin, HF_HOME=str(folder / "home"))
 
@@ -114,6 +124,19 @@ def test_auto_becomes_the_number_that_fits_beside_the_cache_that_is_asked_for(la
     assert launch[case]["exit"] is None, launch[case]["error"]
     assert launch[case]["flags"]["expert_offload_num_resident"] == "8"
     assert f"{N} auto: 8 of 16 experts a layer fit in VRAM: 18.0 MiB on a rank" in launch[case]["error"]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("tokens", "KV cache for 4096 tokens on each rank (as --max-total-tokens gives them)"),
+        ("requests", "3072 tokens on each rank (for 3 requests of 1024 tokens)"),
+        ("neither", "32768 tokens on each rank (for 1 request of 2048 tokens, or more shorter ones; assumed, and changed by "),
+        ("neither", "--max-running-requests, --context-length or --max-total-tokens"),
+    ],
+)
+def test_the_log_says_what_the_cache_is_for_and_which_flags_change_it(launch, case, words):
+    assert words in launch[case]["error"]
 
 
 def test_the_headroom_is_taken_off_after_it_was_counted(launch, model):
@@ -131,6 +154,15 @@ def test_drafting_layers_leave_fewer_residents_but_requests_that_nobody_asked_fo
     assert "KV cache for 32768 tokens" in launch["with drafts"]["error"], "SGLang sets 48 requests by itself"
 
 
+def test_a_draft_model_of_its_own_is_counted(launch):
+    assert launch["draft model"]["exit"] is None, launch["draft model"]["error"]
+    assert launch["draft model"]["flags"]["expert_offload_num_resident"] == "8"
+
+
+def test_a_hierarchical_cache_for_which_there_is_host_ram_changes_nothing(launch):
+    assert launch["hierarchical cache"]["flags"]["expert_offload_num_resident"] == "8"
+
+
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
@@ -144,7 +176,7 @@ def test_drafting_layers_leave_fewer_residents_but_requests_that_nobody_asked_fo
         ("float32", ["auto: the checkpoint is float32 and would be loaded as float16, of another size; give a number"]),
         ("uncounted", ["--nnodes 2", "--moe-dense-tp-size 1", "--swa-full-tokens-ratio 0.5", "--json-model-override-args"]),
         ("uncounted", ["auto: does not count --load-format sharded_state; give a number"]),
-        ("draft model", ["auto: does not count --speculative-algorithm STANDALONE with a draft model of its own"]),
+        ("little host RAM for the cache", ["of it for the hierarchical cache", "auto: remedy: host RAM of"]),
     ],
 )
 def test_where_no_number_can_be_found_the_launch_ends_with_every_reason(launch, case, parts):

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.cuda.device import DriverError
+from sglang_uvm_offload.plugin import auto_resident, vram_check
 from sglang_uvm_offload.plugin.planned_launch import Rank
 from sglang_uvm_offload.plugin.vram_check import shortages
 from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.least_memory import LeastMemory
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
@@ -66,8 +73,9 @@ def test_a_gpu_of_another_replica_changes_nothing_of_what_is_granted():
     """SGLang takes the least free VRAM of the ranks that serve together. The last stage is short first."""
     parallel = Parallel(pp=4, dp=2)
     refused = next(n for n in range(129) if refusals(n, parallel, even(8), 0.5))
-    for free in (even(8), even(8, gpu4=FREE - GIB)):
-        assert "GPU 3" in refusals(refused, parallel, free, 0.5)[0]
+    lines = [refusals(refused, parallel, free, 0.5)[0] for free in (even(8), even(8, gpu4=FREE - 3 * GIB // 2))]
+    assert "GPU 3" in lines[0]
+    assert lines[0].split("; give")[0] == lines[1].split("; give")[0]
 
 
 def test_the_stage_that_is_short_is_named():
@@ -79,3 +87,54 @@ def test_the_stage_that_is_short_is_named():
 def test_where_no_number_fits_larger_gpus_are_the_remedy(free):
     (line,) = refusals(1, Parallel(tp=8), even(8, gpu0=free))
     assert line.endswith("; no number fits: use more or larger GPUs")
+
+
+LAUNCH = Launch(
+    str(MODEL),
+    **{"parallel": Parallel(tp=8), "vram_bytes": 96 * GIB, "free_vram_bytes": 96 * GIB, "host_bytes": 4096 * GIB},
+    **{"mem_fraction_static": 0.5, "headroom_gb": 1.0, "model_context": 32768},
+)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """Checks a number, or chooses one for ``auto``, on eight GPUs; returns what was warned of."""
+
+    def check(num_resident: object, launch: Launch = LAUNCH, free: object = None) -> list[str]:
+        def free_by_gpu(ranks: list[Rank]) -> dict[int, int]:
+            if free is not None:
+                raise DriverError("no driver")
+            return even(8)
+
+        for module in (vram_check, auto_resident):
+            monkeypatch.setattr(module, "resolving_view", lambda args: SimpleNamespace(device="cuda", page_size=1))
+            monkeypatch.setattr(module, "ranks", lambda cfg: [Rank(0, 0, gpu, gpu) for gpu in range(8)])
+            monkeypatch.setattr(module, "planned_launch", lambda config, args: launch)
+            monkeypatch.setattr(module, "free_by_gpu", free_by_gpu)
+        config = parse({"num_resident": num_resident})
+        assert config is not None
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            assert vram_check.problems(config, None) == []
+            auto_resident.resolved(config, None)
+        return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+    return check
+
+
+@pytest.mark.parametrize("number", [20, "auto"])
+def test_the_cost_of_drafts_is_a_warning(launched, number):
+    assert launched(number) == []
+    (line,) = launched(number, replace(LAUNCH, draft_tokens=4))
+    assert line.startswith(f"--expert-offload-num-resident {number}: drafts are predicted to cost more than they bring")
+
+
+def test_what_keeps_a_number_from_being_checked_is_a_warning(launched):
+    assert launched(20, free="unknown") == ["--expert-offload-num-resident 20 is not checked against VRAM: no driver"]
+    (line,) = launched(20, replace(LAUNCH, parallel=Parallel(tp=8, ep=3)))
+    assert "--ep-size 3: must divide --tp-size 8" in line
+    assert "no draft layers" in launched(20, replace(LAUNCH, speculative=True))[0]
+
+
+def test_a_number_beyond_the_experts_is_left_to_the_check_that_names_them(launched):
+    assert launched(129) == []
