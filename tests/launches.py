@@ -44,10 +44,10 @@ def run_all(cases: str) -> str:
 def run(case: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt import server_args
 
-    from sglang_uvm_offload.plugin import auto_resident, expert_bytes
+    from sglang_uvm_offload.plugin import expert_bytes, planned_launch
 
     code, errors = None, io.StringIO()
-    expert_bytes.host_available = auto_resident.host_available = lambda: case.get("host_bytes", 1 << 40)
+    expert_bytes.host_available = planned_launch.host_available = lambda: case.get("host_bytes", 1 << 40)
     flags: dict[str, Any] = {}
     with contextlib.redirect_stderr(errors):
         try:

@@ -181,6 +181,6 @@ def _gpus(found: Diagnosis, gpus: list[int]) -> None:
         found.good(f"CUDA compiler {find_nvcc()}")
         for arch in sorted(set(arches.values())):
             found.good(f"CUDA library {build(arch)}")
-        found.good(f"free VRAM, on the GPU that has least: {size(free_vram(gpus))}")
+        found.good(f"free VRAM, on the GPU that has least: {size(min(free_vram(gpus)))}")
     except (BuildFailure, DriverError) as failure:
         found.bad(str(failure))

@@ -61,8 +61,8 @@ def visible_gpus() -> list[tuple[str, int]]:
         return []
 
 
-def free_vram(devices: Sequence[int]) -> int:
-    """Bytes of VRAM that are free on the GPU of ``devices`` that has least, beside the context of the querying process."""
+def free_vram(devices: Sequence[int]) -> list[int]:
+    """Bytes of VRAM that are free on each GPU of ``devices``, beside the context of the querying process."""
     command = [sys.executable, "-m", __name__, *map(str, devices)]
     try:
         queried = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_SECONDS)
@@ -70,7 +70,8 @@ def free_vram(devices: Sequence[int]) -> int:
         raise DriverError(f"the query for free VRAM did not return within {_QUERY_TIMEOUT_SECONDS} s") from late
     if queried.returncode != 0:
         raise DriverError((queried.stderr.strip() or f"exit code {queried.returncode}").splitlines()[-1])
-    return min(json.loads(queried.stdout.splitlines()[-1]))
+    free: list[int] = json.loads(queried.stdout.splitlines()[-1])
+    return free
 
 
 def relax_capture() -> None:

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
-from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
-from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.utils import get_device_memory_capacity
+from sglang.srt.arg_groups.model_override_base import resolving_view
 
 from sglang_uvm_offload.config import AUTO, OffloadConfig
-from sglang_uvm_offload.cuda.device import DriverError, free_vram
+from sglang_uvm_offload.cuda.device import DriverError
 from sglang_uvm_offload.flags import FlagError, flag_name
-from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.sizing.kv_cache import WINDOW_RATIO
-from sglang_uvm_offload.sizing.plan import Parallel, Plan
+from sglang_uvm_offload.plugin.planned_launch import free_by_gpu, planned_launch, ranks
+from sglang_uvm_offload.sizing.launch import Launch, Uncounted
+from sglang_uvm_offload.sizing.plan import Plan
 from sglang_uvm_offload.sizing.planner import choose_num_resident
 from sglang_uvm_offload.units import size
 
 logger = logging.getLogger(__name__)
 
 _AUTO = f"{flag_name('num_resident')} {AUTO}"
-_LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
 def resolved(config: OffloadConfig, server_args: Any) -> OffloadConfig:
@@ -36,133 +29,32 @@ def resolved(config: OffloadConfig, server_args: Any) -> OffloadConfig:
     cfg = resolving_view(server_args)
     if cfg.device != "cuda":
         raise FlagError([f"{_AUTO}: with --device {cfg.device} there is no VRAM to fit experts in; give a number"])
-    model = model_config_of(server_args)
-    uncounted = _uncounted(server_args, cfg, model)
-    if uncounted:
-        raise FlagError([f"{_AUTO}: {reason}; give a number" for reason in uncounted])
-    plan = _plan(config, cfg, model, server_args.max_running_requests)
+    launch = _launch(config, server_args, cfg)
+    plan = choose_num_resident(launch)
     assert plan.num_resident is not None
-    logger.info("%s", _why(plan))
+    logger.info("%s", _why(plan, launch))
+    if plan.draft_note:
+        logger.warning("%s: %s", _AUTO, plan.draft_note)
     return dataclasses.replace(config, num_resident=plan.num_resident)
 
 
-def gpus(cfg: Any) -> list[int]:
-    """The GPUs of all ranks, as SGLang assigns them on this, the only machine."""
-    group = cfg.tp_size * cfg.pp_size * cfg.gpu_id_step
-    return sorted(
-        {
-            cfg.base_gpu_id + replica * group + stage * cfg.tp_size + rank * cfg.gpu_id_step
-            for replica in range(cfg.dp_size)
-            for stage in range(cfg.pp_size)
-            for rank in range(cfg.tp_size)
-        }
-    )
-
-
-def local_folder(cfg: Any) -> str:
-    """The checkpoint's folder: the one given, or that of a downloaded model in the Hugging Face cache."""
-    if Path(cfg.model_path).is_dir():
-        return cfg.model_path
+def _launch(config: OffloadConfig, server_args: Any, cfg: Any) -> Launch:
     try:
-        return huggingface_hub.snapshot_download(
-            cfg.model_path, revision=cfg.revision, cache_dir=cfg.download_dir, local_files_only=True
-        )
-    except (LocalEntryNotFoundError, HFValidationError) as error:
-        raise FlagError(
-            [
-                f"{_AUTO}: --model-path {cfg.model_path} is no local folder, and not in the Hugging Face cache; give a number, "
-                "or a local folder"
-            ]
-        ) from error
-
-
-def _plan(config: OffloadConfig, cfg: Any, model: Any, requests: int | None) -> Plan:
-    """``requests``: as given by the user; SGLang fills in a number of its own (with speculation)."""
-    folder = local_folder(cfg)
-    try:
-        free = free_vram(gpus(cfg))
+        launch = planned_launch(config, server_args)
+        free = free_by_gpu(ranks(cfg))
+    except Uncounted as error:
+        raise FlagError([f"{_AUTO}: {reason}; give a number" for reason in error.reasons]) from error
     except DriverError as refusal:
         raise FlagError([f"{_AUTO}: cannot query free VRAM: {refusal}"]) from refusal
-    grouped = cfg.attn_dp_size > 1
-    # Each replica takes as many requests as the flag names; the attention groups of one replica share them.
-    requests = requests and requests * (1 if grouped else cfg.dp_size)
-    return choose_num_resident(
-        folder,
-        parallel=Parallel(cfg.tp_size, cfg.ep_size, cfg.pp_size, cfg.attn_dp_size if grouped else cfg.dp_size, grouped),
-        vram_bytes=int(get_device_memory_capacity(cfg.device) * (1 << 20)),
-        free_vram_bytes=free,
-        host_bytes=host_available(),
-        mem_fraction_static=cfg.mem_fraction_static,
-        headroom_gb=config.headroom_gb,
-        context_length=model.context_len,
-        max_running_requests=requests,
-        max_total_tokens=cfg.max_total_tokens,
-        kv_cache_dtype=_name(model.dtype) if cfg.kv_cache_dtype == "auto" else cfg.kv_cache_dtype,
-        page_tokens=max(64, cfg.page_size or 1),
-        speculative=_drafts_from_the_checkpoint(cfg),
-        image_bytes=_image_bytes(cfg, model),
-    )
+    return dataclasses.replace(launch, free_vram_bytes=min(free.values()))
 
 
-def _uncounted(server_args: Any, cfg: Any, model: Any) -> list[str]:
-    """Settings of this launch whose bytes no plan counts, so that a plan would promise memory that is not free."""
-    beside = {
-        f"--nnodes {cfg.nnodes}, where each machine would choose its own number": cfg.nnodes > 1,
-        f"--moe-dp-size {cfg.moe_dp_size}": cfg.moe_dp_size > 1,
-        f"--attn-cp-size {cfg.attn_cp_size}": cfg.attn_cp_size > 1,
-        f"--dcp-size {cfg.dcp_size}": cfg.dcp_size > 1,
-        f"--moe-dense-tp-size {cfg.moe_dense_tp_size}": cfg.moe_dense_tp_size is not None,
-        f"--moe-a2a-backend {cfg.moe_a2a_backend}": cfg.moe_a2a_backend != "none",
-        "--enable-symm-mem": cfg.enable_symm_mem,
-        "--enable-hierarchical-cache": cfg.enable_hierarchical_cache,
-        f"--swa-full-tokens-ratio {cfg.swa_full_tokens_ratio}": cfg.swa_full_tokens_ratio not in (None, WINDOW_RATIO),
-        "--disable-hybrid-swa-memory": cfg.disable_hybrid_swa_memory,
-        "--json-model-override-args": cfg.json_model_override_args not in (None, "", "{}"),
-        f"--load-format {cfg.load_format}": cfg.load_format not in _LOAD_FORMATS,
-        f"--speculative-algorithm {cfg.speculative_algorithm} with a draft model of its own": cfg.speculative_algorithm
-        not in (None, "NGRAM")
-        and not _drafts_from_the_checkpoint(cfg),
-        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": post_capture_kv_sizing_planned(server_args),
-        "the state of this model's linear attention": mambaish_config(model) is not None,
-    }
-    return [f"does not count {name}" for name, enabled in beside.items() if enabled] + _conversions(cfg, model)
-
-
-def _conversions(cfg: Any, model: Any) -> list[str]:
-    """Why the checkpoint's bytes differ from those in memory."""
-    given = getattr(model.hf_text_config, "dtype", None) or getattr(model.hf_config, "dtype", None)
-    out = []
-    if given is None:
-        out.append("the checkpoint's config names no dtype, so its bytes in memory are unknown")
-    elif _name(given) != _name(model.dtype):
-        out.append(f"the checkpoint is {_name(given)} and would be loaded as {_name(model.dtype)}, of another size")
-    if cfg.quantization is not None and not hasattr(model.hf_config, "quantization_config"):
-        out.append(f"--quantization {cfg.quantization} may change the checkpoint's size while it loads")
-    return out
-
-
-def _drafts_from_the_checkpoint(cfg: Any) -> bool:
-    return cfg.speculative_algorithm in ("EAGLE", "NEXTN") and cfg.speculative_draft_model_path in (None, cfg.model_path)
-
-
-def _image_bytes(cfg: Any, model: Any) -> int:
-    if not model.is_multimodal:
-        return 0
-    from sglang.srt.mem_cache.kv_cache_configurator import mm_runtime_reservation_gb
-
-    return int(mm_runtime_reservation_gb(is_multimodal=True, mm_feature_transport=cfg.mm_feature_transport) * (1 << 30))
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _why(plan: Plan) -> str:
+def _why(plan: Plan, launch: Launch) -> str:
     """One line: the number, the VRAM it takes, and the room it leaves."""
     most = max(plan.ranks, key=lambda rank: rank.used_bytes)
-    notes = "".join(f"; {note}" for note in plan.notes)
+    notes = "".join(f"; {note}" for note in (*plan.notes, *launch.notes) if note != plan.draft_note)
     return (
         f"{_AUTO}: {plan.num_resident} of {plan.num_experts} experts a layer fit in VRAM: {size(most.resident_bytes)} on a "
         f"rank, beside {size(most.plain_weights)} of other weights and {size(most.kv_bytes)} of KV cache for "
-        f"{plan.kv_tokens} tokens{notes}"
+        f"{plan.kv_tokens} tokens on each rank ({launch.demand}){notes}"
     )

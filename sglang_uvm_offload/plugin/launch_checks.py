@@ -15,7 +15,7 @@ from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import AUTO, OffloadConfig
 from sglang_uvm_offload.flags import PREFIX, FlagError, flag_name
-from sglang_uvm_offload.plugin import auto_resident, combinations, devices, expert_bytes, output_files, recording
+from sglang_uvm_offload.plugin import auto_resident, combinations, devices, expert_bytes, output_files, recording, vram_check
 from sglang_uvm_offload.plugin.profiles import profile_problems
 from sglang_uvm_offload.plugin.routing_formats import RoutingFormat, routing_format
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
@@ -66,6 +66,7 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
     with _listed(problems):
         settings |= _headroom(config, cfg)
     if num_experts is not None:
+        problems += vram_check.problems(config, server_args)
         with _listed(problems):
             config = auto_resident.resolved(config, server_args)
             problems += config.expert_problems(num_experts) or expert_bytes.problems(config, cfg, model.hf_config)

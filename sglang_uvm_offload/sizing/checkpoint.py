@@ -25,7 +25,11 @@ _STACKED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|gate_proj|up_proj|down_
 _PART = {**dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "w13"), "w13"), "down_proj": "w2", "w2": "w2"}
 _REPLICATED = re.compile(r"norm|q_a_proj|kv_a_proj|\.indexer\.|\.gate\.|\.router\.|shared_expert_gate|eh_proj")
 _KEYS_VALUES = re.compile(r"attn.*\.[kv]_proj[._]")
-_ATTENTION = re.compile(r"attn.*\.(q_proj|q_b_proj|kv_b_proj|o_proj|qkv_proj|sinks)\b|\.attn\.sinks")
+_ATTENTION = re.compile(
+    r"attn.*\.(q_proj|q_b_proj|kv_b_proj|o_proj|qkv_proj|sinks)\b|\.attn\.sinks|linear_attn\.(in_proj_\w+|out_proj|conv1d)\b"
+)
+_DRAFT = re.compile(r"^mtp\.(?:layers\.(\d{1,5})\.)?")
+"""Draft layers of Qwen3-Next, which have numbers of their own."""
 _FEED_FORWARD = re.compile(r"\.(gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3)[._]")
 _VOCABULARY = re.compile(r"(embed_tokens|lm_head|shared_head\.head)\.")
 _PACKED = {"I32": 8, "U8": 2}
@@ -58,6 +62,8 @@ class LayerShape:
     feed_forward: int = 0
     """Dense MLP and shared experts, divided by all tensor-parallel ranks."""
     replicated: int = 0
+    unknown: int = 0
+    """The part of ``replicated`` that is so only for want of a known name."""
     parameters: int = 0
     """Weights outside the routed experts."""
 
@@ -142,7 +148,7 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
     by_layer: dict[int, list[TensorInfo]] = defaultdict(list)
     embedding = head = other = draft_vocabulary = 0
     for tensor in tensors:
-        layer = _layer_of(tensor.name)
+        layer = _layer_of(tensor.name, num_layers)
         vocabulary = _VOCABULARY.search(tensor.name)
         if layer is not None and not vocabulary:
             by_layer[layer].append(tensor)
@@ -201,8 +207,11 @@ def parameters(tensor: TensorInfo) -> int:
     return tensor.elements * (_PACKED.get(tensor.dtype, 1) if packed else 1)
 
 
-def _layer_of(name: str) -> int | None:
-    """The decoder layer of a tensor. Vision and audio towers number their own layers, so their tensors have none."""
+def _layer_of(name: str, num_layers: int) -> int | None:
+    """The decoder layer of a tensor; draft layers come after the others. Vision and audio towers number their own layers, so
+    their tensors have none."""
+    if draft := _DRAFT.match(name):
+        return num_layers + int(draft.group(1) or 0)
     match = _LAYER.search(name)
     if match is None or re.search(r"vis(ual|ion)|audio|mm_proj", name[: match.start()]):
         return None
@@ -216,7 +225,8 @@ def _layer_shape(index: int, tensors: list[TensorInfo], num_experts: int) -> Lay
     for tensor in tensors:
         routed = _expert_of(tensor, num_experts)
         if routed is None:
-            sums[_division(tensor.name)] += tensor.nbytes
+            for kind in divisions(tensor.name):
+                sums[kind] += tensor.nbytes
             sums["parameters"] += parameters(tensor)
             continue
         part, ids, nbytes = routed
@@ -259,15 +269,15 @@ def _is_split(part: str, tensor: TensorInfo, stacked: bool) -> bool:
     return part.startswith("w13.") or not (part.endswith("bias") or shape[-1] == 1 or len(shape) == 1)
 
 
-def _division(name: str) -> str:
-    """The field of ``LayerShape`` for how ranks divide a tensor. Unknown tensors are whole on each rank."""
+def divisions(name: str) -> tuple[str, ...]:
+    """The fields of ``LayerShape`` that count a tensor, by how ranks divide it. Unknown tensors are whole on each rank."""
     if _REPLICATED.search(name):
-        return "replicated"
+        return ("replicated",)
     if _KEYS_VALUES.search(name):
-        return "keys_values"
+        return ("keys_values",)
     if _ATTENTION.search(name):
-        return "attention"
-    return "feed_forward" if _FEED_FORWARD.search(name) else "replicated"
+        return ("attention",)
+    return ("feed_forward",) if _FEED_FORWARD.search(name) else ("replicated", "unknown")
 
 
 def _expert_parameters(by_layer: Mapping[int, list[TensorInfo]], layers: tuple[LayerShape, ...], num_experts: int) -> int:

@@ -35,7 +35,7 @@ class KvShape:
     """Decoder layers that keep only ``window`` tokens of a request."""
     window: int = 0
     stateless_layers: frozenset[int] = frozenset()
-    """Decoder layers with linear attention, which keep no keys. Their state is not counted."""
+    """Decoder layers with linear attention, which keep a state for each request and no keys (``linear_state``)."""
 
     def layer_bytes(self, attn_tp: int, itemsize: int) -> int:
         """Bytes for one token in one layer on one rank, if ``attn_tp`` ranks share the attention. Each rank holds at least one
@@ -82,7 +82,7 @@ def kv_shape(config: Mapping[str, Any]) -> KvShape:
     wrong = [name for name, value in sizes.items() if not isinstance(value, int) or isinstance(value, bool) or value < 0]
     if wrong or not sizes["num_attention_heads"]:
         raise CheckpointError(f"the config's {wrong[0] if wrong else 'num_attention_heads'} is not a size")
-    types = config.get("layer_types") or []
+    types = config.get("layer_types") or _every(config.get("full_attention_interval"), sizes["num_hidden_layers"])
     if not isinstance(types, list) or len(types) not in (0, sizes["num_hidden_layers"]):
         raise CheckpointError("the config's layer_types does not name one type for each layer")
     head_dim = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
@@ -98,3 +98,10 @@ def kv_shape(config: Mapping[str, Any]) -> KvShape:
         window_layers=frozenset(i for i, t in enumerate(types) if t == "sliding_attention" and sizes["sliding_window"]),
         stateless_layers=frozenset(i for i, t in enumerate(types) if t == "linear_attention"),
     )
+
+
+def _every(interval: Any, layers: int) -> list[str]:
+    """The types of Qwen3-Next's layers, of which every ``interval``-th has full attention."""
+    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+        return []
+    return ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)]

@@ -25,7 +25,13 @@ class Workload:
     speculative: bool = False
     """NEXTN: the model's draft layers are loaded too, whole."""
     draft_tokens: int = 4
-    """Tokens that one step verifies for a request, with ``speculative``."""
+    """Tokens that one step verifies for a request, with drafts."""
+    other_drafts: bool = False
+    """Drafts that come from elsewhere: a draft model of its own, or n-grams."""
+
+    @property
+    def drafts(self) -> bool:
+        return self.speculative or self.other_drafts
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Parallel:
     pp: int = 1
     dp: int = 1
     dp_attention: bool = False
+    shared_whole: bool = False
+    """With DeepEP, every rank holds shared experts whole."""
 
     @property
     def attn_tp(self) -> int:
@@ -67,6 +75,10 @@ class Reserve:
     """Free VRAM of every GPU before the server's processes start, None if unknown: then all of it."""
     image_bytes: int = 0
     """VRAM of each rank that SGLang reserves for images."""
+    hicache_bytes: int = 0
+    """Host RAM of each rank's hierarchical cache (``--hicache-size``)."""
+    hicache_ratio: float = 0.0
+    """The same in terms of the rank's KV cache (``--hicache-ratio``), without ``hicache_bytes``."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +227,8 @@ class Plan:
     problems: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    draft_note: str = ""
+    """The one of the notes that says that drafts cost more than they bring."""
     flags: tuple[str, ...] = ()
     assumptions: Assumptions = field(default_factory=Assumptions)
 

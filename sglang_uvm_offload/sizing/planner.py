@@ -8,18 +8,17 @@ budget, and the machine's host RAM holds the other experts.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 from sglang_uvm_offload.flags import FlagError, flag_name
-from sglang_uvm_offload.memory.layout import round_up
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
+from sglang_uvm_offload.sizing.draft_cost import draft_note
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.sizing.launch import NO_DRAFTS, Launch, Uncounted
 from sglang_uvm_offload.sizing.machine import GIB, Machine
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Plan, Reserve, Speed, Workload
 from sglang_uvm_offload.sizing.plan_report import render
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.routing_curves import hit_rates
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.speed import predict
 from sglang_uvm_offload.sizing.verdict import ONE_MEMORY, uselessness
 from sglang_uvm_offload.units import size
@@ -30,11 +29,7 @@ MAX_VRAM_GIB = 1024
 VRAM_STEP_GIB = 8
 """The limit and the step of the search for a large enough GPU."""
 
-DEFAULT_KV_TOKENS = 32768
-"""Tokens of KV cache that ``auto`` leaves on each rank if no flag sets them: eight requests of 4096 tokens."""
-
 _N = flag_name("num_resident")
-_NO_DRAFTS = "the checkpoint has no draft layers of its own to count"
 
 
 def plan(
@@ -50,13 +45,19 @@ def plan(
     """The plan for serving ``model``. ``hit_rate``: the measured share of routing that residents serve, None if unknown.
     ``num_resident``: the residents of a layer to plan with, None for the most that fit."""
     case = Case(model, machine, workload, parallel, reserve or Reserve(), assumed or Assumptions())
+    return plan_case(case, hit_rate, num_resident)
+
+
+def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | None = None) -> Plan:
+    """``plan`` for a case; without speeds where the machine's rates are unknown (0)."""
+    model, parallel = case.model, case.parallel
     problems = shape_problems(case)
     if num_resident is not None and not 0 <= num_resident <= model.num_experts:
         problems.append(f"--num-resident {num_resident}: the model has {model.num_experts} experts a layer")
     blank = Plan(
         model=model.name,
-        machine=machine,
-        workload=workload,
+        machine=case.machine,
+        workload=case.workload,
         parallel=parallel,
         num_resident=None,
         num_experts=model.num_experts,
@@ -74,6 +75,7 @@ def plan(
     fits = most is not None and wanted is not None and wanted <= most and case.in_host(wanted)
     chosen = wanted if fits else None
     shown = wanted or 0
+    drafts = "" if chosen is None or not case.workload.drafts else draft_note(case, chosen)
     sized = dataclasses.replace(
         blank,
         num_resident=chosen,
@@ -85,81 +87,33 @@ def plan(
         ranks=tuple(case.rank(stage, shown) for stage in range(parallel.pp)),
         host_needed=case.host(shown, after_moves=False),
         host_needed_after_moves=case.host(shown, after_moves=True),
-        notes=tuple(_notes(case, chosen)),
+        notes=(*_notes(case, chosen), *filter(None, [drafts])),
+        draft_note=drafts,
     )
     if chosen is None and num_resident is not None and most is not None:
         return dataclasses.replace(sized, problems=tuple(_refusals(case, num_resident, most)))
-    if chosen is None and machine.one_memory:
+    if chosen is None and case.machine.one_memory:
         return dataclasses.replace(sized, problems=(f"{ONE_MEMORY}; all experts need {size(case.host(0, after_moves=False))}",))
     if chosen is None:
         return dataclasses.replace(sized, problems=tuple(_shortages(case)), needs=tuple(_remedies(case)))
-    served = dataclasses.replace(sized, speeds=_speeds(case, chosen, hit_rate), flags=_flags(case, chosen))
+    speeds = _speeds(case, chosen, hit_rate) if case.machine.link_gbps else ()
+    served = dataclasses.replace(sized, speeds=speeds, flags=_flags(case, chosen))
     return dataclasses.replace(served, useless=uselessness(served))
 
 
-def choose_num_resident(
-    model_path: str,
-    *,
-    parallel: Parallel,
-    vram_bytes: int,
-    free_vram_bytes: int,
-    host_bytes: int,
-    mem_fraction_static: float,
-    headroom_gb: float,
-    context_length: int,
-    max_running_requests: int | None = None,
-    max_total_tokens: int | None = None,
-    kv_cache_dtype: str = "bfloat16",
-    page_tokens: int = 64,
-    speculative: bool = False,
-    image_bytes: int = 0,
-) -> Plan:
-    """The plan behind ``--expert-offload-num-resident auto``: the most residents with which the KV cache still holds
-    ``max_total_tokens``, or ``max_running_requests`` requests of the full context. With neither given: one such request, and at
-    least ``DEFAULT_KV_TOKENS``.
-
-    ``model_path`` is a checkpoint's folder. ``vram_bytes`` is the size of a GPU according to SGLang; ``free_vram_bytes`` is
-    free on the GPU with least, before the server's processes start; ``host_bytes`` is available to all ranks of this machine
-    together, including the margin that offloading leaves; ``mem_fraction_static`` is SGLang's value, before the headroom.
-    Raises ``FlagError`` with the shortages and the remedies.
-    """
+def choose_num_resident(launch: Launch) -> Plan:
+    """The plan behind ``--expert-offload-num-resident auto``: the most residents beside the KV cache that ``launch`` asks for.
+    Raises ``FlagError`` with the shortages and the remedies."""
     auto = f"{_N} auto"
     try:
-        model = load(Path(model_path))
-    except CheckpointError as error:
-        raise FlagError([f"{auto}: {error}; give a number"]) from error
-    uncounted = _uncounted(model, speculative)
-    if uncounted:
-        raise FlagError([f"{auto}: {reason}; give a number" for reason in uncounted])
-    # SGLang has accepted this context: with scaling it may exceed the config's.
-    model = dataclasses.replace(model, context_length=max(model.context_length, context_length))
-    machine = Machine("this machine", parallel.ranks, vram_bytes, host_bytes, 1, 1, 1, "this machine")
-    if max_running_requests is None and max_total_tokens is None:
-        max_total_tokens = max(round_up(context_length, page_tokens), DEFAULT_KV_TOKENS)
-    workload = Workload(
-        context_length,
-        max_running_requests or 1,
-        max_total_tokens=max_total_tokens,
-        page_tokens=page_tokens,
-        kv_cache_dtype=kv_cache_dtype,
-        speculative=speculative,
-    )
-    reserve = Reserve(mem_fraction_static, headroom_gb, free_vram_bytes=free_vram_bytes, image_bytes=image_bytes)
-    result = plan(model, machine, workload, parallel, reserve)
+        case = launch.case()
+    except Uncounted as error:
+        raise FlagError([f"{auto}: {reason}; give a number" for reason in error.reasons]) from error
+    result = plan_case(case)
     if result.num_resident is None:
         needs = [f"remedy: {need}" for need in result.needs]
         raise FlagError([f"{auto}: {line}" for line in (*result.problems, *needs)])
     return result
-
-
-def _uncounted(model: CheckpointShape, speculative: bool) -> list[str]:
-    """Users of VRAM on this model's ranks that a plan does not count."""
-    out = []
-    if model.kv.stateless_layers:
-        out.append(f"the state of {len(model.kv.stateless_layers)} layers with linear attention is not counted")
-    if speculative and not model.draft_layers:
-        out.append(_NO_DRAFTS)
-    return out
 
 
 def shape_problems(case: Case) -> list[str]:
@@ -190,7 +144,7 @@ def shape_problems(case: Case) -> list[str]:
     if case.workload.kv_cache_dtype not in DTYPE_BYTES:
         out.append(f"--kv-cache-dtype {case.workload.kv_cache_dtype}: must be one of {', '.join(DTYPE_BYTES)}")
     if case.workload.speculative and not m.draft_layers:
-        out.append(_NO_DRAFTS)
+        out.append(NO_DRAFTS)
     accepted, drafts = case.assumed.accepted_tokens, case.workload.draft_tokens
     if case.workload.speculative and not 1 <= accepted <= drafts:
         out.append(
@@ -211,9 +165,11 @@ def _shortages(case: Case) -> list[str]:
             f"{size(case.budget)} of {size(case.machine.vram_bytes)}"
         ]
     most = case.most_in_vram() or 0
+    cache = case.host_cache(most)
+    beside = f" ({size(cache)} of it for the hierarchical cache and what SGLang leaves free beside it)" if cache else ""
     return [
         f"host RAM: with {most} of {case.model.num_experts} experts a layer resident, the most that VRAM holds, "
-        f"{size(case.host(most, after_moves=False))} are needed, and {size(case.machine.host_bytes)} are available"
+        f"{size(case.host(most, after_moves=False))} are needed{beside}, and {size(case.machine.host_bytes)} are available"
     ]
 
 
@@ -292,7 +248,7 @@ def _with_tp(case: Case, tp: int) -> tuple[int, int]:
 
 def _notes(case: Case, chosen: int | None) -> list[str]:
     out = []
-    if case.model.kv.stateless_layers:
+    if case.model.kv.stateless_layers and case.linear is None:
         out.append(f"{len(case.model.kv.stateless_layers)} layers have linear attention: their state is not counted")
     if not case.model.from_headers:
         out.append("bytes are derived from the config; give the checkpoint's folder to read them from its headers")

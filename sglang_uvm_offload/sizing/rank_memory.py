@@ -11,10 +11,15 @@ from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout, round_up, whole_blocks
 from sglang_uvm_offload.sizing import sglang_memory
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, LayerShape
+from sglang_uvm_offload.sizing.draft_model import DraftModel
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import GIB, Machine
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, RankMemory, Reserve, Workload
 from sglang_uvm_offload.sizing.speed import StageCost
+
+HICACHE_RESERVE_BYTES = 10 << 30
+"""Host RAM that SGLang 0.5.23 leaves free beside hierarchical caches (``pool_host/base.py``)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +33,9 @@ class Case:
     parallel: Parallel
     reserve: Reserve
     assumed: Assumptions
+    draft: DraftModel | None = None
+    """A draft model with a checkpoint of its own."""
+    linear: LinearState | None = None
     block_bytes: int = BLOCK_BYTES
     """The memory backend's unit of residency."""
 
@@ -107,10 +115,12 @@ class Case:
         layers = [*self.decoder_layers(stage), *self.drafts()]
         for layer in layers:
             keys_values = -(-layer.keys_values // min(p.attn_tp, self.model.kv.heads))
-            total += -(-layer.attention // p.attn_tp) + keys_values + -(-layer.feed_forward // p.tp) + layer.replicated
+            sharing = 1 if p.shared_whole and layer.experts else p.tp
+            total += -(-layer.attention // p.attn_tp) + keys_values + -(-layer.feed_forward // sharing) + layer.replicated
             total += sum(nbytes * self.local_experts for nbytes, placed in self.expert_tensors(layer) if not placed)
         for layer in self.drafts():
             total += sum(whole_blocks(nbytes * self.local_experts) for nbytes, placed in self.expert_tensors(layer) if placed)
+        total += self.draft.rank_bytes(p.tp, p.attn_tp) if self.draft else 0
         # With DP attention, each group keeps its own vocabulary tensors.
         if stage == 0:
             total += -(-self.model.embedding // p.attn_tp)
@@ -154,15 +164,34 @@ class Case:
 
     def kv_token_bytes(self, stage: int) -> float:
         kv, itemsize = self.model.kv, DTYPE_BYTES[self.workload.kv_cache_dtype]
-        drafts = kv.layer_bytes(self.parallel.attn_tp, itemsize) * len(self.drafts())
+        one = kv.layer_bytes(self.parallel.attn_tp, itemsize)
+        drafts = one * len(self.drafts())
+        if self.draft:
+            # SGLang charges the target's bytes for a draft layer, and then takes the draft's own.
+            drafts += max(one, self.draft.kv.layer_bytes(self.parallel.attn_tp, itemsize)) * self.draft.layers
         return kv.pool_bytes(self.stages[stage], self.parallel.attn_tp, itemsize) + drafts
 
     def pool_bytes(self, stage: int) -> int:
         return int(self.kv_tokens * self.kv_token_bytes(stage))
 
     def kv_bytes(self, stage: int) -> int:
-        """The pools, and the table of each request's slots (4 bytes a token of context)."""
-        return self.pool_bytes(stage) + 4 * self.requests_of_rank * self.workload.context_length
+        """The pools, the states of linear attention, and the table of each request's slots (4 bytes a token of context)."""
+        table = 4 * self.requests_of_rank * self.workload.context_length
+        return self.pool_bytes(stage) + self.state_bytes(stage) + table
+
+    def state_bytes(self, stage: int) -> int:
+        if self.linear is None:
+            return 0
+        layers = len(self.model.kv.stateless_layers.intersection(self.stages[stage]))
+        slot = layers * -(-self.linear.layer_bytes // self.parallel.attn_tp)
+        return self.linear.bytes_beside(self.pool_bytes(stage), slot, self.requests_of_rank)
+
+    def hicache_bytes(self, stage: int, num_resident: int) -> int:
+        """Host RAM of the hierarchical cache. Its ratio is to the KV cache that SGLang makes, of all that is left over."""
+        if not self.reserve.hicache_ratio:
+            return self.reserve.hicache_bytes
+        room = self.budget - self.fixed_bytes[stage] - self.resident_bytes(stage, num_resident)
+        return int(self.reserve.hicache_ratio * (self.kv_bytes(stage) + max(0, room)))
 
     @cached_property
     def fixed_bytes(self) -> list[int]:
@@ -193,7 +222,14 @@ class Case:
         p = self.parallel
         ranks = (self.rank(stage, num_resident) for stage in range(p.pp))
         experts = sum(r.host_bytes_after_moves if after_moves else r.host_bytes for r in ranks) * p.tp * p.replicas
+        experts += self.host_cache(num_resident)
         return experts + int(self.assumed.process_gib * GIB) * p.ranks + HOST_MARGIN_BYTES
+
+    def host_cache(self, num_resident: int) -> int:
+        """Host RAM of all ranks' hierarchical caches, and what SGLang leaves free beside them."""
+        p = self.parallel
+        cache = sum(self.hicache_bytes(stage, num_resident) for stage in range(p.pp)) * p.tp * p.replicas
+        return cache + HICACHE_RESERVE_BYTES if cache else 0
 
     # Choosing
 

@@ -13,8 +13,9 @@ from harness.server import flags
 from launches import launched
 from nursery import Starts
 
+from sglang_uvm_offload.sizing.draft_model import load_draft
+from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.machine import GIB
-from sglang_uvm_offload.sizing.planner import DEFAULT_KV_TOKENS
 
 N = "--expert-offload-num-resident"
 GPU = {
@@ -26,6 +27,8 @@ GPU = {
     "disable_prefill_cuda_graph": True,
 }
 REPOSITORY = "maker/tiny"
+LEAST_FRACTION = 1e-4
+"""Of 16 GiB: less than two residents a layer, beside little other weights."""
 
 
 def in_the_cache(home: Path, repository: str, files: list[Path]) -> None:
@@ -37,6 +40,12 @@ def in_the_cache(home: Path, repository: str, files: list[Path]) -> None:
     (folder / "snapshots" / commit).mkdir(parents=True)
     for file in files:
         shutil.copy(file, folder / "snapshots" / commit)
+
+
+def draft_bytes(folder: Path, tokens: int) -> int:
+    """The weights of a draft model and its cache."""
+    draft = load_draft(folder)
+    return draft.rank_bytes(1, 1) + tokens * draft.layers * draft.kv.layer_bytes(1, 2)
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +97,24 @@ def launch(
         },
         "draft model": {
             **{**given, **drafts, "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": wide},
+            "mem_fraction_static": fraction(model, 8, 4096, beside=draft_bytes(wide, 4096)),
         },
+        "hierarchical cache": {**given, "enable_hierarchical_cache": True, "hicache_size": 1},
+        "little host RAM for the cache": {**given, "enable_hierarchical_cache": True, "hicache_size": 30},
     }
-    host_bytes = {"little host RAM": {"host_bytes": 5 * GIB}}
+    number = {**given, "expert_offload_num_resident": 8, "max_total_tokens": None}
+    cases |= {
+        "a number that fits": {**number, "mem_fraction_static": fraction(model, 8, 4096)},
+        "a number too large": {**number, "mem_fraction_static": LEAST_FRACTION},
+        "a number on a CPU": {
+            **{name: number[name] for name in number if name not in GPU},
+            "device": "cpu",
+            "mem_fraction_static": LEAST_FRACTION,
+        },
+        "a number uncounted": {**number, "mem_fraction_static": LEAST_FRACTION, "moe_dense_tp_size": 1},
+        "a number for two GPUs": {**number, "mem_fraction_static": LEAST_FRACTION, "tp_size": 2},
+    }
+    host_bytes = {"little host RAM": {"host_bytes": 5 * GIB}, "little host RAM for the cache": {"host_bytes": 40 * GIB}}
     jobs = {name: {"argv": flags(case), "resolve": True, **host_bytes.get(name, {})} for name, case in cases.items()}
     return launched(jobs, sglang_on_standin, HF_HOME=str(folder / "home"))
 
@@ -100,6 +124,19 @@ def test_auto_becomes_the_number_that_fits_beside_the_cache_that_is_asked_for(la
     assert launch[case]["exit"] is None, launch[case]["error"]
     assert launch[case]["flags"]["expert_offload_num_resident"] == "8"
     assert f"{N} auto: 8 of 16 experts a layer fit in VRAM: 18.0 MiB on a rank" in launch[case]["error"]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("tokens", "KV cache for 4096 tokens on each rank (as --max-total-tokens gives them)"),
+        ("requests", "3072 tokens on each rank (for 3 requests of 1024 tokens)"),
+        ("neither", "32768 tokens on each rank (for 1 request of 2048 tokens, or more shorter ones; assumed, and changed by "),
+        ("neither", "--max-running-requests, --context-length or --max-total-tokens"),
+    ],
+)
+def test_the_log_says_what_the_cache_is_for_and_which_flags_change_it(launch, case, words):
+    assert words in launch[case]["error"]
 
 
 def test_the_headroom_is_taken_off_after_it_was_counted(launch, model):
@@ -117,6 +154,15 @@ def test_drafting_layers_leave_fewer_residents_but_requests_that_nobody_asked_fo
     assert "KV cache for 32768 tokens" in launch["with drafts"]["error"], "SGLang sets 48 requests by itself"
 
 
+def test_a_draft_model_of_its_own_is_counted(launch):
+    assert launch["draft model"]["exit"] is None, launch["draft model"]["error"]
+    assert launch["draft model"]["flags"]["expert_offload_num_resident"] == "8"
+
+
+def test_a_hierarchical_cache_for_which_there_is_host_ram_changes_nothing(launch):
+    assert launch["hierarchical cache"]["flags"]["expert_offload_num_resident"] == "8"
+
+
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
@@ -130,10 +176,37 @@ def test_drafting_layers_leave_fewer_residents_but_requests_that_nobody_asked_fo
         ("float32", ["auto: the checkpoint is float32 and would be loaded as float16, of another size; give a number"]),
         ("uncounted", ["--nnodes 2", "--moe-dense-tp-size 1", "--swa-full-tokens-ratio 0.5", "--json-model-override-args"]),
         ("uncounted", ["auto: does not count --load-format sharded_state; give a number"]),
-        ("draft model", ["auto: does not count --speculative-algorithm STANDALONE with a draft model of its own"]),
+        ("little host RAM for the cache", ["of it for the hierarchical cache", "auto: remedy: host RAM of"]),
     ],
 )
 def test_where_no_number_can_be_found_the_launch_ends_with_every_reason(launch, case, parts):
     assert launch[case]["exit"] == 2, launch[case]["error"]
     for part in parts:
         assert part in launch[case]["error"]
+
+
+@pytest.mark.parametrize("case", ["a number that fits", "a number on a CPU"])
+def test_a_number_that_fits_and_any_number_on_a_cpu_are_served_without_a_word(launch, case):
+    assert launch[case]["exit"] is None, launch[case]["error"]
+    assert launch[case]["flags"]["expert_offload_num_resident"] == "8"
+    assert "VRAM" not in launch[case]["error"]
+
+
+def test_a_number_that_cannot_fit_is_refused_with_what_is_short(launch):
+    assert launch["a number too large"]["exit"] == 2
+    (line,) = [text for text in launch["a number too large"]["error"].splitlines() if N in text]
+    assert f"{N} 8: does not fit on GPU 0 (rank 0): at least " in line
+    assert "(18.0 MiB for 8 of 16 experts a layer, " in line
+    assert "by --mem-fraction-static 0.0001 less --expert-offload-headroom-gb 0; no number fits" in line
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("a number uncounted", "does not count --moe-dense-tp-size 1"),
+        ("a number for two GPUs", "there is no CUDA device 1: the driver shows 1"),
+    ],
+)
+def test_a_number_that_cannot_be_checked_is_served_with_the_reason(launch, case, reason):
+    assert launch[case]["exit"] is None, launch[case]["error"]
+    assert f"{N} 8 is not checked against VRAM: {reason}" in launch[case]["error"]

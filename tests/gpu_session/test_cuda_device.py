@@ -10,7 +10,7 @@ def test_free_vram_is_what_the_driver_says(standin: Standin):
         from sglang_uvm_offload.cuda.device import free_vram
         print(json.dumps(free_vram([0])))
     """
-    assert standin.run(program, vram=3 << 30).said == 3 << 30
+    assert standin.run(program, vram=3 << 30).said == [3 << 30]
 
 
 def test_a_driver_that_cannot_say_ends_in_its_reason(standin: Standin):

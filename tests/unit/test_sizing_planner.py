@@ -18,6 +18,7 @@ from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.sizing import planner, sglang_memory
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.kv_cache import KvShape
+from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.machine import GIB, PRESET_HOST_GIB, MachineError, describe, of_gpus, preset
 from sglang_uvm_offload.sizing.plan import MEASURED, Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
@@ -859,9 +860,10 @@ CONTEXT = int(Assumptions().context_gib * GIB)
 def auto(folder, **changes):
     values = {
         **{"parallel": Parallel(), "vram_bytes": 24 * GIB, "free_vram_bytes": 23 * GIB + CONTEXT, "host_bytes": 64 * GIB},
-        **{"mem_fraction_static": 0.8, "headroom_gb": 1.0, "context_length": 1024, "max_running_requests": 1},
+        **{"mem_fraction_static": 0.8, "headroom_gb": 1.0, "model_context": 1024, "max_running_requests": 1},
     }
-    return planner.choose_num_resident(str(folder), **values | changes)
+    changes.setdefault("model_context", changes.get("context_length", 1024))
+    return planner.choose_num_resident(Launch(str(folder), **values | changes))
 
 
 @pytest.mark.parametrize("wanted", [0, 4, 8, 12, 16])
@@ -897,6 +899,10 @@ def test_auto_leaves_room_for_the_cache_that_is_asked_for():
 def test_auto_asks_for_one_long_request_or_several_short_ones_where_nobody_says(checkpoints):
     folder = checkpoints("qwen3_moe")
     nobody = {"max_running_requests": None}
+    assert auto(folder, **nobody, model_context=131_072).kv_tokens == 32768, "not the whole context of the model"
+    assert auto(folder, model_context=131_072, max_running_requests=3).kv_tokens == 3 * 32768
+    assert auto(folder, model_context=4096, max_running_requests=3).kv_tokens == 3 * 4096
+    assert auto(folder, **nobody, model_context=4096).kv_tokens == 32768
     assert auto(folder, **nobody, context_length=1024).kv_tokens == 32768
     assert auto(folder, **nobody, context_length=100_001).kv_tokens == 100_032
     assert auto(folder, **nobody, context_length=100_001, page_tokens=256).kv_tokens == 100_096

@@ -1,0 +1,81 @@
+"""Checks ``--expert-offload-num-resident N`` against the VRAM of every rank's GPU, before anything loads.
+
+Only what certainly does not fit is refused: the lower bounds of ``sizing/least_memory`` against what SGLang grants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from sglang.srt.arg_groups.model_override_base import resolving_view
+
+from sglang_uvm_offload.config import AUTO, OffloadConfig
+from sglang_uvm_offload.cuda.device import DriverError
+from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.plugin.planned_launch import Rank, free_by_gpu, planned_launch, ranks
+from sglang_uvm_offload.sizing.draft_cost import draft_note
+from sglang_uvm_offload.sizing.launch import Uncounted
+from sglang_uvm_offload.sizing.least_memory import LeastMemory
+from sglang_uvm_offload.sizing.planner import shape_problems
+from sglang_uvm_offload.units import size
+
+logger = logging.getLogger(__name__)
+
+_N = flag_name("num_resident")
+
+
+def problems(config: OffloadConfig, server_args: Any) -> list[str]:
+    """Why N residents cannot fit, one line for the GPU that is shortest of VRAM. Warns if N cannot be checked. ``auto`` chooses
+    a number that fits, and a CPU has no VRAM."""
+    cfg = resolving_view(server_args)
+    if config.auto or cfg.device != "cuda":
+        return []
+    all_ranks = ranks(cfg)
+    try:
+        launch = planned_launch(config, server_args)
+        free = free_by_gpu(all_ranks)
+        case = dataclasses.replace(launch, free_vram_bytes=min(free.values())).case()
+        if reasons := shape_problems(case):
+            raise Uncounted(reasons)
+    except (Uncounted, DriverError) as reason:
+        logger.warning("%s %d is not checked against VRAM: %s", _N, config.num_resident, reason)
+        return []
+    least = LeastMemory(case, cfg.page_size or 1)
+    if least.share <= 0 or config.num_resident > case.model.num_experts:
+        return []  # the headroom or the number is refused by a check of its own
+    if case.workload.drafts and (note := draft_note(case, config.num_resident)):
+        logger.warning("%s %d: %s", _N, config.num_resident, note)
+    return shortages(config, least, all_ranks, free)
+
+
+def shortages(config: OffloadConfig, least: LeastMemory, ranks: list[Rank], free: dict[int, int]) -> list[str]:
+    """The refusal for the rank that is shortest of VRAM, if any is short. ``free``: bytes by GPU."""
+    short = []
+    for rank in ranks:
+        least_free = min(free[other.gpu] for other in ranks if other.replica == rank.replica)
+        granted = least.granted(free[rank.gpu], least_free)
+        short.append((granted - least.needed(rank.stage, config.num_resident), granted, rank))
+    spare, granted, rank = min(short)
+    return [_refusal(config, least, rank, granted, free[rank.gpu])] if spare < 0 else []
+
+
+def _refusal(config: OffloadConfig, least: LeastMemory, rank: Rank, granted: int, free: int) -> str:
+    case, n = least.case, config.num_resident
+    most = least.most()
+    remedy = "no number fits: use more or larger GPUs" if most is None else f"give at most {most}, or {AUTO}"
+    return (
+        f"{_N} {n}: does not fit on GPU {rank.gpu} ({_name_of(rank, case.parallel.pp, case.parallel.replicas)}): at least "
+        f"{size(least.needed(rank.stage, n))} are needed ({size(least.experts(rank.stage, n))} for {n} of "
+        f"{case.model.num_experts} experts a layer, {size(least.weights(rank.stage))} for other weights, "
+        f"{size(least.cache(rank.stage))} for a KV cache of {least.tokens} tokens, without which SGLang does not start), and "
+        f"{size(granted)} are granted of {size(free)} free VRAM, by --mem-fraction-static {case.fraction:g} less "
+        f"{flag_name('headroom_gb')} {case.reserve.headroom_gb:g}; {remedy}"
+    )
+
+
+def _name_of(rank: Rank, stages: int, replicas: int) -> str:
+    out = f"rank {rank.tp_rank}"
+    out += f" of pipeline stage {rank.stage}" if stages > 1 else ""
+    return out + (f" of replica {rank.replica}" if replicas > 1 else "")

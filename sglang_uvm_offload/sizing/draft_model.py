@@ -1,0 +1,57 @@
+"""A draft model with a checkpoint of its own (``--speculative-draft-model-path``): what its headers say of its VRAM."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_uvm_offload.sizing.checkpoint import divisions, text_config
+from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo, read_folder, read_json
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """Sizes are bytes of the checkpoint, by how ranks divide them. All of it is in VRAM, experts too."""
+
+    layers: int
+    """Layers that keep keys and values."""
+    kv: KvShape
+    attention: int
+    """Divided by the ranks that share the attention, and so are the vocabulary's tensors."""
+    feed_forward: int
+    """With experts; divided by all tensor-parallel ranks."""
+    whole: int
+
+    def rank_bytes(self, tp: int, attn_tp: int) -> int:
+        """The weights on one rank: an upper bound, because a draft may share the model's vocabulary."""
+        return -(-self.attention // attn_tp) + -(-self.feed_forward // tp) + self.whole
+
+
+def load_draft(folder: Path) -> DraftModel:
+    """Raises ``CheckpointError`` with the reason."""
+    config = text_config(read_json(folder / "config.json"))
+    layers = config.get("num_nextn_predict_layers") or config.get("num_hidden_layers")
+    if not isinstance(layers, int) or isinstance(layers, bool) or not 0 < layers < 4096:
+        raise CheckpointError(f"{folder}: the config's num_hidden_layers is {layers!r}, not a number of layers")
+    sums = _sums(read_folder(folder))
+    return DraftModel(layers, kv_shape(config), sums["attention"], sums["feed_forward"], sums["replicated"])
+
+
+def _sums(tensors: Iterable[TensorInfo]) -> Counter[str]:
+    sums: Counter[str] = Counter()
+    for tensor in tensors:
+        # Heads of keys and values may be fewer than ranks, so they count as whole.
+        kind = _division(tensor.name)
+        sums["replicated" if kind == "keys_values" else kind] += tensor.nbytes
+    return sums
+
+
+def _division(name: str) -> str:
+    if ".experts." in name:
+        return "feed_forward"
+    if "embed_tokens" in name or "lm_head" in name:
+        return "attention"
+    return divisions(name)[0]

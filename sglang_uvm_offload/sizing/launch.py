@@ -1,0 +1,144 @@
+"""One launch on this machine as the planner sees it: its flags, and the memory that is free before its processes start."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from sglang_uvm_offload.memory.layout import round_up
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.sizing.draft_model import load_draft
+from sglang_uvm_offload.sizing.linear_state import LinearState
+from sglang_uvm_offload.sizing.machine import Machine
+from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.sizing.rank_memory import Case
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+
+DEFAULT_KV_TOKENS = 32768
+"""Tokens of KV cache that ``auto`` leaves on each rank if no flag sets them: one request of as many tokens, as long as those
+that the ``plan`` command assumes, or several shorter ones."""
+
+NO_DRAFTS = "the checkpoint has no draft layers of its own to count"
+
+
+class Uncounted(Exception):
+    """Why the planner cannot count this launch, each reason to be read after a flag and a colon."""
+
+    def __init__(self, reasons: list[str]):
+        super().__init__("; ".join(reasons))
+        self.reasons = reasons
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Sizes are bytes, of one GPU or of the whole machine."""
+
+    model_path: str
+    """A checkpoint's folder."""
+    parallel: Parallel
+    vram_bytes: int
+    """The size of a GPU according to SGLang."""
+    free_vram_bytes: int
+    """Free on the GPU with least, before the server's processes start."""
+    host_bytes: int
+    """Available to all ranks of this machine together, including the margin that offloading leaves."""
+    mem_fraction_static: float
+    """SGLang's value, before the headroom."""
+    headroom_gb: float
+    model_context: int
+    """The longest request that SGLang accepts, in tokens."""
+    context_length: int | None = None
+    """As given by the user, and so are the next two."""
+    max_running_requests: int | None = None
+    max_total_tokens: int | None = None
+    kv_cache_dtype: str = "bfloat16"
+    page_tokens: int = 64
+    speculative: bool = False
+    """The checkpoint's own draft layers are loaded."""
+    draft_path: str | None = None
+    """The folder of a draft model's own checkpoint."""
+    draft_tokens: int = 0
+    """Tokens that a step verifies for a request; 0 without drafts."""
+    image_bytes: int = 0
+    hicache_bytes: int = 0
+    hicache_ratio: float = 0.0
+    linear: LinearState | None = None
+    notes: tuple[str, ...] = ()
+    """What the user should know of memory that is counted elsewhere."""
+    rates: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Of this machine, 0 if unknown: the link's and VRAM's in 1e9 bytes a second, and TFLOPS (``Machine``)."""
+
+    def case(self) -> Case:
+        """The planner's case for this launch. Raises ``Uncounted``."""
+        try:
+            model = load(Path(self.model_path))
+            draft = None if self.draft_path is None else load_draft(Path(self.draft_path))
+        except CheckpointError as error:
+            raise Uncounted([str(error)]) from error
+        if reasons := self._uncounted(model):
+            raise Uncounted(reasons)
+        # SGLang has accepted this context: with scaling it may exceed the config's.
+        model = dataclasses.replace(model, context_length=max(model.context_length, self.model_context))
+        machine = Machine(
+            "this machine", self.parallel.ranks, self.vram_bytes, self.host_bytes, *self.rates, source="this machine"
+        )
+        return Case(
+            model, machine, self._workload(), self.parallel, self._reserve(), Assumptions(), draft=draft, linear=self.linear
+        )
+
+    @property
+    def context(self) -> int:
+        """Tokens of one request: few requests are as long as the contexts that models allow."""
+        return self.context_length or min(self.model_context, DEFAULT_KV_TOKENS)
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens of KV cache on each rank, None for requests x context."""
+        if self.max_total_tokens is not None or self.max_running_requests is not None:
+            return self.max_total_tokens
+        return max(round_up(self.context, self.page_tokens), DEFAULT_KV_TOKENS)
+
+    @property
+    def demand(self) -> str:
+        """What the KV cache is for, in the words of the flags: what was given, and what was assumed."""
+        if self.max_total_tokens is not None:
+            return "as --max-total-tokens gives them"
+        given = {"--max-running-requests": self.max_running_requests, "--context-length": self.context_length}
+        count = self.max_running_requests or 1
+        requests = f"{count} request{'s' if count > 1 else ''} of {self.context} tokens"
+        assumed = [flag for flag, value in given.items() if value is None]
+        if not assumed:
+            return f"for {requests}"
+        return f"for {requests}, or more shorter ones; assumed, and changed by {', '.join(assumed)} or --max-total-tokens"
+
+    def _workload(self) -> Workload:
+        return Workload(
+            self.context,
+            self.max_running_requests or 1,
+            max_total_tokens=self.kv_tokens,
+            page_tokens=self.page_tokens,
+            kv_cache_dtype=self.kv_cache_dtype,
+            speculative=self.speculative,
+            draft_tokens=self.draft_tokens or Workload.draft_tokens,
+            other_drafts=bool(self.draft_tokens) and not self.speculative,
+        )
+
+    def _reserve(self) -> Reserve:
+        return Reserve(
+            self.mem_fraction_static,
+            self.headroom_gb,
+            free_vram_bytes=self.free_vram_bytes,
+            image_bytes=self.image_bytes,
+            hicache_bytes=self.hicache_bytes,
+            hicache_ratio=self.hicache_ratio,
+        )
+
+    def _uncounted(self, model: CheckpointShape) -> list[str]:
+        """Users of VRAM on this model's ranks that a plan does not count."""
+        out = []
+        layers = len(model.kv.stateless_layers)
+        if bool(layers) != (self.linear is not None):
+            out.append(f"the state of {layers or 'the'} layers with linear attention is not counted: their sizes are unknown")
+        if self.speculative and not model.draft_layers:
+            out.append(NO_DRAFTS)
+        return out

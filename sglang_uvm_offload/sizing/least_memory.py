@@ -1,0 +1,77 @@
+"""The least VRAM that a launch can take: what does not fit beside this certainly fails to start.
+
+The planner rounds up, because it promises that a number fits. A refusal needs the opposite, so what is uncertain counts as
+nothing here: CUDA contexts, buffers of collectives, the driver's batches, scales, padding, and towers for images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, round_up
+from sglang_uvm_offload.sizing.checkpoint import LayerShape
+from sglang_uvm_offload.sizing.machine import GIB
+from sglang_uvm_offload.sizing.rank_memory import Case
+
+LEAST_TOKENS = 2
+"""SGLang 0.5.23 starts with a KV cache of two tokens or more, in whole pages: it serves at most one request for two tokens
+(``KVCacheConfigurator.resolve_max_num_reqs``), and refuses to serve none."""
+
+
+@dataclass(frozen=True)
+class LeastMemory:
+    """The lower bounds of one rank of a pipeline stage. Bytes; ``page_tokens`` is SGLang's ``--page-size``."""
+
+    case: Case
+    page_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """The KV cache with which SGLang starts."""
+        return round_up(LEAST_TOKENS, self.page_tokens)
+
+    def weights(self, stage: int) -> int:
+        """Weights beside routed experts, and the experts of draft layers, which are whole in VRAM."""
+        case, p = self.case, self.case.parallel
+        last = stage == p.pp - 1
+        drafts = case.drafts() if last else ()
+        total = sum(self._layer(layer) for layer in (*case.decoder_layers(stage), *drafts))
+        total += sum(layer.expert_bytes for layer in drafts) // p.tp
+        total += case.model.embedding // p.tp if stage == 0 else 0
+        return total + (case.model.head // p.tp if last else 0)
+
+    def _layer(self, layer: LayerShape) -> int:
+        p = self.case.parallel
+        keys_values = layer.keys_values // min(p.attn_tp, self.case.model.kv.heads)
+        whole = layer.replicated - layer.unknown
+        return layer.attention // p.attn_tp + keys_values + (layer.feed_forward + layer.unknown) // p.tp + whole
+
+    def experts(self, stage: int, num_resident: int) -> int:
+        """Residents: of each tensor that is placed by experts, the whole blocks of the driver that N experts fill."""
+        residents = self.case.local_residents(num_resident)
+        return sum(count * (residents * n // BLOCK_BYTES * BLOCK_BYTES) for n, count in self._placed(stage).items())
+
+    def cache(self, stage: int) -> int:
+        return int(self.tokens * self.case.kv_token_bytes(stage))
+
+    def needed(self, stage: int, num_resident: int) -> int:
+        return self.weights(stage) + self.experts(stage, num_resident) + self.cache(stage)
+
+    @property
+    def share(self) -> float:
+        """SGLang's ``--mem-fraction-static`` once the headroom is taken off; nothing can be served at 0 or below."""
+        return self.case.fraction - self.case.reserve.headroom_gb * GIB / self.case.machine.vram_bytes
+
+    def granted(self, free: int, least_free: int) -> int:
+        """What SGLang gives to weights and KV cache on a GPU with ``free`` bytes, where the GPU of its group with least has
+        ``least_free``: it keeps a part of that for activations (``KVCacheConfigurator._profile_available_bytes``)."""
+        return free - int(least_free * (1 - self.share)) - self.case.reserve.image_bytes
+
+    def most(self) -> int | None:
+        """The most residents that certainly fit beside the least KV cache, by the planner's upper bounds."""
+        tokens = replace(self.case.workload, max_total_tokens=self.tokens)
+        return replace(self.case, workload=tokens).most_in_vram()
+
+    def _placed(self, stage: int) -> dict[int, int]:
+        unpadded = replace(self.case, model=replace(self.case.model, quantization="none"))
+        return dict(unpadded.placed[stage])

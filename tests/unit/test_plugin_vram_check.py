@@ -1,0 +1,140 @@
+"""The refusal of a number of residents that cannot fit: on which GPU, and what is said of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.cuda.device import DriverError
+from sglang_uvm_offload.plugin import auto_resident, vram_check
+from sglang_uvm_offload.plugin.planned_launch import Rank
+from sglang_uvm_offload.plugin.vram_check import shortages
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.launch import Launch
+from sglang_uvm_offload.sizing.least_memory import LeastMemory
+from sglang_uvm_offload.sizing.machine import GIB, preset
+from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.sizing.rank_memory import Case
+
+MODEL = Path(__file__).parents[1] / "fixtures" / "models" / "qwen3-235b-a22b.json"
+FREE = 90 * GIB
+
+
+def refusals(num_resident: int, parallel: Parallel, free: dict[int, int], fraction: float = 0.9) -> list[str]:
+    config = parse({"num_resident": num_resident})
+    assert config is not None
+    reserve = Reserve(fraction, free_vram_bytes=min(free.values()))
+    case = Case(load(MODEL), preset("8xH20"), Workload(4096), parallel, reserve, Assumptions())
+    per_replica = parallel.tp * parallel.pp
+    ranks = [
+        Rank(gpu // per_replica, gpu % per_replica // parallel.tp, gpu % parallel.tp, gpu) for gpu in range(parallel.ranks)
+    ]
+    return shortages(config, LeastMemory(case, 64), ranks, free)
+
+
+def even(gpus: int, **others: int) -> dict[int, int]:
+    return dict.fromkeys(range(gpus), FREE) | {int(gpu.removeprefix("gpu")): nbytes for gpu, nbytes in others.items()}
+
+
+def test_a_number_is_refused_from_where_it_certainly_does_not_fit():
+    assert refusals(128, Parallel(tp=8), even(8)) == []
+    (line,) = refusals(128, Parallel(tp=4), even(4))
+    most = int(line.split("give at most ")[1].split(",")[0])
+    assert refusals(most, Parallel(tp=4), even(4)) == []
+    assert 0 < most < 128
+    nearly = next(n for n in range(most, 129) if refusals(n, Parallel(tp=4), even(4)))
+    assert nearly <= most + 6, "the bounds are close"
+
+
+def test_the_line_has_the_flag_the_value_the_gpu_the_need_and_the_remedy():
+    (line,) = refusals(128, Parallel(tp=4), even(4, gpu2=FREE - GIB))
+    assert line.startswith("--expert-offload-num-resident 128: does not fit on GPU 2 (rank 2): at least ")
+    assert "for 128 of 128 experts a layer" in line
+    assert "a KV cache of 64 tokens, without which SGLang does not start" in line
+    assert "of 89.00 GiB free VRAM, by --mem-fraction-static 0.9 less --expert-offload-headroom-gb 1; give at most " in line
+    assert "auto" in line.split("; ")[-1]
+
+
+def test_a_busy_gpu_of_one_replica_does_not_count_for_the_other():
+    parallel = Parallel(tp=4, dp=2)
+    (line,) = refusals(60, parallel, even(8, gpu5=20 * GIB))
+    assert "on GPU 5 (rank 1 of replica 1)" in line
+    assert "no number fits" not in refusals(60, parallel, even(8, gpu5=50 * GIB))[0]
+    assert refusals(60, parallel, even(8)) == []
+
+
+def test_a_gpu_of_another_replica_changes_nothing_of_what_is_granted():
+    """SGLang takes the least free VRAM of the ranks that serve together. The last stage is short first."""
+    parallel = Parallel(pp=4, dp=2)
+    refused = next(n for n in range(129) if refusals(n, parallel, even(8), 0.5))
+    lines = [refusals(refused, parallel, free, 0.5)[0] for free in (even(8), even(8, gpu4=FREE - 3 * GIB // 2))]
+    assert "GPU 3" in lines[0]
+    assert lines[0].split("; give")[0] == lines[1].split("; give")[0]
+
+
+def test_the_stage_that_is_short_is_named():
+    (line,) = refusals(128, Parallel(tp=2, pp=2), even(4))
+    assert "of pipeline stage" in line
+
+
+@pytest.mark.parametrize("free", [2 * GIB, 0])
+def test_where_no_number_fits_larger_gpus_are_the_remedy(free):
+    (line,) = refusals(1, Parallel(tp=8), even(8, gpu0=free))
+    assert line.endswith("; no number fits: use more or larger GPUs")
+
+
+LAUNCH = Launch(
+    str(MODEL),
+    **{"parallel": Parallel(tp=8), "vram_bytes": 96 * GIB, "free_vram_bytes": 96 * GIB, "host_bytes": 4096 * GIB},
+    **{"mem_fraction_static": 0.5, "headroom_gb": 1.0, "model_context": 32768},
+)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """Checks a number, or chooses one for ``auto``, on eight GPUs; returns what was warned of."""
+
+    def check(num_resident: object, launch: Launch = LAUNCH, free: object = None) -> list[str]:
+        def free_by_gpu(ranks: list[Rank]) -> dict[int, int]:
+            if free is not None:
+                raise DriverError("no driver")
+            return even(8)
+
+        for module in (vram_check, auto_resident):
+            monkeypatch.setattr(module, "resolving_view", lambda args: SimpleNamespace(device="cuda", page_size=1))
+            monkeypatch.setattr(module, "ranks", lambda cfg: [Rank(0, 0, gpu, gpu) for gpu in range(8)])
+            monkeypatch.setattr(module, "planned_launch", lambda config, args: launch)
+            monkeypatch.setattr(module, "free_by_gpu", free_by_gpu)
+        config = parse({"num_resident": num_resident})
+        assert config is not None
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            assert vram_check.problems(config, None) == []
+            auto_resident.resolved(config, None)
+        return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+    return check
+
+
+@pytest.mark.parametrize("number", [20, "auto"])
+def test_the_cost_of_drafts_is_a_warning(launched, number):
+    assert launched(number) == []
+    (line,) = launched(number, replace(LAUNCH, draft_tokens=4))
+    assert line.startswith(f"--expert-offload-num-resident {number}: drafts are predicted to cost more than they bring")
+
+
+def test_what_keeps_a_number_from_being_checked_is_a_warning(launched):
+    assert launched(20, free="unknown") == ["--expert-offload-num-resident 20 is not checked against VRAM: no driver"]
+    (line,) = launched(20, replace(LAUNCH, parallel=Parallel(tp=8, ep=3)))
+    assert "--ep-size 3: must divide --tp-size 8" in line
+    assert "no draft layers" in launched(20, replace(LAUNCH, speculative=True))[0]
+
+
+def test_a_number_beyond_the_experts_is_left_to_the_check_that_names_them(launched):
+    assert launched(129) == []
