@@ -66,8 +66,8 @@ class ExpertLayer:
         self.tensors: list[ExpertTensor] = []
         self.layouts: tuple[ExpertLayout, ...] = ()
         """Those of ``tensors``; the same object until they change."""
-        self.version = 0
-        """Has changed whenever the tensors or what is resident have."""
+        self.offloaded_bytes_by_expert = np.zeros(num_experts, dtype=np.int64)
+        """int64 ``[num_experts]``: the bytes of each expert that steps read from host RAM. Replaced whenever it changes."""
         self.plain_bytes = 0
         """Bytes of expert tensors left in ordinary VRAM: too small to place, or with interleaved experts."""
         self._synced_bytes = 0
@@ -118,7 +118,12 @@ class ExpertLayer:
         layouts = tuple(tensor.layout for tensor in self.tensors)
         if layouts != self.layouts:
             self.layouts = layouts
-        self.version += 1
+        self._note_residency()
+
+    def _note_residency(self) -> None:
+        """Counts on the thread that moves, so that the one that launches steps need not."""
+        none = np.zeros(self.num_experts, dtype=np.int64)
+        self.offloaded_bytes_by_expert = sum((tensor.offloaded_bytes for tensor in self.tensors), start=none)
 
     # The extents of all tensors, one after the other. Arrays are ``bool[extents]``.
 
@@ -135,20 +140,20 @@ class ExpertLayer:
         try:
             return sum(tensor.demote(part) for tensor, part in self._by_tensor(after))
         finally:
-            self.version += 1
+            self._note_residency()
 
     def promote(self, after: np.ndarray) -> int:
         """Move the extents that ``after`` adds to VRAM. Returns the bytes moved."""
         try:
             return sum(tensor.promote(part) for tensor, part in self._by_tensor(after))
         finally:
-            self.version += 1
+            self._note_residency()
 
     def reread_residency(self) -> None:
         """After a fault, read back what is in VRAM. An extent that moved in part counts as offloaded."""
         for tensor in self.tensors:
             tensor.reread()
-        self.version += 1
+        self._note_residency()
 
     def _by_tensor(self, extents: np.ndarray) -> list[tuple[ExpertTensor, np.ndarray]]:
         ends = np.cumsum([0, *(layout.num_extents for layout in self.layouts)])
@@ -157,11 +162,6 @@ class ExpertLayer:
         return [(tensor, extents[a:b]) for tensor, a, b in zip(self.tensors, ends[:-1], ends[1:], strict=True)]
 
     # Its experts.
-
-    @property
-    def offloaded_bytes_by_expert(self) -> np.ndarray:
-        """``int64[num_experts]``: the bytes of each expert that steps read from host RAM."""
-        return sum((tensor.offloaded_bytes for tensor in self.tensors), start=np.zeros(self.num_experts, dtype=np.int64))
 
     @property
     def resident(self) -> np.ndarray:

@@ -26,8 +26,6 @@ class ModelExperts:
     counters: RoutingCounters | None = None
     _layouts: list[tuple[ExpertLayout, ...]] = field(default_factory=list)
     _extents: Extents | None = None
-    _version: int = -1
-    _offloaded: np.ndarray | None = None
 
     @property
     def width(self) -> int:
@@ -47,13 +45,8 @@ class ModelExperts:
         return np.concatenate([np.zeros(0, dtype=bool), *(layer.resident_extents() for layer in self.layers)])
 
     def offloaded_bytes(self) -> np.ndarray:
-        """``int64[layers, width]``: the bytes of each expert that a step which activates it reads over PCIe. A new array
-        whenever it changes."""
-        version = sum(layer.version for layer in self.layers)
-        if self._offloaded is None or version != self._version:
-            offloaded = [layer.offloaded_bytes_by_expert for layer in self.layers]
-            self._version, self._offloaded = version, stack(offloaded, self.width)
-        return self._offloaded
+        """``int64[layers, width]``: the bytes of each expert that a step which activates it reads over PCIe."""
+        return stack([layer.offloaded_bytes_by_expert for layer in self.layers], self.width)
 
     def resident_share(self, resident: np.ndarray) -> np.ndarray:
         """float ``[layers, width]``: the share of each expert's bytes in ``resident`` (``bool[extents]``)."""
