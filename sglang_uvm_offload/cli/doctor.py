@@ -142,9 +142,10 @@ def _plugin(found: Diagnosis) -> None:
 
 def _gpu(found: Diagnosis) -> None:
     from sglang_uvm_offload.cuda.build import BuildFailure, build, find_nvcc
+    from sglang_uvm_offload.cuda.canary import canary_problems
     from sglang_uvm_offload.cuda.device import device_arch, device_problems
 
-    if problems := device_problems(0):
+    if problems := device_problems(0) or canary_problems((0,)):
         found.bad(*problems)
         return
     arch = device_arch(0)

@@ -12,8 +12,8 @@ from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import AUTO, OffloadConfig
 from sglang_uvm_offload.flags import FlagError, flag_name
-from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES, host_available
-from sglang_uvm_offload.plugin import auto_resident, output_files, recording, vram_check
+from sglang_uvm_offload.memory.host_ram import host_available, host_margin
+from sglang_uvm_offload.plugin import auto_resident, output_files, planned_launch, recording, vram_check
 from sglang_uvm_offload.plugin.profiles import profile_problems
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
@@ -107,9 +107,10 @@ def _combination_problems(config: OffloadConfig, cfg: Any) -> list[str]:
     if config.backend == "emulated" and cfg.device == "cuda":
         out.append(f"{flag_name('backend')} emulated: needs --device cpu; on cuda use uvm or auto")
     if cfg.device == "cuda":
+        from sglang_uvm_offload.cuda.canary import canary_problems
         from sglang_uvm_offload.cuda.device import device_problems
 
-        out += device_problems(cfg.base_gpu_id or 0)
+        out += device_problems(cfg.base_gpu_id or 0) or canary_problems(tuple(planned_launch.gpus(cfg)))
     return out + recording.problems(config, cfg)
 
 
@@ -167,10 +168,11 @@ def _host_ram_problems(config: OffloadConfig, cfg: Any, hf_config: Any) -> list[
         return []
     replicas = 1 if cfg.attn_dp_size > 1 else cfg.dp_size
     offloaded = replicas * model.expert_bytes * (model.num_experts - config.num_resident) // model.num_experts
-    room = max(host_available() - HOST_MARGIN_BYTES, 0)
+    margin = host_margin(offloaded)
+    room = max(host_available() - margin, 0)
     if offloaded <= room:
         return []
     return [
         f"{_N} {config.num_resident}: the offloaded experts need {size(offloaded)} of host RAM, and {size(room)} is left "
-        f"({size(HOST_MARGIN_BYTES)} is kept for other uses); keep more resident, or add host RAM"
+        f"({size(margin)} is kept for other uses); keep more resident, or add host RAM"
     ]

@@ -162,5 +162,7 @@ class Unset(SimpleNamespace):
 )
 def test_a_backend_of_the_other_kind_of_device_is_refused(monkeypatch, backend, device, refused):
     monkeypatch.setattr("sglang_uvm_offload.cuda.device.device_problems", lambda device: [])
+    monkeypatch.setattr("sglang_uvm_offload.cuda.canary.canary_problems", lambda gpus: [])
+    monkeypatch.setattr(launch_checks.planned_launch, "gpus", lambda cfg: [0])
     found = launch_checks._combination_problems(parse({"num_resident": 4, "backend": backend}), Unset(device=device))
     assert [problem.startswith(f"--expert-offload-backend {backend}: ") for problem in found] == [True] * refused
