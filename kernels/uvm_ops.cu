@@ -125,11 +125,21 @@ class relaxed_capture {
 // before that an int, with cudaCpuDeviceId (-1) for the host. The host is a location *type*: cudaCpuDeviceId as the id
 // of a device-type location names no device.
 
+// The NUMA node for each device's host pages, plus one; 0: wherever the calling thread runs. Set before any range
+// exists.
+int host_nodes[max_devices];
+
+bool has_host_node(int device) { return device >= 0 && device < max_devices && host_nodes[device] > 0; }
+
 #if CUDART_VERSION >= 12020
 cudaMemLocation location(int place, int device) {
     cudaMemLocation result = {};
     result.type = place == place_host ? cudaMemLocationTypeHost : cudaMemLocationTypeDevice;
     result.id = place == place_host ? 0 : device;
+    if (place == place_host && has_host_node(device)) {
+        result.type = cudaMemLocationTypeHostNuma;
+        result.id = host_nodes[device] - 1;
+    }
     return result;
 }
 #else
@@ -186,6 +196,22 @@ cudaError_t prefetch_stream(uvm_failure* failure, int device, cudaStream_t* stre
     return cudaSuccess;
 }
 
+// Whether a NUMA node is the place of the whole range. The older query below may not name nodes, so this asks for the
+// type of the location, which only ranges on a node need.
+bool on_host_node(int device, const void* start, size_t nbytes, cudaMemRangeAttribute attribute) {
+#if CUDART_VERSION >= 12020
+    if (!has_host_node(device)) return false;
+    bool preferred = attribute == cudaMemRangeAttributePreferredLocation;
+    attribute = preferred ? cudaMemRangeAttributePreferredLocationType : cudaMemRangeAttributeLastPrefetchLocationType;
+    int type = cudaMemLocationTypeInvalid;
+    if (cudaMemRangeGetAttribute(&type, sizeof type, attribute, start, nbytes) == cudaSuccess) {
+        return type == cudaMemLocationTypeHostNuma;
+    }
+    cudaGetLastError();
+#endif
+    return false;
+}
+
 // The place of the whole of [start, start + nbytes), or place_unset. The driver returns a device ordinal,
 // cudaCpuDeviceId, or cudaInvalidDeviceId if pages differ or nothing was requested.
 int query(uvm_failure* failure, int device, const void* start, size_t nbytes, cudaMemRangeAttribute attribute,
@@ -194,9 +220,15 @@ int query(uvm_failure* failure, int device, const void* start, size_t nbytes, cu
     cudaError_t error = cudaMemRangeGetAttribute(&answer, sizeof answer, attribute, start, nbytes);
     if (error != cudaSuccess) return fail(failure, "cudaMemRangeGetAttribute", 0, error);
     *place = answer == device ? place_device : answer == cudaCpuDeviceId ? place_host : place_unset;
+    if (*place == place_unset && on_host_node(device, start, nbytes, attribute)) *place = place_host;
     return cudaSuccess;
 }
 }  // namespace
+
+// Puts the host pages of `device` on a NUMA node from now on, or with -1 wherever the calling thread runs.
+UVM_API void uvm_use_host_node(int device, int node) {
+    if (device >= 0 && device < max_devices) host_nodes[device] = node + 1;
+}
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 

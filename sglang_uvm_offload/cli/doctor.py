@@ -169,9 +169,10 @@ def _plugin(found: Diagnosis) -> None:
 
 def _gpus(found: Diagnosis, gpus: list[int]) -> None:
     from sglang_uvm_offload.cuda.build import BuildFailure, build, find_nvcc
+    from sglang_uvm_offload.cuda.canary import canary_problems
     from sglang_uvm_offload.cuda.device import DriverError, device_arch, device_problems, free_vram
 
-    if problems := [problem for gpu in gpus for problem in device_problems(gpu)]:
+    if problems := [problem for gpu in gpus for problem in device_problems(gpu)] or canary_problems(tuple(gpus)):
         found.bad(*problems)
         return
     arches = {gpu: device_arch(gpu) for gpu in gpus}

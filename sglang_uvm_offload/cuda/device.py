@@ -24,10 +24,10 @@ class DriverError(RuntimeError):
 
 def device_arch(device: int) -> str:
     """Such as "sm_90"."""
-    _start()
-    handle = _call(driver.cuDeviceGet, device)
-    major = _call(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)
-    minor = _call(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle)
+    start_driver()
+    handle = call_driver(driver.cuDeviceGet, device)
+    major = call_driver(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)
+    minor = call_driver(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle)
     return f"sm_{major}{minor}"
 
 
@@ -38,8 +38,8 @@ def device_problems(device: int) -> list[str]:
     if torch.version.cuda is None:
         return [f"this PyTorch ({torch.__version__}) is built without CUDA"]
     try:
-        _start()
-        count = _call(driver.cuDeviceGetCount)
+        start_driver()
+        count = call_driver(driver.cuDeviceGetCount)
         if device >= count:
             return [f"there is no CUDA device {device}: the driver shows {count}"]
         return _driver_problems(torch.version.cuda) + _memory_problems(device) + _confidential_problems()
@@ -50,11 +50,11 @@ def device_problems(device: int) -> list[str]:
 def visible_gpus() -> list[tuple[str, int]]:
     """The name and the bytes of memory of each GPU that this process sees; empty without a driver."""
     try:
-        _start()
-        handles = [_call(driver.cuDeviceGet, index) for index in range(_call(driver.cuDeviceGetCount))]
-        names = [_call(driver.cuDeviceGetName, 256, handle) for handle in handles]
+        start_driver()
+        handles = [call_driver(driver.cuDeviceGet, index) for index in range(call_driver(driver.cuDeviceGetCount))]
+        names = [call_driver(driver.cuDeviceGetName, 256, handle) for handle in handles]
         return [
-            (name.split(b"\0")[0].decode(), _call(driver.cuDeviceTotalMem, handle))  # the buffer is longer than the name
+            (name.split(b"\0")[0].decode(), call_driver(driver.cuDeviceTotalMem, handle))  # the buffer is longer than the name
             for name, handle in zip(names, handles, strict=True)
         ]
     except DriverError:
@@ -77,13 +77,24 @@ def free_vram(devices: Sequence[int]) -> list[int]:
 def relax_capture() -> None:
     """Let the calling thread wait for streams and events while another one captures a graph: in the mode that threads start in,
     that would end a capture in global mode, which is torch's (``cudaThreadExchangeStreamCaptureMode``)."""
-    _call(driver.cuThreadExchangeStreamCaptureMode, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    call_driver(driver.cuThreadExchangeStreamCaptureMode, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
+
+def check_shown(device: int) -> None:
+    """Raises ``DriverError`` if this process sees no such GPU."""
+    count = call_driver(driver.cuDeviceGetCount)
+    if device >= count:
+        raise DriverError(f"there is no CUDA device {device}: the driver shows {count}")
+
+
+def make_context(device: int) -> None:
+    """Make a context on ``device`` and keep it; not in a launcher, which starts its ranks later."""
+    handle = call_driver(driver.cuDeviceGet, device)
+    call_driver(driver.cuCtxSetCurrent, call_driver(driver.cuDevicePrimaryCtxRetain, handle))
 
 
 def _free_vram_here(device: int) -> int:
-    """Makes a context on ``device``."""
-    handle = _call(driver.cuDeviceGet, device)
-    _call(driver.cuCtxSetCurrent, _call(driver.cuDevicePrimaryCtxRetain, handle))
+    make_context(device)
     error, free, _ = driver.cuMemGetInfo()
     if error != driver.CUresult.CUDA_SUCCESS:
         raise DriverError(f"cuMemGetInfo failed: {_reason(error)}")
@@ -92,7 +103,7 @@ def _free_vram_here(device: int) -> int:
 
 def _driver_problems(runtime: str) -> list[str]:
     """A driver supports the CUDA runtimes of its own and of earlier major versions."""
-    version = _call(driver.cuDriverGetVersion)
+    version = call_driver(driver.cuDriverGetVersion)
     supported, needed = version // 1000, int(runtime.split(".")[0])
     if supported >= needed:
         return []
@@ -103,10 +114,10 @@ def _driver_problems(runtime: str) -> list[str]:
 
 
 def _memory_problems(device: int) -> list[str]:
-    handle = _call(driver.cuDeviceGet, device)
-    if not _call(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY, handle):
+    handle = call_driver(driver.cuDeviceGet, device)
+    if not call_driver(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY, handle):
         return [f"CUDA device {device} has no managed memory"]
-    if not _call(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS, handle):
+    if not call_driver(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS, handle):
         return [
             f"CUDA device {device} cannot use managed memory while the CPU does (concurrentManagedAccess is 0), as under "
             "WSL2, on Windows, and on some virtual GPUs"
@@ -131,7 +142,8 @@ def _confidential_problems() -> list[str]:
     return ["confidential computing is on: the GPU cannot read managed memory in host RAM in place"] if enabled else []
 
 
-def _start() -> None:
+def start_driver() -> None:
+    """Raises ``DriverError``."""
     try:
         (error,) = driver.cuInit(0)
     except RuntimeError as missing:
@@ -140,10 +152,11 @@ def _start() -> None:
         raise DriverError(f"the CUDA driver does not start: cuInit: {_reason(error)}")
 
 
-def _call(function: Callable[..., tuple[Any, ...]], *arguments: object) -> Any:
+def call_driver(function: Callable[..., tuple[Any, ...]], *arguments: object, name: str = "") -> Any:
+    """What the call returns. Raises ``DriverError``, which names the call as ``name``, or by its own name."""
     error, *answer = function(*arguments)
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise DriverError(f"{function.__name__} failed: {_reason(error)}")
+        raise DriverError(f"{name or function.__name__} failed: {_reason(error)}")
     return answer[0] if answer else None
 
 
@@ -154,11 +167,10 @@ def _reason(error: driver.CUresult) -> str:
 
 def _main() -> None:
     try:
-        _start()
-        count = _call(driver.cuDeviceGetCount)
+        start_driver()
         wanted = [int(word) for word in sys.argv[1:]]
-        if missing := [device for device in wanted if device >= count]:
-            raise DriverError(f"there is no CUDA device {missing[0]}: the driver shows {count}")
+        for device in wanted:
+            check_shown(device)
         print(json.dumps([_free_vram_here(device) for device in wanted]))
     except DriverError as refusal:
         sys.exit(str(refusal))

@@ -7,6 +7,7 @@ prefetch, and blocks that move between replays need none.
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,10 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from sglang_uvm_offload.cuda.device import device_problems
+from sglang_uvm_offload.cuda.numa import nearest_host_node
 from sglang_uvm_offload.cuda.ops import CudaFailure, CudaOps, device_ops
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, check_spans, whole_blocks
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
+
+logger = logging.getLogger(__name__)
 
 
 class _Owner:
@@ -58,6 +62,25 @@ class CudaMemory:
         self._live: dict[int, _Live] = {}
         self._bases: dict[int, int] = {}
         """By address: the base pointer for the driver's free. A range freed under a live tensor is here, not in ``_live``."""
+        self.host_node = self._use_host_node(nearest_host_node(device))
+        """The NUMA node of the host pages, None for that of whichever thread touches a page first."""
+
+    def _use_host_node(self, node: int | None) -> int | None:
+        """``node``, or None where the driver refuses it, as a sandbox may."""
+        self._ops.use_host_node(self.device, node)
+        if node is None:
+            return None
+        tried = self.allocate(BLOCK_BYTES, "a try of the NUMA node")
+        try:
+            self.place(tried, [Span(0, BLOCK_BYTES)], Location.HOST)
+        except ManagedMemoryError as error:
+            logger.warning("Expert offload: host pages cannot be put on NUMA node %d of GPU %d: %s", node, self.device, error)
+            self._ops.use_host_node(self.device, None)
+            return None
+        finally:
+            self.free(tried)
+        logger.info("Expert offload: offloaded experts of GPU %d lie on its NUMA node %d", self.device, node)
+        return node
 
     def allocate(self, nbytes: int, name: str) -> ManagedRange:
         if nbytes <= 0:

@@ -75,6 +75,8 @@ class CudaOps:
         self._locations = {place: location for location, place in self._places.items()}
         self._ids = {torch.int32: self._lib.uvm_ids_int32(), torch.int64: self._lib.uvm_ids_int64()}
         self._packed = self._lib.uvm_ids_packed()
+        self._lib.uvm_use_host_node.argtypes = [c_int, c_int]
+        self._lib.uvm_use_host_node.restype = None
         self.max_experts: int = self._lib.uvm_max_experts()
         self.compiled_version: int = self._lib.uvm_compiled_version()
 
@@ -85,6 +87,10 @@ class CudaOps:
         return runtime.value, driver.value
 
     # Memory.
+
+    def use_host_node(self, device: int, node: int | None) -> None:
+        """Put the host pages of ``device`` on a NUMA node from now on, or wherever the calling thread runs."""
+        self._lib.uvm_use_host_node(device, -1 if node is None else node)
 
     def allocate(self, device: int, nbytes: int, align: int, caller: int) -> tuple[int, int]:
         """(base, address): the argument for ``free``, and the start of the aligned bytes."""

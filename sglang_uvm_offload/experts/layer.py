@@ -9,7 +9,7 @@ import torch
 
 from sglang_uvm_offload.experts.takeover import expert_tensors, move_into_managed
 from sglang_uvm_offload.experts.tensor import ExpertTensor
-from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES
+from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.memory.layout import ExpertLayout
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory, Span
 from sglang_uvm_offload.units import size
@@ -25,14 +25,14 @@ the scales that remain are a ninth."""
 def check_host_ram(memory: Memory, call: str, name: str, needed: int) -> None:
     """Raise ``ManagedMemoryError`` if ``call`` needs ``needed`` bytes of host RAM that are not free: the kernel would kill some
     process for them."""
-    room = memory.info().host_available - HOST_MARGIN_BYTES if needed else 0
+    room = memory.info().host_available - host_margin(needed) if needed else 0
     if needed > room:
         raise ManagedMemoryError(
             call,
             name,
             Span(0, needed),
             f"offloaded experts need {size(needed)} of host RAM, and {size(max(room, 0))} is left "
-            f"({size(HOST_MARGIN_BYTES)} is kept for other uses)",
+            f"({size(host_margin(needed))} is kept for other uses)",
         )
 
 

@@ -39,11 +39,12 @@ def gpu_problems(gpus: list[int]) -> list[str]:
     """Why ``gpus`` cannot keep experts in unified memory, or the library for them cannot be built. A problem of the driver
     concerns all of them, and is listed once."""
     from sglang_uvm_offload.cuda.build import BuildFailure, build
+    from sglang_uvm_offload.cuda.canary import canary_problems
     from sglang_uvm_offload.cuda.device import device_arch, device_problems
 
-    found = dict.fromkeys(problem for gpu in gpus for problem in device_problems(gpu))
-    if found:
-        return list(found)
+    problems = dict.fromkeys(problem for gpu in gpus for problem in device_problems(gpu))
+    if found := list(problems) or canary_problems(tuple(gpus)):
+        return found
     try:
         for arch in {device_arch(gpu) for gpu in gpus}:
             build(arch)

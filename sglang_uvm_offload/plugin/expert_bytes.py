@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.flags import flag_name
-from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES, host_available
+from sglang_uvm_offload.memory.host_ram import host_available, host_margin
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.units import size
@@ -43,10 +43,13 @@ def problems(config: OffloadConfig, cfg: Any, hf_config: Any) -> list[str]:
     """Why this machine's host RAM cannot hold the offloaded ones. What is not known here is checked as it is loaded, tensor by
     tensor."""
     known = expert_bytes(config, cfg, hf_config)
-    room = max(host_available() - HOST_MARGIN_BYTES, 0)
-    if known is None or known.offloaded <= room:
+    if known is None:
+        return []
+    margin = host_margin(known.offloaded)
+    room = max(host_available() - margin, 0)
+    if known.offloaded <= room:
         return []
     return [
         f"{flag_name('num_resident')} {config.num_resident}: the offloaded experts need {size(known.offloaded)} of host RAM, "
-        f"and {size(room)} is left ({size(HOST_MARGIN_BYTES)} is kept for other uses); keep more resident, or add host RAM"
+        f"and {size(room)} is left ({size(margin)} is kept for other uses); keep more resident, or add host RAM"
     ]

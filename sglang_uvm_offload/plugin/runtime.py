@@ -33,6 +33,7 @@ from sglang_uvm_offload.plugin.metrics import Metrics
 from sglang_uvm_offload.plugin.profiles import chosen_profile, named, profile_saver
 from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.plugin.routing_formats import counting_flags
+from sglang_uvm_offload.plugin.torch_bound import bound_torch
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.placement import InitialPlacement
@@ -151,6 +152,8 @@ class _RankHooks:
             get_parallel().tp_rank,
             residency_table(rank_status(self.manager), self.manager.memory.info(), scheduler.max_total_num_tokens),
         )
+        if self.on_cuda:
+            bound_torch(self.config.headroom_gb)
         if self.layer_hooks.uncounted:
             logger.warning(
                 "Expert offload: hit rate is not counted: the routing formats %s have no expert ids",

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 
-from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES
+from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout, round_up, whole_blocks
 from sglang_uvm_offload.sizing import sglang_memory
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, LayerShape
@@ -222,8 +222,8 @@ class Case:
         p = self.parallel
         ranks = (self.rank(stage, num_resident) for stage in range(p.pp))
         experts = sum(r.host_bytes_after_moves if after_moves else r.host_bytes for r in ranks) * p.tp * p.replicas
-        experts += self.host_cache(num_resident)
-        return experts + int(self.assumed.process_gib * GIB) * p.ranks + HOST_MARGIN_BYTES
+        processes = int(self.assumed.process_gib * GIB) * p.ranks
+        return experts + host_margin(experts) + processes + self.host_cache(num_resident)
 
     def host_cache(self, num_resident: int) -> int:
         """Host RAM of all ranks' hierarchical caches, and what SGLang leaves free beside them."""

@@ -6,6 +6,7 @@ libkernels.so (our kernels for the host).
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def sglang_environment(out: Path, log: Path, caches: Path) -> dict[str, str]:
     are linked with the stand-in."""
     return environment(out) | {
         "STANDIN_LOG": str(log),
-        "PYTHONPATH": str(HERE / "shims"),
+        "PYTHONPATH": f"{HERE / 'shims'}{os.pathsep}{HERE.parents[1]}",  # this checkout's package, whatever is installed
         "LIBRARY_PATH": str(out),
         "SGLANG_JIT_CACHE_DIR": str(caches / "sglang"),
         "TRITON_CACHE_DIR": str(caches / "triton"),

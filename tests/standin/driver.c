@@ -3,6 +3,7 @@
 #include "device.h"
 #include "standin.h"
 
+#include <cuda_runtime_api.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -33,6 +34,11 @@ EXPORT int cuDeviceGetCount(int* count) {
 
 EXPORT int cuDeviceGetName(char* name, int length, int device) {
     snprintf(name, length, DEVICE_NAME);
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuDeviceGetPCIBusId(char* name, int length, int device) {
+    snprintf(name, length, "0000:AB:00.0");
     return CUDA_SUCCESS;
 }
 
@@ -167,6 +173,37 @@ EXPORT int cuPointerGetAttribute(void* data, int attribute, uintptr_t address) {
         default:
             *(uint64_t*)data = 0;
     }
+    return CUDA_SUCCESS;
+}
+
+/* Managed memory, in the numbers that both APIs share, by the names under which cuda-python looks them up. */
+
+EXPORT int cuMemAllocManaged(void** address, size_t nbytes, unsigned flags) {
+    return cudaMallocManaged(address, nbytes, flags);
+}
+
+EXPORT int cuMemAdvise(void* start, size_t nbytes, int advice, struct cudaMemLocation location) {
+    return cudaMemAdvise(start, nbytes, advice, location);
+}
+
+EXPORT int cuMemPrefetchAsync(void* start, size_t nbytes, struct cudaMemLocation location, unsigned flags,
+                              void* stream) {
+    return cudaMemPrefetchAsync(start, nbytes, location, flags, stream);
+}
+
+EXPORT int cuMemAlloc(void** address, size_t nbytes) { return cudaMalloc(address, nbytes); }
+
+EXPORT int cuMemFree(void* address) { return cudaFree(address); }
+
+/* STANDIN_CORRUPT changes a byte of each copy on the device. */
+EXPORT int cuMemcpyDtoD(void* to, const void* from, size_t nbytes) {
+    memcpy(to, from, nbytes);
+    if (standin_setting("STANDIN_CORRUPT", 0)) ((char*)to)[nbytes / 2] ^= 1;
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuMemcpyDtoH(void* to, const void* from, size_t nbytes) {
+    memcpy(to, from, nbytes);
     return CUDA_SUCCESS;
 }
 

@@ -359,19 +359,29 @@ EXPORT cudaError_t cudaMallocManaged(void** address, size_t nbytes, unsigned fla
 }
 
 static const char* location_name(struct cudaMemLocation location) {
+    static __thread char node[24];
     if (location.type == cudaMemLocationTypeHost) return "host";
+    if (location.type == cudaMemLocationTypeHostNuma) {
+        snprintf(node, sizeof node, "node %d", location.id);
+        return node;
+    }
     return location.type == cudaMemLocationTypeDevice ? "device" : "other";
 }
 
-/* What the real runtime refuses: bytes that are not one managed range, and a device-type location that names no device
- * (cudaCpuDeviceId is -1). */
+/* What the real runtime refuses: bytes that are not one managed range, a device-type location that names no device
+ * (cudaCpuDeviceId is -1), and a NUMA node that is not there (STANDIN_NODES, none if not set). */
 static int check(const void* start, size_t nbytes, struct cudaMemLocation location) {
     if (!standin_is_managed(start, nbytes)) return cudaErrorInvalidValue;
     if (location.type == cudaMemLocationTypeHost) return 0;
+    if (location.type == cudaMemLocationTypeHostNuma) {
+        bool there = location.id >= 0 && location.id < standin_setting("STANDIN_NODES", 0);
+        return there ? 0 : cudaErrorInvalidValue;
+    }
     return location.type == cudaMemLocationTypeDevice && location.id == 0 ? 0 : cudaErrorInvalidDevice;
 }
 
 static enum place place_of(struct cudaMemLocation location) {
+    if (location.type == cudaMemLocationTypeHostNuma) return PLACE_NODE;
     return location.type == cudaMemLocationTypeHost ? PLACE_HOST : PLACE_DEVICE;
 }
 
@@ -387,6 +397,8 @@ EXPORT cudaError_t cudaMemAdvise(const void* start, size_t nbytes, enum cudaMemo
     int result = standin_injected("cudaMemAdvise");
     if (result == 0) result = check(start, nbytes, location);
     if (result == 0 && (advice < 1 || advice > 6)) result = cudaErrorInvalidValue;
+    bool access = advice == cudaMemAdviseSetAccessedBy || advice == cudaMemAdviseUnsetAccessedBy;
+    if (result == 0 && access && place_of(location) == PLACE_NODE) result = cudaErrorInvalidValue;
     if (result == 0) {
         switch (advice) {
             case cudaMemAdviseSetPreferredLocation:
@@ -431,10 +443,17 @@ EXPORT cudaError_t cudaMemRangeGetAttribute(void* data, size_t data_bytes, enum 
     int result = standin_injected("cudaMemRangeGetAttribute");
     if (result == 0 && (!standin_is_managed(start, nbytes) || data_bytes < sizeof(int))) result = cudaErrorInvalidValue;
     if (result == 0) {
-        bool prefetch = attribute == cudaMemRangeAttributeLastPrefetchLocation;
+        bool type = attribute == cudaMemRangeAttributePreferredLocationType ||
+                    attribute == cudaMemRangeAttributeLastPrefetchLocationType;
+        bool prefetch = attribute == cudaMemRangeAttributeLastPrefetchLocation ||
+                        attribute == cudaMemRangeAttributeLastPrefetchLocationType;
         enum place place = standin_shared_place(start, nbytes, prefetch ? ADVICE_PREFETCHED : ADVICE_PREFERRED);
         int* answer = data;
-        if (attribute == cudaMemRangeAttributeAccessedBy) {
+        if (type) {
+            static const int types[] = {cudaMemLocationTypeInvalid, cudaMemLocationTypeHost, cudaMemLocationTypeDevice,
+                                        cudaMemLocationTypeHostNuma};
+            *answer = types[place];
+        } else if (attribute == cudaMemRangeAttributeAccessedBy) {
             *answer = standin_accessed_by(start, nbytes) ? 0 : cudaInvalidDeviceId;
         } else if (prefetch || attribute == cudaMemRangeAttributePreferredLocation) {
             *answer = place == PLACE_HOST ? cudaCpuDeviceId : place == PLACE_DEVICE ? 0 : cudaInvalidDeviceId;

@@ -22,7 +22,7 @@ long long standin_setting(const char* name, long long otherwise);
 /* ---- memory.c: plain and managed memory, all of it host memory ---- */
 
 enum kind { KIND_NONE, KIND_HOST, KIND_DEVICE, KIND_MANAGED };
-enum place { PLACE_NONE, PLACE_HOST, PLACE_DEVICE };
+enum place { PLACE_NONE, PLACE_HOST, PLACE_DEVICE, PLACE_NODE };
 enum advice { ADVICE_PREFERRED, ADVICE_PREFETCHED, ADVICE_COUNT };
 
 void* standin_take(size_t nbytes, enum kind kind);

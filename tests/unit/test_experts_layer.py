@@ -9,7 +9,7 @@ from simulated_driver import SimulatedDriver
 
 from sglang_uvm_offload.experts.layer import ExpertLayer, ExpertsLost
 from sglang_uvm_offload.experts.takeover import AllocationMode
-from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES
+from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, MemoryInfo
 
@@ -179,7 +179,7 @@ def test_after_a_failed_move_the_layer_knows_what_is_in_vram_and_no_byte_is_lost
 
 class PoorMemory(SimulatedDriver):
     def info(self):
-        return MemoryInfo(0, 0, HOST_MARGIN_BYTES + TENSOR_BYTES["w13"] // 2)
+        return MemoryInfo(0, 0, host_margin(TENSOR_BYTES["w13"]) + TENSOR_BYTES["w13"] // 2)
 
 
 def test_what_a_step_made_for_itself_is_forgotten_even_if_something_else_lies_there_now():

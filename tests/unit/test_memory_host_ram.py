@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_uvm_offload.memory.host_ram import host_available
+from sglang_uvm_offload.memory.host_ram import host_available, host_margin
 
 GIB = 1 << 30
 
@@ -91,3 +91,8 @@ def test_this_machine_has_some():
     available = host_available()
     total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
     assert 0 < available <= total
+
+
+def test_the_margin_grows_with_what_the_kernel_keeps_of_offloaded_pages():
+    assert host_margin(0) == GIB
+    assert host_margin(600 * GIB) == 4 * GIB

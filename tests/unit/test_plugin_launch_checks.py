@@ -201,6 +201,7 @@ def test_a_library_that_cannot_be_built_is_a_problem_before_loading(monkeypatch)
         raise BuildFailure(f"no nvcc for {arch}")
 
     monkeypatch.setattr("sglang_uvm_offload.cuda.device.device_problems", lambda gpu: [])
+    monkeypatch.setattr("sglang_uvm_offload.cuda.canary.canary_problems", lambda gpus: [])
     monkeypatch.setattr("sglang_uvm_offload.cuda.device.device_arch", lambda gpu: "sm_90")
     monkeypatch.setattr("sglang_uvm_offload.cuda.build.build", build)
     assert devices.gpu_problems([0, 1]) == ["no nvcc for sm_90"]
@@ -239,3 +240,9 @@ def test_tactics_are_not_timed_over_pcie(caplog, runner, drafts, disabled):
 def test_autotuning_that_is_off_or_on_a_cpu_is_left_alone():
     for cfg in (Unset(device="cuda", disable_flashinfer_autotune=True), Unset(device="cpu")):
         assert launch_checks._autotuning(cfg, RoutingFormat("flashinfer_trtllm")) == {}
+
+
+def test_gpus_on_which_a_try_of_unified_memory_fails_are_refused(monkeypatch):
+    monkeypatch.setattr("sglang_uvm_offload.cuda.device.device_problems", lambda gpu: [])
+    monkeypatch.setattr("sglang_uvm_offload.cuda.canary.canary_problems", lambda gpus: [f"tried {gpus}"])
+    assert devices.gpu_problems([2, 3]) == ["tried (2, 3)"]

@@ -154,8 +154,9 @@ def test_drafting_layers_are_whole_in_vram_and_keep_a_cache_of_their_own():
 
 def test_host_ram_is_that_of_all_ranks_their_processes_and_the_margin():
     plan = ask("qwen3-235b-a22b", roomy("8xH20"), parallel=Parallel(tp=4, dp=2))
-    assert plan.host_needed == plan.ranks[0].host_bytes * 8 + 8 * 4 * GIB + GIB
-    assert plan.host_needed_after_moves == plan.ranks[0].host_bytes_after_moves * 8 + 8 * 4 * GIB + GIB
+    for needed, of_rank in (("host_needed", "host_bytes"), ("host_needed_after_moves", "host_bytes_after_moves")):
+        experts = getattr(plan.ranks[0], of_rank) * 8
+        assert getattr(plan, needed) == experts + 8 * 4 * GIB + GIB + int(0.005 * experts)
     assert plan.ranks[0].host_bytes_after_moves > plan.ranks[0].host_bytes
 
 

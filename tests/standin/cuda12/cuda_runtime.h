@@ -34,7 +34,9 @@ enum cudaStreamCaptureMode {
 enum cudaMemoryAdvise { cudaMemAdviseSetPreferredLocation = 3, cudaMemAdviseSetAccessedBy = 5 };
 enum cudaMemRangeAttribute {
     cudaMemRangeAttributePreferredLocation = 2,
-    cudaMemRangeAttributeLastPrefetchLocation = 4
+    cudaMemRangeAttributeLastPrefetchLocation = 4,
+    cudaMemRangeAttributePreferredLocationType = 5,
+    cudaMemRangeAttributeLastPrefetchLocationType = 7
 };
 
 #define cudaMemAttachGlobal 1
@@ -62,7 +64,12 @@ cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream
 cudaError_t cudaMemAdvise(const void*, size_t, cudaMemoryAdvise, int);
 cudaError_t cudaMemPrefetchAsync(const void*, size_t, int, cudaStream_t = 0);
 #if CUDART_VERSION >= 12020
-enum cudaMemLocationType { cudaMemLocationTypeInvalid, cudaMemLocationTypeDevice, cudaMemLocationTypeHost };
+enum cudaMemLocationType {
+    cudaMemLocationTypeInvalid,
+    cudaMemLocationTypeDevice,
+    cudaMemLocationTypeHost,
+    cudaMemLocationTypeHostNuma
+};
 struct cudaMemLocation {
     cudaMemLocationType type;
     int id;

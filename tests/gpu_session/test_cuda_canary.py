@@ -1,0 +1,63 @@
+"""The try of unified memory, over the stand-in driver: what it calls, and how it names what fails."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+from standin.run import Ran, Standin
+
+PROGRAM = """
+    from sglang_uvm_offload.cuda.canary import canary_problems
+    print(json.dumps(canary_problems((0,))))
+"""
+
+
+def calls(ran: Ran) -> list[str]:
+    names = ("cudaMallocManaged", "cudaMalloc", "cudaMemAdvise", "cudaMemPrefetchAsync", "cudaFree")
+    words = [(call["call"].removeprefix("cuda"), call.get("advice"), call.get("location")) for call in ran.named(*names)]
+    return [" ".join(filter(None, each)) for each in words]
+
+
+def test_it_moves_two_mib_both_ways_reads_them_and_frees_all(standin: Standin):
+    ran = standin.run(PROGRAM)
+    assert ran.said == []
+    read = ["Malloc", "Free"]
+    moves = {place: [f"MemAdvise SetPreferredLocation {place}", f"MemPrefetchAsync {place}"] for place in ("host", "device")}
+    there, back = [*moves["host"], *read], [*moves["device"], *read]
+    assert calls(ran) == ["MallocManaged", "MemAdvise SetAccessedBy device", *there, *back, *there, "Free"]
+    assert {call["nbytes"] for call in ran.named("cudaMemAdvise")} == {2 << 20}
+
+
+def test_the_asking_process_makes_no_context(standin: Standin):
+    """A launcher starts its ranks later."""
+    ran = standin.run("import os\nprint(os.getpid())\n" + textwrap.dedent(PROGRAM))
+    assert ran.said == []
+    assert ran.out.split()[0] not in {str(call["pid"]) for call in ran.named("cudaMallocManaged", "cudaMalloc")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"fail": "cudaMallocManaged:1:2"}, "cuMemAllocManaged failed"),
+        ({"fail": "cudaMemAdvise:1:801"}, "cuMemAdvise(SetAccessedBy) failed"),
+        ({"fail": "cudaMemAdvise:3:801"}, "cuMemAdvise(SetPreferredLocation) failed"),
+        ({"fail": "cudaMemPrefetchAsync:2:801"}, "cuMemPrefetchAsync failed"),
+        ({"corrupt": 1}, "the GPU's read in host RAM returned other bytes"),
+    ],
+)
+def test_the_call_that_fails_is_named_in_one_line(standin: Standin, settings, named):
+    ran = standin.run(PROGRAM, **settings)
+    (problem,) = ran.said
+    assert problem.startswith(f"CUDA device 0 cannot keep experts in unified memory: {named}")
+    assert "gVisor" in problem
+    assert ran.named("cudaFree") or "AllocManaged" in named, "what was allocated is freed"
+
+
+def test_a_gpu_that_is_not_there_is_named(standin: Standin):
+    assert standin.run(PROGRAM.replace("(0,)", "(0, 1)")).said == ["there is no CUDA device 1: the driver shows 1"]
+
+
+def test_a_driver_that_does_not_start_is_named(standin: Standin):
+    (problem,) = standin.run(PROGRAM, cuinit=100).said
+    assert "no CUDA-capable device" in problem
