@@ -15,19 +15,19 @@ Loading, for each MoE layer of the model:
 
     plugin/fused_moe        FusedMoE.__init__: hooks the layer's quantisation method
     experts/takeover        allocates ``[num_experts, ...]`` tensors from managed memory
-    experts/layer           which experts are resident
-    experts/tensor          their pages (memory/layout)
+    experts/layer           what of each tensor is resident (residency/placement)
+    experts/tensor          its extents of blocks (memory/layout)
     cuda/memory, cpu/memory allocate, place: advise, prefetch (memory/protocol)
 
 Serving, for each forward step:
 
     plugin/runtime          ModelRunner.forward: the step's valid rows, tokens and phase
-    residency/manager       between steps: changes residents
+    residency/manager       between steps: starts to move what was decided
     plugin/fused_moe        apply: count, then compute
     cuda/counters, cpu/counters  one kernel per layer, captured in the graph (routing/counts)
     residency/observer      polls the counts, which arrive some steps late, without waiting
-    residency/background    runs policy/adaptive on a thread
-    experts/layer           demote, then promote
+    residency/background    on a thread beside the steps: decides (policy/adaptive, over policy/extents)
+    residency/mover         on that thread: demotes, then promotes
 """
 
 __version__ = "0.1.0"

@@ -42,12 +42,6 @@ def ranks(cfg: Any) -> list[Rank]:
     ]
 
 
-def gpus(cfg: Any) -> list[int]:
-    """The GPUs of all ranks of this machine that it shows; of several machines, each has a part of the ranks."""
-    shown = range(len(visible_gpus())) if cfg.nnodes > 1 else None
-    return sorted({rank.gpu for rank in ranks(cfg) if shown is None or rank.gpu in shown})
-
-
 def free_by_gpu(ranks: Sequence[Rank]) -> dict[int, int]:
     """Bytes of free VRAM of each GPU that has a rank. Raises ``DriverError``."""
     gpus = sorted({rank.gpu for rank in ranks})
