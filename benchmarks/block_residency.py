@@ -6,12 +6,21 @@ For each shape of experts (bytes in each of a layer's tensors on a rank), trace 
 the best experts at any byte, the best blocks, the best experts rounded to blocks, and what the manager keeps after a warm-up
 over that trace. Then, over its second half: the manager with continuous adaptation, beside the best fixed choice for that half,
 with these experts and with experts of one block. All figures are shares of the bytes that steps use, each expert once a step.
+
+    OMP_NUM_THREADS=1 python benchmarks/block_residency.py --decisions [--out results/blocks]
+
+Instead measures how long a decision of continuous adaptation takes, for ``DECISION_LAYERS`` layers of 256 experts, 8 of them
+used by a token. Run it while the machine does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
+import statistics
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,8 +28,10 @@ import numpy as np
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.policy import ranking
-from sglang_uvm_offload.policy.extents import Extents
+from sglang_uvm_offload.policy.adaptive import AdaptivePolicy
+from sglang_uvm_offload.policy.extents import Budget, Extents
 from sglang_uvm_offload.replay.simulator import Managed, Workload
+from sglang_uvm_offload.residency.background import BURST_SECONDS, MOVE_BYTES_PER_S
 from sglang_uvm_offload.residency.model import extents_of
 from sglang_uvm_offload.routing.trace import Trace
 
@@ -31,6 +42,10 @@ SHAPES = (
     ("dsv2lite-intent", (2.75, 1.375)),
 )
 BUDGETS = (0.5, 0.78)
+DECISION_LAYERS, DECISION_EXPERTS, DECISION_TOP_K, DECISION_RESIDENT = 75, 256, 8, 200
+DECISION_SHAPES = ((4.0,), (3.0, 1.5), (2.75, 1.375), (12.0, 6.0), (11.5, 5.75))
+DECISION_STEPS = (60, 200)
+"""Steps to warm up, and measured ones."""
 GOAL = 0.01
 """How far below the best blocks the manager may be after a warm-up."""
 
@@ -135,6 +150,66 @@ def case(trace: Trace, name: str, mib: tuple[float, float], budget: float) -> Ca
     )
 
 
+@dataclass(frozen=True)
+class Decision:
+    """Median milliseconds of taking in a step's counts and deciding."""
+
+    mib: tuple[float, ...]
+    extents: int
+    observe_ms: float
+    decide_ms: float
+    both_ms: float
+
+
+def decision(mib: tuple[float, ...]) -> Decision:
+    layers, experts = DECISION_LAYERS, DECISION_EXPERTS
+    shape = Shape(layers, experts, mib, DECISION_RESIDENT)
+    extents, everything = shape.extents, np.ones((layers, experts), dtype=bool)
+    resident = extents.holding(np.broadcast_to(np.arange(experts) < DECISION_RESIDENT, (layers, experts)))
+    floor = np.full(layers, DECISION_RESIDENT // 4 * sum(shape.tensors))
+    policy = AdaptivePolicy(Budget(extents, np.ones(len(extents), dtype=bool), extents.total(resident), floor), everything)
+    rng = np.random.default_rng(0)
+    preferred = np.log(rng.dirichlet(np.full(experts, 0.3), layers) + 1e-9)
+    times = []
+    for _ in range(sum(DECISION_STEPS)):
+        chosen = np.argpartition(-rng.gumbel(size=(layers, experts)) - preferred, DECISION_TOP_K, axis=1)[:, :DECISION_TOP_K]
+        activations = np.zeros((layers, experts), dtype=np.int64)
+        np.put_along_axis(activations, chosen, 1, axis=1)
+        start = time.perf_counter()
+        policy.observe(activations, 1)
+        observed = time.perf_counter()
+        moves = policy.decide(resident, BURST_SECONDS * MOVE_BYTES_PER_S)
+        times.append((observed - start, time.perf_counter() - observed))
+        resident = (resident | moves.promote) & ~moves.demote
+    measured = [(1e3 * observe, 1e3 * decide) for observe, decide in times[DECISION_STEPS[0] :]]
+    observe, decide = (statistics.median(column) for column in zip(*measured, strict=True))
+    return Decision(mib, len(extents), observe, decide, statistics.median(map(sum, measured)))
+
+
+def decisions_table(decisions: list[Decision], machine: str) -> str:
+    lines = [
+        "# The time of a decision",
+        "",
+        f"Made by `benchmarks/block_residency.py --decisions` on {machine}: {DECISION_LAYERS} layers of {DECISION_EXPERTS}",
+        f"experts, of which {DECISION_RESIDENT} are resident. Median milliseconds, on a thread beside the steps.",
+        "",
+        "| MiB an expert, by tensor | extents | counts | decision | both |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for each in decisions:
+        mib = " + ".join(f"{size:g}" for size in each.mib)
+        lines.append(f"| {mib} | {each.extents} | {each.observe_ms:.1f} | {each.decide_ms:.1f} | {each.both_ms:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def measure_decisions(out: Path) -> None:
+    machine = f"{os.cpu_count()} cores of {platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}"
+    decisions = [decision(mib) for mib in DECISION_SHAPES]
+    record = {"machine": machine, "decisions": [asdict(each) for each in decisions]}
+    (out / "decisions.json").write_text(json.dumps(record, indent=1) + "\n")
+    (out / "decisions.md").write_text(decisions_table(decisions, machine))
+
+
 def table(cases: list[Case]) -> str:
     lines = [
         "# Residency by blocks of 2 MiB",
@@ -170,16 +245,22 @@ def _head(each: Case) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", type=Path)
+    parser.add_argument("traces", type=Path, nargs="?")
+    parser.add_argument("--decisions", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "blocks")
     arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.decisions:
+        measure_decisions(arguments.out)
+        return
+    if arguments.traces is None:
+        parser.error("the folder of traces is missing")
     cases = []
     for name, mib in SHAPES:
         trace = Trace.load(arguments.traces / f"{name}.npz")
         for budget in BUDGETS:
             cases.append(case(trace, name, mib, budget))
             print(cases[-1], flush=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "blocks.json").write_text(json.dumps([asdict(each) for each in cases], indent=1) + "\n")
     (arguments.out / "blocks.md").write_text(table(cases))
 

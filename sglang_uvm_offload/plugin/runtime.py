@@ -29,6 +29,7 @@ from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory
 from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.built_model import BuiltModel, EarlierStages
 from sglang_uvm_offload.plugin.fused_moe import LayerHooks
+from sglang_uvm_offload.plugin.indexer_budget import take_indexer_budget
 from sglang_uvm_offload.plugin.metrics import Metrics
 from sglang_uvm_offload.plugin.profiles import chosen_profile, named, profile_saver
 from sglang_uvm_offload.plugin.recording import Recording
@@ -154,6 +155,8 @@ class _RankHooks:
         )
         if self.on_cuda:
             bound_torch(self.config.headroom_gb)
+            if self.config.residents_change:
+                take_indexer_budget()
         if self.layer_hooks.uncounted:
             logger.warning(
                 "Expert offload: hit rate is not counted: the routing formats %s have no expert ids",

@@ -43,6 +43,11 @@ class Extents:
     def __len__(self) -> int:
         return len(self.layer)
 
+    @property
+    def first_expert(self) -> np.ndarray:
+        """int64 ``[extents]``: the first expert in each."""
+        return self.part_expert[self._first_part]
+
     def density(self, activations: np.ndarray) -> np.ndarray:
         """float ``[extents]``: the activations (``[layers, width]``) that each extent serves for each byte of VRAM, times bytes
         of experts: for an extent filled by one expert, that expert's activations."""

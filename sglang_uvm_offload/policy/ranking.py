@@ -31,8 +31,8 @@ def best(
     extents: Extents, density: np.ndarray, capacity: np.ndarray, resident: np.ndarray, candidate: np.ndarray
 ) -> np.ndarray:
     """``bool[extents]``: of each layer the candidates with the largest density, as many as fit its ``capacity`` (int64
-    ``[layers]``, bytes); then smaller ones that still fit. Ties prefer residents, then the lower offset, so equal densities
-    move nothing. Raises ``ValueError`` for arguments whose shapes differ, or a density that is NaN.
+    ``[layers]``, bytes); then smaller ones that still fit. Ties prefer residents, so equal densities move nothing, then the
+    lower expert, so that experts come whole. Raises ``ValueError`` for arguments whose shapes differ, or a density that is NaN.
     """
     if not density.shape == resident.shape == candidate.shape == extents.layer.shape or capacity.shape != extents.shape[:1]:
         raise ValueError(
@@ -41,7 +41,7 @@ def best(
         )
     if np.isnan(density).any():
         raise ValueError("a density is not a number")
-    order = np.lexsort((~resident, -density, extents.layer))
+    order = np.lexsort((extents.first_expert, ~resident, -density, extents.layer))
     order, left = order[candidate[order]], capacity.copy()
     chosen = np.zeros(len(extents), dtype=bool)
     while (order := order[extents.nbytes[order] <= left[extents.layer[order]]]).size:

@@ -45,7 +45,9 @@ def test_an_engine_takes_the_bytes_that_are_planned(
         **engine,
     ).offload
     machine = Machine("a CPU", parallel.ranks, 8 * GIB, 8 * GIB, 1, 1, 1, "")
-    case = Case(load(folder), machine, Workload(1024), parallel, Reserve(), Assumptions(), EmulatedMemory().block_bytes)
+    case = Case(
+        load(folder), machine, Workload(1024), parallel, Reserve(), Assumptions(), block_bytes=EmulatedMemory().block_bytes
+    )
     rank = case.rank(0, RESIDENT)
     assert served["resident_bytes"] == rank.resident_bytes
     # The plan counts a tensor's last block whole.

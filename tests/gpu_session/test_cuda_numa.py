@@ -50,7 +50,6 @@ PLACED = """
         first, second = Span(0, BLOCK_BYTES), Span(BLOCK_BYTES, BLOCK_BYTES)
         memory.place(it, [first], DEVICE)
         memory.place(it, [second], HOST)
-        memory.synchronize()
         queries = (memory.preferred, memory.last_prefetch)
         spans = (first, second, Span(0, 2 * BLOCK_BYTES))
         places = [[place and place.value for place in (query(it, span) for span in spans)] for query in queries]
@@ -70,7 +69,7 @@ def test_host_pages_go_to_the_node_and_queries_call_it_host(standin: Standin, tm
     node, places = ran.said
     assert node == 1
     assert places == [["device", "host", None]] * 2
-    on_gpu = ["SetAccessedBy device", "SetPreferredLocation device", "prefetch device"]
+    on_gpu = ["SetAccessedBy device", "prefetch device", "SetPreferredLocation device"]
     assert moves(ran) == [*on_gpu, "SetPreferredLocation node 1", "prefetch node 1"]
 
 

@@ -24,6 +24,21 @@ def test_the_committed_table_is_that_of_the_committed_figures():
     assert (RESULTS / "blocks.md").read_text() == block_residency.table(cases())
 
 
+def test_the_committed_times_of_decisions_are_those_of_the_committed_figures():
+    record = json.loads((RESULTS / "decisions.json").read_text())
+    decisions = [block_residency.Decision(**each | {"mib": tuple(each["mib"])}) for each in record["decisions"]]
+    assert (RESULTS / "decisions.md").read_text() == block_residency.decisions_table(decisions, record["machine"])
+    assert [each.mib for each in decisions] == list(block_residency.DECISION_SHAPES)
+
+
+def test_a_decision_is_timed_over_the_extents_of_its_experts(monkeypatch):
+    monkeypatch.setattr(block_residency, "DECISION_LAYERS", 3)
+    monkeypatch.setattr(block_residency, "DECISION_STEPS", (1, 3))
+    timed = block_residency.decision((3.0, 1.5))
+    assert timed.extents == 3 * (256 * 3 // 2 + 256 * 3 // 4)
+    assert 0 < timed.decide_ms <= timed.both_ms
+
+
 def test_the_manager_was_within_a_point_of_the_best_blocks_after_each_warm_up():
     assert len(cases()) == len(block_residency.SHAPES) * len(block_residency.BUDGETS)
     for each in cases():

@@ -66,6 +66,13 @@ class TestSelect:
             found = ranking.best(extents, np.array([5.0, 4, 3, 2, 1]), np.array([capacity]), none(5), ~none(5))
             assert np.flatnonzero(found).tolist() == expected
 
+    def test_among_equals_an_expert_comes_with_all_its_tensors(self):
+        """Three experts of 2 + 1 bytes in two tensors: room for two is two whole ones, not three times the larger tensor."""
+        sizes, experts = np.array([2, 2, 2, 1, 1, 1]), np.array([0, 1, 2, 0, 1, 2])
+        extents = Extents((1, 3), np.zeros(6, dtype=int), sizes, np.arange(6), experts, sizes)
+        found = ranking.best(extents, np.ones(6), np.array([6]), none(6), ~none(6))
+        assert np.flatnonzero(found).tolist() == [0, 1, 3, 4]
+
     def test_no_layer_and_no_expert(self):
         assert best(np.zeros((0, 4)), np.zeros(0, int), none((0, 4)), none((0, 4))).shape == (0, 4)
         assert best(np.zeros((2, 0)), np.zeros(2, int), none((2, 0)), none((2, 0))).shape == (2, 0)
