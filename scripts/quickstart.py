@@ -138,8 +138,8 @@ def conclude(answers: list[str], plain: list[str], state: dict[str, Any], reside
         return 1
     print(
         f"\nShown: {len(answers)} answers are the same with {resident} of {experts} experts a layer resident and without "
-        f"offloading; {state['offloaded_bytes'] / 2**20:.1f} MiB of experts were out of VRAM, and {state['moves']} moved in "
-        "after warm-up."
+        f"offloading; {state['offloaded_bytes'] / 2**20:.1f} MiB of experts were out of VRAM, and {state['moves']} promotions "
+        "followed the warm-up."
     )
     return 0
 

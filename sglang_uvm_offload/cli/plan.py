@@ -11,6 +11,7 @@ from pathlib import Path
 from sglang_uvm_offload.sizing import planner
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.machine import PRESET_HOST_GIB, Machine, MachineError, describe, of_gpus, preset
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
@@ -36,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument("--enable-dp-attention", action="store_true")
     work = parser.add_argument_group("workload")
     work.add_argument("--num-resident", type=_whole, metavar="N", help="residents of each layer; default: the most that fit")
-    work.add_argument("--context-length", type=_count, help="tokens of a request; default: the model's limit, at most 32768")
+    work.add_argument(
+        "--context-length", type=_count, help=f"tokens of a request; default: the model's limit, at most {DEFAULT_KV_TOKENS}"
+    )
     work.add_argument("--requests", type=_count, default=1, help="concurrent requests, each as long as the context (default 1)")
     work.add_argument("--max-total-tokens", type=_count, help="KV cache tokens per rank, in place of requests x context")
     work.add_argument("--prompt-tokens", type=_count, default=4096, help="tokens of a prompt, for prefill (default 4096)")
@@ -77,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         args.tp_size or max(1, machine.gpus // groups), args.ep_size, args.pp_size, args.dp_size, args.enable_dp_attention
     )
     workload = Workload(
-        context_length=args.context_length or min(model.context_length, 32768),
+        context_length=args.context_length or min(model.context_length, DEFAULT_KV_TOKENS),
         requests=args.requests,
         prompt_tokens=args.prompt_tokens,
         max_total_tokens=args.max_total_tokens,
