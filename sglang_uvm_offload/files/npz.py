@@ -39,7 +39,7 @@ def names(path: str | os.PathLike[str]) -> set[str]:
         try:
             with zipfile.ZipFile(file) as archive:
                 return {name.removesuffix(".npy") for name in archive.namelist()}
-        except Exception as error:  # as in ``read``
+        except Exception as error:  # as in ``read``: on damaged files many types are raised, and all mean this
             raise NpzError(f"not a readable npz file: {str(error) or type(error).__name__}") from error
 
 

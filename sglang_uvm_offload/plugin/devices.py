@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.flags import flag_name
-from sglang_uvm_offload.plugin import planned_launch
+from sglang_uvm_offload.plugin.planned_launch import ranks
 
 
 def local_gpus(cfg: Any) -> list[int]:
-    """The GPUs of the ranks on this machine. Each of several machines has an equal part of the pipeline's stages, or of the
-    ranks of each stage."""
-    here = SimpleNamespace(
-        tp_size=cfg.tp_size // max(cfg.nnodes // cfg.pp_size, 1),
-        pp_size=max(cfg.pp_size // cfg.nnodes, 1),
-        dp_size=cfg.dp_size,
-        base_gpu_id=cfg.base_gpu_id,
-        gpu_id_step=cfg.gpu_id_step,
-    )
-    return sorted({rank.gpu for rank in planned_launch.ranks(here)})
+    """The GPUs of the ranks on this machine."""
+    return sorted({rank.gpu for rank in ranks(cfg)})
 
 
 def problems(config: OffloadConfig, cfg: Any) -> list[str]:

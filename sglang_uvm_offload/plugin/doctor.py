@@ -62,7 +62,7 @@ class Launch:
                 self.args.resolve_once()
         except FlagError as error:
             return error.problems
-        except Exception as error:  # noqa: BLE001 -- SGLang and transformers raise many types for a malformed config
+        except Exception as error:  # noqa: BLE001 -- of any type, for a malformed config; listed as a problem, with its type
             reason = " ".join(str(error).split())
             return [f"SGLang cannot serve {self.args.model_path}: {type(error).__name__}: {reason}"]
         if config_of(self.args) is None:

@@ -32,13 +32,15 @@ class Rank(NamedTuple):
 
 
 def ranks(cfg: Any) -> list[Rank]:
-    """All ranks with the GPUs that SGLang assigns to them on this, the only machine."""
-    group = cfg.tp_size * cfg.pp_size * cfg.gpu_id_step
+    """The ranks on this machine, with the GPUs that SGLang assigns to them. Each of several machines has an equal part of the
+    pipeline's stages, or of the ranks of each stage; their numbers here count from 0."""
+    tp, pp = cfg.tp_size // max(cfg.nnodes // cfg.pp_size, 1), max(cfg.pp_size // cfg.nnodes, 1)
+    group = tp * pp * cfg.gpu_id_step
     return [
-        Rank(replica, stage, rank, cfg.base_gpu_id + replica * group + stage * cfg.tp_size + rank * cfg.gpu_id_step)
+        Rank(replica, stage, rank, cfg.base_gpu_id + replica * group + stage * tp + rank * cfg.gpu_id_step)
         for replica in range(cfg.dp_size)
-        for stage in range(cfg.pp_size)
-        for rank in range(cfg.tp_size)
+        for stage in range(pp)
+        for rank in range(tp)
     ]
 
 

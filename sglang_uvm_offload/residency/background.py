@@ -32,6 +32,10 @@ class BackgroundAdaptation:
         """Bytes that may be promoted now."""
         self._refilled_at = clock()
         self._next: Future[np.ndarray | None] | None = None
+        self._dropped = False
+        """Whether ``_next`` was made for residents that have changed since."""
+        self._replaced: ModelExperts | None = None
+        """The model, if its tensors were replaced since ``_next`` was submitted."""
 
     def collect_and_submit(self, pending: PendingCounts, resident: np.ndarray, may_move: bool = True) -> np.ndarray | None:
         """Collect the last decision and submit the next one.
@@ -44,23 +48,31 @@ class BackgroundAdaptation:
             if not self._next.done():
                 return None
             after = self._next.result()
+        if self._dropped:
+            after, self._dropped = None, False
         if after is not None:
             self._room -= self.adaptation.extents.total(after & ~resident)
         self._refill()
         max_bytes = self._room if may_move else 0.0
-        self._next = self.executor.submit(self._decide, pending, resident if after is None else after, max_bytes)
+        replaced, self._replaced = self._replaced, None
+        start = resident if after is None else after
+        self._next = self.executor.submit(self._decide, pending, start, max_bytes, replaced)
         return after
 
     def drop(self) -> None:
-        """Discard the submitted decision, because residents change for another reason."""
-        self._next = None
+        """Discard the submitted decision, because residents change for another reason. An error of it is still raised."""
+        self._dropped = self._next is not None
 
     def follow(self, model: ModelExperts) -> None:
         """Decide on the present extents of ``model``, whose tensors were replaced."""
         self.drop()
-        self.executor.submit(self.adaptation.follow, model)
+        self._replaced = model
 
-    def _decide(self, pending: PendingCounts, resident: np.ndarray, max_bytes: float) -> np.ndarray | None:
+    def _decide(
+        self, pending: PendingCounts, resident: np.ndarray, max_bytes: float, replaced: ModelExperts | None
+    ) -> np.ndarray | None:
+        if replaced is not None:
+            self.adaptation.follow(replaced)
         return self.adaptation.decide(pending.wait(), resident, max_bytes)
 
     def _refill(self) -> None:
@@ -76,6 +88,6 @@ class ThisThread(Executor):
         done: Future[Any] = Future()
         try:
             done.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 -- ``Future.result`` raises it in ``collect_and_submit``
+        except Exception as error:  # noqa: BLE001 -- kept, as by any executor, for ``Future.result``, which raises it
             done.set_exception(error)
         return done

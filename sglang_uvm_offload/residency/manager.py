@@ -44,7 +44,7 @@ BroadcastDecision = Callable[[Callable[[], Any]], Any]
 
 
 class OffloadManager:
-    """All methods run on the thread that launches the model's forward steps."""
+    """All methods run on the thread that launches the model's forward steps, but for what moves, which runs on ``executor``."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class OffloadManager:
 
     def begin_step(self, model: ModelExperts, valid_rows: int, tokens: int, phase: Phase) -> None:
         """Call it before each forward step of ``model`` is launched. The first ``valid_rows`` rows of its batch are tokens (0:
-        a dummy run); all ranks together compute ``tokens``. Residents change here, between steps of the target model."""
+        a dummy run); all ranks together compute ``tokens``. Residents begin to change here, between steps of the target."""
         if model.counters is None:
             return
         if not model.draft:
@@ -236,20 +236,22 @@ class OffloadManager:
             return None
         try:
             return self.background.collect_and_submit(self.observer.pending, resident, may_move=self.warm)
-        except Exception as error:  # noqa: BLE001 -- ``_stopped`` logs it with its trace
-            # Steps do not depend on decisions, and peers wait for this rank's answer. So any error is shown as the
-            # fault. A GPU error recurs at the next kernel and ends the process there.
+        except Exception as error:  # noqa: BLE001 -- logged with its trace and shown as the fault; see below
+            # Steps do not depend on decisions, and peers wait for this rank's answer. A GPU error recurs at the next kernel and
+            # ends the process there.
             self.background = None
             self._stopped("choosing residents", error)
             return None
 
     def _submit(self, move: Callable[[], None]) -> None:
-        """Run ``move`` after what was submitted before. It changes what later steps read, not the results."""
+        """Run ``move`` after what was submitted before. It changes where steps read the experts' bytes, not the bytes."""
 
         def guarded() -> None:
             try:
                 move()
-            except Exception as error:  # noqa: BLE001 -- ``_stopped`` logs it with its trace; nobody waits for the result
+            except Exception as error:  # noqa: BLE001 -- logged with its trace and shown as the fault; see below
+                # Nobody reads a move's result, so an error would be lost here. Steps are right wherever the bytes are; a GPU
+                # error recurs at the next kernel and ends the process there.
                 self._stopped("moving experts", error)
 
         self._moving = self.executor.submit(guarded)

@@ -277,6 +277,24 @@ class TestDecisionsBesideTheSteps:
         later.run()
         assert rank.resident() == [[1, 2, 3]] * LAYERS
 
+    def test_an_error_of_a_decision_that_is_dropped_is_shown(self):
+        later = Later()
+        rank = Rank(config(adapt="continuous", warmup_tokens=2 * INTERVAL_STEPS), clock=seconds_pass(), executor=later)
+        rank.manager.background.adaptation.decide = lambda *seen: 1 / 0
+        serve(rank, [[1, 2, 3]], 3 * INTERVAL_STEPS)
+        assert rank.manager.warm
+        assert rank.manager.fault is None
+        later.run()
+        serve(rank, [[1, 2, 3]], INTERVAL_STEPS)
+        assert rank.manager.fault == "choosing residents failed: ZeroDivisionError: division by zero"
+
+    def test_an_error_while_following_replaced_tensors_is_shown(self):
+        rank = following()
+        rank.manager.background.adaptation.follow = lambda model: 1 / 0
+        rank.manager.background.follow(rank.model)
+        serve(rank, [[1, 2, 3]], 2 * INTERVAL_STEPS)
+        assert rank.manager.fault == "choosing residents failed: ZeroDivisionError: division by zero"
+
     def test_the_next_decision_starts_from_what_the_last_one_moves_to(self):
         later = Later()
         rank = following(executor=later)

@@ -13,7 +13,7 @@ from checkpoints import Checkpoints
 from sglang_uvm_offload.sizing.checkpoint import from_tensors, load
 from sglang_uvm_offload.sizing.draft_cost import draft_note
 from sglang_uvm_offload.sizing.draft_model import load_draft
-from sglang_uvm_offload.sizing.launch import Launch, Uncounted
+from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounted
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
@@ -194,3 +194,8 @@ def test_drafts_without_a_checkpoint_of_their_own_are_weighed_too():
     few = launch(DEEPSEEK, **roomy, mem_fraction_static=0.5)
     assert choose_num_resident(replace(few, draft_tokens=4)).draft_note
     assert not choose_num_resident(few).draft_note
+
+
+def test_the_readme_names_the_cache_that_auto_leaves_room_for():
+    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    assert f"It leaves room for a KV cache of {DEFAULT_KV_TOKENS:,} tokens" in readme
