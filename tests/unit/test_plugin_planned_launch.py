@@ -23,7 +23,7 @@ DRAFTS = {
     **{"speculative_algorithm": None, "speculative_draft_model_path": None, "speculative_draft_model_revision": None},
     **{"speculative_num_draft_tokens": None, "speculative_draft_kv_cache_dtype": None},
 }
-OTHERS = {"moe_a2a_backend": "none", "enable_hierarchical_cache": False, "revision": None, "download_dir": None}
+OTHERS = {"nnodes": 1, "moe_a2a_backend": "none", "enable_hierarchical_cache": False, "revision": None, "download_dir": None}
 GIVEN = {"max_running_requests": 4, "context_length": None, "hicache_size": 0, "hicache_ratio": None}
 """By the user, before SGLang resolves anything."""
 

@@ -12,6 +12,8 @@ from builders.charts import cells_of
 from builders.managers import LAYERS, E, Rank, config, profile_of
 from builders.reports import FAULT, info, replayed, result, stepped, words
 
+from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.report import server_report as module
 from sglang_uvm_offload.report.replay_report import replay_report
@@ -175,3 +177,15 @@ def test_a_report_of_a_replay_shows_every_policy_in_every_picture():
         assert said.count(policy) >= 5
     for shown in ("95.0 %", "0.250", "3.0 MiB", "1.0 MiB", "2.000 ms", "MiB a decode step"):
         assert shown in said
+
+
+def test_experts_that_are_in_vram_in_part_are_shown_as_such_and_counted_by_their_bytes():
+    """Blocks of two pages, experts of three: of the fourth a third is beside the third."""
+    rank = Rank(config(), EmulatedMemory(2 * PAGE_BYTES), expert_bytes=3 * PAGE_BYTES)
+    assert residency(rank.status()) == [[IN_VRAM] * 3 + [PARTLY] + [IN_HOST] * 4] * LAYERS
+    for ids in ([[0]], [[0]], [[3]]):
+        rank.step(ids)
+    rank.step([[3, 3]])
+    shown = words(server_report(info(rank.status()), "s"))
+    # Of 5 routed tokens two were served whole and three by a third; of 4 activations two and two.
+    assert "60.0 % 66.7 %" in shown

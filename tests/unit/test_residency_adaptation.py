@@ -273,8 +273,9 @@ class TestDecisionsBesideTheSteps:
         rank.manager.background._next.set_result(stale.ravel())
         serve(rank, [[1, 2, 3]], 2 * INTERVAL_STEPS)
         assert rank.manager.warm
-        assert rank.manager.moving
+        assert rank_status(rank.manager).moving
         later.run()
+        assert not rank_status(rank.manager).moving
         assert rank.resident() == [[1, 2, 3]] * LAYERS
 
     def test_an_error_of_a_decision_that_is_dropped_is_shown(self):
