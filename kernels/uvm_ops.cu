@@ -29,6 +29,11 @@ struct uvm_failure {
     char call[40];     // the CUDA function
     char reason[216];  // the error's name and the driver's description
 };
+
+struct uvm_read_time {
+    unsigned int first;  // cycles
+    unsigned int later;  // cycles of the shortest of the reads after it
+};
 }
 
 // ---- values that Python reads from here -----------------------------------------------------------------------------
@@ -38,6 +43,9 @@ enum place { place_device, place_host, place_unset };
 enum ids_kind { ids_int32, ids_int64, ids_packed };
 constexpr int max_experts = 4096;
 constexpr int max_devices = 64;
+constexpr int timing_blocks = 64;
+constexpr int timing_lines = 3;
+constexpr int timing_stride = 1 << 10;  // another cache line of the same page
 }  // namespace
 
 UVM_API int uvm_place_device() { return place_device; }
@@ -223,7 +231,39 @@ int query(uvm_failure* failure, int device, const void* start, size_t nbytes, cu
     if (*place == place_unset && on_host_node(device, start, nbytes, attribute)) *place = place_host;
     return cudaSuccess;
 }
+
+cudaError_t launch(uvm_failure* failure, const void* kernel, const char* name, int blocks, int threads,
+                   void** arguments, cudaStream_t stream) {
+    cudaError_t error = cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), arguments, 0, stream);
+    return error == cudaSuccess ? error : fail(failure, name, -1, error);
+}
+
+// The tests' host build brings a read of its own, whose time depends on where the page is.
+#ifndef UVM_READ_NOW
+__device__ unsigned int read_now(const char* from) { return *(const volatile unsigned int*)from; }
+#endif
+
+// Cycles of one read. The store to shared memory waits for the word, and the clock for the store; without it the
+// compiler looks at the clock while the read is under way.
+__device__ unsigned int time_read(const char* from) {
+    __shared__ volatile unsigned int arrived;
+    const long long before = clock64();
+    arrived = read_now(from);
+    return (unsigned int)(clock64() - before);
+}
 }  // namespace
+
+extern "C" __global__ void uvm_time_reads_kernel(const unsigned long long* addresses, int count, uvm_read_time* times) {
+    for (int i = blockIdx.x; i < count; i += gridDim.x) {
+        const char* from = (const char*)addresses[i];
+        uvm_read_time time = {time_read(from), UINT_MAX};
+        for (int line = 1; line <= timing_lines; line++) {
+            const unsigned int took = time_read(from + line * timing_stride);
+            if (took < time.later) time.later = took;
+        }
+        times[i] = time;
+    }
+}
 
 // Puts the host pages of `device` on a NUMA node from now on, or with -1 wherever the calling thread runs.
 UVM_API void uvm_use_host_node(int device, int node) {
@@ -327,6 +367,27 @@ UVM_API int uvm_last_prefetch(int device, const void* start, size_t nbytes, int*
     return query(failure, device, start, nbytes, cudaMemRangeAttributeLastPrefetchLocation, place);
 }
 
+// Times one read at each of `count` addresses, and then `timing_lines` more beside it. Returns when all are done. The
+// GPU uses both arrays in place: pinned memory will do.
+UVM_API int uvm_time_reads(int device, const unsigned long long* addresses, int count, uvm_read_time* times,
+                           uvm_failure* failure) {
+    on_device guard(device, failure);
+    if (guard.error != cudaSuccess) return guard.error;
+    relaxed_capture relaxed(failure);
+    if (relaxed.error != cudaSuccess) return relaxed.error;
+    if (count <= 0) return fail(failure, "uvm_time_reads", -1, cudaErrorInvalidValue);
+    cudaStream_t stream = nullptr;
+    cudaError_t error = prefetch_stream(failure, device, &stream);
+    if (error != cudaSuccess) return error;
+    void* arguments[] = {&addresses, &count, &times};
+    // One thread a block: a warp waits for the slowest of its reads. Few of them, so that steps hardly notice.
+    int blocks = count < timing_blocks ? count : timing_blocks;
+    error = launch(failure, (const void*)uvm_time_reads_kernel, "uvm_time_reads", blocks, 1, arguments, stream);
+    if (error != cudaSuccess) return error;
+    error = cudaStreamSynchronize(stream);
+    return error == cudaSuccess ? error : fail(failure, "cudaStreamSynchronize", -1, error);
+}
+
 UVM_API int uvm_memory_info(int device, size_t* free_bytes, size_t* total_bytes, uvm_failure* failure) {
     on_device guard(device, failure);
     if (guard.error != cudaSuccess) return guard.error;
@@ -397,12 +458,6 @@ extern "C" __global__ void uvm_set_control_kernel(long long* control, long long 
 }
 
 namespace {
-int launch(uvm_failure* failure, const void* kernel, const char* name, int blocks, int threads, void** arguments,
-           cudaStream_t stream) {
-    cudaError_t error = cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), arguments, 0, stream);
-    return error == cudaSuccess ? error : fail(failure, name, -1, error);
-}
-
 int block_size(long long work) { return work >= 1024 ? 1024 : (int)(work + 31) / 32 * 32; }
 }  // namespace
 

@@ -28,6 +28,7 @@ Serving, for each forward step:
     residency/observer      polls the counts, which arrive some steps late, without waiting
     residency/background    on a thread beside the steps: decides (policy/adaptive, over policy/extents)
     residency/mover         on that thread: demotes, then promotes
+    residency/evictions     on that thread, every ten seconds: are residents in VRAM (cuda/read_times)
 """
 
 __version__ = "0.1.0"

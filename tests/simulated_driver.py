@@ -23,7 +23,7 @@ import numpy as np
 
 from sglang_uvm_offload.cpu.memory import CODE, DEVICE, HOST, UNSET, EmulatedMemory, shared_location, units_of
 from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, check_spans, round_up
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, check_block, check_spans, round_up
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
 from sglang_uvm_offload.sizing.machine import PCIE5_GBPS
 from sglang_uvm_offload.sizing.plan import Assumptions
@@ -121,6 +121,15 @@ class SimulatedDriver(EmulatedMemory):
             super().place(managed, [span], location)
         if location is Location.DEVICE:
             self.prefer(managed, spans, location)
+
+    def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
+        for managed, offset in blocks:
+            check_block(managed, offset, self.block_bytes)
+        spans = [(managed, Span(offset, self.block_bytes)) for managed, offset in blocks]
+        found = [self.location(managed, span) is Location.DEVICE for managed, span in spans]
+        for managed, span in spans:
+            self.read(managed, [span])
+        return np.array(found, dtype=bool)
 
     def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
         check_spans(managed, [span], self.block_bytes)

@@ -107,6 +107,7 @@ def check_a_freed_range_is_refused_everywhere(memory: Memory) -> None:
         lambda: memory.place(it, [span], HOST),
         lambda: memory.preferred(it, span),
         lambda: memory.last_prefetch(it, span),
+        lambda: memory.in_vram([(it, 0)]),
     ):
         assert "w2_scale" in refuses(action)
 
@@ -161,6 +162,22 @@ def check_spans_are_placed_by_block(memory: Memory) -> None:
         for found in (memory.preferred, memory.last_prefetch):
             assert [found(it, Span(i * block, block)) for i in range(4)] == [DEVICE, HOST, DEVICE, HOST]
             assert found(it, whole) is None
+
+
+def check_reads_tell_which_blocks_are_in_vram(memory: Memory) -> None:
+    block = memory.block_bytes
+    with managed(memory, 6 * block - 100) as a, managed(memory, 2 * block) as b:
+        assert memory.in_vram([]) is not None
+        memory.place(a, [Span(0, 6 * block - 100)], HOST)
+        memory.place(b, [Span(0, 2 * block)], DEVICE)
+        memory.place(a, [Span(block, 2 * block), Span(5 * block, block - 100)], DEVICE)
+        blocks = [(b, block), *((a, i * block) for i in range(6)), (b, 0)]
+        for _ in range(2):  # a read leaves them where they are
+            found = memory.in_vram(blocks)
+            assert found is not None
+            assert found.tolist() == [True, False, True, True, False, False, True, True]
+        for offset in (-block, 1, 6 * block):
+            assert "w13" in refuses(lambda offset=offset: memory.in_vram([(b, 0), (a, offset)]))
 
 
 def check_two_ranges_do_not_influence_each_other(memory: Memory) -> None:

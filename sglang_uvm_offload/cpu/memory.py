@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, check_spans, round_up, whole_blocks
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, check_block, check_spans, round_up, whole_blocks
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
 
 UNSET, HOST, DEVICE = 0, 1, 2
@@ -82,6 +82,14 @@ class EmulatedMemory:
         placed = self._find(managed).placed
         check_spans(managed, [span], self.block_bytes)
         return shared_location(placed[units_of(span, self.block_bytes)])
+
+    def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
+        found = []
+        for managed, offset in blocks:
+            placed = self._find(managed).placed
+            check_block(managed, offset, self.block_bytes)
+            found.append(placed[offset // self.block_bytes] == DEVICE)
+        return np.array(found, dtype=bool)
 
     def free(self, managed: ManagedRange) -> None:
         self._find(managed)

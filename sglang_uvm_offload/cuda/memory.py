@@ -12,14 +12,17 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 
 from sglang_uvm_offload.cuda.device import device_problems
 from sglang_uvm_offload.cuda.numa import nearest_host_node
 from sglang_uvm_offload.cuda.ops import CudaFailure, CudaOps, device_ops
+from sglang_uvm_offload.cuda.read_times import ReadTimes
 from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, check_spans, whole_blocks
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, check_block, check_spans, whole_blocks
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
 
 logger = logging.getLogger(__name__)
@@ -123,6 +126,17 @@ class CudaMemory:
     def last_prefetch(self, managed: ManagedRange, span: Span) -> Location | None:
         return self._query(self._ops.last_prefetch, managed, span)
 
+    def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
+        owners = [self._find(managed).owner() for managed, _ in blocks]
+        for managed, offset in blocks:
+            check_block(managed, offset, BLOCK_BYTES)
+        try:
+            found = self._read_times.in_vram([managed.address + offset for managed, offset in blocks])
+        except CudaFailure as failure:
+            raise ManagedMemoryError(failure.call, "a look at blocks", Span(0, 0), failure.reason) from failure
+        del owners  # they kept the ranges while the GPU read them
+        return found
+
     def free(self, managed: ManagedRange) -> None:
         """Tensors over the range stay valid: the driver frees it with the last of them, at once if there is none."""
         live = self._find(managed)
@@ -140,6 +154,12 @@ class CudaMemory:
         except CudaFailure as failure:
             raise ManagedMemoryError(failure.call, "the device", Span(0, 0), failure.reason) from failure
         return MemoryInfo(free, total, host_available())
+
+    @cached_property
+    def _read_times(self) -> ReadTimes:
+        in_host_ram = self.allocate(BLOCK_BYTES, "a block to compare reads with")
+        self.place(in_host_ram, [Span(0, BLOCK_BYTES)], Location.HOST)
+        return ReadTimes(self._ops, self.device, in_host_ram.address)
 
     def _find(self, managed: ManagedRange) -> _Live:
         if not self.holds(managed):

@@ -42,6 +42,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_place": [c_int, c_void_p, POINTER(_Span), c_int, c_int, c_void_p],
     "uvm_preferred": [c_int, c_void_p, c_size_t, POINTER(c_int)],
     "uvm_last_prefetch": [c_int, c_void_p, c_size_t, POINTER(c_int)],
+    "uvm_time_reads": [c_int, c_void_p, c_int, c_void_p],
     "uvm_memory_info": [c_int, POINTER(c_size_t), POINTER(c_size_t)],
     "uvm_versions": [POINTER(c_int), POINTER(c_int)],
     "uvm_count_routing": [c_void_p, c_int, c_longlong, c_int, c_longlong, c_int, c_int, c_void_p, c_void_p, c_void_p],
@@ -116,6 +117,11 @@ class CudaOps:
         place = c_int()
         self._call("uvm_last_prefetch", device, start, nbytes, place)
         return self._locations.get(place.value)
+
+    def time_reads(self, device: int, addresses: torch.Tensor, times: torch.Tensor) -> None:
+        """Write to ``times`` (int32 ``[n, 2]``) the GPU's cycles of the first read at each of ``addresses`` (int64 ``[n]``) and
+        of the shortest of three more beside it. Both are pinned. Waits for the reads, on the stream of ``place``."""
+        self._call("uvm_time_reads", device, addresses.data_ptr(), len(addresses), times.data_ptr())
 
     def memory_info(self, device: int) -> tuple[int, int]:
         """(free, total) bytes of VRAM."""

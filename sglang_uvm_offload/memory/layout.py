@@ -104,6 +104,11 @@ class ExpertLayout:
         ends = np.minimum(self._edges, self.nbytes)
         return [Span(int(self._edges[a]), int(ends[b] - self._edges[a])) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
+    def blocks(self, extents: np.ndarray) -> np.ndarray:
+        """int64: the offsets of the blocks of the marked extents (``bool[extents]``)."""
+        begins = np.arange(0, self.nbytes, self.block_bytes)
+        return begins[np.repeat(extents, self.extent_bytes // self.block_bytes)]
+
     @cached_property
     def _edges(self) -> np.ndarray:
         """The offset at which each extent begins, and the end of the last block."""
@@ -118,6 +123,12 @@ class ExpertLayout:
         """The offset at which each part begins, and the end of the last expert."""
         experts = np.arange(self.num_experts + 1) * self.expert_bytes
         return np.union1d(self._edges[:-1], experts)
+
+
+def check_block(managed: ManagedRange, offset: int, block_bytes: int) -> None:
+    """Raise ``ValueError`` unless a block of ``managed`` begins at ``offset``."""
+    if not 0 <= offset < managed.nbytes or offset % block_bytes:
+        raise ValueError(f"{managed.name} has {managed.nbytes} bytes, and no block of {block_bytes} begins at {offset}")
 
 
 def check_spans(managed: ManagedRange, spans: Sequence[Span], block_bytes: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -103,6 +104,11 @@ class Memory(Protocol):
     def last_prefetch(self, managed: ManagedRange, span: Span) -> Location | None:
         """The location of the last requested prefetch of the whole span, or None. CUDA has no query for where pages really are
         (``cudaMemRangeGetAttribute`` returns advice and the last requested prefetch)."""
+
+    def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
+        """``bool[len(blocks)]``: whether the GPU finds each block (a range, and the offset of the block in it) in VRAM when it
+        reads some bytes of it now; None where it cannot tell. A block that was evicted and prefers the GPU comes back by being
+        read, as in a step. Waits for the reads, so a thread that launches steps should not call it."""
 
     def free(self, managed: ManagedRange) -> None:
         """Free the range. Freeing it twice raises ``ValueError``."""

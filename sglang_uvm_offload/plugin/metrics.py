@@ -44,6 +44,12 @@ class Metrics:
         )
         self.moved = Counter("sglang:expert_offload_moved_bytes", "Bytes promoted and demoted.", list(labels))
         self.moving = Counter("sglang:expert_offload_moving_seconds", "Seconds spent moving experts.", list(labels))
+        self.evicted = Gauge(
+            "sglang:expert_offload_evicted_bytes",
+            "Bytes of resident experts that the driver has evicted, estimated from a sample.",
+            list(labels),
+            multiprocess_mode="mostrecent",
+        )
         layers = manager.target.layers
         self._groups = [g for g in np.array_split(np.arange(len(layers)), GROUPS) if g.size]
         self._names = [f"{layers[g[0]].layer_id}-{layers[g[-1]].layer_id}" for g in self._groups]
@@ -83,3 +89,5 @@ class Metrics:
         for counter, new, old in zip((self.moves, self.moved, self.moving), moves, self._last_moves, strict=True):
             counter.labels(**self.labels).inc(new - old)
         self._last_moves = moves
+        if (evicted := self.manager.evictions.evicted_bytes) is not None:
+            self.evicted.labels(**self.labels).set(evicted)

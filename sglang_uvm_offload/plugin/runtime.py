@@ -87,9 +87,13 @@ class _RankHooks:
     @cached_property
     def manager(self) -> OffloadManager:
         """Made when the first model loads: before that the process is not bound to its GPU."""
-        executor = _executor() if self.config.residents_change else None
         return OffloadManager(
-            self.config, _memory(self.config), _counters, _broadcast_decision, progress=_is_first_rank, executor=executor
+            self.config,
+            _memory(self.config),
+            _counters,
+            _broadcast_decision,
+            progress=_is_first_rank,
+            executor=_executor(),
         )
 
     def _begin_target(self) -> ModelExperts:
@@ -157,6 +161,9 @@ class _RankHooks:
             bound_torch(self.config.headroom_gb)
             if self.config.residents_change:
                 take_indexer_budget()
+        # The KV cache was allocated after the experts. What a look needs is allocated now, not beside the first steps.
+        self.manager.look_for_evictions()
+        self.manager.wait_for_moves()
         if self.layer_hooks.uncounted:
             logger.warning(
                 "Expert offload: hit rate is not counted: the routing formats %s have no expert ids",

@@ -38,6 +38,13 @@ def advice(info: ServerInfo) -> list[str]:
         for name, rank in zip(info.rank_names, ranks, strict=True)
         if rank.fault is not None
     ]
+    lines += [
+        f"About {size(rank.evicted_bytes)} of residents were evicted from VRAM ({name}), because something else needed it; hit "
+        "rates count them as resident. Leave more VRAM free: a larger --expert-offload-headroom-gb, fewer residents, or no "
+        "other process on this GPU."
+        for name, rank in zip(info.rank_names, ranks, strict=True)
+        if rank.evicted_bytes
+    ]
     if not any(rank.offloaded_experts for rank in ranks):
         return [*lines, "Every expert is in VRAM: offloading does nothing here, and plain SGLang is simpler."]
     if not all(rank.warmup_done for rank in ranks):

@@ -17,6 +17,7 @@ from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.policy.extents import Extents
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
 from sglang_uvm_offload.residency.background import BackgroundAdaptation, ThisThread
+from sglang_uvm_offload.residency.evictions import Evictions
 from sglang_uvm_offload.residency.history import History
 from sglang_uvm_offload.residency.ledger import Ledger
 from sglang_uvm_offload.residency.model import ModelExperts
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 """How often a busy rank polls the counts for its history."""
+LOOK_SECONDS = 10.0
+"""How often a busy rank looks whether residents were evicted."""
 PROFILE_SLACK = 0.05
 """The lead in hit rate that the best set for the live warm-up may have over a profile's residents before they are chosen anew.
 That set is chosen from the tokens that it is measured on, so a small lead means nothing."""
@@ -67,6 +70,9 @@ class OffloadManager:
         self.executor = executor or ThisThread()
         self._moving: Future[None] | None = None
         """The last move, which may be under way."""
+        self.evictions = Evictions(memory, config.headroom_gb)
+        self._looking: Future[None] | None = None
+        self._look_at = 0.0
         self.models: list[ModelExperts] = []
         self.placement = InitialPlacement(config, None)
         self.profile_verdict: ProfileVerdict | None = None
@@ -270,9 +276,10 @@ class OffloadManager:
         return self._moving is not None and not self._moving.done()
 
     def wait_for_moves(self) -> None:
-        """Wait for the moves under way, before code that may replace tensors."""
-        if self._moving is not None:
-            self._moving.result()
+        """Wait for the moves and looks under way, before code that may replace tensors."""
+        for task in (self._moving, self._looking):
+            if task is not None:
+                task.result()
 
     def _move(self, after: np.ndarray, show: bool) -> None:
         """Make the extents ``after`` resident, and add to the ledger. Runs on the executor."""
@@ -317,11 +324,20 @@ class OffloadManager:
         self.history.add(self.tokens)
 
     def poll_if_due(self) -> None:
-        """``poll`` if the last poll is ``POLL_SECONDS`` ago. Call it between steps."""
+        """``poll`` every ``POLL_SECONDS``, and look for evicted residents every ``LOOK_SECONDS``, without waiting. Call it
+        between steps."""
         now = self.clock()
         if now >= self._poll_at:
             self._poll_at = now + POLL_SECONDS
             self.poll()
+        if now >= self._look_at and (self._looking is None or self._looking.done()):
+            self.look_for_evictions()
+
+    def look_for_evictions(self) -> None:
+        """Begin a look, beside the steps."""
+        self._look_at = self.clock() + LOOK_SECONDS
+        layers = [layer for model in self.models for layer in model.layers]
+        self._looking = self.executor.submit(self.evictions.look, layers)
 
     def poll_when_idle(self) -> None:
         """``poll`` until the last step before the idle time is in the ledger."""

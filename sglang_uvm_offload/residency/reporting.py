@@ -49,6 +49,7 @@ def rank_status(manager: OffloadManager) -> RankStatus:
         history=manager.history.past(manager.tokens),
         curve=hit_rate_curve(ledger.counted, manager.target),
         profile=manager.profile_verdict,
+        evicted_bytes=manager.evictions.evicted_bytes,
     )
 
 

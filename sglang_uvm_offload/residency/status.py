@@ -196,6 +196,9 @@ class RankStatus(Struct, frozen=True):
     curve: Curve | None
     profile: ProfileVerdict | None = None
     trace: TraceStatus | None = None
+    evicted_bytes: Count | None = None
+    """Bytes of residents that the driver had evicted when the rank last looked (every ten seconds while it serves), estimated
+    from a sample of blocks; None before the first look, and where it cannot tell."""
 
     def check(self) -> None:
         """Raise ``ValueError`` for values that no rank reports. Only readers call it: a server never fails over its own

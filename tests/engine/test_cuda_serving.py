@@ -85,7 +85,9 @@ def captures(calls: list[dict]) -> Iterator[list[dict]]:
 
 
 def managed_ranges(calls: list[dict]) -> list[range]:
-    taken = named(calls, "cudaMallocManaged")
+    """The experts. A block to compare reads with comes once the server is ready."""
+    loaded = calls.index(named(calls, "cudaStreamBeginCapture")[0])
+    taken = named(calls[:loaded], "cudaMallocManaged")
     return [range(call["address"], call["address"] + call["nbytes"]) for call in taken]
 
 
@@ -94,7 +96,7 @@ def test_all_calls_succeed(calls):
 
 
 def test_the_experts_are_managed_and_placed_before_they_are_written(calls):
-    assert len(named(calls, "cudaMallocManaged")) == 2 * LAYERS
+    assert len(managed_ranges(calls)) == 2 * LAYERS
     placing = calls[: calls.index(named(calls, "cudaStreamBeginCapture")[0])]
     for it, expert_bytes in zip(managed_ranges(calls), EXPERT_BYTES * LAYERS, strict=True):
         mine = [call for call in named(placing, "cudaMemAdvise", "cudaMemPrefetchAsync") if call["address"] in it]
@@ -162,6 +164,13 @@ def test_the_picked_experts_move_in_between_replays_without_a_new_address(served
 def test_torch_is_bounded_once_after_the_cache_is_there(served):
     result, _ = served
     assert result["log"].count("torch frees its cache before it takes more than") == 1
+
+
+def test_residents_are_looked_for_before_the_first_step(served, calls):
+    result, _ = served
+    looks = [i for i, call in enumerate(calls) if call.get("kernel") == "uvm_time_reads_kernel"]
+    assert looks[0] < calls.index(named(calls, "cudaGraphLaunch")[0])
+    assert result["server_info"]["internal_states"][0]["expert_offload"]["evicted_bytes"] == 0
 
 
 def test_the_engine_reports_what_it_counted(served):

@@ -122,12 +122,13 @@ def test_server_info_shows_the_flags_and_the_residency(on: Said, off: Said) -> N
     state = offload_state(on["server_info"])
     assert state["warmup_done"]
     assert 0 < state["hit_rate"] < 1
+    assert state["evicted_bytes"] == 0
     assert offload_state(off["server_info"]) == {}
 
 
 def test_metrics_stand_beside_those_of_sglang(on: Said, off: Said) -> None:
     assert "sglang:prompt_tokens_total" in on["metrics"]
-    for name in ("resident_experts", "hit_rate", "zero_copy_bytes", "moves"):
+    for name in ("resident_experts", "hit_rate", "zero_copy_bytes", "moves", "evicted_bytes"):
         assert f"sglang:expert_offload_{name}" in on["metrics"]
     assert "sglang:prompt_tokens_total" in off["metrics"]
     assert "expert_offload" not in off["metrics"]

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 from harness import memory_contract
 
+from sglang_uvm_offload.cuda.read_times import told_apart
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 BLOCK = 2 << 20
 PAGE = 64 << 10
 MOVES = ("cudaMallocManaged", "cudaMemAdvise", "cudaMemPrefetchAsync", "cudaFree")
@@ -44,7 +51,7 @@ def contract(standin) -> dict[str, str]:
                 failed[check.__name__] = traceback.format_exc()
         print(json.dumps(failed))
     """)
-    assert ran.named("cudaFree")[-1]["live_managed_bytes"] == 0
+    assert ran.named("cudaFree")[-1]["live_managed_bytes"] == BLOCK  # the one that reads are compared with
     return ran.said
 
 
@@ -142,6 +149,101 @@ def test_bad_spans_reach_no_call(standin):
     """)
     assert ran.code == 0, ran.err
     assert steps(ran) == [f"malloc {4 * BLOCK}", f"SetAccessedBy device [0, {4 * BLOCK})", "free"]
+
+
+# ---- whether blocks are in VRAM ----
+
+EVICTING = """
+        import ctypes
+        import threading
+        memory = CudaMemory()
+        it = memory.allocate(8 * BLOCK, "w13")
+        weights = memory.tensor(it)
+        memory.place(it, [Span(0, 6 * BLOCK)], DEVICE)
+        memory.place(it, [Span(6 * BLOCK, 2 * BLOCK)], HOST)
+        def look():
+            return memory.in_vram([(it, i * BLOCK) for i in range(8)]).tolist()
+"""
+IN_PLACE = [True] * 6 + [False] * 2
+
+
+def test_evicted_blocks_are_told_by_their_first_read_which_brings_them_back(standin):
+    ran = standin.run(
+        EVICTING
+        + """
+        ctypes.CDLL("libcuda.so.1").standin_evict(ctypes.c_void_p(it.address + BLOCK), ctypes.c_size_t(2 * BLOCK))
+        print(json.dumps([look(), look()]))
+        """
+    )
+    assert ran.said == [[True, False, False, True, True, True, False, False], IN_PLACE]
+
+
+def test_a_look_reads_on_the_stream_of_the_moves_while_another_thread_captures(standin):
+    ran = standin.run(
+        EVICTING
+        + """
+        graph, looked = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph):
+            weights.view(torch.int32).add_(1)
+            beside = threading.Thread(target=lambda: looked.append(look()))
+            beside.start()
+            beside.join()
+        print(json.dumps(looked))
+        """
+    )
+    assert ran.code == 0, ran.err
+    assert ran.said == [IN_PLACE]
+    (launch,) = [call for call in ran.named("cudaLaunchKernel") if call["kernel"] == "uvm_time_reads_kernel"]
+    assert {launch["stream"]} == {call["stream"] for call in ran.named("cudaMemPrefetchAsync")}
+
+
+def test_a_range_lives_while_it_is_read(standin):
+    """Its last tensor may die on another thread meanwhile: a read of freed memory would end the process."""
+    ran = standin.run(
+        EVICTING
+        + """
+        time_reads = type(memory._ops).time_reads
+        def dying(*arguments):
+            global weights
+            del weights
+            assert memory.holds(it)
+            time_reads(*arguments)
+        type(memory._ops).time_reads = dying
+        print(json.dumps([look(), memory.holds(it)]))
+        """
+    )
+    assert ran.said == [IN_PLACE, False]
+
+
+def test_more_blocks_than_a_launch_reads_are_read_in_several(standin):
+    ran = standin.run(
+        EVICTING
+        + """
+        from sglang_uvm_offload.cuda import read_times
+        read_times.LAUNCH_BLOCKS = 3
+        print(json.dumps([look(), memory.in_vram([]).tolist()]))
+        """
+    )
+    assert ran.said == [IN_PLACE, []]
+    assert len([call for call in ran.named("cudaLaunchKernel") if call["kernel"] == "uvm_time_reads_kernel"]) == 4
+
+
+def test_where_reads_of_vram_and_of_host_ram_take_as_long_it_is_not_told():
+    near, far = np.full(8, 700), np.full(8, 1300)
+    assert told_apart(np.full(3, 700), np.full(3, 700), near, far) is None
+    assert told_apart(np.full(3, 700), np.full(3, 700), near, 2 * far).tolist() == [True] * 3
+
+
+def test_the_cycles_measured_on_a_gpu_are_told_apart():
+    """Also by the slowest read of VRAM and the fastest one over the link."""
+    probe = json.loads((RESULTS / "2026-11-22-nvidia-h200" / "probe.json").read_text())
+    rows = [row for row in probe["parts"]["residency"]["rows"] if row["row"] == "read_latency"]
+    near, far = (np.array(next(row["values"] for row in rows if row["blocks"] == which)) for which in ("resident", "offloaded"))
+    assert len(near) == len(far) == 5
+    assert told_apart(near, near, near, far).all()
+    assert not told_apart(far, far, near, far).any()
+    missing_the_tlb = far  # as long as a read over the link, and the next ones are fast
+    assert told_apart(missing_the_tlb, near, near, far).all()
 
 
 # ---- failures ----

@@ -11,7 +11,7 @@
 #undef __shared__
 #define __shared__ static
 
-inline dim3 blockIdx, blockDim;
+inline dim3 blockIdx, blockDim, gridDim;
 inline uint3 threadIdx;
 
 namespace on_host {
@@ -63,4 +63,19 @@ T atomicAdd(T* address, T value) {
     T before = *address;
     *address += value;
     return before;
+}
+
+// A clock that only reads advance: by what the GPU would take where the page is. The stand-in knows.
+#define UVM_READ_NOW
+extern "C" unsigned standin_read_cycles(const void* from);
+
+namespace on_host {
+inline long long cycles;
+}
+
+inline long long clock64() { return on_host::cycles; }
+
+inline unsigned read_now(const char* from) {
+    on_host::cycles += standin_read_cycles(from);
+    return *reinterpret_cast<const volatile unsigned*>(from);
 }

@@ -32,6 +32,8 @@ extern "C" void* standin_bind(const char* name, void** arguments) {
         return new bound_kernel(with_arguments(uvm_count_histogram_kernel, arguments));
     if (!strcmp(name, "uvm_set_control_kernel"))
         return new bound_kernel(with_arguments(uvm_set_control_kernel, arguments));
+    if (!strcmp(name, "uvm_time_reads_kernel"))
+        return new bound_kernel(with_arguments(uvm_time_reads_kernel, arguments));
     return nullptr;
 }
 
@@ -39,6 +41,7 @@ extern "C" void standin_run(void* kernel, unsigned blocks, unsigned threads) {
     static std::mutex one_at_a_time;
     std::lock_guard<std::mutex> lock(one_at_a_time);
     blockDim = dim3(threads);
+    gridDim = dim3(blocks);
     for (unsigned block = 0; block < blocks; block++) {
         blockIdx = dim3(block);
         on_host::run_block([](void* bound) { (*static_cast<bound_kernel*>(bound))(); }, kernel, threads);

@@ -92,6 +92,18 @@ EXPORT int nvmlDeviceGetName(void* device, char* name, unsigned length) {
     return 0;
 }
 
+/* torch asks these when an allocation fails. */
+EXPORT int nvmlDeviceGetComputeRunningProcesses(void* device, unsigned* count, void* processes) {
+    *count = 0;
+    return 0;
+}
+EXPORT int nvmlDeviceGetNvLinkRemoteDeviceType(void* device, unsigned link, unsigned* type) { return 3; }
+EXPORT int nvmlDeviceGetNvLinkRemotePciInfo_v2(void* device, unsigned link, void* info) { return 3; }
+EXPORT int nvmlSystemGetCudaDriverVersion_v2(int* version) {
+    *version = standin_driver_version();
+    return 0;
+}
+
 EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) { return new_handle(device); }
 EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char* id, void** device) { return new_handle(device); }
 

@@ -48,6 +48,23 @@ def test_a_block_that_experts_share_is_needed_by_each_of_them():
     assert spans(layout, 3) == [Span(8 * MIB, 4 * MIB)]
 
 
+def test_blocks_of_extents_begin_where_their_spans_do():
+    layout = ExpertLayout(4, 7 * MIB)
+    assert (layout.blocks(np.array([False, True, False, True, False, True])) // BLOCK_BYTES).tolist() == [
+        3,
+        7,
+        8,
+        9,
+        11,
+        12,
+        13,
+    ]
+    for layout in random_layouts():
+        extents = np.random.default_rng(1).random(layout.num_extents) < 0.5
+        starts = [np.arange(span.offset, span.end, layout.block_bytes) for span in layout.spans(extents)]
+        assert layout.blocks(extents).tolist() == np.concatenate([np.zeros(0, dtype=np.int64), *starts]).tolist()
+
+
 @pytest.mark.parametrize("layout", random_layouts(), ids=str)
 def test_every_byte_is_in_one_part_of_its_expert_and_its_extent(layout):
     ends = np.cumsum(layout.part_bytes)

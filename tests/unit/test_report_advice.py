@@ -114,6 +114,15 @@ def test_many_moves_of_late_are_told():
     assert "--expert-offload-adapt warmup" in judged(moved=(0, 1000), status={"adapt": "continuous"})[-1]
 
 
+def test_evicted_residents_come_first_and_name_their_rank_and_the_cure():
+    said = judged(status={"evicted_bytes": 3 << 30}, ranks=2)
+    assert said[0].startswith("About 3.00 GiB of residents were evicted from VRAM (DP rank 0)")
+    assert "a larger --expert-offload-headroom-gb, fewer residents, or no other process" in said[0]
+    assert "(DP rank 1)" in said[1]
+    for none in (None, 0):
+        assert not any("evicted" in line for line in judged(status={"evicted_bytes": none}))
+
+
 def test_a_fault_comes_first_and_names_its_rank():
     said = judged(status={"fault": FAULT}, ranks=2)
     assert said[0].startswith(f"Moving experts stopped (DP rank 0): {FAULT}.")

@@ -1,0 +1,84 @@
+"""Noticing that the driver evicted residents: where VRAM runs short it takes theirs, and tells nobody."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.experts.tensor import ExpertTensor
+from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.memory.protocol import ManagedRange, Memory
+from sglang_uvm_offload.units import size
+
+logger = logging.getLogger(__name__)
+
+FIRST_BLOCKS, MAX_BLOCKS = 64, 4096
+"""Blocks read at first, and in all. Twice as many each time, until some are missing: a read brings a missing block back, and
+may evict another one for it."""
+ENOUGH_MISSING = 8
+CHANCE_BLOCKS, CHANCE_SHARE = 2, 0.005
+"""So many blocks, or such a share of a look's, may have been read slowly by chance."""
+
+
+class Evictions:
+    """Looks whether residents are in VRAM, at a random sample of their blocks."""
+
+    def __init__(self, memory: Memory, headroom_gb: float):
+        self._memory = memory
+        self._headroom_gb = headroom_gb
+        self._random = np.random.default_rng()
+        self._worst = 0.0
+        """The largest share that the log has shown."""
+        self._failed = False
+        self.evicted_bytes: int | None = None
+        """Bytes of residents that were not in VRAM at the last look, by the share of its sample. None before the first one, and
+        where the memory cannot tell."""
+
+    def look(self, layers: Sequence[ExpertLayer]) -> None:
+        """Look once: some reads of the GPU. Waits for them; never raises, because serving does not depend on it."""
+        try:
+            share = self._share(layers)
+        except Exception as error:  # logged with its trace; a GPU error recurs at the next step and ends the process there
+            self.evicted_bytes = None
+            if not self._failed:
+                logger.warning("Expert offload: whether residents were evicted cannot be told", exc_info=error)
+            self._failed = True
+            return
+        resident = sum(layer.resident_bytes for layer in layers)
+        self.evicted_bytes = None if share is None else round(share * resident)
+        if share is not None and share > 2 * self._worst:
+            self._worst = share
+            logger.warning(
+                "Expert offload: about %s of the %s of resident experts were evicted from VRAM, because something else needed "
+                "it. Steps that use them wait for them to come back; outputs are not affected, and hit rates still count them "
+                "as resident. To end it, leave more VRAM free: a larger %s (now %g), fewer resident experts, or fewer other "
+                "users of this GPU.",
+                size(share * resident),
+                size(resident),
+                flag_name("headroom_gb"),
+                self._headroom_gb,
+            )
+
+    def _share(self, layers: Sequence[ExpertLayer]) -> float | None:
+        """The share of residents' blocks that are not in VRAM, None where that cannot be told."""
+        sample = self._sample([tensor for layer in layers for tensor in layer.tensors])
+        looked = missing = 0
+        while looked < len(sample) and missing < ENOUGH_MISSING:
+            some = sample[looked : max(FIRST_BLOCKS, 2 * looked)]
+            found = self._memory.in_vram(some)
+            if found is None:
+                return None
+            looked += len(some)
+            missing += int((~found).sum())
+        return missing / looked if missing > max(CHANCE_BLOCKS, CHANCE_SHARE * looked) else 0.0
+
+    def _sample(self, tensors: Sequence[ExpertTensor]) -> list[tuple[ManagedRange, int]]:
+        """Blocks of residents at random, no more than ``MAX_BLOCKS``."""
+        offsets = [tensor.layout.blocks(tensor.resident) for tensor in tensors]
+        ends = np.cumsum([0, *map(len, offsets)])
+        chosen = self._random.choice(ends[-1], min(MAX_BLOCKS, ends[-1]), replace=False)
+        of_tensor = np.searchsorted(ends, chosen, side="right") - 1
+        return [(tensors[t].managed, int(offsets[t][i - ends[t]])) for t, i in zip(of_tensor, chosen, strict=True)]

@@ -1,0 +1,205 @@
+"""Noticing that residents were evicted: what is looked at, what is said, and when."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+
+import numpy as np
+from builders.managers import LAYERS, Rank, config
+from simulated_driver import SimulatedDriver
+
+from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
+from sglang_uvm_offload.residency import evictions, manager
+
+RESIDENT = 4 * BLOCK_BYTES
+"""Bytes of residents in each layer of ``Rank`` below."""
+
+
+class Watched(Rank):
+    """A rank with experts of a block each, four a layer resident, on a card that plain allocations can fill."""
+
+    def __init__(self, memory=None, **more):
+        self.now = 0.0
+        self.memory = memory or SimulatedDriver(device_bytes=1 << 40, block_bytes=BLOCK_BYTES)
+        cfg = config(num_resident=4, resident_selection="first_n", headroom_gb=0.5)
+        super().__init__(cfg, self.memory, expert_bytes=BLOCK_BYTES, clock=lambda: self.now, **more)
+
+    def fill(self, evict: int) -> None:
+        """Plain allocations take all free VRAM, and ``evict`` bytes more."""
+        self.memory.device_bytes = self.memory.device_used
+        self.memory.allocate_plain(evict, "KV cache")
+
+    def look(self) -> int | None:
+        self.now += manager.LOOK_SECONDS
+        self.manager.poll_if_due()
+        return self.manager.evictions.evicted_bytes
+
+
+def warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_nothing_is_said_while_residents_are_in_vram(caplog):
+    rank = Watched()
+    assert rank.status()["evicted_bytes"] is None
+    assert rank.look() == rank.status()["evicted_bytes"] == 0
+    assert warnings(caplog) == []
+
+
+def test_evicted_residents_are_counted_and_the_log_names_the_cure(caplog):
+    rank = Watched()
+    rank.fill(evict=LAYERS * RESIDENT // 3)
+    assert rank.look() == rank.status()["evicted_bytes"] == LAYERS * RESIDENT // 3
+    (said,) = warnings(caplog)
+    assert "about 8.0 MiB of the 24.0 MiB of resident experts were evicted" in said
+    assert "outputs are not affected" in said
+    assert "a larger --expert-offload-headroom-gb (now 0.5), fewer resident experts" in said
+
+
+def test_the_same_is_not_said_twice_and_more_of_it_is(caplog):
+    rank = Watched()
+    for missing, said in ((3, 1), (3, 1), (6, 1), (7, 2)):
+        rank.manager.evictions._memory = Evicts(rank.model.layers, missing)
+        assert rank.look() == missing * BLOCK_BYTES
+        assert len(warnings(caplog)) == said
+
+
+def test_residents_that_came_back_are_no_longer_counted():
+    rank = Watched()
+    rank.fill(evict=RESIDENT)
+    assert rank.look() == RESIDENT
+    rank.memory.free_plain(RESIDENT)
+    for layer in rank.model.layers:
+        for tensor in layer.tensors:
+            rank.memory.read(tensor.managed, tensor.layout.spans(tensor.resident))
+    assert rank.look() == 0
+
+
+def test_only_residents_are_looked_at_in_every_layer_and_no_more_than_a_sample(monkeypatch):
+    rank = Watched()
+    rank.manager.evictions._memory = memory = Evicts(rank.model.layers)
+    rank.look()
+    resident = [(t.address, i * BLOCK_BYTES) for la in rank.model.layers for t in la.tensors for i in range(4)]
+    assert sorted(memory.asked) == sorted(resident)
+    monkeypatch.setattr(evictions, "MAX_BLOCKS", 5)
+    seen = set()
+    for _ in range(50):
+        memory.asked = []
+        rank.look()
+        assert len(set(memory.asked)) == 5
+        seen.update(memory.asked)
+    assert seen == set(resident)
+
+
+def test_drafts_are_looked_at_too():
+    rank = Watched()
+    rank.manager.evictions._memory = memory = Evicts(rank.model.layers)
+    draft = rank.manager.begin_model(True)
+    draft.layers.append(rank.model.layers.pop())  # as if it were its layer
+    rank.look()
+    assert len(memory.asked) == 4 * LAYERS
+
+
+def test_a_few_slow_reads_are_taken_for_chance(caplog):
+    rank = Watched()
+    for missing, evicted in ((evictions.CHANCE_BLOCKS, 0), (evictions.CHANCE_BLOCKS + 1, 3 * BLOCK_BYTES)):
+        assert warnings(caplog) == []
+        rank.manager.evictions._memory = Evicts(rank.model.layers, missing)
+        assert rank.look() == evicted
+
+
+def test_in_a_large_sample_a_small_share_is_taken_for_chance():
+    layers = Rank(config(num_resident=8), expert_bytes=64 * PAGE_BYTES).model.layers  # 1536 blocks
+    for missing, seen in ((7, False), (8, True)):
+        watch = evictions.Evictions(Evicts(layers, missing), 1.0)
+        watch.look(layers)
+        assert bool(watch.evicted_bytes) == seen
+
+
+def test_a_look_ends_once_it_has_found_some_missing_because_it_brings_each_back():
+    layers = Rank(config(num_resident=8), expert_bytes=64 * PAGE_BYTES).model.layers
+    memory = Evicts(layers, missing=1536)
+    watch = evictions.Evictions(memory, 1.0)
+    watch.look(layers)
+    assert watch.evicted_bytes == 1536 * PAGE_BYTES
+    assert len(memory.asked) == evictions.FIRST_BLOCKS
+
+
+def test_a_memory_that_cannot_tell_and_one_that_fails_leave_it_open(caplog):
+    rank = Watched()
+    rank.manager.evictions._memory = memory = Evicts(rank.model.layers)
+    memory.answers = False
+    assert rank.look() is None
+    assert warnings(caplog) == []
+    memory.fault = ManagedMemoryError("cudaLaunchKernel", "a look at blocks", Span(0, 0), "cudaErrorUnknown")
+    for _ in range(2):
+        assert rank.look() is None
+    assert warnings(caplog) == ["Expert offload: whether residents were evicted cannot be told"]
+
+
+def test_a_look_is_every_ten_seconds_and_beside_the_steps_and_one_at_a_time():
+    class Later:
+        def __init__(self):
+            self.tasks = []
+
+        def submit(self, task, *arguments):
+            self.tasks.append((Future(), task, arguments))
+            return self.tasks[-1][0]
+
+    executor = Later()
+    rank = Watched(executor=executor)
+    rank.manager.poll_if_due()
+    rank.manager.poll_if_due()
+    assert len(executor.tasks) == 1
+    assert rank.manager.evictions.evicted_bytes is None  # the thread that launches steps does not look itself
+    rank.now += manager.LOOK_SECONDS
+    rank.manager.poll_if_due()
+    assert len(executor.tasks) == 1  # the first is still under way
+    future, task, arguments = executor.tasks[0]
+    future.set_result(task(*arguments))
+    rank.manager.poll_if_due()
+    assert len(executor.tasks) == 2
+    rank.now += manager.LOOK_SECONDS / 2
+    executor.tasks[1][0].set_result(None)
+    rank.manager.poll_if_due()
+    assert len(executor.tasks) == 2
+
+
+def test_code_that_may_replace_tensors_waits_for_a_look():
+    class Waited(Future):
+        waited = False
+
+        def result(self, timeout=None):
+            self.waited = True
+
+    rank = Watched()
+    rank.manager._looking = looking = Waited()
+    rank.manager.wait_for_moves()
+    assert looking.waited
+
+
+class Evicts(EmulatedMemory):
+    """A memory that finds the first ``missing`` blocks of the layers' residents not in VRAM."""
+
+    def __init__(self, layers, missing: int = 0):
+        super().__init__()
+        tensors = [tensor for layer in layers for tensor in layer.tensors]
+        blocks = [(tensor.address, int(at)) for tensor in tensors for at in tensor.layout.blocks(tensor.resident)]
+        self.missing = set(blocks[:missing])
+        self.asked: list[tuple[int, int]] = []
+        self.answers = True
+        self.fault: Exception | None = None
+
+    def in_vram(self, blocks):
+        self.asked += map(_key, blocks)
+        if self.fault is not None:
+            raise self.fault
+        return np.array([_key(block) not in self.missing for block in blocks]) if self.answers else None
+
+
+def _key(block):
+    managed, offset = block
+    return managed.address, offset
