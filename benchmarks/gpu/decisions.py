@@ -209,8 +209,12 @@ def numa_design(rows: PartRows) -> list[str]:
     answers = [(p, [one(rows, "numa", "numa_attribute", prefers=p, figure=name) for name in names]) for p in asked]
     lines += grid(["the attributes answer", *names], answers)
     for row in find(rows.get("numa", ()), "numa_pages"):
-        where = f"on node {row['node']:g}" if row["node"] >= 0 else f"nobody says where (error {-row['node']:g})"
-        lines.append(f"{row['prefers']}: {row['median']:.3g} of the pages {where}")
+        where = (
+            f"on node {row['node']:g}"
+            if row["node"] >= 0
+            else f"at a place that the kernel does not tell (error {-row['node']:g})"
+        )
+        lines.append(f"{row['prefers']}: {row['median']:.0%} of its pages {where}")
     refused = [row for row in rows.get("numa", ()) if "reason" in row]
     return lines + [f"{row['prefers']}: {row['figure']}: {row['reason']}" for row in refused]
 

@@ -201,9 +201,9 @@ def tensor_maps(session, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("part", "accepted"), [("bandwidth", 1000), ("bandwidth", 2), ("bandwidth", 0), ("stall_tma", 0)])
-def test_a_tensor_map_is_within_its_limits_and_a_refusal_is_a_row(ran, modules, tensor_maps, tmp_path, part, accepted):
+def test_a_tensor_map_is_within_its_limits_and_a_refusal_is_a_row(session, modules, tensor_maps, tmp_path, part, accepted):
     """The first two maps of ``bandwidth`` are of plain memory."""
-    ran.probe(part, tmp_path / "rows", tensor_maps, MAPS_ACCEPTED=accepted)
+    session.probe(part, tmp_path / "rows", tensor_maps, MAPS_ACCEPTED=accepted)
     rows = modules["rows"].read_rows(tmp_path / "rows")
     assert rows[-1]["row"] == "finished"
     assert rows[-1]["values"] == [1]
@@ -536,8 +536,8 @@ def test_a_node_that_is_refused_and_a_kernel_that_says_nothing_are_told(modules)
         row("numa_pages", [1.0], prefers="node 1", node=-1),
     ]
     text = told(modules, "numa_design", {"numa": rows})
-    assert "node 0: 0.25 of the pages on node 1" in text
-    assert "node 1: 1 of the pages nobody says where (error 1)" in text
+    assert "node 0: 25% of its pages on node 1" in text
+    assert "node 1: 100% of its pages at a place that the kernel does not tell (error 1)" in text
     assert "node 1: advice accepted: cudaErrorInvalidValue" in text
 
 
