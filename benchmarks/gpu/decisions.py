@@ -154,6 +154,7 @@ def zero_copy_design(rows: PartRows) -> list[str]:
         body.append((f"{memory}: {how}", [*tops, None, None, None][:3]))
     body.append(("copy engine", [one(rows, "bandwidth", "copy_engine", direction="to_device"), None, None]))
     lines = grid(["read in place, GB/s", "1 GiB", "10 GiB", "30 GiB"], body)
+    lines += by_loads(rows) + left_out(rows, "bandwidth")
     orders = [(mib, order) for mib in (1, 32) for order in ("side by side", "one after the other")]
     readers: list[tuple[str, list[Row | None]]] = []
     for count in (2, 8, 32):
@@ -163,12 +164,101 @@ def zero_copy_design(rows: PartRows) -> list[str]:
     return lines + grid(["x the time of one reader", *(f"{mib} MiB, {order}" for mib, order in orders)], readers)
 
 
+def by_loads(rows: PartRows) -> list[str]:
+    """Each way to read at its best number of blocks, of the smallest size."""
+    reads = find(rows.get("bandwidth", ()), "zero_copy")
+    memories = [*dict.fromkeys(row["memory"] for row in reads)]
+    least = {memory: min(row["gib"] for row in reads if row["memory"] == memory) for memory in memories}
+
+    def top(memory: str, load: str) -> Row | None:
+        return best(find(reads, "zero_copy", memory=memory, load=load, gib=least[memory]))
+
+    body = [(load, [top(memory, load) for memory in memories]) for load in dict.fromkeys(row["load"] for row in reads)]
+    return grid(["best of 1 to 8 blocks/SM, GB/s", *memories], body)
+
+
+def left_out(rows: PartRows, part: str) -> list[str]:
+    found = [row for row in rows.get(part, ()) if row["row"] == "load_left_out"]
+    return [f"{row['load']} of {row['memory']} memory is left out: {row['reason']}" for row in found]
+
+
+def moving_design(rows: PartRows) -> list[str]:
+    found = find(rows.get("stall_tma", ()), "stall_tma")
+    figures = [*dict.fromkeys(row["figure"] for row in found)]
+
+    def arm(load: str, move: str) -> list[Row | None]:
+        return [one(rows, "stall_tma", "stall_tma", load=load, move=move, figure=figure) for figure in figures]
+
+    arms = dict.fromkeys((row["load"], row["move"]) for row in found)
+    lines = grid(
+        ["the graph reads the moving expert, ms", *figures], [(f"{load}, {move}", arm(load, move)) for load, move in arms]
+    )
+    for row in find(found, "stall_tma", figure="replays that read other bytes"):
+        if row["median"]:
+            lines.append(f"WRONG BYTES in {row['median']:g} replays: {row['load']}, {row['move']}")
+    return lines + left_out(rows, "stall_tma")
+
+
+def numa_design(rows: PartRows) -> list[str]:
+    lines = [f"the GPU's node: {row['median']:g}" for row in find(rows.get("numa", ()), "gpu_node")]
+    asked = [*dict.fromkeys(row["prefers"] for row in find(rows.get("numa", ()), "numa"))]
+    figures = ("advice accepted", "prefetch accepted", "zero-copy")
+    body = [(place, [one(rows, "numa", "numa", prefers=place, figure=figure) for figure in figures]) for place in asked]
+    lines += grid(["managed memory prefers", "advice accepted", "prefetch accepted", "zero-copy, GB/s"], body)
+    names = [*dict.fromkeys(row["figure"] for row in rows.get("numa", ()) if row["row"] == "numa_attribute")]
+    answers = [(p, [one(rows, "numa", "numa_attribute", prefers=p, figure=name) for name in names]) for p in asked]
+    lines += grid(["the attributes answer", *names], answers)
+    for row in find(rows.get("numa", ()), "numa_pages"):
+        where = (
+            f"on node {row['node']:g}"
+            if row["node"] >= 0
+            else f"at a place that the kernel does not tell (error {-row['node']:g})"
+        )
+        lines.append(f"{row['prefers']}: {row['median']:.0%} of its pages {where}")
+    refused = [row for row in rows.get("numa", ()) if "reason" in row]
+    return lines + [f"{row['prefers']}: {row['figure']}: {row['reason']}" for row in refused]
+
+
 def swap_design(rows: PartRows) -> list[str]:
     found = find(rows.get("swap", ()), "swap")
     sizes = sorted({row["expert_mib"] for row in found})
     figures = [*dict.fromkeys(row["figure"] for row in found)]
     body = [(figure, [one(rows, "swap", "swap", expert_mib=mib, figure=figure) for mib in sizes]) for figure in figures]
     return grid(["on a full card: GB/s, MiB, ms", *(f"experts of {mib:g} MiB" for mib in sizes)], body)
+
+
+def churn_design(rows: PartRows) -> list[str]:
+    found = find(rows.get("churn", ()), "churn")
+    arms = [*dict.fromkeys(row["moves"] for row in found)]
+    figures = [*dict.fromkeys(row["figure"] for row in found)]
+    body = [(figure, [one(rows, "churn", "churn", moves=arm, figure=figure) for arm in arms]) for figure in figures]
+    return grid(["on a full card, after 6 re-selections", *arms], body)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
+FAULT = 4
+"""A first read that takes as many times a read over the link is called a fault here."""
+
+
+def look_design(rows: PartRows) -> list[str]:
+    """Cycles of two reads of each block under pressure."""
+    lines = []
+    for row in find(rows.get("eviction", ()), "look"):
+        spread = ", ".join(f"{share:.0%} {quantile(row['values'], share):g}" for share in (0, 0.05, 0.5, 0.9, 0.95, 1))
+        lines.append(f"{row['memory']}, {row['read']} read, cycles ({row['design']}): {spread}")
+    for design in DESIGNS:
+        first, second = (
+            one(rows, "eviction", "look", design=design, memory="residents", read=read) for read in ("first", "second")
+        )
+        link = one(rows, "eviction", "look", design=design, memory="prefers the host", read="second")
+        if first and second and link:
+            slow = [then for now, then in zip(first["values"], second["values"], strict=True) if now > FAULT * link["median"]]
+            then = f", whose second read takes {quantile(slow, 0):g} to {quantile(slow, 1):g}" if slow else ""
+            lines.append(f"{design}: {len(slow)} of {len(first['values'])} first reads were faults{then}")
+    return lines
 
 
 def headroom_design(rows: PartRows) -> list[str]:
@@ -296,6 +386,8 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
         Decision("one range at a time, coalesced or batched; which thread; what a replay suffers", calls_design),
         Decision("experts aligned to 2 MiB or packed; which host page size comes out", alignment_design),
         Decision("which memory and load read zero-copy fastest", zero_copy_design),
+        Decision("what a graph reads by bulk copies and tensor maps while its expert moves", moving_design),
+        Decision("whether host pages lie on the NUMA node that is asked for, and what it is worth", numa_design),
         Decision("whether the latency of a read shows where a page is", residency_design),
         Decision("what the driver reports as free, what host RAM is held", accounting_notes),
     ),
@@ -319,7 +411,9 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
     "offloader": (Decision("this plugin or OffloaderV2", served("offloader_v2")),),
     "eviction": (
         Decision("whether residents can change on a full card", swap_design),
+        Decision("whether residents stay through re-selections, by experts' own bytes or by whole blocks", churn_design),
         Decision("PREFER_GPU residents, or prefer CPU for all, where something else fills the card", eviction_design),
         Decision("which headroom keeps residents", headroom_design),
+        Decision("what two reads tell of a block: in VRAM, brought back by the first, or read in place", look_design),
     ),
 }

@@ -51,9 +51,22 @@ def promotion_rate(rows: PartRows) -> tuple[float, str] | None:
     return max(found, default=None)
 
 
-def demotion_time(rows: PartRows) -> tuple[float, str] | None:
-    found = [(row["median"], f"{row['design']}: {show(row)}") for row in find(rows.get("demotion", ()), "demote_over_promote")]
+def demotion_rate(rows: PartRows) -> tuple[float, str] | None:
+    """By the calls that a re-selection makes, one a span. The worst size."""
+    found = []
+    for size in (8, 16):
+        down: dict[str, str | float] = {"direction": "to_host", "piece_mib": size}
+        engine = one(rows, "prefetch", "copy_engine", **down)
+        moved = one(rows, "prefetch", "prefetch", gpu="idle", calls="single", **down)
+        ratio = over(moved, engine)
+        if ratio is not None and moved and engine:
+            found.append((ratio, f"{size} MiB, single calls: {show(moved)}; copy engine {show(engine)}"))
     return min(found, default=None)
+
+
+def wrong_replays(rows: PartRows) -> tuple[float, str] | None:
+    found = find(rows.get("stall_tma", ()), "stall_tma", figure="replays that read other bytes")
+    return (sum(row["median"] for row in found), f"{len(found)} arms of loads and directions") if found else None
 
 
 def zero_copy_ceiling(rows: PartRows, part: str) -> Row | None:
@@ -168,7 +181,8 @@ def other_answers(section: str) -> Callable[[PartRows], tuple[float, str] | None
 GOALS: dict[str, tuple[Goal, ...]] = {
     "probe": (
         Goal("promotion over the copy engine", ">=", 0.8, promotion_rate),
-        Goal("demotion over promotion, time", "<=", 0.1, demotion_time),
+        Goal("demotion over the copy engine, VRAM to host", ">=", 0.15, demotion_rate),
+        Goal("replays that read other bytes while their expert moves", "<=", 0, wrong_replays),
     ),
     "ops": (
         Goal("replays that differ or are captured anew in 1,000 random moves", "<=", 0, replays_that_differ),

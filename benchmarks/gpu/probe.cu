@@ -9,11 +9,15 @@
 #include <cstring>
 
 #include "probe/bandwidth.h"
+#include "probe/churn.h"
 #include "probe/common.h"
 #include "probe/copies.h"
 #include "probe/kernels.h"
 #include "probe/moves.h"
+#include "probe/numa.h"
 #include "probe/pressure.h"
+#include "probe/reader.h"
+#include "probe/stall_tma.h"
 
 namespace {
 struct measurement {
@@ -36,6 +40,9 @@ constexpr measurement measurements[] = {
     {"residency", measure_residency},
     {"alignment", measure_alignment},
     {"swap", measure_swap},
+    {"churn", measure_churn},
+    {"stall_tma", measure_stall_tma},
+    {"numa", measure_numa},
 };
 }  // namespace
 

@@ -54,7 +54,7 @@ PROBE = Section(
         Part("demotion", "probe", 5, 40, 0.5, 1, "designs to hold residents: promote, demote, read (measurement 4)"),
         Part("prefetch", "probe", 36, 75, 1, 3, "prefetch against the copy engine; who waits (measurement 3)"),
         Part("stall", "probe", 15, 70, 0.6, 1, "what a running replay suffers from a promotion (measurement 5)"),
-        Part("bandwidth", "probe", 85, 160, 30, 32, "zero-copy reads by memory, size and load (measurement 1)"),
+        Part("bandwidth", "probe", 95, 170, 30, 32, "zero-copy reads by memory, size and load (measurement 1)"),
         Part("amplification", "probe", 2, 30, 0.1, 1, "many readers of one tile (measurement 2)"),
         Part("residency", "probe", 2, 30, 2, 3, "telling residents by the latency of one read"),
         Part("alignment", "probe", 10, 60, 2.2, 3, "experts of several sizes, packed or padded to 2 MiB; host page sizes"),
@@ -62,6 +62,9 @@ PROBE = Section(
         Part("accounting", "probe", 3, 30, 4, 4, "free VRAM as the driver reports it (measurement 6)"),
         Part("host_memory", "probe", 3, 30, 4, 5, "host RAM along an expert's life (measurement 9)"),
         Part("extension", "ops_parts", 11, 40, 2, 3, "the same moves through the project's own extension and Python"),
+        Part("numa", "probe", 8, 40, 1, 2, "managed memory on each NUMA node: accepted, where its pages lie, GB/s"),
+        # Last: a fault that ends the context ends this part alone, and nothing after it meets the GPU in that state.
+        Part("stall_tma", "probe", 20, 60, 0.6, 1, "bytes and time of reads by bulk copy and TMA while their expert moves"),
     ),
 )
 
@@ -143,7 +146,8 @@ EVICTION = Section(
     "what a full card evicts; run last, because a driver under pressure is the likeliest to hang",
     (
         Part("swap", "probe", 10, 60, 2.1, 3, "a re-selection on a full card: is the VRAM of demoted experts used again"),
-        Part("eviction", "probe", 5, 60, 2, 2, "a plain allocation near capacity; which headroom (measurement 7)"),
+        Part("churn", "probe", 15, 60, 2.1, 3, "six re-selections on a full card: split blocks against whole ones"),
+        Part("eviction", "probe", 6, 60, 2, 2, "a plain allocation near capacity; which headroom (measurement 7)"),
     ),
 )
 

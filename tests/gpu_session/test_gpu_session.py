@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from serving import FORKING
-from standin.build import build, environment
+from standin.build import build, cuda_include, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
@@ -38,6 +38,14 @@ class Session:
         command = ["bash", str(ROOT / "scripts" / "gpu_session.sh"), *arguments]
         return subprocess.run(command, env=variables, capture_output=True, text=True)
 
+    def probe(self, part: str, rows: Path, preload: Path, **settings: object) -> None:
+        """One measurement of the probe at toy sizes, with a library before the stand-in."""
+        variables = os.environ | self._caches | {name: str(value) for name, value in settings.items()}
+        command = [sys.executable, str(GPU / "probe_build.py")]
+        program = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.strip()
+        variables |= self._standin | {"LD_PRELOAD": f"{preload}:{self._standin['LD_PRELOAD']}"}
+        subprocess.run([program, part, str(rows), "60", "--small"], env=variables, check=True)
+
     def record(self, section: str) -> dict:
         return json.loads((self.out / f"{section}.json").read_text())
 
@@ -59,12 +67,13 @@ def ran(session) -> Session:
 def modules() -> Iterator[dict]:
     """The modules of the session itself, which import no torch."""
     sys.path.insert(0, str(GPU))
+    import decisions
     import goals
     import rows
     import sections
     import session
 
-    yield {"goals": goals, "rows": rows, "sections": sections, "session": session}
+    yield {"decisions": decisions, "goals": goals, "rows": rows, "sections": sections, "session": session}
     sys.path.remove(str(GPU))
 
 
@@ -149,6 +158,63 @@ def test_every_decision_has_figures(ran):
             # What a kernel computes cannot be compared where none runs.
             if decision["question"] != "whether the Triton MoE is right":
                 assert decision["figures"] != ["no figures yet"], decision["question"]
+
+
+TENSOR_MAPS = """
+#define _GNU_SOURCE
+#include <cuda.h>
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* What cuda.h asks of a tiled map in two dimensions without interleaving. */
+static CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* start, const cuuint64_t* sizes,
+                       const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps,
+                       CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                       CUtensorMapFloatOOBfill fill) {
+    static int calls;
+    if (calls++ >= atoi(getenv("MAPS_ACCEPTED"))) return CUDA_ERROR_NOT_SUPPORTED;
+    int good = (size_t)map % 64 == 0 && (size_t)start % 16 == 0 && type == CU_TENSOR_MAP_DATA_TYPE_UINT8 && rank == 2;
+    for (int i = 0; i < 2; i++) good &= sizes[i] > 0 && sizes[i] <= 1ULL << 32 && box[i] > 0 && box[i] <= 256 && steps[i] == 1;
+    good &= strides[0] % 16 == 0 && strides[0] < 1ULL << 40 && strides[0] >= sizes[0] && box[0] % 16 == 0;
+    good &= swizzle == CU_TENSOR_MAP_SWIZZLE_128B && box[0] <= 128;
+    return good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+int cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned version, unsigned long long flags, int* status) {
+    int (*next)(const char*, void**, unsigned, unsigned long long, int*) = dlsym(RTLD_NEXT, __func__);
+    int error = next(name, found, version, flags, status);
+    if (!strcmp(name, "cuTensorMapEncodeTiled")) *found = encode;
+    return error;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def tensor_maps(session, tmp_path_factory) -> Path:
+    """A library that encodes no tensor map, and refuses what the documentation does."""
+    folder = tmp_path_factory.mktemp("maps")
+    (folder / "maps.c").write_text(TENSOR_MAPS)
+    flags = ["-shared", "-fPIC", "-Wall", "-Werror", f"-I{cuda_include()}"]
+    subprocess.run(["gcc", *flags, str(folder / "maps.c"), "-o", str(folder / "maps.so"), "-ldl"], check=True)
+    return folder / "maps.so"
+
+
+@pytest.mark.parametrize(("part", "accepted"), [("bandwidth", 1000), ("bandwidth", 2), ("bandwidth", 0), ("stall_tma", 0)])
+def test_a_tensor_map_is_within_its_limits_and_a_refusal_is_a_row(session, modules, tensor_maps, tmp_path, part, accepted):
+    """The first two maps of ``bandwidth`` are of plain memory."""
+    session.probe(part, tmp_path / "rows", tensor_maps, MAPS_ACCEPTED=accepted)
+    rows = modules["rows"].read_rows(tmp_path / "rows")
+    assert rows[-1]["row"] == "finished"
+    assert rows[-1]["values"] == [1]
+    left_out = {(row["load"], row["memory"]): row["reason"] for row in rows if row["row"] == "load_left_out"}
+    loads = ["TMA 4 x 8 KiB, L2 128 B", "TMA 4 x 8 KiB, L2 256 B"]
+    everywhere = ["managed", "pinned", "managed_4k", "plain"]  # the stand-in has no host_numa
+    refused = ["managed"] if part == "stall_tma" else {1000: [], 2: everywhere, 0: ["plain"]}[accepted]
+    assert left_out == {(load, memory): "cuTensorMapEncodeTiled returned 801" for load in loads for memory in refused}
+    measured = {row["load"] for row in rows if row["row"] in ("zero_copy", "stall_tma")}
+    assert measured >= {"plain x4", "bulk 4 x 8 KiB"}
+    assert (set(loads) <= measured) == (accepted == 1000)
 
 
 def test_the_results_are_few_and_small(ran):
@@ -399,10 +465,24 @@ def test_goals_are_judged_by_medians_of_one_run(modules):
     assert judged(modules, "probe", 0, promotion(40.0), measured=False)["met"] is None
     assert judged(modules, "probe", 0, {})["ratio"] is None
 
-    design = {"design": "prefer CPU, ReadMostly to promote"}
-    slow = row("demote_over_promote", [0.9], design="prefer GPU for residents")
-    assert judged(modules, "probe", 1, {"demotion": [slow, row("demote_over_promote", [0.05], **design)]})["met"] is True
-    assert judged(modules, "probe", 1, {"demotion": [slow]})["met"] is False
+    def demotions(*rates: float) -> dict:
+        found = []
+        for size, rate in zip((8, 16), rates, strict=False):
+            down = {"direction": "to_host", "piece_mib": size}
+            calls = [row("prefetch", [each], gpu="idle", calls=how, **down) for how, each in (("single", rate), ("batch", 40))]
+            found += [row("copy_engine", [50.0], **down), *calls]
+        return {"prefetch": found}
+
+    assert judged(modules, "probe", 1, demotions(8.0, 10.0))["met"] is True
+    assert judged(modules, "probe", 1, demotions(8.0, 7.0))["met"] is False, "the worst size decides"
+    assert judged(modules, "probe", 1, {})["ratio"] is None
+
+    def moving(*wrong: float) -> dict:
+        return {"stall_tma": [row("stall_tma", [each], figure="replays that read other bytes") for each in wrong]}
+
+    assert judged(modules, "probe", 2, moving(0, 0))["met"] is True
+    assert judged(modules, "probe", 2, moving(0, 1))["met"] is False
+    assert judged(modules, "probe", 2, moving())["ratio"] is None
 
     moves = {"moves": 1000, "captures": 1, "moved_gb": 1.0}
     assert judged(modules, "ops", 0, {"moves": [row("moves", [0], **moves)]})["met"] is True
@@ -415,6 +495,50 @@ def test_goals_are_judged_by_medians_of_one_run(modules):
 
     assert judged(modules, "ops", 1, after_load(0.12))["met"] is True
     assert judged(modules, "ops", 1, after_load(0.13))["met"] is False
+
+
+def told(modules, figures: str, parts: dict[str, list[dict]]) -> str:
+    """What a decision says of these rows."""
+    rows = {part: [modules["rows"].summarise(row) for row in found] for part, found in parts.items()}
+    return "\n".join(getattr(modules["decisions"], figures)(rows))
+
+
+def test_wrong_bytes_while_an_expert_moves_are_told_by_load_and_direction(modules):
+    def arm(move: str, wrong: int) -> list[dict]:
+        figures = (("replays", 1200), ("replays that read other bytes", wrong))
+        return [row("stall_tma", [value], load="bulk", move=move, figure=figure) for figure, value in figures]
+
+    refused = row("load_left_out", [], load="TMA", memory="managed", reason="cuTensorMapEncodeTiled returned 1")
+    text = told(modules, "moving_design", {"stall_tma": [*arm("promotion", 0), *arm("demotion", 3), refused]})
+    assert text.count("WRONG BYTES") == 1
+    assert "WRONG BYTES in 3 replays: bulk, demotion" in text
+    assert "TMA of managed memory is left out: cuTensorMapEncodeTiled returned 1" in text
+
+
+def test_two_reads_tell_faults_from_reads_over_the_link(modules):
+    def look(memory: str, read: str, cycles: list[float]) -> dict:
+        return row("look", cycles, design="prefer GPU for residents", memory=memory, read=read)
+
+    known = [look("prefers the host", "second", [2800.0, 2900.0]), look("plain VRAM", "second", [680.0])]
+    residents = [
+        look("residents", "first", [700.0, 3000.0, 60000.0, 50000.0]),
+        look("residents", "second", [680, 690, 700, 2900]),
+    ]
+    text = told(modules, "look_design", {"eviction": [*known, *residents]})
+    assert "2 of 4 first reads were faults, whose second read takes 700 to 2900" in text
+
+
+def test_a_node_that_is_refused_and_a_kernel_that_says_nothing_are_told(modules):
+    rows = [
+        row("numa", [1], prefers="node 0", figure="advice accepted"),
+        row("numa", [0], prefers="node 1", figure="advice accepted", reason="cudaErrorInvalidValue"),
+        row("numa_pages", [0.25], prefers="node 0", node=1),
+        row("numa_pages", [1.0], prefers="node 1", node=-1),
+    ]
+    text = told(modules, "numa_design", {"numa": rows})
+    assert "node 0: 25% of its pages on node 1" in text
+    assert "node 1: 100% of its pages at a place that the kernel does not tell (error 1)" in text
+    assert "node 1: advice accepted: cudaErrorInvalidValue" in text
 
 
 def test_the_worst_case_decides_for_a_layer(modules):

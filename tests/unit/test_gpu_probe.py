@@ -1,10 +1,12 @@
-"""The headers of the GPU probe: each names those it uses, and none is used by one that it uses itself."""
+"""The headers of the GPU probe: each names those it uses, and none is used by one that it uses itself. And the patterns that it
+writes: bytes that were left behind show in a checksum."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 PROBE = Path(__file__).parents[2] / "benchmarks" / "gpu" / "probe"
@@ -52,3 +54,21 @@ def test_no_headers_need_each_other_in_a_circle() -> None:
 def test_the_definitions_are_found() -> None:
     assert {"CHECK", "row", "session", "median", "block_bytes", "host_seconds"} <= defined(SOURCES["common.h"])
     assert {"kind", "managed_range", "driver_function", "prefetch"} <= defined(SOURCES["memory.h"])
+
+
+def xors(words: np.ndarray, shape: tuple[int, ...], order: tuple[int, ...], count: int) -> np.ndarray:
+    return np.bitwise_xor.reduce(words.reshape(shape).transpose(order).reshape(-1, count), axis=1)
+
+
+def test_bytes_of_an_earlier_seed_change_the_checksum_of_every_page_and_box() -> None:
+    (listed,) = re.findall(r"seeds\[\] = \{(.+)\};", SOURCES["stall_tma.h"])
+    (step,) = re.findall(r"static_cast<unsigned>\(word\) \* (\d+)u \+ seed", SOURCES["kernels.h"])
+    indices = np.arange(4 << 18, dtype=np.uint64) * np.uint64(step)  # 4 MiB
+    patterns = [((indices + np.uint64(int(seed, 16))) % 2**32).astype(np.uint32) for seed in listed.split(", ")]
+    for i, now in enumerate(patterns):
+        for before in patterns[:i]:
+            for page_words in (32, 1 << 10, 1 << 11, 1 << 14, 1 << 19):  # 128 bytes to 2 MiB
+                pages = ((-1, page_words), (0, 1), page_words)
+                assert (xors(now, *pages) != xors(before, *pages)).all()
+            boxes = ((-1, 64, 16, 32), (0, 2, 1, 3), 64 * 32)  # 64 rows of 128 bytes, in rows of 2 KiB
+            assert (xors(now, *boxes) != xors(before, *boxes)).all()

@@ -6,6 +6,7 @@
 #include "kernels.h"
 #include "memory.h"
 #include "moves.h"
+#include "reader.h"
 
 // Each block copies units of 32 KiB, eight loads of 16 bytes a thread in flight.
 constexpr int copy_unroll = 8;

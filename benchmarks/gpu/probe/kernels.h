@@ -95,65 +95,6 @@ __global__ void read_cp_async(const uint4* start, size_t count, unsigned* result
     publish(seen, result);
 }
 
-// Bulk copies (the tensor memory accelerator, without a tensor map): one thread asks for `bulk_bytes` at a time,
-// `bulk_stages` are in flight a block, and an mbarrier says when one has landed. `count` is a multiple of the bytes of
-// a bulk.
-constexpr unsigned bulk_bytes = 8 << 10;
-constexpr unsigned bulk_stages = 4;
-
-// False where nothing lands for a second or two: a wrong answer is reported, a kernel that never ends is not.
-__device__ inline bool landed(unsigned barrier, unsigned parity) {
-    constexpr long long patience = 4'000'000'000;  // cycles
-    long long start = clock64();
-    unsigned done = 0;
-    while (!done && clock64() - start < patience) {
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done)
-                     : "r"(barrier), "r"(parity)
-                     : "memory");
-    }
-    return done;
-}
-
-// Bulk copies came with sm_90. Before it this reads nothing, so that its checksum is wrong and it is left out.
-__global__ void read_bulk(const uint4* start, size_t count, unsigned* result) {
-#if __CUDA_ARCH__ >= 900
-    __shared__ alignas(128) uint4 buffer[bulk_stages][bulk_bytes / 16];
-    __shared__ alignas(8) unsigned long long barriers[bulk_stages];
-    const size_t bulks = count * 16 / bulk_bytes;
-    auto barrier = [&](size_t stage) { return static_cast<unsigned>(__cvta_generic_to_shared(&barriers[stage])); };
-    if (threadIdx.x == 0) {
-        for (unsigned i = 0; i < bulk_stages; i++) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier(i)));
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;");
-    }
-    __syncthreads();
-    auto fetch = [&](size_t round) {
-        size_t bulk = blockIdx.x + round * gridDim.x;
-        if (threadIdx.x != 0 || bulk >= bulks) return;
-        unsigned stage = round % bulk_stages;
-        unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(buffer[stage]));
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier(stage)), "r"(bulk_bytes)
-                     : "memory");
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-            "l"(start + bulk * (bulk_bytes / 16)), "r"(bulk_bytes), "r"(barrier(stage))
-            : "memory");
-    };
-    unsigned seen = 0;
-    for (unsigned i = 0; i < bulk_stages; i++) fetch(i);
-    for (size_t round = 0; blockIdx.x + round * gridDim.x < bulks; round++) {
-        unsigned stage = round % bulk_stages;
-        if (!__syncthreads_and(landed(barrier(stage), round / bulk_stages % 2))) break;
-        for (unsigned i = threadIdx.x; i < bulk_bytes / 16; i += blockDim.x) seen ^= fold(buffer[stage][i]);
-        __syncthreads();  // everyone has read the stage before it is filled again
-        fetch(round + bulk_stages);
-    }
-    publish(seen, result);
-#endif
-}
-
 // Cycles that one dependent read of each page takes: a page in VRAM answers in under a microsecond, one in host memory
 // after a round trip over the link.
 __global__ void time_reads(const char* start, size_t pages, size_t page_bytes, size_t offset, unsigned* cycles,
@@ -171,126 +112,29 @@ __global__ void time_reads(const char* start, size_t pages, size_t page_bytes, s
     atomicXor(result, seen);
 }
 
+// Cycles of a first read at each address, which brings a page back that was evicted and warms the TLB, and of a second
+// one, of another line of the same page, which shows where the page is then.
+__global__ void time_two_reads(const char* const* at, size_t count, unsigned* first, unsigned* second,
+                               unsigned* result) {
+    constexpr size_t next_line = 512;
+    unsigned seen = 0;
+    for (size_t i = blockIdx.x; i < count; i += gridDim.x) {
+        for (int look = 0; look < 2; look++) {
+            const char* from = at[i] + look * next_line;
+            long long before = clock64();
+            unsigned value;
+            asm volatile("ld.global.cv.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+            seen ^= value;
+            asm volatile("" ::"r"(seen) : "memory");
+            (look ? second : first)[i] = static_cast<unsigned>(clock64() - before);
+        }
+    }
+    atomicXor(result, seen);
+}
+
 // Keeps every multiprocessor busy for about `cycles`.
 __global__ void spin(long long cycles) {
     long long start = clock64();
     while (clock64() - start < cycles) {
     }
-}
-
-// ---- launches ----
-
-enum class loads { plain_1, plain_4, plain_8, cp_async, bulk };
-
-inline const char* name_of(loads it) {
-    const char* const names[] = {"plain x1", "plain x4", "plain x8", "cp.async x8", "bulk 4 x 8 KiB"};
-    return names[static_cast<int>(it)];
-}
-
-class reader {
-  public:
-    explicit reader(session& it) : session_(it), result_(4096) {}
-
-    void launch(const char* start, size_t nbytes, loads how, int blocks_per_sm, cudaStream_t stream) {
-        const uint4* from = reinterpret_cast<const uint4*>(start);
-        unsigned* result = reinterpret_cast<unsigned*>(result_.start());
-        size_t count = nbytes / 16;
-        int blocks = session_.sms * blocks_per_sm;
-        switch (how) {
-            case loads::plain_1:
-                read_plain<1><<<blocks, threads, 0, stream>>>(from, count, result);
-                break;
-            case loads::plain_4:
-                read_plain<4><<<blocks, threads, 0, stream>>>(from, count, result);
-                break;
-            case loads::plain_8:
-                read_plain<8><<<blocks, threads, 0, stream>>>(from, count, result);
-                break;
-            case loads::cp_async:
-                read_cp_async<8><<<blocks, threads, 0, stream>>>(from, count, result);
-                break;
-            case loads::bulk:
-                read_bulk<<<blocks, threads, 0, stream>>>(from, count, result);
-                break;
-        }
-        CHECK(cudaGetLastError());
-    }
-
-    // Milliseconds of one read of the range, with the words checked against `expected` (0: not known).
-    double ms(const char* start, size_t nbytes, loads how = loads::plain_4, int blocks_per_sm = 8,
-              unsigned expected = 0) {
-        clear();
-        double elapsed =
-            watch_.ms(session_.stream, [&] { launch(start, nbytes, how, blocks_per_sm, session_.stream); });
-        unsigned seen = checksum();
-        if (session_.computes && expected && seen != expected) {
-            fail(std::string(name_of(how)) + " read other bytes than were written");
-        }
-        return elapsed;
-    }
-
-    double gb(const char* start, size_t nbytes, loads how = loads::plain_4, int blocks_per_sm = 8,
-              unsigned expected = 0) {
-        return gb_per_s(nbytes, ms(start, nbytes, how, blocks_per_sm, expected) / 1e3);
-    }
-
-    void clear() { CHECK(cudaMemsetAsync(result_.start(), 0, 4, session_.stream)); }
-    unsigned* result() const { return reinterpret_cast<unsigned*>(result_.start()); }
-
-    unsigned checksum() {
-        unsigned seen = 0;
-        CHECK(cudaMemcpyAsync(&seen, result_.start(), 4, cudaMemcpyDeviceToHost, session_.stream));
-        CHECK(cudaStreamSynchronize(session_.stream));
-        return seen;
-    }
-
-  private:
-    session& session_;
-    plain_memory result_;
-    stopwatch watch_;
-};
-
-inline void fill_pattern(session& it, char* start, size_t nbytes, unsigned seed = 1) {
-    fill<<<it.sms * 8, threads, 0, it.stream>>>(reinterpret_cast<unsigned*>(start), nbytes / 4, seed);
-    CHECK(cudaGetLastError());
-    CHECK(cudaStreamSynchronize(it.stream));
-}
-
-// The XOR of the pattern's words, as a read from plain memory of the first bytes would find it.
-inline unsigned expected_checksum(size_t nbytes, unsigned seed = 1) {
-    unsigned seen = 0;
-    for (size_t i = 0; i < nbytes / 4; i++) seen ^= pattern(i, seed);
-    return seen;
-}
-
-// Whether kernels run here at all: a stand-in driver accepts launches and runs nothing.
-inline bool kernels_compute(session& it) {
-    plain_memory memory(mib);
-    reader read(it);
-    CHECK(cudaMemsetAsync(memory.start(), 0, mib, it.stream));
-    fill_pattern(it, memory.start(), mib);
-    it.computes = false;
-    read.ms(memory.start(), mib, loads::plain_4);
-    return read.checksum() == expected_checksum(mib);
-}
-
-// The ways to read that give the right answer on this machine. One that does not is left out, and the result file says
-// so.
-inline std::vector<loads> working_loads(session& it) {
-    const std::vector<loads> all = {loads::plain_1, loads::plain_4, loads::plain_8, loads::cp_async, loads::bulk};
-    if (!it.computes) return all;
-    plain_memory memory(mib);
-    reader read(it);
-    fill_pattern(it, memory.start(), mib);
-    it.computes = false;  // so that a wrong answer does not end the program
-    std::vector<loads> right;
-    for (loads how : all) {
-        read.ms(memory.start(), mib, how);
-        bool same = read.checksum() == expected_checksum(mib);
-        if (same) right.push_back(how);
-        row line("load_is_right");
-        it.put(line.label("load", name_of(how)), "bool", {same ? 1.0 : 0.0});
-    }
-    it.computes = true;
-    return right;
 }

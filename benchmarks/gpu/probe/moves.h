@@ -8,6 +8,7 @@
 #include "common.h"
 #include "kernels.h"
 #include "memory.h"
+#include "reader.h"
 
 inline std::vector<piece> every(size_t nbytes, size_t step) {
     std::vector<piece> pieces;

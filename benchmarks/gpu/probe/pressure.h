@@ -6,10 +6,12 @@
 #include <memory>
 #include <random>
 
+#include "bandwidth.h"
 #include "common.h"
 #include "kernels.h"
 #include "memory.h"
 #include "moves.h"
+#include "reader.h"
 
 // Measurement 6: how the free VRAM that the driver reports follows populating, promoting and demoting.
 inline void measure_accounting(session& it) {
@@ -88,6 +90,42 @@ class residency_check {
     size_t blocks_, offset_ = 0;
     plain_memory cycles_, result_;
 };
+
+// Two reads of each address, in one launch.
+class two_looks {
+  public:
+    two_looks(session& it, const std::vector<const char*>& at)
+        : session_(it), count_(at.size()), at_(count_ * sizeof at[0]), cycles_(count_ * 8), result_(4096) {
+        CHECK(cudaMemcpyAsync(at_.start(), at.data(), count_ * sizeof at[0], cudaMemcpyHostToDevice, it.stream));
+        CHECK(cudaMemsetAsync(cycles_.start(), 0, count_ * 8, it.stream));
+        CHECK(cudaStreamSynchronize(it.stream));
+    }
+
+    struct cycles {
+        std::vector<double> first, second;
+    };
+    cycles take() {
+        unsigned* all = reinterpret_cast<unsigned*>(cycles_.start());
+        time_two_reads<<<session_.sms, 1, 0, session_.stream>>>(reinterpret_cast<const char* const*>(at_.start()),
+                                                                count_, all, all + count_,
+                                                                reinterpret_cast<unsigned*>(result_.start()));
+        CHECK(cudaGetLastError());
+        std::vector<unsigned> seen(count_ * 2);
+        CHECK(cudaMemcpyAsync(seen.data(), all, count_ * 8, cudaMemcpyDeviceToHost, session_.stream));
+        CHECK(cudaStreamSynchronize(session_.stream));
+        return {{seen.begin(), seen.begin() + count_}, {seen.begin() + count_, seen.end()}};
+    }
+
+  private:
+    session& session_;
+    size_t count_;
+    plain_memory at_, cycles_, result_;
+};
+
+// The start of every page of so many bytes.
+inline void add_pages(std::vector<const char*>& pages, const char* start, size_t nbytes, size_t page_bytes) {
+    for (size_t at = 0; at < nbytes; at += page_bytes) pages.push_back(start + at);
+}
 
 inline std::vector<double> quantiles(std::vector<double> values) {
     if (values.empty()) return {};
@@ -175,6 +213,31 @@ class plain_pile {
     std::vector<void*> starts_;
 };
 
+// Fills the card up to `leave` bytes.
+inline void fill_card(session& it, plain_pile& plain, size_t leave) {
+    while (free_vram() > 2 * gib && !it.late() && plain.take(gib)) {
+    }
+    while (free_vram() > leave && !it.late() && plain.take(64 * mib)) {
+    }
+}
+
+// Every block's cycles, in the blocks' order: what tells a resident from one that was evicted is read off these.
+inline void put_look(session& it, design how, const two_looks::cycles& all, size_t residents, size_t known) {
+    const struct {
+        const char* name;
+        size_t first, count;
+    } memories[] = {
+        {"residents", 0, residents}, {"prefers the host", residents, known}, {"plain VRAM", residents + known, known}};
+    for (const auto& memory : memories) {
+        for (const auto& [name, cycles] : {std::pair{"first", &all.first}, std::pair{"second", &all.second}}) {
+            row line("look");
+            line.label("design", name_of(how)).label("memory", memory.name).label("read", name);
+            auto from = cycles->begin() + memory.first;
+            it.put(line, "cycles", {from, from + memory.count});
+        }
+    }
+}
+
 // Measurement 7: residents of two designs, and plain allocations that grow until they evict. The residents are small
 // beside the card, and what is evicted is bounded.
 inline void measure_eviction(session& it) {
@@ -182,6 +245,9 @@ inline void measure_eviction(session& it) {
     const size_t leave = it.pick(4 * gib, 4 * gib), evict_at_most = residents / 4;
     const unsigned threshold = learn_threshold(it, false).threshold;
     reader read(it);
+    // Beside the residents, the look reads memory whose place is known.
+    const size_t known = it.pick(64 * mib, 4 * mib);
+    host_side offloaded(it, kind::managed, known), vram(it, kind::plain, known);
     size_t plain_at_eviction = 0;
     for (design how : {design::prefer_host, design::prefer_gpu}) {
         managed_range range(residents, it.device);
@@ -190,6 +256,11 @@ inline void measure_eviction(session& it) {
         CHECK(cudaStreamSynchronize(it.stream));
         fill_pattern(it, range.start, residents);
         residency_check watch(it, range.start, residents);
+        std::vector<const char*> pages;
+        add_pages(pages, range.start, residents, block_bytes);
+        add_pages(pages, offloaded.start, known, block_bytes);
+        add_pages(pages, vram.start, known, block_bytes);
+        two_looks look(it, pages);
         auto put = [&](const char* what, const char* unit, const std::vector<double>& values) {
             row line("eviction");
             it.put(line.label("design", name_of(how)).label("figure", what), unit, values);
@@ -225,6 +296,7 @@ inline void measure_eviction(session& it) {
         put("plain allocations", "MiB", {double(plain->taken) / mib});
         put("free VRAM under pressure", "MiB", {double(free_vram()) / mib});
         put("read, under pressure, pass by pass", "GB/s", passes(4));
+        put_look(it, how, look.take(), residents / block_bytes, known / block_bytes);
         plain.reset();
         put("read, pressure gone, pass by pass", "GB/s", passes(4));
         double cure = host_seconds([&] {
@@ -240,7 +312,7 @@ inline void measure_eviction(session& it) {
 // free than the driver's batch. Does the driver reuse the demoted experts' VRAM, or evict residents? Experts of whole
 // blocks, and experts that share blocks.
 inline void measure_swap(session& it) {
-    const size_t total = it.pick(2 * gib, 32 * mib), leave = 256 * mib, coarse = gib, fine = 64 * mib;
+    const size_t total = it.pick(2 * gib, 32 * mib), leave = 256 * mib;
     for (size_t expert : {8 * mib, 1536 * kib}) {
         const unsigned experts = static_cast<unsigned>(total / expert / 4 * 4), half = experts / 2;
         managed_range range(expert * experts, it.device);
@@ -270,10 +342,7 @@ inline void measure_swap(session& it) {
         put("kept residents, before", "GB/s", passes(0));
         {
             plain_pile plain;
-            while (free_vram() > 2 * coarse && !it.late() && plain.take(coarse)) {
-            }
-            while (free_vram() > leave && !it.late() && plain.take(fine)) {
-            }
+            fill_card(it, plain, leave);
             put("free VRAM before", "MiB", {double(free_vram()) / mib});
             double seconds = host_seconds([&] {
                 for (unsigned e = 1; e < half; e += 2) {
