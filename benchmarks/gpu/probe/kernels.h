@@ -95,41 +95,33 @@ __global__ void read_cp_async(const uint4* start, size_t count, unsigned* result
     publish(seen, result);
 }
 
-// Cycles that one dependent read of each page takes: a page in VRAM answers in under a microsecond, one in host memory
-// after a round trip over the link.
-__global__ void time_reads(const char* start, size_t pages, size_t page_bytes, size_t offset, unsigned* cycles,
-                           unsigned* result) {
-    unsigned seen = 0;
+// Cycles of one read. The store to shared memory waits for the word, and the clock for the store; without it the
+// compiler may look at the clock while the read is under way.
+__device__ inline unsigned time_read(const char* from) {
+    __shared__ volatile unsigned arrived;
+    long long before = clock64();
+    unsigned value;
+    asm volatile("ld.global.cv.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    arrived = value;
+    return static_cast<unsigned>(clock64() - before);
+}
+
+// Cycles of one read of each page: a page in VRAM answers in under a microsecond, one in host memory after a round trip
+// over the link.
+__global__ void time_reads(const char* start, size_t pages, size_t page_bytes, size_t offset, unsigned* cycles) {
     for (size_t page = blockIdx.x; page < pages; page += gridDim.x) {
-        const char* from = start + page * page_bytes + offset;
-        long long before = clock64();
-        unsigned value;
-        asm volatile("ld.global.cv.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-        seen ^= value;
-        asm volatile("" ::"r"(seen) : "memory");
-        cycles[page] = static_cast<unsigned>(clock64() - before);
+        cycles[page] = time_read(start + page * page_bytes + offset);
     }
-    atomicXor(result, seen);
 }
 
 // Cycles of a first read at each address, which brings a page back that was evicted and warms the TLB, and of a second
 // one, of another line of the same page, which shows where the page is then.
-__global__ void time_two_reads(const char* const* at, size_t count, unsigned* first, unsigned* second,
-                               unsigned* result) {
+__global__ void time_two_reads(const char* const* at, size_t count, unsigned* first, unsigned* second) {
     constexpr size_t next_line = 512;
-    unsigned seen = 0;
     for (size_t i = blockIdx.x; i < count; i += gridDim.x) {
-        for (int look = 0; look < 2; look++) {
-            const char* from = at[i] + look * next_line;
-            long long before = clock64();
-            unsigned value;
-            asm volatile("ld.global.cv.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-            seen ^= value;
-            asm volatile("" ::"r"(seen) : "memory");
-            (look ? second : first)[i] = static_cast<unsigned>(clock64() - before);
-        }
+        first[i] = time_read(at[i]);
+        second[i] = time_read(at[i] + next_line);
     }
-    atomicXor(result, seen);
 }
 
 // Keeps every multiprocessor busy for about `cycles`.

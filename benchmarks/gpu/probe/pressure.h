@@ -60,14 +60,13 @@ inline void measure_accounting(session& it) {
 class residency_check {
   public:
     residency_check(session& it, const char* start, size_t nbytes)
-        : session_(it), start_(start), blocks_(nbytes / block_bytes), cycles_(blocks_ * 4), result_(4096) {}
+        : session_(it), start_(start), blocks_(nbytes / block_bytes), cycles_(blocks_ * 4) {}
 
     std::vector<unsigned> cycles() {
         CHECK(cudaMemsetAsync(cycles_.start(), 0, blocks_ * 4, session_.stream));
         offset_ = (offset_ + 4096) % block_bytes;  // another cache line each time
         time_reads<<<session_.sms, 1, 0, session_.stream>>>(start_, blocks_, block_bytes, offset_,
-                                                            reinterpret_cast<unsigned*>(cycles_.start()),
-                                                            reinterpret_cast<unsigned*>(result_.start()));
+                                                            reinterpret_cast<unsigned*>(cycles_.start()));
         CHECK(cudaGetLastError());
         std::vector<unsigned> seen(blocks_);
         CHECK(cudaMemcpyAsync(seen.data(), cycles_.start(), blocks_ * 4, cudaMemcpyDeviceToHost, session_.stream));
@@ -88,14 +87,14 @@ class residency_check {
     session& session_;
     const char* start_;
     size_t blocks_, offset_ = 0;
-    plain_memory cycles_, result_;
+    plain_memory cycles_;
 };
 
 // Two reads of each address, in one launch.
 class two_looks {
   public:
     two_looks(session& it, const std::vector<const char*>& at)
-        : session_(it), count_(at.size()), at_(count_ * sizeof at[0]), cycles_(count_ * 8), result_(4096) {
+        : session_(it), count_(at.size()), at_(count_ * sizeof at[0]), cycles_(count_ * 8) {
         CHECK(cudaMemcpyAsync(at_.start(), at.data(), count_ * sizeof at[0], cudaMemcpyHostToDevice, it.stream));
         CHECK(cudaMemsetAsync(cycles_.start(), 0, count_ * 8, it.stream));
         CHECK(cudaStreamSynchronize(it.stream));
@@ -107,8 +106,7 @@ class two_looks {
     cycles take() {
         unsigned* all = reinterpret_cast<unsigned*>(cycles_.start());
         time_two_reads<<<session_.sms, 1, 0, session_.stream>>>(reinterpret_cast<const char* const*>(at_.start()),
-                                                                count_, all, all + count_,
-                                                                reinterpret_cast<unsigned*>(result_.start()));
+                                                                count_, all, all + count_);
         CHECK(cudaGetLastError());
         std::vector<unsigned> seen(count_ * 2);
         CHECK(cudaMemcpyAsync(seen.data(), all, count_ * 8, cudaMemcpyDeviceToHost, session_.stream));
@@ -119,7 +117,7 @@ class two_looks {
   private:
     session& session_;
     size_t count_;
-    plain_memory at_, cycles_, result_;
+    plain_memory at_, cycles_;
 };
 
 // The start of every page of so many bytes.
