@@ -289,6 +289,25 @@ def served(part: str) -> Callable[[PartRows], list[str]]:
     return figures
 
 
+def engines(*parts: str) -> Callable[[PartRows], list[str]]:
+    """What SGLang chose for each server, and which of the batches in its log ran as graphs."""
+
+    def figures(rows: PartRows) -> list[str]:
+        lines = []
+        for part in parts:
+            for cell in [row["cell"] for row in rows.get(part, ()) if row["row"] == "cell" and "engine" in row["cell"]]:
+                engine = cell["engine"]
+                seen = [f"{phase} {n['graph']} of {n['graph'] + n['eager']}" for phase, n in engine["batches"].items()]
+                lines.append(
+                    f"{part}: {cell['contender']}: attention {engine['attention_backend']}, experts "
+                    f"{engine['moe_runner_backend']}, {len(engine['decode_graph_batches'])} decode graphs; logged batches that "
+                    f"ran as graphs: {', '.join(seen)}"
+                )
+        return lines
+
+    return figures
+
+
 def traffic(*parts: str) -> Callable[[PartRows], list[str]]:
     """Each server before and after its traffic changed: the medians of the rounds, and all promotions."""
 
@@ -328,6 +347,7 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
     "default": (
         Decision("what an answer costs with SGLang's own graphs, residents that follow the traffic", served("continuous")),
         Decision("what an answer costs with SGLang's own graphs, residents chosen once", served("fixed")),
+        Decision("what SGLang chose for itself", engines("continuous", "fixed")),
         Decision("whether residents follow traffic that changes, and what that gains", traffic("continuous", "fixed")),
     ),
     "bounds": (

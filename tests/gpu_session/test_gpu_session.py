@@ -19,7 +19,7 @@ from standin.build import build, environment
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
 SECTIONS = ("ops", "probe", "stream", "layer", "eviction")
-SERVING = ("server", "bounds", "peers", "cpu_offload", "offloader")
+SERVING = ("server", "default", "cpu_offload", "bounds", "offloader", "peers")
 FILE_BYTES = 16 << 20
 
 
@@ -77,13 +77,13 @@ def test_list_names_every_section_in_order(session):
     said = session.run("--list", over_standin=False)
     assert said.returncode == 0
     heads = [line.split(":")[0] for line in said.stdout.splitlines() if not line.startswith(" ")]
-    assert heads == [*SECTIONS[:-1], *SERVING, SECTIONS[-1]]
+    assert heads == [SECTIONS[0], *SERVING, *SECTIONS[1:]]
 
 
 def test_an_unknown_section_is_a_usage_error(session):
     said = session.run("prboe", over_standin=False)
     assert said.returncode == 2
-    assert "no section prboe: there are ops, probe, stream, layer, server" in said.stderr
+    assert "no section prboe: there are ops, server, default, cpu_offload" in said.stderr
 
 
 def test_dry_run_compiles_everything_and_starts_no_cuda(session):
@@ -225,6 +225,7 @@ def test_servers_are_run_and_nothing_is_called_a_measurement(served, modules):
         assert cells[1]["outputs"]["same"] is True
         assert cells[1]["offload"]["offloaded_bytes"] == cells[1]["expected_offloaded_bytes"]
     assert {goal["met"] for goal in record["goals"]} == {None}
+    assert None not in {goal["ratio"] for goal in record["goals"]}
     assert "NOT MEASUREMENTS" in (folder / "server.log").read_text()
 
 
@@ -237,6 +238,60 @@ def test_the_report_is_made_from_the_section_alone(served, tmp_path):
     what = "this plugin, the most used experts, chosen once after the warm-up"
     for share in (50, 78):
         assert f"| frequency {share}% | {what} | 1 of 1 | yes |" in text
+
+
+def test_residents_follow_the_traffic_of_a_server_with_its_own_defaults(served, tmp_path):
+    """The other parts of the section are taken as done: their servers are like those of the section before."""
+    record = json.loads((served.out.with_name("served") / "server.json").read_text())
+    done = {"status": "done", "error": None, "rows": []}
+    parts = dict.fromkeys(("checkpoint", "fixed"), done) | {"link": record["parts"]["link"]}
+    (tmp_path / "default.json").write_text(json.dumps(record | {"parts": parts, "complete": False}))
+    said = served.run("default", "--out", str(tmp_path))
+    assert said.returncode == 0, said.stdout[-3000:] + said.stderr[-3000:]
+    record = json.loads((tmp_path / "default.json").read_text())
+    cells = [each["cell"] for each in record["parts"]["continuous"]["rows"] if each["row"] == "cell"]
+    assert [(cell["contender"], cell["error"]) for cell in cells] == [("resident", None), ("continuous", None)]
+    ours = cells[1]
+    assert ours["outputs"]["same"] is True
+    assert len(ours["answers"]) == 2 * record["parts"]["continuous"]["rows"][0]["run"]["sizes"]["answers"]
+    assert ours["offload"]["fault"] is None
+    assert [each["topic"] for each in ours["traffic"]["rounds"]] == ["before", "before", "after", "after"]
+    assert sum(each["moves"] for each in ours["traffic"]["rounds"]) > 0
+    assert all(0 < each["routed_resident"] <= each["routed"] for each in ours["traffic"]["rounds"])
+    for cell in cells:
+        assert cell["engine"]["decode_graph_batches"] == [], "no graph is captured on a CPU"
+        assert cell["engine"]["batches"]["prefill"]["eager"] > 0
+    (promotions,) = [goal for goal in record["goals"] if goal["goal"].startswith("promotions")]
+    assert promotions["ratio"] is not None
+    (followed,) = [each for each in record["decisions"] if each["question"].startswith("whether residents follow")]
+    assert len(followed["figures"]) == 5, "a head, and each server before and after"
+
+
+ENGINE = {"decode_graph_batches": [1, 2], "batches": {"decode": {"graph": 3, "eager": 0}}}
+
+
+def test_a_part_fails_where_moves_stop_or_steps_run_without_graphs(modules):
+    import server_parts
+
+    cell = {"contender": "continuous", "offload": {"fault": None}, "engine": ENGINE}
+    server_parts.check_moves([cell, {"contender": "resident"}])
+    server_parts.check_graphs([cell, {"contender": "page_in_only"}])
+    with pytest.raises(AssertionError, match="moving experts stopped in continuous: no VRAM"):
+        server_parts.check_moves([cell | {"offload": {"fault": "no VRAM"}}])
+    with pytest.raises(AssertionError, match="continuous: SGLang captured no decode graph"):
+        server_parts.check_graphs([cell | {"engine": ENGINE | {"decode_graph_batches": []}}])
+
+
+def test_sglang_is_given_backends_only_where_it_cannot_have_its_own(modules, monkeypatch):
+    import server_parts
+
+    plan = server_parts.PLAN
+    assert [name for name, served in plan.items() if served.own_defaults] == ["continuous", "fixed"]
+    monkeypatch.setattr(server_parts, "importable", lambda package: True)
+    assert server_parts.server_args(plan["continuous"]) == []
+    assert "--disable-prefill-cuda-graph" in server_parts.server_args(plan["frequency"])
+    monkeypatch.setattr(server_parts, "importable", lambda package: package != "xgrammar")
+    assert server_parts.server_args(plan["fixed"]) == ["--grammar-backend", "none"]
 
 
 @pytest.mark.parametrize(
@@ -275,6 +330,34 @@ def test_goals_of_servers_take_the_worst_of_the_plugin_and_the_best_of_a_peer(mo
     assert judged(modules, "peers", 2, {"paged_experts": peer})["ratio"] is None, "this plugin has no figure at batch 16"
     peer.append(decode("frequency", 16, 30.0))
     assert judged(modules, "peers", 2, {"paged_experts": peer})["ratio"] == pytest.approx(1.5)
+
+
+def test_a_server_is_judged_by_what_the_link_allows(modules):
+    def cell(contender: str, residency: float, seconds: dict[int, float], **more: float) -> dict:
+        points = [{"kind": "decode", "size": size, "error": None, "seconds": took, **more} for size, took in seconds.items()]
+        points.append({"kind": "decode", "size": 99, "error": "no time left in this run"})
+        return row("cell", [], cell={"contender": contender, "residency": residency, "points": points})
+
+    link = [row("zero_copy", [50.0], memory="pinned"), row("zero_copy", [4000.0], memory="plain")]
+    resident = cell("resident", 1.0, {1: 0.010, 4: 0.020})
+    fast = [resident, cell("frequency", 0.5, {1: 0.012, 4: 0.033}, read_bytes=0.5e9)]
+    verdict = judged(modules, "server", 3, {"frequency": fast, "most": fast, "link": link})
+    assert verdict["ratio"] == pytest.approx(1.1)
+    assert verdict["met"] is True
+    assert verdict["from"] == "decode 4, 50% resident: 33 ms; all resident 20 ms, 0.5 GB at 50 x 10 ms"
+    slow = [resident, cell("frequency", 0.78, {1: 0.024}, read_bytes=0.5e9)]
+    assert judged(modules, "server", 3, {"frequency": fast, "most": slow, "link": link})["met"] is False
+    assert judged(modules, "server", 3, {"frequency": fast, "most": slow})["ratio"] is None, "no link was measured"
+    assert judged(modules, "server", 4, {"frequency": fast, "link": link})["ratio"] is None, "no prefill was measured"
+
+
+def test_promotions_are_counted_once_the_traffic_has_changed(modules):
+    def promotions(topic: str, *values: float) -> dict:
+        return row("promotions", list(values), contender="continuous", topic=topic)
+
+    before = promotions("before", 9, 9)
+    assert judged(modules, "default", 1, {"continuous": [before, promotions("after", 0, 0)]})["met"] is False
+    assert judged(modules, "default", 1, {"continuous": [before, promotions("after", 0, 2)]})["ratio"] == 2
 
 
 def test_one_server_with_other_answers_fails_the_goal(modules):
