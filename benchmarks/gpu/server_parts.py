@@ -187,7 +187,7 @@ def serve_part(rows: Rows, served: Served) -> None:
             sizes=sizes(rows.small, served.judged_only, served.own_defaults),
             prompts=prompts_for(model, 1),
             server_args=[] if rows.small else server_args(served),
-            start_seconds=400 if rows.small else 150,
+            start_seconds=400 if rows.small else 200 if served.own_defaults else 150,
             point_seconds=60,
             deadline=time.monotonic() + rows.left() - serve_run.GRACE_SECONDS / 2,
             served=partial(put_cell, rows, Path(out)),
