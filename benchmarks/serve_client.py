@@ -23,7 +23,9 @@ METHODS = {
     "difference in time is divided by the difference in length, so that prefill is not in it",
     "prefill": "seconds of one request for one new token: prefill, one sampled token and HTTP",
     "bench": "sglang.bench_serving, random-ids, all requests at once",
-    "answers": "greedy token ids of single requests, one after the other, against the resident server's of the same repeat",
+    "answers": "greedy token ids of single requests, one after the other, against the resident server's of the same repeat; "
+    "where the traffic was changed, asked once more after it",
+    "traffic": "the same batch again and again, then another one as often: seconds of each, prefill included",
 }
 
 PromptIds = Callable[[int, int], list[int]]
@@ -55,10 +57,15 @@ class Client:
         info: dict[str, Any] = self._call("/server_info", None)
         return info
 
+    def state(self) -> dict[str, Any]:
+        """What the first rank reports of itself."""
+        states = self.server_info().get("internal_states") or [{}]
+        first: dict[str, Any] = states[0]
+        return first
+
     def offload(self) -> dict[str, Any]:
         """The plugin's status of its first rank; empty without it."""
-        states = self.server_info().get("internal_states") or [{}]
-        return states[0].get("expert_offload") or {}
+        return self.state().get("expert_offload") or {}
 
     def _call(self, path: str, body: Any) -> Any:
         try:
@@ -113,6 +120,8 @@ class Sizes:
     bench_input: int
     bench_output: int
     warmup_tokens: int
+    rounds: int = 0
+    """How often a batch is answered before and after the traffic changes; 0: the traffic stays."""
 
     @property
     def most_tokens(self) -> int:
@@ -188,6 +197,21 @@ def answers(client: Client, prompts: PromptIds, sizes: Sizes) -> list[list[int]]
     """The token ids that single requests of several lengths are answered with."""
     lengths = [max(1, sizes.prompt_tokens * (1 + request % 4) // 4) for request in range(sizes.answers)]
     return [client.generate([prompts(1000 + i, length)], sizes.answer_tokens)[0] for i, length in enumerate(lengths)]
+
+
+TOPICS = ("before", "after")
+TRAFFIC_REQUESTS = 16
+"""As many for each topic walk different parts of a trace of 32 requests."""
+
+
+def traffic(client: Client, prompts: PromptIds, sizes: Sizes, counters: Counters = None) -> list[dict[str, Any]]:
+    """Each round of two topics, which share no request: its seconds, and what was counted meanwhile."""
+    batch = min(TRAFFIC_REQUESTS, max(sizes.batches))
+    found = []
+    for number, topic in enumerate(TOPICS):
+        asked = [prompts(number * batch + request, sizes.prompt_tokens) for request in range(batch)]
+        found += [{"topic": topic, **timed(client, asked, sizes.long, counters)} for _ in range(sizes.rounds)]
+    return found
 
 
 BENCH_FIGURES = (

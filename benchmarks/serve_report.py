@@ -118,8 +118,8 @@ def failures(record: Record) -> list[tuple[str, str]]:
         if row["error"]:
             found.setdefault(name, row["error"])
         points = [(f"{point['kind']} {point['size']}", point["error"]) for point in row["points"] if point["error"]]
-        if row.get("bench") and row["bench"]["error"]:
-            points.append(("bench_serving", row["bench"]["error"]))
+        others = {"bench_serving": row.get("bench"), "changing traffic": row.get("traffic")}
+        points += [(what, found["error"]) for what, found in others.items() if found and found["error"]]
         for where, why in points:
             found.setdefault(f"{name}, {where}", why)
     return list(found.items())

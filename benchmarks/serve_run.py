@@ -22,6 +22,7 @@ ROOT = BENCHMARKS.parent
 sys.path[1:1] = [str(ROOT), str(ROOT / "scripts")]
 
 import serve_client  # noqa: E402
+import serve_engine  # noqa: E402
 import serve_log  # noqa: E402
 import serve_meter  # noqa: E402
 import serve_report  # noqa: E402
@@ -207,8 +208,12 @@ def measure(wanted: Run, contender: Contender, budget: Budget, server: Server, b
     for length in sizes.prompts:
         point("prefill", length, lambda length=length: serve_client.prefill(client, wanted.prompts, length, sizes, counters))
     row["bench"] = bench(wanted, server) if sizes.bench_requests else None
+    if sizes.rounds:
+        row["traffic"] = traffic(wanted, client, (lambda: tally(client)) if contender.offload else None)
+        row["answers"] += serve_client.answers(client, wanted.prompts, sizes)
     row["busy"] = profile(wanted, client, row)
     row["memory"] = bill.memory(pid)
+    row["engine"] = serve_engine.describe(client.state(), server.log)
     if contender.offload:
         row["offload"] = offload_figures(client)
 
@@ -231,6 +236,18 @@ def counted(client: Client) -> dict[str, int]:
     return {"read_bytes": int(state["zero_copy_bytes"]), "moved_bytes": int(state["moved_bytes"])}
 
 
+def tally(client: Client) -> dict[str, int]:
+    """Totals whose growth tells promotions and the hit rate of what was served meanwhile."""
+    state = client.offload()
+    resident = sum(layer["routed_resident"] for layer in state["layers"])
+    return {
+        "moves": state["moves"],
+        "moved_bytes": state["moved_bytes"],
+        "routed": state["routed"],
+        "routed_resident": resident,
+    }
+
+
 def offload_figures(client: Client) -> dict[str, Any]:
     state = client.offload()
     return {name: state.get(name) for name in OFFLOAD_FIGURES}
@@ -245,6 +262,12 @@ def bench(wanted: Run, server: Server) -> Row:
     except PointFailed as failure:
         return {"error": str(failure)}
     return {"error": None, **figures}
+
+
+def traffic(wanted: Run, client: Client, counters: serve_client.Counters) -> Row:
+    if wanted.left() <= 0:
+        return {"error": NO_TIME, "rounds": []}
+    return {"error": None, "rounds": serve_client.traffic(client, wanted.prompts, wanted.sizes, counters)}
 
 
 def profile(wanted: Run, client: Client, row: Row) -> dict[str, Any]:
@@ -289,8 +312,8 @@ def keep_log(wanted: Run, server: Server, name: str) -> str:
 def reasons(row: Row) -> list[str]:
     """Every error of the row."""
     points = [point["error"] for point in row["points"]]
-    bench = [(row.get("bench") or {}).get("error")]
-    return [reason for reason in [row["error"], *points, *bench] if reason]
+    others = [(row.get(name) or {}).get("error") for name in ("bench", "traffic")]
+    return [reason for reason in [row["error"], *points, *others] if reason]
 
 
 def write_record(out: Path, record: dict[str, Any]) -> None:

@@ -379,6 +379,40 @@ def served(part: str) -> Callable[[PartRows], list[str]]:
     return figures
 
 
+def engines(*parts: str) -> Callable[[PartRows], list[str]]:
+    """What SGLang chose for each server, and which of the batches in its log ran as graphs."""
+
+    def figures(rows: PartRows) -> list[str]:
+        lines = []
+        for part in parts:
+            for cell in [row["cell"] for row in rows.get(part, ()) if row["row"] == "cell" and "engine" in row["cell"]]:
+                engine = cell["engine"]
+                seen = [f"{phase} {n['graph']} of {n['graph'] + n['eager']}" for phase, n in engine["batches"].items()]
+                lines.append(
+                    f"{part}: {cell['contender']}: attention {engine['attention_backend']}, experts "
+                    f"{engine['moe_runner_backend']}, {len(engine['decode_graph_batches'])} decode graphs; logged batches that "
+                    f"ran as graphs: {', '.join(seen)}"
+                )
+        return lines
+
+    return figures
+
+
+def traffic(*parts: str) -> Callable[[PartRows], list[str]]:
+    """Each server before and after its traffic changed: the medians of the rounds, and all promotions."""
+
+    def figures(rows: PartRows) -> list[str]:
+        body: list[tuple[str, list[Row | None]]] = []
+        for part in parts:
+            for found in find(rows.get(part, ()), "traffic"):
+                own = {name: found[name] for name in ("contender", "resident", "topic")}
+                rest = [one(rows, part, name, **own) for name in ("promotions", "moved", "hit_rate")]
+                body.append((f"{part}: {found['contender']} {found['resident']:.0%}, {found['topic']}", [found, *rest]))
+        return grid(["by round", "ms", "promotions", "moved, GB", "hit rate"], body)
+
+    return figures
+
+
 DECISIONS: dict[str, tuple[Decision, ...]] = {
     "probe": (
         Decision("PREFER_GPU residents, or prefer CPU for all and residency by prefetch", residents_design),
@@ -401,6 +435,12 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
     "server": (
         Decision("what a server's answer costs, half of the experts resident", served("frequency")),
         Decision("what a server's answer costs, most of them resident", served("most")),
+    ),
+    "default": (
+        Decision("what an answer costs with SGLang's own graphs, residents that follow the traffic", served("continuous")),
+        Decision("what an answer costs with SGLang's own graphs, residents chosen once", served("fixed")),
+        Decision("what SGLang chose for itself", engines("continuous", "fixed")),
+        Decision("whether residents follow traffic that changes, and what that gains", traffic("continuous", "fixed")),
     ),
     "bounds": (
         Decision("whether choosing residents by use pays in a server", served("first_n")),

@@ -61,7 +61,7 @@ def server_parts() -> None:
     """The checkpoints' sizes, and every contender's flags in the words of the SGLang that is installed here."""
     from contenders import Budget, CannotServe, cells
     from harness.server import flags
-    from server_parts import PARTS, PLAN, SERVER_ARGS, sizes
+    from server_parts import PARTS, PLAN, server_args, sizes
 
     check_plan("server_parts", PARTS)
     parse = sglang_parser()
@@ -70,6 +70,7 @@ def server_parts() -> None:
         model = planned_checkpoint(served.written)
         print(f"{name}: {served.written.name}, {model.total_bytes / 1e9:.1f} GB, experts {model.expert_bytes / 1e9:.1f} GB")
         assert managed[name] >= model.expert_bytes / (1 << 30), f"{name} plans too little managed memory"
+        arguments = server_args(served)
         for contender, residency in cells(list(served.contenders), list(served.residencies)):
             try:
                 own = flags(contender.flags(Budget(model, residency, sizes(False).warmup_tokens)))
@@ -77,7 +78,7 @@ def server_parts() -> None:
                 print(f"    {contender.name} will not be served: {reason}")
                 continue
             if parse is not None:
-                parse(["--model-path", served.written.name, *SERVER_ARGS, *own])
+                parse(["--model-path", served.written.name, *arguments, *own])
             print(f"    {contender.name} {' '.join(own)}{'' if parse else ' (not checked: no SGLang here)'}")
 
 

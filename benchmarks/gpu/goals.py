@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from link_bound import link_rate, over_the_bound
 from rows import PartRows, Row, best, find, one, show
 
 from sglang_uvm_offload.sizing.plan import Assumptions
@@ -69,13 +70,8 @@ def wrong_replays(rows: PartRows) -> tuple[float, str] | None:
     return (sum(row["median"] for row in found), f"{len(found)} arms of loads and directions") if found else None
 
 
-def zero_copy_ceiling(rows: PartRows, part: str) -> Row | None:
-    memories = ("managed", "pinned", "host_numa")
-    return best([row for row in find(rows.get(part, ()), "zero_copy") if row["memory"] in memories])
-
-
 def zero_copy(rows: PartRows) -> tuple[float, str] | None:
-    ceiling = zero_copy_ceiling(rows, "link")
+    ceiling = link_rate(rows)
     found = best(find(rows.get("break_even", ()), "zero_copy", tokens=1))
     ratio = over(found, ceiling)
     if ratio is None or not found or not ceiling:
@@ -122,6 +118,7 @@ def used_after_load(rows: PartRows) -> tuple[float, str] | None:
 
 SERVED = {
     "server": ("frequency", "most"),
+    "default": ("continuous", "fixed"),
     "bounds": ("first_n", "bounds"),
     "peers": ("paged_experts",),
     "cpu_offload": ("cpu_offload_gb",),
@@ -169,13 +166,36 @@ def other_answers(section: str) -> Callable[[PartRows], tuple[float, str] | None
     """Servers of this plugin whose answers were not the resident server's."""
 
     def ratio(rows: PartRows) -> tuple[float, str] | None:
-        ours = ("first_n", "frequency", "zero_copy")
+        ours = ("continuous", "first_n", "frequency", "zero_copy")
         found = [
             row for part in SERVED[section] for row in find(rows.get(part, ()), "same_answers") if row["contender"] in ours
         ]
         return (sum(row["median"] == 0 for row in found), f"{len(found)} servers") if found else None
 
     return ratio
+
+
+def promotions_after(rows: PartRows) -> tuple[float, str] | None:
+    """How many experts a server brought to VRAM once its traffic had changed."""
+    found = one(rows, "continuous", "promotions", contender="continuous", topic="after")
+    return (sum(found["values"]), f"{len(found['values'])} rounds of another topic: {show(found)}") if found else None
+
+
+REACHED = 1.15
+"""Of the least time that the link allows."""
+
+
+def reachable(contender: str, *parts: str) -> tuple[Goal, ...]:
+    """What a server can be held to whatever its wish: a wish that is missed while these are met is missed by the link."""
+    return tuple(
+        Goal(
+            f"this plugin's {kind} time over all resident plus missed bytes at the link's rate (worst size)",
+            "<=",
+            REACHED,
+            over_the_bound(kind, contender, *parts),
+        )
+        for kind in ("decode", "prefill")
+    )
 
 
 GOALS: dict[str, tuple[Goal, ...]] = {
@@ -197,6 +217,12 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("servers of this plugin with other answers", "<=", 0, other_answers("server")),
         Goal("a server's decode time, 50 % resident over all (worst batch)", "<=", 1.25, served_decode(0.5)),
         Goal("a server's decode time, 78 % resident over all (worst batch)", "<=", 1.04, served_decode(0.78)),
+        *reachable("frequency", *SERVED["server"]),
+    ),
+    "default": (
+        Goal("servers of this plugin with other answers", "<=", 0, other_answers("default")),
+        Goal("promotions after the traffic has changed", ">=", 1, promotions_after),
+        *reachable("frequency", "fixed"),
     ),
     "bounds": (Goal("servers of this plugin with other answers", "<=", 0, other_answers("bounds")),),
     "peers": (
@@ -214,6 +240,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             1.5,
             behind("paged_experts", "prefill", 4096, 16384),
         ),
+        *reachable("frequency", "paged_experts"),
     ),
     "cpu_offload": (
         Goal("servers of this plugin with other answers", "<=", 0, other_answers("cpu_offload")),

@@ -47,6 +47,9 @@ class Section:
         return max(part.host_gib for part in self.parts)
 
 
+LINK = Part("link", "probe", 8, 45, 1, 2, "the zero-copy and copy-engine ceilings of this run")
+"""What a goal over the link's rate is judged by."""
+
 PROBE = Section(
     "probe",
     "what unified memory does and costs on this GPU",
@@ -85,7 +88,7 @@ LAYER = Section(
     "layer",
     "what offloading costs a MoE layer under graph replay",
     (
-        Part("link", "probe", 8, 45, 1, 2, "the zero-copy and copy-engine ceilings of this run"),
+        LINK,
         Part("check", "layer_parts", 8, 60, 0.1, 1, "the Triton MoE against torch"),
         Part("break_even", "layer_parts", 18, 130, 1, 2, "one expert, 1 to 4096 tokens: zero-copy or copy in first"),
         Part("glm-4.5-air", "layer_parts", 25, 100, 9, 6, "GLM-4.5-Air, bf16 and FP8, by residency and batch"),
@@ -102,6 +105,18 @@ SERVER = Section(
         Part("checkpoint", "server_parts", 16, 270, 0, 8, "Qwen3-30B-A3B's shape, 16 layers, routed as a measured trace"),
         Part("frequency", "server_parts", 190, 240, 20, 50, "all resident, then the most used 50 %: a server each"),
         Part("most", "server_parts", 170, 240, 20, 50, "all resident, then the most used 78 %"),
+        LINK,
+    ),
+)
+
+DEFAULT = Section(
+    "default",
+    "what a server does with SGLang's own graphs and backends, whose traffic changes",
+    (
+        Part("checkpoint", "server_parts", 16, 270, 0, 8, "Qwen3-30B-A3B's shape, 16 layers, routed as a measured trace"),
+        Part("continuous", "server_parts", 210, 330, 20, 50, "all resident, then 50 % that follow the traffic"),
+        Part("fixed", "server_parts", 190, 330, 20, 50, "all resident, then the most used 50 %, chosen once"),
+        LINK,
     ),
 )
 
@@ -117,7 +132,10 @@ BOUNDS = Section(
 PEERS = Section(
     "peers",
     "SGLang's paged experts on the same model in the same VRAM",
-    (Part("paged_experts", "server_parts", 276, 340, 20, 60, "all resident, this plugin, --enable-paged-experts at 50 %"),),
+    (
+        Part("paged_experts", "server_parts", 276, 340, 20, 60, "all resident, this plugin, --enable-paged-experts at 50 %"),
+        LINK,
+    ),
 )
 
 CPU_OFFLOAD = Section(
@@ -152,7 +170,8 @@ EVICTION = Section(
 )
 
 SECTIONS = {
-    section.name: section for section in (OPS, PROBE, STREAM, LAYER, SERVER, BOUNDS, PEERS, CPU_OFFLOAD, OFFLOADER, EVICTION)
+    section.name: section
+    for section in (OPS, SERVER, DEFAULT, CPU_OFFLOAD, BOUNDS, OFFLOADER, PEERS, PROBE, STREAM, LAYER, EVICTION)
 }
 
 

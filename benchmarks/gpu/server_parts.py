@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parent)]
 
+import serve_engine  # noqa: E402
 import serve_log  # noqa: E402
 import serve_report  # noqa: E402
 import serve_run  # noqa: E402
@@ -39,7 +41,13 @@ SERVER_ARGS = (
     *("--fp8-gemm-backend", "triton", "--grammar-backend", "none", "--disable-prefill-cuda-graph"),
     *("--cuda-graph-max-bs-decode", "64", "--chunked-prefill-size", "8192"),
 )
-"""For every contender alike: what SGLang can run with where FlashInfer and DeepGEMM are not installed."""
+"""For every contender alike: what SGLang can run with where FlashInfer and DeepGEMM are not installed. Without prefill graphs,
+which take their time to capture; the parts with ``own_defaults`` have them."""
+SUBSTITUTES = {
+    "xgrammar": ("--grammar-backend", "none"),
+    "sgl_kernel.flash_attn": ("--attention-backend", "triton"),
+}
+"""What SGLang has to be given where a package of its defaults cannot be imported."""
 SGLANG_SETTINGS = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python", "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
 """Needed beside torch 2.11; without effect on what is computed."""
 
@@ -68,6 +76,8 @@ class Served:
     residencies: tuple[float, ...]
     judged_only: bool = False
     """Only the sizes that goals name, so that slow peers end in time."""
+    own_defaults: bool = False
+    """SGLang's own backends and graphs, and traffic that changes."""
 
 
 PLAN = {
@@ -78,11 +88,14 @@ PLAN = {
     "paged_experts": Served(QWEN, ("frequency", "paged_experts"), (0.5,), judged_only=True),
     "cpu_offload_gb": Served(QWEN, ("frequency", "cpu_offload_gb"), (0.5,), judged_only=True),
     "offloader_v2": Served(DEEPSEEK, ("frequency", "offloader_v2"), (0.5,), judged_only=True),
+    "continuous": Served(QWEN, ("continuous",), (0.5,), judged_only=True, own_defaults=True),
+    "fixed": Served(QWEN, ("frequency",), (0.5,), judged_only=True, own_defaults=True),
 }
 
 
-def sizes(small: bool, judged_only: bool = False) -> Sizes:
+def sizes(small: bool, judged_only: bool = False, own_defaults: bool = False) -> Sizes:
     batches, prompts = ((1, 16, 64), (4096, 16384)) if judged_only else ((1, 4, 16, 64), (512, 4096, 16384, 32000))
+    batches = (1, 16) if own_defaults else batches
     return Sizes(
         batches=(1, 4) if small else batches,
         prompts=(32,) if small else prompts,
@@ -96,7 +109,19 @@ def sizes(small: bool, judged_only: bool = False) -> Sizes:
         bench_input=256,
         bench_output=32,
         warmup_tokens=64 if small else 4096,
+        rounds=(2 if small else 6) if own_defaults else 0,
     )
+
+
+def server_args(served: Served) -> list[str]:
+    if not served.own_defaults:
+        return list(SERVER_ARGS)
+    return [word for package, words in SUBSTITUTES.items() if not importable(package) for word in words]
+
+
+def importable(package: str) -> bool:
+    """Tried in a process of its own, which loads no more than it must."""
+    return subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, timeout=120).returncode == 0
 
 
 def check_sglang() -> None:
@@ -159,10 +184,10 @@ def serve_part(rows: Rows, served: Served) -> None:
             contenders=list(served.contenders),
             residencies=list(residencies),
             repeats=1,
-            sizes=sizes(rows.small, served.judged_only),
+            sizes=sizes(rows.small, served.judged_only, served.own_defaults),
             prompts=prompts_for(model, 1),
-            server_args=[] if rows.small else list(SERVER_ARGS),
-            start_seconds=400 if rows.small else 150,
+            server_args=[] if rows.small else server_args(served),
+            start_seconds=400 if rows.small else 200 if served.own_defaults else 150,
             point_seconds=60,
             deadline=time.monotonic() + rows.left() - serve_run.GRACE_SECONDS / 2,
             served=partial(put_cell, rows, Path(out)),
@@ -172,6 +197,9 @@ def serve_part(rows: Rows, served: Served) -> None:
         serve_run.run(run, head)
     rows.cut_short |= any(serve_run.NO_TIME in serve_run.reasons(row) for row in run.rows)
     check_answers(run.rows)
+    check_moves(run.rows)
+    if served.own_defaults and not rows.small:
+        check_graphs(run.rows)
 
 
 def leave_the_stand_in() -> None:
@@ -196,8 +224,22 @@ def put_cell(rows: Rows, out: Path, row: dict[str, Any]) -> None:
         rows.put("startup", "s", [row["startup_seconds"]], **labels)
     for name, nbytes in row.get("memory", {}).items():
         rows.put(name, "GiB", [] if nbytes is None else [nbytes / 2**30], **labels)
+    put_traffic(rows, row, labels)
     same = row["outputs"]["same"]
     rows.put("same_answers", "bool", [] if same is None else [same], **labels)
+
+
+def put_traffic(rows: Rows, row: dict[str, Any], labels: dict[str, Any]) -> None:
+    """The rounds of each topic, in order."""
+    found = (row.get("traffic") or {}).get("rounds", ())
+    for topic in dict.fromkeys(each["topic"] for each in found):
+        rounds = [each for each in found if each["topic"] == topic]
+        rows.put("traffic", "ms", [1e3 * each["seconds"] for each in rounds], topic=topic, **labels)
+        if "moves" in rounds[0]:
+            rows.put("promotions", "moves", [each["moves"] for each in rounds], topic=topic, **labels)
+            rows.put("moved", "GB", [each["moved_bytes"] / 1e9 for each in rounds], topic=topic, **labels)
+            hits = [each["routed_resident"] / each["routed"] for each in rounds if each["routed"]]
+            rows.put("hit_rate", "x", hits, topic=topic, **labels)
 
 
 def check_answers(rows: Sequence[dict[str, Any]]) -> None:
@@ -212,6 +254,21 @@ def check_answers(rows: Sequence[dict[str, Any]]) -> None:
     ]
     if failed:
         raise AssertionError("; ".join(failed))
+
+
+def check_moves(rows: Sequence[dict[str, Any]]) -> None:
+    """Raises where experts could not be moved: such a server goes on to answer, with the residents that it has."""
+    faults = [f"{row['contender']}: {row['offload']['fault']}" for row in rows if row.get("offload", {}).get("fault")]
+    if faults:
+        raise AssertionError(f"moving experts stopped in {'; '.join(faults)}")
+
+
+def check_graphs(rows: Sequence[dict[str, Any]]) -> None:
+    """Raises where a server of SGLang's own defaults did not decode by captured graphs."""
+    seen = {row["contender"]: serve_engine.decode_problem(row["engine"]) for row in rows if "engine" in row}
+    problems = [f"{contender}: {problem}" for contender, problem in seen.items() if problem]
+    if problems:
+        raise AssertionError("; ".join(problems))
 
 
 PARTS = {

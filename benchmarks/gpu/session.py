@@ -1,7 +1,8 @@
 """Runs the sections of a GPU session: ``scripts/gpu_session.sh --help``.
 
 Each part of a section is a process of its own, so that a crash, a CUDA error that sticks or a hang costs that part only. After
-each part the section's JSON is written, and a later run goes on where this one ended. No torch is imported here.
+each part the section's JSON is written, and a later run goes on where this one ended. Whatever hangs, the whole ends in time.
+No torch is imported here.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+import child
 from decisions import DECISIONS
+from environment import STAND_IN
 from goals import GOALS
 from rows import Row, read_rows
 from sections import SECTION_SECONDS, SECTIONS, Part, Section, too_much
@@ -30,6 +34,14 @@ GRACE_SECONDS = 30
 """A part that begins nothing more still has to end what it began."""
 PATIENCE = 4
 """How much longer all may take where nothing is measured: no GPU waits for it, and the machine may be a slow one."""
+CALL_SECONDS = 570
+"""A machine that cuts a command off after ten minutes must find it ended."""
+ENVIRONMENT_SECONDS = 90
+"""To import torch and start CUDA."""
+BUILD_SECONDS = 150
+"""To compile probe.cu on a machine that has not done so yet."""
+WRITE_SECONDS = 5
+"""To write a section's results."""
 NOTHING_MEASURED = "NOT MEASUREMENTS: no kernel computes here (a stand-in driver), so no figure below says anything of a GPU"
 
 DONE, FAILED, CUT_SHORT, LEFT, TOO_LARGE = "done", "failed", "cut short", "no time left", "too large for this machine"
@@ -37,6 +49,20 @@ DONE, FAILED, CUT_SHORT, LEFT, TOO_LARGE = "done", "failed", "cut short", "no ti
 
 class SectionFailure(Exception):
     """The section cannot start, or did not end complete. The message has the reason."""
+
+
+@dataclass
+class Call:
+    """The time of one call of this program."""
+
+    seconds: float
+    patience: int = PATIENCE if STAND_IN else 1
+    started: float = field(default_factory=lambda: time.monotonic())
+
+    def left(self) -> float:
+        """Seconds in which a process may still run, even if it has to be killed at their end."""
+        spent = time.monotonic() - self.started
+        return self.seconds * self.patience - spent - child.KILL_SECONDS - WRITE_SECONDS
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,9 +74,10 @@ def main(arguments: Sequence[str]) -> int:
     if wanted.dry_run:
         return dry_run(sections)
     failures = []
+    call = Call(wanted.seconds)
     for section in sections:
         try:
-            run_section(section, wanted)
+            run_section(section, wanted, call)
         except SectionFailure as failure:
             failures.append(f"section {section.name}: {failure}")
             print(failures[-1], flush=True)
@@ -71,7 +98,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="the folder of the results, relative to the repository's root")
     parser.add_argument("--from", type=Path, dest="earlier", metavar="DIR", help="go on from the results in DIR (likewise)")
     parser.add_argument("--again", action="store_true", help="do not go on from earlier results: measure anew")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=CALL_SECONDS,
+        help="end by then, and leave what does not fit for a run with --from (default %(default)s)",
+    )
     wanted = parser.parse_args(arguments)
+    if wanted.seconds <= 0:
+        parser.error(f"--seconds {wanted.seconds:g}: must be more than 0")
     if unknown := [name for name in wanted.sections if name not in SECTIONS]:
         parser.error(f"no section {', '.join(unknown)}: there are {', '.join(SECTIONS)}")
     return wanted
@@ -87,9 +122,9 @@ def list_sections() -> None:
 # ---- one section ----
 
 
-def run_section(section: Section, wanted: argparse.Namespace) -> None:
+def run_section(section: Section, wanted: argparse.Namespace, call: Call) -> None:
     started = time.monotonic()
-    environment = child_json([sys.executable, str(HERE / "environment.py")])
+    environment = describe_machine(call)
     out = wanted.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else default_folder(environment))
     out.mkdir(parents=True, exist_ok=True)
     record = None if wanted.again else earlier_record(section, environment, [out, wanted.earlier])
@@ -97,6 +132,7 @@ def run_section(section: Section, wanted: argparse.Namespace) -> None:
         print(f"section {section.name}: complete in {record['_path']}, not run again (--again would)", flush=True)
         return
     small = not environment["measured"]
+    call.patience = PATIENCE if small else 1
     room = environment["vram_free_bytes"], environment["host_available_bytes"]
     refused = {part.name: "; ".join(too_much(part, *room, small)) for part in section.parts}
     if all(refused.values()):
@@ -111,8 +147,7 @@ def run_section(section: Section, wanted: argparse.Namespace) -> None:
             log,
             f"== section {section.name} on {environment['device']}, driver {environment['driver']}, {record['started'][-1]}",
         )
-        programs = {part.program: part for part in section.parts}
-        commands = {name: program(part, environment, log) for name, part in programs.items()}
+        programs = Programs(environment, log)
         for part in section.parts:
             if record["parts"].get(part.name, {}).get("status") == DONE:
                 continue
@@ -120,8 +155,10 @@ def run_section(section: Section, wanted: argparse.Namespace) -> None:
                 say(log, f"-- not started: {refused[part.name]}")
                 record["parts"][part.name] = {"status": TOO_LARGE, "error": refused[part.name], "rows": []}
             else:
-                left = SECTION_SECONDS * (PATIENCE if small else 1) - (time.monotonic() - started)
-                record["parts"][part.name] = run_part(part, commands[part.program], left, small, log)
+                left = SECTION_SECONDS * call.patience - (time.monotonic() - started)
+                found = run_part(part, programs, min(left, call.left() - GRACE_SECONDS), small, log)
+                if found["status"] != LEFT or part.name not in record["parts"]:  # else its earlier rows are kept
+                    record["parts"][part.name] = found
             judge(section, record)
             write_json(out / f"{section.name}.json", record)
         for text in table(section, record):
@@ -131,28 +168,26 @@ def run_section(section: Section, wanted: argparse.Namespace) -> None:
         raise SectionFailure("; ".join(reasons) + f" (see {out / f'{section.name}.log'})")
 
 
-def run_part(part: Part, program: Sequence[str], left: float, small: bool, log: TextIO) -> dict[str, Any]:
-    """This part in the section's record."""
-    if left < min(part.expected, part.limit):
-        say(log, f"-- {part.name}: no time left in this section ({left:.0f} s)")
-        return {"status": LEFT, "rows": []}
-    seconds = min(part.limit * (PATIENCE if small else 1), left - 5)
+def run_part(part: Part, programs: Programs, left: float, small: bool, log: TextIO) -> dict[str, Any]:
+    """This part in the section's record. It runs for ``left`` at most, or is killed GRACE_SECONDS later."""
     started = time.monotonic()
+    if left < min(part.expected, part.limit):
+        say(log, f"-- {part.name}: no time left ({left:.0f} s)")
+        return {"status": LEFT, "rows": []}
+    try:
+        program = programs.command(part, left)
+    except child.ChildFailure as failure:
+        say(log, f"-- {part.name}: not started: {failure}")
+        return {"status": FAILED, "error": str(failure), "rows": []}
+    seconds = max(0, min(part.limit * (PATIENCE if small else 1), left - (time.monotonic() - started)))
     with tempfile.TemporaryDirectory() as folder:
         rows_file = Path(folder) / "rows"
         words = [part.name, str(rows_file), f"{seconds:.0f}", *(["--small"] if small else [])]
         command = [*program, *words]
         say(log, f"-- {part.name}: {part.says}; at most {seconds:.0f} s")
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            status = process.wait(seconds + GRACE_SECONDS)
-            error = None if status == 0 else f"ended with status {status}"
-        except subprocess.TimeoutExpired:
-            error = f"killed after {seconds + GRACE_SECONDS:.0f} s"
-            process.kill()
-            if not ends(process):
-                error += ", and did not end: it is stuck in the driver"
+        ended = child.run(command, seconds + GRACE_SECONDS, log, log)
         rows = read_rows(rows_file)
+    error = error_of(ended, seconds)
     finished = any(row["row"] == "finished" and row["values"] == [1] for row in rows)
     status = FAILED if error else DONE if finished else CUT_SHORT
     if error:
@@ -162,23 +197,39 @@ def run_part(part: Part, program: Sequence[str], left: float, small: bool, log: 
     return {"status": status, "error": error, "seconds": round(taken, 2), "command": command, "rows": rows}
 
 
-def ends(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a killed process ends. One in the middle of a driver's call may never do, and is not waited for."""
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def error_of(ended: child.Ended, seconds: float) -> str | None:
+    if ended.status is None:
+        stuck = ", and did not end: it is stuck in the driver" if ended.stuck else ""
+        return f"killed after {seconds + GRACE_SECONDS:.0f} s{stuck}"
+    if ended.stuck:
+        return f"ended with status {ended.status}, and left processes that are stuck in the driver"
+    return None if ended.status == 0 else f"ended with status {ended.status}"
 
 
-def program(part: Part, environment: dict[str, Any], log: TextIO) -> list[str]:
-    if part.program != "probe":
-        return [sys.executable, str(HERE / f"{part.program}.py")]
-    arch = "sm_" + "".join(map(str, environment["compute_capability"]))
-    answer = subprocess.run([sys.executable, str(HERE / "probe_build.py"), arch], stdout=subprocess.PIPE, stderr=log, text=True)
-    if answer.returncode != 0:
-        raise SectionFailure(f"probe.cu was not compiled (see {log.name})")
-    return [answer.stdout.strip()]
+class Programs:
+    """How the parts of a section are started. What a part needs is compiled when the first one needs it."""
+
+    def __init__(self, environment: dict[str, Any], log: TextIO):
+        self._arch = "sm_" + "".join(map(str, environment["compute_capability"]))
+        self._patience = 1 if environment["measured"] else PATIENCE
+        self._log = log
+        self._probe: list[str] | child.ChildFailure | None = None
+
+    def command(self, part: Part, left: float) -> list[str]:
+        """Raises ``ChildFailure`` where it does not compile in time."""
+        if part.program != "probe":
+            return [sys.executable, str(HERE / f"{part.program}.py")]
+        if self._probe is None:
+            self._probe = self._compiled(min(left, BUILD_SECONDS * self._patience))
+        if isinstance(self._probe, child.ChildFailure):
+            raise self._probe
+        return self._probe
+
+    def _compiled(self, seconds: float) -> list[str] | child.ChildFailure:
+        try:
+            return [child.output([sys.executable, str(HERE / "probe_build.py"), self._arch], seconds, self._log).strip()]
+        except child.ChildFailure as failure:
+            return child.ChildFailure(f"probe.cu was not compiled: probe_build.py {failure} (see {self._log.name})")
 
 
 def judge(section: Section, record: dict[str, Any]) -> None:
@@ -252,11 +303,16 @@ def say(log: TextIO, text: str) -> None:
     print(text, file=log, flush=True)
 
 
-def child_json(command: Sequence[str]) -> dict[str, Any]:
-    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if answer.returncode != 0:
-        raise SectionFailure("not started: the environment cannot be described")
-    described: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+def describe_machine(call: Call) -> dict[str, Any]:
+    """Starts CUDA, in a process of its own."""
+    if call.left() <= 0:
+        raise SectionFailure("not started: no time left in this call")
+    seconds = min(ENVIRONMENT_SECONDS * call.patience, call.left())
+    try:
+        told = child.output([sys.executable, str(HERE / "environment.py")], seconds)
+    except child.ChildFailure as failure:
+        raise SectionFailure(f"not started: the environment cannot be described: environment.py {failure}") from None
+    described: dict[str, Any] = json.loads(told.splitlines()[-1])
     return described
 
 

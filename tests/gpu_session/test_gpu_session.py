@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from standin.build import build, cuda_include, environment
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
 SECTIONS = ("ops", "probe", "stream", "layer", "eviction")
-SERVING = ("server", "bounds", "peers", "cpu_offload", "offloader")
+SERVING = ("server", "default", "cpu_offload", "bounds", "offloader", "peers")
 FILE_BYTES = 16 << 20
 
 
@@ -67,13 +68,14 @@ def ran(session) -> Session:
 def modules() -> Iterator[dict]:
     """The modules of the session itself, which import no torch."""
     sys.path.insert(0, str(GPU))
+    import child
     import decisions
     import goals
     import rows
     import sections
     import session
 
-    yield {"decisions": decisions, "goals": goals, "rows": rows, "sections": sections, "session": session}
+    yield {"child": child, "decisions": decisions, "goals": goals, "rows": rows, "sections": sections, "session": session}
     sys.path.remove(str(GPU))
 
 
@@ -84,13 +86,13 @@ def test_list_names_every_section_in_order(session):
     said = session.run("--list", over_standin=False)
     assert said.returncode == 0
     heads = [line.split(":")[0] for line in said.stdout.splitlines() if not line.startswith(" ")]
-    assert heads == [*SECTIONS[:-1], *SERVING, SECTIONS[-1]]
+    assert heads == [SECTIONS[0], *SERVING, *SECTIONS[1:]]
 
 
 def test_an_unknown_section_is_a_usage_error(session):
     said = session.run("prboe", over_standin=False)
     assert said.returncode == 2
-    assert "no section prboe: there are ops, probe, stream, layer, server" in said.stderr
+    assert "no section prboe: there are ops, server, default, cpu_offload" in said.stderr
 
 
 def test_dry_run_compiles_everything_and_starts_no_cuda(session):
@@ -289,6 +291,7 @@ def test_servers_are_run_and_nothing_is_called_a_measurement(served, modules):
         assert cells[1]["outputs"]["same"] is True
         assert cells[1]["offload"]["offloaded_bytes"] == cells[1]["expected_offloaded_bytes"]
     assert {goal["met"] for goal in record["goals"]} == {None}
+    assert None not in {goal["ratio"] for goal in record["goals"]}
     assert "NOT MEASUREMENTS" in (folder / "server.log").read_text()
 
 
@@ -301,6 +304,60 @@ def test_the_report_is_made_from_the_section_alone(served, tmp_path):
     what = "this plugin, the most used experts, chosen once after the warm-up"
     for share in (50, 78):
         assert f"| frequency {share}% | {what} | 1 of 1 | yes |" in text
+
+
+def test_residents_follow_the_traffic_of_a_server_with_its_own_defaults(served, tmp_path):
+    """The other parts of the section are taken as done: their servers are like those of the section before."""
+    record = json.loads((served.out.with_name("served") / "server.json").read_text())
+    done = {"status": "done", "error": None, "rows": []}
+    parts = dict.fromkeys(("checkpoint", "fixed"), done) | {"link": record["parts"]["link"]}
+    (tmp_path / "default.json").write_text(json.dumps(record | {"parts": parts, "complete": False}))
+    said = served.run("default", "--out", str(tmp_path))
+    assert said.returncode == 0, said.stdout[-3000:] + said.stderr[-3000:]
+    record = json.loads((tmp_path / "default.json").read_text())
+    cells = [each["cell"] for each in record["parts"]["continuous"]["rows"] if each["row"] == "cell"]
+    assert [(cell["contender"], cell["error"]) for cell in cells] == [("resident", None), ("continuous", None)]
+    ours = cells[1]
+    assert ours["outputs"]["same"] is True
+    assert len(ours["answers"]) == 2 * record["parts"]["continuous"]["rows"][0]["run"]["sizes"]["answers"]
+    assert ours["offload"]["fault"] is None
+    assert [each["topic"] for each in ours["traffic"]["rounds"]] == ["before", "before", "after", "after"]
+    assert sum(each["moves"] for each in ours["traffic"]["rounds"]) > 0
+    assert all(0 < each["routed_resident"] <= each["routed"] for each in ours["traffic"]["rounds"])
+    for cell in cells:
+        assert cell["engine"]["decode_graph_batches"] == [], "no graph is captured on a CPU"
+        assert cell["engine"]["batches"]["prefill"]["eager"] > 0
+    (promotions,) = [goal for goal in record["goals"] if goal["goal"].startswith("promotions")]
+    assert promotions["ratio"] is not None
+    (followed,) = [each for each in record["decisions"] if each["question"].startswith("whether residents follow")]
+    assert len(followed["figures"]) == 5, "a head, and each server before and after"
+
+
+ENGINE = {"decode_graph_batches": [1, 2], "batches": {"decode": {"graph": 3, "eager": 0}}}
+
+
+def test_a_part_fails_where_moves_stop_or_steps_run_without_graphs(modules):
+    import server_parts
+
+    cell = {"contender": "continuous", "offload": {"fault": None}, "engine": ENGINE}
+    server_parts.check_moves([cell, {"contender": "resident"}])
+    server_parts.check_graphs([cell, {"contender": "page_in_only"}])
+    with pytest.raises(AssertionError, match="moving experts stopped in continuous: no VRAM"):
+        server_parts.check_moves([cell | {"offload": {"fault": "no VRAM"}}])
+    with pytest.raises(AssertionError, match="continuous: SGLang captured no decode graph"):
+        server_parts.check_graphs([cell | {"engine": ENGINE | {"decode_graph_batches": []}}])
+
+
+def test_sglang_is_given_backends_only_where_it_cannot_have_its_own(modules, monkeypatch):
+    import server_parts
+
+    plan = server_parts.PLAN
+    assert [name for name, served in plan.items() if served.own_defaults] == ["continuous", "fixed"]
+    monkeypatch.setattr(server_parts, "importable", lambda package: True)
+    assert server_parts.server_args(plan["continuous"]) == []
+    assert "--disable-prefill-cuda-graph" in server_parts.server_args(plan["frequency"])
+    monkeypatch.setattr(server_parts, "importable", lambda package: package != "xgrammar")
+    assert server_parts.server_args(plan["fixed"]) == ["--grammar-backend", "none"]
 
 
 @pytest.mark.parametrize(
@@ -341,6 +398,34 @@ def test_goals_of_servers_take_the_worst_of_the_plugin_and_the_best_of_a_peer(mo
     assert judged(modules, "peers", 2, {"paged_experts": peer})["ratio"] == pytest.approx(1.5)
 
 
+def test_a_server_is_judged_by_what_the_link_allows(modules):
+    def cell(contender: str, residency: float, seconds: dict[int, float], **more: float) -> dict:
+        points = [{"kind": "decode", "size": size, "error": None, "seconds": took, **more} for size, took in seconds.items()]
+        points.append({"kind": "decode", "size": 99, "error": "no time left in this run"})
+        return row("cell", [], cell={"contender": contender, "residency": residency, "points": points})
+
+    link = [row("zero_copy", [50.0], memory="pinned"), row("zero_copy", [4000.0], memory="plain")]
+    resident = cell("resident", 1.0, {1: 0.010, 4: 0.020})
+    fast = [resident, cell("frequency", 0.5, {1: 0.012, 4: 0.033}, read_bytes=0.5e9)]
+    verdict = judged(modules, "server", 3, {"frequency": fast, "most": fast, "link": link})
+    assert verdict["ratio"] == pytest.approx(1.1)
+    assert verdict["met"] is True
+    assert verdict["from"] == "decode 4, 50% resident: 33 ms; all resident 20 ms, 0.5 GB at 50 x 10 ms"
+    slow = [resident, cell("frequency", 0.78, {1: 0.024}, read_bytes=0.5e9)]
+    assert judged(modules, "server", 3, {"frequency": fast, "most": slow, "link": link})["met"] is False
+    assert judged(modules, "server", 3, {"frequency": fast, "most": slow})["ratio"] is None, "no link was measured"
+    assert judged(modules, "server", 4, {"frequency": fast, "link": link})["ratio"] is None, "no prefill was measured"
+
+
+def test_promotions_are_counted_once_the_traffic_has_changed(modules):
+    def promotions(topic: str, *values: float) -> dict:
+        return row("promotions", list(values), contender="continuous", topic=topic)
+
+    before = promotions("before", 9, 9)
+    assert judged(modules, "default", 1, {"continuous": [before, promotions("after", 0, 0)]})["met"] is False
+    assert judged(modules, "default", 1, {"continuous": [before, promotions("after", 0, 2)]})["ratio"] == 2
+
+
 def test_one_server_with_other_answers_fails_the_goal(modules):
     same = [row("same_answers", [1], contender=name) for name in ("resident", "frequency")]
     assert judged(modules, "server", 0, {"frequency": same})["met"] is True
@@ -369,13 +454,12 @@ def test_a_part_too_large_for_the_machine_is_left_out_and_the_others_run(modules
     session, section = modules["session"], modules["sections"].PROBE
     here = dict.fromkeys(("device", "driver", "cuda_of_torch", "torch"), "some")
     here |= {"measured": True, "vram_free_bytes": 23 << 30, "host_available_bytes": 120 << 30}
-    monkeypatch.setattr(session, "child_json", lambda command: here)
-    monkeypatch.setattr(session, "program", lambda *arguments: [])
+    monkeypatch.setattr(session, "describe_machine", lambda call: here | {"compute_capability": [9, 0]})
     monkeypatch.setattr(session, "run_part", lambda *arguments: {"status": "done", "rows": []})
     by_size = sorted(section.parts, key=lambda part: part.managed_gib)  # the last one is not recorded by those after it
     monkeypatch.setitem(section.__dict__, "parts", tuple(by_size))
     with pytest.raises(session.SectionFailure, match=r"^bandwidth: too large for this machine \(see"):
-        session.run_section(section, SimpleNamespace(out=tmp_path, again=True, earlier=None))
+        session.run_section(section, SimpleNamespace(out=tmp_path, again=True, earlier=None), session.Call(570))
     record = json.loads((tmp_path / "probe.json").read_text())
     assert "a third of the free VRAM is 7.7 GiB" in record["parts"].pop("bandwidth")["error"]
     assert [part["status"] for part in record["parts"].values()] == ["done"] * (len(section.parts) - 1)
@@ -388,6 +472,16 @@ open(sys.argv[2], "a").write(json.dumps({"row": "finished", "unit": "bool", "val
 """
 
 
+class Runs:
+    """In place of a part's program."""
+
+    def __init__(self, *words: str):
+        self.words = [*words]
+
+    def command(self, part: object, left: float) -> list[str]:
+        return self.words
+
+
 @pytest.mark.parametrize(
     ("finished", "then", "status"),
     [(1, "", "done"), (0, "", "cut short"), (1, "sys.exit(3)", "failed"), (1, "import time; time.sleep(60)", "failed")],
@@ -396,37 +490,118 @@ def test_how_a_part_ended_is_told_apart(modules, tmp_path, monkeypatch, finished
     session, part = modules["session"], modules["sections"].OPS.parts[0]
     monkeypatch.setattr(session, "GRACE_SECONDS", -part.limit * session.PATIENCE + 2)
     with (tmp_path / "log").open("w") as log:
-        told = session.run_part(part, [sys.executable, "-c", PART % (finished, then)], 1000, True, log)
+        told = session.run_part(part, Runs(sys.executable, "-c", PART % (finished, then)), 1000, True, log)
     assert told["status"] == status
     assert len(told["rows"]) == 1
 
 
-class Stuck:
-    """A process in the middle of a driver's call, which no signal ends."""
+@pytest.mark.parametrize(
+    ("status", "stuck", "error"),
+    [
+        (None, False, "killed after 40 s"),
+        (None, True, "killed after 40 s, and did not end: it is stuck in the driver"),
+        (0, True, "ended with status 0, and left processes that are stuck in the driver"),
+        (1, False, "ended with status 1"),
+        (0, False, None),
+    ],
+)
+def test_what_a_part_left_is_told(modules, status, stuck, error):
+    session = modules["session"]
+    assert session.error_of(modules["child"].Ended(status, stuck), 40 - session.GRACE_SECONDS) == error
 
-    def __init__(self, command: list[str], **pipes: object):
-        self.command = command
 
-    def wait(self, seconds: float) -> int:
-        raise subprocess.TimeoutExpired(self.command, seconds)
-
-    def kill(self) -> None:
-        """Nothing happens."""
+LEAVES_ONE = "setsid sleep 1000 & echo $! > %s.part; mv %s.part %s; %s"
 
 
-def test_a_part_that_is_stuck_in_the_driver_is_left(modules, tmp_path, monkeypatch):
-    session, part = modules["session"], modules["sections"].OPS.parts[0]
-    monkeypatch.setattr(session.subprocess, "Popen", Stuck)
-    with (tmp_path / "log").open("w") as log:
-        told = session.run_part(part, ["probe"], 1000, False, log)
-    assert told["status"] == "failed"
-    assert told["error"] == f"killed after {part.limit + session.GRACE_SECONDS} s, and did not end: it is stuck in the driver"
+@pytest.mark.parametrize("then", ["true", "sleep 1000"])
+def test_nothing_that_a_part_started_outlives_it(modules, tmp_path, monkeypatch, then):
+    child, told = modules["child"], tmp_path / "pid"
+
+    def ended(process: subprocess.Popen[bytes], seconds: float) -> int:
+        while not told.exists() or (then == "true" and process.poll() is None):
+            time.sleep(0.01)
+        if process.poll() is None:
+            raise subprocess.TimeoutExpired(process.args, seconds)
+        return process.poll()
+
+    monkeypatch.setattr(child.subprocess.Popen, "wait", ended)
+    found = child.run(["bash", "-c", LEAVES_ONE % (told, told, told, then)], 60)
+    assert found == child.Ended(0 if then == "true" else None, stuck=False)
+    assert not Path(f"/proc/{int(told.read_text())}").exists()
+
+
+def test_a_process_that_does_not_end_is_left(modules, monkeypatch):
+    child = modules["child"]
+    monkeypatch.setattr(child, "KILL_SECONDS", 0)
+    monkeypatch.setattr(child, "children", lambda: iter([1 << 30]) if started else [])
+    started: list[int] = []
+    monkeypatch.setattr(child.subprocess.Popen, "wait", lambda process, seconds: started.append(process.pid) or 0)
+    assert child.run(["true"], 60).stuck
+
+
+def test_a_program_that_hangs_or_fails_is_named(modules):
+    child = modules["child"]
+    assert child.output(["echo", "told"], 60) == "told\n"
+    with pytest.raises(child.ChildFailure, match=r"^ended with status 1$"):
+        child.output(["false"], 60)
+    with pytest.raises(child.ChildFailure, match=r"^was killed after 0 s$"):
+        child.output(["sleep", "1000"], 0)
+
+
+@pytest.mark.parametrize("seconds", [60, 200, 570])
+@pytest.mark.parametrize("hangs", ["environment.py", "probe_build.py", "a part"])
+def test_a_call_ends_in_time_whatever_hangs(modules, tmp_path, monkeypatch, seconds, hangs):
+    session, sections, child = modules["session"], modules["sections"], modules["child"]
+    now = [0.0]
+    machine = dict.fromkeys(("device", "driver", "cuda_of_torch", "torch"), "some") | {"compute_capability": [9, 0]}
+    machine |= {"measured": True, "vram_free_bytes": 138 << 30, "host_available_bytes": 120 << 30}
+
+    def output(command: list[str], limit: float, stderr: object = None) -> str:
+        if hangs in command[1]:
+            now[0] += limit + child.KILL_SECONDS
+            raise child.ChildFailure("was killed")
+        now[0] += 10
+        return json.dumps(machine) if "environment" in command[1] else "probe"
+
+    def run(command: list[str], limit: float, *streams: object) -> object:
+        assert limit > 0
+        now[0] += limit + child.KILL_SECONDS if hangs == "a part" else 5
+        return child.Ended(None if hangs == "a part" else 0, stuck=hangs == "a part")
+
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(child, "output", output)
+    monkeypatch.setattr(child, "run", run)
+    assert session.main([*sections.SECTIONS, "--seconds", str(seconds), "--out", str(tmp_path)]) == 1
+    assert now[0] <= seconds
+    if hangs == "a part":
+        states = [part["status"] for file in tmp_path.glob("*.json") for part in json.loads(file.read_text())["parts"].values()]
+        assert "no time left" in states
+
+
+def test_a_call_without_time_starts_nothing(session, tmp_path):
+    said = session.run("ops", "--seconds", "1", "--out", str(tmp_path))
+    assert said.returncode == 1
+    assert "section ops: not started: no time left in this call" in said.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_without_time_keeps_its_earlier_rows(modules, tmp_path, monkeypatch):
+    session, section = modules["session"], modules["sections"].STREAM
+    machine = dict.fromkeys(("device", "driver", "cuda_of_torch", "torch"), "some") | {"compute_capability": [9, 0]}
+    machine |= {"measured": True, "vram_free_bytes": 138 << 30, "host_available_bytes": 120 << 30}
+    cut = {"status": "cut short", "error": None, "rows": [row("note", [1]) | {"median": 1, "low": 1, "high": 1}]}
+    (tmp_path / "stream.json").write_text(json.dumps({"environment": machine, "parts": {"copies": cut}, "complete": False}))
+    monkeypatch.setattr(session, "describe_machine", lambda call: machine)
+    wanted = SimpleNamespace(out=tmp_path, again=False, earlier=None)
+    with pytest.raises(session.SectionFailure, match=r"^copies: cut short"):
+        session.run_section(section, wanted, session.Call(1))
+    assert json.loads((tmp_path / "stream.json").read_text())["parts"]["copies"] == cut
 
 
 def test_a_part_that_would_not_fit_is_left_for_the_next_run(modules, tmp_path):
     session, part = modules["session"], modules["sections"].OPS.parts[0]
     with (tmp_path / "log").open("w") as log:
-        told = session.run_part(part, ["false"], part.expected - 1, True, log)
+        told = session.run_part(part, Runs("false"), part.expected - 1, True, log)
     assert told == {"status": "no time left", "rows": []}
 
 

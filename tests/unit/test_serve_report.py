@@ -195,6 +195,25 @@ def test_a_time_that_noise_hides_is_no_figure(monkeypatch: pytest.MonkeyPatch) -
         serve_client.decode(clock, lambda i, n: [1] * n, 1, SIZES)  # type: ignore[arg-type]
 
 
+def test_the_traffic_changes_to_requests_that_were_not_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 0.25)
+    asked: list[list[int]] = []
+
+    answer = clock.generate
+
+    def generate(batch: list[list[int]], new_tokens: int) -> list[list[int]]:
+        asked.append([prompt[0] for prompt in batch])
+        return answer(batch, new_tokens)
+
+    clock.generate = generate  # type: ignore[method-assign]
+    sizes = dataclasses.replace(SIZES, rounds=2)
+    rounds = serve_client.traffic(clock, lambda i, n: [i] * n, sizes, clock.counters)  # type: ignore[arg-type]
+    assert asked == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
+    assert [each["topic"] for each in rounds] == ["before", "before", "after", "after"]
+    assert [each["seconds"] for each in rounds] == pytest.approx([5 + 0.25 * sizes.long] * 4)
+    assert {each["read_bytes"] for each in rounds} == {1000 + 10 * sizes.long}
+
+
 def test_requests_are_the_same_for_every_server_and_differ_from_each_other() -> None:
     prompts = serve_client.random_prompts(320, 7)
     assert prompts(3, 20) == serve_client.random_prompts(320, 7)(3, 20)

@@ -1,0 +1,117 @@
+"""Processes that the session starts: each is bounded in time, and nothing that it started outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+KILL_SECONDS = 10
+"""In which what was killed must be gone."""
+
+
+class ChildFailure(Exception):
+    """It ended with an error, or had to be killed. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    status: int | None
+    """None: it was killed at the end of its time."""
+    stuck: bool
+    """Whether something that was killed is still there: a process in the middle of a driver's call may never end."""
+
+
+def run(command: Sequence[str], seconds: float, stdout: IO[str] | None = None, stderr: IO[str] | None = None) -> Ended:
+    """Waits for the process, kills it after ``seconds``, and kills whatever it leaves. Returns at most KILL_SECONDS later."""
+    with adopted() as family:
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True, preexec_fn=die_with_parent)
+        try:
+            status = process.wait(max(0, seconds))
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            gone = family.end(process)
+    return Ended(status, not gone)
+
+
+def output(command: Sequence[str], seconds: float, stderr: IO[str] | None = None) -> str:
+    """What it printed. Raises ``ChildFailure``."""
+    with tempfile.TemporaryFile("w+") as told:  # a pipe would be waited for as long as anyone holds it
+        ended = run(command, seconds, told, stderr)
+        told.seek(0)
+        text = told.read()
+    if ended.status != 0:
+        how = f"was killed after {seconds:.0f} s" if ended.status is None else f"ended with status {ended.status}"
+        raise ChildFailure(how + (", and did not end: it is stuck in the driver" if ended.stuck else ""))
+    return text
+
+
+def die_with_parent() -> None:
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Family:
+    """The children of this process that it did not have before."""
+
+    def __init__(self) -> None:
+        self.others = set(children())
+
+    def end(self, process: subprocess.Popen[bytes]) -> bool:
+        """Kill the process and all that it left; whether all are gone. Killing a process makes its children ours, so this
+        goes on until there are none."""
+        until = time.monotonic() + KILL_SECONDS
+        if process.poll() is None:
+            signal_group(process.pid)
+        while left := [pid for pid in children() if pid not in self.others]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                if pid == process.pid:
+                    process.poll()
+                else:
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(pid, os.WNOHANG)
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+        return True
+
+
+@contextlib.contextmanager
+def adopted() -> Iterator[Family]:
+    """Inside the block, orphans among this process's descendants become its children. A server has a session of its own, so no
+    signal to a group reaches it, and its processes ask to die with their parents only once they have been imported."""
+    family = Family()
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield family
+    finally:
+        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+def signal_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def children() -> list[int]:
+    """The processes whose parent is this one, the dead that were not waited for among them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == os.getpid():
+                    found.append(int(entry.name))
+    return found

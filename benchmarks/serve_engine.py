@@ -1,0 +1,33 @@
+"""What SGLang chose for a server, by its own account: backends, and which of its steps ran as CUDA graphs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+CHOSEN = ("attention_backend", "sampling_backend", "moe_runner_backend", "chunked_prefill_size", "cuda_graph_config")
+BATCH = re.compile(r"(Prefill|Decode) batch\b.*\b(?:cuda|cpu) graph: (True|False)")
+CAPTURED = re.compile(r"Capture \S+ (?:prefill|decode) CUDA graph end\..*")
+
+
+def describe(state: dict[str, Any], log: str) -> dict[str, Any]:
+    """``state`` is that of one rank in ``/server_info``. Of decoded batches SGLang logs one in some tens."""
+    batches = {"prefill": {"graph": 0, "eager": 0}, "decode": {"graph": 0, "eager": 0}}
+    for phase, graph in BATCH.findall(log):
+        batches[phase.lower()]["graph" if graph == "True" else "eager"] += 1
+    return {
+        **{name: state.get(name) for name in CHOSEN},
+        "decode_graph_batches": state.get("decode_cuda_graph_bs") or [],
+        "captures": CAPTURED.findall(log),
+        "batches": batches,
+    }
+
+
+def decode_problem(engine: dict[str, Any]) -> str | None:
+    """Why this is no server that decodes by captured graphs; None where it is one."""
+    seen = engine["batches"]["decode"]
+    if not engine["decode_graph_batches"]:
+        return "SGLang captured no decode graph"
+    if seen["eager"]:
+        return f"{seen['eager']} of {seen['eager'] + seen['graph']} decode batches in the log ran without a graph"
+    return None if seen["graph"] else "the log names no decode batch that ran as a graph"
