@@ -39,7 +39,7 @@ GRACE_SECONDS = 60
 OFFLOAD_FIGURES = (
     *("backend", "num_layers", "num_experts", "resident_experts", "offloaded_experts", "resident_bytes", "offloaded_bytes"),
     *("plain_bytes", "tokens", "warmup_done", "hit_rate", "zero_copy_bytes", "moves", "moved_bytes", "moving_seconds"),
-    "fault",
+    *("fault", "evicted_bytes"),
 )
 
 

@@ -271,6 +271,10 @@ def headroom_design(rows: PartRows) -> list[str]:
     return [f"{name}: {show(row)}" for name, row in found if row]
 
 
+def noticing_design(rows: PartRows) -> list[str]:
+    return [f"{row['figure']}: {show(row)}" for row in find(rows.get("noticing", ()), "noticing")]
+
+
 def residency_design(rows: PartRows) -> list[str]:
     found = []
     for blocks in ("resident", "offloaded"):
@@ -454,6 +458,7 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
         Decision("whether residents stay through re-selections, by experts' own bytes or by whole blocks", churn_design),
         Decision("PREFER_GPU residents, or prefer CPU for all, where something else fills the card", eviction_design),
         Decision("which headroom keeps residents", headroom_design),
+        Decision("whether this plugin notices evicted residents", noticing_design),
         Decision("what two reads tell of a block: in VRAM, brought back by the first, or read in place", look_design),
     ),
 }

@@ -38,6 +38,13 @@ def ops_parts() -> None:
     print(f"{len(CHECKS)} promises; the extension is {build(f'sm_{H200}')}")
 
 
+def eviction_parts() -> None:
+    from eviction_parts import PARTS
+
+    check_plan("eviction_parts", PARTS)
+    print(f"{len(PARTS)} part that evicts")
+
+
 def layer_parts() -> None:
     """The kernels are compiled for sm_90, and what they compute is checked by Triton's interpreter on small shapes."""
     from layer_parts import PARTS
@@ -143,6 +150,8 @@ if __name__ == "__main__":
         ops_parts()
     elif sys.argv[1] == "server_parts":
         server_parts()
+    elif sys.argv[1] == "eviction_parts":
+        eviction_parts()
     else:
         layer_parts()
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})

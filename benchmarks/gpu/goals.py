@@ -70,6 +70,11 @@ def wrong_replays(rows: PartRows) -> tuple[float, str] | None:
     return (sum(row["median"] for row in found), f"{len(found)} arms of loads and directions") if found else None
 
 
+def false_alarms(rows: PartRows) -> tuple[float, str] | None:
+    found = one(rows, "noticing", "noticing", figure="noticed with room")
+    return (found["high"], f"{len(found['values'])} looks") if found else None
+
+
 def zero_copy(rows: PartRows) -> tuple[float, str] | None:
     ceiling = link_rate(rows)
     found = best(find(rows.get("break_even", ()), "zero_copy", tokens=1))
@@ -256,5 +261,5 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("OffloaderV2's decode time over this plugin's, batch 1", ">=", 5, behind("offloader_v2", "decode", 1)),
     ),
     "stream": (),
-    "eviction": (),
+    "eviction": (Goal("MiB of residents taken for evicted while there was room", "<=", 0, false_alarms),),
 }

@@ -484,11 +484,19 @@ class Runs:
 
 @pytest.mark.parametrize(
     ("finished", "then", "status"),
-    [(1, "", "done"), (0, "", "cut short"), (1, "sys.exit(3)", "failed"), (1, "import time; time.sleep(60)", "failed")],
+    [(1, "", "done"), (0, "", "cut short"), (1, "sys.exit(3)", "failed"), (1, "import time; time.sleep(1000)", "failed")],
 )
 def test_how_a_part_ended_is_told_apart(modules, tmp_path, monkeypatch, finished, then, status):
     session, part = modules["session"], modules["sections"].OPS.parts[0]
-    monkeypatch.setattr(session, "GRACE_SECONDS", -part.limit * session.PATIENCE + 2)
+
+    def until_it_sleeps(process: subprocess.Popen[bytes], seconds: float) -> int:
+        while process.poll() is None:
+            if "sleep" in then and Path(process.args[5]).exists() and Path(process.args[5]).read_text().endswith("\n"):
+                raise subprocess.TimeoutExpired(process.args, seconds)
+            time.sleep(0.01)
+        return process.poll()
+
+    monkeypatch.setattr(modules["child"].subprocess.Popen, "wait", until_it_sleeps)
     with (tmp_path / "log").open("w") as log:
         told = session.run_part(part, Runs(sys.executable, "-c", PART % (finished, then)), 1000, True, log)
     assert told["status"] == status
