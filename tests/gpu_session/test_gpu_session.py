@@ -491,7 +491,7 @@ def test_how_a_part_ended_is_told_apart(modules, tmp_path, monkeypatch, finished
 
     def until_it_sleeps(process: subprocess.Popen[bytes], seconds: float) -> int:
         while process.poll() is None:
-            if "sleep" in then and Path(process.args[5]).exists() and Path(process.args[5]).read_text().endswith("\n"):
+            if "sleep" in then and Path(process.args[4]).exists() and Path(process.args[4]).read_text().endswith("\n"):
                 raise subprocess.TimeoutExpired(process.args, seconds)
             time.sleep(0.01)
         return process.poll()
