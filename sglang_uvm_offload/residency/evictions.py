@@ -38,14 +38,15 @@ class Evictions:
         where the memory cannot tell."""
 
     def look(self, layers: Sequence[ExpertLayer]) -> None:
-        """Look once: some reads of the GPU. Waits for them; never raises, because serving does not depend on it."""
+        """Look once: some reads of the GPU. Waits for them; never raises, because serving does not depend on it. The first
+        failure ends all looks."""
+        if self._failed:
+            return
         try:
             share = self._share(layers)
         except Exception as error:  # logged with its trace; a GPU error recurs at the next step and ends the process there
-            self.evicted_bytes = None
-            if not self._failed:
-                logger.warning("Expert offload: whether residents were evicted cannot be told", exc_info=error)
-            self._failed = True
+            self._failed, self.evicted_bytes = True, None
+            logger.warning("Expert offload: whether residents are evicted can no longer be told", exc_info=error)
             return
         resident = sum(layer.resident_bytes for layer in layers)
         self.evicted_bytes = None if share is None else round(share * resident)

@@ -135,9 +135,11 @@ def test_a_memory_that_cannot_tell_and_one_that_fails_leave_it_open(caplog):
     assert rank.look() is None
     assert warnings(caplog) == []
     memory.fault = ManagedMemoryError("cudaLaunchKernel", "a look at blocks", Span(0, 0), "cudaErrorUnknown")
+    asked = len(memory.asked)
     for _ in range(2):
         assert rank.look() is None
-    assert warnings(caplog) == ["Expert offload: whether residents were evicted cannot be told"]
+    assert len(memory.asked) == asked + 4 * LAYERS  # once: what failed is not tried again
+    assert warnings(caplog) == ["Expert offload: whether residents are evicted can no longer be told"]
 
 
 def test_a_look_is_every_ten_seconds_and_beside_the_steps_and_one_at_a_time():
