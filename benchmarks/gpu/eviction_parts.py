@@ -46,9 +46,11 @@ def noticing(rows: Rows) -> None:
         return evictions.evicted_bytes
 
     def looks(count: int) -> tuple[list[float], list[float]]:
-        """MiB evicted, and milliseconds, of one look after the other."""
+        """MiB evicted, and milliseconds, of looks between reads of all residents, as steps make them."""
         found, took = [], []
         for _ in range(count):
+            words.sum()
+            torch.cuda.synchronize()
             started = time.perf_counter()
             found.append(look() / MIB)
             took.append((time.perf_counter() - started) * 1e3)
@@ -67,8 +69,9 @@ def noticing(rows: Rows) -> None:
             return False
         return True
 
-    while memory.info().device_free > 4 * GIB and not rows.late() and take(GIB):
-        pass
+    for _ in range(memory.info().device_free // GIB - 4):
+        if rows.late() or not take(GIB):
+            break
     start, most = memory.info().device_free, tensor.layout.nbytes // 2
     taken = evicted = 0
     while not evicted and taken < start + most and not rows.late():

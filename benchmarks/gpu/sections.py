@@ -47,6 +47,7 @@ class Section:
         return max(part.host_gib for part in self.parts)
 
 
+CHECKPOINT = Part("checkpoint", "server_parts", 16, 270, 0, 8, "Qwen3-30B-A3B's shape, 16 layers, routed as a measured trace")
 LINK = Part("link", "probe", 10, 45, 1, 2, "the zero-copy and copy-engine ceilings of this run")
 """What a goal over the link's rate is judged by."""
 
@@ -102,7 +103,7 @@ SERVER = Section(
     "server",
     "what offloading costs a whole server",
     (
-        Part("checkpoint", "server_parts", 16, 270, 0, 8, "Qwen3-30B-A3B's shape, 16 layers, routed as a measured trace"),
+        CHECKPOINT,
         Part("frequency", "server_parts", 190, 240, 20, 50, "all resident, then the most used 50 %: a server each"),
         Part("most", "server_parts", 170, 240, 20, 50, "all resident, then the most used 78 %"),
         LINK,
@@ -113,7 +114,7 @@ DEFAULT = Section(
     "default",
     "what a server does with SGLang's own graphs and backends, whose traffic changes",
     (
-        Part("checkpoint", "server_parts", 16, 270, 0, 8, "Qwen3-30B-A3B's shape, 16 layers, routed as a measured trace"),
+        CHECKPOINT,
         Part("continuous", "server_parts", 210, 330, 20, 50, "all resident, then 50 % that follow the traffic"),
         Part("fixed", "server_parts", 190, 330, 20, 50, "all resident, then the most used 50 %, chosen once"),
         LINK,

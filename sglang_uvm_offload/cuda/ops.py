@@ -119,8 +119,8 @@ class CudaOps:
         return self._locations.get(place.value)
 
     def time_reads(self, device: int, addresses: torch.Tensor, times: torch.Tensor) -> None:
-        """Write to ``times`` (int32 ``[n, 2]``) the GPU's cycles of the first read at each of ``addresses`` (int64 ``[n]``) and
-        of the shortest of three more beside it. Both are pinned. Waits for the reads, on the stream of ``place``."""
+        """Write to ``times`` (32 bits, ``[n, 2]``) the GPU's cycles of the first read at each of ``addresses`` (int64 ``[n]``)
+        and of the shortest of three more beside it. Both are pinned. Waits for the reads, on the stream of ``place``."""
         self._call("uvm_time_reads", device, addresses.data_ptr(), len(addresses), times.data_ptr())
 
     def memory_info(self, device: int) -> tuple[int, int]:

@@ -2,8 +2,9 @@
 
 A read that VRAM answers takes less than half as long as one over the link (measured on an H200: at most 1,275 cycles against at
 least 2,151, ``read_latency`` in benchmarks/results/2026-11-22-nvidia-h200/probe.json). A page that was evicted and prefers the
-GPU faults when it is read, and then is in VRAM again: only its first read shows that, by taking several times as long as one
-over the link (never run).
+GPU faults when it is read, and then is in VRAM again: only its first read shows that, by taking far longer than one that VRAM
+answers (never run). Steps that read offloaded experts fill the link, so reads over it may take as long as a fault: faults are
+compared with VRAM.
 """
 
 from __future__ import annotations
@@ -16,32 +17,34 @@ import torch
 from sglang_uvm_offload.cuda.ops import CudaOps
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 
-FAULT_OVER_FAR = 5
-"""A first read that takes this many times as long as one over the link was a fault: one that only misses the TLB takes about
-as long as one over the link."""
+FAULT_OVER_NEAR = 10
+"""A first read that takes this many times as long as one that VRAM answers was a fault: one that only misses the TLB takes some
+four times as long, and the driver needs tens of microseconds for a fault (assumptions, never run)."""
 REFERENCE_READS = 32
+PLAIN_BYTES = 4 * BLOCK_BYTES
 LAUNCH_BLOCKS = 4096
 READ_BYTES = 4 << 10
 """The kernel reads some lines of as many bytes."""
 
 
 class ReadTimes:
-    """Times reads of blocks, beside reads of one in plain VRAM and of one that stays in host RAM. Clocks, links and what else
-    the GPU does differ; within one launch they are the same for all."""
+    """Times reads of blocks, beside reads of plain VRAM and of a block that stays in host RAM. Clocks, links and what else the
+    GPU does differ; within one launch they are the same for all."""
 
     def __init__(self, ops: CudaOps, device: int, in_host_ram: int):
         """``in_host_ram``: the address of a block that the GPU reads in place."""
         self._ops = ops
         self._device = device
-        self._plain = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
+        self._plain = torch.empty(PLAIN_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
+        self._in_host_ram = in_host_ram
+        self._launches = 0
         most = LAUNCH_BLOCKS + 2 * REFERENCE_READS
         self._addresses = torch.empty(most, dtype=torch.int64, pin_memory=True)
         self._times = torch.empty(most, 2, dtype=torch.int32, pin_memory=True)
-        self._references = np.repeat([self._plain.data_ptr(), in_host_ram], REFERENCE_READS)
         self._random = np.random.default_rng()
 
     def in_vram(self, blocks: Sequence[int]) -> np.ndarray | None:
-        """``bool[len(blocks)]`` for the addresses of blocks, None where the two blocks to compare with look alike. Raises
+        """``bool[len(blocks)]`` for the addresses of blocks, None where what they are compared with looks alike. Raises
         ``CudaFailure``."""
         found = []
         for begin in range(0, max(1, len(blocks)), LAUNCH_BLOCKS):
@@ -52,21 +55,25 @@ class ReadTimes:
         return np.concatenate(found)
 
     def _launch(self, blocks: np.ndarray) -> np.ndarray | None:
-        reads = np.concatenate([self._references, blocks])
-        # Somewhere in each block, so that no cache holds it from the last time.
-        reads += self._random.integers(0, BLOCK_BYTES // READ_BYTES, len(reads)) * READ_BYTES
+        # Where no cache holds it from the last time: plain VRAM in turn, and anywhere in the blocks.
+        turn = np.arange(REFERENCE_READS) + self._launches * REFERENCE_READS
+        self._launches += 1
+        plain = self._plain.data_ptr() + turn * READ_BYTES % PLAIN_BYTES
+        managed = np.concatenate([np.full(REFERENCE_READS, self._in_host_ram), blocks])
+        managed += self._random.integers(0, BLOCK_BYTES // READ_BYTES, len(managed)) * READ_BYTES
+        reads = np.concatenate([plain, managed])
         addresses, times = self._addresses[: len(reads)], self._times[: len(reads)]
         addresses.copy_(torch.from_numpy(reads))
         self._ops.time_reads(self._device, addresses, times)
-        first, later = times.numpy().astype(np.int64).T
-        near, far = np.split(later[: len(self._references)], 2)
-        return told_apart(first[len(self._references) :], later[len(self._references) :], near, far)
+        first, later = times.numpy().view(np.uint32).astype(np.int64).T
+        near, far = np.split(later[: 2 * REFERENCE_READS], 2)
+        return told_apart(first[2 * REFERENCE_READS :], later[2 * REFERENCE_READS :], near, far)
 
 
 def told_apart(first: np.ndarray, later: np.ndarray, near: np.ndarray, far: np.ndarray) -> np.ndarray | None:
     """``bool[n]``: which blocks were in VRAM, by the cycles of their ``first`` and ``later`` reads, and of reads that VRAM
     (``near``) and host RAM (``far``) answered. None where these do not differ enough (a coherent link)."""
-    link = float(np.median(far))
-    if np.median(near) > link / 2:
+    vram, link = float(np.median(near)), float(np.median(far))
+    if vram > link / 2:
         return None
-    return (later <= link / 2) & (first < FAULT_OVER_FAR * link)
+    return (later <= link / 2) & (first < FAULT_OVER_NEAR * vram)

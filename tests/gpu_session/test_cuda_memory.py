@@ -246,6 +246,47 @@ def test_the_cycles_measured_on_a_gpu_are_told_apart():
     assert told_apart(missing_the_tlb, near, near, far).all()
 
 
+def test_a_fault_is_told_where_steps_fill_the_link():
+    """Reads over the link then wait as long as a fault takes, and reads of VRAM do not."""
+    near, busy = np.full(8, 900), np.full(8, 70_000)
+    fault = np.array([60_000, 3_000])
+    assert told_apart(fault, near[:2], near, busy).tolist() == [False, True]
+
+
+def test_a_read_of_seconds_is_no_fast_one(standin):
+    ran = standin.run(
+        EVICTING
+        + """
+        time_reads = type(memory._ops).time_reads
+        def late(self, device, addresses, times):
+            time_reads(self, device, addresses, times)
+            times.numpy().view(np.uint32)[64, 0] = 3 << 30  # of the first block, after the 64 to compare with
+        type(memory._ops).time_reads = late
+        print(json.dumps(look()))
+        """
+    )
+    assert ran.said == [False, *IN_PLACE[1:]]
+
+
+def test_plain_vram_is_read_in_turn_and_not_beyond_its_end(standin):
+    ran = standin.run(
+        EVICTING
+        + """
+        from sglang_uvm_offload.cuda.read_times import PLAIN_BYTES, READ_BYTES
+        seen, time_reads = [], type(memory._ops).time_reads
+        def watched(self, device, addresses, times):
+            seen.extend((addresses[:32] - memory._read_times._plain.data_ptr()).tolist())
+            time_reads(self, device, addresses, times)
+        type(memory._ops).time_reads = watched
+        for _ in range(PLAIN_BYTES // READ_BYTES // 32 + 1):
+            look()
+        print(json.dumps([seen, READ_BYTES, PLAIN_BYTES]))
+        """
+    )
+    seen, step, nbytes = ran.said
+    assert seen == [at % nbytes for at in range(0, nbytes + 32 * step, step)]
+
+
 # ---- failures ----
 
 LIFE = """

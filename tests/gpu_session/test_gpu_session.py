@@ -667,6 +667,13 @@ def test_goals_are_judged_by_medians_of_one_run(modules):
     assert judged(modules, "probe", 2, moving(0, 1))["met"] is False
     assert judged(modules, "probe", 2, moving())["ratio"] is None
 
+    def with_room(*found: float) -> dict:
+        return {"noticing": [row("noticing", list(found), figure="noticed with room")]}
+
+    assert judged(modules, "eviction", 0, with_room(0, 0, 0))["met"] is True
+    assert judged(modules, "eviction", 0, with_room(0, 0, 5))["met"] is False, "one false alarm is one too many"
+    assert judged(modules, "eviction", 0, {})["ratio"] is None
+
     moves = {"moves": 1000, "captures": 1, "moved_gb": 1.0}
     assert judged(modules, "ops", 0, {"moves": [row("moves", [0], **moves)]})["met"] is True
     assert judged(modules, "ops", 0, {"moves": [row("moves", [1], **moves)]})["met"] is False
