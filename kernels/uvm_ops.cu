@@ -34,6 +34,12 @@ struct uvm_read_time {
     unsigned int first;  // cycles
     unsigned int later;  // cycles of the shortest of the reads after it
 };
+
+struct uvm_copy {
+    const char* from;
+    char* to;
+    size_t nbytes;
+};
 }
 
 // ---- values that Python reads from here -----------------------------------------------------------------------------
@@ -46,6 +52,12 @@ constexpr int max_devices = 64;
 constexpr int timing_blocks = 64;
 constexpr int timing_lines = 3;
 constexpr int timing_stride = 1 << 10;  // another cache line of the same page
+constexpr int max_copies = 32;          // tensors of one layer
+constexpr int copy_blocks = 16;
+constexpr int copy_threads = 256;
+constexpr int copy_loads = 8;  // of 16 bytes, that a thread has in flight
+constexpr size_t copy_unit = (size_t)copy_threads * copy_loads * sizeof(uint4);
+constexpr size_t copy_chunk = 4 * copy_unit;
 }  // namespace
 
 UVM_API int uvm_place_device() { return place_device; }
@@ -55,6 +67,7 @@ UVM_API int uvm_ids_int32() { return ids_int32; }
 UVM_API int uvm_ids_int64() { return ids_int64; }
 UVM_API int uvm_ids_packed() { return ids_packed; }
 UVM_API int uvm_max_experts() { return max_experts; }
+UVM_API int uvm_max_copies() { return max_copies; }
 UVM_API int uvm_compiled_version() { return CUDART_VERSION; }
 
 // ---- failures -------------------------------------------------------------------------------------------------------
@@ -400,6 +413,103 @@ UVM_API int uvm_versions(int* runtime, int* driver, uvm_failure* failure) {
     if (error != cudaSuccess) return fail(failure, "cudaRuntimeGetVersion", -1, error);
     error = cudaDriverGetVersion(driver);
     return error == cudaSuccess ? error : fail(failure, "cudaDriverGetVersion", -1, error);
+}
+
+// ---- copies of a layer's experts into plain VRAM --------------------------------------------------------------------
+// By a kernel, not the copy engine: on an H200, beside a memory-bound kernel, 16 blocks copy at 50 GB/s over the link
+// where cudaMemcpyAsync reaches 28 to 31, and more blocks only slow the other kernel (benchmarks/results/
+// 2026-11-22-nvidia-h200-2/stream.json). A kernel also reads each byte wherever it lies, so experts may move meanwhile.
+
+namespace {
+struct layer_copies {
+    uvm_copy part[max_copies];
+    unsigned int chunks[max_copies];  // of the parts up to each one
+    int count;
+};
+
+__device__ void copy_bytes(const char* from, char* to, size_t nbytes) {
+    const uint4* source = (const uint4*)from;
+    uint4* target = (uint4*)to;
+    const size_t words = nbytes / sizeof(uint4);
+    size_t at = threadIdx.x;
+    for (; at + (copy_loads - 1) * (size_t)copy_threads < words; at += copy_loads * (size_t)copy_threads) {
+        uint4 values[copy_loads];
+#pragma unroll
+        for (int i = 0; i < copy_loads; i++) values[i] = source[at + i * copy_threads];
+#pragma unroll
+        for (int i = 0; i < copy_loads; i++) target[at + i * copy_threads] = values[i];
+    }
+    for (; at < words; at += copy_threads) target[at] = source[at];
+    for (size_t i = words * sizeof(uint4) + threadIdx.x; i < nbytes; i += copy_threads) to[i] = from[i];
+}
+}  // namespace
+
+// Blocks claim one chunk after the other, in an order that spreads neighbours: chunks in VRAM and chunks behind the
+// link mix, so the link is busy all the time, and no block needs to know where a byte lies.
+extern "C" __global__ void __launch_bounds__(copy_threads, 2)
+    uvm_copy_kernel(layer_copies copies, unsigned int stride, unsigned int* claimed) {
+    __shared__ unsigned int claim;
+    const unsigned int total = copies.chunks[copies.count - 1];
+    for (;;) {
+        if (threadIdx.x == 0) claim = atomicAdd(claimed, 1u);
+        __syncthreads();
+        const unsigned int mine = claim;
+        __syncthreads();
+        if (mine >= total) return;
+        const unsigned int chunk = (unsigned int)((unsigned long long)mine * stride % total);
+        int i = 0;
+        while (copies.chunks[i] <= chunk) i++;
+        const uvm_copy& part = copies.part[i];
+        const size_t offset = (chunk - (i ? copies.chunks[i - 1] : 0)) * copy_chunk;
+        const size_t left = part.nbytes - offset;
+        copy_bytes(part.from + offset, part.to + offset, left < copy_chunk ? left : copy_chunk);
+    }
+}
+
+namespace {
+// A step through `total` chunks that visits each, and puts neighbours far from each other.
+unsigned int spreading_stride(unsigned int total) {
+    auto divisor = [](unsigned int a, unsigned int b) {
+        while (b) {
+            const unsigned int rest = a % b;
+            a = b;
+            b = rest;
+        }
+        return a;
+    };
+    unsigned int stride = (unsigned int)(total * 0.6180339887) | 1;
+    while (divisor(stride, total) != 1) stride++;
+    return stride;
+}
+}  // namespace
+
+// Copies `count` tensors, in stream order. `claimed`: a word of VRAM that no other copy under way uses. Refused while
+// the caller's stream captures: a graph would copy at each replay.
+UVM_API int uvm_copy_layer(int device, const uvm_copy* parts, int count, unsigned int* claimed, cudaStream_t caller,
+                           cudaStream_t stream, uvm_failure* failure) {
+    on_device guard(device, failure);
+    if (guard.error != cudaSuccess) return guard.error;
+    cudaError_t error = refuse_capture(failure, caller);
+    if (error != cudaSuccess) return error;
+    layer_copies copies = {};
+    size_t total = 0;
+    bool valid = count > 0 && count <= max_copies;
+    for (int i = 0; valid && i < count; i++) {
+        const uvm_copy& part = parts[i];
+        valid = part.nbytes > 0 && ((size_t)part.from | (size_t)part.to) % sizeof(uint4) == 0;
+        total += (part.nbytes + copy_chunk - 1) / copy_chunk;
+        valid = valid && total < INT_MAX;
+        copies.part[i] = part;
+        copies.chunks[i] = (unsigned int)total;
+    }
+    if (!valid) return fail(failure, "uvm_copy_layer", -1, cudaErrorInvalidValue);
+    copies.count = count;
+    error = cudaMemsetAsync(claimed, 0, sizeof *claimed, stream);
+    if (error != cudaSuccess) return fail(failure, "cudaMemsetAsync", -1, error);
+    unsigned int stride = spreading_stride((unsigned int)total);
+    void* arguments[] = {&copies, &stride, &claimed};
+    int blocks = total < copy_blocks ? (int)total : copy_blocks;
+    return launch(failure, (const void*)uvm_copy_kernel, "uvm_copy_layer", blocks, copy_threads, arguments, stream);
 }
 
 // ---- routing counters -----------------------------------------------------------------------------------------------

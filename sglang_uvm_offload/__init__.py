@@ -4,7 +4,7 @@ Packages, by rank; a package imports from lower ranks only, and no file of it im
 
     1  memory policy files
     2  experts routing sizing
-    3  residency cuda cpu
+    3  residency streaming cuda cpu
     4  plugin replay
     5  report
     6  cli

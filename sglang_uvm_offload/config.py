@@ -17,6 +17,8 @@ from sglang_uvm_offload.resident_ids import ResidentIds
 AUTO = "auto"
 UNRESOLVED = -1
 """``num_resident`` while ``auto`` has no number yet."""
+NEVER = 1 << 62
+"""``stream_tokens`` for ``inf``: more tokens than any step has."""
 
 Selection = Literal["first_n", "frequency", "manual"]
 Adapt = Literal["off", "warmup", "continuous"]
@@ -42,8 +44,14 @@ class OffloadConfig:
     trace: Path | None
     headroom_gb: float
     """VRAM to leave free, GiB."""
+    stream_gb: float | None
+    """``--expert-offload-stream-buffer-gb``; None: ``auto``."""
+    stream_tokens: int | None
+    """Steps of so many tokens stream; None: ``auto``, until the launch checks."""
     backend: str
     """``uvm`` or ``emulated`` after the launch checks, maybe ``auto`` before."""
+    stream_buffers: int | None = None
+    """With ``auto``, how many buffers the planner has room for; None if it could not count."""
     launch_id: str = ""
     """Identifies this launch; the same in all its processes."""
 
@@ -104,6 +112,8 @@ def parse(values: Mapping[str, Any]) -> OffloadConfig | None:
         save_profile=None if flags.save_profile is None else Path(flags.save_profile),
         trace=None if flags.trace is None else Path(flags.trace),
         headroom_gb=flags.headroom_gb,
+        stream_gb=_stream_gb(flags.stream_buffer_gb),
+        stream_tokens=_stream_tokens(flags.stream_tokens),
         backend=flags.backend,
     )
 
@@ -136,9 +146,37 @@ def _number_problems(flags: OffloadFlags) -> list[str]:
         out.append(f"{flag_name('num_resident')} {n!r}: must be a whole number of experts, 0 or more")
     if type(flags.warmup_tokens) is not int or flags.warmup_tokens < 1:
         out.append(f"{flag_name('warmup_tokens')} {flags.warmup_tokens!r}: must be a whole number of tokens, 1 or more")
+    try:
+        _stream_gb(flags.stream_buffer_gb)
+    except ValueError:
+        out.append(f"{flag_name('stream_buffer_gb')} {flags.stream_buffer_gb!r}: must be auto, or a number of GiB from 0 to 1024")
+    try:
+        _stream_tokens(flags.stream_tokens)
+    except ValueError:
+        out.append(f"{flag_name('stream_tokens')} {flags.stream_tokens!r}: must be auto, inf, or a whole number, 0 or more")
     if type(flags.headroom_gb) not in (int, float) or not 0 <= flags.headroom_gb < 1024:
         out.append(f"{flag_name('headroom_gb')} {flags.headroom_gb!r}: must be a number of GiB from 0 to 1024")
     return out
+
+
+def _stream_gb(value: object) -> float | None:
+    """None for ``auto``. Raises ``ValueError``."""
+    if value == AUTO:
+        return None
+    gib = float(str(value))
+    if not 0 <= gib < 1024:
+        raise ValueError(value)
+    return gib
+
+
+def _stream_tokens(value: object) -> int | None:
+    """None for ``auto``. Raises ``ValueError``."""
+    text = str(value)
+    if text in (AUTO, "inf"):
+        return None if text == AUTO else NEVER
+    if not text.isdecimal() or len(text) > 9:
+        raise ValueError(value)
+    return int(text)
 
 
 def _follows_traffic(flags: OffloadFlags) -> bool:

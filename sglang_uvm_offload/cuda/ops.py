@@ -36,6 +36,10 @@ class _Failure(ctypes.Structure):
     _fields_ = [("error", c_int), ("span", c_int), ("call", c_char * 40), ("reason", c_char * 216)]
 
 
+class _Copy(ctypes.Structure):
+    _fields_ = [("source", c_void_p), ("target", c_void_p), ("nbytes", c_size_t)]
+
+
 _SIGNATURES: dict[str, list[type]] = {
     "uvm_allocate": [c_int, c_size_t, c_size_t, c_void_p, POINTER(c_void_p), POINTER(c_void_p)],
     "uvm_free": [c_int, c_void_p],
@@ -43,6 +47,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_preferred": [c_int, c_void_p, c_size_t, POINTER(c_int)],
     "uvm_last_prefetch": [c_int, c_void_p, c_size_t, POINTER(c_int)],
     "uvm_time_reads": [c_int, c_void_p, c_int, c_void_p],
+    "uvm_copy_layer": [c_int, POINTER(_Copy), c_int, c_void_p, c_void_p, c_void_p],
     "uvm_memory_info": [c_int, POINTER(c_size_t), POINTER(c_size_t)],
     "uvm_versions": [POINTER(c_int), POINTER(c_int)],
     "uvm_count_routing": [c_void_p, c_int, c_longlong, c_int, c_longlong, c_int, c_int, c_void_p, c_void_p, c_void_p],
@@ -79,6 +84,8 @@ class CudaOps:
         self._lib.uvm_use_host_node.argtypes = [c_int, c_int]
         self._lib.uvm_use_host_node.restype = None
         self.max_experts: int = self._lib.uvm_max_experts()
+        self.max_copies: int = self._lib.uvm_max_copies()
+        """The most tensors that one ``copy_layer`` copies."""
         self.compiled_version: int = self._lib.uvm_compiled_version()
 
     def versions(self) -> tuple[int, int]:
@@ -122,6 +129,15 @@ class CudaOps:
         """Write to ``times`` (32 bits, ``[n, 2]``) the GPU's cycles of the first read at each of ``addresses`` (int64 ``[n]``)
         and of the shortest of three more beside it. Both are pinned. Waits for the reads, on the stream of ``place``."""
         self._call("uvm_time_reads", device, addresses.data_ptr(), len(addresses), times.data_ptr())
+
+    def copy_layer(
+        self, device: int, parts: Sequence[tuple[int, int, int]], claimed: torch.Tensor, caller: int, stream: int
+    ) -> None:
+        """Copy ``parts`` (address of the source, of the target, bytes), in the order of ``stream``, by a kernel that reads each
+        byte wherever it lies. Addresses are multiples of 16. ``claimed``: int32 ``[1]`` in VRAM, used by no other copy under
+        way."""
+        array = (_Copy * len(parts))(*parts)
+        self._call("uvm_copy_layer", device, array, len(parts), claimed.data_ptr(), caller, stream)
 
     def memory_info(self, device: int) -> tuple[int, int]:
         """(free, total) bytes of VRAM."""

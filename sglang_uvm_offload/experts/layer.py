@@ -70,6 +70,10 @@ class ExpertLayer:
         """int64 ``[num_experts]``: the bytes of each expert that steps read from host RAM. Replaced whenever it changes."""
         self.plain_bytes = 0
         """Bytes of expert tensors left in ordinary VRAM: too small to place, or with interleaved experts."""
+        self.holders: tuple[object, ...] = ()
+        """What holds the tensors: the layer's module and its quantisation method."""
+        self.generation = 0
+        """Another number whenever tensors may have been replaced."""
         self._synced_bytes = 0
         """Bytes of all expert tensors at the last ``sync_tensors``."""
 
@@ -96,6 +100,7 @@ class ExpertLayer:
     def sync_tensors(self, *holders: object) -> None:
         """Call it after code that may have replaced tensors of the ``holders`` (the layer's module and its quantisation
         method): takes over new tensors and drops freed ones. Raises ``ExpertsLost`` if nearly all bytes are gone."""
+        self.holders = holders
         move_into_managed(holders, self.num_experts, self._is_managed, self.allocate)
         managed: set[int] = set()
         plain: dict[int, int] = {}
@@ -115,6 +120,7 @@ class ExpertLayer:
             raise ExpertsLost(f"after loading, {lost} of the {size(before)} of {experts} are not found in the layer")
 
     def _note_tensors(self) -> None:
+        self.generation += 1
         layouts = tuple(tensor.layout for tensor in self.tensors)
         if layouts != self.layouts:
             self.layouts = layouts

@@ -83,11 +83,16 @@ class AllocationMode(TorchDispatchMode):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeldTensor:
-    """An expert tensor, and a setter for the place that holds it."""
+    """A place that holds an expert tensor. It keeps the place alive, not the tensor."""
 
-    tensor: torch.Tensor
+    get: Callable[[], torch.Tensor]
+    """The tensor that is there now; an error if there is none any more."""
     put: Callable[[torch.Tensor], None]
-    """Puts another tensor in its place; a parameter stays the same object."""
+    """Puts another tensor there; a parameter stays the same object."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.get()
 
 
 def expert_tensors(holders: Sequence[object], num_experts: int) -> Iterator[HeldTensor]:
@@ -95,24 +100,25 @@ def expert_tensors(holders: Sequence[object], num_experts: int) -> Iterator[Held
     quantisation method). Dataclasses that they hold are searched too: Triton's MXFP4 kernels keep weights in them."""
     seen: set[int] = set()
 
-    def held(value: object, put: Callable[[torch.Tensor], None]) -> Iterator[HeldTensor]:
+    def held(value: object, get: Callable[[], torch.Tensor], put: Callable[[torch.Tensor], None]) -> Iterator[HeldTensor]:
         if isinstance(value, torch.Tensor):
             if value.ndim and value.shape[0] == num_experts:
                 if isinstance(value, torch.nn.Parameter):
-                    yield HeldTensor(value.data, lambda tensor: setattr(value, "data", tensor))
+                    yield HeldTensor(lambda: get().data, lambda tensor: setattr(get(), "data", tensor))
                 else:
-                    yield HeldTensor(value, put)
+                    yield HeldTensor(get, put)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type) and id(value) not in seen:
             seen.add(id(value))
             for name in [field.name for field in dataclasses.fields(value)]:
                 # Frozen ones are changed too: the values stay the same, only their address changes.
-                yield from held(getattr(value, name, None), functools.partial(object.__setattr__, value, name))
+                put = functools.partial(object.__setattr__, value, name)
+                yield from held(getattr(value, name, None), functools.partial(getattr, value, name), put)
 
     for holder in holders:
         modules = (holder._parameters, holder._buffers) if isinstance(holder, torch.nn.Module) else ()
         for store in (*modules, vars(holder)):
             for name, value in list(store.items()):
-                yield from held(value, functools.partial(store.__setitem__, name))
+                yield from held(value, functools.partial(store.__getitem__, name), functools.partial(store.__setitem__, name))
 
 
 def move_into_managed(

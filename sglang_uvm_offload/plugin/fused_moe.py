@@ -21,6 +21,7 @@ from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import IdFormat
 from sglang_uvm_offload.routing.layer_routing import LayerRouting
+from sglang_uvm_offload.streaming.streamer import Reading, Streamer
 
 _EXPERTS = "_expert_offload"
 _BUILDING = "_expert_offload_building"
@@ -38,6 +39,8 @@ class LayerHooks:
         """The most routed experts per token of a layer in the target model; 0 if its layers have no such attribute (OLMoE)."""
         self._into: tuple[OffloadManager, ModelExperts] | None = None
         self._manager: OffloadManager | None = None
+        self.streamer: Streamer | None = None
+        """Of the target model, once it is loaded; None where nothing is streamed."""
         self.uncounted: set[str] = set()
         """Routing formats without expert ids that were served but not counted."""
 
@@ -95,8 +98,19 @@ class LayerHooks:
             return result
 
         def apply_and_observe(layer: torch.nn.Module, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self._observe(layer, dispatch_output)
-            return apply(layer, dispatch_output, *args, **kwargs)
+            reading = self._enter(layer)
+            if reading is None:
+                self._observe(layer, dispatch_output, in_place=True)
+                return apply(layer, dispatch_output, *args, **kwargs)
+            assert self.streamer is not None
+            failed = True
+            try:
+                self._observe(layer, dispatch_output, in_place=False)
+                result = apply(layer, dispatch_output, *args, **kwargs)
+                failed = False
+                return result
+            finally:
+                self.streamer.leave(reading, failed)
 
         method.__dict__[_EXPERTS] = True
         method.__dict__["create_weights"] = create_managed_weights
@@ -120,7 +134,14 @@ class LayerHooks:
             self.top_k = max(self.top_k, layer.top_k - layer.num_fused_shared_experts)
         return experts
 
-    def _observe(self, layer: Any, dispatch_output: Any) -> None:
+    def _enter(self, layer: torch.nn.Module) -> Reading | None:
+        """Point the layer at a stream buffer, if this step streams."""
+        if self.streamer is None:
+            return None
+        _, model, index = layer.__dict__[_EXPERTS]
+        return None if model.draft else self.streamer.enter(index)
+
+    def _observe(self, layer: Any, dispatch_output: Any, in_place: bool) -> None:
         """Count the routing that the layer is about to compute with, and record it if a trace is on."""
         experts, model, index = layer.__dict__[_EXPERTS]
         if model.counters is None:

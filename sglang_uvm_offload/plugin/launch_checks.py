@@ -15,7 +15,7 @@ from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import AUTO, OffloadConfig
 from sglang_uvm_offload.flags import PREFIX, FlagError, flag_name
-from sglang_uvm_offload.plugin import auto_resident, combinations, devices, expert_bytes, output_files, recording, vram_check
+from sglang_uvm_offload.plugin import auto_resident, combinations, devices, expert_bytes, output_files, recording, stream_settings, vram_check
 from sglang_uvm_offload.plugin.profiles import profile_problems
 from sglang_uvm_offload.plugin.routing_formats import RoutingFormat, routing_format
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
@@ -73,6 +73,9 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
         problems += profile_problems(config, model)
     if problems:
         raise FlagError(problems)
+    assert num_experts is not None
+    config = stream_settings.resolved(config, num_experts, model.hf_text_config)
+    settings |= stream_settings.graph_settings(config, cfg)
     settings |= _autotuning(cfg, routing)
     if was_auto:
         settings[f"{PREFIX}num_resident"] = str(config.num_resident)

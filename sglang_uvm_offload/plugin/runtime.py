@@ -16,6 +16,7 @@ from sglang.srt.runtime_context import (
     get_device,
     get_observability,
     get_parallel,
+    get_schedule,
     get_serving,
     process_model_config,
 )
@@ -34,6 +35,7 @@ from sglang_uvm_offload.plugin.metrics import Metrics
 from sglang_uvm_offload.plugin.profiles import chosen_profile, named, profile_saver
 from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.plugin.routing_formats import counting_flags
+from sglang_uvm_offload.plugin.streaming import make_streamer, room_in_vram
 from sglang_uvm_offload.plugin.torch_bound import bound_torch
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
@@ -43,6 +45,7 @@ from sglang_uvm_offload.residency.table import residency_table
 from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase, RoutingCounters
 from sglang_uvm_offload.routing.profile import RoutedModel
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
+from sglang_uvm_offload.streaming.streamer import Streamer
 
 logger = logging.getLogger(__name__)
 
@@ -133,11 +136,19 @@ class _RankHooks:
                 result = original(runner, *args, **kwargs)
                 self.after_build()
             manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
+            if not model.draft:
+                self.layer_hooks.streamer = self._streamer(model, runner.pre_model_load_memory)
             if self.recording is not None and not model.draft:
                 self.savers += filter(None, [self.recording.begin(model, self._top_k())])
         except (FlagError, ManagedMemoryError) as error:
             enforce.end(f"sglang-uvm-offload: {error}")
         return result
+
+    def _streamer(self, model: ModelExperts, free_before_load: float) -> Streamer | None:
+        """``free_before_load``: GiB of VRAM."""
+        memory = self.manager.memory
+        room = room_in_vram(memory, free_before_load, get_schedule().mem_fraction_static)
+        return make_streamer(self.config, memory, model.layers, room, get_device().gpu_id, self.manager.ledger.add_streamed)
 
     def around_forward(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """A step's rows count while it is launched; nothing counts outside (capture, warm-up kernels)."""
@@ -146,9 +157,14 @@ class _RankHooks:
         model = runner.__dict__[_MODEL]
         valid_rows, tokens, phase = _step_of(batch)
         self.manager.begin_step(model, valid_rows, tokens, phase)
+        streamer = None if model.draft else self.layer_hooks.streamer
+        if streamer is not None:
+            streamer.begin_step(tokens, is_eager=phase is Phase.PREFILL)
         try:
             return original(runner, batch, *args, **kwargs)
         finally:
+            if streamer is not None:
+                streamer.end_step()
             self.manager.end_step(model)
 
     def after_scheduler_init(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

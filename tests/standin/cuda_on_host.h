@@ -10,6 +10,8 @@
 
 #undef __shared__
 #define __shared__ static
+#undef __launch_bounds__
+#define __launch_bounds__(...)
 
 inline dim3 blockIdx, blockDim, gridDim;
 inline uint3 threadIdx;

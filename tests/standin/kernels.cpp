@@ -34,6 +34,7 @@ extern "C" void* standin_bind(const char* name, void** arguments) {
         return new bound_kernel(with_arguments(uvm_set_control_kernel, arguments));
     if (!strcmp(name, "uvm_time_reads_kernel"))
         return new bound_kernel(with_arguments(uvm_time_reads_kernel, arguments));
+    if (!strcmp(name, "uvm_copy_kernel")) return new bound_kernel(with_arguments(uvm_copy_kernel, arguments));
     return nullptr;
 }
 

@@ -1,0 +1,53 @@
+"""``Staging`` on a GPU: a kernel of few blocks copies beside the steps, on a CUDA stream of its own.
+
+The order of copies and readers is kept by events alone. The stream has a high priority: the few blocks of a copy start when
+some block of another kernel ends, not when all of that kernel's blocks have started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_uvm_offload.cuda.ops import CudaFailure, device_ops
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError, ManagedRange, Span
+
+
+class CudaStaging:
+    """Buffers in plain VRAM of the GPU ``device``. The constructor raises ``torch.OutOfMemoryError``."""
+
+    def __init__(self, device: int, nbytes: int, count: int):
+        self._device = torch.device("cuda", device)
+        self._ops = device_ops(device)
+        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(count)]
+        self._copied = [torch.cuda.Event() for _ in range(count)]
+        self._claimed = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def may_copy(self) -> bool:
+        return not torch.cuda.is_current_stream_capturing()
+
+    def begin_step(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, buffer: int, parts: Sequence[tuple[ManagedRange, int]]) -> None:
+        first = self.buffers[buffer].data_ptr()
+        triples = [(managed.address, first + offset, managed.nbytes) for managed, offset in parts]
+        caller = torch.cuda.current_stream(self._device).cuda_stream
+        try:
+            for begin in range(0, len(triples), self._ops.max_copies):
+                some = triples[begin : begin + self._ops.max_copies]
+                self._ops.copy_layer(self._device.index, some, self._claimed, caller, self._stream.cuda_stream)
+        except CudaFailure as failure:
+            names = ", ".join(managed.name for managed, _ in parts)
+            span = Span(0, sum(managed.nbytes for managed, _ in parts))
+            raise ManagedMemoryError(failure.call, names, span, failure.reason) from failure
+        self._copied[buffer].record(self._stream)
+
+    def acquire(self, buffer: int) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._copied[buffer])
+
+    def release(self, buffer: int) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))

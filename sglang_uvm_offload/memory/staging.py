@@ -1,0 +1,40 @@
+"""The ``Staging`` protocol: buffers in plain VRAM into which the experts of whole layers are copied, beside the steps.
+
+Two modules implement it: ``cuda/staging`` (a copying kernel on a CUDA stream of its own) and ``cpu/staging`` (copies at once).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from sglang_uvm_offload.memory.protocol import ManagedRange
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Staging(Protocol):
+    """Equal buffers, one layer in each. Copies run one after the other, in the order of the calls; no call waits for the
+    device. One thread at a time may use it."""
+
+    buffers: list[torch.Tensor]
+    """``uint8[nbytes]`` each, with one address for life. Its bytes may be read between ``acquire`` and ``release``."""
+
+    def may_copy(self) -> bool:
+        """Whether the calling stream may wait for copies: not while it captures a graph, which would copy nothing at its
+        replays."""
+
+    def begin_step(self) -> None:
+        """Copies from now on come after all that the calling stream has been given: it may write experts between steps."""
+
+    def copy(self, buffer: int, parts: Sequence[tuple[ManagedRange, int]]) -> None:
+        """Begin to copy whole ranges to the buffer, each to an offset (a multiple of 16), after the last ``release``. Bytes
+        are read wherever they lie, so they may move meanwhile. Raises ``ManagedMemoryError``; the buffer's bytes are then
+        undefined."""
+
+    def acquire(self, buffer: int) -> None:
+        """What the calling stream is given from now on comes after the buffer's last copy."""
+
+    def release(self, buffer: int) -> None:
+        """Copies from now on come after all that the calling stream has been given: it no longer reads the buffer then."""

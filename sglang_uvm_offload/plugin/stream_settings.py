@@ -1,0 +1,55 @@
+"""What streaming means for a launch: from how many tokens on, and for which sizes SGLang may still capture prefill graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+from sglang_uvm_offload.config import NEVER, OffloadConfig
+from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.sizing.moe_shape import stated_top_k
+from sglang_uvm_offload.sizing.streaming import break_even_tokens
+
+logger = logging.getLogger(__name__)
+
+USUAL_TOP_K = 8
+"""For a model whose config does not name its own."""
+
+
+def resolved(config: OffloadConfig, num_experts: int, hf_text_config: Any) -> OffloadConfig:
+    """``config`` with a number for ``stream_tokens``: ``NEVER`` where nothing is to be streamed."""
+    tokens = config.stream_tokens
+    if config.stream_gb == 0 or config.num_resident == num_experts:
+        tokens = NEVER
+    elif tokens is None:
+        tokens = break_even_tokens(num_experts, stated_top_k(hf_text_config) or USUAL_TOP_K)
+    return dataclasses.replace(config, stream_tokens=tokens)
+
+
+def graph_settings(config: OffloadConfig, cfg: Any) -> dict[str, Any]:
+    """Prefill graphs for fewer tokens than those that stream: a replayed graph runs no code that could copy experts first."""
+    graphs, tokens = cfg.cuda_graph_config, config.stream_tokens
+    if tokens is None or graphs is None or graphs.prefill.backend == Backend.DISABLED:
+        return {}
+    sizes = graphs.prefill.bs or []
+    kept = [size for size in sizes if size < tokens]
+    if kept == sizes:
+        return {}
+    logger.info(
+        "Expert offload: prefill CUDA graphs are captured for up to %s tokens, not %d: steps of %d tokens or more copy experts "
+        "into the stream buffers, which no graph could do (%s inf keeps the graphs)",
+        max(kept, default="no"),
+        max(sizes),
+        tokens,
+        flag_name("stream_tokens"),
+    )
+    changes: dict[str, Any] = {"bs": kept, "max_bs": max(kept)} if kept else {"backend": Backend.DISABLED}
+    return {"cuda_graph_config": with_phase(graphs, Phase.PREFILL, **changes)}
+
+
+def streams(config: OffloadConfig) -> bool:
+    """Whether any step may stream."""
+    return config.stream_tokens is not None and config.stream_tokens < NEVER

@@ -1,0 +1,85 @@
+"""One layer's expert tensors as they look in each stream buffer, and pointing the layer at them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.experts.takeover import HeldTensor, expert_tensors
+from sglang_uvm_offload.memory.layout import whole_blocks
+from sglang_uvm_offload.memory.protocol import ManagedRange
+
+
+def buffer_bytes(layer: ExpertLayer) -> int:
+    """The bytes of a stream buffer that holds the layer's managed tensors, each in whole blocks."""
+    return sum(whole_blocks(tensor.layout.nbytes) for tensor in layer.tensors)
+
+
+class _Place(NamedTuple):
+    held: HeldTensor
+    address: int
+    """Of its data in managed memory."""
+    replicas: list[torch.Tensor]
+    """The tensor in each buffer."""
+
+
+class Replicas:
+    """Made for the tensors that a layer has now (its ``generation``). Keeps none of them alive."""
+
+    def __init__(self, layer: ExpertLayer, buffers: Sequence[torch.Tensor]):
+        self.layer = layer
+        self.generation = layer.generation
+        self.parts: list[tuple[ManagedRange, int]] = []
+        """The layer's managed ranges, each with its offset in a buffer. Empty if the layer is larger than a buffer, or has lost
+        a tensor."""
+        self._places: list[_Place] = []
+        if buffer_bytes(layer) > buffers[0].numel() or not all(layer.memory.holds(tensor.managed) for tensor in layer.tensors):
+            return
+        offset, offsets = 0, {}
+        for tensor in layer.tensors:
+            self.parts.append((tensor.managed, offset))
+            offsets[tensor.address] = offset
+            offset += whole_blocks(tensor.layout.nbytes)
+        for held in expert_tensors(layer.holders, layer.num_experts):
+            tensor = held.tensor
+            start = offsets.get(tensor.untyped_storage().data_ptr())
+            if start is None:
+                continue  # in plain VRAM
+            first = start // tensor.element_size() + tensor.storage_offset()
+            typed = [buffer.view(tensor.dtype) for buffer in buffers]
+            views = [each.as_strided(tensor.shape, tensor.stride(), first) for each in typed]
+            self._places.append(_Place(held, tensor.data_ptr(), views))
+
+    def valid(self) -> bool:
+        """Whether the layer's tensors are still those that this was made for."""
+        return self.generation == self.layer.generation and all(self.layer.memory.holds(managed) for managed, _ in self.parts)
+
+    def put(self, buffer: int) -> list[torch.Tensor] | None:
+        """Point the layer at a buffer. Returns its own tensors for ``put_back``; None, and nothing is done, where a tensor is
+        not the one that this was made for."""
+        own = []
+        for place in self._places:
+            tensor = _at(place)
+            if tensor is None or tensor.data_ptr() != place.address:
+                return None
+            own.append(tensor)
+        for place in self._places:
+            place.held.put(place.replicas[buffer])
+        return own
+
+    def put_back(self, buffer: int, own: Sequence[torch.Tensor]) -> None:
+        """Undo ``put``. What the layer's code has replaced meanwhile stays replaced."""
+        for place, tensor in zip(self._places, own, strict=True):
+            now = _at(place)
+            if now is not None and now.data_ptr() == place.replicas[buffer].data_ptr():
+                place.held.put(tensor)
+
+
+def _at(place: _Place) -> torch.Tensor | None:
+    try:
+        return place.held.tensor
+    except (KeyError, AttributeError):  # it was deleted, or something else than a tensor is there
+        return None

@@ -1,0 +1,137 @@
+"""Streaming the experts of one model: which steps do it, and what happens at each of their layers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError
+from sglang_uvm_offload.memory.staging import Staging
+from sglang_uvm_offload.streaming.replicas import Replicas
+from sglang_uvm_offload.streaming.slots import Copy, Slots
+
+logger = logging.getLogger(__name__)
+
+
+class Reading(NamedTuple):
+    """A layer that computes from a stream buffer."""
+
+    row: int
+    slot: int
+    own: list[torch.Tensor]
+    """Its tensors in managed memory."""
+    replicas: Replicas
+    references: int
+    """To the buffer, before the layer was pointed at it."""
+
+
+class Streamer:
+    """All methods run on the thread that launches the model's steps. A fault ends streaming: steps then read in place."""
+
+    def __init__(
+        self, layers: Sequence[ExpertLayer], staging: Staging, min_tokens: int, on_copy: Callable[[int, int], None]
+    ):
+        """``layers``: the model's MoE layers in the order of a step. Steps of ``min_tokens`` tokens or more stream.
+        ``on_copy(row, nbytes)``: so many offloaded bytes of a layer begin to cross the link."""
+        self.min_tokens = min_tokens
+        self.fault: str | None = None
+        """Why steps no longer stream, None while they do."""
+        self._layers = layers
+        self._staging = staging
+        self._on_copy = on_copy
+        self._slots = Slots(len(staging.buffers))
+        self._storages = [buffer.untyped_storage() for buffer in staging.buffers]
+        self._replicas: dict[int, Replicas] = {}
+        self._active = False
+
+    @property
+    def buffers(self) -> int:
+        return len(self._staging.buffers)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.numel() for buffer in self._staging.buffers)
+
+    def begin_step(self, tokens: int, is_eager: bool) -> None:
+        """Call it before each step of the model is launched. A step that surely runs its layers' code (``is_eager``: no graph
+        replays it) begins to copy the first layer now; any other one when it comes to that code."""
+        self._active = self.fault is None and tokens >= max(1, self.min_tokens) and self._staging.may_copy()
+        if not self._active:
+            return
+        self._slots.forget()  # weights may have been updated since
+        self._staging.begin_step()
+        if is_eager:
+            self._copy(self._slots.stage(self._following(-1)))
+
+    def end_step(self) -> None:
+        """The step is launched, or has failed."""
+        self._active = False
+
+    def enter(self, row: int) -> Reading | None:
+        """Point a layer at a stream buffer before it is computed; give the result to ``leave`` after that. None: it reads in
+        place."""
+        if not self._active or not self._streams(row) or not self._staging.may_copy():
+            return None
+        slot, copies = self._slots.enter(row, self._following(row))
+        if slot is None:
+            self._copy(copies)
+            return None
+        copied, replicas, references = self._copy(copies), self._replicas_of(row), self._references(slot)
+        own = replicas.put(slot) if copied else None
+        if own is None:
+            self._slots.leave(slot, None)
+            return None
+        self._staging.acquire(slot)
+        return Reading(row, slot, own, replicas, references)
+
+    def leave(self, reading: Reading, failed: bool = False) -> None:
+        """The layer is launched; ``failed``: it raised. Its tensors are its own again."""
+        reading.replicas.put_back(reading.slot, reading.own)
+        self._staging.release(reading.slot)
+        if not failed and self._references(reading.slot) > reading.references:
+            # Nothing is copied any more, so the buffer keeps this layer's experts, and whoever keeps them is right.
+            layer_id = self._layers[reading.row].layer_id
+            self._stop(f"the code of MoE layer {layer_id} keeps a tensor in the stream buffer")
+        self._copy(self._slots.leave(reading.slot, self._following(reading.row)))
+
+    def _copy(self, copies: Sequence[Copy]) -> bool:
+        """Whether all were begun."""
+        for row, slot in copies:
+            if self.fault is not None:
+                return False
+            try:
+                self._staging.copy(slot, self._replicas_of(row).parts)
+            except ManagedMemoryError as failure:
+                self._stop(str(failure))
+                return False
+            self._on_copy(row, self._layers[row].offloaded_bytes)
+        return True
+
+    def _stop(self, reason: str) -> None:
+        self.fault, self._active = reason, False
+        logger.error(
+            "Expert offload: streaming stopped: %s. Serving goes on; outputs are not affected, long prompts read offloaded "
+            "experts in place and are slower.",
+            reason,
+        )
+
+    def _following(self, row: int) -> int | None:
+        return next((after for after in range(row + 1, len(self._layers)) if self._streams(after)), None)
+
+    def _streams(self, row: int) -> bool:
+        """Whether a layer has anything to bring, and fits."""
+        return bool(self._layers[row].offloaded_bytes) and bool(self._replicas_of(row).parts)
+
+    def _replicas_of(self, row: int) -> Replicas:
+        found = self._replicas.get(row)
+        if found is None or not found.valid():
+            found = self._replicas[row] = Replicas(self._layers[row], self._staging.buffers)
+        return found
+
+    def _references(self, slot: int) -> int:
+        count: int = torch._C._storage_Use_Count(self._storages[slot]._cdata)
+        return count

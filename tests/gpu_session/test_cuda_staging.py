@@ -1,0 +1,113 @@
+"""Copying layers into plain VRAM beside the steps, on the stand-in driver: the bytes, and what a capture refuses."""
+
+from __future__ import annotations
+
+PREPARE = """
+from sglang_uvm_offload.cuda.staging import CudaStaging
+memory, random = CudaMemory(), np.random.default_rng(0)
+def managed(nbytes, place=HOST):
+    made = memory.allocate(nbytes, f"tensor of {nbytes} bytes")
+    held = memory.tensor(made)
+    memory.place(made, [Span(0, nbytes)], place)
+    held.copy_(torch.from_numpy(random.integers(0, 255, nbytes, dtype=np.uint8)))
+    return made, held
+def same(buffer, parts, held):
+    return [bool(torch.equal(buffer[at : at + one.nbytes].cpu(), bytes_.cpu())) for (one, at), bytes_ in zip(parts, held)]
+"""
+
+
+def test_a_copy_brings_all_bytes_of_all_ranges_and_no_others(standin):
+    ran = standin.run(
+        PREPARE
+        + """
+sizes = [16, 17, 15, 128 << 10, (128 << 10) + 5, (128 << 10) - 16, (1 << 20) + 48] + [100] * 40
+made = [managed(nbytes, DEVICE if index % 2 else HOST) for index, nbytes in enumerate(sizes)]
+offsets = np.cumsum([0, *(-(-nbytes // 16) * 16 + 16 for nbytes in sizes)])
+parts = [(one, int(at)) for (one, _), at in zip(made, offsets)]
+staging = CudaStaging(0, int(offsets[-1]), 2)
+for buffer in staging.buffers:
+    buffer.copy_(torch.full(buffer.shape, 7, dtype=torch.uint8))
+staging.begin_step()
+staging.copy(1, parts)
+staging.acquire(1)
+torch.cuda.synchronize()
+inside = np.zeros(int(offsets[-1]), dtype=bool)
+for one, at in parts:
+    inside[at : at + one.nbytes] = True
+untouched = staging.buffers[1].cpu().numpy()[~inside]
+print(json.dumps([all(same(staging.buffers[1], parts, [held for _, held in made])),
+                  bool((untouched == 7).all()), bool((staging.buffers[0].cpu() == 7).all())]))
+"""
+    )
+    assert ran.said == [True, True, True], ran.err
+    kernels = [call for call in ran.calls if call.get("kernel") == "uvm_copy_kernel"]
+    assert len(kernels) == 2  # one takes 32 tensors
+    assert {call["stream"] for call in kernels} != {"(nil)"}
+
+
+def test_a_range_is_copied_wherever_its_blocks_lie_and_without_moving_them(standin):
+    ran = standin.run(
+        PREPARE
+        + """
+one, held = managed(3 * BLOCK)
+memory.place(one, [Span(BLOCK, BLOCK)], DEVICE)
+staging = CudaStaging(0, 3 * BLOCK, 1)
+print("before", flush=True)
+staging.begin_step()
+staging.copy(0, [(one, 0)])
+staging.acquire(0)
+torch.cuda.synchronize()
+places = [str(memory.last_prefetch(one, Span(i * BLOCK, BLOCK))) for i in range(3)]
+print(json.dumps([same(staging.buffers[0], [(one, 0)], [held]), places]))
+"""
+    )
+    assert ran.said == [[True], ["Location.HOST", "Location.DEVICE", "Location.HOST"]], ran.err
+    copied = next(i for i, call in enumerate(ran.calls) if call.get("kernel") == "uvm_copy_kernel")
+    assert not [call for call in ran.calls[copied:] if call["call"] in ("cudaMemPrefetchAsync", "cudaMemAdvise")]
+
+
+def test_nothing_is_copied_while_the_caller_captures_a_graph(standin):
+    ran = standin.run(
+        PREPARE
+        + """
+one, held = managed(BLOCK)
+staging = CudaStaging(0, BLOCK, 1)
+before = staging.may_copy()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    during = staging.may_copy()
+    try:
+        staging.copy(0, [(one, 0)])
+        refused = ""
+    except ManagedMemoryError as refusal:
+        refused = str(refusal)
+print(json.dumps([before, during, refused]))
+"""
+    )
+    before, during, refused = ran.said
+    assert (before, during) == (True, False)
+    assert "tensor of 2097152 bytes" in refused
+    assert "capturing a CUDA graph" in refused
+    assert not [call for call in ran.calls if call.get("kernel") == "uvm_copy_kernel"]
+
+
+def test_a_copy_that_fails_names_the_call_and_the_tensors(standin):
+    program = (
+        PREPARE
+        + """
+one, held = managed(BLOCK)
+staging = CudaStaging(0, BLOCK, 1)
+try:
+    staging.copy(0, [(one, 0)])
+    print(json.dumps(None))
+except ManagedMemoryError as failure:
+    print(json.dumps([failure.call, str(failure)]))
+"""
+    )
+    ran = standin.run(program)
+    assert ran.said is None
+    launches = [call["kernel"] for call in ran.calls if call["call"] == "cudaLaunchKernel"]
+    call, message = standin.run(program, fail=f"cudaLaunchKernel:{launches.index('uvm_copy_kernel') + 1}:2").said
+    assert call == "uvm_copy_layer"
+    assert "tensor of 2097152 bytes" in message
+    assert "cudaErrorMemoryAllocation" in message

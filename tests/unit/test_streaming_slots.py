@@ -1,0 +1,148 @@
+"""The protocol of the stream buffers' slots, with any order of rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_uvm_offload.streaming.slots import Copy, Slots
+
+ROWS = 6
+
+
+class Buffers:
+    """What the slots would hold: every copy is carried out, and must not hit a slot that is read."""
+
+    def __init__(self, count: int):
+        self.slots = Slots(count)
+        self.held: list[int | None] = [None] * count
+        self.read: list[list[int]] = [[] for _ in range(count)]
+        self.copied: list[int] = []
+
+    def carry_out(self, copies: list[Copy]) -> None:
+        for row, slot in copies:
+            assert not self.read[slot], f"row {row} is copied into slot {slot}, from which rows {self.read[slot]} are read"
+            self.held[slot] = row
+            self.copied.append(row)
+
+    def enter(self, row: int, following: int | None) -> int | None:
+        slot, copies = self.slots.enter(row, following)
+        self.carry_out([copy for copy in copies if copy.row == row])
+        if slot is not None:
+            assert self.held[slot] == row, f"row {row} is read from slot {slot}, which holds row {self.held[slot]}"
+            self.read[slot].append(row)
+        self.carry_out([copy for copy in copies if copy.row != row])
+        return slot
+
+    def leave(self, slot: int, following: int | None) -> None:
+        row = self.read[slot].pop()
+        assert self.held[slot] == row
+        self.carry_out(self.slots.leave(slot, following))
+
+
+def after(row: int) -> int | None:
+    return row + 1 if row + 1 < ROWS else None
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("enter"), st.integers(0, ROWS - 1), st.none() | st.integers(0, ROWS - 1)),
+        st.tuples(st.just("leave"), st.integers(0, 9), st.none() | st.integers(0, ROWS - 1)),
+        st.tuples(st.just("forget"), st.just(0), st.none()),
+    ),
+    max_size=40,
+)
+
+
+@given(st.integers(1, 3), ACTIONS)
+def test_a_reader_always_has_its_own_row_until_it_leaves(count, actions):
+    buffers, readers = Buffers(count), []
+    for what, number, following in actions:
+        if what == "enter":
+            slot = buffers.enter(number, following)
+            readers += [] if slot is None else [slot]
+            if slot is None:
+                assert len({*readers}) == count, "a row is turned away although a slot is free"
+        elif what == "leave" and readers:
+            buffers.leave(readers.pop(number % len(readers)), following)
+        elif what == "forget":
+            buffers.slots.forget()
+
+
+@given(st.integers(1, 3), st.lists(st.sets(st.integers(0, ROWS - 1)), min_size=1, max_size=4))
+def test_each_row_of_a_step_is_copied_once(count, steps):
+    """Whatever rows a step has: the others have nothing to stream. Nothing is left of the step before."""
+    buffers = Buffers(count)
+    for step in steps:
+        rows = sorted(step)
+        following = dict(itertools.zip_longest(rows, rows[1:]))
+        buffers.slots.forget()
+        buffers.copied.clear()
+        buffers.carry_out(buffers.slots.stage(rows[0] if rows else None))
+        for row in rows:
+            slot = buffers.enter(row, following[row])
+            assert slot is not None
+            buffers.leave(slot, following[row])
+        assert buffers.copied == rows
+
+
+@given(st.integers(1, 3), st.sets(st.integers(0, ROWS - 1), min_size=1))
+def test_a_step_that_skips_rows_it_announced_still_reads_its_own(count, visited):
+    buffers = Buffers(count)
+    for row in sorted(visited):
+        slot = buffers.enter(row, after(row))
+        assert slot is not None
+        buffers.leave(slot, after(row))
+
+
+def test_with_two_slots_the_next_row_is_copied_while_one_is_read():
+    buffers = Buffers(2)
+    slot = buffers.enter(0, 1)
+    assert slot is not None
+    assert buffers.copied == [0, 1]
+    buffers.leave(slot, 1)
+    assert buffers.copied == [0, 1]
+    buffers.enter(1, 2)
+    assert buffers.copied == [0, 1, 2]
+
+
+def test_with_one_slot_the_next_row_is_copied_as_soon_as_one_is_read():
+    buffers = Buffers(1)
+    slot = buffers.enter(0, 1)
+    assert slot is not None
+    assert buffers.copied == [0]
+    buffers.leave(slot, 1)
+    assert buffers.copied == [0, 1]
+
+
+def test_a_row_that_two_halves_of_a_batch_enter_in_turn_is_copied_once():
+    buffers = Buffers(2)
+    for row in range(ROWS):
+        for _ in range(2):
+            slot = buffers.enter(row, after(row))
+            assert slot is not None
+            buffers.leave(slot, after(row))
+    assert buffers.copied == list(range(ROWS))
+
+
+def test_a_forgotten_row_is_copied_again():
+    buffers = Buffers(2)
+    for _ in range(2):
+        slot = buffers.enter(3, None)
+        assert slot is not None
+        buffers.leave(slot, None)
+        buffers.slots.forget()
+    assert buffers.copied == [3, 3]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_row_reads_in_place_while_all_slots_are_read(count):
+    buffers = Buffers(count)
+    for row in range(count):
+        assert buffers.enter(row, None) is not None
+    assert buffers.enter(count, None) is None
+    buffers.leave(0, None)
+    assert buffers.enter(count, None) == 0
