@@ -38,8 +38,8 @@ GRACE_SECONDS = 60
 """After the deadline nothing is begun; what runs may end."""
 OFFLOAD_FIGURES = (
     *("backend", "num_layers", "num_experts", "resident_experts", "offloaded_experts", "resident_bytes", "offloaded_bytes"),
-    *("plain_bytes", "tokens", "warmup_done", "hit_rate", "zero_copy_bytes", "moves", "moved_bytes", "moving_seconds"),
-    *("fault", "evicted_bytes"),
+    *("plain_bytes", "tokens", "warmup_done", "hit_rate", "zero_copy_bytes", "streamed_bytes"),
+    *("moves", "moved_bytes", "moving_seconds", "fault", "evicted_bytes"),
 )
 
 
@@ -232,8 +232,12 @@ def check_offload(client: Client, budget: Budget, row: Row) -> None:
 
 
 def counted(client: Client) -> dict[str, int]:
+    """Totals of the bytes of offloaded experts that steps brought over the link, in place or streamed, and of moves."""
     state = client.offload()
-    return {"read_bytes": int(state["zero_copy_bytes"]), "moved_bytes": int(state["moved_bytes"])}
+    return {
+        "read_bytes": int(state["zero_copy_bytes"]) + int(state["streamed_bytes"]),
+        "moved_bytes": int(state["moved_bytes"]),
+    }
 
 
 def tally(client: Client) -> dict[str, int]:

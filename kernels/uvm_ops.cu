@@ -515,6 +515,8 @@ UVM_API int uvm_copy_layer(int device, const uvm_copy* parts, int count, unsigne
 // ---- routing counters -----------------------------------------------------------------------------------------------
 // control[0]: valid rows of this step (0: a dummy or capture run, nothing counts). control[1]: phase, 0 prefill, 1
 // decode. counts: [2 phases][2 kinds: routed tokens, activations][num_experts]. Several streams may add to one array.
+// in_place: whether the layer reads its experts where they lie; if not, routed tokens count, and no activations. It is
+// passed by value, so a graph keeps what it was captured with. Graphs read in place: theirs is always 1.
 
 namespace {
 __device__ long long read_id(const void* ids, int kind, long long at) {
@@ -523,18 +525,19 @@ __device__ long long read_id(const void* ids, int kind, long long at) {
     return kind == ids_packed ? value >> 16 : value;
 }
 
-__device__ void add(unsigned long long* counts, int num_experts, long long phase, int expert, unsigned int tokens) {
+__device__ void add(unsigned long long* counts, int num_experts, long long phase, int in_place, int expert,
+                    unsigned int tokens) {
     unsigned long long* routed = counts + phase * 2 * num_experts;
     atomicAdd(&routed[expert], (unsigned long long)tokens);
-    atomicAdd(&routed[num_experts + expert], 1ULL);
+    if (in_place) atomicAdd(&routed[num_experts + expert], 1ULL);
 }
 }  // namespace
 
 // One block: the bins of a layer fit in its shared memory, and whether an expert is activated is known once all rows
 // are binned.
 extern "C" __global__ void uvm_count_routing_kernel(const void* ids, int kind, int rows, int k, long long row_stride,
-                                                    int first_expert, int num_experts, const long long* control,
-                                                    unsigned long long* counts) {
+                                                    int first_expert, int num_experts, int in_place,
+                                                    const long long* control, unsigned long long* counts) {
     __shared__ unsigned int bins[max_experts];
     const long long valid = control[0];
     const long long phase = control[1];
@@ -549,16 +552,16 @@ extern "C" __global__ void uvm_count_routing_kernel(const void* ids, int kind, i
     }
     __syncthreads();
     for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
-        if (bins[expert]) add(counts, num_experts, phase, expert, bins[expert]);
+        if (bins[expert]) add(counts, num_experts, phase, in_place, expert, bins[expert]);
     }
 }
 
-extern "C" __global__ void uvm_count_histogram_kernel(const int* histogram, int length, int num_experts,
+extern "C" __global__ void uvm_count_histogram_kernel(const int* histogram, int length, int num_experts, int in_place,
                                                       const long long* control, unsigned long long* counts) {
     if (control[0] <= 0) return;
     const int expert = blockIdx.x * blockDim.x + threadIdx.x;
     if (expert < length && histogram[expert] > 0) {
-        add(counts, num_experts, control[1], expert, (unsigned int)histogram[expert]);
+        add(counts, num_experts, control[1], in_place, expert, (unsigned int)histogram[expert]);
     }
 }
 
@@ -575,13 +578,14 @@ int block_size(long long work) { return work >= 1024 ? 1024 : (int)(work + 31) /
 // ids: [rows][k], rows row_stride elements apart. Ids outside [first_expert, first_expert + num_experts) (-1, other
 // ranks' experts) do not count, nor do rows at or beyond control[0].
 UVM_API int uvm_count_routing(const void* ids, int kind, long long rows, int k, long long row_stride, int first_expert,
-                              int num_experts, const long long* control, unsigned long long* counts,
+                              int num_experts, int in_place, const long long* control, unsigned long long* counts,
                               cudaStream_t stream, uvm_failure* failure) {
     if (rows <= 0 || k <= 0 || rows > INT_MAX / k || num_experts <= 0 || num_experts > max_experts) {
         return fail(failure, "uvm_count_routing", -1, cudaErrorInvalidValue);
     }
     int row_count = (int)rows;
-    void* arguments[] = {&ids, &kind, &row_count, &k, &row_stride, &first_expert, &num_experts, &control, &counts};
+    void* arguments[] = {&ids,          &kind,        &row_count, &k,       &row_stride,
+                         &first_expert, &num_experts, &in_place,  &control, &counts};
     long long work = rows * k > num_experts ? rows * k : num_experts;
     return launch(failure, (const void*)uvm_count_routing_kernel, "uvm_count_routing", 1, block_size(work), arguments,
                   stream);
@@ -589,12 +593,13 @@ UVM_API int uvm_count_routing(const void* ids, int kind, long long rows, int k, 
 
 // The same from a histogram of tokens per expert (its first `length` experts; the others got none), for runners that
 // show no ids.
-UVM_API int uvm_count_histogram(const int* histogram, int length, int num_experts, const long long* control,
-                                unsigned long long* counts, cudaStream_t stream, uvm_failure* failure) {
+UVM_API int uvm_count_histogram(const int* histogram, int length, int num_experts, int in_place,
+                                const long long* control, unsigned long long* counts, cudaStream_t stream,
+                                uvm_failure* failure) {
     if (length <= 0 || length > num_experts || num_experts > max_experts) {
         return fail(failure, "uvm_count_histogram", -1, cudaErrorInvalidValue);
     }
-    void* arguments[] = {&histogram, &length, &num_experts, &control, &counts};
+    void* arguments[] = {&histogram, &length, &num_experts, &in_place, &control, &counts};
     return launch(failure, (const void*)uvm_count_histogram_kernel, "uvm_count_histogram", (length + 255) / 256, 256,
                   arguments, stream);
 }

@@ -149,7 +149,7 @@ def _number_problems(flags: OffloadFlags) -> list[str]:
     try:
         _stream_gb(flags.stream_buffer_gb)
     except ValueError:
-        out.append(f"{flag_name('stream_buffer_gb')} {flags.stream_buffer_gb!r}: must be auto, or a number of GiB from 0 to 1024")
+        out.append(f"{flag_name('stream_buffer_gb')} {flags.stream_buffer_gb!r}: must be auto, or GiB from 0 to 1024")
     try:
         _stream_tokens(flags.stream_tokens)
     except ValueError:

@@ -104,15 +104,15 @@ class OffloadFlags:
     stream_buffer_gb: str = flag(
         "auto",
         str,
-        "VRAM in GiB for one or two buffers, into which long steps copy the experts of one layer after the other, so that each "
-        "offloaded byte crosses PCIe once a layer. auto: two of the largest layers, or one, or none, as they fit. 0: long steps "
-        "read offloaded experts in place too.",
+        "VRAM in GiB for buffers, into which long steps copy one layer's experts after the other's, so that each offloaded "
+        "byte crosses PCIe once a layer. auto: two of the largest layer's size, or one, or none, as they fit. 0: long steps read "
+        "offloaded experts in place.",
     )
     stream_tokens: str = flag(
         "auto",
         str,
-        "Steps of this many tokens or more copy experts into the stream buffers (inf: none). Prefill CUDA graphs are captured for "
-        "fewer tokens only. auto: from where on a step uses nearly all experts of a layer.",
+        "Steps of this many tokens or more copy experts into the stream buffers; inf: none does. Prefill CUDA graphs are "
+        "captured for fewer tokens only. auto: from where on a step uses nearly all experts of a layer.",
     )
     headroom_gb: float = flag(
         1.0,

@@ -42,8 +42,8 @@ def contract(rows: Rows) -> None:
 
 
 def counters(rows: Rows) -> None:
-    """Graphs of counting kernels against a plain count: formats, padding, phases, ids that change between replays; and counts
-    that are requested between two replays, and taken when later ones have run."""
+    """Graphs of counting kernels against a plain count: formats, padding, phases, ids that change between replays; steps
+    between replays that stream; and counts that are requested between two steps, and taken when later ones have run."""
     random = np.random.default_rng(7)
     for tokens, k, experts, first in ((1, 8, 128, 0), (32, 8, 256, 0), (33, 6, 64, 64), (256, 8, 256, 128)):
         for form in (IdFormat.PLAIN, IdFormat.PACKED):
@@ -57,21 +57,29 @@ def counters(rows: Rows) -> None:
                 for layer in range(layers):
                     counted.count(layer, ids[layer], first, form)
             want = np.zeros((layers, 2, 2, experts), dtype=np.int64)
-            replays = rows.pick(200, 8)
+            steps = rows.pick(200, 8)
             asked = []
-            for _ in range(replays):
+            for number in range(steps):
                 asked.append((counted.read_async(), want.copy()))
                 new = random.integers(-1, first + experts + 3, (layers, tokens, k)).astype(np.int32)
                 valid, phase = int(random.integers(0, tokens + 1)), Phase(int(random.integers(0, 2)))
+                streams = number % 4 == 3
+                if streams:
+                    phase = Phase.PREFILL
                 ids.copy_(torch.from_numpy(new << 16 if form is IdFormat.PACKED else new))
                 counted.begin_step(valid, phase)
-                graph.replay()
+                if streams:
+                    for layer in range(layers):
+                        counted.count(layer, ids[layer], first, form, in_place=False)
+                else:
+                    graph.replay()
                 for layer in range(layers):
                     local = new[layer, :valid].ravel() - first
                     routed = np.bincount(local[(local >= 0) & (local < experts)], minlength=experts)
                     want[layer, phase, ROUTED] += routed
-                    want[layer, phase, ACTIVATIONS] += routed > 0
-            shape = {"tokens": tokens, "experts": experts, "ids": form.value, "replays": replays}
+                    if not streams:
+                        want[layer, phase, ACTIVATIONS] += routed > 0
+            shape = {"tokens": tokens, "experts": experts, "ids": form.value, "steps": steps}
             wrong = int((counted.read().since(start).counts != want).sum())
             rows.put("counts_wrong", "counts", [wrong], **shape)
             late = sum(int((counts.wait().since(start).counts != then).sum()) for counts, then in asked)

@@ -37,23 +37,24 @@ class CpuRoutingCounters:
         self._valid_rows, self._phase = valid_rows, phase
         self._steps[phase] += valid_rows > 0
 
-    def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat) -> None:
+    def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat, *, in_place: bool = True) -> None:
         local = ids.numpy()[: self._valid_rows].ravel()
         if id_format is IdFormat.PACKED:
             local = local >> 16
         local = local - first_expert
         local = local[(local >= 0) & (local < self.num_experts)]
         if local.size:
-            self._add(layer, np.bincount(local, minlength=self.num_experts))
+            self._add(layer, np.bincount(local, minlength=self.num_experts), in_place)
 
-    def count_histogram(self, layer: int, histogram: torch.Tensor) -> None:
+    def count_histogram(self, layer: int, histogram: torch.Tensor, *, in_place: bool = True) -> None:
         if self._valid_rows:
-            self._add(layer, np.pad(histogram.numpy(), (0, self.num_experts - histogram.numel())))
+            self._add(layer, np.pad(histogram.numpy(), (0, self.num_experts - histogram.numel())), in_place)
 
-    def _add(self, layer: int, histogram: np.ndarray) -> None:
+    def _add(self, layer: int, histogram: np.ndarray, in_place: bool) -> None:
         counts = self._counts[layer, self._phase]
         counts[ROUTED] += histogram
-        counts[ACTIVATIONS] += histogram > 0
+        if in_place:
+            counts[ACTIVATIONS] += histogram > 0
 
     def read(self) -> RoutingCounts:
         return RoutingCounts(self._counts.copy(), (self._steps[0], self._steps[1]))

@@ -32,12 +32,12 @@ class CudaRoutingCounters:
         self._stream = torch.cuda.current_stream(self._counts.device)
         self._ops.set_control(self._control, valid_rows, int(phase))
 
-    def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat) -> None:
+    def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat, *, in_place: bool = True) -> None:
         packed = id_format is IdFormat.PACKED
-        self._ops.count_routing(ids, packed, first_expert, self._control, self._counts[layer])
+        self._ops.count_routing(ids, packed, first_expert, self._control, self._counts[layer], in_place=in_place)
 
-    def count_histogram(self, layer: int, histogram: torch.Tensor) -> None:
-        self._ops.count_histogram(histogram, self._control, self._counts[layer])
+    def count_histogram(self, layer: int, histogram: torch.Tensor, *, in_place: bool = True) -> None:
+        self._ops.count_histogram(histogram, self._control, self._counts[layer], in_place=in_place)
 
     def read(self) -> RoutingCounts:
         return self.read_async().wait()

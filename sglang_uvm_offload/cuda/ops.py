@@ -50,8 +50,11 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_copy_layer": [c_int, POINTER(_Copy), c_int, c_void_p, c_void_p, c_void_p],
     "uvm_memory_info": [c_int, POINTER(c_size_t), POINTER(c_size_t)],
     "uvm_versions": [POINTER(c_int), POINTER(c_int)],
-    "uvm_count_routing": [c_void_p, c_int, c_longlong, c_int, c_longlong, c_int, c_int, c_void_p, c_void_p, c_void_p],
-    "uvm_count_histogram": [c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p],
+    "uvm_count_routing": [
+        *(c_void_p, c_int, c_longlong, c_int, c_longlong, c_int, c_int, c_int),
+        *(c_void_p, c_void_p, c_void_p),
+    ],
+    "uvm_count_histogram": [c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p],
     "uvm_set_control": [c_void_p, c_longlong, c_longlong, c_void_p],
 }
 """The arguments of each function that can fail, without the final ``uvm_failure*``."""
@@ -136,7 +139,7 @@ class CudaOps:
         """Copy ``parts`` (address of the source, of the target, bytes), in the order of ``stream``, by a kernel that reads each
         byte wherever it lies. Addresses are multiples of 16. ``claimed``: int32 ``[1]`` in VRAM, used by no other copy under
         way."""
-        array = (_Copy * len(parts))(*parts)
+        array = (_Copy * len(parts))(*(_Copy(*part) for part in parts))
         self._call("uvm_copy_layer", device, array, len(parts), claimed.data_ptr(), caller, stream)
 
     def memory_info(self, device: int) -> tuple[int, int]:
@@ -148,10 +151,17 @@ class CudaOps:
     # Routing counters. They run on torch's current stream, and all but ``set_control`` may be captured.
 
     def count_routing(
-        self, ids: torch.Tensor, packed: bool, first_expert: int, control: torch.Tensor, counts: torch.Tensor
+        self,
+        ids: torch.Tensor,
+        packed: bool,
+        first_expert: int,
+        control: torch.Tensor,
+        counts: torch.Tensor,
+        *,
+        in_place: bool = True,
     ) -> None:
-        """Add ``ids[rows, top_k]`` to one layer's ``counts[2, 2, num_experts]``. ``packed``: the upper half of each int32 is
-        the id."""
+        """Add ``ids[rows, top_k]`` to one layer's ``counts[2, 2, num_experts]``, with activations if ``in_place``. ``packed``:
+        the upper half of each int32 is the id."""
         if ids.dim() != 2 or ids.dtype not in self._ids or (packed and ids.dtype != torch.int32):
             raise ValueError(f"expert ids are {ids.dtype} {tuple(ids.shape)}, not int32 or int64 [rows, top_k]")
         if ids.numel() == 0:
@@ -162,15 +172,18 @@ class CudaOps:
         kind = self._packed if packed else self._ids[ids.dtype]
         table = ids.data_ptr(), kind, *ids.shape, ids.stride(0)
         pointers = control.data_ptr(), counts.data_ptr(), _stream(ids)
-        self._call("uvm_count_routing", *table, first_expert, num_experts, *pointers)
+        self._call("uvm_count_routing", *table, first_expert, num_experts, in_place, *pointers)
 
-    def count_histogram(self, histogram: torch.Tensor, control: torch.Tensor, counts: torch.Tensor) -> None:
-        """Add tokens per expert (int32, for the first experts of ``counts``) to one layer's counts."""
+    def count_histogram(
+        self, histogram: torch.Tensor, control: torch.Tensor, counts: torch.Tensor, *, in_place: bool = True
+    ) -> None:
+        """Add tokens per expert (int32, for the first experts of ``counts``) to one layer's counts, with activations if
+        ``in_place``."""
         num_experts = self._check_counters(control, counts, histogram)
         if histogram.dtype != torch.int32 or not histogram.is_contiguous() or not 0 < histogram.numel() <= num_experts:
             raise ValueError(f"the histogram is {histogram.dtype} {tuple(histogram.shape)}, not int32 [{num_experts}]")
         pointers = control.data_ptr(), counts.data_ptr(), _stream(histogram)
-        self._call("uvm_count_histogram", histogram.data_ptr(), histogram.numel(), num_experts, *pointers)
+        self._call("uvm_count_histogram", histogram.data_ptr(), histogram.numel(), num_experts, in_place, *pointers)
 
     def set_control(self, control: torch.Tensor, valid_rows: int, phase: int) -> None:
         """In stream order: the following steps have ``valid_rows`` rows that count (0: none) and belong to ``phase``."""

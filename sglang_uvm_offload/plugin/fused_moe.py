@@ -141,13 +141,14 @@ class LayerHooks:
         _, model, index = layer.__dict__[_EXPERTS]
         return None if model.draft else self.streamer.enter(index)
 
-    def _observe(self, layer: Any, dispatch_output: Any, in_place: bool) -> None:
-        """Count the routing that the layer is about to compute with, and record it if a trace is on."""
+    def _observe(self, layer: Any, dispatch_output: Any, *, in_place: bool = True) -> None:
+        """Count the routing that the layer is about to compute with, reading its experts ``in_place`` or from a copy, and
+        record it if a trace is on."""
         experts, model, index = layer.__dict__[_EXPERTS]
         if model.counters is None:
             return
         routing = _routing_of(layer, dispatch_output, experts)
-        if not routing.count(model.counters, index):
+        if not routing.count(model.counters, index, in_place=in_place):
             self._not_counted(routing.form, model.draft)
         if self.recording is not None and not model.draft:
             self.recording.record(index, routing, layer.num_fused_shared_experts)

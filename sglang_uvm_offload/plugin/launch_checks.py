@@ -15,7 +15,16 @@ from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import AUTO, OffloadConfig
 from sglang_uvm_offload.flags import PREFIX, FlagError, flag_name
-from sglang_uvm_offload.plugin import auto_resident, combinations, devices, expert_bytes, output_files, recording, stream_settings, vram_check
+from sglang_uvm_offload.plugin import (
+    auto_resident,
+    combinations,
+    devices,
+    expert_bytes,
+    output_files,
+    recording,
+    stream_settings,
+    vram_check,
+)
 from sglang_uvm_offload.plugin.profiles import profile_problems
 from sglang_uvm_offload.plugin.routing_formats import RoutingFormat, routing_format
 from sglang_uvm_offload.sizing.moe_shape import stated_experts

@@ -26,18 +26,23 @@ class Metrics:
         )
         self.hit_rate = Gauge(
             "sglang:expert_offload_hit_rate",
-            "Share of routed tokens served from VRAM since the last report.",
+            "Share of routed tokens on resident experts since the last report.",
             names,
             multiprocess_mode="mostrecent",
         )
         self.byte_hit_rate = Gauge(
             "sglang:expert_offload_byte_hit_rate",
-            "Share of the bytes of experts that steps used, each once a step, served from VRAM since the last report.",
+            "Share of the bytes of experts that steps read in place, each once a step, served from VRAM since the last report.",
             names,
             multiprocess_mode="mostrecent",
         )
         self.zero_copy = Counter(
-            "sglang:expert_offload_zero_copy_bytes", "Bytes of offloaded experts read over PCIe, at least.", names
+            "sglang:expert_offload_zero_copy_bytes", "Bytes of offloaded experts read in place over PCIe, at least.", names
+        )
+        self.streamed = Counter(
+            "sglang:expert_offload_streamed_bytes",
+            "Bytes of offloaded experts copied over PCIe into VRAM for steps with many tokens.",
+            names,
         )
         self.moves = Counter(
             "sglang:expert_offload_moves", "Promotions to VRAM, each of blocks that hold the same experts.", list(labels)
@@ -53,7 +58,7 @@ class Metrics:
         layers = manager.target.layers
         self._groups = [g for g in np.array_split(np.arange(len(layers)), GROUPS) if g.size]
         self._names = [f"{layers[g[0]].layer_id}-{layers[g[-1]].layer_id}" for g in self._groups]
-        self._last: list[np.ndarray] = [np.zeros(len(layers)) for _ in range(4)]
+        self._last: list[np.ndarray] = [np.zeros(len(layers)) for _ in range(5)]
         self._last_moves = (0, 0, 0.0)
         self._next = 0.0
         self._published_steps = 0
@@ -73,9 +78,9 @@ class Metrics:
         self.manager.poll()
         self._published_steps = self.manager.ledger.steps
         ledger, layers = self.manager.ledger, self.manager.target.layers
-        totals = (ledger.routed, ledger.routed_resident, ledger.zero_copy_bytes, ledger.activated_bytes)
+        totals = (ledger.routed, ledger.routed_resident, ledger.activated_bytes, ledger.zero_copy_bytes, ledger.streamed_bytes)
         now = [total.copy() for total in totals]
-        routed, hits, read, used = (new - old for new, old in zip(now, self._last, strict=True))
+        routed, hits, used, read, streamed = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
         for group, name in zip(self._groups, self._names, strict=True):
             labels = {**self.labels, "layers": name}
@@ -85,6 +90,7 @@ class Metrics:
             if used[group].sum():
                 self.byte_hit_rate.labels(**labels).set(1 - read[group].sum() / used[group].sum())
             self.zero_copy.labels(**labels).inc(int(read[group].sum()))
+            self.streamed.labels(**labels).inc(int(streamed[group].sum()))
         moves = (ledger.moves, ledger.moved_bytes, ledger.moving_seconds)
         for counter, new, old in zip((self.moves, self.moved, self.moving), moves, self._last_moves, strict=True):
             counter.labels(**self.labels).inc(new - old)

@@ -35,12 +35,13 @@ from sglang_uvm_offload.plugin.metrics import Metrics
 from sglang_uvm_offload.plugin.profiles import chosen_profile, named, profile_saver
 from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.plugin.routing_formats import counting_flags
-from sglang_uvm_offload.plugin.streaming import make_streamer, room_in_vram
+from sglang_uvm_offload.plugin.streaming import make_streamer, room_in_vram, stream_status
 from sglang_uvm_offload.plugin.torch_bound import bound_torch
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.residency.reporting import rank_status
+from sglang_uvm_offload.residency.status import RankStatus
 from sglang_uvm_offload.residency.table import residency_table
 from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase, RoutingCounters
 from sglang_uvm_offload.routing.profile import RoutedModel
@@ -156,11 +157,13 @@ class _RankHooks:
             return original(runner, batch, *args, **kwargs)
         model = runner.__dict__[_MODEL]
         valid_rows, tokens, phase = _step_of(batch)
-        self.manager.begin_step(model, valid_rows, tokens, phase)
         streamer = None if model.draft else self.layer_hooks.streamer
-        if streamer is not None:
-            streamer.begin_step(tokens, is_eager=phase is Phase.PREFILL)
+        if streamer is not None and not (_is_eager(runner, batch, phase) and streamer.streams(tokens)):
+            streamer = None
+        self.manager.begin_step(model, valid_rows, tokens, phase, streams=streamer is not None)
         try:
+            if streamer is not None:
+                streamer.begin_step()
             return original(runner, batch, *args, **kwargs)
         finally:
             if streamer is not None:
@@ -171,7 +174,7 @@ class _RankHooks:
         logger.info(
             "Expert offload, rank %d:\n%s",
             get_parallel().tp_rank,
-            residency_table(rank_status(self.manager), self.manager.memory.info(), scheduler.max_total_num_tokens),
+            residency_table(self._status(), self.manager.memory.info(), scheduler.max_total_num_tokens),
         )
         if self.on_cuda:
             bound_torch(self.config.headroom_gb)
@@ -201,11 +204,14 @@ class _RankHooks:
             self.savers += filter(None, [profile_saver(self.manager, self.routed_model)])
 
     def after_internal_state(self, result: Any, *args: Any, **kwargs: Any) -> Any:
-        status = rank_status(self.manager)
-        if self.recording is not None:
-            status = msgspec.structs.replace(status, trace=self.recording.status())
-        result.internal_state["expert_offload"] = msgspec.to_builtins(status)
+        result.internal_state["expert_offload"] = msgspec.to_builtins(self._status())
         return result
+
+    def _status(self) -> RankStatus:
+        """Up to the last step launched. Waits for the device."""
+        trace = None if self.recording is None else self.recording.status()
+        streaming = stream_status(self.layer_hooks.streamer)
+        return msgspec.structs.replace(rank_status(self.manager), trace=trace, streaming=streaming)
 
     def after_batch(self, result: Any, *args: Any, **kwargs: Any) -> None:
         if self.metrics is not None:
@@ -242,6 +248,12 @@ def _step_of(batch: Any) -> tuple[int, int, Phase]:
     # Gathered: padding is no longer at the end of the rows.
     tokens = int(sum(everywhere))
     return ALL_ROWS if tokens else 0, tokens, phase
+
+
+def _is_eager(runner: Any, batch: Any, phase: Phase) -> bool:
+    """Whether no graph replays the step, if it has as many tokens as steps that stream: prefill graphs are captured for fewer
+    (``stream_settings.graph_settings``)."""
+    return phase is Phase.PREFILL or batch.batch_size > max(runner.decode_cuda_graph_capture_bs, default=0)
 
 
 def _memory(config: OffloadConfig) -> Memory:

@@ -14,6 +14,7 @@ from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.memory.staging import Staging
 from sglang_uvm_offload.plugin.stream_settings import streams
+from sglang_uvm_offload.residency.status import StreamStatus
 from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, buffers_in
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 from sglang_uvm_offload.streaming.streamer import Streamer
@@ -47,13 +48,14 @@ def make_streamer(
 
 def _number(config: OffloadConfig, nbytes: int, room: int | None) -> int:
     if config.stream_gb is not None:
+        given = f"{_GB} {config.stream_gb:g}"
         count = buffers_in(config.stream_gb, nbytes)
         if not count:
-            raise FlagError(
-                [f"{_GB} {config.stream_gb:g}: a buffer for the largest layer takes {size(nbytes)}; give at least that, auto, or 0"]
-            )
+            raise FlagError([f"{given}: the largest layer takes {size(nbytes)}; give at least that, auto, or 0"])
         if room is not None and count * nbytes > room:
-            raise FlagError([f"{_GB} {config.stream_gb:g}: {size(count * nbytes)} of buffers do not fit in {size(max(room, 0))}"])
+            raise FlagError(
+                [f"{given}: buffers of {size(count * nbytes)} do not fit in the {size(max(room, 0))} that are left"]
+            )
         return count
     if config.stream_buffers is not None:
         count = config.stream_buffers
@@ -82,6 +84,12 @@ def _staging(memory: Memory, device: int, nbytes: int, count: int) -> Staging:
         return CudaStaging(device, nbytes, count)
     except torch.OutOfMemoryError as full:
         raise FlagError([f"{_GB}: {count} buffers of {size(nbytes)} could not be allocated: {full}"]) from full
+
+
+def stream_status(streamer: Streamer | None) -> StreamStatus | None:
+    if streamer is None:
+        return None
+    return StreamStatus(streamer.buffers, streamer.nbytes, streamer.min_tokens, streamer.fault)
 
 
 def room_in_vram(memory: Memory, before_load: float, fraction: float) -> int | None:

@@ -14,7 +14,7 @@ from sglang_uvm_offload.policy.forecast import PREFILL_PRIOR_STEPS, spread
 def score(decode_activations: np.ndarray, decode_steps: float, prefill_routed: np.ndarray) -> np.ndarray:
     """Expected activations of each expert per decode step, float64.
 
-    ``decode_activations`` counts the decode steps, of ``decode_steps``, that used the expert; ``prefill_routed`` counts the
+    ``decode_activations`` counts the decode steps, of ``decode_steps``, that read the expert; ``prefill_routed`` counts the
     prefill tokens routed to it. The decode rate is mixed with a prior that weighs ``PREFILL_PRIOR_STEPS`` steps: a layer's
     activations per step, spread over its experts by their share of the prefill tokens. Without decode steps the ranking is
     that of the prefill tokens; with many, the prior vanishes.

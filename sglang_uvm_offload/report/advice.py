@@ -18,7 +18,7 @@ WORTH, SAME = 0.05, 0.01
 """The gain from which a larger budget is worth its VRAM, and the loss up to which a smaller one is as good."""
 LAYERS_DIFFER = 0.02
 MANY_MOVES = 0.25
-"""The share of moves in the bytes over the link from which they are mentioned."""
+"""The share of moves in the bytes that are moved or read in place from which they are mentioned."""
 AHEAD = ("static-oracle", "belady")
 """Policies of a replay that know the future."""
 OFFERED = {
@@ -118,6 +118,8 @@ def _layers_differ(ranks: Sequence[RankStatus], curve: Curve) -> list[str]:
 
 
 def _many_moves(ranks: Sequence[RankStatus]) -> list[str]:
+    """Moves are to save reads in place, so they are held against those alone: a step that streams copies as many bytes
+    whichever experts are resident."""
     moved, read = (sum(rank.history.recent_growth(name) for rank in ranks) for name in ("moved_bytes", "zero_copy_bytes"))
     if not moved or moved / (moved + read) < MANY_MOVES:
         return []
@@ -125,7 +127,8 @@ def _many_moves(ranks: Sequence[RankStatus]) -> list[str]:
         remedy = "If they do not raise the hit rate, use --expert-offload-adapt warmup: it moves nothing after the warm-up."
     else:
         remedy = "Residents were chosen after the warm-up; the share falls as the server runs."
-    return [f"Moves are {percent(moved / (moved + read))} of the bytes over the link in the latest half of the time. {remedy}"]
+    share = percent(moved / (moved + read))
+    return [f"Moves are {share} of the bytes that were moved or read in place in the latest half of the time. {remedy}"]
 
 
 def replay_advice(results: Sequence[Result]) -> list[str]:

@@ -44,6 +44,7 @@ def server_report(info: ServerInfo, source: str) -> str:
                     "hit rate",
                     "of bytes",
                     "zero-copy reads",
+                    "streamed",
                     "moves",
                     "moved",
                 ],
@@ -51,8 +52,10 @@ def server_report(info: ServerInfo, source: str) -> str:
             ),
             element(
                 "p",
-                "Hit rate: the share of routed tokens, prefill and decode, whose expert was in VRAM. Zero-copy reads: bytes of "
-                "offloaded experts that steps read over the link, each expert once a step; a prefill may read one more often.",
+                "Hit rate: the share of routed tokens, prefill and decode, whose expert was resident in VRAM. Zero-copy reads: "
+                "bytes of offloaded experts that steps read in place over the link, each expert once a step; a prefill may "
+                "read one more often. Streamed: bytes of offloaded experts that were copied over the link into VRAM for steps "
+                "with many tokens, each byte once a step.",
             ),
             *_notes(info),
         ),
@@ -127,6 +130,7 @@ def _served(rank: RankStatus) -> list[str]:
         percent(past.routed_resident[-1] / past.routed[-1]) if past.routed[-1] else "not counted",
         percent(rank.byte_hit_rate) if rank.byte_hit_rate is not None else "not counted",
         size(past.zero_copy_bytes[-1]),
+        size(past.streamed_bytes[-1]),
         str(past.moves[-1]),
         size(past.moved_bytes[-1]),
     ]
@@ -179,6 +183,7 @@ def _bytes_over_time(ranks: Sequence[tuple[str, RankStatus]]) -> Figure:
     lines = []
     for name, rank in ranks:
         lines.append(Line(_of("zero-copy reads", name, ranks), rank.history.rates("zero_copy_bytes", "steps")))
+        lines.append(Line(_of("streamed", name, ranks), rank.history.rates("streamed_bytes", "steps")))
         lines.append(Line(_of("moved", name, ranks), rank.history.rates("moved_bytes", "steps"), dashed=True))
     most = max((y for line in lines for _, y in line.points if y is not None), default=0.0)
     scale, unit = byte_unit(most)

@@ -55,6 +55,7 @@ class History:
             "activations": int(ledger.activations.sum()),
             "activations_resident": round(ledger.activations_resident.sum()),
             "zero_copy_bytes": int(ledger.zero_copy_bytes.sum()),
+            "streamed_bytes": int(ledger.streamed_bytes.sum()),
             "moves": ledger.moves,
             "moved_bytes": ledger.moved_bytes,
         }

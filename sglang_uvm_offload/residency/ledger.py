@@ -1,4 +1,4 @@
-"""Totals of where steps were served from: routed tokens on residents, bytes read over PCIe, experts moved."""
+"""Totals of where steps were served from: routed tokens on residents, bytes read or copied over PCIe, experts moved."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ class Ledger:
         """The counts included in the totals."""
         self.routed = np.zeros(len(layers), dtype=np.int64)
         self.routed_resident = np.zeros(len(layers))
-        """Routed tokens, and those served from VRAM. An expert that is there in part serves that part of each token."""
+        """Routed tokens, and those on residents, whether steps read in place or stream. An expert that is in VRAM in part
+        serves that part of each token."""
         self.activated_bytes = np.zeros(len(layers), dtype=np.int64)
         self.zero_copy_bytes = np.zeros(len(layers), dtype=np.int64)
-        """Bytes of placed experts that steps used, each expert once a step, and those of them that were in host RAM. A prefill
-        may read them more often."""
+        """Bytes of placed experts that steps read in place, each expert once a step, and those of them that were in host RAM. A
+        prefill may read them more often."""
+        self.streamed_bytes = np.zeros(len(layers), dtype=np.int64)
+        """Bytes of offloaded experts that were copied into VRAM for steps that stream, each byte once a step."""
         self.activations = np.zeros(len(layers), dtype=np.int64)
         self.activations_resident = np.zeros(len(layers))
         """Activations, in decode steps, of experts that can be offloaded, and those served from VRAM."""
@@ -55,6 +58,11 @@ class Ledger:
         self.activations += decode.sum(axis=1)
         self.activations_resident += (decode * share).sum(axis=1)
 
+    def add_streamed(self, layer: int, nbytes: int) -> None:
+        """``nbytes`` of the layer at index ``layer`` are copied into VRAM for a step. Call it on the thread that launches
+        steps, as ``account``."""
+        self.streamed_bytes[layer] += nbytes
+
     @property
     def steps(self) -> int:
         """Steps included in the totals."""
@@ -62,7 +70,7 @@ class Ledger:
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of routed tokens that VRAM served, None before the first."""
+        """The share of routed tokens on residents, None before the first."""
         routed = int(self.routed.sum())
         return float(self.routed_resident.sum()) / routed if routed else None
 

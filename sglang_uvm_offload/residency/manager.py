@@ -152,9 +152,10 @@ class OffloadManager:
 
     # Serving
 
-    def begin_step(self, model: ModelExperts, valid_rows: int, tokens: int, phase: Phase) -> None:
+    def begin_step(self, model: ModelExperts, valid_rows: int, tokens: int, phase: Phase, *, streams: bool = False) -> None:
         """Call it before each forward step of ``model`` is launched. The first ``valid_rows`` rows of its batch are tokens (0:
-        a dummy run); all ranks together compute ``tokens``. Residents begin to change here, between steps of the target."""
+        a dummy run); all ranks together compute ``tokens``. ``streams``: whether any layer computes from a copy of its experts;
+        such a step counts as prefill. Residents begin to change here, between steps of the target."""
         if model.counters is None:
             return
         if not model.draft:
@@ -164,7 +165,7 @@ class OffloadManager:
                 self.adapt()
             self.tokens += tokens
             self.steps += tokens > 0
-        model.counters.begin_step(valid_rows, phase)
+        model.counters.begin_step(valid_rows, Phase.PREFILL if streams else phase)
 
     def end_step(self, model: ModelExperts) -> None:
         """The step is launched. What runs until the next one (graph capture, warm-up kernels) does not count."""

@@ -41,6 +41,7 @@ def rank_status(manager: OffloadManager) -> RankStatus:
         hit_rate=ledger.hit_rate,
         byte_hit_rate=ledger.byte_hit_rate,
         zero_copy_bytes=int(ledger.zero_copy_bytes.sum()),
+        streamed_bytes=int(ledger.streamed_bytes.sum()),
         moves=ledger.moves,
         moved_bytes=ledger.moved_bytes,
         moving_seconds=ledger.moving_seconds,
@@ -81,4 +82,5 @@ def _layer_status(layer: ExpertLayer, ledger: Ledger, index: int, taken: int) ->
         activations=int(ledger.activations[index]),
         activations_resident=round(ledger.activations_resident[index]),
         zero_copy_bytes=int(ledger.zero_copy_bytes[index]),
+        streamed_bytes=int(ledger.streamed_bytes[index]),
     )

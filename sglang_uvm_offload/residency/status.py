@@ -35,6 +35,7 @@ class Past(Struct, frozen=True):
     activations: list[Count]
     activations_resident: list[Count]
     zero_copy_bytes: list[Count]
+    streamed_bytes: list[Count]
     moves: list[Count]
     moved_bytes: list[Count]
 
@@ -120,10 +121,12 @@ class LayerStatus(Struct, frozen=True):
     """VRAM of what can be offloaded, in whole blocks."""
     routed: Count
     routed_resident: Count
-    """Routed tokens, and those served from VRAM. An expert that is there in part serves that part of each token."""
+    """Routed tokens, and those on residents, whether steps read in place or stream. An expert that is in VRAM in part serves
+    that part of each token."""
     activations: Count
     activations_resident: Count
     zero_copy_bytes: Count
+    streamed_bytes: Count
 
 
 class ProfileVerdict(Struct, frozen=True):
@@ -149,6 +152,18 @@ class TraceStatus(Struct, frozen=True):
         """Raise ``ValueError`` for totals that no trace has."""
         if self.requests > self.tokens:
             raise ValueError(f"{self.requests} requests cannot have {self.tokens} tokens in a trace")
+
+
+class StreamStatus(Struct, frozen=True):
+    """The stream buffers of a rank."""
+
+    buffers: Count
+    nbytes: Count
+    """VRAM of all together."""
+    min_tokens: Count
+    """Steps of so many tokens stream."""
+    fault: str | None
+    """Why they no longer do, None while they do."""
 
 
 class RankStatus(Struct, frozen=True):
@@ -180,10 +195,13 @@ class RankStatus(Struct, frozen=True):
     adapt: str
     routed: Count
     hit_rate: Share | None
-    """The share of ``routed`` tokens that VRAM served, None before the first."""
+    """The share of ``routed`` tokens on residents, None before the first."""
     byte_hit_rate: Share | None
-    """The share of the bytes of the experts that steps used, each once a step, that were in VRAM."""
+    """The share of the bytes of the experts that steps read in place, each once a step, that were in VRAM."""
     zero_copy_bytes: Count
+    """Bytes of offloaded experts that steps read in place, each expert once a step."""
+    streamed_bytes: Count
+    """Bytes of offloaded experts that were copied into VRAM for steps that stream, each byte once a step."""
     moves: Count
     """Promotions, each of neighbouring blocks that hold the same experts."""
     moved_bytes: Count
@@ -196,6 +214,8 @@ class RankStatus(Struct, frozen=True):
     curve: Curve | None
     profile: ProfileVerdict | None = None
     trace: TraceStatus | None = None
+    streaming: StreamStatus | None = None
+    """None where no step streams."""
     evicted_bytes: Count | None = None
     """Bytes of residents that the driver had evicted when the rank last looked (every ten seconds while it serves), estimated
     from a sample of blocks; None before the first look, and where it cannot tell."""

@@ -21,6 +21,9 @@ def residency_table(status: RankStatus, memory: MemoryInfo, kv_tokens: int) -> s
     ]
     if status.draft_layers:
         rows.append((f"draft model, {status.draft_layers} MoE layers, all resident", "", size(status.draft_bytes)))
+    if (streaming := status.streaming) is not None:
+        what = f"{streaming.buffers} stream buffer{'s' if streaming.buffers > 1 else ''}, for steps of {streaming.min_tokens}"
+        rows.append((f"{what} tokens or more", "", size(streaming.nbytes)))
     rows += [
         ("VRAM free now", "", f"{size(memory.device_free)} of {size(memory.device_total)}"),
         ("host RAM free now", "", size(memory.host_available)),

@@ -1,7 +1,8 @@
 """Counting the router's choices on the compute device, inside CUDA graphs too.
 
-There are two counts per expert for each layer and phase: *routed* tokens, and *activations*, the steps that used the expert
-with any number of tokens. An activation of an offloaded expert in decode is one read of its weights over PCIe.
+There are two counts per expert for each layer and phase: *routed* tokens, and *activations*, the steps that read the expert in
+place, with any number of tokens. An activation of an offloaded expert in decode is one read of its weights over PCIe. A step
+that streams computes from a copy of each layer's experts in VRAM: it reads none in place, and counts routed tokens only.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ ALL_ROWS = 1 << 40
 
 
 class Phase(enum.IntEnum):
+    """What a step counts as. Residents are chosen by the activations per DECODE step, so a step that streams is no evidence of
+    those: it counts as PREFILL, whatever it computes."""
+
     PREFILL = 0
     DECODE = 1
 
@@ -75,12 +79,13 @@ class RoutingCounters(Protocol):
         """The layers that run from now on belong to a step of ``phase``. The first ``valid_rows`` rows of its batch are tokens,
         the rest padding; 0: a dummy or capture run, which does not count."""
 
-    def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat) -> None:
+    def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat, *, in_place: bool = True) -> None:
         """Count ``ids[rows, top_k]`` for the model's MoE layer at index ``layer``. The id ``first_expert`` is local expert 0;
-        ids outside the layer (-1, other ranks' experts) do not count."""
+        ids outside the layer (-1, other ranks' experts) do not count. ``in_place``: whether the layer reads its experts where
+        they lie, which makes activations; a step of which any layer does not must have begun as ``Phase.PREFILL``."""
 
-    def count_histogram(self, layer: int, histogram: torch.Tensor) -> None:
-        """Count a step for which only tokens per expert (int32 ``[num_experts]``) are known."""
+    def count_histogram(self, layer: int, histogram: torch.Tensor, *, in_place: bool = True) -> None:
+        """``count`` where only tokens per expert (int32 ``[num_experts]``) are known."""
 
     def read(self) -> RoutingCounts:
         """The counts after everything queued so far; waits for the device."""

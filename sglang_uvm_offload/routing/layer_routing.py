@@ -24,12 +24,13 @@ class LayerRouting:
     """int32 ``[num_experts]``: tokens that local experts received from all ranks, if the dispatcher exchanged tokens; ``ids``
     are then those that this rank sent."""
 
-    def count(self, counters: RoutingCounters, index: int) -> bool:
-        """Count it for the layer at ``index`` of ``counters``. False if there is nothing to count."""
+    def count(self, counters: RoutingCounters, index: int, *, in_place: bool = True) -> bool:
+        """Count it for the layer at ``index`` of ``counters``, which reads its experts ``in_place`` or from a copy. False if
+        there is nothing to count."""
         if self.tokens_per_expert is not None:
-            counters.count_histogram(index, self.tokens_per_expert)
+            counters.count_histogram(index, self.tokens_per_expert, in_place=in_place)
         elif self.ids is not None:
-            counters.count(index, self.ids, self.first_expert, self.id_format)
+            counters.count(index, self.ids, self.first_expert, self.id_format, in_place=in_place)
         else:
             return False
         return True

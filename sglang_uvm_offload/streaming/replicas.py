@@ -39,10 +39,10 @@ class Replicas:
         if buffer_bytes(layer) > buffers[0].numel() or not all(layer.memory.holds(tensor.managed) for tensor in layer.tensors):
             return
         offset, offsets = 0, {}
-        for tensor in layer.tensors:
-            self.parts.append((tensor.managed, offset))
-            offsets[tensor.address] = offset
-            offset += whole_blocks(tensor.layout.nbytes)
+        for mine in layer.tensors:
+            self.parts.append((mine.managed, offset))
+            offsets[mine.address] = offset
+            offset += whole_blocks(mine.layout.nbytes)
         for held in expert_tensors(layer.holders, layer.num_experts):
             tensor = held.tensor
             start = offsets.get(tensor.untyped_storage().data_ptr())

@@ -32,9 +32,7 @@ class Reading(NamedTuple):
 class Streamer:
     """All methods run on the thread that launches the model's steps. A fault ends streaming: steps then read in place."""
 
-    def __init__(
-        self, layers: Sequence[ExpertLayer], staging: Staging, min_tokens: int, on_copy: Callable[[int, int], None]
-    ):
+    def __init__(self, layers: Sequence[ExpertLayer], staging: Staging, min_tokens: int, on_copy: Callable[[int, int], None]):
         """``layers``: the model's MoE layers in the order of a step. Steps of ``min_tokens`` tokens or more stream.
         ``on_copy(row, nbytes)``: so many offloaded bytes of a layer begin to cross the link."""
         self.min_tokens = min_tokens
@@ -56,16 +54,16 @@ class Streamer:
     def nbytes(self) -> int:
         return sum(buffer.numel() for buffer in self._staging.buffers)
 
-    def begin_step(self, tokens: int, is_eager: bool) -> None:
-        """Call it before each step of the model is launched. A step that surely runs its layers' code (``is_eager``: no graph
-        replays it) begins to copy the first layer now; any other one when it comes to that code."""
-        self._active = self.fault is None and tokens >= max(1, self.min_tokens) and self._staging.may_copy()
-        if not self._active:
-            return
+    def streams(self, tokens: int) -> bool:
+        """Whether a step of so many tokens streams, if no graph replays it."""
+        return self.fault is None and tokens >= max(1, self.min_tokens) and self._staging.may_copy()
+
+    def begin_step(self) -> None:
+        """Call it before a step that ``streams`` is launched: begins to copy its first layer."""
+        self._active = True
         self._slots.forget()  # weights may have been updated since
         self._staging.begin_step()
-        if is_eager:
-            self._copy(self._slots.stage(self._following(-1)))
+        self._copy(self._slots.stage(self._following(-1)))
 
     def end_step(self) -> None:
         """The step is launched, or has failed."""
@@ -74,7 +72,7 @@ class Streamer:
     def enter(self, row: int) -> Reading | None:
         """Point a layer at a stream buffer before it is computed; give the result to ``leave`` after that. None: it reads in
         place."""
-        if not self._active or not self._streams(row) or not self._staging.may_copy():
+        if not self._active or not self._brings(row) or not self._staging.may_copy():
             return None
         slot, copies = self._slots.enter(row, self._following(row))
         if slot is None:
@@ -120,9 +118,9 @@ class Streamer:
         )
 
     def _following(self, row: int) -> int | None:
-        return next((after for after in range(row + 1, len(self._layers)) if self._streams(after)), None)
+        return next((after for after in range(row + 1, len(self._layers)) if self._brings(after)), None)
 
-    def _streams(self, row: int) -> bool:
+    def _brings(self, row: int) -> bool:
         """Whether a layer has anything to bring, and fits."""
         return bool(self._layers[row].offloaded_bytes) and bool(self._replicas_of(row).parts)
 

@@ -46,13 +46,14 @@ class Rank:
             self.modules.append(module)
         self.manager.finish_model(self.model)
 
-    def step(self, ids, phase=Phase.DECODE, rows=ALL_ROWS):
-        """One forward step; ``ids`` a list of top-k lists, the same for every layer, or one such list a layer."""
+    def step(self, ids, phase=Phase.DECODE, rows=ALL_ROWS, streams=False):
+        """One forward step; ``ids`` a list of top-k lists, the same for every layer, or one such list a layer. A step that
+        ``streams`` counts so, and copies nothing."""
         per_layer = ids if isinstance(ids, dict) else dict.fromkeys(range(LAYERS), ids)
         tokens = len(per_layer[0])
-        self.manager.begin_step(self.model, rows, tokens, phase)
+        self.manager.begin_step(self.model, rows, tokens, phase, streams=streams)
         for layer in range(LAYERS):
-            self.model.counters.count(layer, torch.tensor(per_layer[layer]), 0, IdFormat.PLAIN)
+            self.model.counters.count(layer, torch.tensor(per_layer[layer]), 0, IdFormat.PLAIN, in_place=not streams)
         self.manager.end_step(self.model)
 
     def status(self):

@@ -128,7 +128,7 @@ def test_server_info_shows_the_flags_and_the_residency(on: Said, off: Said) -> N
 
 def test_metrics_stand_beside_those_of_sglang(on: Said, off: Said) -> None:
     assert "sglang:prompt_tokens_total" in on["metrics"]
-    for name in ("resident_experts", "hit_rate", "zero_copy_bytes", "moves", "evicted_bytes"):
+    for name in ("resident_experts", "hit_rate", "zero_copy_bytes", "streamed_bytes", "moves", "evicted_bytes"):
         assert f"sglang:expert_offload_{name}" in on["metrics"]
     assert "sglang:prompt_tokens_total" in off["metrics"]
     assert "expert_offload" not in off["metrics"]

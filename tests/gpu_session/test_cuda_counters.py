@@ -13,7 +13,8 @@ def test_the_gpu_counts_what_the_cpu_counts(standin):
         from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
         rng, both = np.random.default_rng(0), (CpuRoutingCounters(3, 20), CudaRoutingCounters(3, 20))
         for _ in range(60):
-            rows, phase = int(rng.integers(0, 9)), Phase(int(rng.integers(2)))
+            rows, phase, in_place = int(rng.integers(0, 9)), Phase(int(rng.integers(2))), bool(rng.integers(2))
+            phase = phase if in_place else Phase.PREFILL
             valid = rows if rng.random() < 0.5 else int(rng.integers(0, rows + 1)) if rng.random() < 0.9 else ALL_ROWS
             ids = torch.from_numpy(rng.integers(-1, 24, (rows, 4)).astype(rng.choice(["int32", "int64"])))
             packed = ids.dtype == torch.int32 and rng.random() < 0.3
@@ -23,8 +24,8 @@ def test_the_gpu_counts_what_the_cpu_counts(standin):
             histogram = torch.from_numpy(rng.integers(0, 3, 20).astype("int32"))
             for counters, move in zip(both, (lambda t: t, lambda t: t.cuda())):
                 counters.begin_step(valid, phase)
-                counters.count(layer, move(ids), first, form)
-                counters.count_histogram(layer, move(histogram))
+                counters.count(layer, move(ids), first, form, in_place=in_place)
+                counters.count_histogram(layer, move(histogram), in_place=in_place)
         cpu, gpu = (counters.read() for counters in both)
         assert cpu.counts.sum() > 500
         print(json.dumps([bool((cpu.counts == gpu.counts).all()), cpu.steps == gpu.steps]))

@@ -69,6 +69,16 @@ def test_a_histogram_counts_tokens_and_activations(counters):
     assert counts.counts[0, Phase.PREFILL, ACTIVATIONS].tolist() == [1, 0, 1, 0]
 
 
+def test_a_layer_that_reads_nothing_in_place_counts_tokens_and_no_activations(counters):
+    counters.begin_step(ALL_ROWS, Phase.PREFILL)
+    counters.count(0, ids([0, 1], [0, 2]), 0, IdFormat.PLAIN, in_place=False)
+    counters.count_histogram(1, torch.tensor([5, 0, 2], dtype=torch.int32), in_place=False)
+    counts = counters.read()
+    assert counts.counts[:, Phase.PREFILL, ROUTED].tolist() == [[2, 1, 1, 0], [5, 0, 2, 0]]
+    assert not counts.activations().any()
+    assert counts.steps == (1, 0)
+
+
 def test_a_snapshot_stays_as_it_was_and_differences_add_up(counters):
     counters.begin_step(1, Phase.DECODE)
     counters.count(0, ids([1]), 0, IdFormat.PLAIN)

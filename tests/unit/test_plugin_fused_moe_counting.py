@@ -70,6 +70,16 @@ def test_routing_is_counted_in_every_form(form, layer):
     assert layer.counters.read().routed()[0].tolist() == expected
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_layer_that_reads_a_copy_counts_no_activations_in_any_form(form, layer):
+    dispatched, expected = FORMS[form]
+    layer.counters.begin_step(ALL_ROWS, Phase.PREFILL)
+    LayerHooks(COUNTING)._observe(layer, dispatched, in_place=False)
+    counts = layer.counters.read()
+    assert counts.routed()[0].tolist() == expected
+    assert not counts.activations().any()
+
+
 def test_local_ids_of_expert_parallel_ranks_are_not_shifted(layer):
     layer.dispatcher.skip_local_expert_mapping = False
     LayerHooks(COUNTING)._observe(layer, standard(StandardTopKOutput(None, IDS - 4, None)))

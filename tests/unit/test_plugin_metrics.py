@@ -38,6 +38,20 @@ def test_a_scrape_shows_residents_hit_rate_and_bytes_by_group_of_layers(served):
     assert sample("moves_total") == 0
 
 
+def test_streamed_bytes_are_counted_by_group_of_layers_apart_from_reads_in_place(served):
+    rank, metrics = served
+    for _ in range(2):
+        rank.step([[0, 7], [1, 7]], streams=True)
+        rank.manager.ledger.add_streamed(1, 5 * PAGE_BYTES)
+        metrics.publish()
+    streamed, read = (
+        [sample(f"{name}_bytes_total", layers=f"{i}-{i}") for i in (1, 2, 3)] for name in ("streamed", "zero_copy")
+    )
+    assert streamed == [0, 10 * PAGE_BYTES, 0]
+    assert read == [0, 0, 0]
+    assert sample("byte_hit_rate", layers="1-1") is None
+
+
 def test_moves_are_counted(served):
     rank, metrics = served
     rank.step([[7, 6, 5]])

@@ -25,16 +25,19 @@ def judged(
     pooled: list[float] | None = None,
     steps: int = 1000,
     moved: tuple[int, int] = (0, 0),
+    streamed: tuple[int, int] = (0, 0),
     status: dict[str, Any] | None = None,
     ranks: int = 1,
     **state: Any,
 ) -> list[str]:
-    """The advice to a server with these figures. ``served`` and ``moved`` (bytes) are of the first and the latest half."""
+    """The advice to a server with these figures. ``served``, ``moved`` and ``streamed`` (bytes) are of the first and the latest
+    half."""
     curve = {"decode_steps": steps, "activations": 1000, "present": present, "residents": [0, 2, 4, 6, 8]}
     curve |= {"uniform": uniform, "global": pooled or uniform}
-    past = msgspec.to_builtins(Past([0.0, 50.0, 100.0], *[[0, 0, 0]] * 9))
+    past = msgspec.to_builtins(Past([0.0, 50.0, 100.0], *[[0, 0, 0]] * 10))
     past |= {"activations": [0, 1000, 2000], "activations_resident": [0, 0, int(1000 * served)]}
     past |= {"zero_copy_bytes": [0, 1000, 2000], "moved_bytes": [0, moved[0], sum(moved)], "moves": [0, 1, 2]}
+    past |= {"streamed_bytes": [0, streamed[0], sum(streamed)]}
     base = Rank(config(num_resident=4)).status() | {"curve": curve, "history": past, "warmup_done": True}
     return advice(info(*[base | (status or {})] * ranks, **state))
 
@@ -109,9 +112,13 @@ def test_many_moves_of_late_are_told():
     assert not any("Moves are" in line for line in judged(moved=(9000, 0)))
     assert not any("Moves are" in line for line in judged(moved=(0, 300)))
     said = judged(moved=(0, 1000))[-1]
-    assert said.startswith("Moves are 50.0 % of the bytes over the link")
+    assert said.startswith("Moves are 50.0 % of the bytes that were moved or read in place")
     assert "the share falls" in said
     assert "--expert-offload-adapt warmup" in judged(moved=(0, 1000), status={"adapt": "continuous"})[-1]
+
+
+def test_what_prefill_streams_does_not_hide_moves():
+    assert judged(moved=(0, 1000), streamed=(0, 10**6)) == judged(moved=(0, 1000))
 
 
 def test_evicted_residents_come_first_and_name_their_rank_and_the_cure():

@@ -18,7 +18,7 @@ from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.report import server_report as module
 from sglang_uvm_offload.report.replay_report import replay_report
 from sglang_uvm_offload.report.server_report import IN_HOST, IN_VRAM, KINDS, NOT_SHOWN, PARTLY, SHARED, server_report
-from sglang_uvm_offload.routing.counts import IdFormat
+from sglang_uvm_offload.routing.counts import IdFormat, Phase
 from sglang_uvm_offload.routing.recorder import Recorder
 
 
@@ -37,6 +37,20 @@ def test_a_report_shows_a_servers_figures():
     ):
         assert expected in said, f"{expected!r} is not in {said}"
     assert "SGLang shows the first rank" not in said
+
+
+def test_a_report_shows_what_was_streamed_beside_what_was_read_in_place():
+    rank = Rank(config())
+    rank.step([[0, 7]] * 5, phase=Phase.PREFILL, streams=True)
+    rank.manager.ledger.add_streamed(1, 80 * PAGE_BYTES)
+    status = stepped(rank)
+    assert "zero-copy reads streamed moves moved rank 0" in (said := words(server_report(info(status), "s")))
+    assert "0.9 MiB 5.0 MiB 0 0.0 MiB" in said
+    (axes,) = module._bytes_over_time([("rank 0", info(status).ranks[0])]).axes
+    read, streamed, moved = (line.get_ydata() for line in axes.lines)
+    assert streamed.tolist() == pytest.approx([80 * PAGE_BYTES / 2**10 / 6] * 2)
+    assert read.tolist() == pytest.approx([15 * PAGE_BYTES / 2**10 / 6] * 2)
+    assert moved.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("section", ["Advice", "Totals", "Where the experts are", "Hit rate over time"])

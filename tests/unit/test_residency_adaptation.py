@@ -23,7 +23,7 @@ from sglang_uvm_offload.residency import manager as manager_module
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.reporting import rank_status
-from sglang_uvm_offload.routing.counts import Phase, RoutingCounts
+from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, RoutingCounts
 
 
 def seconds_pass() -> Callable[[], float]:
@@ -187,6 +187,19 @@ def test_frequency_follows_from_the_warmup_on():
     assert rank.resident() == [[5, 6, 7]] * LAYERS
     serve(rank, [[1, 2, 3]], 80 * INTERVAL_STEPS)
     assert rank.resident() == [[1, 2, 3]] * LAYERS
+
+
+def test_decode_steps_that_stream_are_no_evidence_that_experts_are_unused():
+    rank = following()
+    for _ in range(10):
+        rank.step([[5, 6, 7]])
+    for _ in range(90):
+        rank.step([[5, 6, 7]], streams=True)
+    seen = rank.manager.routing(wait=True)
+    assert seen.steps == (90, 10)
+    assert seen.counts[0, Phase.DECODE, ACTIVATIONS].tolist() == [0] * 5 + [10] * 3
+    assert seen.counts[0, Phase.PREFILL, ROUTED].tolist() == [0] * 5 + [90] * 3
+    assert rank.status()["curve"]["decode_steps"] == 10
 
 
 def hot(ids, steps: int) -> RoutingCounts:

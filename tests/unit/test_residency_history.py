@@ -111,6 +111,22 @@ def test_moves_are_in_the_history():
     assert history["moved_bytes"] == [0, 2 * 3 * LAYERS * PAGE_BYTES]
 
 
+def test_streamed_bytes_are_in_the_status_of_each_layer_and_in_the_history():
+    clock = Clock()
+    rank = rank_at(clock)
+    rank.step([[0, 7]], phase=Phase.PREFILL, streams=True)
+    rank.manager.ledger.add_streamed(1, 5 * PAGE_BYTES)
+    clock.now += 1
+    rank.manager.poll_if_due()
+    rank.step([[0, 7]], phase=Phase.PREFILL, streams=True)
+    rank.manager.ledger.add_streamed(2, 3 * PAGE_BYTES)
+    status = rank.status()
+    assert status["streamed_bytes"] == 8 * PAGE_BYTES
+    assert [layer["streamed_bytes"] for layer in status["layers"]] == [0, 5 * PAGE_BYTES, 3 * PAGE_BYTES]
+    assert status["history"]["streamed_bytes"] == [0, 5 * PAGE_BYTES, 8 * PAGE_BYTES]
+    assert status["history"]["zero_copy_bytes"] == [0, 0, 0]
+
+
 def test_the_history_and_the_curve_are_plain_json():
     rank = Rank(config(resident_selection="first_n"))
     rank.step([[0, 7]])

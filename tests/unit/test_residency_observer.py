@@ -9,6 +9,7 @@ from builders.managers import LAYERS, Rank, config
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.residency.reporting import rank_status
+from sglang_uvm_offload.routing.counts import Phase
 
 
 class Late(CpuRoutingCounters):
@@ -60,6 +61,24 @@ def test_steps_are_booked_under_the_residents_they_had_however_late_their_counts
     assert ledger.steps == 3
     assert ledger.routed_resident.tolist() == [2 + 3 + 1] * LAYERS
     assert ledger.zero_copy_bytes.tolist() == [(1 + 1 + 1) * PAGE_BYTES] * LAYERS
+
+
+def test_a_step_that_streams_is_booked_by_what_it_copies_and_reads_nothing_in_place():
+    rank = Rank(config(resident_selection="first_n"))
+    observer, ledger = rank.manager.observer, rank.manager.ledger
+    rank.step([[0, 7], [1, 7], [7, 6]], phase=Phase.PREFILL, streams=True)
+    for layer, nbytes in ((0, 5), (2, 3), (2, 4)):
+        ledger.add_streamed(layer, nbytes * PAGE_BYTES)
+    observer.catch_up()
+    assert ledger.streamed_bytes.tolist() == [5 * PAGE_BYTES, 0, 7 * PAGE_BYTES]
+    assert (ledger.routed.tolist(), ledger.routed_resident.tolist()) == ([6] * LAYERS, [2] * LAYERS)
+    assert not ledger.zero_copy_bytes.any()
+    assert not ledger.activated_bytes.any()
+    assert ledger.byte_hit_rate is None
+    rank.step([[0, 7]], phase=Phase.PREFILL)
+    observer.catch_up()
+    assert ledger.zero_copy_bytes.tolist() == [PAGE_BYTES] * LAYERS
+    assert ledger.byte_hit_rate == 0.5
 
 
 def test_catching_up_books_what_is_on_its_way_under_the_residents_it_had():

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import contenders
@@ -172,6 +173,12 @@ def test_decode_time_holds_neither_prefill_nor_the_asking_for_counters(monkeypat
     timed = serve_client.prefill(clock, lambda i, n: [1] * n, 16, SIZES, clock.counters)  # type: ignore[arg-type]
     assert timed.samples == pytest.approx([5.25] * 3)
     assert timed.extra == {"read_bytes": 1010}
+
+
+def test_bytes_read_are_those_in_place_and_those_streamed() -> None:
+    state = {"zero_copy_bytes": 5, "streamed_bytes": 70, "moved_bytes": 9}
+    client = SimpleNamespace(offload=lambda: state)
+    assert serve_run.counted(client) == {"read_bytes": 75, "moved_bytes": 9}  # type: ignore[arg-type]
 
 
 def test_the_warm_up_goes_on_for_the_step_after_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:

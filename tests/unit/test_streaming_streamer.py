@@ -103,7 +103,12 @@ class Model:
                 tensor.copy_(values)
 
     def tensors(self, index):
-        return [self.modules[index].w13, self.methods[index].prepared.w2, self.methods[index].halves, self.modules[index].scales]
+        return [
+            self.modules[index].w13,
+            self.methods[index].prepared.w2,
+            self.methods[index].halves,
+            self.modules[index].scales,
+        ]
 
     def addresses(self):
         return [[tensor.data_ptr() for tensor in self.tensors(index)] for index in range(LAYERS)]
@@ -119,11 +124,12 @@ class Model:
             inside.append(any(begin <= tensor.data_ptr() < end for begin, end in ranges))
         return inside
 
-    def step(self, tokens=8, rows=range(LAYERS), is_eager=True, compute=None):
+    def step(self, tokens=8, rows=range(LAYERS), compute=None):
         """Returns for each row the tensors that it computed with, and whether it streamed."""
         seen = []
-        self.streamer.begin_step(tokens, is_eager)
         try:
+            if self.streamer.streams(tokens):
+                self.streamer.begin_step()
             for row in rows:
                 reading = self.streamer.enter(row)
                 failed = True
@@ -178,17 +184,9 @@ def test_a_threshold_of_zero_streams_every_step_with_tokens():
     assert [streamed for _, _, streamed in model.step(tokens=0)] == [False] * LAYERS
 
 
-def test_a_step_that_graphs_may_replay_copies_nothing_before_its_first_layer():
-    model = Model()
-    model.step(rows=(), is_eager=False)
-    assert model.copied == []
-    assert same(model.step(is_eager=False), model.expected())
-    assert [row for row, _ in model.copied] == list(range(LAYERS))
-
-
 def test_a_step_begins_with_the_first_layer_before_its_code_runs():
     model = Model()
-    model.streamer.begin_step(8, is_eager=True)
+    model.step(rows=())
     assert [row for row, _ in model.copied] == [0]
 
 
