@@ -197,14 +197,13 @@ EXPORT int cuMemFree(void* address) { return cudaFree(address); }
 
 /* STANDIN_CORRUPT changes a byte of each copy on the device. */
 EXPORT int cuMemcpyDtoD(void* to, const void* from, size_t nbytes) {
-    memcpy(to, from, nbytes);
+    cudaMemcpy(to, from, nbytes, cudaMemcpyDefault);
     if (standin_setting("STANDIN_CORRUPT", 0)) ((char*)to)[nbytes / 2] ^= 1;
     return CUDA_SUCCESS;
 }
 
 EXPORT int cuMemcpyDtoH(void* to, const void* from, size_t nbytes) {
-    memcpy(to, from, nbytes);
-    return CUDA_SUCCESS;
+    return cudaMemcpy(to, from, nbytes, cudaMemcpyDefault);
 }
 
 EXPORT int cuMemGetAllocationGranularity(size_t* granularity, void* properties, int option) {

@@ -38,6 +38,8 @@ int standin_injected(const char* call) {
     return result;
 }
 
+bool standin_logs_order(void) { return standin_setting("STANDIN_LOG_ORDER", 0); }
+
 void standin_log(const char* call, int result, const char* fields, ...) {
     const char* path = getenv("STANDIN_LOG");
     if (!path) return;
@@ -50,6 +52,8 @@ void standin_log(const char* call, int result, const char* fields, ...) {
         used += vsnprintf(line + used, sizeof line - used, fields, arguments);
         va_end(arguments);
     }
+    if (standin_logs_order() && used < (int)sizeof line)
+        used += snprintf(line + used, sizeof line - used, ", \"thread\": %d", gettid());
     if (used > (int)sizeof line - 3) used = sizeof line - 3;
     used += snprintf(line + used, 3, "}\n");
     static int file = -1;

@@ -228,7 +228,7 @@ EXPORT cudaError_t cudaMallocAsync(void** address, size_t nbytes, cudaStream_t s
 
 static int give(const char* call, void* address) {
     enum kind kind = address ? standin_kind(address) : KIND_NONE;
-    standin_finish_all();
+    if (address) standin_finish_all();
     int result = standin_injected(call);
     if (result == 0 && !standin_give(address)) result = cudaErrorInvalidValue;
     standin_log(call, result, "\"address\": %zu, \"managed\": %s, \"live_managed_bytes\": %zu", (size_t)address,
@@ -237,13 +237,16 @@ static int give(const char* call, void* address) {
 }
 
 EXPORT cudaError_t cudaFree(void* address) { return give("cudaFree", address); }
-EXPORT cudaError_t cudaFreeAsync(void* address, cudaStream_t stream) { return give("cudaFree", address); }
+EXPORT cudaError_t cudaFreeAsync(void* address, cudaStream_t stream) { return give("cudaFreeAsync", address); }
 
 EXPORT cudaError_t cudaHostAlloc(void** address, size_t nbytes, unsigned flags) {
     return take(address, nbytes, KIND_HOST);
 }
 EXPORT cudaError_t cudaMallocHost(void** address, size_t nbytes) { return take(address, nbytes, KIND_HOST); }
-EXPORT cudaError_t cudaFreeHost(void* address) { return standin_give(address) ? 0 : cudaErrorInvalidValue; }
+EXPORT cudaError_t cudaFreeHost(void* address) {
+    if (address) standin_finish_all();
+    return standin_give(address) ? 0 : cudaErrorInvalidValue;
+}
 
 EXPORT cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned flags) {
     *device = host;
@@ -297,16 +300,29 @@ static void run_copy(void* state) {
     }
 }
 
-/* The caller waits for a copy from or to pageable memory. */
+static bool on_device(const void* address) {
+    enum kind kind = standin_kind(address);
+    return kind == KIND_DEVICE || kind == KIND_MANAGED;
+}
+
+static void enqueue_copy(void* stream, const char* call, struct copy it, bool waits) {
+    struct touched bytes = {it.to, it.from, it.width * it.height, waits};
+    standin_enqueue(stream, call, bytes, run_copy, &it, sizeof it);
+}
+
+/* The caller waits for a copy to pageable memory. From pageable memory, CUDA promises only that the source was read. */
 static cudaError_t copy(void* stream, struct copy it) {
-    standin_enqueue(stream, "cudaMemcpyAsync", run_copy, &it, sizeof it);
-    if (standin_kind(it.from) == KIND_NONE || standin_kind(it.to) == KIND_NONE) standin_finish(stream);
+    bool from_pageable = standin_kind(it.from) == KIND_NONE, to_pageable = standin_kind(it.to) == KIND_NONE;
+    enqueue_copy(stream, "cudaMemcpyAsync", it, to_pageable);
+    if (from_pageable || to_pageable) standin_finish(stream);
     return 0;
 }
 
+/* CUDA promises less for copies within the device and from pageable memory. */
 EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t nbytes, enum cudaMemcpyKind kind) {
+    bool waits = !on_device(to) || standin_kind(from) == KIND_HOST;
+    enqueue_copy(NULL, "cudaMemcpy", (struct copy){to, from, 0, 0, nbytes, 1}, waits);
     standin_finish(NULL);
-    memmove(to, from, nbytes);
     return 0;
 }
 
@@ -335,16 +351,19 @@ static void run_fill(void* state) {
     memset(it->to, it->value, it->nbytes);
 }
 
+static cudaError_t fill(const char* call, struct fill it, void* stream) {
+    standin_enqueue(stream, call, (struct touched){it.to, NULL, it.nbytes}, run_fill, &it, sizeof it);
+    return 0;
+}
+
 EXPORT cudaError_t cudaMemset(void* to, int value, size_t nbytes) {
+    fill("cudaMemset", (struct fill){to, value, nbytes}, NULL);
     standin_finish(NULL);
-    memset(to, value, nbytes);
     return 0;
 }
 
 EXPORT cudaError_t cudaMemsetAsync(void* to, int value, size_t nbytes, cudaStream_t stream) {
-    struct fill it = {to, value, nbytes};
-    standin_enqueue(stream, "cudaMemsetAsync", run_fill, &it, sizeof it);
-    return 0;
+    return fill("cudaMemsetAsync", (struct fill){to, value, nbytes}, stream);
 }
 
 /* ---- managed memory ---- */

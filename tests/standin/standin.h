@@ -16,6 +16,9 @@ int standin_injected(const char* call);
 /* Appends {"pid": .., "call": .., "result": .., FIELDS} to the file STANDIN_LOG, if set. */
 void standin_log(const char* call, int result, const char* fields, ...) __attribute__((format(printf, 3, 4)));
 
+/* Whether the log shows all that orders work: STANDIN_LOG_ORDER. */
+bool standin_logs_order(void);
+
 /* An environment variable as a number, or `otherwise`. */
 long long standin_setting(const char* name, long long otherwise);
 
@@ -44,7 +47,14 @@ void standin_vram(size_t* free_bytes, size_t* total_bytes);
 
 /* One operation that a stream runs now, or records while it captures. */
 typedef void (*work_fn)(void* state);
-void standin_enqueue(void* stream, const char* what, work_fn work, void* state, size_t state_bytes);
+/* The bytes that it writes and reads, and whether CUDA promises that the call returns after it: for the log. */
+struct touched {
+    const void *to, *from;
+    size_t nbytes;
+    bool waits;
+};
+void standin_enqueue(void* stream, const char* what, struct touched bytes, work_fn work, void* state,
+                     size_t state_bytes);
 /* `shown`: how many arguments, at most 2, surely exist and are words: the log shows them. */
 void standin_launch(void* stream, const char* kernel, void** arguments, int shown, unsigned blocks, unsigned threads,
                     const char* call);

@@ -1,6 +1,7 @@
-/* Streams, events, capture and graphs. Work runs at once, in the calling thread; a capturing stream records it instead,
- * and a graph launch runs what was recorded. A stream joins a capture by waiting for an event that was recorded in it.
- * STANDIN_LATE makes streams late: their work waits until somebody waits for it, the last moment at which it may run.
+/* Streams, events, capture and graphs. Each stream has a queue of work, and the calling thread runs it: at once, as
+ * late as possible (STANDIN_LATE), or at random moments (STANDIN_SHUFFLE). A capturing stream records its work instead,
+ * and a graph launch is one piece of work that runs all that was recorded. A stream joins a capture by waiting for an
+ * event that was recorded in it.
  */
 #define _GNU_SOURCE
 #include "standin.h"
@@ -13,10 +14,17 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* All work of a stream up to some moment. Over from the start if there is no stream. */
+struct moment {
+    struct stream* stream;
+    uint64_t at;
+};
+
 struct node {
     struct node* next;
-    work_fn work;
+    work_fn work; /* or NULL, for the wait of one stream for another */
     void* state;
+    struct moment after; /* when the work may start */
 };
 
 struct queue {
@@ -32,15 +40,11 @@ struct graph {
 
 struct stream {
     struct stream* next;
+    unsigned id;
     struct graph* graph;  /* being captured, or NULL */
     struct queue waiting; /* work that has not run yet */
     uint64_t queued, done;
-};
-
-/* All work of a stream up to some moment. */
-struct moment {
-    struct stream* stream;
-    uint64_t at;
+    bool asked;
 };
 
 struct event {
@@ -50,6 +54,7 @@ struct event {
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+/* Held while work runs, and while it is submitted or waited for and logged: the log has the order of the queues. */
 static pthread_mutex_t running = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static struct stream legacy;
 static struct stream* streams = &legacy;
@@ -59,10 +64,9 @@ static struct stream* of(void* handle) { return (uintptr_t)handle <= 2 ? &legacy
 
 bool standin_capturing(void* stream) { return of(stream)->graph != NULL; }
 
-static void push(struct queue* queue, work_fn work, void* state) {
-    struct node* node = calloc(1, sizeof *node);
-    node->work = work;
-    node->state = state;
+static void push(struct queue* queue, struct node it) {
+    struct node* node = malloc(sizeof *node);
+    *node = it;
     if (queue->last)
         queue->last->next = node;
     else
@@ -72,36 +76,99 @@ static void push(struct queue* queue, work_fn work, void* state) {
 
 static void append(struct graph* graph, work_fn work, void* state) {
     pthread_mutex_lock(&lock);
-    push(&graph->work, work, state);
+    push(&graph->work, (struct node){.work = work, .state = state});
     graph->count++;
     pthread_mutex_unlock(&lock);
 }
 
 static void* kept(const void* state, size_t nbytes) { return memcpy(malloc(nbytes), state, nbytes); }
 
-/* ---- late streams ---- */
+/* ---- when queued work runs ---- */
 
 static bool late(struct stream* stream) {
     long long which = standin_setting("STANDIN_LATE", 0);
     return which == (stream == &legacy ? 1 : 2);
 }
 
-static void run_until(struct moment moment) {
-    struct stream* stream = moment.stream;
-    pthread_mutex_lock(&running);
-    while (stream && stream->done < moment.at) {
-        struct node* node = stream->waiting.first;
-        stream->waiting.first = node->next;
-        if (!node->next) stream->waiting.last = NULL;
-        node->work(node->state);
-        stream->done++;
-        free(node->state);
-        free(node);
+static long long chosen_seed = -1;
+static uint64_t drawn;
+
+static long long seed(void) { return chosen_seed >= 0 ? chosen_seed : standin_setting("STANDIN_SHUFFLE", -1); }
+
+static bool shuffled(void) { return seed() >= 0; }
+
+/* splitmix64 */
+static uint64_t mixed(uint64_t bits) {
+    bits += 0x9e3779b97f4a7c15;
+    bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9;
+    bits = (bits ^ (bits >> 27)) * 0x94d049bb133111eb;
+    return bits ^ (bits >> 31);
+}
+
+/* A random number of the seed, below `below`: the next one, or one that the seed always has for `what`. */
+static unsigned draw(unsigned below) { return mixed(mixed(seed()) + ++drawn) % below; }
+static unsigned trait(unsigned what, unsigned below) { return mixed(~mixed(seed()) + what) % below; }
+
+static bool is_over(struct moment moment) { return !moment.stream || moment.stream->done >= moment.at; }
+
+/* The next work of the stream waits for another stream. */
+static bool blocked(struct stream* stream) { return !is_over(stream->waiting.first->after); }
+
+/* A stream that has work which may run. A seed has fast and slow streams: one may be far ahead of another. */
+static struct stream* any_ready(void) {
+    enum { PACES = 8 };
+    struct stream* chosen = NULL;
+    unsigned total = 0;
+    for (struct stream* each = streams; each; each = each->next) {
+        if (!each->waiting.first || blocked(each)) continue;
+        unsigned weight = 1u << trait(each->id, PACES);
+        total += weight;
+        if (draw(total) < weight) chosen = each;
     }
+    return chosen;
+}
+
+/* The stream whose next work has to run before the next work of `stream`, which has some, is over. */
+static struct stream* needed(struct stream* stream) {
+    while (blocked(stream)) stream = stream->waiting.first->after.stream;
+    return stream;
+}
+
+static void run_next(struct stream* stream) {
+    struct node* node = stream->waiting.first;
+    stream->waiting.first = node->next;
+    if (!node->next) stream->waiting.last = NULL;
+    if (node->work) node->work(node->state);
+    stream->done++;
+    free(node->state);
+    free(node);
+}
+
+static void run_until(struct moment moment) {
+    pthread_mutex_lock(&running);
+    while (!is_over(moment)) run_next(shuffled() ? any_ready() : needed(moment.stream));
     pthread_mutex_unlock(&running);
 }
 
-static struct moment now(struct stream* stream) { return (struct moment){stream, stream->queued}; }
+/* A random number of pieces of work, from none to many. How many is up to the seed: some seeds run nothing that nobody
+ * waits for. */
+static void run_some(void) {
+    enum { ALWAYS = 8 };
+    struct stream* ready;
+    pthread_mutex_lock(&running);
+    while (draw(ALWAYS) < trait(~0u, ALWAYS) && (ready = any_ready())) run_next(ready);
+    pthread_mutex_unlock(&running);
+}
+
+static struct moment now(struct stream* stream) {
+    pthread_mutex_lock(&running);
+    struct moment moment = {stream, stream->queued};
+    pthread_mutex_unlock(&running);
+    return moment;
+}
+
+/* What the log names a stream: all handles of the default stream are one. */
+static void* shown_stream(void* handle) { return of(handle) == &legacy ? NULL : handle; }
 
 void standin_finish(void* stream) { run_until(now(of(stream))); }
 
@@ -109,28 +176,49 @@ void standin_finish_all(void) {
     for (struct stream* each = streams; each; each = each->next) run_until(now(each));
 }
 
-/* Runs the work or, on a late stream, keeps it with a copy of its state. */
-static void submit(struct stream* stream, work_fn work, void* state, size_t state_bytes) {
-    if (!late(stream)) {
-        work(state);
-        return;
-    }
+/* From now on the seed is `chosen`, or what STANDIN_SHUFFLE says if that is negative. All that was submitted before
+ * runs.
+ */
+EXPORT void standin_shuffle(long long chosen) {
     pthread_mutex_lock(&running);
-    push(&stream->waiting, work, kept(state, state_bytes));
-    stream->queued++;
+    standin_finish_all();
+    chosen_seed = chosen;
+    drawn = 0;
+    if (standin_logs_order()) standin_log("standin_shuffle", 0, "\"seed\": %lld", chosen);
     pthread_mutex_unlock(&running);
 }
 
-static void run_wait(void* state) { run_until(*(struct moment*)state); }
+/* Queues the work, whose state it takes over, and runs what is due. */
+static void submit(struct stream* stream, struct node work) {
+    pthread_mutex_lock(&running);
+    push(&stream->waiting, work);
+    stream->queued++;
+    if (shuffled())
+        run_some();
+    else if (!late(stream))
+        run_until(now(stream));
+    pthread_mutex_unlock(&running);
+}
 
-void standin_enqueue(void* stream, const char* what, work_fn work, void* state, size_t state_bytes) {
+static void submit_or_capture(struct stream* stream, work_fn work, void* state) {
+    if (stream->graph)
+        append(stream->graph, work, state);
+    else
+        submit(stream, (struct node){.work = work, .state = state});
+}
+
+void standin_enqueue(void* stream, const char* what, struct touched bytes, work_fn work, void* state,
+                     size_t state_bytes) {
     struct graph* graph = of(stream)->graph;
-    if (!graph) {
-        submit(of(stream), work, state, state_bytes);
-        return;
+    pthread_mutex_lock(&running);
+    if (graph || standin_logs_order()) {
+        standin_log(what, 0,
+                    "\"graph\": %d, \"stream\": \"%p\", \"to\": %zu, \"from\": %zu, \"nbytes\": %zu, \"waits\": %s",
+                    graph ? graph->id : 0, shown_stream(stream), (size_t)bytes.to, (size_t)bytes.from, bytes.nbytes,
+                    bytes.waits ? "true" : "false");
     }
-    append(graph, work, kept(state, state_bytes));
-    standin_log(what, 0, "\"graph\": %d", graph->id);
+    submit_or_capture(of(stream), work, kept(state, state_bytes));
+    pthread_mutex_unlock(&running);
 }
 
 /* ---- kernels: those of our library run on the host (STANDIN_KERNELS names the library), all others do nothing ---- */
@@ -167,14 +255,13 @@ void standin_launch(void* stream, const char* kernel, void** arguments, int show
     struct graph* graph = of(stream)->graph;
     size_t words[2] = {0, 0};
     for (int i = 0; i < shown; i++) memcpy(&words[i], arguments[i], sizeof words[i]);
-    standin_log(call, 0, "\"kernel\": \"%.200s\", \"stream\": \"%p\", \"graph\": %d, \"arguments\": [%zu, %zu]", kernel,
-                stream, graph ? graph->id : 0, words[0], words[1]);
     /* Kernels read their arguments' values at the launch, and a graph keeps the values of the capture. */
     struct bound_launch launch = {bind_kernel ? bind_kernel(kernel, arguments) : NULL, blocks, threads};
-    if (graph)
-        append(graph, run_bound, kept(&launch, sizeof launch));
-    else
-        submit(of(stream), run_bound, &launch, sizeof launch);
+    pthread_mutex_lock(&running);
+    standin_log(call, 0, "\"kernel\": \"%.200s\", \"stream\": \"%p\", \"graph\": %d, \"arguments\": [%zu, %zu]", kernel,
+                shown_stream(stream), graph ? graph->id : 0, words[0], words[1]);
+    submit_or_capture(of(stream), run_bound, kept(&launch, sizeof launch));
+    pthread_mutex_unlock(&running);
 }
 
 /* ---- streams ---- */
@@ -182,6 +269,7 @@ void standin_launch(void* stream, const char* kernel, void** arguments, int show
 static int new_stream(void** handle) {
     struct stream* stream = calloc(1, sizeof *stream);
     pthread_mutex_lock(&lock);
+    stream->id = streams->id + 1;
     stream->next = streams;
     streams = stream;
     pthread_mutex_unlock(&lock);
@@ -224,27 +312,59 @@ static bool wait_breaks_capture(void) { return global_captures > 0 && capture_mo
 EXPORT int cudaStreamSynchronize(void* stream) {
     int result = standin_injected("cudaStreamSynchronize");
     if (result == 0 && (standin_capturing(stream) || wait_breaks_capture())) result = cudaErrorStreamCaptureUnsupported;
+    pthread_mutex_lock(&running);
     standin_finish(stream);
-    standin_log("cudaStreamSynchronize", result, "\"stream\": \"%p\"", stream);
+    standin_log("cudaStreamSynchronize", result, "\"stream\": \"%p\"", shown_stream(stream));
+    pthread_mutex_unlock(&running);
     return result;
 }
 
+EXPORT int cuStreamSynchronize(void* stream) { return cudaStreamSynchronize(stream); }
+
 EXPORT int cudaDeviceSynchronize(void) {
+    pthread_mutex_lock(&running);
     standin_finish_all();
     standin_log("cudaDeviceSynchronize", 0, NULL);
+    pthread_mutex_unlock(&running);
     return 0;
 }
 
+EXPORT int cuCtxSynchronize(void) { return cudaDeviceSynchronize(); }
+
+/* Late work is not ready when it is first asked for; whoever asks again is not kept waiting. Shuffled work may be ready
+ * at any time, and is at some time. */
+static bool is_ready(struct moment moment, bool* asked) {
+    if (shuffled()) run_some();
+    bool ready = is_over(moment) || (shuffled() ? draw(4) == 0 : *asked);
+    *asked = !ready;
+    if (ready) run_until(moment);
+    return ready;
+}
+
+EXPORT int cudaStreamQuery(void* stream) {
+    pthread_mutex_lock(&running);
+    int result = is_ready(now(of(stream)), &of(stream)->asked) ? 0 : cudaErrorNotReady;
+    if (standin_logs_order()) standin_log("cudaStreamQuery", result, "\"stream\": \"%p\"", shown_stream(stream));
+    pthread_mutex_unlock(&running);
+    return result;
+}
+
+EXPORT int cuStreamQuery(void* stream) { return cudaStreamQuery(stream); }
+
+/* Functions of the host run in the calling thread: they may want what that thread holds. */
 EXPORT int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
     struct graph* graph = of(stream)->graph;
-    if (graph)
+    if (graph) {
         append(graph, function, data);
-    else
-        function(data);
+        return 0;
+    }
+    standin_finish(stream);
+    function(data);
     return 0;
 }
 
 EXPORT int cudaStreamAddCallback(void* stream, void (*function)(void*, int, void*), void* data, unsigned flags) {
+    standin_finish(stream);
     function(stream, 0, data);
     return 0;
 }
@@ -256,38 +376,50 @@ static int new_event(void** event) {
     return 0;
 }
 
-static int record(void* handle, void* stream) {
-    *(struct event*)handle = (struct event){of(stream)->graph, now(of(stream)), false};
+static void log_event(const char* call, int result, void* event, void* stream) {
+    struct graph* graph = of(stream)->graph;
+    if (!standin_logs_order()) return;
+    standin_log(call, result, "\"event\": \"%p\", \"stream\": \"%p\", \"graph\": %d", event, shown_stream(stream),
+                graph ? graph->id : 0);
+}
+
+static int record(void* event, void* stream) {
+    pthread_mutex_lock(&running);
+    *(struct event*)event = (struct event){of(stream)->graph, now(of(stream)), false};
+    log_event("cudaEventRecord", 0, event, stream);
+    if (shuffled()) run_some();
+    pthread_mutex_unlock(&running);
     return 0;
 }
 
 static int wait_event(void* stream, void* handle) {
     struct event* event = handle;
     struct graph* graph = event->graph;
+    pthread_mutex_lock(&running);
     if (graph && graph->open && !of(stream)->graph) of(stream)->graph = graph;
-    if (!graph) submit(of(stream), run_wait, &event->recorded, sizeof event->recorded);
+    log_event("cudaStreamWaitEvent", 0, event, stream);
+    if (!graph) submit(of(stream), (struct node){.after = event->recorded});
+    pthread_mutex_unlock(&running);
     return 0;
 }
 
-static int synchronize_event(void* event) {
+static int synchronize_event(void* handle) {
+    struct event* event = handle;
     int result = wait_breaks_capture() ? cudaErrorStreamCaptureUnsupported : 0;
-    standin_log("cudaEventSynchronize", result, NULL);
-    if (result) return result;
-    run_until(((struct event*)event)->recorded);
-    return 0;
+    pthread_mutex_lock(&running);
+    if (result == 0) run_until(event->recorded);
+    standin_log("cudaEventSynchronize", result, "\"event\": \"%p\"", handle);
+    pthread_mutex_unlock(&running);
+    return result;
 }
 
-/* Late work is not ready when it is first asked for; whoever asks again is not kept waiting. */
 static int query_event(void* handle) {
     struct event* event = handle;
-    struct moment moment = event->recorded;
-    if (!moment.stream || moment.stream->done >= moment.at) return 0;
-    if (!event->asked) {
-        event->asked = true;
-        return cudaErrorNotReady;
-    }
-    run_until(moment);
-    return 0;
+    pthread_mutex_lock(&running);
+    int result = is_ready(event->recorded, &event->asked) ? 0 : cudaErrorNotReady;
+    if (standin_logs_order()) standin_log("cudaEventQuery", result, "\"event\": \"%p\"", handle);
+    pthread_mutex_unlock(&running);
+    return result;
 }
 
 EXPORT int cudaEventCreate(void** event) { return new_event(event); }
@@ -434,7 +566,10 @@ static void run_graph(void* state) {
 
 EXPORT int cudaGraphLaunch(void* executable, void* stream) {
     struct graph* graph = executable;
-    standin_log("cudaGraphLaunch", 0, "\"graph\": %d, \"nodes\": %zu", graph->id, graph->count);
-    submit(of(stream), run_graph, &graph, sizeof graph);
+    pthread_mutex_lock(&running);
+    standin_log("cudaGraphLaunch", 0, "\"graph\": %d, \"nodes\": %zu, \"stream\": \"%p\"", graph->id, graph->count,
+                shown_stream(stream));
+    submit(of(stream), (struct node){.work = run_graph, .state = kept(&graph, sizeof graph)});
+    pthread_mutex_unlock(&running);
     return 0;
 }

@@ -1,0 +1,94 @@
+"""Which of the logged operations is over before which starts, under any timing: what streams, events and waits of the host
+promise. Reads the log that ``STANDIN_LOG_ORDER`` makes complete.
+
+Each operation (a kernel, a copy, a fill, a prefetch, the launch of a graph) is one step of its stream. A clock says how many
+steps of each stream are over: there is one of each stream, one of each event, as of its last record, and one of each thread
+of the host, of what it has waited for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Call = Mapping[str, Any]
+Clock = dict[str, int]
+
+OPERATIONS = {
+    "cudaLaunchKernel",
+    "cuLaunchKernel",
+    "library",
+    "cudaMemcpy",
+    "cudaMemcpyAsync",
+    "cudaMemset",
+    "cudaMemsetAsync",
+    "cudaMemPrefetchAsync",
+    "cudaGraphLaunch",
+}
+
+
+class Order:
+    """The order that the calls of one process, as logged, give to its operations. Calls are told apart by identity.
+
+    Non-blocking streams are assumed, as torch's are: they do not wait for the default stream, nor it for them.
+    A graph is one operation: ``cudaGraphLaunch``. What is captured is none.
+    """
+
+    def __init__(self, calls: Sequence[Call]):
+        if len({call.get("pid") for call in calls}) > 1:
+            raise ValueError("the calls are of several processes: an order is of one")
+        self._calls = calls  # kept, so that their identities stay theirs
+        self._streams: dict[str, Clock] = defaultdict(dict)
+        self._events: dict[str, Clock] = defaultdict(dict)
+        self._threads: dict[int, Clock] = defaultdict(dict)
+        self._steps: dict[int, tuple[str, int]] = {}
+        self._before: dict[int, Clock] = {}
+        for call in calls:
+            if call["result"] == 0:
+                self._follow(call)
+
+    def happens_before(self, first: Call, second: Call) -> bool:
+        """Whether ``first`` is over before ``second`` starts, under any timing."""
+        stream, step = self._steps[self._operation(first)]
+        return self._before[self._operation(second)].get(stream, 0) >= step
+
+    def _operation(self, call: Call) -> int:
+        if id(call) not in self._steps:
+            raise ValueError(f"not an operation of this log, or one that failed or was captured: {call}")
+        return id(call)
+
+    def _follow(self, call: Call) -> None:
+        name, host = call["call"], self._threads[call.get("thread", 0)]
+        captured = call.get("graph", 0) != 0 and name != "cudaGraphLaunch"
+        if name in OPERATIONS and not captured:
+            self._add(call, host)
+        elif name == "cudaEventRecord":
+            self._events[call["event"]] = {} if captured else self._submitted(call["stream"], host).copy()
+        elif name == "cudaStreamWaitEvent" and not captured:
+            advance(self._submitted(call["stream"], host), self._events[call["event"]])
+        elif name in ("cudaEventSynchronize", "cudaEventQuery"):
+            advance(host, self._events[call["event"]])
+        elif name in ("cudaStreamSynchronize", "cudaStreamQuery"):
+            advance(host, self._streams[call["stream"]])
+        elif name == "cudaDeviceSynchronize":
+            for stream in self._streams.values():
+                advance(host, stream)
+
+    def _submitted(self, stream: str, host: Clock) -> Clock:
+        """The clock of a stream whose next work is submitted now: after all that the host has waited for."""
+        advance(self._streams[stream], host)
+        return self._streams[stream]
+
+    def _add(self, call: Call, host: Clock) -> None:
+        clock = self._submitted(call["stream"], host)
+        self._before[id(call)] = clock.copy()
+        clock[call["stream"]] = clock.get(call["stream"], 0) + 1
+        self._steps[id(call)] = (call["stream"], clock[call["stream"]])
+        if call.get("waits"):
+            advance(host, clock)
+
+
+def advance(clock: Clock, other: Clock) -> None:
+    for stream, steps in other.items():
+        clock[stream] = max(clock.get(stream, 0), steps)
