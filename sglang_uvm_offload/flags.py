@@ -105,8 +105,8 @@ class OffloadFlags:
         "auto",
         str,
         "VRAM in GiB for buffers, into which long steps copy one layer's experts after the other's, so that each offloaded "
-        "byte crosses PCIe once a layer. auto: two of the largest layer's size, or one, or none, as they fit. 0: long steps read "
-        "offloaded experts in place.",
+        "byte crosses PCIe once a layer. auto: two of the largest layer's size, or one, or none, as they fit. 0: long steps "
+        "too read offloaded experts in place.",
     )
     stream_tokens: str = flag(
         "auto",

@@ -4,65 +4,10 @@ each timing and the log proves the order; where nothing does, both are not so.""
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
-from standin.order import Order
 from standin.run import Standin
-
-SEEDS = 200
-
-BEGINNING = """
-import ctypes
-import threading
-shuffle = ctypes.CDLL("libcuda.so.1").standin_shuffle
-shuffle.argtypes = [ctypes.c_longlong]
-stream_a, stream_b = torch.cuda.Stream(), torch.cuda.Stream()
-def cells(*values):
-    return on_device(np.array(values, dtype=np.int32))
-"""
-
-EACH_SEED = """
-outcomes = []
-for seed in range({seeds}):
-    begin()
-    torch.cuda.synchronize()
-    shuffle(seed)
-    work()
-    torch.cuda.synchronize()
-    outcomes.append(outcome())
-print(json.dumps(outcomes))
-"""
-
-
-@dataclass(frozen=True)
-class Shuffled:
-    """What a program made of each seed, and the calls that it made in it."""
-
-    outcomes: list[Any]
-    rounds: list[list[dict]]
-    order: Order
-
-
-def run_shuffled(standin: Standin, program: str, seeds: int = SEEDS) -> Shuffled:
-    """Run the program's ``work()`` at the timing of each seed, after its ``begin()``, and ask for its ``outcome()``."""
-    ran = standin.run(BEGINNING + textwrap.dedent(program) + EACH_SEED.format(seeds=seeds), log_order=1)
-    rounds: list[list[dict]] = []
-    outcomes = ran.said
-    assert isinstance(outcomes, list)
-    for call in ran.calls:
-        if call["call"] == "standin_shuffle":
-            rounds.append([])
-        elif rounds:
-            rounds[-1].append(call)
-    assert len(rounds) == len(outcomes) == seeds
-    return Shuffled(outcomes, rounds, Order(ran.calls))
-
-
-def named(calls: list[dict], *names: str) -> list[dict]:
-    return [call for call in calls if names and (call["call"] in names or call.get("kernel") in names)]
-
+from standin.shuffled import BEGINNING, SEEDS, Shuffled, named, run_shuffled
 
 # ---- one copy into a slot, and one that reads it ----
 
