@@ -1,0 +1,28 @@
+"""Streaming, in numbers: from how many tokens on a step copies all experts of a layer to VRAM instead of reading those that it
+uses in place, and how many stream buffers a given VRAM holds."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from sglang_uvm_offload.sizing.machine import GIB
+from sglang_uvm_offload.sizing.speed import distinct
+
+MOST_BUFFERS = 2
+"""One is filled for the next layer while a layer computes from the other."""
+
+USED_SHARE = 0.98
+"""Streaming pays where a step uses this share of a layer's experts: it then copies little that reading in place would not."""
+
+
+def break_even_tokens(num_experts: int, top_k: int) -> int:
+    """The smallest power of two of tokens that are expected to use ``USED_SHARE`` of ``num_experts`` experts if routing is
+    uniform."""
+    choices = max(1, top_k)
+    sizes = (1 << power for power in count())
+    return next(tokens for tokens in sizes if distinct(num_experts, choices, tokens) >= USED_SHARE * num_experts)
+
+
+def buffers_in(gib: float, layer_bytes: int) -> int:
+    """How many whole buffers of ``layer_bytes`` fit in ``gib`` GiB; none where there is no layer to stream."""
+    return min(MOST_BUFFERS, int(gib * GIB) // layer_bytes) if layer_bytes else 0
