@@ -53,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument(
         "--headroom-gb", type=_headroom, default=Reserve.headroom_gb, help="--expert-offload-headroom-gb (default 1.0)"
     )
+    kept.add_argument(
+        "--stream-buffer-gb",
+        type=_stream_gb,
+        metavar="auto|GB",
+        help="--expert-offload-stream-buffer-gb: GiB of a rank for stream buffers, or 0; auto (default): two, where they fit",
+    )
     kept.add_argument("--chunked-prefill-size", type=_count, help="default: SGLang's choice")
     kept.add_argument("--disable-cuda-graph", action="store_true")
     assumed = parser.add_argument_group("assumptions")
@@ -89,7 +95,11 @@ def run(args: argparse.Namespace) -> int:
         draft_tokens=args.speculative_num_draft_tokens,
     )
     reserve = Reserve(
-        args.mem_fraction_static, args.headroom_gb, args.chunked_prefill_size, cuda_graphs=not args.disable_cuda_graph
+        args.mem_fraction_static,
+        args.headroom_gb,
+        args.chunked_prefill_size,
+        cuda_graphs=not args.disable_cuda_graph,
+        stream_gb=args.stream_buffer_gb,
     )
     names = ("read_efficiency", "accepted_tokens", "rows_per_read")
     given = {name: getattr(args, name) for name in names}
@@ -144,6 +154,11 @@ def _positive_share(text: str) -> float:
     if not value:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, up to 1")
     return value
+
+
+def _stream_gb(text: str) -> float | None:
+    """None for ``auto``."""
+    return None if text == "auto" else _headroom(text)
 
 
 def _headroom(text: str) -> float:

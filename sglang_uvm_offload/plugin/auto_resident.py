@@ -53,8 +53,9 @@ def _why(plan: Plan, launch: Launch) -> str:
     """One line: the number, the VRAM it takes, and the room it leaves."""
     most = max(plan.ranks, key=lambda rank: rank.used_bytes)
     notes = "".join(f"; {note}" for note in (*plan.notes, *launch.notes) if note != plan.draft_note)
+    stream = f", {size(most.stream_bytes)} of stream buffers" if most.stream_buffers else ""
     return (
         f"{_AUTO}: {plan.num_resident} of {plan.num_experts} experts a layer fit in VRAM: {size(most.resident_bytes)} on a "
-        f"rank, beside {size(most.plain_weights)} of other weights and {size(most.kv_bytes)} of KV cache for "
+        f"rank, beside {size(most.plain_weights)} of other weights{stream} and {size(most.kv_bytes)} of KV cache for "
         f"{plan.kv_tokens} tokens on each rank ({launch.demand}){notes}"
     )

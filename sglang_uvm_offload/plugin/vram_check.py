@@ -64,11 +64,15 @@ def shortages(config: OffloadConfig, least: LeastMemory, ranks: list[Rank], free
 def _refusal(config: OffloadConfig, least: LeastMemory, rank: Rank, granted: int, free: int) -> str:
     case, n = least.case, config.num_resident
     most = least.most()
+    buffers = least.stream(rank.stage, n)
+    stream = (
+        f"{size(buffers)} for stream buffers ({flag_name('stream_buffer_gb')} {case.reserve.stream_gb:g}), " if buffers else ""
+    )
     remedy = "no number fits: use more or larger GPUs" if most is None else f"give at most {most}, or {AUTO}"
     return (
         f"{_N} {n}: does not fit on GPU {rank.gpu} ({_name_of(rank, case.parallel.pp, case.parallel.replicas)}): at least "
         f"{size(least.needed(rank.stage, n))} are needed ({size(least.experts(rank.stage, n))} for {n} of "
-        f"{case.model.num_experts} experts a layer, {size(least.weights(rank.stage))} for other weights, "
+        f"{case.model.num_experts} experts a layer, {size(least.weights(rank.stage))} for other weights, {stream}"
         f"{size(least.cache(rank.stage))} for a KV cache of {least.tokens} tokens, without which SGLang does not start), and "
         f"{size(granted)} are granted of {size(free)} free VRAM, by --mem-fraction-static {case.fraction:g} less "
         f"{flag_name('headroom_gb')} {case.reserve.headroom_gb:g}; {remedy}"

@@ -62,6 +62,8 @@ class Launch:
     image_bytes: int = 0
     hicache_bytes: int = 0
     hicache_ratio: float = 0.0
+    stream_gb: float | None = None
+    """GiB of each rank for stream buffers (``Reserve``)."""
     linear: LinearState | None = None
     notes: tuple[str, ...] = ()
     """What the user should know of memory that is counted elsewhere."""
@@ -131,6 +133,7 @@ class Launch:
             image_bytes=self.image_bytes,
             hicache_bytes=self.hicache_bytes,
             hicache_ratio=self.hicache_ratio,
+            stream_gb=self.stream_gb,
         )
 
     def _uncounted(self, model: CheckpointShape) -> list[str]:

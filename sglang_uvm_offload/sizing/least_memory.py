@@ -7,6 +7,7 @@ nothing here: CUDA contexts, buffers of collectives, the driver's batches, scale
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, round_up
 from sglang_uvm_offload.sizing.checkpoint import LayerShape
@@ -49,13 +50,19 @@ class LeastMemory:
     def experts(self, stage: int, num_resident: int) -> int:
         """Residents: of each tensor that is placed by experts, the whole blocks of the driver that N experts fill."""
         residents = self.case.local_residents(num_resident)
-        return sum(count * (residents * n // BLOCK_BYTES * BLOCK_BYTES) for n, count in self._placed(stage).items())
+        return sum(count * (residents * n // BLOCK_BYTES * BLOCK_BYTES) for n, count in self._unpadded.placed[stage].items())
 
     def cache(self, stage: int) -> int:
         return int(self.tokens * self.case.kv_token_bytes(stage))
 
+    def stream(self, stage: int, num_resident: int) -> int:
+        """The stream buffers that were asked for. Where the launch may choose, it may do without."""
+        if self.case.reserve.stream_gb is None:
+            return 0
+        return self.case.stream_buffers(stage, num_resident) * self._unpadded.stream_layer_bytes(stage)
+
     def needed(self, stage: int, num_resident: int) -> int:
-        return self.weights(stage) + self.experts(stage, num_resident) + self.cache(stage)
+        return self.weights(stage) + self.experts(stage, num_resident) + self.stream(stage, num_resident) + self.cache(stage)
 
     @property
     def share(self) -> float:
@@ -72,6 +79,6 @@ class LeastMemory:
         tokens = replace(self.case.workload, max_total_tokens=self.tokens)
         return replace(self.case, workload=tokens).most_in_vram()
 
-    def _placed(self, stage: int) -> dict[int, int]:
-        unpadded = replace(self.case, model=replace(self.case.model, quantization="none"))
-        return dict(unpadded.placed[stage])
+    @cached_property
+    def _unpadded(self) -> Case:
+        return replace(self.case, model=replace(self.case.model, quantization="none"))

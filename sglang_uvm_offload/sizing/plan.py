@@ -79,6 +79,8 @@ class Reserve:
     """Host RAM of each rank's hierarchical cache (``--hicache-size``)."""
     hicache_ratio: float = 0.0
     """The same in terms of the rank's KV cache (``--hicache-ratio``), without ``hicache_bytes``."""
+    stream_gb: float | None = None
+    """GiB of each rank for stream buffers, of which whole ones are allocated; 0: none. None: those for which there is room."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class Assumptions:
     """assumed: host RAM of one rank's process beside experts"""
     read_efficiency: float = 0.94
     """zero-copy reads by kernels against the copy engine: measured, 51.1 of 54.5 GB/s over PCIe 5 x16"""
+    copy_efficiency: float = 0.92
+    """the kernel that fills stream buffers against the copy engine: measured, 50.4 of 54.5 GB/s over PCIe 5 x16"""
     hbm_efficiency: float = 0.7
     """assumed: share of VRAM bandwidth that decoding reaches"""
     compute_efficiency: float = 0.5
@@ -122,7 +126,7 @@ class Assumptions:
     """assumed: share of the host memory's nominal rate at which a CPU engine reads experts"""
 
 
-MEASURED = ("driver_batch_mib", "read_efficiency")
+MEASURED = ("driver_batch_mib", "read_efficiency", "copy_efficiency")
 """On an H200 (GPU_STATUS.md has the logs); other GPUs may differ."""
 
 
@@ -139,6 +143,9 @@ class RankMemory:
     """Everything but routed experts, and expert tensors too small to place."""
     resident_bytes: int
     """Experts in VRAM: whole pages, each tensor rounded up to the driver's blocks."""
+    stream_buffers: int
+    stream_bytes: int
+    """All stream buffers."""
     kv_bytes: int
     driver_bytes: int
     budget_bytes: int
@@ -150,7 +157,7 @@ class RankMemory:
 
     @property
     def used_bytes(self) -> int:
-        return self.plain_weights + self.resident_bytes + self.kv_bytes + self.driver_bytes
+        return self.plain_weights + self.resident_bytes + self.stream_bytes + self.kv_bytes + self.driver_bytes
 
     @property
     def spare_bytes(self) -> int:
@@ -178,7 +185,9 @@ class Speed:
     prefill_tokens_s: float
     resident_prefill_tokens_s: float
     reread: float
-    """How often prefill reads an offloaded expert in one chunk, on average."""
+    """How often prefill brings an offloaded expert over the link in one chunk, on average: once if it streams."""
+    streamed: bool = False
+    """Whether prefill copies offloaded experts into stream buffers, instead of reading them in place."""
     cpu_engine_step_s: float = 0.0
     """The decode step of an engine that computes all routed experts on the CPU, 0 if the host memory's rate is unknown."""
     measured_on: HitRate | None = None
@@ -221,6 +230,10 @@ class Plan:
     host_needed: int = 0
     """Host RAM of the machine: offloaded experts of all ranks, and their processes."""
     host_needed_after_moves: int = 0
+    stream_tokens: int = 0
+    """Steps of at least as many tokens stream, where there are stream buffers."""
+    hiding_chunk: int = 0
+    """The tokens of the smallest chunk whose copying is hidden by its computing, 0 if there is none, or no stream buffer."""
     speeds: tuple[Speed, ...] = ()
     useless: tuple[str, ...] = ()
     """Reasons not to serve with a plan that fits."""
@@ -235,3 +248,8 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.num_resident is not None
+
+    @property
+    def stream_buffers(self) -> int:
+        """Of the rank that has fewest."""
+        return min((rank.stream_buffers for rank in self.ranks if rank.moe_layers), default=0)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from sglang_uvm_offload.sizing.plan import MEASURED, Assumptions, Plan, RankMemory, Speed
 from sglang_uvm_offload.sizing.routing_curves import source_of
+from sglang_uvm_offload.sizing.speed import HIDING_CHUNKS
 from sglang_uvm_offload.units import size
 
 CPU_ENGINES = (
@@ -22,6 +23,7 @@ FORMULA = (
     "each draft token adds a pass of the draft layers, and counts as draft_token_weight of a token in the line above",
     "prefill chunk = the same for a chunk of the prompt, an offloaded expert read once for each block of rows; at least the "
     "launches of all layers",
+    "streamed chunk = in each layer the longer of computing from VRAM and copying all offloaded experts once",
 )
 
 
@@ -29,7 +31,7 @@ def render(plan: Plan) -> str:
     """The plan, its assumptions, and the flags to paste."""
     parts = [_setup(plan), _memory(plan) if plan.ranks else "", _outcome(plan)]
     if plan.speeds:
-        parts += [_speed(plan.speeds), _basis(plan)]
+        parts += ["\n".join([_speed(plan.speeds), *_streaming(plan)]), _basis(plan)]
     parts += ["\n".join(f"note: {note}" for note in plan.notes)]
     if plan.flags:
         parts.append("To serve it:\n  python -m sglang.launch_server \\\n    " + " \\\n    ".join(plan.flags))
@@ -67,6 +69,7 @@ def _memory(plan: Plan) -> str:
     lines = (
         ("weights beside placed experts", "plain_weights"),
         ("resident experts", "resident_bytes"),
+        ("stream buffers", "stream_bytes"),
         ("KV cache", "kv_bytes"),
         ("driver's batches", "driver_bytes"),
         ("granted by --mem-fraction-static", "budget_bytes"),
@@ -111,6 +114,21 @@ def _speed(speeds: Sequence[Speed]) -> str:
     return _table(rows)
 
 
+def _streaming(plan: Plan) -> list[str]:
+    """Whether prefill streams, and in which chunks that costs nothing."""
+    if plan.num_resident == plan.num_experts:
+        return []
+    if not plan.stream_buffers:
+        return ["Without stream buffers, prefill reads offloaded experts in place, once for each block of rows."]
+    through = _counted(plan.stream_buffers, "stream buffer")
+    hidden = f"No chunk of up to {HIDING_CHUNKS[-1]} tokens hides the copying."
+    if plan.hiding_chunk:
+        short = plan.hiding_chunk > plan.chunked_prefill_size
+        beyond = f"; --chunked-prefill-size is {plan.chunked_prefill_size}" if short else ""
+        hidden = f"A chunk of {plan.hiding_chunk} tokens or more hides its stream{beyond}."
+    return [f"Prefill of {plan.stream_tokens} tokens or more streams, through {through}. {hidden}"]
+
+
 def _basis(plan: Plan) -> str:
     machine, a = plan.machine, plan.assumptions
     read = machine.link_gbps * a.read_efficiency
@@ -119,15 +137,22 @@ def _basis(plan: Plan) -> str:
     lines = [
         *FORMULA,
         *_hit_rates(plan.speeds),
-        f"read rate {machine.link_gbps:g} GB/s x {a.read_efficiency} = {read:.1f} GB/s; VRAM rate {machine.hbm_gbps:g} GB/s x "
-        f"{a.hbm_efficiency}; {machine.tflops:g} TFLOPS x {a.compute_efficiency}; blocks of {a.rows_per_read} rows: "
-        f"{plan.speeds[0].reread:.1f} reads of an offloaded expert in a prefill chunk",
+        f"read rate {machine.link_gbps:g} GB/s x {a.read_efficiency} = {read:.1f} GB/s; copy rate {machine.link_gbps:g} GB/s x "
+        f"{a.copy_efficiency}; VRAM rate {machine.hbm_gbps:g} GB/s x {a.hbm_efficiency}; {machine.tflops:g} TFLOPS x "
+        f"{a.compute_efficiency}",
+        f"an offloaded expert crosses the link {plan.speeds[0].reread:.1f} times in a prefill chunk: {_crossings(plan)}",
         f"rates: {machine.source}",
         *_cpu_engine(plan),
         f"measured on an H200, and assumed elsewhere: {', '.join(values[name] for name in measured)}",
         f"assumed, not measured by this project: {', '.join(text for name, text in values.items() if name not in measured)}",
     ]
     return "\n".join(lines)
+
+
+def _crossings(plan: Plan) -> str:
+    if plan.speeds[0].streamed:
+        return "it is copied once, whether a token uses it or not"
+    return f"it is read for each block of {plan.assumptions.rows_per_read} rows"
 
 
 def _hit_rates(speeds: Sequence[Speed]) -> list[str]:

@@ -15,11 +15,12 @@ from sglang_uvm_offload.sizing.draft_cost import draft_note
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.launch import NO_DRAFTS, Launch, Uncounted
 from sglang_uvm_offload.sizing.machine import GIB, Machine
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Plan, Reserve, Speed, Workload
+from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Plan, RankMemory, Reserve, Speed, Workload
 from sglang_uvm_offload.sizing.plan_report import render
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.routing_curves import hit_rates
-from sglang_uvm_offload.sizing.speed import predict
+from sglang_uvm_offload.sizing.speed import hiding_chunk, predict
+from sglang_uvm_offload.sizing.streaming import break_even_tokens
 from sglang_uvm_offload.sizing.verdict import ONE_MEMORY, uselessness
 from sglang_uvm_offload.units import size
 
@@ -30,6 +31,7 @@ VRAM_STEP_GIB = 8
 """The limit and the step of the search for a large enough GPU."""
 
 _N = flag_name("num_resident")
+_STREAM_GB = flag_name("stream_buffer_gb")
 
 
 def plan(
@@ -71,8 +73,8 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
     if problems:
         return blank
     most = case.most_in_vram()
-    wanted = most if num_resident is None else num_resident
-    fits = most is not None and wanted is not None and wanted <= most and case.in_host(wanted)
+    wanted = case.preferred() if num_resident is None else num_resident
+    fits = wanted is not None and case.in_vram(wanted) and case.in_host(wanted)
     chosen = wanted if fits else None
     shown = wanted or 0
     drafts = "" if chosen is None or not case.workload.drafts else draft_note(case, chosen)
@@ -81,6 +83,7 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         num_resident=chosen,
         mem_fraction_static=case.fraction,
         headroom_gb=case.reserve.headroom_gb,
+        stream_tokens=break_even_tokens(model.num_experts, model.top_k),
         chunked_prefill_size=case.defaults.chunked_prefill_size,
         kv_tokens=case.kv_tokens,
         kv_token_bytes=max(case.kv_token_bytes(stage) for stage in range(parallel.pp)),
@@ -96,8 +99,10 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         return dataclasses.replace(sized, problems=(f"{ONE_MEMORY}; all experts need {size(case.host(0, after_moves=False))}",))
     if chosen is None:
         return dataclasses.replace(sized, problems=tuple(_shortages(case)), needs=tuple(_remedies(case)))
-    speeds = _speeds(case, chosen, hit_rate) if case.machine.link_gbps else ()
-    served = dataclasses.replace(sized, speeds=speeds, flags=_flags(case, chosen))
+    served = dataclasses.replace(sized, flags=_flags(case, chosen))
+    if case.machine.link_gbps:
+        speeds, chunk = _speeds(case, chosen, hit_rate), _hiding_chunk(case, chosen)
+        served = dataclasses.replace(served, speeds=speeds, hiding_chunk=chunk)
     return dataclasses.replace(served, useless=uselessness(served))
 
 
@@ -157,12 +162,12 @@ def _shortages(case: Case) -> list[str]:
     """Which memory is short, and what uses it."""
     if not case.budget:
         return [_nothing_granted(case)]
-    worst = min((case.rank(stage, 0) for stage in range(case.parallel.pp)), key=lambda rank: rank.spare_bytes)
+    worst = _tightest(case, 0)
     if worst.spare_bytes < 0:
         return [
-            f"VRAM: with no expert resident a rank needs {size(worst.used_bytes)} ({size(worst.plain_weights)} of weights "
-            f"beside experts, {size(worst.kv_bytes)} of KV cache for {case.kv_tokens} tokens), and its budget is "
-            f"{size(case.budget)} of {size(case.machine.vram_bytes)}"
+            f"VRAM: with no expert resident{_beside_buffers(worst)} a rank needs {size(worst.used_bytes)} "
+            f"({size(worst.plain_weights)} of weights beside experts, {size(worst.kv_bytes)} of KV cache for {case.kv_tokens} "
+            f"tokens), and its budget is {size(case.budget)} of {size(case.machine.vram_bytes)}"
         ]
     most = case.most_in_vram() or 0
     cache = case.host_cache(most)
@@ -173,10 +178,19 @@ def _shortages(case: Case) -> list[str]:
     ]
 
 
+def _tightest(case: Case, residents: int) -> RankMemory:
+    return min((case.rank(stage, residents) for stage in range(case.parallel.pp)), key=lambda rank: rank.spare_bytes)
+
+
+def _beside_buffers(rank: RankMemory) -> str:
+    return f" beside {size(rank.stream_bytes)} of stream buffers" if rank.stream_buffers else ""
+
+
 def _refusals(case: Case, residents: int, most: int) -> list[str]:
     """Why a machine that holds ``most`` residents does not hold ``residents``, or not the other experts."""
-    if residents > most:
-        return [f"VRAM: {residents} of {case.model.num_experts} experts a layer do not fit; at most {most} do"]
+    if not case.in_vram(residents):
+        beside = _beside_buffers(_tightest(case, residents))
+        return [f"VRAM: {residents} of {case.model.num_experts} experts a layer do not fit{beside}; at most {most} do"]
     return [
         f"host RAM: with {residents} of {case.model.num_experts} experts a layer resident "
         f"{size(case.host(residents, after_moves=False))} are needed, and {size(case.machine.host_bytes)} are available"
@@ -203,6 +217,8 @@ def _remedies(case: Case) -> list[str]:
     """Changes any one of which would be enough."""
     out = []
     most = case.most_in_vram()
+    if case.reserve.stream_gb and _without_buffers(case).largest() is not None:
+        out.append(f"no stream buffers ({_STREAM_GB} 0)")
     if most is not None:
         out.append(f"host RAM of {size(case.host(most, after_moves=False))}")
     elif _tokens_that_fit(case) > 0:
@@ -227,6 +243,10 @@ def _tokens_that_fit(case: Case) -> int:
     room = min(case.budget - case.rank(stage, 0).used_bytes + case.pool_bytes(stage) for stage in stages)
     # At least one byte: with linear attention only, a token takes none.
     return max(0, int(room / max(1.0, *(case.kv_token_bytes(stage) for stage in stages))))
+
+
+def _without_buffers(case: Case) -> Case:
+    return dataclasses.replace(case, reserve=dataclasses.replace(case.reserve, stream_gb=0))
 
 
 def _with_vram(case: Case, gib_each: int) -> Case:
@@ -256,6 +276,11 @@ def _notes(case: Case, chosen: int | None) -> list[str]:
         return out
     if chosen == case.model.num_experts:
         out.append("every expert fits in VRAM: offloading is not needed")
+    elif case.reserve.stream_gb and not case.stream(chosen).buffers:
+        one = size(max(case.stream_layer_bytes(stage) for stage in range(case.parallel.pp)))
+        out.append(
+            f"{_STREAM_GB} {case.reserve.stream_gb:g} is less than one stream buffer, which takes {one}: nothing streams"
+        )
     needed = case.host(chosen, after_moves=True)
     if needed > case.machine.host_bytes:
         out.append(
@@ -279,7 +304,8 @@ def _flags(case: Case, chosen: int) -> tuple[str, ...]:
     out += [f"--kv-cache-dtype {w.kv_cache_dtype}"] if w.kv_cache_dtype != "bfloat16" else []
     out += ["--speculative-algorithm NEXTN"] if w.speculative else []
     if chosen < case.model.num_experts:
-        out += [f"{flag_name('num_resident')} {chosen}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]
+        out += [f"{_N} {chosen}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]
+        out += [f"{_STREAM_GB} {case.reserve.stream_gb:g}"] if case.reserve.stream_gb is not None else []
     return tuple(out)
 
 
@@ -300,5 +326,13 @@ def _speed(case: Case, chosen: int, requests: int, name: str, hit_rate: float) -
     stages = [case.cost(stage) for stage in range(case.parallel.pp)]
     return predict(
         *(name, hit_rate, chosen, case.model.num_experts, case.model.top_k, stages, case.machine, case.workload),
-        *(case.parallel, requests, case.defaults.chunked_prefill_size, case.assumed),
+        *(case.parallel, requests, case.defaults.chunked_prefill_size, case.assumed, case.stream(chosen)),
+    )
+
+
+def _hiding_chunk(case: Case, chosen: int) -> int:
+    stages = [case.cost(stage) for stage in range(case.parallel.pp)]
+    return hiding_chunk(
+        *(chosen, case.model.num_experts, case.model.top_k, stages, case.machine, case.parallel, case.assumed),
+        case.stream(chosen),
     )

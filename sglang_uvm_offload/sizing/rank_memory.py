@@ -16,7 +16,9 @@ from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import GIB, Machine
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, RankMemory, Reserve, Workload
-from sglang_uvm_offload.sizing.speed import StageCost
+from sglang_uvm_offload.sizing.speed import StageCost, Stream
+from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, break_even_tokens, buffers_in
+from sglang_uvm_offload.sizing.verdict import LEAST_RESIDENTS
 
 HICACHE_RESERVE_BYTES = 10 << 30
 """Host RAM that SGLang 0.5.23 leaves free beside hierarchical caches (``pool_host/base.py``)."""
@@ -148,6 +150,42 @@ class Case:
         layouts = [(self._layout(n), count) for n, count in self.placed[stage].items()]
         return sum(count * (layout.budget(self.local_experts) - layout.budget(residents)) for layout, count in layouts)
 
+    def stream_layer_bytes(self, stage: int) -> int:
+        """One stream buffer: all local experts of the largest layer, each placed tensor in whole blocks."""
+        return self._stream_layer_bytes[stage]
+
+    @cached_property
+    def _stream_layer_bytes(self) -> list[int]:
+        return [
+            max(
+                sum(whole_blocks(n * self.local_experts) for n, placed in self.expert_tensors(layer) if placed)
+                for layer in self.decoder_layers(stage)
+            )
+            for stage in range(self.parallel.pp)
+        ]
+
+    def stream_buffers(self, stage: int, num_resident: int) -> int:
+        """The stream buffers of a rank: those that were asked for, else as many as fit on every rank beside ``num_resident``
+        residents."""
+        room = next((count for count in range(MOST_BUFFERS, 0, -1) if self.in_vram(num_resident, count)), 0)
+        return self._buffers(stage, num_resident, room)
+
+    def _buffers(self, stage: int, num_resident: int, chosen: int) -> int:
+        """Those that were asked for, else ``chosen``; with every expert resident none, because nothing streams."""
+        if num_resident == self.model.num_experts:
+            return 0
+        given = self.reserve.stream_gb
+        return chosen if given is None else buffers_in(given, self.stream_layer_bytes(stage))
+
+    def stream_bytes(self, stage: int, num_resident: int) -> int:
+        return self.stream_buffers(stage, num_resident) * self.stream_layer_bytes(stage)
+
+    def stream(self, num_resident: int) -> Stream:
+        """How prefill streams. The stage with fewest buffers stands for all."""
+        stages = [stage for stage in range(self.parallel.pp) if self.placed[stage]]
+        buffers = min((self.stream_buffers(stage, num_resident) for stage in stages), default=0)
+        return Stream(buffers, break_even_tokens(self.model.num_experts, self.model.top_k))
+
     def _layout(self, expert_bytes: int) -> ExpertLayout:
         return ExpertLayout(self.local_experts, expert_bytes, self.block_bytes)
 
@@ -190,12 +228,12 @@ class Case:
         """Host RAM of the hierarchical cache. Its ratio is to the KV cache that SGLang makes, of all that is left over."""
         if not self.reserve.hicache_ratio:
             return self.reserve.hicache_bytes
-        room = self.budget - self.fixed_bytes[stage] - self.resident_bytes(stage, num_resident)
+        room = self._room[stage] - self.resident_bytes(stage, num_resident) - self.stream_bytes(stage, num_resident)
         return int(self.reserve.hicache_ratio * (self.kv_bytes(stage) + max(0, room)))
 
     @cached_property
     def fixed_bytes(self) -> list[int]:
-        """For each stage, the VRAM of one rank beside placed experts."""
+        """For each stage, the VRAM of one rank beside placed experts and stream buffers."""
         driver = self.assumed.driver_batch_mib << 20
         return [self.plain_bytes(stage) + self.kv_bytes(stage) + driver for stage in range(self.parallel.pp)]
 
@@ -208,6 +246,8 @@ class Case:
             resident_experts=self.local_residents(num_resident) * len(moe),
             plain_weights=self.plain_bytes(stage),
             resident_bytes=self.resident_bytes(stage, num_resident),
+            stream_buffers=self.stream_buffers(stage, num_resident),
+            stream_bytes=self.stream_bytes(stage, num_resident),
             kv_bytes=self.kv_bytes(stage),
             driver_bytes=self.assumed.driver_batch_mib << 20,
             budget_bytes=self.budget,
@@ -233,29 +273,48 @@ class Case:
 
     # Choosing
 
-    def in_vram(self, num_resident: int) -> bool:
-        return all(
-            self.fixed_bytes[stage] + self.resident_bytes(stage, num_resident) <= self.budget
-            for stage in range(self.parallel.pp)
-        )
+    def in_vram(self, num_resident: int, buffers: int = 0) -> bool:
+        """Whether every rank holds its residents beside the stream buffers that were asked for, or beside ``buffers`` if their
+        number is free."""
+        return all(self._placed_bytes(stage, num_resident, buffers) <= room for stage, room in enumerate(self._room))
+
+    def _placed_bytes(self, stage: int, num_resident: int, buffers: int) -> int:
+        streaming = self._buffers(stage, num_resident, buffers) * self.stream_layer_bytes(stage)
+        return self.resident_bytes(stage, num_resident) + streaming
+
+    @cached_property
+    def _room(self) -> list[int]:
+        """For each stage, the budget of one rank for placed experts and stream buffers."""
+        return [self.budget - fixed for fixed in self.fixed_bytes]
 
     def in_host(self, num_resident: int) -> bool:
         return self.host(num_resident, after_moves=False) <= self.machine.host_bytes
 
-    def most_in_vram(self) -> int | None:
-        """The most residents that VRAM holds, None if it is too small even without any. VRAM use grows monotonically with the
-        residents."""
-        low, high = -1, self.model.num_experts
+    def most_in_vram(self, buffers: int = 0) -> int | None:
+        """The most residents that VRAM holds, as ``in_vram`` counts, None if it is too small even without any. VRAM use grows
+        monotonically with the residents, but for all experts, which need no stream buffers."""
+        if self.in_vram(self.model.num_experts):
+            return self.model.num_experts
+        low, high = -1, self.model.num_experts - 1
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.in_vram(middle) else (low, middle - 1)
+            low, high = (middle, high) if self.in_vram(middle, buffers) else (low, middle - 1)
         return low if low >= 0 else None
 
+    def preferred(self) -> int | None:
+        """The residents to choose: the most that VRAM holds beside two stream buffers; beside one or none if two leave too few
+        residents to be useful, or too many experts for host RAM. None if VRAM is too small even without residents."""
+        for buffers in range(MOST_BUFFERS, 0, -1):
+            most = self.most_in_vram(buffers)
+            if most is not None and most >= LEAST_RESIDENTS * self.model.top_k and self.in_host(most):
+                return most
+        return self.most_in_vram()
+
     def largest(self) -> int | None:
-        """N, the most residents that VRAM holds, None if host RAM cannot hold the rest. Host RAM use only shrinks with the
+        """N, the preferred number of residents, None if host RAM cannot hold the rest. Host RAM use only shrinks with the
         residents, so if the largest N does not fit, no smaller one does."""
-        most = self.most_in_vram()
-        return most if most is not None and self.in_host(most) else None
+        chosen = self.preferred()
+        return chosen if chosen is not None and self.in_host(chosen) else None
 
     # What it reads and computes
 

@@ -4,6 +4,11 @@
                     + one pass of the draft layers for each drafted token
     prefill chunk = the same for a chunk of the prompt, where an offloaded expert is read once for each of its blocks of rows;
                     at least the time of launching its kernels
+    streamed      = sum over layers of  max(compute and VRAM reads, bytes of all offloaded experts / copy rate)
+
+A chunk streams if it has enough tokens. Each layer's offloaded experts are then copied to VRAM once, while the layer before
+computes. With one buffer, a copy overlaps only what comes between the experts of two layers. The copy for a chunk's first
+layer, which overlaps with nothing, is left out.
 
 The overhead of a layer depends on its attention: what a step of one request takes beyond its reads is launches and kernels too
 small to fill a GPU, and latent attention has more of them.
@@ -20,7 +25,7 @@ experts, plus the bytes of all active experts over the rate that a CPU engine re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Speed, Workload
@@ -52,6 +57,21 @@ class StageCost:
     """One routed expert of every draft layer."""
 
 
+@dataclass(frozen=True)
+class Stream:
+    """Chunks of at least ``tokens`` tokens stream through so many ``buffers``."""
+
+    buffers: int
+    tokens: int
+
+
+IN_PLACE = Stream(buffers=0, tokens=0)
+"""No chunk streams."""
+
+HIDING_CHUNKS = range(256, 65536 + 1, 256)
+"""The sizes among which the smallest is sought that hides its stream."""
+
+
 def distinct(num_experts: int, choices: float, tokens: float) -> float:
     """How many of ``num_experts`` equally likely experts are activated by ``tokens`` tokens with ``choices`` choices each."""
     if not num_experts:
@@ -72,6 +92,7 @@ def predict(
     requests: int,
     chunk: int,
     assumed: Assumptions,
+    stream: Stream = IN_PLACE,
 ) -> Speed:
     """The speed with ``num_resident`` experts of each layer in VRAM that serve the share ``hit_rate`` of all uses."""
     # Each resident serves at most one of a token's choices.
@@ -86,11 +107,14 @@ def predict(
     resident_decode = model.decode_step(num_experts, 1.0, batch)
     chunk_tokens = min(chunk, workload.prompt_tokens)
     chunks = -(-workload.prompt_tokens // chunk_tokens)
-    rows = chunk_tokens * top_k * (1 - hit_rate) / max(1, num_experts - num_resident)
-    reread = max(1.0, rows / assumed.rows_per_read + 0.5)  # the last block of an expert is half full on average
     prompt = _Batch(chunk_tokens, 0, 0)
-    prefill = model.prefill_chunk(num_resident, hit_rate, prompt, reread)
-    resident_prefill = model.prefill_chunk(num_experts, 1.0, prompt, 1)
+    streamed = bool(stream.buffers) and num_resident < num_experts and chunk_tokens >= stream.tokens
+    if streamed:
+        reread, prefill = 1.0, model.streamed_chunk(num_resident, prompt, stream.buffers)
+    else:
+        reread = model.reread(num_resident, hit_rate, prompt)
+        prefill = model.prefill_chunk(num_resident, hit_rate, prompt, reread)
+    resident_prefill = model.resident_chunk(prompt)
     return Speed(
         routing=routing,
         hit_rate=hit_rate,
@@ -104,8 +128,25 @@ def predict(
         prefill_tokens_s=workload.prompt_tokens / (chunks * prefill),
         resident_prefill_tokens_s=workload.prompt_tokens / (chunks * resident_prefill),
         reread=reread,
+        streamed=streamed,
         cpu_engine_step_s=model.cpu_engine_step(batch),
     )
+
+
+def hiding_chunk(
+    num_resident: int,
+    num_experts: int,
+    top_k: int,
+    stages: list[StageCost],
+    machine: Machine,
+    parallel: Parallel,
+    assumed: Assumptions,
+    stream: Stream,
+) -> int:
+    """The smallest of ``HIDING_CHUNKS`` that streams and computes for at least as long as it copies, 0 if none does."""
+    model = _Model(num_experts, top_k, stages, machine, parallel, assumed)
+    chunks = (tokens for tokens in HIDING_CHUNKS if stream.buffers and tokens >= stream.tokens)
+    return next((tokens for tokens in chunks if model.hides(num_resident, _Batch(tokens, 0, 0), stream.buffers)), 0)
 
 
 @dataclass(frozen=True)
@@ -151,15 +192,56 @@ class _Model:
         return _Step(resident + read / self.read_rate, missed * sum(len(stage.expert_layers) for stage in self.stages), read)
 
     def prefill_chunk(self, num_resident: int, hit_rate: float, prompt: _Batch, reread: float) -> float:
-        """Seconds of a chunk of a prompt, which reads each missed expert ``reread`` times. Its kernels are launched one by one,
-        while those before them run: a short chunk takes as long as the launches."""
+        """Seconds of a chunk of a prompt, which reads each missed expert ``reread`` times."""
         hit, missed = self.activated(num_resident, hit_rate, prompt)
-        assumed, seconds = self.assumed, 0.0
-        for stage in self.stages:
-            launches = assumed.latent_prefill_layer_ms if stage.latent_attention else assumed.prefill_layer_ms
-            running = self.in_vram(stage, hit, prompt) + missed * reread * sum(stage.expert_layers) / self.read_rate
-            seconds += max(stage.layers * launches * 1e-3, running)
-        return seconds
+        return sum(
+            max(
+                self.launching(stage),
+                self.in_vram(stage, hit, prompt) + missed * reread * sum(stage.expert_layers) / self.read_rate,
+            )
+            for stage in self.stages
+        )
+
+    def resident_chunk(self, prompt: _Batch) -> float:
+        """Seconds of a chunk with every expert in VRAM."""
+        return self.prefill_chunk(self.num_experts, 1.0, prompt, 1)
+
+    def reread(self, num_resident: int, hit_rate: float, prompt: _Batch) -> float:
+        """How often a chunk reads an offloaded expert in place: once for each block of its rows."""
+        rows = prompt.tokens * self.top_k * (1 - hit_rate) / max(1, self.num_experts - num_resident)
+        return max(1.0, rows / self.assumed.rows_per_read + 0.5)  # the last block of an expert is half full on average
+
+    def streamed_chunk(self, num_resident: int, prompt: _Batch, buffers: int) -> float:
+        """Seconds of a chunk whose layers find all their experts in a stream buffer."""
+        offloaded = (self.num_experts - num_resident) / self.parallel.ep
+        return sum(max(self.launching(stage), self.streaming(stage, offloaded, prompt, buffers)) for stage in self.stages)
+
+    def hides(self, num_resident: int, prompt: _Batch, buffers: int) -> bool:
+        """Whether copying adds nothing to computing, but for rounding. What launches hide is not counted."""
+        hit, _ = self.activated(self.num_experts, 1.0, prompt)
+        offloaded = (self.num_experts - num_resident) / self.parallel.ep
+        return all(
+            self.streaming(stage, offloaded, prompt, buffers) <= self.in_vram(stage, hit, prompt) * (1 + 1e-9)
+            for stage in self.stages
+        )
+
+    def streaming(self, stage: StageCost, offloaded: float, prompt: _Batch, buffers: int) -> float:
+        """Seconds of a stage that copies ``offloaded`` experts of each MoE layer to VRAM."""
+        hit, _ = self.activated(self.num_experts, 1.0, prompt)
+        whole, between = self.in_vram(stage, hit, prompt), self.in_vram(replace(stage, expert_layers=()), hit, prompt)
+        rest = between / stage.layers
+        seconds = rest * (stage.layers - len(stage.expert_layers))
+        for nbytes in stage.expert_layers:
+            computing = (whole - between) * nbytes / sum(stage.expert_layers)
+            copying = offloaded * nbytes / self.copy_rate
+            seconds += computing + max(rest, copying) if buffers == 1 else max(computing + rest, copying)
+        return max(whole, seconds)  # a sum of layers is rounded otherwise
+
+    def launching(self, stage: StageCost) -> float:
+        """The least seconds of a chunk: its kernels are launched one by one, while those before them run."""
+        assumed = self.assumed
+        milliseconds = assumed.latent_prefill_layer_ms if stage.latent_attention else assumed.prefill_layer_ms
+        return stage.layers * milliseconds * 1e-3
 
     def activated(self, num_resident: int, hit_rate: float, batch: _Batch) -> tuple[float, float]:
         """The distinct experts of a layer that one rank reads from VRAM, and over the link."""
@@ -200,6 +282,10 @@ class _Model:
     @property
     def read_rate(self) -> float:
         return self.machine.link_gbps * GIGA * self.assumed.read_efficiency
+
+    @property
+    def copy_rate(self) -> float:
+        return self.machine.link_gbps * GIGA * self.assumed.copy_efficiency
 
     def layer_overhead(self, stage: StageCost) -> float:
         """Seconds of one layer beyond its reads and computing."""

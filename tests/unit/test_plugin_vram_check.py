@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +27,12 @@ MODEL = Path(__file__).parents[1] / "fixtures" / "models" / "qwen3-235b-a22b.jso
 FREE = 90 * GIB
 
 
-def refusals(num_resident: int, parallel: Parallel, free: dict[int, int], fraction: float = 0.9) -> list[str]:
+def refusals(
+    num_resident: int, parallel: Parallel, free: dict[int, int], fraction: float = 0.9, stream_gb: float | None = None
+) -> list[str]:
     config = parse({"num_resident": num_resident})
     assert config is not None
-    reserve = Reserve(fraction, free_vram_bytes=min(free.values()))
+    reserve = Reserve(fraction, free_vram_bytes=min(free.values()), stream_gb=stream_gb)
     case = Case(load(MODEL), preset("8xH20"), Workload(4096), parallel, reserve, Assumptions())
     per_replica = parallel.tp * parallel.pp
     ranks = [
@@ -59,6 +62,17 @@ def test_the_line_has_the_flag_the_value_the_gpu_the_need_and_the_remedy():
     assert "a KV cache of 64 tokens, without which SGLang does not start" in line
     assert "of 89.00 GiB free VRAM, by --mem-fraction-static 0.9 less --expert-offload-headroom-gb 1; give at most " in line
     assert "auto" in line.split("; ")[-1]
+
+
+def test_stream_buffers_that_were_asked_for_are_needed_too():
+    parallel, free = Parallel(tp=4), even(4)
+    least = next(n for n in range(129) if refusals(n, parallel, free, stream_gb=4))
+    assert refusals(least, parallel, free) == [], "auto does without"
+    (line,) = refusals(least, parallel, free, stream_gb=4)
+    assert "of other weights" not in line
+    assert "for other weights, 2.25 GiB for stream buffers (--expert-offload-stream-buffer-gb 4), " in line
+    most = int(line.split("give at most ")[1].split(",")[0])
+    assert refusals(most, parallel, free, stream_gb=4) == []
 
 
 def test_a_busy_gpu_of_one_replica_does_not_count_for_the_other():
@@ -134,6 +148,14 @@ def test_what_keeps_a_number_from_being_checked_is_a_warning(launched):
     (line,) = launched(20, replace(LAUNCH, parallel=Parallel(tp=8, ep=3)))
     assert "--ep-size 3: must divide --tp-size 8" in line
     assert "no draft layers" in launched(20, replace(LAUNCH, speculative=True))[0]
+
+
+def test_the_choice_is_logged_with_the_stream_buffers_that_it_leaves_room_for(launched, caplog):
+    launched("auto")
+    (line,) = [record.getMessage() for record in caplog.records if "experts a layer fit in VRAM" in record.getMessage()]
+    assert re.search(r"beside [\d.]+ GiB of other weights, 1.12 GiB of stream buffers and [\d.]+ GiB of KV cache for ", line)
+    launched("auto", replace(LAUNCH, stream_gb=0))
+    assert "stream" not in caplog.text
 
 
 def test_a_number_beyond_the_experts_is_left_to_the_check_that_names_them(launched):

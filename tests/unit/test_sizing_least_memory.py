@@ -97,6 +97,15 @@ def test_the_number_to_give_instead_is_one_that_the_planner_promises():
     assert not larger.in_vram(most + 1)
 
 
+def test_stream_buffers_count_where_they_were_asked_for():
+    given, free = (least(MODELS / "gpt-oss-120b.json", Parallel(tp=4), Reserve(stream_gb=gib)) for gib in (4, None))
+    assert given.case.stream_buffers(0, 20) == 2
+    assert free.stream(0, 20) == 0
+    assert given.needed(0, 20) - free.needed(0, 20) == given.stream(0, 20)
+    assert 0.98 * 2 * given.case.model.layers[0].expert_bytes / 4 < given.stream(0, 20) < given.case.stream_bytes(0, 20)
+    assert given.stream(0, 128) == 0, "with every expert resident nothing streams"
+
+
 def test_the_padding_of_mxfp4_is_left_out():
     found = least(MODELS / "gpt-oss-120b.json", Parallel(tp=4))
     assert found.experts(0, 128) <= found.case.model.expert_bytes // 4 < found.case.resident_bytes(0, 128)

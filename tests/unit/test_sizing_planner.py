@@ -49,7 +49,8 @@ def ask(name, machine, workload=None, parallel=None, reserve=None, **options):
 
 
 def case_of(plan, name):
-    reserve = Reserve(headroom_gb=plan.headroom_gb)
+    """With the plan's own stream buffers."""
+    reserve = Reserve(headroom_gb=plan.headroom_gb, stream_gb=plan.ranks[0].stream_bytes / GIB)
     return Case(model(name), plan.machine, plan.workload, plan.parallel, reserve, plan.assumptions)
 
 
@@ -61,10 +62,11 @@ def roomy(machine):
 # What fits
 
 
+@pytest.mark.parametrize("stream_gb", [None, 0])
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_plan_satisfies_its_own_constraints(name, machine):
-    plan = ask(name, machine)
+def test_a_plan_satisfies_its_own_constraints(name, machine, stream_gb):
+    plan = ask(name, machine, reserve=Reserve(stream_gb=stream_gb))
     assert plan.fits == (not plan.problems)
     if not plan.fits:
         assert plan.needs or plan.problems
@@ -75,7 +77,8 @@ def test_a_plan_satisfies_its_own_constraints(name, machine):
     assert 0 <= plan.num_resident <= plan.num_experts
     for rank in plan.ranks:
         assert 0 <= rank.used_bytes <= rank.budget_bytes < plan.machine.vram_bytes
-        assert rank.used_bytes == rank.plain_weights + rank.resident_bytes + rank.kv_bytes + rank.driver_bytes
+        placed = rank.resident_bytes + rank.stream_bytes
+        assert rank.used_bytes == rank.plain_weights + placed + rank.kv_bytes + rank.driver_bytes
     assert plan.host_needed <= plan.machine.host_bytes
     assert plan.host_needed <= plan.host_needed_after_moves
     if plan.num_resident < plan.num_experts:
@@ -87,14 +90,15 @@ def test_a_plan_satisfies_its_own_constraints(name, machine):
         assert 0 < speed.prefill_tokens_s <= speed.resident_prefill_tokens_s
 
 
+@pytest.mark.parametrize("stream_gb", [0, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_more_vram_never_means_fewer_residents(name):
+def test_more_vram_never_means_fewer_residents(name, stream_gb):
     sizes = (24, 32, 48, 80, 96, 141, 192, 288)
     found = []
     for vram in sizes:
         gpus = 8 if model(name).total_bytes > 200e9 else 1
         machine = dataclasses.replace(roomy("8xH20"), gpus=gpus, vram_bytes=vram * GIB)
-        reserve = Reserve(mem_fraction_static=0.85)
+        reserve = Reserve(mem_fraction_static=0.85, stream_gb=stream_gb)
         plan = ask(name, machine, reserve=reserve)
         found.append(-1 if plan.num_resident is None else plan.num_resident)
     assert found == sorted(found)
@@ -323,7 +327,7 @@ def test_a_window_bounds_what_is_read_and_sparse_attention_too():
 
 
 def test_too_little_host_ram_is_said_and_each_remedy_would_do():
-    plan = ask("deepseek-v3", "8xH20", parallel=Parallel(tp=8), workload=Workload(163840, requests=4))
+    plan = ask("deepseek-v3", "8xH20", Workload(163840, requests=4), Parallel(tp=8), Reserve(stream_gb=0))
     short = dataclasses.replace(plan.machine, host_bytes=64 * GIB)
     refused = ask("deepseek-v3", short, plan.workload, plan.parallel)
     assert not refused.fits
@@ -627,14 +631,15 @@ def test_every_assumption_changes_some_figure():
     for field in dataclasses.fields(Assumptions):
         latent = field.name not in ("layer_overhead_us", "prefill_layer_ms")
         name = "deepseek-v3" if latent else "glm-4.5"
-        prompt = 512 if "prefill_layer" in field.name else 4096
+        prompt = 512 if field.name.startswith(("prefill", "latent_prefill", "copy")) else 4096
         workload = Workload(8192, requests=2, prompt_tokens=prompt, speculative=True, draft_tokens=10)
-        base = ask(name, roomy("8xH20"), workload)
+        reserve = Reserve(stream_gb=0) if field.name == "rows_per_read" else None
+        base = ask(name, roomy("8xH20"), workload, reserve=reserve)
         value = getattr(Assumptions(), field.name)
         changed = dataclasses.replace(Assumptions(), **{field.name: type(value)(value * 1.25 if value < 1 else value * 4)})
         if field.name == "rows_per_read":
             changed = dataclasses.replace(Assumptions(), rows_per_read=16)
-        other = ask(name, roomy("8xH20"), workload, assumed=changed)
+        other = ask(name, roomy("8xH20"), workload, reserve=reserve, assumed=changed)
         assert (other.ranks, other.host_needed, other.speeds) != (base.ranks, base.host_needed, base.speeds), field.name
 
 
@@ -764,6 +769,8 @@ def test_the_command_says_what_is_wrong(capsys, tmp_path):
         ("--num-resident", "-1"),
         ("--host-gbps", "0"),
         ("--mem-fraction-static", "0"),
+        ("--stream-buffer-gb", "-1"),
+        ("--stream-buffer-gb", "two"),
     ],
 )
 def test_the_command_refuses_numbers_that_mean_nothing(capsys, words):
@@ -805,7 +812,7 @@ def test_a_given_number_of_residents_is_planned_with():
 
 
 def test_a_given_number_that_does_not_fit_is_refused_with_the_most_that_does():
-    most = ask("deepseek-v3", roomy("8xH20")).num_resident
+    most = ask("deepseek-v3", roomy("8xH20"), reserve=Reserve(stream_gb=0)).num_resident
     vram = ask("deepseek-v3", roomy("8xH20"), num_resident=most + 1)
     assert (vram.fits, vram.problems) == (False, (f"VRAM: {most + 1} of 256 experts a layer do not fit; at most {most} do",))
     assert not vram.flags
@@ -877,12 +884,12 @@ def test_auto_keeps_exactly_as_many_as_the_budget_holds(checkpoints, wanted):
     cache = 1024 * 3 * 2 * 2 * 64 * 2 + 1024 * 4
     room = shape.total_bytes - shape.expert_bytes + cache + blocks * BLOCK_BYTES + (128 << 20)
     fraction = room / (23 * GIB) + 1 / 24
-    assert auto(folder, mem_fraction_static=fraction + 1e-6).num_resident == wanted
+    assert auto(folder, mem_fraction_static=fraction + 1e-6, stream_gb=0).num_resident == wanted
     if wanted:
-        assert auto(folder, mem_fraction_static=fraction - 1e-6).num_resident < wanted
+        assert auto(folder, mem_fraction_static=fraction - 1e-6, stream_gb=0).num_resident < wanted
     else:
         with pytest.raises(FlagError, match="VRAM: with no expert resident"):
-            auto(folder, mem_fraction_static=fraction - 1e-6)
+            auto(folder, mem_fraction_static=fraction - 1e-6, stream_gb=0)
 
 
 def test_auto_leaves_room_for_the_cache_that_is_asked_for():

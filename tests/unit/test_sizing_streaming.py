@@ -1,0 +1,311 @@
+"""Stream buffers in a plan: from how many tokens on a step streams, the VRAM that its buffers take, and how fast prefill is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from sglang_uvm_offload.cli import plan as planner_cli
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, whole_blocks
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.sizing.launch import Launch
+from sglang_uvm_offload.sizing.machine import GIB, preset
+from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Plan, Reserve, Speed, Workload
+from sglang_uvm_offload.sizing.planner import plan, render
+from sglang_uvm_offload.sizing.rank_memory import Case
+from sglang_uvm_offload.sizing.speed import IN_PLACE, StageCost, Stream, distinct, hiding_chunk, predict
+from sglang_uvm_offload.sizing.streaming import break_even_tokens, buffers_in
+
+MODELS = Path(__file__).parents[1] / "fixtures" / "models"
+DEEPSEEK = MODELS / "deepseek-v3.json"
+MACHINE = replace(preset("8xH20"), host_bytes=4096 * GIB)
+TP8 = Parallel(tp=8)
+
+
+@cache
+def model(path: Path) -> CheckpointShape:
+    return load(path)
+
+
+def case_of(path: Path = DEEPSEEK, parallel: Parallel = TP8, **reserve: float | None) -> Case:
+    return Case(model(path), MACHINE, Workload(4096), parallel, Reserve(**reserve), Assumptions())  # type: ignore[arg-type]
+
+
+def planned(num_resident: int | None = None, prompt: int = 4096, requests: int = 1, **reserve: float | None) -> Plan:
+    work = Workload(4096, requests, prompt_tokens=prompt)
+    return plan(model(DEEPSEEK), MACHINE, work, TP8, Reserve(**reserve), num_resident=num_resident)  # type: ignore[arg-type]
+
+
+# From how many tokens
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "tokens"),
+    [(256, 8, 128), (128, 8, 64), (32, 4, 32), (8, 2, 16), (384, 8, 256), (512, 10, 256), (8, 8, 1), (4, 5, 1), (8, 0, 32)],
+)
+def test_steps_stream_from_the_power_of_two_of_tokens_that_use_nearly_all_experts(num_experts, top_k, tokens):
+    assert break_even_tokens(num_experts, top_k) == tokens
+    assert distinct(num_experts, top_k or 1, tokens) >= 0.98 * num_experts
+    assert tokens == 1 or distinct(num_experts, top_k or 1, tokens // 2) < 0.98 * num_experts
+
+
+# Bytes
+
+
+@pytest.mark.parametrize(
+    ("gib", "layer_bytes", "buffers"),
+    [(0, GIB, 0), (0.99, GIB, 0), (1, GIB, 1), (1.99, GIB, 1), (2, GIB, 2), (100, GIB, 2), (1, 0, 0), (0, 0, 0)],
+)
+def test_as_many_whole_buffers_as_fit_and_at_most_two(gib, layer_bytes, buffers):
+    assert buffers_in(gib, layer_bytes) == buffers
+
+
+@pytest.mark.parametrize("parallel", [TP8, Parallel(tp=8, ep=8), Parallel(tp=4, pp=2)])
+def test_a_buffer_holds_all_local_experts_of_the_largest_layer_each_tensor_in_whole_blocks(parallel):
+    expert = 7168 * 2048 // parallel.moe_tp
+    by_hand = sum(whole_blocks(256 // parallel.ep * matrices * expert) for matrices in (2, 1))
+    case = case_of(parallel=parallel)
+    assert [case.stream_layer_bytes(stage) for stage in range(parallel.pp)] == [by_hand] * parallel.pp
+
+
+def test_the_largest_layer_of_a_stage_decides():
+    case = case_of(parallel=Parallel(tp=4, pp=2))
+    layers = list(case.model.layers)
+    part = layers[40].experts[0]
+    layers[40] = replace(layers[40], experts=(replace(part, nbytes=2 * part.nbytes), *layers[40].experts[1:]))
+    larger = replace(case, model=replace(case.model, layers=tuple(layers)))
+    assert larger.stream_layer_bytes(0) == case.stream_layer_bytes(0)
+    assert larger.stream_layer_bytes(1) > case.stream_layer_bytes(1)
+
+
+def test_buffers_that_are_asked_for_take_vram_of_every_rank():
+    none, two = (case_of(stream_gb=gib).rank(0, 100) for gib in (0, 100))
+    assert (none.stream_buffers, none.stream_bytes, two.stream_buffers) == (0, 0, 2)
+    assert two.stream_bytes == 2 * case_of().stream_layer_bytes(0)
+    assert two.used_bytes - none.used_bytes == two.stream_bytes
+    one = case_of(stream_gb=1.5 * case_of().stream_layer_bytes(0) / GIB)
+    assert one.stream_buffers(0, 100) == 1
+    assert one.stream_buffers(0, 256) == 0, "with every expert resident nothing streams"
+
+
+def spacious(num_resident: int, buffers: int, beside: int = 0) -> Case:
+    """A budget for so many residents, so many buffers and ``beside`` bytes."""
+    case = case_of()
+    wanted = case.fixed_bytes[0] + case.resident_bytes(0, num_resident) + buffers * case.stream_layer_bytes(0) + beside
+    vram = MACHINE.vram_bytes
+    fraction = wanted / (vram - case.taken_before_loading) + GIB / vram
+    return replace(case, reserve=Reserve(fraction + 1e-9))
+
+
+@pytest.mark.parametrize("buffers", [0, 1, 2])
+def test_a_given_number_of_residents_leaves_room_for_as_many_buffers_as_fit(buffers):
+    found = spacious(100, buffers)
+    assert found.in_vram(100)
+    assert found.stream_buffers(0, 100) == buffers
+    assert spacious(100, buffers, beside=-BLOCK_BYTES).stream_buffers(0, 100) == max(0, buffers - 1)
+
+
+def test_buffers_that_are_asked_for_can_make_a_number_not_fit_and_others_cannot():
+    most = planned(stream_gb=0).num_resident
+    assert most is not None
+    assert planned(most).fits
+    assert planned(most).stream_buffers == 0
+    refused = planned(most, stream_gb=4)
+    assert refused.problems == (
+        f"VRAM: {most} of 256 experts a layer do not fit beside 2.62 GiB of stream buffers; at most "
+        f"{planned(stream_gb=4).num_resident} do",
+    )
+
+
+def test_two_buffers_come_before_residents():
+    chosen, given, none = planned(), planned(stream_gb=4), planned(stream_gb=0)
+    assert (chosen.num_resident, chosen.stream_buffers) == (given.num_resident, 2)
+    assert none.stream_buffers == 0
+    assert (none.num_resident or 0) > (chosen.num_resident or 0)
+
+
+@pytest.mark.parametrize(
+    ("residents", "buffers", "beside", "chosen"),
+    [
+        (16, 2, 0, (16, 2)),
+        (16, 2, -BLOCK_BYTES, (20, 1)),
+        (16, 1, 0, (16, 1)),
+        (16, 1, -BLOCK_BYTES, (20, 0)),
+        (3, 0, 0, (3, 0)),
+    ],
+)
+def test_fewer_buffers_are_chosen_where_two_would_leave_less_than_twice_the_experts_of_a_token(
+    residents, buffers, beside, chosen
+):
+    case = spacious(residents, buffers, beside)
+    found = case.largest()
+    assert found is not None
+    assert (found, case.stream_buffers(0, found)) == chosen
+
+
+def test_fewer_buffers_are_chosen_where_host_ram_holds_too_few_experts_beside_two():
+    two, none = spacious(100, 2), spacious(100, 2)
+    most = none.most_in_vram()
+    assert most is not None
+    host = two.host(most, after_moves=False)
+    short = replace(two, machine=replace(MACHINE, host_bytes=host))
+    assert (short.largest(), short.stream_buffers(0, most)) == (most, 0)
+
+
+def test_a_model_that_fits_whole_has_no_buffers():
+    found = plan(load(MODELS / "gpt-oss-120b.json"), preset("1xH200"), Workload(4096), Parallel())
+    assert (found.num_resident, found.stream_buffers, found.ranks[0].stream_bytes) == (128, 0, 0)
+    assert "stream buffer," not in render(found)
+    assert "in place" not in render(found)
+
+
+def test_all_experts_fit_where_all_but_one_do_not_fit_beside_buffers():
+    case = replace(spacious(256, 0), reserve=replace(spacious(256, 0).reserve, stream_gb=100))
+    assert case.largest() == 256
+    assert not case.in_vram(255)
+
+
+def test_what_is_short_names_the_buffers_and_that_doing_without_is_enough():
+    tight = spacious(2, 0).reserve
+    refused = planned(stream_gb=100, mem_fraction_static=tight.mem_fraction_static)
+    assert refused.problems[0].startswith("VRAM: with no expert resident beside 2.62 GiB of stream buffers a rank needs ")
+    assert refused.needs[0] == "no stream buffers (--expert-offload-stream-buffer-gb 0)"
+    assert planned(stream_gb=0, mem_fraction_static=tight.mem_fraction_static).num_resident == 2
+
+
+def test_less_than_a_buffer_is_noted():
+    (note,) = [note for note in planned(stream_gb=1).notes if "buffer" in note]
+    assert note == "--expert-offload-stream-buffer-gb 1 is less than one stream buffer, which takes 1.31 GiB: nothing streams"
+
+
+def test_a_launch_counts_its_buffers():
+    launch = Launch(str(DEEPSEEK), Parallel(), 96 * GIB, 96 * GIB, GIB, 0.8, 1.0, 4096, stream_gb=3)
+    assert launch.case().reserve.stream_gb == 3
+
+
+# Speed
+
+STAGE = StageCost(10, 10**9, 2e9, (10**7,) * 8, 2e7, 10**6)
+"""Two of ten layers are dense."""
+
+
+def speed(stream: Stream = IN_PLACE, resident: int = 32, prompt: int = 4096, stage: StageCost = STAGE, ep: int = 1) -> Speed:
+    rest = (preset("1xH200"), Workload(4096, prompt_tokens=prompt), Parallel(ep, ep), 1, 4096, Assumptions())
+    return predict("test", 0.5, resident, 64, 4, [stage], *rest, stream)
+
+
+def copying(offloaded: int) -> float:
+    """Seconds for the offloaded experts of one layer."""
+    return offloaded * 10**7 / (55e9 * Assumptions().copy_efficiency)
+
+
+def computing(tokens: int, stage: StageCost = STAGE) -> float:
+    """Seconds of a long chunk with all experts in VRAM."""
+    overhead = 10 * Assumptions().layer_overhead_us * 1e-6
+    flops = tokens * (stage.dense_flops + 4 * len(stage.expert_layers) * stage.expert_flops)
+    return flops / (989e12 * Assumptions().compute_efficiency) + overhead
+
+
+def test_a_streamed_chunk_copies_each_offloaded_expert_once_beside_computing():
+    """The link takes longer than computing in the eight MoE layers, and is idle in the two dense ones."""
+    found = speed(Stream(2, 128))
+    dense = computing(4096, replace(STAGE, expert_layers=()))
+    assert (found.streamed, found.reread) == (True, 1)
+    assert found.prefill_chunk_s == pytest.approx(8 * copying(32) + 2 * dense / 10)
+    assert found.prefill_chunk_s < speed().prefill_chunk_s
+    assert speed(Stream(2, 128), ep=2).prefill_chunk_s < 0.6 * found.prefill_chunk_s, "each rank copies its own"
+
+
+def test_a_chunk_that_computes_for_longer_hides_its_stream():
+    slow = replace(STAGE, expert_flops=2e9, dense_flops=2e10)
+    found = speed(Stream(2, 128), stage=slow)
+    assert found.prefill_chunk_s == pytest.approx(computing(4096, slow))
+    assert found.prefill_tokens_s == pytest.approx(found.resident_prefill_tokens_s)
+
+
+def test_one_buffer_is_filled_only_between_the_experts_of_two_layers():
+    slow = replace(STAGE, expert_flops=2e9, dense_flops=2e9)
+    between = computing(4096, replace(slow, expert_layers=())) / 10
+    assert between < copying(32)
+    found = speed(Stream(1, 128), stage=slow).prefill_chunk_s
+    assert found == pytest.approx(computing(4096, slow) + 8 * (copying(32) - between))
+    assert found > speed(Stream(2, 128), stage=slow).prefill_chunk_s
+
+
+@pytest.mark.parametrize(
+    ("stream", "resident"), [(Stream(0, 1), 32), (Stream(2, 4097), 32), (Stream(2, 1), 64), (IN_PLACE, 32)]
+)
+def test_prefill_reads_in_place_without_buffers_with_few_tokens_and_with_every_expert_resident(stream, resident):
+    found = speed(stream, resident)
+    assert found == speed(resident=resident)
+    assert not found.streamed
+
+
+def test_decoding_is_not_streamed():
+    assert speed(Stream(2, 1)).decode_step_s == speed().decode_step_s
+
+
+def hiding(stream: Stream, resident: int = 32, stage: StageCost = STAGE) -> int:
+    return hiding_chunk(resident, 64, 4, [stage], preset("1xH200"), Parallel(), Assumptions(), stream)
+
+
+def test_the_chunk_that_hides_its_stream_is_the_smallest_that_computes_for_as_long_as_it_copies():
+    stage = replace(STAGE, layers=8, dense_flops=2e9, expert_flops=2e8)
+    chunk = hiding(Stream(2, 128), stage=stage)
+    overhead = 2 * Assumptions().layer_overhead_us * 1e-6
+    assert chunk % 256 == 0
+    assert computing(chunk, stage) - overhead >= 8 * copying(32) > computing(chunk - 256, stage) - overhead
+    assert hiding(Stream(2, 128), 48, stage) < chunk < hiding(Stream(1, 128), stage=stage)
+    assert hiding(Stream(2, chunk + 1), stage=stage) == chunk + 256, "smaller ones do not stream"
+    assert hiding(Stream(2, 128), stage=replace(stage, expert_flops=2e3, dense_flops=2e5)) == 0
+    assert hiding(IN_PLACE) == 0
+
+
+# What a plan shows
+
+
+def test_a_plan_streams_by_its_own_buffers_and_its_models_experts():
+    two, none, short = planned(100), planned(100, stream_gb=0), planned(100, prompt=64)
+    assert (two.stream_buffers, two.stream_tokens) == (2, 128)
+    assert all(each.streamed for each in two.speeds)
+    assert not any(each.streamed for each in (*none.speeds, *short.speeds))
+    assert two.speeds[0].prefill_tokens_s > none.speeds[0].prefill_tokens_s
+    assert (two.hiding_chunk > 0, none.hiding_chunk) == (True, 0)
+
+
+def test_the_report_says_how_prefill_streams_and_which_chunk_hides_it():
+    two, one, none = (planned(150, stream_gb=gib) for gib in (None, 1.5, 0))
+    text = render(two)
+    assert "stream buffers                    2.62 GiB" in text
+    assert f"streams, through 2 stream buffers. A chunk of {two.hiding_chunk} tokens or more hides its stream" in text
+    assert "through 1 stream buffer. " in render(one)
+    assert "Without stream buffers, prefill reads offloaded experts in place" in render(none)
+    assert "reads of an offloaded expert" not in text
+    assert "it is copied once" in text
+    assert "it is read for each block of 128 rows" in render(none)
+    small = replace(two, chunked_prefill_size=two.hiding_chunk - 1)
+    assert f"hides its stream; --chunked-prefill-size is {two.hiding_chunk - 1}.\n" in render(small)
+    assert "--chunked-prefill-size is" not in render(replace(two, chunked_prefill_size=two.hiding_chunk))
+    assert "No chunk of up to 65536 tokens hides the copying." in render(replace(two, hiding_chunk=0))
+
+
+def test_the_flags_name_buffers_that_were_asked_for_and_no_others():
+    flag = "--expert-offload-stream-buffer-gb"
+    assert f"{flag} 1.5" in planned(stream_gb=1.5).flags
+    assert f"{flag} 0" in planned(stream_gb=0).flags
+    assert not any(flag in each for each in planned().flags)
+
+
+def test_the_command_plans_with_and_without_buffers(capsys: pytest.CaptureFixture[str]):
+    parser = argparse.ArgumentParser()
+    planner_cli.add_arguments(parser)
+    buffers = {}
+    for words in ((), ("--stream-buffer-gb", "auto"), ("--stream-buffer-gb", "0"), ("--stream-buffer-gb", "1.5")):
+        assert planner_cli.run(parser.parse_args([str(DEEPSEEK), "--machine", "8xH20", "--json", *words])) == 0
+        buffers[words] = json.loads(capsys.readouterr().out)["ranks"][0]["stream_buffers"]
+    assert list(buffers.values()) == [2, 2, 0, 1]
