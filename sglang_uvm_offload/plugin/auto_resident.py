@@ -35,7 +35,7 @@ def resolved(config: OffloadConfig, server_args: Any) -> OffloadConfig:
     logger.info("%s", _why(plan, launch))
     if plan.draft_note:
         logger.warning("%s: %s", _AUTO, plan.draft_note)
-    return dataclasses.replace(config, num_resident=plan.num_resident)
+    return dataclasses.replace(config, num_resident=plan.num_resident, stream_buffers=plan.stream_buffers)
 
 
 def _launch(config: OffloadConfig, server_args: Any, cfg: Any) -> Launch:

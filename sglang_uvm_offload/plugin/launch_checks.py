@@ -75,7 +75,8 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
     with _listed(problems):
         settings |= _headroom(config, cfg)
     if num_experts is not None:
-        problems += vram_check.problems(config, server_args)
+        config, reasons = vram_check.checked(config, server_args)
+        problems += reasons
         with _listed(problems):
             config = auto_resident.resolved(config, server_args)
             problems += config.expert_problems(num_experts) or expert_bytes.problems(config, cfg, model.hf_config)

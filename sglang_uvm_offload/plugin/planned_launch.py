@@ -9,7 +9,7 @@ from sglang.srt.arg_groups.model_override_base import model_config_of, resolving
 from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
 from sglang.srt.utils import get_device_memory_capacity
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import NEVER, OffloadConfig
 from sglang_uvm_offload.cuda.device import free_vram, visible_gpus
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin import launch_drafts, linear_attention
@@ -88,6 +88,7 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
         draft_tokens=launch_drafts.tokens_verified(cfg),
         image_bytes=_image_bytes(cfg, model),
         **_hicache(cfg, given),
+        stream_gb=0.0 if config.stream_tokens == NEVER else config.stream_gb,
         linear=linear_attention.state(cfg, model),
         notes=_notes(cfg, given),
         rates=_rates(),

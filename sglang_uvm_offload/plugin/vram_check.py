@@ -26,12 +26,13 @@ logger = logging.getLogger(__name__)
 _N = flag_name("num_resident")
 
 
-def problems(config: OffloadConfig, server_args: Any) -> list[str]:
-    """Why N residents cannot fit, one line for the GPU that is shortest of VRAM. Warns if N cannot be checked. ``auto`` chooses
-    a number that fits, and a CPU has no VRAM."""
+def checked(config: OffloadConfig, server_args: Any) -> tuple[OffloadConfig, list[str]]:
+    """``config`` with the number of stream buffers that fit beside the KV cache that the launch asks for; and why N residents
+    cannot fit, one line for the GPU that is shortest of VRAM. Warns if N cannot be checked. ``auto`` chooses a number that fits,
+    and a CPU has no VRAM."""
     cfg = resolving_view(server_args)
     if config.auto or cfg.device != "cuda":
-        return []
+        return config, []
     all_ranks = ranks(cfg)
     try:
         launch = planned_launch(config, server_args)
@@ -41,13 +42,14 @@ def problems(config: OffloadConfig, server_args: Any) -> list[str]:
             raise Uncounted(reasons)
     except (Uncounted, DriverError) as reason:
         logger.warning("%s %d is not checked against VRAM: %s", _N, config.num_resident, reason)
-        return []
+        return config, []
     least = LeastMemory(case, cfg.page_size or 1)
     if least.share <= 0 or config.num_resident > case.model.num_experts:
-        return []  # the headroom or the number is refused by a check of its own
+        return config, []  # the headroom or the number is refused by a check of its own
     if case.workload.drafts and (note := draft_note(case, config.num_resident)):
         logger.warning("%s %d: %s", _N, config.num_resident, note)
-    return shortages(config, least, all_ranks, free)
+    config = dataclasses.replace(config, stream_buffers=case.stream(config.num_resident).buffers)
+    return config, shortages(config, least, all_ranks, free)
 
 
 def shortages(config: OffloadConfig, least: LeastMemory, ranks: list[Rank], free: dict[int, int]) -> list[str]:

@@ -129,7 +129,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
         assert config is not None
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            assert vram_check.problems(config, None) == []
+            assert vram_check.checked(config, None) == (config, [])
             auto_resident.resolved(config, None)
         return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
