@@ -19,25 +19,31 @@ PACKAGE = "sglang-uvm-offload"
 PLUGIN = "uvm_offload"
 
 
+OK, WARNING, PROBLEM = "ok", "WARNING", "PROBLEM"
+
+
 @dataclass
 class Diagnosis:
-    """Lines of output in order, each good or bad; ``problems`` are the bad ones."""
+    """Lines of output in order, each with its kind; only ``problems`` keep the launch from being served."""
 
-    lines: list[tuple[bool, str]] = field(default_factory=list)
+    lines: list[tuple[str, str]] = field(default_factory=list)
 
     def good(self, text: str) -> None:
-        self.lines.append((True, text))
+        self.lines.append((OK, text))
+
+    def warn(self, text: str) -> None:
+        self.lines.append((WARNING, text))
 
     def bad(self, *texts: str) -> None:
         """Two checks may find the same problem; it is listed once."""
-        self.lines += [(False, text) for text in dict.fromkeys(texts) if (False, text) not in self.lines]
+        self.lines += [(PROBLEM, text) for text in dict.fromkeys(texts) if (PROBLEM, text) not in self.lines]
 
     @property
     def problems(self) -> list[str]:
-        return [text for fine, text in self.lines if not fine]
+        return [text for kind, text in self.lines if kind == PROBLEM]
 
     def __str__(self) -> str:
-        return "\n".join(f"  {'ok     ' if fine else 'PROBLEM'}  {text}" for fine, text in self.lines)
+        return "\n".join(f"  {kind:7}  {text}" for kind, text in self.lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +116,8 @@ def examine_launch(arguments: list[str]) -> Diagnosis:
     if not found.problems:
         for fact in launch.facts():
             found.good(fact)
+        for warning in launch.warnings():
+            found.warn(warning)
     return found
 
 

@@ -1,18 +1,23 @@
-"""The ``replay`` command: a routing trace through the shipped policy and the baselines, as a table or JSON."""
+"""The ``replay`` command: a routing trace through the shipped policy and the baselines, as a table or JSON.
+
+With ``--recall``: how many of the shipped policy's misses could be predicted while a step runs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS, POLICIES
+from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS, POLICIES, SHIPPED
 from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.units import size
 
 if TYPE_CHECKING:
+    from sglang_uvm_offload.replay.recall import Recall
     from sglang_uvm_offload.replay.simulator import Replay
 
 MAX_BATCH = 4096
@@ -31,38 +36,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--link-gbps", type=float, default=LINK_GBPS, help="10^9 bytes a second over PCIe (default %(default)g, assumed)"
     )
     parser.add_argument("--expert-mib", type=float, default=EXPERT_BYTES / 2**20, help="MiB per expert (default %(default)g)")
+    parser.add_argument(
+        "--recall",
+        action="store_true",
+        help=f"print instead which share of the misses of {SHIPPED} could be predicted when the layer before has routed",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    if found := problems(args):
-        for problem in found:
+    if reasons := problems(args):
+        for problem in reasons:
             print(f"cannot replay {args.trace}: {problem}", file=sys.stderr)
         return 2
-    from sglang_uvm_offload.replay.simulator import replay
-
     try:
-        trace = Trace.load(args.trace)
-        results = [
-            replay(
-                trace,
-                policy,
-                args.residency,
-                args.batch,
-                args.warmup_fraction,
-                args.link_gbps,
-                int(args.expert_mib * 2**20),
-            )
-            for policy in args.policy or POLICIES
-        ]
+        found = _recall(args) if args.recall else _replay(args)
     except (ValueError, OSError, MemoryError) as error:
         print(f"cannot replay {args.trace}: {error}", file=sys.stderr)
         return 2
-    if args.json:
-        print(json.dumps({"trace": str(args.trace), "results": [result.as_json() for result in results]}, indent=1))
-    else:
-        print(table(results))
+    print(found)
     return 0
+
+
+def _replay(args: argparse.Namespace) -> str:
+    from sglang_uvm_offload.replay.simulator import replay
+
+    trace = Trace.load(args.trace)
+    expert_bytes = int(args.expert_mib * 2**20)
+    results = [
+        replay(trace, policy, args.residency, args.batch, args.warmup_fraction, args.link_gbps, expert_bytes)
+        for policy in args.policy or POLICIES
+    ]
+    return _json(args, "results", results) if args.json else table(results)
+
+
+def _recall(args: argparse.Namespace) -> str:
+    from sglang_uvm_offload.replay.simulator import recall_of_misses
+
+    found = recall_of_misses(Trace.load(args.trace), args.residency, args.batch, args.warmup_fraction)
+    return _json(args, "recall", found) if args.json else recall_table(found)
+
+
+def _json(args: argparse.Namespace, name: str, results: Sequence[Replay | Recall]) -> str:
+    return json.dumps({"trace": str(args.trace), name: [result.as_json() for result in results]}, indent=1)
 
 
 def problems(args: argparse.Namespace) -> list[str]:
@@ -75,7 +91,10 @@ def problems(args: argparse.Namespace) -> list[str]:
         ("--link-gbps", args.link_gbps, SMALLEST <= args.link_gbps <= LARGEST, f"must be above 0 GB/s {amount}"),
         ("--expert-mib", args.expert_mib, SMALLEST <= args.expert_mib <= LARGEST, f"must be above 0 MiB {amount}"),
     ]
-    return [f"{flag} {right}, not {value}" for flag, value, good, right in checks if not good]
+    found = [f"{flag} {right}, not {value}" for flag, value, good, right in checks if not good]
+    if args.recall and set(args.policy or [SHIPPED]) != {SHIPPED}:
+        found.append(f"--recall is of the misses of {SHIPPED}; leave --policy out")
+    return found
 
 
 def table(results: list[Replay]) -> str:
@@ -91,5 +110,25 @@ def table(results: list[Replay]) -> str:
         )
         for result in results
     ]
+    return _aligned(rows)
+
+
+def recall_table(found: Sequence[Recall]) -> str:
+    rows = [("predictor", "volume", "recall", "by chance", "brought/step", "missed/step")]
+    rows += [
+        (
+            result.predictor,
+            f"{result.volume:g}x",
+            f"{100 * result.recall:.1f} %",
+            f"{100 * result.chance:.1f} %",
+            f"{result.brought_per_step:.3f}",
+            f"{result.missed_per_step:.3f}",
+        )
+        for result in found
+    ]
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -16,12 +16,14 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_uvm_offload.config import OffloadConfig, parse
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.plugin import devices, hooks, runtime, server_args
+from sglang_uvm_offload.plugin import devices, hooks, moe_tiles, runtime, server_args
 from sglang_uvm_offload.plugin.expert_bytes import expert_bytes
 from sglang_uvm_offload.plugin.routing_formats import routing_format
 from sglang_uvm_offload.plugin.server_config import config_of
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
 from sglang_uvm_offload.units import size
+
+logger = logging.getLogger(__name__)
 
 _PACKAGE = "sglang_uvm_offload"
 
@@ -97,6 +99,14 @@ class Launch:
             *_memory(config, cfg, model.hf_config),
             *self.notes,
         ]
+
+    def warnings(self) -> list[str]:
+        """What will be served, but slower than it could be. Call it if ``resolve`` found no problem."""
+        try:
+            return moe_tiles.warnings(self.args)
+        except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's code; a launch is not judged by it
+            logger.debug("Expert offload: the tiles of the MoE kernel are not checked: %s: %s", type(error).__name__, error)
+            return []
 
 
 def _ranks(cfg: Any) -> str:

@@ -6,9 +6,9 @@ up, the rest is scored, and state persists. Policies that read a miss in place p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.replay import baselines
 from sglang_uvm_offload.replay.baselines import ReplayPolicy, Served
 from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS, SHIPPED
+from sglang_uvm_offload.replay.recall import Recall, recalls
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.routing.counts import IdFormat, Phase
 from sglang_uvm_offload.routing.trace import Trace
@@ -178,6 +179,20 @@ def replay(
         raise ValueError(f"the link's bandwidth must be above 0 GB/s, not {link_gbps}")
     workload = Workload.of(trace, batch, warmup_fraction)
     return serve(policy, workload.policy(policy, residency), workload, residency, link_gbps, expert_bytes)
+
+
+def recall_of_misses(trace: Trace, residency: float, batch: int = 1, warmup_fraction: float = 0.5) -> list[Recall]:
+    """How many of the misses that the shipped policy leaves could be predicted when the layer before has routed. Raises
+    ``ValueError`` for what cannot be replayed."""
+    workload = Workload.of(trace, batch, warmup_fraction)
+    managed = Managed(workload.shape, int(workload.capacity(residency)[0]))
+
+    def steps() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for activated in chain(workload.warmup, workload.scored):
+            managed.step(activated)
+            yield activated, managed.resident
+
+    return recalls(steps(), workload.shape, len(workload.warmup))
 
 
 def serve(
