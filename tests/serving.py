@@ -86,6 +86,14 @@ def assert_offloaded(server_info: dict[str, Any], everything_resident: bool = Fa
         assert state["offloaded_bytes"] > 0
 
 
+def assert_streamed(on: Result, some: bool = True) -> None:
+    """Whether some steps copied experts into stream buffers; and nothing ended that."""
+    streaming = on.offload["streaming"]
+    assert (on.offload["streamed_bytes"] > 0) == some, on.offload
+    assert (streaming is not None) == some, streaming
+    assert streaming is None or streaming["fault"] is None, streaming
+
+
 def assert_same_answers(on: Result, off: Result, tolerance: float = 0.0) -> None:
     """Token by token the same text, with the same log-probabilities of input and output."""
     assert len(on.answers) == len(off.answers)

@@ -16,7 +16,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_uvm_offload.config import OffloadConfig, parse
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.plugin import devices, hooks, moe_tiles, runtime, server_args
+from sglang_uvm_offload.plugin import devices, hooks, moe_tiles, runtime, server_args, stream_settings
 from sglang_uvm_offload.plugin.expert_bytes import expert_bytes
 from sglang_uvm_offload.plugin.routing_formats import routing_format
 from sglang_uvm_offload.plugin.server_config import config_of
@@ -95,6 +95,7 @@ class Launch:
             f"{flag_name('num_resident')} {config.num_resident} of {experts} experts a layer, on {_ranks(cfg)}",
             f"{flag_name('backend')} {config.backend}",
             f"--moe-runner-backend {routing.runner}: {counted}",
+            *([_streaming(config)] if stream_settings.streams(config) else []),
             *_drafts(cfg),
             *_memory(config, cfg, model.hf_config),
             *self.notes,
@@ -113,6 +114,14 @@ def _ranks(cfg: Any) -> str:
     sizes = ("tp_size", "ep_size", "pp_size", "dp_size", "attn_dp_size", "nnodes")
     given = [f"--{name.replace('_', '-')} {getattr(cfg, name)}" for name in sizes if getattr(cfg, name) != 1]
     return " ".join(given) or "one rank"
+
+
+def _streaming(config: OffloadConfig) -> str:
+    buffers = "auto" if config.stream_gb is None else f"{config.stream_gb:g}"
+    return (
+        f"{flag_name('stream_tokens')} {config.stream_tokens}: steps of so many tokens copy experts into stream buffers "
+        f"({flag_name('stream_buffer_gb')} {buffers})"
+    )
 
 
 def _drafts(cfg: Any) -> list[str]:

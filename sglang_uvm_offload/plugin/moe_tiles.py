@@ -26,7 +26,9 @@ from sglang.srt.model_loader.utils import get_model_architecture
 from sglang.srt.model_loader.weight_utils import get_quant_config
 from sglang.srt.runtime_context import create_context, moe_tp_size_of, use_context
 
+from sglang_uvm_offload.config import NEVER
 from sglang_uvm_offload.plugin.routing_formats import routing_format
+from sglang_uvm_offload.plugin.server_config import config_of
 from sglang_uvm_offload.sizing.moe_shape import moe_shape
 
 LINE_BYTES = 128
@@ -54,14 +56,21 @@ class Experts:
 
 def warnings(server_args: Any) -> list[str]:
     """What to warn of in the launch with the resolved ``server_args``, on a machine with its GPU."""
+    config = config_of(server_args)
+    in_place = NEVER if config is None or config.stream_tokens is None else config.stream_tokens
     with use_context(create_context(server_args, role="scheduler")):
         experts = launched_experts(server_args)
-        return [] if experts is None else narrow_tiles(experts)
+        return [] if experts is None else narrow_tiles(experts, in_place)
 
 
-def narrow_tiles(experts: Experts) -> list[str]:
-    """One line for each configuration whose tiles are too narrow at some number of tokens. Needs SGLang's context."""
-    return [line for source, blocks in _configurations(experts) if (line := _warning(source, blocks, experts.bits))]
+def narrow_tiles(experts: Experts, in_place: int = NEVER) -> list[str]:
+    """One line for each configuration whose tiles are too narrow at some number of tokens below ``in_place``, from which on
+    steps stream. Needs SGLang's context."""
+    lines: list[str] = []
+    for source, blocks in _configurations(experts):
+        read = {rows: block for rows, block in blocks.items() if rows < in_place}
+        lines += filter(None, [_warning(source, read, experts.bits)])
+    return lines
 
 
 def _configurations(experts: Experts) -> Iterator[tuple[str, dict[int, int]]]:

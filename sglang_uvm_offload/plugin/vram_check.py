@@ -28,8 +28,8 @@ _N = flag_name("num_resident")
 
 def checked(config: OffloadConfig, server_args: Any) -> tuple[OffloadConfig, list[str]]:
     """``config`` with the number of stream buffers that fit beside the KV cache that the launch asks for; and why N residents
-    cannot fit, one line for the GPU that is shortest of VRAM. Warns if N cannot be checked. ``auto`` chooses a number that fits,
-    and a CPU has no VRAM."""
+    cannot fit, one line for the GPU that is shortest of VRAM. Warns if N cannot be checked. Nothing is checked for ``auto``,
+    which chooses a number that fits, and on a CPU, which has no VRAM."""
     cfg = resolving_view(server_args)
     if config.auto or cfg.device != "cuda":
         return config, []
@@ -48,7 +48,11 @@ def checked(config: OffloadConfig, server_args: Any) -> tuple[OffloadConfig, lis
         return config, []  # the headroom or the number is refused by a check of its own
     if case.workload.drafts and (note := draft_note(case, config.num_resident)):
         logger.warning("%s %d: %s", _N, config.num_resident, note)
-    config = dataclasses.replace(config, stream_buffers=case.stream(config.num_resident).buffers)
+    buffers = case.stream(config.num_resident).buffers
+    if config.stream_gb and not buffers and config.num_resident < case.model.num_experts:
+        one = size(max(map(case.stream_layer_bytes, range(case.parallel.pp))))
+        return config, [f"{flag_name('stream_buffer_gb')} {config.stream_gb:g}: one buffer takes {one}; give that, auto, or 0"]
+    config = dataclasses.replace(config, stream_buffers=buffers)
     return config, shortages(config, least, all_ranks, free)
 
 

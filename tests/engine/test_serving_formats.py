@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import pytest
 from checkpoints import Checkpoints
-from serving import Engines, assert_offloaded, assert_same_answers
+from serving import Engines, assert_offloaded, assert_same_answers, assert_streamed
 
 EXPERTS, TOP_K = 8, 2
 FORMATS = {"fp8": {}, "int8": {}, "gptq": {"quantization": "moe_wna16"}}
 
 
-# Every format once, and one of them with every number of residents.
-CASES = [("fp8", TOP_K), *((quant, EXPERTS // 2) for quant in FORMATS), ("fp8", EXPERTS)]
+# Every format with all steps streamed and with none, and one of them with every number of residents.
+CASES = [("fp8", TOP_K, 0), *((quant, EXPERTS // 2, tokens) for quant in FORMATS for tokens in (0, "inf")), ("fp8", EXPERTS, 0)]
 
 
-@pytest.mark.parametrize(("quant", "resident"), CASES)
+@pytest.mark.parametrize(("quant", "resident", "tokens"), CASES)
 def test_offloaded_quantised_experts_give_the_same_tokens_and_logprobs(
-    quant: str, resident: int, checkpoints: Checkpoints, engines: Engines
+    quant: str, resident: int, tokens: int | str, checkpoints: Checkpoints, engines: Engines
 ) -> None:
     checkpoint = checkpoints("qwen3_moe", quant=quant)
     off = engines.baseline(checkpoint, **FORMATS[quant])
-    on = engines.run(checkpoint, expert_offload_num_resident=resident, expert_offload_warmup_tokens=16, **FORMATS[quant])
+    flags = {"expert_offload_warmup_tokens": 16, "expert_offload_stream_tokens": tokens}
+    on = engines.run(checkpoint, expert_offload_num_resident=resident, **flags, **FORMATS[quant])
     assert_offloaded(on.server_info, everything_resident=resident == EXPERTS)
+    assert_streamed(on, some=tokens == 0 and resident < EXPERTS)
     assert_same_answers(on, off)
 
 

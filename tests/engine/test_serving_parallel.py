@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoints import Checkpoints
-from serving import PROMPTS, TWO_RANKS, Engines, assert_offloaded, assert_same_answers
+from serving import PROMPTS, TWO_RANKS, Engines, assert_offloaded, assert_same_answers, assert_streamed
 
 EXPERTS, LAYERS = 16, 3
 MODES: dict[str, dict[str, Any]] = {
@@ -35,8 +35,11 @@ def test_offloaded_ranks_give_the_same_tokens_and_logprobs(mode: str, checkpoint
         **MODES[mode],
         expert_offload_num_resident=EXPERTS // 2,
         expert_offload_warmup_tokens=16,
+        expert_offload_stream_tokens=6,
     )
     assert_offloaded(on.server_info)
+    assert_streamed(on)
+    assert on.offload["zero_copy_bytes"] > 0, "decode steps read in place"
     assert_same_answers(on, off, TOLERANCE.get(mode, 0.0))
     if mode == "dp2":  # each replica is a server of its own, and reports for itself
         states = [state["expert_offload"] for state in on.server_info["internal_states"]]

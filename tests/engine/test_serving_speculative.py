@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from checkpoints import Checkpoints
-from serving import PROMPTS, Engines, assert_offloaded, assert_same_answers
+from serving import PROMPTS, Engines, assert_offloaded, assert_same_answers, assert_streamed
 
 # Under Triton's interpreter, which is exact in float32 only.
 COMMON: dict[str, Any] = {
@@ -27,8 +27,10 @@ def test_speculating_with_offloaded_experts_gives_the_same_tokens(checkpoints: C
     checkpoint = checkpoints("glm4_moe", dtype="float32")
     plain = engines.baseline(checkpoint, **COMMON)
     off = engines.baseline(checkpoint, **COMMON, **NEXTN)
-    on = engines.run(checkpoint, **COMMON, **NEXTN, expert_offload_num_resident=8, expert_offload_warmup_tokens=16)
+    flags = {"expert_offload_num_resident": 8, "expert_offload_warmup_tokens": 16, "expert_offload_stream_tokens": 2}
+    on = engines.run(checkpoint, **COMMON, **NEXTN, **flags)
     assert_offloaded(on.server_info)
+    assert_streamed(on)  # the prompt, and the steps that check drafts
     assert_same_answers(on, off)
     assert on.answers[0].output_ids == plain.answers[0].output_ids
     # It did speculate: some drafts were accepted, so that there were fewer steps than tokens.
