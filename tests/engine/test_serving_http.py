@@ -20,7 +20,9 @@ from serving import Engines, assert_close, assert_offloaded
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 OPENAI = {"model": "default", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 CHUNK = 64
-ARGUMENTS: dict[str, Any] = {"dtype": "float32", "chunked_prefill_size": CHUNK, "enable_metrics": True}
+ARGUMENTS: dict[str, Any] = {
+    **{"dtype": "float32", "chunked_prefill_size": CHUNK, "enable_mixed_chunk": True, "enable_metrics": True}
+}
 OFFLOAD: dict[str, Any] = {"expert_offload_num_resident": 8, "expert_offload_warmup_tokens": 128}
 LONG = "".join(f"line {number}: the quick brown fox\n" for number in range(10))
 Said = dict[str, Any]
@@ -38,6 +40,8 @@ def ask(server: Server) -> Said:
         "unstreamed": generate(server, "hello stream"),
         "chunked": generate(server, LONG),
         "repeated": generate(server, LONG),
+        "aborted": abort(server, LONG[::-1]),
+        "after_abort": generate(server, LONG[::-1]),
         "concurrent": ask_together(server, [f"{number} bottles of beer on the wall" for number in range(32)]),
         "server_info": server.get("/server_info"),
         "metrics": server.get_text("/metrics"),
@@ -47,6 +51,14 @@ def ask(server: Server) -> Said:
 
 def generate(server: Server, text: str) -> dict[str, Any]:
     return server.post("/generate", {"text": text, "sampling_params": GREEDY, "return_logprob": True})
+
+
+def abort(server: Server, text: str) -> str:
+    """The first piece of an answer, whose client then hangs up."""
+    answer = server.stream("/generate", {"text": text, "sampling_params": {**GREEDY, "max_new_tokens": 500}})
+    piece = next(answer)["text"]
+    answer.close()
+    return piece
 
 
 def ask_together(server: Server, prompts: list[str]) -> list[str]:
@@ -114,6 +126,21 @@ def test_a_prefix_from_the_radix_cache_is_answered_alike(on: Said) -> None:
     assert on["chunked"]["meta_info"]["cached_tokens"] < CHUNK
     assert on["repeated"]["meta_info"]["cached_tokens"] > 4 * CHUNK
     assert on["repeated"]["output_ids"] == on["chunked"]["output_ids"]
+
+
+def test_long_steps_streamed_and_short_ones_read_in_place(on: Said) -> None:
+    state = offload_state(on["server_info"])
+    assert state["streaming"]["buffers"] == 2
+    assert state["streaming"]["min_tokens"] == 16
+    assert state["streaming"]["fault"] is None
+    assert state["streamed_bytes"] > 0
+    assert state["zero_copy_bytes"] > 0
+    assert "2 stream buffers, for steps of 16 tokens or more" in on["log"]
+
+
+def test_a_prompt_whose_first_client_hung_up_is_answered_alike(on: Said, off: Said) -> None:
+    assert on["aborted"] == off["aborted"]
+    assert on["after_abort"]["output_ids"] == off["after_abort"]["output_ids"]
 
 
 def test_server_info_shows_the_flags_and_the_residency(on: Said, off: Said) -> None:

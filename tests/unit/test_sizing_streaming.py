@@ -16,7 +16,7 @@ from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
 from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Plan, Reserve, Speed, Workload
-from sglang_uvm_offload.sizing.planner import plan, render
+from sglang_uvm_offload.sizing.planner import plan, plan_case, render
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.speed import IN_PLACE, StageCost, Stream, distinct, hiding_chunk, predict
 from sglang_uvm_offload.sizing.streaming import break_even_tokens, buffers_in
@@ -168,6 +168,12 @@ def test_all_experts_fit_where_all_but_one_do_not_fit_beside_buffers():
     case = replace(spacious(256, 0), reserve=replace(spacious(256, 0).reserve, stream_gb=100))
     assert case.largest() == 256
     assert not case.in_vram(255)
+    assert not plan_case(case, num_resident=255).fits
+
+
+def test_a_hierarchical_cache_in_ratio_to_what_is_left_is_smaller_beside_buffers():
+    none, two = (case_of(stream_gb=gib, hicache_ratio=2.0) for gib in (0, 100))
+    assert none.hicache_bytes(0, 8) - two.hicache_bytes(0, 8) == 2 * two.stream_bytes(0, 8) > 0
 
 
 def test_what_is_short_names_the_buffers_and_that_doing_without_is_enough():
