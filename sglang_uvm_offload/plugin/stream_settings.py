@@ -22,7 +22,7 @@ USUAL_TOP_K = 8
 def resolved(config: OffloadConfig, num_experts: int, hf_text_config: Any) -> OffloadConfig:
     """``config`` with a number for ``stream_tokens``: ``NEVER`` where nothing is to be streamed."""
     tokens = config.stream_tokens
-    if config.stream_gb == 0 or config.num_resident == num_experts:
+    if config.stream_gb == 0 or config.stream_buffers == 0 or config.num_resident == num_experts:
         tokens = NEVER
     elif tokens is None:
         tokens = break_even_tokens(num_experts, stated_top_k(hf_text_config) or USUAL_TOP_K)

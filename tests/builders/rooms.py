@@ -10,17 +10,17 @@ from sglang_uvm_offload.sizing.plan import Assumptions
 
 VRAM = 16 * GIB
 LAYERS, CONTEXT = 3, 2048
-TOKEN_BYTES = LAYERS * 2 * 2 * 64 * 2
+LAYER_TOKEN_BYTES = 2 * 2 * 64 * 2
 """Keys and values of two heads of 64, in two bytes."""
 
 
-def fraction(folder: Path, residents: int, tokens: int, beside: int = 0) -> float:
+def fraction(folder: Path, residents: int, tokens: int, beside: int = 0, layers: int = LAYERS) -> float:
     """The ``--mem-fraction-static`` of which weights, ``residents`` experts a layer, a cache of ``tokens`` and ``beside`` bytes
     take all.
 
     Experts of 512 KiB and 256 KiB, in two tensors a layer: a block of 2 MiB holds 4 of one and 8 of the other."""
     shape = load(folder)
-    blocks = LAYERS * (math.ceil(residents / 4) + math.ceil(residents / 8))
-    cache = tokens * TOKEN_BYTES + CONTEXT * 4
+    blocks = layers * (math.ceil(residents / 4) + math.ceil(residents / 8))
+    cache = tokens * layers * LAYER_TOKEN_BYTES + CONTEXT * 4
     room = shape.total_bytes - shape.expert_bytes + cache + blocks * BLOCK_BYTES + (128 << 20) + beside
     return room / (VRAM - int(Assumptions().context_gib * GIB)) + 1e-6

@@ -1,6 +1,6 @@
-"""Real SGLang with its experts in unified memory and its decode steps in CUDA graphs, over the stand-in driver: which calls
-are made, what a capture contains, and that what a graph reads stays where it was captured. The number of residents is the
-one that fits."""
+"""Real SGLang with its experts in unified memory and its default decode and prefill graphs, over the stand-in driver: which
+calls are made, what a capture contains, that what a graph reads stays where it was captured, and that a long prompt streams.
+The number of residents is the one that fits."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from builders.rooms import LAYERS, fraction
+from builders.rooms import fraction
 from standin.build import sglang_environment
 from standin.engine import run_engine
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 
-EXPERTS, RESIDENT, TOP_K = 16, 4, 4
+LAYERS, EXPERTS, RESIDENT = 5, 16, 4
 CACHE_TOKENS = 2048
 EXPERT_BYTES = (512 << 10, 256 << 10)
 """Of w13 and of w2, which are allocated by turns, a layer after the other: blocks of 4 and of 8 experts."""
 FIRST = 9
 """Every token picks the experts from this one on. Three of them are in one block of w13, all in one of w2."""
+SHORT, LONG = "hello world", "the quick brown fox jumps over the lazy dog " * 3
+"""The one is prefilled in a graph; the other has more tokens than steps that stream need: 16, for 4 of 16 experts."""
+BUFFERS = 2 * EXPERTS * sum(EXPERT_BYTES)
 HOT = (2, 1)
 """These blocks; at first only the first one of each tensor is resident."""
 
@@ -30,7 +33,6 @@ GPU = {
     "moe_runner_backend": "triton",
     "grammar_backend": "none",
     "disable_cuda_graph": False,
-    "disable_prefill_cuda_graph": True,
     "cuda_graph_max_bs_decode": 2,
     "max_running_requests": 2,
     "max_total_tokens": CACHE_TOKENS,
@@ -43,18 +45,18 @@ GPU = {
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
-    """An engine that answered one request, of which it needed a prefill and decode steps, and its CUDA calls."""
+    """An engine that answered a short and a long prompt, for which it needed prefill and decode steps, and its CUDA calls."""
     folder = tmp_path_factory.mktemp("served")
     environment = sglang_environment(standin.library.parent, folder / "calls.jsonl", folder / "caches")
     environment |= {"STANDIN_FIRST_EXPERT": str(FIRST), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment["STANDIN_LATE"] = "2"  # the stream of SGLang's steps, and that of the copies of counts
-    model = checkpoints("qwen3_moe", expert_size=512)
+    model = checkpoints("qwen3_moe", expert_size=512, layers=LAYERS)
     offload = {"expert_offload_num_resident": "auto", "expert_offload_headroom_gb": 0.0, "expert_offload_warmup_tokens": 16}
-    offload |= {"expert_offload_trace": str(folder / "trace.npz")}
-    offload |= {"mem_fraction_static": fraction(model, RESIDENT, CACHE_TOKENS)}
+    offload |= {"expert_offload_trace": str(folder / "trace.npz"), "expert_offload_stream_buffer_gb": BUFFERS / 2**30}
+    offload |= {"mem_fraction_static": fraction(model, RESIDENT, CACHE_TOKENS, BUFFERS, LAYERS)}
     job = {
         "engine": {"model_path": str(model), **GPU, **offload},
-        "prompts": ["hello world"],
+        "prompts": [SHORT, LONG],
         "max_new_tokens": 24,
     }
     result = run_engine(job, folder, environment, seconds=900) | {"log": (folder / "log.txt").read_text()}
@@ -107,13 +109,24 @@ def test_the_experts_are_managed_and_placed_before_they_are_written(calls):
         assert {call["location"]: call["nbytes"] for call in preferred} == moved
 
 
+def kernels(calls: list[dict]) -> list[str]:
+    return [call["kernel"] for call in calls if "kernel" in call]
+
+
+def test_decode_graphs_of_both_batches_and_prefill_graphs_below_the_threshold_are_captured(served, calls):
+    result, _ = served
+    layers = [kernels(capture).count("fused_moe_kernel") // 2 for capture in captures(calls)]
+    assert layers.count(LAYERS) == 2  # decode: batches of 1 and of 2
+    assert layers.count(1) == 3 * LAYERS  # prefill: of 4, 8 and 12 tokens, broken at the attention of each layer
+    assert sum(layers) == 5 * LAYERS
+    assert "prefill CUDA graphs are captured for up to 12 tokens, not 2048" in result["log"]
+
+
 def test_a_capture_holds_the_counters_and_nothing_else_of_ours(calls):
-    found = list(captures(calls))
-    assert len(found) == 2  # batches of 1 and of 2
-    for capture in found:
-        kernels = [call.get("kernel", "") for call in capture]
-        assert kernels.count("fused_moe_kernel") == 2 * LAYERS
-        assert [kernel for kernel in kernels if kernel.startswith("uvm_")] == ["uvm_count_routing_kernel"] * LAYERS
+    for capture in captures(calls):
+        inside = kernels(capture)
+        ours = [kernel for kernel in inside if kernel.startswith("uvm_")]
+        assert ours == ["uvm_count_routing_kernel"] * (inside.count("fused_moe_kernel") // 2)
         forbidden = {"cudaMallocManaged", "cudaMemAdvise", "cudaMemPrefetchAsync", "cudaMemRangeGetAttribute", "cudaFree"}
         forbidden |= {"cudaStreamSynchronize", "cudaDeviceSynchronize"}
         assert not forbidden & {call["call"] for call in capture}
@@ -123,22 +136,50 @@ def test_a_capture_holds_the_counters_and_nothing_else_of_ours(calls):
 def test_a_capture_holds_one_copy_of_ids_a_layer(calls):
     """To 16 bits, which nothing else of SGLang's copies to."""
     for capture in captures(calls):
-        copies = [call["kernel"] for call in capture if "direct_copy_kernel_cuda" in call.get("kernel", "")]
-        assert len([kernel for kernel in copies if "EUlsE_" in kernel]) == LAYERS
+        copies = [kernel for kernel in kernels(capture) if "direct_copy_kernel_cuda" in kernel and "EUlsE_" in kernel]
+        assert len(copies) == kernels(capture).count("fused_moe_kernel") // 2
 
 
 def test_graphs_read_the_experts_where_they_stay(calls):
     """A graph reads what it captured: so each expert tensor it captured is a managed range that is never given back."""
-    weights = managed_ranges(calls)
+    weights = {it.start for it in managed_ranges(calls)}
     for capture in captures(calls):
         read = [call["arguments"][1] for call in capture if call.get("kernel") == "fused_moe_kernel"]
-        assert sorted(read) == sorted(it.start for it in weights)
+        assert set(read) <= weights
+        assert len(read) != 2 * LAYERS or set(read) == weights
     replays = named(calls, "cudaGraphLaunch")
-    assert len(replays) >= 20
+    assert len(replays) >= 40
     end = calls.index(replays[-1])
     assert not [call for call in named(calls[:end], "cudaFree") if call["managed"]]
     first = calls.index(replays[0])
-    assert not named(calls[first:end], "cudaMallocManaged", "cudaMalloc")
+    assert not named(calls[first:end], "cudaMallocManaged")
+    long_prompt = [i for i, call in enumerate(calls) if call.get("kernel") == "uvm_copy_kernel"]
+    decoding = next(i for i in replays_at(calls) if i > long_prompt[-1])
+    assert not named(calls[decoding:end], "cudaMalloc")
+
+
+def replays_at(calls: list[dict]) -> list[int]:
+    return [i for i, call in enumerate(calls) if call["call"] == "cudaGraphLaunch"]
+
+
+def test_a_long_prompt_computes_from_buffers_one_layer_ahead_of_the_copies(served, calls):
+    """And nothing else is copied or streamed: the short prompt and decode steps replay graphs."""
+    result, _ = served
+    state = result["server_info"]["internal_states"][0]["expert_offload"]
+    assert state["streaming"] == {"buffers": 2, "nbytes": BUFFERS, "min_tokens": 16, "fault": None}
+    copies = [i for i, call in enumerate(calls) if call.get("kernel") == "uvm_copy_kernel"]
+    assert len(copies) == LAYERS
+    eager = [call for call in calls[copies[0] :] if call.get("kernel") == "fused_moe_kernel"]
+    read = [call["arguments"][1] for call in eager]
+    managed = managed_ranges(calls)
+    assert not any(address in it for address in read for it in managed)
+    assert len(read) == 2 * LAYERS
+    assert read[:2] == read[4:6]  # layers take turns at two buffers
+    assert len({*read}) == 4
+    first, second = (calls.index(eager[2 * layer]) for layer in (0, 1))
+    assert copies[0] < copies[1] < first < copies[2] < second
+    assert len({calls[i]["stream"] for i in copies}) == 1
+    assert calls[copies[0]]["stream"] != eager[0]["stream"]
 
 
 def test_the_picked_experts_move_in_between_replays_without_a_new_address(served, calls):
@@ -155,7 +196,7 @@ def test_the_picked_experts_move_in_between_replays_without_a_new_address(served
         assert {call["address"] for call in mine[:2]} == {it.start}
         assert {call["address"] for call in mine[2:]} == {it.start + hot * BLOCK_BYTES}
         assert {call["nbytes"] for call in mine} == {BLOCK_BYTES}
-    replays = [i for i, call in enumerate(calls) if call["call"] == "cudaGraphLaunch"]
+    replays = replays_at(calls)
     moves = [calls.index(call) for call in moving]
     assert replays[0] < moves[0]
     assert moves[-1] < replays[-1]
@@ -176,12 +217,12 @@ def test_residents_are_looked_for_before_the_first_step(served, calls):
 def test_the_engine_reports_what_it_counted(served):
     result, _ = served
     state = result["server_info"]["internal_states"][0]["expert_offload"]
-    assert len(result["answers"][0]["output_ids"]) == 24
+    assert [len(answer["output_ids"]) for answer in result["answers"]] == [24, 24]
     assert state["num_layers"] == LAYERS
     assert (state["resident_experts"], state["partly_resident_experts"]) == (LAYERS * RESIDENT, LAYERS * RESIDENT)
     assert state["resident_bytes"] == LAYERS * 2 * BLOCK_BYTES
     recorded = {name: state["trace"][name] for name in ("tokens", "requests", "dropped_steps", "stopped")}
-    assert recorded == {"tokens": 23, "requests": 1, "dropped_steps": 0, "stopped": False}
+    assert recorded == {"tokens": 46, "requests": 2, "dropped_steps": 0, "stopped": False}
 
 
 def test_the_scheduler_gets_the_number_that_fits_and_the_cache_its_tokens(served):
