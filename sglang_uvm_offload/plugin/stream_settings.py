@@ -30,12 +30,13 @@ def resolved(config: OffloadConfig, num_experts: int, hf_text_config: Any) -> Of
 
 
 def graph_settings(config: OffloadConfig, cfg: Any) -> dict[str, Any]:
-    """Prefill graphs for fewer tokens than those that stream: a replayed graph runs no code that could copy experts first."""
+    """Prefill graphs for fewer tokens than those that stream: a replayed graph runs no code that could copy experts first.
+    Groups of attention data parallelism each replay a graph for their own tokens, and their experts compute those of all."""
     graphs, tokens = cfg.cuda_graph_config, config.stream_tokens
     if tokens is None or graphs is None or graphs.prefill.backend == Backend.DISABLED:
         return {}
     sizes = graphs.prefill.bs or []
-    kept = [size for size in sizes if size < tokens]
+    kept = [size for size in sizes if size * cfg.attn_dp_size < tokens]
     if kept == sizes:
         return {}
     logger.info(

@@ -36,9 +36,9 @@ def make_streamer(
 ) -> Streamer | None:
     """None where nothing is streamed. ``room``: the VRAM that is left for buffers and KV cache, None without a bound. Raises
     ``FlagError`` if the buffers that the user asked for do not fit."""
-    if not streams(config) or not (config.residents_change or any(layer.offloaded_bytes for layer in layers)):
+    nbytes = max(map(buffer_bytes, layers), default=0)
+    if not nbytes or not streams(config) or not (config.residents_change or any(layer.offloaded_bytes for layer in layers)):
         return None
-    nbytes = max(map(buffer_bytes, layers))
     count = _number(config, nbytes, room)
     if not count:
         return None

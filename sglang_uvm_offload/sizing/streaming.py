@@ -12,15 +12,20 @@ MOST_BUFFERS = 2
 """One is filled for the next layer while a layer computes from the other."""
 
 USED_SHARE = 0.98
-"""Streaming pays where a step uses this share of a layer's experts: it then copies little that reading in place would not."""
+"""A step that uses this share of a layer's experts copies little that reading in place would not bring."""
+
+SKEW = 8
+"""Experts that routing prefers are resident, so offloaded ones are used later than uniform routing would use them. By measured
+routing, streaming from so many times the tokens on costs 2 % at most where reading in place is faster
+(benchmarks/results/prefill/prefill.md)."""
 
 
 def break_even_tokens(num_experts: int, top_k: int) -> int:
-    """The smallest power of two of tokens that are expected to use ``USED_SHARE`` of ``num_experts`` experts if routing is
-    uniform."""
+    """From how many tokens on a step streams: ``SKEW`` times the smallest power of two that is expected to use
+    ``USED_SHARE`` of ``num_experts`` experts if routing is uniform."""
     choices = max(1, top_k)
     sizes = (1 << power for power in count())
-    return next(tokens for tokens in sizes if distinct(num_experts, choices, tokens) >= USED_SHARE * num_experts)
+    return SKEW * next(tokens for tokens in sizes if distinct(num_experts, choices, tokens) >= USED_SHARE * num_experts)
 
 
 def buffers_in(gib: float, layer_bytes: int) -> int:

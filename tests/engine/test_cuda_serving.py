@@ -22,7 +22,8 @@ EXPERT_BYTES = (512 << 10, 256 << 10)
 FIRST = 9
 """Every token picks the experts from this one on. Three of them are in one block of w13, all in one of w2."""
 SHORT, LONG = "hello world", "the quick brown fox jumps over the lazy dog " * 3
-"""The one is prefilled in a graph; the other has more tokens than steps that stream need: 16, for 4 of 16 experts."""
+"""The one is prefilled in a graph, the other streams."""
+STREAM_TOKENS = 16
 BUFFERS = 2 * EXPERTS * sum(EXPERT_BYTES)
 HOT = (2, 1)
 """These blocks; at first only the first one of each tensor is resident."""
@@ -53,6 +54,7 @@ def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
     model = checkpoints("qwen3_moe", expert_size=512, layers=LAYERS)
     offload = {"expert_offload_num_resident": "auto", "expert_offload_headroom_gb": 0.0, "expert_offload_warmup_tokens": 16}
     offload |= {"expert_offload_trace": str(folder / "trace.npz"), "expert_offload_stream_buffer_gb": BUFFERS / 2**30}
+    offload |= {"expert_offload_stream_tokens": STREAM_TOKENS}
     offload |= {"mem_fraction_static": fraction(model, RESIDENT, CACHE_TOKENS, BUFFERS, LAYERS)}
     job = {
         "engine": {"model_path": str(model), **GPU, **offload},
@@ -166,7 +168,7 @@ def test_a_long_prompt_computes_from_buffers_one_layer_ahead_of_the_copies(serve
     """And nothing else is copied or streamed: the short prompt and decode steps replay graphs."""
     result, _ = served
     state = result["server_info"]["internal_states"][0]["expert_offload"]
-    assert state["streaming"] == {"buffers": 2, "nbytes": BUFFERS, "min_tokens": 16, "fault": None}
+    assert state["streaming"] == {"buffers": 2, "nbytes": BUFFERS, "min_tokens": STREAM_TOKENS, "fault": None}
     copies = [i for i, call in enumerate(calls) if call.get("kernel") == "uvm_copy_kernel"]
     assert len(copies) == LAYERS
     eager = [call for call in calls[copies[0] :] if call.get("kernel") == "fused_moe_kernel"]

@@ -23,7 +23,9 @@ CHUNK = 64
 ARGUMENTS: dict[str, Any] = {
     **{"dtype": "float32", "chunked_prefill_size": CHUNK, "enable_mixed_chunk": True, "enable_metrics": True}
 }
-OFFLOAD: dict[str, Any] = {"expert_offload_num_resident": 8, "expert_offload_warmup_tokens": 128}
+OFFLOAD: dict[str, Any] = {
+    **{"expert_offload_num_resident": 8, "expert_offload_warmup_tokens": 128, "expert_offload_stream_tokens": 16}
+}
 LONG = "".join(f"line {number}: the quick brown fox\n" for number in range(10))
 Said = dict[str, Any]
 

@@ -8,7 +8,9 @@ import pytest
 from checkpoints import Checkpoints
 from serving import PROMPTS, Engines, assert_same_answers, assert_streamed
 
-OFFLOAD: dict[str, Any] = {"expert_offload_num_resident": 6, "expert_offload_warmup_tokens": 16}
+OFFLOAD: dict[str, Any] = {
+    **{"expert_offload_num_resident": 6, "expert_offload_warmup_tokens": 16, "expert_offload_stream_tokens": 16}
+}
 CASES: dict[str, dict[str, Any]] = {
     "one request at a time": {"max_running_requests": 1, "together": True},
     "chunks below the threshold": {"chunked_prefill_size": 8},

@@ -48,6 +48,11 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
         ({"num_resident": 4, "trace": "t\0"}, r"--expert-offload-trace 't\x00'", "path of a file"),
         ({"num_resident": 4, "warmup_tokens": 0}, "--expert-offload-warmup-tokens", "1 or more"),
         ({"num_resident": 4, "warmup_tokens": True}, "--expert-offload-warmup-tokens", "True"),
+        ({"num_resident": 4, "stream_buffer_gb": "some"}, "--expert-offload-stream-buffer-gb", "some"),
+        ({"num_resident": 4, "stream_buffer_gb": -1}, "--expert-offload-stream-buffer-gb", "-1"),
+        ({"num_resident": 4, "stream_buffer_gb": "nan"}, "--expert-offload-stream-buffer-gb", "nan"),
+        ({"num_resident": 4, "stream_tokens": "1.5"}, "--expert-offload-stream-tokens", "1.5"),
+        ({"num_resident": 4, "stream_tokens": -2}, "--expert-offload-stream-tokens", "-2"),
         ({"num_resident": 4, "headroom_gb": -1.0}, "--expert-offload-headroom-gb", "-1.0"),
         ({"num_resident": 4, "headroom_gb": float("nan")}, "--expert-offload-headroom-gb", "nan"),
         (

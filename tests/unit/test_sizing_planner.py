@@ -631,7 +631,7 @@ def test_every_assumption_changes_some_figure():
     for field in dataclasses.fields(Assumptions):
         latent = field.name not in ("layer_overhead_us", "prefill_layer_ms")
         name = "deepseek-v3" if latent else "glm-4.5"
-        prompt = 512 if field.name.startswith(("prefill", "latent_prefill", "copy")) else 4096
+        prompt = 512 if field.name.startswith(("prefill", "latent_prefill")) else 1024 if "copy" in field.name else 4096
         workload = Workload(8192, requests=2, prompt_tokens=prompt, speculative=True, draft_tokens=10)
         reserve = Reserve(stream_gb=0) if field.name == "rows_per_read" else None
         base = ask(name, roomy("8xH20"), workload, reserve=reserve)

@@ -48,8 +48,8 @@ def planned(num_resident: int | None = None, prompt: int = 4096, requests: int =
     ("num_experts", "top_k", "tokens"),
     [(256, 8, 128), (128, 8, 64), (32, 4, 32), (8, 2, 16), (384, 8, 256), (512, 10, 256), (8, 8, 1), (4, 5, 1), (8, 0, 32)],
 )
-def test_steps_stream_from_the_power_of_two_of_tokens_that_use_nearly_all_experts(num_experts, top_k, tokens):
-    assert break_even_tokens(num_experts, top_k) == tokens
+def test_steps_stream_from_eight_times_the_power_of_two_of_tokens_that_use_nearly_all_experts(num_experts, top_k, tokens):
+    assert break_even_tokens(num_experts, top_k) == 8 * tokens
     assert distinct(num_experts, top_k or 1, tokens) >= 0.98 * num_experts
     assert tokens == 1 or distinct(num_experts, top_k or 1, tokens // 2) < 0.98 * num_experts
 
@@ -277,7 +277,7 @@ def test_the_chunk_that_hides_its_stream_is_the_smallest_that_computes_for_as_lo
 
 def test_a_plan_streams_by_its_own_buffers_and_its_models_experts():
     two, none, short = planned(100), planned(100, stream_gb=0), planned(100, prompt=64)
-    assert (two.stream_buffers, two.stream_tokens) == (2, 128)
+    assert (two.stream_buffers, two.stream_tokens) == (2, 1024)
     assert all(each.streamed for each in two.speeds)
     assert not any(each.streamed for each in (*none.speeds, *short.speeds))
     assert two.speeds[0].prefill_tokens_s > none.speeds[0].prefill_tokens_s

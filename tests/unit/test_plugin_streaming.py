@@ -1,0 +1,203 @@
+"""What streaming means for a launch: its threshold, the graphs that SGLang may capture, and the buffers of a rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
+
+from sglang_uvm_offload.config import NEVER, OffloadConfig, parse
+from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
+from sglang_uvm_offload.memory.protocol import MemoryInfo
+from sglang_uvm_offload.plugin import runtime, stream_settings
+from sglang_uvm_offload.plugin.streaming import make_streamer, room_in_vram
+from sglang_uvm_offload.routing.counts import Phase
+
+GIB = 1 << 30
+
+
+def config(**flags: Any) -> OffloadConfig:
+    made = parse({"num_resident": 4, **flags})
+    assert made is not None
+    return made
+
+
+# ---- the threshold ----
+
+
+def resolved(num_experts: int = 256, top_k: int | None = 8, **flags: Any) -> int:
+    text = SimpleNamespace(num_experts_per_tok=top_k)
+    tokens = stream_settings.resolved(config(**flags), num_experts, text).stream_tokens
+    assert tokens is not None
+    return tokens
+
+
+def test_auto_streams_from_where_a_step_uses_nearly_all_experts():
+    assert resolved() == 1024
+    assert resolved(128) == 512
+    assert resolved(top_k=None) == 1024, "a model that does not state it"
+
+
+@pytest.mark.parametrize(("given", "tokens"), [(0, 0), ("300", 300), ("inf", NEVER)])
+def test_a_number_is_taken_as_it_is(given, tokens):
+    assert resolved(stream_tokens=given) == tokens
+
+
+def test_nothing_streams_without_buffers_or_offloaded_experts():
+    assert resolved(stream_buffer_gb=0, stream_tokens=5) == NEVER
+    assert resolved(num_resident=256) == NEVER
+    planned = config()
+    none = stream_settings.resolved(OffloadConfig(**{**vars(planned), "stream_buffers": 0}), 256, SimpleNamespace())
+    assert none.stream_tokens == NEVER
+    assert not stream_settings.streams(none)
+
+
+# ---- prefill graphs ----
+
+
+def launched(sizes: list[int], dp: int = 1, backend: str = Backend.BREAKABLE) -> Any:
+    prefill = PhaseConfig(backend=backend, max_bs=sizes[-1], bs=sizes)
+    return SimpleNamespace(cuda_graph_config=CudaGraphConfig(PhaseConfig(Backend.FULL, bs=[1, 512]), prefill), attn_dp_size=dp)
+
+
+def graphs(cfg: Any, **flags: Any) -> Any:
+    settings = stream_settings.graph_settings(stream_settings.resolved(config(**flags), 256, SimpleNamespace()), cfg)
+    assert set(settings) <= {"cuda_graph_config"}
+    return settings.get("cuda_graph_config")
+
+
+def test_prefill_graphs_are_captured_below_the_threshold_and_decode_graphs_as_before():
+    cfg = launched([4, 64, 100, 101, 8192])
+    capped = graphs(cfg, stream_tokens=101)
+    assert (capped.prefill.bs, capped.prefill.max_bs, capped.prefill.backend) == ([4, 64, 100], 100, Backend.BREAKABLE)
+    assert capped.decode == cfg.cuda_graph_config.decode
+    assert cfg.cuda_graph_config.prefill.bs == [4, 64, 100, 101, 8192], "the resolved arguments are not edited"
+
+
+def test_groups_of_data_parallel_attention_share_the_threshold():
+    assert graphs(launched([4, 25, 26, 64], dp=4), stream_tokens=101).prefill.bs == [4, 25]
+
+
+def test_without_a_size_below_the_threshold_there_are_no_prefill_graphs():
+    assert graphs(launched([4, 8]), stream_tokens=0).prefill.backend == Backend.DISABLED
+
+
+def test_graphs_stay_where_nothing_they_replay_would_stream():
+    assert graphs(launched([4, 8, 100]), stream_tokens=101) is None
+    assert graphs(launched([4, 8192]), stream_tokens="inf") is None
+    assert graphs(launched([4, 8192]), stream_buffer_gb=0) is None
+    assert graphs(launched([4, 8192], backend=Backend.DISABLED), stream_tokens=10) is None
+
+
+@pytest.mark.parametrize(
+    ("phase", "requests", "captured", "eager"),
+    [
+        (Phase.PREFILL, 1, [1, 8], True),
+        (Phase.DECODE, 8, [1, 8], False),
+        (Phase.DECODE, 9, [1, 8], True),
+        (Phase.DECODE, 1, [], True),
+    ],
+)
+def test_a_step_streams_only_if_no_graph_replays_it(phase, requests, captured, eager):
+    runner, batch = SimpleNamespace(decode_cuda_graph_capture_bs=captured), SimpleNamespace(batch_size=requests)
+    assert runtime._is_eager(runner, batch, phase) == eager
+
+
+# ---- buffers ----
+
+
+def layers(experts: tuple[int, ...] = (4, 8), resident: int = 2) -> list[ExpertLayer]:
+    """Layers of one tensor, whose experts are a block of the driver each."""
+    made = []
+    for index, count in enumerate(experts):
+        chosen = np.arange(count) < resident
+        layer = ExpertLayer(EmulatedMemory(), index, count, 0, 0, lambda layout, chosen=chosen: layout.holding(chosen))
+        module = torch.nn.Module()
+        with AllocationMode(count, layer.allocate):
+            module.w13 = torch.empty(count, BLOCK_BYTES, dtype=torch.uint8)
+        layer.sync_tensors(module)
+        made.append(layer)
+    return made
+
+
+LARGEST = 8 * BLOCK_BYTES
+
+
+def made(room: int | None = None, among: list[ExpertLayer] | None = None, planned: int | None = None, **flags: Any) -> Any:
+    checked = stream_settings.resolved(config(**flags), 256, SimpleNamespace())
+    checked = OffloadConfig(**{**vars(checked), "stream_buffers": planned})
+    return make_streamer(checked, EmulatedMemory(), among or layers(), room, 0, lambda row, nbytes: None)
+
+
+def buffers(*arguments: Any, **named: Any) -> int:
+    streamer = made(*arguments, **named)
+    assert streamer is None or streamer.nbytes == streamer.buffers * LARGEST
+    return 0 if streamer is None else streamer.buffers
+
+
+def test_auto_makes_two_buffers_of_the_largest_layer():
+    assert buffers() == 2
+    assert buffers(room=100 * GIB) == 2
+
+
+def test_where_nobody_counted_auto_leaves_half_of_what_is_left_to_the_cache():
+    assert buffers(room=4 * LARGEST) == 2
+    assert buffers(room=4 * LARGEST - 1) == 1
+    assert buffers(room=2 * LARGEST - 1) == 0
+    assert buffers(room=-GIB) == 0
+
+
+def test_auto_makes_as_many_as_were_planned_if_they_fit():
+    assert buffers(room=2 * LARGEST, planned=2) == 2
+    assert buffers(room=2 * LARGEST - 1, planned=2) == 1
+    assert buffers(room=9 * LARGEST, planned=1) == 1
+    assert buffers(room=9 * LARGEST, planned=0) == 0
+
+
+def test_a_given_size_makes_as_many_as_it_holds_at_most_two():
+    assert buffers(stream_buffer_gb=LARGEST / GIB) == 1
+    assert buffers(stream_buffer_gb=2 * LARGEST / GIB) == 2
+    assert buffers(stream_buffer_gb=100) == 2
+
+
+def test_a_given_size_that_cannot_be_is_refused_by_its_flag():
+    with pytest.raises(FlagError, match=r"--expert-offload-stream-buffer-gb 0\.001: the largest layer takes 16\.0 MiB; give"):
+        made(stream_buffer_gb=0.001)
+    with pytest.raises(
+        FlagError, match=r"--expert-offload-stream-buffer-gb 1: buffers of 32\.0 MiB do not fit in the 31\.0 MiB"
+    ):
+        made(room=31 << 20, stream_buffer_gb=1)
+
+
+def test_no_buffer_is_made_where_nothing_can_stream():
+    assert buffers(stream_tokens="inf") == 0
+    assert buffers(stream_buffer_gb=0) == 0
+    assert buffers(among=layers(resident=8), adapt="off", resident_selection="first_n") == 0
+    assert buffers(among=layers((8,), resident=8), adapt="continuous") == 1 + 1, "residents may change"
+
+
+def test_the_room_is_what_is_free_but_for_the_share_that_sglang_leaves():
+    memory: Any = EmulatedMemory()
+    assert room_in_vram(memory, 10.0, 0.9) is None
+    memory.device_type = "cuda"
+    memory.info = lambda: MemoryInfo(5 * GIB, 20 * GIB, 0)
+    assert room_in_vram(memory, 10.0, 0.9) == pytest.approx(4 * GIB)
+
+
+def test_layers_too_small_to_place_need_no_buffer():
+    assert PAGE_BYTES < BLOCK_BYTES
+    small = ExpertLayer(EmulatedMemory(), 0, 4, 0, 0, lambda layout: np.zeros(layout.num_extents, dtype=bool))
+    assert made(among=[small]) is None
+
+
+def test_a_stage_of_dense_layers_needs_no_buffer():
+    checked = stream_settings.resolved(config(), 256, SimpleNamespace())
+    assert make_streamer(checked, EmulatedMemory(), [], 0, 0, lambda row, nbytes: None) is None
