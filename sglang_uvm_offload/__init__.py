@@ -9,7 +9,7 @@ Packages, by rank; a package imports from lower ranks only, and no file of it im
     5  report
     6  cli
 
-Each package's docstring begins with its purpose in one sentence. Two paths matter most, file by file.
+Each package's docstring begins with its purpose in one sentence. Three paths matter most, file by file.
 
 Loading, for each MoE layer of the model:
 
@@ -29,6 +29,14 @@ Serving, for each forward step:
     residency/background    on a thread beside the steps: decides (policy/adaptive, over policy/extents)
     residency/mover         on that thread: demotes, then promotes
     residency/evictions     on that thread, every ten seconds: are residents in VRAM (cuda/read_times)
+
+Streaming, in a step with many tokens, for each MoE layer:
+
+    plugin/streaming        once, after loading: the stream buffers
+    streaming/streamer      before and after the layer's apply (plugin/fused_moe)
+    streaming/slots         which layer is copied into which buffer
+    streaming/replicas      points the layer's tensors at a buffer, and back
+    cuda/staging, cpu/staging  copies, and orders copies and readers (memory/staging)
 """
 
 __version__ = "0.1.0"

@@ -45,6 +45,9 @@ class Streamer:
         self._storages = [buffer.untyped_storage() for buffer in staging.buffers]
         self._replicas: dict[int, Replicas] = {}
         self._active = False
+        self._entered = False
+        """Whether any layer of this step computed from a buffer."""
+        self._told = False
 
     @property
     def buffers(self) -> int:
@@ -60,13 +63,20 @@ class Streamer:
 
     def begin_step(self) -> None:
         """Call it before a step that ``streams`` is launched: begins to copy its first layer."""
-        self._active = True
+        self._active, self._entered = True, False
         self._slots.forget()  # weights may have been updated since
         self._staging.begin_step()
         self._copy(self._slots.stage(self._following(-1)))
 
     def end_step(self) -> None:
         """The step is launched, or has failed."""
+        if self._active and not self._entered and not self._told and self._following(-1) is not None:
+            self._told = True
+            logger.warning(
+                "Expert offload: a step of %d tokens or more did not stream but read offloaded experts in place: its MoE runner "
+                "computes elsewhere than in apply of its quantisation method, or a graph replayed it",
+                self.min_tokens,
+            )
         self._active = False
 
     def enter(self, row: int) -> Reading | None:
@@ -84,6 +94,7 @@ class Streamer:
             self._slots.leave(slot, None)
             return None
         self._staging.acquire(slot)
+        self._entered = True
         return Reading(row, slot, own, replicas, references)
 
     def leave(self, reading: Reading, failed: bool = False) -> None:

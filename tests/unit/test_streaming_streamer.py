@@ -190,6 +190,25 @@ def test_a_step_begins_with_the_first_layer_before_its_code_runs():
     assert [row for row, _ in model.copied] == [0]
 
 
+def test_a_step_whose_layers_compute_elsewhere_is_told_once(caplog):
+    model = Model()
+    with caplog.at_level(logging.WARNING):
+        model.step()
+        assert not caplog.records
+        model.step(rows=())
+        model.step(rows=())
+    assert [record.getMessage().split(": ")[1][:46] for record in caplog.records] == [
+        "a step of 8 tokens or more did not stream but "
+    ]
+
+
+def test_a_step_without_anything_to_bring_is_not_told(caplog):
+    model = Model(resident=E)
+    with caplog.at_level(logging.WARNING):
+        assert [streamed for _, _, streamed in model.step()] == [False] * LAYERS
+    assert not caplog.records
+
+
 def test_a_layer_that_is_all_resident_reads_its_own_memory():
     model = Model()
     model.layers[1].promote(np.ones(len(model.layers[1].resident_extents()), dtype=bool))
