@@ -73,8 +73,8 @@ class Streamer:
         if self._active and not self._entered and not self._told and self._following(-1) is not None:
             self._told = True
             logger.warning(
-                "Expert offload: a step of %d tokens or more did not stream but read offloaded experts in place: its MoE runner "
-                "computes elsewhere than in apply of its quantisation method, or a graph replayed it",
+                "Expert offload: a step of %d tokens or more did not stream but read offloaded experts in place: its MoE "
+                "runner computes elsewhere than in apply of its quantisation method, or a graph replayed it",
                 self.min_tokens,
             )
         self._active = False
