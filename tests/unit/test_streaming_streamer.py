@@ -254,8 +254,9 @@ def test_after_an_exception_in_a_layer_its_tensors_are_its_own():
     before, expected = model.addresses(), model.expected()
 
     def fail(row):
+        part = model.tensors(row)[1][1:]  # which the error's traceback keeps
         if row == 1:
-            raise RuntimeError("out of memory")
+            raise RuntimeError(f"out of memory for {part.shape}")
 
     with pytest.raises(RuntimeError, match="out of memory"):
         model.step(compute=fail)
@@ -284,8 +285,9 @@ def test_a_failing_copy_ends_streaming_and_the_step_reads_in_place(caplog):
     assert len(model.copied) == copied
 
 
-def test_a_layer_whose_code_keeps_a_tensor_of_the_buffer_ends_streaming_and_is_right_for_good(caplog):
-    model = Model()
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_a_layer_whose_code_keeps_a_tensor_of_the_buffer_ends_streaming_and_is_right_for_good(caplog, buffers):
+    model = Model(buffers=buffers)
     expected = model.expected()
     kept = {}
 
@@ -311,7 +313,7 @@ def test_a_step_that_a_graph_captures_reads_in_place():
     def capture(row):
         model.staging.capturing = True
 
-    assert [streamed for _, _, streamed in model.step(rows=[0], compute=capture)] == [True]
+    assert [streamed for _, _, streamed in model.step(rows=[0, 1], compute=capture)] == [True, False]
 
 
 def replace_w13(model, index, experts=E):
@@ -327,25 +329,42 @@ def replace_w13(model, index, experts=E):
 def test_replaced_tensors_are_copied_from_then_on():
     model = Model()
     model.step()
+    old = model.modules[1].w13.data  # somebody still has it
     layer = replace_w13(model, 1)
     layer.sync_tensors(model.modules[1], model.methods[1])
-    expected = model.expected()
-    assert same(model.step(), expected)
-    assert model.addresses()[1][0] == layer.tensors[-1].address or model.addresses()[1][0] in {
-        tensor.address for tensor in layer.tensors
-    }
+    seen = model.step()
+    assert same(seen, model.expected())
+    assert not torch.equal(old, model.modules[1].w13)
+    assert [streamed for _, _, streamed in seen] == [True] * LAYERS
+    assert model.addresses()[1][0] in {tensor.address for tensor in layer.tensors}
 
 
-def test_a_tensor_that_was_replaced_unnoticed_is_used_and_not_reverted():
+@pytest.mark.parametrize("kept", [True, False], ids=["the old one is in use", "the old one is gone"])
+def test_a_tensor_that_was_replaced_unnoticed_is_used_and_not_reverted(kept):
     model = Model()
     model.step()
+    old = [model.modules[2].w13.data] if kept else []
     fresh = torch.randn(model.modules[2].w13.shape)
     model.modules[2].w13.data = fresh
-    for _ in range(2):
+    for _ in range(3):
         seen = model.step()
         assert torch.equal(seen[2][1][0], fresh)
         assert [streamed for _, _, streamed in seen] == [True, True, False, True]
     assert model.modules[2].w13.data_ptr() == fresh.data_ptr()
+    assert not any(torch.equal(it, fresh) for it in old)
+
+
+def test_what_the_code_of_a_layer_replaces_stays_replaced():
+    model = Model()
+    fresh = torch.randn(model.modules[1].w13.shape)
+
+    model.streamer.begin_step()
+    reading = model.streamer.enter(1)
+    model.modules[1].w13 = torch.nn.Parameter(fresh, requires_grad=False)
+    model.streamer.leave(reading)
+    model.streamer.end_step()
+    assert model.modules[1].w13.data_ptr() == fresh.data_ptr()
+    assert model.in_buffer(1) == [False] * 4
 
 
 def test_nothing_keeps_replaced_tensors_alive():
