@@ -129,8 +129,9 @@ def launched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
         assert config is not None
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            assert vram_check.checked(config, None) == (config, [])
-            auto_resident.resolved(config, None)
+            config, found = vram_check.checked(config, None)
+            assert found == []
+            check.config = auto_resident.resolved(config, None)
         return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
     return check
@@ -156,6 +157,26 @@ def test_the_choice_is_logged_with_the_stream_buffers_that_it_leaves_room_for(la
     assert re.search(r"beside [\d.]+ GiB of other weights, 1.12 GiB of stream buffers and [\d.]+ GiB of KV cache for ", line)
     launched("auto", replace(LAUNCH, stream_gb=0))
     assert "stream" not in caplog.text
+
+
+@pytest.mark.parametrize("number", [20, "auto"])
+def test_the_launch_gets_as_many_stream_buffers_as_fit(launched, number):
+    launched(number)
+    assert launched.config.stream_buffers == 2
+    launched(number, replace(LAUNCH, stream_gb=0))
+    assert launched.config.stream_buffers == 0
+    if number != "auto":  # which chooses fewer residents rather
+        launched(number, replace(LAUNCH, mem_fraction_static=0.15))
+        assert launched.config.stream_buffers == 0
+
+
+def test_a_size_of_buffers_below_one_is_refused_before_anything_loads(launched, monkeypatch):
+    launched(20)
+    monkeypatch.setattr(vram_check, "planned_launch", lambda config, args: replace(LAUNCH, stream_gb=0.1))
+    config = parse({"num_resident": 20, "stream_buffer_gb": 0.1})
+    assert config is not None
+    _, (line,) = vram_check.checked(config, None)
+    assert line == "--expert-offload-stream-buffer-gb 0.1: one buffer takes 576.0 MiB; give that, auto, or 0"
 
 
 def test_a_number_beyond_the_experts_is_left_to_the_check_that_names_them(launched):
