@@ -302,6 +302,59 @@ def copies_design(rows: PartRows) -> list[str]:
     return lines
 
 
+def rates_design(rows: PartRows) -> list[str]:
+    """Copies of whole layers: GB/s of their offloaded bytes, and the share of its time that the other work loses meanwhile."""
+    found = find(rows.get("rates", ()), "layer_copy")
+    lines = []
+    for shape in dict.fromkeys(row["shape"] for row in found):
+        shares = sorted({row["resident"] for row in found if row["shape"] == shape})
+        besides = [*dict.fromkeys(row["beside"] for row in found if row["shape"] == shape)]
+        for figure, head in (
+            ("layer_copy", "offloaded bytes, GB/s"),
+            ("layer_copy_slows", "the other's loss, of the copy's time"),
+        ):
+            body = []
+            for beside in besides:
+                cells = [one(rows, "rates", figure, shape=shape, beside=beside, resident=share) for share in shares]
+                short = one(rows, "rates", "short_copy", shape=shape, beside=beside) if figure == "layer_copy" else None
+                body.append((beside, [*cells, short]))
+            lines += grid([f"{shape}: {head}", *(f"{share:.0%} resident" for share in shares), "2 MiB, ms"], body)
+    return lines
+
+
+def steps_design(rows: PartRows) -> list[str]:
+    found = find(rows.get("steps", ()), "step")
+    lines = []
+    for share in dict.fromkeys(row["resident"] for row in found):
+        tokens = sorted({row["tokens"] for row in found if row["resident"] == share})
+        arms = [*dict.fromkeys(row["arm"] for row in found)]
+        body = [(arm, [one(rows, "steps", "step", arm=arm, tokens=size, resident=share) for size in tokens]) for arm in arms]
+        for count in (2, 1):
+            same: dict[str, str | float] = {"buffers": count, "resident": share}
+            held = [one(rows, "steps", "host_time", tokens=size, **same) for size in tokens]
+            body.append((f"launching thread, {count} buffer{'s' * (count > 1)}", held))
+        lines += grid([f"{share:.0%} resident, ms a layer", *(f"{size:g} tokens" for size in tokens)], body)
+    return lines
+
+
+def miss_design(rows: PartRows) -> list[str]:
+    found = find(rows.get("pages", ()), "miss")
+    sources = [*dict.fromkeys((row["shape"], row["memory"]) for row in found)]
+
+    def line(way: str) -> list[Row | None]:
+        return [one(rows, "pages", "miss", shape=shape, memory=memory, way=way) for shape, memory in sources]
+
+    body = [(way, line(way)) for way in dict.fromkeys(row["way"] for row in found)]
+    stretches = [one(rows, "pages", "host_stretch", shape=shape, memory=memory) for shape, memory in sources]
+    body.append(("mean stretch of host memory, KiB", stretches))
+    lines = grid(["one expert, GB/s", *(f"{shape}, {memory}" for shape, memory in sources)], body)
+    reads, engine = find(rows.get("link", ()), "zero_copy"), one(rows, "link", "copy_engine", direction="to_device")
+    for memory in ("managed", "pinned"):
+        top = best([row for row in reads if row["memory"] == memory])
+        lines += [f"1 GiB of {memory} memory, the best read ({top['load']}): {show(top)}"] if top else []
+    return lines + ([f"copy engine from pinned memory: {show(engine)}"] if engine else [])
+
+
 def accounting_notes(rows: PartRows) -> list[str]:
     lines = []
     for after in ("populate half in VRAM", "promote a quarter", "demote half", "promote it again", "free"):
@@ -352,6 +405,9 @@ def promises(rows: PartRows) -> list[str]:
             lines.append(f"{what}: {sum(row['median'] for row in wrong):g} wrong counts in {len(wrong)} settings")
     for row in find(rows.get("identity", ()), "identity"):
         lines.append(f"bytes kept through {show(row)} of random moves of {row['gib']:.3g} GiB")
+    for row in find(rows.get("copies", ()), "copies_wrong"):
+        moved = f" ({row['moved_gb']:.3g} GB moved meanwhile)" if "moved_gb" in row else ""
+        lines.append(f"{row['what']}: {row['median']:g} wrong of {row['done']:g}{moved}")
     for row in find(rows.get("load", ()), "load", repeat=0):
         lines.append(f"load, {row['figure']}: {show(row)}")
     return lines
@@ -378,6 +434,11 @@ def served(part: str) -> Callable[[PartRows], list[str]]:
                 found = [one(rows, part, kind, **own, **{label: size}) for size in sizes]
                 body.append((f"{cell['contender']} {cell['residency']:.0%}", found))
             lines += grid([f"{kind}, ms", *(f"{label} {size}" for size in sizes)], body)
+        for cell in [cell for cell in cells if "offload" in cell]:
+            streamed, read = (cell["offload"][name] / 1e9 for name in ("streamed_bytes", "zero_copy_bytes"))
+            lines.append(
+                f"{cell['contender']} {cell['residency']:.0%}: {streamed:.4g} GB streamed, {read:.4g} GB read in place"
+            )
         return lines + [f"{cell['contender']} {cell['residency']:.0%}: {cell['error']}" for cell in cells if cell["error"]]
 
     return figures
@@ -429,7 +490,12 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
         Decision("whether the latency of a read shows where a page is", residency_design),
         Decision("what the driver reports as free, what host RAM is held", accounting_notes),
     ),
-    "stream": (Decision("offloaded bytes into VRAM: copy engine or kernel, and what other kernels notice", copies_design),),
+    "stream": (
+        Decision("streaming or reading in place, by tokens; one buffer or two", steps_design),
+        Decision("how fast a layer's offloaded bytes come, and what other work loses", rates_design),
+        Decision("offloaded bytes into VRAM: copy engine or kernel, and what other kernels notice", copies_design),
+    ),
+    "miss": (Decision("whether a decode step's miss uses the link fully, by host memory", miss_design),),
     "ops": (Decision("whether the promises hold on the device", promises),),
     "layer": (
         Decision("whether the Triton MoE is right", moe_is_right),
@@ -447,8 +513,8 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
         Decision("whether residents follow traffic that changes, and what that gains", traffic("continuous", "fixed")),
     ),
     "bounds": (
-        Decision("whether choosing residents by use pays in a server", served("first_n")),
-        Decision("what reading every expert in place costs a server", served("bounds")),
+        Decision("what streaming, and choosing residents by use, gain a server", served("first_n")),
+        Decision("what a server without any resident costs", served("bounds")),
     ),
     "peers": (Decision("this plugin or paged experts", served("paged_experts")),),
     "cpu_offload": (Decision("this plugin or --cpu-offload-gb", served("cpu_offload_gb")),),

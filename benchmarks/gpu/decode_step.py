@@ -48,7 +48,7 @@ class Managed:
             tensor.promote(tensor.layout.holding(after))
 
 
-def elapsed_ms(work: Callable[[], None]) -> float:
+def elapsed_ms(work: Callable[[], object]) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     work()

@@ -45,6 +45,27 @@ def eviction_parts() -> None:
     print(f"{len(PARTS)} part that evicts")
 
 
+def stream_parts() -> None:
+    """The block shapes of long steps too: one that took too much shared memory would show at its launch only."""
+    from moe import compile_for
+    from shapes import GLM_45_AIR
+    from stream_layers import tiles_for
+    from stream_parts import PARTS
+
+    check_plan("stream_parts", PARTS)
+    for tiles in dict.fromkeys(tiles_for(GLM_45_AIR, tokens) for tokens in (64, 512, 2048, 8192, 32768)):
+        for _, shared_bytes in compile_for(H200, tiles, False):
+            assert shared_bytes <= SHARED_MEMORY_BYTES, f"{tiles.name}: {shared_bytes} bytes of shared memory"
+        print(f"the MoE kernels compile for sm_{H200} in blocks of {tiles.name}")
+
+
+def miss_parts() -> None:
+    from miss_parts import PARTS
+
+    check_plan("miss_parts", PARTS)
+    print(f"{len(PARTS)} part that misses")
+
+
 def layer_parts() -> None:
     """The kernels are compiled for sm_90, and what they compute is checked by Triton's interpreter on small shapes."""
     from layer_parts import PARTS
@@ -68,8 +89,9 @@ def server_parts() -> None:
     """The checkpoints' sizes, and every contender's flags in the words of the SGLang that is installed here."""
     from contenders import Budget, CannotServe, cells
     from harness.server import flags
-    from server_parts import PARTS, PLAN, server_args, sizes
+    from server_parts import PARTS, PLAN, add_contenders, server_args, sizes
 
+    add_contenders()
     check_plan("server_parts", PARTS)
     parse = sglang_parser()
     managed = {part.name: part.managed_gib for section in SECTIONS.values() for part in section.parts}
@@ -150,8 +172,8 @@ if __name__ == "__main__":
         ops_parts()
     elif sys.argv[1] == "server_parts":
         server_parts()
-    elif sys.argv[1] == "eviction_parts":
-        eviction_parts()
+    elif sys.argv[1] in ("eviction_parts", "stream_parts", "miss_parts"):
+        {"eviction_parts": eviction_parts, "stream_parts": stream_parts, "miss_parts": miss_parts}[sys.argv[1]]()
     else:
         layer_parts()
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})

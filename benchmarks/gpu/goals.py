@@ -12,6 +12,16 @@ from typing import Any
 
 from link_bound import link_rate, over_the_bound
 from rows import PartRows, Row, best, find, one, show
+from stream_goals import (
+    gained,
+    host_time,
+    miss,
+    never_slower,
+    other_bytes,
+    over_the_longer,
+    partly_resident,
+    starts_beside,
+)
 
 from sglang_uvm_offload.sizing.plan import Assumptions
 
@@ -167,11 +177,18 @@ def behind(contender: str, kind: str, *sizes: int) -> Callable[[PartRows], tuple
     return ratio
 
 
+def streaming_gains(rows: PartRows) -> tuple[float, str] | None:
+    """The least of the prompts' ratios: the time of a server that reads in place over that of one that streams."""
+    sizes = {row["tokens"] for row in find(rows.get("first_n", ()), "prefill", contender="in_place")}
+    found = [slowdown(rows, "first_n", "in_place", "frequency", "prefill", tokens=size) for size in sizes]
+    return min(filter(None, found), default=None)
+
+
 def other_answers(section: str) -> Callable[[PartRows], tuple[float, str] | None]:
     """Servers of this plugin whose answers were not the resident server's."""
 
     def ratio(rows: PartRows) -> tuple[float, str] | None:
-        ours = ("continuous", "first_n", "frequency", "zero_copy")
+        ours = ("continuous", "first_n", "frequency", "in_place", "zero_copy")
         found = [
             row for part in SERVED[section] for row in find(rows.get(part, ()), "same_answers") if row["contender"] in ours
         ]
@@ -212,6 +229,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
     "ops": (
         Goal("replays that differ or are captured anew in 1,000 random moves", "<=", 0, replays_that_differ),
         Goal("VRAM used after a load off the prediction, in batches of 128 MiB", "<=", 1, used_after_load),
+        Goal("copies that brought, or streamed layers that read, other bytes", "<=", 0, other_bytes),
     ),
     "layer": (
         Goal("zero-copy of one expert over the best zero-copy read", ">=", 0.9, zero_copy),
@@ -229,7 +247,10 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("promotions after the traffic has changed", ">=", 1, promotions_after),
         *reachable("frequency", "fixed"),
     ),
-    "bounds": (Goal("servers of this plugin with other answers", "<=", 0, other_answers("bounds")),),
+    "bounds": (
+        Goal("servers of this plugin with other answers", "<=", 0, other_answers("bounds")),
+        Goal("a server's prefill time, read in place over streamed (least gain)", ">=", 1, streaming_gains),
+    ),
     "peers": (
         Goal("servers of this plugin with other answers", "<=", 0, other_answers("peers")),
         Goal(
@@ -243,7 +264,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             "paged experts' prefill time over this plugin's",
             ">=",
             1.5,
-            behind("paged_experts", "prefill", 4096, 16384),
+            behind("paged_experts", "prefill", 4096, 8192, 16384, 32000),
         ),
         *reachable("frequency", "paged_experts"),
     ),
@@ -260,6 +281,14 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("servers of this plugin with other answers", "<=", 0, other_answers("offloader")),
         Goal("OffloaderV2's decode time over this plugin's, batch 1", ">=", 5, behind("offloader_v2", "decode", 1)),
     ),
-    "stream": (),
+    "stream": (
+        Goal("a streamed step over the longer of computing and copying, 2k to 32k tokens (worst)", "<=", 1.1, over_the_longer),
+        Goal("a step read in place over one streamed, above the default threshold (worst)", ">=", 1, never_slower),
+        Goal("likewise, 8192 tokens and 50 % resident", ">=", 3, gained),
+        Goal("milliseconds of the launching thread that streaming adds a layer (worst)", "<=", 1, host_time),
+        Goal("copy rate of a layer partly resident over one wholly offloaded (worst)", ">=", 0.9, partly_resident),
+        Goal("milliseconds of a copy of 2 MiB beside a kernel that fills the GPU (worst)", "<=", 1, starts_beside),
+    ),
+    "miss": (Goal("the MoE kernel's read of one expert over a copy's (worst)", ">=", 0.9, miss),),
     "eviction": (Goal("MiB of residents taken for evicted while there was room", "<=", 0, false_alarms),),
 }

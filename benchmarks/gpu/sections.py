@@ -82,6 +82,15 @@ OPS = Section(
         Part("moves", "ops_parts", 14, 80, 0.5, 1, "1,000 random moves under graph replay: same bits, no new capture"),
         Part("identity", "ops_parts", 9, 60, 2, 3, "bytes after random promotions and demotions"),
         Part("load", "ops_parts", 14, 80, 14, 8, "free VRAM and host RAM after a load against the prediction"),
+        Part(
+            "copies",
+            "stream_parts",
+            30,
+            100,
+            1.2,
+            5,
+            "bytes that copies bring while blocks move; bytes that streamed layers read",
+        ),
     ),
 )
 
@@ -104,8 +113,8 @@ SERVER = Section(
     "what offloading costs a whole server",
     (
         CHECKPOINT,
-        Part("frequency", "server_parts", 190, 240, 20, 50, "all resident, then the most used 50 %: a server each"),
-        Part("most", "server_parts", 170, 240, 20, 50, "all resident, then the most used 78 %"),
+        Part("frequency", "server_parts", 195, 240, 20, 50, "all resident, then the most used 50 %: a server each"),
+        Part("most", "server_parts", 175, 240, 20, 50, "all resident, then the most used 78 %"),
         LINK,
     ),
 )
@@ -115,8 +124,8 @@ DEFAULT = Section(
     "what a server does with SGLang's own graphs and backends, whose traffic changes",
     (
         CHECKPOINT,
-        Part("continuous", "server_parts", 210, 330, 20, 50, "all resident, then 50 % that follow the traffic"),
-        Part("fixed", "server_parts", 190, 330, 20, 50, "all resident, then the most used 50 %, chosen once"),
+        Part("continuous", "server_parts", 215, 330, 20, 50, "all resident, then 50 % that follow the traffic"),
+        Part("fixed", "server_parts", 195, 330, 20, 50, "all resident, then the most used 50 %, chosen once"),
         LINK,
     ),
 )
@@ -125,8 +134,8 @@ BOUNDS = Section(
     "bounds",
     "what simpler settings of this plugin cost a whole server",
     (
-        Part("first_n", "server_parts", 130, 240, 20, 50, "all resident, then the first 50 %"),
-        Part("bounds", "server_parts", 150, 240, 20, 50, "all resident, then every expert read in place"),
+        Part("first_n", "server_parts", 270, 340, 20, 50, "all resident, 50 % streamed, read in place, and the first 50 %"),
+        Part("bounds", "server_parts", 150, 240, 20, 50, "all resident, then no expert resident"),
     ),
 )
 
@@ -134,7 +143,7 @@ PEERS = Section(
     "peers",
     "SGLang's paged experts on the same model in the same VRAM",
     (
-        Part("paged_experts", "server_parts", 276, 340, 20, 60, "all resident, this plugin, --enable-paged-experts at 50 %"),
+        Part("paged_experts", "server_parts", 290, 340, 20, 60, "all resident, this plugin, --enable-paged-experts at 50 %"),
         LINK,
     ),
 )
@@ -142,7 +151,7 @@ PEERS = Section(
 CPU_OFFLOAD = Section(
     "cpu_offload",
     "SGLang's --cpu-offload-gb on the same model in the same VRAM",
-    (Part("cpu_offload_gb", "server_parts", 280, 340, 20, 60, "all resident, this plugin, --cpu-offload-gb at 50 %"),),
+    (Part("cpu_offload_gb", "server_parts", 300, 340, 20, 60, "all resident, this plugin, --cpu-offload-gb at 50 %"),),
 )
 
 OFFLOADER = Section(
@@ -150,14 +159,27 @@ OFFLOADER = Section(
     "the same against SGLang's OffloaderV2, which it has for DeepSeek's architecture only",
     (
         Part("deepseek", "server_parts", 90, 270, 0, 8, "DeepSeek-V3, one rank of 8, 12 layers, routed as a measured trace"),
-        Part("offloader_v2", "server_parts", 240, 280, 26, 70, "all resident, this plugin, OffloaderV2 at 50 %"),
+        Part("offloader_v2", "server_parts", 255, 290, 26, 70, "all resident, this plugin, OffloaderV2 at 50 %"),
     ),
 )
 
 STREAM = Section(
     "stream",
-    "how offloaded bytes come into VRAM",
-    (Part("copies", "probe", 27, 60, 1, 3, "by copy engine and by kernel, alone and beside a memory-bound kernel"),),
+    "how offloaded bytes come into VRAM, and what steps gain that stream",
+    (
+        Part("rates", "stream_parts", 45, 120, 4.5, 6, "copies of a layer by residency, alone and beside other kernels"),
+        Part("steps", "stream_parts", 110, 200, 17, 14, "MoE steps of 64 to 32k tokens: resident, streamed, read in place"),
+        Part("copies", "probe", 31, 65, 1, 3, "by copy engine and by kernel, alone and beside a memory-bound kernel"),
+    ),
+)
+
+MISS = Section(
+    "miss",
+    "whether a decode step reads an offloaded expert at the link's rate",
+    (
+        LINK,
+        Part("pages", "miss_parts", 25, 80, 0.5, 2, "one expert at batch 1: MoE kernel, copy kernel, copy engine; host pages"),
+    ),
 )
 
 EVICTION = Section(
@@ -173,7 +195,7 @@ EVICTION = Section(
 
 SECTIONS = {
     section.name: section
-    for section in (OPS, SERVER, DEFAULT, CPU_OFFLOAD, BOUNDS, OFFLOADER, PEERS, PROBE, STREAM, LAYER, EVICTION)
+    for section in (OPS, STREAM, SERVER, DEFAULT, CPU_OFFLOAD, BOUNDS, OFFLOADER, PEERS, PROBE, MISS, LAYER, EVICTION)
 }
 
 

@@ -1,8 +1,9 @@
 """Parts that serve a model through SGLang: ``benchmarks/serve.py`` on one checkpoint that is written on the spot.
 
-Each part has a resident server of its own beside its contenders. Its rows ``run`` and ``cell`` are the whole run, from which
-``benchmarks/serve_report.py`` makes tables and plots; the others are the figures that goals are judged by. With ``--small`` the
-servers run on the CPU and nothing is a measurement.
+Each part has a resident server of its own beside its contenders. This plugin's servers stream steps with many tokens, as by
+default, from two stream buffers; peers get as much more VRAM, and one contender streams nothing. The rows ``run`` and ``cell``
+of a part are the whole run, from which ``benchmarks/serve_report.py`` makes tables and plots; the others are the figures that
+goals are judged by. With ``--small`` the servers run on the CPU and nothing is a measurement.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -28,12 +29,13 @@ import serve_engine  # noqa: E402
 import serve_log  # noqa: E402
 import serve_report  # noqa: E402
 import serve_run  # noqa: E402
-from contenders import CONTENDERS  # noqa: E402
+from contenders import CONTENDERS, Budget, Contender, Flags, this_plugin  # noqa: E402
 from rows import Rows, run_part  # noqa: E402
 from serve import prompts_for, tiny_checkpoint  # noqa: E402
 from serve_client import Sizes  # noqa: E402
 
 from sglang_uvm_offload.sizing.checkpoint import load  # noqa: E402
+from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS  # noqa: E402
 
 TRACE = HERE / "routing_trace.npz"
 SERVER_ARGS = (
@@ -42,7 +44,8 @@ SERVER_ARGS = (
     *("--cuda-graph-max-bs-decode", "64", "--chunked-prefill-size", "8192"),
 )
 """For every contender alike: what SGLang can run with where FlashInfer and DeepGEMM are not installed. Without prefill graphs,
-which take their time to capture; the parts with ``own_defaults`` have them."""
+which take their time to capture, and which steps that stream cannot use: so the resident server has none either. In the parts
+with ``own_defaults`` it has them, and this plugin's servers have those below the tokens from which on they stream."""
 SUBSTITUTES = {
     "xgrammar": ("--grammar-backend", "none"),
     "sgl_kernel.flash_attn": ("--attention-backend", "triton"),
@@ -80,10 +83,35 @@ class Served:
     """SGLang's own backends and graphs, and traffic that changes."""
 
 
+IN_PLACE = Contender(
+    "in_place",
+    "this plugin, the most used experts, and no step streams",
+    this_plugin(resident_selection="frequency", stream_tokens="inf"),
+    offload=True,
+)
+PEERS = ("paged_experts", "cpu_offload_gb", "offloader_v2")
+
+
+def with_stream_buffers(peer: Contender) -> Contender:
+    """The peer in the VRAM that this plugin's residents and stream buffers take."""
+
+    def flags(budget: Budget) -> Flags:
+        buffers = MOST_BUFFERS / len(budget.model.moe_layers)
+        return peer.flags(replace(budget, residency=min(1.0, budget.residency + buffers)))
+
+    return replace(peer, flags=flags)
+
+
+def add_contenders() -> None:
+    """Those of a session, to the ones that ``serve.py`` knows. Call it once a process."""
+    CONTENDERS.update({name: with_stream_buffers(CONTENDERS[name]) for name in PEERS})
+    CONTENDERS[IN_PLACE.name] = IN_PLACE
+
+
 PLAN = {
     "frequency": Served(QWEN, ("frequency",), (0.5,)),
     "most": Served(QWEN, ("frequency",), (0.78,)),
-    "first_n": Served(QWEN, ("first_n",), (0.5,)),
+    "first_n": Served(QWEN, ("frequency", "in_place", "first_n"), (0.5,)),
     "bounds": Served(QWEN, ("zero_copy", "page_in_only"), ()),
     "paged_experts": Served(QWEN, ("frequency", "paged_experts"), (0.5,), judged_only=True),
     "cpu_offload_gb": Served(QWEN, ("frequency", "cpu_offload_gb"), (0.5,), judged_only=True),
@@ -94,8 +122,8 @@ PLAN = {
 
 
 def sizes(small: bool, judged_only: bool = False, own_defaults: bool = False) -> Sizes:
-    batches, prompts = ((1, 16, 64), (4096, 16384)) if judged_only else ((1, 4, 16, 64), (512, 4096, 16384, 32000))
-    batches = (1, 16) if own_defaults else batches
+    batches = (1, 16) if own_defaults else (1, 16, 64) if judged_only else (1, 4, 16, 64)
+    prompts = (4096, 8192, 16384, 32000) if judged_only else (512, 4096, 8192, 16384, 32000)
     return Sizes(
         batches=(1, 4) if small else batches,
         prompts=(32,) if small else prompts,
@@ -174,6 +202,7 @@ def serve_part(rows: Rows, served: Served) -> None:
         leave_the_stand_in()
     for name, value in SGLANG_SETTINGS.items():
         os.environ.setdefault(name, value)
+    add_contenders()
     model = ensure_checkpoint(served.written, rows.small)
     residencies = served.residencies[:1] if rows.small else served.residencies
     with tempfile.TemporaryDirectory(prefix="serve-") as out:
@@ -198,6 +227,7 @@ def serve_part(rows: Rows, served: Served) -> None:
     rows.cut_short |= any(serve_run.NO_TIME in serve_run.reasons(row) for row in run.rows)
     check_answers(run.rows)
     check_moves(run.rows)
+    check_streams(run.rows)
     if served.own_defaults and not rows.small:
         check_graphs(run.rows)
 
@@ -224,6 +254,9 @@ def put_cell(rows: Rows, out: Path, row: dict[str, Any]) -> None:
         rows.put("startup", "s", [row["startup_seconds"]], **labels)
     for name, nbytes in row.get("memory", {}).items():
         rows.put(name, "GiB", [] if nbytes is None else [nbytes / 2**30], **labels)
+    if "offload" in row:
+        for name in ("streamed_bytes", "zero_copy_bytes"):
+            rows.put(name, "GB", [row["offload"][name] / 1e9], **labels)
     put_traffic(rows, row, labels)
     same = row["outputs"]["same"]
     rows.put("same_answers", "bool", [] if same is None else [same], **labels)
@@ -261,6 +294,19 @@ def check_moves(rows: Sequence[dict[str, Any]]) -> None:
     faults = [f"{row['contender']}: {row['offload']['fault']}" for row in rows if row.get("offload", {}).get("fault")]
     if faults:
         raise AssertionError(f"moving experts stopped in {'; '.join(faults)}")
+
+
+def check_streams(rows: Sequence[dict[str, Any]]) -> None:
+    """Raises where a server did not stream that should, or one did that should not: the times of its prompts would be others'
+    than its name tells."""
+    served = [row for row in rows if "offload" in row and not row["error"]]
+    wrong = [
+        f"{row['contender']}: {row['offload']['streamed_bytes']} bytes"
+        for row in served
+        if bool(row["offload"]["streamed_bytes"]) == (row["contender"] == IN_PLACE.name)
+    ]
+    if wrong:
+        raise AssertionError(f"streamed, against what was asked for: {'; '.join(wrong)}")
 
 
 def check_graphs(rows: Sequence[dict[str, Any]]) -> None:

@@ -18,9 +18,10 @@ from standin.build import build, cuda_include, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
-SECTIONS = ("ops", "probe", "stream", "layer", "eviction")
+SECTIONS = ("ops", "stream", "probe", "miss", "layer", "eviction")
 SERVING = ("server", "default", "cpu_offload", "bounds", "offloader", "peers")
 FILE_BYTES = 16 << 20
+CAPTURED = {"stdout": subprocess.PIPE, "text": True}
 
 
 class Session:
@@ -46,6 +47,11 @@ class Session:
         program = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.strip()
         variables |= self._standin | {"LD_PRELOAD": f"{preload}:{self._standin['LD_PRELOAD']}"}
         subprocess.run([program, part, str(rows), "60", "--small"], env=variables, check=True)
+
+    def python(self, program: str, *arguments: str) -> str:
+        """What a program over the stand-in prints."""
+        variables = os.environ | self._caches | self._standin | {"PYTHONPATH": str(ROOT), "STANDIN_LOG": os.devnull}
+        return subprocess.run([sys.executable, "-c", program, *arguments], env=variables, check=True, **CAPTURED).stdout
 
     def record(self, section: str) -> dict:
         return json.loads((self.out / f"{section}.json").read_text())
@@ -86,7 +92,7 @@ def test_list_names_every_section_in_order(session):
     said = session.run("--list", over_standin=False)
     assert said.returncode == 0
     heads = [line.split(":")[0] for line in said.stdout.splitlines() if not line.startswith(" ")]
-    assert heads == [SECTIONS[0], *SERVING, *SECTIONS[1:]]
+    assert heads == [*SECTIONS[:2], *SERVING, *SECTIONS[2:]]
 
 
 def test_an_unknown_section_is_a_usage_error(session):
@@ -106,7 +112,10 @@ def test_dry_run_compiles_everything_and_starts_no_cuda(session):
         "interpreted on the CPU, FP8 True",
         "deepseek-v3: 3 layers",
         "qwen3-30b-a3b-16-layers, 20.0 GB",
-        "paged_experts --enable-paged-experts --paged-experts-num-resident 64",
+        "compile for sm_90 in blocks of 128x128x64, 4 stages",
+        "in_place --expert-offload-num-resident 64",
+        "--expert-offload-stream-tokens inf",
+        "paged_experts --enable-paged-experts --paged-experts-num-resident 80",
         "page_in_only will not be served",
     ):
         assert words in said.stdout
@@ -217,6 +226,83 @@ def test_a_tensor_map_is_within_its_limits_and_a_refusal_is_a_row(session, modul
     measured = {row["load"] for row in rows if row["row"] in ("zero_copy", "stall_tma")}
     assert measured >= {"plain x4", "bulk 4 x 8 KiB"}
     assert (set(loads) <= measured) == (accepted == 1000)
+
+
+def test_every_way_to_copy_and_every_arm_of_a_step_is_run(ran):
+    def values(section: str, part: str, row: str, label: str) -> set:
+        return {each[label] for each in ran.record(section)["parts"][part]["rows"] if each["row"] == row and each["values"]}
+
+    assert values("stream", "copies", "copies", "way") >= {f"kernel that claims chunks, {n} blocks" for n in (8, 16, 24, 32)}
+    assert values("stream", "rates", "layer_copy", "resident") == {0, 0.5, 0.78, 0.95}
+    assert len(values("stream", "rates", "layer_copy_slows", "beside")) == 3
+    assert values("stream", "steps", "step", "arm") == {"resident", "streamed, 2 buffers", "streamed, 1 buffer", "in place"}
+    assert values("stream", "steps", "step", "tokens") >= {512, 2048, 8192}
+    assert values("miss", "pages", "miss", "memory") == {"managed", "pinned"}
+    assert values("ops", "copies", "copies_wrong", "what") >= {f"layers that stream, buffers: {n}" for n in (1, 2)}
+    moving = [each for each in ran.record("ops")["parts"]["copies"]["rows"] if "moved_gb" in each]
+    assert [each["moved_gb"] > 0 for each in moving] == [True]
+
+
+ONE_BYTE_LESS = """
+whole = CudaStaging.copy
+def copy(self, buffer, parts):
+    whole(self, buffer, [(dataclasses.replace(it, nbytes=it.nbytes - (it.nbytes > 1 << 20)), at) for it, at in parts])
+CudaStaging.copy = copy
+"""
+HALF = """
+whole = CudaStaging.copy
+CudaStaging.copy = lambda self, buffer, parts: whole(self, buffer, parts[:1])
+"""
+NO_MOVES = "ExpertTensor.demote = ExpertTensor.promote = lambda self, after: 0"
+OLD_WEIGHTS = "Slots.forget = lambda self: None"
+NOTHING_STREAMS = "Streamer.enter = lambda self, row: None"
+COPYING = {
+    ("odd_sizes(rows, CudaMemory())", ""): "passed",
+    ("odd_sizes(rows, CudaMemory())", ONE_BYTE_LESS): "2 of 2 differ: copies of odd sizes",
+    ("while_blocks_move(rows, CudaMemory())", ""): "passed",
+    ("while_blocks_move(rows, CudaMemory())", ONE_BYTE_LESS): "6 of 6 differ: copies while blocks",
+    ("while_blocks_move(rows, CudaMemory())", NO_MOVES): "no block moved",
+    ("own_bytes(rows, CudaMemory(), 1)", HALF): "differ: layers that stream, buffers: 1",
+    ("own_bytes(rows, CudaMemory(), 2)", OLD_WEIGHTS): "differ: layers that stream, buffers: 2",
+    ("own_bytes(rows, CudaMemory(), 2)", NOTHING_STREAMS): "0 of 12 layers streamed",
+    ("steps(rows)", NOTHING_STREAMS): "layer 0 does not stream",
+}
+"""A part, a change of what it uses, and how it must end."""
+EACH_IN_A_PROCESS = """
+import dataclasses, json, os, sys
+from pathlib import Path
+folder, path, *cases = sys.argv[1:]
+sys.path.insert(0, folder)
+from rows import Rows
+from stream_parts import *
+from sglang_uvm_offload.streaming.slots import Slots
+for number, case in enumerate(cases):
+    part, change = json.loads(case)
+    if os.fork() == 0:
+        rows = Rows(Path(path), 60, True)
+        exec(change)
+        try:
+            eval(part)
+            told = "passed"
+        except AssertionError as failure:
+            told = str(failure)
+        print(json.dumps([number, told]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def ends(session, tmp_path_factory) -> dict[tuple[str, str], str]:
+    cases = [json.dumps(case) for case in COPYING]
+    said = session.python(EACH_IN_A_PROCESS, str(GPU), str(tmp_path_factory.mktemp("copying") / "rows"), *cases)
+    told = dict(json.loads(line) for line in said.splitlines())
+    return {case: told[number] for number, case in enumerate(COPYING)}
+
+
+@pytest.mark.parametrize("case", COPYING, ids=lambda case: f"{case[0]} {case[1][:24].strip()}")
+def test_a_part_that_copies_fails_where_copies_do(ends, case):
+    assert COPYING[case] in ends[case]
 
 
 def test_the_results_are_few_and_small(ran):
@@ -348,6 +434,37 @@ def test_a_part_fails_where_moves_stop_or_steps_run_without_graphs(modules):
         server_parts.check_graphs([cell | {"engine": ENGINE | {"decode_graph_batches": []}}])
 
 
+def test_a_part_fails_where_a_server_streams_against_its_name(modules):
+    import server_parts
+
+    def cell(contender: str, streamed: int) -> dict:
+        return {"contender": contender, "error": None, "offload": {"streamed_bytes": streamed}}
+
+    resident = {"contender": "resident", "error": None}
+    server_parts.check_streams([resident, cell("frequency", 5), cell("in_place", 0), cell("first_n", 0) | {"error": "no"}])
+    with pytest.raises(AssertionError, match="streamed, against what was asked for: frequency: 0 bytes"):
+        server_parts.check_streams([cell("frequency", 0)])
+    with pytest.raises(AssertionError, match="in_place: 7 bytes"):
+        server_parts.check_streams([cell("in_place", 7)])
+
+
+def test_peers_get_the_vram_of_the_stream_buffers_too(modules):
+    import server_parts
+    from contenders import CONTENDERS, Budget
+
+    layers = {index: SimpleNamespace(expert_bytes=1 << 30) for index in range(16)}
+    model = SimpleNamespace(num_experts=128, top_k=8, moe_layers=[*layers], layers=layers, num_layers=16, expert_bytes=16 << 30)
+
+    def flags(name: str, residency: float) -> dict:
+        return server_parts.with_stream_buffers(CONTENDERS[name]).flags(Budget(model, residency, 0))
+
+    assert flags("paged_experts", 0.5)["paged_experts_num_resident"] == 64 + 2 * 128 // 16
+    assert flags("paged_experts", 0.95)["paged_experts_num_resident"] == 128, "no more than all"
+    assert flags("cpu_offload_gb", 0.5)["cpu_offload_gb"] == 8 + 1 - 2, "GiB: half, the layer that computes, the buffers"
+    offloaded = flags("offloader_v2", 0.5)
+    assert 16 * offloaded["offload_num_in_group"] / offloaded["offload_group_size"] == 8 + 2 - 2
+
+
 def test_sglang_is_given_backends_only_where_it_cannot_have_its_own(modules, monkeypatch):
     import server_parts
 
@@ -416,6 +533,16 @@ def test_a_server_is_judged_by_what_the_link_allows(modules):
     assert judged(modules, "server", 3, {"frequency": fast, "most": slow, "link": link})["met"] is False
     assert judged(modules, "server", 3, {"frequency": fast, "most": slow})["ratio"] is None, "no link was measured"
     assert judged(modules, "server", 4, {"frequency": fast, "link": link})["ratio"] is None, "no prefill was measured"
+
+
+def test_streaming_is_judged_by_its_least_gain_in_a_server(modules):
+    def prefill(contender: str, tokens: int, ms: float) -> dict:
+        return row("prefill", [ms], contender=contender, resident=0.5, tokens=tokens)
+
+    rows = [prefill("frequency", 512, 10), prefill("in_place", 512, 30), prefill("frequency", 4096, 20)]
+    assert judged(modules, "bounds", 1, {"first_n": [*rows, prefill("in_place", 4096, 50)]})["ratio"] == pytest.approx(2.5)
+    assert judged(modules, "bounds", 1, {"first_n": [*rows, prefill("in_place", 4096, 19)]})["met"] is False
+    assert judged(modules, "bounds", 1, {"first_n": rows[:1]})["ratio"] is None
 
 
 def test_promotions_are_counted_once_the_traffic_has_changed(modules):
@@ -686,6 +813,78 @@ def test_goals_are_judged_by_medians_of_one_run(modules):
 
     assert judged(modules, "ops", 1, after_load(0.12))["met"] is True
     assert judged(modules, "ops", 1, after_load(0.13))["met"] is False
+
+
+def steps_of(tokens: int, resident: float, **ms: float) -> list[dict]:
+    arms = {"computed": "resident", "streamed": "streamed, 2 buffers", "in_place": "in place"}
+    return [row("step", [ms[name]], arm=arm, tokens=tokens, resident=resident, threshold=64) for name, arm in arms.items()]
+
+
+def copied(resident: float, *rates: float, beside: str = "nothing", shape: str = "glm-4.5-air") -> dict:
+    return row("layer_copy", [*rates], shape=shape, resident=resident, beside=beside)
+
+
+def test_a_streamed_step_is_judged_by_the_longer_of_computing_and_copying(modules):
+    offloaded = [row("offloaded", [2.0], resident=0.5, shape="glm-4.5-air")]
+    slow_link = copied(0.5, 1.0, beside="a memory-bound kernel")
+    copies = [slow_link, copied(0.5, 50.0), copied(0.5, 9.0, shape="deepseek-v3")]
+
+    def verdict(*steps: dict, rates: list[dict] = copies) -> dict:
+        return judged(modules, "stream", 0, {"steps": [*offloaded, *steps], "rates": rates})
+
+    copying = steps_of(2048, 0.5, computed=10.0, streamed=42.0, in_place=99.0)
+    assert verdict(*copying)["ratio"] == pytest.approx(42 / 40), "2 GB at 50 GB/s are 40 ms"
+    computing = steps_of(8192, 0.5, computed=80.0, streamed=90.0, in_place=99.0)
+    assert verdict(*copying, *computing)["ratio"] == pytest.approx(90 / 80)
+    assert verdict(*copying, *computing)["met"] is False
+    short = steps_of(512, 0.5, computed=1.0, streamed=80.0, in_place=99.0)
+    assert verdict(*copying, *short)["met"] is True, "steps of fewer than 2048 tokens are not judged"
+    assert verdict(*copying, rates=copies[:1])["ratio"] is None, "no copy was timed alone"
+
+
+def test_streaming_must_not_lose_above_the_threshold_and_gain_at_8k(modules):
+    at_threshold = steps_of(64, 0.5, computed=1.0, streamed=10.0, in_place=5.0)
+    long = steps_of(8192, 0.5, computed=1.0, streamed=10.0, in_place=31.0)
+    other = steps_of(8192, 0.78, computed=1.0, streamed=10.0, in_place=12.0)
+    parts = {"steps": [*at_threshold, *long, *other]}
+    assert judged(modules, "stream", 1, parts)["ratio"] == pytest.approx(1.2), "the threshold itself is not above it"
+    assert judged(modules, "stream", 2, parts)["ratio"] == pytest.approx(3.1)
+    slower = steps_of(512, 0.5, computed=1.0, streamed=10.0, in_place=9.0)
+    assert judged(modules, "stream", 1, {"steps": [*long, *slower]})["met"] is False
+    assert judged(modules, "stream", 2, {"steps": other})["ratio"] is None, "it was not half resident"
+
+
+def test_the_worst_of_host_time_copies_and_misses_decides(modules):
+    held = [row("host_time", [ms], tokens=tokens, buffers=2) for tokens, ms in ((64, 0.4), (512, 1.2))]
+    assert judged(modules, "stream", 3, {"steps": held})["met"] is False
+    assert judged(modules, "stream", 3, {"steps": held[:1]})["met"] is True
+
+    beside = copied(0.5, 1.0, beside="the MoE at 2048 tokens")
+    rates = [copied(0.0, 50.0), copied(0.5, 49.0), copied(0.78, 46.0), beside, copied(0.95, 1.0)]
+    assert judged(modules, "stream", 4, {"rates": rates})["ratio"] == pytest.approx(0.92)
+
+    def short(what: str, ms: float) -> dict:
+        return row("short_copy", [ms], shape="glm-4.5-air", beside=what)
+
+    starts = [short("nothing", 7.0), short("a memory-bound kernel", 0.2), short("the MoE at 2048 tokens", 0.3)]
+    assert judged(modules, "stream", 5, {"rates": starts})["ratio"] == 0.3
+    assert judged(modules, "stream", 5, {"rates": starts[:1]})["ratio"] is None
+
+    wrong = [row("copies_wrong", [count], what="", done=10) for count in (0, 2)]
+    assert judged(modules, "ops", 2, {"copies": wrong})["met"] is False
+    assert judged(modules, "ops", 2, {"copies": wrong[:1]})["met"] is True
+
+    def miss(memory: str, way: str, rate: float) -> dict:
+        return row("miss", [rate], shape="glm-4.5-air", memory=memory, way=way)
+
+    large = [
+        miss("managed", "MoE kernel, a", 30.0),
+        miss("managed", "MoE kernel, b", 49.0),
+        miss("managed", "copy kernel", 50.0),
+    ]
+    assert judged(modules, "miss", 0, {"pages": large})["ratio"] == pytest.approx(0.98), "the best block shape"
+    small = [miss("pinned", "MoE kernel, a", 40.0), miss("pinned", "copy kernel", 30.0), miss("pinned", "copy engine", 50.0)]
+    assert judged(modules, "miss", 0, {"pages": [*large, *small]})["ratio"] == pytest.approx(0.8)
 
 
 def told(modules, figures: str, parts: dict[str, list[dict]]) -> str:

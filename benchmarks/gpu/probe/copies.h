@@ -22,6 +22,29 @@ __global__ void __launch_bounds__(threads, 2) copy_units(const uint4* from, uint
     }
 }
 
+// As the project's kernel, for other numbers of blocks: they claim chunks of 128 KiB, in an order in which chunks in
+// VRAM and chunks behind the link mix. `chunks` is a power of two, `stride` odd.
+__global__ void __launch_bounds__(threads, 2)
+    copy_claimed(const uint4* from, uint4* to, unsigned chunks, unsigned stride, unsigned* claimed) {
+    constexpr size_t unit = static_cast<size_t>(threads) * copy_unroll, chunk = 4 * unit;
+    __shared__ unsigned claim;
+    for (;;) {
+        if (threadIdx.x == 0) claim = atomicAdd(claimed, 1u);
+        __syncthreads();
+        const unsigned mine = claim;
+        __syncthreads();
+        if (mine >= chunks) return;
+        const size_t first = (mine * stride & (chunks - 1)) * chunk;
+        for (size_t at = first; at < first + chunk; at += unit) {
+            uint4 values[copy_unroll];
+#pragma unroll
+            for (int i = 0; i < copy_unroll; i++) values[i] = load(from + at + threadIdx.x + i * threads);
+#pragma unroll
+            for (int i = 0; i < copy_unroll; i++) to[at + threadIdx.x + i * threads] = values[i];
+        }
+    }
+}
+
 // From managed memory that prefers the CPU, from the same with every second stretch of 3 MiB resident, and from pinned
 // memory. "busy": another stream reads VRAM meanwhile, as a memory-bound layer does; its time beside the copies, over
 // its time alone, is what the copies cost it.
@@ -32,7 +55,7 @@ inline void measure_copies(session& it) {
     cudaStream_t copier = nullptr;
     CHECK(cudaStreamCreateWithFlags(&copier, cudaStreamNonBlocking));
     reader read(it), beside(it);
-    plain_memory buffer(total), other(other_bytes);
+    plain_memory buffer(total), other(other_bytes), claimed(block_bytes);
     fill_pattern(it, other.start(), other_bytes);
     stopwatch watch, copy_watch;
     auto work = [&] {
@@ -92,6 +115,17 @@ inline void measure_copies(session& it) {
             one("kernel, " + std::to_string(blocks) + " blocks", [&] {
                 copy_units<<<blocks, threads, 0, copier>>>(reinterpret_cast<const uint4*>(from),
                                                            reinterpret_cast<uint4*>(buffer.start()), total / 16);
+                CHECK(cudaGetLastError());
+            });
+        }
+        for (int blocks : {8, 16, 24, 32}) {
+            one("kernel that claims chunks, " + std::to_string(blocks) + " blocks", [&] {
+                const unsigned chunks = static_cast<unsigned>(total / (128 * kib));
+                auto* next = reinterpret_cast<unsigned*>(claimed.start());
+                CHECK(cudaMemsetAsync(next, 0, sizeof *next, copier));
+                copy_claimed<<<blocks, threads, 0, copier>>>(reinterpret_cast<const uint4*>(from),
+                                                             reinterpret_cast<uint4*>(buffer.start()), chunks,
+                                                             chunks * 5 / 8 | 1, next);
                 CHECK(cudaGetLastError());
             });
         }
