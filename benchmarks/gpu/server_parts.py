@@ -126,7 +126,7 @@ def sizes(small: bool, judged_only: bool = False, own_defaults: bool = False) ->
     prompts = (4096, 8192, 16384, 32000) if judged_only else (512, 4096, 8192, 16384, 32000)
     return Sizes(
         batches=(1, 4) if small else batches,
-        prompts=(32,) if small else prompts,
+        prompts=(128,) if small else prompts,  # long enough to stream
         prompt_tokens=8 if small else 64,
         short=1 if small else 4,
         long=9 if small else 24,
