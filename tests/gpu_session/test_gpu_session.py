@@ -98,7 +98,7 @@ def test_list_names_every_section_in_order(session):
 def test_an_unknown_section_is_a_usage_error(session):
     said = session.run("prboe", over_standin=False)
     assert said.returncode == 2
-    assert "no section prboe: there are ops, server, default, cpu_offload" in said.stderr
+    assert "no section prboe: there are ops, stream, server, default, cpu_offload" in said.stderr
 
 
 def test_dry_run_compiles_everything_and_starts_no_cuda(session):

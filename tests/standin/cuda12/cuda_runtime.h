@@ -7,9 +7,14 @@
 #define __global__
 #define __device__
 #define __shared__
+#define __launch_bounds__(...)
 
 struct uint3 {
     unsigned x, y, z;
+};
+
+struct uint4 {
+    unsigned x, y, z, w;
 };
 
 struct dim3 {
@@ -58,6 +63,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t);
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*);
 cudaError_t cudaMallocManaged(void**, size_t, unsigned);
 cudaError_t cudaFree(void*);
+cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t);
 cudaError_t cudaMemGetInfo(size_t*, size_t*);
 cudaError_t cudaMemRangeGetAttribute(void*, size_t, cudaMemRangeAttribute, const void*, size_t);
 cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t);
