@@ -142,7 +142,7 @@ _ALL = (
     ),
     Contender(
         "zero_copy",
-        "this plugin with no resident: every expert is read in place (a bound)",
+        "this plugin with no resident: decoding reads every expert in place (a bound)",
         this_plugin(resident_selection="first_n"),
         residency=0.0,
         offload=True,

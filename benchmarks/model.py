@@ -7,10 +7,11 @@ this plugin ``sizing.speed`` predicts what it costs on top of the resident serve
 
     time = resident + missed bytes / read rate + streamed bytes / copy rate + moved bytes / copy rate
 
-Streamed bytes are 0: the plugin has no such path. Missed bytes come from the model, with the hit rate of the routing that was
-timed: for decode that of batch 1, where each expert read is one use (prompts route otherwise), else the one that the server
-counted over all its traffic. Moved bytes are those that it counted; the rates are measured where a probe is given, else the
-planner's assumptions. Where terms differ from what was counted, the difference is blamed on them, in seconds; what no term
+Streamed bytes are taken as 0, as in runs from before prefill streamed (``streamed_prefill.py`` models that). Missed bytes come
+from the model, with the hit rate of the routing that was timed: for decode that of batch 1, where each expert read is one use
+(prompts route otherwise), else the one that the server counted over all its traffic. Moved bytes are those that it counted; the
+rates are measured where a probe is given, else the planner's assumptions. Where terms differ from what was counted, the
+difference is blamed on them, in seconds; what no term
 explains is called *not in the model*. The table also goes to model.log, with model.json beside it.
 """
 

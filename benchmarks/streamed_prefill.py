@@ -749,7 +749,7 @@ def measured_part(found: Figures) -> list[str]:
 
 
 class NoStaging:
-    """Buffers without copies."""
+    """Buffers without copies, and so without anything to order."""
 
     def __init__(self, nbytes: int):
         self.buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
@@ -757,17 +757,13 @@ class NoStaging:
     def may_copy(self) -> bool:
         return True
 
-    def begin_step(self) -> None:
-        pass
+    def begin_step(self) -> None: ...
 
-    def copy(self, buffer: int, parts: Sequence[tuple[ManagedRange, int]]) -> None:
-        pass
+    def copy(self, buffer: int, parts: Sequence[tuple[ManagedRange, int]]) -> None: ...
 
-    def acquire(self, buffer: int) -> None:
-        pass
+    def acquire(self, buffer: int) -> None: ...
 
-    def release(self, buffer: int) -> None:
-        pass
+    def release(self, buffer: int) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class OffloadFlags:
         "auto",
         str,
         "Steps of this many tokens or more copy experts into the stream buffers; inf: none does. Prefill CUDA graphs are "
-        "captured for fewer tokens only. auto: from where on a step uses nearly all experts of a layer.",
+        "captured for fewer tokens only. auto: from where on that is no slower than reading in place.",
     )
     headroom_gb: float = flag(
         1.0,

@@ -20,14 +20,14 @@ class CpuStaging:
         return True
 
     def begin_step(self) -> None:
-        pass
+        """All that was launched is over."""
 
     def copy(self, buffer: int, parts: Sequence[tuple[ManagedRange, int]]) -> None:
         for managed, offset in parts:
             self.buffers[buffer][offset : offset + managed.nbytes].copy_(self._memory.tensor(managed))
 
     def acquire(self, buffer: int) -> None:
-        pass
+        """The copy is over."""
 
     def release(self, buffer: int) -> None:
-        pass
+        """The reader is over."""

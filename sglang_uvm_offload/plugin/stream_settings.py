@@ -22,6 +22,8 @@ USUAL_TOP_K = 8
 def resolved(config: OffloadConfig, num_experts: int, hf_text_config: Any) -> OffloadConfig:
     """``config`` with a number for ``stream_tokens``: ``NEVER`` where nothing is to be streamed."""
     tokens = config.stream_tokens
+    if config.stream_gb is None and config.stream_buffers == 0 and tokens != NEVER and config.num_resident < num_experts:
+        warn_of_no_room()
     if config.stream_gb == 0 or config.stream_buffers == 0 or config.num_resident == num_experts:
         tokens = NEVER
     elif tokens is None:
@@ -49,6 +51,14 @@ def graph_settings(config: OffloadConfig, cfg: Any) -> dict[str, Any]:
     )
     changes: dict[str, Any] = {"bs": kept, "max_bs": max(kept)} if kept else {"backend": Backend.DISABLED}
     return {"cuda_graph_config": with_phase(graphs, Phase.PREFILL, **changes)}
+
+
+def warn_of_no_room() -> None:
+    logger.warning(
+        "Expert offload: no room for a stream buffer beside the KV cache: long prompts read offloaded experts in place, once "
+        "for each block of rows, and are slow. Fewer resident experts make room; %s sets it.",
+        flag_name("stream_buffer_gb"),
+    )
 
 
 def streams(config: OffloadConfig) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -13,14 +12,12 @@ from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.memory.staging import Staging
-from sglang_uvm_offload.plugin.stream_settings import streams
+from sglang_uvm_offload.plugin.stream_settings import streams, warn_of_no_room
 from sglang_uvm_offload.residency.status import StreamStatus
 from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, buffers_in
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 from sglang_uvm_offload.streaming.streamer import Streamer
 from sglang_uvm_offload.units import size
-
-logger = logging.getLogger(__name__)
 
 _GB = flag_name("stream_buffer_gb")
 _GIB = 1 << 30
@@ -66,12 +63,7 @@ def _number(config: OffloadConfig, nbytes: int, room: int | None) -> int:
     if room is not None:
         count = min(count, max(room, 0) // nbytes)
     if not count:
-        logger.warning(
-            "Expert offload: no room for a stream buffer of %s beside the KV cache: long prompts read offloaded experts in "
-            "place, once for each block of rows, and are slow. Fewer resident experts make room; %s sets it.",
-            size(nbytes),
-            _GB,
-        )
+        warn_of_no_room()
     return count
 
 

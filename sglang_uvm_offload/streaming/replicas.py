@@ -66,8 +66,12 @@ class Replicas:
             if tensor is None or tensor.data_ptr() != place.address:
                 return None
             own.append(tensor)
-        for place in self._places:
-            place.held.put(place.replicas[buffer])
+        try:
+            for place in self._places:
+                place.held.put(place.replicas[buffer])
+        except BaseException:
+            self.put_back(buffer, own)
+            raise
         return own
 
     def put_back(self, buffer: int, own: Sequence[torch.Tensor]) -> None:

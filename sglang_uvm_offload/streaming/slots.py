@@ -36,8 +36,7 @@ class Slots:
         free = [slot for slot, readers in enumerate(self._readers) if not readers]
         if not free:
             return []
-        # Rows are entered in order: one that lies behind is used last of all.
-        slot = min(free, key=lambda slot: self._distance(slot, row))
+        slot = min(free, key=lambda slot: self.rows[slot] is not None)
         self.rows[slot] = row
         return [Copy(row, slot)]
 
@@ -55,8 +54,3 @@ class Slots:
         """The reader of ``slot`` has ended; what to copy now."""
         self._readers[slot] -= 1
         return self.stage(following)
-
-    def _distance(self, slot: int, row: int) -> tuple[bool, int]:
-        """Slots without a row first, then those whose row lies farthest behind ``row``, or farthest ahead."""
-        held = self.rows[slot]
-        return (held is not None, 0 if held is None else -abs(row - held))

@@ -48,6 +48,8 @@ class Streamer:
         self._entered = False
         """Whether any layer of this step computed from a buffer."""
         self._told = False
+        for slot in range(self.buffers):
+            self._references(slot)  # by an API of torch's own: if torch has changed it, this fails at load
 
     @property
     def buffers(self) -> int:
@@ -88,12 +90,16 @@ class Streamer:
         if slot is None:
             self._copy(copies)
             return None
-        copied, replicas, references = self._copy(copies), self._replicas_of(row), self._references(slot)
-        own = replicas.put(slot) if copied else None
-        if own is None:
+        if not self._copy(copies):
             self._slots.leave(slot, None)
             return None
-        self._staging.acquire(slot)
+        replicas, references = self._replicas_of(row), self._references(slot)
+        self._staging.acquire(slot)  # before the layer points at the buffer, so that no error leaves it there
+        own = replicas.put(slot)
+        if own is None:
+            self._staging.release(slot)
+            self._slots.leave(slot, None)
+            return None
         self._entered = True
         return Reading(row, slot, own, replicas, references)
 

@@ -117,7 +117,7 @@ def test_every_package_says_in_one_sentence_what_it_is_for():
             assert summary.endswith("."), name
 
 
-def test_every_file_of_the_two_paths_exists():
+def test_every_file_of_the_paths_exists():
     files = set(modules())
     named = re.findall(r"\b([a-z]+/[a-z_]+)\b", sglang_uvm_offload.__doc__)
     assert named

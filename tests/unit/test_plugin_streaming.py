@@ -51,6 +51,16 @@ def test_a_number_is_taken_as_it_is(given, tokens):
     assert resolved(stream_tokens=given) == tokens
 
 
+@pytest.mark.parametrize(
+    ("planned", "flags", "told"),
+    [(0, {}, 1), (1, {}, 0), (0, {"stream_tokens": "inf"}, 0), (0, {"num_resident": 256}, 0), (None, {}, 0)],
+)
+def test_a_launch_that_has_no_room_for_buffers_is_told_that_long_prompts_are_slow(caplog, planned, flags, told):
+    checked = OffloadConfig(**{**vars(config(**flags)), "stream_buffers": planned})
+    stream_settings.resolved(checked, 256, SimpleNamespace())
+    assert caplog.text.count("no room for a stream buffer beside the KV cache: long prompts") == told
+
+
 def test_nothing_streams_without_buffers_or_offloaded_experts():
     assert resolved(stream_buffer_gb=0, stream_tokens=5) == NEVER
     assert resolved(num_resident=256) == NEVER

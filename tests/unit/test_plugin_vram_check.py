@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_the_line_has_the_flag_the_value_the_gpu_the_need_and_the_remedy():
 
 def test_stream_buffers_that_were_asked_for_are_needed_too():
     parallel, free = Parallel(tp=4), even(4)
-    least = next(n for n in range(129) if refusals(n, parallel, free, stream_gb=4))
+    least = bisect_left(range(129), 1, key=lambda n: len(refusals(n, parallel, free, stream_gb=4)))
     assert refusals(least, parallel, free) == [], "auto does without"
     (line,) = refusals(least, parallel, free, stream_gb=4)
     assert "of other weights" not in line
@@ -86,7 +87,7 @@ def test_a_busy_gpu_of_one_replica_does_not_count_for_the_other():
 def test_a_gpu_of_another_replica_changes_nothing_of_what_is_granted():
     """SGLang takes the least free VRAM of the ranks that serve together. The last stage is short first."""
     parallel = Parallel(pp=4, dp=2)
-    refused = next(n for n in range(129) if refusals(n, parallel, even(8), 0.5))
+    refused = bisect_left(range(129), 1, key=lambda n: len(refusals(n, parallel, even(8), 0.5)))
     lines = [refusals(refused, parallel, free, 0.5)[0] for free in (even(8), even(8, gpu4=FREE - 3 * GIB // 2))]
     assert "GPU 3" in lines[0]
     assert lines[0].split("; give")[0] == lines[1].split("; give")[0]

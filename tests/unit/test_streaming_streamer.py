@@ -13,7 +13,7 @@ import torch
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.cpu.staging import CpuStaging
 from sglang_uvm_offload.experts.layer import ExpertLayer
-from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.experts.takeover import AllocationMode, HeldTensor
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
@@ -31,7 +31,7 @@ class Prepared:
 
 
 class Method:
-    pass
+    """Holds tensors."""
 
 
 class StrictStaging(CpuStaging):
@@ -263,6 +263,38 @@ def test_after_an_exception_in_a_layer_its_tensors_are_its_own():
     assert model.addresses() == before
     assert model.streamer.fault is None
     assert same(model.step(), expected)
+
+
+def test_after_an_error_while_the_layer_is_pointed_at_a_buffer_its_tensors_are_its_own():
+    model = Model()
+    before, expected = model.addresses(), model.expected()
+    places = model.streamer._replicas_of(1)._places
+    put, failing = places[-1].held.put, []
+
+    def fail(tensor):
+        failing.append(tensor)
+        if len(failing) == 1:
+            raise RuntimeError("no such tensor")
+        put(tensor)
+
+    model.streamer._replicas[1]._places[-1] = places[-1]._replace(held=HeldTensor(places[-1].held.get, fail))
+    with pytest.raises(RuntimeError, match="no such tensor"):
+        model.step()
+    assert model.addresses() == before
+    assert same([(row, model.tensors(row), False) for row in range(LAYERS)], expected)
+
+
+def test_after_an_error_of_the_device_no_layer_points_at_a_buffer(monkeypatch):
+    model = Model()
+    before = model.addresses()
+
+    def fail(buffer):
+        raise RuntimeError("a GPU error")
+
+    monkeypatch.setattr(model.staging, "acquire", fail)
+    with pytest.raises(RuntimeError, match="a GPU error"):
+        model.step()
+    assert model.addresses() == before
 
 
 def test_a_failing_copy_ends_streaming_and_the_step_reads_in_place(caplog):
