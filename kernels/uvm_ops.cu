@@ -40,6 +40,30 @@ struct uvm_copy {
     char* to;
     size_t nbytes;
 };
+
+// The slots of one layer, all in VRAM. E experts, S slots.
+struct uvm_slots {
+    int num_experts;
+    int num_slots;
+    int width;                   // of counts
+    int* slot_of;                // [E] the slot that holds a copy, plus one; 0: none
+    int* owner;                  // [S] the expert that a slot holds, plus one; 0: none
+    unsigned* last;              // [E]
+    unsigned* lately;            // [E]
+    unsigned* long_;             // [E]
+    int* classes;                // [2][E] after the last step and the one before, plus one; 0: none yet
+    int* fills;                  // [1 + 2 * max_fills] how many, then expert and slot of each
+    unsigned* turn;              // [2] blocks that have arrived, and the launch whose fills are chosen
+    const unsigned char* share;  // [E] how much of each expert is offloaded
+    unsigned long long* counts;  // [2 phases][3 kinds][width]
+};
+
+// A layer's per-expert tensors: row r of tensor i is at base[i] + r * nbytes[i]. Rows from E on are slots.
+struct uvm_rows {
+    int count;
+    char* base[16];
+    size_t nbytes[16];
+};
 }
 
 // ---- values that Python reads from here -----------------------------------------------------------------------------
@@ -58,6 +82,10 @@ constexpr int copy_threads = 256;
 constexpr int copy_loads = 8;  // of 16 bytes, that a thread has in flight
 constexpr size_t copy_unit = (size_t)copy_threads * copy_loads * sizeof(uint4);
 constexpr size_t copy_chunk = 4 * copy_unit;
+constexpr int max_rows = sizeof(uvm_rows::base) / sizeof(char*);
+constexpr int max_slot_experts = 1024;  // and slots, of one layer
+constexpr int max_fills = 64;
+constexpr int slot_blocks = 32;  // a power of two
 }  // namespace
 
 UVM_API int uvm_place_device() { return place_device; }
@@ -68,6 +96,9 @@ UVM_API int uvm_ids_int64() { return ids_int64; }
 UVM_API int uvm_ids_packed() { return ids_packed; }
 UVM_API int uvm_max_experts() { return max_experts; }
 UVM_API int uvm_max_copies() { return max_copies; }
+UVM_API int uvm_max_rows() { return max_rows; }
+UVM_API int uvm_max_slot_experts() { return max_slot_experts; }
+UVM_API int uvm_max_fills() { return max_fills; }
 UVM_API int uvm_compiled_version() { return CUDART_VERSION; }
 
 // ---- failures -------------------------------------------------------------------------------------------------------
@@ -613,4 +644,269 @@ UVM_API int uvm_set_control(long long* control, long long valid, long long phase
     if (error != cudaSuccess) return error;
     void* arguments[] = {&control, &valid, &phase};
     return launch(failure, (const void*)uvm_set_control_kernel, "uvm_set_control", 1, 1, arguments, stream);
+}
+
+// ---- slots: rows beside the experts of a layer, filled by the misses of the step at hand ----------------------------
+// The rules are those of sglang_uvm_offload/policy/slots.py, to the last bit. All sums are of integers, so their order
+// does not matter.
+
+namespace {
+enum slot_kind { slot_tokens, slot_hits, slot_fills };
+constexpr int ages = 24, lately_bits = 4, long_bits = 16;
+constexpr int classes = ages * lately_bits * long_bits;
+constexpr int rate_bits = 20, lately_shift = 4, long_shift = 11, least_shift = 2;
+constexpr unsigned use = 16, max_events = 1 << 16;
+constexpr int value_bits = 16, whole = 16;
+
+struct slot_table {
+    unsigned step;
+    unsigned events[classes];
+    unsigned uses[classes];
+    unsigned values[classes];  // of the step at hand, by the counts of the steps before
+};
+
+__device__ int floor_log2(unsigned x) {
+    int result = 0;
+    while (x >>= 1) result++;
+    return result;
+}
+
+__device__ int half_octaves(unsigned x) {
+    const int octave = floor_log2(x);
+    return 2 * octave + (octave ? x >> (octave - 1) & 1 : 0);
+}
+
+__device__ int clamp(int x, int least, int most) { return x < least ? least : x > most ? most : x; }
+
+__device__ int class_of(unsigned since, bool ever, unsigned lately, unsigned long_rate) {
+    const int age = ever ? clamp(half_octaves(since + 1), 0, ages - 1) : ages - 1;
+    const int a = clamp(floor_log2(lately) - (rate_bits - lately_bits), 0, lately_bits - 1);
+    const int b = clamp(half_octaves(long_rate) - (2 * rate_bits - long_bits), 0, long_bits - 1);
+    return (age * lately_bits + a) * long_bits + b;
+}
+
+// What the blocks of one launch share. Whatever their order, the first one to arrive decides for all.
+struct slot_choice {
+    unsigned tokens[max_slot_experts];            // of each expert in this step
+    unsigned values[max_slot_experts];            // of each expert
+    unsigned long long misses[max_slot_experts];  // key of each expert: the largest is filled first, 0 for none
+    unsigned long long slots[max_slot_experts];   // key of each slot: the smallest is evicted first
+    int fill[max_fills];                          // experts, in order
+    int evict[max_fills];                         // slots, in order
+    int num_misses;
+    int num_slots;
+};
+constexpr unsigned long long in_use = ~0ULL;
+
+// Counts the step for one expert. Returns its value.
+__device__ unsigned observe(const uvm_slots& layer, slot_table* table, int expert, bool used) {
+    const unsigned now = table->step;
+    const int before = layer.classes[layer.num_experts + expert] - 1;
+    const unsigned last = layer.last[expert];
+    if (before >= 0) {
+        atomicAdd(&table->events[before], 1u);
+        if (used || (last && last + 1 >= now)) atomicAdd(&table->uses[before], use);
+    }
+    if (used) layer.last[expert] = now;
+    unsigned lately = layer.lately[expert], long_rate = layer.long_[expert];
+    const int shift = clamp(floor_log2(now + 1), least_shift, long_shift);
+    lately = lately - (lately >> lately_shift) + (used ? 1u << (rate_bits - lately_shift) : 0);
+    long_rate = long_rate - (long_rate >> shift) + (used ? 1u << (rate_bits - shift) : 0);
+    layer.lately[expert] = lately;
+    layer.long_[expert] = long_rate;
+    const unsigned seen = layer.last[expert];
+    const int now_class = class_of(now - seen, seen != 0, lately, long_rate);
+    layer.classes[layer.num_experts + expert] = layer.classes[expert];
+    layer.classes[expert] = now_class + 1;
+    return table->values[now_class] * layer.share[expert] / whole;
+}
+
+// Puts the experts to fill and the slots to evict in order, by counting what comes before each. Keys differ.
+__device__ void rank_candidates(const uvm_slots& layer, slot_choice& choice) {
+    for (int expert = threadIdx.x; expert < layer.num_experts; expert += blockDim.x) {
+        const unsigned long long key = choice.misses[expert];
+        if (!key) continue;
+        int rank = 0;
+        for (int other = 0; other < layer.num_experts; other++) rank += choice.misses[other] > key;
+        if (rank < max_fills) choice.fill[rank] = expert;
+        atomicAdd(&choice.num_misses, 1);
+    }
+    for (int slot = threadIdx.x; slot < layer.num_slots; slot += blockDim.x) {
+        const unsigned long long key = choice.slots[slot];
+        if (key == in_use) continue;
+        int rank = 0;
+        for (int other = 0; other < layer.num_slots; other++) rank += choice.slots[other] < key;
+        if (rank < max_fills) choice.evict[rank] = slot;
+        atomicAdd(&choice.num_slots, 1);
+    }
+}
+
+// Chooses this step's fills, and makes the slots' owners those after them. Returns how many.
+__device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, unsigned long long* counts) {
+    for (int slot = threadIdx.x; slot < layer.num_slots; slot += blockDim.x) {
+        const int owner = layer.owner[slot] - 1;
+        unsigned long long key = slot;  // a free slot
+        if (owner >= 0 && choice.tokens[owner])
+            key = in_use;
+        else if (owner >= 0)
+            key = (unsigned long long)(choice.values[owner] + 1) << 42 | (unsigned long long)layer.last[owner] << 10 |
+                  slot;
+        choice.slots[slot] = key;
+    }
+    __syncthreads();
+    rank_candidates(layer, choice);
+    __syncthreads();
+    int most = choice.num_misses < choice.num_slots ? choice.num_misses : choice.num_slots;
+    if (most > max_fills) most = max_fills;
+    int fills = 0;
+    while (fills < most) {
+        const unsigned long long worth = choice.slots[choice.evict[fills]] >> 42;  // 0: free
+        if (choice.values[choice.fill[fills]] + 1 <= worth) break;
+        fills++;
+    }
+    for (int i = threadIdx.x; i < fills; i += blockDim.x) {
+        const int expert = choice.fill[i], slot = choice.evict[i];
+        const int evicted = layer.owner[slot] - 1;
+        if (evicted >= 0) layer.slot_of[evicted] = 0;
+        layer.owner[slot] = expert + 1;
+        layer.slot_of[expert] = slot + 1;
+        layer.fills[1 + 2 * i] = expert;
+        layer.fills[2 + 2 * i] = slot;
+        counts[slot_fills * layer.width + expert]++;
+    }
+    __syncthreads();
+    return fills;
+}
+
+// What one block does for all: counts the step, chooses the fills, and sends blocks of rows to the slots of their
+// experts. A prefill reads what is in slots, and changes nothing.
+__device__ void resolve(const uvm_slots& layer, slot_table* table, const void* ids, int kind, int rows, int k,
+                        int* blocks, const int* padded, int block_size, const long long* control) {
+    __shared__ slot_choice choice;
+    const long long valid = control[0];
+    const bool decode = control[1] == 1;
+    unsigned long long* counts = layer.counts + control[1] * 3 * layer.width;
+    for (int expert = threadIdx.x; expert < layer.num_experts; expert += blockDim.x) choice.tokens[expert] = 0;
+    if (threadIdx.x == 0) choice.num_misses = choice.num_slots = 0;
+    __syncthreads();
+    const int end = (valid < rows ? (int)valid : rows) * k;
+    for (int i = threadIdx.x; i < end; i += blockDim.x) {
+        const long long expert = read_id(ids, kind, i);
+        if (expert >= 0 && expert < layer.num_experts) atomicAdd(&choice.tokens[expert], 1u);
+    }
+    __syncthreads();
+    int any = 0;
+    for (int expert = threadIdx.x; expert < layer.num_experts; expert += blockDim.x) {
+        const unsigned tokens = choice.tokens[expert];
+        const bool hit = tokens && layer.slot_of[expert];
+        const bool miss = tokens && !hit && layer.share[expert];
+        if (hit) {
+            counts[slot_tokens * layer.width + expert] += tokens;
+            counts[slot_hits * layer.width + expert]++;
+        }
+        if (!decode) continue;
+        const unsigned value = observe(layer, table, expert, tokens != 0);
+        choice.values[expert] = value;
+        choice.misses[expert] = miss ? (unsigned long long)(value + 1) << 10 | (max_slot_experts - 1 - expert) : 0;
+        any |= miss;
+    }
+    int fills = 0;
+    if (__syncthreads_or(any)) fills = choose_fills(layer, choice, counts);
+    if (threadIdx.x == 0) layer.fills[0] = fills;
+    const int count = *padded / block_size;
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        const int slot = blocks[i] >= 0 ? layer.slot_of[blocks[i]] - 1 : -1;
+        if (slot >= 0) blocks[i] = layer.num_experts + slot;
+    }
+}
+
+__device__ void copy_row(const char* from, char* to, size_t nbytes) {
+    if (((size_t)from | (size_t)to) % sizeof(uint4) == 0) return copy_bytes(from, to, nbytes);
+    for (size_t i = threadIdx.x; i < nbytes; i += copy_threads) to[i] = from[i];
+}
+
+// Copies the chosen experts into their slots, a unit of a row at a time, all blocks by turns.
+__device__ void fill_slots(const uvm_slots& layer, const uvm_rows& tensors, unsigned first) {
+    const int fills = *(const volatile int*)layer.fills;
+    unsigned unit = first;  // from the first unit of the tensor at hand
+    for (int fill = 0; fill < fills; fill++) {
+        const size_t expert = ((const volatile int*)layer.fills)[1 + 2 * fill];
+        const size_t row = layer.num_experts + ((const volatile int*)layer.fills)[2 + 2 * fill];
+        for (int i = 0; i < tensors.count; i++) {
+            const size_t nbytes = tensors.nbytes[i];
+            const unsigned units = (unsigned)((nbytes + copy_unit - 1) / copy_unit);
+            for (; unit < units; unit += slot_blocks) {
+                const size_t offset = unit * copy_unit, left = nbytes - offset;
+                const char* from = tensors.base[i] + expert * nbytes + offset;
+                copy_row(from, tensors.base[i] + row * nbytes + offset, left < copy_unit ? left : copy_unit);
+            }
+            unit -= units;
+        }
+    }
+}
+}  // namespace
+
+// One launch a layer: the first block to arrive decides, and the others wait for it, so none waits for a block that has
+// not started.
+extern "C" __global__ void __launch_bounds__(copy_threads)
+    uvm_resolve_slots_kernel(uvm_slots layer, uvm_rows tensors, slot_table* table, const void* ids, int kind, int rows,
+                             int k, int* blocks, const int* padded, int block_size, const long long* control) {
+    if (control[0] <= 0) return;
+    __shared__ unsigned arrived;
+    if (threadIdx.x == 0) arrived = atomicAdd(&layer.turn[0], 1u);
+    __syncthreads();
+    const unsigned launch = arrived / slot_blocks + 1;
+    const unsigned place = arrived % slot_blocks;
+    if (place == 0) {
+        resolve(layer, table, ids, kind, rows, k, blocks, padded, block_size, control);
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) *(volatile unsigned*)&layer.turn[1] = launch;
+    } else {
+        if (threadIdx.x == 0) {
+            while (*(const volatile unsigned*)&layer.turn[1] != launch) {
+            }
+            __threadfence();
+        }
+        __syncthreads();
+    }
+    fill_slots(layer, tensors, place);
+}
+
+// A decode step begins: old counts fade, and its values are by the counts of the steps before.
+extern "C" __global__ void uvm_begin_slots_kernel(slot_table* table) {
+    for (int i = threadIdx.x; i < classes; i += blockDim.x) {
+        const int halve = table->events[i] >= max_events;
+        table->events[i] >>= halve;
+        table->uses[i] >>= halve;
+        table->values[i] = (unsigned)(((unsigned long long)table->uses[i] << value_bits) / table->events[i]);
+    }
+    if (threadIdx.x == 0) table->step++;
+}
+
+UVM_API int uvm_slot_classes() { return classes; }
+
+// Begins a decode step for the slots. Refused during capture: a graph would begin one at each replay.
+UVM_API int uvm_begin_slots(slot_table* table, cudaStream_t stream, uvm_failure* failure) {
+    cudaError_t error = refuse_capture(failure, stream);
+    if (error != cudaSuccess) return error;
+    void* arguments[] = {&table};
+    return launch(failure, (const void*)uvm_begin_slots_kernel, "uvm_begin_slots", 1, copy_threads, arguments, stream);
+}
+
+// Serves one layer of a step from its slots: counts, fills, and rewrites `blocks` (the expert of each `block_size` rows
+// of `padded[0]`). ids: [rows][k], contiguous. One launch, no allocation, no synchronisation: a graph may capture it.
+UVM_API int uvm_resolve_slots(const uvm_slots* layer, const uvm_rows* tensors, slot_table* table, const void* ids,
+                              int kind, long long rows, int k, int* blocks, const int* padded, int block_size,
+                              const long long* control, cudaStream_t stream, uvm_failure* failure) {
+    const bool valid = layer->num_experts > 0 && layer->num_experts <= max_slot_experts && layer->num_slots > 0 &&
+                       layer->num_slots <= max_slot_experts && tensors->count > 0 && tensors->count <= max_rows &&
+                       rows > 0 && k > 0 && rows <= INT_MAX / k && block_size > 0;
+    if (!valid) return fail(failure, "uvm_resolve_slots", -1, cudaErrorInvalidValue);
+    uvm_slots slots = *layer;
+    uvm_rows parts = *tensors;
+    int row_count = (int)rows;
+    void* arguments[] = {&slots, &parts, &table, &ids, &kind, &row_count, &k, &blocks, &padded, &block_size, &control};
+    return launch(failure, (const void*)uvm_resolve_slots_kernel, "uvm_resolve_slots", slot_blocks, copy_threads,
+                  arguments, stream);
 }

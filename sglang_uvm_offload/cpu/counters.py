@@ -30,8 +30,20 @@ class CpuRoutingCounters:
         self.num_layers = num_layers
         self.num_experts = num_experts
         self._counts = np.zeros((num_layers, 2, 2, num_experts), dtype=np.int64)
+        self._slots: np.ndarray | None = None
         self._steps = [0, 0]
         self._valid_rows, self._phase = 0, Phase.PREFILL
+
+    def slot_counts(self) -> np.ndarray:
+        """int64 ``[layers, 2, 3, experts]``, for ``CpuSlots`` to add to; read as ``RoutingCounts.slots``."""
+        if self._slots is None:
+            self._slots = np.zeros((self.num_layers, 2, 3, self.num_experts), dtype=np.int64)
+        return self._slots
+
+    @property
+    def step(self) -> tuple[int, Phase]:
+        """The valid rows and the phase of the step at hand."""
+        return self._valid_rows, self._phase
 
     def begin_step(self, valid_rows: int, phase: Phase) -> None:
         self._valid_rows, self._phase = valid_rows, phase
@@ -57,7 +69,8 @@ class CpuRoutingCounters:
             counts[ACTIVATIONS] += histogram > 0
 
     def read(self) -> RoutingCounts:
-        return RoutingCounts(self._counts.copy(), (self._steps[0], self._steps[1]))
+        slots = None if self._slots is None else self._slots.copy()
+        return RoutingCounts(self._counts.copy(), (self._steps[0], self._steps[1]), slots)
 
     def read_async(self) -> PendingCounts:
         return ReadyCounts(self.read())

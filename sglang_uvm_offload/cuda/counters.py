@@ -20,24 +20,33 @@ class CudaRoutingCounters:
         self.num_experts = num_experts
         self._ops = device_ops(device)
         self._counts = torch.zeros(num_layers, 2, 2, num_experts, dtype=torch.int64, device=device)
-        self._control = torch.zeros(2, dtype=torch.int64, device=device)
+        self.control = torch.zeros(2, dtype=torch.int64, device=device)
+        """int64 ``[2]``: the valid rows and the phase of the step at hand, in stream order."""
+        self._slots: torch.Tensor | None = None
         self._steps = [0, 0]
-        self._snapshot = torch.zeros_like(self._counts)
+        self._snapshots = [torch.zeros_like(self._counts)]
         self._copy_stream = torch.cuda.Stream(device)
         self._stream = torch.cuda.current_stream(device)
         """The stream of the last step; the caller of ``read_async`` may use another one."""
 
+    def slot_counts(self) -> torch.Tensor:
+        """int64 ``[layers, 2, 3, experts]``, for ``CudaSlots`` to add to; read as ``RoutingCounts.slots``."""
+        if self._slots is None:
+            self._slots = torch.zeros(self.num_layers, 2, 3, self.num_experts, dtype=torch.int64, device=self._counts.device)
+            self._snapshots.append(torch.zeros_like(self._slots))
+        return self._slots
+
     def begin_step(self, valid_rows: int, phase: Phase) -> None:
         self._steps[phase] += valid_rows > 0
         self._stream = torch.cuda.current_stream(self._counts.device)
-        self._ops.set_control(self._control, valid_rows, int(phase))
+        self._ops.set_control(self.control, valid_rows, int(phase))
 
     def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat, *, in_place: bool = True) -> None:
         packed = id_format is IdFormat.PACKED
-        self._ops.count_routing(ids, packed, first_expert, self._control, self._counts[layer], in_place=in_place)
+        self._ops.count_routing(ids, packed, first_expert, self.control, self._counts[layer], in_place=in_place)
 
     def count_histogram(self, layer: int, histogram: torch.Tensor, *, in_place: bool = True) -> None:
-        self._ops.count_histogram(histogram, self._control, self._counts[layer], in_place=in_place)
+        self._ops.count_histogram(histogram, self.control, self._counts[layer], in_place=in_place)
 
     def read(self) -> RoutingCounts:
         return self.read_async().wait()
@@ -46,12 +55,15 @@ class CudaRoutingCounters:
         # A copy on the GPU, in stream order, excludes what the next step adds. A second stream brings it to the host: that copy
         # may wait for experts that move to host RAM, and the next step must not.
         self._stream.wait_stream(self._copy_stream)
+        now = [self._counts] if self._slots is None else [self._counts, self._slots]
         with torch.cuda.stream(self._stream):
-            self._snapshot.copy_(self._counts)
+            for snapshot, counts in zip(self._snapshots, now, strict=True):
+                snapshot.copy_(counts)
         self._copy_stream.wait_stream(self._stream)
-        there = torch.empty(self._counts.shape, dtype=self._counts.dtype, pin_memory=True)
+        there = [torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True) for counts in now]
         with torch.cuda.stream(self._copy_stream):
-            there.copy_(self._snapshot, non_blocking=True)
+            for target, snapshot in zip(there, self._snapshots, strict=True):
+                target.copy_(snapshot, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self._copy_stream)
         return _InFlightCounts(there, (self._steps[0], self._steps[1]), copied)
@@ -59,7 +71,7 @@ class CudaRoutingCounters:
 
 @dataclass(frozen=True)
 class _InFlightCounts:
-    there: torch.Tensor
+    there: list[torch.Tensor]
     steps: tuple[int, int]
     copied: torch.cuda.Event
 
@@ -68,4 +80,5 @@ class _InFlightCounts:
 
     def wait(self) -> RoutingCounts:
         self.copied.synchronize()
-        return RoutingCounts(self.there.numpy(), self.steps)
+        counts, *slots = (tensor.numpy() for tensor in self.there)
+        return RoutingCounts(counts, self.steps, slots[0] if slots else None)

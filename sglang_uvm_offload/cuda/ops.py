@@ -9,6 +9,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from ctypes import POINTER, c_char, c_int, c_longlong, c_size_t, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from sglang_uvm_offload.cuda.build import build
 from sglang_uvm_offload.cuda.device import device_arch
 from sglang_uvm_offload.memory.protocol import Location, Span
+from sglang_uvm_offload.memory.slots import Rows
 
 
 class CudaFailure(RuntimeError):
@@ -40,6 +42,43 @@ class _Copy(ctypes.Structure):
     _fields_ = [("source", c_void_p), ("target", c_void_p), ("nbytes", c_size_t)]
 
 
+class _Slots(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int) for name in ("num_experts", "num_slots", "width")),
+        *((name, c_void_p) for name in ("slot_of", "owner", "last", "lately", "long", "classes", "fills", "turn")),
+        *((name, c_void_p) for name in ("share", "counts")),
+    ]
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [("count", c_int), ("base", c_void_p * 16), ("nbytes", c_size_t * 16)]
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """The slots of one layer: its tensors, and the state of ``policy/slots`` in VRAM. int32 unless stated, all zeros at first; E experts."""
+
+    rows: list[Rows]
+    slot_of: torch.Tensor
+    """``[E]``: the slot, plus one; 0: none"""
+    owner: torch.Tensor
+    """``[slots]``: the expert, plus one; 0: none"""
+    last: torch.Tensor
+    lately: torch.Tensor
+    long: torch.Tensor
+    """``[E]`` each."""
+    classes: torch.Tensor
+    """``[2, E]``, plus one; 0: none yet"""
+    fills: torch.Tensor
+    """``[1 + 2 * max_fills]``: how many, and the expert and the slot of each."""
+    turn: torch.Tensor
+    """``[2]``: for the kernel's blocks."""
+    share: torch.Tensor
+    """uint8 ``[E]``, or more"""
+    counts: torch.Tensor
+    """int64 ``[2, 3, width]``"""
+
+
 _SIGNATURES: dict[str, list[type]] = {
     "uvm_allocate": [c_int, c_size_t, c_size_t, c_void_p, POINTER(c_void_p), POINTER(c_void_p)],
     "uvm_free": [c_int, c_void_p],
@@ -55,6 +94,11 @@ _SIGNATURES: dict[str, list[type]] = {
         *(c_void_p, c_void_p, c_void_p),
     ],
     "uvm_count_histogram": [c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p],
+    "uvm_begin_slots": [c_void_p, c_void_p],
+    "uvm_resolve_slots": [
+        *(POINTER(_Slots), POINTER(_Rows), c_void_p, c_void_p, c_int, c_longlong, c_int),
+        *(c_void_p, c_void_p, c_int, c_void_p, c_void_p),
+    ],
     "uvm_set_control": [c_void_p, c_longlong, c_longlong, c_void_p],
 }
 """The arguments of each function that can fail, without the final ``uvm_failure*``."""
@@ -89,6 +133,12 @@ class CudaOps:
         self.max_experts: int = self._lib.uvm_max_experts()
         self.max_copies: int = self._lib.uvm_max_copies()
         """The most tensors that one ``copy_layer`` copies."""
+        self.max_rows: int = self._lib.uvm_max_rows()
+        """The most tensors of a layer with slots."""
+        self.max_slot_experts: int = self._lib.uvm_max_slot_experts()
+        """The most experts, and slots, of such a layer."""
+        self.max_fills: int = self._lib.uvm_max_fills()
+        self._slot_classes: int = self._lib.uvm_slot_classes()
         self.compiled_version: int = self._lib.uvm_compiled_version()
 
     def versions(self) -> tuple[int, int]:
@@ -185,6 +235,41 @@ class CudaOps:
         pointers = control.data_ptr(), counts.data_ptr(), _stream(histogram)
         self._call("uvm_count_histogram", histogram.data_ptr(), histogram.numel(), num_experts, in_place, *pointers)
 
+    # Slots. They run on torch's current stream, and ``resolve_slots`` may be captured.
+
+    def check_slot_table(self, table: torch.Tensor) -> None:
+        """Raise ``ValueError`` unless ``table`` is int32 ``[1 + 3 * classes]``: the step, and events, uses and values by
+        class."""
+        if table.dtype != torch.int32 or table.shape != (1 + 3 * self._slot_classes,) or not table.is_contiguous():
+            raise ValueError(f"the table is {table.dtype} {tuple(table.shape)}, not int32 [{1 + 3 * self._slot_classes}]")
+
+    def begin_slots(self, table: torch.Tensor) -> None:
+        """In stream order: a decode step begins."""
+        self._call("uvm_begin_slots", table.data_ptr(), _stream(table))
+
+    def resolve_slots(
+        self,
+        state: SlotState,
+        table: torch.Tensor,
+        ids: torch.Tensor,
+        blocks: torch.Tensor,
+        padded: torch.Tensor,
+        block_size: int,
+        control: torch.Tensor,
+    ) -> None:
+        """Serve a layer with the experts ``ids[rows, top_k]`` from its slots: fill some, and rewrite ``blocks``, the expert of
+        each ``block_size`` of ``padded[0]`` rows. Both are int32."""
+        if ids.dim() != 2 or ids.dtype not in self._ids or not ids.is_contiguous():
+            raise ValueError(f"expert ids are {ids.dtype} {tuple(ids.shape)}, not contiguous int32 or int64 [rows, top_k]")
+        for name, tensor in (("blocks", blocks), ("padded", padded)):
+            if tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.device != state.owner.device:
+                raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, not contiguous int32 on {state.owner.device}")
+        _check_control(control)
+        layer, rows = _slots_of(state), _rows_of(state.rows)
+        table_of_ids = ids.data_ptr(), self._ids[ids.dtype], *ids.shape
+        where = blocks.data_ptr(), padded.data_ptr(), block_size, control.data_ptr(), _stream(ids)
+        self._call("uvm_resolve_slots", layer, rows, table.data_ptr(), *table_of_ids, *where)
+
     def set_control(self, control: torch.Tensor, valid_rows: int, phase: int) -> None:
         """In stream order: the following steps have ``valid_rows`` rows that count (0: none) and belong to ``phase``."""
         _check_control(control)
@@ -209,6 +294,18 @@ class CudaOps:
 
 def _array(spans: Sequence[Span]) -> ctypes.Array[_Span]:
     return (_Span * len(spans))(*(_Span(span.offset, span.nbytes) for span in spans))
+
+
+def _slots_of(state: SlotState) -> _Slots:
+    names = [name for name, kind in _Slots._fields_ if kind is c_void_p]
+    pointers = [getattr(state, name).data_ptr() for name in names]
+    return _Slots(state.slot_of.numel(), state.owner.numel(), state.counts.size(2), *pointers)
+
+
+def _rows_of(rows: Sequence[Rows]) -> _Rows:
+    padding = [0] * (_Rows.base.size // ctypes.sizeof(c_void_p) - len(rows))
+    addresses, sizes = [row.address for row in rows], [row.nbytes for row in rows]
+    return _Rows(len(rows), (c_void_p * 16)(*addresses, *padding), (c_size_t * 16)(*sizes, *padding))
 
 
 def _check_control(control: torch.Tensor) -> None:

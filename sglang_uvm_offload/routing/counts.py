@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 ROUTED, ACTIVATIONS = 0, 1
+SLOT_TOKENS, SLOT_HITS, SLOT_FILLS = 0, 1, 2
 ALL_ROWS = 1 << 40
 """More rows than any step has: every row counts."""
 
@@ -43,11 +44,15 @@ class RoutingCounts:
 
     counts: np.ndarray
     steps: tuple[int, int]
+    slots: np.ndarray | None = None
+    """Of these, what slots did (``memory/slots``), None without slots: int64 ``[layer, phase, kind, expert]``. SLOT_TOKENS and
+    SLOT_HITS are the routed tokens and the activations that a slot served; SLOT_FILLS are activations that filled one."""
 
     def since(self, earlier: RoutingCounts) -> RoutingCounts:
         return RoutingCounts(
             self.counts - earlier.counts,
             (self.steps[0] - earlier.steps[0], self.steps[1] - earlier.steps[1]),
+            None if self.slots is None or earlier.slots is None else self.slots - earlier.slots,
         )
 
     def routed(self) -> np.ndarray:

@@ -60,6 +60,19 @@ inline void run_block(void (*body)(void*), void* state, unsigned threads) {
 
 inline void __syncthreads() { swapcontext(&on_host::fibers[on_host::running], &on_host::scheduler); }
 
+inline int __syncthreads_or(int predicate) {
+    static int any;
+    any |= predicate != 0;
+    __syncthreads();
+    const int result = any;
+    __syncthreads();
+    any = 0;
+    __syncthreads();
+    return result;
+}
+
+inline void __threadfence() {}
+
 template <typename T>
 T atomicAdd(T* address, T value) {
     T before = *address;

@@ -1,0 +1,73 @@
+"""``memory.slots.ExpertSlots`` on a GPU: one kernel a layer, captured into CUDA graphs with the rest of the step.
+
+It reads the ids, the residency and the policy's state from fixed addresses, so a graph captured once does what is right at each
+replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
+from sglang_uvm_offload.cuda.ops import SlotState, device_ops
+from sglang_uvm_offload.memory.slots import SlotLayer
+from sglang_uvm_offload.policy.slots import assumed_counts
+
+
+class CudaSlots:
+    """``layers``: None for a layer without slots. Its state takes some 30 bytes of VRAM an expert, and 32 KiB."""
+
+    def __init__(self, counters: CudaRoutingCounters, layers: Sequence[SlotLayer | None]):
+        device = counters.control.device
+        self._ops = device_ops(device.index)
+        self._control = counters.control
+        self._layers = layers
+        self._states: dict[int, SlotState] = {}
+        width, most = counters.num_experts, max((layer.num_slots for layer in layers if layer), default=0)
+        self._share = torch.zeros(len(layers), width, dtype=torch.uint8, device=device)
+        self._held = torch.zeros(len(layers), width + most, dtype=torch.int32, device=device)
+        """What slots hold: of each layer ``SlotState.slot_of``, then ``owner``."""
+        self._nothing = torch.zeros_like(self._held)
+        counts = counters.slot_counts()
+        for index, layer in enumerate(layers):
+            if layer is not None:
+                self._states[index] = self._state(layer, self._held[index], self._share[index], counts[index])
+        events, uses = assumed_counts()
+        start = np.concatenate([[0], events, uses, np.zeros_like(events)]).astype(np.int32)
+        self._table = torch.from_numpy(start).to(device)
+        self._ops.check_slot_table(self._table)
+
+    def _state(self, layer: SlotLayer, held: torch.Tensor, share: torch.Tensor, counts: torch.Tensor) -> SlotState:
+        experts = layer.num_experts
+        known = torch.zeros(5, experts, dtype=torch.int32, device=share.device)
+        work = torch.zeros(2 + 1 + 2 * self._ops.max_fills, dtype=torch.int32, device=share.device)
+        return SlotState(
+            rows=list(layer.rows),
+            slot_of=held[:experts],
+            owner=held[experts : experts + layer.num_slots],
+            last=known[0],
+            lately=known[1],
+            long=known[2],
+            classes=known[3:],
+            turn=work[:2],
+            fills=work[2:],
+            share=share,
+            counts=counts,
+        )
+
+    def begin_step(self) -> None:
+        self._ops.begin_slots(self._table)
+
+    def resolve(self, layer: int, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
+        state = self._states.get(layer)
+        if state is not None and ids.numel():
+            self._ops.resolve_slots(state, self._table, ids, blocks, padded, block_size, self._control)
+
+    def reset(self) -> None:
+        self._held.copy_(self._nothing)
+
+    def set_share(self, share: np.ndarray) -> None:
+        self._share.copy_(torch.from_numpy(share))

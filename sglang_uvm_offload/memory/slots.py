@@ -1,0 +1,51 @@
+"""The ``ExpertSlots`` protocol: slots beside the experts of a model's layers, resolved and filled within a step.
+
+A *slot* is a row in VRAM behind the rows of a layer's experts, in each of its tensors. Two modules implement the protocol:
+``cuda/slots`` (a kernel that a graph captures with its layer) and ``cpu/slots`` (``policy/slots`` itself).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+class Rows(NamedTuple):
+    """A tensor with one row an expert, and behind them one a slot. ``address``: of row 0."""
+
+    address: int
+    nbytes: int
+    """Of a row."""
+
+
+class SlotLayer(NamedTuple):
+    """The slots of one layer: ``num_slots`` rows from row ``num_experts`` on, in each of the tensors."""
+
+    rows: Sequence[Rows]
+    num_experts: int
+    num_slots: int
+
+
+class ExpertSlots(Protocol):
+    """The slots of one model. Ids and residency are those of local experts. All but ``resolve`` is called between steps,
+    outside any capture, in the order of the steps."""
+
+    def begin_step(self) -> None:
+        """A decode step begins, after the counters' ``begin_step``."""
+
+    def resolve(self, layer: int, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
+        """Serve the layer at index ``layer`` in a step with the experts ``ids[rows, top_k]``. In ``blocks`` (int32: the expert
+        of each ``block_size`` of the first ``padded[0]`` rows that are computed, -1 for none) replace each expert that a slot
+        holds by the slot's row. In decode, slots are filled first. Neither waits for the device. What ran while no step was
+        begun (capture) resolves nothing."""
+
+    def reset(self) -> None:
+        """The slots hold nothing: bytes of experts may have changed since the last step."""
+
+    def set_share(self, share: np.ndarray) -> None:
+        """How much of each expert is offloaded from now on: uint8 ``[layers, experts]``, 0 (nothing, and it gets no slot) to
+        ``policy.slots.WHOLE``."""

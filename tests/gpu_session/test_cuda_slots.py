@@ -1,0 +1,106 @@
+"""The kernels of the slots, run on the CPU by the stand-in driver: they decide as ``policy/slots`` does, to the last bit, and
+copy each byte to its place."""
+
+from __future__ import annotations
+
+import pytest
+
+SAME = """
+    from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
+    from sglang_uvm_offload.cpu.slots import CpuSlots
+    from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
+    from sglang_uvm_offload.cuda.slots import CudaSlots
+    from sglang_uvm_offload.memory.slots import Rows, SlotLayer
+    from sglang_uvm_offload.routing.counts import Phase
+
+    rng = np.random.default_rng(SEED)
+    shapes = [(E, S, sizes) for E, S, sizes in SHAPES]
+    width = max(E for E, _, _ in shapes)
+
+    def rows(E, S, sizes, device):
+        tensors = [torch.zeros((E + S) * n, dtype=torch.uint8, device=device) for n in sizes]
+        for tensor, n in zip(tensors, sizes):
+            values = torch.from_numpy(np.random.default_rng(n).integers(1, 256, E * n).astype("uint8"))
+            tensor[: E * n].copy_(values)
+        return tensors
+
+    held = [[rows(*shape, device) for shape in shapes] for device in ("cpu", "cuda")]
+    counters = [kind(len(shapes), width) for kind in (CpuRoutingCounters, CudaRoutingCounters)]
+    slots = []
+    for kind, mine, count in zip((CpuSlots, CudaSlots), held, counters):
+        layers = [
+            SlotLayer([Rows(t.data_ptr(), n) for t, n in zip(tensors, sizes)], E, S)
+            for tensors, (E, S, sizes) in zip(mine, shapes)
+        ]
+        slots.append(kind(count, layers))
+
+    def share():
+        whole = rng.integers(0, 4, (len(shapes), width))
+        return np.where(whole == 0, 0, np.where(whole == 1, rng.integers(1, 17, whole.shape), 16)).astype("uint8")
+
+    popular = [rng.permutation(E) for E, _, _ in shapes]
+    first = share()
+    for each in slots:
+        each.set_share(first)
+    same, remapped, fills = True, 0, 0
+    for step in range(STEPS):
+        if step % 97 == 96:
+            new = share()
+            for each in slots:
+                each.set_share(new)
+        if step % 61 == 60:
+            for each in slots:
+                each.reset()
+        phase = Phase.PREFILL if rng.random() < 0.1 else Phase.DECODE
+        size = int(rng.integers(1, 5))
+        valid = 0 if rng.random() < 0.05 else int(rng.integers(1, size + 1))
+        for count, each in zip(counters, slots):
+            count.begin_step(valid, phase)
+            if valid and phase is Phase.DECODE:
+                each.begin_step()
+        for index, (E, S, _) in enumerate(shapes):
+            weight = 1.0 / (1 + np.argsort(popular[index]) + (step // 40) * 3 % E)
+            ids = np.stack([rng.choice(E, 4, replace=False, p=weight / weight.sum()) for _ in range(size)])
+            ids[rng.random(ids.shape) < 0.1] = -1
+            ids = ids.astype(rng.choice(["int32", "int64"]))
+            block = int(rng.choice([16, 64]))
+            blocks = np.repeat(np.unique(ids), 1 + rng.integers(0, 2, len(np.unique(ids)))).astype("int32")
+            padded = np.array([len(blocks) * block], dtype="int32")
+            blocks = np.concatenate([blocks, np.full(3, 1 << 30, dtype="int32")])  # not computed
+            out = []
+            for each, move in zip(slots, (lambda t: t, lambda t: t.cuda())):
+                mine = move(torch.from_numpy(blocks.copy()))
+                each.resolve(index, move(torch.from_numpy(ids)), mine, move(torch.from_numpy(padded)), block)
+                out.append(mine.cpu().numpy())
+            same &= bool((out[0] == out[1]).all())
+            remapped += int((out[0] != blocks).sum())
+            for tensors, n in zip(held[0][index], shapes[index][2]):  # a slot holds its expert
+                table = tensors.view(E + S, n)
+                for b, e in zip(out[0].tolist(), blocks.tolist()):
+                    same &= b == e or bool(torch.equal(table[b], table[e]))
+        if step % 50 == 49:
+            for cpu, gpu in zip(held[0], held[1]):
+                same &= all(bool(torch.equal(a, b.cpu())) for a, b in zip(cpu, gpu))
+    cpu, gpu = (count.read() for count in counters)
+    policy, states = slots[0].policy, slots[1]._states
+    for index, (E, S, _) in enumerate(shapes):
+        theirs = {name: getattr(states[index], name).cpu().numpy() for name in vars(states[index]) if name != "rows"}
+        for name in ("last", "lately", "long"):
+            same &= bool((getattr(policy, name)[index, :E] == theirs[name]).all())
+        same &= bool((policy.slot_of[index, :E] + 1 == theirs["slot_of"]).all())
+        same &= bool((policy.owner[index] + 1 == theirs["owner"]).all())
+        same &= bool((policy.classes[:, index, :E] + 1 == theirs["classes"]).all())
+    table = slots[1]._table.cpu().numpy().view("uint32")
+    same &= table[0] == policy.now and bool((table[1:].reshape(3, -1)[:2] == [policy.events, policy.uses]).all())
+    print(json.dumps([bool(same), bool((cpu.slots == gpu.slots).all()), remapped, int(cpu.slots[:, 1, 2].sum())]))
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kernels_decide_and_copy_as_the_policy_does(standin, seed):
+    shapes = [(20, 6, [64, 48, 4, 70000]), (24, 6, [33, 100]), (7, 6, [16])]
+    program = SAME.replace("SHAPES", repr(shapes)).replace("SEED", str(seed)).replace("STEPS", "250")
+    same, counted, remapped, fills = standin.run(program).said
+    assert (same, counted) == (True, True)
+    assert remapped > 500
+    assert fills > 100
