@@ -34,10 +34,10 @@ class CpuSlots:
         mine = self._layers[layer]
         if not valid or mine is None:
             return
-        routed = ids[:valid].flatten().numpy()
+        routed: np.ndarray = ids[:valid].flatten().numpy()
         tokens = np.bincount(routed[(routed >= 0) & (routed < mine.num_experts)], minlength=self._share.shape[1])
         hit = (tokens > 0) & (self.policy.slot_of[layer] != EMPTY)
-        counts = self._counters.slot_counts()[layer, phase]
+        counts = self._counters.slot_counts()[layer, int(phase)]
         counts[SLOT_TOKENS] += tokens * hit
         counts[SLOT_HITS] += hit
         if phase is Phase.DECODE:

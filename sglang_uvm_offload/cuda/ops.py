@@ -17,7 +17,7 @@ import torch
 from sglang_uvm_offload.cuda.build import build
 from sglang_uvm_offload.cuda.device import device_arch
 from sglang_uvm_offload.memory.protocol import Location, Span
-from sglang_uvm_offload.memory.slots import Rows
+from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_TENSORS, Rows
 
 
 class CudaFailure(RuntimeError):
@@ -51,12 +51,13 @@ class _Slots(ctypes.Structure):
 
 
 class _Rows(ctypes.Structure):
-    _fields_ = [("count", c_int), ("base", c_void_p * 16), ("nbytes", c_size_t * 16)]
+    _fields_ = [("count", c_int), ("base", c_void_p * MAX_TENSORS), ("nbytes", c_size_t * MAX_TENSORS)]
 
 
 @dataclass(frozen=True)
 class SlotState:
-    """The slots of one layer: its tensors, and the state of ``policy/slots`` in VRAM. int32 unless stated, all zeros at first; E experts."""
+    """The slots of one layer of E experts: its tensors, and the state of ``policy/slots`` in VRAM. int32 unless stated, all
+    zeros at first."""
 
     rows: list[Rows]
     slot_of: torch.Tensor
@@ -77,6 +78,16 @@ class SlotState:
     """uint8 ``[E]``, or more"""
     counts: torch.Tensor
     """int64 ``[2, 3, width]``"""
+
+    @functools.cached_property
+    def arguments(self) -> tuple[_Slots, _Rows]:
+        names = [field[0] for field in _Slots._fields_ if field[1] is c_void_p]
+        pointers = [getattr(self, name).data_ptr() for name in names]
+        addresses, sizes = [row.address for row in self.rows], [row.nbytes for row in self.rows]
+        return (
+            _Slots(self.slot_of.numel(), self.owner.numel(), self.counts.size(2), *pointers),
+            _Rows(len(self.rows), (c_void_p * MAX_TENSORS)(*addresses), (c_size_t * MAX_TENSORS)(*sizes)),
+        )
 
 
 _SIGNATURES: dict[str, list[type]] = {
@@ -133,10 +144,7 @@ class CudaOps:
         self.max_experts: int = self._lib.uvm_max_experts()
         self.max_copies: int = self._lib.uvm_max_copies()
         """The most tensors that one ``copy_layer`` copies."""
-        self.max_rows: int = self._lib.uvm_max_rows()
-        """The most tensors of a layer with slots."""
-        self.max_slot_experts: int = self._lib.uvm_max_slot_experts()
-        """The most experts, and slots, of such a layer."""
+        assert (self._lib.uvm_max_rows(), self._lib.uvm_max_slot_experts()) == (MAX_TENSORS, MAX_EXPERTS)
         self.max_fills: int = self._lib.uvm_max_fills()
         self._slot_classes: int = self._lib.uvm_slot_classes()
         self.compiled_version: int = self._lib.uvm_compiled_version()
@@ -265,10 +273,9 @@ class CudaOps:
             if tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.device != state.owner.device:
                 raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, not contiguous int32 on {state.owner.device}")
         _check_control(control)
-        layer, rows = _slots_of(state), _rows_of(state.rows)
         table_of_ids = ids.data_ptr(), self._ids[ids.dtype], *ids.shape
         where = blocks.data_ptr(), padded.data_ptr(), block_size, control.data_ptr(), _stream(ids)
-        self._call("uvm_resolve_slots", layer, rows, table.data_ptr(), *table_of_ids, *where)
+        self._call("uvm_resolve_slots", *state.arguments, table.data_ptr(), *table_of_ids, *where)
 
     def set_control(self, control: torch.Tensor, valid_rows: int, phase: int) -> None:
         """In stream order: the following steps have ``valid_rows`` rows that count (0: none) and belong to ``phase``."""
@@ -294,18 +301,6 @@ class CudaOps:
 
 def _array(spans: Sequence[Span]) -> ctypes.Array[_Span]:
     return (_Span * len(spans))(*(_Span(span.offset, span.nbytes) for span in spans))
-
-
-def _slots_of(state: SlotState) -> _Slots:
-    names = [name for name, kind in _Slots._fields_ if kind is c_void_p]
-    pointers = [getattr(state, name).data_ptr() for name in names]
-    return _Slots(state.slot_of.numel(), state.owner.numel(), state.counts.size(2), *pointers)
-
-
-def _rows_of(rows: Sequence[Rows]) -> _Rows:
-    padding = [0] * (_Rows.base.size // ctypes.sizeof(c_void_p) - len(rows))
-    addresses, sizes = [row.address for row in rows], [row.nbytes for row in rows]
-    return _Rows(len(rows), (c_void_p * 16)(*addresses, *padding), (c_size_t * 16)(*sizes, *padding))
 
 
 def _check_control(control: torch.Tensor) -> None:

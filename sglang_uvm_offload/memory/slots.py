@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 
+MAX_TENSORS, MAX_EXPERTS = 16, 1024
+"""The most tensors of a layer, and the most experts, and slots, of it."""
+
+
 class Rows(NamedTuple):
     """A tensor with one row an expert, and behind them one a slot. ``address``: of row 0."""
 

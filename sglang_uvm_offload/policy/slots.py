@@ -57,7 +57,7 @@ def half_octaves(x: np.ndarray) -> np.ndarray:
 
 
 def assumed_counts() -> tuple[np.ndarray, np.ndarray]:
-    """int64 ``[CLASSES]`` each: the events and uses to begin with. What was used recently and often is likely to be used again."""
+    """int64 ``[CLASSES]`` each: the events and uses to begin with. What was used lately and often is likely to be again."""
     age, lately, long = np.indices((AGES, LATELY, LONG)).reshape(3, CLASSES)
     share = 2.0 ** -(age / 4 + (LATELY - 1 - lately) / 4 + (LONG - 1 - long) / 8)
     return np.full(CLASSES, ASSUMED_EVENTS), np.rint(USE * ASSUMED_EVENTS * share).astype(np.int64)
@@ -75,7 +75,7 @@ class Resolved:
 
 
 class SlotPolicy:
-    """The state of one model's slots on one rank. A decode step begins with ``begin_step``; then each layer is resolved once."""
+    """The state of one model's slots on one rank. A decode step begins with ``begin_step``; then each layer is resolved."""
 
     def __init__(self, present: np.ndarray, slots: int, max_fills: int = MAX_FILLS):
         """``present``: ``bool[layers, experts]``, False behind the experts of a layer that has fewer than others."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_uvm_offload.routing.counts import ACTIVATIONS, Phase, RoutingCounts
+from sglang_uvm_offload.routing.counts import ACTIVATIONS, SLOT_FILLS, SLOT_HITS, SLOT_TOKENS, Phase, RoutingCounts
 
 if TYPE_CHECKING:
     from sglang_uvm_offload.experts.layer import ExpertLayer
@@ -22,8 +22,8 @@ class Ledger:
         """The counts included in the totals."""
         self.routed = np.zeros(len(layers), dtype=np.int64)
         self.routed_resident = np.zeros(len(layers))
-        """Routed tokens, and those on residents, whether steps read in place or stream. An expert that is in VRAM in part
-        serves that part of each token."""
+        """Routed tokens, and those on residents or slots, whether steps read in place or stream. An expert that is in VRAM in
+        part serves that part of each token."""
         self.activated_bytes = np.zeros(len(layers), dtype=np.int64)
         self.zero_copy_bytes = np.zeros(len(layers), dtype=np.int64)
         """Bytes of placed experts that steps read in place, each expert once a step, and those of them that were in host RAM. A
@@ -33,6 +33,13 @@ class Ledger:
         self.activations = np.zeros(len(layers), dtype=np.int64)
         self.activations_resident = np.zeros(len(layers))
         """Activations, in decode steps, of experts that can be offloaded, and those served from VRAM."""
+        self.slot_hits = np.zeros(len(layers), dtype=np.int64)
+        self.slot_fills = np.zeros(len(layers), dtype=np.int64)
+        self.slot_bypasses = np.zeros(len(layers), dtype=np.int64)
+        """With slots, the activations of experts that are offloaded, in whole or in part: those that a slot served, those that
+        filled one, and those that were read in place."""
+        self.filled_bytes = np.zeros(len(layers), dtype=np.int64)
+        """Bytes of offloaded experts that filled slots."""
         self.moves = 0
         """Extents promoted."""
         self.moved_bytes = 0
@@ -57,6 +64,20 @@ class Ledger:
         decode = new.counts[:, Phase.DECODE, ACTIVATIONS] * offloadable
         self.activations += decode.sum(axis=1)
         self.activations_resident += (decode * share).sum(axis=1)
+        if new.slots is not None:
+            self._account_slots(new.slots, activations * (offloaded > 0), offloaded, 1.0 - share)
+
+    def _account_slots(self, slots: np.ndarray, activations: np.ndarray, offloaded: np.ndarray, share: np.ndarray) -> None:
+        """``activations``: those of offloaded experts, of which ``offloaded`` bytes, a ``share``, are in host RAM."""
+        tokens, hits, fills = (slots[:, :, kind].sum(axis=1) for kind in (SLOT_TOKENS, SLOT_HITS, SLOT_FILLS))
+        hits, fills = hits * (offloaded > 0), fills * (offloaded > 0)
+        self.routed_resident += (tokens * share).sum(axis=1)
+        self.activations_resident += (slots[:, Phase.DECODE, SLOT_HITS] * share).sum(axis=1)
+        self.zero_copy_bytes -= ((hits + fills) * offloaded).sum(axis=1)
+        self.filled_bytes += (fills * offloaded).sum(axis=1)
+        self.slot_hits += hits.sum(axis=1)
+        self.slot_fills += fills.sum(axis=1)
+        self.slot_bypasses += (activations - hits - fills).sum(axis=1)
 
     def add_streamed(self, layer: int, nbytes: int) -> None:
         """``nbytes`` of the layer at index ``layer`` are copied into VRAM for a step. Call it on the thread that launches
@@ -77,8 +98,8 @@ class Ledger:
     @property
     def byte_hit_rate(self) -> float | None:
         """The share of the bytes of activated experts that were in VRAM, None before the first."""
-        used = int(self.activated_bytes.sum())
-        return 1.0 - int(self.zero_copy_bytes.sum()) / used if used else None
+        used, missed = int(self.activated_bytes.sum()), int(self.zero_copy_bytes.sum() + self.filled_bytes.sum())
+        return 1.0 - missed / used if used else None
 
 
 def resident_share(offloaded: np.ndarray, expert_bytes: np.ndarray) -> np.ndarray:

@@ -1,0 +1,109 @@
+"""The slots of one model on one rank: which layers have them, and what they must be told between steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_TENSORS, ExpertSlots, Rows, SlotLayer
+from sglang_uvm_offload.policy.slots import WHOLE
+from sglang_uvm_offload.routing.counts import Phase
+
+logger = logging.getLogger(__name__)
+
+
+class ModelSlots:
+    """All methods run on the thread that launches the model's steps. ``resolve`` may run within a capture."""
+
+    def __init__(self, layers: Sequence[ExpertLayer], make: Callable[[Sequence[SlotLayer | None]], ExpertSlots]):
+        """``make``: the slots of the layers, on the device; None for a layer without."""
+        self.layers = layers
+        self.reasons = [_without_slots(layer) for layer in layers]
+        """Of each layer, why it has no slots; None where it has."""
+        served = [None if reason else _slot_layer(layer) for layer, reason in zip(layers, self.reasons, strict=True)]
+        self._device = make(served) if any(served) else None
+        self._generations = [layer.generation for layer in layers]
+        self._stale = False
+        self._offloaded: list[np.ndarray] = []
+        """Of each layer ``offloaded_bytes_by_expert`` as the device knows it."""
+
+    @property
+    def any(self) -> bool:
+        """Whether any layer has slots."""
+        return self._device is not None
+
+    def rows(self, layer: int) -> Sequence[Rows]:
+        """The tensors of a layer with their slots; none for a layer without."""
+        return [] if self.reasons[layer] else _rows(self.layers[layer])
+
+    def bytes_written(self) -> None:
+        """Bytes of experts may have changed, or will before the next step: what slots hold is stale."""
+        self._stale = True
+
+    def begin_step(self, valid_rows: int, phase: Phase) -> None:
+        """Call it before each step is launched, after the counters' ``begin_step``."""
+        if self._device is None:
+            return
+        self._follow_tensors()
+        if self._stale:
+            self._device.reset()
+            self._stale = False
+        self._follow_residency()
+        if valid_rows and phase is Phase.DECODE:
+            self._device.begin_step()
+
+    def resolve(self, layer: int, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
+        """As ``memory.slots.ExpertSlots.resolve``."""
+        if self._device is not None:
+            self._device.resolve(layer, ids, blocks, padded, block_size)
+
+    def _follow_tensors(self) -> None:
+        generations = [layer.generation for layer in self.layers]
+        if generations == self._generations:
+            return
+        self._generations, self._stale = generations, True
+        for index, layer in enumerate(self.layers):
+            if self.reasons[index] is None and (reason := _without_slots(layer)) is not None:
+                self.reasons[index] = reason
+                logger.warning("Expert offload: MoE layer %d uses its slots no more: %s", layer.layer_id, reason)
+        self._offloaded = []  # a layer that lost its slots fills none
+
+    def _follow_residency(self) -> None:
+        offloaded = [layer.offloaded_bytes_by_expert for layer in self.layers]
+        if len(self._offloaded) == len(offloaded) and all(a is b for a, b in zip(self._offloaded, offloaded, strict=True)):
+            return
+        assert self._device is not None
+        width = max(layer.num_experts for layer in self.layers)
+        share = np.zeros((len(self.layers), width), dtype=np.uint8)
+        for row, layer, away, reason in zip(share, self.layers, offloaded, self.reasons, strict=True):
+            if reason is None:
+                row[: layer.num_experts] = -(-WHOLE * away // max(layer.expert_bytes, 1))
+        self._device.set_share(share)
+        self._offloaded = offloaded
+
+
+def _slot_layer(layer: ExpertLayer) -> SlotLayer:
+    return SlotLayer(_rows(layer), layer.num_experts, layer.num_slots)
+
+
+def _rows(layer: ExpertLayer) -> list[Rows]:
+    return [Rows(*row) for row in layer.slot_rows()]
+
+
+def _without_slots(layer: ExpertLayer) -> str | None:
+    """Why a layer has none, None if it has."""
+    if not layer.num_slots:
+        return "none were asked for"
+    if layer.slots_missing is not None:
+        return f"{layer.slots_missing} has no rows for them"
+    if not layer.tensors:
+        return "none of its experts is large enough to be offloaded"
+    if len(layer.slot_rows()) > MAX_TENSORS:
+        return f"its experts are in {len(layer.slot_rows())} tensors, and slots serve at most {MAX_TENSORS}"
+    if max(layer.num_experts, layer.num_slots) > MAX_EXPERTS:
+        return f"it has {layer.num_experts} experts and {layer.num_slots} slots, and at most {MAX_EXPERTS} of each are served"
+    return None
