@@ -254,7 +254,7 @@ whole = CudaStaging.copy
 CudaStaging.copy = lambda self, buffer, parts: whole(self, buffer, parts[:1])
 """
 NO_MOVES = "ExpertTensor.demote = ExpertTensor.promote = lambda self, after: 0"
-OLD_WEIGHTS = "Slots.forget = lambda self: None"
+OLD_WEIGHTS = "BufferSchedule.forget = lambda self: None"
 NOTHING_STREAMS = "Streamer.enter = lambda self, row: None"
 COPYING = {
     ("odd_sizes(rows, CudaMemory())", ""): "passed",
@@ -275,7 +275,7 @@ folder, path, *cases = sys.argv[1:]
 sys.path.insert(0, folder)
 from rows import Rows
 from stream_parts import *
-from sglang_uvm_offload.streaming.slots import Slots
+from sglang_uvm_offload.streaming.schedule import BufferSchedule
 for number, case in enumerate(cases):
     part, change = json.loads(case)
     if os.fork() == 0:
