@@ -113,7 +113,7 @@ class ExpertLayer:
     def _initial(self, layout: ExpertLayout) -> np.ndarray:
         """``bool[extents]``: as in an equal tensor, which this one may be about to replace; else as chosen at load."""
         equal = (tensor.resident for tensor in self._live_tensors() if tensor.layout == layout)
-        return next(equal, self._choose(layout) | layout.holding(self.kept) | layout.edge)
+        return next(equal, self._choose(layout) | layout.holding(self.kept))
 
     def sync_tensors(self, *holders: object) -> None:
         """Call it after code that may have replaced tensors of the ``holders`` (the layer's module and its quantisation

@@ -20,6 +20,8 @@ from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location
 from sglang_uvm_offload.memory.staging import Part
+from sglang_uvm_offload.residency.reporting import rank_status
+from sglang_uvm_offload.residency.table import residency_table
 from sglang_uvm_offload.streaming.replicas import Replicas, buffer_bytes
 
 E, S = 6, 3
@@ -154,6 +156,9 @@ def test_without_slots_nothing_has_rows():
     assert module.scale.untyped_storage().nbytes() == E * 12
     assert module.w13.untyped_storage().nbytes() == E * (PAGE_BYTES + 512)
     assert layer.allocate(8, torch.device("cpu"), "scale") is None
+    del module.scale, module.one
+    layer.sync_tensors(module)
+    assert (len(layer.tensors), layer.slot_rows()) == (1, [])
 
 
 def test_what_a_custom_op_made_gets_rows_too():
@@ -241,12 +246,12 @@ def test_storages_of_other_rows_than_their_tensors_are_named():
 def test_a_storage_that_only_looks_as_if_it_had_rows_is_not_taken_for_one():
     """Whatever lies behind the experts of a tensor that somebody else made is not free."""
     layer, module = made()
-    others = torch.arange((E + S) * 4.0).view(E + S, 4)
+    others = torch.arange((E + S) * 3.0).view(E + S, 3)
     module.mine = others[:E]
     layer.sync_tensors(module)
     assert layer.slots_missing is None
     row(module.mine, E).fill_(-1)
-    assert torch.equal(others, torch.arange((E + S) * 4.0).view(E + S, 4))
+    assert torch.equal(others, torch.arange((E + S) * 3.0).view(E + S, 3))
 
 
 def test_tensors_without_bytes_or_memory_need_no_rows_and_those_elsewhere_have_none():
@@ -254,6 +259,7 @@ def test_tensors_without_bytes_or_memory_need_no_rows_and_those_elsewhere_have_n
     module.empty, module.meta = torch.empty(E, 0), torch.empty(E, 4, device="meta")
     layer.sync_tensors(module)
     assert (layer.slots_missing, len(layer.slot_rows())) == (None, 3)
+    assert layer.allocate(0, torch.device("cpu"), "empty") is None
     layer.memory.device_type = "cuda"
     assert layer.allocate(8, torch.device("cpu"), "scale") is None
     module.elsewhere = torch.ones(E, 2)
@@ -262,16 +268,17 @@ def test_tensors_without_bytes_or_memory_need_no_rows_and_those_elsewhere_have_n
 
 
 def test_a_stream_buffer_holds_experts_alone():
-    plain, (layer, module) = made(slots=0), made()
+    expert_bytes = (1 << 20) + 2
+    plain, (layer, module) = made(slots=0, expert_bytes=expert_bytes), made(expert_bytes=expert_bytes)
     assert buffer_bytes(layer) == buffer_bytes(plain[0])
     fill([module.w13.data], E, S)
     buffers = [torch.full((buffer_bytes(layer),), 0xEE, dtype=torch.uint8)]
     replicas = Replicas(layer, buffers)
-    assert replicas.parts == [Part(layer.tensors[0].managed, E * (PAGE_BYTES + 512), 0)]
+    assert replicas.parts == [Part(layer.tensors[0].managed, E * expert_bytes, 0)]
     staging = CpuStaging(layer.memory, buffer_bytes(layer), 1)
     staging.buffers[0].fill_(0xEE)
     staging.copy(0, replicas.parts)
-    experts = E * (PAGE_BYTES + 512)
+    experts = E * expert_bytes
     assert torch.equal(staging.buffers[0][:experts], module.w13.data.view(-1).view(torch.uint8))
     assert (staging.buffers[0][experts:] == 0xEE).all()
 
@@ -281,6 +288,8 @@ def test_each_rank_gets_its_share_of_the_slots(ep_rank, slots):
     rank = Rank(config(slots=5), ep_rank=ep_rank, ep_size=2)
     assert [layer.num_slots for layer in rank.model.layers] == [slots] * LAYERS
     assert rank.status()["slot_bytes"] == LAYERS * slots * PAGE_BYTES
+    table = residency_table(rank_status(rank.manager), rank.manager.memory.info(), kv_tokens=1)
+    assert [line.split()[-2] for line in table.splitlines() if "slots beside" in line] == [f"{LAYERS * slots * 64}.0"]
     assert rank.status()["slots_missing"] is None
 
 
@@ -289,6 +298,13 @@ def test_without_a_number_or_offloaded_experts_there_are_no_slots(flags):
     rank = Rank(config(**flags))
     assert {layer.num_slots for layer in rank.model.layers} == {0}
     assert rank.status()["slot_bytes"] == 0
+
+
+def test_the_status_names_the_first_tensor_without_rows():
+    rank = Rank(config(slots=2))
+    rank.modules[1].bias = torch.ones(1).expand(MODEL_EXPERTS)
+    rank.model.layers[1].sync_tensors(rank.modules[1])
+    assert rank.status()["slots_missing"] == "bias (float32[8]) of MoE layer 2"
 
 
 def test_a_draft_model_has_no_slots():

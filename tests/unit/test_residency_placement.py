@@ -75,7 +75,7 @@ def test_the_edge_of_slots_is_not_in_the_room_of_a_profile():
     layout = ExpertLayout(E - 1, 5 * BLOCK_BYTES // 4, num_slots=2)
     edge = np.flatnonzero(layout.edge)
     assert edge.size == 1
-    hot = InitialPlacement(config(num_resident=2), profile_of([[4, 5, 6]] * 3))
+    hot = InitialPlacement(config(num_resident=2), profile_of([[6]] * 3))
     found = hot.of_layer(1, E - 1, 0, 0, 1).choose(layout)
     assert not found[edge].any(), "it is there already"
     assert layout.taken_by(found | layout.edge) == layout.budget(2)
