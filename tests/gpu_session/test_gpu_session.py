@@ -246,7 +246,7 @@ def test_every_way_to_copy_and_every_arm_of_a_step_is_run(ran):
 ONE_BYTE_LESS = """
 whole = CudaStaging.copy
 def copy(self, buffer, parts):
-    whole(self, buffer, [(dataclasses.replace(it, nbytes=it.nbytes - (it.nbytes > 1 << 20)), at) for it, at in parts])
+    whole(self, buffer, [it._replace(nbytes=it.nbytes - (it.nbytes > 1 << 20)) for it in parts])
 CudaStaging.copy = copy
 """
 HALF = """
@@ -269,7 +269,7 @@ COPYING = {
 }
 """A part, a change of what it uses, and how it must end."""
 EACH_IN_A_PROCESS = """
-import dataclasses, json, os, sys
+import json, os, sys
 from pathlib import Path
 folder, path, *cases = sys.argv[1:]
 sys.path.insert(0, folder)
