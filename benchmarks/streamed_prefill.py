@@ -38,7 +38,8 @@ from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
-from sglang_uvm_offload.memory.protocol import ManagedRange, MemoryInfo
+from sglang_uvm_offload.memory.protocol import MemoryInfo
+from sglang_uvm_offload.memory.staging import Part
 from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config
 from sglang_uvm_offload.sizing.machine import Machine, preset
@@ -224,11 +225,11 @@ class ModelledStaging:
     def begin_step(self) -> None:
         self._gpu.copied = max(self._gpu.copied, self._gpu.computed)
 
-    def copy(self, buffer: int, parts: Sequence[tuple[ManagedRange, int]]) -> None:
+    def copy(self, buffer: int, parts: Sequence[Part]) -> None:
         begin = max(self._gpu.copied, self._gpu.host)
         if begin < self._read[buffer]:
             raise RuntimeError(f"buffer {buffer} is filled from {begin} s on, and read until {self._read[buffer]} s")
-        self._gpu.copied = self._filled[buffer] = begin + float(sum(self._seconds[managed] for managed, _ in parts))
+        self._gpu.copied = self._filled[buffer] = begin + float(sum(self._seconds[part.managed] for part in parts))
         self._read[buffer] = math.inf  # until its reader has left
         self.copies += 1
 
@@ -759,7 +760,7 @@ class NoStaging:
 
     def begin_step(self) -> None: ...
 
-    def copy(self, buffer: int, parts: Sequence[tuple[ManagedRange, int]]) -> None: ...
+    def copy(self, buffer: int, parts: Sequence[Part]) -> None: ...
 
     def acquire(self, buffer: int) -> None: ...
 

@@ -34,7 +34,7 @@ Streaming, in a step with many tokens, for each MoE layer:
 
     plugin/streaming        once, after loading: the stream buffers
     streaming/streamer      before and after the layer's apply (plugin/fused_moe)
-    streaming/slots         which layer is copied into which buffer
+    streaming/schedule      which layer is copied into which buffer
     streaming/replicas      points the layer's tensors at a buffer, and back
     cuda/staging, cpu/staging  copies, and orders copies and readers (memory/staging)
 """

@@ -16,7 +16,7 @@ from sglang_uvm_offload.resident_ids import ResidentIds
 
 AUTO = "auto"
 UNRESOLVED = -1
-"""``num_resident`` while ``auto`` has no number yet."""
+"""``num_resident`` and ``slots`` while ``auto`` has no number yet."""
 NEVER = 1 << 62
 """``stream_tokens`` for ``inf``: more tokens than any step has."""
 
@@ -50,6 +50,8 @@ class OffloadConfig:
     """Steps of so many tokens stream; None: ``auto``, until the launch checks."""
     backend: str
     """``uvm`` or ``emulated`` after the launch checks, maybe ``auto`` before."""
+    slots: int = 0
+    """Rows beside the experts of each MoE layer, over all ranks that share the layer."""
     stream_buffers: int | None = None
     """With ``auto``, how many buffers the planner has room for; None if it could not count."""
     launch_id: str = ""
@@ -61,13 +63,17 @@ class OffloadConfig:
         return self.num_resident == UNRESOLVED
 
     def expert_problems(self, num_experts: int) -> list[str]:
-        """Why N or the ids do not fit a model with ``num_experts`` routed experts per layer."""
+        """Why N, the slots or the ids do not fit a model with ``num_experts`` routed experts per layer."""
         ids = self.resident_ids
         out = [] if ids is None else ids.expert_problems(num_experts) + ids.number_problems(self.num_resident)
         if self.num_resident > num_experts:
             out.append(
                 f"{flag_name('num_resident')} {self.num_resident}: the model has {num_experts} routed experts a layer; give at "
                 "most as many"
+            )
+        if self.slots > num_experts:
+            out.append(
+                f"{flag_name('slots')} {self.slots}: the model has {num_experts} routed experts a layer; give at most as many"
             )
         return out
 
@@ -115,6 +121,7 @@ def parse(values: Mapping[str, Any]) -> OffloadConfig | None:
         stream_gb=_stream_gb(flags.stream_buffer_gb),
         stream_tokens=_stream_tokens(flags.stream_tokens),
         backend=flags.backend,
+        slots=_slots(flags.slots),
     )
 
 
@@ -147,6 +154,10 @@ def _number_problems(flags: OffloadFlags) -> list[str]:
     if type(flags.warmup_tokens) is not int or flags.warmup_tokens < 1:
         out.append(f"{flag_name('warmup_tokens')} {flags.warmup_tokens!r}: must be a whole number of tokens, 1 or more")
     try:
+        _slots(flags.slots)
+    except ValueError:
+        out.append(f"{flag_name('slots')} {flags.slots!r}: must be auto, or a whole number of rows, 0 or more")
+    try:
         _stream_gb(flags.stream_buffer_gb)
     except ValueError:
         out.append(f"{flag_name('stream_buffer_gb')} {flags.stream_buffer_gb!r}: must be auto, or GiB from 0 to 1024")
@@ -157,6 +168,16 @@ def _number_problems(flags: OffloadFlags) -> list[str]:
     if type(flags.headroom_gb) not in (int, float) or not 0 <= flags.headroom_gb < 1024:
         out.append(f"{flag_name('headroom_gb')} {flags.headroom_gb!r}: must be a number of GiB from 0 to 1024")
     return out
+
+
+def _slots(value: object) -> int:
+    """0 without the flag. Raises ``ValueError``."""
+    text = "0" if value is None else str(value)
+    if text == AUTO:
+        return UNRESOLVED
+    if not text.isdecimal() or len(text) > 6:
+        raise ValueError(value)
+    return int(text)
 
 
 def _stream_gb(value: object) -> float | None:

@@ -15,7 +15,7 @@ SELECTIONS = ("first_n", "frequency", "manual")
 ADAPTS = ("off", "warmup", "continuous")
 PREFETCHES = ("none", "frequency", "speculative")
 BACKENDS = ("auto", "uvm", "emulated")
-SHOWN_DEFAULTS = {"num_resident": "off"}
+SHOWN_DEFAULTS = {"num_resident": "off", "slots": "off"}
 
 
 class FlagError(ValueError):
@@ -100,6 +100,13 @@ class OffloadFlags:
         "which experts are used together, across layers and tokens. Both mean --expert-offload-adapt continuous, which alone "
         "is speculative.",
         PREFETCHES,
+    )
+    slots: str | None = flag(
+        None,
+        str,
+        "Rows in VRAM beside each MoE layer's experts (over all ranks that share the layer), which a decode step fills with "
+        "offloaded experts that it uses, so that an expert that is used again is read from VRAM. auto: as many as the launch "
+        "chooses.",
     )
     stream_buffer_gb: str = flag(
         "auto",

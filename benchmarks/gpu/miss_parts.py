@@ -25,6 +25,7 @@ from stream_layers import Parts  # noqa: E402
 from sglang_uvm_offload.cuda.staging import CudaStaging  # noqa: E402
 from sglang_uvm_offload.memory.layout import whole_blocks  # noqa: E402
 from sglang_uvm_offload.memory.protocol import ManagedRange  # noqa: E402
+from sglang_uvm_offload.memory.staging import Part  # noqa: E402
 
 
 class Pinned:
@@ -49,7 +50,7 @@ def expert_parts(weights: Weights, expert: int) -> Parts:
         ManagedRange(it[expert].data_ptr(), it[expert].numel() * it.element_size(), name)
         for name, it in (("w13", weights.w13), ("w2", weights.w2))
     )
-    return [(w13, 0), (w2, whole_blocks(w13.nbytes))]
+    return [Part(w13, w13.nbytes, 0), Part(w2, w2.nbytes, whole_blocks(w13.nbytes))]
 
 
 def mean_stretch_kib(weight: torch.Tensor) -> float | None:
@@ -110,7 +111,7 @@ def moe_times(rows: Rows, one: OneExpert, weights: Weights, tiles: Tiles) -> lis
 
 def copy_times(rows: Rows, one: OneExpert, weights: Weights) -> list[float]:
     parts = [expert_parts(weights, expert) for expert in range(IN_TURN)]
-    staging = CudaStaging(0, sum(whole_blocks(managed.nbytes) for managed, _ in parts[0]), 1)
+    staging = CudaStaging(0, sum(whole_blocks(part.nbytes) for part in parts[0]), 1)
 
     def once(expert: int) -> None:
         staging.begin_step()

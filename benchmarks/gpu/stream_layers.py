@@ -18,10 +18,10 @@ from sglang_uvm_offload.cuda.staging import CudaStaging
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
-from sglang_uvm_offload.memory.protocol import ManagedRange
+from sglang_uvm_offload.memory.staging import Part
 from sglang_uvm_offload.streaming.streamer import Streamer
 
-Parts = Sequence[tuple[ManagedRange, int]]
+Parts = Sequence[Part]
 
 
 class Layer:

@@ -28,6 +28,7 @@ from sglang_uvm_offload.cuda.staging import CudaStaging  # noqa: E402
 from sglang_uvm_offload.experts.tensor import ExpertTensor  # noqa: E402
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout  # noqa: E402
 from sglang_uvm_offload.memory.protocol import Location, Span  # noqa: E402
+from sglang_uvm_offload.memory.staging import Part  # noqa: E402
 from sglang_uvm_offload.sizing.streaming import break_even_tokens  # noqa: E402
 from sglang_uvm_offload.streaming.replicas import Replicas, buffer_bytes  # noqa: E402
 from sglang_uvm_offload.streaming.streamer import Streamer  # noqa: E402
@@ -89,15 +90,15 @@ def odd_sizes(rows: Rows, memory: CudaMemory) -> None:
         memory.place(managed, blocks[1 - index % 2 :: 2], Location.DEVICE)
         held.append(memory.tensor(managed))
         held[-1].copy_(random_bytes(nbytes, index))
-        parts.append((managed, offset))
+        parts.append(Part(managed, nbytes, offset))
         offset += -(-nbytes // 16) * 16 + 16
     staging = CudaStaging(0, offset, 1)
     wrong, rounds = 0, rows.pick(50, 2)
     for done in range(rounds):
         before = random_bytes(offset, 100 + done).cuda()
         expected = before.clone()
-        for (managed, at), bytes_ in zip(parts, held, strict=True):
-            expected[at : at + managed.nbytes].copy_(bytes_)
+        for part, bytes_ in zip(parts, held, strict=True):
+            expected[part.offset : part.offset + part.nbytes].copy_(bytes_)
         wrong += not same(copied(staging, parts, before), expected, rows.small)
     put_wrong(rows, "copies of odd sizes, every second block in VRAM", wrong, rounds)
 
@@ -110,7 +111,7 @@ def while_blocks_move(rows: Rows, memory: CudaMemory) -> None:
     held = tensor.bytes()
     held.copy_(random_bytes(layout.nbytes, 1))
     expected, before = held.clone(), random_bytes(layout.nbytes, 2).cuda()
-    staging = CudaStaging(0, layout.nbytes, 1)
+    staging, whole = CudaStaging(0, layout.nbytes, 1), Part(tensor.managed, layout.nbytes, 0)
     stop, moved = threading.Event(), [0]
 
     def keep_moving() -> None:
@@ -125,7 +126,7 @@ def while_blocks_move(rows: Rows, memory: CudaMemory) -> None:
         try:
             while done < rows.pick(300, 6) and not moving.done() and not rows.late():
                 before_copy = moved[0]
-                wrong += not same(copied(staging, [(tensor.managed, 0)], before), expected, rows.small)
+                wrong += not same(copied(staging, [whole], before), expected, rows.small)
                 unmoved += moved[0] == before_copy
                 done += 1
         finally:
@@ -226,7 +227,7 @@ def copies_of_a_layer(rows: Rows, shape: MoeShape, name: str) -> None:
         labels = {"shape": name, "beside": what}
         if beside:
             beside.last(10)
-        found = [copy_ms(staging, [(short, 0)], side, beside)[0] for _ in range(rows.pick(12, 2))][1:]
+        found = [copy_ms(staging, [Part(short, BLOCK_BYTES, 0)], side, beside)[0] for _ in range(rows.pick(12, 2))][1:]
         rows.put("short_copy", "ms", found, **labels)
     for share in SHARES:
         layer.keep_share(share)
@@ -251,7 +252,7 @@ def same_layer(staging: CudaStaging, parts: Parts, plain: Weights, small: bool) 
     wanted = [weight.view(torch.uint8).flatten() for weight in (plain.w13, plain.w2)]
     buffer = staging.buffers[0]
     return all(
-        same(buffer[at : at + managed.nbytes], bytes_, small) for (managed, at), bytes_ in zip(parts, wanted, strict=True)
+        same(buffer[part.offset : part.offset + part.nbytes], bytes_, small) for part, bytes_ in zip(parts, wanted, strict=True)
     )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_uvm_offload.memory.protocol import ManagedRange, Memory
+from sglang_uvm_offload.memory.protocol import Memory
+from sglang_uvm_offload.memory.staging import Part
 
 
 class CpuStaging:
@@ -22,9 +23,10 @@ class CpuStaging:
     def begin_step(self) -> None:
         """All that was launched is over."""
 
-    def copy(self, buffer: int, parts: Sequence[tuple[ManagedRange, int]]) -> None:
-        for managed, offset in parts:
-            self.buffers[buffer][offset : offset + managed.nbytes].copy_(self._memory.tensor(managed))
+    def copy(self, buffer: int, parts: Sequence[Part]) -> None:
+        for part in parts:
+            source = self._memory.tensor(part.managed)[: part.nbytes]
+            self.buffers[buffer][part.offset : part.offset + part.nbytes].copy_(source)
 
     def acquire(self, buffer: int) -> None:
         """The copy is over."""

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from sglang_uvm_offload.cuda.ops import CudaFailure, device_ops
-from sglang_uvm_offload.memory.protocol import ManagedMemoryError, ManagedRange, Span
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
+from sglang_uvm_offload.memory.staging import Part
 
 
 class CudaStaging:
@@ -32,17 +33,17 @@ class CudaStaging:
     def begin_step(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def copy(self, buffer: int, parts: Sequence[tuple[ManagedRange, int]]) -> None:
+    def copy(self, buffer: int, parts: Sequence[Part]) -> None:
         first = self.buffers[buffer].data_ptr()
-        triples = [(managed.address, first + offset, managed.nbytes) for managed, offset in parts]
+        triples = [(part.managed.address, first + part.offset, part.nbytes) for part in parts]
         caller = torch.cuda.current_stream(self._device).cuda_stream
         try:
             for begin in range(0, len(triples), self._ops.max_copies):
                 some = triples[begin : begin + self._ops.max_copies]
                 self._ops.copy_layer(self._device.index, some, self._claimed, caller, self._stream.cuda_stream)
         except CudaFailure as failure:
-            names = ", ".join(managed.name for managed, _ in parts)
-            span = Span(0, sum(managed.nbytes for managed, _ in parts))
+            names = ", ".join(part.managed.name for part in parts)
+            span = Span(0, sum(part.nbytes for part in parts))
             raise ManagedMemoryError(failure.call, names, span, failure.reason) from failure
         self._copied[buffer].record(self._stream)
 

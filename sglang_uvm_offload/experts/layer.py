@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 
-from sglang_uvm_offload.experts.takeover import expert_tensors, move_into_managed
+from sglang_uvm_offload.experts.plain import PlainTensor
+from sglang_uvm_offload.experts.takeover import HeldTensor, expert_tensors, move_into_managed, one_run_an_expert
 from sglang_uvm_offload.experts.tensor import ExpertTensor
 from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.memory.layout import ExpertLayout
@@ -53,11 +54,14 @@ class ExpertLayer:
         first_expert: int,
         choose: ChooseExtents,
         kept: np.ndarray | None = None,
+        num_slots: int = 0,
     ):
-        """``kept`` ``bool[num_experts]``: routed experts that are never demoted."""
+        """``kept`` ``bool[num_experts]``: routed experts that are never demoted. ``num_slots``: rows behind the experts of each
+        tensor, in VRAM, for copies of any of them."""
         self.memory = memory
         self.layer_id = layer_id
         self.num_experts = num_experts
+        self.num_slots = num_slots
         self.first_expert = first_expert
         self.always_resident = np.arange(num_experts) >= num_experts - num_shared
         self.kept = self.always_resident if kept is None else self.always_resident | kept
@@ -69,19 +73,28 @@ class ExpertLayer:
         self.offloaded_bytes_by_expert = np.zeros(num_experts, dtype=np.int64)
         """int64 ``[num_experts]``: the bytes of each expert that steps read from host RAM. Replaced whenever it changes."""
         self.plain_bytes = 0
-        """Bytes of expert tensors left in ordinary VRAM: too small to place, or with interleaved experts."""
+        """Bytes of expert tensors left in ordinary VRAM: too small to place, or with interleaved experts. Without slots."""
+        self.slots_missing: str | None = None
+        """An expert tensor without rows for the slots: a kernel that reads row ``num_experts + s`` of it would read something
+        else. None where every one has them."""
         self.holders: tuple[object, ...] = ()
         """What holds the tensors: the layer's module and its quantisation method."""
         self.generation = 0
-        """Another number whenever tensors may have been replaced."""
+        """Another number whenever tensors may have been replaced, or rewritten by post-load processing: what the slots hold is
+        stale then. An update of the weights that writes into the tensors and processes nothing does not change it."""
+        self._plain: list[PlainTensor] = []
+        self._rows: list[tuple[int, int]] = []
         self._synced_bytes = 0
         """Bytes of all expert tensors at the last ``sync_tensors``."""
 
     def allocate(self, expert_bytes: int, device: torch.device, description: str) -> torch.Tensor | None:
-        """``takeover.Allocate`` for this layer: managed and placed, or None if an expert is too small to place."""
-        layout = ExpertLayout(self.num_experts, expert_bytes, self.memory.block_bytes)
-        if device.type != self.memory.device_type or not layout.placeable:
+        """``takeover.Allocate`` for this layer: managed and placed. Where an expert is too small to place, ordinary memory with
+        slots, or None without slots."""
+        layout = ExpertLayout(self.num_experts, expert_bytes, self.memory.block_bytes, self.num_slots)
+        if device.type != self.memory.device_type:
             return None
+        if not layout.placeable:
+            return self._allocate_plain(layout, device) if self.num_slots and expert_bytes else None
         name = f"{description} of MoE layer {self.layer_id}"
         resident = self._initial(layout)
         check_host_ram(self.memory, "allocate", name, layout.taken_by(~resident))
@@ -92,6 +105,11 @@ class ExpertLayer:
         self._note_tensors()
         return flat
 
+    def _allocate_plain(self, layout: ExpertLayout, device: torch.device) -> torch.Tensor:
+        whole = torch.zeros(layout.range_bytes, dtype=torch.uint8, device=device)
+        self._plain.append(PlainTensor(layout, whole))
+        return whole[: layout.nbytes]
+
     def _initial(self, layout: ExpertLayout) -> np.ndarray:
         """``bool[extents]``: as in an equal tensor, which this one may be about to replace; else as chosen at load."""
         equal = (tensor.resident for tensor in self._live_tensors() if tensor.layout == layout)
@@ -101,23 +119,44 @@ class ExpertLayer:
         """Call it after code that may have replaced tensors of the ``holders`` (the layer's module and its quantisation
         method): takes over new tensors and drops freed ones. Raises ``ExpertsLost`` if nearly all bytes are gone."""
         self.holders = holders
-        move_into_managed(holders, self.num_experts, self._is_managed, self.allocate)
-        managed: set[int] = set()
+        move_into_managed(holders, self.num_experts, lambda tensor: self._of(tensor) is not None, self.allocate, self.num_slots)
+        found = [held for held in expert_tensors(holders, self.num_experts) if held.tensor.device.type != "meta"]
+        own: set[ExpertTensor | PlainTensor] = set()
         plain: dict[int, int] = {}
-        for held in expert_tensors(holders, self.num_experts):
-            storage = held.tensor.untyped_storage()
-            if self._is_managed(held.tensor):
-                managed.add(storage.data_ptr())
-            elif held.tensor.device.type != "meta":
-                plain[storage.data_ptr()] = storage.nbytes()
-        self.tensors = [tensor for tensor in self._live_tensors() if tensor.address in managed]
+        for held in found:
+            storage, mine = held.tensor.untyped_storage(), self._of(held.tensor)
+            if mine is not None:
+                own.add(mine)
+            if not isinstance(mine, ExpertTensor):
+                plain[storage.data_ptr()] = storage.nbytes() if mine is None else mine.layout.nbytes
+        self.tensors = [tensor for tensor in self._live_tensors() if tensor in own]
+        self._plain = [tensor for tensor in self._plain if tensor in own]
         self._note_tensors()
+        self._note_rows(found)
         self.plain_bytes = sum(plain.values())
         before = self._synced_bytes
         self._synced_bytes = sum(tensor.layout.nbytes for tensor in self.tensors) + self.plain_bytes
         if self._synced_bytes < before / MAX_SHRINK_FACTOR:
             lost, experts = size(before - self._synced_bytes), f"the experts of MoE layer {self.layer_id}"
             raise ExpertsLost(f"after loading, {lost} of the {size(before)} of {experts} are not found in the layer")
+
+    def _note_rows(self, found: Iterable[HeldTensor]) -> None:
+        """``found``: all expert tensors."""
+        rows, missing = {}, []
+        for held in found:
+            tensor, mine = held.tensor, self._of(held.tensor)
+            if mine is not None and one_run_an_expert(tensor, mine.layout.expert_bytes):
+                rows[tensor.untyped_storage().data_ptr()] = mine.layout.expert_bytes
+            elif tensor.numel():
+                missing.append(str(held))
+        self.slots_missing = missing[0] if missing and self.num_slots else None
+        self._rows = list(rows.items()) if self.num_slots and not missing else []
+
+    def slot_rows(self) -> list[tuple[int, int]]:
+        """The address of row 0 and the bytes of a row, for each storage that holds expert tensors: slot ``s`` is row
+        ``num_experts + s``. In the order in which the layer holds them. Empty without slots, and where ``slots_missing``. As of
+        the last ``sync_tensors``."""
+        return self._rows.copy()
 
     def _note_tensors(self) -> None:
         self.generation += 1
@@ -190,13 +229,20 @@ class ExpertLayer:
         return sum(tensor.resident_bytes for tensor in self.tensors)
 
     @property
+    def slot_bytes(self) -> int:
+        """VRAM that the slots take beside the experts: whole blocks of managed ranges, and rows of ordinary tensors."""
+        return sum(tensor.layout.slot_bytes for tensor in self.tensors) + sum(tensor.slot_bytes for tensor in self._plain)
+
+    @property
     def offloaded_bytes(self) -> int:
         """Host RAM that managed experts take."""
         return int(self.offloaded_bytes_by_expert.sum())
 
-    def _is_managed(self, tensor: torch.Tensor) -> bool:
+    def _of(self, tensor: torch.Tensor) -> ExpertTensor | PlainTensor | None:
+        """The one of the layer's own whose bytes ``tensor`` shows."""
         address = tensor.untyped_storage().data_ptr()
-        return any(address == mine.address for mine in self._live_tensors())
+        managed = (mine for mine in self._live_tensors() if mine.address == address)
+        return next(managed, None) or next((mine for mine in self._plain if mine.holds(tensor)), None)
 
     def _live_tensors(self) -> list[ExpertTensor]:
         """Without tensors that were already freed: a new one may have their address."""

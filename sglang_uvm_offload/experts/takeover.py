@@ -16,7 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Allocate = Callable[[int, torch.device, str], torch.Tensor | None]
-"""(bytes of one expert, device, description) -> ``uint8[E * bytes]`` in managed memory, or None to leave it alone."""
+"""(bytes of one expert, device, description) -> ``uint8[E * bytes]``, the first bytes of a storage in managed memory or of one
+with slots, or None to leave it alone."""
 
 _aten = torch.ops.aten
 _SIZED = {_aten.empty.memory_format, _aten.zeros.default, _aten.ones.default, _aten.full.default}
@@ -89,6 +90,11 @@ class HeldTensor:
     """The tensor that is there now; an error if there is none any more."""
     put: Callable[[torch.Tensor], None]
     """Puts another tensor there; a parameter stays the same object."""
+    name: str = ""
+    """As its holder calls it."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({describe(self.tensor)})"
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -100,34 +106,42 @@ def expert_tensors(holders: Sequence[object], num_experts: int) -> Iterator[Held
     quantisation method). Dataclasses that they hold are searched too: Triton's MXFP4 kernels keep weights in them."""
     seen: set[int] = set()
 
-    def held(value: object, get: Callable[[], torch.Tensor], put: Callable[[torch.Tensor], None]) -> Iterator[HeldTensor]:
+    def held(
+        value: object, get: Callable[[], torch.Tensor], put: Callable[[torch.Tensor], None], at: str
+    ) -> Iterator[HeldTensor]:
         if isinstance(value, torch.Tensor):
             if value.ndim and value.shape[0] == num_experts:
                 if isinstance(value, torch.nn.Parameter):
-                    yield HeldTensor(lambda: get().data, lambda tensor: setattr(get(), "data", tensor))
+                    yield HeldTensor(lambda: get().data, lambda tensor: setattr(get(), "data", tensor), at)
                 else:
-                    yield HeldTensor(get, put)
+                    yield HeldTensor(get, put, at)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type) and id(value) not in seen:
             seen.add(id(value))
             for name in [field.name for field in dataclasses.fields(value)]:
                 # Frozen ones are changed too: the values stay the same, only their address changes.
                 put = functools.partial(object.__setattr__, value, name)
-                yield from held(getattr(value, name, None), functools.partial(getattr, value, name), put)
+                yield from held(getattr(value, name, None), functools.partial(getattr, value, name), put, f"{at}.{name}")
 
     for holder in holders:
         modules = (holder._parameters, holder._buffers) if isinstance(holder, torch.nn.Module) else ()
         for store in (*modules, vars(holder)):
             for name, value in list(store.items()):
-                yield from held(value, functools.partial(store.__getitem__, name), functools.partial(store.__setitem__, name))
+                get, put = functools.partial(store.__getitem__, name), functools.partial(store.__setitem__, name)
+                yield from held(value, get, put, name)
 
 
 def move_into_managed(
-    holders: Sequence[object], num_experts: int, is_managed: Callable[[torch.Tensor], bool], allocate: Allocate
+    holders: Sequence[object],
+    num_experts: int,
+    is_managed: Callable[[torch.Tensor], bool],
+    allocate: Allocate,
+    num_slots: int = 0,
 ) -> None:
     """Move each of the ``expert_tensors`` that is not managed yet into memory from ``allocate``, one storage at a time.
 
     Shapes, strides, parameter objects and shared storages are preserved. A tensor whose experts are not separate runs of bytes
-    (experts interleaved by a transposed first dimension) is left alone.
+    (experts interleaved by a transposed first dimension) is left alone. A storage has rows of one size for the experts, and
+    maybe for the slots behind them, as a deep copy of one from ``allocate`` has.
     """
     by_storage: dict[int, list[HeldTensor]] = {}
     for held in expert_tensors(holders, num_experts):
@@ -136,13 +150,15 @@ def move_into_managed(
     while by_storage:
         _, group = by_storage.popitem()
         storage = group[0].tensor.untyped_storage()
-        expert_bytes, rest = divmod(storage.nbytes(), num_experts)
-        if rest or not all(_one_run_an_expert(held.tensor, expert_bytes) for held in group):
+        expert_bytes = group[0].tensor.stride(0) * group[0].tensor.element_size()
+        if storage.nbytes() not in (num_experts * expert_bytes, (num_experts + num_slots) * expert_bytes):
+            continue
+        if not all(one_run_an_expert(held.tensor, expert_bytes) for held in group):
             continue
         flat = allocate(expert_bytes, group[0].tensor.device, describe(group[0].tensor))
         if flat is None:
             continue
-        flat.copy_(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(storage))
+        flat.copy_(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(storage)[: flat.numel()])
         for held in group:
             tensor = held.tensor
             held.put(flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
@@ -152,7 +168,8 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _one_run_an_expert(tensor: torch.Tensor, expert_bytes: int) -> bool:
+def one_run_an_expert(tensor: torch.Tensor, expert_bytes: int) -> bool:
+    """Whether expert ``e`` of ``tensor`` is in the bytes ``[e * expert_bytes, (e + 1) * expert_bytes)`` of its storage."""
     item = tensor.element_size()
     inner = sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)) + 1
     first = tensor.storage_offset() * item

@@ -10,7 +10,7 @@ from sglang_uvm_offload.memory.protocol import Location, ManagedRange, Memory
 
 
 class ExpertTensor:
-    """``num_experts`` experts of ``expert_bytes`` bytes in one managed range whose address never changes.
+    """``num_experts`` experts of ``expert_bytes`` bytes in one managed range whose address never changes, slots behind them.
 
     The torch tensors over the range (``bytes``) keep it alive; it is freed with the last of them.
     """
@@ -18,7 +18,7 @@ class ExpertTensor:
     def __init__(self, memory: Memory, name: str, layout: ExpertLayout):
         self.memory = memory
         self.layout = layout
-        self.managed: ManagedRange = memory.allocate(layout.nbytes, name)
+        self.managed: ManagedRange = memory.allocate(layout.range_bytes, name)
         self.resident = np.zeros(layout.num_extents, dtype=bool)
         """``bool[extents]``: those in VRAM."""
         self._has_host_room = np.zeros(layout.num_extents, dtype=bool)
@@ -28,18 +28,22 @@ class ExpertTensor:
         return self.managed.address
 
     def bytes(self) -> torch.Tensor:
-        """The experts as ``uint8[num_experts * expert_bytes]``."""
-        return self.memory.tensor(self.managed)
+        """The experts as ``uint8[num_experts * expert_bytes]``. The slots are behind them in the same storage."""
+        return self.memory.tensor(self.managed)[: self.layout.nbytes]
 
     def place(self, resident: np.ndarray) -> None:
-        """Populate every extent in its location by ``resident`` (``bool[extents]``). Call it before the first byte is written,
-        so that offloaded bytes never pass through VRAM and resident ones never take host RAM."""
+        """Populate every extent in its location by ``resident`` (``bool[extents]``), and the slots in VRAM, zeroed. Call it
+        before the first byte is written, so that offloaded bytes never pass through VRAM and resident ones never take host
+        RAM."""
+        if spans := self.layout.slot_spans:
+            self.memory.place(self.managed, spans, Location.DEVICE)
+        resident = resident | self.layout.edge
         self._bring(~resident, Location.HOST)
         self._bring(resident, Location.DEVICE)
 
     def demote(self, after: np.ndarray) -> int:
-        """Move the extents that ``after`` lacks to host RAM. Returns the bytes moved."""
-        return self._bring(self.resident & ~after, Location.HOST)
+        """Move the extents that ``after`` lacks to host RAM, but for the edge. Returns the bytes moved."""
+        return self._bring(self._to_demote(after), Location.HOST)
 
     def promote(self, after: np.ndarray) -> int:
         """Move the extents that ``after`` adds to VRAM. Returns the bytes moved."""
@@ -47,7 +51,7 @@ class ExpertTensor:
 
     def host_bytes_to_demote(self, after: np.ndarray) -> int:
         """Host RAM that ``demote`` takes. An extent keeps its room there when it moves back to VRAM."""
-        return self.layout.taken_by(self.resident & ~after & ~self._has_host_room)
+        return self.layout.taken_by(self._to_demote(after) & ~self._has_host_room)
 
     def reread(self) -> None:
         """After a fault, read back from the driver which extents were last moved to VRAM."""
@@ -63,6 +67,9 @@ class ExpertTensor:
     def resident_bytes(self) -> int:
         """VRAM that resident extents take here, in whole blocks."""
         return self.layout.taken_by(self.resident)
+
+    def _to_demote(self, after: np.ndarray) -> np.ndarray:
+        return self.resident & ~after & ~self.layout.edge
 
     def _bring(self, extents: np.ndarray, location: Location) -> int:
         if not extents.any():

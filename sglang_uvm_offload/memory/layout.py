@@ -40,15 +40,49 @@ class ExpertLayout:
 
     Neighbouring blocks that hold parts of the same experts form an *extent*: they are worth the same, so they move together.
     Arrays are ``[extents]``, or ``[parts]``: a part is the bytes of one expert in one extent, in order of their offsets.
+
+    Behind the experts are ``num_slots`` *slots* of the same size, which are in VRAM always: row ``num_experts + s`` of the
+    tensor may hold a copy of any expert. Blocks of slots alone belong to no extent. A block that the last expert shares with
+    the first slot, the *edge*, is an extent of its own.
     """
 
     num_experts: int
     expert_bytes: int
     block_bytes: int = BLOCK_BYTES
+    num_slots: int = 0
 
     @property
     def nbytes(self) -> int:
+        """Of the experts."""
         return self.num_experts * self.expert_bytes
+
+    @property
+    def range_bytes(self) -> int:
+        """Of the experts and the slots."""
+        return (self.num_experts + self.num_slots) * self.expert_bytes
+
+    @property
+    def slot_spans(self) -> list[Span]:
+        """The blocks of slots alone: one span, or none."""
+        begin = round_up(self.nbytes, self.block_bytes)
+        return [Span(begin, self.range_bytes - begin)] if begin < self.range_bytes else []
+
+    @property
+    def slot_bytes(self) -> int:
+        """VRAM that the slots take beyond the experts' blocks, in whole blocks."""
+        return sum(round_up(span.nbytes, self.block_bytes) for span in self.slot_spans)
+
+    @property
+    def edge_bytes(self) -> int:
+        """VRAM of the edge, 0 without one."""
+        return self.block_bytes if self.num_slots and self.nbytes % self.block_bytes else 0
+
+    @property
+    def edge(self) -> np.ndarray:
+        """``bool[extents]``: the extent that holds a byte of a slot, which stays in VRAM; there is one, or none."""
+        held = np.zeros(self.num_extents, dtype=bool)
+        held[-1:] = bool(self.edge_bytes)
+        return held
 
     @property
     def placeable(self) -> bool:
@@ -95,13 +129,14 @@ class ExpertLayout:
         return int(self.extent_bytes[extents].sum())
 
     def budget(self, num_experts: int) -> int:
-        """Bytes of VRAM that any choice of ``num_experts`` residents may take: what the first ones take."""
-        return round_up(num_experts * self.expert_bytes, self.block_bytes)
+        """Bytes of VRAM that any choice of ``num_experts`` residents may take: what the first ones and the edge take."""
+        first = round_up(num_experts * self.expert_bytes, self.block_bytes)
+        return first if first > self.nbytes else first + self.edge_bytes
 
     def spans(self, extents: np.ndarray) -> list[Span]:
         """The marked extents (``bool[extents]``) as spans, in order, with neighbours merged."""
         edges = np.flatnonzero(np.diff(extents.astype(np.int8), prepend=0, append=0))
-        ends = np.minimum(self._edges, self.nbytes)
+        ends = np.minimum(self._edges, self.range_bytes)
         return [Span(int(self._edges[a]), int(ends[b] - self._edges[a])) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
     def blocks(self, extents: np.ndarray) -> np.ndarray:
@@ -116,6 +151,7 @@ class ExpertLayout:
         first = begins // self.expert_bytes
         last = (np.minimum(begins + self.block_bytes, self.nbytes) - 1) // self.expert_bytes
         differs = (np.diff(first, prepend=-1) != 0) | (np.diff(last, prepend=-1) != 0)
+        differs[-1] |= bool(self.edge_bytes)
         return np.append(begins[differs], round_up(self.nbytes, self.block_bytes))
 
     @cached_property

@@ -6,12 +6,21 @@ Two modules implement it: ``cuda/staging`` (a copying kernel on a CUDA stream of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from sglang_uvm_offload.memory.protocol import ManagedRange
 
 if TYPE_CHECKING:
     import torch
+
+
+class Part(NamedTuple):
+    """The first ``nbytes`` bytes of a managed range, and where they go in a buffer."""
+
+    managed: ManagedRange
+    nbytes: int
+    offset: int
+    """A multiple of 16."""
 
 
 class Staging(Protocol):
@@ -28,10 +37,9 @@ class Staging(Protocol):
     def begin_step(self) -> None:
         """Copies from now on come after all that the calling stream has been given: it may write experts between steps."""
 
-    def copy(self, buffer: int, parts: Sequence[tuple[ManagedRange, int]]) -> None:
-        """Begin to copy whole ranges to the buffer, each to an offset (a multiple of 16), after the last ``release``. Bytes
-        are read wherever they lie, so they may move meanwhile. Raises ``ManagedMemoryError``; the buffer's bytes are then
-        undefined."""
+    def copy(self, buffer: int, parts: Sequence[Part]) -> None:
+        """Begin to copy the parts to the buffer, after the last ``release``. Bytes are read wherever they lie, so they may move
+        meanwhile. Raises ``ManagedMemoryError``; the buffer's bytes are then undefined."""
 
     def acquire(self, buffer: int) -> None:
         """What the calling stream is given from now on comes after the buffer's last copy."""

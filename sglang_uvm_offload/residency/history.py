@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.policy.extents import Extents
 from sglang_uvm_offload.residency.ledger import Ledger
 from sglang_uvm_offload.residency.model import ModelExperts
@@ -81,7 +82,7 @@ def hit_rate_curve(seen: RoutingCounts, model: ModelExperts) -> Curve | None:
     served = _served(extents, activations / expert_bytes[:, None])
     order = np.flatnonzero(movable)
     order = order[np.argsort(-extents.density(activations)[order], kind="stable")]
-    capacity = np.array([[sum(layout.budget(int(n)) for layout in la.layouts) for n in residents] for la in model.layers])
+    capacity = np.array([[_movable_budget(la, int(n)) for n in residents] for la in model.layers])
     always = served[~movable].sum()
     of_layer = [order[extents.layer[order] == index] for index in range(len(capacity))]
     uniform = np.sum([_best(served, extents.nbytes, *pair) for pair in zip(of_layer, capacity, strict=True)], axis=0)
@@ -93,6 +94,11 @@ def hit_rate_curve(seen: RoutingCounts, model: ModelExperts) -> Curve | None:
         uniform=[_share(hits + always, total) for hits in uniform],
         pooled=[_share(hits + always, total) for hits in _best(served, extents.nbytes, order, capacity.sum(axis=0))],
     )
+
+
+def _movable_budget(layer: ExpertLayer, num_resident: int) -> int:
+    """Bytes of VRAM for the movable extents of so many residents."""
+    return sum(layout.budget(num_resident) - layout.edge_bytes for layout in layer.layouts)
 
 
 def _served(extents: Extents, activations_per_byte: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import UNRESOLVED, OffloadConfig
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.protocol import Memory
@@ -24,7 +24,7 @@ from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.mover import Mover, layer_bar
 from sglang_uvm_offload.residency.observer import Observer
 from sglang_uvm_offload.residency.placement import EVERYTHING, InitialPlacement
-from sglang_uvm_offload.residency.selection import best_residents, hit_rate
+from sglang_uvm_offload.residency.selection import best_residents, hit_rate, rank_share
 from sglang_uvm_offload.residency.status import ProfileVerdict
 from sglang_uvm_offload.routing.counts import Phase, RoutingCounters, RoutingCounts
 from sglang_uvm_offload.routing.profile import Profile
@@ -113,12 +113,19 @@ class OffloadManager:
         where = (layer_id, num_experts, num_shared, ep_rank, ep_size)
         placement = EVERYTHING if model.draft else self.placement.of_layer(*where)
         routed = num_experts - num_shared
+        slots = 0 if model.draft else self._slots_of_rank(routed, ep_rank, ep_size)
         chosen = placement.choose, placement.kept
-        layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, ep_rank * routed, *chosen)
+        layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, ep_rank * routed, *chosen, num_slots=slots)
         model.layers.append(layer)
         model.num_experts = max(model.num_experts, routed * ep_size)
         self._bar.update()
         return layer
+
+    def _slots_of_rank(self, routed: int, ep_rank: int, ep_size: int) -> int:
+        """Of a layer with ``routed`` local experts: none where nothing is offloaded, or where ``auto`` found no number."""
+        if self.config.slots == UNRESOLVED or self.config.num_resident >= routed * ep_size:
+            return 0
+        return rank_share(self.config.slots, ep_rank, ep_size)
 
     def finish_model(self, model: ModelExperts, may_be_empty: bool = False) -> None:
         """The model is loaded: make its counters. Raises ``FlagError`` if it has nothing to offload, unless it ``may_be_empty``

@@ -54,8 +54,10 @@ class ModelExperts:
         return resident_share(self.extents.bytes_by_expert(~resident), expert_bytes)
 
     def movable(self) -> np.ndarray:
-        """``bool[extents]``: those without a byte of an expert that stays in VRAM."""
-        return ~self.extents.holding(stack([layer.kept for layer in self.layers], self.width))
+        """``bool[extents]``: those without a byte of a slot, or of an expert that stays in VRAM."""
+        kept = self.extents.holding(stack([layer.kept for layer in self.layers], self.width))
+        edges = (layout.edge for layer in self.layers for layout in layer.layouts)
+        return ~(kept | np.concatenate([np.zeros(0, dtype=bool), *edges]))
 
     def candidates(self) -> np.ndarray:
         """``bool[layers, width]``: the experts that can be offloaded."""

@@ -73,8 +73,8 @@ class InitialPlacement:
 
 def _hottest_of(seen: RoutingCounts, layout: ExpertLayout, first: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """``bool[extents]``: the ones of a tensor that should serve the most activations, in the room of the experts ``first``.
-    Extents of the experts ``kept`` are there already."""
-    movable = ~layout.holding(kept)
+    Extents of the experts ``kept``, and the edge, are there already."""
+    movable = ~(layout.holding(kept) | layout.edge)
     there = layout.holding(first) & movable
     capacity = np.array([layout.taken_by(there)])
     return hottest(seen, extents_of([[layout]], layout.num_experts), capacity, there, movable)

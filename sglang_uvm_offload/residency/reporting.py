@@ -29,6 +29,8 @@ def rank_status(manager: OffloadManager) -> RankStatus:
         resident_bytes=sum(layer.resident_bytes for layer in layers),
         offloaded_bytes=sum(layer.offloaded_bytes for layer in layers),
         plain_bytes=sum(layer.plain_bytes for layer in layers),
+        slot_bytes=sum(layer.slot_bytes for layer in layers),
+        slots_missing=next((f"{la.slots_missing} of MoE layer {la.layer_id}" for la in layers if la.slots_missing), None),
         draft_layers=len(draft),
         draft_bytes=sum(layer.resident_bytes for layer in draft),
         layers=[_layer_status(layer, ledger, index, int(taken[index])) for index, layer in enumerate(layers)],

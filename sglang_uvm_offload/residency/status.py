@@ -212,6 +212,10 @@ class RankStatus(Struct, frozen=True):
     """Why moving experts stopped, None while it works."""
     history: Past
     curve: Curve | None
+    slot_bytes: Count = 0
+    """VRAM of the slots beside the experts."""
+    slots_missing: str | None = None
+    """A tensor that has no rows for slots, and its layer, which can use none; None where all have them."""
     profile: ProfileVerdict | None = None
     trace: TraceStatus | None = None
     streaming: StreamStatus | None = None

@@ -10,11 +10,11 @@ import torch
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import HeldTensor, expert_tensors
 from sglang_uvm_offload.memory.layout import whole_blocks
-from sglang_uvm_offload.memory.protocol import ManagedRange
+from sglang_uvm_offload.memory.staging import Part
 
 
 def buffer_bytes(layer: ExpertLayer) -> int:
-    """The bytes of a stream buffer that holds the layer's managed tensors, each in whole blocks."""
+    """The bytes of a stream buffer that holds the experts of the layer's managed tensors, each tensor in whole blocks."""
     return sum(whole_blocks(tensor.layout.nbytes) for tensor in layer.tensors)
 
 
@@ -32,15 +32,15 @@ class Replicas:
     def __init__(self, layer: ExpertLayer, buffers: Sequence[torch.Tensor]):
         self.layer = layer
         self.generation = layer.generation
-        self.parts: list[tuple[ManagedRange, int]] = []
-        """The layer's managed ranges, each with its offset in a buffer. Empty if the layer is larger than a buffer, or has lost
-        a tensor."""
+        self.parts: list[Part] = []
+        """The experts of the layer's managed ranges, without the slots behind them. Empty if the layer is larger than a buffer,
+        or has lost a tensor."""
         self._places: list[_Place] = []
         if buffer_bytes(layer) > buffers[0].numel() or not all(layer.memory.holds(tensor.managed) for tensor in layer.tensors):
             return
         offset, offsets = 0, {}
         for mine in layer.tensors:
-            self.parts.append((mine.managed, offset))
+            self.parts.append(Part(mine.managed, mine.layout.nbytes, offset))
             offsets[mine.address] = offset
             offset += whole_blocks(mine.layout.nbytes)
         for held in expert_tensors(layer.holders, layer.num_experts):
@@ -55,7 +55,7 @@ class Replicas:
 
     def valid(self) -> bool:
         """Whether the layer's tensors are still those that this was made for."""
-        return self.generation == self.layer.generation and all(self.layer.memory.holds(managed) for managed, _ in self.parts)
+        return self.generation == self.layer.generation and all(self.layer.memory.holds(part.managed) for part in self.parts)
 
     def put(self, buffer: int) -> list[torch.Tensor] | None:
         """Point the layer at a buffer. Returns its own tensors for ``put_back``; None, and nothing is done, where a tensor is

@@ -12,7 +12,7 @@ from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError
 from sglang_uvm_offload.memory.staging import Staging
 from sglang_uvm_offload.streaming.replicas import Replicas
-from sglang_uvm_offload.streaming.slots import Copy, Slots
+from sglang_uvm_offload.streaming.schedule import BufferSchedule, Copy
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class Reading(NamedTuple):
     """A layer that computes from a stream buffer."""
 
     row: int
-    slot: int
+    buffer: int
     own: list[torch.Tensor]
     """Its tensors in managed memory."""
     replicas: Replicas
@@ -41,15 +41,15 @@ class Streamer:
         self._layers = layers
         self._staging = staging
         self._on_copy = on_copy
-        self._slots = Slots(len(staging.buffers))
+        self._schedule = BufferSchedule(len(staging.buffers))
         self._storages = [buffer.untyped_storage() for buffer in staging.buffers]
         self._replicas: dict[int, Replicas] = {}
         self._active = False
         self._entered = False
         """Whether any layer of this step computed from a buffer."""
         self._told = False
-        for slot in range(self.buffers):
-            self._references(slot)  # by an API of torch's own: if torch has changed it, this fails at load
+        for buffer in range(self.buffers):
+            self._references(buffer)  # by an API of torch's own: if torch has changed it, this fails at load
 
     @property
     def buffers(self) -> int:
@@ -66,9 +66,9 @@ class Streamer:
     def begin_step(self) -> None:
         """Call it before a step that ``streams`` is launched: begins to copy its first layer."""
         self._active, self._entered = True, False
-        self._slots.forget()  # weights may have been updated since
+        self._schedule.forget()  # weights may have been updated since
         self._staging.begin_step()
-        self._copy(self._slots.stage(self._following(-1)))
+        self._copy(self._schedule.stage(self._following(-1)))
 
     def end_step(self) -> None:
         """The step is launched, or has failed."""
@@ -86,40 +86,40 @@ class Streamer:
         place."""
         if not self._active or not self._brings(row) or not self._staging.may_copy():
             return None
-        slot, copies = self._slots.enter(row, self._following(row))
-        if slot is None:
+        buffer, copies = self._schedule.enter(row, self._following(row))
+        if buffer is None:
             self._copy(copies)
             return None
         if not self._copy(copies):
-            self._slots.leave(slot, None)
+            self._schedule.leave(buffer, None)
             return None
-        replicas, references = self._replicas_of(row), self._references(slot)
-        self._staging.acquire(slot)  # before the layer points at the buffer, so that no error leaves it there
-        own = replicas.put(slot)
+        replicas, references = self._replicas_of(row), self._references(buffer)
+        self._staging.acquire(buffer)  # before the layer points at the buffer, so that no error leaves it there
+        own = replicas.put(buffer)
         if own is None:
-            self._staging.release(slot)
-            self._slots.leave(slot, None)
+            self._staging.release(buffer)
+            self._schedule.leave(buffer, None)
             return None
         self._entered = True
-        return Reading(row, slot, own, replicas, references)
+        return Reading(row, buffer, own, replicas, references)
 
     def leave(self, reading: Reading, failed: bool = False) -> None:
         """The layer is launched; ``failed``: it raised. Its tensors are its own again."""
-        reading.replicas.put_back(reading.slot, reading.own)
-        self._staging.release(reading.slot)
-        if not failed and self._references(reading.slot) > reading.references:
+        reading.replicas.put_back(reading.buffer, reading.own)
+        self._staging.release(reading.buffer)
+        if not failed and self._references(reading.buffer) > reading.references:
             # Nothing is copied any more, so the buffer keeps this layer's experts, and whoever keeps them is right.
             layer_id = self._layers[reading.row].layer_id
             self._stop(f"the code of MoE layer {layer_id} keeps a tensor in the stream buffer")
-        self._copy(self._slots.leave(reading.slot, self._following(reading.row)))
+        self._copy(self._schedule.leave(reading.buffer, self._following(reading.row)))
 
     def _copy(self, copies: Sequence[Copy]) -> bool:
         """Whether all were begun."""
-        for row, slot in copies:
+        for row, buffer in copies:
             if self.fault is not None:
                 return False
             try:
-                self._staging.copy(slot, self._replicas_of(row).parts)
+                self._staging.copy(buffer, self._replicas_of(row).parts)
             except ManagedMemoryError as failure:
                 self._stop(str(failure))
                 return False
@@ -147,6 +147,6 @@ class Streamer:
             found = self._replicas[row] = Replicas(self._layers[row], self._staging.buffers)
         return found
 
-    def _references(self, slot: int) -> int:
-        count: int = torch._C._storage_Use_Count(self._storages[slot]._cdata)
+    def _references(self, buffer: int) -> int:
+        count: int = torch._C._storage_Use_Count(self._storages[buffer]._cdata)
         return count

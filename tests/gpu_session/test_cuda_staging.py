@@ -4,6 +4,7 @@ from __future__ import annotations
 
 PREPARE = """
 from sglang_uvm_offload.cuda.staging import CudaStaging
+from sglang_uvm_offload.memory.staging import Part
 memory, random = CudaMemory(), np.random.default_rng(0)
 def managed(nbytes, place=HOST):
     made = memory.allocate(nbytes, f"tensor of {nbytes} bytes")
@@ -12,18 +13,19 @@ def managed(nbytes, place=HOST):
     held.copy_(torch.from_numpy(random.integers(0, 255, nbytes, dtype=np.uint8)))
     return made, held
 def same(buffer, parts, held):
-    return [bool(torch.equal(buffer[at : at + one.nbytes].cpu(), bytes_.cpu())) for (one, at), bytes_ in zip(parts, held)]
+    pairs = [(buffer[at : at + nbytes], bytes_[:nbytes]) for (_, nbytes, at), bytes_ in zip(parts, held)]
+    return [bool(torch.equal(copied.cpu(), bytes_.cpu())) for copied, bytes_ in pairs]
 """
 
 
-def test_a_copy_brings_all_bytes_of_all_ranges_and_no_others(standin):
+def test_a_copy_brings_all_bytes_of_all_parts_and_no_others(standin):
     ran = standin.run(
         PREPARE
         + """
 sizes = [16, 17, 15, 128 << 10, (128 << 10) + 5, (128 << 10) - 16, (1 << 20) + 48] + [100] * 40
 made = [managed(nbytes, DEVICE if index % 2 else HOST) for index, nbytes in enumerate(sizes)]
 offsets = np.cumsum([0, *(-(-nbytes // 16) * 16 + 16 for nbytes in sizes)])
-parts = [(one, int(at)) for (one, _), at in zip(made, offsets)]
+parts = [Part(one, nbytes - index % 3, int(at)) for index, ((one, _), nbytes, at) in enumerate(zip(made, sizes, offsets))]
 staging = CudaStaging(0, int(offsets[-1]), 2)
 for buffer in staging.buffers:
     buffer.copy_(torch.full(buffer.shape, 7, dtype=torch.uint8))
@@ -32,8 +34,8 @@ staging.copy(1, parts)
 staging.acquire(1)
 torch.cuda.synchronize()
 inside = np.zeros(int(offsets[-1]), dtype=bool)
-for one, at in parts:
-    inside[at : at + one.nbytes] = True
+for _, nbytes, at in parts:
+    inside[at : at + nbytes] = True
 untouched = staging.buffers[1].cpu().numpy()[~inside]
 print(json.dumps([all(same(staging.buffers[1], parts, [held for _, held in made])),
                   bool((untouched == 7).all()), bool((staging.buffers[0].cpu() == 7).all())]))
@@ -54,11 +56,11 @@ memory.place(one, [Span(BLOCK, BLOCK)], DEVICE)
 staging = CudaStaging(0, 3 * BLOCK, 1)
 print("before", flush=True)
 staging.begin_step()
-staging.copy(0, [(one, 0)])
+staging.copy(0, [Part(one, one.nbytes, 0)])
 staging.acquire(0)
 torch.cuda.synchronize()
 places = [str(memory.last_prefetch(one, Span(i * BLOCK, BLOCK))) for i in range(3)]
-print(json.dumps([same(staging.buffers[0], [(one, 0)], [held]), places]))
+print(json.dumps([same(staging.buffers[0], [Part(one, one.nbytes, 0)], [held]), places]))
 """
     )
     assert ran.said == [[True], ["Location.HOST", "Location.DEVICE", "Location.HOST"]], ran.err
@@ -77,7 +79,7 @@ graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     during = staging.may_copy()
     try:
-        staging.copy(0, [(one, 0)])
+        staging.copy(0, [Part(one, one.nbytes, 0)])
         refused = ""
     except ManagedMemoryError as refusal:
         refused = str(refusal)
@@ -98,7 +100,7 @@ def test_a_copy_that_fails_names_the_call_and_the_tensors(standin):
 one, held = managed(BLOCK)
 staging = CudaStaging(0, BLOCK, 1)
 try:
-    staging.copy(0, [(one, 0)])
+    staging.copy(0, [Part(one, one.nbytes, 0)])
     print(json.dumps(None))
 except ManagedMemoryError as failure:
     print(json.dumps([failure.call, str(failure)]))

@@ -37,14 +37,14 @@ seen = [[[torch.empty_like(t) for t in row] for row in step] for step in weights
 blank = [torch.zeros(t.shape, dtype=t.dtype).cuda() for t in weights[0][0]]
 staging = CudaStaging(0, max(map(buffer_bytes, layers)), {buffers})
 streamer = Streamer(layers, staging, 1, lambda row, nbytes: None)
-slots, copy = [], staging.copy
+filled, copy = [], staging.copy
 def copy_and_tell(buffer, parts):
-    slots.append(buffer)
+    filled.append(buffer)
     copy(buffer, parts)
 staging.copy = copy_and_tell
 {without}
 def begin():
-    slots.clear()
+    filled.clear()
     for step in seen:
         for row in step:
             for it, zero in zip(row, blank):
@@ -67,7 +67,7 @@ def outcome():
     right = [bool(torch.equal(a.cpu(), b.cpu())) for step in range({steps}) for row in {rows}
              for a, b in zip(seen[step][row], weights[step][row])]
     firsts = [[buffer.data_ptr(), buffer.data_ptr() + buffer.numel()] for buffer in staging.buffers]
-    return [all(right), firsts, slots.copy(), streamer.fault]
+    return [all(right), firsts, filled.copy(), streamer.fault]
 """
 
 
@@ -81,19 +81,19 @@ def run(standin: Standin, buffers: int, rows: object = "range(4)", without: str 
 def ordered(ran: Shuffled) -> set[bool]:
     """Whether the log proves, for each reader and each copy of a buffer that meet, that one is over before the other starts."""
     proven = set()
-    for calls, (_, buffers, slots, _) in zip(ran.rounds, ran.outcomes, strict=True):
+    for calls, (_, buffers, copied, _) in zip(ran.rounds, ran.outcomes, strict=True):
         ranges = [range(*buffer) for buffer in buffers]
         copies: list[list[dict]] = [[] for _ in ranges]
         readers: list[list[dict]] = [[] for _ in ranges]
-        filled = iter(slots)
+        filled = iter(copied)
         for call in named(calls, "uvm_copy_kernel", "cudaMemcpyAsync"):
             kernel = call.get("kernel") == "uvm_copy_kernel"
-            slot = next(filled) if kernel else next((i for i, it in enumerate(ranges) if call["from"] in it), None)
-            if slot is None:
+            buffer = next(filled) if kernel else next((i for i, it in enumerate(ranges) if call["from"] in it), None)
+            if buffer is None:
                 continue
-            pairs = [(reader, call) for reader in readers[slot]] if kernel else [(copies[slot][-1], call)]
+            pairs = [(reader, call) for reader in readers[buffer]] if kernel else [(copies[buffer][-1], call)]
             proven |= {ran.order.happens_before(*pair) for pair in pairs}
-            (copies if kernel else readers)[slot].append(call)
+            (copies if kernel else readers)[buffer].append(call)
         assert sum(map(len, copies)) >= LAYERS
         assert sum(map(len, readers)) == STEPS * TENSORS * LAYERS
     return proven

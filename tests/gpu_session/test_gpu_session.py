@@ -246,7 +246,7 @@ def test_every_way_to_copy_and_every_arm_of_a_step_is_run(ran):
 ONE_BYTE_LESS = """
 whole = CudaStaging.copy
 def copy(self, buffer, parts):
-    whole(self, buffer, [(dataclasses.replace(it, nbytes=it.nbytes - (it.nbytes > 1 << 20)), at) for it, at in parts])
+    whole(self, buffer, [it._replace(nbytes=it.nbytes - (it.nbytes > 1 << 20)) for it in parts])
 CudaStaging.copy = copy
 """
 HALF = """
@@ -254,7 +254,7 @@ whole = CudaStaging.copy
 CudaStaging.copy = lambda self, buffer, parts: whole(self, buffer, parts[:1])
 """
 NO_MOVES = "ExpertTensor.demote = ExpertTensor.promote = lambda self, after: 0"
-OLD_WEIGHTS = "Slots.forget = lambda self: None"
+OLD_WEIGHTS = "BufferSchedule.forget = lambda self: None"
 NOTHING_STREAMS = "Streamer.enter = lambda self, row: None"
 COPYING = {
     ("odd_sizes(rows, CudaMemory())", ""): "passed",
@@ -269,13 +269,13 @@ COPYING = {
 }
 """A part, a change of what it uses, and how it must end."""
 EACH_IN_A_PROCESS = """
-import dataclasses, json, os, sys
+import json, os, sys
 from pathlib import Path
 folder, path, *cases = sys.argv[1:]
 sys.path.insert(0, folder)
 from rows import Rows
 from stream_parts import *
-from sglang_uvm_offload.streaming.slots import Slots
+from sglang_uvm_offload.streaming.schedule import BufferSchedule
 for number, case in enumerate(cases):
     part, change = json.loads(case)
     if os.fork() == 0:

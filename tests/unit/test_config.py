@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.config import UNRESOLVED, parse
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.resident_ids import ResidentIds
 
@@ -53,6 +53,10 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
         ({"num_resident": 4, "stream_buffer_gb": "nan"}, "--expert-offload-stream-buffer-gb", "nan"),
         ({"num_resident": 4, "stream_tokens": "1.5"}, "--expert-offload-stream-tokens", "1.5"),
         ({"num_resident": 4, "stream_tokens": -2}, "--expert-offload-stream-tokens", "-2"),
+        *[
+            ({"num_resident": 4, "slots": wrong}, f"--expert-offload-slots {wrong!r}", "auto, or a whole number of rows")
+            for wrong in ("some", "", "-1", -1, "1.5", 2.0, True, "²", "1000000")
+        ],
         ({"num_resident": 4, "headroom_gb": -1.0}, "--expert-offload-headroom-gb", "-1.0"),
         ({"num_resident": 4, "headroom_gb": float("nan")}, "--expert-offload-headroom-gb", "nan"),
         (
@@ -72,6 +76,7 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
         ({"num_resident": 2, "resident_ids": "0-3", "adapt": "continuous"}, "--expert-offload-resident-ids", "allows 2"),
         ({"resident_selection": "first_n"}, "--expert-offload-resident-selection", "no effect without"),
         ({"warmup_tokens": 100}, "--expert-offload-warmup-tokens", "no effect without"),
+        ({"slots": 8}, "--expert-offload-slots", "no effect without"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_would_be_right(flags, flag, word):
@@ -212,3 +217,17 @@ def test_ids_that_are_more_than_the_number_that_fits_are_refused_once_it_is_know
     (problem,) = dataclasses.replace(config, num_resident=2).expert_problems(8)
     assert problem.startswith("--expert-offload-resident-ids '0-3': names 4 experts")
     assert not dataclasses.replace(config, num_resident=4).expert_problems(8)
+
+
+@pytest.mark.parametrize(
+    ("given", "slots"), [(None, 0), ("0", 0), (0, 0), ("12", 12), (12, 12), ("999999", 999999), ("auto", UNRESOLVED)]
+)
+def test_slots_are_a_number_or_found_later(given, slots):
+    assert parse({"num_resident": 4, "slots": given}).slots == slots
+
+
+def test_no_more_slots_than_experts_are_served():
+    (problem,) = parse({"num_resident": 4, "slots": 9}).expert_problems(8)
+    assert problem.startswith("--expert-offload-slots 9: the model has 8 routed experts")
+    assert not parse({"num_resident": 8, "slots": 8}).expert_problems(8)
+    assert not parse({"num_resident": 8, "slots": "auto"}).expert_problems(8)

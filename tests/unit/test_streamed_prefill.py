@@ -12,6 +12,7 @@ import pytest
 import streamed_prefill as bench
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
+from sglang_uvm_offload.memory.staging import Part
 from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.sizing.speed import GIGA
 
@@ -35,7 +36,7 @@ class Staged:
         self.staging = bench.ModelledStaging(self.gpu, self.layers, buffers, BLOCK_BYTES, vram_rate)
 
     def copy(self, buffer: int, row: int = 0) -> None:
-        self.staging.copy(buffer, [(self.layers[row].tensors[0].managed, 0)])
+        self.staging.copy(buffer, [Part(self.layers[row].tensors[0].managed, 2 * BLOCK_BYTES, 0)])
 
 
 def test_the_page_is_that_of_the_committed_figures() -> None:

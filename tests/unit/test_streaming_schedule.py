@@ -1,4 +1,4 @@
-"""The protocol of the stream buffers' slots, with any order of rows."""
+"""The schedule of the stream buffers, with any order of rows."""
 
 from __future__ import annotations
 
@@ -8,39 +8,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_uvm_offload.streaming.slots import Copy, Slots
+from sglang_uvm_offload.streaming.schedule import BufferSchedule, Copy
 
 ROWS = 6
 
 
 class Buffers:
-    """What the slots would hold: every copy is carried out, and must not hit a slot that is read."""
+    """What the buffers would hold: every copy is carried out, and must not hit a buffer that is read."""
 
     def __init__(self, count: int):
-        self.slots = Slots(count)
+        self.schedule = BufferSchedule(count)
         self.held: list[int | None] = [None] * count
         self.read: list[list[int]] = [[] for _ in range(count)]
         self.copied: list[int] = []
 
     def carry_out(self, copies: list[Copy]) -> None:
-        for row, slot in copies:
-            assert not self.read[slot], f"row {row} is copied into slot {slot}, from which rows {self.read[slot]} are read"
-            self.held[slot] = row
+        for row, buffer in copies:
+            readers = self.read[buffer]
+            assert not readers, f"row {row} is copied into buffer {buffer}, from which rows {readers} are read"
+            self.held[buffer] = row
             self.copied.append(row)
 
     def enter(self, row: int, following: int | None) -> int | None:
-        slot, copies = self.slots.enter(row, following)
+        buffer, copies = self.schedule.enter(row, following)
         self.carry_out([copy for copy in copies if copy.row == row])
-        if slot is not None:
-            assert self.held[slot] == row, f"row {row} is read from slot {slot}, which holds row {self.held[slot]}"
-            self.read[slot].append(row)
+        if buffer is not None:
+            assert self.held[buffer] == row, f"row {row} is read from buffer {buffer}, which holds row {self.held[buffer]}"
+            self.read[buffer].append(row)
         self.carry_out([copy for copy in copies if copy.row != row])
-        return slot
+        return buffer
 
-    def leave(self, slot: int, following: int | None) -> None:
-        row = self.read[slot].pop()
-        assert self.held[slot] == row
-        self.carry_out(self.slots.leave(slot, following))
+    def leave(self, buffer: int, following: int | None) -> None:
+        row = self.read[buffer].pop()
+        assert self.held[buffer] == row
+        self.carry_out(self.schedule.leave(buffer, following))
 
 
 def after(row: int) -> int | None:
@@ -62,14 +63,14 @@ def test_a_reader_always_has_its_own_row_until_it_leaves(count, actions):
     buffers, readers = Buffers(count), []
     for what, number, following in actions:
         if what == "enter":
-            slot = buffers.enter(number, following)
-            readers += [] if slot is None else [slot]
-            if slot is None:
-                assert len({*readers}) == count, "a row is turned away although a slot is free"
+            buffer = buffers.enter(number, following)
+            readers += [] if buffer is None else [buffer]
+            if buffer is None:
+                assert len({*readers}) == count, "a row is turned away although a buffer is free"
         elif what == "leave" and readers:
             buffers.leave(readers.pop(number % len(readers)), following)
         elif what == "forget":
-            buffers.slots.forget()
+            buffers.schedule.forget()
 
 
 @given(st.integers(1, 3), st.lists(st.sets(st.integers(0, ROWS - 1)), min_size=1, max_size=4))
@@ -79,13 +80,13 @@ def test_each_row_of_a_step_is_copied_once(count, steps):
     for step in steps:
         rows = sorted(step)
         following = dict(itertools.zip_longest(rows, rows[1:]))
-        buffers.slots.forget()
+        buffers.schedule.forget()
         buffers.copied.clear()
-        buffers.carry_out(buffers.slots.stage(rows[0] if rows else None))
+        buffers.carry_out(buffers.schedule.stage(rows[0] if rows else None))
         for row in rows:
-            slot = buffers.enter(row, following[row])
-            assert slot is not None
-            buffers.leave(slot, following[row])
+            buffer = buffers.enter(row, following[row])
+            assert buffer is not None
+            buffers.leave(buffer, following[row])
         assert buffers.copied == rows
 
 
@@ -93,28 +94,28 @@ def test_each_row_of_a_step_is_copied_once(count, steps):
 def test_a_step_that_skips_rows_it_announced_still_reads_its_own(count, visited):
     buffers = Buffers(count)
     for row in sorted(visited):
-        slot = buffers.enter(row, after(row))
-        assert slot is not None
-        buffers.leave(slot, after(row))
+        buffer = buffers.enter(row, after(row))
+        assert buffer is not None
+        buffers.leave(buffer, after(row))
 
 
-def test_with_two_slots_the_next_row_is_copied_while_one_is_read():
+def test_with_two_buffers_the_next_row_is_copied_while_one_is_read():
     buffers = Buffers(2)
-    slot = buffers.enter(0, 1)
-    assert slot is not None
+    buffer = buffers.enter(0, 1)
+    assert buffer is not None
     assert buffers.copied == [0, 1]
-    buffers.leave(slot, 1)
+    buffers.leave(buffer, 1)
     assert buffers.copied == [0, 1]
     buffers.enter(1, 2)
     assert buffers.copied == [0, 1, 2]
 
 
-def test_with_one_slot_the_next_row_is_copied_as_soon_as_one_is_read():
+def test_with_one_buffer_the_next_row_is_copied_as_soon_as_one_is_read():
     buffers = Buffers(1)
-    slot = buffers.enter(0, 1)
-    assert slot is not None
+    buffer = buffers.enter(0, 1)
+    assert buffer is not None
     assert buffers.copied == [0]
-    buffers.leave(slot, 1)
+    buffers.leave(buffer, 1)
     assert buffers.copied == [0, 1]
 
 
@@ -122,24 +123,24 @@ def test_a_row_that_two_halves_of_a_batch_enter_in_turn_is_copied_once():
     buffers = Buffers(2)
     for row in range(ROWS):
         for _ in range(2):
-            slot = buffers.enter(row, after(row))
-            assert slot is not None
-            buffers.leave(slot, after(row))
+            buffer = buffers.enter(row, after(row))
+            assert buffer is not None
+            buffers.leave(buffer, after(row))
     assert buffers.copied == list(range(ROWS))
 
 
 def test_a_forgotten_row_is_copied_again():
     buffers = Buffers(2)
     for _ in range(2):
-        slot = buffers.enter(3, None)
-        assert slot is not None
-        buffers.leave(slot, None)
-        buffers.slots.forget()
+        buffer = buffers.enter(3, None)
+        assert buffer is not None
+        buffers.leave(buffer, None)
+        buffers.schedule.forget()
     assert buffers.copied == [3, 3]
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_row_reads_in_place_while_all_slots_are_read(count):
+def test_a_row_reads_in_place_while_all_buffers_are_read(count):
     buffers = Buffers(count)
     for row in range(count):
         assert buffers.enter(row, None) is not None
