@@ -22,7 +22,7 @@ class CpuSlots:
         self._layers = layers
         width = counters.num_experts
         present = np.array([np.arange(width) < (layer.num_experts if layer else 0) for layer in layers])
-        self._share = np.zeros(present.shape, dtype=np.int64)
+        self._share: np.ndarray = np.zeros(present.shape, dtype=np.int64)
         (slots,) = {layer.num_slots for layer in layers if layer}
         self.policy = SlotPolicy(present, slots)
 
@@ -37,7 +37,7 @@ class CpuSlots:
         routed: np.ndarray = ids[:valid].flatten().numpy()
         tokens = np.bincount(routed[(routed >= 0) & (routed < mine.num_experts)], minlength=self._share.shape[1])
         hit = (tokens > 0) & (self.policy.slot_of[layer] != EMPTY)
-        counts = self._counters.slot_counts()[layer, int(phase)]
+        counts: np.ndarray = self._counters.slot_counts()[layer, int(phase)]
         counts[SLOT_TOKENS] += tokens * hit
         counts[SLOT_HITS] += hit
         if phase is Phase.DECODE:

@@ -26,7 +26,7 @@ class Metrics:
         )
         self.hit_rate = Gauge(
             "sglang:expert_offload_hit_rate",
-            "Share of routed tokens on resident experts since the last report.",
+            "Share of routed tokens on resident experts or slots since the last report.",
             names,
             multiprocess_mode="mostrecent",
         )
@@ -44,6 +44,15 @@ class Metrics:
             "Bytes of offloaded experts copied over PCIe into VRAM for steps with many tokens.",
             names,
         )
+        self.filled = Counter(
+            "sglang:expert_offload_filled_bytes", "Bytes of offloaded experts copied over PCIe into slots.", names
+        )
+        self.slots = Counter(
+            "sglang:expert_offload_slot_activations",
+            "Activations of offloaded experts in layers with slots: served by a slot (hit), copied into one (fill), read in "
+            "place (bypass).",
+            [*names, "by"],
+        )
         self.moves = Counter(
             "sglang:expert_offload_moves", "Promotions to VRAM, each of blocks that hold the same experts.", list(labels)
         )
@@ -58,7 +67,7 @@ class Metrics:
         layers = manager.target.layers
         self._groups = [g for g in np.array_split(np.arange(len(layers)), GROUPS) if g.size]
         self._names = [f"{layers[g[0]].layer_id}-{layers[g[-1]].layer_id}" for g in self._groups]
-        self._last: list[np.ndarray] = [np.zeros(len(layers)) for _ in range(5)]
+        self._last: list[np.ndarray] = [np.zeros(len(layers)) for _ in range(9)]
         self._last_moves = (0, 0, 0.0)
         self._next = 0.0
         self._published_steps = 0
@@ -79,8 +88,9 @@ class Metrics:
         self._published_steps = self.manager.ledger.steps
         ledger, layers = self.manager.ledger, self.manager.target.layers
         totals = (ledger.routed, ledger.routed_resident, ledger.activated_bytes, ledger.zero_copy_bytes, ledger.streamed_bytes)
-        now = [total.copy() for total in totals]
-        routed, hits, used, read, streamed = (new - old for new, old in zip(now, self._last, strict=True))
+        by_slots = (ledger.filled_bytes, ledger.slot_hits, ledger.slot_fills, ledger.slot_bypasses)
+        now = [total.copy() for total in totals + by_slots]
+        routed, hits, used, read, streamed, filled, *slots = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
         for group, name in zip(self._groups, self._names, strict=True):
             labels = {**self.labels, "layers": name}
@@ -88,9 +98,13 @@ class Metrics:
             if routed[group].sum():
                 self.hit_rate.labels(**labels).set(hits[group].sum() / routed[group].sum())
             if used[group].sum():
-                self.byte_hit_rate.labels(**labels).set(1 - read[group].sum() / used[group].sum())
+                missed = read[group].sum() + filled[group].sum()
+                self.byte_hit_rate.labels(**labels).set(1 - missed / used[group].sum())
             self.zero_copy.labels(**labels).inc(int(read[group].sum()))
             self.streamed.labels(**labels).inc(int(streamed[group].sum()))
+            self.filled.labels(**labels).inc(int(filled[group].sum()))
+            for by, activations in zip(("hit", "fill", "bypass"), slots, strict=True):
+                self.slots.labels(**labels, by=by).inc(int(activations[group].sum()))
         moves = (ledger.moves, ledger.moved_bytes, ledger.moving_seconds)
         for counter, new, old in zip((self.moves, self.moved, self.moving), moves, self._last_moves, strict=True):
             counter.labels(**self.labels).inc(new - old)

@@ -18,7 +18,7 @@ from sglang_uvm_offload.report.charts import Line, cell_map, column_chart, line_
 from sglang_uvm_offload.report.html import document, element, facts, section, table
 from sglang_uvm_offload.report.source import ServerInfo, budget, recent_hit_rate
 from sglang_uvm_offload.report.units import LEAST, PERCENT, Axis, axis_to, byte_unit, percent, percents
-from sglang_uvm_offload.residency.status import MAX_EXPERTS, Curve, ProfileVerdict, RankStatus, TraceStatus
+from sglang_uvm_offload.residency.status import MAX_EXPERTS, Curve, ProfileVerdict, RankStatus, SlotStatus, TraceStatus
 from sglang_uvm_offload.units import size
 
 RANKS_DRAWN = 4
@@ -45,6 +45,7 @@ def server_report(info: ServerInfo, source: str) -> str:
                     "of bytes",
                     "zero-copy reads",
                     "streamed",
+                    "into slots",
                     "moves",
                     "moved",
                 ],
@@ -52,10 +53,11 @@ def server_report(info: ServerInfo, source: str) -> str:
             ),
             element(
                 "p",
-                "Hit rate: the share of routed tokens, prefill and decode, whose expert was resident in VRAM. Zero-copy reads: "
-                "bytes of offloaded experts that steps read in place over the link, each expert once a step; a prefill may "
-                "read one more often. Streamed: bytes of offloaded experts that were copied over the link into VRAM for steps "
-                "with many tokens, each byte once a step.",
+                "Hit rate: the share of routed tokens, prefill and decode, whose expert was in VRAM, resident or in a slot. "
+                "Zero-copy reads: bytes of offloaded experts that steps read in place over the link, each expert once a step; "
+                "a prefill may read one more often. Streamed: bytes of offloaded experts that were copied over the link into "
+                "VRAM for steps with many tokens, each byte once a step. Into slots: bytes of offloaded experts that steps "
+                "copied over the link into slots, where later steps read them.",
             ),
             *_notes(info),
         ),
@@ -80,11 +82,24 @@ def _facts(info: ServerInfo, source: str) -> Element:
         ("backend", rank.backend),
     ]
     for name, shown in zip(info.rank_names, info.ranks, strict=True):
+        if shown.slots is not None:
+            pairs.append((_of("slots", name, info.ranks), _slots(shown.slots)))
         if shown.profile is not None:
             pairs.append((_of("profile", name, info.ranks), _profile(shown.profile)))
         if shown.trace is not None:
             pairs.append((_of("trace", name, info.ranks), _trace(shown.trace)))
     return facts(pairs)
+
+
+def _slots(slots: SlotStatus) -> str:
+    used = slots.hits + slots.fills + slots.bypasses
+    text = f"{slots.a_layer} a layer"
+    if used:
+        shares = (percent(part / used) for part in (slots.hits, slots.fills, slots.bypasses))
+        text += ": of the uses of offloaded experts, {} were served by a slot, {} filled one, {} were read in place".format(
+            *shares
+        )
+    return text + ("" if slots.missing is None else f"; {slots.missing} has no rows for them")
 
 
 def _profile(verdict: ProfileVerdict) -> str:
@@ -131,6 +146,7 @@ def _served(rank: RankStatus) -> list[str]:
         percent(rank.byte_hit_rate) if rank.byte_hit_rate is not None else "not counted",
         size(past.zero_copy_bytes[-1]),
         size(past.streamed_bytes[-1]),
+        "none" if rank.slots is None else size(past.filled_bytes[-1]),
         str(past.moves[-1]),
         size(past.moved_bytes[-1]),
     ]
@@ -184,6 +200,8 @@ def _bytes_over_time(ranks: Sequence[tuple[str, RankStatus]]) -> Figure:
     for name, rank in ranks:
         lines.append(Line(_of("zero-copy reads", name, ranks), rank.history.rates("zero_copy_bytes", "steps")))
         lines.append(Line(_of("streamed", name, ranks), rank.history.rates("streamed_bytes", "steps")))
+        if rank.slots is not None:
+            lines.append(Line(_of("into slots", name, ranks), rank.history.rates("filled_bytes", "steps")))
         lines.append(Line(_of("moved", name, ranks), rank.history.rates("moved_bytes", "steps"), dashed=True))
     most = max((y for line in lines for _, y in line.points if y is not None), default=0.0)
     scale, unit = byte_unit(most)

@@ -57,6 +57,7 @@ class History:
             "activations_resident": round(ledger.activations_resident.sum()),
             "zero_copy_bytes": int(ledger.zero_copy_bytes.sum()),
             "streamed_bytes": int(ledger.streamed_bytes.sum()),
+            "filled_bytes": int(ledger.filled_bytes.sum()),
             "moves": ledger.moves,
             "moved_bytes": ledger.moved_bytes,
         }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.residency.history import hit_rate_curve
 from sglang_uvm_offload.residency.ledger import Ledger
 from sglang_uvm_offload.residency.manager import OffloadManager
-from sglang_uvm_offload.residency.status import LayerStatus, RankStatus
+from sglang_uvm_offload.residency.status import LayerStatus, RankStatus, SlotStatus
 
 
 def rank_status(manager: OffloadManager) -> RankStatus:
@@ -29,8 +31,7 @@ def rank_status(manager: OffloadManager) -> RankStatus:
         resident_bytes=sum(layer.resident_bytes for layer in layers),
         offloaded_bytes=sum(layer.offloaded_bytes for layer in layers),
         plain_bytes=sum(layer.plain_bytes for layer in layers),
-        slot_bytes=sum(layer.slot_bytes for layer in layers),
-        slots_missing=next((f"{la.slots_missing} of MoE layer {la.layer_id}" for la in layers if la.slots_missing), None),
+        slots=_slot_status(layers, ledger),
         draft_layers=len(draft),
         draft_bytes=sum(layer.resident_bytes for layer in draft),
         layers=[_layer_status(layer, ledger, index, int(taken[index])) for index, layer in enumerate(layers)],
@@ -53,6 +54,21 @@ def rank_status(manager: OffloadManager) -> RankStatus:
         curve=hit_rate_curve(ledger.counted, manager.target),
         profile=manager.profile_verdict,
         evicted_bytes=manager.evictions.evicted_bytes,
+    )
+
+
+def _slot_status(layers: Sequence[ExpertLayer], ledger: Ledger) -> SlotStatus | None:
+    a_layer = max((layer.num_slots for layer in layers), default=0)
+    if not a_layer:
+        return None
+    return SlotStatus(
+        a_layer=a_layer,
+        nbytes=sum(layer.slot_bytes for layer in layers),
+        missing=next((f"{la.slots_missing} of MoE layer {la.layer_id}" for la in layers if la.slots_missing), None),
+        hits=int(ledger.slot_hits.sum()),
+        fills=int(ledger.slot_fills.sum()),
+        bypasses=int(ledger.slot_bypasses.sum()),
+        filled_bytes=int(ledger.filled_bytes.sum()),
     )
 
 

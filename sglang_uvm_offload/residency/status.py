@@ -36,6 +36,7 @@ class Past(Struct, frozen=True):
     activations_resident: list[Count]
     zero_copy_bytes: list[Count]
     streamed_bytes: list[Count]
+    filled_bytes: list[Count]
     moves: list[Count]
     moved_bytes: list[Count]
 
@@ -121,8 +122,8 @@ class LayerStatus(Struct, frozen=True):
     """VRAM of what can be offloaded, in whole blocks."""
     routed: Count
     routed_resident: Count
-    """Routed tokens, and those on residents, whether steps read in place or stream. An expert that is in VRAM in part serves
-    that part of each token."""
+    """Routed tokens, and those on residents or slots, whether steps read in place or stream. An expert that is in VRAM in part
+    serves that part of each token."""
     activations: Count
     activations_resident: Count
     zero_copy_bytes: Count
@@ -166,6 +167,24 @@ class StreamStatus(Struct, frozen=True):
     """Why they no longer do, None while they do."""
 
 
+class SlotStatus(Struct, frozen=True):
+    """The slots beside a rank's experts. Activations are those of experts that are offloaded, in whole or in part."""
+
+    a_layer: Count
+    nbytes: Count
+    """VRAM of all."""
+    missing: str | None
+    """A tensor that has no rows for slots, and its layer, which can use none; None where all have them."""
+    hits: Count
+    """Activations that a slot served."""
+    fills: Count
+    """Activations that were copied into a slot, and served from it."""
+    bypasses: Count
+    """Activations that were read in place."""
+    filled_bytes: Count
+    """Bytes of offloaded experts that fills brought over the link."""
+
+
 class RankStatus(Struct, frozen=True):
     """The experts of one rank, and where its steps were served from since the model was loaded."""
 
@@ -195,7 +214,7 @@ class RankStatus(Struct, frozen=True):
     adapt: str
     routed: Count
     hit_rate: Share | None
-    """The share of ``routed`` tokens on residents, None before the first."""
+    """The share of ``routed`` tokens on residents or slots, None before the first."""
     byte_hit_rate: Share | None
     """The share of the bytes of the experts that steps read in place, each once a step, that were in VRAM."""
     zero_copy_bytes: Count
@@ -212,10 +231,8 @@ class RankStatus(Struct, frozen=True):
     """Why moving experts stopped, None while it works."""
     history: Past
     curve: Curve | None
-    slot_bytes: Count = 0
-    """VRAM of the slots beside the experts."""
-    slots_missing: str | None = None
-    """A tensor that has no rows for slots, and its layer, which can use none; None where all have them."""
+    slots: SlotStatus | None = None
+    """None without slots."""
     profile: ProfileVerdict | None = None
     trace: TraceStatus | None = None
     streaming: StreamStatus | None = None

@@ -19,8 +19,8 @@ def residency_table(status: RankStatus, memory: MemoryInfo, kv_tokens: int) -> s
         ("  offloaded to host RAM", str(status.offloaded_experts), size(status.offloaded_bytes)),
         ("expert tensors left in plain VRAM", "", size(status.plain_bytes)),
     ]
-    if status.slot_bytes:
-        rows.append(("slots beside the experts", "", size(status.slot_bytes)))
+    if (slots := status.slots) is not None:
+        rows.append((f"{slots.a_layer} slots beside the experts of a layer", "", size(slots.nbytes)))
     if status.draft_layers:
         rows.append((f"draft model, {status.draft_layers} MoE layers, all resident", "", size(status.draft_bytes)))
     if (streaming := status.streaming) is not None:

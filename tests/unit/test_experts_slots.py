@@ -288,25 +288,25 @@ def test_a_stream_buffer_holds_experts_alone():
 def test_each_rank_gets_its_share_of_the_slots(ep_rank, slots):
     rank = Rank(config(slots=5), ep_rank=ep_rank, ep_size=2)
     assert [layer.num_slots for layer in rank.model.layers] == [slots] * LAYERS
-    assert rank.status()["slot_bytes"] == LAYERS * slots * PAGE_BYTES
+    assert rank.status()["slots"]["nbytes"] == LAYERS * slots * PAGE_BYTES
     table = residency_table(rank_status(rank.manager), rank.manager.memory.info(), kv_tokens=1)
-    (line,) = (line for line in table.splitlines() if "slots beside the experts" in line)
+    (line,) = (line for line in table.splitlines() if "slots beside the experts of a layer" in line)
     assert line.endswith(size(LAYERS * slots * PAGE_BYTES))
-    assert rank.status()["slots_missing"] is None
+    assert rank.status()["slots"]["missing"] is None
 
 
 @pytest.mark.parametrize("flags", [{}, {"slots": "auto"}, {"slots": 4, "num_resident": MODEL_EXPERTS}])
 def test_without_a_number_or_offloaded_experts_there_are_no_slots(flags):
     rank = Rank(config(**flags))
     assert {layer.num_slots for layer in rank.model.layers} == {0}
-    assert rank.status()["slot_bytes"] == 0
+    assert rank.status()["slots"] is None
 
 
 def test_the_status_names_the_first_tensor_without_rows():
     rank = Rank(config(slots=2))
     rank.modules[1].bias = torch.ones(1).expand(MODEL_EXPERTS)
     rank.model.layers[1].sync_tensors(rank.modules[1])
-    assert rank.status()["slots_missing"] == "bias (float32[8]) of MoE layer 2"
+    assert rank.status()["slots"]["missing"] == "bias (float32[8]) of MoE layer 2"
 
 
 def test_a_draft_model_has_no_slots():

@@ -44,8 +44,8 @@ def test_a_report_shows_what_was_streamed_beside_what_was_read_in_place():
     rank.step([[0, 7]] * 5, phase=Phase.PREFILL, streams=True)
     rank.manager.ledger.add_streamed(1, 80 * PAGE_BYTES)
     status = stepped(rank)
-    assert "zero-copy reads streamed moves moved rank 0" in (said := words(server_report(info(status), "s")))
-    assert "0.9 MiB 5.0 MiB 0 0.0 MiB" in said
+    assert "zero-copy reads streamed into slots moves moved rank 0" in (said := words(server_report(info(status), "s")))
+    assert "0.9 MiB 5.0 MiB none 0 0.0 MiB" in said
     (axes,) = module._bytes_over_time([("rank 0", info(status).ranks[0])]).axes
     read, streamed, moved = (line.get_ydata() for line in axes.lines)
     assert streamed.tolist() == pytest.approx([80 * PAGE_BYTES / 2**10 / 6] * 2)
