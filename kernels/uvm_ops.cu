@@ -58,6 +58,19 @@ struct uvm_slots {
     unsigned long long* counts;  // [2 phases][3 kinds][width]
 };
 
+// The routing of one layer in one step, and how its rows are computed.
+struct uvm_routing {
+    const void* ids;  // [rows][k] contiguous, of local experts; others do not count
+    int kind;         // of ids
+    int rows;
+    int k;
+    int* blocks;  // [num_blocks] the expert of each block of rows, -1 for none
+    int num_blocks;
+    const int* padded;  // [1] rows of the blocks that are computed
+    int block_size;
+    const long long* control;  // as for the counters
+};
+
 // A layer's per-expert tensors: row r of tensor i is at base[i] + r * nbytes[i]. Rows from E on are slots.
 struct uvm_rows {
     int count;
@@ -780,18 +793,17 @@ __device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, unsigne
 
 // What one block does for all: counts the step, chooses the fills, and sends blocks of rows to the slots of their
 // experts. A prefill reads what is in slots, and changes nothing.
-__device__ void resolve(const uvm_slots& layer, slot_table* table, const void* ids, int kind, int rows, int k,
-                        int* blocks, const int* padded, int block_size, const long long* control) {
+__device__ void resolve(const uvm_slots& layer, slot_table* table, const uvm_routing& step) {
     __shared__ slot_choice choice;
-    const long long valid = control[0];
-    const bool decode = control[1] == 1;
-    unsigned long long* counts = layer.counts + control[1] * 3 * layer.width;
+    const long long valid = step.control[0], phase = step.control[1];
+    const bool decode = phase == 1;
+    unsigned long long* counts = layer.counts + phase * 3 * layer.width;
     for (int expert = threadIdx.x; expert < layer.num_experts; expert += blockDim.x) choice.tokens[expert] = 0;
     if (threadIdx.x == 0) choice.num_misses = choice.num_slots = 0;
     __syncthreads();
-    const int end = (valid < rows ? (int)valid : rows) * k;
+    const int end = (valid < step.rows ? (int)valid : step.rows) * step.k;
     for (int i = threadIdx.x; i < end; i += blockDim.x) {
-        const long long expert = read_id(ids, kind, i);
+        const long long expert = read_id(step.ids, step.kind, i);
         if (expert >= 0 && expert < layer.num_experts) atomicAdd(&choice.tokens[expert], 1u);
     }
     __syncthreads();
@@ -813,10 +825,12 @@ __device__ void resolve(const uvm_slots& layer, slot_table* table, const void* i
     int fills = 0;
     if (__syncthreads_or(any)) fills = choose_fills(layer, choice, counts);
     if (threadIdx.x == 0) layer.fills[0] = fills;
-    const int count = *padded / block_size;
+    const int computed = *step.padded / step.block_size;
+    const int count = computed < step.num_blocks ? computed : step.num_blocks;
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
-        const int slot = blocks[i] >= 0 ? layer.slot_of[blocks[i]] - 1 : -1;
-        if (slot >= 0) blocks[i] = layer.num_experts + slot;
+        const int expert = step.blocks[i];
+        const int slot = expert >= 0 && expert < layer.num_experts ? layer.slot_of[expert] - 1 : -1;
+        if (slot >= 0) step.blocks[i] = layer.num_experts + slot;
     }
 }
 
@@ -846,19 +860,18 @@ __device__ void fill_slots(const uvm_slots& layer, const uvm_rows& tensors, unsi
 }
 }  // namespace
 
-// One launch a layer: the first block to arrive decides, and the others wait for it, so none waits for a block that has
-// not started.
+// One launch a layer. The first block to arrive decides, and the others wait for it: none waits for a block that has
+// not begun.
 extern "C" __global__ void __launch_bounds__(copy_threads)
-    uvm_resolve_slots_kernel(uvm_slots layer, uvm_rows tensors, slot_table* table, const void* ids, int kind, int rows,
-                             int k, int* blocks, const int* padded, int block_size, const long long* control) {
-    if (control[0] <= 0) return;
+    uvm_resolve_slots_kernel(uvm_slots layer, uvm_rows tensors, slot_table* table, uvm_routing step) {
+    if (step.control[0] <= 0) return;
     __shared__ unsigned arrived;
     if (threadIdx.x == 0) arrived = atomicAdd(&layer.turn[0], 1u);
     __syncthreads();
     const unsigned launch = arrived / slot_blocks + 1;
     const unsigned place = arrived % slot_blocks;
     if (place == 0) {
-        resolve(layer, table, ids, kind, rows, k, blocks, padded, block_size, control);
+        resolve(layer, table, step);
         __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) *(volatile unsigned*)&layer.turn[1] = launch;
@@ -894,19 +907,18 @@ UVM_API int uvm_begin_slots(slot_table* table, cudaStream_t stream, uvm_failure*
     return launch(failure, (const void*)uvm_begin_slots_kernel, "uvm_begin_slots", 1, copy_threads, arguments, stream);
 }
 
-// Serves one layer of a step from its slots: counts, fills, and rewrites `blocks` (the expert of each `block_size` rows
-// of `padded[0]`). ids: [rows][k], contiguous. One launch, no allocation, no synchronisation: a graph may capture it.
-UVM_API int uvm_resolve_slots(const uvm_slots* layer, const uvm_rows* tensors, slot_table* table, const void* ids,
-                              int kind, long long rows, int k, int* blocks, const int* padded, int block_size,
-                              const long long* control, cudaStream_t stream, uvm_failure* failure) {
+// Serves one layer of a step from its slots: counts, fills, and rewrites the blocks. One launch, no allocation, no
+// synchronisation: a graph may capture it.
+UVM_API int uvm_resolve_slots(const uvm_slots* layer, const uvm_rows* tensors, slot_table* table,
+                              const uvm_routing* step, cudaStream_t stream, uvm_failure* failure) {
     const bool valid = layer->num_experts > 0 && layer->num_experts <= max_slot_experts && layer->num_slots > 0 &&
                        layer->num_slots <= max_slot_experts && tensors->count > 0 && tensors->count <= max_rows &&
-                       rows > 0 && k > 0 && rows <= INT_MAX / k && block_size > 0;
+                       step->rows > 0 && step->k > 0 && step->rows <= INT_MAX / step->k && step->block_size > 0;
     if (!valid) return fail(failure, "uvm_resolve_slots", -1, cudaErrorInvalidValue);
     uvm_slots slots = *layer;
     uvm_rows parts = *tensors;
-    int row_count = (int)rows;
-    void* arguments[] = {&slots, &parts, &table, &ids, &kind, &row_count, &k, &blocks, &padded, &block_size, &control};
+    uvm_routing routing = *step;
+    void* arguments[] = {&slots, &parts, &table, &routing};
     return launch(failure, (const void*)uvm_resolve_slots_kernel, "uvm_resolve_slots", slot_blocks, copy_threads,
                   arguments, stream);
 }

@@ -54,6 +54,13 @@ class _Rows(ctypes.Structure):
     _fields_ = [("count", c_int), ("base", c_void_p * MAX_TENSORS), ("nbytes", c_size_t * MAX_TENSORS)]
 
 
+class _Routing(ctypes.Structure):
+    _fields_ = [
+        *(("ids", c_void_p), ("kind", c_int), ("rows", c_int), ("k", c_int)),
+        *(("blocks", c_void_p), ("num_blocks", c_int), ("padded", c_void_p), ("block_size", c_int), ("control", c_void_p)),
+    ]
+
+
 @dataclass(frozen=True)
 class SlotState:
     """The slots of one layer of E experts: its tensors, and the state of ``policy/slots`` in VRAM. int32 unless stated, all
@@ -106,10 +113,7 @@ _SIGNATURES: dict[str, list[type]] = {
     ],
     "uvm_count_histogram": [c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p],
     "uvm_begin_slots": [c_void_p, c_void_p],
-    "uvm_resolve_slots": [
-        *(POINTER(_Slots), POINTER(_Rows), c_void_p, c_void_p, c_int, c_longlong, c_int),
-        *(c_void_p, c_void_p, c_int, c_void_p, c_void_p),
-    ],
+    "uvm_resolve_slots": [POINTER(_Slots), POINTER(_Rows), c_void_p, POINTER(_Routing), c_void_p],
     "uvm_set_control": [c_void_p, c_longlong, c_longlong, c_void_p],
 }
 """The arguments of each function that can fail, without the final ``uvm_failure*``."""
@@ -273,9 +277,9 @@ class CudaOps:
             if tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.device != state.owner.device:
                 raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, not contiguous int32 on {state.owner.device}")
         _check_control(control)
-        table_of_ids = ids.data_ptr(), self._ids[ids.dtype], *ids.shape
-        where = blocks.data_ptr(), padded.data_ptr(), block_size, control.data_ptr(), _stream(ids)
-        self._call("uvm_resolve_slots", *state.arguments, table.data_ptr(), *table_of_ids, *where)
+        how = blocks.data_ptr(), blocks.numel(), padded.data_ptr(), block_size, control.data_ptr()
+        step = _Routing(ids.data_ptr(), self._ids[ids.dtype], *ids.shape, *how)
+        self._call("uvm_resolve_slots", *state.arguments, table.data_ptr(), step, _stream(ids))
 
     def set_control(self, control: torch.Tensor, valid_rows: int, phase: int) -> None:
         """In stream order: the following steps have ``valid_rows`` rows that count (0: none) and belong to ``phase``."""

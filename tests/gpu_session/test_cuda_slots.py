@@ -84,7 +84,8 @@ SAME = """
     cpu, gpu = (count.read() for count in counters)
     policy, states = slots[0].policy, slots[1]._states
     for index, (E, S, _) in enumerate(shapes):
-        theirs = {name: getattr(states[index], name).cpu().numpy() for name in vars(states[index]) if name != "rows"}
+        names = ("last", "lately", "long", "slot_of", "owner", "classes")
+        theirs = {name: getattr(states[index], name).cpu().numpy() for name in names}
         for name in ("last", "lately", "long"):
             same &= bool((getattr(policy, name)[index, :E] == theirs[name]).all())
         same &= bool((policy.slot_of[index, :E] + 1 == theirs["slot_of"]).all())
