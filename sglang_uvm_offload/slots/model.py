@@ -24,8 +24,11 @@ class ModelSlots:
         self.layers = layers
         self.reasons = [_without_slots(layer) for layer in layers]
         """Of each layer, why it has no slots; None where it has."""
-        served = [None if reason else _slot_layer(layer) for layer, reason in zip(layers, self.reasons, strict=True)]
-        self._device = make(served) if any(served) else None
+        self._served = [None if reason else _slot_layer(layer) for layer, reason in zip(layers, self.reasons, strict=True)]
+        self._device = make(self._served) if any(self._served) else None
+        self._index_of: dict[int, int] = {}
+        """The layer with slots whose tensor is at an address."""
+        self._index_tensors()
         self._generations = [layer.generation for layer in layers]
         self._stale = False
         self._offloaded: list[np.ndarray] = []
@@ -36,9 +39,16 @@ class ModelSlots:
         """Whether any layer has slots."""
         return self._device is not None
 
-    def rows(self, layer: int) -> Sequence[Rows]:
-        """The tensors of a layer with their slots; none for a layer without."""
-        return [] if self.reasons[layer] else _rows(self.layers[layer])
+    def layer_of(self, *tensors: torch.Tensor) -> int | None:
+        """The index of the layer that may compute these tensors from slots: each begins at the first expert of one of its own.
+        None for others, such as a stream buffer's."""
+        found = {self._index_of.get(tensor.data_ptr()) for tensor in tensors}
+        return found.pop() if len(found) == 1 else None
+
+    def num_rows(self, tensor: torch.Tensor) -> int | None:
+        """Of a tensor with slots: its experts and its slots. None for others."""
+        index = self.layer_of(tensor)
+        return None if index is None else self.layers[index].num_experts + self.layers[index].num_slots
 
     def bytes_written(self) -> None:
         """Bytes of experts may have changed, or will before the next step: what slots hold is stale."""
@@ -67,10 +77,21 @@ class ModelSlots:
             return
         self._generations, self._stale = generations, True
         for index, layer in enumerate(self.layers):
-            if self.reasons[index] is None and (reason := _without_slots(layer)) is not None:
+            if self.reasons[index] is not None:
+                continue
+            reason = _without_slots(layer)
+            if reason is None and _slot_layer(layer) != self._served[index]:
+                reason = "its tensors were replaced, and graphs may have captured the old ones"
+            if reason is not None:
                 self.reasons[index] = reason
                 logger.warning("Expert offload: MoE layer %d uses its slots no more: %s", layer.layer_id, reason)
+        self._index_tensors()
         self._offloaded = []  # a layer that lost its slots fills none
+
+    def _index_tensors(self) -> None:
+        layers = zip(self._served, self.reasons, strict=True)
+        with_slots = [(index, layer) for index, (layer, reason) in enumerate(layers) if layer is not None and reason is None]
+        self._index_of = {row.address: index for index, layer in with_slots for row in layer.rows}
 
     def _follow_residency(self) -> None:
         offloaded = [layer.offloaded_bytes_by_expert for layer in self.layers]
@@ -87,11 +108,7 @@ class ModelSlots:
 
 
 def _slot_layer(layer: ExpertLayer) -> SlotLayer:
-    return SlotLayer(_rows(layer), layer.num_experts, layer.num_slots)
-
-
-def _rows(layer: ExpertLayer) -> list[Rows]:
-    return [Rows(*row) for row in layer.slot_rows()]
+    return SlotLayer([Rows(*row) for row in layer.slot_rows()], layer.num_experts, layer.num_slots)
 
 
 def _without_slots(layer: ExpertLayer) -> str | None:
