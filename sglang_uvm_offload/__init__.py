@@ -4,7 +4,7 @@ Packages, by rank; a package imports from lower ranks only, and no file of it im
 
     1  memory policy files
     2  experts routing sizing
-    3  residency streaming cuda cpu
+    3  residency streaming slots cuda cpu
     4  plugin replay
     5  report
     6  cli
@@ -37,6 +37,13 @@ Streaming, in a step with many tokens, for each MoE layer:
     streaming/schedule      which layer is copied into which buffer
     streaming/replicas      points the layer's tensors at a buffer, and back
     cuda/staging, cpu/staging  copies, and orders copies and readers (memory/staging)
+
+Slots, in each step that reads experts in place, for each MoE layer:
+
+    plugin/slot_seam        between SGLang's list of blocks and its first kernel: what has a copy is computed from it
+    slots/model             which layer it is; between steps: what is stale, and what is offloaded
+    cuda/slots, cpu/slots   counts, fills and rewrites the list, in one kernel (memory/slots)
+    policy/slots            the rules, which the kernel follows
 """
 
 __version__ = "0.1.0"

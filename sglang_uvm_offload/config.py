@@ -71,9 +71,10 @@ class OffloadConfig:
                 f"{flag_name('num_resident')} {self.num_resident}: the model has {num_experts} routed experts a layer; give at "
                 "most as many"
             )
-        if self.slots > num_experts:
+        elif self.slots > (offloaded := num_experts - self.num_resident):
             out.append(
-                f"{flag_name('slots')} {self.slots}: the model has {num_experts} routed experts a layer; give at most as many"
+                f"{flag_name('slots')} {self.slots}: {self.num_resident} residents leave {offloaded} of {num_experts} routed experts "
+                "a layer offloaded; give at most as many"
             )
         return out
 

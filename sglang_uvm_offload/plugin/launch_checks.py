@@ -22,6 +22,7 @@ from sglang_uvm_offload.plugin import (
     expert_bytes,
     output_files,
     recording,
+    slot_settings,
     stream_settings,
     vram_check,
 )
@@ -71,14 +72,17 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
     num_experts, reasons = _experts(config, model)
     problems += reasons
     settings: dict[str, Any] = {}
-    was_auto = config.auto
+    was_auto, slots = config.auto, config.slots
     with _listed(problems):
         settings |= _headroom(config, cfg)
+    with _listed(problems):
+        config = slot_settings.possible(config, cfg, model)
     if num_experts is not None:
         config, reasons = vram_check.checked(config, server_args)
         problems += reasons
         with _listed(problems):
             config = auto_resident.resolved(config, server_args)
+            config = slot_settings.divided(config, num_experts) if was_auto else config
             problems += config.expert_problems(num_experts) or expert_bytes.problems(config, cfg, model.hf_config)
         problems += profile_problems(config, model)
     if problems:
@@ -89,6 +93,8 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
     settings |= _autotuning(cfg, routing)
     if was_auto:
         settings[f"{PREFIX}num_resident"] = str(config.num_resident)
+    if config.slots != slots:
+        settings[f"{PREFIX}slots"] = str(config.slots)
     if not routing.counted:
         logger.warning("Expert offload: the hit rate is not counted: %s", routing.reason)
     backend = config.backend if config.backend != "auto" else "uvm" if cfg.device == "cuda" else "emulated"

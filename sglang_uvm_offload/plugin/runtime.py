@@ -35,8 +35,11 @@ from sglang_uvm_offload.plugin.metrics import Metrics
 from sglang_uvm_offload.plugin.profiles import chosen_profile, named, profile_saver
 from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.plugin.routing_formats import counting_flags
+from sglang_uvm_offload.plugin.slot_seam import SlotSeam
+from sglang_uvm_offload.plugin.slots import make_slots
 from sglang_uvm_offload.plugin.streaming import make_streamer, room_in_vram, stream_status
 from sglang_uvm_offload.plugin.torch_bound import bound_torch
+from sglang_uvm_offload.plugin.weight_writes import watch_writes
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.placement import InitialPlacement
@@ -68,6 +71,9 @@ def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) ->
     add(f"{_SCHEDULER}.on_idle", rank.after_idle, HookType.AFTER)
     add(f"{_SCHEDULER}.handle_shutdown", rank.after_shutdown, HookType.AFTER)
     rank.layer_hooks.install(add)
+    if config.slots > 0:
+        rank.seam.install(add)
+        watch_writes(rank.experts_written, add)
     if rank.recording is not None:
         add(f"{_RUNNER}.forward", rank.recording.after_forward, HookType.AFTER)
 
@@ -77,6 +83,7 @@ class _RankHooks:
         self.config = config
         self.recording = Recording(config.trace) if config.trace is not None else None
         self.layer_hooks = LayerHooks(counting_flags(config), self.recording)
+        self.seam = SlotSeam()
         self.metrics: Metrics | None = None
         self.savers: list[Saver] = []
         self.routed_model: RoutedModel | None = None
@@ -139,6 +146,7 @@ class _RankHooks:
             manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
             if not model.draft:
                 self.layer_hooks.streamer = self._streamer(model, runner.pre_model_load_memory)
+                self.seam.slots = make_slots(model)
             if self.recording is not None and not model.draft:
                 self.savers += filter(None, [self.recording.begin(model, self._top_k())])
         except (FlagError, ManagedMemoryError) as error:
@@ -161,6 +169,8 @@ class _RankHooks:
         if streamer is not None and not (_is_eager(runner, batch, phase) and streamer.streams(tokens)):
             streamer = None
         self.manager.begin_step(model, valid_rows, tokens, phase, streams=streamer is not None)
+        if self.seam.slots is not None and not model.draft:
+            self.seam.slots.begin_step(valid_rows, phase if streamer is None else Phase.PREFILL)
         try:
             if streamer is not None:
                 streamer.begin_step()
@@ -169,6 +179,11 @@ class _RankHooks:
             if streamer is not None:
                 streamer.end_step()
             self.manager.end_step(model)
+
+    def experts_written(self) -> None:
+        """Bytes of experts may have changed."""
+        if self.seam.slots is not None:
+            self.seam.slots.bytes_written()
 
     def after_scheduler_init(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         logger.info(

@@ -62,27 +62,38 @@ def shortages(config: OffloadConfig, least: LeastMemory, ranks: list[Rank], free
     for rank in ranks:
         least_free = min(free[other.gpu] for other in ranks if other.replica == rank.replica)
         granted = least.granted(free[rank.gpu], least_free)
-        short.append((granted - least.needed(rank.stage, config.num_resident), granted, rank))
+        short.append((granted - least.needed(rank.stage, _rows(config)), granted, rank))
     spare, granted, rank = min(short)
     return [_refusal(config, least, rank, granted, free[rank.gpu])] if spare < 0 else []
 
 
 def _refusal(config: OffloadConfig, least: LeastMemory, rank: Rank, granted: int, free: int) -> str:
-    case, n = least.case, config.num_resident
+    case, n = least.case, _rows(config)
     most = least.most()
     buffers = least.stream(rank.stage, n)
     stream = (
         f"{size(buffers)} for stream buffers ({flag_name('stream_buffer_gb')} {case.reserve.stream_gb:g}), " if buffers else ""
     )
     remedy = "no number fits: use more or larger GPUs" if most is None else f"give at most {most}, or {AUTO}"
+    remedy += " (residents and slots together)" if config.slots > 0 and most is not None else ""
     return (
-        f"{_N} {n}: does not fit on GPU {rank.gpu} ({_name_of(rank, case.parallel.pp, case.parallel.replicas)}): at least "
+        f"{_given(config)}: does not fit on GPU {rank.gpu} ({_name_of(rank, case.parallel.pp, case.parallel.replicas)}): at least "
         f"{size(least.needed(rank.stage, n))} are needed ({size(least.experts(rank.stage, n))} for {n} of "
         f"{case.model.num_experts} experts a layer, {size(least.weights(rank.stage))} for other weights, {stream}"
         f"{size(least.cache(rank.stage))} for a KV cache of {least.tokens} tokens, without which SGLang does not start), and "
         f"{size(granted)} are granted of {size(free)} free VRAM, by --mem-fraction-static {case.fraction:g} less "
         f"{flag_name('headroom_gb')} {case.reserve.headroom_gb:g}; {remedy}"
     )
+
+
+def _rows(config: OffloadConfig) -> int:
+    """Residents and slots of a layer, all in VRAM."""
+    return config.num_resident + max(config.slots, 0)
+
+
+def _given(config: OffloadConfig) -> str:
+    slots = f" and {flag_name('slots')} {config.slots}" if config.slots > 0 else ""
+    return f"{_N} {config.num_resident}{slots}"
 
 
 def _name_of(rank: Rank, stages: int, replicas: int) -> str:
