@@ -91,7 +91,7 @@ def counting_flags(config: OffloadConfig) -> dict[str, str]:
 def routing_format(cfg: Any, model_config: Any, given_runner: str = "auto") -> RoutingFormat:
     """The format of a launch with the resolved arguments ``cfg``, which was given ``--moe-runner-backend given_runner``."""
     quantization = cfg.quantization or model_config.quantization
-    runner = _runner(cfg.moe_runner_backend, quantization)
+    runner = resolved_runner(cfg.moe_runner_backend, quantization)
     if cfg.device != "cuda":  # routes in torch, whatever the runner
         return RoutingFormat(runner)
     if quantization == "w4afp8" and cfg.moe_a2a_backend in DEEPEP_LAYER_A2A:
@@ -109,7 +109,8 @@ def routing_format(cfg: Any, model_config: Any, given_runner: str = "auto") -> R
     return RoutingFormat(runner)
 
 
-def _runner(resolved: str, quantization: str | None) -> str:
+def resolved_runner(resolved: str, quantization: str | None) -> str:
+    """``--moe-runner-backend``, or what layers make of ``auto``, as far as it is known before they are built."""
     if resolved == "auto" and quantization in NVFP4 and get_platform().is_blackwell:
         return "flashinfer_trtllm"
     return resolved

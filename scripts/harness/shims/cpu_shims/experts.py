@@ -1,22 +1,68 @@
-"""Expert kernels in plain torch, where SGLang has only Triton ones or none for a CPU."""
+"""Expert kernels in plain torch, where SGLang has only Triton ones or none for a CPU.
+
+What SGLang does by Triton kernels goes through its ``_prepare_fused_moe_run``, and each block of tokens is computed with the
+row that its list names, which may lie behind those of the experts. SGLang has a kernel of its own for unquantised experts on a
+CPU; with ``SHIM_EXPERTS=triton`` in the environment, they go the same way as others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import dataclasses
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from cpu_shims.hooks import around
+from cpu_shims.hooks import around, on_cpu
 
 TRITON = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
+UNSET = 2**30
+"""What SGLang leaves uninitialised, as no row of anything."""
 
 
 def install() -> None:
-    around("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", skip_absent_experts)
+    around("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", native_experts)
     around(f"{TRITON}.inplace_fused_experts", inplace_experts)
     around(f"{TRITON}.outplace_fused_experts", outplace_experts)
+    around(f"{TRITON}.moe_align_block_size", align)
+    around(f"{TRITON}_triton_config.get_device_name", on_cpu)
+
+
+def native_experts(
+    original: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, topk_output: Any, config: Any
+) -> torch.Tensor:
+    if os.environ.get("SHIM_EXPERTS") != "triton":
+        return skip_absent_experts(original, layer, x, topk_output, config)
+    biases = {name: getattr(layer, f"{weight}_bias", None) for name, weight in (("b1", "w13_weight"), ("b2", "w2_weight"))}
+    config = dataclasses.replace(config, inplace=False)
+    fused_moe = importlib.import_module(TRITON)
+    return fused_moe.fused_experts(x, layer.w13_weight, layer.w2_weight, topk_output, config, **biases)
+
+
+def align(
+    original: Callable[..., Any], topk_ids: torch.Tensor, block_size: int, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The places in ``topk_ids`` by expert, -1 first, each expert's padded to whole blocks; each block's expert; and the number
+    of places with the padding."""
+    flat = topk_ids.flatten()
+    places = flat.numel()
+    room = places * block_size if places < num_experts + 1 else places + (num_experts + 1) * (block_size - 1)
+    room = (room + 3) // 4 * 4
+    order = torch.full((room,), places, dtype=torch.int32)
+    blocks = torch.full((-(-room // block_size),), UNSET, dtype=torch.int32)
+    used = 0
+    for expert in flat.unique().tolist():
+        mine = (flat == expert).nonzero().flatten()
+        count = -(-mine.numel() // block_size)
+        blocks[used : used + count] = expert
+        order[used * block_size : used * block_size + mine.numel()] = mine
+        used += count
+    return order, blocks, torch.tensor([used * block_size], dtype=torch.int32)
 
 
 class WithoutThem:
@@ -54,16 +100,18 @@ def skip_absent_experts(
     return original(padded, x, topk_output, config)
 
 
-def inplace_experts(original: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    hidden_states.copy_(reference_experts(hidden_states, *args, **kwargs))
+def inplace_experts(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    given["hidden_states"].copy_(reference_experts(**given))
 
 
-def outplace_experts(original: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return reference_experts(hidden_states, *args, **kwargs)
+def outplace_experts(original: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    return reference_experts(**inspect.signature(original).bind(*args, **kwargs).arguments)
 
 
 def reference_experts(
-    x: torch.Tensor,
+    *,
+    hidden_states: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -82,42 +130,80 @@ def reference_experts(
     w2_scale: torch.Tensor | None = None,
     w1_zp: torch.Tensor | None = None,
     w2_zp: torch.Tensor | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
     block_shape: list[int] | None = None,
-    *_: Any,
     routed_scaling_factor: float | None = None,
-    **__: Any,
+    gemm1_alpha: float | None = None,
+    gemm1_limit: float | None = None,
+    **_: Any,
 ) -> torch.Tensor:
     """What the fused Triton kernels compute, expert by expert on dequantised weights."""
     assert activation == "silu"
     assert is_gated
     assert not apply_router_weight_on_input
-    block = None if use_int4_w4a16 else block_shape
+    fused_moe, x = importlib.import_module(TRITON), hidden_states
+    config, _, _, _, order, blocks, padded = fused_moe._prepare_fused_moe_run(
+        x,
+        w1,
+        w2,
+        topk_ids,
+        use_fp8_w8a8=use_fp8_w8a8,
+        use_int8_w8a8=use_int8_w8a8,
+        use_int8_w8a16=use_int8_w8a16,
+        use_int4_w4a16=use_int4_w4a16,
+        per_channel_quant=per_channel_quant,
+        block_shape=block_shape,
+    )
+    scaled_by = None if use_int4_w4a16 else block_shape
     output = torch.zeros(x.shape, dtype=torch.float32)
-    for expert in topk_ids[topk_ids >= 0].unique().tolist():
-        token, choice = (topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = linear(x[token], dequantised(w1, w1_scale, w1_zp, expert, block), b1, expert).chunk(2, dim=-1)
-        hidden = (torch.nn.functional.silu(gate) * up).to(x.dtype)
-        out = linear(hidden, dequantised(w2, w2_scale, w2_zp, expert, block), b2, expert)
+    for row, places in by_row(order, blocks, int(padded), config["BLOCK_SIZE_M"], topk_ids.numel()):
+        token, choice = places // topk_ids.shape[1], places % topk_ids.shape[1]
+        both = linear(x[token], dequantised(w1, w1_scale, w1_zp, row, scaled_by), b1, row)
+        if gemm1_alpha is None:
+            gate, up = both.chunk(2, dim=-1)
+            hidden = torch.nn.functional.silu(gate) * up
+        else:
+            hidden = fused_moe.swiglu_gpt_oss_sigmoid_alpha(both, gemm1_alpha, gemm1_limit)
+        out = linear(hidden.to(x.dtype), dequantised(w2, w2_scale, w2_zp, row, scaled_by), b2, row)
         output.index_add_(0, token, out * topk_weights[token, choice].float().unsqueeze(1))
     return (output * (routed_scaling_factor or 1.0)).to(x.dtype)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
-    return torch.nn.functional.linear(x.float(), weight, None if bias is None else bias[expert].float())
+def by_row(
+    order: torch.Tensor, blocks: torch.Tensor, padded: int, block_size: int, num_places: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each row that some block is computed with, and the places that are: an expert's blocks are neighbours."""
+    used = blocks[: padded // block_size]
+    placed = order[:padded].view(-1, block_size)
+    for row in used[used >= 0].unique_consecutive().tolist():
+        places = placed[used == row].flatten()
+        yield row, places[places < num_places].long()
+
+
+def row_of(tensor: torch.Tensor, row: int) -> torch.Tensor:
+    """``tensor[row]``, or as the kernels compute it, what lies there behind the tensor."""
+    if row < tensor.shape[0]:
+        return tensor[row]
+    steps = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+    elements = row * tensor.stride(0) + sum((size - 1) * stride for size, stride in steps) + 1
+    memory = (ctypes.c_uint8 * (elements * tensor.element_size())).from_address(tensor.data_ptr())
+    flat = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
+    return flat.as_strided(tensor.shape[1:], tensor.stride()[1:], row * tensor.stride(0))
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, row: int) -> torch.Tensor:
+    return torch.nn.functional.linear(x.float(), weight, None if bias is None else row_of(bias, row).float())
 
 
 def dequantised(
-    weights: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None, expert: int, block: list[int] | None
+    weights: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None, row: int, block: list[int] | None
 ) -> torch.Tensor:
-    """One expert's [out, in] weight in float32."""
-    weight = weights[expert]
+    """One row's [out, in] weight in float32."""
+    weight = row_of(weights, row)
     if scales is None:
         return weight.float()
-    scale = scales[expert].float()
+    scale = row_of(scales, row).float()
     if weight.dtype == torch.uint8:
-        return dequantised_int4(weight, scale, None if zeros is None else zeros[expert])
+        return dequantised_int4(weight, scale, None if zeros is None else row_of(zeros, row))
     if block is not None:
         scale = scale.repeat_interleave(block[0], 0)[: weight.shape[0]].repeat_interleave(block[1], 1)
         return weight.float() * scale[:, : weight.shape[1]]

@@ -1,0 +1,180 @@
+"""Which launches have slots, and what the others are told; as SGLang's own methods choose their runners."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
+from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+from sglang.srt.layers.moe.moe_runner.base import PermuteMethodPool
+from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
+from sglang.srt.layers.quantization import fp8, unquant
+from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+from sglang.srt.runtime_context import override_platform
+
+from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.plugin import combinations
+from sglang_uvm_offload.plugin.slot_runners import ALWAYS_TRITON, RUNNERS, no_slots, no_slots_in
+
+
+def reason(
+    runner: str = "auto", quantization: str | None = None, fp4: bool = False, stated: Any = None, **values: Any
+) -> str | None:
+    cfg = {"device": "cuda", "moe_runner_backend": runner, "moe_a2a_backend": "none", "quantization": quantization, **values}
+    model = SimpleNamespace(
+        quantization=quantization, is_fp4_experts=fp4, hf_config=SimpleNamespace(quantization_config=stated)
+    )
+    return no_slots(SimpleNamespace(**cfg), model)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "modelopt_fp8", *sorted(ALWAYS_TRITON)])
+@pytest.mark.parametrize("runner", ["auto", "triton"])
+def test_what_the_triton_runner_computes_has_slots(runner, quantization):
+    assert reason(runner, quantization) is None
+
+
+@pytest.mark.parametrize("quantization", sorted(ALWAYS_TRITON))
+def test_a_quantisation_that_knows_only_the_triton_runner_has_slots_whatever_the_flag(quantization):
+    assert reason("cutlass", quantization) is None
+
+
+def test_experts_on_a_cpu_are_not_refused():
+    assert reason("triton_kernel", device="cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("runner", "words"),
+    [
+        ("marlin", "does not compute from slots yet"),
+        ("deep_gemm", "does not compute from slots yet"),
+        ("humming", "does not compute from slots yet"),
+        ("triton_kernel", "keeps experts interleaved, not one behind the other"),
+        ("cutlass", "takes each expert as a group, by its number, inside its kernels"),
+        ("flashinfer_cutlass", "takes each expert as a group, by its number, inside its kernels"),
+        ("flashinfer_cutedsl", "takes each expert as a group, by its number, inside its kernels"),
+        ("flashinfer_trtllm", "takes each expert as a group, by its number, inside its kernels"),
+        ("flashinfer_trtllm_routed", "takes each expert as a group, by its number, inside its kernels"),
+        ("flashinfer_mxfp4", "takes each expert as a group, by its number, inside its kernels"),
+        ("lora_triton", "computes experts together with LoRA adapters"),
+        ("intel_xpu", "is not known to compute by blocks of tokens"),
+    ],
+)
+def test_another_runner_is_named_with_the_reason(runner, words):
+    assert reason(runner) == f"--moe-runner-backend {runner} {words}"
+
+
+def test_every_runner_of_sglang_for_cuda_has_a_reason_of_its_own():
+    elsewhere = {"auto", "triton", "aiter", "ascend", "intel_xpu", "megamoe"}  # other GPUs; resolved to another one
+    assert set(MOE_RUNNER_BACKEND_CHOICES) - elsewhere <= set(RUNNERS)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        ("gptq_marlin", "its runner, marlin, does not compute from slots yet"),
+        ("awq_marlin", "its runner, marlin, does not compute from slots yet"),
+        ("modelopt_fp4", "its runner, marlin, does not compute from slots yet"),
+        ("w4afp8", "its runner, cutlass, takes each expert as a group, by its number, inside its kernels"),
+        ("bitsandbytes", "its experts are dequantized for each step, and computed from that"),
+        ("quark", "its experts are computed by other kernels than SGLang's Triton ones"),
+        ("mxfp4", "its experts are computed by other kernels than SGLang's Triton ones"),
+    ],
+)
+def test_another_quantisation_is_named_with_the_reason(quantization, words):
+    with override_platform(is_blackwell=False):
+        assert reason("auto", quantization) == f"--quantization {quantization}: {words}"
+
+
+def test_nvfp4_on_blackwell_is_told_of_the_runner_that_its_layers_choose():
+    with override_platform(is_blackwell=True):
+        assert str(reason("auto", "modelopt_fp4")).startswith("--moe-runner-backend flashinfer_trtllm takes each expert")
+
+
+def test_mxfp4_has_slots_with_the_triton_runner():
+    assert reason("triton", "mxfp4") is None
+
+
+def test_fp4_experts_of_an_fp8_checkpoint_have_none():
+    assert reason("auto", "fp8", fp4=True) == "the model's FP4 experts are computed by other kernels than SGLang's Triton ones"
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "runner", "served"),
+    [
+        ("float", 8, "auto", True),
+        ("int", 4, "triton", True),
+        ("int", 4, "auto", False),
+        ("int", 8, "triton", False),
+        ("float", 4, "auto", False),
+    ],
+)
+def test_compressed_tensors_go_by_the_kind_of_weights(kind, bits, runner, served):
+    groups = {"group_0": {"weights": {"type": kind, "num_bits": bits}}}
+    told = reason(runner, "compressed-tensors", stated={"config_groups": groups})
+    assert (told is None) == served
+    assert told is None or ("marlin" in told) == (kind == "int")
+
+
+def test_compressed_tensors_that_state_nothing_have_no_slots():
+    assert "other kernels" in str(reason("triton", "compressed-tensors"))
+
+
+@pytest.mark.parametrize("backend", [each.value for each in MoeA2ABackend if not each.is_none()])
+def test_tokens_that_are_exchanged_have_no_slots(backend):
+    assert reason(moe_a2a_backend=backend) == (
+        f"--moe-a2a-backend {backend} hands tokens over in a form that SGLang's Triton runner does not take"
+    )
+
+
+def test_the_triton_runner_takes_tokens_in_the_standard_form_only():
+    taken = {dispatched for dispatched, runner in PermuteMethodPool._pre_permute_methods if runner == "triton"}
+    assert taken == {"standard"}
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["enable_lora", "enable_eplb", "enable_torch_compile", "enable_two_batch_overlap", "enable_pdmux", "enable_memory_saver"],
+)
+def test_what_slots_cannot_bear_is_refused_with_offloading_itself(flag):
+    """``no_slots`` says nothing of these. Where one is to be allowed, it must."""
+    given = defaultdict(lambda: None, {flag: True, "init_expert_location": "trivial"})
+    cfg = type("Arguments", (), {"__getattr__": lambda self, name: given[name]})()
+    [problem] = combinations.problems(parse({"num_resident": 4}), cfg)
+    assert flag.replace("_", "-") in problem
+
+
+def built(method: Any, config: MoeRunnerConfig) -> SimpleNamespace:
+    method.create_moe_runner(torch.nn.Module(), config)
+    return SimpleNamespace(quant_method=method)
+
+
+@pytest.mark.parametrize(("runner", "told"), [("auto", False), ("triton", False), ("deep_gemm", True), ("cutlass", True)])
+def test_a_built_layer_tells_as_the_launch_does(monkeypatch, runner, told):
+    monkeypatch.setattr(fp8, "get_moe_runner_backend", lambda: MoeRunnerBackend(runner))
+    method = Fp8MoEMethod.__new__(Fp8MoEMethod)
+    method.runner, method.is_fp4_expert = None, False
+    layer = built(method, MoeRunnerConfig())
+    assert no_slots_in(layer) == reason(runner, "fp8")
+    assert (no_slots_in(layer) is not None) == told
+
+
+def test_an_unquantised_layer_has_slots(monkeypatch):
+    monkeypatch.setattr(unquant, "get_moe_runner_backend", lambda: MoeRunnerBackend.AUTO)
+    method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+    chosen = ("use_flashinfer_trtllm_moe", "use_flashinfer_cutlass", "use_deep_gemm", "use_triton_kernels")
+    for name in chosen:
+        setattr(method, name, False)
+    assert no_slots_in(built(method, MoeRunnerConfig())) is None
+
+
+def test_a_method_with_kernels_of_its_own_is_named():
+    class Own:
+        def get_moe_runner_backend(self, layer: Any) -> None:
+            return None
+
+    assert no_slots_in(SimpleNamespace(quant_method=Own())) == "Own computes its experts by kernels of its own"
