@@ -66,15 +66,16 @@ class OffloadConfig:
         """Why N, the slots or the ids do not fit a model with ``num_experts`` routed experts per layer."""
         ids = self.resident_ids
         out = [] if ids is None else ids.expert_problems(num_experts) + ids.number_problems(self.num_resident)
-        if self.num_resident > num_experts:
+        offloaded = num_experts - self.num_resident
+        if offloaded < 0:
             out.append(
                 f"{flag_name('num_resident')} {self.num_resident}: the model has {num_experts} routed experts a layer; give at "
                 "most as many"
             )
-        elif self.slots > (offloaded := num_experts - self.num_resident):
+        elif self.slots > offloaded:
             out.append(
-                f"{flag_name('slots')} {self.slots}: {self.num_resident} residents leave {offloaded} of {num_experts} routed experts "
-                "a layer offloaded; give at most as many"
+                f"{flag_name('slots')} {self.slots}: {self.num_resident} residents leave {offloaded} of {num_experts} experts a layer "
+                "offloaded; give at most as many"
             )
         return out
 

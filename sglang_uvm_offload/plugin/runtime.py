@@ -49,6 +49,7 @@ from sglang_uvm_offload.residency.table import residency_table
 from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase, RoutingCounters
 from sglang_uvm_offload.routing.profile import RoutedModel
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
+from sglang_uvm_offload.slots.model import ModelSlots
 from sglang_uvm_offload.streaming.streamer import Streamer
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,8 @@ class _RankHooks:
         self.recording = Recording(config.trace) if config.trace is not None else None
         self.layer_hooks = LayerHooks(counting_flags(config), self.recording)
         self.seam = SlotSeam()
+        self.slots: ModelSlots | None = None
+        """Of the target model, once it is loaded; None where no layer has any."""
         self.metrics: Metrics | None = None
         self.savers: list[Saver] = []
         self.routed_model: RoutedModel | None = None
@@ -146,7 +149,7 @@ class _RankHooks:
             manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
             if not model.draft:
                 self.layer_hooks.streamer = self._streamer(model, runner.pre_model_load_memory)
-                self.seam.slots = make_slots(model)
+                self._begin_slots(model)
             if self.recording is not None and not model.draft:
                 self.savers += filter(None, [self.recording.begin(model, self._top_k())])
         except (FlagError, ManagedMemoryError) as error:
@@ -169,8 +172,8 @@ class _RankHooks:
         if streamer is not None and not (_is_eager(runner, batch, phase) and streamer.streams(tokens)):
             streamer = None
         self.manager.begin_step(model, valid_rows, tokens, phase, streams=streamer is not None)
-        if self.seam.slots is not None and not model.draft:
-            self.seam.slots.begin_step(valid_rows, phase if streamer is None else Phase.PREFILL)
+        if self.slots is not None and not model.draft:
+            self.slots.begin_step(valid_rows, phase if streamer is None else Phase.PREFILL)
         try:
             if streamer is not None:
                 streamer.begin_step()
@@ -180,10 +183,15 @@ class _RankHooks:
                 streamer.end_step()
             self.manager.end_step(model)
 
+    def _begin_slots(self, model: ModelExperts) -> None:
+        self.slots = make_slots(model)
+        if self.slots is not None:
+            self.seam.find = self.slots.at
+
     def experts_written(self) -> None:
         """Bytes of experts may have changed."""
-        if self.seam.slots is not None:
-            self.seam.slots.bytes_written()
+        if self.slots is not None:
+            self.slots.bytes_written()
 
     def after_scheduler_init(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         logger.info(

@@ -16,8 +16,23 @@ from sglang_uvm_offload.routing.counts import Phase
 logger = logging.getLogger(__name__)
 
 
+class LayerSlots:
+    """The slots of one layer, as the code that computes it finds them."""
+
+    def __init__(self, index: int, layer: SlotLayer, device: ExpertSlots):
+        self.num_rows = layer.num_experts + layer.num_slots
+        """Of each of its tensors."""
+        self.row_bytes = {row.address: row.nbytes for row in layer.rows}
+        """The bytes of a row, of the tensor at each address."""
+        self._index, self._device = index, device
+
+    def resolve(self, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
+        """As ``memory.slots.ExpertSlots.resolve``."""
+        self._device.resolve(self._index, ids, blocks, padded, block_size)
+
+
 class ModelSlots:
-    """All methods run on the thread that launches the model's steps. ``resolve`` may run within a capture."""
+    """All methods run on the thread that launches the model's steps."""
 
     def __init__(self, layers: Sequence[ExpertLayer], make: Callable[[Sequence[SlotLayer | None]], ExpertSlots]):
         """``make``: the slots of the layers, on the device; None for a layer without."""
@@ -26,8 +41,7 @@ class ModelSlots:
         """Of each layer, why it has no slots; None where it has."""
         self._served = [None if reason else _slot_layer(layer) for layer, reason in zip(layers, self.reasons, strict=True)]
         self._device = make(self._served) if any(self._served) else None
-        self._index_of: dict[int, int] = {}
-        """The layer with slots whose tensor is at an address."""
+        self._at: dict[int, LayerSlots] = {}
         self._index_tensors()
         self._generations = [layer.generation for layer in layers]
         self._stale = False
@@ -39,16 +53,9 @@ class ModelSlots:
         """Whether any layer has slots."""
         return self._device is not None
 
-    def layer_of(self, *tensors: torch.Tensor) -> int | None:
-        """The index of the layer that may compute these tensors from slots: each begins at the first expert of one of its own.
-        None for others, such as a stream buffer's."""
-        found = {self._index_of.get(tensor.data_ptr()) for tensor in tensors}
-        return found.pop() if len(found) == 1 else None
-
-    def num_rows(self, tensor: torch.Tensor) -> int | None:
-        """Of a tensor with slots: its experts and its slots. None for others."""
-        index = self.layer_of(tensor)
-        return None if index is None else self.layers[index].num_experts + self.layers[index].num_slots
+    def at(self, address: int) -> LayerSlots | None:
+        """The slots of the layer that has a tensor at this address; None for others, such as a stream buffer."""
+        return self._at.get(address)
 
     def bytes_written(self) -> None:
         """Bytes of experts may have changed, or will before the next step: what slots hold is stale."""
@@ -65,11 +72,6 @@ class ModelSlots:
         self._follow_residency()
         if valid_rows and phase is Phase.DECODE:
             self._device.begin_step()
-
-    def resolve(self, layer: int, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
-        """As ``memory.slots.ExpertSlots.resolve``."""
-        if self._device is not None:
-            self._device.resolve(layer, ids, blocks, padded, block_size)
 
     def _follow_tensors(self) -> None:
         generations = [layer.generation for layer in self.layers]
@@ -89,9 +91,11 @@ class ModelSlots:
         self._offloaded = []  # a layer that lost its slots fills none
 
     def _index_tensors(self) -> None:
-        layers = zip(self._served, self.reasons, strict=True)
-        with_slots = [(index, layer) for index, (layer, reason) in enumerate(layers) if layer is not None and reason is None]
-        self._index_of = {row.address: index for index, layer in with_slots for row in layer.rows}
+        self._at = {}
+        for index, (served, reason) in enumerate(zip(self._served, self.reasons, strict=True)):
+            if served is not None and reason is None and self._device is not None:
+                slots = LayerSlots(index, served, self._device)
+                self._at |= dict.fromkeys(slots.row_bytes, slots)
 
     def _follow_residency(self) -> None:
         offloaded = [layer.offloaded_bytes_by_expert for layer in self.layers]
