@@ -78,8 +78,8 @@ def _refusal(config: OffloadConfig, least: LeastMemory, rank: Rank, granted: int
     remedy += " (residents and slots together)" if config.slots > 0 and most is not None else ""
     return (
         f"{_given(config)}: does not fit on GPU {rank.gpu} "
-        f"({_name_of(rank, case.parallel.pp, case.parallel.replicas)}): at least {size(least.needed(rank.stage, n))} are needed "
-        f"({size(least.experts(rank.stage, n))} for {n} of "
+        f"({_name_of(rank, case.parallel.pp, case.parallel.replicas)}): at least {size(least.needed(rank.stage, n))} are "
+        f"needed ({size(least.experts(rank.stage, n))} for {n} of "
         f"{case.model.num_experts} experts a layer, {size(least.weights(rank.stage))} for other weights, {stream}"
         f"{size(least.cache(rank.stage))} for a KV cache of {least.tokens} tokens, without which SGLang does not start), and "
         f"{size(granted)} are granted of {size(free)} free VRAM, by --mem-fraction-static {case.fraction:g} less "
