@@ -74,8 +74,8 @@ class OffloadConfig:
             )
         elif self.slots > offloaded:
             out.append(
-                f"{flag_name('slots')} {self.slots}: {self.num_resident} residents leave {offloaded} of {num_experts} experts a "
-                "layer offloaded; give at most as many"
+                f"{flag_name('slots')} {self.slots}: {self.num_resident} residents leave {offloaded} of {num_experts} experts "
+                "a layer offloaded; give at most as many"
             )
         return out
 
