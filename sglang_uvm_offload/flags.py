@@ -104,8 +104,8 @@ class OffloadFlags:
     slots: str | None = flag(
         None,
         str,
-        "Rows in VRAM beside each MoE layer's experts (over all ranks that share the layer), which a decode step fills with the "
-        " offloaded experts that it uses: one that is used again is read from VRAM. auto: a part of what "
+        "Rows in VRAM beside each MoE layer's experts (over all ranks that share the layer), which a decode step fills with "
+        "the offloaded experts that it uses: one that is used again is read from VRAM. auto: a part of what "
         "--expert-offload-num-resident auto finds room for, or none where SGLang's MoE runner cannot use them.",
     )
     stream_buffer_gb: str = flag(
