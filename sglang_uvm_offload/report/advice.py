@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_uvm_offload.replay.policies import SHIPPED
+from sglang_uvm_offload.replay.policies import SHIPPED, SLOTS
 from sglang_uvm_offload.report.source import Result, ServerInfo, budget, recent_hit_rate
 from sglang_uvm_offload.report.units import percent, points
 from sglang_uvm_offload.residency.status import Curve, RankStatus
@@ -27,6 +27,8 @@ OFFERED = {
     SHIPPED: "--expert-offload-adapt continuous",
 }
 """The policies that a server offers, and the flag for each."""
+NO_RIVALS = (*OFFERED, *AHEAD, SLOTS)
+"""Slots are no rival of the residency policies: they hold experts beside the residents."""
 
 
 def advice(info: ServerInfo) -> list[str]:
@@ -138,7 +140,7 @@ def replay_advice(results: Sequence[Result]) -> list[str]:
         return [f"A server offers none of these policies ({', '.join(OFFERED)})."]
     best = min(offered, key=lambda result: result.step_seconds)
     lines = [f"Of the policies that a server offers, {best.policy} ({OFFERED[best.policy]}) spends the least time on the link."]
-    paging = [result for result in results if result.policy not in OFFERED and result.policy not in AHEAD]
+    paging = [result for result in results if result.policy not in NO_RIVALS]
     least = min(paging, key=lambda result: result.step_seconds, default=best)
     if least.step_seconds < best.step_seconds:
         share = 1 - least.step_seconds / best.step_seconds

@@ -175,6 +175,10 @@ def test_a_cache_that_would_be_faster_is_told_as_what_no_server_offers():
     assert len(replay_advice(replayed(result("adaptive"), result("lru", step_seconds=0.003)).results)) == 1
 
 
+def test_slots_are_no_cache_beside_the_policies_of_residents():
+    assert len(replay_advice(replayed(result("adaptive"), result("slots", step_seconds=0.001)).results)) == 1
+
+
 def test_knowing_the_future_bounds_what_can_be_gained():
     said = replay_advice(replayed(result("adaptive"), result("belady", hit_rate=0.95, step_seconds=0.0)).results)
     assert said[1].startswith("belady")
