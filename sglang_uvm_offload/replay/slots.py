@@ -1,4 +1,4 @@
-"""Slots on a trace: the real policy of the rows in VRAM beside a layer's experts, and how VRAM splits between them and residents.
+"""Slots on a trace: the real policy of the rows in VRAM beside a layer's experts, and VRAM split between them and residents.
 
 A miss crosses the link once, whether it is read in place or fills a slot. Arrays are ``bool[layers, experts]``.
 """

@@ -107,6 +107,19 @@ def test_what_a_step_hits_stays_even_if_it_is_worth_least():
     assert step(policy, 0, 2) == [(2, 1)]
 
 
+def test_the_victim_is_the_one_worth_least_however_recently_it_was_used():
+    value = np.full((AGES, LATELY, LONG), 0.1)
+    value[0] = 0.5
+    value[:, -1] = 0.9
+    policy = policy_of(4, 2)
+    for _ in range(64):
+        step(policy, 0)
+    step(policy, 1)
+    worth(policy, value)
+    assert policy.owner.tolist() == [[0, 1]]
+    assert step(policy, 2) == [(2, 1)]
+
+
 def test_if_a_step_hits_every_slot_its_misses_are_read_in_place():
     policy = policy_of(4, 2)
     step(policy, 0, 1)
@@ -269,6 +282,14 @@ def test_before_anything_is_known_recent_and_frequent_experts_are_worth_more():
     for _ in range(8):
         step(policy, 3)
     assert all(later < earlier for later, earlier in zip(values(policy)[:3], before[:3], strict=True))
+
+
+def test_what_was_never_used_counts_as_used_longest_ago():
+    policy = policy_of(4, 0)
+    step(policy, 1, 2)
+    assert (policy.classes[0, 0] // (LATELY * LONG)).tolist() == [AGES - 1, 0, 0, AGES - 1]
+    step(policy, 2)
+    assert (policy.classes[0, 0] // (LATELY * LONG)).tolist() == [AGES - 1, 2, 0, AGES - 1]
 
 
 def test_recent_use_is_worth_more_after_learning_where_routing_has_locality():

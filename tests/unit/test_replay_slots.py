@@ -140,7 +140,7 @@ def saved(mixed, tmp_path):
     return tmp_path / "trace.npz"
 
 
-def test_the_command_prints_each_split_and_names_the_best(saved, capsys):
+def test_the_command_prints_each_split_and_names_the_best(saved, mixed, capsys):
     command = ["replay", str(saved), "--residency", "0.5", "--batch", "2", "--link-gbps", "10", "--expert-mib", "2", "--slots"]
     assert main(command) == 0
     *lines, empty, last = capsys.readouterr().out.splitlines()
@@ -148,6 +148,7 @@ def test_the_command_prints_each_split_and_names_the_best(saved, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["trace"] == str(saved)
     splits = [Split(**each) for each in found["slots"]]
+    assert splits == slot_splits(mixed, 0.5, batch=2, link_gbps=10, expert_bytes=2 * MIB)
     assert len(lines) == 1 + len(splits)
     for line, each in zip(lines[1:], splits, strict=True):
         share, _, fixed, slots, hit_rate, _, fills, *_ = line.split()
