@@ -94,7 +94,6 @@ class ModelSlots:
                 self.reasons[index] = reason
                 logger.warning("Expert offload: MoE layer %d uses its slots no more: %s", layer.layer_id, reason)
         self._index_tensors()
-        self._offloaded = []  # a layer that lost its slots fills none
 
     def _index_tensors(self) -> None:
         self._at = {}

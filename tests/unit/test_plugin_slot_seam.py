@@ -133,6 +133,14 @@ def test_a_list_that_is_made_outside_of_the_experts_stays(layer: Layer) -> None:
     assert len(layer.resolved) == 1
 
 
+def test_a_list_of_other_weights_inside_of_the_experts_stays(layer: Layer) -> None:
+    seam = seam_of(layer)
+    strange = (weight(), weight())
+    for pair in ((layer.w1, strange[1]), (strange[0], layer.w2)):
+        seam._around_experts(lambda *args, pair=pair: prepare(seam, *pair), HIDDEN, layer.w1, layer.w2)
+    assert not layer.resolved
+
+
 def test_an_error_leaves_no_layer_behind(layer: Layer) -> None:
     seam = seam_of(layer)
 

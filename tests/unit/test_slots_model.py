@@ -23,8 +23,8 @@ BLOCK = 16
 class Served(Rank):
     """A rank whose layers have slots. First three experts are resident."""
 
-    def __init__(self, **flags):
-        super().__init__(config(resident_selection="first_n", slots=SLOTS, **flags))
+    def __init__(self, **more):
+        super().__init__(config(resident_selection="first_n", slots=SLOTS), **more)
         for index, module in enumerate(self.modules):
             values = np.random.default_rng(index).integers(0, 256, tuple(module.w13.shape), dtype=np.uint8)
             module.w13.copy_(torch.from_numpy(values))
@@ -102,7 +102,8 @@ def test_weights_that_were_written_are_not_read_from_old_copies():
     assert rows == [{1: 1, 5: E}] * LAYERS, "the slot was filled anew"
     assert rank.holds(rows)
     assert rank.slots.at(rank.modules[0].w13.data_ptr()) is not None
-    assert rank.serve([5]) == [{5: E}] * LAYERS, "once is enough"
+    assert rank.serve([5]) == [{5: E}] * LAYERS
+    assert rank.status()["slots"]["fills"] == 3 * LAYERS, "they are emptied once"
 
 
 def test_processing_a_layers_weights_makes_its_slots_stale():
@@ -140,14 +141,18 @@ def test_what_is_resident_now_gets_no_slot_and_what_was_demoted_gets_one():
     rank = Served()
     rank.serve([5, 6])
     assert rank.device._share[0].tolist() == [0] * 3 + [WHOLE] * 5
+    rank.manager.observer.catch_up()
     for layer in rank.model.layers:
         wanted = np.isin(np.arange(E), [5, 6, 7])
         layer.demote(wanted)
         layer.promote(wanted)
+    rank.manager.observer.catch_up()
     assert rank.serve([0, 5]) == [{0: E + 2, 5: E}] * LAYERS, "what a slot holds is served from there"
     assert rank.device._share[0].tolist() == [WHOLE] * 5 + [0] * 3
     assert rank.serve([1]) == [{1: E + 1}] * LAYERS, "a resident's copy goes first, of two the older"
     assert rank.serve([2]) == [{2: E}] * LAYERS
+    slots = rank.status()["slots"]
+    assert (slots["hits"], slots["fills"]) == (0, 5 * LAYERS), "what a slot serves of a resident saves nothing"
 
 
 def test_activations_and_bytes_are_accounted_for_by_what_served_them():
@@ -166,6 +171,12 @@ def test_activations_and_bytes_are_accounted_for_by_what_served_them():
     assert status["byte_hit_rate"] == pytest.approx(5 / 9)
     assert ledger.activations_resident.tolist() == [4] * LAYERS, "in decode"
     assert status["history"]["filled_bytes"][-1] == slots["filled_bytes"]
+
+
+def test_an_expert_that_is_offloaded_in_part_is_worth_that_part():
+    rank = Served(expert_bytes=PAGE_BYTES * 3 // 2)  # three residents fill the first half of the fourth one's blocks
+    rank.serve([1])
+    assert rank.device._share[0].tolist() == [0, 0, 0, 11, WHOLE, WHOLE, WHOLE, WHOLE]
 
 
 @pytest.mark.parametrize(
