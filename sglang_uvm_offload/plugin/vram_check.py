@@ -44,11 +44,11 @@ def checked(config: OffloadConfig, server_args: Any) -> tuple[OffloadConfig, lis
         logger.warning("%s %d is not checked against VRAM: %s", _N, config.num_resident, reason)
         return config, []
     least = LeastMemory(case, cfg.page_size or 1)
-    if least.share <= 0 or config.num_resident > case.model.num_experts:
+    if least.share <= 0 or _rows(config) > case.model.num_experts:
         return config, []  # the headroom or the number is refused by a check of its own
     if case.workload.drafts and (note := draft_note(case, config.num_resident)):
         logger.warning("%s %d: %s", _N, config.num_resident, note)
-    buffers = case.stream(config.num_resident).buffers
+    buffers = case.stream(_rows(config)).buffers
     if config.stream_gb and not buffers and config.num_resident < case.model.num_experts:
         one = size(max(map(case.stream_layer_bytes, range(case.parallel.pp))))
         return config, [f"{flag_name('stream_buffer_gb')} {config.stream_gb:g}: one buffer takes {one}; give that, auto, or 0"]

@@ -29,9 +29,14 @@ FREE = 90 * GIB
 
 
 def refusals(
-    num_resident: int, parallel: Parallel, free: dict[int, int], fraction: float = 0.9, stream_gb: float | None = None
+    num_resident: int,
+    parallel: Parallel,
+    free: dict[int, int],
+    fraction: float = 0.9,
+    stream_gb: float | None = None,
+    slots: int | None = None,
 ) -> list[str]:
-    config = parse({"num_resident": num_resident})
+    config = parse({"num_resident": num_resident, "slots": slots})
     assert config is not None
     reserve = Reserve(fraction, free_vram_bytes=min(free.values()), stream_gb=stream_gb)
     case = Case(load(MODEL), preset("8xH20"), Workload(4096), parallel, reserve, Assumptions())
@@ -74,6 +79,16 @@ def test_stream_buffers_that_were_asked_for_are_needed_too():
     assert "for other weights, 2.25 GiB for stream buffers (--expert-offload-stream-buffer-gb 4), " in line
     most = int(line.split("give at most ")[1].split(",")[0])
     assert refusals(most, parallel, free, stream_gb=4) == []
+
+
+def test_slots_take_as_much_as_residents():
+    parallel, free = Parallel(tp=4), even(4)
+    most = int(refusals(128, parallel, free)[0].split("give at most ")[1].split(",")[0])
+    assert refusals(most - 20, parallel, free, slots=20) == []
+    (line,) = refusals(most - 20, parallel, free, slots=40)
+    assert line.startswith(f"--expert-offload-num-resident {most - 20} and --expert-offload-slots 40: does not fit on GPU 0")
+    assert f"for {most + 20} of 128 experts a layer" in line
+    assert line.endswith(f"give at most {most}, or auto (residents and slots together)")
 
 
 def test_a_busy_gpu_of_one_replica_does_not_count_for_the_other():
