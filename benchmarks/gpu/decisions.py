@@ -447,19 +447,19 @@ def fill_design(rows: PartRows) -> list[str]:
 
 
 def slot_steps(rows: PartRows) -> list[str]:
-    """A line by weights, share of the experts' bytes in VRAM, split and batch."""
+    """A line by weights, share of the experts' bytes in VRAM, batch and split."""
     body: list[tuple[str, list[Row | None]]] = []
-    for step in find(rows.get("layer", ()), "slot_step"):
-        same = {name: step[name] for name in ("weights", "share", "split", "batch")}
-        use = [one(rows, "layer", "slot_use", figure=f, **same) for f in ("resident", "hits", "fills", "read in place")]
+    found = find(rows.get("layer", ()), "slot_step")
+    for step in sorted(found, key=lambda row: (row["weights"], row["share"], row["batch"])):
+        held = {name: step[name] for name in ("weights", "share", "split")}
+        figures = ("resident", "hits", "fills", "read in place")
+        use = [one(rows, "layer", "slot_use", figure=figure, batch=step["batch"], **held) for figure in figures]
         name = f"{step['weights']}, {step['share']:.0%} in VRAM, batch {step['batch']}, {step['split']}"
-        body.append((name, [step, *use]))
+        body.append((name, [step, one(rows, "layer", "slot_vram", **held), *use]))
     lines = grid(
-        ["a decode step, ms; of its activations", "ms", "resident", "in slots", "fills", "read in place"],
-        sorted(body, key=lambda line: line[0]),
+        ["a decode step", "ms", "VRAM, GB", "of its activations: resident", "in slots", "fills", "read in place"], body
     )
-    kernels = dict.fromkeys(row["kernels"] for row in find(rows.get("layer", ()), "slot_step"))
-    return lines + [f"computed by {name}" for name in kernels]
+    return lines + [f"computed by {kernels}" for kernels in dict.fromkeys(row["kernels"] for row in found)]
 
 
 def slots_right(rows: PartRows) -> list[str]:

@@ -39,6 +39,7 @@ class SlotModel:
         self.find: Find = self._slots.at
         self._policy = SlotPolicy(np.ones(resident.shape, dtype=bool), num_slots)
         self.offloaded = np.stack([layer.offloaded_bytes_by_expert for layer in experts])
+        self.vram_bytes = sum(layer.resident_bytes + layer.slot_bytes for layer in experts)
         self._share = -(-WHOLE * self.offloaded // max(layer.expert_bytes for layer in experts))
         self.hits, self.fills = (np.zeros(resident.shape, dtype=np.int64) for _ in range(2))
         """What the policy decided, by layer and expert."""

@@ -245,9 +245,9 @@ def weights_of(shape: MoeShape, fp8: bool, seed: int) -> Weights:
 def one_split(rows: Rows, shape: MoeShape, trace: np.ndarray, plain: list[Weights], share: float, split: str) -> None:
     half, in_vram = trace.shape[0] // 2, round(share * shape.experts)
     num_slots = round(SPLITS[split] * in_vram)
-    resident = routing_trace.hottest(trace[:half], shape.experts, (in_vram - num_slots) / shape.experts)
-    model = SlotModel(CudaMemory(), plain, resident, num_slots)
+    model = SlotModel(CudaMemory(), plain, residents(trace[:half], plain[0], in_vram - num_slots), num_slots)
     labels = {"split": split, "share": share, "weights": "fp8" if plain[0].fp8 else "bf16"}
+    rows.put("slot_vram", "GB", [model.vram_bytes / 1e9], **labels)
     for batch in (1, 4, 16, 64)[:: rows.pick(1, 3)]:
         if rows.late():
             return
@@ -279,6 +279,19 @@ def one_split(rows: Rows, shape: MoeShape, trace: np.ndarray, plain: list[Weight
         rows.put("slot_counts", "counts that differ", [wrong], hits=int(model.hits.sum()), fills=int(model.fills.sum()), **cell)
         if differ or wrong:
             raise AssertionError(f"{cell}: {differ} of {len(times)} replays differ, and {wrong} counts of hits and fills")
+
+
+def residents(ids: np.ndarray, weights: Weights, count: int) -> np.ndarray:
+    """``bool[layers, experts]``: as many of the most used as fit, with all their blocks, the VRAM of ``count`` rows."""
+    num_experts = weights.w13.shape[0]
+    sizes = [weight[0].numel() * weight.element_size() for weight in (weights.w13, weights.w2)]
+    layouts = [layout for nbytes in sizes if (layout := ExpertLayout(num_experts, nbytes)).placeable]
+    room = count * sum(layout.expert_bytes for layout in layouts)
+    for fewer in range(count, 0, -1):
+        chosen = routing_trace.hottest(ids, num_experts, fewer / num_experts)
+        if max(sum(layout.taken_by(layout.holding(keep)) for layout in layouts) for keep in chosen) <= room:
+            return chosen
+    return np.zeros((ids.shape[2], num_experts), dtype=bool)
 
 
 def requests(steps: np.ndarray, batch: int) -> np.ndarray:
