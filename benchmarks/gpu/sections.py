@@ -183,7 +183,7 @@ SLOTS = Section(
             "layer",
             "slots_parts",
             160,
-            220,
+            300,
             12,
             10,
             "decode steps of SGLang's Triton MoE in the same VRAM: residents, slots, both; outputs and counts",

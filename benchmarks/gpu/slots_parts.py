@@ -304,13 +304,16 @@ def requests(steps: np.ndarray, batch: int) -> np.ndarray:
 
 def zeros_by_copies() -> None:
     """Over a stand-in driver no kernel fills a tensor with zeros, and memory that is used again holds what it held."""
-    made: Any = torch.zeros
+    module: Any = torch
+    made = torch.zeros
 
     def zeros(*size: Any, device: Any = None, **how: Any) -> torch.Tensor:
         return made(*size, **how).to(device)
 
-    torch.zeros = zeros
-    torch.zeros_like = lambda like: zeros(like.shape, dtype=like.dtype, device=like.device)
+    def zeros_like(like: torch.Tensor) -> torch.Tensor:
+        return zeros(like.shape, dtype=like.dtype, device=like.device)
+
+    module.zeros, module.zeros_like = zeros, zeros_like
 
 
 PARTS = {each.__name__: each for each in (empty, fill, layer)}
