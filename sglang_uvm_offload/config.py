@@ -72,10 +72,10 @@ class OffloadConfig:
                 f"{flag_name('num_resident')} {self.num_resident}: the model has {num_experts} routed experts a layer; give at "
                 "most as many"
             )
-        elif self.slots > offloaded:
+        elif 0 < offloaded < self.slots:
             out.append(
-                f"{flag_name('slots')} {self.slots}: {self.num_resident} residents leave {offloaded} of {num_experts} experts a "
-                "layer offloaded; give at most as many"
+                f"{flag_name('slots')} {self.slots}: {self.num_resident} residents leave {offloaded} of {num_experts} experts "
+                "a layer offloaded; give at most as many"
             )
         return out
 

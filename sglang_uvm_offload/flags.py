@@ -105,8 +105,8 @@ class OffloadFlags:
         None,
         str,
         "Rows in VRAM beside each MoE layer's experts (over all ranks that share the layer), which a decode step fills with "
-        "offloaded experts that it uses, so that an expert that is used again is read from VRAM. auto: as many as the launch "
-        "chooses.",
+        "the offloaded experts that it uses: one that is used again is read from VRAM. auto: a part of what "
+        "--expert-offload-num-resident auto finds room for, or none where SGLang's MoE runner cannot use them.",
     )
     stream_buffer_gb: str = flag(
         "auto",

@@ -1,6 +1,7 @@
 """The ``replay`` command: a routing trace through the shipped policy and the baselines, as a table or JSON.
 
-With ``--recall``: how many of the shipped policy's misses could be predicted while a step runs.
+With ``--recall``: how many of the shipped policy's misses could be predicted while a step runs. With ``--slots``: how to split
+the VRAM between residents and slots.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sglang_uvm_offload.units import size
 if TYPE_CHECKING:
     from sglang_uvm_offload.replay.recall import Recall
     from sglang_uvm_offload.replay.simulator import Replay
+    from sglang_uvm_offload.replay.slots import Split
 
 MAX_BATCH = 4096
 """More requests than a server runs at once. Each slot takes memory in every step of the replay, idle or not."""
@@ -41,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"print instead which share of the misses of {SHIPPED} could be predicted when the layer before has routed",
     )
+    parser.add_argument(
+        "--slots",
+        action="store_true",
+        help="print instead the link time of each split of the VRAM between residents and slots, and the best",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -50,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"cannot replay {args.trace}: {problem}", file=sys.stderr)
         return 2
     try:
-        found = _recall(args) if args.recall else _replay(args)
+        found = _recall(args) if args.recall else _slots(args) if args.slots else _replay(args)
     except (ValueError, OSError, MemoryError) as error:
         print(f"cannot replay {args.trace}: {error}", file=sys.stderr)
         return 2
@@ -77,7 +84,16 @@ def _recall(args: argparse.Namespace) -> str:
     return _json(args, "recall", found) if args.json else recall_table(found)
 
 
-def _json(args: argparse.Namespace, name: str, results: Sequence[Replay | Recall]) -> str:
+def _slots(args: argparse.Namespace) -> str:
+    from sglang_uvm_offload.replay.simulator import slot_splits
+
+    expert_bytes = int(args.expert_mib * 2**20)
+    trace = Trace.load(args.trace)
+    found = slot_splits(trace, args.residency, args.batch, args.warmup_fraction, args.link_gbps, expert_bytes)
+    return _json(args, "slots", found) if args.json else slots_table(found)
+
+
+def _json(args: argparse.Namespace, name: str, results: Sequence[Replay | Recall | Split]) -> str:
     return json.dumps({"trace": str(args.trace), name: [result.as_json() for result in results]}, indent=1)
 
 
@@ -92,7 +108,9 @@ def problems(args: argparse.Namespace) -> list[str]:
         ("--expert-mib", args.expert_mib, SMALLEST <= args.expert_mib <= LARGEST, f"must be above 0 MiB {amount}"),
     ]
     found = [f"{flag} {right}, not {value}" for flag, value, good, right in checks if not good]
-    if args.recall and set(args.policy or [SHIPPED]) != {SHIPPED}:
+    if args.slots and (args.policy or args.recall):
+        found.append("--slots replays its own splits of the VRAM; leave --policy and --recall out")
+    elif args.recall and set(args.policy or [SHIPPED]) != {SHIPPED}:
         found.append(f"--recall is of the misses of {SHIPPED}; leave --policy out")
     return found
 
@@ -127,6 +145,27 @@ def recall_table(found: Sequence[Recall]) -> str:
         for result in found
     ]
     return _aligned(rows)
+
+
+def slots_table(found: Sequence[Split]) -> str:
+    from sglang_uvm_offload.replay.slots import best_split
+
+    rows = [("VRAM in slots", "residents", "slots", "hit rate", "fills/step", "read/step", "link time/step")]
+    rows += [
+        (
+            f"{100 * split.slot_share:.0f} %",
+            str(split.residents),
+            str(split.slots),
+            f"{100 * split.hit_rate:.1f} %",
+            f"{split.fills_per_step:.3f}",
+            size(split.read_bytes_per_step),
+            f"{1e3 * split.step_seconds:.3f} ms",
+        )
+        for split in found
+    ]
+    best = best_split(found)
+    least = f"{100 * best.slot_share:.0f} % of the VRAM in slots ({best.residents} residents and {best.slots} slots a layer)"
+    return f"{_aligned(rows)}\n\nThe least link time: {least}."
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:

@@ -96,8 +96,4 @@ def no_slots_in(layer: Any) -> str | None:
     backend = layer.quant_method.get_moe_runner_backend(layer)
     if backend is None:
         return f"{type(layer.quant_method).__name__} computes its experts by kernels of its own"
-    return (
-        None
-        if backend.is_triton()
-        else f"{RUNNER} {backend.value} {RUNNERS.get(backend.value, 'is not known to compute by blocks')}"
-    )
+    return None if backend.is_triton() else _by_runner(backend.value)

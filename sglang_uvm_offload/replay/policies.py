@@ -5,8 +5,10 @@ from __future__ import annotations
 from sglang_uvm_offload.replay.baselines import NAMES
 from sglang_uvm_offload.sizing.machine import PCIE5_GBPS
 
+SLOTS = "slots"
+"""All VRAM as slots, without residents."""
 SHIPPED = "adaptive"
-POLICIES = (*NAMES, SHIPPED)
+POLICIES = (*NAMES, SLOTS, SHIPPED)
 
 EXPERT_BYTES = 4 << 20
 LINK_GBPS = PCIE5_GBPS

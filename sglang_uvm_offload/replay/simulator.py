@@ -18,10 +18,12 @@ from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
+from sglang_uvm_offload.policy.ranking import top
 from sglang_uvm_offload.replay import baselines
 from sglang_uvm_offload.replay.baselines import ReplayPolicy, Served
-from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS, SHIPPED
+from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS, SHIPPED, SLOTS
 from sglang_uvm_offload.replay.recall import Recall, recalls
+from sglang_uvm_offload.replay.slots import SHARES, SlotCache, Split
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.routing.counts import IdFormat, Phase
 from sglang_uvm_offload.routing.trace import Trace
@@ -86,10 +88,12 @@ class Workload:
         return np.full(self.shape[0], round(residency * self.shape[1]))
 
     def policy(self, name: str, residency: float) -> ReplayPolicy:
-        """The shipped policy, or a baseline. Each object serves one replay."""
+        """The shipped policy, slots, or a baseline. Each object serves one replay."""
         capacity = self.capacity(residency)
         if name == SHIPPED:
             return Managed(self.shape, int(capacity[0]))
+        if name == SLOTS:
+            return SlotCache(self.shape, int(capacity[0]), np.zeros(self.shape, dtype=bool))
         return baselines.make(name, self.warmup, self.scored, capacity)
 
 
@@ -173,12 +177,49 @@ def replay(
 ) -> Replay:
     """Serve ``trace`` with ``residency`` (0..1) of each layer's experts resident, ``batch`` requests at once, over a link of
     ``link_gbps`` 10^9 bytes a second. Raises ``ValueError`` for what cannot be replayed."""
+    _check(residency, link_gbps)
+    workload = Workload.of(trace, batch, warmup_fraction)
+    return serve(policy, workload.policy(policy, residency), workload, residency, link_gbps, expert_bytes)
+
+
+def slot_splits(
+    trace: Trace,
+    residency: float,
+    batch: int = 1,
+    warmup_fraction: float = 0.5,
+    link_gbps: float = LINK_GBPS,
+    expert_bytes: int = EXPERT_BYTES,
+) -> list[Split]:
+    """``replay`` for each split of the VRAM of ``residency`` between slots and residents, which are the most activated experts
+    of the warm-up."""
+    _check(residency, link_gbps)
+    workload = Workload.of(trace, batch, warmup_fraction)
+    rows = int(workload.capacity(residency)[0])
+    return [_split(workload, residency, share, rows, link_gbps, expert_bytes) for share in SHARES]
+
+
+def _split(workload: Workload, residency: float, share: float, rows: int, link_gbps: float, expert_bytes: int) -> Split:
+    slots, nothing = round(share * rows), np.zeros(workload.shape, dtype=bool)
+    most = np.full(workload.shape[0], rows - slots)
+    residents = top(workload.warmup.sum(axis=0, dtype=float), most, nothing, ~nothing)
+    served = serve(SLOTS, SlotCache(workload.shape, slots, residents), workload, residency, link_gbps, expert_bytes)
+    return Split(
+        slot_share=share,
+        residents=rows - slots,
+        slots=slots,
+        hit_rate=served.hit_rate,
+        fills_per_step=served.moves_per_step,
+        read_bytes_per_step=served.read_bytes_per_step,
+        filled_bytes_per_step=served.moved_bytes_per_step,
+        step_seconds=served.step_seconds,
+    )
+
+
+def _check(residency: float, link_gbps: float) -> None:
     if not 0 <= residency <= 1:
         raise ValueError(f"the residency must be 0..1, not {residency}")
     if not link_gbps > 0:
         raise ValueError(f"the link's bandwidth must be above 0 GB/s, not {link_gbps}")
-    workload = Workload.of(trace, batch, warmup_fraction)
-    return serve(policy, workload.policy(policy, residency), workload, residency, link_gbps, expert_bytes)
 
 
 def recall_of_misses(trace: Trace, residency: float, batch: int = 1, warmup_fraction: float = 0.5) -> list[Recall]:

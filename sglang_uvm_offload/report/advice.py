@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_uvm_offload.replay.policies import SHIPPED
+from sglang_uvm_offload.replay.policies import SHIPPED, SLOTS
 from sglang_uvm_offload.report.source import Result, ServerInfo, budget, recent_hit_rate
 from sglang_uvm_offload.report.units import percent, points
 from sglang_uvm_offload.residency.status import Curve, RankStatus
@@ -25,6 +25,7 @@ OFFERED = {
     "first_n": "--expert-offload-resident-selection first_n",
     "static": "--expert-offload-adapt warmup",
     SHIPPED: "--expert-offload-adapt continuous",
+    SLOTS: "--expert-offload-slots",
 }
 """The policies that a server offers, and the flag for each."""
 
@@ -138,7 +139,7 @@ def replay_advice(results: Sequence[Result]) -> list[str]:
         return [f"A server offers none of these policies ({', '.join(OFFERED)})."]
     best = min(offered, key=lambda result: result.step_seconds)
     lines = [f"Of the policies that a server offers, {best.policy} ({OFFERED[best.policy]}) spends the least time on the link."]
-    paging = [result for result in results if result.policy not in OFFERED and result.policy not in AHEAD]
+    paging = [result for result in results if result.policy not in (*OFFERED, *AHEAD)]
     least = min(paging, key=lambda result: result.step_seconds, default=best)
     if least.step_seconds < best.step_seconds:
         share = 1 - least.step_seconds / best.step_seconds

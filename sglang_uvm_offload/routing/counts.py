@@ -49,10 +49,11 @@ class RoutingCounts:
     SLOT_HITS are the routed tokens and the activations that a slot served; SLOT_FILLS are activations that filled one."""
 
     def since(self, earlier: RoutingCounts) -> RoutingCounts:
+        before = 0 if earlier.slots is None else earlier.slots  # slots are made after the counters
         return RoutingCounts(
             self.counts - earlier.counts,
             (self.steps[0] - earlier.steps[0], self.steps[1] - earlier.steps[1]),
-            None if self.slots is None or earlier.slots is None else self.slots - earlier.slots,
+            None if self.slots is None else self.slots - before,
         )
 
     def routed(self) -> np.ndarray:

@@ -34,10 +34,16 @@ class LayerSlots:
 class ModelSlots:
     """All methods run on the thread that launches the model's steps."""
 
-    def __init__(self, layers: Sequence[ExpertLayer], make: Callable[[Sequence[SlotLayer | None]], ExpertSlots]):
-        """``make``: the slots of the layers, on the device; None for a layer without."""
+    def __init__(
+        self,
+        layers: Sequence[ExpertLayer],
+        make: Callable[[Sequence[SlotLayer | None]], ExpertSlots],
+        without: Callable[[ExpertLayer], str | None] = lambda layer: None,
+    ):
+        """``make``: the slots of the layers, on the device; None for a layer without. ``without``: why the code that computes a
+        layer cannot use slots, None if it can."""
         self.layers = layers
-        self.reasons = [_without_slots(layer) for layer in layers]
+        self.reasons = [_without_slots(layer) or without(layer) for layer in layers]
         """Of each layer, why it has no slots; None where it has."""
         self._served = [None if reason else _slot_layer(layer) for layer, reason in zip(layers, self.reasons, strict=True)]
         self._device = make(self._served) if any(self._served) else None
@@ -88,7 +94,6 @@ class ModelSlots:
                 self.reasons[index] = reason
                 logger.warning("Expert offload: MoE layer %d uses its slots no more: %s", layer.layer_id, reason)
         self._index_tensors()
-        self._offloaded = []  # a layer that lost its slots fills none
 
     def _index_tensors(self) -> None:
         self._at = {}

@@ -1,22 +1,24 @@
-"""Which lists and which TMA descriptors are changed for slots: those of a layer's own weights, and no others."""
+"""Which lists and which TMA descriptors are changed for slots: those of a layer's own tensors, and no others."""
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from sglang.kernels.ops.moe import fused_moe_triton_kernels as kernels
 
+from sglang_uvm_offload.memory.slots import Rows, SlotLayer
 from sglang_uvm_offload.plugin.slot_seam import SlotSeam
+from sglang_uvm_offload.slots.model import LayerSlots
 
 E, ROWS = 4, 6
 
 
-class Slots:
-    num_rows = ROWS
+class Device:
+    """Remembers what it was given to resolve."""
 
     def __init__(self) -> None:
         self.resolved: list[tuple[Any, ...]] = []
@@ -29,11 +31,30 @@ def weight() -> torch.Tensor:
     return torch.zeros(ROWS, 32, 32)[:E]
 
 
+class Layer:
+    """Two weights, and scales of the first, with rows for slots."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.device = Device()
+        self.w1, self.w2, self.scale = weight(), weight(), torch.zeros(ROWS, 3)[:E]
+        rows = [Rows(tensor.data_ptr(), tensor.stride(0) * 4) for tensor in (self.w1, self.w2, self.scale)]
+        self.slots = LayerSlots(index, SlotLayer(rows, E, ROWS - E), self.device)  # type: ignore[arg-type]
+
+    @property
+    def resolved(self) -> list[tuple[Any, ...]]:
+        return self.device.resolved
+
+
+def seam_of(*layers: Layer) -> SlotSeam:
+    seam = SlotSeam()
+    at = {address: layer.slots for layer in layers for address in layer.slots.row_bytes}
+    seam.find = at.get
+    return seam
+
+
 @pytest.fixture
-def layer() -> tuple[SlotSeam, Slots, torch.Tensor, torch.Tensor]:
-    seam, slots, w1, w2 = SlotSeam(), Slots(), weight(), weight()
-    seam.add(w1.data_ptr(), w2.data_ptr(), slots)
-    return seam, slots, w1, w2
+def layer() -> Layer:
+    return Layer()
 
 
 @pytest.fixture(autouse=True)
@@ -45,68 +66,113 @@ def no_cached_descriptors() -> Iterator[None]:
 
 IDS, BLOCKS, PADDED = torch.tensor([[1, 2]]), torch.tensor([1, 2, 0], dtype=torch.int32), torch.tensor([32], dtype=torch.int32)
 PREPARED = ({"BLOCK_SIZE_M": 16}, {"BLOCK_SIZE_M": 16}, False, False, torch.arange(32), BLOCKS, PADDED)
+HIDDEN = torch.zeros(1, 32)
 
 
-def prepare(seam: SlotSeam, w1: torch.Tensor, w2: torch.Tensor) -> Any:
+def prepare(seam: SlotSeam, w1: torch.Tensor, w2: torch.Tensor) -> None:
     calls = []
 
     def original(*args: Any, **kwargs: Any) -> Any:
         calls.append((args, kwargs))
         return PREPARED
 
-    hidden = torch.zeros(1, 32)
-    result = seam._around_prepare(original, hidden, w1, w2, IDS, use_fp8_w8a8=False)
-    assert calls == [((hidden, w1, w2, IDS), {"use_fp8_w8a8": False})]
-    return result
+    assert seam._around_prepare(original, HIDDEN, w1, w2, IDS, use_fp8_w8a8=False) is PREPARED
+    assert calls == [((HIDDEN, w1, w2, IDS), {"use_fp8_w8a8": False})]
 
 
-def test_a_layers_list_is_resolved_after_it_was_made(layer) -> None:
-    seam, slots, w1, w2 = layer
-    assert prepare(seam, w1, w2) is PREPARED
-    [(ids, blocks, padded, block_size)] = slots.resolved
-    assert (ids is IDS, blocks is BLOCKS, padded is PADDED, block_size) == (True, True, True, 16)
+def compute(seam: SlotSeam, w1: torch.Tensor, w2: torch.Tensor, *more: Any, **tensors: Any) -> None:
+    """As SGLang does it: ``fused_experts`` prepares at some point."""
+    inside: Callable[..., str] = lambda *args, **kwargs: prepare(seam, args[1], args[2]) or "computed"  # noqa: E731
+    topk, settings = object(), object()
+    assert seam._around_experts(inside, HIDDEN, w1, w2, topk, settings, *more, **tensors) == "computed"
 
 
-def test_a_list_stays_unless_both_weights_are_the_same_layers(layer) -> None:
-    seam, slots, w1, w2 = layer
-    other, w3, w4 = Slots(), weight(), weight()
-    seam.add(w3.data_ptr(), w4.data_ptr(), other)
-    for pair in ((w1, weight()), (weight(), w2), (w1, w4), (w3, w2), (w2, w1), (w1[1:], w2)):
-        assert prepare(seam, *pair) is PREPARED
-    assert not slots.resolved
+def test_a_layers_list_is_resolved_after_it_was_made(layer: Layer) -> None:
+    compute(seam_of(layer), layer.w1, layer.w2)
+    [(index, ids, blocks, padded, block_size)] = layer.resolved
+    assert (index, ids is IDS, blocks is BLOCKS, padded is PADDED, block_size) == (0, True, True, True, 16)
+
+
+def test_a_list_stays_unless_both_weights_are_the_same_layers(layer: Layer) -> None:
+    other = Layer(1)
+    seam = seam_of(layer, other)
+    strangers = (weight(), weight())
+    for pair in ((layer.w1, strangers[0]), (strangers[1], layer.w2), (layer.w1, other.w2), (layer.w1[1:], layer.w2)):
+        compute(seam, *pair)
+    assert not layer.resolved
     assert not other.resolved
-    prepare(seam, w3, w4)
-    assert (len(slots.resolved), len(other.resolved)) == (0, 1)
+    compute(seam, other.w1, other.w2)
+    assert ([*layer.resolved], [given[0] for given in other.resolved]) == ([], [1])
 
 
-def test_a_layer_in_a_stream_buffer_keeps_its_list(layer) -> None:
-    seam, slots, w1, w2 = layer
-    first, second = torch.nn.Parameter(w1, requires_grad=False), torch.nn.Parameter(w2, requires_grad=False)
-    prepare(seam, first, second)
+def test_a_list_stays_where_any_tensor_at_its_rows_is_not_the_layers(layer: Layer, caplog: pytest.LogCaptureFixture) -> None:
+    """Scales that were copied for the call have no rows for slots, so a kernel would read what lies behind them."""
+    seam = seam_of(layer)
+    for name in ("b1", "b2", "w1_scale", "w2_scale", "w1_zp", "w2_zp"):
+        compute(seam, layer.w1, layer.w2, **{name: layer.scale.clone()})
+        compute(seam, layer.w1, layer.w2, **{name: layer.scale.clone()})
+        assert not layer.resolved
+        assert caplog.text.count(f"{name} (4, 3) is none of the layer's tensors") == 1
+    compute(seam, layer.w1, layer.w2, w1_scale=torch.tensor(1.0))
+    compute(seam, layer.w1, layer.w2, w1_scale=layer.scale[:, ::3].t().t()[:, :1].expand(E, 2)[0:1].expand(E, 2))
+    assert not layer.resolved
+    compute(seam, layer.w1, layer.w2, w1_scale=layer.scale, w2_scale=layer.scale[:, 1:], b1=None)
+    assert len(layer.resolved) == 1
+
+
+def test_a_list_stays_where_a_caller_names_fewer_tensors(layer: Layer) -> None:
+    compute(seam_of(layer), layer.w1, layer.w2, layer.scale)
+    assert not layer.resolved
+
+
+def test_a_list_that_is_made_outside_of_the_experts_stays(layer: Layer) -> None:
+    seam = seam_of(layer)
+    prepare(seam, layer.w1, layer.w2)
+    compute(seam, layer.w1, layer.w2)
+    prepare(seam, layer.w1, layer.w2)
+    assert len(layer.resolved) == 1
+
+
+def test_a_list_of_other_weights_inside_of_the_experts_stays(layer: Layer) -> None:
+    seam = seam_of(layer)
+    strange = (weight(), weight())
+    for pair in ((layer.w1, strange[1]), (strange[0], layer.w2)):
+        seam._around_experts(lambda *args, pair=pair: prepare(seam, *pair), HIDDEN, layer.w1, layer.w2)
+    assert not layer.resolved
+
+
+def test_an_error_leaves_no_layer_behind(layer: Layer) -> None:
+    seam = seam_of(layer)
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        seam._around_experts(fails, HIDDEN, layer.w1, layer.w2)
+    prepare(seam, layer.w1, layer.w2)
+    assert not layer.resolved
+
+
+def test_a_layer_in_a_stream_buffer_keeps_its_list(layer: Layer) -> None:
+    seam = seam_of(layer)
+    first, second = torch.nn.Parameter(layer.w1, requires_grad=False), torch.nn.Parameter(layer.w2, requires_grad=False)
+    compute(seam, first, second)
     first.data, second.data = weight(), weight()
-    prepare(seam, first, second)
-    first.data, second.data = w1, w2
-    prepare(seam, first, second)
-    assert len(slots.resolved) == 2
-
-
-def test_no_layer_is_resolved_once_cleared(layer) -> None:
-    seam, slots, w1, w2 = layer
-    seam.clear()
-    assert prepare(seam, w1, w2) is PREPARED
-    assert not slots.resolved
+    compute(seam, first, second)
+    first.data, second.data = layer.w1, layer.w2
+    compute(seam, first, second)
+    assert len(layer.resolved) == 2
 
 
 def described(seam: SlotSeam, tensor: torch.Tensor) -> Any:
     return seam._around_descriptor(kernels._get_b_tma_desc_cached, tensor, 16, 32)
 
 
-def test_descriptors_span_the_slots_of_tensors_that_have_some(layer) -> None:
-    seam, _, w1, w2 = layer
-    other = weight()
+def test_descriptors_span_the_slots_of_tensors_that_have_some(layer: Layer) -> None:
+    seam, other = seam_of(layer), weight()
     plain = kernels._get_b_tma_desc_cached(other, 16, 32)
     assert described(seam, other) is plain
-    for tensor in (w1, w2):
+    for tensor in (layer.w1, layer.w2):
         wide, cached = described(seam, tensor), kernels._get_b_tma_desc_cached(tensor, 16, 32)
         assert list(cached.shape) == [E, 32, 32]
         assert list(wide.shape) == [ROWS, 32, 32]
@@ -114,19 +180,20 @@ def test_descriptors_span_the_slots_of_tensors_that_have_some(layer) -> None:
         assert (wide.strides, wide.block_shape, wide.padding) == (cached.strides, cached.block_shape, cached.padding)
 
 
-def test_no_wide_descriptor_is_left_for_a_stream_buffer_or_once_cleared(layer) -> None:
-    seam, _, w1, _ = layer
-    parameter, buffer = torch.nn.Parameter(w1, requires_grad=False), weight()
+def test_no_wide_descriptor_is_left_for_a_stream_buffer(layer: Layer) -> None:
+    seam = seam_of(layer)
+    parameter, buffer = torch.nn.Parameter(layer.w1, requires_grad=False), weight()
     assert described(seam, parameter).shape[0] == ROWS
     parameter.data = buffer
     assert described(seam, parameter).shape[0] == E
-    parameter.data = w1
+    parameter.data = layer.w1
     assert described(seam, parameter).shape[0] == ROWS
-    seam.clear()
+    seam.find = lambda address: None
     assert described(seam, parameter).shape[0] == E
 
 
-def test_both_functions_are_hooked_where_sglang_has_them() -> None:
+def test_the_functions_are_hooked_where_sglang_has_them() -> None:
     hooked = []
     SlotSeam().install(lambda target, hook, kind: hooked.append(target))
-    assert [pkgutil.resolve_name(target).__name__ for target in hooked] == ["_prepare_fused_moe_run", "_get_b_tma_desc_cached"]
+    names = [pkgutil.resolve_name(target).__name__ for target in hooked]
+    assert names == ["fused_experts", "_prepare_fused_moe_run", "_get_b_tma_desc_cached"]

@@ -138,6 +138,26 @@ def test_noise_in_the_weights_is_noted_and_reading_them_is_not(written: list[int
     assert len(written) == 1
 
 
+UNTRIED = (
+    "model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk",
+    "model_runner_components.weight_updater.WeightUpdater.update_weights_from_ipc",
+    "eplb.expert_location_updater.ExpertLocationUpdater.update",
+    "elastic_ep.expert_backup_client.ExpertBackupClient.update_weights",
+    "weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation",
+    "weight_updater.SchedulerWeightUpdaterManager.resume_memory_occupation",
+    "model_runner.ModelRunner.finalize_startup_weight_load",
+)
+
+
+@pytest.mark.parametrize("name", UNTRIED)
+def test_what_needs_a_server_is_noted_too(written: list[int], name: str) -> None:
+    """Called without anything that it needs, each of these fails at once."""
+    [target] = [target for target in WRITERS if target.endswith(name)]
+    with pytest.raises((TypeError, AttributeError)):
+        pkgutil.resolve_name(target)()
+    assert len(written) == 1
+
+
 READ_ONLY = {
     *("init_weights_update_group", "destroy_weights_update_group", "receive_weights_from_distributed", "get_weights_by_name"),
     *("save_remote_model", "save_sharded_model", "flush_cache_after_weight_update", "record_weight_version_after_update"),

@@ -34,7 +34,7 @@ def judged(
     half."""
     curve = {"decode_steps": steps, "activations": 1000, "present": present, "residents": [0, 2, 4, 6, 8]}
     curve |= {"uniform": uniform, "global": pooled or uniform}
-    past = msgspec.to_builtins(Past([0.0, 50.0, 100.0], *[[0, 0, 0]] * 10))
+    past = msgspec.to_builtins(Past([0.0, 50.0, 100.0], *[[0, 0, 0]] * 11))
     past |= {"activations": [0, 1000, 2000], "activations_resident": [0, 0, int(1000 * served)]}
     past |= {"zero_copy_bytes": [0, 1000, 2000], "moved_bytes": [0, moved[0], sum(moved)], "moves": [0, 1, 2]}
     past |= {"streamed_bytes": [0, streamed[0], sum(streamed)]}
@@ -173,6 +173,11 @@ def test_a_cache_that_would_be_faster_is_told_as_what_no_server_offers():
     assert said[1].startswith("lru")
     assert "50.0 % less; no server offers it" in said[1]
     assert len(replay_advice(replayed(result("adaptive"), result("lru", step_seconds=0.003)).results)) == 1
+
+
+def test_slots_are_a_policy_that_a_server_offers():
+    (said,) = replay_advice(replayed(result("adaptive"), result("slots", step_seconds=0.001)).results)
+    assert said.startswith("Of the policies that a server offers, slots (--expert-offload-slots) spends the least time")
 
 
 def test_knowing_the_future_bounds_what_can_be_gained():

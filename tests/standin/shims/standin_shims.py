@@ -16,6 +16,7 @@ def install() -> None:
     sgl_kernel.elementwise._has_flashinfer = False
     if first := os.environ.get("STANDIN_FIRST_EXPERT"):
         route_to(int(first))
+        align_to(int(first))
 
 
 def route_to(first: int) -> None:
@@ -36,3 +37,25 @@ def route_to(first: int) -> None:
         return output
 
     TopK.forward_cuda = forward_cuda
+
+
+def align_to(first: int) -> None:
+    """One block for each expert of ``route_to``: the kernel that lists them leaves nothing either."""
+    import torch
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    lists: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    made = fused_moe.moe_align_block_size
+
+    def moe_align_block_size(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> tuple[torch.Tensor, ...]:
+        order, blocks, padded = made(topk_ids, block_size, num_experts)
+        top_k = topk_ids.size(1)
+        if (top_k, block_size) not in lists:
+            named = torch.arange(first, first + top_k, dtype=torch.int32).pin_memory()
+            lists[top_k, block_size] = (named, torch.tensor([top_k * block_size], dtype=torch.int32).pin_memory())
+        named, rows = lists[top_k, block_size]
+        blocks[:top_k].copy_(named, non_blocking=True)
+        padded.copy_(rows, non_blocking=True)
+        return order, blocks, padded
+
+    fused_moe.moe_align_block_size = moe_align_block_size

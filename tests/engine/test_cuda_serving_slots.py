@@ -1,0 +1,123 @@
+"""Real SGLang with slots and its default decode graphs, over the stand-in driver: what a capture holds, and that what a graph
+captured once serves and fills the slots at each replay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from standin.build import sglang_environment
+from standin.engine import run_engine
+
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, whole_blocks
+
+LAYERS, EXPERTS, RESIDENT, SLOTS, TOP_K = 3, 16, 4, 6, 4
+FIRST = 9
+"""Every token picks the experts from this one on, of which none is resident."""
+TOKENS = 20
+
+GPU = {
+    "device": "cuda",
+    "attention_backend": "triton",
+    "moe_runner_backend": "triton",
+    "grammar_backend": "none",
+    "disable_cuda_graph": False,
+    "cuda_graph_max_bs_decode": 2,
+    "max_running_requests": 2,
+    "max_total_tokens": 2048,
+    "mem_fraction_static": 0.5,
+    "sampling_backend": "pytorch",
+    "random_seed": 1,
+    "skip_server_warmup": True,
+    "log_level": "info",
+}
+OFFLOAD = {
+    "expert_offload_num_resident": RESIDENT,
+    "expert_offload_resident_selection": "first_n",
+    "expert_offload_slots": SLOTS,
+    "expert_offload_headroom_gb": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
+    """What an engine answered, one request after the other, and its CUDA calls."""
+    folder = tmp_path_factory.mktemp("served")
+    environment = sglang_environment(standin.library.parent, folder / "calls.jsonl", folder / "caches")
+    environment |= {"STANDIN_FIRST_EXPERT": str(FIRST), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment["STANDIN_LATE"] = "2"
+    model = checkpoints("qwen3_moe", expert_size=512, layers=LAYERS)
+    job = {
+        "engine": {"model_path": str(model), **GPU, **OFFLOAD},
+        "prompts": ["hello", "hello world"],
+        "max_new_tokens": TOKENS,
+    }
+    result = run_engine(job, folder, environment, seconds=900) | {"log": (folder / "log.txt").read_text()}
+    calls = [json.loads(line) for line in Path(folder / "calls.jsonl").read_text().splitlines()]
+    (served_by,) = {call["pid"] for call in calls if call["call"] == "cudaStreamBeginCapture"}
+    return result, [call for call in calls if call["pid"] == served_by]
+
+
+@pytest.fixture(scope="module")
+def calls(served) -> list[dict]:
+    return served[1]
+
+
+def captures(calls: list[dict]) -> Iterator[list[dict]]:
+    start = None
+    for i, call in enumerate(calls):
+        if call["call"] == "cudaStreamBeginCapture":
+            start = i
+        elif call["call"] == "cudaStreamEndCapture":
+            assert start is not None
+            yield calls[start : i + 1]
+
+
+def test_each_captured_layer_resolves_its_slots_before_its_first_kernel(calls):
+    layers = 0
+    for capture in captures(calls):
+        ran = [call["kernel"] for call in capture if "kernel" in call]
+        ours = [name for name in ran if name in ("uvm_resolve_slots_kernel", "fused_moe_kernel")]
+        assert ours == ["uvm_resolve_slots_kernel", "fused_moe_kernel", "fused_moe_kernel"] * (len(ours) // 3)
+        layers += len(ours) // 3
+        forbidden = {"cudaMallocManaged", "cudaMemAdvise", "cudaMemPrefetchAsync", "cudaFree"}
+        forbidden |= {"cudaStreamSynchronize", "cudaDeviceSynchronize"}
+        assert not forbidden & {call["call"] for call in capture}
+        assert "uvm_begin_slots_kernel" not in ran
+    assert layers >= 2 * LAYERS  # decode graphs of two batches, and those of prefills
+
+
+def test_a_decode_step_begins_outside_of_its_graph(calls):
+    begun = [i for i, call in enumerate(calls) if call.get("kernel") == "uvm_begin_slots_kernel"]
+    assert 2 * (TOKENS - 1) <= len(begun) <= 2 * TOKENS
+    first = next(i for i, call in enumerate(calls) if call["call"] == "cudaGraphLaunch")
+    assert not [call for call in calls[:first] if call.get("kernel") == "uvm_begin_slots_kernel"] or begun[0] < first
+
+
+def test_a_replayed_graph_fills_each_expert_once_and_serves_it_from_then_on(served):
+    result, _ = served
+    state = result["server_info"]["internal_states"][0]["expert_offload"]
+    slots = state["slots"]
+    assert slots["missing"] is None
+    assert slots["fills"] == LAYERS * TOP_K
+    decoded = 2 * (TOKENS - 1)
+    assert slots["hits"] >= LAYERS * TOP_K * (decoded - 1)
+    assert slots["bypasses"] <= LAYERS * TOP_K * 2  # the first prefill, before any slot was filled
+    assert slots["filled_bytes"] == slots["fills"] * state["layers"][0]["expert_bytes"]
+    assert all(answer["meta_info"]["completion_tokens"] == TOKENS for answer in result["answers"])
+
+
+def test_slots_lie_behind_their_experts_in_ranges_that_prefer_the_gpu(calls):
+    """From the block on that the last expert shares with the first slot."""
+    loaded = next(i for i, call in enumerate(calls) if call["call"] == "cudaStreamBeginCapture")
+    ranges = [call for call in calls[:loaded] if call["call"] == "cudaMallocManaged"]
+    assert len(ranges) == 2 * LAYERS
+    for taken, expert_bytes in zip(ranges, (512 << 10, 256 << 10) * LAYERS, strict=True):
+        assert taken["nbytes"] == whole_blocks((EXPERTS + SLOTS) * expert_bytes)
+        slots = taken["address"] + EXPERTS * expert_bytes
+        moved = [call for call in calls[:loaded] if call["call"] == "cudaMemPrefetchAsync" and call["address"] <= slots]
+        moved = [call for call in moved if slots < call["address"] + call["nbytes"]]
+        assert {call["location"] for call in moved} == {"device"}
+        assert slots % BLOCK_BYTES == 0

@@ -1,0 +1,350 @@
+"""The rules of slots: what a miss may evict, what stays, and what the policy learns."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from locality_law import Law
+
+from sglang_uvm_offload.policy.slots import (
+    AGES,
+    CLASSES,
+    EMPTY,
+    LATELY,
+    LONG,
+    MAX_EVENTS,
+    MAX_FILLS,
+    VALUE_BITS,
+    WHOLE,
+    SlotPolicy,
+)
+from sglang_uvm_offload.replay.baselines import Cache, lru
+
+
+def policy_of(experts: int, slots: int, layers: int = 1, **arguments: int) -> SlotPolicy:
+    return SlotPolicy(np.ones((layers, experts), dtype=bool), slots, **arguments)
+
+
+def step(policy: SlotPolicy, *ids: int, share: np.ndarray | None = None) -> list[tuple[int, int]]:
+    """A step of one layer that uses the experts ``ids``. Returns the fills: (expert, slot)."""
+    used = np.zeros(policy.present.shape, dtype=bool)
+    used[0, list(ids)] = True
+    policy.begin_step()
+    resolved = policy.resolve(used, np.full(used.shape, WHOLE) if share is None else share)
+    return [(expert, slot) for _, expert, slot in resolved.fills]
+
+
+def worth(policy: SlotPolicy, value: np.ndarray) -> None:
+    """The policy has learned ``value[age, lately, long]``, 0..1 uses in a window, so firmly that a few steps change nothing."""
+    policy.events[:] = MAX_EVENTS - 1
+    policy.uses[:] = (np.broadcast_to(value, (AGES, LATELY, LONG)).reshape(CLASSES) * 16 * policy.events).astype(np.int64)
+
+
+def by_age(*value: float) -> np.ndarray:
+    """Learned values by age in half octaves of steps; the last one is of all that are older."""
+    return np.array([*value, *[value[-1]] * (AGES - len(value))])[:, None, None]
+
+
+def values(policy: SlotPolicy) -> list[int]:
+    """Of each expert of the first layer, after the last step."""
+    return ((policy.uses << VALUE_BITS) // policy.events)[policy.classes[0, 0]].tolist()
+
+
+def run(policy: SlotPolicy, activated: np.ndarray) -> np.ndarray:
+    """Hits of each step of ``bool[steps, layers, experts]``."""
+    share, hits = np.full(policy.present.shape, WHOLE), []
+    for used in activated:
+        policy.begin_step()
+        hits.append(np.count_nonzero(policy.resolve(used, share).hit))
+    return np.array(hits)
+
+
+def test_misses_fill_free_slots_first_and_hit_from_then_on():
+    policy = policy_of(6, 3)
+    assert step(policy, 4, 1) == [(1, 0), (4, 1)]
+    assert step(policy, 1, 4) == []
+    assert step(policy, 0, 1) == [(0, 2)]
+    assert policy.owner.tolist() == [[1, 4, 0]]
+
+
+def test_a_free_slot_takes_what_is_worth_nothing():
+    policy = policy_of(4, 1)
+    worth(policy, by_age(0.0))
+    assert step(policy, 2) == [(2, 0)]
+
+
+def test_an_expert_just_used_evicts_one_used_before_if_nothing_else_is_known():
+    policy = policy_of(4, 1)
+    assert step(policy, 2) == [(2, 0)]
+    step(policy, 3)
+    assert step(policy, 3) == []
+    assert policy.owner.tolist() == [[3]]
+
+
+@pytest.mark.parametrize(("just_used", "fills"), [(0.5, [(3, 0)]), (0.4, []), (0.2, [])])
+def test_a_miss_is_admitted_only_if_it_is_worth_more_than_the_victim(just_used, fills):
+    policy = policy_of(4, 1)
+    worth(policy, by_age(just_used, 0.4))
+    step(policy, 2)
+    assert step(policy, 3) == fills
+
+
+def test_what_a_step_hits_stays_even_if_it_is_worth_least():
+    """Expert 0 is used in each step and worth nothing, as learned here: not for that is it evicted."""
+    value = np.full((AGES, LATELY, LONG), 0.5)
+    value[0, -1] = 0.0
+    value[0, :-1] = 0.9
+    policy = policy_of(4, 2)
+    for _ in range(64):
+        step(policy, 0)
+    step(policy, 0, 1)
+    worth(policy, value)
+    assert policy.owner.tolist() == [[0, 1]]
+    assert step(policy, 0, 2) == [(2, 1)]
+
+
+def test_the_victim_is_the_one_worth_least_however_recently_it_was_used():
+    value = np.full((AGES, LATELY, LONG), 0.1)
+    value[0] = 0.5
+    value[:, -1] = 0.9
+    policy = policy_of(4, 2)
+    for _ in range(64):
+        step(policy, 0)
+    step(policy, 1)
+    worth(policy, value)
+    assert policy.owner.tolist() == [[0, 1]]
+    assert step(policy, 2) == [(2, 1)]
+
+
+def test_if_a_step_hits_every_slot_its_misses_are_read_in_place():
+    policy = policy_of(4, 2)
+    step(policy, 0, 1)
+    assert step(policy, 0, 1, 2) == []
+    assert policy.owner.tolist() == [[0, 1]]
+
+
+def test_of_equal_misses_the_lower_ids_come_and_of_equal_slots_the_one_used_longest_ago_goes_then_the_lower_one():
+    policy = policy_of(8, 3)
+    worth(policy, by_age(0.9, 0.1))
+    step(policy, 7, 6, 5)
+    assert policy.owner.tolist() == [[5, 6, 7]]
+    step(policy, 5)
+    assert step(policy, 3, 2) == [(2, 1), (3, 2)]
+    assert step(policy, 4) == [(4, 0)], "5 was used longer ago than 2 and 3"
+
+
+def test_the_most_valuable_misses_come_where_not_all_can():
+    """Both are used in this step; 3 was used before too."""
+    policy = policy_of(6, 1, max_fills=1)
+    step(policy, 0, 3)
+    step(policy, 3)
+    policy.reset()
+    value = np.full((AGES, LATELY, LONG), 0.1)
+    value[0, 2:] = 0.9
+    worth(policy, value)
+    for _ in range(6):
+        step(policy, 3, share=np.zeros((1, 6), dtype=np.int64))
+    assert step(policy, 2, 3) == [(3, 0)]
+
+
+def test_no_layer_fills_more_than_the_bound():
+    policy = policy_of(8, 8, max_fills=2)
+    assert step(policy, 1, 3, 5) == [(1, 0), (3, 1)]
+    assert step(policy, 1, 3, 5) == [(5, 2)]
+    assert len(step(policy_of(128, 128), *range(128))) == MAX_FILLS
+
+
+def test_an_expert_that_is_partly_resident_is_worth_as_much_less():
+    policy, share = policy_of(4, 1), np.array([[WHOLE, WHOLE // 4, WHOLE, WHOLE]])
+    worth(policy, by_age(0.8, 0.4))
+    step(policy, 0)
+    assert step(policy, 1, share=share) == []
+    assert step(policy, 2, share=share) == [(2, 0)]
+
+
+def test_a_resident_takes_no_slot():
+    policy, share = policy_of(4, 4), np.array([[0, WHOLE, WHOLE, WHOLE]])
+    assert step(policy, 0, 1, share=share) == [(1, 0)]
+    assert policy.slot_of.tolist() == [[EMPTY, 0, EMPTY, EMPTY]]
+
+
+def test_without_slots_nothing_is_filled():
+    assert step(policy_of(4, 0), 0, 1) == []
+
+
+def test_a_reset_empties_the_slots_and_keeps_what_was_learned():
+    policy, rng = policy_of(8, 3), np.random.default_rng(0)
+    run(policy, rng.random((50, 1, 8)) < 0.3)
+    before = copy.deepcopy(policy)
+    policy.reset()
+    assert (policy.slot_of == EMPTY).all()
+    assert (policy.owner == EMPTY).all()
+    assert policy.now == before.now
+    for name in ("events", "uses", "last", "lately", "long", "classes"):
+        assert np.array_equal(getattr(policy, name), getattr(before, name)), name
+    assert sorted(slot for _, slot in step(policy, 2, 5)) == [0, 1]
+
+
+def test_equal_inputs_give_equal_decisions_and_stay_as_they_were():
+    rng = np.random.default_rng(1)
+    activated, share = rng.random((80, 3, 16)) < 0.2, rng.integers(0, WHOLE + 1, (3, 16))
+    here, there = policy_of(16, 4, layers=3), policy_of(16, 4, layers=3)
+    given_used, given_share = activated.copy(), share.copy()
+    for used in activated:
+        found = []
+        for policy in (here, there):
+            policy.begin_step()
+            found.append(policy.resolve(used, share))
+        assert found[0].fills == found[1].fills
+        assert np.array_equal(found[0].hit, found[1].hit)
+    assert np.array_equal(activated, given_used)
+    assert np.array_equal(share, given_share)
+
+
+def test_layers_resolved_one_by_one_decide_as_all_at_once():
+    """A server resolves each layer when it runs, a replay all at once."""
+    activated = np.random.default_rng(2).random((120, 3, 16)) < 0.2
+    share = np.full((3, 16), WHOLE)
+    whole, by_layer = policy_of(16, 5, layers=3), policy_of(16, 5, layers=3)
+    for used in activated:
+        whole.begin_step()
+        expected = whole.resolve(used, share)
+        by_layer.begin_step()
+        for layer in range(3):
+            one = slice(layer, layer + 1)
+            found = by_layer.resolve(used[one], share[one], one)
+            assert np.array_equal(found.hit[0], expected.hit[layer])
+            assert [(e, s) for _, e, s in found.fills] == [(e, s) for at, e, s in expected.fills if at == layer]
+    for name in ("slot_of", "owner", "events", "uses", "classes"):
+        assert np.array_equal(getattr(whole, name), getattr(by_layer, name)), name
+
+
+def test_what_lies_behind_a_layers_experts_never_counts():
+    activated = np.random.default_rng(3).random((200, 2, 6)) < 0.3
+    plain, padded = policy_of(6, 2, layers=2), SlotPolicy(np.arange(9)[None].repeat(2, axis=0) < 6, 2)
+    beside = np.zeros((2, 9), dtype=bool)
+    for used in activated:
+        beside[:, :6] = used
+        plain.begin_step()
+        padded.begin_step()
+        expected = plain.resolve(used, np.full((2, 6), WHOLE))
+        found = padded.resolve(beside, np.full((2, 9), WHOLE))
+        assert found.fills == expected.fills
+    assert np.array_equal(plain.events, padded.events)
+    assert np.array_equal(plain.uses, padded.uses)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    slots=st.integers(0, 12),
+    most=st.integers(0, 6),
+    chance=st.floats(0, 1),
+    resets=st.floats(0, 0.2),
+)
+def test_whatever_the_routing_slots_and_experts_point_at_each_other(seed, slots, most, chance, resets):
+    rng = np.random.default_rng(seed)
+    policy = policy_of(10, slots, layers=2, max_fills=most)
+    for _ in range(40):
+        used, share = rng.random((2, 10)) < chance, rng.integers(0, WHOLE + 1, (2, 10)) * (rng.random((2, 10)) < 0.8)
+        before = policy.slot_of != EMPTY
+        policy.begin_step()
+        resolved = policy.resolve(used, share)
+        after = policy.slot_of != EMPTY
+        assert np.array_equal(resolved.hit, used & before)
+        assert (after.sum(axis=1) <= slots).all()
+        assert (after | ~resolved.hit).all(), "what is hit stays"
+        for layer in range(2):
+            held = [(e, s) for e, s in enumerate(policy.slot_of[layer].tolist()) if s != EMPTY]
+            assert sorted(held) == sorted((e, s) for s, e in enumerate(policy.owner[layer].tolist()) if e != EMPTY)
+            filled = [e for at, e, _ in resolved.fills if at == layer]
+            assert len(filled) <= most
+            assert all(used[layer, e] and not before[layer, e] and share[layer, e] and after[layer, e] for e in filled)
+        assert np.argwhere(after & ~before).tolist() == sorted([at, e] for at, e, _ in resolved.fills)
+        if rng.random() < resets:
+            policy.reset()
+
+
+def test_before_anything_is_known_recent_and_frequent_experts_are_worth_more():
+    policy = policy_of(6, 0)
+    for _ in range(8):
+        step(policy, 0)
+        step(policy, 0, 1)
+    step(policy, 2)
+    frequent, rare, once, *never = values(policy)
+    assert frequent > rare
+    assert once > max(never)
+    before = values(policy)
+    for _ in range(8):
+        step(policy, 3)
+    assert all(later < earlier for later, earlier in zip(values(policy)[:3], before[:3], strict=True))
+
+
+def test_what_was_never_used_counts_as_used_longest_ago():
+    policy = policy_of(4, 0)
+    step(policy, 1, 2)
+    assert (policy.classes[0, 0] // (LATELY * LONG)).tolist() == [AGES - 1, 0, 0, AGES - 1]
+    step(policy, 2)
+    assert (policy.classes[0, 0] // (LATELY * LONG)).tolist() == [AGES - 1, 2, 0, AGES - 1]
+
+
+def test_recent_use_is_worth_more_after_learning_where_routing_has_locality():
+    """Each run of 16 steps uses two experts, in turns; which come next is random."""
+    rng, policy = np.random.default_rng(4), policy_of(32, 0)
+    activated = np.zeros((3200, 1, 32), dtype=bool)
+    for begin in range(0, 3200, 16):
+        pair = rng.choice(32, 2, replace=False)
+        activated[np.arange(begin, begin + 16), 0, pair[np.arange(16) % 2]] = True
+    run(policy, activated)
+    value, since = np.array(values(policy)), policy.now - policy.last[0]
+    assert value[since <= 1].min() > 4 * value[since >= 16].max()
+
+
+def test_frequent_experts_are_worth_more_after_learning_where_recent_use_means_nothing():
+    """Eight experts of 32 are used by half of the steps, the others by one in fifty."""
+    policy = policy_of(32, 0)
+    chance = np.where(np.arange(32) < 8, 0.5, 0.02)
+    run(policy, np.random.default_rng(5).random((4000, 1, 32)) < chance)
+    value = np.array(values(policy))
+    assert value[:8].min() > 3 * value[8:].max()
+
+
+def misses_of_lru(activated: np.ndarray, slots: int) -> int:
+    cache = Cache(activated.shape[1:], np.full(activated.shape[1], slots), lru)
+    return sum(int(np.count_nonzero(cache.step(used).moved)) for used in activated)
+
+
+def test_pure_locality_is_served_as_by_lru():
+    trace = Law(64, 4).trace(layers=3, requests=2, tokens=1000, seed=0)
+    activated = trace.activated(trace.steps(range(2), 1))
+    for slots in (8, 16, 32):
+        misses = activated.sum() - run(policy_of(64, slots, layers=3), activated).sum()
+        assert misses == pytest.approx(misses_of_lru(activated, slots), rel=0.03)
+
+
+def test_static_skew_is_served_as_by_a_list_of_the_hottest_experts():
+    rng = np.random.default_rng(6)
+    chance = np.minimum(6 * rng.dirichlet(np.full(64, 0.5), size=3), 0.9)
+    activated = rng.random((4000, 3, 64)) < chance
+    hits, later = run(policy_of(64, 16, layers=3), activated), activated[2000:]
+    best = np.sort(chance, axis=1)[:, -16:].sum() / chance.sum()
+    reached = hits[2000:].sum() / later.sum()
+    recent = 1 - misses_of_lru(later, 16) / later.sum()
+    assert reached > best - 0.02
+    assert reached > recent + 0.05
+
+
+def test_a_class_with_many_events_forgets_half_of_them_and_is_worth_the_same():
+    policy = policy_of(4, 0)
+    worth(policy, np.array(0.375))
+    policy.events[:3] = [MAX_EVENTS, MAX_EVENTS - 2, MAX_EVENTS + 6]
+    policy.uses[:3] = policy.events[:3] * 6
+    before = (policy.uses << VALUE_BITS) // policy.events
+    policy.begin_step()
+    assert policy.events[:3].tolist() == [MAX_EVENTS // 2, MAX_EVENTS - 2, MAX_EVENTS // 2 + 3]
+    assert policy.uses[:3].tolist() == [6 * events for events in policy.events[:3]]
+    assert np.array_equal((policy.uses << VALUE_BITS) // policy.events, before)

@@ -1,0 +1,167 @@
+"""Slots on traces small enough to follow by hand, and the sweep over splits of the VRAM."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from builders.traces import trace
+
+from sglang_uvm_offload.cli.main import main
+from sglang_uvm_offload.replay.policies import SLOTS
+from sglang_uvm_offload.replay.simulator import Workload, replay, slot_splits
+from sglang_uvm_offload.replay.slots import SHARES, SlotCache, Split, best_split
+from sglang_uvm_offload.routing.trace import Trace
+
+MIB = 1 << 20
+
+
+def residents(*ids: int, experts: int = 6) -> np.ndarray:
+    return np.isin(np.arange(experts), ids)[None]
+
+
+def run(cache: SlotCache, *steps: list[int], experts: int = 6) -> list[tuple[list[int], list[int], list[int]]]:
+    """The experts hit, read in place and filled in each step."""
+    served = [cache.step(residents(*ids, experts=experts)) for ids in steps]
+    return [tuple(np.flatnonzero(each[0]).tolist() for each in (one.hit, one.read, one.moved)) for one in served]
+
+
+def test_a_miss_fills_a_slot_at_once_and_then_hits():
+    cache = SlotCache((1, 6), 2, residents())
+    assert run(cache, [0, 4], [0, 4], [4, 5]) == [([], [], [0, 4]), ([0, 4], [], []), ([4], [], [5])]
+    assert np.flatnonzero(cache.resident[0]).tolist() == [4, 5]
+
+
+def test_what_finds_no_slot_is_read_in_place():
+    cache = SlotCache((1, 6), 2, residents())
+    assert run(cache, [0, 1, 2], [0, 1, 2]) == [([], [2], [0, 1]), ([0, 1], [2], [])]
+    assert run(SlotCache((1, 6), 0, residents()), [3], [3]) == [([], [3], [])] * 2
+
+
+def test_residents_hit_without_a_slot():
+    cache = SlotCache((1, 6), 1, residents(0, 1))
+    assert run(cache, [0, 1, 2], [0, 3], [1, 3]) == [([0, 1], [], [2]), ([0], [], [3]), ([1, 3], [], [])]
+    assert np.flatnonzero(cache.resident[0]).tolist() == [0, 1, 3]
+
+
+@pytest.mark.parametrize("slots", [0, 1, 3, 8])
+def test_a_miss_crosses_the_link_once_and_residents_never_do(slots):
+    rng = np.random.default_rng(0)
+    fixed = rng.random((3, 8)) < 0.25
+    cache = SlotCache((3, 8), slots, fixed)
+    for _ in range(200):
+        activated, before = rng.random((3, 8)) < 0.3, cache.resident
+        served = cache.step(activated)
+        assert np.array_equal(served.hit, activated & before)
+        assert np.array_equal(served.read | served.moved, activated & ~before)
+        assert not (served.read & served.moved).any()
+        assert np.array_equal(served.moved, cache.resident & ~before)
+        assert (cache.resident | ~fixed).all()
+        assert ((cache.resident & ~fixed).sum(axis=1) <= slots).all()
+
+
+def test_the_policy_of_a_replay_is_a_slot_for_every_expert_that_fits():
+    served = trace([0], [2, 2, 3, 2])
+    found = replay(served, SLOTS, 0.5, expert_bytes=MIB)
+    assert (found.hit_rate, found.moves_per_step, found.read_bytes_per_step) == (0.5, 0.5, 0.0)
+    assert found.moved_bytes_per_step == MIB / 2
+    assert replay(served, SLOTS, 0.0, expert_bytes=MIB).read_bytes_per_step == MIB
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Trace:
+    """Four requests of 150 tokens in 2 layers of 16 experts: one is always hot, the other three of a token are of six that the
+    request changes."""
+    rng = np.random.default_rng(1)
+    of_request = np.stack([rng.permutation(np.arange(1, 16))[:6] for _ in range(4)])
+    picks = np.stack([of_request[token // 150][rng.permutation(6)[:3]] for token in range(600)])
+    ids = np.concatenate([np.zeros((600, 1), dtype=int), picks], axis=1)
+    return Trace(np.stack([ids, (ids + 3) % 16], axis=1), np.full(4, 150), 16)
+
+
+def test_a_sweep_splits_the_rows_from_none_to_all_in_slots(mixed):
+    splits = slot_splits(mixed, 0.5, expert_bytes=MIB, link_gbps=2)
+    assert [split.slot_share for split in splits] == list(SHARES)
+    assert [split.slots for split in splits] == [0, 2, 4, 6, 8]
+    assert all(split.residents + split.slots == 8 for split in splits)
+    activations = Workload.of(mixed).scored.sum() / 300
+    for split in splits:
+        crossings = (split.read_bytes_per_step + split.filled_bytes_per_step) / MIB
+        assert crossings == pytest.approx(activations * (1 - split.hit_rate))
+        assert split.filled_bytes_per_step == pytest.approx(MIB * split.fills_per_step)
+        assert split.step_seconds == pytest.approx(crossings * MIB / 2e9)
+
+
+def test_the_ends_of_a_sweep_are_the_policies_static_and_slots(mixed):
+    first, *_, last = slot_splits(mixed, 0.375, batch=2)
+    for split, name in ((first, "static"), (last, SLOTS)):
+        alone = replay(mixed, name, 0.375, batch=2)
+        assert (split.hit_rate, split.step_seconds) == (alone.hit_rate, alone.step_seconds)
+        assert split.fills_per_step == alone.moves_per_step
+
+
+def test_residents_are_the_most_activated_of_the_warm_up():
+    """3 is hot before, 0 and 1 by turns after: a resident 3 serves nothing, a slot does."""
+    served = trace([3, 3, 3, 2], [0, 0, 1, 1])
+    none, half, whole = (s for s in slot_splits(served, 0.5) if s.slot_share in (0, 0.5, 1))
+    assert (none.residents, none.hit_rate) == (2, 0)
+    assert (half.residents, half.slots, half.hit_rate) == (1, 1, 0.5)
+    assert whole.hit_rate == 0.5
+    assert best_split([none, half, whole]) == half, "residents need no fills"
+
+
+def test_hot_experts_want_residents_and_changing_ones_slots(mixed):
+    best = best_split(slot_splits(mixed, 0.5))
+    assert best.slots > 0
+    assert best.step_seconds < slot_splits(mixed, 0.5)[0].step_seconds / 2
+    static = Trace(np.random.default_rng(2).integers(0, 4, (400, 2, 2)), np.full(4, 100), 16)
+    assert best_split(slot_splits(static, 0.25)).slots == 0
+
+
+def split(slots: int, seconds: float) -> Split:
+    return Split(0.0, 8 - slots, slots, 0.5, 0.0, 0.0, 0.0, seconds)
+
+
+def test_the_best_split_has_the_least_link_time_then_the_fewest_slots():
+    assert best_split([split(0, 2.0), split(8, 1.0), split(4, 1.0), split(2, 1.5)]) == split(4, 1.0)
+
+
+def test_what_cannot_be_replayed_is_refused_as_for_a_policy(mixed):
+    with pytest.raises(ValueError, match=r"residency must be 0\.\.1"):
+        slot_splits(mixed, 1.5)
+    with pytest.raises(ValueError, match="above 0 GB/s"):
+        slot_splits(mixed, 0.5, link_gbps=0)
+
+
+@pytest.fixture
+def saved(mixed, tmp_path):
+    mixed.save(tmp_path / "trace.npz")
+    return tmp_path / "trace.npz"
+
+
+def test_the_command_prints_each_split_and_names_the_best(saved, mixed, capsys):
+    command = ["replay", str(saved), "--residency", "0.5", "--batch", "2", "--link-gbps", "10", "--expert-mib", "2", "--slots"]
+    assert main(command) == 0
+    *lines, empty, last = capsys.readouterr().out.splitlines()
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["trace"] == str(saved)
+    splits = [Split(**each) for each in found["slots"]]
+    assert splits == slot_splits(mixed, 0.5, batch=2, link_gbps=10, expert_bytes=2 * MIB)
+    assert len(lines) == 1 + len(splits)
+    for line, each in zip(lines[1:], splits, strict=True):
+        share, _, fixed, slots, hit_rate, _, fills, *_ = line.split()
+        assert (share, fixed, slots) == (f"{100 * each.slot_share:.0f}", str(each.residents), str(each.slots))
+        assert (hit_rate, fills) == (f"{100 * each.hit_rate:.1f}", f"{each.fills_per_step:.3f}")
+        assert f"{1e3 * each.step_seconds:.3f} ms" in line
+    best = best_split(splits)
+    assert not empty
+    assert f"{100 * best.slot_share:.0f} % of the VRAM in slots ({best.residents} residents and {best.slots} slots" in last
+
+
+@pytest.mark.parametrize("flags", [["--policy", "slots"], ["--recall"], ["--policy", "lru", "--recall"]])
+def test_a_sweep_with_another_question_is_refused_in_one_line(saved, capsys, flags):
+    assert main(["replay", str(saved), "--residency", "0.5", "--slots", *flags]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"cannot replay {saved}: --slots replays its own splits of the VRAM; leave --policy and --recall out"]
