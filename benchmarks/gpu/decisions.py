@@ -420,6 +420,61 @@ def moe_is_right(rows: PartRows) -> list[str]:
     ]
 
 
+def resolve_design(rows: PartRows) -> list[str]:
+    found = find(rows.get("empty", ()), "resolve")
+    body: list[tuple[str, list[Row | None]]] = []
+    for slots, batch in dict.fromkeys((row["slots"], row["batch"]) for row in found):
+        same: dict[str, str | float] = {"slots": slots, "batch": batch}
+        costs = [one(rows, "empty", "resolve", how=how, **same) for how in ("alone", "beside the MoE")]
+        rest = [one(rows, "empty", figure, **same) for figure in ("resolve_share", "begin_slots")]
+        body.append((f"{slots} slots, batch {batch}", [*costs, *rest]))
+    return grid(["nothing to fill", "alone, us a layer", "beside the MoE", "share of the step", "step begins, ms"], body)
+
+
+def fill_design(rows: PartRows) -> list[str]:
+    found = find(rows.get("fill", ()), "fill")
+    ways = [*dict.fromkeys(row["way"] for row in found)]
+    body: list[tuple[str, list[Row | None]]] = []
+    for mib, fills in dict.fromkeys((row["expert_mib"], row["fills"]) for row in found):
+        rates = [one(rows, "fill", "fill", way=way, expert_mib=mib, fills=fills) for way in ways]
+        body.append(
+            (f"{fills} of {mib:g} MiB", [*rates, one(rows, "fill", "fill_time", way="slots", expert_mib=mib, fills=fills)])
+        )
+    lines = grid(["fills of a layer, GB/s", *ways, "slots, ms"], body)
+    for row in find(rows.get("fill", ()), "fill_beside"):
+        lines.append(f"{row['fills']} fills beside a kernel with more blocks than the GPU holds: {show(row)}")
+    return lines
+
+
+def slot_steps(rows: PartRows) -> list[str]:
+    """A line by weights, share of the experts' bytes in VRAM, batch and split."""
+    body: list[tuple[str, list[Row | None]]] = []
+    found = find(rows.get("layer", ()), "slot_step")
+    for step in sorted(found, key=lambda row: (row["weights"], row["share"], row["batch"])):
+        held = {name: step[name] for name in ("weights", "share", "split")}
+        figures = ("resident", "hits", "fills", "read in place")
+        use = [one(rows, "layer", "slot_use", figure=figure, batch=step["batch"], **held) for figure in figures]
+        name = f"{step['weights']}, {step['share']:.0%} in VRAM, batch {step['batch']}, {step['split']}"
+        body.append((name, [step, one(rows, "layer", "slot_vram", **held), *use]))
+    lines = grid(
+        ["a decode step", "ms", "VRAM, GB", "of its activations: resident", "in slots", "fills", "read in place"], body
+    )
+    return lines + [f"computed by {kernels}" for kernels in dict.fromkeys(row["kernels"] for row in found)]
+
+
+def slots_right(rows: PartRows) -> list[str]:
+    """A flag that is on by default waits for this."""
+    lines = []
+    for part, name, what in (
+        ("layer", "slot_bits", "replays with other outputs than from plain VRAM"),
+        ("layer", "slot_counts", "counts of hits and fills that are not the policy's"),
+        ("fill", "fill_wrong", "fills with other bytes than their experts"),
+    ):
+        if found := find(rows.get(part, ()), name):
+            lines.append(f"{what}: {sum(row['median'] for row in found):g}, in {len(found)} settings")
+    return lines
+
+
 def served(part: str) -> Callable[[PartRows], list[str]]:
     """What each server of a part needed, and why one failed."""
 
@@ -494,6 +549,12 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
         Decision("streaming or reading in place, by tokens; one buffer or two", steps_design),
         Decision("how fast a layer's offloaded bytes come, and what other work loses", rates_design),
         Decision("offloaded bytes into VRAM: copy engine or kernel, and what other kernels notice", copies_design),
+    ),
+    "slots": (
+        Decision("whether slots may be on: what is computed through them, what they hold, and how they decide", slots_right),
+        Decision("what slots cost a step that fills nothing", resolve_design),
+        Decision("whether misses may be brought by the kernel that resolves them", fill_design),
+        Decision("residents, slots or both in the same VRAM", slot_steps),
     ),
     "miss": (Decision("whether a decode step's miss uses the link fully, by host memory", miss_design),),
     "ops": (Decision("whether the promises hold on the device", promises),),

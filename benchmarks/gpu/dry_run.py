@@ -66,6 +66,27 @@ def miss_parts() -> None:
     print(f"{len(PARTS)} part that misses")
 
 
+def slots_parts() -> None:
+    """The shapes that the parts serve from slots, and how SGLang calls what the plugin hooks."""
+    from importlib.util import find_spec
+
+    from shapes import DEEPSEEK_V3
+    from slots_parts import PARTS, SPLITS
+
+    from sglang_uvm_offload.memory.slots import MAX_EXPERTS
+
+    check_plan("slots_parts", PARTS)
+    assert DEEPSEEK_V3.experts <= MAX_EXPERTS
+    print(f"{DEEPSEEK_V3.name}: {DEEPSEEK_V3.experts} experts and slots beside them, {len(SPLITS)} splits of the VRAM")
+    if find_spec("sglang") is None:
+        print("no SGLang here: its functions would not be computed through slots, but this folder's kernels")
+        return
+    from slot_moe import installed_seam
+
+    installed_seam()
+    print("the plugin's hooks are on SGLang's Triton MoE functions")
+
+
 def layer_parts() -> None:
     """The kernels are compiled for sm_90, and what they compute is checked by Triton's interpreter on small shapes."""
     from layer_parts import PARTS
@@ -172,8 +193,8 @@ if __name__ == "__main__":
         ops_parts()
     elif sys.argv[1] == "server_parts":
         server_parts()
-    elif sys.argv[1] in ("eviction_parts", "stream_parts", "miss_parts"):
-        {"eviction_parts": eviction_parts, "stream_parts": stream_parts, "miss_parts": miss_parts}[sys.argv[1]]()
+    elif sys.argv[1] in (others := {each.__name__: each for each in (eviction_parts, stream_parts, miss_parts, slots_parts)}):
+        others[sys.argv[1]]()
     else:
         layer_parts()
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})

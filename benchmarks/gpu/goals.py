@@ -12,6 +12,7 @@ from typing import Any
 
 from link_bound import link_rate, over_the_bound
 from rows import PartRows, Row, best, find, one, show
+from slot_goals import filling, other_decisions, other_outputs, other_rows, resolving, slots_in_vram
 from stream_goals import (
     gained,
     host_time,
@@ -288,6 +289,14 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("milliseconds of the launching thread that streaming adds a layer (worst)", "<=", 1, host_time),
         Goal("copy rate of a layer partly resident over one wholly offloaded (worst)", ">=", 0.9, partly_resident),
         Goal("milliseconds of a copy of 2 MiB beside a kernel that fills the GPU (worst)", "<=", 1, starts_beside),
+    ),
+    "slots": (
+        Goal("replays through slots with other outputs", "<=", 0, other_outputs),
+        Goal("counts of hits and fills that are not the policy's", "<=", 0, other_decisions),
+        Goal("fills that brought other bytes", "<=", 0, other_rows),
+        Goal("resolving's share of a step of 75 MoE layers with nothing to fill (worst case)", "<=", 0.01, resolving),
+        Goal("fills of 4 and more experts over the faster copy (worst)", ">=", 0.9, filling),
+        Goal("read rate of slots over that of plain VRAM (worst)", ">=", 0.9, slots_in_vram),
     ),
     "miss": (Goal("the MoE kernel's read of one expert over a copy's (worst)", ">=", 0.9, miss),),
     "eviction": (Goal("MiB of residents taken for evicted while there was room", "<=", 0, false_alarms),),

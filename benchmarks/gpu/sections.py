@@ -173,6 +173,24 @@ STREAM = Section(
     ),
 )
 
+SLOTS = Section(
+    "slots",
+    "what slots cost, how fast misses fill them, and what a decode step gains",
+    (
+        Part("empty", "slots_parts", 30, 80, 0.1, 1, "resolving 75 layers with nothing to fill, beside their MoE and alone"),
+        Part("fill", "slots_parts", 40, 90, 1.8, 2, "experts of 1.5 to 16 MiB into slots: kernel, copies and reads; bytes"),
+        Part(
+            "layer",
+            "slots_parts",
+            160,
+            300,
+            12,
+            10,
+            "decode steps of SGLang's Triton MoE in the same VRAM: residents, slots, both; outputs and counts",
+        ),
+    ),
+)
+
 MISS = Section(
     "miss",
     "whether a decode step reads an offloaded expert at the link's rate",
@@ -195,7 +213,7 @@ EVICTION = Section(
 
 SECTIONS = {
     section.name: section
-    for section in (OPS, STREAM, SERVER, DEFAULT, CPU_OFFLOAD, BOUNDS, OFFLOADER, PEERS, PROBE, MISS, LAYER, EVICTION)
+    for section in (OPS, STREAM, SLOTS, SERVER, DEFAULT, CPU_OFFLOAD, BOUNDS, OFFLOADER, PEERS, PROBE, MISS, LAYER, EVICTION)
 }
 
 

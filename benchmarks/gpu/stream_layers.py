@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,13 +28,17 @@ Parts = Sequence[Part]
 class Layer:
     """One layer in managed memory, and in plain memory the weights that it was made with."""
 
-    def __init__(self, memory: CudaMemory, index: int, plain: Weights):
+    def __init__(self, memory: CudaMemory, index: int, plain: Weights, resident: np.ndarray | None = None, num_slots: int = 0):
+        """``resident`` ``bool[E]``: those in VRAM to begin with, None: all. With ``num_slots`` rows behind the experts."""
         num_experts = plain.w13.shape[0]
         self.plain = plain
-        self.experts = ExpertLayer(memory, index, num_experts, 0, 0, lambda layout: np.ones(layout.num_extents, dtype=bool))
+        first = np.ones(num_experts, dtype=bool) if resident is None else resident
+        self.experts = ExpertLayer(memory, index, num_experts, 0, 0, lambda layout: layout.holding(first), num_slots=num_slots)
+        self._names = ("w13", "w2", *(("scale13", "scale2") if num_slots and plain.fp8 else ()))
         self.module = torch.nn.Module()
         with AllocationMode(num_experts, self.experts.allocate):
-            for name, weight in (("w13", plain.w13), ("w2", plain.w2)):
+            for name in self._names:
+                weight = getattr(plain, name)
                 made = torch.empty(weight.shape, dtype=weight.dtype, device="cuda")
                 setattr(self.module, name, torch.nn.Parameter(made, requires_grad=False))
         self.experts.sync_tensors(self.module)
@@ -41,12 +46,12 @@ class Layer:
 
     def write(self, weights: Weights) -> None:
         """An update of the weights."""
-        self.module.w13.data.copy_(weights.w13)
-        self.module.w2.data.copy_(weights.w2)
+        for name in self._names:
+            getattr(self.module, name).data.copy_(getattr(weights, name))
 
     def weights(self) -> Weights:
         """As a step finds them: in managed memory, or in a stream buffer."""
-        return Weights(self.module.w13.data, self.module.w2.data, self.plain.scale13, self.plain.scale2)
+        return replace(self.plain, **{name: getattr(self.module, name).data for name in self._names})
 
     def keep(self, resident: np.ndarray) -> None:
         """Make these experts (``bool[E]``) resident, and nothing beyond their blocks."""

@@ -56,7 +56,7 @@ def wait_for(condition, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_compiles_cold_in_time(cache, arch):
     start = time.monotonic()
     library = build(arch)

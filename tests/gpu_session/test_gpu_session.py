@@ -18,7 +18,7 @@ from standin.build import build, cuda_include, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
-SECTIONS = ("ops", "stream", "probe", "miss", "layer", "eviction")
+SECTIONS = ("ops", "stream", "slots", "probe", "miss", "layer", "eviction")
 SERVING = ("server", "default", "cpu_offload", "bounds", "offloader", "peers")
 FILE_BYTES = 16 << 20
 CAPTURED = {"stdout": subprocess.PIPE, "text": True}
@@ -92,13 +92,13 @@ def test_list_names_every_section_in_order(session):
     said = session.run("--list", over_standin=False)
     assert said.returncode == 0
     heads = [line.split(":")[0] for line in said.stdout.splitlines() if not line.startswith(" ")]
-    assert heads == [*SECTIONS[:2], *SERVING, *SECTIONS[2:]]
+    assert heads == [*SECTIONS[:3], *SERVING, *SECTIONS[3:]]
 
 
 def test_an_unknown_section_is_a_usage_error(session):
     said = session.run("prboe", over_standin=False)
     assert said.returncode == 2
-    assert "no section prboe: there are ops, stream, server, default, cpu_offload" in said.stderr
+    assert "no section prboe: there are ops, stream, slots, server, default, cpu_offload" in said.stderr
 
 
 def test_dry_run_compiles_everything_and_starts_no_cuda(session):
@@ -113,6 +113,7 @@ def test_dry_run_compiles_everything_and_starts_no_cuda(session):
         "deepseek-v3: 3 layers",
         "qwen3-30b-a3b-16-layers, 20.0 GB",
         "compile for sm_90 in blocks of 128x128x64, 4 stages",
+        "the plugin's hooks are on SGLang's Triton MoE functions",
         "in_place --expert-offload-num-resident 64",
         "--expert-offload-stream-tokens inf",
         "paged_experts --enable-paged-experts --paged-experts-num-resident 80",
@@ -239,6 +240,13 @@ def test_every_way_to_copy_and_every_arm_of_a_step_is_run(ran):
     assert values("stream", "steps", "step", "tokens") >= {512, 2048, 8192}
     assert values("miss", "pages", "miss", "memory") == {"managed", "pinned"}
     assert values("ops", "copies", "copies_wrong", "what") >= {f"layers that stream, buffers: {n}" for n in (1, 2)}
+    assert values("slots", "empty", "resolved_step", "graph") == {"with", "without", "alone"}
+    assert values("slots", "empty", "resolve_share", "slots") == {64, 192}
+    ways = {"slots", "copy kernel", "copy engine, device to device", "a kernel of torch"}
+    assert values("slots", "fill", "fill", "way") == ways
+    assert values("slots", "fill", "fill_wrong", "expert_mib") == {48 / 1024, 64 / 1024}
+    assert values("slots", "layer", "slot_step", "split") == {"residents only", "slots only", "half and half"}
+    assert values("slots", "layer", "slot_step", "weights") == {"bf16", "fp8"}
     moving = [each for each in ran.record("ops")["parts"]["copies"]["rows"] if "moved_gb" in each]
     assert [each["moved_gb"] > 0 for each in moving] == [True]
 
@@ -303,6 +311,57 @@ def ends(session, tmp_path_factory) -> dict[tuple[str, str], str]:
 @pytest.mark.parametrize("case", COPYING, ids=lambda case: f"{case[0]} {case[1][:24].strip()}")
 def test_a_part_that_copies_fails_where_copies_do(ends, case):
     assert COPYING[case] in ends[case]
+
+
+def test_steps_over_the_standin_hit_and_fill_slots_and_read_in_place(ran):
+    rows = [each for each in ran.record("slots")["parts"]["layer"]["rows"] if each["row"] == "slot_use"]
+    seen = {(each["split"], each["figure"]) for each in rows if each["median"] > 0}
+    assert seen >= {("residents only", "resident"), ("residents only", "read in place"), ("half and half", "resident")}
+    assert seen >= {(split, figure) for split in ("slots only", "half and half") for figure in ("hits", "fills")}
+    assert ("residents only", "fills") not in seen
+
+
+ONE_TENSOR = """
+whole = model._slot_layer
+model._slot_layer = lambda layer: whole(layer)._replace(rows=whole(layer).rows[:1])
+"""
+OTHER_SLOTS = """
+whole = CudaSlots.resolve
+CudaSlots.resolve = lambda self, layer, ids, *rest: whole(self, layer, ids[:, :1].contiguous(), *rest)
+"""
+NOTHING_RESOLVES = "CudaSlots.resolve = lambda self, *rest: None"
+SERVING_SLOTS = {
+    ("split()", ""): "passed",
+    ("split()", ONE_TENSOR): "4 of 4 replays differ",
+    ("split()", OTHER_SLOTS): "counts of hits and fills",
+    ("split()", NOTHING_RESOLVES): "counts of hits and fills",
+    ("fill(rows)", NOTHING_RESOLVES): "15 of 15 filled slots hold other bytes",
+    ("empty(rows)", "ResolvedStep._fill = lambda self, slots: None"): "fills in steps whose experts were all in slots",
+}
+"""As ``COPYING``."""
+SLOTS_EACH_IN_A_PROCESS = EACH_IN_A_PROCESS.replace("from stream_parts import *", "from slots_parts import *").replace(
+    "from sglang_uvm_offload.streaming.schedule import BufferSchedule",
+    """
+from sglang_uvm_offload.slots import model
+zeros_by_copies()
+def split():
+    shape = DEEPSEEK_V3.toy
+    one_split(rows, shape, routing_trace.for_shape(shape), [weights_of(shape, False, 0)], 0.25, "half and half")
+""",
+)
+
+
+@pytest.fixture(scope="module")
+def slot_ends(session, tmp_path_factory) -> dict[tuple[str, str], str]:
+    cases = [json.dumps(case) for case in SERVING_SLOTS]
+    said = session.python(SLOTS_EACH_IN_A_PROCESS, str(GPU), str(tmp_path_factory.mktemp("slots") / "rows"), *cases)
+    told = dict(json.loads(line) for line in said.splitlines())
+    return {case: told[number] for number, case in enumerate(SERVING_SLOTS)}
+
+
+@pytest.mark.parametrize("case", SERVING_SLOTS, ids=lambda case: f"{case[0]} {case[1][:24].strip()}")
+def test_a_part_of_slots_fails_where_slots_do(slot_ends, case):
+    assert SERVING_SLOTS[case] in slot_ends[case]
 
 
 def test_the_results_are_few_and_small(ran):
@@ -885,6 +944,45 @@ def test_the_worst_of_host_time_copies_and_misses_decides(modules):
     assert judged(modules, "miss", 0, {"pages": large})["ratio"] == pytest.approx(0.98), "the best block shape"
     small = [miss("pinned", "MoE kernel, a", 40.0), miss("pinned", "copy kernel", 30.0), miss("pinned", "copy engine", 50.0)]
     assert judged(modules, "miss", 0, {"pages": [*large, *small]})["ratio"] == pytest.approx(0.8)
+
+
+def test_slots_are_judged_by_equality_before_speed(modules):
+    def layer(differ: float, wrong: float) -> dict:
+        bits = [row("slot_bits", [each], done=10, kernels="SGLang's kernels") for each in (0, differ)]
+        counts = [row("slot_counts", [each], hits=5, fills=4) for each in (0, wrong)]
+        return {"layer": [*bits, *counts]}
+
+    assert judged(modules, "slots", 0, layer(0, 0))["met"] is True
+    assert judged(modules, "slots", 0, layer(1, 0))["met"] is False, "one replay is one too many"
+    assert judged(modules, "slots", 0, layer(0, 0))["from"] == "20 replays of SGLang's kernels"
+    assert judged(modules, "slots", 1, layer(0, 0))["met"] is True
+    assert judged(modules, "slots", 1, layer(0, 1))["met"] is False
+    bytes_ = [row("fill_wrong", [each], done=7) for each in (0, 3)]
+    assert judged(modules, "slots", 2, {"fill": bytes_})["met"] is False
+    assert judged(modules, "slots", 2, {"fill": bytes_[:1]})["met"] is True
+    assert judged(modules, "slots", 0, {})["ratio"] is None
+    assert "other outputs than from plain VRAM: 1, in 2" in told(modules, "slots_right", layer(1, 0))
+
+
+def test_the_worst_of_the_slots_costs_and_rates_decides(modules):
+    shares = [row("resolve_share", [share], slots=64, batch=batch) for batch, share in ((1, 0.02), (8, 0.004))]
+    assert judged(modules, "slots", 3, {"empty": shares})["met"] is False
+    assert judged(modules, "slots", 3, {"empty": shares[1:]})["met"] is True
+
+    def fills(count: int, **rates: float) -> list[dict]:
+        ways = {
+            "slots": "slots",
+            "kernel": "copy kernel",
+            "engine": "copy engine, device to device",
+            "torch": "a kernel of torch",
+        }
+        return [row("fill", [rate], way=ways[name], fills=count, expert_mib=3.0) for name, rate in rates.items()]
+
+    found = [*fills(1, slots=10.0, kernel=50.0), *fills(8, slots=46.0, kernel=48.0, engine=50.0, torch=99.0)]
+    assert judged(modules, "slots", 4, {"fill": found})["ratio"] == pytest.approx(0.92), "the faster copy, of several fills"
+    assert judged(modules, "slots", 4, {"fill": found[:2]})["ratio"] is None
+    reads = [row("slot_read", [rate], what=what, expert_mib=3.0) for what, rate in (("slots", 50.0), ("plain VRAM", 3000.0))]
+    assert judged(modules, "slots", 5, {"fill": reads})["met"] is False, "such slots are in host RAM"
 
 
 def told(modules, figures: str, parts: dict[str, list[dict]]) -> str:

@@ -1,0 +1,175 @@
+"""Decode steps over layers with slots, captured once, and the policy on the CPU that must decide alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from decode_step import capture, elapsed_ms
+from moe import MoeStep, Tiles, Weights, align
+from shapes import MoeShape
+from slot_moe import Find, moe_here
+from stream_layers import Layer
+
+from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
+from sglang_uvm_offload.cuda.memory import CudaMemory
+from sglang_uvm_offload.cuda.slots import CudaSlots
+from sglang_uvm_offload.memory.slots import Rows as TensorRows
+from sglang_uvm_offload.memory.slots import SlotLayer
+from sglang_uvm_offload.policy.slots import WHOLE, SlotPolicy
+from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, Phase
+from sglang_uvm_offload.slots.model import ModelSlots
+
+
+class SlotModel:
+    """Layers in managed memory, some experts resident and some rows for slots, and the device's slots and the policy's."""
+
+    def __init__(self, memory: CudaMemory, plain: Sequence[Weights], resident: np.ndarray, num_slots: int):
+        """``resident``: ``bool[layers, experts]``."""
+        self.layers = [
+            Layer(memory, i, each, keep, num_slots) for i, (each, keep) in enumerate(zip(plain, resident, strict=True))
+        ]
+        self.weights = [layer.weights() for layer in self.layers]
+        experts = [layer.experts for layer in self.layers]
+        self.counters = CudaRoutingCounters(*resident.shape)
+        self._slots = ModelSlots(experts, lambda served: CudaSlots(self.counters, served))
+        if num_slots and any(self._slots.reasons):
+            raise AssertionError(f"a layer has no slots: {self._slots.reasons}")
+        self.find: Find = self._slots.at
+        self._policy = SlotPolicy(np.ones(resident.shape, dtype=bool), num_slots)
+        self.offloaded = np.stack([layer.offloaded_bytes_by_expert for layer in experts])
+        self.vram_bytes = sum(layer.resident_bytes + layer.slot_bytes for layer in experts)
+        self._share = -(-WHOLE * self.offloaded // max(layer.expert_bytes for layer in experts))
+        self.hits, self.fills = (np.zeros(resident.shape, dtype=np.int64) for _ in range(2))
+        """What the policy decided, by layer and expert."""
+
+    def begin_step(self, ids: np.ndarray) -> None:
+        """Before the step with the experts ``ids[tokens, layer, k]``; without tokens nothing is decided."""
+        self.counters.begin_step(len(ids), Phase.DECODE)
+        self._slots.begin_step(len(ids), Phase.DECODE)
+        if len(ids) and self._slots.any:
+            self._policy.begin_step()
+            resolved = self._policy.resolve(used(ids, self.offloaded.shape[1]), self._share)
+            self.hits += resolved.hit
+            for layer, expert, _ in resolved.fills:
+                self.fills[layer, expert] += 1
+
+    def wrong_counts(self) -> int:
+        """How many hits and fills of an expert the device counted otherwise than the policy."""
+        counted = self.counters.read().slots
+        if counted is None:
+            return 0
+        pairs = ((SLOT_HITS, self.hits), (SLOT_FILLS, self.fills))
+        return sum(int((counted[:, Phase.DECODE, kind] != wanted).sum()) for kind, wanted in pairs)
+
+
+def used(ids: np.ndarray, experts: int) -> np.ndarray:
+    """``bool[layer, expert]`` of ``ids[tokens, layer, k]``."""
+    found = np.zeros((ids.shape[1], experts), dtype=bool)
+    for layer in range(ids.shape[1]):
+        found[layer, ids[:, layer].ravel()] = True
+    return found
+
+
+class SlotDecode:
+    """One captured decode step: each layer's output is the next one's input."""
+
+    def __init__(self, shape: MoeShape, tokens: int, weights: Sequence[Weights], find: Find):
+        self._moe = moe_here()(shape, tokens, find)
+        self._weights = weights
+        random = torch.Generator("cuda").manual_seed(tokens)
+        x = torch.empty(tokens, shape.hidden, dtype=torch.bfloat16, device="cuda").normal_(generator=random)
+
+        def step() -> None:
+            out = x
+            for layer, each in enumerate(weights):
+                out = self._moe.run(layer, each, out)
+
+        self._moe.route(np.tile(np.arange(shape.top_k, dtype=np.int32), (tokens, len(weights), 1)))
+        self._graph = capture(step)
+
+    @property
+    def kernels(self) -> str:
+        return self._moe.kernels
+
+    def route(self, ids: np.ndarray) -> None:
+        self._moe.route(ids)
+
+    def replay_ms(self) -> float:
+        return elapsed_ms(self._graph.replay)
+
+    def result(self) -> list[torch.Tensor]:
+        return self._moe.result(self._weights)
+
+
+class ResolvedStep:
+    """A step of many MoE layers, which take turns on the weights of a few, captured with and without resolving slots, and
+    resolving alone. Each expert of the step is in a slot, so nothing is filled. The MoE reads experts at their own rows."""
+
+    ROW_BYTES = 64
+
+    def __init__(self, shape: MoeShape, weights: Sequence[Weights], batch: int, num_slots: int, layers: int):
+        self._batch, self._layers, self._weights = batch, layers, weights
+        self.counters = CudaRoutingCounters(layers, shape.experts)
+        self._rows = torch.zeros((shape.experts + num_slots) * self.ROW_BYTES, dtype=torch.uint8, device="cuda")
+        served = SlotLayer([TensorRows(self._rows.data_ptr(), self.ROW_BYTES)], shape.experts, num_slots)
+        self.slots = CudaSlots(self.counters, [served] * layers)
+        self.slots.set_share(np.full((layers, shape.experts), WHOLE, dtype=np.uint8))
+        self._fill(num_slots)
+        random = np.random.default_rng(batch)
+        ids = np.argsort(random.random((batch, num_slots)), axis=1)[:, : shape.top_k].astype(np.int32)
+        order, owners = align(ids, shape.experts, Tiles().m)
+        self._ids = torch.from_numpy(ids).cuda()
+        self._owners = torch.from_numpy(np.broadcast_to(owners, (layers, owners.size)).copy()).cuda()
+        self._blocks = torch.zeros_like(self._owners)
+        self._padded = torch.tensor([owners.size * Tiles().m], dtype=torch.int32).cuda()
+        self._steps = [MoeStep(shape, batch, shape.top_k, Tiles(), "cuda") for _ in weights]
+        for step in self._steps:
+            step.route(torch.from_numpy(order), torch.from_numpy(owners))
+        self._steps[0].x.normal_()
+        self.counters.begin_step(0, Phase.DECODE)
+        self.graphs = {
+            "without": capture(lambda: self._forward(moe=True, resolving=False)),
+            "with": capture(lambda: self._forward(moe=True, resolving=True)),
+            "alone": capture(lambda: self._forward(moe=False, resolving=True)),
+        }
+
+    def _fill(self, num_slots: int) -> None:
+        """Slot after slot gets one of the first experts, in as many steps as the fills of a step allow."""
+        ids = torch.arange(num_slots, dtype=torch.int32).view(-1, 8).cuda()
+        nothing, none = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2))
+        for _ in range(0, num_slots, 64):
+            self.begin_step(len(ids))
+            for layer in range(self._layers):
+                self.slots.resolve(layer, ids, nothing, none, 16)
+
+    def begin_step(self, tokens: int) -> None:
+        self.counters.begin_step(tokens, Phase.DECODE)
+        self.slots.begin_step()
+
+    def _forward(self, *, moe: bool, resolving: bool) -> None:
+        x = None
+        for layer in range(self._layers):
+            if resolving:
+                self.slots.resolve(layer, self._ids, self._blocks[layer], self._padded, Tiles().m)
+            if moe:
+                turn = layer % len(self._weights)
+                x = self._steps[turn].run(self._weights[turn], x if turn else None)
+
+    def times(self, repeats: int) -> dict[str, list[float]]:
+        """Milliseconds of each graph, the first two rounds left out."""
+        found: dict[str, list[float]] = {name: [] for name in self.graphs}
+        for repeat in range(repeats + 2):
+            for name in sorted(self.graphs, reverse=bool(repeat % 2)):
+                self._blocks.copy_(self._owners)
+                self.begin_step(self._batch)
+                ms = elapsed_ms(self.graphs[name].replay)
+                if repeat > 1:
+                    found[name].append(ms)
+        return found
+
+    def fills(self) -> int:
+        counted = self.counters.read().slots
+        assert counted is not None
+        return int(counted[:, Phase.DECODE, SLOT_FILLS].sum())
