@@ -27,10 +27,10 @@ class CudaSlots:
         self._layers = layers
         self._states: dict[int, SlotState] = {}
         width, most = counters.num_experts, max((layer.num_slots for layer in layers if layer), default=0)
-        self._share = torch.zeros(len(layers), width, dtype=torch.uint8, device=device)
-        self._held = torch.zeros(len(layers), width + most, dtype=torch.int32, device=device)
+        self._share = torch.zeros(len(layers), width, dtype=torch.uint8).to(device)
+        self._held = torch.zeros(len(layers), width + most, dtype=torch.int32).to(device)
         """What slots hold: of each layer ``SlotState.slot_of``, then ``owner``."""
-        self._nothing = torch.zeros_like(self._held)
+        self._nothing = self._held.clone()
         counts = counters.slot_counts()
         for index, layer in enumerate(layers):
             if layer is not None:
@@ -42,8 +42,8 @@ class CudaSlots:
 
     def _state(self, layer: SlotLayer, held: torch.Tensor, share: torch.Tensor, counts: torch.Tensor) -> SlotState:
         experts = layer.num_experts
-        known = torch.zeros(5, experts, dtype=torch.int32, device=share.device)
-        work = torch.zeros(2 + 1 + 2 * self._ops.max_fills, dtype=torch.int32, device=share.device)
+        known = torch.zeros(5, experts, dtype=torch.int32).to(share.device)
+        work = torch.zeros(2 + 1 + 2 * self._ops.max_fills, dtype=torch.int32).to(share.device)
         return SlotState(
             rows=list(layer.rows),
             slot_of=held[:experts],
