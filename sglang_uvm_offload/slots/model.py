@@ -73,8 +73,8 @@ class ModelSlots:
             return
         self._follow_tensors()
         if self._stale:
+            self._stale = False  # first: loaders write from threads of their own
             self._device.reset()
-            self._stale = False
         self._follow_residency()
         if valid_rows and phase is Phase.DECODE:
             self._device.begin_step()

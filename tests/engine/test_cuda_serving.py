@@ -5,18 +5,18 @@ The number of residents is the one that fits."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from builders.rooms import fraction
 from standin.build import sglang_environment
 from standin.engine import run_engine
+from standin.serving import GPU, captures
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 
 LAYERS, EXPERTS, RESIDENT = 5, 16, 4
-CACHE_TOKENS = 2048
+CACHE_TOKENS = GPU["max_total_tokens"]
 EXPERT_BYTES = (512 << 10, 256 << 10)
 """Of w13 and of w2, which are allocated by turns, a layer after the other: blocks of 4 and of 8 experts."""
 FIRST = 9
@@ -27,21 +27,6 @@ STREAM_TOKENS = 16
 BUFFERS = 2 * EXPERTS * sum(EXPERT_BYTES)
 HOT = (2, 1)
 """These blocks; at first only the first one of each tensor is resident."""
-
-GPU = {
-    "device": "cuda",
-    "attention_backend": "triton",
-    "moe_runner_backend": "triton",
-    "grammar_backend": "none",
-    "disable_cuda_graph": False,
-    "cuda_graph_max_bs_decode": 2,
-    "max_running_requests": 2,
-    "max_total_tokens": CACHE_TOKENS,
-    "sampling_backend": "pytorch",
-    "random_seed": 1,
-    "skip_server_warmup": True,
-    "log_level": "info",
-}
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +60,6 @@ def calls(served) -> list[dict]:
 
 def named(calls: list[dict], *names: str) -> list[dict]:
     return [call for call in calls if call["call"] in names]
-
-
-def captures(calls: list[dict]) -> Iterator[list[dict]]:
-    """The calls from each begin of a capture to its end."""
-    start = None
-    for i, call in enumerate(calls):
-        if call["call"] == "cudaStreamBeginCapture":
-            start = i
-        elif call["call"] == "cudaStreamEndCapture":
-            assert start is not None
-            yield calls[start : i + 1]
 
 
 def managed_ranges(calls: list[dict]) -> list[range]:

@@ -4,12 +4,12 @@ captured once serves and fills the slots at each replay."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from standin.build import sglang_environment
 from standin.engine import run_engine
+from standin.serving import GPU, captures
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, whole_blocks
 
@@ -18,21 +18,6 @@ FIRST = 9
 """Every token picks the experts from this one on, of which none is resident."""
 TOKENS = 20
 
-GPU = {
-    "device": "cuda",
-    "attention_backend": "triton",
-    "moe_runner_backend": "triton",
-    "grammar_backend": "none",
-    "disable_cuda_graph": False,
-    "cuda_graph_max_bs_decode": 2,
-    "max_running_requests": 2,
-    "max_total_tokens": 2048,
-    "mem_fraction_static": 0.5,
-    "sampling_backend": "pytorch",
-    "random_seed": 1,
-    "skip_server_warmup": True,
-    "log_level": "info",
-}
 OFFLOAD = {
     "expert_offload_num_resident": RESIDENT,
     "expert_offload_resident_selection": "first_n",
@@ -50,7 +35,7 @@ def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
     environment["STANDIN_LATE"] = "2"
     model = checkpoints("qwen3_moe", expert_size=512, layers=LAYERS)
     job = {
-        "engine": {"model_path": str(model), **GPU, **OFFLOAD},
+        "engine": {"model_path": str(model), **GPU, "mem_fraction_static": 0.5, **OFFLOAD},
         "prompts": ["hello", "hello world"],
         "max_new_tokens": TOKENS,
     }
@@ -63,16 +48,6 @@ def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
 @pytest.fixture(scope="module")
 def calls(served) -> list[dict]:
     return served[1]
-
-
-def captures(calls: list[dict]) -> Iterator[list[dict]]:
-    start = None
-    for i, call in enumerate(calls):
-        if call["call"] == "cudaStreamBeginCapture":
-            start = i
-        elif call["call"] == "cudaStreamEndCapture":
-            assert start is not None
-            yield calls[start : i + 1]
 
 
 def test_each_captured_layer_resolves_its_slots_before_its_first_kernel(calls):
