@@ -7,21 +7,24 @@ import json
 from pathlib import Path
 
 import pytest
+from builders.rooms import fraction
 from standin.build import sglang_environment
 from standin.engine import run_engine
 from standin.serving import GPU, captures
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, whole_blocks
 
-LAYERS, EXPERTS, RESIDENT, SLOTS, TOP_K = 3, 16, 4, 6, 4
+LAYERS, EXPERTS, RESIDENT, SLOTS, TOP_K = 3, 16, 4, 4, 4
+"""There is room for eight rows a layer, of which ``auto`` makes half slots."""
 FIRST = 9
 """Every token picks the experts from this one on, of which none is resident."""
 TOKENS = 20
 
 OFFLOAD = {
-    "expert_offload_num_resident": RESIDENT,
+    "expert_offload_num_resident": "auto",
     "expert_offload_resident_selection": "first_n",
-    "expert_offload_slots": SLOTS,
+    "expert_offload_slots": "auto",
+    "expert_offload_stream_tokens": "inf",
     "expert_offload_headroom_gb": 0.0,
 }
 
@@ -34,8 +37,9 @@ def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
     environment |= {"STANDIN_FIRST_EXPERT": str(FIRST), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment["STANDIN_LATE"] = "2"
     model = checkpoints("qwen3_moe", expert_size=512, layers=LAYERS)
+    room = fraction(model, RESIDENT + SLOTS, GPU["max_total_tokens"], 0, LAYERS)
     job = {
-        "engine": {"model_path": str(model), **GPU, "mem_fraction_static": 0.5, **OFFLOAD},
+        "engine": {"model_path": str(model), **GPU, "mem_fraction_static": room, **OFFLOAD},
         "prompts": ["hello", "hello world"],
         "max_new_tokens": TOKENS,
     }
@@ -82,6 +86,14 @@ def test_a_replayed_graph_fills_each_expert_once_and_serves_it_from_then_on(serv
     assert slots["bypasses"] <= LAYERS * TOP_K * 2  # the first prefill, before any slot was filled
     assert slots["filled_bytes"] == slots["fills"] * state["layers"][0]["expert_bytes"]
     assert all(answer["meta_info"]["completion_tokens"] == TOKENS for answer in result["answers"])
+
+
+def test_auto_divides_the_room_that_it_finds(served):
+    result, _ = served
+    assert result["server_info"]["expert_offload_num_resident"] == str(RESIDENT)
+    assert result["server_info"]["expert_offload_slots"] == str(SLOTS)
+    told = f"of {RESIDENT + SLOTS} rows a layer in VRAM, {SLOTS} are slots and {RESIDENT} residents"
+    assert told in result["log"]
 
 
 def test_slots_lie_behind_their_experts_in_ranges_that_prefer_the_gpu(calls):
