@@ -70,4 +70,5 @@ class CudaSlots:
         self._held.copy_(self._nothing)
 
     def set_share(self, share: np.ndarray) -> None:
-        self._share.copy_(torch.from_numpy(share))
+        # From pinned memory, or the caller would wait for the steps before. torch keeps it until it was copied.
+        self._share.copy_(torch.from_numpy(share).pin_memory(), non_blocking=True)

@@ -36,7 +36,7 @@ class SlotLayer(NamedTuple):
 
 class ExpertSlots(Protocol):
     """The slots of one model. Ids and residency are those of local experts. All but ``resolve`` is called between steps,
-    outside any capture, in the order of the steps."""
+    outside any capture, in the order of the steps. No call waits for the device."""
 
     def begin_step(self) -> None:
         """A decode step begins, after the counters' ``begin_step``."""
@@ -44,8 +44,8 @@ class ExpertSlots(Protocol):
     def resolve(self, layer: int, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
         """Serve the layer at index ``layer`` in a step with the experts ``ids[rows, top_k]``. In ``blocks`` (int32: the expert
         of each ``block_size`` of the first ``padded[0]`` rows that are computed, -1 for none) replace each expert that a slot
-        holds by the slot's row. In decode, slots are filled first. Neither waits for the device. What ran while no step was
-        begun (capture) resolves nothing."""
+        holds by the slot's row. In decode, slots are filled first. What ran while no step was begun (capture) resolves
+        nothing."""
 
     def reset(self) -> None:
         """The slots hold nothing: bytes of experts may have changed since the last step."""

@@ -105,3 +105,24 @@ def test_kernels_decide_and_copy_as_the_policy_does(standin, seed):
     assert (same, counted) == (True, True)
     assert remapped > 500
     assert fills > 100
+
+
+def test_nothing_waits_for_the_device_between_steps(standin):
+    """Not for what is resident now either: steps that were launched go on."""
+    ran = standin.run(
+        """
+        from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
+        from sglang_uvm_offload.cuda.slots import CudaSlots
+        from sglang_uvm_offload.memory.slots import Rows, SlotLayer
+        tensor = torch.zeros(12 * 64, dtype=torch.uint8, device="cuda")
+        slots = CudaSlots(CudaRoutingCounters(1, 8), [SlotLayer([Rows(tensor.data_ptr(), 64)], 8, 4)])
+        for offloaded in (16, 3):
+            slots.set_share(np.full((1, 8), offloaded, dtype="uint8"))
+            slots.reset()
+            slots.begin_step()
+        print(json.dumps(slots._share.cpu().tolist()))
+        """,
+    )
+    assert ran.said == [[3] * 8], ran.err
+    begun, last = (i for i, call in enumerate(ran.calls) if call.get("kernel") == "uvm_begin_slots_kernel")
+    assert not [call for call in ran.calls[begun:last] if "Synchronize" in call["call"]]
