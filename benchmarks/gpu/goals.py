@@ -12,7 +12,7 @@ from typing import Any
 
 from link_bound import link_rate, over_the_bound
 from rows import PartRows, Row, best, find, one, show
-from slot_goals import filling, other_decisions, other_outputs, other_rows, resolving, slots_in_vram
+from slot_bounds import filling, other_decisions, other_outputs, other_rows, resolving, slots_in_vram
 from stream_goals import (
     gained,
     host_time,
