@@ -18,7 +18,7 @@ from sglang_uvm_offload.policy.slots import assumed_counts
 
 
 class CudaSlots:
-    """``layers``: None for a layer without slots. Its state takes some 30 bytes of VRAM an expert, and 32 KiB."""
+    """``layers``: None for a layer without slots."""
 
     def __init__(self, counters: CudaRoutingCounters, layers: Sequence[SlotLayer | None]):
         device = counters.control.device
