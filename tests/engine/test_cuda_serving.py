@@ -4,14 +4,9 @@ The number of residents is the one that fits."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from builders.rooms import fraction
-from standin.build import sglang_environment
-from standin.engine import run_engine
-from standin.serving import GPU, captures
+from standin.serving import GPU, captures, serve_and_log
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 
@@ -33,9 +28,6 @@ HOT = (2, 1)
 def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
     """An engine that answered a short and a long prompt, for which it needed prefill and decode steps, and its CUDA calls."""
     folder = tmp_path_factory.mktemp("served")
-    environment = sglang_environment(standin.library.parent, folder / "calls.jsonl", folder / "caches")
-    environment |= {"STANDIN_FIRST_EXPERT": str(FIRST), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    environment["STANDIN_LATE"] = "2"  # the stream of SGLang's steps, and that of the copies of counts
     model = checkpoints("qwen3_moe", expert_size=512, layers=LAYERS)
     offload = {"expert_offload_num_resident": "auto", "expert_offload_headroom_gb": 0.0, "expert_offload_warmup_tokens": 16}
     offload |= {"expert_offload_trace": str(folder / "trace.npz"), "expert_offload_stream_buffer_gb": BUFFERS / 2**30}
@@ -46,11 +38,7 @@ def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
         "prompts": [SHORT, LONG],
         "max_new_tokens": 24,
     }
-    result = run_engine(job, folder, environment, seconds=900) | {"log": (folder / "log.txt").read_text()}
-    calls = [json.loads(line) for line in Path(folder / "calls.jsonl").read_text().splitlines()]
-    # The try of unified memory runs in a process of its own, which captures nothing.
-    (served_by,) = {call["pid"] for call in calls if call["call"] == "cudaStreamBeginCapture"}
-    return result, [call for call in calls if call["pid"] == served_by]
+    return serve_and_log(job, FIRST, standin.library, folder)
 
 
 @pytest.fixture(scope="module")

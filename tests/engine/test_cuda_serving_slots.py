@@ -3,14 +3,9 @@ captured once serves and fills the slots at each replay."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from builders.rooms import fraction
-from standin.build import sglang_environment
-from standin.engine import run_engine
-from standin.serving import GPU, captures
+from standin.serving import GPU, captures, serve_and_log
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, whole_blocks
 
@@ -33,9 +28,6 @@ OFFLOAD = {
 def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
     """What an engine answered, one request after the other, and its CUDA calls."""
     folder = tmp_path_factory.mktemp("served")
-    environment = sglang_environment(standin.library.parent, folder / "calls.jsonl", folder / "caches")
-    environment |= {"STANDIN_FIRST_EXPERT": str(FIRST), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    environment["STANDIN_LATE"] = "2"
     model = checkpoints("qwen3_moe", expert_size=512, layers=LAYERS)
     room = fraction(model, RESIDENT + SLOTS, GPU["max_total_tokens"], 0, LAYERS)
     job = {
@@ -43,10 +35,7 @@ def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
         "prompts": ["hello", "hello world"],
         "max_new_tokens": TOKENS,
     }
-    result = run_engine(job, folder, environment, seconds=900) | {"log": (folder / "log.txt").read_text()}
-    calls = [json.loads(line) for line in Path(folder / "calls.jsonl").read_text().splitlines()]
-    (served_by,) = {call["pid"] for call in calls if call["call"] == "cudaStreamBeginCapture"}
-    return result, [call for call in calls if call["pid"] == served_by]
+    return serve_and_log(job, FIRST, standin.library, folder)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_uvm_offload.policy.slots import MAX_FILLS
+
 SAME = """
     from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
     from sglang_uvm_offload.cpu.slots import CpuSlots
@@ -105,6 +107,15 @@ def test_kernels_decide_and_copy_as_the_policy_does(standin, seed):
     assert (same, counted) == (True, True)
     assert remapped > 500
     assert fills > 100
+
+
+def test_the_kernel_fills_as_many_as_the_policy_at_most(standin):
+    """Fewer slots than that are in the other tests, which would not see a difference."""
+    ran = standin.run("""
+        from sglang_uvm_offload.cuda.ops import device_ops
+        print(json.dumps(device_ops(0).max_fills))
+    """)
+    assert ran.said == MAX_FILLS
 
 
 def test_nothing_waits_for_the_device_between_steps(standin):

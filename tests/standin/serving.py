@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from standin.build import sglang_environment
+from standin.engine import run_engine
 
 GPU: dict[str, Any] = {
     "device": "cuda",
@@ -30,3 +35,16 @@ def captures(calls: list[dict]) -> Iterator[list[dict]]:
         elif call["call"] == "cudaStreamEndCapture":
             assert start is not None
             yield calls[start : i + 1]
+
+
+def serve_and_log(job: dict[str, Any], first: int, library: Path, folder: Path) -> tuple[dict[str, Any], list[dict]]:
+    """What an engine answers whose tokens pick the experts from ``first`` on, with its ``log``, and the CUDA calls of the
+    process that serves."""
+    environment = sglang_environment(library.parent, folder / "calls.jsonl", folder / "caches")
+    environment |= {"STANDIN_FIRST_EXPERT": str(first), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment["STANDIN_LATE"] = "2"  # the stream of SGLang's steps, and that of the copies of counts
+    result = run_engine(job, folder, environment, seconds=900) | {"log": (folder / "log.txt").read_text()}
+    calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
+    # The try of unified memory runs in a process of its own, which captures nothing.
+    (served_by,) = {call["pid"] for call in calls if call["call"] == "cudaStreamBeginCapture"}
+    return result, [call for call in calls if call["pid"] == served_by]
