@@ -55,7 +55,7 @@ struct uvm_slots {
     int* fills;                  // [1 + 2 * max_fills] how many, then expert and slot of each
     unsigned* turn;              // [2] blocks that have arrived, and the launch whose fills are chosen
     const unsigned char* share;  // [E] how much of each expert is offloaded
-    unsigned long long* counts;  // [2 phases][3 kinds][width]
+    unsigned long long* counts;  // [2 phases][slot_kinds][width]
 };
 
 // The routing of one layer in one step, and how its rows are computed.
@@ -64,17 +64,20 @@ struct uvm_routing {
     int kind;         // of ids
     int rows;
     int k;
-    int* blocks;  // [num_blocks] the expert of each block of rows, -1 for none
+    int* blocks;  // [num_blocks] the expert of each block of rows, -1 for none; null: computed from copies
     int num_blocks;
     const int* padded;  // [1] rows of the blocks that are computed
     int block_size;
     const long long* control;  // as for the counters
+    const int* ends;           // [1 + max_requests] of a prefill, its requests and the row behind each
 };
 
-// A layer's per-expert tensors: row r of tensor i is at base[i] + r * nbytes[i]. Rows from E on are slots.
+// A layer's per-expert tensors: row r of tensor i is at base[i] + r * nbytes[i]. Rows from E on are slots. They are
+// filled from equal rows of experts at from[i].
 struct uvm_rows {
     int count;
     char* base[16];
+    const char* from[16];
     size_t nbytes[16];
 };
 }
@@ -98,6 +101,7 @@ constexpr size_t copy_chunk = 4 * copy_unit;
 constexpr int max_rows = sizeof(uvm_rows::base) / sizeof(char*);
 constexpr int max_slot_experts = 1024;  // and slots, of one layer
 constexpr int max_fills = 64;
+constexpr int max_requests = 256;
 constexpr int slot_blocks = 32;  // a power of two
 }  // namespace
 
@@ -112,6 +116,7 @@ UVM_API int uvm_max_copies() { return max_copies; }
 UVM_API int uvm_max_rows() { return max_rows; }
 UVM_API int uvm_max_slot_experts() { return max_slot_experts; }
 UVM_API int uvm_max_fills() { return max_fills; }
+UVM_API int uvm_max_requests() { return max_requests; }
 UVM_API int uvm_compiled_version() { return CUDART_VERSION; }
 
 // ---- failures -------------------------------------------------------------------------------------------------------
@@ -664,12 +669,13 @@ UVM_API int uvm_set_control(long long* control, long long valid, long long phase
 // does not matter.
 
 namespace {
-enum slot_kind { slot_tokens, slot_hits, slot_fills };
+enum slot_kind { slot_tokens, slot_hits, slot_fills, slot_kept, slot_kinds };
 constexpr int ages = 24, lately_bits = 4, long_bits = 16;
 constexpr int classes = ages * lately_bits * long_bits;
 constexpr int rate_bits = 20, lately_shift = 4, long_shift = 11, least_shift = 2;
 constexpr unsigned use = 16, max_events = 1 << 16;
 constexpr int value_bits = 16, whole = 16;
+constexpr int tail = 64;
 
 struct slot_table {
     unsigned step;
@@ -700,7 +706,9 @@ __device__ int class_of(unsigned since, bool ever, unsigned lately, unsigned lon
 
 // What the blocks of one launch share. Whatever their order, the first one to arrive decides for all.
 struct slot_choice {
-    unsigned tokens[max_slot_experts];            // of each expert in this step
+    unsigned tokens[max_slot_experts];            // of each expert that this step reads
+    unsigned distance[max_slot_experts];          // of each expert in a prefill, and
+    unsigned rates[max_slot_experts];             // as policy.slots.Tails
     unsigned values[max_slot_experts];            // of each expert
     unsigned long long misses[max_slot_experts];  // key of each expert: the largest is filled first, 0 for none
     unsigned long long slots[max_slot_experts];   // key of each slot: the smallest is evicted first
@@ -711,7 +719,14 @@ struct slot_choice {
 };
 constexpr unsigned long long in_use = ~0ULL;
 
-// Counts the step for one expert. Returns its value.
+__device__ unsigned value_of(const uvm_slots& layer, const slot_table* table, int expert) {
+    const unsigned last = layer.last[expert];
+    const int now = class_of(table->step - last, last != 0, layer.lately[expert], layer.long_[expert]);
+    layer.classes[expert] = now + 1;
+    return table->values[now] * layer.share[expert] / whole;
+}
+
+// Counts a decode step for one expert. Returns its value.
 __device__ unsigned observe(const uvm_slots& layer, slot_table* table, int expert, bool used) {
     const unsigned now = table->step;
     const int before = layer.classes[layer.num_experts + expert] - 1;
@@ -727,11 +742,50 @@ __device__ unsigned observe(const uvm_slots& layer, slot_table* table, int exper
     long_rate = long_rate - (long_rate >> shift) + (used ? 1u << (rate_bits - shift) : 0);
     layer.lately[expert] = lately;
     layer.long_[expert] = long_rate;
-    const unsigned seen = layer.last[expert];
-    const int now_class = class_of(now - seen, seen != 0, lately, long_rate);
     layer.classes[layer.num_experts + expert] = layer.classes[expert];
-    layer.classes[expert] = now_class + 1;
-    return table->values[now_class] * layer.share[expert] / whole;
+    return value_of(layer, table, expert);
+}
+
+// Counts the tails of a prefill for one expert. Returns its value.
+__device__ unsigned expect(const uvm_slots& layer, const slot_table* table, int expert, unsigned distance,
+                           unsigned rate) {
+    const unsigned now = table->step;
+    if (distance < tail) {
+        const unsigned last = now > distance ? now - distance : 1;
+        if (layer.last[expert] < last) layer.last[expert] = last;
+    }
+    if (rate > 1u << rate_bits) rate = 1u << rate_bits;
+    if (layer.lately[expert] < rate) layer.lately[expert] = rate;
+    layer.classes[layer.num_experts + expert] = 0;  // the tails would count as uses
+    return value_of(layer, table, expert);
+}
+
+// How the last tokens of a prefill's requests use each expert.
+__device__ void read_tails(const uvm_slots& layer, const uvm_routing& step, int rows, slot_choice& choice) {
+    __shared__ unsigned weights[tail];
+    if (threadIdx.x == 0) {
+        unsigned weight = 1u << (rate_bits - lately_shift);
+        for (int back = 0; back < tail; back++, weight -= weight >> lately_shift) weights[back] = weight;
+    }
+    for (int expert = threadIdx.x; expert < layer.num_experts; expert += blockDim.x) {
+        choice.distance[expert] = tail;
+        choice.rates[expert] = 0;
+    }
+    __syncthreads();
+    const int requests = step.ends[0] < max_requests ? step.ends[0] : max_requests;
+    for (int i = threadIdx.x; i < requests * tail; i += blockDim.x) {
+        const int request = i / tail, back = i % tail;
+        const int begin = request ? step.ends[request] : 0, end = step.ends[1 + request];
+        const int row = (end < rows ? end : rows) - 1 - back;
+        if (row < begin) continue;
+        for (int k = 0; k < step.k; k++) {
+            const long long expert = read_id(step.ids, step.kind, (long long)row * step.k + k);
+            if (expert < 0 || expert >= layer.num_experts) continue;
+            atomicMin(&choice.distance[expert], (unsigned)back);
+            atomicAdd(&choice.rates[expert], weights[back]);
+        }
+    }
+    __syncthreads();
 }
 
 // Puts the experts to fill and the slots to evict in order, by counting what comes before each. Keys differ.
@@ -754,7 +808,7 @@ __device__ void rank_candidates(const uvm_slots& layer, slot_choice& choice) {
     }
 }
 
-// Chooses this step's fills, and makes the slots' owners those after them. Returns how many.
+// Chooses this step's fills, counts them, and makes the slots' owners those after them. Returns how many.
 __device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, unsigned long long* counts) {
     for (int slot = threadIdx.x; slot < layer.num_slots; slot += blockDim.x) {
         const int owner = layer.owner[slot] - 1;
@@ -785,46 +839,49 @@ __device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, unsigne
         layer.slot_of[expert] = slot + 1;
         layer.fills[1 + 2 * i] = expert;
         layer.fills[2 + 2 * i] = slot;
-        counts[slot_fills * layer.width + expert]++;
+        counts[expert]++;
     }
     __syncthreads();
     return fills;
 }
 
 // What one block does for all: counts the step, chooses the fills, and sends blocks of rows to the slots of their
-// experts. A prefill reads what is in slots, and changes nothing.
+// experts. A layer that is computed from copies reads no slot.
 __device__ void resolve(const uvm_slots& layer, slot_table* table, const uvm_routing& step) {
     __shared__ slot_choice choice;
     const long long valid = step.control[0], phase = step.control[1];
     const bool decode = phase == 1;
-    unsigned long long* counts = layer.counts + phase * 3 * layer.width;
+    unsigned long long* counts = layer.counts + phase * slot_kinds * layer.width;
     for (int expert = threadIdx.x; expert < layer.num_experts; expert += blockDim.x) choice.tokens[expert] = 0;
     if (threadIdx.x == 0) choice.num_misses = choice.num_slots = 0;
     __syncthreads();
-    const int end = (valid < step.rows ? (int)valid : step.rows) * step.k;
-    for (int i = threadIdx.x; i < end; i += blockDim.x) {
+    const int rows = valid < step.rows ? (int)valid : step.rows;
+    for (int i = threadIdx.x; step.blocks && i < rows * step.k; i += blockDim.x) {
         const long long expert = read_id(step.ids, step.kind, i);
         if (expert >= 0 && expert < layer.num_experts) atomicAdd(&choice.tokens[expert], 1u);
     }
+    if (!decode) read_tails(layer, step, rows, choice);
     __syncthreads();
     int any = 0;
     for (int expert = threadIdx.x; expert < layer.num_experts; expert += blockDim.x) {
         const unsigned tokens = choice.tokens[expert];
-        const bool hit = tokens && layer.slot_of[expert];
-        const bool miss = tokens && !hit && layer.share[expert];
-        if (hit) {
+        if (tokens && layer.slot_of[expert]) {
             counts[slot_tokens * layer.width + expert] += tokens;
             counts[slot_hits * layer.width + expert]++;
         }
-        if (!decode) continue;
-        const unsigned value = observe(layer, table, expert, tokens != 0);
+        const bool wanted = decode ? tokens != 0 : choice.distance[expert] < tail;
+        const bool miss = wanted && !layer.slot_of[expert] && layer.share[expert];
+        const unsigned value = decode ? observe(layer, table, expert, wanted)
+                                      : expect(layer, table, expert, choice.distance[expert], choice.rates[expert]);
         choice.values[expert] = value;
         choice.misses[expert] = miss ? (unsigned long long)(value + 1) << 10 | (max_slot_experts - 1 - expert) : 0;
         any |= miss;
     }
     int fills = 0;
-    if (__syncthreads_or(any)) fills = choose_fills(layer, choice, counts);
+    if (__syncthreads_or(any))
+        fills = choose_fills(layer, choice, counts + (step.blocks ? slot_fills : slot_kept) * layer.width);
     if (threadIdx.x == 0) layer.fills[0] = fills;
+    if (!step.blocks) return;
     const int computed = *step.padded / step.block_size;
     const int count = computed < step.num_blocks ? computed : step.num_blocks;
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
@@ -851,7 +908,7 @@ __device__ void fill_slots(const uvm_slots& layer, const uvm_rows& tensors, unsi
             const unsigned units = (unsigned)((nbytes + copy_unit - 1) / copy_unit);
             for (; unit < units; unit += slot_blocks) {
                 const size_t offset = unit * copy_unit, left = nbytes - offset;
-                const char* from = tensors.base[i] + expert * nbytes + offset;
+                const char* from = tensors.from[i] + expert * nbytes + offset;
                 copy_row(from, tensors.base[i] + row * nbytes + offset, left < copy_unit ? left : copy_unit);
             }
             unit -= units;
@@ -886,7 +943,7 @@ extern "C" __global__ void __launch_bounds__(copy_threads)
     fill_slots(layer, tensors, place);
 }
 
-// A decode step begins: old counts fade, and its values are by the counts of the steps before.
+// A step begins: old counts fade, and its values are by the counts of the steps before.
 extern "C" __global__ void uvm_begin_slots_kernel(slot_table* table) {
     for (int i = threadIdx.x; i < classes; i += blockDim.x) {
         const int halve = table->events[i] >= max_events;
@@ -899,7 +956,7 @@ extern "C" __global__ void uvm_begin_slots_kernel(slot_table* table) {
 
 UVM_API int uvm_slot_classes() { return classes; }
 
-// Begins a decode step for the slots. Refused during capture: a graph would begin one at each replay.
+// Begins a step for the slots. Refused during capture: a graph would begin one at each replay.
 UVM_API int uvm_begin_slots(slot_table* table, cudaStream_t stream, uvm_failure* failure) {
     cudaError_t error = refuse_capture(failure, stream);
     if (error != cudaSuccess) return error;
@@ -907,8 +964,8 @@ UVM_API int uvm_begin_slots(slot_table* table, cudaStream_t stream, uvm_failure*
     return launch(failure, (const void*)uvm_begin_slots_kernel, "uvm_begin_slots", 1, copy_threads, arguments, stream);
 }
 
-// Serves one layer of a step from its slots: counts, fills, and rewrites the blocks. One launch, no allocation, no
-// synchronisation: a graph may capture it.
+// Serves one layer of a step from its slots: counts, fills, and rewrites the blocks, if it reads any. One launch, no
+// allocation, no synchronisation: a graph may capture it.
 UVM_API int uvm_resolve_slots(const uvm_slots* layer, const uvm_rows* tensors, slot_table* table,
                               const uvm_routing* step, cudaStream_t stream, uvm_failure* failure) {
     const bool valid = layer->num_experts > 0 && layer->num_experts <= max_slot_experts && layer->num_slots > 0 &&

@@ -467,7 +467,7 @@ def slots_right(rows: PartRows) -> list[str]:
     lines = []
     for part, name, what in (
         ("layer", "slot_bits", "replays with other outputs than from plain VRAM"),
-        ("layer", "slot_counts", "counts of hits and fills that are not the policy's"),
+        ("layer", "slot_counts", "counts of hits, fills and kept experts that are not the policy's"),
         ("fill", "fill_wrong", "fills with other bytes than their experts"),
     ):
         if found := find(rows.get(part, ()), name):

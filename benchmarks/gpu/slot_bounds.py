@@ -15,10 +15,10 @@ def other_outputs(rows: PartRows) -> Ratio | None:
 
 
 def other_decisions(rows: PartRows) -> Ratio | None:
-    """Counts of hits and fills, by expert, that are not the policy's."""
+    """Counts of hits, fills, and experts kept after a prefill, by expert, that are not the policy's."""
     found = find(rows.get("layer", ()), "slot_counts")
-    hits, fills = (sum(row[name] for row in found) for name in ("hits", "fills"))
-    return (sum(row["median"] for row in found), f"{hits} hits and {fills} fills") if found else None
+    hits, fills, kept = (sum(row[name] for row in found) for name in ("hits", "fills", "kept"))
+    return (sum(row["median"] for row in found), f"{hits} hits, {fills} fills, {kept} kept") if found else None
 
 
 def other_rows(rows: PartRows) -> Ratio | None:

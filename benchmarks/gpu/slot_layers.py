@@ -17,8 +17,8 @@ from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.cuda.slots import CudaSlots
 from sglang_uvm_offload.memory.slots import Rows as TensorRows
 from sglang_uvm_offload.memory.slots import SlotLayer
-from sglang_uvm_offload.policy.slots import WHOLE, SlotPolicy
-from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, Phase
+from sglang_uvm_offload.policy.slots import WHOLE, SlotPolicy, Tails
+from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, SLOT_KEPT, Phase
 from sglang_uvm_offload.slots.model import ModelSlots
 
 
@@ -41,7 +41,7 @@ class SlotModel:
         self.offloaded = np.stack([layer.offloaded_bytes_by_expert for layer in experts])
         self.vram_bytes = sum(layer.resident_bytes + layer.slot_bytes for layer in experts)
         self._share = -(-WHOLE * self.offloaded // max(layer.expert_bytes for layer in experts))
-        self.hits, self.fills = (np.zeros(resident.shape, dtype=np.int64) for _ in range(2))
+        self.hits, self.fills, self.kept = (np.zeros(resident.shape, dtype=np.int64) for _ in range(3))
         """What the policy decided, by layer and expert."""
 
     def begin_step(self, ids: np.ndarray) -> None:
@@ -55,13 +55,31 @@ class SlotModel:
             for layer, expert, _ in resolved.fills:
                 self.fills[layer, expert] += 1
 
+    def prefill(self, ids: np.ndarray, copies: Sequence[Weights]) -> None:
+        """A prompt of the tokens ``ids[tokens, layer, k]`` is computed from ``copies`` of the layers, which fill slots."""
+        if not self._slots.any:
+            return
+        tokens, layers, _ = ids.shape
+        self.counters.begin_step(tokens, Phase.PREFILL)
+        self._slots.begin_step(tokens, Phase.PREFILL, [tokens])
+        tails = [Tails.of(ids[:, layer], [tokens], self.offloaded.shape[1]) for layer in range(layers)]
+        for layer, (mine, copy) in enumerate(zip(self.weights, copies, strict=True)):
+            where = {ours.data_ptr(): other.data_ptr() for ours, other in ((mine.w13, copy.w13), (mine.w2, copy.w2))}
+            self._slots.keep(layer, torch.from_numpy(ids[:, layer].astype(np.int32)).cuda(), where)
+        self._policy.begin_step()
+        both = Tails(np.stack([each.distance for each in tails]), np.stack([each.rate for each in tails]))
+        resolved = self._policy.resolve_prefill(np.zeros_like(self.offloaded, dtype=bool), both, self._share)
+        for layer, expert, _ in resolved.fills:
+            self.kept[layer, expert] += 1
+
     def wrong_counts(self) -> int:
         """How many hits and fills of an expert the device counted otherwise than the policy."""
         counted = self.counters.read().slots
         if counted is None:
             return 0
         pairs = ((SLOT_HITS, self.hits), (SLOT_FILLS, self.fills))
-        return sum(int((counted[:, Phase.DECODE, kind] != wanted).sum()) for kind, wanted in pairs)
+        wrong = sum(int((counted[:, Phase.DECODE, kind] != wanted).sum()) for kind, wanted in pairs)
+        return wrong + int((counted[:, Phase.PREFILL, SLOT_KEPT] != self.kept).sum())
 
 
 def used(ids: np.ndarray, experts: int) -> np.ndarray:

@@ -216,7 +216,8 @@ SPLITS = {"residents only": 0.0, "slots only": 1.0, "half and half": 0.5}
 
 def layer(rows: Rows) -> None:
     """Decode steps with a quarter or half of the experts' bytes in VRAM, as residents, as slots, or both. At each replay the
-    output is that of a layer wholly in plain VRAM, and hits and fills are the policy's."""
+    output is that of a layer wholly in plain VRAM, and hits and fills are the policy's. Half-way a prompt leaves experts in
+    slots, copied from plain VRAM."""
     shape = DEEPSEEK_V3.toy if rows.small else DEEPSEEK_V3
     trace = routing_trace.for_shape(shape)
     for fp8, share in ((False, 0.25), (True, 0.25), (False, 0.5))[: rows.pick(3, 2)]:
@@ -255,7 +256,9 @@ def one_split(rows: Rows, shape: MoeShape, trace: np.ndarray, plain: list[Weight
         model.begin_step(first[0, :0])  # nothing is decided while graphs are captured
         arms = [SlotDecode(shape, batch, weights, model.find) for weights in (plain, model.weights)]
         differ, times, use = 0, [], {"resident": 0, "hits": 0, "fills": 0, "activations": 0}
-        for ids in [*(first if num_slots else first[-2:]), *then]:
+        for i, ids in enumerate([*(first if num_slots else first[-2:]), then[-1], *then]):
+            if i == len(first):
+                model.prefill(then[:, 0], plain)  # ends as the step that comes now
             counts = int(model.hits.sum()), int(model.fills.sum())
             model.begin_step(ids)
             for arm in arms:
@@ -276,7 +279,8 @@ def one_split(rows: Rows, shape: MoeShape, trace: np.ndarray, plain: list[Weight
         rows.put("slot_use", "of the activations", [bypasses / use["activations"]], figure="read in place", **cell)
         rows.put("slot_bits", "replays that differ", [differ], done=len(times), **cell)
         wrong = model.wrong_counts()
-        rows.put("slot_counts", "counts that differ", [wrong], hits=int(model.hits.sum()), fills=int(model.fills.sum()), **cell)
+        decided = {name: int(getattr(model, name).sum()) for name in ("hits", "fills", "kept")}
+        rows.put("slot_counts", "counts that differ", [wrong], **decided, **cell)
         if differ or wrong:
             raise AssertionError(f"{cell}: {differ} of {len(times)} replays differ, and {wrong} counts of hits and fills")
 

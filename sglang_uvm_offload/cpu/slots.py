@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
-from sglang_uvm_offload.memory.slots import SlotLayer
-from sglang_uvm_offload.policy.slots import EMPTY, SlotPolicy
-from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, SLOT_TOKENS, Phase
+from sglang_uvm_offload.memory.slots import MAX_REQUESTS, SlotLayer
+from sglang_uvm_offload.policy.slots import EMPTY, TAIL, Resolved, SlotPolicy, Tails
+from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, SLOT_KEPT, SLOT_TOKENS, Phase
 
 
 class CpuSlots:
@@ -25,9 +25,11 @@ class CpuSlots:
         self._share: np.ndarray = np.zeros(present.shape, dtype=np.int64)
         (slots,) = {layer.num_slots for layer in layers if layer}
         self.policy = SlotPolicy(present, slots)
+        self._ends: Sequence[int] = ()
 
-    def begin_step(self) -> None:
+    def begin_step(self, ends: Sequence[int] = ()) -> None:
         self.policy.begin_step()
+        self._ends = ends[-MAX_REQUESTS:]
 
     def resolve(self, layer: int, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
         valid, phase = self._counters.step
@@ -36,20 +38,41 @@ class CpuSlots:
             return
         routed: np.ndarray = ids[:valid].flatten().numpy()
         tokens = np.bincount(routed[(routed >= 0) & (routed < mine.num_experts)], minlength=self._share.shape[1])
-        hit = (tokens > 0) & (self.policy.slot_of[layer] != EMPTY)
-        counts: np.ndarray = self._counters.slot_counts()[layer, int(phase)]
-        counts[SLOT_TOKENS] += tokens * hit
-        counts[SLOT_HITS] += hit
         if phase is Phase.DECODE:
             rows = slice(layer, layer + 1)
-            for _, expert, slot in self.policy.resolve(tokens[None] > 0, self._share[rows], rows).fills:
-                counts[SLOT_FILLS, expert] += 1
-                for address, nbytes in mine.rows:
-                    ctypes.memmove(address + (mine.num_experts + slot) * nbytes, address + expert * nbytes, nbytes)
+            resolved = self.policy.resolve(tokens[None] > 0, self._share[rows], rows)
+        else:
+            resolved = self._resolve_prefill(layer, ids[:valid], tokens > 0)
+        counts: np.ndarray = self._counters.slot_counts()[layer, int(phase)]
+        counts[SLOT_TOKENS] += tokens * resolved.hit[0]
+        counts[SLOT_HITS] += resolved.hit[0]
+        self._fill(mine, resolved, [row.address for row in mine.rows], counts[SLOT_FILLS])
         used = blocks[: int(padded[0]) // block_size]
         slot_of = torch.from_numpy(self.policy.slot_of[layer])
         slots = torch.where(used >= 0, slot_of[used.clamp(min=0).long()], EMPTY)
         used.copy_(torch.where(slots != EMPTY, mine.num_experts + slots, used))
+
+    def keep(self, layer: int, ids: torch.Tensor, copies: Sequence[int]) -> None:
+        valid, phase = self._counters.step
+        mine = self._layers[layer]
+        if valid and mine is not None:
+            resolved = self._resolve_prefill(layer, ids[:valid], np.zeros(self._share.shape[1], dtype=bool))
+            self._fill(mine, resolved, copies, self._counters.slot_counts()[layer, int(phase), SLOT_KEPT])
+
+    def _resolve_prefill(self, layer: int, ids: torch.Tensor, read: np.ndarray) -> Resolved:
+        mine, rows = self._layers[layer], slice(layer, layer + 1)
+        assert mine is not None
+        tails = Tails.of(ids.numpy(), self._ends, mine.num_experts)
+        beside = self._share.shape[1] - mine.num_experts
+        tails = Tails(np.pad(tails.distance, (0, beside), constant_values=TAIL)[None], np.pad(tails.rate, (0, beside))[None])
+        return self.policy.resolve_prefill(read[None], tails, self._share[rows], rows)
+
+    @staticmethod
+    def _fill(layer: SlotLayer, resolved: Resolved, copies: Sequence[int], counts: np.ndarray) -> None:
+        for _, expert, slot in resolved.fills:
+            counts[expert] += 1
+            for (address, nbytes), copy in zip(layer.rows, copies, strict=True):
+                ctypes.memmove(address + (layer.num_experts + slot) * nbytes, copy + expert * nbytes, nbytes)
 
     def reset(self) -> None:
         self.policy.reset()

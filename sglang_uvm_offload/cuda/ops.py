@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from ctypes import POINTER, c_char, c_int, c_longlong, c_size_t, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from sglang_uvm_offload.cuda.build import build
 from sglang_uvm_offload.cuda.device import device_arch
 from sglang_uvm_offload.memory.protocol import Location, Span
-from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_TENSORS, Rows
+from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_REQUESTS, MAX_TENSORS, Rows
 
 
 class CudaFailure(RuntimeError):
@@ -51,13 +52,18 @@ class _Slots(ctypes.Structure):
 
 
 class _Rows(ctypes.Structure):
-    _fields_ = [("count", c_int), ("base", c_void_p * MAX_TENSORS), ("nbytes", c_size_t * MAX_TENSORS)]
+    _fields_ = [
+        ("count", c_int),
+        *((name, c_void_p * MAX_TENSORS) for name in ("base", "copies")),
+        ("nbytes", c_size_t * MAX_TENSORS),
+    ]
 
 
 class _Routing(ctypes.Structure):
     _fields_ = [
         *(("ids", c_void_p), ("kind", c_int), ("rows", c_int), ("k", c_int)),
-        *(("blocks", c_void_p), ("num_blocks", c_int), ("padded", c_void_p), ("block_size", c_int), ("control", c_void_p)),
+        *(("blocks", c_void_p), ("num_blocks", c_int), ("padded", c_void_p), ("block_size", c_int)),
+        *(("control", c_void_p), ("ends", c_void_p)),
     ]
 
 
@@ -84,17 +90,32 @@ class SlotState:
     share: torch.Tensor
     """uint8 ``[E]``, or more"""
     counts: torch.Tensor
-    """int64 ``[2, 3, width]``"""
+    """int64 ``[2, 4, width]``"""
 
     @functools.cached_property
-    def arguments(self) -> tuple[_Slots, _Rows]:
+    def pointers(self) -> _Slots:
         names = [field[0] for field in _Slots._fields_ if field[1] is c_void_p]
         pointers = [getattr(self, name).data_ptr() for name in names]
+        return _Slots(self.slot_of.numel(), self.owner.numel(), self.counts.size(2), *pointers)
+
+    @functools.cached_property
+    def in_place(self) -> _Rows:
+        return self.rows_from([row.address for row in self.rows])
+
+    def rows_from(self, copies: Sequence[int]) -> _Rows:
+        """The tensors, whose slots are filled from rows at the addresses ``copies``."""
         addresses, sizes = [row.address for row in self.rows], [row.nbytes for row in self.rows]
-        return (
-            _Slots(self.slot_of.numel(), self.owner.numel(), self.counts.size(2), *pointers),
-            _Rows(len(self.rows), (c_void_p * MAX_TENSORS)(*addresses), (c_size_t * MAX_TENSORS)(*sizes)),
-        )
+        pointers = ((c_void_p * MAX_TENSORS)(*of) for of in (addresses, copies))
+        return _Rows(len(self.rows), *pointers, (c_size_t * MAX_TENSORS)(*sizes))
+
+
+class SlotStep(NamedTuple):
+    """Where the kernels find what they must know of the step at hand, at addresses that stay."""
+
+    control: torch.Tensor
+    """That of the counters."""
+    ends: torch.Tensor
+    """int32 ``[1 + MAX_REQUESTS]``, of a prefill: how many requests, and the row behind each."""
 
 
 _SIGNATURES: dict[str, list[type]] = {
@@ -149,6 +170,7 @@ class CudaOps:
         self.max_copies: int = self._lib.uvm_max_copies()
         """The most tensors that one ``copy_layer`` copies."""
         assert (self._lib.uvm_max_rows(), self._lib.uvm_max_slot_experts()) == (MAX_TENSORS, MAX_EXPERTS)
+        assert self._lib.uvm_max_requests() == MAX_REQUESTS
         self.max_fills: int = self._lib.uvm_max_fills()
         self._slot_classes: int = self._lib.uvm_slot_classes()
         self.compiled_version: int = self._lib.uvm_compiled_version()
@@ -256,7 +278,7 @@ class CudaOps:
             raise ValueError(f"the table is {table.dtype} {tuple(table.shape)}, not int32 [{1 + 3 * self._slot_classes}]")
 
     def begin_slots(self, table: torch.Tensor) -> None:
-        """In stream order: a decode step begins."""
+        """In stream order: a step begins."""
         self._call("uvm_begin_slots", table.data_ptr(), _stream(table))
 
     def resolve_slots(
@@ -267,19 +289,34 @@ class CudaOps:
         blocks: torch.Tensor,
         padded: torch.Tensor,
         block_size: int,
-        control: torch.Tensor,
+        step: SlotStep,
     ) -> None:
         """Serve a layer with the experts ``ids[rows, top_k]`` from its slots: fill some, and rewrite ``blocks``, the expert of
         each ``block_size`` of ``padded[0]`` rows. Both are int32."""
-        if ids.dim() != 2 or ids.dtype not in self._ids or not ids.is_contiguous():
-            raise ValueError(f"expert ids are {ids.dtype} {tuple(ids.shape)}, not contiguous int32 or int64 [rows, top_k]")
         for name, tensor in (("blocks", blocks), ("padded", padded)):
             if tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.device != state.owner.device:
                 raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, not contiguous int32 on {state.owner.device}")
-        _check_control(control)
-        how = blocks.data_ptr(), blocks.numel(), padded.data_ptr(), block_size, control.data_ptr()
-        step = _Routing(ids.data_ptr(), self._ids[ids.dtype], *ids.shape, *how)
-        self._call("uvm_resolve_slots", *state.arguments, table.data_ptr(), step, _stream(ids))
+        how = blocks.data_ptr(), blocks.numel(), padded.data_ptr(), block_size
+        self._resolve_slots(state, state.in_place, table, ids, how, step)
+
+    def keep_in_slots(
+        self, state: SlotState, table: torch.Tensor, ids: torch.Tensor, copies: Sequence[int], step: SlotStep
+    ) -> None:
+        """Fill slots of a layer that computes ``ids[rows, top_k]`` from copies of its experts, which have their rows at the
+        addresses ``copies``."""
+        self._resolve_slots(state, state.rows_from(copies), table, ids, (None, 0, None, 1), step)
+
+    def _resolve_slots(
+        self, state: SlotState, rows: _Rows, table: torch.Tensor, ids: torch.Tensor, how: tuple[object, ...], step: SlotStep
+    ) -> None:
+        if ids.dim() != 2 or ids.dtype not in self._ids or not ids.is_contiguous():
+            raise ValueError(f"expert ids are {ids.dtype} {tuple(ids.shape)}, not contiguous int32 or int64 [rows, top_k]")
+        _check_control(step.control)
+        if step.ends.dtype != torch.int32 or step.ends.shape != (1 + MAX_REQUESTS,) or not step.ends.is_contiguous():
+            raise ValueError(f"ends are {step.ends.dtype} {tuple(step.ends.shape)}, not contiguous int32 [{1 + MAX_REQUESTS}]")
+        routed = ids.data_ptr(), self._ids[ids.dtype], *ids.shape
+        routing = _Routing(*routed, *how, step.control.data_ptr(), step.ends.data_ptr())
+        self._call("uvm_resolve_slots", state.pointers, rows, table.data_ptr(), routing, _stream(ids))
 
     def set_control(self, control: torch.Tensor, valid_rows: int, phase: int) -> None:
         """In stream order: the following steps have ``valid_rows`` rows that count (0: none) and belong to ``phase``."""

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
-from sglang_uvm_offload.cuda.ops import SlotState, device_ops
-from sglang_uvm_offload.memory.slots import SlotLayer
+from sglang_uvm_offload.cuda.ops import SlotState, SlotStep, device_ops
+from sglang_uvm_offload.memory.slots import MAX_REQUESTS, SlotLayer
 from sglang_uvm_offload.policy.slots import assumed_counts
 
 
@@ -23,7 +23,7 @@ class CudaSlots:
     def __init__(self, counters: CudaRoutingCounters, layers: Sequence[SlotLayer | None]):
         device = counters.control.device
         self._ops = device_ops(device.index)
-        self._control = counters.control
+        self._step = SlotStep(counters.control, torch.zeros(1 + MAX_REQUESTS, dtype=torch.int32).to(device))
         self._layers = layers
         self._states: dict[int, SlotState] = {}
         width, most = counters.num_experts, max((layer.num_slots for layer in layers if layer), default=0)
@@ -58,17 +58,31 @@ class CudaSlots:
             counts=counts,
         )
 
-    def begin_step(self) -> None:
+    def begin_step(self, ends: Sequence[int] = ()) -> None:
+        if ends:
+            last = ends[-MAX_REQUESTS:]
+            _send([len(last), *last], self._step.ends)
         self._ops.begin_slots(self._table)
 
     def resolve(self, layer: int, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
         state = self._states.get(layer)
         if state is not None and ids.numel():
-            self._ops.resolve_slots(state, self._table, ids, blocks, padded, block_size, self._control)
+            self._ops.resolve_slots(state, self._table, ids, blocks, padded, block_size, self._step)
+
+    def keep(self, layer: int, ids: torch.Tensor, copies: Sequence[int]) -> None:
+        state = self._states.get(layer)
+        if state is not None and ids.numel():
+            self._ops.keep_in_slots(state, self._table, ids, copies, self._step)
 
     def reset(self) -> None:
         self._held.copy_(self._nothing)
 
     def set_share(self, share: np.ndarray) -> None:
-        # From pinned memory, or the caller would wait for the steps before. torch keeps it until it was copied.
-        self._share.copy_(torch.from_numpy(share).pin_memory(), non_blocking=True)
+        _send(share, self._share)
+
+
+def _send(values: np.ndarray | Sequence[int], target: torch.Tensor) -> None:
+    """In stream order, to the first elements of ``target``. From pinned memory, or the caller would wait for the steps before;
+    torch keeps it until it was copied."""
+    here = torch.as_tensor(values, dtype=target.dtype).pin_memory()
+    target[: len(here)].copy_(here, non_blocking=True)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MAX_TENSORS, MAX_EXPERTS = 16, 1024
 """The most tensors of a layer, and the most experts, and slots, of it."""
+MAX_REQUESTS = 256
+"""The most requests of a prefill that are looked at."""
 
 
 class Rows(NamedTuple):
@@ -35,17 +37,22 @@ class SlotLayer(NamedTuple):
 
 
 class ExpertSlots(Protocol):
-    """The slots of one model. Ids and residency are those of local experts. All but ``resolve`` is called between steps,
-    outside any capture, in the order of the steps. No call waits for the device."""
+    """The slots of one model. Ids and residency are those of local experts. All but ``resolve`` and ``keep`` is called between
+    steps, outside any capture, in the order of the steps. No call waits for the device."""
 
-    def begin_step(self) -> None:
-        """A decode step begins, after the counters' ``begin_step``."""
+    def begin_step(self, ends: Sequence[int] = ()) -> None:
+        """A step begins, after the counters' ``begin_step``. ``ends``, of a prefill: behind the last row of each request,
+        ascending. Of more than ``MAX_REQUESTS`` the last ones count."""
 
     def resolve(self, layer: int, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
         """Serve the layer at index ``layer`` in a step with the experts ``ids[rows, top_k]``. In ``blocks`` (int32: the expert
         of each ``block_size`` of the first ``padded[0]`` rows that are computed, -1 for none) replace each expert that a slot
-        holds by the slot's row. In decode, slots are filled first. What ran while no step was begun (capture) resolves
-        nothing."""
+        holds by the slot's row. Slots are filled first, by a prefill with what the tails of its requests use. What ran
+        while no step was begun (capture) resolves nothing."""
+
+    def keep(self, layer: int, ids: torch.Tensor, copies: Sequence[int]) -> None:
+        """The layer at index ``layer`` computes a prefill from copies of its experts in VRAM, which have their rows at the
+        addresses ``copies``, one for each of the layer's ``rows``: fill slots from there. Not for a capture."""
 
     def reset(self) -> None:
         """The slots hold nothing: bytes of experts may have changed since the last step."""

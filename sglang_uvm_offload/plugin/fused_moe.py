@@ -21,6 +21,7 @@ from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import IdFormat
 from sglang_uvm_offload.routing.layer_routing import LayerRouting
+from sglang_uvm_offload.slots.model import ModelSlots
 from sglang_uvm_offload.streaming.streamer import Reading, Streamer
 
 _EXPERTS = "_expert_offload"
@@ -41,6 +42,8 @@ class LayerHooks:
         self._manager: OffloadManager | None = None
         self.streamer: Streamer | None = None
         """Of the target model, once it is loaded; None where nothing is streamed."""
+        self.slots: ModelSlots | None = None
+        """Of the target model, once it is loaded; None where no layer has any."""
         self.uncounted: set[str] = set()
         """Routing formats without expert ids that were served but not counted."""
 
@@ -105,7 +108,7 @@ class LayerHooks:
             assert self.streamer is not None
             failed = True
             try:
-                self._observe(layer, dispatch_output, in_place=False)
+                self._keep(layer, self._observe(layer, dispatch_output, in_place=False), reading)
                 result = apply(layer, dispatch_output, *args, **kwargs)
                 failed = False
                 return result
@@ -141,17 +144,26 @@ class LayerHooks:
         _, model, index = layer.__dict__[_EXPERTS]
         return None if model.draft else self.streamer.enter(index)
 
-    def _observe(self, layer: Any, dispatch_output: Any, *, in_place: bool = True) -> None:
+    def _observe(self, layer: Any, dispatch_output: Any, *, in_place: bool = True) -> LayerRouting | None:
         """Count the routing that the layer is about to compute with, reading its experts ``in_place`` or from a copy, and
-        record it if a trace is on."""
+        record it if a trace is on. Returns it; None where nothing is counted."""
         experts, model, index = layer.__dict__[_EXPERTS]
         if model.counters is None:
-            return
+            return None
         routing = _routing_of(layer, dispatch_output, experts)
         if not routing.count(model.counters, index, in_place=in_place):
             self._not_counted(routing.form, model.draft)
         if self.recording is not None and not model.draft:
             self.recording.record(index, routing, layer.num_fused_shared_experts)
+        return routing
+
+    def _keep(self, layer: Any, routing: LayerRouting | None, reading: Reading) -> None:
+        """What the layer is about to compute from a stream buffer tells which experts decoding uses next: fill slots with
+        them."""
+        ids = None if routing is None else routing.local_ids
+        if self.slots is not None and ids is not None:
+            _, _, index = layer.__dict__[_EXPERTS]
+            self.slots.keep(index, ids, reading.replicas.addresses(reading.buffer))
 
     def _not_counted(self, form: str, draft: bool) -> None:
         """The launch refuses what it recognises (``routing_formats``); here is the rest. A draft model's experts are all

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -173,7 +174,9 @@ class _RankHooks:
             streamer = None
         self.manager.begin_step(model, valid_rows, tokens, phase, streams=streamer is not None)
         if self.slots is not None and not model.draft:
-            self.slots.begin_step(valid_rows, phase if streamer is None else Phase.PREFILL)
+            if streamer is not None:
+                phase = Phase.PREFILL
+            self.slots.begin_step(valid_rows, phase, () if phase is Phase.DECODE else _ends(batch))
         try:
             if streamer is not None:
                 streamer.begin_step()
@@ -184,7 +187,7 @@ class _RankHooks:
             self.manager.end_step(model)
 
     def _begin_slots(self, model: ModelExperts) -> None:
-        self.slots = make_slots(model)
+        self.slots = self.layer_hooks.slots = make_slots(model)
         if self.slots is not None:
             self.seam.find = self.slots.at
 
@@ -271,6 +274,12 @@ def _step_of(batch: Any) -> tuple[int, int, Phase]:
     # Gathered: padding is no longer at the end of the rows.
     tokens = int(sum(everywhere))
     return ALL_ROWS if tokens else 0, tokens, phase
+
+
+def _ends(batch: Any) -> list[int]:
+    """Behind the last row of each request of a step that prefills; gathered, of each rank's."""
+    tokens = batch.global_num_tokens_cpu or batch.extend_seq_lens_cpu or [1] * len(batch.input_ids)  # each one decoded
+    return list(accumulate(tokens))
 
 
 def _is_eager(runner: Any, batch: Any, phase: Phase) -> bool:

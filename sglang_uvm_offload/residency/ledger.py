@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_uvm_offload.routing.counts import ACTIVATIONS, SLOT_FILLS, SLOT_HITS, SLOT_TOKENS, Phase, RoutingCounts
+from sglang_uvm_offload.routing.counts import (
+    ACTIVATIONS,
+    SLOT_FILLS,
+    SLOT_HITS,
+    SLOT_KEPT,
+    SLOT_TOKENS,
+    Phase,
+    RoutingCounts,
+)
 
 if TYPE_CHECKING:
     from sglang_uvm_offload.experts.layer import ExpertLayer
@@ -39,7 +47,9 @@ class Ledger:
         """With slots, the activations of experts that are offloaded, in whole or in part: those that a slot served, those that
         filled one, and those that were read in place."""
         self.filled_bytes = np.zeros(len(layers), dtype=np.int64)
-        """Bytes of offloaded experts that filled slots."""
+        """Bytes of offloaded experts that filled slots over the link."""
+        self.slot_kept = np.zeros(len(layers), dtype=np.int64)
+        """Experts that steps that streamed have left in slots."""
         self.moves = 0
         """Extents promoted."""
         self.moved_bytes = 0
@@ -78,6 +88,7 @@ class Ledger:
         self.slot_hits += hits.sum(axis=1)
         self.slot_fills += fills.sum(axis=1)
         self.slot_bypasses += (activations - hits - fills).sum(axis=1)
+        self.slot_kept += slots[:, :, SLOT_KEPT].sum(axis=(1, 2))
 
     def add_streamed(self, layer: int, nbytes: int) -> None:
         """``nbytes`` of the layer at index ``layer`` are copied into VRAM for a step. Call it on the thread that launches

@@ -69,6 +69,7 @@ def _slot_status(layers: Sequence[ExpertLayer], ledger: Ledger) -> SlotStatus | 
         fills=int(ledger.slot_fills.sum()),
         bypasses=int(ledger.slot_bypasses.sum()),
         filled_bytes=int(ledger.filled_bytes.sum()),
+        kept=int(ledger.slot_kept.sum()),
     )
 
 

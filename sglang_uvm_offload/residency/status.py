@@ -183,6 +183,8 @@ class SlotStatus(Struct, frozen=True):
     """Activations that were read in place."""
     filled_bytes: Count
     """Bytes of offloaded experts that fills brought over the link."""
+    kept: Count
+    """Experts that steps that streamed have left in slots, copied from VRAM."""
 
 
 class RankStatus(Struct, frozen=True):

@@ -24,6 +24,12 @@ class LayerRouting:
     """int32 ``[num_experts]``: tokens that local experts received from all ranks, if the dispatcher exchanged tokens; ``ids``
     are then those that this rank sent."""
 
+    @property
+    def local_ids(self) -> torch.Tensor | None:
+        """``ids``, if they are plain ones of local experts, for all that the layer computes; else None."""
+        plain = self.id_format is IdFormat.PLAIN and self.first_expert == 0 and self.tokens_per_expert is None
+        return self.ids if plain else None
+
     def count(self, counters: RoutingCounters, index: int, *, in_place: bool = True) -> bool:
         """Count it for the layer at ``index`` of ``counters``, which reads its experts ``in_place`` or from a copy. False if
         there is nothing to count."""

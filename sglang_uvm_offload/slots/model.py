@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -67,8 +67,16 @@ class ModelSlots:
         """Bytes of experts may have changed, or will before the next step: what slots hold is stale."""
         self._stale = True
 
-    def begin_step(self, valid_rows: int, phase: Phase) -> None:
-        """Call it before each step is launched, after the counters' ``begin_step``."""
+    def keep(self, index: int, ids: torch.Tensor, copies: Mapping[int, int]) -> None:
+        """The layer at ``index`` computes a prefill with the experts ``ids[rows, top_k]`` from copies in VRAM: fill its slots
+        from these. ``copies``: the address of a tensor's copy, by that of the tensor; those without are in VRAM themselves."""
+        served = self._served[index]
+        if self._device is not None and served is not None and self.reasons[index] is None:
+            self._device.keep(index, ids, [copies.get(row.address, row.address) for row in served.rows])
+
+    def begin_step(self, valid_rows: int, phase: Phase, ends: Sequence[int] = ()) -> None:
+        """Call it before each step is launched, after the counters' ``begin_step``. ``ends``, of a prefill: behind the last
+        row of each request."""
         if self._device is None:
             return
         self._follow_tensors()
@@ -76,8 +84,8 @@ class ModelSlots:
             self._stale = False  # first: loaders write from threads of their own
             self._device.reset()
         self._follow_residency()
-        if valid_rows and phase is Phase.DECODE:
-            self._device.begin_step()
+        if valid_rows:
+            self._device.begin_step(() if phase is Phase.DECODE else ends)
 
     def _follow_tensors(self) -> None:
         generations = [layer.generation for layer in self.layers]

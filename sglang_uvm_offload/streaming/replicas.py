@@ -36,6 +36,7 @@ class Replicas:
         """The experts of the layer's managed ranges, without the slots behind them. Empty if the layer is larger than a buffer,
         or has lost a tensor."""
         self._places: list[_Place] = []
+        self._buffers = [buffer.data_ptr() for buffer in buffers]
         if buffer_bytes(layer) > buffers[0].numel() or not all(layer.memory.holds(tensor.managed) for tensor in layer.tensors):
             return
         offset, offsets = 0, {}
@@ -56,6 +57,11 @@ class Replicas:
     def valid(self) -> bool:
         """Whether the layer's tensors are still those that this was made for."""
         return self.generation == self.layer.generation and all(self.layer.memory.holds(part.managed) for part in self.parts)
+
+    def addresses(self, buffer: int) -> dict[int, int]:
+        """Where row 0 of each managed tensor is in a buffer, by the address of the tensor."""
+        start = self._buffers[buffer]
+        return {part.managed.address: start + part.offset for part in self.parts}
 
     def put(self, buffer: int) -> list[torch.Tensor] | None:
         """Point the layer at a buffer. Returns its own tensors for ``put_back``; None, and nothing is done, where a tensor is

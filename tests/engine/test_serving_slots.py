@@ -50,6 +50,7 @@ def test_answers_are_those_without_offloading(split: str, checkpoints: Checkpoin
     assert_served(on)
     assert on.offload["slots"]["a_layer"] == slots
     assert_streamed(on, some=split == "long prompts stream")
+    assert (on.offload["slots"]["kept"] > 0) == (split == "long prompts stream")
     assert_same_answers(on, off)
 
 

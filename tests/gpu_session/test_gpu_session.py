@@ -329,12 +329,19 @@ OTHER_SLOTS = """
 whole = CudaSlots.resolve
 CudaSlots.resolve = lambda self, layer, ids, *rest: whole(self, layer, ids[:, :1].contiguous(), *rest)
 """
+NOTHING_KEPT = "CudaSlots.keep = lambda self, *rest: None"
+OTHER_COPIES = """
+keep = CudaSlots.keep
+CudaSlots.keep = lambda self, layer, ids, copies: keep(self, layer, ids, copies[::-1])
+"""
 NOTHING_RESOLVES = "CudaSlots.resolve = lambda self, *rest: None"
 SERVING_SLOTS = {
     ("split()", ""): "passed",
     ("split()", ONE_TENSOR): "4 of 4 replays differ",
     ("split()", OTHER_SLOTS): "counts of hits and fills",
     ("split()", NOTHING_RESOLVES): "counts of hits and fills",
+    ("split()", NOTHING_KEPT): "counts of hits and fills",
+    ("split()", OTHER_COPIES): "replays differ",
     ("fill(rows)", NOTHING_RESOLVES): "15 of 15 filled slots hold other bytes",
     ("empty(rows)", "ResolvedStep._fill = lambda self, slots: None"): "fills in steps whose experts were all in slots",
 }
@@ -949,7 +956,7 @@ def test_the_worst_of_host_time_copies_and_misses_decides(modules):
 def test_slots_are_judged_by_equality_before_speed(modules):
     def layer(differ: float, wrong: float) -> dict:
         bits = [row("slot_bits", [each], done=10, kernels="SGLang's kernels") for each in (0, differ)]
-        counts = [row("slot_counts", [each], hits=5, fills=4) for each in (0, wrong)]
+        counts = [row("slot_counts", [each], hits=5, fills=4, kept=3) for each in (0, wrong)]
         return {"layer": [*bits, *counts]}
 
     assert judged(modules, "slots", 0, layer(0, 0))["met"] is True

@@ -80,6 +80,13 @@ T atomicAdd(T* address, T value) {
     return before;
 }
 
+template <typename T>
+T atomicMin(T* address, T value) {
+    T before = *address;
+    if (value < before) *address = value;
+    return before;
+}
+
 // A clock that only reads advance: by what the GPU would take where the page is. The stand-in knows.
 #define UVM_READ_NOW
 extern "C" unsigned standin_read_cycles(const void* from);

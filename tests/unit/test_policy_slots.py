@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,12 +16,17 @@ from sglang_uvm_offload.policy.slots import (
     CLASSES,
     EMPTY,
     LATELY,
+    LATELY_SHIFT,
     LONG,
     MAX_EVENTS,
     MAX_FILLS,
+    RATE_BITS,
+    TAIL,
+    USE,
     VALUE_BITS,
     WHOLE,
     SlotPolicy,
+    Tails,
 )
 from sglang_uvm_offload.replay.baselines import Cache, lru
 
@@ -251,11 +257,16 @@ def test_whatever_the_routing_slots_and_experts_point_at_each_other(seed, slots,
     policy = policy_of(10, slots, layers=2, max_fills=most)
     for _ in range(40):
         used, share = rng.random((2, 10)) < chance, rng.integers(0, WHOLE + 1, (2, 10)) * (rng.random((2, 10)) < 0.8)
-        before = policy.slot_of != EMPTY
+        before, read = policy.slot_of != EMPTY, used
         policy.begin_step()
-        resolved = policy.resolve(used, share)
+        if rng.random() < 0.3:
+            read = used | (rng.random((2, 10)) < 0.5) if rng.random() < 0.5 else np.zeros_like(used)
+            distance = np.where(used, rng.integers(0, TAIL, used.shape), TAIL)
+            resolved = policy.resolve_prefill(read, Tails(distance, used * rng.integers(1, 1 << RATE_BITS)), share)
+        else:
+            resolved = policy.resolve(used, share)
         after = policy.slot_of != EMPTY
-        assert np.array_equal(resolved.hit, used & before)
+        assert np.array_equal(resolved.hit, read & before)
         assert (after.sum(axis=1) <= slots).all()
         assert (after | ~resolved.hit).all(), "what is hit stays"
         for layer in range(2):
@@ -267,6 +278,89 @@ def test_whatever_the_routing_slots_and_experts_point_at_each_other(seed, slots,
         assert np.argwhere(after & ~before).tolist() == sorted([at, e] for at, e, _ in resolved.fills)
         if rng.random() < resets:
             policy.reset()
+
+
+def prefill(policy: SlotPolicy, *tokens: Sequence[int], ends: Sequence[int] = (), read: bool = False) -> list[tuple[int, int]]:
+    """A prefill of one layer, whose ``tokens`` use experts, in place (``read``) or from copies. Returns the fills."""
+    ids, experts = np.array(tokens), policy.present.shape[1]
+    tails = Tails.of(ids, ends or [len(ids)], experts)
+    used = np.isin(np.arange(experts), ids)[None] & read
+    policy.begin_step()
+    resolved = policy.resolve_prefill(used, Tails(tails.distance[None], tails.rate[None]), np.full(used.shape, WHOLE))
+    return [(expert, slot) for _, expert, slot in resolved.fills]
+
+
+def test_tails_are_the_last_tokens_of_each_request():
+    ids = np.array([[3, 0], *[[1, -1]] * (TAIL - 1), [2, 9], [0, 4], [2, 4]])
+    tails = Tails.of(ids, [TAIL + 1, TAIL + 3, TAIL + 99], 5)
+    assert tails.distance.tolist() == [1, 1, 0, TAIL, 0]
+    once = 1 << RATE_BITS - LATELY_SHIFT
+    assert tails.rate[[0, 2, 3, 4]].tolist() == [once - once // 16, 2 * once, 0, 2 * once - once // 16]
+
+
+def test_rates_of_many_requests_are_those_of_a_use_in_each_step_at_most():
+    tails = Tails.of(np.zeros((40, 1), dtype=int), range(1, 41), 2)
+    assert tails.rate.tolist() == [1 << RATE_BITS, 0]
+
+
+def test_a_prefill_fills_slots_with_what_its_tails_use():
+    policy = policy_of(8, 3)
+    assert prefill(policy, [5, 1], *[[2, 0]] * TAIL, [6, 7], ends=[TAIL + 2, TAIL + 3]) == [(0, 0), (2, 1), (6, 2)]
+    assert prefill(policy, [2, 0], [0, 2]) == []
+
+
+def test_the_tokens_of_a_tail_count_as_decode_steps():
+    decoded, prefilled = policy_of(6, 0), policy_of(6, 0)
+    for policy in (decoded, prefilled):
+        for _ in range(100):
+            step(policy, 0)
+    for expert in (3, 1, 1, 2):
+        step(decoded, expert)
+    prefill(prefilled, [3], [1], [1], [2])
+    assert (prefilled.now - prefilled.last)[0, :4].tolist() == [1, 1, 0, 3]
+    assert (decoded.now - decoded.last)[0, 1:4].tolist() == [1, 0, 3]
+    assert prefilled.lately[0, 1:] == pytest.approx(decoded.lately[0, 1:], abs=2)
+    assert prefilled.lately[0, 0] > decoded.lately[0, 0], "of what was decoded before nothing is forgotten"
+    assert np.array_equal(prefilled.classes[0, 0, 1:] // LONG, decoded.classes[0, 0, 1:] // LONG)
+
+
+def test_a_prefill_makes_nothing_less_recent_or_less_frequent():
+    policy = policy_of(4, 0)
+    for _ in range(50):
+        step(policy, 1)
+    before = policy.lately[0, 1]
+    prefill(policy, [1], *[[2]] * 10)
+    assert policy.last[0].tolist() == [0, 50, 51, 0]
+    assert policy.lately[0, 1] == before
+
+
+def test_before_the_first_step_a_long_tail_is_as_old_as_the_server():
+    policy = policy_of(4, 0)
+    prefill(policy, [1], [2], [3])
+    assert policy.last.tolist() == [[0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(("read", "fills"), [(True, []), (False, [(3, 0)])])
+def test_what_a_prefill_reads_in_place_stays_and_what_it_reads_from_copies_may_go(read, fills):
+    policy = policy_of(4, 1)
+    worth(policy, by_age(0.9, 0.5, 0.1))
+    step(policy, 2)
+    assert prefill(policy, [2], [0], [3], read=read) == fills
+
+
+def test_a_prefill_is_no_use_of_what_was_expected_before_and_teaches_what_its_tails_are_worth():
+    policy = policy_of(4, 0)
+    step(policy, 1)
+    step(policy, 1)
+    before, used = policy.events.copy(), policy.uses.copy()
+    prefill(policy, [1], [2])
+    expected = policy.classes[0, 0].copy()
+    step(policy, 3)
+    assert np.array_equal(policy.events, before)
+    assert np.array_equal(policy.uses, used)
+    step(policy, 2)
+    assert np.array_equal(policy.events - before, np.bincount(expected, minlength=CLASSES))
+    assert np.array_equal(policy.uses - used, USE * np.bincount(expected[2:], minlength=CLASSES)), "2 and 3 were used"
 
 
 def test_before_anything_is_known_recent_and_frequent_experts_are_worth_more():

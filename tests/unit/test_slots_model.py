@@ -12,7 +12,7 @@ from builders.managers import LAYERS, Rank, config
 from sglang_uvm_offload.cpu.slots import CpuSlots
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_TENSORS
-from sglang_uvm_offload.policy.slots import WHOLE
+from sglang_uvm_offload.policy.slots import AGES, CLASSES, TAIL, WHOLE
 from sglang_uvm_offload.routing.counts import ALL_ROWS, IdFormat, Phase
 from sglang_uvm_offload.slots.model import ModelSlots
 
@@ -35,11 +35,11 @@ class Served(Rank):
         self.device = CpuSlots(self.model.counters, layers)
         return self.device
 
-    def serve(self, experts, phase=Phase.DECODE, valid=ALL_ROWS, padding=()):
+    def serve(self, experts, phase=Phase.DECODE, valid=ALL_ROWS, padding=(), ends=(1,)):
         """A step whose only token uses ``experts``; behind it a row of padding. Returns the rows that each layer computes."""
         ids = torch.tensor([experts, *([padding] if padding else [])])
         self.manager.begin_step(self.model, valid, 1, phase)
-        self.slots.begin_step(valid, phase)
+        self.slots.begin_step(valid, phase, ends)
         rows = []
         for index, module in enumerate(self.modules):
             self.model.counters.count(index, ids, 0, IdFormat.PLAIN)
@@ -52,6 +52,16 @@ class Served(Rank):
             rows.append(dict(zip(used.tolist(), blocks.tolist(), strict=False)))
         self.manager.end_step(self.model)
         return rows
+
+    def stream(self, tokens, copies, ends):
+        """A prefill of ``tokens``, each with its experts, that computes from ``copies`` of the layers."""
+        self.manager.begin_step(self.model, len(tokens), len(tokens), Phase.PREFILL, streams=True)
+        self.slots.begin_step(len(tokens), Phase.PREFILL, ends)
+        for index, (module, copy) in enumerate(zip(self.modules, copies, strict=True)):
+            ids = torch.tensor(tokens)
+            self.model.counters.count(index, ids, 0, IdFormat.PLAIN, in_place=False)
+            self.slots.keep(index, ids, {module.w13.data_ptr(): copy.data_ptr()})
+        self.manager.end_step(self.model)
 
     def holds(self, rows):
         """Whether each row holds its expert's bytes."""
@@ -69,12 +79,56 @@ def test_a_miss_is_computed_from_the_slot_that_it_fills_and_a_resident_from_its_
     assert rank.serve([5, 6]) == [{5: E, 6: E + 2}] * LAYERS
 
 
-def test_a_prefill_reads_what_is_in_slots_and_fills_none():
+def test_a_prefill_reads_what_is_in_slots_and_fills_others_with_what_its_requests_end_with():
     rank = Served()
-    assert rank.serve([5], Phase.PREFILL) == [{5: 5}] * LAYERS
+    assert rank.serve([5], Phase.PREFILL, ends=()) == [{5: 5}] * LAYERS, "no request ends here"
     rank.serve([5])
-    assert rank.serve([5, 6], Phase.PREFILL) == [{5: E, 6: 6}] * LAYERS
-    assert rank.device.policy.now == 1
+    rows = rank.serve([1, 5, 6], Phase.PREFILL)
+    assert rows == [{1: 1, 5: E, 6: E + 1}] * LAYERS
+    assert rank.holds(rows)
+    assert rank.serve([6, 7], Phase.PREFILL, valid=1, ends=(1, 2), padding=(3, 4))[0] == {6: E + 1, 7: E + 2, 3: 3, 4: 4}
+
+
+def test_a_prefill_that_streams_leaves_its_last_experts_in_slots():
+    """From the copies that it computes from, whatever is in the experts' own rows by then. What a request used too long before
+    its end is left out."""
+    rank = Served()
+    copies = [module.w13.clone() for module in rank.modules]
+    rank.serve([4])
+    for module in rank.modules:
+        module.w13.fill_(7)
+    rank.stream([[3, 1], *[[1, 2]] * TAIL, [5, 0], [6, 1]], copies, [TAIL + 2, TAIL + 3])
+    rows = rank.serve([1, 3, 4, 5, 6], Phase.PREFILL, ends=())
+    assert rows == [{1: 1, 3: 3, 4: E, 5: E + 1, 6: E + 2}] * LAYERS
+    for module, copy in zip(rank.modules, copies, strict=True):
+        table = module.w13.as_strided((E + SLOTS, PAGE_BYTES), (PAGE_BYTES, 1))
+        assert torch.equal(table[E + 1 :], copy.view(E, PAGE_BYTES)[5:7])
+    slots = rank.status()["slots"]
+    assert (slots["kept"], slots["fills"], slots["filled_bytes"]) == (2 * LAYERS, LAYERS, LAYERS * PAGE_BYTES)
+
+
+def test_a_prefill_that_streams_evicts_what_is_worth_less_and_reads_no_slot():
+    rank = Served()
+    copies = [module.w13.clone() for module in rank.modules]
+    for expert in (4, 5, 6):
+        rank.serve([expert])
+    policy = rank.device.policy
+    policy.events[:], policy.uses[:] = 16 * AGES, np.repeat(range(AGES, 0, -1), CLASSES // AGES)  # what is recent is used
+    rank.stream([[4, 4], [7, 7]], copies, [2])
+    assert policy.owner[0].tolist() == [4, 7, 6], "4 was just used again"
+    assert rank.status()["slots"]["hits"] == 0
+
+
+def test_a_prefill_that_streams_fills_no_slot_of_a_layer_that_uses_its_slots_no_more():
+    rank = Served()
+    layer, module = rank.model.layers[1], rank.modules[1]
+    copies, filled = [each.w13.clone() for each in rank.modules], []
+    rank.device.keep = lambda index, ids, addresses: filled.append(index)
+    kept = module.w13
+    module.w13 = kept.clone()
+    layer.sync_tensors(module)
+    rank.stream([[5, 6]], copies, [1])
+    assert filled == [0, 2]
 
 
 def test_what_runs_outside_of_a_step_resolves_nothing():
@@ -110,7 +164,7 @@ def test_processing_a_layers_weights_makes_its_slots_stale():
     rank = Served()
     rank.serve([5])
     rank.model.layers[1].sync_tensors(rank.modules[1])
-    assert rank.serve([6], Phase.PREFILL) == [{6: 6}] * LAYERS
+    assert rank.serve([5], Phase.PREFILL, ends=()) == [{5: 5}] * LAYERS
     assert (rank.device.policy.slot_of == -1).all()
 
 
