@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -36,8 +36,11 @@ from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.slots import CpuSlots
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.slots import Rows, SlotLayer
+from sglang_uvm_offload.plugin import runtime
 from sglang_uvm_offload.plugin.fused_moe import _EXPERTS, LayerHooks
 from sglang_uvm_offload.plugin.slot_runners import no_slots_in
+from sglang_uvm_offload.plugin.slot_seam import SlotSeam
+from sglang_uvm_offload.plugin.slot_seam_calls import ExpertCalls
 from sglang_uvm_offload.plugin.slot_seam_marlin import _GEMM_FIRST, MarlinSlotSeam
 from sglang_uvm_offload.policy.slots import WHOLE
 from sglang_uvm_offload.residency.manager import OffloadManager
@@ -224,8 +227,12 @@ def ids_of(tokens: int, experts: tuple[int, ...] = (1, 2, 3), dtype: torch.dtype
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Bench]:
-    return lambda kind: Bench(monkeypatch, kind)
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Bench]]:
+    """With one thread: products are small, and threads beside other processes wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield lambda kind: Bench(monkeypatch, kind)
+    torch.set_num_threads(threads)
 
 
 BATCHES = {
@@ -391,6 +398,17 @@ def test_a_caller_that_names_fewer_tensors_is_read_in_place(bench):
     first = [right.pop(name) for name in MarlinSlotSeam.first]
     it.seam.around_experts(lambda *args, **kwargs: it.seam.call or pytest.fail("not followed"), *first, **right)
     it.seam.around_experts(lambda *args, **kwargs: it.seam.call is None or pytest.fail("followed"), *first, -1, **right)
+
+
+def test_both_runners_are_followed_where_there_are_slots(monkeypatch):
+    hooks = []
+    runtime.install(parse({"num_resident": 1, "slots": S}), lambda target, hook, kind: hooks.append(hook))
+    seams = {hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), ExpertCalls)}
+    assert {type(each) for each in seams} == {SlotSeam, MarlinSlotSeam}
+    slots = SimpleNamespace(at=lambda address: None)
+    monkeypatch.setattr(runtime, "make_slots", lambda model: slots)
+    hooks[0].__self__._begin_slots(None)
+    assert {each.find for each in seams} == {slots.at}
 
 
 def test_the_functions_are_hooked_where_sglang_has_them():
