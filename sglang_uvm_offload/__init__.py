@@ -40,7 +40,8 @@ Streaming, in a step with many tokens, for each MoE layer:
 
 Slots, in each step that reads experts in place, for each MoE layer:
 
-    plugin/slot_seam        between SGLang's list of blocks and its first kernel: what has a copy is computed from it
+    plugin/slot_seam, plugin/slot_seam_marlin  between SGLang's list of blocks and its first kernel: what has a copy is
+                            computed from it
     slots/model             which layer it is; between steps: what is stale, and what is offloaded
     cuda/slots, cpu/slots   counts, fills and rewrites the list, in one kernel (memory/slots)
     policy/slots            the rules, which the kernel follows

@@ -37,6 +37,7 @@ from sglang_uvm_offload.plugin.profiles import chosen_profile, named, profile_sa
 from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.plugin.routing_formats import counting_flags
 from sglang_uvm_offload.plugin.slot_seam import SlotSeam
+from sglang_uvm_offload.plugin.slot_seam_marlin import MarlinSlotSeam
 from sglang_uvm_offload.plugin.slots import make_slots
 from sglang_uvm_offload.plugin.streaming import make_streamer, room_in_vram, stream_status
 from sglang_uvm_offload.plugin.torch_bound import bound_torch
@@ -74,7 +75,8 @@ def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) ->
     add(f"{_SCHEDULER}.handle_shutdown", rank.after_shutdown, HookType.AFTER)
     rank.layer_hooks.install(add)
     if config.slots > 0:
-        rank.seam.install(add)
+        for seam in rank.seams:
+            seam.install(add)
         watch_writes(rank.experts_written, add)
     if rank.recording is not None:
         add(f"{_RUNNER}.forward", rank.recording.after_forward, HookType.AFTER)
@@ -85,7 +87,7 @@ class _RankHooks:
         self.config = config
         self.recording = Recording(config.trace) if config.trace is not None else None
         self.layer_hooks = LayerHooks(counting_flags(config), self.recording)
-        self.seam = SlotSeam()
+        self.seams = (SlotSeam(), MarlinSlotSeam())
         self.slots: ModelSlots | None = None
         """Of the target model, once it is loaded; None where no layer has any."""
         self.metrics: Metrics | None = None
@@ -189,7 +191,8 @@ class _RankHooks:
     def _begin_slots(self, model: ModelExperts) -> None:
         self.slots = self.layer_hooks.slots = make_slots(model)
         if self.slots is not None:
-            self.seam.find = self.slots.at
+            for seam in self.seams:
+                seam.find = self.slots.at
 
     def experts_written(self) -> None:
         """Bytes of experts may have changed."""

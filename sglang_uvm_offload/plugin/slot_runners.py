@@ -1,4 +1,5 @@
-"""Which launches can compute experts from slots: those whose experts SGLang's Triton MoE functions compute (``slot_seam``).
+"""Which launches can compute experts from slots: those whose experts SGLang's Triton or Marlin MoE functions compute
+(``slot_seam``, ``slot_seam_marlin``).
 
 What is refused with offloading as a whole (``combinations``) is not repeated here: LoRA, EPLB, torch.compile and two-batch
 overlap among it. Single-batch overlap is no reason: it has shared experts on a second stream, not routed ones.
@@ -8,17 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.runtime_context import get_platform
+
 from sglang_uvm_offload.plugin.routing_formats import RUNNER, resolved_runner
 
 _AS_GROUPS = "takes each expert as a group, by its number, inside its kernels"
 _NOT_YET = "does not compute from slots yet"
+_OTHER_KERNELS = "experts are computed by other kernels than SGLang's Triton and Marlin ones"
 
 RUNNERS = {
     "triton_kernel": "keeps experts interleaved, not one behind the other",
-    "marlin": _NOT_YET,
     "humming": _NOT_YET,
     "deep_gemm": _NOT_YET,
-    "experimental_sgl_marlin": _NOT_YET,
     **dict.fromkeys(
         [
             "cutlass",
@@ -37,15 +39,24 @@ RUNNERS = {
 }
 """Why a runner has no slots."""
 
+AUTO, TRITON = {"auto"}, {"triton"}
+MARLIN = {"marlin", "experimental_sgl_marlin"}
+"""``experimental_sgl_marlin`` is another name of ``marlin`` where there are no LoRA adapters."""
+
 ALWAYS_TRITON = {"moe_wna16", "w8a8_int8", "w8a8_fp8", "blockwise_int8", "auto-round-int8"}
 """Quantisations whose experts the Triton runner computes, whatever ``--moe-runner-backend``."""
 
-TRITON = {None, "fp8", "modelopt_fp8"}
-"""Quantisations whose experts it computes by ``auto`` and by ``triton``."""
+BY_BLOCKS = {
+    **dict.fromkeys([None, "modelopt_fp8"], AUTO | TRITON | MARLIN),
+    "fp8": AUTO | TRITON,
+    "mxfp4": TRITON | MARLIN,
+    **dict.fromkeys(["awq_marlin", "gptq_marlin", "auto-round"], AUTO),
+    **dict.fromkeys(["modelopt_fp4", "modelopt_mixed"], AUTO | MARLIN),
+    "minimax_m3_nvfp4": MARLIN,
+}
+"""By quantisation, the values of ``--moe-runner-backend`` for which the Triton or the Marlin runner computes its experts."""
 
 QUANTIZATIONS = {
-    **dict.fromkeys(["awq", "awq_marlin", "gptq", "gptq_marlin", "auto-round"], f"its runner, marlin, {_NOT_YET}"),
-    **dict.fromkeys(["modelopt_fp4", "modelopt_mixed"], f"its runner, marlin, {_NOT_YET}"),
     "w4afp8": f"its runner, cutlass, {_AS_GROUPS}",
     "bitsandbytes": "its experts are dequantized for each step, and computed from that",
 }
@@ -57,38 +68,41 @@ def no_slots(cfg: Any, model_config: Any) -> str | None:
     once the layers are built."""
     quantization = cfg.quantization or model_config.quantization
     if cfg.moe_a2a_backend != "none":
-        return f"--moe-a2a-backend {cfg.moe_a2a_backend} hands tokens over in a form that SGLang's Triton runner does not take"
+        taken = "SGLang's Triton and Marlin runners do not take"
+        return f"--moe-a2a-backend {cfg.moe_a2a_backend} hands tokens over in a form that {taken}"
     if cfg.device != "cuda":
         return None
     if quantization in ALWAYS_TRITON:
         return None
     runner = resolved_runner(cfg.moe_runner_backend, quantization)
-    if runner not in ("auto", "triton"):
+    if runner not in AUTO | TRITON | MARLIN:
         return _by_runner(runner)
     if getattr(model_config, "is_fp4_experts", False):
-        return "the model's FP4 experts are computed by other kernels than SGLang's Triton ones"
+        return None if runner in MARLIN else f"the model's FP4 {_OTHER_KERNELS}"
     if quantization == "compressed-tensors":
-        return _compressed(model_config, runner)
-    if quantization in TRITON or (quantization == "mxfp4" and runner == "triton"):
-        return None
-    reason = QUANTIZATIONS.get(quantization, "its experts are computed by other kernels than SGLang's Triton ones")
-    return f"--quantization {quantization}: {reason}"
+        served = _compressed(model_config, runner)
+    else:
+        served = runner in BY_BLOCKS.get(quantization, set())
+    return None if served else f"--quantization {quantization}: {QUANTIZATIONS.get(quantization, f'its {_OTHER_KERNELS}')}"
 
 
 def _by_runner(runner: str) -> str:
     return f"{RUNNER} {runner} {RUNNERS.get(runner, 'is not known to compute by blocks of tokens')}"
 
 
-def _compressed(model_config: Any, runner: str) -> str | None:
-    """FP8 is Triton's; 4-bit integers are where the runner is asked for."""
+def _compressed(model_config: Any, runner: str) -> bool:
+    """FP8 is Triton's. Integers are Marlin's, and those of 4 bits Triton's too, unless activations are quantised as well. FP4
+    is Marlin's, unless activations are FP4 too and the GPU computes that."""
     stated = getattr(model_config.hf_config, "quantization_config", None) or {}
-    weights = [group.get("weights") or {} for group in stated.get("config_groups", {}).values()]
+    groups = list(stated.get("config_groups", {}).values())
+    weights = [group.get("weights") or {} for group in groups]
     kinds = {(each.get("type"), each.get("num_bits")) for each in weights}
-    if kinds == {("float", 8)} or (kinds == {("int", 4)} and runner == "triton"):
-        return None
-    if kinds and kinds <= {("int", 4), ("int", 8)}:
-        return f"--quantization compressed-tensors: its runner for integers, marlin, {_NOT_YET}"
-    return "--quantization compressed-tensors: its experts are computed by other kernels than SGLang's Triton ones"
+    activations = any(group.get("input_activations") for group in groups)
+    if kinds == {("float", 8)}:
+        return runner not in MARLIN
+    if kinds == {("float", 4)}:
+        return not (activations and get_platform().is_blackwell)
+    return bool(kinds) and kinds <= {("int", 4), ("int", 8)} and not activations
 
 
 def no_slots_in(layer: Any) -> str | None:
@@ -96,4 +110,4 @@ def no_slots_in(layer: Any) -> str | None:
     backend = layer.quant_method.get_moe_runner_backend(layer)
     if backend is None:
         return f"{type(layer.quant_method).__name__} computes its experts by kernels of its own"
-    return None if backend.is_triton() else _by_runner(backend.value)
+    return None if backend.is_triton() or backend.is_marlin() else _by_runner(backend.value)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
-from sglang.srt.layers.moe.moe_runner.base import PermuteMethodPool
+from sglang.srt.layers.moe.moe_runner.base import FusedOpPool, PermuteMethodPool
 from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
 from sglang.srt.layers.quantization import fp8, unquant
 from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import override_platform
 
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.plugin import combinations
-from sglang_uvm_offload.plugin.slot_runners import ALWAYS_TRITON, RUNNERS, no_slots, no_slots_in
+from sglang_uvm_offload.plugin.slot_runners import ALWAYS_TRITON, MARLIN, RUNNERS, no_slots, no_slots_in
 
 
 def reason(
@@ -50,7 +50,6 @@ def test_experts_on_a_cpu_are_not_refused():
 @pytest.mark.parametrize(
     ("runner", "words"),
     [
-        ("marlin", "does not compute from slots yet"),
         ("deep_gemm", "does not compute from slots yet"),
         ("humming", "does not compute from slots yet"),
         ("triton_kernel", "keeps experts interleaved, not one behind the other"),
@@ -70,19 +69,16 @@ def test_another_runner_is_named_with_the_reason(runner, words):
 
 def test_every_runner_of_sglang_for_cuda_has_a_reason_of_its_own():
     elsewhere = {"auto", "triton", "aiter", "ascend", "intel_xpu", "megamoe"}  # other GPUs; resolved to another one
-    assert set(MOE_RUNNER_BACKEND_CHOICES) - elsewhere <= set(RUNNERS)
+    assert set(MOE_RUNNER_BACKEND_CHOICES) - elsewhere == set(RUNNERS) | MARLIN
 
 
 @pytest.mark.parametrize(
     ("quantization", "words"),
     [
-        ("gptq_marlin", "its runner, marlin, does not compute from slots yet"),
-        ("awq_marlin", "its runner, marlin, does not compute from slots yet"),
-        ("modelopt_fp4", "its runner, marlin, does not compute from slots yet"),
         ("w4afp8", "its runner, cutlass, takes each expert as a group, by its number, inside its kernels"),
         ("bitsandbytes", "its experts are dequantized for each step, and computed from that"),
-        ("quark", "its experts are computed by other kernels than SGLang's Triton ones"),
-        ("mxfp4", "its experts are computed by other kernels than SGLang's Triton ones"),
+        ("quark", "its experts are computed by other kernels than SGLang's Triton and Marlin ones"),
+        ("mxfp4", "its experts are computed by other kernels than SGLang's Triton and Marlin ones"),
     ],
 )
 def test_another_quantisation_is_named_with_the_reason(quantization, words):
@@ -95,29 +91,60 @@ def test_nvfp4_on_blackwell_is_told_of_the_runner_that_its_layers_choose():
         assert str(reason("auto", "modelopt_fp4")).startswith("--moe-runner-backend flashinfer_trtllm takes each expert")
 
 
-def test_mxfp4_has_slots_with_the_triton_runner():
-    assert reason("triton", "mxfp4") is None
+@pytest.mark.parametrize(
+    ("runner", "quantization"),
+    [
+        *[("auto", each) for each in ("awq_marlin", "gptq_marlin", "auto-round", "modelopt_fp4", "modelopt_mixed")],
+        *[("marlin", each) for each in ("modelopt_fp4", "modelopt_mixed", "mxfp4", "minimax_m3_nvfp4")],
+        ("experimental_sgl_marlin", "mxfp4"),
+        ("triton", "mxfp4"),
+    ],
+)
+def test_what_the_marlin_runner_computes_has_slots(runner, quantization):
+    with override_platform(is_blackwell=False):
+        assert reason(runner, quantization) is None
 
 
-def test_fp4_experts_of_an_fp8_checkpoint_have_none():
-    assert reason("auto", "fp8", fp4=True) == "the model's FP4 experts are computed by other kernels than SGLang's Triton ones"
+@pytest.mark.parametrize("quantization", [None, "modelopt_fp8"])
+def test_what_the_marlin_runner_leaves_to_triton_has_slots(quantization):
+    assert reason("marlin", quantization) is None
+
+
+def test_fp8_experts_are_not_marlins():
+    assert reason("marlin", "fp8") == (
+        "--quantization fp8: its experts are computed by other kernels than SGLang's Triton and Marlin ones"
+    )
+
+
+def test_fp4_experts_of_an_fp8_checkpoint_are_marlins_alone():
+    assert reason("marlin", "fp8", fp4=True) is None
+    assert reason("auto", "fp8", fp4=True) == (
+        "the model's FP4 experts are computed by other kernels than SGLang's Triton and Marlin ones"
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "bits", "runner", "served"),
+    ("kind", "bits", "runner", "activations", "blackwell", "served"),
     [
-        ("float", 8, "auto", True),
-        ("int", 4, "triton", True),
-        ("int", 4, "auto", False),
-        ("int", 8, "triton", False),
-        ("float", 4, "auto", False),
+        ("float", 8, "auto", True, False, True),
+        ("float", 8, "marlin", True, False, False),
+        ("int", 4, "triton", False, False, True),
+        ("int", 4, "auto", False, False, True),
+        ("int", 4, "marlin", False, True, True),
+        ("int", 8, "auto", False, False, True),
+        ("int", 4, "auto", True, False, False),
+        ("float", 4, "auto", False, True, True),
+        ("float", 4, "auto", True, False, True),
+        ("float", 4, "auto", True, True, False),
+        ("float", 16, "auto", False, False, False),
     ],
 )
-def test_compressed_tensors_go_by_the_kind_of_weights(kind, bits, runner, served):
-    groups = {"group_0": {"weights": {"type": kind, "num_bits": bits}}}
-    told = reason(runner, "compressed-tensors", stated={"config_groups": groups})
+def test_compressed_tensors_go_by_the_kind_of_weights(kind, bits, runner, activations, blackwell, served):
+    group = {"weights": {"type": kind, "num_bits": bits}, "input_activations": {"num_bits": bits} if activations else None}
+    with override_platform(is_blackwell=blackwell):
+        told = reason(runner, "compressed-tensors", stated={"config_groups": {"group_0": group}})
     assert (told is None) == served
-    assert told is None or ("marlin" in told) == (kind == "int")
+    assert told is None or told.startswith("--quantization compressed-tensors: its experts are computed by other kernels")
 
 
 def test_compressed_tensors_that_state_nothing_have_no_slots():
@@ -127,13 +154,15 @@ def test_compressed_tensors_that_state_nothing_have_no_slots():
 @pytest.mark.parametrize("backend", [each.value for each in MoeA2ABackend if not each.is_none()])
 def test_tokens_that_are_exchanged_have_no_slots(backend):
     assert reason(moe_a2a_backend=backend) == (
-        f"--moe-a2a-backend {backend} hands tokens over in a form that SGLang's Triton runner does not take"
+        f"--moe-a2a-backend {backend} hands tokens over in a form that SGLang's Triton and Marlin runners do not take"
     )
 
 
-def test_the_triton_runner_takes_tokens_in_the_standard_form_only():
+def test_the_runners_with_slots_take_tokens_in_the_standard_form_only():
     taken = {dispatched for dispatched, runner in PermuteMethodPool._pre_permute_methods if runner == "triton"}
     assert taken == {"standard"}
+    assert {a2a for a2a, runner in FusedOpPool._fused_funcs if runner in MARLIN} == {"none"}
+    assert not [dispatched for dispatched, runner in PermuteMethodPool._pre_permute_methods if runner in MARLIN]
 
 
 @pytest.mark.parametrize(

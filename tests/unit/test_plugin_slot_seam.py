@@ -84,7 +84,7 @@ def compute(seam: SlotSeam, w1: torch.Tensor, w2: torch.Tensor, *more: Any, **te
     """As SGLang does it: ``fused_experts`` prepares at some point."""
     inside: Callable[..., str] = lambda *args, **kwargs: prepare(seam, args[1], args[2]) or "computed"  # noqa: E731
     topk, settings = object(), object()
-    assert seam._around_experts(inside, HIDDEN, w1, w2, topk, settings, *more, **tensors) == "computed"
+    assert seam.around_experts(inside, HIDDEN, w1, w2, topk, settings, *more, **tensors) == "computed"
 
 
 def test_a_layers_list_is_resolved_after_it_was_made(layer: Layer) -> None:
@@ -137,7 +137,7 @@ def test_a_list_of_other_weights_inside_of_the_experts_stays(layer: Layer) -> No
     seam = seam_of(layer)
     strange = (weight(), weight())
     for pair in ((layer.w1, strange[1]), (strange[0], layer.w2)):
-        seam._around_experts(lambda *args, pair=pair: prepare(seam, *pair), HIDDEN, layer.w1, layer.w2)
+        seam.around_experts(lambda *args, pair=pair: prepare(seam, *pair), HIDDEN, layer.w1, layer.w2)
     assert not layer.resolved
 
 
@@ -148,7 +148,7 @@ def test_an_error_leaves_no_layer_behind(layer: Layer) -> None:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        seam._around_experts(fails, HIDDEN, layer.w1, layer.w2)
+        seam.around_experts(fails, HIDDEN, layer.w1, layer.w2)
     prepare(seam, layer.w1, layer.w2)
     assert not layer.resolved
 

@@ -1,0 +1,77 @@
+"""What the hooks on every runner's functions share: whose experts a call computes, and whether slots can serve all of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from sglang_uvm_offload.experts.takeover import one_run_an_expert
+from sglang_uvm_offload.slots.model import LayerSlots
+
+logger = logging.getLogger(__name__)
+
+
+class Call(NamedTuple):
+    """A call that computes a layer with slots."""
+
+    slots: LayerSlots
+    given: dict[str, Any]
+    """The arguments that the call was given, by name."""
+
+
+class ExpertCalls:
+    """Follows the calls of one function of SGLang's that computes a layer's experts. ``find`` tells the slots of the layer that
+    has a tensor at an address.
+
+    A layer that computes from a stream buffer, or from a tensor that is not its own, keeps its list: the same list serves the
+    weights, their scales, zero points and biases, and each of these must have the rows.
+    """
+
+    first: ClassVar[tuple[str, ...]]
+    """The first parameters of the function. Its callers name all others."""
+    by_expert: ClassVar[tuple[str, ...]]
+    """Its parameters that its kernels read at the row of an expert."""
+
+    def __init__(self) -> None:
+        self.find: Callable[[int], LayerSlots | None] = _nothing
+        self.call: Call | None = None
+        """The one under way, if slots can serve it."""
+        self._told: set[str] = set()
+
+    def around_experts(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = kwargs | dict(zip(self.first, args, strict=False))
+        slots = self.find(given["w1"].data_ptr())
+        if slots is not None and len(args) <= len(self.first) and self._all_have_rows(slots, given):
+            self.call = Call(slots, given)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.call = None
+
+    def _all_have_rows(self, slots: LayerSlots, given: dict[str, Any]) -> bool:
+        for name in self.by_expert:
+            tensor = given.get(name)
+            if tensor is not None and not _has_rows(slots, tensor):
+                self._tell(f"{name} {tuple(tensor.shape)} is none of the layer's tensors, so its experts are read in place")
+                return False
+        return True
+
+    def _tell(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning("Expert offload: slots: %s", what)
+
+
+def _nothing(address: int) -> None:
+    return None
+
+
+def _has_rows(slots: LayerSlots, tensor: torch.Tensor) -> bool:
+    """Whether the rows behind the experts of ``tensor`` are those of slots. One without bytes needs none."""
+    if not tensor.numel():
+        return True
+    nbytes = slots.row_bytes.get(tensor.untyped_storage().data_ptr())
+    return nbytes is not None and tensor.dim() > 0 and one_run_an_expert(tensor, nbytes)

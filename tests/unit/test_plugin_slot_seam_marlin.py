@@ -1,0 +1,425 @@
+"""What SGLang's Marlin runner computes is computed from slots: every format that it serves, by its own code but for the
+kernels, whose place a reference takes that reads rows as their source does."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from builders import marlin
+from sglang.srt.hardware_backend.gpu.quantization import gptq_kernels
+from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.moe.utils import MoeRunnerBackend
+from sglang.srt.layers.quantization import modelopt_quant, mxfp4
+from sglang.srt.layers.quantization.awq import awq
+from sglang.srt.layers.quantization.awq.schemes import awq_moe
+from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
+from sglang.srt.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW4A16Nvfp4MoE,
+    CompressedTensorsWNA16MoE,
+)
+from sglang.srt.layers.quantization.gptq import gptq
+from sglang.srt.layers.quantization.gptq.schemes import GPTQMarlinMoEScheme
+from sglang.srt.runtime_context import override_platform
+from simulated_driver import SimulatedDriver
+
+from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
+from sglang_uvm_offload.cpu.slots import CpuSlots
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.memory.slots import Rows, SlotLayer
+from sglang_uvm_offload.plugin import runtime
+from sglang_uvm_offload.plugin.fused_moe import _EXPERTS, LayerHooks
+from sglang_uvm_offload.plugin.slot_runners import no_slots_in
+from sglang_uvm_offload.plugin.slot_seam import SlotSeam
+from sglang_uvm_offload.plugin.slot_seam_calls import ExpertCalls
+from sglang_uvm_offload.plugin.slot_seam_marlin import _GEMM_FIRST, MarlinSlotSeam
+from sglang_uvm_offload.policy.slots import WHOLE
+from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.routing.counts import Phase
+from sglang_uvm_offload.slots.model import LayerSlots
+
+E, S, TOP_K, HIDDEN, INTERMEDIATE, GROUP = 4, 3, 2, 256, 128, 64
+SETTINGS = MoeRunnerConfig(num_experts=2 * E, num_local_experts=E, top_k=TOP_K, activation="silu", is_gated=True)
+
+
+class Layer(torch.nn.Module):
+    """What SGLang's ``FusedMoE`` tells its quantisation method."""
+
+    layer_id, top_k, num_experts, num_local_experts, num_fused_shared_experts = 0, TOP_K, E, E, 0
+    moe_ep_rank, moe_ep_size, moe_tp_size, params_dtype = 0, 1, 1, torch.bfloat16
+    hidden_size, intermediate_size_per_partition, moe_runner_config = HIDDEN, INTERMEDIATE, SETTINGS
+    orig_dtype, _mega_moe_nvfp4 = torch.bfloat16, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheme: Any = None
+        self.dispatcher = SimpleNamespace(local_expert_mapping=None, num_experts=2 * E)
+
+
+def of_awq(layer: Layer) -> Any:
+    config = awq.AWQMarlinConfig.__new__(awq.AWQMarlinConfig)
+    config.weight_bits, config.pack_factor, config.group_size, config.zero_point = 4, 8, GROUP, True
+    layer.scheme = awq_moe.AWQMoEScheme(config)
+    method = awq.AWQMoEMethod.__new__(awq.AWQMoEMethod)
+    method.quant_config = config
+    return method
+
+
+def of_gptq(layer: Layer, bits: int = 4, sort: bool = False) -> Any:
+    config = gptq.GPTQMarlinConfig.__new__(gptq.GPTQMarlinConfig)
+    config.weight_bits, config.pack_factor, config.group_size, config.desc_act = bits, 32 // bits, GROUP, sort
+    layer.scheme, layer.moe_tp_size = GPTQMarlinMoEScheme(config), 1 + sort
+    return gptq.GPTQMarlinMoEMethod(config)
+
+
+def of_compressed(layer: Layer, bits: int = 4, symmetric: bool = True, order: str | None = None) -> Any:
+    config: Any = SimpleNamespace(quant_format="pack-quantized")
+    weights: Any = SimpleNamespace(num_bits=bits, strategy="group", group_size=GROUP, actorder=order, symmetric=symmetric)
+    layer.scheme, layer.moe_tp_size = CompressedTensorsWNA16MoE(config, weights), 1 if order is None else 2
+    return compressed_tensors.CompressedTensorsFusedMoEMethod(config)
+
+
+def of_compressed_nvfp4(layer: Layer) -> Any:
+    layer.scheme = CompressedTensorsW4A16Nvfp4MoE(has_input_global_scale=True)
+    return compressed_tensors.CompressedTensorsFusedMoEMethod(SimpleNamespace())  # type: ignore[arg-type]
+
+
+def of_modelopt(layer: Layer) -> Any:
+    config: Any = SimpleNamespace(is_checkpoint_nvfp4_serialized=True, group_size=16, get_name=lambda: "modelopt_fp4")
+    layer.quant_config = config
+    return modelopt_quant.ModelOptNvFp4FusedMoEMethod(config)
+
+
+def of_mxfp4(layer: Layer) -> Any:
+    method = mxfp4.Mxfp4MoEMethod.__new__(mxfp4.Mxfp4MoEMethod)
+    method.use_marlin, method._fi_kernel = True, None
+    method.use_triton_kernels = method.use_deep_gemm = method.use_mega_moe = method.use_flashinfer = False
+    return method
+
+
+class Format(NamedTuple):
+    method: Callable[[Layer], Any]
+    dtype: torch.dtype
+    indexed: str
+    """The tensors of each GEMM that are read by expert."""
+
+
+INTEGERS, PERMUTED = "weights scales", "weights scales groups permutation"
+FORMATS = {
+    "AWQ": Format(of_awq, torch.bfloat16, "weights scales zeros"),
+    "GPTQ": Format(of_gptq, torch.float16, INTEGERS),
+    "GPTQ, 8 bits": Format(lambda layer: of_gptq(layer, bits=8), torch.float16, INTEGERS),
+    "GPTQ, in the order of activations": Format(lambda layer: of_gptq(layer, sort=True), torch.float16, PERMUTED),
+    "compressed": Format(of_compressed, torch.bfloat16, INTEGERS),
+    "compressed, 8 bits": Format(lambda layer: of_compressed(layer, bits=8), torch.bfloat16, INTEGERS),
+    "compressed, with zeros": Format(lambda layer: of_compressed(layer, symmetric=False), torch.bfloat16, f"{INTEGERS} zeros"),
+    "compressed, in order": Format(lambda layer: of_compressed(layer, order="group"), torch.bfloat16, PERMUTED),
+    "compressed NVFP4": Format(of_compressed_nvfp4, torch.bfloat16, "weights scales global"),
+    "NVFP4": Format(of_modelopt, torch.bfloat16, "weights scales global"),
+    "MXFP4": Format(of_mxfp4, torch.bfloat16, "weights scales bias"),
+}
+
+
+class Bench:
+    """A layer of a format, loaded by SGLang's own code under the plugin's hooks, its slots, and the seam."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, kind: str):
+        self.format = FORMATS[kind]
+        self.seam, self.gemms = MarlinSlotSeam(), []
+        marlin.on_cpu(patch, self._gemm, lambda *a, **k: self.seam.around_experts(marlin.FUSED, *a, **k))
+        auto = MoeRunnerBackend.MARLIN if self.format.method in (of_mxfp4, of_modelopt) else MoeRunnerBackend.AUTO
+        for module in (awq_moe, gptq_kernels, modelopt_quant, mxfp4):
+            patch.setattr(module, "get_moe_runner_backend", lambda: auto)
+        self.layer = Layer()
+        self.method = self.format.method(self.layer)
+        self.experts = self._loaded()
+        served = SlotLayer([Rows(*each) for each in self.experts.slot_rows()], E, S)
+        self.counters = CpuRoutingCounters(1, E)
+        self.device = CpuSlots(self.counters, [served])
+        self.device.set_share(np.full((1, E), WHOLE, dtype=np.uint8))
+        self.slots = LayerSlots(0, served, self.device)
+        self.seam.find = dict.fromkeys(self.slots.row_bytes, self.slots).get
+
+    def _gemm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def reference(*args: Any, **kwargs: Any) -> torch.Tensor:
+            self.gemms.append(args)
+            return marlin.gemm(*args, **kwargs)
+
+        return self.seam._around_gemm(reference, *args, **kwargs)
+
+    def _loaded(self) -> ExpertLayer:
+        hooks = LayerHooks({})
+        config = parse({"num_resident": 1, "slots": S})
+        manager = OffloadManager(config, SimulatedDriver(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
+        layer, method = self.layer, self.method
+        with hooks.taking_over(manager, manager.begin_model(draft=False)), override_platform(is_sm90=True):
+            hooks._shadow(method)
+            method.create_moe_runner(layer, SETTINGS)
+            more = {"with_bias": True} if self.format.method is of_mxfp4 else {"weight_loader": None}
+            method.create_weights(layer, E, HIDDEN, INTERMEDIATE, torch.bfloat16, **more)
+            load(layer)
+            method.process_weights_after_loading(layer)
+        return layer.__dict__[_EXPERTS][0]
+
+    def run(self, ids: torch.Tensor, decode: bool = True) -> torch.Tensor:
+        tokens = len(ids)
+        random = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, HIDDEN, generator=random).to(self.format.dtype)
+        topk = StandardTopKOutput(torch.rand(ids.shape, generator=random), ids, torch.zeros(tokens, E))
+        self.counters.begin_step(tokens, Phase.DECODE if decode else Phase.PREFILL)
+        self.device.begin_step()
+        self.gemms.clear()
+        return self.method.apply(self.layer, StandardDispatchOutput(x, None, topk)).hidden_states
+
+    def without_slots(self, ids: torch.Tensor) -> torch.Tensor:
+        find, self.seam.find = self.seam.find, lambda address: None
+        try:
+            return self.run(ids)
+        finally:
+            self.seam.find = find
+
+    def indexed(self) -> dict[str, torch.Tensor]:
+        """What the two GEMMs of the last run were given by expert."""
+        places = {"weights": 2, "bias": 3, "scales": 4, "global": 5, "zeros": 6, "groups": 7, "permutation": 8}
+        given = {f"{name} {nth}": args[at] for nth, args in enumerate(self.gemms) for name, at in places.items()}
+        return {name: tensor for name, tensor in given.items() if tensor is not None and tensor.numel()}
+
+    def fill(self, *experts: int) -> None:
+        """Fill slots with these experts, and poison their own rows."""
+        for expert in experts:
+            self.run(torch.tensor([[expert, expert]]))
+        for tensor in self.indexed().values():
+            for expert in experts:
+                marlin.poison(tensor[expert])
+
+
+def load(layer: Layer) -> None:
+    """Weights of any bytes, scales near one, and each expert's columns in an order of its own."""
+    random = torch.Generator().manual_seed(1)
+    for name, parameter in layer.named_parameters():
+        data = parameter.data
+        if name.endswith("g_idx"):
+            groups = torch.arange(data.shape[1]) // GROUP
+            data.copy_(torch.stack([groups[torch.randperm(len(groups), generator=random)] for _ in range(E)]))
+        elif "global_scale" in name or "scale_2" in name:
+            data.copy_((0.5 + torch.rand(E, generator=random)).view(E, *[1] * (data.dim() - 1)).expand(data.shape))
+        elif data.dtype.is_floating_point:
+            data.copy_(torch.rand(data.shape, generator=random) / 8 + 0.06)
+        elif "scale" in name:
+            data.copy_(torch.randint(120, 127, data.shape, generator=random))
+        else:
+            data.view(torch.uint8).random_(0, 256, generator=random)
+
+
+def ids_of(tokens: int, experts: tuple[int, ...] = (1, 2, 3), dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    random = torch.Generator().manual_seed(tokens)
+    picks = torch.tensor(experts)
+    return torch.stack([picks[torch.randperm(len(picks), generator=random)[:TOP_K]] for _ in range(tokens)]).to(dtype)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Bench]]:
+    """With one thread: products are small, and threads beside other processes wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield lambda kind: Bench(monkeypatch, kind)
+    torch.set_num_threads(threads)
+
+
+BATCHES = {
+    "one token": ids_of(1),
+    "one token, 64-bit ids": ids_of(1, dtype=torch.int64),
+    "a small batch": ids_of(5),
+    "a large batch": ids_of(70),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_experts_are_computed_from_their_copies(bench, kind):
+    it = bench(kind)
+    it.layer.quant_method = it.method
+    assert (it.experts.slots_missing, no_slots_in(it.layer)) == (None, None)
+    expected = {name: it.without_slots(ids) for name, ids in BATCHES.items()}
+    assert all(out.isfinite().all() and out.abs().max() > 0 for out in expected.values())
+    assert {name.split()[0] for name in it.indexed()} == set(it.format.indexed.split())
+    it.fill(1, 2, 3)
+    for name, ids in BATCHES.items():
+        assert not torch.equal(it.without_slots(ids), expected[name]), "the experts' own rows are poisoned"
+        assert torch.equal(it.run(ids), expected[name])
+        assert len(it.gemms) == 2
+        assert it.gemms[0][11] is it.gemms[1][11], "one list"
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_tensor_is_read_at_the_row_of_the_copy(bench, kind):
+    """Whatever tensor a kernel read in place instead, the test above would fail."""
+    it, ids = bench(kind), ids_of(5)
+    expected = it.without_slots(ids)
+    it.fill(1, 2, 3)
+    assert len(it.indexed()) == 2 * len(it.format.indexed.split())
+    for name, tensor in it.indexed().items():
+        slot = marlin.row(tensor, E + 1)
+        kept = slot.clone()
+        marlin.poison(slot)
+        assert not torch.equal(it.run(ids), expected), name
+        slot.copy_(kept)
+        assert torch.equal(it.run(ids), expected)
+
+
+def test_a_missed_expert_is_read_in_place_beside_copies(bench):
+    it, ids = bench("AWQ"), ids_of(9, (0, 1, 2, 3))
+    expected = it.without_slots(ids)
+    it.fill(1, 3)
+    assert torch.equal(it.run(ids, decode=False), expected)
+    rows = set(it.gemms[0][11].tolist())
+    assert rows >= {0, 2, E, E + 1}
+    assert not rows & {1, 3}
+
+
+@pytest.mark.parametrize("kind", ["compressed", "NVFP4", "MXFP4"])
+def test_experts_of_other_ranks_stay_out(bench, kind):
+    """With expert parallelism the dispatcher has numbered the experts of this rank, and the others are -1."""
+    it, ids = bench(kind), ids_of(9)
+    ids[0], ids[3:6, 1] = -1, -1
+    it.layer.dispatcher.local_expert_mapping = torch.arange(2 * E)
+    expected = it.without_slots(ids)
+    it.fill(1, 2, 3)
+    assert torch.equal(it.run(ids), expected)
+    assert len(it.gemms[0][12]) == 1, "SGLang counts no blocks of -1 here"
+    assert it.gemms[0][11][0] == -1
+
+
+@pytest.mark.parametrize("kind", ["AWQ", "GPTQ"])
+def test_blocks_of_no_expert_are_counted_beside_the_padded_tokens(bench, kind):
+    it, ids = bench(kind), ids_of(9)
+    ids[0], ids[3:6, 1] = -1, -1
+    expected = it.without_slots(ids)
+    it.fill(1, 2, 3)
+    assert torch.equal(it.run(ids), expected)
+    assert int(it.gemms[0][12][1]) > 0
+
+
+def given(it: Bench, **changed: Any) -> dict[str, Any]:
+    """Arguments of SGLang's ``fused_marlin_moe``."""
+    info = it.layer.scheme.get_marlin_quant_info(it.layer)
+    x, ids = torch.ones(5, HIDDEN).to(it.format.dtype), ids_of(5)
+    weights = {"w1": info.w13_qweight, "w2": info.w2_qweight, "w1_scale": info.w13_scales, "w2_scale": info.w2_scales}
+    more = {"w1_zeros": info.w13_qzeros, "w2_zeros": info.w2_qzeros, "workspace": torch.zeros(8), "num_bits": 4}
+    routing = {"gating_output": torch.zeros(5, E), "topk_weights": torch.ones(ids.shape), "topk_ids": ids}
+    return {"hidden_states": x, **weights, **routing, **more, **changed}
+
+
+def call(it: Bench, **arguments: Any) -> set[int]:
+    """The rows that the two GEMMs read."""
+    it.counters.begin_step(5, Phase.DECODE)
+    it.device.begin_step()
+    it.gemms.clear()
+    it.seam.around_experts(marlin.FUSED, **arguments)
+    return {row for gemm in it.gemms for row in gemm[11][: int(gemm[12][0]) // 8].tolist()}
+
+
+def test_a_list_stays_where_any_tensor_at_its_rows_is_not_the_layers(bench, caplog):
+    """Scales that were converted for the call have no rows for slots, so a kernel would read what lies behind them."""
+    it = bench("compressed, with zeros")
+    right = given(it)
+    names = [name for name in MarlinSlotSeam.by_expert if name != "w1"]
+    for name in names:
+        strange = right[name].clone() if name in right else torch.zeros(E, HIDDEN if "bias" in name else 1)
+        caplog.clear()
+        for _ in range(2):
+            assert call(it, **{**right, name: strange}) <= set(range(E)), name
+        assert caplog.text.count(f"{name} {tuple(strange.shape)} is none of the layer's tensors") == 1
+    assert call(it, **{**right, "w1": right["w1"].clone()}) <= set(range(E)), "another layer, or a stream buffer"
+    assert max(call(it, **right)) >= E
+
+
+def test_a_tensor_at_other_rows_than_its_storage_is_not_the_layers(bench):
+    it = bench("compressed")
+    right = given(it)
+    shifted = right["w1_scale"].data[1:]
+    assert shifted.untyped_storage().data_ptr() in it.slots.row_bytes
+    it.seam.around_experts(lambda **_: it.seam.call is None or pytest.fail("one row too far"), **{**right, "w1_scale": shifted})
+
+
+def test_empty_tensors_need_no_rows(bench):
+    it = bench("compressed")
+    right = given(it)
+    empty = torch.empty(E, 0, dtype=torch.int32)
+    assert max(call(it, **right, g_idx1=empty, sort_indices1=empty, g_idx2=empty, sort_indices2=empty)) >= E
+
+
+def test_the_list_is_resolved_once_a_call_and_in_no_other(bench):
+    it = bench("compressed")
+    resolved = []
+    it.slots.resolve = lambda *given: resolved.append(given)
+    ids = ids_of(5)
+    it.run(ids)
+    [(told, blocks, padded, size)] = resolved
+    assert told is ids
+    assert (blocks is it.gemms[0][11], padded is it.gemms[0][12], size) == (True, True, 8)
+    arguments = {"b_q_weight": it.gemms[0][2], "expert_ids": blocks, "num_tokens_post_padded": padded, "moe_block_size": 8}
+    assert it.seam._around_gemm(lambda **kwargs: kwargs, **arguments) == arguments
+    assert len(resolved) == 1
+
+
+def test_an_error_between_the_gemms_leaves_no_call_behind(bench):
+    it = bench("compressed")
+    right = given(it)
+
+    def gemm(*args: Any) -> None:
+        it.seam._around_gemm(lambda *args, **kwargs: None, *args, moe_block_size=8)
+
+    def fused(fails: int, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor, **_: Any) -> None:
+        _, blocks, padded = marlin.align(topk_ids, 8, E)
+        for nth, weights in enumerate((w1, w2)):
+            if nth == fails:
+                raise RuntimeError("out of memory")
+            gemm(None, None, weights, *[None] * 8, blocks, padded)
+
+    for fails in (0, 1):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            it.seam.around_experts(lambda fails=fails, **given: fused(fails, **given), **right)
+        assert it.seam.call is None
+    assert max(call(it, **right)) >= E
+
+
+def test_a_caller_that_names_fewer_tensors_is_read_in_place(bench):
+    it = bench("compressed")
+    right = given(it)
+    first = [right.pop(name) for name in MarlinSlotSeam.first]
+    it.seam.around_experts(lambda *args, **kwargs: it.seam.call or pytest.fail("not followed"), *first, **right)
+    it.seam.around_experts(lambda *args, **kwargs: it.seam.call is None or pytest.fail("followed"), *first, -1, **right)
+
+
+def test_both_runners_are_followed_where_there_are_slots(monkeypatch):
+    hooks = []
+    runtime.install(parse({"num_resident": 1, "slots": S}), lambda target, hook, kind: hooks.append(hook))
+    seams = {hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), ExpertCalls)}
+    assert {type(each) for each in seams} == {SlotSeam, MarlinSlotSeam}
+    slots = SimpleNamespace(at=lambda address: None)
+    monkeypatch.setattr(runtime, "make_slots", lambda model: slots)
+    hooks[0].__self__._begin_slots(None)
+    assert {each.find for each in seams} == {slots.at}
+
+
+def test_the_functions_are_hooked_where_sglang_has_them():
+    hooked = []
+    MarlinSlotSeam().install(lambda target, hook, kind: hooked.append(target))
+    fused, gemm = [pkgutil.resolve_name(target) for target in hooked]
+    assert (fused.__name__, gemm.__name__) == ("fused_marlin_moe", "moe_wna16_marlin_gemm")
+    names = [*inspect.signature(marlin.FUSED).parameters]
+    assert tuple(names[: len(MarlinSlotSeam.first)]) == MarlinSlotSeam.first
+    assert set(MarlinSlotSeam.by_expert) <= set(names)
+    not_read_by_expert = {"gating_output", "topk_weights", "topk_ids", "hidden_states", "expert_map", "workspace"}
+    tensors = {name for name, each in inspect.signature(marlin.FUSED).parameters.items() if "Tensor" in str(each.annotation)}
+    assert tensors - not_read_by_expert == set(MarlinSlotSeam.by_expert)
+    assert tuple(inspect.signature(gemm).parameters)[: len(_GEMM_FIRST)] == _GEMM_FIRST
