@@ -18,6 +18,7 @@ from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.sizing import planner
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.sizing.draft_cost import draft_note
 from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.machine import GIB, Machine, preset
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Plan, Reserve, Workload
@@ -138,6 +139,14 @@ def test_hit_rates_are_those_of_measured_routing_with_slots():
     measured = hit_rates("deepseek_v3", 1, found.rows / 256, found.slots / found.rows)
     assert [speed.hit_rate for speed in found.speeds[:3]] == [each.rate for each in measured.named().values()]
     assert {speed.measured_on.policy for speed in found.speeds} == {"slots", "other_slots"}
+
+
+def test_drafts_are_weighed_with_slots():
+    work = Workload(8192, speculative=True, draft_tokens=10)
+    case = Case(model(), machine(), work, Parallel(tp=8), Reserve(), Assumptions(), slots=Slots(60))
+    rate = hit_rates("deepseek_v3", 1, 64 / 256, 60 / 64).lowest.rate
+    assert rate > 4 / 8, "more than four residents could serve of a token's eight choices"
+    assert f"the lowest measured hit rate, {rate:.0%})" in draft_note(case, 64)
 
 
 def test_the_report_shows_slots_and_what_is_assumed_of_them():
