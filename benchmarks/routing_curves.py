@@ -6,9 +6,11 @@ requests, the share of a layer's activations that residents serve, by the share 
 
 Requests are served as ``replay`` serves them: the first half warms up, the second half is judged, so no request chose the
 residents that it is judged with. *warmup* keeps the experts with the most activations in the first half
-(``--expert-offload-adapt warmup``); *continuous* is the shipped policy; *other* keeps those of another trace of the same
-model. An activation is one token's use of one expert in one layer: tokens of a step that share an expert count each, because
-the planner derives from it how many distinct experts a step misses.
+(``--expert-offload-adapt warmup``); *continuous* is the shipped policy; *slots* divides the same VRAM between those of *warmup*
+and slots, as ``--expert-offload-slots auto`` does without a profile; *other* keeps those of another trace of the same model,
+and *other_slots* has slots beside them, filled by that trace at first. An activation is one token's use of one expert in one
+layer: tokens of a step that share an expert count each, because the planner derives from it how many distinct experts a step
+misses.
 
 ``draft_token_weight`` is what a further token of the same request is worth against an independent one, when four
 successive tokens are served as one step (as if drafted): it makes the planner's formula miss as many experts as the trace does.
@@ -28,11 +30,14 @@ from typing import Any
 import numpy as np
 from policy_goals import adaptive, residents_at_first
 
+from sglang_uvm_offload.config import UNRESOLVED
 from sglang_uvm_offload.policy.ranking import top
 from sglang_uvm_offload.replay.baselines import Fixed, ReplayPolicy, Variant
 from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, Workload
+from sglang_uvm_offload.replay.slots import SlotCache
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
 from sglang_uvm_offload.routing.trace import Trace
+from sglang_uvm_offload.sizing.slots import Slots
 from sglang_uvm_offload.sizing.speed import distinct
 
 OUT = Path(__file__).resolve().parents[1] / "sglang_uvm_offload" / "sizing" / "routing_curves.json"
@@ -90,6 +95,13 @@ def hit_rate(policy: ReplayPolicy, warmup: np.ndarray, scored: np.ndarray, count
     return served / int(counts.sum())
 
 
+def with_slots(activated: np.ndarray, rows: int) -> SlotCache:
+    """``rows`` of VRAM in each layer: slots, and the most activated experts."""
+    layers, experts = activated.shape[1:]
+    slots = Slots(UNRESOLVED).of(rows, experts)
+    return SlotCache((layers, experts), slots, most_used(activated, rows - slots))
+
+
 def policies(workload: Workload, residency: float) -> dict[str, ReplayPolicy]:
     capacity = workload.capacity(residency)
     continuous = Variant(
@@ -98,7 +110,12 @@ def policies(workload: Workload, residency: float) -> dict[str, ReplayPolicy]:
         INTERVAL_STEPS,
         DECISION_DELAY_POLLS * INTERVAL_STEPS,
     )
-    return {"warmup": Fixed(most_used(workload.warmup, int(capacity[0]))), "continuous": continuous}
+    rows = int(capacity[0])
+    return {
+        "warmup": Fixed(most_used(workload.warmup, rows)),
+        "continuous": continuous,
+        "slots": with_slots(workload.warmup, rows),
+    }
 
 
 def curves(name: str, trace: Trace, batches: Sequence[int] = BATCHES) -> Iterator[dict[str, Any]]:
@@ -107,10 +124,10 @@ def curves(name: str, trace: Trace, batches: Sequence[int] = BATCHES) -> Iterato
     for batch in (batch for batch in batches if batch <= len(judged)):
         workload = Workload.of(trace, batch)
         counts = uses(trace, trace.steps(judged, batch))
-        found: dict[str, list[float]] = {"warmup": [], "continuous": []}
+        found: dict[str, list[float]] = {}
         for residency in RESIDENCIES:
             for policy, served in policies(workload, residency).items():
-                found[policy].append(round(hit_rate(served, workload.warmup, workload.scored, counts), 3))
+                found.setdefault(policy, []).append(round(hit_rate(served, workload.warmup, workload.scored, counts), 3))
         yield {"traces": [name], "requests": batch, **found}
 
 
@@ -121,14 +138,16 @@ def other(traces: dict[str, Trace], model: str) -> Iterator[dict[str, Any]]:
         return
     all_steps = {name: traces[name].activated(traces[name].steps(range(traces[name].num_requests), 1)) for name in names}
     judged = {name: uses(traces[name], traces[name].steps(traces[name].split(0.5)[1], 1)) for name in names}
-    rates = [
-        [
-            (judged[b] * most_used(all_steps[a], round(residency * judged[b].shape[2]))).sum() / judged[b].sum()
-            for a, b in permutations(names, 2)
-        ]
-        for residency in RESIDENCIES
-    ]
-    yield {"traces": names, "requests": 1, "other": [round(float(np.mean(row)), 3) for row in rates]}
+    found: dict[str, list[float]] = {"other": [], "other_slots": []}
+    for residency in RESIDENCIES:
+        rates: dict[str, list[float]] = {policy: [] for policy in found}
+        for a, b in permutations(names, 2):
+            rows = round(residency * judged[b].shape[2])
+            rates["other"].append((judged[b] * most_used(all_steps[a], rows)).sum() / judged[b].sum())
+            rates["other_slots"].append(hit_rate(with_slots(all_steps[a], rows), all_steps[a], judged[b] > 0, judged[b]))
+        for policy, of_pairs in rates.items():
+            found[policy].append(round(float(np.mean(of_pairs)), 3))
+    yield {"traces": names, "requests": 1, **found}
 
 
 def draft_token_weight(trace: Trace, residency: float = 0.5) -> float:

@@ -72,12 +72,7 @@ class OffloadConfig:
                 f"{flag_name('num_resident')} {self.num_resident}: the model has {num_experts} routed experts a layer; give at "
                 "most as many"
             )
-        elif 0 < offloaded < self.slots:
-            out.append(
-                f"{flag_name('slots')} {self.slots}: {self.num_resident} residents leave {offloaded} of {num_experts} experts "
-                "a layer offloaded; give at most as many"
-            )
-        return out
+        return out + slot_problems(self.slots, self.num_resident, num_experts)
 
     @property
     def coactivation(self) -> bool:
@@ -88,6 +83,17 @@ class OffloadConfig:
     def residents_change(self) -> bool:
         """Whether residents may change while serving."""
         return self.adapt == "continuous" or (self.adapt == "warmup" and self.resident_selection == "frequency")
+
+
+def slot_problems(slots: int, num_resident: int, num_experts: int) -> list[str]:
+    """Why a layer has no use for so many slots beside its residents. Where nothing is offloaded, slots are left out."""
+    offloaded = num_experts - num_resident
+    if not 0 < offloaded < slots:
+        return []
+    return [
+        f"{flag_name('slots')} {slots}: {num_resident} residents leave {offloaded} of {num_experts} experts a layer offloaded; "
+        "give at most as many"
+    ]
 
 
 def parse(values: Mapping[str, Any]) -> OffloadConfig | None:

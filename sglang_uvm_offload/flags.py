@@ -106,7 +106,8 @@ class OffloadFlags:
         str,
         "Rows in VRAM beside each MoE layer's experts (over all ranks that share the layer), which a decode step fills with "
         "the offloaded experts that it uses: one that is used again is read from VRAM. auto: a part of what "
-        "--expert-offload-num-resident auto finds room for, or none where SGLang's MoE runner cannot use them.",
+        "--expert-offload-num-resident auto finds room for, by the split in --expert-offload-profile if it has one; none where "
+        "SGLang's MoE runner cannot use them.",
     )
     stream_buffer_gb: str = flag(
         "auto",

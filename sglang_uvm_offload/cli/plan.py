@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+from sglang_uvm_offload.config import AUTO, UNRESOLVED
 from sglang_uvm_offload.sizing import planner
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
@@ -15,6 +16,7 @@ from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.machine import PRESET_HOST_GIB, Machine, MachineError, describe, of_gpus, preset
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument("--enable-dp-attention", action="store_true")
     work = parser.add_argument_group("workload")
     work.add_argument("--num-resident", type=_whole, metavar="N", help="residents of each layer; default: the most that fit")
+    work.add_argument(
+        "--slots",
+        type=_slots,
+        metavar="auto|S",
+        default=NO_SLOTS,
+        help="--expert-offload-slots: of each layer, beside N; without --num-resident part of what fits; auto: as at launch "
+        "without a profile",
+    )
     work.add_argument(
         "--context-length", type=_count, help=f"tokens of a request; default: the model's limit, at most {DEFAULT_KV_TOKENS}"
     )
@@ -63,7 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--disable-cuda-graph", action="store_true")
     assumed = parser.add_argument_group("assumptions")
     assumed.add_argument(
-        "--hit-rate", type=_share, help="share of your routing that residents serve (0 to 1), in place of measured routing"
+        "--hit-rate",
+        type=_share,
+        help="share of your routing that residents and slots serve (0 to 1), in place of measured routing",
     )
     assumed.add_argument(
         "--read-efficiency", type=_positive_share, help="rate of zero-copy reads by kernels, as a share of --link-gbps"
@@ -105,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in names}
     usual = dataclasses.replace(Assumptions(), accepted_tokens=min(Assumptions.accepted_tokens, workload.draft_tokens))
     assumed = dataclasses.replace(usual, **{name: value for name, value in given.items() if value is not None})
-    result = planner.plan(model, machine, workload, parallel, reserve, assumed, args.hit_rate, args.num_resident)
+    given_experts = (args.hit_rate, args.num_resident, args.slots)
+    result = planner.plan(model, machine, workload, parallel, reserve, assumed, *given_experts)
     print(json.dumps(dataclasses.asdict(result), indent=1) if args.json else planner.render(result))
     return 0 if result.fits else 1
 
@@ -133,6 +146,10 @@ def _count(text: str) -> int:
 
 def _whole(text: str) -> int:
     return 0 if text == "0" else _count(text)
+
+
+def _slots(text: str) -> Slots:
+    return Slots(UNRESOLVED if text == AUTO else _whole(text))
 
 
 def _amount(text: str) -> float:

@@ -59,10 +59,12 @@ def describe(profile: Profile) -> str:
     model, seen = profile.model, profile.seen
     routed = np.sort(seen.routed(), axis=1)[:, ::-1]
     total = max(int(routed.sum()), 1)
+    splits = [f"{slots:.0%} with {share:.0%} of the experts in VRAM" for share, slots in sorted(profile.slot_shares.items())]
     best = [(share, routed[:, : round(share * model.num_experts)].sum() / total) for share in RESIDENCIES]
     return (
         f"  {model.name} ({model.architecture}): {len(model.moe_layers)} MoE layers of {model.num_experts} experts\n"
         f"  {seen.steps[0]} prefill and {seen.steps[1]} decode steps, {routed.sum()} routings\n"
         "  highest hit rate: "
         + ", ".join(f"{hit_rate:.1%} with {share:.0%} of each layer's experts" for share, hit_rate in best)
+        + (f"\n  best share of the VRAM in slots, by replay: {', '.join(splits)}" if splits else "")
     )

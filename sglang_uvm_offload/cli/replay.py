@@ -1,7 +1,7 @@
 """The ``replay`` command: a routing trace through the shipped policy and the baselines, as a table or JSON.
 
 With ``--recall``: how many of the shipped policy's misses could be predicted while a step runs. With ``--slots``: how to split
-the VRAM between residents and slots.
+the VRAM between residents and slots; ``--into`` puts the best split into a profile.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS, POLICIES, SHIPPED
+from sglang_uvm_offload.routing.profile import Profile, ProfileError, reason
+from sglang_uvm_offload.routing.profile_file import add_slot_share
 from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.units import size
 
@@ -47,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slots",
         action="store_true",
         help="print instead the link time of each split of the VRAM between residents and slots, and the best",
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="PROFILE.npz",
+        help="with --slots: put the best split for --residency into this profile, for --expert-offload-slots auto",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -89,8 +97,37 @@ def _slots(args: argparse.Namespace) -> str:
 
     expert_bytes = int(args.expert_mib * 2**20)
     trace = Trace.load(args.trace)
+    if args.into is not None:
+        _check_into(args, trace)
     found = slot_splits(trace, args.residency, args.batch, args.warmup_fraction, args.link_gbps, expert_bytes)
+    if args.into is not None:
+        _put_into(args, found)
     return _json(args, "slots", found) if args.json else slots_table(found)
+
+
+def _check_into(args: argparse.Namespace, trace: Trace) -> None:
+    """Raise ``ValueError`` unless ``--into`` names a profile of a model of the trace's shape, and there is VRAM to split."""
+    try:
+        model = Profile.load(args.into).model
+    except (ProfileError, OSError) as error:
+        raise ValueError(f"--into {args.into}: {reason(error)}") from error
+    has, wanted = (len(model.moe_layers), model.num_experts), (trace.num_layers, trace.num_experts)
+    if has != wanted:
+        shapes = [f"{layers} MoE layers of {experts} experts" for layers, experts in (has, wanted)]
+        raise ValueError(f"--into {args.into}: is of a model with {shapes[0]}, and the trace has {shapes[1]}")
+    rows = round(args.residency * trace.num_experts)
+    if not 0 < rows < trace.num_experts:
+        split = f"{rows} of {trace.num_experts} experts in VRAM, which leaves nothing to split"
+        raise ValueError(f"--into {args.into}: --residency {args.residency:g} has {split}; give another one")
+
+
+def _put_into(args: argparse.Namespace, found: Sequence[Split]) -> None:
+    from sglang_uvm_offload.replay.slots import best_split
+
+    try:
+        add_slot_share(args.into, args.residency, best_split(found).slot_share)
+    except (ProfileError, OSError) as error:
+        raise ValueError(f"--into {args.into}: {reason(error)}") from error
 
 
 def _json(args: argparse.Namespace, name: str, results: Sequence[Replay | Recall | Split]) -> str:
@@ -108,6 +145,8 @@ def problems(args: argparse.Namespace) -> list[str]:
         ("--expert-mib", args.expert_mib, SMALLEST <= args.expert_mib <= LARGEST, f"must be above 0 MiB {amount}"),
     ]
     found = [f"{flag} {right}, not {value}" for flag, value, good, right in checks if not good]
+    if args.into is not None and not args.slots:
+        found.append(f"--into {args.into}: takes what --slots finds; give --slots")
     if args.slots and (args.policy or args.recall):
         found.append("--slots replays its own splits of the VRAM; leave --policy and --recall out")
     elif args.recall and set(args.policy or [SHIPPED]) != {SHIPPED}:

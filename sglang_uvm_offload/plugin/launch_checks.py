@@ -26,8 +26,9 @@ from sglang_uvm_offload.plugin import (
     stream_settings,
     vram_check,
 )
-from sglang_uvm_offload.plugin.profiles import profile_problems
+from sglang_uvm_offload.plugin.profiles import chosen_profile
 from sglang_uvm_offload.plugin.routing_formats import RoutingFormat, routing_format
+from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,9 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
     ]
     num_experts, reasons = _experts(config, model)
     problems += reasons
+    profile: Profile | None = None
+    with _listed(problems):
+        profile = chosen_profile(config, model)
     settings: dict[str, Any] = {}
     was_auto, slots = config.auto, config.slots
     with _listed(problems):
@@ -81,10 +85,8 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
         config, reasons = vram_check.checked(config, server_args)
         problems += reasons
         with _listed(problems):
-            config = auto_resident.resolved(config, server_args)
-            config = slot_settings.divided(config, num_experts) if was_auto else config
+            config = auto_resident.resolved(config, server_args, profile)
             problems += config.expert_problems(num_experts) or expert_bytes.problems(config, cfg, model.hf_config)
-        problems += profile_problems(config, model)
     if problems:
         raise FlagError(problems)
     assert num_experts is not None

@@ -18,6 +18,7 @@ from sglang_uvm_offload.sizing.kv_cache import WINDOW_RATIO
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
 from sglang_uvm_offload.sizing.machine import MachineError, of_gpus
 from sglang_uvm_offload.sizing.plan import Parallel
+from sglang_uvm_offload.sizing.slots import Slots
 
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
@@ -90,6 +91,7 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
         **_hicache(cfg, given),
         stream_gb=0.0 if config.stream_tokens == NEVER else config.stream_gb,
         linear=linear_attention.state(cfg, model),
+        slots=Slots(config.slots),
         notes=_notes(cfg, given),
         rates=_rates(),
     )

@@ -20,14 +20,9 @@ def named(model_config: Any) -> tuple[str, str]:
     return model_name(model_config.model_path), (model_config.hf_config.architectures or [""])[0]
 
 
-def profile_problems(config: OffloadConfig, model_config: Any) -> list[str]:
-    """Why the given profiles cannot be used, as far as the launcher knows. ``BuiltModel.check`` compares their layers with the
-    built model."""
-    return [f"{flag_name('profile')} {problem}" for problem in load_for(*named(model_config), config.profiles)[1]]
-
-
 def chosen_profile(config: OffloadConfig, model_config: Any) -> Profile | None:
-    """The profile to start from, None without one. Raises ``FlagError`` for files that cannot be used."""
+    """The profile to start from, None without one. Raises ``FlagError`` for files that cannot be used; ``BuiltModel.check``
+    compares their layers with the built model."""
     profile, problems = load_for(*named(model_config), config.profiles)
     if problems:
         raise FlagError([f"{flag_name('profile')} {problem}" for problem in problems])

@@ -46,7 +46,7 @@ def checked(config: OffloadConfig, server_args: Any) -> tuple[OffloadConfig, lis
     least = LeastMemory(case, cfg.page_size or 1)
     if least.share <= 0 or _rows(config) > case.model.num_experts:
         return config, []  # the headroom or the number is refused by a check of its own
-    if case.workload.drafts and (note := draft_note(case, config.num_resident)):
+    if case.workload.drafts and (note := draft_note(case, _rows(config))):
         logger.warning("%s %d: %s", _N, config.num_resident, note)
     buffers = case.stream(_rows(config)).buffers
     if config.stream_gb and not buffers and config.num_resident < case.model.num_experts:

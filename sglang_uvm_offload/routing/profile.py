@@ -1,7 +1,8 @@
 """A profile: a model's routing counts, saved from one run of the server for the next.
 
 A file is an ``npz`` with ``counts`` and ``steps`` of a ``RoutingCounts`` over all MoE layers and routed experts of the model,
-and ``about``, JSON in UTF-8 that identifies the model. It may come from anywhere, so it is untrusted input and checked.
+and ``about``, JSON in UTF-8 that identifies the model, and may say how its VRAM is best split between residents and slots. It
+may come from anywhere, so it is untrusted input and checked.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +28,7 @@ LAYOUT = "sglang FusedMoE, experts by the checkpoint's ids"
 MAX_BYTES = 1 << 30
 MAX_ABOUT_BYTES = 1 << 20
 MAX_COUNT = 1 << 53
+MAX_SLOT_SHARES = 256
 HISTORY_STEPS = 1 << 16
 """The largest weight of older runs, in steps of each phase, so that the profile follows the traffic."""
 
@@ -62,6 +64,9 @@ class Profile:
     model: RoutedModel
     seen: RoutingCounts
     run: str = ""
+    slot_shares: Mapping[float, float] = field(default_factory=dict)
+    """What ``replay --slots --into`` found: by residency (the share of a layer's experts in VRAM, as residents or in slots),
+    the share of that VRAM that is best in slots. Both are 0 to 1."""
 
     @classmethod
     def empty(cls, model: RoutedModel, run: str = "") -> Profile:
@@ -76,14 +81,24 @@ class Profile:
             about, counts, steps = npz.read(path, ("about", "counts", "steps"), MAX_BYTES)
         except npz.NpzError as error:
             raise ProfileError(str(error)) from error
-        model, run = _model_of(_json(about))
-        return cls(model, _checked(model, counts, steps), run)
+        content = _json(about)
+        model, run = _model_of(content)
+        return cls(model, _checked(model, counts, steps), run, _slot_shares(content))
 
     def write(self, file: IO[bytes]) -> None:
         """Write to a binary file; use it with ``atomic_file.replace``."""
         about = {"format": FORMAT, "version": VERSION, "layout": LAYOUT, "run": self.run, **dataclasses.asdict(self.model)}
+        if self.slot_shares:
+            about["slot_shares"] = sorted(self.slot_shares.items())
         encoded = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
         np.savez(file, about=encoded, counts=self.seen.counts, steps=np.array(self.seen.steps, dtype=np.int64))
+
+    def with_slot_shares(self, shares: Mapping[float, float]) -> Profile:
+        """This profile with ``shares`` too, in place of its own for equal residencies. Raises ``ProfileError`` for too many."""
+        together = {**self.slot_shares, **shares}
+        if len(together) > MAX_SLOT_SHARES:
+            raise ProfileError(f"splits of VRAM for {len(together)} residencies, more than {MAX_SLOT_SHARES}")
+        return dataclasses.replace(self, slot_shares=together)
 
     def part(self, layers: Sequence[int], experts: Sequence[range], width: int) -> RoutingCounts:
         """The counts as of a rank that holds the ids ``experts`` of each of the decoder layers ``layers``: in its own order,
@@ -112,8 +127,10 @@ class Profile:
 
 
 def merge(profiles: Sequence[Profile]) -> Profile:
-    """The sum of all profiles. Raises ``ProfileError`` if they are not of one model, or if a count gets too large."""
+    """The sum of all profiles; where several have a split of VRAM for one residency, that of the last. Raises ``ProfileError``
+    if they are not of one model, or if a count gets too large."""
     first = profiles[0]
+    merged = first
     counts, steps = first.seen.counts, first.seen.steps
     for other in profiles[1:]:
         if different := first.model.differences(other.model):
@@ -122,7 +139,8 @@ def merge(profiles: Sequence[Profile]) -> Profile:
         steps = (steps[0] + other.seen.steps[0], steps[1] + other.seen.steps[1])
         if (most := max(*steps, int(counts.max(initial=0)))) > MAX_COUNT:
             raise ProfileError(f"merged counts or steps reach {most}, more than {MAX_COUNT}")
-    return Profile(first.model, RoutingCounts(counts, steps))
+        merged = merged.with_slot_shares(other.slot_shares)
+    return Profile(first.model, RoutingCounts(counts, steps), slot_shares=merged.slot_shares)
 
 
 def load_for(name: str, architecture: str, paths: Sequence[Path]) -> tuple[Profile | None, list[str]]:
@@ -206,6 +224,21 @@ def _model_of(about: dict[str, Any]) -> tuple[RoutedModel, str]:
         RoutedModel(str(about["name"]), str(about["architecture"]), tuple(layers), about["num_experts"], about.get("top_k")),
         str(run),
     )
+
+
+def _slot_shares(about: dict[str, Any]) -> dict[float, float]:
+    """Older files have none."""
+    pairs = about.get("slot_shares", [])
+    if not isinstance(pairs, list) or len(pairs) > MAX_SLOT_SHARES:
+        raise ProfileError(f"slot_shares must be a list of at most {MAX_SLOT_SHARES}")
+    if not all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_share, pair)) for pair in pairs):
+        raise ProfileError("slot_shares must be pairs of a residency and a share of it, both from 0 to 1")
+    return {float(residency): float(share) for residency, share in pairs}
+
+
+def _is_share(value: Any) -> bool:
+    """NaN is none."""
+    return type(value) in (int, float) and 0 <= value <= 1
 
 
 def _checked(model: RoutedModel, counts: np.ndarray, steps: np.ndarray) -> RoutingCounts:

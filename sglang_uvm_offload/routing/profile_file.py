@@ -18,7 +18,7 @@ class ProfileFile:
     """Saves this rank's counts, added to the history that the server started from.
 
     Ranks with other layers or other experts write their parts to the same file, each when it saves. Parts that other ranks
-    wrote in this run are kept; parts of an earlier run are replaced.
+    wrote in this run are kept; parts of an earlier run are replaced. Splits of the VRAM, which no server finds, are kept.
     """
 
     def __init__(
@@ -36,8 +36,6 @@ class ProfileFile:
         self._protected = protected
         self._history = dataclasses.replace(history.limited(), run=run)
         self._layers, self._experts = layers, experts
-        model = history.model
-        self._whole = sorted(layers) == list(model.moe_layers) and all(len(ids) == model.num_experts for ids in experts)
         self._saved: tuple[int, int] = (0, 0)
 
     def pending(self, seen: RoutingCounts) -> Callable[[], None] | None:
@@ -50,29 +48,35 @@ class ProfileFile:
         past = self._history.part(self._layers, self._experts, seen.counts.shape[-1])
         steps = (past.steps[0] + seen.steps[0], past.steps[1] + seen.steps[1])
         total = RoutingCounts(past.counts + seen.counts, steps)
-        if self._whole:
-            self._replace(self._history.with_part(self._layers, self._experts, total))
-        else:
-            with _locked(self._path.parent):
-                self._replace(self._others().with_part(self._layers, self._experts, total))
+        with _locked(self._path):
+            profile = self._others().with_part(self._layers, self._experts, total)
+            atomic_file.replace(self._path, profile.write, PROFILE_FILE, self._protected)
         self._saved = seen.steps
 
     def _others(self) -> Profile:
-        """The file's contents if they are of this run, else the history."""
+        """The file's contents if they are of this run, else the history, with the file's splits if it is of this model."""
         try:
             found = Profile.load(self._path)
+            if found.model != self._history.model:
+                return self._history
+            of_run = found if found.run == self._history.run else self._history
+            return of_run.with_slot_shares(found.slot_shares)
         except (ProfileError, FileNotFoundError):
             return self._history
-        return found if found.run == self._history.run and found.model == self._history.model else self._history
 
-    def _replace(self, profile: Profile) -> None:
-        atomic_file.replace(self._path, profile.write, PROFILE_FILE, self._protected)
+
+def add_slot_share(path: Path, residency: float, share: float) -> None:
+    """Add a split of the VRAM to the profile at ``path``, which a server may be saving to. Raises ``ProfileError`` if it is no
+    profile, or full, and ``OSError`` if it cannot be read or written."""
+    with _locked(path):
+        profile = Profile.load(path).with_slot_shares({residency: share})
+        atomic_file.replace(path, profile.write, PROFILE_FILE)
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Excludes other processes of this machine. The lock is on the folder, because the file itself is replaced."""
-    handle = os.open(folder, os.O_RDONLY)
+def _locked(path: Path) -> Iterator[None]:
+    """Excludes other processes of this machine. The lock is on the folder of ``path``, because the file itself is replaced."""
+    handle = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

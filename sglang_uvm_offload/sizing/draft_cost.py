@@ -7,15 +7,14 @@ from dataclasses import replace
 
 from sglang_uvm_offload.sizing.plan import Speed
 from sglang_uvm_offload.sizing.rank_memory import Case
-from sglang_uvm_offload.sizing.routing_curves import hit_rates
 from sglang_uvm_offload.sizing.speed import predict
 
 
-def draft_note(case: Case, num_resident: int) -> str:
-    """One line if drafts are predicted to slow decoding at this number of residents, for one request or for all; else empty.
+def draft_note(case: Case, rows: int) -> str:
+    """One line if drafts are predicted to slow decoding with so many ``rows`` in VRAM, for one request or for all; else empty.
     Where the machine's rates are unknown (0), if they are predicted to read more over the link for each token."""
     for requests in sorted({1, case.workload.requests}):
-        drafting, plain = (_decoding(case, num_resident, requests, on) for on in (True, False))
+        drafting, plain = (_decoding(case, rows, requests, on) for on in (True, False))
         if reason := _worse(case, drafting, plain):
             return reason
     return ""
@@ -41,14 +40,15 @@ def _accepted(case: Case) -> float:
     return min(case.assumed.accepted_tokens, case.workload.draft_tokens)
 
 
-def _decoding(case: Case, num_resident: int, requests: int, drafts: bool) -> Speed:
+def _decoding(case: Case, rows: int, requests: int, drafts: bool) -> Speed:
     workload = replace(case.workload, speculative=drafts)
     of = case if drafts else replace(case, workload=replace(workload, other_drafts=False), draft=None)
     known = case.machine.link_gbps > 0
     machine = case.machine if known else replace(case.machine, link_gbps=1, hbm_gbps=1, tflops=1)
-    share = hit_rates(case.model.family, requests, num_resident / case.model.num_experts).lowest.rate
+    share = case.measured_hit_rates(rows, requests).lowest.rate
     return predict(
-        *("", share, num_resident, case.model.num_experts, case.model.top_k),
+        *("", share, case.residents_of(rows), case.model.num_experts, case.model.top_k),
         *([of.cost(stage) for stage in range(case.parallel.pp)], machine, workload, case.parallel, requests),
         *(case.defaults.chunked_prefill_size, replace(case.assumed, accepted_tokens=_accepted(case))),
+        slots=case.slots_of(rows),
     )

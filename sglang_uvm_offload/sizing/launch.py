@@ -13,6 +13,7 @@ from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 
 DEFAULT_KV_TOKENS = 32768
 """Tokens of KV cache that ``auto`` leaves on each rank if no flag sets them: one request of as many tokens, as long as those
@@ -65,6 +66,7 @@ class Launch:
     stream_gb: float | None = None
     """GiB of each rank for stream buffers (``Reserve``)."""
     linear: LinearState | None = None
+    slots: Slots = NO_SLOTS
     notes: tuple[str, ...] = ()
     """What the user should know of memory that is counted elsewhere."""
     rates: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -85,7 +87,10 @@ class Launch:
             "this machine", self.parallel.ranks, self.vram_bytes, self.host_bytes, *self.rates, source="this machine"
         )
         return Case(
-            model, machine, self._workload(), self.parallel, self._reserve(), Assumptions(), draft=draft, linear=self.linear
+            *(model, machine, self._workload(), self.parallel, self._reserve(), Assumptions()),
+            draft=draft,
+            linear=self.linear,
+            slots=self.slots,
         )
 
     @property

@@ -47,22 +47,22 @@ class LeastMemory:
         whole = layer.replicated - layer.unknown
         return layer.attention // p.attn_tp + keys_values + (layer.feed_forward + layer.unknown) // p.tp + whole
 
-    def experts(self, stage: int, num_resident: int) -> int:
-        """Residents: of each tensor that is placed by experts, the whole blocks of the driver that N experts fill."""
-        residents = self.case.local_residents(num_resident)
-        return sum(count * (residents * n // BLOCK_BYTES * BLOCK_BYTES) for n, count in self._unpadded.placed[stage].items())
+    def experts(self, stage: int, rows: int) -> int:
+        """Residents and slots: of each tensor that is placed by experts, the whole blocks of the driver that they fill."""
+        local = self.case.local(rows)
+        return sum(count * (local * n // BLOCK_BYTES * BLOCK_BYTES) for n, count in self._unpadded.placed[stage].items())
 
     def cache(self, stage: int) -> int:
         return int(self.tokens * self.case.kv_token_bytes(stage))
 
-    def stream(self, stage: int, num_resident: int) -> int:
+    def stream(self, stage: int, rows: int) -> int:
         """The stream buffers that were asked for. Where the launch may choose, it may do without."""
         if self.case.reserve.stream_gb is None:
             return 0
-        return self.case.stream_buffers(stage, num_resident) * self._unpadded.stream_layer_bytes(stage)
+        return self.case.stream_buffers(stage, rows) * self._unpadded.stream_layer_bytes(stage)
 
-    def needed(self, stage: int, num_resident: int) -> int:
-        return self.weights(stage) + self.experts(stage, num_resident) + self.stream(stage, num_resident) + self.cache(stage)
+    def needed(self, stage: int, rows: int) -> int:
+        return self.weights(stage) + self.experts(stage, rows) + self.stream(stage, rows) + self.cache(stage)
 
     @property
     def share(self) -> float:
@@ -75,7 +75,7 @@ class LeastMemory:
         return free - int(least_free * (1 - self.share)) - self.case.reserve.image_bytes
 
     def most(self) -> int | None:
-        """The most residents that certainly fit beside the least KV cache, by the planner's upper bounds."""
+        """The most residents and slots that certainly fit beside the least KV cache, by the planner's upper bounds."""
         tokens = replace(self.case.workload, max_total_tokens=self.tokens)
         return replace(self.case, workload=tokens).most_in_vram()
 

@@ -114,6 +114,8 @@ class Assumptions:
     """the same with latent attention: fits SGLang's DeepSeek-R1 on 8 B200, 600 tokens"""
     collective_us: float = 15.0
     """assumed: one of a layer's two all-reduces at small batches, where ranks share layers"""
+    slot_layer_us: float = 5.0
+    """assumed: the kernel that chooses what slots hold and redirects to them, in each MoE layer, beyond what it copies"""
     draft_token_weight: float = 0.75
     """a drafted token activates as many further experts as this share of an independent one: .59 to .86 in measured routing"""
     accepted_tokens: float = 2.5
@@ -142,7 +144,9 @@ class RankMemory:
     plain_weights: int
     """Everything but routed experts, and expert tensors too small to place."""
     resident_bytes: int
-    """Experts in VRAM: whole pages, each tensor rounded up to the driver's blocks."""
+    """Resident experts: whole pages, each tensor rounded up to the driver's blocks."""
+    slot_bytes: int
+    """Slots, and the rows for them of tensors too small to place."""
     stream_buffers: int
     stream_bytes: int
     """All stream buffers."""
@@ -157,7 +161,8 @@ class RankMemory:
 
     @property
     def used_bytes(self) -> int:
-        return self.plain_weights + self.resident_bytes + self.stream_bytes + self.kv_bytes + self.driver_bytes
+        experts = self.resident_bytes + self.slot_bytes + self.stream_bytes
+        return self.plain_weights + experts + self.kv_bytes + self.driver_bytes
 
     @property
     def spare_bytes(self) -> int:
@@ -170,11 +175,11 @@ class Speed:
 
     routing: str
     hit_rate: float
-    """Share of a layer's routed activations that residents serve."""
+    """Share of a layer's routed activations that residents and slots serve."""
     requests: int
     """Concurrent requests, over all replicas."""
     missed_experts: float
-    """Offloaded experts that one rank reads in a decode step, over its layers and summed over pipeline stages."""
+    """Experts that one rank reads or copies over the link in a decode step, over its layers and summed over pipeline stages."""
     missed_bytes: float
     decode_step_s: float
     decode_tokens_s: float
@@ -218,6 +223,8 @@ class Plan:
     moe_layers: int
     weights_bytes: int
     expert_bytes: int
+    slots: int = 0
+    """Of each layer, beside its residents."""
     mem_fraction_static: float = 0.0
     """The flag's value: before the headroom is subtracted."""
     headroom_gb: float = 0.0
@@ -226,7 +233,7 @@ class Plan:
     """Tokens of KV cache required on each rank."""
     kv_token_bytes: float = 0.0
     ranks: tuple[RankMemory, ...] = ()
-    """One for each pipeline stage; if ``num_resident`` is None, with as many residents as VRAM holds."""
+    """One for each pipeline stage; if ``num_resident`` is None, with as many residents and slots as VRAM holds."""
     host_needed: int = 0
     """Host RAM of the machine: offloaded experts of all ranks, and their processes."""
     host_needed_after_moves: int = 0
@@ -248,6 +255,11 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.num_resident is not None
+
+    @property
+    def rows(self) -> int:
+        """Residents and slots of a layer, all in VRAM; 0 if nothing fits."""
+        return (self.num_resident or 0) + self.slots
 
     @property
     def stream_buffers(self) -> int:

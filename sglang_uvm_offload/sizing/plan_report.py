@@ -26,6 +26,12 @@ FORMULA = (
     "streamed chunk = in each layer the longer of computing from VRAM and copying all offloaded experts once",
 )
 
+WITH_SLOTS = (
+    "with slots, N is residents and slots; every miss is taken to fill one: it is copied at the copy rate before its layer "
+    "computes, then read from VRAM; each MoE layer takes slot_layer_us more",
+    "prefill fills no slots: in place, residents and slots serve their share of the experts; streamed, residents alone count",
+)
+
 
 def render(plan: Plan) -> str:
     """The plan, its assumptions, and the flags to paste."""
@@ -69,6 +75,7 @@ def _memory(plan: Plan) -> str:
     lines = (
         ("weights beside placed experts", "plain_weights"),
         ("resident experts", "resident_bytes"),
+        *((("slots", "slot_bytes"),) if plan.slots else ()),
         ("stream buffers", "stream_bytes"),
         ("KV cache", "kv_bytes"),
         ("driver's batches", "driver_bytes"),
@@ -86,8 +93,9 @@ def _memory(plan: Plan) -> str:
 
 def _outcome(plan: Plan) -> str:
     if plan.num_resident is not None:
-        share = plan.num_resident / plan.num_experts
-        fits = f"It fits: {plan.num_resident} of {plan.num_experts} experts a layer resident ({share:.0%})."
+        slots = f", and {plan.slots} slots" if plan.slots else ""
+        share = f"{plan.rows / plan.num_experts:.0%}{' together' if plan.slots else ''}"
+        fits = f"It fits: {plan.num_resident} of {plan.num_experts} experts a layer resident{slots} ({share})."
         return "\n".join([fits, *(["But this plan is useless:"] if plan.useless else []), *(f"  - {r}" for r in plan.useless)])
     lines = ["It does not fit:", *(f"  - {problem}" for problem in plan.problems)]
     if plan.needs:
@@ -136,6 +144,7 @@ def _basis(plan: Plan) -> str:
     measured = [name for name in MEASURED if getattr(a, name) == getattr(Assumptions, name)]  # not where one was given
     lines = [
         *FORMULA,
+        *(WITH_SLOTS if plan.slots else ()),
         *_hit_rates(plan.speeds),
         f"read rate {machine.link_gbps:g} GB/s x {a.read_efficiency} = {read:.1f} GB/s; copy rate {machine.link_gbps:g} GB/s x "
         f"{a.copy_efficiency}; VRAM rate {machine.hbm_gbps:g} GB/s x {a.hbm_efficiency}; {machine.tflops:g} TFLOPS x "

@@ -1,14 +1,15 @@
 """Whether a model fits, with how many residents, and how fast: shapes and a machine in, a plan out. Pure, except for reading
 headers.
 
-A plan has the largest N with which every rank holds its weights, N experts of each layer and the KV cache within SGLang's
-budget, and the machine's host RAM holds the other experts.
+A plan has the most *rows* (residents and slots of a layer) with which every rank holds its weights, the rows and the KV cache
+within SGLang's budget, and the machine's host RAM holds the experts that are not resident.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from sglang_uvm_offload.config import AUTO, UNRESOLVED, slot_problems
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
 from sglang_uvm_offload.sizing.draft_cost import draft_note
@@ -18,7 +19,7 @@ from sglang_uvm_offload.sizing.machine import GIB, Machine
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Plan, RankMemory, Reserve, Speed, Workload
 from sglang_uvm_offload.sizing.plan_report import render
 from sglang_uvm_offload.sizing.rank_memory import Case
-from sglang_uvm_offload.sizing.routing_curves import hit_rates
+from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.speed import hiding_chunk, predict
 from sglang_uvm_offload.sizing.streaming import break_even_tokens
 from sglang_uvm_offload.sizing.verdict import ONE_MEMORY, uselessness
@@ -31,6 +32,7 @@ VRAM_STEP_GIB = 8
 """The limit and the step of the search for a large enough GPU."""
 
 _N = flag_name("num_resident")
+_SLOTS = flag_name("slots")
 _STREAM_GB = flag_name("stream_buffer_gb")
 
 
@@ -43,19 +45,18 @@ def plan(
     assumed: Assumptions | None = None,
     hit_rate: float | None = None,
     num_resident: int | None = None,
+    slots: Slots = NO_SLOTS,
 ) -> Plan:
-    """The plan for serving ``model``. ``hit_rate``: the measured share of routing that residents serve, None if unknown.
-    ``num_resident``: the residents of a layer to plan with, None for the most that fit."""
-    case = Case(model, machine, workload, parallel, reserve or Reserve(), assumed or Assumptions())
+    """The plan for serving ``model``. ``hit_rate``: the measured share of routing that residents and slots serve, None if
+    unknown. ``num_resident``: the residents of a layer to plan with, None for the most that fit beside ``slots``."""
+    case = Case(model, machine, workload, parallel, reserve or Reserve(), assumed or Assumptions(), slots=slots)
     return plan_case(case, hit_rate, num_resident)
 
 
 def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | None = None) -> Plan:
     """``plan`` for a case; without speeds where the machine's rates are unknown (0)."""
     model, parallel = case.model, case.parallel
-    problems = shape_problems(case)
-    if num_resident is not None and not 0 <= num_resident <= model.num_experts:
-        problems.append(f"--num-resident {num_resident}: the model has {model.num_experts} experts a layer")
+    problems = shape_problems(case) + _number_problems(case, num_resident)
     blank = Plan(
         model=model.name,
         machine=case.machine,
@@ -72,15 +73,21 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
     )
     if problems:
         return blank
+    asked = case.slots
+    case = case.with_slots_that_fit()
     most = case.most_in_vram()
-    wanted = case.preferred() if num_resident is None else num_resident
+    wanted = case.preferred() if num_resident is None else min(num_resident + case.slots.asked, model.num_experts)
+    if num_resident is None and wanted is not None and wanted < min(case.slots.asked, model.num_experts):
+        few = f"{_SLOTS} {case.slots.asked}: {wanted} rows a layer fit in VRAM; give at most as many, or {AUTO}"
+        return dataclasses.replace(blank, problems=(few,))
     fits = wanted is not None and case.in_vram(wanted) and case.in_host(wanted)
     chosen = wanted if fits else None
     shown = wanted or 0
     drafts = "" if chosen is None or not case.workload.drafts else draft_note(case, chosen)
     sized = dataclasses.replace(
         blank,
-        num_resident=chosen,
+        num_resident=None if chosen is None else case.residents_of(chosen),
+        slots=0 if chosen is None else case.slots_of(chosen),
         mem_fraction_static=case.fraction,
         headroom_gb=case.reserve.headroom_gb,
         stream_tokens=break_even_tokens(model.num_experts, model.top_k),
@@ -90,11 +97,11 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         ranks=tuple(case.rank(stage, shown) for stage in range(parallel.pp)),
         host_needed=case.host(shown, after_moves=False),
         host_needed_after_moves=case.host(shown, after_moves=True),
-        notes=(*_notes(case, chosen), *filter(None, [drafts])),
+        notes=(*_notes(case, chosen, asked), *filter(None, [drafts])),
         draft_note=drafts,
     )
     if chosen is None and num_resident is not None and most is not None:
-        return dataclasses.replace(sized, problems=tuple(_refusals(case, num_resident, most)))
+        return dataclasses.replace(sized, problems=tuple(_refusals(case, shown, most)))
     if chosen is None and case.machine.one_memory:
         return dataclasses.replace(sized, problems=(f"{ONE_MEMORY}; all experts need {size(case.host(0, after_moves=False))}",))
     if chosen is None:
@@ -107,8 +114,8 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
 
 
 def choose_num_resident(launch: Launch) -> Plan:
-    """The plan behind ``--expert-offload-num-resident auto``: the most residents beside the KV cache that ``launch`` asks for.
-    Raises ``FlagError`` with the shortages and the remedies."""
+    """The plan behind ``--expert-offload-num-resident auto``: the most residents and slots beside the KV cache that ``launch``
+    asks for. Raises ``FlagError`` with the shortages and the remedies."""
     auto = f"{_N} auto"
     try:
         case = launch.case()
@@ -158,6 +165,18 @@ def shape_problems(case: Case) -> list[str]:
     return out
 
 
+def _number_problems(case: Case, num_resident: int | None) -> list[str]:
+    """Why the given residents cannot be of this model, or its slots cannot be beside them."""
+    experts, slots = case.model.num_experts, case.slots.asked
+    if num_resident is None:
+        return []
+    if not 0 <= num_resident <= experts:
+        return [f"--num-resident {num_resident}: the model has {experts} experts a layer"]
+    if slots == UNRESOLVED:
+        return [f"{_SLOTS} {AUTO}: divides what fits; give a number beside --num-resident {num_resident}"]
+    return slot_problems(slots, num_resident, experts)
+
+
 def _shortages(case: Case) -> list[str]:
     """Which memory is short, and what uses it."""
     if not case.budget:
@@ -173,27 +192,34 @@ def _shortages(case: Case) -> list[str]:
     cache = case.host_cache(most)
     beside = f" ({size(cache)} of it for the hierarchical cache and what SGLang leaves free beside it)" if cache else ""
     return [
-        f"host RAM: with {most} of {case.model.num_experts} experts a layer resident, the most that VRAM holds, "
+        f"host RAM: with {_in_vram(case, most)}, the most that VRAM holds, "
         f"{size(case.host(most, after_moves=False))} are needed{beside}, and {size(case.machine.host_bytes)} are available"
     ]
 
 
-def _tightest(case: Case, residents: int) -> RankMemory:
-    return min((case.rank(stage, residents) for stage in range(case.parallel.pp)), key=lambda rank: rank.spare_bytes)
+def _in_vram(case: Case, rows: int) -> str:
+    slots = f" and {case.slots_of(rows)} slots" if case.slots_of(rows) else ""
+    return f"{case.residents_of(rows)} of {case.model.num_experts} experts a layer resident{slots}"
+
+
+def _tightest(case: Case, rows: int) -> RankMemory:
+    return min((case.rank(stage, rows) for stage in range(case.parallel.pp)), key=lambda rank: rank.spare_bytes)
 
 
 def _beside_buffers(rank: RankMemory) -> str:
     return f" beside {size(rank.stream_bytes)} of stream buffers" if rank.stream_buffers else ""
 
 
-def _refusals(case: Case, residents: int, most: int) -> list[str]:
-    """Why a machine that holds ``most`` residents does not hold ``residents``, or not the other experts."""
-    if not case.in_vram(residents):
-        beside = _beside_buffers(_tightest(case, residents))
-        return [f"VRAM: {residents} of {case.model.num_experts} experts a layer do not fit{beside}; at most {most} do"]
+def _refusals(case: Case, rows: int, most: int) -> list[str]:
+    """Why a machine whose VRAM holds ``most`` rows does not hold ``rows``, or its host RAM not the other experts."""
+    if not case.in_vram(rows):
+        beside, slots = _beside_buffers(_tightest(case, rows)), case.slots_of(rows)
+        what = f"{rows - slots} residents and {slots} slots for the {case.model.num_experts} experts of a layer"
+        what = what if slots else f"{rows} of {case.model.num_experts} experts a layer"
+        return [f"VRAM: {what} do not fit{beside}; at most {most} do" + (" together" if slots else "")]
     return [
-        f"host RAM: with {residents} of {case.model.num_experts} experts a layer resident "
-        f"{size(case.host(residents, after_moves=False))} are needed, and {size(case.machine.host_bytes)} are available"
+        f"host RAM: with {_in_vram(case, rows)} "
+        f"{size(case.host(rows, after_moves=False))} are needed, and {size(case.machine.host_bytes)} are available"
     ]
 
 
@@ -266,7 +292,8 @@ def _with_tp(case: Case, tp: int) -> tuple[int, int]:
     return parallel.ranks, 0 if chosen is None else wider.host(chosen, after_moves=False)
 
 
-def _notes(case: Case, chosen: int | None) -> list[str]:
+def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
+    """``chosen`` rows of VRAM, and the slots that were ``asked`` for."""
     out = []
     if case.model.kv.stateless_layers and case.linear is None:
         out.append(f"{len(case.model.kv.stateless_layers)} layers have linear attention: their state is not counted")
@@ -275,11 +302,19 @@ def _notes(case: Case, chosen: int | None) -> list[str]:
     if chosen is None:
         return out
     if chosen == case.model.num_experts:
-        out.append("every expert fits in VRAM: offloading is not needed")
+        slots = f", and {_SLOTS} is of no use" if asked.asked else ""
+        out.append(f"every expert fits in VRAM: offloading is not needed{slots}")
     elif case.reserve.stream_gb and not case.stream(chosen).buffers:
         one = size(max(case.stream_layer_bytes(stage) for stage in range(case.parallel.pp)))
         out.append(
             f"{_STREAM_GB} {case.reserve.stream_gb:g} is less than one stream buffer, which takes {one}: nothing streams"
+        )
+    if case.slots_of(chosen) < asked.of(chosen, case.model.num_experts):
+        fewer = f"{case.slots_of(chosen)} slots, not {asked.of(chosen, case.model.num_experts)}"
+        out.append(f"{_SLOTS} {AUTO}: {fewer}, because more do not fit in VRAM, or their experts not in host RAM")
+    if case.slots_of(chosen):
+        out.append(
+            "slots need SGLang's Triton MoE runner (--moe-runner-backend triton); whether it serves this model is not checked"
         )
     needed = case.host(chosen, after_moves=True)
     if needed > case.machine.host_bytes:
@@ -304,7 +339,8 @@ def _flags(case: Case, chosen: int) -> tuple[str, ...]:
     out += [f"--kv-cache-dtype {w.kv_cache_dtype}"] if w.kv_cache_dtype != "bfloat16" else []
     out += ["--speculative-algorithm NEXTN"] if w.speculative else []
     if chosen < case.model.num_experts:
-        out += [f"{_N} {chosen}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]
+        out += [f"{_N} {case.residents_of(chosen)}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]
+        out += [f"{_SLOTS} {case.slots_of(chosen)}"] if case.slots_of(chosen) else []
         out += [f"{_STREAM_GB} {case.reserve.stream_gb:g}"] if case.reserve.stream_gb is not None else []
     return tuple(out)
 
@@ -314,25 +350,26 @@ def _speeds(case: Case, chosen: int, hit_rate: float | None) -> tuple[Speed, ...
     batches = sorted({1, case.workload.requests})
     if hit_rate is not None:
         return tuple(_speed(case, chosen, requests, "hit rate as given", hit_rate) for requests in batches)
-    residency = chosen / case.model.num_experts
     return tuple(
         dataclasses.replace(_speed(case, chosen, requests, name, found.rate), measured_on=found)
         for requests in batches
-        for name, found in hit_rates(case.model.family, requests, residency).named().items()
+        for name, found in case.measured_hit_rates(chosen, requests).named().items()
     )
 
 
 def _speed(case: Case, chosen: int, requests: int, name: str, hit_rate: float) -> Speed:
     stages = [case.cost(stage) for stage in range(case.parallel.pp)]
     return predict(
-        *(name, hit_rate, chosen, case.model.num_experts, case.model.top_k, stages, case.machine, case.workload),
-        *(case.parallel, requests, case.defaults.chunked_prefill_size, case.assumed, case.stream(chosen)),
+        *(name, hit_rate, case.residents_of(chosen), case.model.num_experts, case.model.top_k, stages, case.machine),
+        *(case.workload, case.parallel, requests, case.defaults.chunked_prefill_size, case.assumed, case.stream(chosen)),
+        slots=case.slots_of(chosen),
     )
 
 
 def _hiding_chunk(case: Case, chosen: int) -> int:
     stages = [case.cost(stage) for stage in range(case.parallel.pp)]
     return hiding_chunk(
-        *(chosen, case.model.num_experts, case.model.top_k, stages, case.machine, case.parallel, case.assumed),
+        *(case.residents_of(chosen), case.model.num_experts, case.model.top_k, stages, case.machine, case.parallel),
+        case.assumed,
         case.stream(chosen),
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 
+from sglang_uvm_offload.config import UNRESOLVED
 from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout, round_up, whole_blocks
 from sglang_uvm_offload.sizing import sglang_memory
@@ -16,6 +18,8 @@ from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import GIB, Machine
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, RankMemory, Reserve, Workload
+from sglang_uvm_offload.sizing.routing_curves import HitRates, hit_rates
+from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.speed import StageCost, Stream
 from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, break_even_tokens, buffers_in
 from sglang_uvm_offload.sizing.verdict import LEAST_RESIDENTS
@@ -27,7 +31,7 @@ HICACHE_RESERVE_BYTES = 10 << 30
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One input of the planner. Methods with a ``stage`` are about one rank of that pipeline stage. Ranks of a stage are equal;
-    of expert-parallel ones, it is the one that takes most."""
+    of expert-parallel ones, it is the one that takes most. ``rows`` are the residents and slots of a layer, all in VRAM."""
 
     model: CheckpointShape
     machine: Machine
@@ -38,6 +42,7 @@ class Case:
     draft: DraftModel | None = None
     """A draft model with a checkpoint of its own."""
     linear: LinearState | None = None
+    slots: Slots = NO_SLOTS
     block_bytes: int = BLOCK_BYTES
     """The memory backend's unit of residency."""
 
@@ -106,9 +111,15 @@ class Case:
     def local_experts(self) -> int:
         return self.model.num_experts // self.parallel.ep
 
-    def local_residents(self, num_resident: int) -> int:
-        """Residents on the rank with most of a layer's N."""
-        return -(-num_resident // self.parallel.ep)
+    def slots_of(self, rows: int) -> int:
+        return self.slots.of(rows, self.model.num_experts)
+
+    def residents_of(self, rows: int) -> int:
+        return rows - self.slots_of(rows)
+
+    def local(self, number: int) -> int:
+        """The residents, slots or rows on the rank with most of a layer's ``number``."""
+        return -(-number // self.parallel.ep)
 
     def plain_bytes(self, stage: int) -> int:
         """VRAM beside placed experts: dense weights, and expert tensors too small to place."""
@@ -139,10 +150,23 @@ class Case:
             for stage in range(self.parallel.pp)
         ]
 
-    def resident_bytes(self, stage: int, num_resident: int) -> int:
-        """VRAM of the placed experts, in whole blocks: the same for any choice of residents."""
-        residents = self.local_residents(num_resident)
-        return sum(count * self._layout(n).budget(residents) for n, count in self.placed[stage].items())
+    @cached_property
+    def _unplaced_bytes(self) -> list[int]:
+        """For each stage, one expert of all tensors too small to place, on one rank."""
+        return [
+            sum(n for layer in self.decoder_layers(stage) for n, placed in self.expert_tensors(layer) if not placed)
+            for stage in range(self.parallel.pp)
+        ]
+
+    def resident_bytes(self, stage: int, rows: int) -> int:
+        """VRAM of the residents, in whole blocks: the same for any choice of them."""
+        residents = self.local(self.residents_of(rows))
+        return sum(count * self._layout(n, rows).budget(residents) for n, count in self.placed[stage].items())
+
+    def slot_bytes(self, stage: int, rows: int) -> int:
+        """VRAM of the slots: whole blocks beside the experts, and rows of tensors too small to place."""
+        placed = sum(count * self._layout(n, rows).slot_bytes for n, count in self.placed[stage].items())
+        return placed + self.local(self.slots_of(rows)) * self._unplaced_bytes[stage]
 
     def offloaded_bytes(self, stage: int, num_resident: int) -> int:
         """Host RAM of the offloaded experts on the rank with fewest residents, in whole blocks."""
@@ -164,30 +188,29 @@ class Case:
             for stage in range(self.parallel.pp)
         ]
 
-    def stream_buffers(self, stage: int, num_resident: int) -> int:
-        """The stream buffers of a rank: those that were asked for, else as many as fit on every rank beside ``num_resident``
-        residents."""
-        room = next((count for count in range(MOST_BUFFERS, 0, -1) if self.in_vram(num_resident, count)), 0)
-        return self._buffers(stage, num_resident, room)
+    def stream_buffers(self, stage: int, rows: int) -> int:
+        """The stream buffers of a rank: those that were asked for, else as many as fit on every rank beside ``rows``."""
+        room = next((count for count in range(MOST_BUFFERS, 0, -1) if self.in_vram(rows, count)), 0)
+        return self._buffers(stage, rows, room)
 
-    def _buffers(self, stage: int, num_resident: int, chosen: int) -> int:
+    def _buffers(self, stage: int, rows: int, chosen: int) -> int:
         """Those that were asked for, else ``chosen``; with every expert resident none, because nothing streams."""
-        if num_resident == self.model.num_experts:
+        if rows == self.model.num_experts:
             return 0
         given = self.reserve.stream_gb
         return chosen if given is None else buffers_in(given, self.stream_layer_bytes(stage))
 
-    def stream_bytes(self, stage: int, num_resident: int) -> int:
-        return self.stream_buffers(stage, num_resident) * self.stream_layer_bytes(stage)
+    def stream_bytes(self, stage: int, rows: int) -> int:
+        return self.stream_buffers(stage, rows) * self.stream_layer_bytes(stage)
 
-    def stream(self, num_resident: int) -> Stream:
+    def stream(self, rows: int) -> Stream:
         """How prefill streams. The stage with fewest buffers stands for all."""
         stages = [stage for stage in range(self.parallel.pp) if self.placed[stage]]
-        buffers = min((self.stream_buffers(stage, num_resident) for stage in stages), default=0)
+        buffers = min((self.stream_buffers(stage, rows) for stage in stages), default=0)
         return Stream(buffers, break_even_tokens(self.model.num_experts, self.model.top_k))
 
-    def _layout(self, expert_bytes: int) -> ExpertLayout:
-        return ExpertLayout(self.local_experts, expert_bytes, self.block_bytes)
+    def _layout(self, expert_bytes: int, rows: int = 0) -> ExpertLayout:
+        return ExpertLayout(self.local_experts, expert_bytes, self.block_bytes, self.local(self.slots_of(rows)))
 
     @cached_property
     def kv_tokens(self) -> int:
@@ -224,75 +247,75 @@ class Case:
         slot = layers * -(-self.linear.layer_bytes // self.parallel.attn_tp)
         return self.linear.bytes_beside(self.pool_bytes(stage), slot, self.requests_of_rank)
 
-    def hicache_bytes(self, stage: int, num_resident: int) -> int:
+    def hicache_bytes(self, stage: int, rows: int) -> int:
         """Host RAM of the hierarchical cache. Its ratio is to the KV cache that SGLang makes, of all that is left over."""
         if not self.reserve.hicache_ratio:
             return self.reserve.hicache_bytes
-        room = self._room[stage] - self.resident_bytes(stage, num_resident) - self.stream_bytes(stage, num_resident)
+        room = self._room[stage] - self._placed_bytes(stage, rows, self.stream_buffers(stage, rows))
         return int(self.reserve.hicache_ratio * (self.kv_bytes(stage) + max(0, room)))
 
     @cached_property
     def fixed_bytes(self) -> list[int]:
-        """For each stage, the VRAM of one rank beside placed experts and stream buffers."""
+        """For each stage, the VRAM of one rank beside placed experts, slots and stream buffers."""
         driver = self.assumed.driver_batch_mib << 20
         return [self.plain_bytes(stage) + self.kv_bytes(stage) + driver for stage in range(self.parallel.pp)]
 
-    def rank(self, stage: int, num_resident: int) -> RankMemory:
+    def rank(self, stage: int, rows: int) -> RankMemory:
+        residents, experts = self.residents_of(rows), self.model.num_experts
         moe = [layer for layer in self.decoder_layers(stage) if layer.experts]
         return RankMemory(
             stage=stage,
             layers=len(self.stages[stage]),
             moe_layers=len(moe),
-            resident_experts=self.local_residents(num_resident) * len(moe),
+            resident_experts=self.local(residents) * len(moe),
             plain_weights=self.plain_bytes(stage),
-            resident_bytes=self.resident_bytes(stage, num_resident),
-            stream_buffers=self.stream_buffers(stage, num_resident),
-            stream_bytes=self.stream_bytes(stage, num_resident),
+            resident_bytes=self.resident_bytes(stage, rows),
+            slot_bytes=self.slot_bytes(stage, rows),
+            stream_buffers=self.stream_buffers(stage, rows),
+            stream_bytes=self.stream_bytes(stage, rows),
             kv_bytes=self.kv_bytes(stage),
             driver_bytes=self.assumed.driver_batch_mib << 20,
             budget_bytes=self.budget,
-            host_bytes=self.offloaded_bytes(stage, num_resident),
-            host_bytes_after_moves=self.offloaded_bytes(
-                stage, 0 if 0 < num_resident < self.model.num_experts else num_resident
-            ),
+            host_bytes=self.offloaded_bytes(stage, residents),
+            host_bytes_after_moves=self.offloaded_bytes(stage, 0 if 0 < residents < experts else residents),
         )
 
-    def host(self, num_resident: int, after_moves: bool) -> int:
+    def host(self, rows: int, after_moves: bool) -> int:
         """Host RAM that all ranks need, plus the margin that offloading leaves free."""
         p = self.parallel
-        ranks = (self.rank(stage, num_resident) for stage in range(p.pp))
+        ranks = (self.rank(stage, rows) for stage in range(p.pp))
         experts = sum(r.host_bytes_after_moves if after_moves else r.host_bytes for r in ranks) * p.tp * p.replicas
         processes = int(self.assumed.process_gib * GIB) * p.ranks
-        return experts + host_margin(experts) + processes + self.host_cache(num_resident)
+        return experts + host_margin(experts) + processes + self.host_cache(rows)
 
-    def host_cache(self, num_resident: int) -> int:
+    def host_cache(self, rows: int) -> int:
         """Host RAM of all ranks' hierarchical caches, and what SGLang leaves free beside them."""
         p = self.parallel
-        cache = sum(self.hicache_bytes(stage, num_resident) for stage in range(p.pp)) * p.tp * p.replicas
+        cache = sum(self.hicache_bytes(stage, rows) for stage in range(p.pp)) * p.tp * p.replicas
         return cache + HICACHE_RESERVE_BYTES if cache else 0
 
     # Choosing
 
-    def in_vram(self, num_resident: int, buffers: int = 0) -> bool:
-        """Whether every rank holds its residents beside the stream buffers that were asked for, or beside ``buffers`` if their
-        number is free."""
-        return all(self._placed_bytes(stage, num_resident, buffers) <= room for stage, room in enumerate(self._room))
+    def in_vram(self, rows: int, buffers: int = 0) -> bool:
+        """Whether every rank holds its residents and slots beside the stream buffers that were asked for, or beside ``buffers``
+        if their number is free."""
+        return all(self._placed_bytes(stage, rows, buffers) <= room for stage, room in enumerate(self._room))
 
-    def _placed_bytes(self, stage: int, num_resident: int, buffers: int) -> int:
-        streaming = self._buffers(stage, num_resident, buffers) * self.stream_layer_bytes(stage)
-        return self.resident_bytes(stage, num_resident) + streaming
+    def _placed_bytes(self, stage: int, rows: int, buffers: int) -> int:
+        streaming = self._buffers(stage, rows, buffers) * self.stream_layer_bytes(stage)
+        return self.resident_bytes(stage, rows) + self.slot_bytes(stage, rows) + streaming
 
     @cached_property
     def _room(self) -> list[int]:
-        """For each stage, the budget of one rank for placed experts and stream buffers."""
+        """For each stage, the budget of one rank for placed experts, slots and stream buffers."""
         return [self.budget - fixed for fixed in self.fixed_bytes]
 
-    def in_host(self, num_resident: int) -> bool:
-        return self.host(num_resident, after_moves=False) <= self.machine.host_bytes
+    def in_host(self, rows: int) -> bool:
+        return self.host(rows, after_moves=False) <= self.machine.host_bytes
 
     def most_in_vram(self, buffers: int = 0) -> int | None:
-        """The most residents that VRAM holds, as ``in_vram`` counts, None if it is too small even without any. VRAM use grows
-        monotonically with the residents, but for all experts, which need no stream buffers."""
+        """The most rows that VRAM holds, as ``in_vram`` counts, None if it is too small even without any. VRAM use grows
+        monotonically with the rows, but for all experts, which need no stream buffers."""
         if self.in_vram(self.model.num_experts):
             return self.model.num_experts
         low, high = -1, self.model.num_experts - 1
@@ -302,8 +325,8 @@ class Case:
         return low if low >= 0 else None
 
     def preferred(self) -> int | None:
-        """The residents to choose: the most that VRAM holds beside two stream buffers; beside one or none if two leave too few
-        residents to be useful, or too many experts for host RAM. None if VRAM is too small even without residents."""
+        """The rows to choose: the most that VRAM holds beside two stream buffers; beside one or none if two leave too few rows
+        to be useful, or too many experts for host RAM. None if VRAM is too small even without any."""
         for buffers in range(MOST_BUFFERS, 0, -1):
             most = self.most_in_vram(buffers)
             if most is not None and most >= LEAST_RESIDENTS * self.model.top_k and self.in_host(most):
@@ -311,12 +334,28 @@ class Case:
         return self.most_in_vram()
 
     def largest(self) -> int | None:
-        """N, the preferred number of residents, None if host RAM cannot hold the rest. Host RAM use only shrinks with the
-        residents, so if the largest N does not fit, no smaller one does."""
+        """The preferred rows, None if host RAM cannot hold the rest. Host RAM use only shrinks with the rows, so if the most do
+        not fit, no fewer do."""
         chosen = self.preferred()
         return chosen if chosen is not None and self.in_host(chosen) else None
 
+    def with_slots_that_fit(self) -> Case:
+        """The same, with a number in place of ``auto`` where its share does not fit: the most slots beside which enough experts
+        are resident for host RAM to hold the rest; 0 if none help, and where VRAM is too small for any."""
+        if self.slots.asked != UNRESOLVED:
+            return self
+        chosen = self.largest()
+        if chosen is not None:
+            return self if self.slots_of(chosen) else dataclasses.replace(self, slots=NO_SLOTS)
+        fewer = [dataclasses.replace(self, slots=Slots(number)) for number in range(self.model.num_experts)]
+        return fewer[max(0, bisect_left(fewer, True, key=lambda case: case.largest() is None) - 1)]
+
     # What it reads and computes
+
+    def measured_hit_rates(self, rows: int, requests: int) -> HitRates:
+        """What residents and slots serve of measured routing."""
+        slot_share = self.slots_of(rows) / rows if rows else 0.0
+        return hit_rates(self.model.family, requests, rows / self.model.num_experts, slot_share)
 
     def cost(self, stage: int) -> StageCost:
         p, layers = self.parallel, self.decoder_layers(stage)

@@ -1,4 +1,4 @@
-"""Hit rates of measured routing, by the share of experts that is resident: what a plan assumes of traffic that nobody measured.
+"""Hit rates of measured routing, by the share of experts in VRAM: what a plan assumes of traffic that nobody measured.
 
 ``routing_curves.json`` holds them with their sources; ``benchmarks/routing_curves.py`` makes it from routing traces, and
 describes how. The models that were traced are smaller than most that are planned, so a plan shows a range.
@@ -15,16 +15,23 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
+from sglang_uvm_offload.sizing.slots import COARSE_SHARE
+
+MEASURED_SHARE = COARSE_SHARE
+"""The share of the VRAM in slots, of the curves with slots: the traced models have few enough experts for this one."""
+_SLOTS = f"and slots in {MEASURED_SHARE:.0%} of the VRAM"
 POLICIES = {
     "other": "residents chosen on other traffic",
     "warmup": "residents chosen in a warm-up",
     "continuous": "residents that follow the traffic",
+    "other_slots": f"residents chosen on other traffic, {_SLOTS}",
+    "slots": f"residents chosen in a warm-up, {_SLOTS}",
 }
 
 
 @dataclass(frozen=True)
 class HitRate:
-    """The share of a layer's activations that residents serve, and what it was measured on."""
+    """The share of a layer's activations that residents and slots serve, and what it was measured on."""
 
     rate: float
     policy: str
@@ -49,15 +56,23 @@ class HitRates:
         return {"other traffic": self.other, "lowest measured": self.lowest, "highest measured": self.highest}
 
 
-def hit_rates(family: str, requests: int, residency: float) -> HitRates:
-    """What was measured at ``residency`` (0 to 1), with as many requests as are nearest to ``requests``. Of traces whose model
-    is like ``family`` (a config's ``model_type``); of all traces, if there is none."""
-    found = [
-        HitRate(_interpolate(curve[policy], residency), policy, tuple(curve["traces"]), curve["requests"])
-        for curve in _nearest(family, requests)
-        for policy in ("warmup", "continuous")
-    ]
-    return HitRates(_other(residency), min(found, key=_rate), max(found, key=_rate))
+def hit_rates(family: str, requests: int, residency: float, slot_share: float = 0.0) -> HitRates:
+    """What was measured with the share ``residency`` (0 to 1) of each layer's experts in VRAM, of which ``slot_share`` are
+    slots, and with as many requests as are nearest to ``requests``. Of traces whose model is like ``family`` (a config's
+    ``model_type``); of all traces, if there is none.
+
+    Slots were measured at ``MEASURED_SHARE``. Fewer are taken to bring their part of what that brings, and more to bring no
+    more."""
+    (other,) = [curve for curve in _content()["curves"] if "other" in curve]
+    curves = _nearest(family, requests)
+    if slot_share:
+        weight = min(1.0, slot_share / MEASURED_SHARE)
+        found = [_hit_rate(curve, residency, "slots", "warmup", weight) for curve in curves]
+        unlike = _hit_rate(other, residency, "other_slots", "other", weight)
+    else:
+        found = [_hit_rate(curve, residency, policy) for curve in curves for policy in ("warmup", "continuous")]
+        unlike = _hit_rate(other, residency, "other")
+    return HitRates(unlike, min(found, key=_rate), max(found, key=_rate))
 
 
 def source_of(trace: str) -> str:
@@ -70,9 +85,11 @@ def _rate(found: HitRate) -> float:
     return found.rate
 
 
-def _other(residency: float) -> HitRate:
-    (curve,) = [curve for curve in _content()["curves"] if "other" in curve]
-    return HitRate(_interpolate(curve["other"], residency), "other", tuple(curve["traces"]), curve["requests"])
+def _hit_rate(curve: dict[str, Any], residency: float, policy: str, without: str = "", weight: float = 1.0) -> HitRate:
+    """Of ``policy``; with a ``weight`` below 1 the rest is of the policy ``without`` slots."""
+    rate = weight * _interpolate(curve[policy], residency)
+    rate += (1 - weight) * _interpolate(curve[without], residency) if weight < 1 else 0
+    return HitRate(rate, policy, tuple(curve["traces"]), curve["requests"])
 
 
 def _nearest(family: str, requests: int) -> list[dict[str, Any]]:

@@ -1,6 +1,11 @@
-"""How the VRAM of a layer's experts is split between residents and slots."""
+"""How the VRAM of a layer's experts is divided between residents and slots: one rule, for the launch and the planner."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sglang_uvm_offload.config import UNRESOLVED
 
 FINE_EXPERTS = 128
 """Models with so many experts a layer have no experts that most requests use: what traffic uses right now is worth most."""
@@ -9,6 +14,42 @@ FINE_SHARE, COARSE_SHARE = 0.75, 0.5
 decode steps (benchmarks/results/slots/splits.md), and would have a prefill bring the more bytes."""
 
 
-def slots_of(rows: int, num_experts: int) -> int:
-    """How many of ``rows`` (residents and slots of a layer, all in VRAM) become slots."""
-    return int(rows * (FINE_SHARE if num_experts >= FINE_EXPERTS else COARSE_SHARE)) if rows < num_experts else 0
+def default_share(num_experts: int) -> float:
+    return FINE_SHARE if num_experts >= FINE_EXPERTS else COARSE_SHARE
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The slots that a launch asks for. ``rows`` are a layer's residents and slots together, all in VRAM."""
+
+    asked: int = 0
+    """A number, or ``UNRESOLVED`` for ``auto``."""
+    shares: Mapping[float, float] = field(default_factory=dict)
+    """For ``auto``, from a profile: by residency (rows as a share of the experts), the best share of the rows in slots."""
+
+    def of(self, rows: int, num_experts: int) -> int:
+        """How many of ``rows`` are slots: none where all experts are resident. Never fewer for more rows, and so are the
+        residents, as long as something is offloaded."""
+        if rows >= num_experts:
+            return 0
+        if self.asked != UNRESOLVED:
+            return min(self.asked, rows)
+        return int(rows * self._share(rows, num_experts)[0])
+
+    def origin(self, rows: int, num_experts: int) -> str:
+        """Where the number is from."""
+        if self.asked != UNRESOLVED:
+            return "as given"
+        share, residency = self._share(rows, num_experts)
+        why = f"the default with {num_experts} experts" if residency is None else f"by the profile, for {residency:.0%} in VRAM"
+        return f"{share:.0%}, {why}"
+
+    def _share(self, rows: int, num_experts: int) -> tuple[float, float | None]:
+        """The share, and the residency that the profile has it for: the nearest, of two the lower. None without any."""
+        if not self.shares:
+            return default_share(num_experts), None
+        nearest = min(self.shares, key=lambda residency: (abs(residency - rows / num_experts), residency))
+        return self.shares[nearest], nearest
+
+
+NO_SLOTS = Slots()

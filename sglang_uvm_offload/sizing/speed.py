@@ -10,6 +10,12 @@ A chunk streams if it has enough tokens. Each layer's offloaded experts are then
 computes. With one buffer, a copy overlaps only what comes between the experts of two layers. The copy for a chunk's first
 layer, which overlaps with nothing, is left out.
 
+With slots, a decode step counts N as residents and slots together. Every miss is taken to fill a slot: it crosses the link
+once, at the rate of a copy, and is then read from VRAM; and each MoE layer takes time to decide. A fill ends before its layer
+computes, so it overlaps with no read of VRAM. Reads in place are not taken to overlap either (the sum above), so slots lose
+nothing by it here. A prefill fills no slots. Where it reads in place, residents and slots serve their share of the experts, as
+if by chance, because slots hold what other requests decoded with. Where it streams, it copies all that is not resident.
+
 The overhead of a layer depends on its attention: what a step of one request takes beyond its reads is launches and kernels too
 small to fill a GPU, and latent attention has more of them.
 
@@ -93,17 +99,20 @@ def predict(
     chunk: int,
     assumed: Assumptions,
     stream: Stream = IN_PLACE,
+    slots: int = 0,
 ) -> Speed:
-    """The speed with ``num_resident`` experts of each layer in VRAM that serve the share ``hit_rate`` of all uses."""
-    # Each resident serves at most one of a token's choices.
-    hit_rate = min(hit_rate, num_resident / top_k, 1.0)
+    """The speed with ``num_resident`` experts of each layer in VRAM, and ``slots``, that serve the share ``hit_rate`` of all
+    uses when decoding."""
+    rows = num_resident + slots
+    # Each row serves at most one of a token's choices.
+    hit_rate = min(hit_rate, rows / top_k, 1.0)
     if num_resident == num_experts:
         hit_rate = 1.0
     model = _Model(num_experts, top_k, stages, machine, parallel, assumed)
     drafts = workload.draft_tokens - 1 if workload.speculative else 0
     batch = _Batch(-(-requests // parallel.replicas), -(-requests // parallel.dp), drafts)
     yielded = assumed.accepted_tokens if workload.speculative else 1
-    decode = model.decode_step(num_resident, hit_rate, batch)
+    decode = model.decode_step(rows, hit_rate, batch, fills=slots > 0)
     resident_decode = model.decode_step(num_experts, 1.0, batch)
     chunk_tokens = min(chunk, workload.prompt_tokens)
     chunks = -(-workload.prompt_tokens // chunk_tokens)
@@ -112,8 +121,9 @@ def predict(
     if streamed:
         reread, prefill = 1.0, model.streamed_chunk(num_resident, prompt, stream.buffers)
     else:
-        reread = model.reread(num_resident, hit_rate, prompt)
-        prefill = model.prefill_chunk(num_resident, hit_rate, prompt, reread)
+        served = rows / num_experts if slots else hit_rate
+        reread = model.reread(rows, served, prompt)
+        prefill = model.prefill_chunk(rows, served, prompt, reread)
     resident_prefill = model.resident_chunk(prompt)
     return Speed(
         routing=routing,
@@ -168,7 +178,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Step:
-    """Seconds of a step, and the offloaded experts that one rank reads in it, with their bytes."""
+    """Seconds of a step, and the experts that one rank reads or copies over the link in it, with their bytes."""
 
     seconds: float
     missed: float
@@ -184,12 +194,16 @@ class _Model:
     parallel: Parallel
     assumed: Assumptions
 
-    def decode_step(self, num_resident: int, hit_rate: float, batch: _Batch) -> _Step:
-        """A step in which residents serve ``hit_rate`` of the uses."""
-        hit, missed = self.activated(num_resident, hit_rate, batch)
-        read = missed * sum(sum(stage.expert_layers) for stage in self.stages)
-        resident = sum(self.in_vram(stage, hit, batch) + self.drafting(stage, batch) for stage in self.stages)
-        return _Step(resident + read / self.read_rate, missed * sum(len(stage.expert_layers) for stage in self.stages), read)
+    def decode_step(self, rows: int, hit_rate: float, batch: _Batch, fills: bool = False) -> _Step:
+        """A step in which ``rows`` in VRAM serve ``hit_rate`` of the uses, and others are read in place, or fill slots."""
+        hit, missed = self.activated(rows, hit_rate, batch)
+        layers = sum(len(stage.expert_layers) for stage in self.stages)
+        crossing = missed * sum(sum(stage.expert_layers) for stage in self.stages)
+        from_vram = hit + missed if fills else hit
+        seconds = sum(self.in_vram(stage, from_vram, batch) + self.drafting(stage, batch) for stage in self.stages)
+        seconds += crossing / (self.copy_rate if fills else self.read_rate)
+        seconds += layers * self.assumed.slot_layer_us * 1e-6 if fills else 0
+        return _Step(seconds, missed * layers, crossing)
 
     def prefill_chunk(self, num_resident: int, hit_rate: float, prompt: _Batch, reread: float) -> float:
         """Seconds of a chunk of a prompt, which reads each missed expert ``reread`` times."""

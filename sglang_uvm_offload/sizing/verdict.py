@@ -13,17 +13,17 @@ expert cache at about twice the active experts (arXiv 2505.16056)."""
 
 def uselessness(plan: Plan) -> tuple[str, ...]:
     """Why nobody should serve with this plan; empty if there is no such reason, or nothing is offloaded."""
-    residents, experts = plan.num_resident, plan.num_experts
-    if residents is None or residents == experts:
+    if plan.num_resident in (None, plan.num_experts):
         return ()
+    rows, what = plan.rows, "residents and slots" if plan.slots else "residents"
     out = []
     if plan.machine.one_memory:
         out.append(ONE_MEMORY)
-    if residents == 0:
+    if rows == 0:
         out.append("no expert is resident: every step reads each expert that it uses over the link")
-    elif residents < LEAST_RESIDENTS * plan.top_k:
+    elif rows < LEAST_RESIDENTS * plan.top_k:
         out.append(
-            f"{residents} residents are fewer than twice the {plan.top_k} experts that a token uses: most of what a step uses "
+            f"{rows} {what} are fewer than twice the {plan.top_k} experts that a token uses: most of what a step uses "
             "is read over the link"
         )
     best = _best(plan)

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.profiles import saved, some
 from builders.rooms import VRAM, fraction
 from checkpoints import Checkpoints
 from harness.server import flags
 from launches import launched
 from nursery import Starts
 
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES
+from sglang_uvm_offload.routing.profile import RoutedModel
 from sglang_uvm_offload.sizing.draft_model import load_draft
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.machine import GIB
@@ -102,6 +105,16 @@ def launch(
         "hierarchical cache": {**given, "enable_hierarchical_cache": True, "hicache_size": 1},
         "little host RAM for the cache": {**given, "enable_hierarchical_cache": True, "hicache_size": 30},
     }
+    routed = RoutedModel(model.name, "Qwen3MoeForCausalLM", (0, 1, 2), 16, 2)
+    profile = saved(folder / "profile.npz", some(model=routed).with_slot_shares({0.5: 0.25, 1.0: 1.0}))
+    foreign = saved(folder / "foreign.npz", some())
+    split = {**given, "expert_offload_slots": "auto", "mem_fraction_static": fraction(model, 8, 4096, beside=6 * BLOCK_BYTES)}
+    cases |= {
+        "slots": split,
+        "slots by a profile": {**split, "expert_offload_profile": profile},
+        "slots by a foreign profile": {**split, "expert_offload_profile": foreign, "cpu_offload_gb": 2},
+        "too many slots": {**given, "expert_offload_slots": 9},
+    }
     number = {**given, "expert_offload_num_resident": 8, "max_total_tokens": None}
     cases |= {
         "a number that fits": {**number, "mem_fraction_static": fraction(model, 8, 4096)},
@@ -124,6 +137,21 @@ def test_auto_becomes_the_number_that_fits_beside_the_cache_that_is_asked_for(la
     assert launch[case]["exit"] is None, launch[case]["error"]
     assert launch[case]["flags"]["expert_offload_num_resident"] == "8"
     assert f"{N} auto: 8 of 16 experts a layer fit in VRAM: 18.0 MiB on a rank" in launch[case]["error"]
+
+
+@pytest.mark.parametrize(
+    ("case", "residents", "slots", "why"),
+    [
+        ("slots", 5, 4, "50%, the default with 16 experts"),
+        ("slots by a profile", 8, 2, "25%, by the profile, for 50% in VRAM"),
+    ],
+)
+def test_slots_take_a_part_of_what_auto_finds_room_for(launch, case, residents, slots, why):
+    assert launch[case]["exit"] is None, launch[case]["error"]
+    found = launch[case]["flags"]
+    assert (found["expert_offload_num_resident"], found["expert_offload_slots"]) == (str(residents), str(slots))
+    divided = f"of {residents + slots} rows a layer in VRAM, {slots} are slots and {residents} residents ({why})"
+    assert f"--expert-offload-slots: {divided}" in launch[case]["error"]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +204,8 @@ def test_a_hierarchical_cache_for_which_there_is_host_ram_changes_nothing(launch
         ("float32", ["auto: the checkpoint is float32 and would be loaded as float16, of another size; give a number"]),
         ("uncounted", ["--nnodes 2", "--moe-dense-tp-size 1", "--swa-full-tokens-ratio 0.5", "--json-model-override-args"]),
         ("uncounted", ["auto: does not count --load-format sharded_state; give a number"]),
+        ("slots by a foreign profile", ["foreign.npz: is of another model", "--cpu-offload-gb: cannot"]),
+        ("too many slots", ["--expert-offload-slots 9: 8 rows a layer fit in VRAM; give at most as many, or auto"]),
         ("little host RAM for the cache", ["of it for the hierarchical cache", "auto: remedy: host RAM of"]),
     ],
 )

@@ -18,6 +18,16 @@ def test_a_profile_is_shown(tmp_path, capsys):
     assert "3 prefill and 40 decode steps" in out
 
 
+def test_its_splits_of_the_vram_are_shown(tmp_path, capsys):
+    paths = [saved(tmp_path / f"{n}.npz", some().with_slot_shares({n / 4: 0.75})) for n in (2, 1)]
+    assert main(["profile", *map(str, paths), "--out", str(tmp_path / "all.npz")]) == 0
+    *_, merged = capsys.readouterr().out.splitlines()
+    shown = [f"75% with {percent}% of the experts in VRAM" for percent in (25, 50)]
+    assert merged == f"  best share of the VRAM in slots, by replay: {', '.join(shown)}"
+    assert main(["profile", str(saved(tmp_path / "without.npz", some()))]) == 0
+    assert "slots" not in capsys.readouterr().out
+
+
 def test_several_are_merged_under_a_new_name(tmp_path):
     paths = [str(saved(tmp_path / f"{n}.npz", some(n))) for n in (1, 2)]
     assert main(["profile", *paths, "--out", str(tmp_path / "all.npz"), "--model", "GLM-renamed"]) == 0

@@ -9,7 +9,6 @@ import pytest
 from sglang_uvm_offload.config import UNRESOLVED, parse
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin import slot_settings
-from sglang_uvm_offload.sizing.slots import COARSE_SHARE, FINE_SHARE, slots_of
 
 
 def possible(reason: str | None, monkeypatch: pytest.MonkeyPatch, **flags: object) -> int:
@@ -37,31 +36,6 @@ def test_auto_has_none_where_none_are_possible_and_a_number_is_refused_with_the_
 def test_auto_beside_a_number_of_residents_is_refused(monkeypatch):
     with pytest.raises(FlagError, match="--expert-offload-slots auto: divides what --expert-offload-num-resident auto finds"):
         possible(None, monkeypatch, num_resident=4, slots="auto")
-
-
-def divided(rows: int, slots: object, experts: int = 256) -> tuple[int, int]:
-    config = parse({"num_resident": rows, "slots": slots})
-    found = slot_settings.divided(config, experts)
-    return found.num_resident, found.slots
-
-
-def test_slots_take_their_part_of_the_room_that_auto_found():
-    assert divided(100, 30) == (70, 30)
-    assert divided(100, 100) == (0, 100)
-    assert divided(100, "auto") == (100 - int(100 * FINE_SHARE), int(100 * FINE_SHARE))
-    assert divided(20, "auto", experts=64) == (20 - int(20 * COARSE_SHARE), int(20 * COARSE_SHARE))
-
-
-def test_where_all_experts_fit_there_are_no_slots():
-    assert divided(256, "auto") == (256, 0)
-    assert divided(256, 8) == (256, 0)
-    assert divided(100, 0) == (100, 0)
-    assert slots_of(0, 256) == 0
-
-
-def test_more_slots_than_there_is_room_for_are_refused():
-    with pytest.raises(FlagError, match="--expert-offload-slots 101: 100 rows a layer fit in VRAM; give at most as many"):
-        divided(100, 101)
 
 
 def test_more_slots_than_offloaded_experts_are_refused():

@@ -11,12 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from builders.profiles import some
 
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cuda.device import DriverError
 from sglang_uvm_offload.plugin import auto_resident, vram_check
 from sglang_uvm_offload.plugin.planned_launch import Rank
 from sglang_uvm_offload.plugin.vram_check import shortages
+from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.least_memory import LeastMemory
@@ -130,7 +132,9 @@ LAUNCH = Launch(
 def launched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
     """Checks a number, or chooses one for ``auto``, on eight GPUs; returns what was warned of."""
 
-    def check(num_resident: object, launch: Launch = LAUNCH, free: object = None) -> list[str]:
+    def check(
+        num_resident: object, launch: Launch = LAUNCH, free: object = None, slots: object = None, profile: Profile | None = None
+    ) -> list[str]:
         def free_by_gpu(ranks: list[Rank]) -> dict[int, int]:
             if free is not None:
                 raise DriverError("no driver")
@@ -141,13 +145,13 @@ def launched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
             monkeypatch.setattr(module, "ranks", lambda cfg: [Rank(0, 0, gpu, gpu) for gpu in range(8)])
             monkeypatch.setattr(module, "planned_launch", lambda config, args: launch)
             monkeypatch.setattr(module, "free_by_gpu", free_by_gpu)
-        config = parse({"num_resident": num_resident})
+        config = parse({"num_resident": num_resident, "slots": slots})
         assert config is not None
         caplog.clear()
         with caplog.at_level(logging.INFO):
             config, found = vram_check.checked(config, None)
             assert found == []
-            check.config = auto_resident.resolved(config, None)
+            check.config = auto_resident.resolved(config, None, profile)
         return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
     return check
@@ -173,6 +177,49 @@ def test_the_choice_is_logged_with_the_stream_buffers_that_it_leaves_room_for(la
     assert re.search(r"beside [\d.]+ GiB of other weights, 1.12 GiB of stream buffers and [\d.]+ GiB of KV cache for ", line)
     launched("auto", replace(LAUNCH, stream_gb=0))
     assert "stream" not in caplog.text
+
+
+def divided(
+    launched: Callable[..., list[str]], caplog: pytest.LogCaptureFixture, **given: object
+) -> tuple[int, int, list[str]]:
+    """The residents and the slots of ``auto``, and the log lines of the division."""
+    launched("auto", **given)
+    lines = [line for record in caplog.records if (line := record.getMessage()).startswith("--expert-offload-slots")]
+    return launched.config.num_resident, launched.config.slots, lines
+
+
+def test_auto_divides_the_rows_and_the_log_says_by_what(launched, caplog):
+    few = replace(LAUNCH, mem_fraction_static=0.3)
+    whole, none, nothing = divided(launched, caplog, launch=few)
+    assert (none, nothing) == (0, [])
+    residents, slots, (line,) = divided(launched, caplog, launch=few, slots="auto")
+    assert slots == int(0.75 * (residents + slots))
+    assert abs(residents + slots - whole) <= 2
+    assert line == (
+        f"--expert-offload-slots: of {residents + slots} rows a layer in VRAM, {slots} are slots and {residents} residents "
+        "(75%, the default with 128 experts)"
+    )
+    assert f"auto: {residents + slots} of 128 experts a layer fit in VRAM" in caplog.text
+    residents, slots, (line,) = divided(launched, caplog, launch=few, slots=20)
+    assert (slots, line[-10:]) == (20, "(as given)")
+
+
+def test_auto_divides_by_the_profiles_split_of_the_nearest_residency(launched, caplog):
+    few = replace(LAUNCH, mem_fraction_static=0.3)
+    profile = some().with_slot_shares({0.01: 1.0, 0.5: 0.25})
+    residents, slots, (line,) = divided(launched, caplog, launch=few, slots="auto", profile=profile)
+    assert slots == (residents + slots) // 4
+    assert line.endswith("residents (25%, by the profile, for 50% in VRAM)")
+    assert divided(launched, caplog, launch=few, slots=20, profile=profile)[1] == 20
+    without = divided(launched, caplog, launch=few, slots="auto", profile=some())
+    assert without[2][0].endswith("(75%, the default with 128 experts)")
+
+
+def test_the_log_says_where_host_ram_keeps_auto_from_its_share(launched, caplog):
+    few = replace(LAUNCH, mem_fraction_static=0.3, host_bytes=320 * GIB)
+    residents, slots, (line,) = divided(launched, caplog, launch=few, slots="auto")
+    assert 0 < slots < int(0.75 * (residents + slots))
+    assert line.endswith("(75%, the default with 128 experts; fewer, because more do not fit)")
 
 
 @pytest.mark.parametrize("number", [20, "auto"])

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from builders.profiles import MODEL, some
+from builders.profiles import saved as saved_profile
 from builders.traces import trace
 
 from sglang_uvm_offload.cli.main import main
+from sglang_uvm_offload.replay import simulator
 from sglang_uvm_offload.replay.policies import SLOTS
 from sglang_uvm_offload.replay.simulator import Workload, replay, slot_splits
 from sglang_uvm_offload.replay.slots import SHARES, SlotCache, Split, best_split
+from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.routing.trace import Trace
 
 MIB = 1 << 20
@@ -165,3 +170,50 @@ def test_a_sweep_with_another_question_is_refused_in_one_line(saved, capsys, fla
     assert main(["replay", str(saved), "--residency", "0.5", "--slots", *flags]) == 2
     said = capsys.readouterr().err.splitlines()
     assert said == [f"cannot replay {saved}: --slots replays its own splits of the VRAM; leave --policy and --recall out"]
+
+
+def profile_at(path, layers: int = 2, experts: int = 16):
+    return saved_profile(path, some(model=replace(MODEL, moe_layers=tuple(range(layers)), num_experts=experts)))
+
+
+def test_the_best_split_goes_into_a_profile(saved, mixed, tmp_path, capsys):
+    path = profile_at(tmp_path / "p.npz")
+    before = Profile.load(path)
+    for residency in (0.5, 0.25, 0.5):
+        assert main(["replay", str(saved), "--residency", str(residency), "--slots", "--into", str(path)]) == 0
+    read = Profile.load(path)
+    assert read.slot_shares == {residency: best_split(slot_splits(mixed, residency)).slot_share for residency in (0.25, 0.5)}
+    assert (read.model, read.run) == (before.model, before.run)
+    assert np.array_equal(read.seen.counts, before.seen.counts)
+    assert "The least link time" in capsys.readouterr().out, "the sweep is printed as without"
+
+
+@pytest.mark.parametrize(
+    ("shape", "flags", "problem"),
+    [
+        ((3, 16), ["--slots"], "is of a model with 3 MoE layers of 16 experts, and the trace has 2 MoE layers of 16 experts"),
+        ((2, 8), ["--slots"], "is of a model with 2 MoE layers of 8 experts, and the trace has 2 MoE layers of 16 experts"),
+        ((2, 16), [], "takes what --slots finds; give --slots"),
+        (
+            (2, 16),
+            ["--slots", "--residency", "0.01"],
+            "--residency 0.01 has 0 of 16 experts in VRAM, which leaves nothing to split",
+        ),
+        ((2, 16), ["--slots", "--residency", "1"], "--residency 1 has 16 of 16 experts in VRAM, which leaves nothing to split"),
+        (None, ["--slots"], "No such file or directory"),
+    ],
+)
+def test_what_cannot_take_a_split_is_one_line_before_anything_is_replayed(
+    saved, tmp_path, capsys, monkeypatch, shape, flags, problem
+):
+    for name in ("replay", "slot_splits"):
+        monkeypatch.setattr(simulator, name, lambda *_: pytest.fail("replayed"))
+    path = tmp_path / "p.npz"
+    if shape is not None:
+        profile_at(path, *shape)
+    before = path.read_bytes() if shape else None
+    assert main(["replay", str(saved), "--residency", "0.5", *flags, "--into", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"cannot replay {saved}: --into {path}: ")
+    assert problem in line
+    assert before is None or path.read_bytes() == before

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -43,6 +44,53 @@ def test_what_is_written_is_read_back(tmp_path):
 def test_a_file_that_says_something_impossible_is_refused(tmp_path, changes, reason):
     with pytest.raises(ProfileError, match=reason):
         Profile.load(rewritten(saved(tmp_path / "p.npz", some()), **changes))
+
+
+def test_splits_of_the_vram_are_read_back_and_are_no_matter_to_other_readers(tmp_path):
+    path = saved(tmp_path / "p.npz", some().with_slot_shares({0.5: 0.75, 0.25: 1.0}))
+    assert Profile.load(path).slot_shares == {0.25: 1.0, 0.5: 0.75}
+    with np.load(path) as file:
+        about = json.loads(file["about"].tobytes())
+    assert about["version"] == 1, "a reader that knows none of them reads on"
+    assert Profile.load(saved(tmp_path / "without.npz", some())).slot_shares == {}
+    kept = Profile.load(path).limited(10).with_part([2], [range(8)], RoutingCounts(np.ones((1, 2, 2, 8), np.int64), (1, 1)))
+    assert kept.slot_shares == {0.25: 1.0, 0.5: 0.75}
+
+
+@pytest.mark.parametrize(
+    ("shares", "reason"),
+    [
+        ({"0.5": 0.75}, "a list of at most 256"),
+        ([[0.5, 0.75]] * 257, "a list of at most 256"),
+        ([0.5], "pairs of a residency and a share"),
+        ([[0.5]], "pairs of a residency and a share"),
+        ([[0.5, 1.01]], "both from 0 to 1"),
+        ([[-0.1, 0.5]], "both from 0 to 1"),
+        ([[0.5, float("nan")]], "both from 0 to 1"),
+        ([[0.5, float("inf")]], "both from 0 to 1"),
+        ([[0.5, "0.75"]], "both from 0 to 1"),
+        ([[0.5, True]], "both from 0 to 1"),
+    ],
+)
+def test_splits_that_say_something_impossible_are_refused(tmp_path, shares, reason):
+    with pytest.raises(ProfileError, match=reason):
+        Profile.load(rewritten(saved(tmp_path / "p.npz", some()), about={"slot_shares": shares}))
+
+
+def test_of_several_splits_for_one_residency_the_last_files_holds(tmp_path):
+    first, second = some(1).with_slot_shares({0.25: 1.0, 0.5: 0.25}), some(2).with_slot_shares({0.5: 0.75, 0.78: 0.5})
+    assert merge([first, second, some(3)]).slot_shares == {0.25: 1.0, 0.5: 0.75, 0.78: 0.5}
+    assert merge([first]).slot_shares == first.slot_shares
+    profile, _ = load_for(MODEL.name, MODEL.architecture, [saved(tmp_path / "p.npz", first), saved(tmp_path / "q.npz", second)])
+    assert profile.slot_shares == {0.25: 1.0, 0.5: 0.75, 0.78: 0.5}
+
+
+def test_more_splits_than_can_be_read_again_are_refused():
+    many = some().with_slot_shares({share / 1000: 0.5 for share in range(256)})
+    assert len(many.with_slot_shares({0.0: 1.0}).slot_shares) == 256
+    for together in (lambda: many.with_slot_shares({0.5: 0.5}), lambda: merge([many, some().with_slot_shares({0.5: 0.5})])):
+        with pytest.raises(ProfileError, match="257 residencies, more than 256"):
+            together()
 
 
 def test_no_truncated_file_is_read(tmp_path):

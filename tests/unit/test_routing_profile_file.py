@@ -1,16 +1,18 @@
 """The saved profile: history and live counts together, from ranks that each hold a part, whatever was there before."""
 
+import dataclasses
 import multiprocessing
 
 import numpy as np
 import pytest
+from builders.profiles import saved
 
 from sglang_uvm_offload.files.atomic import WriteRefused
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.routing import profile as profile_module
 from sglang_uvm_offload.routing.counts import RoutingCounts
-from sglang_uvm_offload.routing.profile import Profile, RoutedModel
-from sglang_uvm_offload.routing.profile_file import ProfileFile
+from sglang_uvm_offload.routing.profile import Profile, ProfileError, RoutedModel
+from sglang_uvm_offload.routing.profile_file import ProfileFile, add_slot_share
 
 MODEL = RoutedModel("m", "M", (1, 2), 4, 2)
 WHOLE = ([1, 2], [range(4), range(4)])
@@ -81,6 +83,59 @@ def test_the_history_is_there_for_ranks_that_have_not_saved_yet(tmp_path):
     file, seen = parts(tmp_path / "p.npz", "now", history=Profile(MODEL, ones(times=7)))[0]
     save(file, seen)
     assert Profile.load(tmp_path / "p.npz").seen.counts[:, 1, 1].tolist() == [[17, 17, 7, 7], [7, 7, 7, 7]]
+
+
+@pytest.mark.parametrize("ranks", ["one", "many"])
+def test_splits_of_the_history_and_of_the_file_are_saved(tmp_path, ranks):
+    """``replay --slots --into`` may put one into the file of a server that runs, before it first saves or later."""
+    path = tmp_path / "p.npz"
+    history = Profile(MODEL, ones(times=7)).with_slot_shares({0.25: 1.0, 0.5: 1.0})
+    save(ProfileFile(path, Profile.empty(MODEL), "then", *WHOLE), ones())
+    add_slot_share(path, 0.5, 0.75)
+    file, seen = (ProfileFile(path, history, "now", *WHOLE), ones()) if ranks == "one" else parts(path, "now", history)[0]
+    save(file, seen)
+    assert Profile.load(path).slot_shares == {0.25: 1.0, 0.5: 0.75}
+    add_slot_share(path, 0.5, 0.25)
+    save(file, RoutingCounts(seen.counts, (3, 3)))
+    read = Profile.load(path)
+    assert (read.run, read.seen.steps) == ("now", (4, 5))
+    assert read.slot_shares == {0.25: 1.0, 0.5: 0.25}
+
+
+def test_splits_of_another_models_file_are_not_taken_over(tmp_path):
+    other = Profile.empty(dataclasses.replace(MODEL, num_experts=8)).with_slot_shares({0.5: 0.75})
+    saved(tmp_path / "p.npz", other)
+    save(ProfileFile(tmp_path / "p.npz", Profile.empty(MODEL), "now", *WHOLE), ones())
+    assert Profile.load(tmp_path / "p.npz").slot_shares == {}
+
+
+def test_a_split_is_added_to_a_profile_alone_and_counts_stay(tmp_path):
+    saved(tmp_path / "p.npz", Profile(MODEL, ones(), "then"))
+    add_slot_share(tmp_path / "p.npz", 0.5, 0.75)
+    read = Profile.load(tmp_path / "p.npz")
+    assert (read.run, read.slot_shares, read.seen.steps) == ("then", {0.5: 0.75}, (1, 2))
+    assert (read.seen.counts == 1).all()
+    (tmp_path / "weights").write_bytes(b"weights")
+    with pytest.raises(ProfileError):
+        add_slot_share(tmp_path / "weights", 0.5, 0.75)
+    assert (tmp_path / "weights").read_bytes() == b"weights"
+
+
+def _adds_splits_and_saves(path, number):
+    for step in range(1, 20):
+        if number:
+            add_slot_share(path, number / 8, step / 20)
+        else:
+            save(ProfileFile(path, Profile.empty(MODEL), "now", *WHOLE), ones(steps=(step, step), times=step))
+
+
+def test_a_split_that_is_added_while_a_server_saves_is_not_lost(tmp_path):
+    path = saved(tmp_path / "p.npz", Profile.empty(MODEL, "now"))
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        pool.starmap(_adds_splits_and_saves, [(path, number) for number in range(3)], chunksize=1)
+    read = Profile.load(path)
+    assert (read.slot_shares, read.seen.steps) == ({1 / 8: 19 / 20, 2 / 8: 19 / 20}, (19, 19))
+    assert (read.seen.counts == 19).all()
 
 
 def _saves(part):

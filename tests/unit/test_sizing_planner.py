@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sglang_uvm_offload.cli import plan as planner_cli
-from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.config import UNRESOLVED, parse
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.sizing import planner, sglang_memory
@@ -23,6 +23,7 @@ from sglang_uvm_offload.sizing.machine import GIB, PRESET_HOST_GIB, MachineError
 from sglang_uvm_offload.sizing.plan import MEASURED, Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.routing_curves import hit_rates
+from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.speed import StageCost, distinct, predict
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
@@ -634,12 +635,13 @@ def test_every_assumption_changes_some_figure():
         prompt = 512 if field.name.startswith(("prefill", "latent_prefill")) else 1024 if "copy" in field.name else 4096
         workload = Workload(8192, requests=2, prompt_tokens=prompt, speculative=True, draft_tokens=10)
         reserve = Reserve(stream_gb=0) if field.name == "rows_per_read" else None
-        base = ask(name, roomy("8xH20"), workload, reserve=reserve)
+        slots = Slots(UNRESOLVED) if "slot" in field.name else NO_SLOTS
+        base = ask(name, roomy("8xH20"), workload, reserve=reserve, slots=slots)
         value = getattr(Assumptions(), field.name)
         changed = dataclasses.replace(Assumptions(), **{field.name: type(value)(value * 1.25 if value < 1 else value * 4)})
         if field.name == "rows_per_read":
             changed = dataclasses.replace(Assumptions(), rows_per_read=16)
-        other = ask(name, roomy("8xH20"), workload, reserve=reserve, assumed=changed)
+        other = ask(name, roomy("8xH20"), workload, reserve=reserve, slots=slots, assumed=changed)
         assert (other.ranks, other.host_needed, other.speeds) != (base.ranks, base.host_needed, base.speeds), field.name
 
 

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import routing_curves as made
 
-from sglang_uvm_offload.replay.simulator import replay
+from sglang_uvm_offload.replay.simulator import replay, slot_splits
 from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.sizing import routing_curves
 from sglang_uvm_offload.sizing.routing_curves import hit_rates, source_of
+from sglang_uvm_offload.sizing.slots import default_share
 from sglang_uvm_offload.sizing.speed import distinct
 
 CONTENT = json.loads(made.OUT.read_text())
-CURVES = [(curve, policy) for curve in CONTENT["curves"] for policy in ("warmup", "continuous", "other") if policy in curve]
+CURVES = [(curve, policy) for curve in CONTENT["curves"] for policy in routing_curves.POLICIES if policy in curve]
 
 
 def curve_of(trace: str, requests: int) -> dict[str, list[float]]:
@@ -51,6 +52,11 @@ def test_residents_of_other_traffic_serve_less_than_those_of_its_own() -> None:
         assert all(mine > theirs for mine, theirs in zip(curve_of(name, 1)["warmup"], other, strict=True))
 
 
+def test_a_curve_with_slots_is_of_the_share_that_auto_takes_for_the_model() -> None:
+    assert {default_share(trace["experts"]) for trace in CONTENT["traces"].values()} == {routing_curves.MEASURED_SHARE}
+    assert all(("slots" in curve) != ("other_slots" in curve) for curve in CONTENT["curves"])
+
+
 # Reading them
 
 
@@ -79,6 +85,26 @@ def test_the_number_of_requests_is_the_nearest_that_was_measured() -> None:
     assert found.policy in routing_curves.POLICIES
 
 
+def test_with_slots_the_curves_are_those_with_slots() -> None:
+    one = curve_of("dsv2lite-summary", 1)
+    found = hit_rates("deepseek_v3", 1, 0.5, slot_share=0.75)
+    assert (found.lowest.rate, found.lowest.policy) == (one["slots"][3], "slots")
+    assert found.highest.rate == curve_of("dsv2lite-translation", 1)["slots"][3]
+    (other,) = [curve for curve in CONTENT["curves"] if "other" in curve]
+    assert (found.other.rate, found.other.policy) == (other["other_slots"][3], "other_slots")
+    assert found.other.rate > hit_rates("deepseek_v3", 1, 0.5).other.rate, "slots follow the traffic"
+    assert (
+        found.lowest.described() == "residents chosen in a warm-up, and slots in 50% of the VRAM, 1 at once: dsv2lite-summary"
+    )
+
+
+def test_few_slots_bring_their_part_of_what_the_measured_share_brings() -> None:
+    found = [hit_rates("gpt_oss", 1, 0.5, slot_share=share).lowest.rate for share in (1e-9, 0.25, 0.5, 1.0)]
+    curve = curve_of("gpt-oss-20b-decode", 1)
+    without, measured = curve["warmup"][3], curve["slots"][3]
+    assert found == pytest.approx([without, (without + measured) / 2, measured, measured])
+
+
 # Making them
 
 
@@ -95,6 +121,8 @@ def test_at_one_request_a_curve_is_what_replay_finds(monkeypatch: pytest.MonkeyP
     assert (one["requests"], four["requests"]) == (1, 4), "of six judged requests no 16 run at once"
     for policy, name in (("warmup", "static"), ("continuous", "adaptive")):
         assert one[policy] == [round(replay(trace, name, residency).hit_rate, 3) for residency in (0.25, 0.5)]
+    splits = [split for residency in (0.25, 0.5) for split in slot_splits(trace, residency) if split.slot_share == 0.5]
+    assert one["slots"] == [round(split.hit_rate, 3) for split in splits]
 
 
 def test_tokens_that_share_an_expert_count_each() -> None:
@@ -119,9 +147,19 @@ def test_other_traffic_is_judged_with_residents_of_another_trace(monkeypatch: py
         "a": Trace(np.zeros((8, 1, 1), dtype=int), np.full(4, 2), 2),
         "b": Trace(np.ones((8, 1, 1), dtype=int), np.full(4, 2), 2),
     }
-    assert list(made.other(apart, "m")) == [{"traces": ["a", "b"], "requests": 1, "other": [0.0]}]
+    assert list(made.other(apart, "m")) == [{"traces": ["a", "b"], "requests": 1, "other": [0.0], "other_slots": [0.0]}]
     assert next(iter(made.other(apart | {"b": apart["a"]}, "m")))["other"] == [1.0]
     assert not list(made.other({"c": small_trace(1)}, "n")), "no second trace of that model"
+
+
+def test_slots_beside_residents_of_another_trace_follow_the_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = made.Source("m", ("f",), "nowhere")
+    monkeypatch.setattr(made, "SOURCES", {"a": source, "b": source})
+    monkeypatch.setattr(made, "RESIDENCIES", (1 / 3,))
+    apart = {name: Trace(np.full((80, 1, 1), expert), np.full(4, 20), 6) for name, expert in (("a", 4), ("b", 5))}
+    (found,) = made.other(apart, "m")
+    assert found["other"] == [0.0]
+    assert found["other_slots"] == [pytest.approx(39 / 40, abs=1e-3)], "the first of 40 tokens misses, and stays"
 
 
 @pytest.mark.parametrize("tokens", [1.0, 2.5, 4.0])
@@ -150,8 +188,8 @@ def test_the_script_writes_what_a_plan_reads_and_refuses_a_trace_without_a_sourc
     content = json.loads(out.read_text())
     assert set(content) == set(CONTENT)
     assert list(content["traces"]) == ["dsv2lite-intent", "dsv2lite-summary"]
-    assert [sorted(curve) for curve in content["curves"]] == 4 * [["continuous", "requests", "traces", "warmup"]] + [
-        ["other", "requests", "traces"]
+    assert [sorted(curve) for curve in content["curves"]] == 4 * [["continuous", "requests", "slots", "traces", "warmup"]] + [
+        ["other", "other_slots", "requests", "traces"]
     ]
     small_trace(1).save(tmp_path / "mine.npz")
     with pytest.raises(SystemExit):

@@ -1,0 +1,234 @@
+"""Plans with slots: what they take of VRAM and host RAM, how fast they are predicted to be, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders.rooms import CONTEXT, VRAM, fraction
+
+from sglang_uvm_offload.cli import plan as planner_cli
+from sglang_uvm_offload.config import UNRESOLVED
+from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
+from sglang_uvm_offload.sizing import planner
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.sizing.draft_cost import draft_note
+from sglang_uvm_offload.sizing.launch import Launch
+from sglang_uvm_offload.sizing.machine import GIB, Machine, preset
+from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Plan, Reserve, Workload
+from sglang_uvm_offload.sizing.rank_memory import Case
+from sglang_uvm_offload.sizing.routing_curves import hit_rates
+from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
+from sglang_uvm_offload.sizing.speed import StageCost, Stream, predict
+
+MODEL = Path(__file__).parents[1] / "fixtures" / "models" / "deepseek-v3.json"
+AUTO = Slots(UNRESOLVED)
+MATRIX = 7168 * 2048 // 8
+"""One matrix of an expert in FP8 on one of eight ranks; two of three lie in one tensor."""
+
+
+@cache
+def model() -> CheckpointShape:
+    return load(MODEL)
+
+
+def machine(host_gib: int = 4096) -> Machine:
+    return dataclasses.replace(preset("8xH20"), host_bytes=host_gib * GIB)
+
+
+def ask(slots: Slots = NO_SLOTS, parallel: Parallel | None = None, host_gib: int = 4096, **options: Any) -> Plan:
+    work = Workload(8192, requests=2)
+    return planner.plan(model(), machine(host_gib), work, parallel or Parallel(tp=8), slots=slots, **options)
+
+
+def test_auto_divides_what_fits_as_a_launch_does():
+    without, divided = ask(), ask(AUTO)
+    assert divided.slots == AUTO.of(divided.rows, 256) > 0
+    assert without.num_resident is not None
+    assert abs(divided.rows - without.num_resident) <= 1, "but for the blocks that slots round up to"
+    of_profile = ask(Slots(UNRESOLVED, {0.5: 0.25}))
+    assert of_profile.slots == of_profile.rows // 4
+
+
+def test_a_slot_takes_a_row_of_every_tensor_and_its_expert_stays_in_host_ram():
+    fixed, divided = ask(num_resident=60), ask(Slots(100), num_resident=60)
+    (before,), (after,) = fixed.ranks, divided.ranks
+    layouts = [ExpertLayout(256, nbytes, BLOCK_BYTES, 100) for nbytes in (2 * MATRIX, MATRIX)]
+    edges = 58 * sum(layout.edge_bytes for layout in layouts)
+    scales = 58 * 3 * (7168 // 128) * (2048 // 128) * 4 // 8
+    assert after.slot_bytes == 58 * sum(layout.slot_bytes for layout in layouts) + 100 * scales
+    assert after.resident_bytes == before.resident_bytes + edges
+    assert after.used_bytes - before.used_bytes == after.slot_bytes + edges
+    assert (after.host_bytes, divided.host_needed) == (before.host_bytes, fixed.host_needed)
+    assert before.slot_bytes == 0
+
+
+def test_ranks_of_experts_share_the_slots():
+    whole = ask(Slots(96), Parallel(tp=8, ep=8), num_resident=64).ranks[0]
+    assert whole.slot_bytes == pytest.approx(ask(Slots(96), num_resident=64).ranks[0].slot_bytes, rel=0.02)
+
+
+def test_a_number_of_slots_is_taken_from_what_fits():
+    found = ask(Slots(40))
+    assert found.slots == 40
+    assert found.num_resident == found.rows - 40 > 0
+    assert "--expert-offload-slots 40" in found.flags
+    assert f"--expert-offload-num-resident {found.num_resident}" in found.flags
+    assert not any("slots" in flag for flag in ask().flags)
+
+
+@pytest.mark.parametrize(
+    ("slots", "options", "problem"),
+    [
+        (Slots(255), {}, "--expert-offload-slots 255: {rows} rows a layer fit in VRAM; give at most as many, or auto"),
+        (
+            Slots(57),
+            {"num_resident": 200},
+            "--expert-offload-slots 57: 200 residents leave 56 of 256 experts a layer offloaded",
+        ),
+        (AUTO, {"num_resident": 60}, "--expert-offload-slots auto: divides what fits; give a number beside --num-resident 60"),
+        (Slots(100), {"num_resident": 150}, "VRAM: 150 residents and 100 slots for the 256 experts of a layer do not fit"),
+        (
+            Slots(100),
+            {"num_resident": 60, "host_gib": 300},
+            "host RAM: with 60 of 256 experts a layer resident and 100 slots",
+        ),
+    ],
+)
+def test_slots_that_cannot_be_are_refused_with_what_would_be_right(slots, options, problem):
+    found = ask(slots, **options)
+    assert not found.fits
+    rows = Case(model(), machine(), found.workload, found.parallel, Reserve(), Assumptions(), slots=slots).preferred()
+    assert found.problems[0].startswith(problem.format(rows=rows))
+
+
+def test_auto_takes_no_more_slots_than_host_ram_has_room_for():
+    """Every slot leaves one more expert in host RAM."""
+    plenty, short = ask(AUTO), ask(AUTO, host_gib=400)
+    assert 0 < short.slots < plenty.slots
+    assert short.host_needed <= 400 * GIB
+    beyond = ask(Slots(short.slots + 1), host_gib=400)
+    assert beyond.problems[0].startswith("host RAM: with ")
+    (note,) = [note for note in short.notes if "more do not fit" in note]
+    assert note.startswith(f"--expert-offload-slots auto: {short.slots} slots, not {AUTO.of(short.rows, 256)}, because")
+    assert not any("more do not fit" in note for note in plenty.notes)
+
+
+def test_where_every_expert_fits_slots_are_of_no_use():
+    for slots in (AUTO, Slots(300)):
+        found = planner.plan(model(), preset("8xB200"), Workload(8192), Parallel(tp=8), slots=slots)
+        assert (found.num_resident, found.slots) == (256, 0)
+        assert "every expert fits in VRAM: offloading is not needed, and --expert-offload-slots is of no use" in found.notes
+
+
+def test_few_residents_beside_slots_are_of_use():
+    assert ask(num_resident=4).useless
+    assert not ask(Slots(100), num_resident=4).useless
+    (few,) = ask(Slots(5), num_resident=4).useless
+    assert few.startswith("9 residents and slots are fewer than twice the 8 experts that a token uses")
+
+
+def test_hit_rates_are_those_of_measured_routing_with_slots():
+    found = ask(AUTO)
+    measured = hit_rates("deepseek_v3", 1, found.rows / 256, found.slots / found.rows)
+    assert [speed.hit_rate for speed in found.speeds[:3]] == [each.rate for each in measured.named().values()]
+    assert {speed.measured_on.policy for speed in found.speeds} == {"slots", "other_slots"}
+
+
+def test_drafts_are_weighed_with_slots():
+    work = Workload(8192, speculative=True, draft_tokens=10)
+    case = Case(model(), machine(), work, Parallel(tp=8), Reserve(), Assumptions(), slots=Slots(60))
+    rate = hit_rates("deepseek_v3", 1, 64 / 256, 60 / 64).lowest.rate
+    assert rate > 4 / 8, "more than four residents could serve of a token's eight choices"
+    assert f"the lowest measured hit rate, {rate:.0%})" in draft_note(case, 64)
+
+
+def test_the_report_shows_slots_and_what_is_assumed_of_them():
+    found = ask(AUTO)
+    text = planner.render(found)
+    assert f"It fits: {found.num_resident} of 256 experts a layer resident, and {found.slots} slots (" in text
+    assert "every miss is taken to fill one" in text
+    assert "slots need SGLang's Triton MoE runner (--moe-runner-backend triton)" in text
+    assert "\nslots  " in text
+    assert "\nslots  " not in planner.render(ask())
+
+
+STAGE = StageCost(10, 10**9, 2e9, (10**7,) * 10, 2e7, 10**6)
+
+
+def speed(resident: int = 16, slots: int = 16, hit_rate: float = 0.5, stream: Stream | None = None, prompt: int = 4096) -> Any:
+    rest = (preset("1xH200"), Workload(4096, prompt_tokens=prompt), Parallel(), 1, 4096, Assumptions())
+    return predict("test", hit_rate, resident, 64, 4, [STAGE], *rest, stream or Stream(0, 0), slots=slots)
+
+
+def test_a_miss_crosses_the_link_once_and_is_then_read_from_vram():
+    filled, in_place = speed(), speed(resident=32, slots=0)
+    assert (filled.hit_rate, filled.missed_bytes) == (in_place.hit_rate, in_place.missed_bytes)
+    assumed, missed = Assumptions(), 20 * 10**7
+    copying = missed / (55e9 * assumed.copy_efficiency) - missed / (55e9 * assumed.read_efficiency)
+    more = copying + missed / (4800e9 * assumed.hbm_efficiency) + 10 * assumed.slot_layer_us * 1e-6
+    assert filled.decode_step_s - in_place.decode_step_s == pytest.approx(more)
+    assert filled.resident_step_s == in_place.resident_step_s
+
+
+def test_a_streamed_prefill_copies_what_is_not_resident():
+    stream = Stream(2, 1024)
+    assert speed(stream=stream).prefill_chunk_s == speed(resident=16, slots=0, stream=stream).prefill_chunk_s
+    assert speed(stream=stream).prefill_chunk_s > speed(resident=32, slots=0, stream=stream).prefill_chunk_s
+
+
+def test_a_prefill_in_place_is_served_by_chance_whatever_decoding_hits():
+    found = speed(hit_rate=0.9, prompt=256)
+    assert found.prefill_chunk_s == speed(resident=32, slots=0, hit_rate=0.5, prompt=256).prefill_chunk_s
+    assert found.hit_rate == 0.9
+
+
+def auto(folder: Path, slots: Slots) -> Plan:
+    vram = {"vram_bytes": 96 * GIB, "free_vram_bytes": 94 * GIB, "host_bytes": 4096 * GIB}
+    rest = {"mem_fraction_static": 0.7, "headroom_gb": 1.0, "model_context": 8192, "max_running_requests": 1}
+    return planner.choose_num_resident(Launch(str(folder), Parallel(tp=8), **vram, **rest, slots=slots))
+
+
+def test_a_launch_divides_as_a_plan_does_and_refuses_as_many_slots_as_do_not_fit():
+    found = auto(MODEL, AUTO)
+    assert (found.num_resident, found.slots) == (found.rows - found.slots, AUTO.of(found.rows, 256))
+    with pytest.raises(FlagError, match=rf"--expert-offload-slots 255: {found.rows} rows a layer fit in VRAM"):
+        auto(MODEL, Slots(255))
+
+
+@pytest.mark.parametrize(("more_blocks", "found"), [(0, (8, 0)), (3, (4, 4))])
+def test_where_vram_is_too_small_for_any_slot_residents_have_all_of_it(checkpoints, more_blocks, found):
+    """Experts of 512 KiB and 256 KiB: eight residents share three blocks of 2 MiB, four and four slots need four."""
+    folder = checkpoints("qwen3_moe", expert_size=512)
+    room = fraction(folder, 8, 1024, beside=more_blocks * BLOCK_BYTES)
+    vram = {"vram_bytes": VRAM, "free_vram_bytes": VRAM, "host_bytes": 64 * GIB, "mem_fraction_static": room, "headroom_gb": 0}
+    rest = {"model_context": CONTEXT, "max_running_requests": 1, "max_total_tokens": 1024, "stream_gb": 0}
+    plan = planner.choose_num_resident(Launch(str(folder), Parallel(), **vram, **rest, slots=AUTO))
+    assert (plan.num_resident, plan.slots) == found
+    assert any("more do not fit" in note for note in plan.notes) == (more_blocks == 0)
+
+
+def run(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    planner_cli.add_arguments(parser)
+    return planner_cli.run(parser.parse_args([str(MODEL), "--machine", "8xH20", *map(str, words)]))
+
+
+def test_the_command_plans_with_slots(capsys):
+    assert run("--slots", "auto", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["slots"] == AUTO.of(found["num_resident"] + found["slots"], 256)
+    assert found["ranks"][0]["slot_bytes"] > 0
+    assert run("--slots", 30, "--num-resident", 50, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_resident"], found["slots"]) == (50, 30)
+    for wrong in ("-1", "some"):
+        with pytest.raises(SystemExit):
+            run("--slots", wrong)
+        assert f"--slots: '{wrong}' is not " in capsys.readouterr().err
