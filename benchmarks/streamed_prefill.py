@@ -225,7 +225,7 @@ class ModelledStaging:
     def begin_step(self) -> None:
         self._gpu.copied = max(self._gpu.copied, self._gpu.computed)
 
-    def copy(self, buffer: int, parts: Sequence[Part]) -> None:
+    def copy(self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None) -> None:
         begin = max(self._gpu.copied, self._gpu.host)
         if begin < self._read[buffer]:
             raise RuntimeError(f"buffer {buffer} is filled from {begin} s on, and read until {self._read[buffer]} s")
@@ -760,7 +760,7 @@ class NoStaging:
 
     def begin_step(self) -> None: ...
 
-    def copy(self, buffer: int, parts: Sequence[Part]) -> None: ...
+    def copy(self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None) -> None: ...
 
     def acquire(self, buffer: int) -> None: ...
 

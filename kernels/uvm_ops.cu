@@ -39,6 +39,8 @@ struct uvm_copy {
     const char* from;
     char* to;
     size_t nbytes;
+    size_t row;          // bytes of an expert
+    const int* slot_of;  // [nbytes / row] as of uvm_slots, whose rows follow the experts; null: no slots
 };
 
 // The slots of one layer, all in VRAM. E experts, S slots.
@@ -491,6 +493,23 @@ __device__ void copy_bytes(const char* from, char* to, size_t nbytes) {
     for (; at < words; at += copy_threads) target[at] = source[at];
     for (size_t i = words * sizeof(uint4) + threadIdx.x; i < nbytes; i += copy_threads) to[i] = from[i];
 }
+
+__device__ void copy_row(const char* from, char* to, size_t nbytes) {
+    if (((size_t)from | (size_t)to) % sizeof(uint4) == 0) return copy_bytes(from, to, nbytes);
+    for (size_t i = threadIdx.x; i < nbytes; i += copy_threads) to[i] = from[i];
+}
+
+// Copies bytes of experts, of each one from its slot if it is in one.
+__device__ void copy_experts(const uvm_copy& part, size_t at, size_t end) {
+    while (at < end) {
+        const size_t expert = at / part.row, begin = expert * part.row;
+        const size_t stop = begin + part.row < end ? begin + part.row : end;
+        const int slot = part.slot_of[expert];
+        const char* row = slot ? part.from + part.nbytes + (slot - 1) * part.row : part.from + begin;
+        copy_row(row + (at - begin), part.to + at, stop - at);
+        at = stop;
+    }
+}
 }  // namespace
 
 // Blocks claim one chunk after the other, in an order that spreads neighbours: chunks in VRAM and chunks behind the
@@ -510,8 +529,11 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 2)
         while (copies.chunks[i] <= chunk) i++;
         const uvm_copy& part = copies.part[i];
         const size_t offset = (chunk - (i ? copies.chunks[i - 1] : 0)) * copy_chunk;
-        const size_t left = part.nbytes - offset;
-        copy_bytes(part.from + offset, part.to + offset, left < copy_chunk ? left : copy_chunk);
+        const size_t left = part.nbytes - offset, nbytes = left < copy_chunk ? left : copy_chunk;
+        if (part.slot_of)
+            copy_experts(part, offset, offset + nbytes);
+        else
+            copy_bytes(part.from + offset, part.to + offset, nbytes);
     }
 }
 
@@ -546,6 +568,7 @@ UVM_API int uvm_copy_layer(int device, const uvm_copy* parts, int count, unsigne
     for (int i = 0; valid && i < count; i++) {
         const uvm_copy& part = parts[i];
         valid = part.nbytes > 0 && ((size_t)part.from | (size_t)part.to) % sizeof(uint4) == 0;
+        valid = valid && (!part.slot_of || (part.row > 0 && part.nbytes % part.row == 0));
         total += (part.nbytes + copy_chunk - 1) / copy_chunk;
         valid = valid && total < INT_MAX;
         copies.part[i] = part;
@@ -669,7 +692,7 @@ UVM_API int uvm_set_control(long long* control, long long valid, long long phase
 // does not matter.
 
 namespace {
-enum slot_kind { slot_tokens, slot_hits, slot_fills, slot_kept, slot_kinds };
+enum slot_kind { slot_tokens, slot_hits, slot_fills, slot_kept, slot_streamed, slot_kinds };
 constexpr int ages = 24, lately_bits = 4, long_bits = 16;
 constexpr int classes = ages * lately_bits * long_bits;
 constexpr int rate_bits = 20, lately_shift = 4, long_shift = 11, least_shift = 2;
@@ -869,6 +892,8 @@ __device__ void resolve(const uvm_slots& layer, slot_table* table, const uvm_rou
             counts[slot_tokens * layer.width + expert] += tokens;
             counts[slot_hits * layer.width + expert]++;
         }
+        if (!step.blocks && layer.share[expert] && !layer.slot_of[expert])
+            counts[slot_streamed * layer.width + expert]++;
         const bool wanted = decode ? tokens != 0 : choice.distance[expert] < tail;
         const bool miss = wanted && !layer.slot_of[expert] && layer.share[expert];
         const unsigned value = decode ? observe(layer, table, expert, wanted)
@@ -889,11 +914,6 @@ __device__ void resolve(const uvm_slots& layer, slot_table* table, const uvm_rou
         const int slot = expert >= 0 && expert < layer.num_experts ? layer.slot_of[expert] - 1 : -1;
         if (slot >= 0) step.blocks[i] = layer.num_experts + slot;
     }
-}
-
-__device__ void copy_row(const char* from, char* to, size_t nbytes) {
-    if (((size_t)from | (size_t)to) % sizeof(uint4) == 0) return copy_bytes(from, to, nbytes);
-    for (size_t i = threadIdx.x; i < nbytes; i += copy_threads) to[i] = from[i];
 }
 
 // Copies the chosen experts into their slots, a unit of a row at a time, all blocks by turns.

@@ -11,7 +11,7 @@ import torch
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.memory.slots import MAX_REQUESTS, SlotLayer
 from sglang_uvm_offload.policy.slots import EMPTY, TAIL, Resolved, SlotPolicy, Tails
-from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, SLOT_KEPT, SLOT_TOKENS, Phase
+from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, SLOT_KEPT, SLOT_STREAMED, SLOT_TOKENS, Phase
 
 
 class CpuSlots:
@@ -56,8 +56,11 @@ class CpuSlots:
         valid, phase = self._counters.step
         mine = self._layers[layer]
         if valid and mine is not None:
+            counts: np.ndarray = self._counters.slot_counts()[layer, int(phase)]
+            offloaded = self.policy.present[layer] & (self._share[layer] > 0)
+            counts[SLOT_STREAMED] += offloaded & (self.policy.slot_of[layer] == EMPTY)
             resolved = self._resolve_prefill(layer, ids[:valid], np.zeros(self._share.shape[1], dtype=bool))
-            self._fill(mine, resolved, copies, self._counters.slot_counts()[layer, int(phase), SLOT_KEPT])
+            self._fill(mine, resolved, copies, counts[SLOT_KEPT])
 
     def _resolve_prefill(self, layer: int, ids: torch.Tensor, read: np.ndarray) -> Resolved:
         mine, rows = self._layers[layer], slice(layer, layer + 1)
@@ -73,6 +76,10 @@ class CpuSlots:
             counts[expert] += 1
             for (address, nbytes), copy in zip(layer.rows, copies, strict=True):
                 ctypes.memmove(address + (layer.num_experts + slot) * nbytes, copy + expert * nbytes, nbytes)
+
+    def slot_of(self, layer: int) -> torch.Tensor | None:
+        mine = self._layers[layer]
+        return None if mine is None else torch.from_numpy(self.policy.slot_of[layer, : mine.num_experts] + 1).int()
 
     def reset(self) -> None:
         self.policy.reset()

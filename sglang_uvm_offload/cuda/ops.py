@@ -40,7 +40,10 @@ class _Failure(ctypes.Structure):
 
 
 class _Copy(ctypes.Structure):
-    _fields_ = [("source", c_void_p), ("target", c_void_p), ("nbytes", c_size_t)]
+    _fields_ = [
+        *(("source", c_void_p), ("target", c_void_p), ("nbytes", c_size_t)),
+        *(("expert_bytes", c_size_t), ("slot_of", c_void_p)),
+    ]
 
 
 class _Slots(ctypes.Structure):
@@ -90,7 +93,7 @@ class SlotState:
     share: torch.Tensor
     """uint8 ``[E]``, or more"""
     counts: torch.Tensor
-    """int64 ``[2, 4, width]``"""
+    """int64 ``[2, 5, width]``"""
 
     @functools.cached_property
     def pointers(self) -> _Slots:
@@ -218,11 +221,16 @@ class CudaOps:
         self._call("uvm_time_reads", device, addresses.data_ptr(), len(addresses), times.data_ptr())
 
     def copy_layer(
-        self, device: int, parts: Sequence[tuple[int, int, int]], claimed: torch.Tensor, caller: int, stream: int
+        self,
+        device: int,
+        parts: Sequence[tuple[int, int, int, int, int | None]],
+        claimed: torch.Tensor,
+        caller: int,
+        stream: int,
     ) -> None:
-        """Copy ``parts`` (address of the source, of the target, bytes), in the order of ``stream``, by a kernel that reads each
-        byte wherever it lies. Addresses are multiples of 16. ``claimed``: int32 ``[1]`` in VRAM, used by no other copy under
-        way."""
+        """Copy ``parts`` (address of the source, of the target, bytes; bytes of an expert, and the address of its layer's
+        ``SlotState.slot_of`` or None), in the order of ``stream``, by a kernel that reads each byte wherever it lies. The first
+        two are multiples of 16. ``claimed``: int32 ``[1]`` in VRAM, used by no other copy under way."""
         array = (_Copy * len(parts))(*(_Copy(*part) for part in parts))
         self._call("uvm_copy_layer", device, array, len(parts), claimed.data_ptr(), caller, stream)
 

@@ -74,6 +74,10 @@ class CudaSlots:
         if state is not None and ids.numel():
             self._ops.keep_in_slots(state, self._table, ids, copies, self._step)
 
+    def slot_of(self, layer: int) -> torch.Tensor | None:
+        state = self._states.get(layer)
+        return None if state is None else state.slot_of
+
     def reset(self) -> None:
         self._held.copy_(self._nothing)
 

@@ -54,6 +54,10 @@ class ExpertSlots(Protocol):
         """The layer at index ``layer`` computes a prefill from copies of its experts in VRAM, which have their rows at the
         addresses ``copies``, one for each of the layer's ``rows``: fill slots from there. Not for a capture."""
 
+    def slot_of(self, layer: int) -> torch.Tensor | None:
+        """int32 ``[num_experts]`` on the device: the slot that holds each expert of a layer, plus one; 0: none. As of now, in
+        stream order. None for a layer without slots."""
+
     def reset(self) -> None:
         """The slots hold nothing: bytes of experts may have changed since the last step."""
 

@@ -21,6 +21,8 @@ class Part(NamedTuple):
     nbytes: int
     offset: int
     """A multiple of 16."""
+    expert_bytes: int = 0
+    """Of each expert, one behind the other; 0 if the bytes are not experts'."""
 
 
 class Staging(Protocol):
@@ -37,9 +39,10 @@ class Staging(Protocol):
     def begin_step(self) -> None:
         """Copies from now on come after all that the calling stream has been given: it may write experts between steps."""
 
-    def copy(self, buffer: int, parts: Sequence[Part]) -> None:
+    def copy(self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None) -> None:
         """Begin to copy the parts to the buffer, after the last ``release``. Bytes are read wherever they lie, so they may move
-        meanwhile. Raises ``ManagedMemoryError``; the buffer's bytes are then undefined."""
+        meanwhile. ``slots`` (``ExpertSlots.slot_of``): experts that are in slots are read from there; they must stay until the
+        copy is over. Raises ``ManagedMemoryError``; the buffer's bytes are then undefined."""
 
     def acquire(self, buffer: int) -> None:
         """What the calling stream is given from now on comes after the buffer's last copy."""

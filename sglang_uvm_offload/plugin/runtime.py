@@ -193,6 +193,8 @@ class _RankHooks:
         if self.slots is not None:
             for seam in self.seams:
                 seam.find = self.slots.at
+            if self.layer_hooks.streamer is not None:
+                self.layer_hooks.streamer.slot_of = self.slots.slot_of
 
     def experts_written(self) -> None:
         """Bytes of experts may have changed."""

@@ -12,6 +12,7 @@ from sglang_uvm_offload.routing.counts import (
     SLOT_FILLS,
     SLOT_HITS,
     SLOT_KEPT,
+    SLOT_STREAMED,
     SLOT_TOKENS,
     Phase,
     RoutingCounts,
@@ -37,7 +38,7 @@ class Ledger:
         """Bytes of placed experts that steps read in place, each expert once a step, and those of them that were in host RAM. A
         prefill may read them more often."""
         self.streamed_bytes = np.zeros(len(layers), dtype=np.int64)
-        """Bytes of offloaded experts that were copied into VRAM for steps that stream, each byte once a step."""
+        """Bytes of offloaded experts that were copied over the link for steps that stream, each byte once a step."""
         self.activations = np.zeros(len(layers), dtype=np.int64)
         self.activations_resident = np.zeros(len(layers))
         """Activations, in decode steps, of experts that can be offloaded, and those served from VRAM."""
@@ -89,10 +90,11 @@ class Ledger:
         self.slot_fills += fills.sum(axis=1)
         self.slot_bypasses += (activations - hits - fills).sum(axis=1)
         self.slot_kept += slots[:, :, SLOT_KEPT].sum(axis=(1, 2))
+        self.streamed_bytes += (slots[:, :, SLOT_STREAMED].sum(axis=1) * offloaded).sum(axis=1)
 
     def add_streamed(self, layer: int, nbytes: int) -> None:
-        """``nbytes`` of the layer at index ``layer`` are copied into VRAM for a step. Call it on the thread that launches
-        steps, as ``account``."""
+        """``nbytes`` of the layer at index ``layer``, which has no slots, are copied into VRAM for a step. Call it on the
+        thread that launches steps, as ``account``."""
         self.streamed_bytes[layer] += nbytes
 
     @property

@@ -222,7 +222,7 @@ class RankStatus(Struct, frozen=True):
     zero_copy_bytes: Count
     """Bytes of offloaded experts that steps read in place, each expert once a step."""
     streamed_bytes: Count
-    """Bytes of offloaded experts that were copied into VRAM for steps that stream, each byte once a step."""
+    """Bytes of offloaded experts that were copied over the link for steps that stream, each byte once a step."""
     moves: Count
     """Promotions, each of neighbouring blocks that hold the same experts."""
     moved_bytes: Count

@@ -74,6 +74,10 @@ class ModelSlots:
         if self._device is not None and served is not None and self.reasons[index] is None:
             self._device.keep(index, ids, [copies.get(row.address, row.address) for row in served.rows])
 
+    def slot_of(self, index: int) -> torch.Tensor | None:
+        """As ``memory.slots.ExpertSlots.slot_of``, for the layer at ``index``. None where it uses no slots (any more)."""
+        return None if self._device is None or self.reasons[index] is not None else self._device.slot_of(index)
+
     def begin_step(self, valid_rows: int, phase: Phase, ends: Sequence[int] = ()) -> None:
         """Call it before each step is launched, after the counters' ``begin_step``. ``ends``, of a prefill: behind the last
         row of each request."""

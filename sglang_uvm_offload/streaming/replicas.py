@@ -41,7 +41,7 @@ class Replicas:
             return
         offset, offsets = 0, {}
         for mine in layer.tensors:
-            self.parts.append(Part(mine.managed, mine.layout.nbytes, offset))
+            self.parts.append(Part(mine.managed, mine.layout.nbytes, offset, mine.layout.expert_bytes))
             offsets[mine.address] = offset
             offset += whole_blocks(mine.layout.nbytes)
         for held in expert_tensors(layer.holders, layer.num_experts):

@@ -34,10 +34,13 @@ class Streamer:
 
     def __init__(self, layers: Sequence[ExpertLayer], staging: Staging, min_tokens: int, on_copy: Callable[[int, int], None]):
         """``layers``: the model's MoE layers in the order of a step. Steps of ``min_tokens`` tokens or more stream.
-        ``on_copy(row, nbytes)``: so many offloaded bytes of a layer begin to cross the link."""
+        ``on_copy(row, nbytes)``: so many offloaded bytes of a layer begin to cross the link; those of layers with slots are
+        counted where slots are kept."""
         self.min_tokens = min_tokens
         self.fault: str | None = None
         """Why steps no longer stream, None while they do."""
+        self.slot_of: Callable[[int], torch.Tensor | None] = lambda row: None
+        """As ``slots.model.ModelSlots.slot_of``."""
         self._layers = layers
         self._staging = staging
         self._on_copy = on_copy
@@ -119,11 +122,13 @@ class Streamer:
             if self.fault is not None:
                 return False
             try:
-                self._staging.copy(buffer, self._replicas_of(row).parts)
+                slots = self.slot_of(row)
+                self._staging.copy(buffer, self._replicas_of(row).parts, slots)
             except ManagedMemoryError as failure:
                 self._stop(str(failure))
                 return False
-            self._on_copy(row, self._layers[row].offloaded_bytes)
+            if slots is None:
+                self._on_copy(row, self._layers[row].offloaded_bytes)
         return True
 
     def _stop(self, reason: str) -> None:

@@ -13,7 +13,7 @@ def managed(nbytes, place=HOST):
     held.copy_(torch.from_numpy(random.integers(0, 255, nbytes, dtype=np.uint8)))
     return made, held
 def same(buffer, parts, held):
-    pairs = [(buffer[at : at + nbytes], bytes_[:nbytes]) for (_, nbytes, at), bytes_ in zip(parts, held)]
+    pairs = [(buffer[part.offset :][: part.nbytes], bytes_[: part.nbytes]) for part, bytes_ in zip(parts, held)]
     return [bool(torch.equal(copied.cpu(), bytes_.cpu())) for copied, bytes_ in pairs]
 """
 
@@ -34,8 +34,8 @@ staging.copy(1, parts)
 staging.acquire(1)
 torch.cuda.synchronize()
 inside = np.zeros(int(offsets[-1]), dtype=bool)
-for _, nbytes, at in parts:
-    inside[at : at + nbytes] = True
+for part in parts:
+    inside[part.offset : part.offset + part.nbytes] = True
 untouched = staging.buffers[1].cpu().numpy()[~inside]
 print(json.dumps([all(same(staging.buffers[1], parts, [held for _, held in made])),
                   bool((untouched == 7).all()), bool((staging.buffers[0].cpu() == 7).all())]))
@@ -45,6 +45,29 @@ print(json.dumps([all(same(staging.buffers[1], parts, [held for _, held in made]
     kernels = [call for call in ran.calls if call.get("kernel") == "uvm_copy_kernel"]
     assert len(kernels) == 2  # one takes 32 tensors
     assert {call["stream"] for call in kernels} != {"(nil)"}
+
+
+def test_experts_that_are_in_slots_are_copied_from_there(standin):
+    """Experts larger and smaller than what a block copies at once, and of odd sizes."""
+    ran = standin.run(
+        PREPARE
+        + """
+E, S, said = 11, 5, []
+slot_of = random.permutation([*range(1, S + 1), *[0] * (E - S)]).astype("int32")
+source = np.where(slot_of, E + slot_of - 1, np.arange(E))
+for expert_bytes in (64, 100, 16 << 10, (128 << 10) + 16, (300 << 10) + 1):
+    one, held = managed((E + S) * expert_bytes)
+    staging = CudaStaging(0, -(-E * expert_bytes // 16) * 16, 1)
+    staging.begin_step()
+    staging.copy(0, [Part(one, E * expert_bytes, 0, expert_bytes)], torch.from_numpy(slot_of).cuda())
+    staging.acquire(0)
+    torch.cuda.synchronize()
+    copied = staging.buffers[0].cpu()[: E * expert_bytes].view(E, expert_bytes)
+    said.append(bool(torch.equal(copied, held.cpu().view(E + S, expert_bytes)[torch.from_numpy(source)])))
+print(json.dumps([said, int((slot_of > 0).sum())]))
+"""
+    )
+    assert ran.said == [[True] * 5, 5], ran.err
 
 
 def test_a_range_is_copied_wherever_its_blocks_lie_and_without_moving_them(standin):

@@ -38,9 +38,9 @@ blank = [torch.zeros(t.shape, dtype=t.dtype).cuda() for t in weights[0][0]]
 staging = CudaStaging(0, max(map(buffer_bytes, layers)), {buffers})
 streamer = Streamer(layers, staging, 1, lambda row, nbytes: None)
 filled, copy = [], staging.copy
-def copy_and_tell(buffer, parts):
+def copy_and_tell(buffer, parts, slots):
     filled.append(buffer)
-    copy(buffer, parts)
+    copy(buffer, parts, slots)
 staging.copy = copy_and_tell
 {without}
 def begin():

@@ -253,13 +253,13 @@ def test_every_way_to_copy_and_every_arm_of_a_step_is_run(ran):
 
 ONE_BYTE_LESS = """
 whole = CudaStaging.copy
-def copy(self, buffer, parts):
+def copy(self, buffer, parts, slots=None):
     whole(self, buffer, [it._replace(nbytes=it.nbytes - (it.nbytes > 1 << 20)) for it in parts])
 CudaStaging.copy = copy
 """
 HALF = """
 whole = CudaStaging.copy
-CudaStaging.copy = lambda self, buffer, parts: whole(self, buffer, parts[:1])
+CudaStaging.copy = lambda self, buffer, parts, slots=None: whole(self, buffer, parts[:1])
 """
 NO_MOVES = "ExpertTensor.demote = ExpertTensor.promote = lambda self, after: 0"
 OLD_WEIGHTS = "BufferSchedule.forget = lambda self: None"

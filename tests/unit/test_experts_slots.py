@@ -275,13 +275,29 @@ def test_a_stream_buffer_holds_experts_alone():
     fill([module.w13.data], E, S)
     buffers = [torch.full((buffer_bytes(layer),), 0xEE, dtype=torch.uint8)]
     replicas = Replicas(layer, buffers)
-    assert replicas.parts == [Part(layer.tensors[0].managed, E * expert_bytes, 0)]
+    assert replicas.parts == [Part(layer.tensors[0].managed, E * expert_bytes, 0, expert_bytes)]
     staging = CpuStaging(layer.memory, buffer_bytes(layer), 1)
     staging.buffers[0].fill_(0xEE)
     staging.copy(0, replicas.parts)
     experts = E * expert_bytes
     assert torch.equal(staging.buffers[0][:experts], module.w13.data.view(-1).view(torch.uint8))
     assert (staging.buffers[0][experts:] == 0xEE).all()
+
+
+def test_a_stream_buffer_gets_an_expert_from_its_slot_where_it_has_one():
+    layer, module = made()
+    fill([module.w13.data], E, S)
+    expected = [row(module.w13, e).clone() for e in range(E)]
+    slot_of = torch.zeros(E, dtype=torch.int32)
+    for expert, slot in ((1, S - 1), (4, 0)):
+        slot_of[expert], expected[expert] = slot + 1, row(module.w13, E + slot).clone()
+    assert not torch.equal(expected[4], row(module.w13, 4))
+    replicas = Replicas(layer, [torch.empty(buffer_bytes(layer), dtype=torch.uint8)])
+    staging = CpuStaging(layer.memory, buffer_bytes(layer), 1)
+    staging.copy(0, replicas.parts, slot_of)
+    copied = staging.buffers[0][: layer.tensors[0].layout.nbytes].view(E, -1)
+    for mine, theirs in zip(copied, expected, strict=True):
+        assert torch.equal(mine, theirs.view(torch.uint8).flatten())
 
 
 @pytest.mark.parametrize(("ep_rank", "slots"), [(0, 2), (1, 3)])

@@ -10,11 +10,14 @@ import torch
 from builders.managers import LAYERS, Rank, config
 
 from sglang_uvm_offload.cpu.slots import CpuSlots
+from sglang_uvm_offload.cpu.staging import CpuStaging
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_TENSORS
 from sglang_uvm_offload.policy.slots import AGES, CLASSES, TAIL, WHOLE
 from sglang_uvm_offload.routing.counts import ALL_ROWS, IdFormat, Phase
 from sglang_uvm_offload.slots.model import ModelSlots
+from sglang_uvm_offload.streaming.replicas import buffer_bytes
+from sglang_uvm_offload.streaming.streamer import Streamer
 
 E, SLOTS = 8, 3
 BLOCK = 16
@@ -117,6 +120,34 @@ def test_a_prefill_that_streams_evicts_what_is_worth_less_and_reads_no_slot():
     rank.stream([[4, 4], [7, 7]], copies, [2])
     assert policy.owner[0].tolist() == [4, 7, 6], "4 was just used again"
     assert rank.status()["slots"]["hits"] == 0
+
+
+def test_a_prefill_that_streams_brings_over_the_link_what_no_slot_holds():
+    rank = Served()
+    rank.serve([4])
+    layer = rank.model.layers[0]
+    copied, told = [], []
+    staging = CpuStaging(rank.manager.memory, buffer_bytes(layer), 2)
+    staging.copy = lambda buffer, parts, slots: copied.append(slots)
+    streamer = Streamer(rank.model.layers, staging, 1, lambda row, nbytes: told.append(row))
+    streamer.slot_of = rank.slots.slot_of
+    streamer.begin_step()
+    assert copied[0].tolist() == [0] * 4 + [1] + [0] * 3
+    assert told == []
+    rank.stream([[4], [6]], [module.w13.clone() for module in rank.modules], [2])
+    rank.stream([[4], [6]], [module.w13.clone() for module in rank.modules], [2])
+    assert rank.status()["streamed_bytes"] == (4 + 3) * LAYERS * PAGE_BYTES, "of five that are offloaded"
+
+
+def test_a_layer_that_uses_its_slots_no_more_streams_its_own_rows():
+    rank = Served()
+    rank.serve([4])
+    module = rank.modules[1]
+    kept = module.w13
+    module.w13 = kept.clone()
+    rank.model.layers[1].sync_tensors(module)
+    rank.slots.begin_step(0, Phase.PREFILL)
+    assert [rank.slots.slot_of(index) is None for index in range(LAYERS)] == [False, True, False]
 
 
 def test_a_prefill_that_streams_fills_no_slot_of_a_layer_that_uses_its_slots_no_more():

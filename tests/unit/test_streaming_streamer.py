@@ -55,13 +55,13 @@ class StrictStaging(CpuStaging):
         for buffer in self.buffers:
             buffer.fill_(POISON)
 
-    def copy(self, buffer, parts):
+    def copy(self, buffer, parts, slots=None):
         assert not self.capturing
         assert buffer not in self.read
         self.buffers[buffer].fill_(POISON)
         if self.fails:
             raise ManagedMemoryError("cudaLaunchKernel", "w13", Span(0, 1), "no more")
-        super().copy(buffer, parts)
+        super().copy(buffer, parts, slots)
         self.calls.append(("copy", parts[0][0].name[-1], buffer))
 
     def acquire(self, buffer):
