@@ -62,7 +62,7 @@ def markdown(cases: Sequence[dict[str, Any]]) -> str:
     return "\n".join([
         "# VRAM split between residents and slots\n",
         "Made by `benchmarks/slot_splits.py`. Link time of decode steps relative to the best split of the case, by the share\n"
-        "of VRAM in slots. Prefill, which brings what is not resident over the link, is not in it.\n",
+        "of VRAM in slots. Prefill is not in it.\n",
         grid(["routing", "cases", *shares], means),
         "## By case\n",
         grid(["routing", "skew", "batch", "in VRAM", *shares], rows),

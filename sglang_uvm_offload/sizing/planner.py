@@ -314,7 +314,7 @@ def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
         out.append(f"{_SLOTS} {AUTO}: {fewer}, because more do not fit in VRAM, or their experts not in host RAM")
     if case.slots_of(chosen):
         out.append(
-            "slots need SGLang's Triton MoE runner (--moe-runner-backend triton); whether it serves this model is not checked"
+            "slots need SGLang's Triton or Marlin MoE runner (--moe-runner-backend); whether one serves this model is not known"
         )
     needed = case.host(chosen, after_moves=True)
     if needed > case.machine.host_bytes:
@@ -369,7 +369,6 @@ def _speed(case: Case, chosen: int, requests: int, name: str, hit_rate: float) -
 def _hiding_chunk(case: Case, chosen: int) -> int:
     stages = [case.cost(stage) for stage in range(case.parallel.pp)]
     return hiding_chunk(
-        *(case.residents_of(chosen), case.model.num_experts, case.model.top_k, stages, case.machine, case.parallel),
-        case.assumed,
+        *(chosen, case.model.num_experts, case.model.top_k, stages, case.machine, case.parallel, case.assumed),
         case.stream(chosen),
     )

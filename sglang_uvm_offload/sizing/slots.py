@@ -11,7 +11,7 @@ FINE_EXPERTS = 128
 """Models with so many experts a layer have no experts that most requests use: what traffic uses right now is worth most."""
 FINE_SHARE, COARSE_SHARE = 0.75, 0.5
 """The share of the VRAM that becomes slots without a trace to choose it by. More would take a few percent less of the link for
-decode steps (benchmarks/results/slots/splits.md), and would have a prefill bring the more bytes."""
+decode steps (benchmarks/results/slots/splits.md), and more host RAM: what a slot holds stays there too."""
 
 
 def default_share(num_experts: int) -> float:

@@ -13,8 +13,9 @@ layer, which overlaps with nothing, is left out.
 With slots, a decode step counts N as residents and slots together. Every miss is taken to fill a slot: it crosses the link
 once, at the rate of a copy, and is then read from VRAM; and each MoE layer takes time to decide. A fill ends before its layer
 computes, so it overlaps with no read of VRAM. Reads in place are not taken to overlap either (the sum above), so slots lose
-nothing by it here. A prefill fills no slots. Where it reads in place, residents and slots serve their share of the experts, as
-if by chance, because slots hold what other requests decoded with. Where it streams, it copies all that is not resident.
+nothing by it here. Where a prefill reads in place, residents and slots serve their share of the experts, as if by chance,
+because slots hold what other requests decoded with. Where it streams, it copies what is neither resident nor in a slot. That
+slots are full is assumed, and so is that filling them after a prefill costs nothing.
 
 The overhead of a layer depends on its attention: what a step of one request takes beyond its reads is launches and kernels too
 small to fill a GPU, and latent attention has more of them.
@@ -119,7 +120,7 @@ def predict(
     prompt = _Batch(chunk_tokens, 0, 0)
     streamed = bool(stream.buffers) and num_resident < num_experts and chunk_tokens >= stream.tokens
     if streamed:
-        reread, prefill = 1.0, model.streamed_chunk(num_resident, prompt, stream.buffers)
+        reread, prefill = 1.0, model.streamed_chunk(rows, prompt, stream.buffers)
     else:
         served = rows / num_experts if slots else hit_rate
         reread = model.reread(rows, served, prompt)
@@ -144,7 +145,7 @@ def predict(
 
 
 def hiding_chunk(
-    num_resident: int,
+    rows: int,
     num_experts: int,
     top_k: int,
     stages: list[StageCost],
@@ -153,10 +154,11 @@ def hiding_chunk(
     assumed: Assumptions,
     stream: Stream,
 ) -> int:
-    """The smallest of ``HIDING_CHUNKS`` that streams and computes for at least as long as it copies, 0 if none does."""
+    """The smallest of ``HIDING_CHUNKS`` that streams and computes for at least as long as it copies, with ``rows`` residents
+    and slots of each layer; 0 if none does."""
     model = _Model(num_experts, top_k, stages, machine, parallel, assumed)
     chunks = (tokens for tokens in HIDING_CHUNKS if stream.buffers and tokens >= stream.tokens)
-    return next((tokens for tokens in chunks if model.hides(num_resident, _Batch(tokens, 0, 0), stream.buffers)), 0)
+    return next((tokens for tokens in chunks if model.hides(rows, _Batch(tokens, 0, 0), stream.buffers)), 0)
 
 
 @dataclass(frozen=True)
