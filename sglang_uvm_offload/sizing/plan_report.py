@@ -29,7 +29,7 @@ FORMULA = (
 WITH_SLOTS = (
     "with slots, N is residents and slots; every miss is taken to fill one: it is copied at the copy rate before its layer "
     "computes, then read from VRAM; each MoE layer takes slot_layer_us more",
-    "prefill fills no slots: in place, residents and slots serve their share of the experts; streamed, residents alone count",
+    "a prefill in place is served by residents and slots as if by chance; a streamed one copies what is in neither",
 )
 
 

@@ -1,4 +1,5 @@
-"""What a forward step is to the counters: its rows, its tokens and its phase, on one rank and on ranks that exchange tokens."""
+"""What a forward step is to the counters and the slots: its rows, its tokens, its phase and where its requests end, on one rank
+and on ranks that exchange tokens. And what of a rank learns of its slots."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.plugin import runtime
 from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase
 
@@ -52,3 +54,29 @@ def test_experts_that_are_sent_tokens_count_them_though_their_rank_has_none(monk
     assert step(monkeypatch, ForwardMode.IDLE, 0, [0], a2a="deepep") == (ALL_ROWS, 1, Phase.DECODE)
     assert step(monkeypatch, ForwardMode.DECODE, 4, [4], a2a="deepep") == (ALL_ROWS, 4, Phase.DECODE)
     assert step(monkeypatch, ForwardMode.IDLE, 0, [0], extends=True, a2a="deepep")[2] is Phase.PREFILL
+
+
+@pytest.mark.parametrize(
+    ("lengths", "everywhere", "ends"),
+    [
+        ([3, 1, 5], None, [3, 4, 9]),
+        (None, None, list(range(1, 10))),  # decoded together
+        ([9], [9, 0, 4], [9, 9, 13]),  # gathered: rows of all ranks
+    ],
+)
+def test_requests_of_a_prefill_end_where_their_rows_do(lengths, everywhere, ends):
+    batch = SimpleNamespace(input_ids=[0] * 9, extend_seq_lens_cpu=lengths, global_num_tokens_cpu=everywhere)
+    assert runtime._ends(batch) == ends
+
+
+def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
+    hooks = []
+    runtime.install(parse({"num_resident": 1, "slots": 2}), lambda target, hook, kind: hooks.append(hook))
+    rank = hooks[0].__self__
+    slots = SimpleNamespace(at=lambda address: None, slot_of=lambda row: None)
+    monkeypatch.setattr(runtime, "make_slots", lambda model: slots)
+    rank._begin_slots(None)
+    assert rank.slots is rank.layer_hooks.slots is slots
+    streamer = rank.layer_hooks.streamer = SimpleNamespace()
+    rank._begin_slots(None)
+    assert streamer.slot_of is slots.slot_of
