@@ -37,6 +37,7 @@ Streaming, in a step with many tokens, for each MoE layer:
     streaming/schedule      which layer is copied into which buffer
     streaming/replicas      points the layer's tensors at a buffer, and back
     cuda/staging, cpu/staging  copies, and orders copies and readers (memory/staging)
+    slots/model             fills slots from the buffer, before the layer computes
 
 Slots, in each step that reads experts in place, for each MoE layer:
 
