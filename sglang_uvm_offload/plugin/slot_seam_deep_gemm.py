@@ -1,16 +1,16 @@
 """A hook on SGLang's DeepGEMM runner, by which an expert is computed from its copy in a slot.
 
-In the contiguous layout ``m_indices`` names the expert of each row, and both GEMMs share it. It is rewritten before the first of
-them, and both are given the weights and scales of all rows, experts and slots, since TMA descriptors check bounds. The masked
-layout gives each expert a group of rows by its number, so it is computed in place. What DeepGEMM's kernels for Hopper do is taken
-from the source that it ships (``scheduler/gemm.cuh``, ``sm90_fp8_gemm_1d2d.cuh``, ``sm90_bf16_gemm.cuh``), and never ran on a GPU:
+In the contiguous layout ``m_indices`` names the expert of each row, and both GEMMs share it. It is rewritten before the first,
+and both are given the weights and scales of all rows, experts and slots, since TMA descriptors check bounds. The masked layout
+gives each expert a group of rows by its number, so it is computed in place. What DeepGEMM's kernels for Hopper do is taken from
+the source that it ships (``scheduler/gemm.cuh``, ``sm90_fp8_gemm_1d2d.cuh``, ``sm90_bf16_gemm.cuh``), and never ran on a GPU:
 
 - A block of rows has the expert of its first row. Weights are read by TMA from row ``expert * N`` on, scales of 128 x 128
   without bounds at base + expert * stride.
-- A block of no expert (-1) is not computed, yet its weights are read: expert 0's, which may be in host RAM. SGLang pads a step to
-  the blocks that its worst routing needs, so there are many. Here they have the row of the first slot, which is in VRAM. SGLang
-  drops what is computed for padding, and no row of it reaches another.
-- The number of groups is part of the name that a compiled kernel has, and of nothing that it does in this layout.
+- A block of no expert (-1) is not computed, yet weights are read for it: expert 0's, which may be in host RAM. SGLang pads each
+  step to as many blocks as its worst routing needs. Here the padding has the row of the first slot, which is in VRAM. SGLang
+  drops what is computed for padding, and no row depends on another.
+- The number of groups is part of a compiled kernel's name, and of nothing that the kernel does in this layout.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _RUN = "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmRunnerCore.run"
 
 
 class DeepGemmSlotSeam(Seam):
+    """The hook. ``by_expert`` are fields of SGLang's ``DeepGemmMoeQuantInfo``."""
+
     by_expert = ("w13_weight", "w2_weight", "w13_scale", "w2_scale")
 
     def install(self, add: Callable[[str, Any, HookType], None]) -> None:
@@ -56,13 +58,14 @@ class DeepGemmSlotSeam(Seam):
 
 
 def _resolve(slots: LayerSlots, ids: torch.Tensor, indices: torch.Tensor, num_experts: int) -> None:
+    """Rewrite ``indices``, int32 ``[rows]``: to the rows of copies, and of the first slot where there is no expert."""
     slots.resolve(ids, indices, indices.new_full((1,), len(indices)), 1)
     indices.masked_fill_(indices < 0, num_experts)
 
 
 def _compile_without_slots(experts: Any) -> None:
-    """SGLang compiles the kernels of a number of groups when it first calls them, for all numbers of rows: here those of experts
-    and slots, as it warms up. A prefill that streams has the experts alone, and would compile theirs while it serves."""
+    """SGLang compiles kernels for a number of groups when it is first called with that: as it warms up, with experts and slots.
+    A prefill that streams has the experts alone, and their kernels would be compiled while it serves."""
     from sglang.srt.layers.deep_gemm_wrapper import compile_utils  # looks at the GPU, so not before the process has one
 
     kinds = compile_utils.DeepGemmKernelType

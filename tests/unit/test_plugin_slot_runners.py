@@ -86,8 +86,8 @@ def test_deep_gemm_has_slots_on_hopper_in_the_compact_layout(quantization, state
 def test_deep_gemms_masked_layout_is_told_what_to_set(layout):
     with override_platform(is_sm90=True), envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.override(layout):
         assert reason("deep_gemm", "fp8", stated=BLOCKS) == (
-            "--moe-runner-backend deep_gemm computes decode steps in a masked layout, which takes each expert as a group, by its "
-            "number; set SGLANG_DEEPGEMM_STANDARD_LAYOUT=compact, or choose --moe-runner-backend triton"
+            "--moe-runner-backend deep_gemm computes decode steps in a masked layout, which takes each expert as a group, by "
+            "its number; set SGLANG_DEEPGEMM_STANDARD_LAYOUT=compact, or choose --moe-runner-backend triton"
         )
 
 
