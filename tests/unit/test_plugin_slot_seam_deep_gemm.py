@@ -13,17 +13,28 @@ import torch
 from builders import deep_gemm, marlin
 from sglang.srt.environ import envs
 from sglang.srt.layers.deep_gemm_wrapper import compile_utils
-from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig
+from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.moe_runner.deep_gemm import DeepGemmMoeQuantInfo, DeepGemmRunnerCore
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
+from sglang.srt.layers.quantization import fp8 as quantization_fp8
+from sglang.srt.layers.quantization import unquant
+from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+from sglang.srt.runtime_context import override_platform
+from simulated_driver import SimulatedDriver
 
+from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.slots import CpuSlots
+from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.slots import Rows, SlotLayer
+from sglang_uvm_offload.plugin.fused_moe import _EXPERTS, LayerHooks
+from sglang_uvm_offload.plugin.slot_runners import no_slots_in
 from sglang_uvm_offload.plugin.slot_seam_deep_gemm import DeepGemmSlotSeam
 from sglang_uvm_offload.policy.slots import WHOLE
+from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.routing.counts import Phase
 from sglang_uvm_offload.slots.model import LayerSlots
 
@@ -32,39 +43,67 @@ RUN = DeepGemmRunnerCore.run
 NAMES = DeepGemmSlotSeam.by_expert
 
 
-def with_rows(values: torch.Tensor) -> torch.Tensor:
-    """``values``, in a storage that has rows for slots. Those hold NaN."""
-    whole = torch.empty(E + S, *values.shape[1:], dtype=values.dtype)
-    marlin.poison(whole)
-    whole[:E] = values
-    return whole[:E]
+class Layer(torch.nn.Module):
+    """What SGLang's ``FusedMoE`` tells its quantisation method."""
+
+    layer_id, top_k, num_experts, num_local_experts, num_fused_shared_experts = 0, TOP_K, E, E, 0
+    moe_ep_rank, moe_ep_size, moe_tp_size, params_dtype = 0, 1, 1, torch.bfloat16
+    hidden_size, intermediate_size_per_partition = HIDDEN, INTERMEDIATE
+    moe_runner_config = MoeRunnerConfig(num_experts=E, num_local_experts=E, top_k=TOP_K, inplace=False)
 
 
 class Bench:
-    """A layer, its slots, and the seam around SGLang's runner."""
+    """A layer, loaded by SGLang's own code under the plugin's hooks, its slots, and the seam around SGLang's runner."""
 
     def __init__(self, patch: pytest.MonkeyPatch, fp8: bool):
         self.kernels, self.seam = deep_gemm.Kernels(patch), DeepGemmSlotSeam()
         patch.setattr(DeepGemmRunnerCore, "run", lambda *a, **k: self.seam.around_run(RUN, *a, **k))
-        random = torch.Generator().manual_seed(1)
-        self.tensors = {}
-        for name, n, k in (("w13", 2 * INTERMEDIATE, HIDDEN), ("w2", HIDDEN, INTERMEDIATE)):
-            weight = torch.randn(E, n, k, generator=random)
-            self.tensors[f"{name}_weight"] = with_rows(weight.to(torch.float8_e4m3fn if fp8 else torch.bfloat16))
-            if fp8:
-                self.tensors[f"{name}_scale"] = with_rows(torch.rand(E, n // 128, k // 128, generator=random))
-        rows = [Rows(each.data_ptr(), each.stride(0) * each.element_size()) for each in self.tensors.values()]
-        served = SlotLayer(rows, E, S)
+        for module in (quantization_fp8, unquant):
+            patch.setattr(module, "get_moe_runner_backend", lambda: MoeRunnerBackend.DEEP_GEMM)
+        self.layer: Any = Layer()
+        self.method: Any
+        if fp8:
+            self.method = Fp8MoEMethod(Fp8Config(is_checkpoint_fp8_serialized=True, weight_block_size=[128, 128]))
+        else:
+            self.method = UnquantizedFusedMoEMethod(use_deep_gemm=True)
+            self.method._forward_method = self.method.forward_cuda
+        self.experts = self._loaded()
+        held = {name.replace("_weight_scale_inv", "_scale"): each.data for name, each in self.layer.named_parameters()}
+        self.tensors = {name: held[name] for name in NAMES if name in held}
+        served = SlotLayer([Rows(*each) for each in self.experts.slot_rows()], E, S)
         self.counters = CpuRoutingCounters(1, E)
         self.device = CpuSlots(self.counters, [served])
         self.device.set_share(np.full((1, E), WHOLE, dtype=np.uint8))
         self.slots = LayerSlots(0, served, self.device)
         self.seam.find = dict.fromkeys(self.slots.row_bytes, self.slots).get
-        self.fp8 = fp8
-        config = MoeRunnerConfig(num_experts=E, num_local_experts=E, top_k=TOP_K, inplace=False)
-        self.runner = MoeRunner(MoeRunnerBackend.DEEP_GEMM, config)
+        for tensor in self.tensors.values():
+            for slot in range(S):
+                marlin.poison(marlin.row(tensor, E + slot))
 
-    def run(self, ids: torch.Tensor, decode: bool = True, **changed: torch.Tensor) -> torch.Tensor:
+    def _loaded(self) -> ExpertLayer:
+        hooks = LayerHooks({})
+        config = parse({"num_resident": 1, "slots": S})
+        manager = OffloadManager(config, SimulatedDriver(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
+        layer, method = self.layer, self.method
+        random = torch.Generator().manual_seed(1)
+        with hooks.taking_over(manager, manager.begin_model(draft=False)), override_platform(is_sm90=True):
+            hooks._shadow(method)
+            method.create_moe_runner(layer, layer.moe_runner_config)
+            method.create_weights(layer, E, HIDDEN, INTERMEDIATE, torch.bfloat16, weight_loader=None)
+            for name, each in layer.named_parameters():
+                each.data.copy_((torch.rand if "scale" in name else torch.randn)(each.shape, generator=random))
+            method.process_weights_after_loading(layer)
+        return layer.__dict__[_EXPERTS][0]
+
+    def run(self, ids: torch.Tensor, decode: bool = True) -> torch.Tensor:
+        return self._step(ids, decode, lambda dispatched: self.method.apply(self.layer, dispatched))
+
+    def run_with(self, ids: torch.Tensor, **changed: torch.Tensor) -> torch.Tensor:
+        """With other tensors than the layer's."""
+        info = DeepGemmMoeQuantInfo(use_fp8=True, block_shape=[128, 128], **self.tensors | changed)
+        return self._step(ids, True, lambda dispatched: self.method.runner.run(dispatched, info))
+
+    def _step(self, ids: torch.Tensor, decode: bool, compute: Callable[[StandardDispatchOutput], Any]) -> torch.Tensor:
         tokens = len(ids)
         random = torch.Generator().manual_seed(tokens)
         x = torch.randn(tokens, HIDDEN, generator=random).bfloat16()
@@ -72,8 +111,7 @@ class Bench:
         self.counters.begin_step(tokens, Phase.DECODE if decode else Phase.PREFILL)
         self.device.begin_step()
         self.kernels.gemms.clear()
-        info = DeepGemmMoeQuantInfo(use_fp8=self.fp8, block_shape=[128, 128] if self.fp8 else None, **self.tensors | changed)
-        return self.runner.run(StandardDispatchOutput(x, None, topk), info).hidden_states
+        return compute(StandardDispatchOutput(x, None, topk)).hidden_states
 
     def without_slots(self, ids: torch.Tensor) -> torch.Tensor:
         find, self.seam.find = self.seam.find, lambda address: None
@@ -124,6 +162,9 @@ BATCHES = {
 @pytest.mark.parametrize("fp8", [True, False])
 def test_experts_are_computed_from_their_copies(bench, fp8):
     it = bench(fp8)
+    it.layer.quant_method = it.method
+    with override_platform(is_sm90=True):
+        assert (it.experts.slots_missing, no_slots_in(it.layer)) == (None, None)
     expected = {name: it.without_slots(ids) for name, ids in BATCHES.items()}
     assert all(out.isfinite().all() and out.abs().max() > 0 for out in expected.values())
     it.fill(1, 2, 3)
@@ -189,7 +230,7 @@ def test_a_layer_stays_where_any_tensor_is_not_its_own(bench, caplog, name):
     it, ids = bench(), ids_of(5)
     strange = it.tensors[name].clone()
     for _ in range(2):
-        it.run(ids, **{name: strange})
+        it.run_with(ids, **{name: strange})
         assert it.rows <= set(range(-1, E))
         assert all(len(tensor) == E for _, right, _ in it.kernels.gemms for tensor in right)
     assert caplog.text.count(f"{name} {tuple(strange.shape)} is none of the layer's tensors") == (name != "w13_weight")
@@ -200,7 +241,7 @@ def test_a_layer_stays_where_any_tensor_is_not_its_own(bench, caplog, name):
 def test_a_tensor_at_other_rows_than_its_storage_is_not_the_layers(bench):
     it = bench()
     whole = it.tensors["w2_scale"].as_strided((E + S, 2, 1), (2, 1, 1))
-    it.run(ids_of(5), w2_scale=whole[1 : 1 + E])
+    it.run_with(ids_of(5), w2_scale=whole[1 : 1 + E])
     assert max(it.rows) < E
 
 
