@@ -37,6 +37,8 @@ from sglang_uvm_offload.plugin.profiles import chosen_profile, named, profile_sa
 from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.plugin.routing_formats import counting_flags
 from sglang_uvm_offload.plugin.slot_seam import SlotSeam
+from sglang_uvm_offload.plugin.slot_seam_calls import Seam
+from sglang_uvm_offload.plugin.slot_seam_deep_gemm import DeepGemmSlotSeam
 from sglang_uvm_offload.plugin.slot_seam_marlin import MarlinSlotSeam
 from sglang_uvm_offload.plugin.slots import make_slots
 from sglang_uvm_offload.plugin.streaming import make_streamer, room_in_vram, stream_status
@@ -87,7 +89,7 @@ class _RankHooks:
         self.config = config
         self.recording = Recording(config.trace) if config.trace is not None else None
         self.layer_hooks = LayerHooks(counting_flags(config), self.recording)
-        self.seams = (SlotSeam(), MarlinSlotSeam())
+        self.seams: tuple[Seam, ...] = (SlotSeam(), MarlinSlotSeam(), DeepGemmSlotSeam())
         self.slots: ModelSlots | None = None
         """Of the target model, once it is loaded; None where no layer has any."""
         self.metrics: Metrics | None = None

@@ -1,5 +1,5 @@
 """Which launches can compute experts from slots: those whose experts SGLang's Triton or Marlin MoE functions compute
-(``slot_seam``, ``slot_seam_marlin``).
+(``slot_seam``, ``slot_seam_marlin``), or its DeepGEMM runner in the contiguous layout (``slot_seam_deep_gemm``).
 
 What is refused with offloading as a whole (``combinations``) is not repeated here: LoRA, EPLB, torch.compile and two-batch
 overlap among it. Single-batch overlap is no reason: it has shared experts on a second stream, not routed ones.
@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_platform
 
 from sglang_uvm_offload.plugin.routing_formats import RUNNER, resolved_runner
 
 _AS_GROUPS = "takes each expert as a group, by its number, inside its kernels"
-_NOT_YET = "does not compute from slots yet"
 _OTHER_KERNELS = "experts are computed by other kernels than SGLang's Triton and Marlin ones"
+
+DEEP_GEMM = "deep_gemm"
 
 RUNNERS = {
     "triton_kernel": "keeps experts interleaved, not one behind the other",
-    "humming": _NOT_YET,
-    "deep_gemm": _NOT_YET,
+    "humming": "does not compute from slots yet",
+    DEEP_GEMM: "computes from slots only BF16 experts, and FP8 ones with a scale for each block of 128 x 128",
     **dict.fromkeys(
         [
             "cutlass",
@@ -37,7 +39,7 @@ RUNNERS = {
     ),
     **dict.fromkeys(["lora_triton", "lora_marlin", "lora_cutedsl"], "computes experts together with LoRA adapters"),
 }
-"""Why a runner has no slots."""
+"""Why a runner has no slots, or none for other experts than those of ``_by_deep_gemm``."""
 
 AUTO, TRITON = {"auto"}, {"triton"}
 MARLIN = {"marlin", "experimental_sgl_marlin"}
@@ -75,10 +77,12 @@ def no_slots(cfg: Any, model_config: Any) -> str | None:
     if quantization in ALWAYS_TRITON:
         return None
     runner = resolved_runner(cfg.moe_runner_backend, quantization)
-    if runner not in AUTO | TRITON | MARLIN:
+    if runner not in AUTO | TRITON | MARLIN | {DEEP_GEMM}:
         return _by_runner(runner)
     if getattr(model_config, "is_fp4_experts", False):
         return None if runner in MARLIN else f"the model's FP4 {_OTHER_KERNELS}"
+    if runner == DEEP_GEMM:
+        return _by_deep_gemm() if quantization is None or _in_blocks(quantization, model_config) else _by_runner(runner)
     if quantization == "compressed-tensors":
         served = _compressed(model_config, runner)
     else:
@@ -88,6 +92,23 @@ def no_slots(cfg: Any, model_config: Any) -> str | None:
 
 def _by_runner(runner: str) -> str:
     return f"{RUNNER} {runner} {RUNNERS.get(runner, 'is not known to compute by blocks of tokens')}"
+
+
+def _by_deep_gemm() -> str | None:
+    """Why DeepGEMM computes nothing from slots, None if it does. Decode steps have the masked layout unless told otherwise."""
+    if not get_platform().is_sm90:
+        return f"{RUNNER} {DEEP_GEMM} computes from slots on Hopper GPUs only; {RUNNER} triton does here"
+    if envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.get().lower() != "compact":
+        layout = "computes decode steps in a masked layout, which takes each expert as a group, by its number"
+        return f"{RUNNER} {DEEP_GEMM} {layout}; set SGLANG_DEEPGEMM_STANDARD_LAYOUT=compact, or choose {RUNNER} triton"
+    return None
+
+
+def _in_blocks(quantization: str, model_config: Any) -> bool:
+    """Whether DeepGEMM reads the scales of experts as they are. It is given others, of one number an expert, as a new tensor
+    at each call."""
+    stated = getattr(model_config.hf_config, "quantization_config", None) or {}
+    return quantization == "fp8" and stated.get("weight_block_size") == [128, 128]
 
 
 def _compressed(model_config: Any, runner: str) -> bool:
@@ -110,4 +131,6 @@ def no_slots_in(layer: Any) -> str | None:
     backend = layer.quant_method.get_moe_runner_backend(layer)
     if backend is None:
         return f"{type(layer.quant_method).__name__} computes its experts by kernels of its own"
+    if backend.is_deep_gemm():
+        return _by_deep_gemm()
     return None if backend.is_triton() or backend.is_marlin() else _by_runner(backend.value)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_uvm_offload.experts.takeover import one_run_an_expert
 from sglang_uvm_offload.slots.model import LayerSlots
@@ -22,34 +23,27 @@ class Call(NamedTuple):
     """The arguments that the call was given, by name."""
 
 
-class ExpertCalls:
-    """Follows the calls of one function of SGLang's that computes a layer's experts. ``find`` tells the slots of the layer that
-    has a tensor at an address.
+class Seam:
+    """What the hooks of any runner ask. ``find`` tells the slots of the layer that has a tensor at an address.
 
     A layer that computes from a stream buffer, or from a tensor that is not its own, keeps its list: the same list serves the
     weights, their scales, zero points and biases, and each of these must have the rows.
     """
 
-    first: ClassVar[tuple[str, ...]]
-    """The first parameters of the function. Its callers name all others."""
     by_expert: ClassVar[tuple[str, ...]]
-    """Its parameters that its kernels read at the row of an expert."""
+    """The names of what the runner's kernels read at the row of an expert."""
 
     def __init__(self) -> None:
         self.find: Callable[[int], LayerSlots | None] = _nothing
-        self.call: Call | None = None
-        """The one under way, if slots can serve it."""
         self._told: set[str] = set()
 
-    def around_experts(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = kwargs | dict(zip(self.first, args, strict=False))
-        slots = self.find(given["w1"].data_ptr())
-        if slots is not None and len(args) <= len(self.first) and self._all_have_rows(slots, given):
-            self.call = Call(slots, given)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self.call = None
+    def install(self, add: Callable[[str, Any, HookType], None]) -> None:
+        raise NotImplementedError
+
+    def serving(self, weights: torch.Tensor, given: dict[str, Any]) -> LayerSlots | None:
+        """The slots of the layer that has ``weights``, if they can serve all that is ``given`` by name."""
+        slots = self.find(weights.data_ptr())
+        return slots if slots is not None and self._all_have_rows(slots, given) else None
 
     def _all_have_rows(self, slots: LayerSlots, given: dict[str, Any]) -> bool:
         for name in self.by_expert:
@@ -63,6 +57,28 @@ class ExpertCalls:
         if what not in self._told:
             self._told.add(what)
             logger.warning("Expert offload: slots: %s", what)
+
+
+class ExpertCalls(Seam):
+    """Follows the calls of one function of SGLang's that computes a layer's experts. ``by_expert`` are parameters of it."""
+
+    first: ClassVar[tuple[str, ...]]
+    """The first parameters of the function. Its callers name all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.call: Call | None = None
+        """The one under way, if slots can serve it."""
+
+    def around_experts(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = kwargs | dict(zip(self.first, args, strict=False))
+        slots = self.serving(given["w1"], given) if len(args) <= len(self.first) else None
+        if slots is not None:
+            self.call = Call(slots, given)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.call = None
 
 
 def _nothing(address: int) -> None:

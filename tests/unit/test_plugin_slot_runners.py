@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
+from sglang.srt.environ import envs
+from sglang.srt.layers import deep_gemm_wrapper
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.moe_runner.base import FusedOpPool, PermuteMethodPool
 from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
@@ -50,7 +52,6 @@ def test_experts_on_a_cpu_are_not_refused():
 @pytest.mark.parametrize(
     ("runner", "words"),
     [
-        ("deep_gemm", "does not compute from slots yet"),
         ("humming", "does not compute from slots yet"),
         ("triton_kernel", "keeps experts interleaved, not one behind the other"),
         ("cutlass", "takes each expert as a group, by its number, inside its kernels"),
@@ -70,6 +71,60 @@ def test_another_runner_is_named_with_the_reason(runner, words):
 def test_every_runner_of_sglang_for_cuda_has_a_reason_of_its_own():
     elsewhere = {"auto", "triton", "aiter", "ascend", "intel_xpu", "megamoe"}  # other GPUs; resolved to another one
     assert set(MOE_RUNNER_BACKEND_CHOICES) - elsewhere == set(RUNNERS) | MARLIN
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(("quantization", "stated"), [(None, None), ("fp8", BLOCKS)])
+def test_deep_gemm_has_slots_on_hopper_in_the_compact_layout(quantization, stated):
+    with override_platform(is_sm90=True), envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.override("Compact"):
+        assert reason("deep_gemm", quantization, stated=stated) is None
+
+
+@pytest.mark.parametrize("layout", ["auto", "masked"])
+def test_deep_gemms_masked_layout_is_told_what_to_set(layout):
+    with override_platform(is_sm90=True), envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.override(layout):
+        assert reason("deep_gemm", "fp8", stated=BLOCKS) == (
+            "--moe-runner-backend deep_gemm computes decode steps in a masked layout, which takes each expert as a group, by "
+            "its number; set SGLANG_DEEPGEMM_STANDARD_LAYOUT=compact, or choose --moe-runner-backend triton"
+        )
+
+
+def test_deep_gemm_has_no_slots_on_other_gpus():
+    with override_platform(is_sm90=False), envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.override("compact"):
+        assert reason("deep_gemm", "fp8", stated=BLOCKS) == (
+            "--moe-runner-backend deep_gemm computes from slots on Hopper GPUs only; --moe-runner-backend triton does here"
+        )
+
+
+@pytest.mark.parametrize(
+    ("quantization", "stated"),
+    [
+        ("fp8", None),
+        ("fp8", {"quant_method": "fp8"}),
+        ("fp8", {**BLOCKS, "weight_block_size": [1, 32]}),
+        ("mxfp8", BLOCKS),
+        ("modelopt_fp8", BLOCKS),
+        ("compressed-tensors", {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8}}}}),
+    ],
+)
+def test_what_deep_gemm_converts_at_each_call_has_no_slots(quantization, stated):
+    with override_platform(is_sm90=True), envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.override("compact"):
+        assert reason("deep_gemm", quantization, stated=stated) == (
+            "--moe-runner-backend deep_gemm computes from slots only BF16 experts, and FP8 ones with a scale for each block of "
+            "128 x 128"
+        )
+
+
+def test_auto_is_deep_gemm_only_where_tokens_are_exchanged(monkeypatch):
+    """Such a launch has no slots whatever its runner. So ``auto`` never turns out to be a runner that was not looked at."""
+    monkeypatch.setattr(deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", True)
+    chosen = [
+        each.value for each in MoeA2ABackend if Fp8MoEMethod.is_deepgemm_moe_runner_backend_enabled(MoeRunnerBackend.AUTO, each)
+    ]
+    assert chosen, "DeepEP's experts"
+    assert all(reason("auto", "fp8", stated=BLOCKS, moe_a2a_backend=each) for each in chosen)
 
 
 @pytest.mark.parametrize(
@@ -182,14 +237,24 @@ def built(method: Any, config: MoeRunnerConfig) -> SimpleNamespace:
     return SimpleNamespace(quant_method=method)
 
 
-@pytest.mark.parametrize(("runner", "told"), [("auto", False), ("triton", False), ("deep_gemm", True), ("cutlass", True)])
-def test_a_built_layer_tells_as_the_launch_does(monkeypatch, runner, told):
+@pytest.mark.parametrize(
+    ("runner", "layout", "told"),
+    [
+        ("auto", "auto", False),
+        ("triton", "auto", False),
+        ("deep_gemm", "auto", True),
+        ("deep_gemm", "compact", False),
+        ("cutlass", "auto", True),
+    ],
+)
+def test_a_built_layer_tells_as_the_launch_does(monkeypatch, runner, layout, told):
     monkeypatch.setattr(fp8, "get_moe_runner_backend", lambda: MoeRunnerBackend(runner))
     method = Fp8MoEMethod.__new__(Fp8MoEMethod)
     method.runner, method.is_fp4_expert = None, False
     layer = built(method, MoeRunnerConfig())
-    assert no_slots_in(layer) == reason(runner, "fp8")
-    assert (no_slots_in(layer) is not None) == told
+    with override_platform(is_sm90=True), envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.override(layout):
+        assert no_slots_in(layer) == reason(runner, "fp8", stated=BLOCKS)
+        assert (no_slots_in(layer) is not None) == told
 
 
 def test_an_unquantised_layer_has_slots(monkeypatch):

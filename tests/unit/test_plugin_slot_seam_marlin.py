@@ -40,7 +40,8 @@ from sglang_uvm_offload.plugin import runtime
 from sglang_uvm_offload.plugin.fused_moe import _EXPERTS, LayerHooks
 from sglang_uvm_offload.plugin.slot_runners import no_slots_in
 from sglang_uvm_offload.plugin.slot_seam import SlotSeam
-from sglang_uvm_offload.plugin.slot_seam_calls import ExpertCalls
+from sglang_uvm_offload.plugin.slot_seam_calls import Seam
+from sglang_uvm_offload.plugin.slot_seam_deep_gemm import DeepGemmSlotSeam
 from sglang_uvm_offload.plugin.slot_seam_marlin import _GEMM_FIRST, MarlinSlotSeam
 from sglang_uvm_offload.policy.slots import WHOLE
 from sglang_uvm_offload.residency.manager import OffloadManager
@@ -400,11 +401,11 @@ def test_a_caller_that_names_fewer_tensors_is_read_in_place(bench):
     it.seam.around_experts(lambda *args, **kwargs: it.seam.call is None or pytest.fail("followed"), *first, -1, **right)
 
 
-def test_both_runners_are_followed_where_there_are_slots(monkeypatch):
+def test_all_runners_are_followed_where_there_are_slots(monkeypatch):
     hooks = []
     runtime.install(parse({"num_resident": 1, "slots": S}), lambda target, hook, kind: hooks.append(hook))
-    seams = {hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), ExpertCalls)}
-    assert {type(each) for each in seams} == {SlotSeam, MarlinSlotSeam}
+    seams = {hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), Seam)}
+    assert {type(each) for each in seams} == {SlotSeam, MarlinSlotSeam, DeepGemmSlotSeam}
     slots = SimpleNamespace(at=lambda address: None)
     monkeypatch.setattr(runtime, "make_slots", lambda model: slots)
     hooks[0].__self__._begin_slots(None)

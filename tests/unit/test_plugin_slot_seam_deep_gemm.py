@@ -1,0 +1,308 @@
+"""What SGLang's DeepGEMM runner computes in its contiguous layout is computed from slots, by its own code but for the kernels,
+whose place a reference takes that reads rows as their source does."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import deep_gemm, marlin
+from sglang.srt.environ import envs
+from sglang.srt.layers.deep_gemm_wrapper import compile_utils
+from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+from sglang.srt.layers.moe.moe_runner.deep_gemm import DeepGemmMoeQuantInfo, DeepGemmRunnerCore
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.moe.utils import MoeRunnerBackend
+from sglang.srt.layers.quantization import fp8 as quantization_fp8
+from sglang.srt.layers.quantization import unquant
+from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+from sglang.srt.runtime_context import override_platform
+from simulated_driver import SimulatedDriver
+
+from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
+from sglang_uvm_offload.cpu.slots import CpuSlots
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.memory.slots import Rows, SlotLayer
+from sglang_uvm_offload.plugin.fused_moe import _EXPERTS, LayerHooks
+from sglang_uvm_offload.plugin.slot_runners import no_slots_in
+from sglang_uvm_offload.plugin.slot_seam_deep_gemm import DeepGemmSlotSeam
+from sglang_uvm_offload.policy.slots import WHOLE
+from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.routing.counts import Phase
+from sglang_uvm_offload.slots.model import LayerSlots
+
+E, S, TOP_K, HIDDEN, INTERMEDIATE = 4, 3, 2, 256, 128
+RUN = DeepGemmRunnerCore.run
+NAMES = DeepGemmSlotSeam.by_expert
+
+
+class Layer(torch.nn.Module):
+    """What SGLang's ``FusedMoE`` tells its quantisation method."""
+
+    layer_id, top_k, num_experts, num_local_experts, num_fused_shared_experts = 0, TOP_K, E, E, 0
+    moe_ep_rank, moe_ep_size, moe_tp_size, params_dtype = 0, 1, 1, torch.bfloat16
+    hidden_size, intermediate_size_per_partition = HIDDEN, INTERMEDIATE
+    moe_runner_config = MoeRunnerConfig(num_experts=E, num_local_experts=E, top_k=TOP_K, inplace=False)
+
+
+class Bench:
+    """A layer, loaded by SGLang's own code under the plugin's hooks, its slots, and the seam around SGLang's runner."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, fp8: bool):
+        self.kernels, self.seam = deep_gemm.Kernels(patch), DeepGemmSlotSeam()
+        patch.setattr(DeepGemmRunnerCore, "run", lambda *a, **k: self.seam.around_run(RUN, *a, **k))
+        for module in (quantization_fp8, unquant):
+            patch.setattr(module, "get_moe_runner_backend", lambda: MoeRunnerBackend.DEEP_GEMM)
+        self.layer: Any = Layer()
+        self.method: Any
+        if fp8:
+            self.method = Fp8MoEMethod(Fp8Config(is_checkpoint_fp8_serialized=True, weight_block_size=[128, 128]))
+        else:
+            self.method = UnquantizedFusedMoEMethod(use_deep_gemm=True)
+            self.method._forward_method = self.method.forward_cuda
+        self.experts = self._loaded()
+        held = {name.replace("_weight_scale_inv", "_scale"): each.data for name, each in self.layer.named_parameters()}
+        self.tensors = {name: held[name] for name in NAMES if name in held}
+        served = SlotLayer([Rows(*each) for each in self.experts.slot_rows()], E, S)
+        self.counters = CpuRoutingCounters(1, E)
+        self.device = CpuSlots(self.counters, [served])
+        self.device.set_share(np.full((1, E), WHOLE, dtype=np.uint8))
+        self.slots = LayerSlots(0, served, self.device)
+        self.seam.find = dict.fromkeys(self.slots.row_bytes, self.slots).get
+        for tensor in self.tensors.values():
+            for slot in range(S):
+                marlin.poison(marlin.row(tensor, E + slot))
+
+    def _loaded(self) -> ExpertLayer:
+        hooks = LayerHooks({})
+        config = parse({"num_resident": 1, "slots": S})
+        manager = OffloadManager(config, SimulatedDriver(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
+        layer, method = self.layer, self.method
+        random = torch.Generator().manual_seed(1)
+        with hooks.taking_over(manager, manager.begin_model(draft=False)), override_platform(is_sm90=True):
+            hooks._shadow(method)
+            method.create_moe_runner(layer, layer.moe_runner_config)
+            method.create_weights(layer, E, HIDDEN, INTERMEDIATE, torch.bfloat16, weight_loader=None)
+            for name, each in layer.named_parameters():
+                each.data.copy_((torch.rand if "scale" in name else torch.randn)(each.shape, generator=random))
+            method.process_weights_after_loading(layer)
+        return layer.__dict__[_EXPERTS][0]
+
+    def run(self, ids: torch.Tensor, decode: bool = True) -> torch.Tensor:
+        return self._step(ids, decode, lambda dispatched: self.method.apply(self.layer, dispatched))
+
+    def run_with(self, ids: torch.Tensor, **changed: torch.Tensor) -> torch.Tensor:
+        """With other tensors than the layer's."""
+        info = DeepGemmMoeQuantInfo(use_fp8=True, block_shape=[128, 128], **self.tensors | changed)
+        return self._step(ids, True, lambda dispatched: self.method.runner.run(dispatched, info))
+
+    def _step(self, ids: torch.Tensor, decode: bool, compute: Callable[[StandardDispatchOutput], Any]) -> torch.Tensor:
+        tokens = len(ids)
+        random = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, HIDDEN, generator=random).bfloat16()
+        topk = StandardTopKOutput(torch.rand(ids.shape, generator=random), ids, torch.zeros(tokens, E))
+        self.counters.begin_step(tokens, Phase.DECODE if decode else Phase.PREFILL)
+        self.device.begin_step()
+        self.kernels.gemms.clear()
+        return compute(StandardDispatchOutput(x, None, topk)).hidden_states
+
+    def without_slots(self, ids: torch.Tensor) -> torch.Tensor:
+        find, self.seam.find = self.seam.find, lambda address: None
+        try:
+            return self.run(ids)
+        finally:
+            self.seam.find = find
+
+    def fill(self, *experts: int) -> None:
+        """Fill slots with these experts, and poison their own rows."""
+        for expert in experts:
+            self.run(torch.tensor([[expert, expert]]))
+        for tensor in self.tensors.values():
+            for expert in experts:
+                marlin.poison(tensor[expert])
+
+    @property
+    def rows(self) -> set[int]:
+        """That the GEMMs of the last run read."""
+        assert len(self.kernels.gemms) == 2
+        return {row for _, _, indices in self.kernels.gemms for row in indices.tolist()}
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
+    """With one thread: products are small, and threads beside other processes wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.override("compact"):
+        yield lambda fp8=True: Bench(monkeypatch, fp8)
+    torch.set_num_threads(threads)
+
+
+def ids_of(tokens: int, experts: tuple[int, ...] = (1, 2, 3), dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    random = torch.Generator().manual_seed(tokens)
+    picks = torch.tensor(experts)
+    return torch.stack([picks[torch.randperm(len(picks), generator=random)[:TOP_K]] for _ in range(tokens)]).to(dtype)
+
+
+BATCHES = {
+    "one token": ids_of(1),
+    "one token, 64-bit ids": ids_of(1, dtype=torch.int64),
+    "a small batch": ids_of(5),
+    "a large batch": ids_of(150),
+}
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_experts_are_computed_from_their_copies(bench, fp8):
+    it = bench(fp8)
+    it.layer.quant_method = it.method
+    with override_platform(is_sm90=True):
+        assert (it.experts.slots_missing, no_slots_in(it.layer)) == (None, None)
+    expected = {name: it.without_slots(ids) for name, ids in BATCHES.items()}
+    assert all(out.isfinite().all() and out.abs().max() > 0 for out in expected.values())
+    it.fill(1, 2, 3)
+    for name, ids in BATCHES.items():
+        assert not torch.equal(it.without_slots(ids), expected[name]), "the experts' own rows are poisoned"
+        assert torch.equal(it.run(ids), expected[name])
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_each_tensor_of_both_gemms_is_read_at_the_copys_row(bench, fp8):
+    it, ids = bench(fp8), ids_of(5)
+    expected = it.without_slots(ids)
+    it.fill(1, 2, 3)
+    assert set(it.tensors) == set(NAMES) if fp8 else {"w13_weight", "w2_weight"}
+    for name, tensor in it.tensors.items():
+        slot = marlin.row(tensor, E + 1)
+        kept = slot.clone()
+        marlin.poison(slot)
+        assert not torch.equal(it.run(ids), expected), name
+        slot.copy_(kept)
+        assert torch.equal(it.run(ids), expected)
+
+
+def test_a_missed_expert_is_read_in_place_beside_copies(bench):
+    it, ids = bench(), ids_of(9, (0, 1, 2, 3))
+    expected = it.without_slots(ids)
+    it.fill(1, 3)
+    assert torch.equal(it.run(ids, decode=False), expected)
+    assert it.rows == {0, 2, E, E + 1}
+
+
+def test_padding_reads_a_slot_and_no_expert(bench):
+    """Blocks of no expert read weights: expert 0's, which may be in host RAM."""
+    it, ids = bench(), torch.tensor([[1, 2]] * 6)
+    expected = it.without_slots(ids)
+    first_of_blocks = it.kernels.gemms[0][2][:: deep_gemm.ALIGNMENT].tolist()
+    assert first_of_blocks == [1, 2, -1, -1], "SGLang pads"
+    assert torch.equal(it.run(ids), expected)
+    assert it.kernels.gemms[0][2][:: deep_gemm.ALIGNMENT].tolist() == [E, E + 1, E, E]
+    assert min(it.rows) >= E
+
+
+def test_experts_of_other_ranks_stay_out(bench):
+    it, ids = bench(), ids_of(9)
+    ids[0], ids[3:6, 1] = -1, -1
+    expected = it.without_slots(ids)
+    it.fill(1, 2, 3)
+    assert torch.equal(it.run(ids), expected)
+    assert not expected[0].any()
+
+
+def test_an_unwritten_slot_spoils_nothing(bench):
+    it, ids = bench(), ids_of(9)
+    it.device.set_share(np.zeros((1, E), dtype=np.uint8))  # nothing is to be filled
+    expected = it.without_slots(ids)
+    assert torch.equal(it.run(ids), expected)
+    assert E in it.rows, "padding"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_stays_where_any_tensor_is_not_its_own(bench, caplog, name):
+    """Scales that were converted for the call have no rows for slots, so a kernel would read what lies behind them."""
+    it, ids = bench(), ids_of(5)
+    strange = it.tensors[name].clone()
+    for _ in range(2):
+        it.run_with(ids, **{name: strange})
+        assert it.rows <= set(range(-1, E))
+        assert all(len(tensor) == E for _, right, _ in it.kernels.gemms for tensor in right)
+    assert caplog.text.count(f"{name} {tuple(strange.shape)} is none of the layer's tensors") == (name != "w13_weight")
+    it.run(ids)
+    assert max(it.rows) >= E
+
+
+def test_a_tensor_at_other_rows_than_its_storage_is_not_the_layers(bench):
+    it = bench()
+    whole = it.tensors["w2_scale"].as_strided((E + S, 2, 1), (2, 1, 1))
+    it.run_with(ids_of(5), w2_scale=whole[1 : 1 + E])
+    assert max(it.rows) < E
+
+
+def test_the_masked_layout_is_computed_in_place(bench):
+    it = bench()
+    it.slots.resolve = lambda *_: pytest.fail("resolved")
+    state: dict[str, Any] = {"topk_ids": ids_of(5)}
+    rows = type("Rows", (), {"use_masked_gemm": True, "m_indices": None})()
+    info = DeepGemmMoeQuantInfo(use_fp8=True, **it.tensors)
+    assert it.seam.around_run(lambda *args, **kwargs: (args, kwargs), None, rows, info, state, hooks=None) == (
+        (None, rows, info, state),
+        {"hooks": None},
+    )
+
+
+def test_rows_are_resolved_once_a_call_one_by_one(bench):
+    it, resolved = bench(), []
+    it.slots.resolve = lambda *given: resolved.append(given)
+    ids = ids_of(5)
+    it.run(ids)
+    [(told, blocks, padded, size)] = resolved
+    (_, _, first), (_, _, second) = it.kernels.gemms
+    assert (told is ids, blocks is first, first is second) == (True, True, True)
+    assert (padded.tolist(), padded.dtype, size) == ([len(first)], torch.int32, 1)
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_an_error_at_a_gemm_leaves_nothing_behind(bench, fails):
+    it, ids = bench(), ids_of(5)
+    expected = it.without_slots(ids)
+    it.kernels.fails_at = fails
+    with pytest.raises(RuntimeError, match="out of memory"):
+        it.run(ids)
+    it.kernels.fails_at = None
+    assert torch.equal(it.run(ids), expected)
+    assert all(len(tensor) == E for tensor in it.tensors.values())
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_kernels_for_experts_with_and_without_slots_are_compiled_at_the_first_call(bench, monkeypatch, fp8):
+    """A server warms up with slots, and a prefill that streams has none."""
+    it, kinds = bench(fp8), set()
+
+    def compiled(kind: Any, n: int, k: int, groups: int) -> None:
+        kinds.add(kind.name)
+        it.kernels.compiled.append((n, k, groups))
+
+    monkeypatch.setattr(compile_utils, "_maybe_compile_deep_gemm_one_type_all", compiled)
+    it.run(ids_of(1))
+    shapes = [(2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]
+    assert {*it.kernels.compiled} == {(*shape, groups) for shape in shapes for groups in (E, E + S)}
+    before = {*it.kernels.compiled}
+    it.without_slots(ids_of(150))
+    assert {*it.kernels.compiled} == before
+    assert kinds == {f"GROUPED_GEMM_NT_{'F8F8BF16' if fp8 else 'BF16'}_CONTIG"}
+
+
+def test_the_runner_is_hooked_where_sglang_has_it():
+    hooked = []
+    DeepGemmSlotSeam().install(lambda target, hook, kind: hooked.append(target))
+    [run] = [pkgutil.resolve_name(target) for target in hooked]
+    assert run is RUN
+    tensors = {name for name, kind in DeepGemmMoeQuantInfo.__annotations__.items() if "Tensor" in kind}
+    assert tensors == set(NAMES)
