@@ -314,7 +314,8 @@ def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
         out.append(f"{_SLOTS} {AUTO}: {fewer}, because more do not fit in VRAM, or their experts not in host RAM")
     if case.slots_of(chosen):
         out.append(
-            "slots need SGLang's Triton or Marlin MoE runner (--moe-runner-backend); whether one serves this model is not known"
+            "slots need SGLang's Triton, Marlin or DeepGEMM MoE runner (--moe-runner-backend); whether one of these serves the "
+            "model is not known here"
         )
     needed = case.host(chosen, after_moves=True)
     if needed > case.machine.host_bytes:

@@ -154,7 +154,7 @@ def test_the_report_shows_slots_and_what_is_assumed_of_them():
     text = planner.render(found)
     assert f"It fits: {found.num_resident} of 256 experts a layer resident, and {found.slots} slots (" in text
     assert "every miss is taken to fill one" in text
-    assert "slots need SGLang's Triton or Marlin MoE runner" in text
+    assert "slots need SGLang's Triton, Marlin or DeepGEMM MoE runner" in text
     assert "\nslots  " in text
     assert "\nslots  " not in planner.render(ask())
 
