@@ -19,7 +19,7 @@ from standin.build import build, cuda_include, environment
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
 SECTIONS = ("ops", "stream", "slots", "probe", "miss", "layer", "eviction")
-SERVING = ("server", "default", "cpu_offload", "bounds", "offloader", "peers")
+SERVING = ("server", "default", "serving_slots", "peers_slots", "cpu_offload", "bounds", "offloader", "peers")
 FILE_BYTES = 16 << 20
 CAPTURED = {"stdout": subprocess.PIPE, "text": True}
 
@@ -98,7 +98,7 @@ def test_list_names_every_section_in_order(session):
 def test_an_unknown_section_is_a_usage_error(session):
     said = session.run("prboe", over_standin=False)
     assert said.returncode == 2
-    assert "no section prboe: there are ops, stream, slots, server, default, cpu_offload" in said.stderr
+    assert "no section prboe: there are ops, stream, slots, server, default, serving_slots" in said.stderr
 
 
 def test_dry_run_compiles_everything_and_starts_no_cuda(session):
@@ -113,7 +113,7 @@ def test_dry_run_compiles_everything_and_starts_no_cuda(session):
         "deepseek-v3: 3 layers",
         "qwen3-30b-a3b-16-layers, 20.0 GB",
         "compile for sm_90 in blocks of 128x128x64, 4 stages",
-        "the plugin's hooks are on SGLang's Triton MoE functions",
+        "the plugin's hooks are on SGLang's Triton and Marlin MoE functions",
         "in_place --expert-offload-num-resident 64",
         "--expert-offload-stream-tokens inf",
         "paged_experts --enable-paged-experts --paged-experts-num-resident 80",
@@ -247,6 +247,8 @@ def test_every_way_to_copy_and_every_arm_of_a_step_is_run(ran):
     assert values("slots", "fill", "fill_wrong", "expert_mib") == {48 / 1024, 64 / 1024}
     assert values("slots", "layer", "slot_step", "split") == {"residents only", "slots only", "half and half"}
     assert values("slots", "layer", "slot_step", "weights") == {"bf16", "fp8"}
+    assert max(values("slots", "layer", "slot_stream", "from_slots")) > 0
+    assert values("slots", "marlin", "marlin_bits", "kernels") == {"no kernel: the rows that it would read"}
     moving = [each for each in ran.record("ops")["parts"]["copies"]["rows"] if "moved_gb" in each]
     assert [each["moved_gb"] > 0 for each in moving] == [True]
 
@@ -334,16 +336,30 @@ OTHER_COPIES = """
 keep = CudaSlots.keep
 CudaSlots.keep = lambda self, layer, ids, copies: keep(self, layer, ids, copies[::-1])
 """
+COPIES_WITHOUT_SLOTS = """
+copy = CudaStaging.copy
+CudaStaging.copy = lambda self, buffer, parts, slots=None: copy(self, buffer, parts)
+"""
+NOT_COUNTED = """
+counts, first = MarlinLayer.counts, []
+MarlinLayer.counts = lambda self: first[0] if first else first.append(counts(self)) or first[0]
+"""
 NOTHING_RESOLVES = "CudaSlots.resolve = lambda self, *rest: None"
 SERVING_SLOTS = {
     ("split()", ""): "passed",
-    ("split()", ONE_TENSOR): "4 of 4 replays differ",
+    ("split()", ONE_TENSOR): "5 of 5 replays differ",
     ("split()", OTHER_SLOTS): "counts of hits and fills",
     ("split()", NOTHING_RESOLVES): "counts of hits and fills",
     ("split()", NOTHING_KEPT): "counts of hits and fills",
     ("split()", OTHER_COPIES): "replays differ",
     ("fill(rows)", NOTHING_RESOLVES): "15 of 15 filled slots hold other bytes",
     ("empty(rows)", "ResolvedStep._fill = lambda self, slots: None"): "fills in steps whose experts were all in slots",
+    ("split()", COPIES_WITHOUT_SLOTS): "4 experts in stream buffers",
+    ("marlin(rows)", ""): "passed",
+    ("marlin(rows)", NOTHING_RESOLVES): "0 of 12 experts were filled",
+    ("marlin(rows)", ONE_TENSOR): "3 replays differ (0 over plain VRAM)",
+    ("marlin(rows)", "MarlinLayer.poison = lambda self, experts: None"): "does not notice that its experts were overwritten",
+    ("marlin(rows)", NOT_COUNTED): "0 replays differ (0 over plain VRAM), and 5 counts of hits and fills",
 }
 """As ``COPYING``."""
 SLOTS_EACH_IN_A_PROCESS = EACH_IN_A_PROCESS.replace("from stream_parts import *", "from slots_parts import *").replace(
