@@ -287,7 +287,7 @@ def put_slots(rows: Rows, row: dict[str, Any], labels: dict[str, Any]) -> None:
         if point["kind"] == "decode" and not point["error"]:
             counts = {name: point[f"slot_{name}"] for name in ("hits", "fills", "bypasses")}
             for figure, count in counts.items():
-                share = [count / sum(counts.values())] if any(counts.values()) else []
+                share = [count / sum(counts.values())] if sum(counts.values()) > 0 else []
                 rows.put("slots_use", "of offloaded activations", share, figure=figure, batch=point["size"], **labels)
 
 

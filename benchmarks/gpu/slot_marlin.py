@@ -40,16 +40,19 @@ class SglangMarlin:
 
     kernels = "SGLang's Marlin kernels"
 
-    def __init__(self, shape: MoeShape, tokens: int, find: Find):
+    def __init__(self, shape: MoeShape, tokens: int, find: Find, device: str = "cuda"):
+        from sglang.srt.layers.quantization.marlin_utils import marlin_make_workspace
+
         self._find = find
-        self._ids = torch.zeros(tokens, shape.top_k, dtype=torch.int32, device="cuda")
-        self._factors = torch.full((tokens, shape.top_k), 1.0 / shape.top_k, device="cuda")
-        self._logits = torch.zeros(tokens, shape.experts, device="cuda")
-        random = torch.Generator("cuda").manual_seed(tokens)
-        self._x = torch.empty(tokens, shape.hidden, dtype=torch.bfloat16, device="cuda").normal_(generator=random)
+        self._ids = torch.zeros(tokens, shape.top_k, dtype=torch.int32, device=device)
+        self._factors = torch.full((tokens, shape.top_k), 1.0 / shape.top_k, device=device)
+        self._logits = torch.zeros(tokens, shape.experts, device=device)
+        self._workspace = marlin_make_workspace(torch.device(device), 4)
+        random = torch.Generator(device).manual_seed(tokens)
+        self._x = torch.empty(tokens, shape.hidden, dtype=torch.bfloat16, device=device).normal_(generator=random)
 
     @staticmethod
-    def weights(shape: MoeShape) -> Tensors:
+    def weights(shape: MoeShape, device: str = "cuda") -> Tensors:
         """Of a checkpoint's format, repacked by SGLang. Scales keep outputs near one."""
         from sglang.srt.layers.quantization.marlin_utils_fp4 import prepare_moe_mxfp4_layer_for_marlin
 
@@ -60,7 +63,7 @@ class SglangMarlin:
             bias = random.standard_normal((shape.experts, n), "float32")
             made = (values, scales, bias)
             for name, array in zip((f"{matrix}_weight{what}" for what in ("", "_scale", "_bias")), made, strict=True):
-                tensor = torch.from_numpy(array).cuda()
+                tensor = torch.from_numpy(array).to(device)
                 typed = tensor.bfloat16() if array is bias else tensor
                 setattr(module, name, torch.nn.Parameter(typed, requires_grad=False))
         prepare_moe_mxfp4_layer_for_marlin(module)
@@ -85,6 +88,7 @@ class SglangMarlin:
             self._ids,
             w1_bias=weights["w13_weight_bias"],
             w2_bias=weights["w2_weight_bias"],
+            workspace=self._workspace,
             num_bits=4,
         )
 
@@ -119,13 +123,13 @@ class RowsRead:
         self._padded = torch.tensor([self._owners.numel() * Tiles().m], dtype=torch.int32).cuda()
 
     @staticmethod
-    def weights(shape: MoeShape) -> Tensors:
+    def weights(shape: MoeShape, device: str = "cuda") -> Tensors:
         random, made = np.random.default_rng(1), {}
         for matrix, (n, k) in matrices(shape).items():
             sizes = {"": (k // 16, 2 * n, torch.int32), "_scale": (k // GROUP, n, torch.float8_e8m0fnu)}
             for what, (high, wide, dtype) in (sizes | {"_bias": (1, n, torch.bfloat16)}).items():
                 raw = random.integers(0, 256, (shape.experts, high, wide * dtype.itemsize), "uint8")
-                made[f"{matrix}_weight{what}"] = torch.from_numpy(raw).view(dtype).cuda()
+                made[f"{matrix}_weight{what}"] = torch.from_numpy(raw).view(dtype).to(device)
         return {name: made[name] for name in NAMES}
 
     def route(self, ids: np.ndarray) -> None:
