@@ -207,7 +207,7 @@ SLOTS = Section(
             10,
             "decode steps of SGLang's Triton MoE in the same VRAM: residents, slots, both; outputs, counts, a streamed prompt",
         ),
-        Part("marlin", "slots_parts", 150, 200, 0.3, 2, "decode steps of SGLang's Marlin MoE (MXFP4) out of slots: outputs"),
+        Part("marlin", "slots_parts", 150, 300, 0.3, 2, "decode steps of SGLang's Marlin MoE (MXFP4) out of slots: outputs"),
     ),
 )
 

@@ -31,7 +31,7 @@ def other_streams(rows: PartRows) -> Ratio | None:
     """Experts whose bytes in a stream buffer, copied from slots or over the link, are not their own."""
     found = find(rows.get("layer", ()), "slot_stream")
     done, slots = (sum(row[name] for row in found) for name in ("done", "from_slots"))
-    return (sum(row["median"] for row in found), f"{done} experts, {slots} of them overwritten but in slots") if found else None
+    return (sum(row["median"] for row in found), f"{done} experts; {slots} matrices only in slots") if found else None
 
 
 def other_marlin_outputs(rows: PartRows) -> Ratio | None:

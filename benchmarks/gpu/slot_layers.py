@@ -96,16 +96,19 @@ class SlotModel:
         resolved = self._policy.resolve_prefill(np.zeros_like(self.offloaded, dtype=bool), both, self._share)
         for layer, expert, _ in resolved.fills:
             self.kept[layer, expert] += 1
-        return Streamed(wrong, layers * self.offloaded.shape[1], len(replaced) // 2)
+        return Streamed(wrong, layers * self.offloaded.shape[1], len(replaced))
 
     def _replace_rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Overwrite both matrices of some experts that slots hold. Returns each with what it must hold again."""
+        """Overwrite the managed matrices of some experts that slots hold: others are not copied. Returns each with what it must
+        hold again."""
         replaced = []
         for index, layer in enumerate(self.layers):
             slot_of = self._slots.slot_of(index)
             held = [] if slot_of is None else np.flatnonzero(slot_of.cpu().numpy())[:REPLACED].tolist()
+            managed = {tensor.address for tensor in layer.experts.tensors}
             for weight, right in ((layer.weights().w13, layer.plain.w13), (layer.weights().w2, layer.plain.w2)):
-                replaced += [(weight[expert], right[expert]) for expert in held]
+                if weight.data_ptr() in managed:
+                    replaced += [(weight[expert], right[expert]) for expert in held]
         for row, _ in replaced:
             other = row.view(torch.uint8)
             other.copy_(torch.full(other.shape, 0xFF, dtype=torch.uint8))
@@ -130,7 +133,7 @@ class Streamed:
     experts: int = 0
     """Those compared."""
     from_slots: int = 0
-    """Those of them that the slots alone held."""
+    """Matrices of them that the slots alone held."""
 
     @property
     def compared(self) -> dict[str, int]:
