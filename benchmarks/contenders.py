@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_uvm_offload.config import UNRESOLVED
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
+from sglang_uvm_offload.sizing.slots import Slots
 
 GIB = 1 << 30
 Flags = dict[str, Any]
@@ -40,10 +42,9 @@ class Budget:
         """Routed experts of the largest MoE layer."""
         return max(self.model.layers[index].expert_bytes for index in self.model.moe_layers)
 
-    @property
-    def offloaded_bytes(self) -> int:
-        """What is out of VRAM with ``residents`` of each layer in it. The experts of a layer are alike."""
-        return self.model.expert_bytes * (self.model.num_experts - self.residents) // self.model.num_experts
+    def offloaded_bytes(self, residents: int) -> int:
+        """What is out of VRAM with so many experts of each layer in it. The experts of a layer are alike."""
+        return self.model.expert_bytes * (self.model.num_experts - residents) // self.model.num_experts
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Contender:
     """What must be known of its row on a machine without a GPU."""
     offload: bool = False
     """Whether it is this plugin, which reports what it offloads."""
+    slots: bool = False
+    """Whether it has slots, which its status must show in use."""
 
 
 def this_plugin(**more: Any) -> Callable[[Budget], Flags]:
@@ -66,6 +69,20 @@ def this_plugin(**more: Any) -> Callable[[Budget], Flags]:
         if given.get("resident_selection") != "first_n":
             given["warmup_tokens"] = budget.warmup_tokens
         return {f"expert_offload_{name}": value for name, value in given.items()}
+
+    return flags
+
+
+def with_slots(divide: Callable[[Budget], int]) -> Callable[[Budget], Flags]:
+    """So many of the budget's rows (``divide``) are slots, the rest residents."""
+
+    def flags(budget: Budget) -> Flags:
+        slots = divide(budget)
+        if not slots:
+            raise CannotServe(f"{budget.residents} of {budget.model.num_experts} experts in VRAM leave no row for slots")
+        residents = budget.residents - slots
+        selection = "frequency" if residents else "first_n"
+        return this_plugin(num_resident=residents, slots=slots, resident_selection=selection)(budget)
 
     return flags
 
@@ -146,6 +163,20 @@ _ALL = (
         this_plugin(resident_selection="first_n"),
         residency=0.0,
         offload=True,
+    ),
+    Contender(
+        "slots_only",
+        "this plugin, every row in VRAM a slot",
+        with_slots(lambda budget: budget.residents),
+        offload=True,
+        slots=True,
+    ),
+    Contender(
+        "residents_and_slots",
+        "this plugin, the rows in VRAM divided as --expert-offload-slots auto does without a profile",
+        with_slots(lambda budget: Slots(UNRESOLVED).of(budget.residents, budget.model.num_experts)),
+        offload=True,
+        slots=True,
     ),
     Contender("page_in_only", "this plugin, every expert faulted in (a bound)", page_in_only, residency=0.0),
     Contender("paged_experts", "SGLang's --enable-paged-experts", paged_experts),

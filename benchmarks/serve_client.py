@@ -122,13 +122,15 @@ class Sizes:
     warmup_tokens: int
     rounds: int = 0
     """How often a batch is answered before and after the traffic changes; 0: the traffic stays."""
+    long_answers: tuple[int, ...] = ()
+    """Prompts of further requests whose answers are compared."""
 
     @property
     def most_tokens(self) -> int:
         """The largest KV cache that any point needs."""
         decode = max(self.batches) * (self.prompt_tokens + self.long)
         bench = self.bench_requests * (self.bench_input + self.bench_output)
-        return max(decode, bench, max(self.prompts, default=0) + self.answer_tokens)
+        return max(decode, bench, max((*self.prompts, *self.long_answers), default=0) + self.answer_tokens)
 
 
 def warm(client: Client, prompts: PromptIds, sizes: Sizes) -> int:
@@ -196,7 +198,8 @@ def prefill(client: Client, prompts: PromptIds, length: int, sizes: Sizes, count
 def answers(client: Client, prompts: PromptIds, sizes: Sizes) -> list[list[int]]:
     """The token ids that single requests of several lengths are answered with."""
     lengths = [max(1, sizes.prompt_tokens * (1 + request % 4) // 4) for request in range(sizes.answers)]
-    return [client.generate([prompts(1000 + i, length)], sizes.answer_tokens)[0] for i, length in enumerate(lengths)]
+    asked = enumerate([*lengths, *sizes.long_answers])
+    return [client.generate([prompts(1000 + i, length)], sizes.answer_tokens)[0] for i, length in asked]
 
 
 TOPICS = ("before", "after")

@@ -39,7 +39,7 @@ GRACE_SECONDS = 60
 OFFLOAD_FIGURES = (
     *("backend", "num_layers", "num_experts", "resident_experts", "offloaded_experts", "resident_bytes", "offloaded_bytes"),
     *("plain_bytes", "tokens", "warmup_done", "hit_rate", "zero_copy_bytes", "streamed_bytes"),
-    *("moves", "moved_bytes", "moving_seconds", "fault", "evicted_bytes"),
+    *("moves", "moved_bytes", "moving_seconds", "fault", "evicted_bytes", "slots"),
 )
 
 
@@ -58,6 +58,8 @@ class Run:
     server_args: list[str] = field(default_factory=list)
     start_seconds: float = 240
     point_seconds: float = 300
+    busy_seconds: float = 5
+    """For which GPU and link are watched at each of two batches; 0: not at all."""
     deadline: float = float("inf")
     """On ``time.monotonic``."""
     served: Callable[[Row], None] = lambda row: print(serve_report.line(row), flush=True)
@@ -172,6 +174,8 @@ def start_of(wanted: Run, own: dict[str, Any]) -> Server:
     seconds = min(wanted.start_seconds, wanted.left() + GRACE_SECONDS)
     # On a CPU speed means nothing, and threads that wait for each other starve where others want the cores too.
     place: dict[str, Any] = {"env": {"OMP_NUM_THREADS": "1"}} if wanted.on_cpu else {"device": wanted.device}
+    if wanted.on_cpu and any(CONTENDERS[name].slots for name in wanted.contenders):
+        place["env"]["SHIM_EXPERTS"] = "triton"  # of all servers alike: slots serve no other kernel
     server = Server(wanted.model, on_cpu=wanted.on_cpu, seconds=seconds, **place, **common, **own)
     server.command += wanted.server_args
     return server
@@ -184,7 +188,7 @@ def measure(wanted: Run, contender: Contender, budget: Budget, server: Server, b
     client = Client(server.url, min(wanted.point_seconds, wanted.left() + GRACE_SECONDS))
     row["warmup_tokens"] = serve_client.warm(client, wanted.prompts, sizes)
     if contender.offload:
-        check_offload(client, budget, row)
+        check_offload(client, contender, budget, row)
     row["answers"] = serve_client.answers(client, wanted.prompts, sizes)
     counters = (lambda: counted(client)) if contender.offload else None
 
@@ -218,7 +222,7 @@ def measure(wanted: Run, contender: Contender, budget: Budget, server: Server, b
         row["offload"] = offload_figures(client)
 
 
-def check_offload(client: Client, budget: Budget, row: Row) -> None:
+def check_offload(client: Client, contender: Contender, budget: Budget, row: Row) -> None:
     """The plugin offloads, and has chosen its residents if the contender makes it."""
     state = client.offload()
     if not state.get("num_layers"):
@@ -228,15 +232,18 @@ def check_offload(client: Client, budget: Budget, row: Row) -> None:
             f"residents were not chosen after {row['warmup_tokens']} tokens "
             f"(--expert-offload-warmup-tokens {budget.warmup_tokens})"
         )
-    row["expected_offloaded_bytes"] = budget.offloaded_bytes
+    row["expected_offloaded_bytes"] = budget.offloaded_bytes(contender.flags(budget)["expert_offload_num_resident"])
 
 
 def counted(client: Client) -> dict[str, int]:
-    """Totals of the bytes of offloaded experts that steps brought over the link, in place or streamed, and of moves."""
+    """Totals of the bytes of offloaded experts that steps brought over the link (read in place, streamed or filled into slots),
+    of moves, and of what slots served."""
     state = client.offload()
+    slots = state.get("slots") or {}
     return {
-        "read_bytes": int(state["zero_copy_bytes"]) + int(state["streamed_bytes"]),
+        "read_bytes": int(state["zero_copy_bytes"]) + int(state["streamed_bytes"]) + int(slots.get("filled_bytes", 0)),
         "moved_bytes": int(state["moved_bytes"]),
+        **{f"slot_{name}": int(slots[name]) for name in ("hits", "fills", "bypasses") if slots},
     }
 
 
@@ -275,13 +282,13 @@ def traffic(wanted: Run, client: Client, counters: serve_client.Counters) -> Row
 
 
 def profile(wanted: Run, client: Client, row: Row) -> dict[str, Any]:
-    """How busy link and GPU are while a batch decodes for some seconds, by batch: the smallest and the largest."""
+    """How busy link and GPU are while a batch decodes for ``busy_seconds``, by batch: the smallest and the largest."""
     found: dict[str, Any] = {}
-    if wanted.on_cpu or not shutil.which("nvidia-smi"):
+    if wanted.on_cpu or not wanted.busy_seconds or not shutil.which("nvidia-smi"):
         return found
     for batch in sorted({min(wanted.sizes.batches), max(wanted.sizes.batches)}):
         batch_prompts = [wanted.prompts(request, wanted.sizes.prompt_tokens) for request in range(batch)]
-        until = time.monotonic() + 5
+        until = time.monotonic() + wanted.busy_seconds
         try:
             with serve_meter.busy() as seen:
                 while time.monotonic() < until and wanted.left() > 0:

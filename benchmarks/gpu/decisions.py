@@ -469,10 +469,15 @@ def slots_right(rows: PartRows) -> list[str]:
         ("layer", "slot_bits", "replays with other outputs than from plain VRAM"),
         ("layer", "slot_counts", "counts of hits, fills and kept experts that are not the policy's"),
         ("fill", "fill_wrong", "fills with other bytes than their experts"),
+        ("layer", "slot_stream", "experts with other bytes in stream buffers, which take from slots"),
+        ("marlin", "marlin_bits", "replays of a Marlin function with other outputs than from plain VRAM"),
+        ("marlin", "marlin_varies", "replays of it over plain VRAM that differ from each other"),
+        ("marlin", "marlin_counts", "counts of its hits and fills that are others"),
     ):
         if found := find(rows.get(part, ()), name):
             lines.append(f"{what}: {sum(row['median'] for row in found):g}, in {len(found)} settings")
-    return lines
+    kernels = dict.fromkeys(row["kernels"] for row in find(rows.get("marlin", ()), "marlin_bits"))
+    return lines + [f"the Marlin function is computed by {each}" for each in kernels]
 
 
 def served(part: str) -> Callable[[PartRows], list[str]]:
@@ -533,6 +538,27 @@ def traffic(*parts: str) -> Callable[[PartRows], list[str]]:
     return figures
 
 
+def slots_served(part: str) -> Callable[[PartRows], list[str]]:
+    """A line by server and batch: where its decode steps found their offloaded experts."""
+
+    def figures(rows: PartRows) -> list[str]:
+        names = {"hits": "in slots", "fills": "fills", "bypasses": "read in place"}
+        body: list[tuple[str, list[Row | None]]] = []
+        found = find(rows.get(part, ()), "slots_use", figure="hits")
+        for hits in found:
+            own = {name: hits[name] for name in ("contender", "resident", "batch")}
+            uses = [one(rows, part, "slots_use", figure=figure, **own) for figure in names]
+            body.append((f"{own['contender']} {own['resident']:.0%}, batch {own['batch']}", uses))
+        lines = grid(["of offloaded activations", *names.values()], body)
+        for filled in find(rows.get(part, ()), "slots_filled"):
+            own = {name: filled[name] for name in ("contender", "resident")}
+            kept = one(rows, part, "slots_all", figure="kept", **own)
+            lines.append(f"{own['contender']}: {show(filled)} filled, {show(kept) if kept else '-'} kept of streamed prompts")
+        return lines
+
+    return figures
+
+
 DECISIONS: dict[str, tuple[Decision, ...]] = {
     "probe": (
         Decision("PREFER_GPU residents, or prefer CPU for all and residency by prefetch", residents_design),
@@ -572,6 +598,14 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
         Decision("what an answer costs with SGLang's own graphs, residents chosen once", served("fixed")),
         Decision("what SGLang chose for itself", engines("continuous", "fixed")),
         Decision("whether residents follow traffic that changes, and what that gains", traffic("continuous", "fixed")),
+    ),
+    "serving_slots": (
+        Decision("residents, slots or both in the same VRAM of a whole server", served("split")),
+        Decision("what a server's slots serve", slots_served("split")),
+    ),
+    "peers_slots": (
+        Decision("this plugin with slots or paged experts", served("paged_slots")),
+        Decision("what the slots serve", slots_served("paged_slots")),
     ),
     "bounds": (
         Decision("what streaming, and choosing residents by use, gain a server", served("first_n")),

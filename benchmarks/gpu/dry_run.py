@@ -81,10 +81,12 @@ def slots_parts() -> None:
     if find_spec("sglang") is None:
         print("no SGLang here: its functions would not be computed through slots, but this folder's kernels")
         return
-    from slot_moe import installed_seam
+    import slot_marlin
+    import slot_moe
 
-    installed_seam()
-    print("the plugin's hooks are on SGLang's Triton MoE functions")
+    slot_moe.installed_seam()
+    slot_marlin.installed_seam()
+    print("the plugin's hooks are on SGLang's Triton and Marlin MoE functions")
 
 
 def layer_parts() -> None:
@@ -108,7 +110,7 @@ def layer_parts() -> None:
 
 def server_parts() -> None:
     """The checkpoints' sizes, and every contender's flags in the words of the SGLang that is installed here."""
-    from contenders import Budget, CannotServe, cells
+    from contenders import CONTENDERS, Budget, CannotServe, cells
     from harness.server import flags
     from server_parts import PARTS, PLAN, add_contenders, server_args, sizes
 
@@ -119,7 +121,8 @@ def server_parts() -> None:
     for name, served in PLAN.items():
         model = planned_checkpoint(served.written)
         print(f"{name}: {served.written.name}, {model.total_bytes / 1e9:.1f} GB, experts {model.expert_bytes / 1e9:.1f} GB")
-        assert managed[name] >= model.expert_bytes / (1 << 30), f"{name} plans too little managed memory"
+        slots = max(served.residencies, default=0) if any(CONTENDERS[each].slots for each in served.contenders) else 0
+        assert managed[name] >= (1 + slots) * model.expert_bytes / (1 << 30), f"{name} plans too little managed memory"
         arguments = server_args(served)
         for contender, residency in cells(list(served.contenders), list(served.residencies)):
             try:

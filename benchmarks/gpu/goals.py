@@ -12,7 +12,16 @@ from typing import Any
 
 from link_bound import link_rate, over_the_bound
 from rows import PartRows, Row, best, find, one, show
-from slot_bounds import filling, other_decisions, other_outputs, other_rows, resolving, slots_in_vram
+from slot_bounds import (
+    filling,
+    other_decisions,
+    other_marlin_outputs,
+    other_outputs,
+    other_rows,
+    other_streams,
+    resolving,
+    slots_in_vram,
+)
 from stream_goals import (
     gained,
     host_time,
@@ -135,6 +144,8 @@ def used_after_load(rows: PartRows) -> tuple[float, str] | None:
 SERVED = {
     "server": ("frequency", "most"),
     "default": ("continuous", "fixed"),
+    "serving_slots": ("split",),
+    "peers_slots": ("paged_slots",),
     "bounds": ("first_n", "bounds"),
     "peers": ("paged_experts",),
     "cpu_offload": ("cpu_offload_gb",),
@@ -167,12 +178,14 @@ def served_decode(share: float) -> Callable[[PartRows], tuple[float, str] | None
     return ratio
 
 
-def behind(contender: str, kind: str, *sizes: int) -> Callable[[PartRows], tuple[float, str] | None]:
-    """A peer's time over this plugin's in the part named after the peer: the smallest of these sizes' ratios."""
+def behind(
+    contender: str, kind: str, *sizes: int, ours: str = "frequency", part: str | None = None
+) -> Callable[[PartRows], tuple[float, str] | None]:
+    """Another's time over that of ``ours``: the smallest of these sizes' ratios. ``part``: by default named after the other."""
     name = "batch" if kind == "decode" else "tokens"
 
     def ratio(rows: PartRows) -> tuple[float, str] | None:
-        found = [slowdown(rows, contender, contender, "frequency", kind, **{name: size}) for size in sizes]
+        found = [slowdown(rows, part or contender, contender, ours, kind, **{name: size}) for size in sizes]
         return None if None in found else min(filter(None, found), default=None)
 
     return ratio
@@ -189,7 +202,7 @@ def other_answers(section: str) -> Callable[[PartRows], tuple[float, str] | None
     """Servers of this plugin whose answers were not the resident server's."""
 
     def ratio(rows: PartRows) -> tuple[float, str] | None:
-        ours = ("continuous", "first_n", "frequency", "in_place", "zero_copy")
+        ours = ("continuous", "first_n", "frequency", "in_place", "zero_copy", "slots_only", "residents_and_slots")
         found = [
             row for part in SERVED[section] for row in find(rows.get(part, ()), "same_answers") if row["contender"] in ours
         ]
@@ -248,6 +261,32 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("promotions after the traffic has changed", ">=", 1, promotions_after),
         *reachable("frequency", "fixed"),
     ),
+    "serving_slots": (
+        Goal("servers of this plugin with other answers", "<=", 0, other_answers("serving_slots")),
+        Goal(
+            "a server's decode time, residents only over residents and slots in the same VRAM (least gain)",
+            ">=",
+            1,
+            behind("frequency", "decode", 1, 4, 16, 64, ours="residents_and_slots", part="split"),
+        ),
+        *reachable("residents_and_slots", "split"),
+    ),
+    "peers_slots": (
+        Goal("servers of this plugin with other answers", "<=", 0, other_answers("peers_slots")),
+        Goal(
+            "paged experts' decode time over this plugin's with slots, batch 1",
+            ">=",
+            1.3,
+            behind("paged_experts", "decode", 1, ours="residents_and_slots", part="paged_slots"),
+        ),
+        Goal(
+            "likewise, batch 16 and 64",
+            ">=",
+            2,
+            behind("paged_experts", "decode", 16, 64, ours="residents_and_slots", part="paged_slots"),
+        ),
+        *reachable("residents_and_slots", "paged_slots"),
+    ),
     "bounds": (
         Goal("servers of this plugin with other answers", "<=", 0, other_answers("bounds")),
         Goal("a server's prefill time, read in place over streamed (least gain)", ">=", 1, streaming_gains),
@@ -297,6 +336,8 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("resolving's share of a step of 75 MoE layers with nothing to fill (worst case)", "<=", 0.01, resolving),
         Goal("fills of 4 and more experts over the faster copy (worst)", ">=", 0.9, filling),
         Goal("read rate of slots over that of plain VRAM (worst)", ">=", 0.9, slots_in_vram),
+        Goal("experts with other bytes in the stream buffers of a model with slots", "<=", 0, other_streams),
+        Goal("replays of SGLang's Marlin function through slots with other outputs", "<=", 0, other_marlin_outputs),
     ),
     "miss": (Goal("the MoE kernel's read of one expert over a copy's (worst)", ">=", 0.9, miss),),
     "eviction": (Goal("MiB of residents taken for evicted while there was room", "<=", 0, false_alarms),),

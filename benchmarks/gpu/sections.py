@@ -119,6 +119,25 @@ SERVER = Section(
     ),
 )
 
+SERVING_SLOTS = Section(
+    "serving_slots",
+    "what slots gain a whole server, by how its VRAM is divided between them and residents",
+    (
+        CHECKPOINT,
+        Part("split", "server_parts", 300, 340, 23, 50, "all resident, then 25 % in VRAM: slots, both, residents"),
+        LINK,
+    ),
+)
+
+PEERS_SLOTS = Section(
+    "peers_slots",
+    "SGLang's paged experts against slots in the same VRAM",
+    (
+        Part("paged_slots", "server_parts", 270, 340, 23, 60, "all resident, residents and slots, paged experts at 25 %"),
+        LINK,
+    ),
+)
+
 DEFAULT = Section(
     "default",
     "what a server does with SGLang's own graphs and backends, whose traffic changes",
@@ -182,12 +201,13 @@ SLOTS = Section(
         Part(
             "layer",
             "slots_parts",
-            160,
+            175,
             300,
             12,
             10,
-            "decode steps of SGLang's Triton MoE in the same VRAM: residents, slots, both; outputs and counts",
+            "decode steps of SGLang's Triton MoE in the same VRAM: residents, slots, both; outputs, counts, a streamed prompt",
         ),
+        Part("marlin", "slots_parts", 150, 300, 0.3, 2, "decode steps of SGLang's Marlin MoE (MXFP4) out of slots: outputs"),
     ),
 )
 
@@ -213,7 +233,10 @@ EVICTION = Section(
 
 SECTIONS = {
     section.name: section
-    for section in (OPS, STREAM, SLOTS, SERVER, DEFAULT, CPU_OFFLOAD, BOUNDS, OFFLOADER, PEERS, PROBE, MISS, LAYER, EVICTION)
+    for section in (
+        *(OPS, STREAM, SLOTS, SERVER, DEFAULT, SERVING_SLOTS, PEERS_SLOTS, CPU_OFFLOAD, BOUNDS, OFFLOADER, PEERS),
+        *(PROBE, MISS, LAYER, EVICTION),
+    )
 }
 
 

@@ -38,10 +38,12 @@ from sglang_uvm_offload.sizing.checkpoint import load  # noqa: E402
 from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS  # noqa: E402
 
 TRACE = HERE / "routing_trace.npz"
+CHUNK_TOKENS = 8192
+"""Of a prompt, in one step."""
 SERVER_ARGS = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", "triton"),
     *("--fp8-gemm-backend", "triton", "--grammar-backend", "none", "--disable-prefill-cuda-graph"),
-    *("--cuda-graph-max-bs-decode", "64", "--chunked-prefill-size", "8192"),
+    *("--cuda-graph-max-bs-decode", "64", "--chunked-prefill-size", str(CHUNK_TOKENS)),
 )
 """For every contender alike: what SGLang can run with where FlashInfer and DeepGEMM are not installed. Without prefill graphs,
 which take their time to capture, and which steps that stream cannot use: so the resident server has none either. In the parts
@@ -81,6 +83,8 @@ class Served:
     """Only the sizes that goals name, so that slow peers end in time."""
     own_defaults: bool = False
     """SGLang's own backends and graphs, and traffic that changes."""
+    decoding: bool = False
+    """All batches and one prompt, without SGLang's load generator, so that four servers end in time."""
 
 
 IN_PLACE = Contender(
@@ -116,28 +120,34 @@ PLAN = {
     "paged_experts": Served(QWEN, ("frequency", "paged_experts"), (0.5,), judged_only=True),
     "cpu_offload_gb": Served(QWEN, ("frequency", "cpu_offload_gb"), (0.5,), judged_only=True),
     "offloader_v2": Served(DEEPSEEK, ("frequency", "offloader_v2"), (0.5,), judged_only=True),
+    "split": Served(QWEN, ("slots_only", "residents_and_slots", "frequency"), (0.25,), decoding=True),
+    "paged_slots": Served(QWEN, ("residents_and_slots", "paged_experts"), (0.25,), decoding=True),
     "continuous": Served(QWEN, ("continuous",), (0.5,), judged_only=True, own_defaults=True),
     "fixed": Served(QWEN, ("frequency",), (0.5,), judged_only=True, own_defaults=True),
 }
 
 
-def sizes(small: bool, judged_only: bool = False, own_defaults: bool = False) -> Sizes:
+def sizes(small: bool, judged_only: bool = False, own_defaults: bool = False, decoding: bool = False) -> Sizes:
+    """A prompt that is long enough to stream is among those whose answers are compared; not beside SGLang's own prefill graphs,
+    which only the resident server uses for it."""
     batches = (1, 16) if own_defaults else (1, 16, 64) if judged_only else (1, 4, 16, 64)
-    prompts = (4096, 8192, 16384, 32000) if judged_only else (512, 4096, 8192, 16384, 32000)
+    prompts = (4096,) if decoding else (4096, 8192, 16384, 32000) if judged_only else (512, 4096, 8192, 16384, 32000)
+    streaming = 128 if small else 4096
     return Sizes(
         batches=(1, 4) if small else batches,
-        prompts=(128,) if small else prompts,  # long enough to stream
+        prompts=(streaming,) if small else prompts,
         prompt_tokens=8 if small else 64,
         short=1 if small else 4,
         long=9 if small else 24,
         samples=1 if small else 3,
         answers=2 if small else 4,
         answer_tokens=8 if small else 24,
-        bench_requests=0 if small or judged_only else 32,
+        bench_requests=0 if small or judged_only or decoding else 32,
         bench_input=256,
         bench_output=32,
         warmup_tokens=64 if small else 4096,
         rounds=(2 if small else 6) if own_defaults else 0,
+        long_answers=() if own_defaults else (streaming, streaming),
     )
 
 
@@ -213,11 +223,12 @@ def serve_part(rows: Rows, served: Served) -> None:
             contenders=list(served.contenders),
             residencies=list(residencies),
             repeats=1,
-            sizes=sizes(rows.small, served.judged_only, served.own_defaults),
+            sizes=sizes(rows.small, served.judged_only, served.own_defaults, served.decoding),
             prompts=prompts_for(model, 1),
             server_args=[] if rows.small else server_args(served),
             start_seconds=400 if rows.small else 200 if served.own_defaults else 150,
             point_seconds=60,
+            busy_seconds=0 if served.decoding else 5,
             deadline=time.monotonic() + rows.left() - serve_run.GRACE_SECONDS / 2,
             served=partial(put_cell, rows, Path(out)),
         )
@@ -228,6 +239,7 @@ def serve_part(rows: Rows, served: Served) -> None:
     check_answers(run.rows)
     check_moves(run.rows)
     check_streams(run.rows)
+    check_slots(run.rows)
     if served.own_defaults and not rows.small:
         check_graphs(run.rows)
 
@@ -257,9 +269,26 @@ def put_cell(rows: Rows, out: Path, row: dict[str, Any]) -> None:
     if "offload" in row:
         for name in ("streamed_bytes", "zero_copy_bytes"):
             rows.put(name, "GB", [row["offload"][name] / 1e9], **labels)
+        put_slots(rows, row, labels)
     put_traffic(rows, row, labels)
     same = row["outputs"]["same"]
     rows.put("same_answers", "bool", [] if same is None else [same], **labels)
+
+
+def put_slots(rows: Rows, row: dict[str, Any], labels: dict[str, Any]) -> None:
+    """Where decode steps found their offloaded experts, by batch, and what slots did from the server's start to its end."""
+    slots = row["offload"]["slots"]
+    if slots is None:
+        return
+    rows.put("slots_filled", "GB", [slots["filled_bytes"] / 1e9], **labels)
+    for figure in ("hits", "fills", "bypasses", "kept"):
+        rows.put("slots_all", "activations" if figure != "kept" else "experts", [slots[figure]], figure=figure, **labels)
+    for point in row["points"]:
+        if point["kind"] == "decode" and not point["error"]:
+            counts = {name: point[f"slot_{name}"] for name in ("hits", "fills", "bypasses")}
+            for figure, count in counts.items():
+                share = [count / sum(counts.values())] if sum(counts.values()) > 0 else []
+                rows.put("slots_use", "of offloaded activations", share, figure=figure, batch=point["size"], **labels)
 
 
 def put_traffic(rows: Rows, row: dict[str, Any], labels: dict[str, Any]) -> None:
@@ -307,6 +336,28 @@ def check_streams(rows: Sequence[dict[str, Any]]) -> None:
     ]
     if wrong:
         raise AssertionError(f"streamed, against what was asked for: {'; '.join(wrong)}")
+
+
+def check_slots(rows: Sequence[dict[str, Any]]) -> None:
+    """Raises where a server did not use its slots in each way: its answers would show nothing of what it left out."""
+    wrong = []
+    for row in rows:
+        if not CONTENDERS[row["contender"]].slots or row["error"]:
+            continue
+        slots = row["offload"]["slots"] or {"missing": "the model"}
+        found = [f"{slots['missing']} has no slots"] if slots["missing"] else []
+        found += [f"no {name}" for name in ("hits", "fills", "kept") if not slots.get(name)]
+        if not any(took_from_slots(point, row["offload"]["offloaded_bytes"]) for point in row["points"]):
+            found.append("no prompt whose copies were taken from slots")
+        wrong += [f"{row['contender']}: {', '.join(found)}"] if found else []
+    if wrong:
+        raise AssertionError(f"slots were not used: {'; '.join(wrong)}")
+
+
+def took_from_slots(point: dict[str, Any], offloaded_bytes: int) -> bool:
+    """A prompt of one chunk that streams brings all that is offloaded over the link, but for what slots hold."""
+    streamed = point["kind"] == "prefill" and point["size"] <= CHUNK_TOKENS and not point["error"]
+    return bool(streamed and 0 < point["read_bytes"] < offloaded_bytes)
 
 
 def check_graphs(rows: Sequence[dict[str, Any]]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from decode_step import capture, elapsed_ms
+from environment import computes
 from moe import MoeStep, Tiles, Weights, align
 from shapes import MoeShape
 from slot_moe import Find, moe_here
@@ -15,11 +17,18 @@ from stream_layers import Layer
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.cuda.slots import CudaSlots
+from sglang_uvm_offload.cuda.staging import CudaStaging
 from sglang_uvm_offload.memory.slots import Rows as TensorRows
 from sglang_uvm_offload.memory.slots import SlotLayer
 from sglang_uvm_offload.policy.slots import WHOLE, SlotPolicy, Tails
 from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, SLOT_KEPT, Phase
+from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS
 from sglang_uvm_offload.slots.model import ModelSlots
+from sglang_uvm_offload.streaming.replicas import buffer_bytes
+from sglang_uvm_offload.streaming.streamer import Streamer
+
+REPLACED = 4
+"""Experts of a layer that are overwritten while a prompt streams."""
 
 
 class SlotModel:
@@ -55,22 +64,55 @@ class SlotModel:
             for layer, expert, _ in resolved.fills:
                 self.fills[layer, expert] += 1
 
-    def prefill(self, ids: np.ndarray, copies: Sequence[Weights]) -> None:
-        """A prompt of the tokens ``ids[tokens, layer, k]`` is computed from ``copies`` of the layers, which fill slots."""
+    def prefill(self, ids: np.ndarray, plain: Sequence[Weights]) -> Streamed:
+        """A prompt of the tokens ``ids[tokens, layer, k]`` streams. The buffers are compared with ``plain``, whose bytes the
+        layers hold. So that what comes out of slots shows, own rows of some experts in slots hold other bytes meanwhile."""
         if not self._slots.any:
-            return
+            return Streamed()
         tokens, layers, _ = ids.shape
         self.counters.begin_step(tokens, Phase.PREFILL)
         self._slots.begin_step(tokens, Phase.PREFILL, [tokens])
         tails = [Tails.of(ids[:, layer], [tokens], self.offloaded.shape[1]) for layer in range(layers)]
-        for layer, (mine, copy) in enumerate(zip(self.weights, copies, strict=True)):
-            where = {ours.data_ptr(): other.data_ptr() for ours, other in ((mine.w13, copy.w13), (mine.w2, copy.w2))}
-            self._slots.keep(layer, torch.from_numpy(ids[:, layer].astype(np.int32)).cuda(), where)
+        replaced = self._replace_rows()
+        experts = [layer.experts for layer in self.layers]
+        streamer = Streamer(experts, CudaStaging(0, max(map(buffer_bytes, experts)), MOST_BUFFERS), 1, lambda row, nbytes: None)
+        streamer.slot_of = self._slots.slot_of
+        streamer.begin_step()
+        wrong = 0
+        for layer, expected in enumerate(plain):
+            reading = streamer.enter(layer)
+            if reading is None:
+                raise AssertionError(f"layer {layer} does not stream: {streamer.fault}")
+            wrong += other_rows(self.layers[layer].weights(), expected)
+            rows = torch.from_numpy(ids[:, layer].astype(np.int32)).cuda()
+            self._slots.keep(layer, rows, reading.replicas.addresses(reading.buffer))
+            streamer.leave(reading)
+        streamer.end_step()
+        torch.cuda.synchronize()
+        for row, right in replaced:
+            row.copy_(right)
         self._policy.begin_step()
         both = Tails(np.stack([each.distance for each in tails]), np.stack([each.rate for each in tails]))
         resolved = self._policy.resolve_prefill(np.zeros_like(self.offloaded, dtype=bool), both, self._share)
         for layer, expert, _ in resolved.fills:
             self.kept[layer, expert] += 1
+        return Streamed(wrong, layers * self.offloaded.shape[1], len(replaced))
+
+    def _replace_rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Overwrite the managed matrices of some experts that slots hold: others are not copied. Returns each with what it must
+        hold again."""
+        replaced = []
+        for index, layer in enumerate(self.layers):
+            slot_of = self._slots.slot_of(index)
+            held = [] if slot_of is None else np.flatnonzero(slot_of.cpu().numpy())[:REPLACED].tolist()
+            managed = {tensor.address for tensor in layer.experts.tensors}
+            for weight, right in ((layer.weights().w13, layer.plain.w13), (layer.weights().w2, layer.plain.w2)):
+                if weight.data_ptr() in managed:
+                    replaced += [(weight[expert], right[expert]) for expert in held]
+        for row, _ in replaced:
+            other = row.view(torch.uint8)
+            other.copy_(torch.full(other.shape, 0xFF, dtype=torch.uint8))
+        return replaced
 
     def wrong_counts(self) -> int:
         """How many hits and fills of an expert the device counted otherwise than the policy."""
@@ -80,6 +122,29 @@ class SlotModel:
         pairs = ((SLOT_HITS, self.hits), (SLOT_FILLS, self.fills))
         wrong = sum(int((counted[:, Phase.DECODE, kind] != wanted).sum()) for kind, wanted in pairs)
         return wrong + int((counted[:, Phase.PREFILL, SLOT_KEPT] != self.kept).sum())
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What a prompt found in stream buffers."""
+
+    wrong: int = 0
+    """Experts with other bytes than their own."""
+    experts: int = 0
+    """Those compared."""
+    from_slots: int = 0
+    """Matrices of them that the slots alone held."""
+
+    @property
+    def compared(self) -> dict[str, int]:
+        return {"done": self.experts, "from_slots": self.from_slots}
+
+
+def other_rows(mine: Weights, expected: Weights) -> int:
+    """Experts of which a matrix has other bytes."""
+    pairs = [(mine.w13, expected.w13), (mine.w2, expected.w2)]
+    raw = [[each.view(torch.uint8) if computes() else each.view(torch.uint8).cpu() for each in pair] for pair in pairs]
+    return sum(not all(torch.equal(a[expert], b[expert]) for a, b in raw) for expert in range(len(mine.w13)))
 
 
 def used(ids: np.ndarray, experts: int) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from environment import STAND_IN, computes  # noqa: E402
 from moe import Weights, random_weights  # noqa: E402
 from rows import Rows, run_part  # noqa: E402
 from shapes import DEEPSEEK_V3, MoeShape  # noqa: E402
-from slot_layers import ResolvedStep, SlotDecode, SlotModel, used  # noqa: E402
+from slot_layers import ResolvedStep, SlotDecode, SlotModel, Streamed, used  # noqa: E402
+from slot_marlin import Marlin, MarlinLayer, Replayed, marlin_here  # noqa: E402
 from stream_layers import Beside  # noqa: E402
 
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters  # noqa: E402
@@ -216,8 +218,8 @@ SPLITS = {"residents only": 0.0, "slots only": 1.0, "half and half": 0.5}
 
 def layer(rows: Rows) -> None:
     """Decode steps with a quarter or half of the experts' bytes in VRAM, as residents, as slots, or both. At each replay the
-    output is that of a layer wholly in plain VRAM, and hits and fills are the policy's. Half-way a prompt leaves experts in
-    slots, copied from plain VRAM."""
+    output is that of a layer wholly in plain VRAM, and hits and fills are the policy's. Half-way a prompt streams: its copies
+    take experts from slots, and leave others in slots."""
     shape = DEEPSEEK_V3.toy if rows.small else DEEPSEEK_V3
     trace = routing_trace.for_shape(shape)
     for fp8, share in ((False, 0.25), (True, 0.25), (False, 0.5))[: rows.pick(3, 2)]:
@@ -255,10 +257,10 @@ def one_split(rows: Rows, shape: MoeShape, trace: np.ndarray, plain: list[Weight
         first, then = (requests(part, batch)[:: rows.pick(1, 24)] for part in (trace[:half], trace[half:]))
         model.begin_step(first[0, :0])  # nothing is decided while graphs are captured
         arms = [SlotDecode(shape, batch, weights, model.find) for weights in (plain, model.weights)]
-        differ, times, use = 0, [], {"resident": 0, "hits": 0, "fills": 0, "activations": 0}
+        differ, times, streamed, use = 0, [], Streamed(), {"resident": 0, "hits": 0, "fills": 0, "activations": 0}
         for i, ids in enumerate([*(first if num_slots else first[-2:]), then[-1], *then]):
             if i == len(first):
-                model.prefill(then[:, 0], plain)  # ends as the step that comes now
+                streamed = model.prefill(then[:, 0], plain)  # ends as the step that comes now
             counts = int(model.hits.sum()), int(model.fills.sum())
             model.begin_step(ids)
             for arm in arms:
@@ -278,11 +280,15 @@ def one_split(rows: Rows, shape: MoeShape, trace: np.ndarray, plain: list[Weight
         bypasses = use["activations"] - use["resident"] - use["hits"] - use["fills"]
         rows.put("slot_use", "of the activations", [bypasses / use["activations"]], figure="read in place", **cell)
         rows.put("slot_bits", "replays that differ", [differ], done=len(times), **cell)
+        rows.put("slot_stream", "experts with other bytes", [streamed.wrong], **streamed.compared, **cell)
         wrong = model.wrong_counts()
         decided = {name: int(getattr(model, name).sum()) for name in ("hits", "fills", "kept")}
         rows.put("slot_counts", "counts that differ", [wrong], **decided, **cell)
-        if differ or wrong:
-            raise AssertionError(f"{cell}: {differ} of {len(times)} replays differ, and {wrong} counts of hits and fills")
+        if differ or wrong or streamed.wrong:
+            raise AssertionError(
+                f"{cell}: {differ} of {len(times)} replays differ, {wrong} counts of hits and fills, "
+                f"and {streamed.wrong} experts in stream buffers"
+            )
 
 
 def residents(ids: np.ndarray, weights: Weights, count: int) -> np.ndarray:
@@ -320,7 +326,71 @@ def zeros_by_copies() -> None:
     module.zeros, module.zeros_like = zeros, zeros_like
 
 
-PARTS = {each.__name__: each for each in (empty, fill, layer)}
+# ---- Marlin ----
+
+MXFP4 = MoeShape("mxfp4", 1, experts=32, top_k=4, hidden=2048, intermediate=1024)
+RESIDENT, COPIED = np.arange(8), np.arange(8, 20)
+"""Experts of it: those in VRAM, and those that slots hold. Steps use no others, so no slot is ever filled again."""
+
+
+def marlin(rows: Rows) -> None:
+    """Decode steps of SGLang's Marlin MoE function by a graph, from slots that its own steps have filled and whose experts'
+    rows are then overwritten. At each replay the output is that of the same graph over plain VRAM."""
+    shape = replace(MXFP4, hidden=512, intermediate=512) if rows.small else MXFP4
+    here = marlin_here()
+    plain = here.weights(shape)
+    served = MarlinLayer(CudaMemory(), plain, np.isin(np.arange(shape.experts), RESIDENT), len(COPIED))
+    filled_and_poisoned(here, shape, served)
+    for batch in (1, 4, 16, 64)[:: rows.pick(1, 3)]:
+        if rows.late():
+            return
+        served.begin_step(0)  # what is captured resolves nothing
+        arms = [Replayed(here(shape, batch, served.find), weights, capture) for weights in (plain, served.weights)]
+        before, differ, varies = served.counts(), 0, 0
+        wanted = np.zeros(shape.experts, dtype=np.int64)
+        steps = [marlin_ids(shape, batch, seed) for seed in range(rows.pick(50, 3))]
+        for ids in steps:
+            served.begin_step(batch)
+            expected, again, found = (arms[arm].outputs(ids) for arm in (0, 0, 1))
+            differ, varies = differ + (not torch.equal(found, expected)), varies + (not torch.equal(again, expected))
+            wanted += np.isin(np.arange(shape.experts), np.intersect1d(ids, COPIED))
+        hits, fills = (after - earlier for after, earlier in zip(served.counts(), before, strict=True))
+        cell = {"batch": batch, "kernels": here.kernels, "done": len(steps)}
+        rows.put("marlin_bits", "replays that differ", [differ], **cell)
+        rows.put("marlin_varies", "replays over plain VRAM that differ", [varies], **cell)
+        wrong = int((hits != wanted).sum() + fills.sum())
+        rows.put("marlin_counts", "counts that differ", [wrong], hits=int(hits.sum()), **cell)
+        if differ or wrong:
+            raise AssertionError(
+                f"{cell}: {differ} replays differ ({varies} over plain VRAM), and {wrong} counts of hits and fills"
+            )
+
+
+def filled_and_poisoned(here: type[Marlin], shape: MoeShape, served: MarlinLayer) -> None:
+    """Fill the slots by steps, then overwrite the rows of their experts. Raises ``AssertionError`` where that shows nothing."""
+    ids = COPIED.astype(np.int32).reshape(-1, shape.top_k)
+    step, in_place = here(shape, len(ids), served.find), here(shape, len(ids), lambda address: None)
+    step.route(ids)
+    in_place.route(ids)
+    served.begin_step(len(ids))
+    step.run(served.weights)
+    in_place.run(served.weights)
+    expected = in_place.result(served.weights)
+    if (filled := int(served.counts()[1].sum())) != len(COPIED):
+        raise AssertionError(f"{filled} of {len(COPIED)} experts were filled into as many slots")
+    served.poison(COPIED)
+    in_place.run(served.weights)
+    if torch.equal(in_place.result(served.weights), expected):
+        raise AssertionError("a step that reads in place does not notice that its experts were overwritten")
+
+
+def marlin_ids(shape: MoeShape, batch: int, seed: int) -> np.ndarray:
+    """``ids[tokens, k]``, of each token different ones."""
+    used, random = np.concatenate([RESIDENT, COPIED]), np.random.default_rng([seed, batch])
+    return np.stack([random.permutation(used)[: shape.top_k] for _ in range(batch)]).astype(np.int32)
+
+
+PARTS = {each.__name__: each for each in (empty, fill, layer, marlin)}
 
 if __name__ == "__main__":
     if STAND_IN:

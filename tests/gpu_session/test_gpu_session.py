@@ -19,7 +19,7 @@ from standin.build import build, cuda_include, environment
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
 SECTIONS = ("ops", "stream", "slots", "probe", "miss", "layer", "eviction")
-SERVING = ("server", "default", "cpu_offload", "bounds", "offloader", "peers")
+SERVING = ("server", "default", "serving_slots", "peers_slots", "cpu_offload", "bounds", "offloader", "peers")
 FILE_BYTES = 16 << 20
 CAPTURED = {"stdout": subprocess.PIPE, "text": True}
 
@@ -98,7 +98,7 @@ def test_list_names_every_section_in_order(session):
 def test_an_unknown_section_is_a_usage_error(session):
     said = session.run("prboe", over_standin=False)
     assert said.returncode == 2
-    assert "no section prboe: there are ops, stream, slots, server, default, cpu_offload" in said.stderr
+    assert "no section prboe: there are ops, stream, slots, server, default, serving_slots" in said.stderr
 
 
 def test_dry_run_compiles_everything_and_starts_no_cuda(session):
@@ -113,7 +113,7 @@ def test_dry_run_compiles_everything_and_starts_no_cuda(session):
         "deepseek-v3: 3 layers",
         "qwen3-30b-a3b-16-layers, 20.0 GB",
         "compile for sm_90 in blocks of 128x128x64, 4 stages",
-        "the plugin's hooks are on SGLang's Triton MoE functions",
+        "the plugin's hooks are on SGLang's Triton and Marlin MoE functions",
         "in_place --expert-offload-num-resident 64",
         "--expert-offload-stream-tokens inf",
         "paged_experts --enable-paged-experts --paged-experts-num-resident 80",
@@ -247,6 +247,8 @@ def test_every_way_to_copy_and_every_arm_of_a_step_is_run(ran):
     assert values("slots", "fill", "fill_wrong", "expert_mib") == {48 / 1024, 64 / 1024}
     assert values("slots", "layer", "slot_step", "split") == {"residents only", "slots only", "half and half"}
     assert values("slots", "layer", "slot_step", "weights") == {"bf16", "fp8"}
+    assert max(values("slots", "layer", "slot_stream", "from_slots")) > 0
+    assert values("slots", "marlin", "marlin_bits", "kernels") == {"no kernel: the rows that it would read"}
     moving = [each for each in ran.record("ops")["parts"]["copies"]["rows"] if "moved_gb" in each]
     assert [each["moved_gb"] > 0 for each in moving] == [True]
 
@@ -334,16 +336,30 @@ OTHER_COPIES = """
 keep = CudaSlots.keep
 CudaSlots.keep = lambda self, layer, ids, copies: keep(self, layer, ids, copies[::-1])
 """
+COPIES_WITHOUT_SLOTS = """
+copy = CudaStaging.copy
+CudaStaging.copy = lambda self, buffer, parts, slots=None: copy(self, buffer, parts)
+"""
+NOT_COUNTED = """
+counts, first = MarlinLayer.counts, []
+MarlinLayer.counts = lambda self: first[0] if first else first.append(counts(self)) or first[0]
+"""
 NOTHING_RESOLVES = "CudaSlots.resolve = lambda self, *rest: None"
 SERVING_SLOTS = {
     ("split()", ""): "passed",
-    ("split()", ONE_TENSOR): "4 of 4 replays differ",
+    ("split()", ONE_TENSOR): "5 of 5 replays differ",
     ("split()", OTHER_SLOTS): "counts of hits and fills",
     ("split()", NOTHING_RESOLVES): "counts of hits and fills",
     ("split()", NOTHING_KEPT): "counts of hits and fills",
     ("split()", OTHER_COPIES): "replays differ",
     ("fill(rows)", NOTHING_RESOLVES): "15 of 15 filled slots hold other bytes",
     ("empty(rows)", "ResolvedStep._fill = lambda self, slots: None"): "fills in steps whose experts were all in slots",
+    ("split()", COPIES_WITHOUT_SLOTS): "4 experts in stream buffers",
+    ("marlin(rows)", ""): "passed",
+    ("marlin(rows)", NOTHING_RESOLVES): "0 of 12 experts were filled",
+    ("marlin(rows)", ONE_TENSOR): "3 replays differ (0 over plain VRAM)",
+    ("marlin(rows)", "MarlinLayer.poison = lambda self, experts: None"): "does not notice that its experts were overwritten",
+    ("marlin(rows)", NOT_COUNTED): "0 replays differ (0 over plain VRAM), and 5 counts of hits and fills",
 }
 """As ``COPYING``."""
 SLOTS_EACH_IN_A_PROCESS = EACH_IN_A_PROCESS.replace("from stream_parts import *", "from slots_parts import *").replace(
@@ -514,6 +530,47 @@ def test_a_part_fails_where_a_server_streams_against_its_name(modules):
         server_parts.check_streams([cell("in_place", 7)])
 
 
+def test_a_part_fails_where_a_server_left_out_a_way_to_use_its_slots(modules):
+    import server_parts
+
+    used = {"missing": None, "hits": 5, "fills": 4, "kept": 3}
+    prompt = {"kind": "prefill", "size": 4096, "error": None, "read_bytes": 90}
+
+    def check(slots: dict | None = used, **point: object) -> None:
+        offload = {"slots": slots, "offloaded_bytes": 100}
+        cell = {"contender": "slots_only", "error": None, "offload": offload, "points": [prompt | point]}
+        server_parts.check_slots([cell, {"contender": "resident", "error": None}, cell | {"error": "no", "offload": {}}])
+
+    check()
+    for slots, told in (
+        (None, "slots_only: the model has no slots, no hits, no fills, no kept"),
+        (used | {"missing": "w2 of MoE layer 3"}, "w2 of MoE layer 3 has no slots"),
+        (used | {"kept": 0}, "slots_only: no kept$"),
+    ):
+        with pytest.raises(AssertionError, match=told):
+            check(slots)
+    for other in ({"read_bytes": 100}, {"size": 16384}, {"kind": "decode"}, {"error": "no"}):
+        with pytest.raises(AssertionError, match="no prompt whose copies were taken from slots"):
+            check(**other)
+
+
+def test_the_vram_of_residents_is_divided_between_them_and_slots(modules):
+    from contenders import CONTENDERS, Budget, CannotServe
+
+    model = SimpleNamespace(num_experts=128, expert_bytes=128)
+
+    def flags(name: str, residency: float) -> tuple[int, int, str]:
+        given = CONTENDERS[name].flags(Budget(model, residency, 64))
+        return tuple(given[f"expert_offload_{each}"] for each in ("num_resident", "slots", "resident_selection"))
+
+    assert flags("slots_only", 0.25) == (0, 32, "first_n")
+    assert flags("residents_and_slots", 0.25) == (8, 24, "frequency")
+    assert Budget(model, 0.25, 64).offloaded_bytes(8) == 120
+    for name, residency in (("slots_only", 0.0), ("residents_and_slots", 1.0)):
+        with pytest.raises(CannotServe, match="leave no row for slots"):
+            flags(name, residency)
+
+
 def test_peers_get_the_vram_of_the_stream_buffers_too(modules):
     import server_parts
     from contenders import CONTENDERS, Budget
@@ -579,6 +636,28 @@ def test_goals_of_servers_take_the_worst_of_the_plugin_and_the_best_of_a_peer(mo
     assert judged(modules, "peers", 2, {"paged_experts": peer})["ratio"] is None, "this plugin has no figure at batch 16"
     peer.append(decode("frequency", 16, 30.0))
     assert judged(modules, "peers", 2, {"paged_experts": peer})["ratio"] == pytest.approx(1.5)
+
+
+def test_slots_are_judged_by_servers_in_the_same_vram(modules):
+    def decode(contender: str, *ms: float) -> list[dict]:
+        sizes = zip((1, 4, 16, 64), ms, strict=True)
+        return [row("decode", [each], contender=contender, resident=0.25, batch=batch) for batch, each in sizes]
+
+    ours = decode("residents_and_slots", 10, 20, 40, 80)
+    verdict = judged(modules, "serving_slots", 1, {"split": [*ours, *decode("frequency", 20, 30, 44, 160)]})
+    assert (verdict["ratio"], verdict["met"]) == (pytest.approx(1.1), True)
+    paged = {"paged_slots": [*ours, *decode("paged_experts", 12, 20, 90, 240)]}
+    assert judged(modules, "peers_slots", 1, paged)["ratio"] == pytest.approx(1.2)
+    assert judged(modules, "peers_slots", 2, paged)["ratio"] == pytest.approx(2.25)
+    other = [row("same_answers", [0], contender=name) for name in ("slots_only", "residents_and_slots")]
+    assert judged(modules, "serving_slots", 0, {"split": other})["ratio"] == 2
+    uses = [
+        row("slots_use", [share], figure=figure, contender="slots_only", resident=0.25, batch=1)
+        for figure, share in (("hits", 0.7), ("fills", 0.2), ("bypasses", 0.1))
+    ]
+    rows = [modules["rows"].summarise(each) for each in uses]
+    _, line = modules["decisions"].slots_served("split")({"split": rows})
+    assert line.split() == ["slots_only", "25%,", "batch", "1", "0.7", "0.2", "0.1"]
 
 
 def test_a_server_is_judged_by_what_the_link_allows(modules):
@@ -969,6 +1048,12 @@ def test_slots_are_judged_by_equality_before_speed(modules):
     assert judged(modules, "slots", 2, {"fill": bytes_[:1]})["met"] is True
     assert judged(modules, "slots", 0, {})["ratio"] is None
     assert "other outputs than from plain VRAM: 1, in 2" in told(modules, "slots_right", layer(1, 0))
+    streams = [row("slot_stream", [each], done=9, from_slots=4) for each in (0, 2)]
+    assert judged(modules, "slots", 6, {"layer": streams})["ratio"] == 2
+    replays = [row("marlin_bits", [each], done=5, kernels="SGLang's Marlin kernels") for each in (0, 3)]
+    verdict = judged(modules, "slots", 7, {"marlin": [*replays, row("marlin_varies", [1], done=5)]})
+    assert (verdict["ratio"], verdict["met"]) == (3, False)
+    assert verdict["from"] == "10 replays of SGLang's Marlin kernels; 1 differ between two runs over plain VRAM"
 
 
 def test_the_worst_of_the_slots_costs_and_rates_decides(modules):

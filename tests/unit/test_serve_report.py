@@ -50,7 +50,7 @@ def test_every_contender_that_serves_keeps_at_most_the_budget_in_vram(residency:
     experts, layer = asked.model.expert_bytes, asked.layer_bytes
     granted = residency * experts
     assert asked.residents * experts / 128 <= granted
-    assert experts - asked.offloaded_bytes <= granted
+    assert experts - asked.offloaded_bytes(asked.residents) <= granted
     ours = CONTENDERS["frequency"].flags(asked)
     paged = CONTENDERS["paged_experts"].flags(asked)
     assert ours["expert_offload_num_resident"] == paged["paged_experts_num_resident"] == asked.residents
@@ -173,6 +173,30 @@ def test_decode_time_holds_neither_prefill_nor_the_asking_for_counters(monkeypat
     timed = serve_client.prefill(clock, lambda i, n: [1] * n, 16, SIZES, clock.counters)  # type: ignore[arg-type]
     assert timed.samples == pytest.approx([5.25] * 3)
     assert timed.extra == {"read_bytes": 1010}
+
+
+def test_long_prompts_are_answered_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    clock = Clock(monkeypatch, 0.0)
+    answer = clock.generate
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        asked.append(len(prompts[0]))
+        return answer(prompts, new_tokens)
+
+    clock.generate = generate  # type: ignore[method-assign]
+    sizes = dataclasses.replace(SIZES, long_answers=(40, 500))
+    answers = serve_client.answers(clock, lambda i, n: [i] * n, sizes)  # type: ignore[arg-type]
+    assert asked == [2, 4, 40, 500]
+    assert len(answers) == 4
+    assert sizes.most_tokens >= 500 + sizes.answer_tokens, "the KV cache holds them"
+
+
+def test_bytes_that_fill_slots_are_read_too() -> None:
+    slots = {"filled_bytes": 200, "hits": 1, "fills": 2, "bypasses": 3, "kept": 4}
+    state = {"zero_copy_bytes": 5, "streamed_bytes": 70, "moved_bytes": 9, "slots": slots}
+    counted = serve_run.counted(SimpleNamespace(offload=lambda: state))  # type: ignore[arg-type]
+    assert counted == {"read_bytes": 275, "moved_bytes": 9, "slot_hits": 1, "slot_fills": 2, "slot_bypasses": 3}
 
 
 def test_bytes_read_are_those_in_place_and_those_streamed() -> None:
