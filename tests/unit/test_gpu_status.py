@@ -45,7 +45,8 @@ def problems(text: str, root: Path) -> list[str]:
         if state not in STATES:
             found.append(f"no state {state!r}: {claim}")
         found += [f"no file {name}: {claim}" for name in said_in.split(", ") if not (ROOT / name).is_file()]
-        found += [f"no part {name!r}: {claim}" for name in decided_by.split("; ") if name not in parts()]
+        known = parts() | ({"nothing yet"} if state == "never run" else set())
+        found += [f"no part {name!r}: {claim}" for name in decided_by.split("; ") if name not in known]
         if state in ("proven", "refuted"):
             found += [f"{problem}: {claim}" for problem in evidence_problems(evidence, state, root)]
         elif state == "read in source":
@@ -122,6 +123,7 @@ GOOD = "`0.85` in [the log](real.log), 2026-12-01"
         (one_line(""), "no state ''"),
         (one_line("never run", GOOD), "evidence without a verdict"),
         (one_line("never run", decided_by="probe nothing"), "no part 'probe nothing'"),
+        (one_line("proven", GOOD, decided_by="nothing yet"), "no part 'nothing yet'"),
         (one_line("proven"), "no figure in backticks"),
         (one_line("proven", GOOD.replace("0.85", "0.95")), "no log holds '0.95'"),
         (one_line("proven", GOOD.replace("real.log", "lost.log")), "missing log lost.log"),
