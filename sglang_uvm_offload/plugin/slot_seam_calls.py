@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,7 +24,7 @@ class Call(NamedTuple):
     """The arguments that the call was given, by name."""
 
 
-class Seam:
+class Seam(ABC):
     """What the hooks of any runner ask. ``find`` tells the slots of the layer that has a tensor at an address.
 
     A layer that computes from a stream buffer, or from a tensor that is not its own, keeps its list: the same list serves the
@@ -37,8 +38,9 @@ class Seam:
         self.find: Callable[[int], LayerSlots | None] = _nothing
         self._told: set[str] = set()
 
+    @abstractmethod
     def install(self, add: Callable[[str, Any, HookType], None]) -> None:
-        raise NotImplementedError
+        """Add the hooks."""
 
     def serving(self, weights: torch.Tensor, given: dict[str, Any]) -> LayerSlots | None:
         """The slots of the layer that has ``weights``, if they can serve all that is ``given`` by name."""

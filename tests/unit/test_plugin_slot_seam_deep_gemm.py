@@ -178,7 +178,7 @@ def test_each_tensor_of_both_gemms_is_read_at_the_copys_row(bench, fp8):
     it, ids = bench(fp8), ids_of(5)
     expected = it.without_slots(ids)
     it.fill(1, 2, 3)
-    assert set(it.tensors) == set(NAMES) if fp8 else {"w13_weight", "w2_weight"}
+    assert set(it.tensors) == (set(NAMES) if fp8 else {"w13_weight", "w2_weight"})
     for name, tensor in it.tensors.items():
         slot = marlin.row(tensor, E + 1)
         kept = slot.clone()
