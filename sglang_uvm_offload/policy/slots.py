@@ -47,7 +47,7 @@ MAX_FILLS = 64
 """Fills of a layer in one step. Fewer slow the change of traffic, and save nothing: what is not filled is read in place."""
 ASSUMED_EVENTS = 4
 TAIL = 64
-"""Tokens at the end of each request of a prefill that count. Four times as many choose the same experts."""
+"""Tokens at the end of each request of a prefill that count: four time constants of the rate that they enter."""
 
 EMPTY = -1
 

@@ -123,17 +123,19 @@ def test_steps_that_check_drafts_fill_slots_too(checkpoints: Checkpoints, engine
 
 
 def test_new_weights_are_served_at_once(checkpoints: Checkpoints, engines: Engines) -> None:
-    """Slots hold copies of the old ones when the weights are updated."""
+    """Slots hold copies of the old ones when the weights are updated, and the first prompt that follows streams from slots."""
     old, new = (checkpoints("qwen3_moe", dtype="float32", seed=seed) for seed in (0, 7))
-    common = {**TRITON, "env": SHIM}
-    expected = engines.baseline(new, **common)
+    prompts = [PROMPTS[1] * 3, *PROMPTS]
+    expected = engines.baseline(new, prompts=prompts, **TRITON, env=SHIM)
     flags = {"expert_offload_num_resident": 4, "expert_offload_slots": 12, **OFFLOAD, "moe_runner_backend": "triton"}
+    flags |= {"expert_offload_stream_tokens": 8}
     with engines.server(old, env=SHIM, dtype="float32", **flags) as server:
-        before = [answer(server, prompt) for prompt in PROMPTS]
+        before = [answer(server, prompt) for prompt in prompts]
         assert server.post("/update_weights_from_disk", {"model_path": str(new)})["success"]
-        after = [answer(server, prompt) for prompt in PROMPTS]
+        after = [answer(server, prompt) for prompt in prompts]
         (state,) = server.get("/server_info")["internal_states"]
     assert state["expert_offload"]["slots"]["hits"] > 0
+    assert state["expert_offload"]["streamed_bytes"] > 0
     assert after == [each.output_ids for each in expected.answers]
     assert before != after
 

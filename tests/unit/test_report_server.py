@@ -60,6 +60,17 @@ def test_a_report_of_a_server_that_served_nothing_has_every_section(section):
     assert "not counted" in said
 
 
+def test_a_report_shows_what_slots_served_and_what_prompts_left_in_them():
+    slots = {"a_layer": 5, "nbytes": 1, "missing": None, "hits": 6, "fills": 3, "bypasses": 1, "filled_bytes": 9, "kept": 7}
+    status = stepped(Rank(config())) | {"slots": slots}
+    said = words(server_report(info(status), "s"))
+    shares = "60.0 % were served by a slot, 30.0 % filled one, 10.0 % were read in place"
+    served = f"5 a layer: of the uses of offloaded experts, {shares}"
+    assert f"{served}; prompts that streamed left 7 experts in slots" in said
+    status["slots"] |= {"kept": 0, "missing": "bias"}
+    assert f"{served}; bias has no rows for them" in words(server_report(info(status), "s"))
+
+
 def test_a_report_without_moe_layers_is_a_report():
     empty = Rank(config()).status() | {"layers": [], "resident_ids": [], "partly_resident_ids": [], "curve": None}
     assert "Where the experts are" in words(server_report(info(empty), "s"))
