@@ -24,11 +24,33 @@ class Saver:
     later."""
 
     def __init__(self, what: str, snapshot: Snapshot, clock: Callable[[], float] = time.monotonic):
-        self._what = what
+        self.what = what
+        self.saved_at: float | None = None
+        """When a save last ended well, in seconds since 1970."""
+        self.failures = 0
+        self.error: str | None = None
+        """Why the last save failed, None if it did not."""
         self._snapshot = snapshot
         self._clock = clock
-        self._saved_at = clock()
+        self._begun_at = clock()
+        self._asked = False
+        """Whether a save was asked for that has not begun."""
         self._thread: threading.Thread | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a save is being written, or asked for and about to begin."""
+        return self._asked or self._writing
+
+    @property
+    def _writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def save_now(self) -> None:
+        """Save what is new up to the last step launched, now, or as soon as a save under way has ended. Call it between
+        steps."""
+        self._asked = True
+        self._save_after(0.0)
 
     def save_if_due(self) -> None:
         """Call it between steps."""
@@ -47,17 +69,22 @@ class Saver:
             self._write(write)
 
     def _save_after(self, seconds: float) -> None:
-        if self._clock() - self._saved_at < seconds or (self._thread is not None and self._thread.is_alive()):
+        if self._writing or not (self._asked or self._clock() - self._begun_at >= seconds):
             return
-        write = self._snapshot(False)
+        write = self._snapshot(self._asked)
+        self._asked = False
         if write is None:
             return
-        self._saved_at = self._clock()
-        self._thread = threading.Thread(target=self._write, args=(write,), name=f"save {self._what}", daemon=True)
+        self._begun_at = self._clock()
+        self._thread = threading.Thread(target=self._write, args=(write,), name=f"save {self.what}", daemon=True)
         self._thread.start()
 
     def _write(self, write: Callable[[], None]) -> None:
         try:
             write()
         except OSError as error:
-            logger.error("Expert offload: the %s could not be saved: %s. Serving goes on.", self._what, error)
+            self.failures += 1
+            self.error = str(error)
+            logger.error("Expert offload: the %s could not be saved: %s. Serving goes on.", self.what, error)
+        else:
+            self.saved_at, self.error = time.time(), None

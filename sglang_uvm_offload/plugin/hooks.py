@@ -61,8 +61,13 @@ def install() -> None:
 
 
 def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwargs: Any) -> None:
-    """In a scheduler that must offload, install its hooks. Other processes get no hooks and pay nothing."""
+    """In a scheduler that must offload, install its hooks, and in the launcher, add the HTTP routes. Other processes get no
+    hooks and pay nothing."""
     config = config_of(server_args)
+    if role == "tokenizer" and config is not None:
+        from sglang_uvm_offload.plugin import http_routes
+
+        http_routes.add_where_served()
     if role == "scheduler" and config is not None:
         from sglang_uvm_offload.plugin import runtime
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from prometheus_client import Counter, Gauge
 
+from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.residency.manager import OffloadManager
 
 PERIOD_SECONDS = 5.0
@@ -17,9 +18,17 @@ GROUPS = 4
 class Metrics:
     """Publishes one rank's metrics. Construct it once, in the serving process: metric names are global to a process."""
 
-    def __init__(self, manager: OffloadManager, labels: Mapping[str, str]):
+    def __init__(
+        self,
+        manager: OffloadManager,
+        labels: Mapping[str, str],
+        faults: Callable[[], Mapping[str, bool]],
+        savers: Sequence[Saver],
+    ):
+        """``faults``: for each of what this rank does beside computing, whether a fault has ended it. ``savers`` may grow."""
         self.manager = manager
         self.labels = dict(labels)
+        self.faults, self.savers = faults, savers
         names = [*labels, "layers"]
         self.resident = Gauge(
             "sglang:expert_offload_resident_experts", "Experts wholly in VRAM.", names, multiprocess_mode="mostrecent"
@@ -64,11 +73,36 @@ class Metrics:
             list(labels),
             multiprocess_mode="mostrecent",
         )
+        self.resident_bytes = Gauge(
+            "sglang:expert_offload_resident_bytes", "Bytes of experts in VRAM.", list(labels), multiprocess_mode="mostrecent"
+        )
+        self.offloaded_bytes = Gauge(
+            "sglang:expert_offload_offloaded_bytes",
+            "Bytes of experts in host memory.",
+            list(labels),
+            multiprocess_mode="mostrecent",
+        )
+        self.paused = Gauge(
+            "sglang:expert_offload_paused",
+            "1 while an operator has residents stay where they are.",
+            list(labels),
+            multiprocess_mode="mostrecent",
+        )
+        self.fault = Gauge(
+            "sglang:expert_offload_fault",
+            "1 once a fault has ended it (moving, streaming, trace); serving goes on.",
+            [*labels, "of"],
+            multiprocess_mode="mostrecent",
+        )
+        self.save_failures = Counter(
+            "sglang:expert_offload_save_failures", "Failed saves of the profile or the trace.", [*labels, "of"]
+        )
         layers = manager.target.layers
         self._groups = [g for g in np.array_split(np.arange(len(layers)), GROUPS) if g.size]
         self._names = [f"{layers[g[0]].layer_id}-{layers[g[-1]].layer_id}" for g in self._groups]
         self._last: list[np.ndarray] = [np.zeros(len(layers)) for _ in range(9)]
         self._last_moves = (0, 0, 0.0)
+        self._last_failures: dict[str, int] = {}
         self._next = 0.0
         self._published_steps = 0
 
@@ -109,5 +143,18 @@ class Metrics:
         for counter, new, old in zip((self.moves, self.moved, self.moving), moves, self._last_moves, strict=True):
             counter.labels(**self.labels).inc(new - old)
         self._last_moves = moves
+        self._publish_health()
+
+    def _publish_health(self) -> None:
+        layers = self.manager.target.layers
+        self.resident_bytes.labels(**self.labels).set(sum(layer.resident_bytes for layer in layers))
+        self.offloaded_bytes.labels(**self.labels).set(sum(layer.offloaded_bytes for layer in layers))
+        self.paused.labels(**self.labels).set(self.manager.paused)
         if (evicted := self.manager.evictions.evicted_bytes) is not None:
             self.evicted.labels(**self.labels).set(evicted)
+        for what, ended in self.faults().items():
+            self.fault.labels(**self.labels, of=what).set(ended)
+        for saver in self.savers:
+            new = saver.failures - self._last_failures.get(saver.what, 0)
+            self.save_failures.labels(**self.labels, of=saver.what).inc(new)
+            self._last_failures[saver.what] = saver.failures

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import (
     get_device,
@@ -29,6 +30,7 @@ from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory
 from sglang_uvm_offload.plugin import enforce
+from sglang_uvm_offload.plugin.actions import Action, perform, refusal
 from sglang_uvm_offload.plugin.built_model import BuiltModel, EarlierStages
 from sglang_uvm_offload.plugin.fused_moe import LayerHooks
 from sglang_uvm_offload.plugin.indexer_budget import take_indexer_budget
@@ -48,7 +50,7 @@ from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.residency.reporting import rank_status
-from sglang_uvm_offload.residency.status import RankStatus
+from sglang_uvm_offload.residency.status import RankStatus, SaveStatus
 from sglang_uvm_offload.residency.table import residency_table
 from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase, RoutingCounters
 from sglang_uvm_offload.routing.profile import RoutedModel
@@ -72,6 +74,7 @@ def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) ->
     add(f"{_RUNNER}.forward", rank.around_forward, HookType.AROUND)
     add(f"{_SCHEDULER}.__init__", rank.after_scheduler_init, HookType.AFTER)
     add(f"{_SCHEDULER}.get_internal_state", rank.after_internal_state, HookType.AFTER)
+    add(f"{_SCHEDULER}.set_internal_state", rank.around_set_internal_state, HookType.AROUND)
     add(f"{_SCHEDULER}.process_batch_result", rank.after_batch, HookType.AFTER)
     add(f"{_SCHEDULER}.on_idle", rank.after_idle, HookType.AFTER)
     add(f"{_SCHEDULER}.handle_shutdown", rank.after_shutdown, HookType.AFTER)
@@ -231,6 +234,8 @@ class _RankHooks:
                     "pp_rank": str(parallel.pp_rank),
                     "dp_rank": str(parallel.dp_rank or 0),
                 },
+                self._faults,
+                self.savers,
             )
             self.metrics.publish()
         if self.routed_model is not None:
@@ -240,11 +245,35 @@ class _RankHooks:
         result.internal_state["expert_offload"] = msgspec.to_builtins(self._status())
         return result
 
+    def _faults(self) -> dict[str, bool]:
+        """Whether what this rank does beside computing was ended by a fault."""
+        streamer = self.layer_hooks.streamer
+        found = {"moving": self.manager.fault is not None}
+        if streamer is not None:
+            found["streaming"] = streamer.fault is not None
+        if self.recording is not None and self.recording.recorder is not None:
+            found["trace"] = self.recording.recorder.stopped
+        return found
+
+    def around_set_internal_state(self, original: Callable[..., Any], scheduler: Any, request: Any, *args: Any) -> Any:
+        """SGLang brings it to all ranks between the same two steps."""
+        action = Action.of(request.server_args)
+        if action is None:
+            return original(scheduler, request, *args)
+        refused = refusal(action, self.config)
+        if refused is None:
+            logger.info("Expert offload: %s, as an operator asked", action)
+            perform(action, self.manager, self.savers)
+        return SetInternalStateReqOutput(updated=refused is None)
+
     def _status(self) -> RankStatus:
         """Up to the last step launched. Waits for the device."""
         trace = None if self.recording is None else self.recording.status()
         streaming = stream_status(self.layer_hooks.streamer)
-        return msgspec.structs.replace(rank_status(self.manager), trace=trace, streaming=streaming)
+        saves = [SaveStatus(s.what, s.under_way, s.saved_at, s.failures, s.error) for s in self.savers]
+        replica = get_parallel().dp_rank or 0
+        own = rank_status(self.manager)
+        return msgspec.structs.replace(own, trace=trace, streaming=streaming, saves=saves, replica=replica)
 
     def after_batch(self, result: Any, *args: Any, **kwargs: Any) -> None:
         if self.metrics is not None:

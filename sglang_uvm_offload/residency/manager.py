@@ -93,6 +93,10 @@ class OffloadManager:
         """Continuous adaptation, None where it is off or has failed."""
         self.warm = config.resident_selection != "frequency"
         """Whether the resident set is final: chosen from the routing, or given."""
+        self.paused = False
+        """Whether an operator has residents stay where they are."""
+        self._chosen_at: tuple[RoutingCounts | None, int] = (None, 0)
+        """The counts and the tokens when residents were last chosen at once; None at the start."""
 
     # Loading
 
@@ -166,7 +170,7 @@ class OffloadManager:
         if model.counters is None:
             return
         if not model.draft:
-            if not self.warm and self.tokens >= self.config.warmup_tokens:
+            if not self.warm and not self.paused and self.tokens >= self.config.warmup_tokens:
                 self.reselect()
             elif self.config.adapt == "continuous" and tokens and self.steps % INTERVAL_STEPS == 0:
                 self.adapt()
@@ -187,19 +191,52 @@ class OffloadManager:
         on.
         """
         seen = self.routing(wait=True)
+        before, after = self._agree(lambda resident: self._after_warmup(seen, resident))
+        kept = not (after ^ before).any()
+        if self.profile is not None:
+            self._judge_profile(seen, before, kept)
+        if self.profile is None or not kept:
+            self._move_to(seen, self.tokens, before, after)
+        self._chosen_at = seen, self.tokens
+
+    def readvise(self) -> None:
+        """``reselect`` for an operator: now, from the routing since residents were last chosen so, and whatever a profile
+        says. It ends the warm-up. Without a token since, nothing changes."""
+        earlier, tokens = self._chosen_at
+        if self.tokens == tokens:
+            logger.info("Expert offload: no token since residents were last chosen; they stay")
+            return
+        total = self.routing(wait=True)
+        seen = total if earlier is None else total.since(earlier)
+        before, after = self._agree(lambda resident: self._best_without_fault(seen, resident))
+        if self.fault is None:
+            self._move_to(seen, self.tokens - tokens, before, after)
+        self._chosen_at = total, self.tokens
+
+    def _agree(self, choose: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """``bool[extents]``: the residents before, and those that the rank that decides chooses. The warm-up is over."""
         self._follow_tensors()
         before = self._next_resident
-        after = self.broadcast_decision(lambda: self._after_warmup(seen, before))
+        after = self.broadcast_decision(lambda: choose(before))
         if self.background is not None:
             self.background.drop()  # it was made for the old residents
         self.warm = True
-        if self.profile is not None:
-            self._judge_profile(seen, before, kept=not (after ^ before).any())
-        if self.profile is not None and not (after ^ before).any():
-            return
+        return before, after
+
+    def _move_to(self, seen: RoutingCounts, tokens: int, before: np.ndarray, after: np.ndarray) -> None:
         self._next_resident = after
-        tokens = self.tokens
         self._submit(lambda: self._move_and_log(seen, tokens, before, after))
+
+    def pause(self) -> None:
+        """Residents stay where they are until ``resume``; counting and the forecast go on, and so does a move under way. Every
+        rank that holds a shard of the same experts must call it before the same step."""
+        self.paused = True
+        if self.background is not None:
+            self.background.drop()
+
+    def resume(self) -> None:
+        """Residents may change again."""
+        self.paused = False
 
     def _move_and_log(self, seen: RoutingCounts, tokens: int, before: np.ndarray, after: np.ndarray) -> None:
         started, earlier = time.perf_counter(), self.ledger.moved_bytes
@@ -249,7 +286,7 @@ class OffloadManager:
         if self.background is None or self.fault is not None:
             return None
         try:
-            return self.background.collect_and_submit(self.observer.pending, resident, may_move=self.warm)
+            return self.background.collect_and_submit(self.observer.pending, resident, may_move=self.warm and not self.paused)
         except Exception as error:  # noqa: BLE001 -- logged with its trace and shown as the fault; see below
             # Steps do not depend on decisions, and peers wait for this rank's answer. A GPU error recurs at the next kernel and
             # ends the process there.
@@ -306,6 +343,10 @@ class OffloadManager:
         share = self.target.resident_share
         lead = hit_rate(seen.routed(), share(best)) - hit_rate(seen.routed(), share(resident))
         return resident if self.config.adapt == "off" or lead <= PROFILE_SLACK else best
+
+    def _best_without_fault(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
+        """``bool[extents]``: the best residents for ``seen``; after a fault they stay. Called on the rank that decides."""
+        return resident if self.fault is not None else best_residents(self.target, seen, resident)
 
     def _judge_profile(self, seen: RoutingCounts, resident: np.ndarray, kept: bool) -> None:
         """Log the hit rate of the profile's residents on live traffic."""

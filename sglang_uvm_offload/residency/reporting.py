@@ -50,6 +50,7 @@ def rank_status(manager: OffloadManager) -> RankStatus:
         moving_seconds=ledger.moving_seconds,
         moving=manager.moving,
         fault=manager.fault,
+        paused=manager.paused,
         history=manager.history.past(manager.tokens),
         curve=hit_rate_curve(ledger.counted, manager.target),
         profile=manager.profile_verdict,

@@ -155,6 +155,19 @@ class TraceStatus(Struct, frozen=True):
             raise ValueError(f"{self.requests} requests cannot have {self.tokens} tokens in a trace")
 
 
+class SaveStatus(Struct, frozen=True):
+    """What a rank saves to a file beside serving."""
+
+    what: str
+    """``profile`` or ``trace``."""
+    under_way: bool
+    saved_at: Seconds | None
+    """When it was last saved, in seconds since 1970; None before the first time."""
+    failures: Count
+    error: str | None
+    """Why the last save failed, None if it did not."""
+
+
 class StreamStatus(Struct, frozen=True):
     """The stream buffers of a rank."""
 
@@ -239,6 +252,11 @@ class RankStatus(Struct, frozen=True):
     trace: TraceStatus | None = None
     streaming: StreamStatus | None = None
     """None where no step streams."""
+    paused: bool = False
+    """Whether an operator has residents stay where they are."""
+    saves: list[SaveStatus] = []
+    replica: Count = 0
+    """The data-parallel rank."""
     evicted_bytes: Count | None = None
     """Bytes of residents that the driver had evicted when the rank last looked (every ten seconds while it serves), estimated
     from a sample of blocks; None before the first look, and where it cannot tell."""

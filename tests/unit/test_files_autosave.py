@@ -105,3 +105,57 @@ def test_nothing_new_at_the_end_writes_nothing():
     _, learned, saver = made()
     saver.finish()
     assert learned.files == []
+
+
+def test_what_is_asked_for_is_saved_at_once_with_the_last_step_and_shown():
+    _, learned, saver = made()
+    learned.value = 1
+    learned.gate.clear()
+    saver.save_now()
+    assert saver.under_way
+    assert saver.saved_at is None
+    learned.gate.set()
+    settle(saver)
+    assert learned.files == [1]
+    assert learned.waited == [True]
+    assert not saver.under_way
+    assert saver.saved_at > 1.7e9
+    assert (saver.failures, saver.error) == (0, None)
+
+
+def test_what_is_asked_for_during_a_save_is_saved_after_it():
+    _, learned, saver = made()
+    learned.value = 1
+    learned.gate.clear()
+    saver.save_now()
+    learned.value = 2
+    saver.save_now()
+    assert saver.under_way
+    learned.gate.set()
+    settle(saver)
+    assert saver.under_way, "the second was forgotten"
+    saver.save_if_due()
+    settle(saver)
+    assert learned.files == [1, 2]
+    assert not saver.under_way
+
+
+def test_nothing_new_is_nothing_to_wait_for():
+    _, learned, saver = made()
+    saver.save_now()
+    assert not saver.under_way
+    assert learned.files == []
+
+
+def test_failures_are_counted_and_the_last_reason_is_kept_until_a_save_ends_well():
+    _, learned, saver = made()
+    learned.value, learned.fails = 1, True
+    for _ in range(2):
+        saver.save_now()
+        settle(saver)
+    assert saver.failures == 2
+    assert "No space left" in saver.error
+    learned.fails = False
+    saver.save_now()
+    settle(saver)
+    assert (saver.failures, saver.error) == (2, None)

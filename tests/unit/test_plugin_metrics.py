@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from builders.managers import LAYERS, Rank, config
 from prometheus_client import REGISTRY
@@ -16,7 +18,7 @@ LABELS = {"model_name": "m", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
 def served():
     rank = Rank(config(resident_selection="first_n"))
     before = set(REGISTRY._collector_to_names)
-    metrics = Metrics(rank.manager, LABELS)
+    metrics = Metrics(rank.manager, LABELS, lambda: {"moving": rank.manager.fault is not None}, [])
     yield rank, metrics
     for collector in set(REGISTRY._collector_to_names) - before:
         REGISTRY.unregister(collector)
@@ -90,3 +92,30 @@ def test_idleness_brings_the_last_steps_out_once(served):
     assert sample("hit_rate", layers="1-1") == 0.5
     metrics.publish = lambda: pytest.fail("published again though nothing happened")
     metrics.publish_when_idle()
+
+
+def test_an_operator_sees_bytes_pauses_and_faults(served):
+    rank, metrics = served
+    metrics.publish()
+    assert (sample("paused"), sample("fault", of="moving")) == (0, 0)
+    assert sample("resident_bytes") == 3 * 3 * PAGE_BYTES
+    assert sample("offloaded_bytes") == 3 * 5 * PAGE_BYTES
+    rank.manager.pause()
+    rank.manager.fault = "a test"
+    metrics.publish()
+    assert (sample("paused"), sample("fault", of="moving")) == (1, 1)
+    rank.manager.resume()
+    metrics.publish()
+    assert sample("paused") == 0
+
+
+def test_failed_saves_are_counted_once_each(served):
+    _, metrics = served
+    saver = SimpleNamespace(what="profile", failures=0)
+    metrics.savers = [saver]
+    metrics.publish()
+    assert sample("save_failures_total", of="profile") == 0
+    saver.failures = 2
+    for _ in range(2):
+        metrics.publish()
+    assert sample("save_failures_total", of="profile") == 2

@@ -1,0 +1,73 @@
+"""What an operator may tell a running server, which servers can do it, and how a rank does it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.files.autosave import Saver
+from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.residency.manager import OffloadManager
+
+KEY = "expert_offload"
+"""Of ``SetInternalStateReq.server_args``, by which SGLang brings an action to every rank between the same two steps."""
+
+
+class Action(enum.StrEnum):
+    """The value of ``action`` in ``POST /expert_offload``."""
+
+    READVISE = "readvise"
+    """Choose residents at once, from the routing since they were last chosen so."""
+    PAUSE = "pause"
+    """Residents stay where they are."""
+    RESUME = "resume"
+    SAVE = "save"
+    """Save the profile and the trace."""
+
+    def message(self) -> dict[str, int]:
+        """As SGLang carries it: numbers only."""
+        return {KEY: list(Action).index(self)}
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> Action | None:
+        """The action of a message that ``message`` made, None of another."""
+        number = message.get(KEY)
+        actions = dict(enumerate(cls))
+        return actions.get(number) if len(message) == 1 and type(number) is int else None
+
+
+def refusal(action: Action, config: OffloadConfig) -> str | None:
+    """Why this server cannot do it, None if it can."""
+    if action is Action.SAVE:
+        if config.save_profile or config.trace:
+            return None
+        return f"there is nothing to save: the server has neither {flag_name('save_profile')} nor {flag_name('trace')}"
+    if not config.residents_change:
+        return (
+            f"the residents of this server never change: it has {flag_name('adapt')} {config.adapt} and "
+            f"{flag_name('resident_selection')} {config.resident_selection}"
+        )
+    if get_parallel().enable_dp_attention_local_control_broadcast:
+        return (
+            "the ranks of this server would do it between different steps, and wait for one another: it has "
+            "--enable-dp-attention-local-control-broadcast"
+        )
+    return None
+
+
+def perform(action: Action, manager: OffloadManager, savers: Sequence[Saver]) -> None:
+    """Call it between steps, on every rank between the same two."""
+    match action:
+        case Action.READVISE:
+            manager.readvise()
+        case Action.PAUSE:
+            manager.pause()
+        case Action.RESUME:
+            manager.resume()
+        case Action.SAVE:
+            for saver in savers:
+                saver.save_now()

@@ -1,0 +1,152 @@
+"""The dashboard, the alerts, the unit, the container and the page about them name what the plugin has."""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import json
+import re
+import shlex
+from pathlib import Path
+
+import msgspec
+import pytest
+import sglang.srt.observability.metrics_collector as sglang_metrics
+import yaml
+from builders.managers import Rank, config
+from prometheus_client import REGISTRY
+from sglang.srt.server_args import ServerArgs
+
+from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.plugin.actions import Action
+from sglang_uvm_offload.plugin.http_routes import _Command
+from sglang_uvm_offload.plugin.metrics import Metrics
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs/operations"
+PAGE = (ROOT / "docs/operations.md").read_text()
+LABELS = ("model_name", "tp_rank", "pp_rank", "dp_rank")
+OF_PROMETHEUS = {"instance"}
+COUNTED = re.compile(r"\b(?:rate|increase)\((sglang:\w+)")
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, tuple[str, ...]]:
+    """The labels of each metric, by its name on ``/metrics``; and the table of them."""
+    before = set(REGISTRY._collector_to_names)
+    Metrics(Rank(config(resident_selection="first_n")).manager, dict.fromkeys(LABELS, "x"), dict, [])
+    made = set(REGISTRY._collector_to_names) - before
+    for collector in made:
+        REGISTRY.unregister(collector)
+    return {name_of(c): (c._labelnames, c._documentation) for c in made}
+
+
+def name_of(collector) -> str:
+    return collector._name + ("_total" if collector._type == "counter" else "")
+
+
+def alerts() -> list[dict]:
+    (group,) = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
+    return group["rules"]
+
+
+def dashboard() -> dict:
+    return json.loads((FOLDER / "grafana.json").read_text())
+
+
+def queries() -> list[str]:
+    found = [rule["expr"] for rule in alerts()]
+    found += [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+    assert len(found) > 15
+    return found
+
+
+@pytest.mark.parametrize("query", queries())
+def test_a_query_is_of_metrics_and_labels_that_are_exported(exported, query):
+    names = re.findall(r"sglang:\w+", query)
+    assert names
+    used = {label for labels in re.findall(r"by \(([^)]*)\)", query) for label in labels.split(", ")}
+    used |= set(re.findall(r"(\w+)=~", query))
+    for name in names:
+        if name.startswith("sglang:expert_offload_"):
+            assert used <= {*exported[name][0], *OF_PROMETHEUS}
+        else:
+            assert f'"{name}"' in Path(sglang_metrics.__file__).read_text()
+
+
+@pytest.mark.parametrize("query", queries())
+def test_what_grows_is_shown_as_a_rate_and_what_does_not_is_not(query):
+    for name in re.findall(r"sglang:\w+", query):
+        assert name.endswith("_total") == (name in COUNTED.findall(query))
+
+
+@pytest.mark.parametrize("query", queries())
+def test_parentheses_close(query):
+    for left, right in ("()", "{}", "[]"):
+        assert query.count(left) == query.count(right)
+
+
+def test_every_metric_but_one_is_on_the_dashboard(exported):
+    by_bytes = {"sglang:expert_offload_resident_experts"}  # resident_bytes says the same in what VRAM is measured in
+    assert set(exported) - {name for query in queries() for name in re.findall(r"sglang:\w+", query)} == by_bytes
+
+
+def test_panels_have_their_own_place_and_a_description():
+    panels = dashboard()["panels"]
+    assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}) == len(panels)
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert all(panel["description"].endswith(".") for panel in panels)
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_an_alert_says_what_to_do_and_where_more_is_written(rule):
+    notes = rule["annotations"]
+    assert {"summary", "description"} <= set(notes)
+    path, anchor = notes["runbook"].split("#")
+    headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.M)
+    assert anchor in [heading.lower().replace(" ", "-") for heading in headings]
+    for body in re.findall(r"POST /expert_offload (\{.*?\})", notes["description"]):
+        msgspec.json.decode(body, type=_Command)
+
+
+def launches() -> dict[str, list[str]]:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str
+    unit.read(FOLDER / "sglang-offload.service")
+    compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]["sglang"]
+    return {"service": shlex.split(unit["Service"]["ExecStart"]), "compose": shlex.split(compose["command"])}
+
+
+@pytest.mark.parametrize("name", ["service", "compose"])
+def test_an_example_launches_sglang_with_flags_that_exist(name):
+    python, m, module, *arguments = launches()[name]
+    assert (python.split("/")[-1].startswith("python"), m, module) == (True, "-m", "sglang.launch_server")
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    of_sglang, of_plugin = parser.parse_known_args(arguments)
+    assert of_sglang.enable_metrics
+    names = [name.removeprefix("--expert-offload-").replace("-", "_") for name in of_plugin[::2]]
+    assert parse(dict(zip(names, of_plugin[1::2], strict=True))).save_profile is not None
+
+
+def test_the_page_lists_the_metrics_that_are_exported(exported):
+    rows = ["| metric | more labels | meaning |", "| --- | --- | --- |"]
+    for name, (labels, meaning) in sorted(exported.items()):
+        more = ", ".join(f"`{label}`" for label in labels if label not in LABELS)
+        rows.append(f"| `{name}` | {more} | {meaning} |")
+    table = "\n".join(rows)
+    assert re.search("<!-- metrics -->\n(.*)\n<!-- /metrics -->", PAGE, re.S).group(1) == table, f"it should be:\n{table}"
+
+
+def test_the_page_has_all_actions_and_no_others():
+    rows = re.findall(r"^\| `(\w+)` \|", PAGE.split("## Actions")[1].split("## Metrics")[0], re.M)
+    assert sorted(rows) == sorted(Action)
+    for body in re.findall(r"-d '([^']*)'", PAGE):
+        msgspec.json.decode(body, type=_Command)
+
+
+def test_the_pages_links_lead_somewhere():
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", PAGE)]
+    assert links
+    for link in links:
+        assert (ROOT / "docs" / link).exists(), link

@@ -1,0 +1,84 @@
+"""What an operator may tell a server: which messages are actions, what a server refuses and why, and what a rank does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from builders.managers import Rank, config
+
+from sglang_uvm_offload.plugin import actions
+from sglang_uvm_offload.plugin.actions import KEY, Action, perform, refusal
+
+
+@pytest.fixture(autouse=True)
+def parallel(monkeypatch):
+    state = SimpleNamespace(enable_dp_attention_local_control_broadcast=False)
+    monkeypatch.setattr(actions, "get_parallel", lambda: state)
+    return state
+
+
+@pytest.mark.parametrize("action", list(Action))
+def test_an_action_is_what_sglang_carries_and_is_understood(action):
+    message = action.message()
+    assert all(type(value) is int for value in message.values())
+    assert Action.of(message) is action
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{}, {"pp_max_micro_batch_size": 8}, {KEY: 4}, {KEY: -1}, {KEY: 0.0}, {KEY: True}, {KEY: 0, "pp_max_micro_batch_size": 8}],
+)
+def test_other_messages_are_sglangs(message):
+    assert Action.of(message) is None
+
+
+@pytest.mark.parametrize("flags", [{}, {"adapt": "continuous"}, {"adapt": "continuous", "resident_selection": "first_n"}])
+@pytest.mark.parametrize("action", [Action.READVISE, Action.PAUSE, Action.RESUME])
+def test_residents_that_may_change_obey(action, flags):
+    assert refusal(action, config(**flags)) is None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"resident_selection": "first_n"},
+        {"resident_selection": "manual", "resident_ids": "1,2,3"},
+        {"adapt": "off", "profile": "p"},
+    ],
+)
+@pytest.mark.parametrize("action", [Action.READVISE, Action.PAUSE, Action.RESUME])
+def test_residents_that_the_flags_hold_in_place_stay_and_the_flags_are_named(action, flags):
+    cfg = config(**flags)
+    reason = refusal(action, cfg)
+    assert f"--expert-offload-adapt {cfg.adapt} and --expert-offload-resident-selection {cfg.resident_selection}" in reason
+
+
+def test_ranks_that_learn_of_it_between_different_steps_are_left_alone(parallel):
+    """They would wait for one another for ever."""
+    parallel.enable_dp_attention_local_control_broadcast = True
+    assert "--enable-dp-attention-local-control-broadcast" in refusal(Action.READVISE, config())
+    assert refusal(Action.SAVE, config(trace="t.npz")) is None
+
+
+def test_a_server_without_files_has_nothing_to_save():
+    reason = refusal(Action.SAVE, config())
+    assert "--expert-offload-save-profile" in reason
+    assert "--expert-offload-trace" in reason
+    assert refusal(Action.SAVE, config(save_profile="p.npz")) is None
+    assert refusal(Action.SAVE, config(trace="t.npz")) is None
+
+
+def test_a_rank_does_what_it_is_told():
+    rank, saved = Rank(config(warmup_tokens=10**6)), []
+    savers = [SimpleNamespace(save_now=lambda name=name: saved.append(name)) for name in ("profile", "trace")]
+    perform(Action.PAUSE, rank.manager, savers)
+    assert rank.manager.paused
+    perform(Action.RESUME, rank.manager, savers)
+    assert not rank.manager.paused
+    rank.step([[5, 6, 7]])
+    perform(Action.READVISE, rank.manager, savers)
+    assert rank.resident() == [[5, 6, 7]] * 3
+    assert saved == []
+    perform(Action.SAVE, rank.manager, savers)
+    assert saved == ["profile", "trace"]

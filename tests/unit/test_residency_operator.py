@@ -1,0 +1,173 @@
+"""What an operator tells the manager: residents are chosen at once, stay, and may change again."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from builders.managers import LAYERS, Rank, config, profile_of
+
+from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError
+from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
+
+
+def warm(**flags) -> Rank:
+    """One step after a warm-up that has seen experts 5, 6 and 7."""
+    rank = Rank(config(warmup_tokens=4, **flags))
+    for _ in range(5):
+        rank.step([[5, 6, 7]])
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+    return rank
+
+
+def following() -> Rank:
+    seconds = iter(range(10**9))
+    cfg = config(resident_selection="first_n", adapt="continuous")
+    return Rank(cfg, clock=lambda: float(next(seconds)))
+
+
+def serve(rank: Rank, ids, steps: int) -> None:
+    for _ in range(steps):
+        rank.step([ids])
+
+
+def test_residents_are_chosen_from_what_was_routed_since_they_were_last_chosen():
+    """The old traffic outweighs the new, and does not count any more."""
+    rank = warm()
+    serve(rank, [0, 1, 2], 2)
+    rank.manager.readvise()
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+    serve(rank, [2, 3, 4], 1)
+    rank.manager.readvise()
+    assert rank.resident() == [[2, 3, 4]] * LAYERS
+
+
+def test_what_was_routed_is_logged_with_the_hit_rates(caplog):
+    rank = warm()
+    serve(rank, [0, 1, 2], 2)
+    with caplog.at_level(logging.INFO):
+        rank.manager.readvise()
+    assert "residents chosen from the routing of 3 tokens (0 prefill and 3 decode steps)" in caplog.text
+    assert "hit rate of these tokens 33.3 % before, 66.7 % after" in caplog.text
+
+
+def test_without_a_new_token_residents_stay(caplog):
+    rank = warm()
+    rank.manager.readvise()
+    moves = rank.manager.ledger.moves
+    with caplog.at_level(logging.INFO):
+        rank.manager.readvise()
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+    assert rank.manager.ledger.moves == moves
+    assert "no token since residents were last chosen; they stay" in caplog.text
+
+
+def test_a_replica_without_traffic_yet_still_warms_up():
+    rank = Rank(config(warmup_tokens=4))
+    rank.manager.readvise()
+    serve(rank, [5, 6, 7], 5)
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+
+
+def test_choosing_before_the_warm_up_is_over_ends_it():
+    rank = Rank(config(warmup_tokens=4))
+    rank.step([[3, 4, 5]])
+    rank.manager.readvise()
+    assert rank.resident() == [[3, 4, 5]] * LAYERS
+    serve(rank, [0, 1, 2], 9)
+    assert rank.resident() == [[3, 4, 5]] * LAYERS
+
+
+def test_a_profiles_residents_give_way_to_an_operator():
+    rank = Rank(config(warmup_tokens=10**6, profile="p"), profile=profile_of([[1, 2, 3]] * LAYERS))
+    serve(rank, [1, 2, 4], 1)
+    rank.manager.readvise()
+    assert all({1, 2, 4} == set(ids) for ids in rank.resident())
+
+
+def test_every_rank_moves_to_what_the_first_decides():
+    """Their counts may differ; that one saw nothing, or nothing else, is no reason to differ."""
+    decision: list[np.ndarray] = []
+
+    def first(decide):
+        decision.append(decide())
+        return decision[-1]
+
+    leader = Rank(config(warmup_tokens=10**6), broadcast_decision=first)
+    follower = Rank(config(warmup_tokens=10**6), broadcast_decision=lambda decide: decision[-1])
+    leader.step([[5, 6, 7]])
+    follower.step([[0, 1, 2]])
+    for rank in (leader, follower):
+        rank.manager.readvise()
+    assert leader.resident() == follower.resident() == [[5, 6, 7]] * LAYERS
+
+
+def test_after_a_fault_nothing_moves_and_the_peers_do_not_wait():
+    class Failing(EmulatedMemory):
+        fails = False
+
+        def place(self, *args, **kwargs):
+            if self.fails:
+                raise ManagedMemoryError("place", "a test", 0, 0, "no")
+            return super().place(*args, **kwargs)
+
+    memory, asked = Failing(), []
+
+    def broadcast(decide):
+        asked.append(1)
+        return decide()
+
+    rank = Rank(config(warmup_tokens=10**6), memory, broadcast_decision=broadcast)
+    memory.fails = True
+    rank.step([[5, 6, 7]])
+    rank.manager.readvise()
+    assert rank.manager.fault is not None
+    memory.fails = False
+    before = rank.resident()
+    rank.step([[3, 4, 5]])
+    rank.manager.readvise()
+    assert rank.resident() == before
+    assert len(asked) == 2
+
+
+def test_while_paused_the_warm_up_waits():
+    rank = Rank(config(warmup_tokens=4))
+    rank.manager.pause()
+    serve(rank, [5, 6, 7], 9)
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+    assert rank.status()["paused"]
+    rank.manager.resume()
+    serve(rank, [5, 6, 7], 1)
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+    assert not rank.status()["paused"]
+
+
+@pytest.mark.parametrize("steps_before", [1, 2, 3])
+def test_while_paused_continuous_adaptation_counts_and_moves_nothing(steps_before):
+    """Not even what was decided before: however far the next decision is."""
+    rank = following()
+    serve(rank, [5, 6, 7], steps_before * INTERVAL_STEPS)
+    rank.manager.pause()
+    before, moves = rank.resident(), rank.manager.ledger.moves
+    serve(rank, [5, 6, 7], 40 * INTERVAL_STEPS)
+    assert rank.resident() == before
+    assert rank.manager.ledger.moves == moves
+    assert rank.status()["tokens"] == (steps_before + 40) * INTERVAL_STEPS
+    rank.manager.resume()
+    serve(rank, [5, 6, 7], 4 * INTERVAL_STEPS)
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+
+
+def test_an_operators_choice_is_not_undone_by_what_was_decided_before_it():
+    rank = following()
+    serve(rank, [5, 6, 7], 40 * INTERVAL_STEPS)
+    rank.manager.readvise()
+    serve(rank, [0, 1, 2], 1)
+    rank.manager.readvise()
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+    moves = rank.manager.ledger.moves
+    serve(rank, [0, 1, 2], 2 * INTERVAL_STEPS)
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+    assert rank.manager.ledger.moves == moves
