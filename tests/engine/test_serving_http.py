@@ -7,14 +7,17 @@ because concurrent requests are batched as they arrive and bfloat16 would show i
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from checkpoints import Checkpoints
-from harness.server import Server, offload_state
+from harness.server import Server, environment, flags, offload_state
 from serving import Engines, assert_close, assert_offloaded
 
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
@@ -45,6 +48,7 @@ def ask(server: Server) -> Said:
         "aborted": abort(server, LONG[::-1]),
         "after_abort": generate(server, LONG[::-1]),
         "concurrent": ask_together(server, [f"{number} bottles of beer on the wall" for number in range(32)]),
+        "openai": ask_by_openais_client(server),
         "server_info": server.get("/server_info"),
         "metrics": server.get_text("/metrics"),
         "log": server.log,
@@ -68,6 +72,25 @@ def ask_together(server: Server, prompts: list[str]) -> list[str]:
         return list(clients.map(lambda prompt: generate(server, prompt)["text"], prompts))
 
 
+def ask_by_openais_client(server: Server) -> list[str]:
+    """Two answers to a chat, in one piece and streamed."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "default", "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+        asked["messages"] = [{"role": "user", "content": "What is a hedgehog?"}]
+        whole = client.chat.completions.create(**asked)
+        pieces = [event.choices[0].delta.content or "" for event in client.chat.completions.create(**asked, stream=True)]
+    return [whole.choices[0].message.content or "", "".join(pieces)]
+
+
+def measure(server: Server, checkpoint: Path, out: Path) -> dict[str, Any]:
+    """What SGLang's own benchmark client measured over eight requests, four at a time."""
+    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url]
+    command += flags({"model": checkpoint, "dataset_name": "random-ids", "num_prompts": 8, "max_concurrency": 4})
+    command += flags({"random_input_len": 32, "random_output_len": 6, "random_range_ratio": 1, "output_file": out})
+    subprocess.run(command, env=environment({}), check=True, capture_output=True, timeout=300)
+    return json.loads(out.read_text())
+
+
 @pytest.fixture(scope="module")
 def checkpoint(checkpoints: Checkpoints) -> Path:
     return checkpoints("glm4_moe", dtype="float32")
@@ -80,12 +103,12 @@ def off(checkpoint: Path, engines: Engines) -> Said:
 
 
 @pytest.fixture(scope="module")
-def on(checkpoint: Path) -> Said:
+def on(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Said:
     """Of a cold start, by the command and the file that a user may have, and with all models that SGLang knows."""
     command = [str(Path(sys.executable).with_name("sglang")), "serve"]
     env = {"SGLANG_DISABLED_MODEL_ARCHS": ""}
     with Server(checkpoint, command=command, config_file=True, env=env, **ARGUMENTS, **OFFLOAD) as server:
-        return ask(server)
+        return {**ask(server), "measured": measure(server, checkpoint, tmp_path_factory.mktemp("measured") / "result.jsonl")}
 
 
 def test_generate_gives_the_same_tokens_and_logprobs(on: Said, off: Said) -> None:
@@ -111,6 +134,16 @@ def test_a_streamed_answer_arrives_in_pieces_and_is_the_whole_answer(on: Said, o
 def test_a_streamed_chat_is_the_same_chat(on: Said) -> None:
     pieces = [event["choices"][0]["delta"].get("content") or "" for event in on["streamed_chat"] if event["choices"]]
     assert "".join(pieces) == on["chat"]
+
+
+def test_openais_client_gets_the_same_chat(on: Said, off: Said) -> None:
+    assert on["openai"][0] == on["openai"][1] == off["openai"][0]
+    assert len(on["openai"][0]) == 12
+
+
+def test_sglangs_benchmark_client_completes(on: Said) -> None:
+    measured = on["measured"]
+    assert (measured["completed"], measured["total_output_tokens"]) == (8, 8 * 6)
 
 
 def test_32_concurrent_requests_are_answered_alike(on: Said, off: Said) -> None:
