@@ -568,6 +568,11 @@ def write_tokenizer(folder: Path, words: Sequence[str] = (), max_length: int = 2
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    save_tokenizer(tokenizer, folder, max_length)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path, max_length: int = 2048) -> None:
+    """A ``tokenizers.Tokenizer`` that knows ``END`` and ``ROLES``, with the chat template."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Serve a mixture-of-experts model with offloaded experts, and show that it answers as it does without offloading.
 
-Writes a tiny checkpoint (or takes a local one), starts the real server with offloading, asks it over HTTP, shows where the
-experts are before and after warm-up and what the metrics say, and asks the same server without offloading the same things.
+Takes the tiny model of this checkout, which has learned English prose and Python code (or a local one, or writes one with
+random weights), starts the real server with offloading, asks it over HTTP, shows where the experts are before and after warm-up
+and what the metrics say, and asks the same server without offloading the same things.
 On the GPU where there is one; on a CPU over an emulation of unified memory, with the harness's hooks for SGLang on a CPU.
 """
 
@@ -19,17 +20,20 @@ from typing import Any
 from harness.server import EngineFailed, Server, offload_state
 from make_checkpoint import make_checkpoint
 
-WRITTEN = ("glm4_moe", "deepseek_v3", "qwen3_moe")
-HOT = [3, 6, 9, 10, 12, 15]  # the experts that get most tokens in a written checkpoint, in every layer
+TRAINED = "glm4_moe"
+LEARNED = Path(__file__).parent / "tiny"
+WRITTEN = ("deepseek_v3", "qwen3_moe")
+HOT = [3, 6, 9, 10, 12, 15]  # the experts that get most tokens in a checkpoint with random weights, in every layer
+# Of the two topics of the trained model in turn.
 PROMPTS = (
-    "What is a mixture of experts?",
-    "Write a haiku about memory.",
-    "def fibonacci(n):",
-    "The quick brown fox",
-    "Once upon a time, in a data centre far away,",
-    "1, 1, 2, 3, 5, 8,",
+    "If the argument is",
+    "def read(self",
+    "When the object is",
+    "class Error(",
+    "This method is called when",
+    "def __init__(self, ",
 )
-NEW_TOKENS = 24
+NEW_TOKENS = 32
 
 
 def main() -> int:
@@ -51,22 +55,24 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="quickstart.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", default="glm4_moe", help=f"{', '.join(WRITTEN)}, or a checkpoint's folder")
+    parser.add_argument("model", nargs="?", default=TRAINED, help=f"{', '.join((TRAINED, *WRITTEN))}, or a checkpoint's folder")
     parser.add_argument("--num-resident", metavar="N", help="experts of each layer to keep in VRAM (default: 3 of 8)")
     parser.add_argument("--warmup-tokens", type=int, default=128, metavar="N", help="default: 128")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     parser.add_argument("--start-seconds", type=float, default=600, metavar="S", help="how long to wait for a server")
     parser.add_argument("server", nargs="*", metavar="-- SERVER FLAGS", help="more flags for both servers: -- --tp-size 2")
     args = parser.parse_args()
-    if args.model not in WRITTEN and not (Path(args.model) / "config.json").is_file():
-        parser.error(f"{args.model} is none of {', '.join(WRITTEN)} and no folder with a config.json")
+    if args.model not in (TRAINED, *WRITTEN) and not (Path(args.model) / "config.json").is_file():
+        parser.error(f"{args.model} is none of {', '.join((TRAINED, *WRITTEN))} and no folder with a config.json")
     return args
 
 
 def show(args: argparse.Namespace, folder: Path) -> int:
     on_cpu = (args.device or ("cuda" if has_gpu() else "cpu")) == "cpu"
-    checkpoint = Path(args.model)
-    if args.model in WRITTEN:
+    checkpoint = LEARNED if args.model == TRAINED else Path(args.model)
+    if args.model == TRAINED:
+        print(f"Serves {LEARNED}, a tiny model of English prose and Python code; its README.md says how it was trained.")
+    elif args.model in WRITTEN:
         checkpoint = make_checkpoint(args.model, folder / "model", hot=HOT)
         print(f"Wrote a {args.model} checkpoint with random weights: its answers are gibberish, and always the same.")
     experts = number_of_experts(checkpoint)
