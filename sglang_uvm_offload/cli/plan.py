@@ -13,7 +13,7 @@ from sglang_uvm_offload.sizing import planner
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
-from sglang_uvm_offload.sizing.machine import PRESET_HOST_GIB, Machine, MachineError, describe, of_gpus, preset
+from sglang_uvm_offload.sizing.machine import EXAMPLES, GPUS, Machine, MachineError, describe, of_gpus, preset
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
@@ -23,7 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``plan``."""
     parser.add_argument("model", help="a checkpoint's folder, or a JSON file: config.json, or an object with it under 'config'")
     machine = parser.add_argument_group("machine", "default: this machine")
-    machine.add_argument("--machine", metavar="NAME", help=f"such as {', '.join(PRESET_HOST_GIB)}; the flags below adjust it")
+    machine.add_argument(
+        "--machine",
+        metavar="NAME",
+        help=f"such as {', '.join(EXAMPLES)}: a count of {', '.join(GPUS)}; the flags below adjust it",
+    )
     machine.add_argument("--gpus", type=_count, help="number of GPUs")
     machine.add_argument("--vram-gb", type=_amount, help="memory of one GPU in GiB, as nvidia-smi shows it")
     machine.add_argument("--host-gb", type=_amount, help="host RAM in GiB that the server may take")
