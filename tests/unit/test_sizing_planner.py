@@ -347,7 +347,7 @@ def test_too_little_host_ram_is_said_and_each_remedy_would_do():
 
 
 def test_too_little_vram_is_said_and_each_remedy_would_do():
-    refused = ask("qwen3-235b-a22b", roomy("1x5090"), Workload(40960, requests=64))
+    refused = ask("qwen3-235b-a22b", roomy("1x5090"), Workload(40960, requests=8))
     assert not refused.fits
     assert "VRAM: with no expert resident a rank needs" in refused.problems[0]
     tokens = int(refused.needs[0].split()[6])
@@ -422,7 +422,7 @@ def test_blocks_of_scales_are_not_cut():
     """2048 hidden units in blocks of 128 go on 16 ranks, and not on 32."""
     many = dataclasses.replace(roomy("8xH20"), gpus=32)
     assert ask("deepseek-v3", many, parallel=Parallel(tp=16)).fits
-    assert "blocks of 128 that share a scale; raise --ep-size" in ask("deepseek-v3", many, parallel=Parallel(tp=32)).problems[0]
+    assert "blocks of 128 that share a scale" in ask("deepseek-v3", many, parallel=Parallel(tp=32)).problems[0]
     assert ask("deepseek-v3", many, parallel=Parallel(tp=32, ep=32)).fits
 
 
