@@ -35,7 +35,7 @@ WITH_SLOTS = (
 
 
 ROWS = (
-    "other traffic: residents chosen on other traffic than is served; lowest and highest measured: on traffic like it.",
+    "other traffic: residents chosen on other traffic than is served; lowest and highest: on traffic like it.",
     "of resident: of the speed with all experts in VRAM.",
 )
 """What the rows and columns of the predicted speeds are."""
