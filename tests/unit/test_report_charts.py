@@ -97,7 +97,7 @@ def test_a_line_is_interrupted_where_there_is_no_value_and_a_lone_point_is_a_dot
 
 def test_the_legend_tells_lines_apart():
     names = [f"line {index}" for index in range(8)]
-    lines = [Line(name, [(0, 0), (1, 1)], name == "line 7") for name in names]
+    lines = [Line(name, [(0, 0), (1, index / 8)], name == "line 7") for index, name in enumerate(names)]
     figure = line_chart("t", Axis("x", 0, 1), Axis("y", 0, 1), lines)
     looks = [(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines]
     assert len(set(looks)) == 8
