@@ -9,21 +9,30 @@ import sys
 from pathlib import Path
 
 from sglang_uvm_offload.config import AUTO, UNRESOLVED
-from sglang_uvm_offload.sizing import planner
-from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing import hub, planner
+from sglang_uvm_offload.sizing.architectures import unserved_note
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
-from sglang_uvm_offload.sizing.machine import PRESET_HOST_GIB, Machine, MachineError, describe, of_gpus, preset
+from sglang_uvm_offload.sizing.machine import EXAMPLES, GPUS, Machine, MachineError, describe, of_gpus, preset
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``plan``."""
-    parser.add_argument("model", help="a checkpoint's folder, or a JSON file: config.json, or an object with it under 'config'")
+    parser.add_argument(
+        "model",
+        help="a checkpoint's folder, a config.json (or an object with it under 'config'), or an id on the Hugging Face Hub",
+    )
     machine = parser.add_argument_group("machine", "default: this machine")
-    machine.add_argument("--machine", metavar="NAME", help=f"such as {', '.join(PRESET_HOST_GIB)}; the flags below adjust it")
+    machine.add_argument(
+        "--machine",
+        metavar="NAME",
+        help=f"such as {', '.join(EXAMPLES)}: a count of {', '.join(GPUS)}; the flags below adjust it",
+    )
     machine.add_argument("--gpus", type=_count, help="number of GPUs")
     machine.add_argument("--vram-gb", type=_amount, help="memory of one GPU in GiB, as nvidia-smi shows it")
     machine.add_argument("--host-gb", type=_amount, help="host RAM in GiB that the server may take")
@@ -88,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns 0 if the model fits, 1 if it does not, 2 for invalid arguments."""
     try:
-        model = load(Path(args.model))
+        model = _model(args.model)
         machine = _machine(args)
     except (CheckpointError, MachineError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -117,10 +126,20 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in names}
     usual = dataclasses.replace(Assumptions(), accepted_tokens=min(Assumptions.accepted_tokens, workload.draft_tokens))
     assumed = dataclasses.replace(usual, **{name: value for name, value in given.items() if value is not None})
-    given_experts = (args.hit_rate, args.num_resident, args.slots)
-    result = planner.plan(model, machine, workload, parallel, reserve, assumed, *given_experts)
+    case = Case(model, machine, workload, parallel, reserve, assumed, slots=args.slots)
+    result = planner.plan_case(case, args.hit_rate, args.num_resident)
+    if args.num_resident is None:
+        result = dataclasses.replace(result, alternatives=planner.alternatives(case, result, args.hit_rate))
+    if unserved := unserved_note(model.architectures):
+        result = dataclasses.replace(result, notes=(unserved, *result.notes))
     print(json.dumps(dataclasses.asdict(result), indent=1) if args.json else planner.render(result))
     return 0 if result.fits else 1
+
+
+def _model(name: str) -> CheckpointShape:
+    """By a path, or else by its name on the Hugging Face Hub."""
+    path = Path(name)
+    return hub.load(name) if not path.exists() and hub.is_id(name) else load(path)
 
 
 def _machine(args: argparse.Namespace) -> Machine:

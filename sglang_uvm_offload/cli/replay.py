@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS, POLICIES, SHIPPED
+from sglang_uvm_offload.replay.policies import AHEAD, EXPERT_BYTES, LINK_GBPS, OFFERED, POLICIES, SHIPPED
 from sglang_uvm_offload.routing.profile import Profile, ProfileError, reason
 from sglang_uvm_offload.routing.profile_file import add_slot_share
 from sglang_uvm_offload.routing.trace import Trace
@@ -21,7 +21,7 @@ from sglang_uvm_offload.units import size
 
 if TYPE_CHECKING:
     from sglang_uvm_offload.replay.recall import Recall
-    from sglang_uvm_offload.replay.simulator import Replay
+    from sglang_uvm_offload.replay.simulator import Replay, Scope
     from sglang_uvm_offload.replay.slots import Split
 
 MAX_BATCH = 4096
@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="concurrent requests (default 1)")
     parser.add_argument("--warmup-fraction", type=float, default=0.5, help="share of requests for the warm-up (default 0.5)")
     parser.add_argument(
-        "--link-gbps", type=float, default=LINK_GBPS, help="10^9 bytes a second over PCIe (default %(default)g, assumed)"
+        "--link-gbps", type=float, help=f"10^9 bytes a second over PCIe (default {LINK_GBPS:g}, assumed: PCIe 5 x16)"
     )
-    parser.add_argument("--expert-mib", type=float, default=EXPERT_BYTES / 2**20, help="MiB per expert (default %(default)g)")
+    parser.add_argument("--expert-mib", type=float, help=f"MiB per expert (default {EXPERT_BYTES / 2**20:g}, assumed)")
     parser.add_argument(
         "--recall",
         action="store_true",
@@ -65,44 +65,94 @@ def run(args: argparse.Namespace) -> int:
             print(f"cannot replay {args.trace}: {problem}", file=sys.stderr)
         return 2
     try:
-        found = _recall(args) if args.recall else _slots(args) if args.slots else _replay(args)
+        trace = Trace.load(args.trace)
+        found = _recall(args, trace) if args.recall else _slots(args, trace) if args.slots else _replay(args, trace)
     except (ValueError, OSError, MemoryError) as error:
         print(f"cannot replay {args.trace}: {error}", file=sys.stderr)
         return 2
+    finally:
+        _progress("")
     print(found)
     return 0
 
 
-def _replay(args: argparse.Namespace) -> str:
+def _replay(args: argparse.Namespace, trace: Trace) -> str:
     from sglang_uvm_offload.replay.simulator import replay
 
-    trace = Trace.load(args.trace)
-    expert_bytes = int(args.expert_mib * 2**20)
-    results = [
-        replay(trace, policy, args.residency, args.batch, args.warmup_fraction, args.link_gbps, expert_bytes)
-        for policy in args.policy or POLICIES
-    ]
-    return _json(args, "results", results) if args.json else table(results)
+    scored, results = _scope(args, trace), []
+    policies = list(dict.fromkeys(args.policy or POLICIES))
+    for index, policy in enumerate(policies):
+        _progress(f"replaying {policy}, {index + 1} of {len(policies)} policies, {scored.steps + scored.warmup_steps} steps")
+        results.append(replay(trace, policy, *_setting(args, scored)))
+    if args.json:
+        return _json(args, scored, "results", results)
+    return f"{described(scored)}\n\n{table(results)}\n\n{legend(policies)}"
 
 
-def _recall(args: argparse.Namespace) -> str:
+def _recall(args: argparse.Namespace, trace: Trace) -> str:
     from sglang_uvm_offload.replay.simulator import recall_of_misses
 
-    found = recall_of_misses(Trace.load(args.trace), args.residency, args.batch, args.warmup_fraction)
-    return _json(args, "recall", found) if args.json else recall_table(found)
+    scored = _scope(args, trace)
+    _progress(f"replaying {SHIPPED} beside the predictors, {scored.steps + scored.warmup_steps} steps")
+    found = recall_of_misses(trace, args.residency, args.batch, args.warmup_fraction)
+    return _json(args, scored, "recall", found) if args.json else f"{described(scored)}\n\n{recall_table(found)}"
 
 
-def _slots(args: argparse.Namespace) -> str:
+def _slots(args: argparse.Namespace, trace: Trace) -> str:
     from sglang_uvm_offload.replay.simulator import slot_splits
 
-    expert_bytes = int(args.expert_mib * 2**20)
-    trace = Trace.load(args.trace)
     if args.into is not None:
         _check_into(args, trace)
-    found = slot_splits(trace, args.residency, args.batch, args.warmup_fraction, args.link_gbps, expert_bytes)
+    scored = _scope(args, trace)
+    _progress(f"replaying each split of the VRAM, {scored.steps + scored.warmup_steps} steps")
+    found = slot_splits(trace, *_setting(args, scored))
     if args.into is not None:
         _put_into(args, found)
-    return _json(args, "slots", found) if args.json else slots_table(found)
+    return _json(args, scored, "slots", found) if args.json else f"{described(scored)}\n\n{slots_table(found)}"
+
+
+def _scope(args: argparse.Namespace, trace: Trace) -> Scope:
+    from sglang_uvm_offload.replay.simulator import scope
+
+    expert_bytes = None if args.expert_mib is None else int(args.expert_mib * 2**20)
+    return scope(trace, args.residency, args.batch, args.warmup_fraction, args.link_gbps, expert_bytes)
+
+
+def _setting(args: argparse.Namespace, scored: Scope) -> tuple[float, int, float, float, int]:
+    """The arguments of ``replay`` and ``slot_splits`` after the trace and the policy."""
+    return args.residency, args.batch, args.warmup_fraction, scored.link_gbps, scored.expert_bytes
+
+
+def _progress(text: str) -> None:
+    """Show ``text`` in place of what was shown before; on a terminal only, and beside the output."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def described(scored: Scope) -> str:
+    """What was scored, and what was assumed."""
+    link, expert = ("assumed; {} gives it" if yes else "as given" for yes in (scored.link_assumed, scored.expert_bytes_assumed))
+    return "\n".join(
+        [
+            f"scored: {scored.requests} requests in {scored.steps} decode steps, up to {scored.batch} at once; warm-up: "
+            f"{scored.warmup_requests} requests in {scored.warmup_steps} steps",
+            f"in VRAM: {scored.num_resident} of {scored.num_experts} experts ({100 * scored.residency:g} %) of each of "
+            f"{scored.layers} layers",
+            f"link: {scored.link_gbps:g} GB/s (10^9 bytes a second), {link.format('--link-gbps')}",
+            f"an expert: {size(scored.expert_bytes)}, {expert.format('--expert-mib')}",
+        ]
+    )
+
+
+def legend(policies: Sequence[str]) -> str:
+    """Which of ``policies`` a server offers, and by which flag."""
+    shipped = " (the policy that adapts; this plugin's own)"
+    lines = [f"{policy}{shipped if policy == SHIPPED else ''}: {OFFERED[policy]}" for policy in policies if policy in OFFERED]
+    ahead = [policy for policy in policies if policy in AHEAD]
+    others = [policy for policy in policies if policy not in (*OFFERED, *AHEAD)]
+    lines += [f"for comparison, offered by no server: {', '.join(others)}"] if others else []
+    lines += [f"know the future, so bounds: {', '.join(ahead)}"] if ahead else []
+    return "\n".join(lines)
 
 
 def _check_into(args: argparse.Namespace, trace: Trace) -> None:
@@ -130,8 +180,9 @@ def _put_into(args: argparse.Namespace, found: Sequence[Split]) -> None:
         raise ValueError(f"--into {args.into}: {reason(error)}") from error
 
 
-def _json(args: argparse.Namespace, name: str, results: Sequence[Replay | Recall | Split]) -> str:
-    return json.dumps({"trace": str(args.trace), name: [result.as_json() for result in results]}, indent=1)
+def _json(args: argparse.Namespace, scored: Scope, name: str, results: Sequence[Replay | Recall | Split]) -> str:
+    content = {"trace": str(args.trace), "scored": scored.as_json(), name: [result.as_json() for result in results]}
+    return json.dumps(content, indent=1)
 
 
 def problems(args: argparse.Namespace) -> list[str]:
@@ -141,8 +192,8 @@ def problems(args: argparse.Namespace) -> list[str]:
         ("--residency", args.residency, 0 <= args.residency <= 1, "must be 0..1"),
         ("--warmup-fraction", args.warmup_fraction, 0 <= args.warmup_fraction <= 1, "must be 0..1"),
         ("--batch", args.batch, 1 <= args.batch <= MAX_BATCH, f"must be at least 1 and at most {MAX_BATCH}"),
-        ("--link-gbps", args.link_gbps, SMALLEST <= args.link_gbps <= LARGEST, f"must be above 0 GB/s {amount}"),
-        ("--expert-mib", args.expert_mib, SMALLEST <= args.expert_mib <= LARGEST, f"must be above 0 MiB {amount}"),
+        ("--link-gbps", args.link_gbps, _is_amount(args.link_gbps), f"must be above 0 GB/s {amount}"),
+        ("--expert-mib", args.expert_mib, _is_amount(args.expert_mib), f"must be above 0 MiB {amount}"),
     ]
     found = [f"{flag} {right}, not {value}" for flag, value, good, right in checks if not good]
     if args.into is not None and not args.slots:
@@ -152,6 +203,10 @@ def problems(args: argparse.Namespace) -> list[str]:
     elif args.recall and set(args.policy or [SHIPPED]) != {SHIPPED}:
         found.append(f"--recall is of the misses of {SHIPPED}; leave --policy out")
     return found
+
+
+def _is_amount(value: float | None) -> bool:
+    return value is None or SMALLEST <= value <= LARGEST
 
 
 def table(results: list[Replay]) -> str:

@@ -18,7 +18,7 @@ from sglang_uvm_offload.plugin.planned_launch import Rank, free_by_gpu, planned_
 from sglang_uvm_offload.sizing.draft_cost import draft_note
 from sglang_uvm_offload.sizing.launch import Uncounted
 from sglang_uvm_offload.sizing.least_memory import LeastMemory
-from sglang_uvm_offload.sizing.planner import shape_problems
+from sglang_uvm_offload.sizing.ranks import shape_problems
 from sglang_uvm_offload.units import size
 
 logger = logging.getLogger(__name__)

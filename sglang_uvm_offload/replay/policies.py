@@ -10,6 +10,16 @@ SLOTS = "slots"
 SHIPPED = "adaptive"
 POLICIES = (*NAMES, SLOTS, SHIPPED)
 
+OFFERED = {
+    "first_n": "--expert-offload-resident-selection first_n",
+    "static": "--expert-offload-adapt warmup",
+    SHIPPED: "--expert-offload-adapt continuous",
+    SLOTS: "--expert-offload-slots",
+}
+"""The policies that a server offers, and the flag for each."""
+AHEAD = ("static-oracle", "belady")
+"""Policies that know the future."""
+
 EXPERT_BYTES = 4 << 20
 LINK_GBPS = PCIE5_GBPS
 """The assumed bytes of an expert, and rate of the link (10^9 bytes a second). They scale the bytes and seconds of all policies

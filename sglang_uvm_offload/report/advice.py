@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_uvm_offload.replay.policies import SHIPPED, SLOTS
-from sglang_uvm_offload.report.source import Result, ServerInfo, budget, recent_hit_rate
+from sglang_uvm_offload.replay.policies import AHEAD, OFFERED
+from sglang_uvm_offload.report.source import Result, ServerInfo, budget, pooled, recent_hit_rate
 from sglang_uvm_offload.report.units import percent, points
 from sglang_uvm_offload.residency.status import Curve, RankStatus
 from sglang_uvm_offload.units import size
@@ -19,15 +19,6 @@ WORTH, SAME = 0.05, 0.01
 LAYERS_DIFFER = 0.02
 MANY_MOVES = 0.25
 """The share of moves in the bytes that are moved or read in place from which they are mentioned."""
-AHEAD = ("static-oracle", "belady")
-"""Policies of a replay that know the future."""
-OFFERED = {
-    "first_n": "--expert-offload-resident-selection first_n",
-    "static": "--expert-offload-adapt warmup",
-    SHIPPED: "--expert-offload-adapt continuous",
-    SLOTS: "--expert-offload-slots",
-}
-"""The policies that a server offers, and the flag for each."""
 
 
 def advice(info: ServerInfo) -> list[str]:
@@ -54,7 +45,7 @@ def advice(info: ServerInfo) -> list[str]:
     if curve is None:
         return [*lines, "No decode step was counted yet (or the MoE runner shows no routing), so residents cannot be judged."]
     if curve.decode_steps < FEW_STEPS:
-        return [*lines, f"Only {curve.decode_steps} decode steps were counted, too few to judge residents. Report again later."]
+        return [*lines, few_steps(curve.decode_steps)]
     return [
         *lines,
         _how_well_chosen(info, curve),
@@ -64,9 +55,17 @@ def advice(info: ServerInfo) -> list[str]:
     ]
 
 
+def few_steps(decode_steps: int) -> str:
+    """How many steps are missing."""
+    return (
+        f"Only {decode_steps} decode steps were counted, too few to judge residents: it takes {FEW_STEPS}. Report again after "
+        f"{FEW_STEPS - decode_steps} more."
+    )
+
+
 def _how_well_chosen(info: ServerInfo, curve: Curve) -> str:
     """Judges by the better of two hit rates: the current residents' over all steps, and the recent one."""
-    ranks, best = info.ranks, curve.at(budget(info.ranks), _pooled(info.ranks))
+    ranks, best = info.ranks, curve.at(budget(info.ranks), pooled(info.ranks))
     reached = max(curve.present, recent_hit_rate(ranks) or 0.0)
     gap = best - reached
     compared = (
@@ -88,21 +87,21 @@ def _how_well_chosen(info: ServerInfo, curve: Curve) -> str:
 
 def _other_budgets(info: ServerInfo, curve: Curve) -> list[str]:
     """Whether an eighth of the experts more is worth its VRAM, and whether an eighth less is as good."""
-    now, pooled, step = budget(info.ranks), _pooled(info.ranks), curve.residents[-1] / 8
-    here = curve.at(now, pooled)
+    now, shared, step = budget(info.ranks), pooled(info.ranks), curve.residents[-1] / 8
+    here = curve.at(now, shared)
     lines = []
     more = next((n for n in curve.residents if n >= now + step), curve.residents[-1])
     if more > now:
-        gain = curve.at(more, pooled) - here
+        gain = curve.at(more, shared) - here
         price = f"{size((more - now) * _bytes_a_resident(info.ranks))} more VRAM on each rank"
         lines.append(
             f"{_flag(info, more)}, for {price}, would {'' if gain >= WORTH else 'only '}have raised the best hit rate from "
             f"{percent(here)} to {percent(here + gain)}: {points(gain)}."
         )
     less = next((n for n in reversed(curve.residents) if n <= now - step), None)
-    if less is not None and here - curve.at(less, pooled) <= SAME:
+    if less is not None and here - curve.at(less, shared) <= SAME:
         lines.append(
-            f"{_flag(info, less)} would have lowered the best hit rate by only {points(here - curve.at(less, pooled))}, and "
+            f"{_flag(info, less)} would have lowered the best hit rate by only {points(here - curve.at(less, shared))}, and "
             f"left {size((now - less) * _bytes_a_resident(info.ranks))} of each rank's VRAM to the KV cache."
         )
     return lines
@@ -110,7 +109,7 @@ def _other_budgets(info: ServerInfo, curve: Curve) -> list[str]:
 
 def _layers_differ(ranks: Sequence[RankStatus], curve: Curve) -> list[str]:
     gain = curve.at(budget(ranks), True) - curve.at(budget(ranks), False)
-    if gain < LAYERS_DIFFER or _pooled(ranks):
+    if gain < LAYERS_DIFFER or pooled(ranks):
         return []
     return [
         "Layers differ: in the same VRAM, more residents in the layers that use them would have raised the hit rate by "
@@ -155,11 +154,6 @@ def replay_advice(results: Sequence[Result]) -> list[str]:
     if best.hit_rate >= 1:
         lines.append("Residents serve everything: a smaller residency may suffice.")
     return lines
-
-
-def _pooled(ranks: Sequence[RankStatus]) -> bool:
-    """Whether all layers share one budget."""
-    return all(rank.adapt == "continuous" for rank in ranks)
 
 
 def _bytes_a_resident(ranks: Sequence[RankStatus]) -> float:

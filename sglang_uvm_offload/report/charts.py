@@ -27,6 +27,9 @@ from sglang_uvm_offload.report.units import Axis
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555", "#7f3c8d")
 """Of series, in order; distinguishable for colour-blind readers."""
+MARKERS = "osD^vPX*"
+DASH = 4
+"""Of lines that coincide, in multiples of their width."""
 WIDTH = 880
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 42
 LEGEND_ROW = 20
@@ -62,6 +65,8 @@ class Line:
     label: str
     points: Sequence[tuple[float, float | None]]
     dashed: bool = False
+    joined: bool = True
+    """Whether a line joins the points; else each is a marker."""
 
 
 def picture(figure: Figure) -> Element:
@@ -87,12 +92,11 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line], marks: Seque
     """Lines over a grid with their legend; each of ``marks`` is a vertical line at an x with its name."""
     figure, axes = _figure(title, 260, [line.label for line in lines])
     _rule(axes, x, y)
-    styles: list[dict[str, Any]] = [
-        {"color": colour, "linestyle": "--" if line.dashed else "-"} for line, colour in zip(lines, cycle(COLOURS))
-    ]
+    styles = _styles(lines)
     for line, line_style in zip(lines, styles, strict=True):
         ys = np.array([math.nan if value is None else value for _, value in line.points], dtype=float)
-        axes.plot([at for at, _ in line.points], ys, marker="o", markersize=3, markevery=_lone(ys), clip_on=False, **line_style)
+        marked = {"markevery": _lone(ys), "marker": "o", "markersize": 3} if line.joined else {}
+        axes.plot([at for at, _ in line.points], ys, clip_on=False, **(line_style | marked))
     for at, name in marks:
         axes.axvline(at, color="#888888", linestyle=":", linewidth=1)
         left_half = at < (x.low + x.high) / 2
@@ -104,7 +108,9 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line], marks: Seque
             textcoords="offset points",
             ha="left" if left_half else "right",
         )
-    _legend(figure, [Line2D([], [], **line_style) for line_style in styles], [line.label for line in lines])
+    # A legend's line is shorter than the gaps of lines that take turns.
+    shown = [each | {"linestyle": "-"} if isinstance(each["linestyle"], tuple) else each for each in styles]
+    _legend(figure, [Line2D([], [], **each) for each in shown], [line.label for line in lines])
     return figure
 
 
@@ -181,6 +187,22 @@ def _rule(axes: Axes, x: Axis, y: Axis) -> None:
     for ruler, axis, most in rulers:
         ruler.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10], integer=axis.whole))
         ruler.set_major_formatter(FuncFormatter(lambda at, _: f"{at:.6g}"))
+
+
+def _styles(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """The style of each line. Lines that coincide take turns in dashes, or are rings around each other."""
+    groups = [[index for index, other in enumerate(lines) if list(other.points) == list(line.points)] for line in lines]
+    styles: list[dict[str, Any]] = []
+    for index, (line, colour, group) in enumerate(zip(lines, cycle(COLOURS), groups)):
+        turn, turns = group.index(index), len(group)
+        if not line.joined:
+            rest = {"linestyle": "none", "marker": MARKERS[index % len(MARKERS)], "fillstyle": "none", "markeredgewidth": 1.5}
+            styles.append({"color": colour, **rest, "markersize": 6 + 4 * (turns - 1 - turn)})
+        elif turns > 1:
+            styles.append({"color": colour, "linestyle": (DASH * turn, (DASH, DASH * (turns - 1)))})
+        else:
+            styles.append({"color": colour, "linestyle": "--" if line.dashed else "-"})
+    return styles
 
 
 def _lone(values: np.ndarray) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from xml.etree.ElementTree import Element, tostring
 
 from sglang_uvm_offload.report.report_file import DOCTYPE, GENERATOR
@@ -13,7 +14,7 @@ h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin: 2em 0 .3em } p { max-wid
 table { border-collapse: collapse; margin: .8em 0; font-variant-numeric: tabular-nums }
 th, td { border-bottom: 1px solid #ddd; padding: .2em .8em .2em 0; text-align: right; overflow-wrap: anywhere }
 th { font-weight: 600 } th:first-child, td:first-child { text-align: left }
-.facts td { text-align: left } .advice li { margin: .3em 0; max-width: 46em }
+.facts td { text-align: left } .verdict { font-size: 1.1em; font-weight: 600 } .advice li { margin: .3em 0; max-width: 46em }
 figure { margin: .5em 0 } figure > svg { max-width: 100%; height: auto }
 """
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -57,6 +58,11 @@ def section(title: str, *body: Element) -> Element:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Element:
     body = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
     return element("table", element("tr", *(element("th", cell) for cell in head)), *body)
+
+
+def written() -> str:
+    """The date and time of writing."""
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> Element:

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from sglang_uvm_offload.report.advice import AHEAD, replay_advice
+from sglang_uvm_offload.replay.policies import AHEAD
+from sglang_uvm_offload.report.advice import replay_advice
 from sglang_uvm_offload.report.charts import Line, bar_chart, line_chart, picture
-from sglang_uvm_offload.report.html import document, element, facts, section, table
-from sglang_uvm_offload.report.source import ReplayResults, Result
+from sglang_uvm_offload.report.html import document, element, facts, section, table, written
+from sglang_uvm_offload.report.source import ReplayResults, Result, Scored
 from sglang_uvm_offload.report.units import PERCENT, Axis, axis_to, byte_unit, percent, percents
 from sglang_uvm_offload.units import size
+
+FEW_LAYERS = 12
+"""Up to so many layers are points: a line between two would look like a trend."""
 
 
 def replay_report(replay: ReplayResults, source: str) -> str:
@@ -23,7 +27,7 @@ def replay_report(replay: ReplayResults, source: str) -> str:
     head = ["policy", "in VRAM", "batch", "hit rate", "moves/step", "read/step", "moved/step", "link time/step"]
     return document(
         "Residency policies over a routing trace",
-        facts([("source", source), ("trace", replay.trace)]),
+        facts([("source", source), ("written", written()), ("trace", replay.trace), *_scored(replay.scored)]),
         section("Advice", element("ul", *(element("li", line) for line in replay_advice(results)), class_="advice")),
         section("Results", table(head, [_row(result) for result in results])),
         section("Hit rate over time", picture(_spans_chart(results))),
@@ -53,6 +57,18 @@ def replay_report(replay: ReplayResults, source: str) -> str:
     )
 
 
+def _scored(scored: Scored | None) -> list[tuple[str, str]]:
+    if scored is None:
+        return []
+    link, expert = (", assumed" if assumed else "" for assumed in (scored.link_assumed, scored.expert_bytes_assumed))
+    return [
+        ("scored", f"{scored.requests} requests in {scored.steps} decode steps"),
+        ("warm-up", f"{scored.warmup_requests} requests in {scored.warmup_steps} decode steps"),
+        ("link", f"{scored.link_gbps:g} GB/s{link}"),
+        ("an expert", f"{size(scored.expert_bytes)}{expert}"),
+    ]
+
+
 def _row(result: Result) -> list[str]:
     return [
         result.policy,
@@ -76,8 +92,16 @@ def _spans_chart(results: Sequence[Result]) -> Figure:
 
 
 def _layers_chart(results: Sequence[Result]) -> Figure:
-    lines = [
-        Line(result.policy, percents(enumerate(result.per_layer_hit_rate)), dashed=result.policy in AHEAD) for result in results
-    ]
     last = max(len(result.per_layer_hit_rate) for result in results) - 1
-    return line_chart("Hit rate of each layer", axis_to("MoE layer", last, whole=True), PERCENT, lines)
+    few = last < FEW_LAYERS
+    layers = Axis("MoE layer", -0.5, last + 0.5, whole=True) if few else axis_to("MoE layer", last, whole=True)
+    lines = [
+        Line(
+            result.policy,
+            percents(enumerate(result.per_layer_hit_rate)),
+            dashed=result.policy in AHEAD,
+            joined=not few,
+        )
+        for result in results
+    ]
+    return line_chart("Hit rate of each layer", layers, PERCENT, lines)

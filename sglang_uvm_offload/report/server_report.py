@@ -13,12 +13,14 @@ from xml.etree.ElementTree import Element
 import numpy as np
 from matplotlib.figure import Figure
 
+from sglang_uvm_offload.replay.policies import LINK_GBPS
 from sglang_uvm_offload.report.advice import advice
 from sglang_uvm_offload.report.charts import Line, cell_map, column_chart, line_chart, picture
-from sglang_uvm_offload.report.html import document, element, facts, section, table
+from sglang_uvm_offload.report.html import document, element, facts, section, table, written
 from sglang_uvm_offload.report.source import ServerInfo, budget, recent_hit_rate
-from sglang_uvm_offload.report.units import LEAST, PERCENT, Axis, axis_to, byte_unit, percent, percents
-from sglang_uvm_offload.residency.status import MAX_EXPERTS, Curve, ProfileVerdict, RankStatus, SlotStatus, TraceStatus
+from sglang_uvm_offload.report.units import LEAST, PERCENT, Axis, axis_to, byte_unit, duration, percent, percents
+from sglang_uvm_offload.report.verdict import verdict
+from sglang_uvm_offload.residency.status import MAX_EXPERTS, Curve, Past, ProfileVerdict, RankStatus, SlotStatus, TraceStatus
 from sglang_uvm_offload.units import size
 
 RANKS_DRAWN = 4
@@ -30,6 +32,7 @@ def server_report(info: ServerInfo, source: str) -> str:
     drawn = list(zip(names, ranks, strict=True))[:RANKS_DRAWN]
     return document(
         "Where experts were served from",
+        element("p", verdict(info), class_="verdict"),
         _facts(info, source),
         section("Advice", element("ul", *(element("li", line) for line in advice(info)), class_="advice")),
         section(
@@ -48,6 +51,7 @@ def server_report(info: ServerInfo, source: str) -> str:
                     "into slots",
                     "moves",
                     "moved",
+                    "link time, estimated",
                 ],
                 [[name, *_served(rank)] for name, rank in zip(names, ranks, strict=True)],
             ),
@@ -57,7 +61,8 @@ def server_report(info: ServerInfo, source: str) -> str:
                 "Zero-copy reads: bytes of offloaded experts that steps read in place over the link, each expert once a step; "
                 "a prefill may read one more often. Streamed: bytes of offloaded experts that were copied over the link into "
                 "VRAM for steps with many tokens, each byte once a step. Into slots: bytes of offloaded experts that steps "
-                "copied over the link into slots, where later steps read them.",
+                "copied over the link into slots, where later steps read them. Link time: of all these bytes and those moved, "
+                f"at an assumed {LINK_GBPS:g} GB/s (PCIe 5 x16; PCIe 4 takes about twice as long).",
             ),
             *_notes(info),
         ),
@@ -74,8 +79,11 @@ def _facts(info: ServerInfo, source: str) -> Element:
     state, rank = info.internal_states[0], info.ranks[0]
     pairs = [
         ("source", source),
+        ("written", written()),
         ("model", info.model_path),
         ("SGLang", info.version),
+        *([("sglang-uvm-offload", rank.plugin_version)] if rank.plugin_version else []),
+        ("model loaded", f"{duration(rank.history.seconds[-1])} before"),
         ("--expert-offload-num-resident", str(state.expert_offload_num_resident)),
         ("resident selection, adapt", f"{state.expert_offload_resident_selection}, {rank.adapt}"),
         ("ranks", f"TP {state.tp_size}, PP {state.pp_size}, EP {state.ep_size}, DP {state.dp_size}"),
@@ -151,7 +159,16 @@ def _served(rank: RankStatus) -> list[str]:
         "none" if rank.slots is None else size(past.filled_bytes[-1]),
         str(past.moves[-1]),
         size(past.moved_bytes[-1]),
+        _link_time(past),
     ]
+
+
+def _link_time(past: Past) -> str:
+    """At an assumed rate, since the model was loaded and on average over steps."""
+    nbytes = past.zero_copy_bytes[-1] + past.streamed_bytes[-1] + past.filled_bytes[-1] + past.moved_bytes[-1]
+    seconds = nbytes / (LINK_GBPS * 1e9)
+    each = f", {1e3 * seconds / past.steps[-1]:.3g} ms a step" if past.steps[-1] else ""
+    return f"{seconds:.3g} s{each}"
 
 
 def _map(info: ServerInfo) -> Figure:

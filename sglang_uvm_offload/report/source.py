@@ -67,11 +67,26 @@ class Result(Struct, frozen=True):
     hit_rate_over_time: Annotated[list[Share], Meta(max_length=1000)]
 
 
+class Scored(Struct, frozen=True):
+    """The part of ``simulator.Scope`` that a report shows."""
+
+    requests: Count
+    steps: Count
+    warmup_requests: Count
+    warmup_steps: Count
+    link_gbps: Amount
+    link_assumed: bool
+    expert_bytes: Count
+    expert_bytes_assumed: bool
+
+
 class ReplayResults(Struct, frozen=True):
     """What ``replay --json`` prints."""
 
     trace: str
     results: Annotated[list[Result], Meta(min_length=1, max_length=100)]
+    scored: Scored | None = None
+    """None in what earlier versions printed."""
 
     def __post_init__(self) -> None:
         if len({(result.residency, result.batch) for result in self.results}) > 1:
@@ -83,6 +98,11 @@ def budget(ranks: Sequence[RankStatus]) -> float:
     placed = [layer for rank in ranks for layer in rank.layers if layer.expert_bytes]
     counts = [min(layer.resident_bytes / layer.expert_bytes, layer.experts) for layer in placed]
     return sum(counts) / len(counts) if counts else 0.0
+
+
+def pooled(ranks: Sequence[RankStatus]) -> bool:
+    """Whether all layers share one budget."""
+    return all(rank.adapt == "continuous" for rank in ranks)
 
 
 def recent_hit_rate(ranks: Sequence[RankStatus]) -> float | None:

@@ -44,3 +44,9 @@ def axis_to(label: str, most: float, whole: bool = False) -> Axis:
 def byte_unit(most: float) -> tuple[float, str]:
     """The unit, in bytes and by name, for an axis that shows ``most`` bytes."""
     return (2.0**30, "GiB") if most >= 2**30 else (2.0**20, "MiB") if most >= 2**20 else (2.0**10, "KiB")
+
+
+def duration(seconds: float) -> str:
+    """In the largest unit of which there are two."""
+    units = ((86400, "days"), (3600, "hours"), (60, "minutes"))
+    return next((f"{seconds / each:.1f} {unit}" for each, unit in units if seconds >= 2 * each), f"{seconds:.0f} seconds")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sglang_uvm_offload import __version__
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.residency.history import hit_rate_curve
 from sglang_uvm_offload.residency.ledger import Ledger
@@ -55,6 +56,7 @@ def rank_status(manager: OffloadManager) -> RankStatus:
         curve=hit_rate_curve(ledger.counted, manager.target),
         profile=manager.profile_verdict,
         evicted_bytes=manager.evictions.evicted_bytes,
+        plugin_version=__version__,
     )
 
 

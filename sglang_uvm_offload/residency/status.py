@@ -260,6 +260,8 @@ class RankStatus(Struct, frozen=True):
     evicted_bytes: Count | None = None
     """Bytes of residents that the driver had evicted when the rank last looked (every ten seconds while it serves), estimated
     from a sample of blocks; None before the first look, and where it cannot tell."""
+    plugin_version: str = ""
+    """Empty in statistics that earlier versions saved."""
 
     def check(self) -> None:
         """Raise ``ValueError`` for values that no rank reports. Only readers call it: a server never fails over its own

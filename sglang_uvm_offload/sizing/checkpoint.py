@@ -98,6 +98,8 @@ class CheckpointShape:
     """The block size of a block-quantised weight's scales, 1 without."""
     family: str = ""
     """The config's ``model_type``."""
+    architectures: tuple[str, ...] = ()
+    """The config's names of the model's class."""
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -124,7 +126,7 @@ def load(path: Path) -> CheckpointShape:
 
 def from_config(name: str, config: Mapping[str, Any]) -> CheckpointShape:
     text = text_config(config)
-    return from_tensors(name, text, _guard(tensors_of, text), from_headers=False)
+    return from_tensors(name, config, _guard(tensors_of, text), from_headers=False)
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,13 +140,16 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorInfo], *, from_headers: bool) -> CheckpointShape:
     """The shape of a checkpoint with ``config`` and ``tensors``."""
-    tensors = list(tensors)
+    tensors, named = list(tensors), config.get("architectures")
     config = text_config(config)
     check_counts(config)
     moe = _guard(lambda c: moe_shape(SimpleNamespace(**c)), config)
     num_layers = config.get("num_hidden_layers")
     if moe is None or not isinstance(num_layers, int):
         raise CheckpointError(f"{name}: the config describes no routed experts, so there is nothing to offload")
+    top_k = _positive_int(config, moe.top_k, "num_experts_per_tok")
+    if top_k > moe.num_experts:
+        raise CheckpointError(f"{name}: the config routes a token to {top_k} of {moe.num_experts} experts")
     by_layer: dict[int, list[TensorInfo]] = defaultdict(list)
     embedding = head = other = draft_vocabulary = 0
     for tensor in tensors:
@@ -175,7 +180,7 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
         from_headers=from_headers,
         num_layers=num_layers,
         num_experts=moe.num_experts,
-        top_k=_positive_int(config, moe.top_k, "num_experts_per_tok"),
+        top_k=top_k,
         context_length=_positive_int(config, config.get("max_position_embeddings"), "max_position_embeddings"),
         layers=layers,
         draft_layers=tuple(shape for shape in shapes if shape.index >= num_layers),
@@ -195,6 +200,7 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
         hidden_size=_positive_int(config, config.get("hidden_size"), "hidden_size"),
         scale_block=(quantization.get("weight_block_size") or [1])[0],
         family=str(config.get("model_type") or ""),
+        architectures=tuple(map(str, named)) if isinstance(named, list) else (),
     )
 
 

@@ -26,8 +26,23 @@ _LIMITS = {
 """Far beyond any model. A config beyond them is broken, and loops over its counts would not end."""
 
 
+_SIZES = (
+    *("hidden_size", "vocab_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "v_head_dim", "qk_nope_head_dim", "q_lora_rank", "max_position_embeddings"),
+)
+"""What no model has none of; a config may leave it out, or state null."""
+
+
+class UnknownTensors(CheckpointError):
+    """A config that may be right, but does not tell which tensors its checkpoint has."""
+
+
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Refuse counts of layers and experts that are not numbers, or beyond ``_LIMITS``."""
+    """Refuse counts of layers and experts that are not numbers, or beyond ``_LIMITS``, and sizes of 0 or less."""
+    for name in _SIZES:
+        value = config.get(name)
+        if isinstance(value, (int, float)) and not 0 < value < 1 << 31:
+            raise CheckpointError(f"the config's {name} is {value!r}, not a size of 1 or more")
     for name, limit in _LIMITS.items():
         value = config.get(name)
         if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit):
@@ -50,7 +65,7 @@ def tensors_of(config: Mapping[str, Any]) -> list[TensorInfo]:
     writer = _Writer(config)
     family = FAMILIES.get(config.get("model_type"))
     if family is None:
-        raise CheckpointError(
+        raise UnknownTensors(
             f"the tensors of a {config.get('model_type')!r} checkpoint are not known from its config; give the checkpoint's "
             f"folder (known from the config: {', '.join(FAMILIES)})"
         )
@@ -83,7 +98,7 @@ class _Writer:
         self.quant = quantization_of(config)
         self.method = self.quant.get("quant_method")
         if self.method not in (None, "fp8", "w8a8_int8", "gptq", "mxfp4"):
-            raise CheckpointError(
+            raise UnknownTensors(
                 f"the tensors of a {self.method!r} checkpoint are not known from its config; give the checkpoint's folder"
             )
         self.unquantized = [*(self.quant.get("modules_to_not_convert") or ()), *(self.quant.get("ignore") or ())]
@@ -131,7 +146,7 @@ class _Writer:
     def _gptq(self, name: str, out: int, into: int) -> None:
         bits, group = self.quant.get("bits"), self.quant.get("group_size")
         if bits not in (4, 8) or not isinstance(group, int) or group < 1:
-            raise CheckpointError(f"GPTQ with bits {bits!r} and group_size {group!r}: give the checkpoint's folder")
+            raise UnknownTensors(f"GPTQ with bits {bits!r} and group_size {group!r}: give the checkpoint's folder")
         groups = -(-into // group)
         self.plain(f"{name}.qweight", into * bits // 32, out, dtype="I32")
         self.plain(f"{name}.qzeros", groups, out * bits // 32, dtype="I32")

@@ -29,8 +29,12 @@ class Gpu:
     tflops: float
     source: str
     host_gbps: float = 0.0
+    host_gib: int = 0
+    """Host RAM beside one GPU where it belongs to the GPU, else 0: assumed, as it is for machines."""
     one_memory: bool = False
     """GPU and CPU have the same memory."""
+    desktop: bool = False
+    """One or two of them are assumed to be in a desktop computer."""
 
 
 PCIE4_GBPS = 25.0
@@ -45,16 +49,51 @@ _LINK5 = f"link: {PCIE5_GBPS:g} GB/s for PCIe 5 x16 (54.5 measured on an H200)"
 GRACE_GBPS = 546
 """NVIDIA's "up to" for the LPDDR5X of one Grace CPU, from the same page as the GH200's figures."""
 
-# Rates are NVIDIA's where it publishes them, and dense: half of a figure "with sparsity". Memory is the total that nvidia-smi
-# shows, which is undocumented and below the nominal size of the card.
+_GA102 = "NVIDIA Ampere GA102 GPU Architecture: https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
+_A100 = f"NVIDIA's, as on https://glennklockwood.com/garden/processors/A100 (SXM); {_LINK4}"
+
+# Rates are NVIDIA's where it publishes them, and dense: half of a figure "with sparsity" where there is no other. Memory is the
+# total that nvidia-smi shows, which is undocumented and below the nominal size of most cards.
 GPUS = {
+    # BFLOAT16 Tensor Core: 312 TFLOPS, 624 with sparsity. The PCIe card of 80 GB has 1935 GB/s.
+    "A100-40GB": Gpu(40960, 1555, PCIE4_GBPS, 312, _A100),
+    "A100-80GB": Gpu(81920, 2039, PCIE4_GBPS, 312, _A100),
+    # BFLOAT16 Tensor Core of the H100 SXM: 1,979 TFLOPS, with sparsity.
+    "H100": Gpu(
+        81559,
+        3350,
+        PCIE5_GBPS,
+        989,
+        f"NVIDIA H100 SXM, as on https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html; {_LINK5}",
+    ),
     # No specification of the H20 by NVIDIA was found; these figures are third-party.
     "H20": Gpu(97871, 4000, PCIE5_GBPS, 148, f"not NVIDIA's own: https://willitrunai.com/es/gpus/h20-96gb; {_LINK5}"),
+    # No rate of its HBM3e was found: taken as that of the other H20. The total is the H200's, also of 141 GB.
+    "H20-141GB": Gpu(
+        143771,
+        4000,
+        PCIE5_GBPS,
+        148,
+        "not NVIDIA's own, and those of the H20 with 96 GB: https://willitrunai.com/es/gpus/h20-96gb; VRAM as of an H200, "
+        f"assumed; {_LINK5}",
+    ),
     # BFLOAT16 Tensor Core of the H200 SXM: 1,979 TFLOPS, with sparsity.
     "H200": Gpu(
         143771, 4800, PCIE5_GBPS, 989, f"NVIDIA H200 Tensor Core GPU: https://www.nvidia.com/en-us/data-center/h200/; {_LINK5}"
     ),
     "B200": Gpu(183359, 8000, PCIE5_GBPS, 2250, f"NVIDIA's, as on https://glennklockwood.com/garden/processors/B200; {_LINK5}"),
+    # BFLOAT16 Tensor Core: 362.05 TFLOPS, 733 with sparsity. ECC takes a part of its 48 GB.
+    "L40S": Gpu(
+        46068,
+        864,
+        PCIE4_GBPS,
+        362,
+        f"NVIDIA's, as on https://www.mullet.se/product.html?product_id=355414; {_LINK4}",
+    ),
+    # Appendix C: peak BF16 Tensor TFLOPS with FP32 accumulate 154.8. Without ECC, which takes a part of the memory.
+    "A6000": Gpu(49140, 768, PCIE4_GBPS, 155, f"{_GA102}; {_LINK4}"),
+    # Appendix A: peak BF16 Tensor TFLOPS with FP32 accumulate 71.
+    "3090": Gpu(24576, 936, PCIE4_GBPS, 71, f"{_GA102}; {_LINK4}", desktop=True),
     # Appendix A, Table 2: peak BF16 Tensor TFLOPS with FP32 accumulate 165.2.
     "4090": Gpu(
         24564,
@@ -63,6 +102,7 @@ GPUS = {
         165,
         "NVIDIA Ada GPU Architecture: https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf; "
         f"{_LINK4}",
+        desktop=True,
     ),
     # Appendix A, Table 3: peak BF16 Tensor TFLOPS with FP32 accumulate 209.5.
     "5090": Gpu(
@@ -72,6 +112,7 @@ GPUS = {
         209,
         "NVIDIA RTX Blackwell GPU Architecture: "
         f"https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf; {_LINK5}",
+        desktop=True,
     ),
     "GH200": Gpu(
         97871,
@@ -82,6 +123,7 @@ GPUS = {
         "https://datacrunch.io/blog/data-movement-in-the-nvidia-gh200-grace-hopper-superchip; link: NVLink-C2C, 900 GB/s in "
         "both directions together (nominal, never measured by this project)",
         GRACE_GBPS,
+        host_gib=480,
     ),
     # One Grace has two GPUs: each gets half of the link and of the CPU's memory. 186 GB a GPU.
     "GB200": Gpu(
@@ -93,6 +135,7 @@ GPUS = {
         "https://www.elprocus.com/nvidia-gb200-ai-chip; link: NVLink-C2C, 900 GB/s in both directions together, for the two "
         "GPUs of a superchip (nominal, never measured by this project)",
         GRACE_GBPS / 2,
+        host_gib=240,
     ),
     # 1 PFLOP of FP4 with sparsity is 125 TFLOPS of dense bfloat16. The link (600 GB/s in both directions) is wider than the
     # memory, so reads of host memory run at the memory's rate. Of its 128 GB, 8 GiB stay with the host.
@@ -104,21 +147,40 @@ GPUS = {
         "NVIDIA DGX Spark, as quoted by https://ai-infrastructure.net/dgx-spark/; link: NVLink-C2C to one memory of 273 GB/s "
         "that GPU and CPU share (nominal, never measured by this project)",
         273,
+        host_gib=8,
         one_memory=True,
     ),
 }
-GPUS["SPARK"] = GPUS["GB10"]
+_ALIASES = {
+    **{"A100": "A100-80GB", "A100-40": "A100-40GB", "A100-80": "A100-80GB"},
+    **{"H20-96": "H20", "H20-96GB": "H20", "H20-141": "H20-141GB", "H20-3E": "H20-141GB"},
+    **{"H100-80GB": "H100", "H200-141GB": "H200", "SPARK": "GB10", "DGX-SPARK": "GB10"},
+    **{"RTX-A6000": "A6000", **{f"RTX{sign}{card}": card for sign in ("", "-") for card in ("3090", "4090", "5090")}},
+}
+"""Other names of ``GPUS``."""
 
-PRESET_HOST_GIB = {"8xH20": 1500, "4x4090": 512, "1xH200": 512, "1x5090": 192, "1xGH200": 480, "4xGB200": 960, "1xSPARK": 8}
-"""Host RAM of presets without ``--host-gb``: assumed; such machines are sold with less and with more."""
+EXAMPLES = ("8xH20", "4x4090", "1xH200", "2xA100-80GB", "1x5090", "1xGH200", "1xSPARK")
+PRESET_HOST_GIB = {"8xH20": 1500, "1xH200": 512}
+"""Host RAM of these machines without ``--host-gb``: assumed; such machines are sold with less and with more."""
+HOST_GIB_PER_GPU = 128
+DESKTOP_HOST_GIB = 192
+"""The same for other machines, by GPU, and for a desktop: four modules of 48 GB."""
+DESKTOP_GPUS = 2
+"""More do not fit in a desktop."""
 
 DDR5_4800_GBPS = 38.4
 """One channel: 4800 MT/s of 8 bytes."""
 SERVER_HOST_GBPS = 16 * DDR5_4800_GBPS
 """Host memory of a machine with 8 GPUs: two CPUs of 8 channels (H200 systems of MLPerf Inference
 v4.1 have two Xeon 8480C). Assumed."""
-_HOST_GBPS = {"4x4090": 8 * DDR5_4800_GBPS, "1x5090": 2 * 44.8}
-"""Host memory of other presets: a server's CPU of 8 channels, a desktop's two channels of DDR5-5600. Assumed."""
+WORKSTATION_HOST_GBPS = 8 * DDR5_4800_GBPS
+"""The same of a machine with several GPUs that are also sold for desktops: one server CPU of 8 channels. Assumed."""
+DESKTOP_HOST_GBPS = 2 * 44.8
+"""A desktop's two channels of DDR5-5600. Assumed."""
+
+
+FIGURES = ("--gpus", "--vram-gb", "--host-gb", "--link-gbps", "--hbm-gbps", "--tflops")
+"""The flags that describe a machine without a preset."""
 
 
 class MachineError(ValueError):
@@ -146,38 +208,57 @@ class Machine:
 
 
 def preset(name: str) -> Machine:
-    """The machine named ``8xH20``, or any other count of a known GPU."""
-    match = re.fullmatch(r"(\d{1,3})x(\w+)", name)
-    kind = GPUS.get(match.group(2).upper()) if match else None
+    """The machine named ``8xH20``, or any other count of a known GPU. Raises ``MachineError``, which lists them."""
+    match = re.fullmatch(r"(\d{1,3})x([\w-]+)", name, flags=re.IGNORECASE)
+    kind = _kind(match.group(2)) if match else None
     if match is None or kind is None or not int(match.group(1)):
         raise MachineError(
-            f"--machine {name!r}: is none of {', '.join(PRESET_HOST_GIB)}; must be a count and one of {', '.join(GPUS)}"
+            f"--machine {name!r}: must be a count, an x and a GPU, such as {', '.join(EXAMPLES[:3])}; known are "
+            f"{', '.join(GPUS)}; describe another machine by {', '.join(FIGURES[:-1])} and {FIGURES[-1]}"
         )
-    gpus = int(match.group(1))
-    host = PRESET_HOST_GIB.get(name, 128 * gpus)
-    host_gbps = kind.host_gbps * gpus or _HOST_GBPS.get(name, SERVER_HOST_GBPS)
+    gpus, gpu = int(match.group(1)), GPUS[kind]
+    name = f"{gpus}x{kind}"
+    desktop = gpu.desktop and gpus <= DESKTOP_GPUS
+    host = PRESET_HOST_GIB.get(name, DESKTOP_HOST_GIB if desktop else (gpu.host_gib or HOST_GIB_PER_GPU) * gpus)
+    host_gbps = DESKTOP_HOST_GBPS if desktop else WORKSTATION_HOST_GBPS if gpu.desktop else SERVER_HOST_GBPS
+    host_gbps = gpu.host_gbps * gpus or host_gbps
     return Machine(
         name,
         gpus,
-        kind.memory_mib << 20,
+        gpu.memory_mib << 20,
         host * GIB,
-        kind.link_gbps,
-        kind.hbm_gbps,
-        kind.tflops,
-        f"{kind.source}; host RAM of {host} GiB{'' if kind.host_gbps else f' at {host_gbps:.0f} GB/s'} assumed",
+        gpu.link_gbps,
+        gpu.hbm_gbps,
+        gpu.tflops,
+        f"{gpu.source}; host RAM of {host} GiB{'' if gpu.host_gbps else f' at {host_gbps:.0f} GB/s'} assumed",
         host_gbps,
-        kind.one_memory,
+        gpu.one_memory,
     )
+
+
+def _kind(name: str) -> str | None:
+    """The key of ``GPUS`` for a name in any case."""
+    name = name.upper().replace("_", "-")
+    kind = _ALIASES.get(name, name)
+    return kind if kind in GPUS else None
+
+
+def known_gpu(name: str, nbytes: int) -> Gpu | None:
+    """The figures of a GPU by the name that the driver gives it; of several sizes of one kind, those of the nearest."""
+    words = re.split(r"\W+", name)
+    same = [gpu for kind, gpu in GPUS.items() if kind.split("-")[0] in words]
+    return min(same, key=lambda gpu: abs((gpu.memory_mib << 20) - nbytes), default=None)
 
 
 def of_gpus(gpus: Sequence[tuple[str, int]]) -> Machine:
     """This machine, from the name and the bytes of each of its GPUs. Rates are 0 if the first is not in ``GPUS``. Raises
     ``MachineError`` if there is no GPU."""
     if not gpus:
-        raise MachineError("this machine has no CUDA GPU: name one with --machine, or with --gpus, --vram-gb and --host-gb")
+        raise MachineError(
+            "this machine has no CUDA GPU: name a machine, such as --machine 8xH20, or describe one by " + ", ".join(FIGURES)
+        )
     name = gpus[0][0]
-    words = re.split(r"\W+", name)
-    known = next((gpu for word, gpu in GPUS.items() if word in words), None)
+    known = known_gpu(name, gpus[0][1])
     return Machine(
         f"{len(gpus)} x {name}",
         len(gpus),
@@ -220,8 +301,7 @@ def describe(
     elif values:
         base = dataclasses.replace(base, name=f"{base.name}, adjusted", source=f"{base.source}; as given: {', '.join(values)}")
     machine = dataclasses.replace(base, **values)
-    flags = ("--gpus", "--vram-gb", "--host-gb", "--link-gbps", "--hbm-gbps", "--tflops")
-    missing = [flag for flag, name in zip(flags, given, strict=False) if not getattr(machine, name) > 0]
+    missing = [flag for flag, name in zip(FIGURES, given, strict=False) if not getattr(machine, name) > 0]
     if missing:
         raise MachineError(f"{', '.join(missing)}: not known for this machine; give numbers above 0")
     return machine

@@ -133,6 +133,22 @@ MEASURED = ("driver_batch_mib", "read_efficiency", "copy_efficiency")
 
 
 @dataclass(frozen=True)
+class Vram:
+    """How the memory of one GPU is divided before any weight loads. Bytes; together they are its total."""
+
+    in_use: int = 0
+    """By others, before the start."""
+    runtime: int = 0
+    """CUDA contexts, and buffers of collectives."""
+    sglang: int = 0
+    """What SGLang's static fraction leaves for activations and CUDA graphs."""
+    headroom: int = 0
+    images: int = 0
+    granted: int = 0
+    """To weights and KV cache."""
+
+
+@dataclass(frozen=True)
 class RankMemory:
     """Bytes of VRAM of one rank of a pipeline stage, and its share of host RAM."""
 
@@ -210,6 +226,17 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """The plan with another value of one of SGLang's flags. ``sglang_bytes`` are left for activations and CUDA graphs."""
+
+    flag: str
+    num_resident: int
+    slots: int
+    sglang_bytes: int
+    speeds: tuple[Speed, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """``num_resident`` is None if nothing fits; ``problems`` then has the reasons and ``needs`` the remedies."""
 
@@ -232,6 +259,7 @@ class Plan:
     kv_tokens: int = 0
     """Tokens of KV cache required on each rank."""
     kv_token_bytes: float = 0.0
+    vram: Vram = Vram()
     ranks: tuple[RankMemory, ...] = ()
     """One for each pipeline stage; if ``num_resident`` is None, with as many residents and slots as VRAM holds."""
     host_needed: int = 0
@@ -250,6 +278,8 @@ class Plan:
     draft_note: str = ""
     """The one of the notes that says that drafts cost more than they bring."""
     flags: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    """With more residents."""
     assumptions: Assumptions = field(default_factory=Assumptions)
 
     @property

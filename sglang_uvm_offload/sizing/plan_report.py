@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from sglang_uvm_offload.sizing.plan import MEASURED, Assumptions, Plan, RankMemory, Speed
+from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.sizing.plan import MEASURED, Alternative, Assumptions, Plan, RankMemory, Speed
 from sglang_uvm_offload.sizing.routing_curves import source_of
 from sglang_uvm_offload.sizing.speed import HIDING_CHUNKS
 from sglang_uvm_offload.units import size
@@ -33,14 +34,30 @@ WITH_SLOTS = (
 )
 
 
+ROWS = (
+    "other traffic: residents chosen on other traffic than is served; lowest and highest: on traffic like it.",
+    "of resident: of the speed with all experts in VRAM.",
+)
+"""What the rows and columns of the predicted speeds are."""
+
+LESS_FOR_SGLANG = (
+    "Each line is a plan of its own. The memory for activations and CUDA graphs in the first is by SGLang's own rule: with "
+    "less, long prompts or many requests may run out of memory"
+)
+"""The price of more residents."""
+
+
 def render(plan: Plan) -> str:
-    """The plan, its assumptions, and the flags to paste."""
-    parts = [_setup(plan), _memory(plan) if plan.ranks else "", _outcome(plan)]
+    """The outcome, the memory and the speeds, the flags to paste, and last what all of this rests on."""
+    parts = [_setup(plan), _outcome(plan), "\n".join(f"note: {note}" for note in plan.notes)]
+    parts.append(_memory(plan) if plan.ranks else "")
     if plan.speeds:
-        parts += ["\n".join([_speed(plan.speeds), *_streaming(plan)]), _basis(plan)]
-    parts += ["\n".join(f"note: {note}" for note in plan.notes)]
+        parts.append("\n".join([_speed(plan.speeds), *_rows(plan), *_streaming(plan)]))
+    parts.append(_alternatives(plan))
     if plan.flags:
         parts.append("To serve it:\n  python -m sglang.launch_server \\\n    " + " \\\n    ".join(plan.flags))
+    if plan.speeds:
+        parts.append("How this was computed:\n" + _basis(plan))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -65,26 +82,34 @@ def _setup(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    """One column per pipeline stage; equal stages share one."""
+    """What takes the memory of a GPU, in parts that sum up to it. One column per pipeline stage; equal stages share one."""
     columns: list[tuple[str, RankMemory]] = []
     for rank in plan.ranks:
         same = columns and dataclasses.replace(rank, stage=0) == dataclasses.replace(columns[-1][1], stage=0)
         name = f"stage {columns[-1][1].stage}-{rank.stage}" if same else f"stage {rank.stage}"
         columns = [*columns[:-1], (name, columns[-1][1])] if same else [*columns, (name, rank)]
-    rows = [("one rank", *(name if plan.parallel.pp > 1 else "" for name, _ in columns))]
+    head = f"memory of one GPU, {size(plan.machine.vram_bytes)}"
+    rows = [(head, *(name if plan.parallel.pp > 1 else "" for name, _ in columns))]
+    vram, fraction = plan.vram, plan.mem_fraction_static
+    outside = (
+        ("in use before the start", vram.in_use),
+        ("CUDA, NCCL (assumed)", vram.runtime),
+        (f"left by --mem-fraction-static {fraction} for activations, CUDA graphs", vram.sglang),
+        (f"{flag_name('headroom_gb')} {plan.headroom_gb:g}", vram.headroom),
+        ("images", vram.images),
+    )
+    rows += [(f"  {label}", *(size(nbytes) for _ in columns)) for label, nbytes in outside if nbytes]
     lines = (
-        ("weights beside placed experts", "plain_weights"),
-        ("resident experts", "resident_bytes"),
-        *((("slots", "slot_bytes"),) if plan.slots else ()),
-        ("stream buffers", "stream_bytes"),
-        ("KV cache", "kv_bytes"),
-        ("driver's batches", "driver_bytes"),
-        ("granted by --mem-fraction-static", "budget_bytes"),
-        ("left over (more KV cache)", "spare_bytes"),
-        ("offloaded experts in host RAM", "host_bytes"),
+        ("  weights beside placed experts", "plain_weights"),
+        ("  resident experts", "resident_bytes"),
+        *((("  slots", "slot_bytes"),) if plan.slots else ()),
+        ("  stream buffers", "stream_bytes"),
+        ("  KV cache", "kv_bytes"),
+        ("  driver's batches", "driver_bytes"),
+        ("  left over (more KV cache)" if plan.fits else "  left over (short of it where negative)", "spare_bytes"),
+        ("offloaded experts of one rank in host RAM", "host_bytes"),
     )
     rows += [(label, *(size(getattr(rank, name)) for _, rank in columns)) for label, name in lines]
-    rows.append(("", *("" for _ in columns)))
     rows.append(("KV cache required", f"{plan.kv_tokens} tokens of {plan.kv_token_bytes / 1024:.1f} KiB"))
     rows.append(("host RAM of all ranks", f"{size(plan.host_needed)} at start"))
     rows.append(("", f"{size(plan.host_needed_after_moves)} at most, once residents have changed"))
@@ -120,6 +145,34 @@ def _speed(speeds: Sequence[Speed]) -> str:
             )
         )
     return _table(rows)
+
+
+def _rows(plan: Plan) -> list[str]:
+    return list(ROWS) if any(speed.measured_on for speed in plan.speeds) else []
+
+
+def _alternatives(plan: Plan) -> str:
+    """What other values of SGLang's flags would bring, and their price."""
+    if not plan.alternatives:
+        return ""
+    rows = [("for more residents", "a layer", "for activations, CUDA graphs", "decode", "prefill")]
+    rows.append(("as above", _held(plan), size(plan.vram.sglang), *_range(plan.speeds)))
+    rows += [(other.flag, _held(other), size(other.sglang_bytes), *_range(other.speeds)) for other in plan.alternatives]
+    return f"{_table(rows)}\n{LESS_FOR_SGLANG}."
+
+
+def _held(plan: Plan | Alternative) -> str:
+    return f"{plan.num_resident}" + (f" and {plan.slots} slots" if plan.slots else "")
+
+
+def _range(speeds: Sequence[Speed]) -> tuple[str, str]:
+    """The lowest and the highest prediction for all requests together."""
+    if not speeds:
+        return "", ""
+    most = max(speed.requests for speed in speeds)
+    decode = [speed.decode_tokens_s for speed in speeds if speed.requests == most]
+    prefill = min(speed.prefill_tokens_s for speed in speeds if speed.requests == most)
+    return f"{min(decode):.1f} to {max(decode):.1f} tok/s", f"{prefill:.0f} tok/s"
 
 
 def _streaming(plan: Plan) -> list[str]:

@@ -13,12 +13,14 @@ from sglang_uvm_offload.config import AUTO, UNRESOLVED, slot_problems
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
 from sglang_uvm_offload.sizing.draft_cost import draft_note
-from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
-from sglang_uvm_offload.sizing.launch import NO_DRAFTS, Launch, Uncounted
-from sglang_uvm_offload.sizing.machine import GIB, Machine
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Plan, RankMemory, Reserve, Speed, Workload
+from sglang_uvm_offload.sizing.launch import Launch, Uncounted
+from sglang_uvm_offload.sizing.machine import Machine
+from sglang_uvm_offload.sizing.plan import Alternative, Assumptions, Parallel, Plan, Reserve, Speed, Workload
 from sglang_uvm_offload.sizing.plan_report import render
 from sglang_uvm_offload.sizing.rank_memory import Case
+from sglang_uvm_offload.sizing.ranks import dividing, named, ranks_that_fit, shape_problems
+from sglang_uvm_offload.sizing.remedies import refusals, remedies, shortages
+from sglang_uvm_offload.sizing.routing_curves import OTHER
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.speed import hiding_chunk, predict
 from sglang_uvm_offload.sizing.streaming import break_even_tokens
@@ -27,12 +29,12 @@ from sglang_uvm_offload.units import size
 
 __all__ = ["choose_num_resident", "plan", "render"]
 
-MAX_VRAM_GIB = 1024
-VRAM_STEP_GIB = 8
-"""The limit and the step of the search for a large enough GPU."""
+MORE_RESIDENTS = ({"chunked_prefill_size": 1024}, {"mem_fraction_static": 0.9})
+"""Values of SGLang's flags that leave less memory for activations and CUDA graphs, and so more for residents."""
 
 _N = flag_name("num_resident")
 _SLOTS = flag_name("slots")
+_FIXED = f"{flag_name('resident_selection')} first_n"
 _STREAM_GB = flag_name("stream_buffer_gb")
 
 
@@ -72,7 +74,12 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         assumptions=case.assumed,
     )
     if problems:
-        return blank
+        others = dividing(case)
+        needs = ranks_that_fit(others)
+        # Other ranks alone do not help: what these are short of is a problem too.
+        short = shortages(others[0]) if others and not needs else []
+        problems += [f"with {named(others[0])}, which divides the model: {shortage}" for shortage in short]
+        return dataclasses.replace(blank, problems=tuple(problems), needs=tuple(needs))
     asked = case.slots
     case = case.with_slots_that_fit()
     most = case.most_in_vram()
@@ -95,22 +102,40 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         kv_tokens=case.kv_tokens,
         kv_token_bytes=max(case.kv_token_bytes(stage) for stage in range(parallel.pp)),
         ranks=tuple(case.rank(stage, shown) for stage in range(parallel.pp)),
+        vram=case.vram,
         host_needed=case.host(shown, after_moves=False),
         host_needed_after_moves=case.host(shown, after_moves=True),
         notes=(*_notes(case, chosen, asked), *filter(None, [drafts])),
         draft_note=drafts,
     )
     if chosen is None and num_resident is not None and most is not None:
-        return dataclasses.replace(sized, problems=tuple(_refusals(case, shown, most)))
+        return dataclasses.replace(sized, problems=tuple(refusals(case, shown, most)))
     if chosen is None and case.machine.one_memory:
         return dataclasses.replace(sized, problems=(f"{ONE_MEMORY}; all experts need {size(case.host(0, after_moves=False))}",))
     if chosen is None:
-        return dataclasses.replace(sized, problems=tuple(_shortages(case)), needs=tuple(_remedies(case)))
+        return dataclasses.replace(sized, problems=tuple(shortages(case)), needs=tuple(remedies(case)))
     served = dataclasses.replace(sized, flags=_flags(case, chosen))
     if case.machine.link_gbps:
         speeds, chunk = _speeds(case, chosen, hit_rate), _hiding_chunk(case, chosen)
         served = dataclasses.replace(served, speeds=speeds, hiding_chunk=chunk)
     return dataclasses.replace(served, useless=uselessness(served))
+
+
+def alternatives(case: Case, planned: Plan, hit_rate: float | None = None) -> tuple[Alternative, ...]:
+    """The plans with ``MORE_RESIDENTS``, of flags that were not given, that have more of them than ``planned``, the plan for
+    ``case`` with the most residents."""
+    if planned.num_resident in (None, planned.num_experts):
+        return ()
+    out = []
+    for change in MORE_RESIDENTS:
+        ((field, value),) = change.items()
+        if getattr(case.reserve, field) is not None:
+            continue
+        other = plan_case(dataclasses.replace(case, reserve=dataclasses.replace(case.reserve, **change)), hit_rate)
+        if other.rows > planned.rows and other.num_resident is not None:
+            flag = f"--{field.replace('_', '-')} {value}"
+            out.append(Alternative(flag, other.num_resident, other.slots, other.vram.sglang, other.speeds))
+    return tuple(out)
 
 
 def choose_num_resident(launch: Launch) -> Plan:
@@ -128,43 +153,6 @@ def choose_num_resident(launch: Launch) -> Plan:
     return result
 
 
-def shape_problems(case: Case) -> list[str]:
-    """Why these ranks cannot divide this model, or it cannot serve this workload, whatever the memory."""
-    m, p, out = case.model, case.parallel, []
-    if min(p.tp, p.ep, p.pp, p.dp) < 1:
-        return ["--tp-size, --ep-size, --pp-size and --dp-size must be 1 or more"]
-    if p.ranks > case.machine.gpus:
-        out.append(f"{p.ranks} ranks need {p.ranks} GPUs, and the machine has {case.machine.gpus}")
-    if p.tp % p.ep:
-        out.append(f"--ep-size {p.ep}: must divide --tp-size {p.tp}")
-    if p.dp_attention and p.tp % p.dp:
-        out.append(f"--dp-size {p.dp} with --enable-dp-attention: must divide --tp-size {p.tp}")
-    if out:
-        return out
-    if m.num_experts % p.ep:
-        out.append(f"--ep-size {p.ep}: does not divide the model's {m.num_experts} experts")
-    if m.heads % p.attn_tp:
-        out.append(f"--tp-size {p.tp}: its {p.attn_tp} attention ranks do not divide the model's {m.heads} heads")
-    if p.pp > m.num_layers:
-        out.append(f"--pp-size {p.pp}: the model has {m.num_layers} layers")
-    if m.quantization != "mxfp4" and m.expert_size % (p.moe_tp * m.scale_block):
-        cut = f"{p.moe_tp} ranks do not divide an expert's {m.expert_size} hidden units"
-        blocks = f" into blocks of {m.scale_block} that share a scale" if m.scale_block > 1 else ""
-        out.append(f"--tp-size {p.tp} with --ep-size {p.ep}: {cut}{blocks}; raise --ep-size")
-    if case.workload.context_length > m.context_length:
-        out.append(f"--context-length {case.workload.context_length}: the model allows {m.context_length}")
-    if case.workload.kv_cache_dtype not in DTYPE_BYTES:
-        out.append(f"--kv-cache-dtype {case.workload.kv_cache_dtype}: must be one of {', '.join(DTYPE_BYTES)}")
-    if case.workload.speculative and not m.draft_layers:
-        out.append(NO_DRAFTS)
-    accepted, drafts = case.assumed.accepted_tokens, case.workload.draft_tokens
-    if case.workload.speculative and not 1 <= accepted <= drafts:
-        out.append(
-            f"--accepted-tokens {accepted:g}: a step with --speculative-num-draft-tokens {drafts} yields 1 to {drafts} tokens"
-        )
-    return out
-
-
 def _number_problems(case: Case, num_resident: int | None) -> list[str]:
     """Why the given residents cannot be of this model, or its slots cannot be beside them."""
     experts, slots = case.model.num_experts, case.slots.asked
@@ -177,126 +165,16 @@ def _number_problems(case: Case, num_resident: int | None) -> list[str]:
     return slot_problems(slots, num_resident, experts)
 
 
-def _shortages(case: Case) -> list[str]:
-    """Which memory is short, and what uses it."""
-    if not case.budget:
-        return [_nothing_granted(case)]
-    worst = _tightest(case, 0)
-    if worst.spare_bytes < 0:
-        return [
-            f"VRAM: with no expert resident{_beside_buffers(worst)} a rank needs {size(worst.used_bytes)} "
-            f"({size(worst.plain_weights)} of weights beside experts, {size(worst.kv_bytes)} of KV cache for {case.kv_tokens} "
-            f"tokens), and its budget is {size(case.budget)} of {size(case.machine.vram_bytes)}"
-        ]
-    most = case.most_in_vram() or 0
-    cache = case.host_cache(most)
-    beside = f" ({size(cache)} of it for the hierarchical cache and what SGLang leaves free beside it)" if cache else ""
-    return [
-        f"host RAM: with {_in_vram(case, most)}, the most that VRAM holds, "
-        f"{size(case.host(most, after_moves=False))} are needed{beside}, and {size(case.machine.host_bytes)} are available"
-    ]
-
-
-def _in_vram(case: Case, rows: int) -> str:
-    slots = f" and {case.slots_of(rows)} slots" if case.slots_of(rows) else ""
-    return f"{case.residents_of(rows)} of {case.model.num_experts} experts a layer resident{slots}"
-
-
-def _tightest(case: Case, rows: int) -> RankMemory:
-    return min((case.rank(stage, rows) for stage in range(case.parallel.pp)), key=lambda rank: rank.spare_bytes)
-
-
-def _beside_buffers(rank: RankMemory) -> str:
-    return f" beside {size(rank.stream_bytes)} of stream buffers" if rank.stream_buffers else ""
-
-
-def _refusals(case: Case, rows: int, most: int) -> list[str]:
-    """Why a machine whose VRAM holds ``most`` rows does not hold ``rows``, or its host RAM not the other experts."""
-    if not case.in_vram(rows):
-        beside, slots = _beside_buffers(_tightest(case, rows)), case.slots_of(rows)
-        what = f"{rows - slots} residents and {slots} slots for the {case.model.num_experts} experts of a layer"
-        what = what if slots else f"{rows} of {case.model.num_experts} experts a layer"
-        return [f"VRAM: {what} do not fit{beside}; at most {most} do" + (" together" if slots else "")]
-    return [
-        f"host RAM: with {_in_vram(case, rows)} "
-        f"{size(case.host(rows, after_moves=False))} are needed, and {size(case.machine.host_bytes)} are available"
-    ]
-
-
-def _nothing_granted(case: Case) -> str:
-    """What takes all of a GPU before any weight loads."""
-    reserve, vram = case.reserve, case.machine.vram_bytes
-    taken = [f"{flag_name('headroom_gb')} {reserve.headroom_gb}", f"{size(case.taken_before_loading)} that CUDA takes"]
-    if reserve.mem_fraction_static is None:
-        chunk, kept = case.defaults.chunked_prefill_size, size(case.defaults.reserved_bytes)
-        taken.insert(0, f"{kept} that SGLang keeps for --chunked-prefill-size {chunk} and CUDA graphs")
-    else:
-        taken.insert(0, f"{1 - reserve.mem_fraction_static:.1%} that --mem-fraction-static {reserve.mem_fraction_static} keeps")
-    if reserve.free_vram_bytes is not None:
-        taken.append(f"{size(vram - reserve.free_vram_bytes)} in use before the start")
-    if reserve.image_bytes:
-        taken.append(f"{size(reserve.image_bytes)} for images")
-    return f"VRAM: a GPU of {size(vram)} is too small: nothing is left for weights beside {', '.join(taken)}"
-
-
-def _remedies(case: Case) -> list[str]:
-    """Changes any one of which would be enough."""
-    out = []
-    most = case.most_in_vram()
-    if case.reserve.stream_gb and _without_buffers(case).largest() is not None:
-        out.append(f"no stream buffers ({_STREAM_GB} 0)")
-    if most is not None:
-        out.append(f"host RAM of {size(case.host(most, after_moves=False))}")
-    elif _tokens_that_fit(case) > 0:
-        out.append(
-            f"a KV cache of at most {_tokens_that_fit(case)} tokens a rank (--max-total-tokens, fewer requests or a shorter "
-            f"--context-length), and {size(case.host(0, after_moves=False))} of host RAM"
-        )
-    steps = range(case.machine.vram_bytes // GIB // VRAM_STEP_GIB * VRAM_STEP_GIB, MAX_VRAM_GIB + 1, VRAM_STEP_GIB)
-    vram = next((each for each in steps[1:] if _with_vram(case, each).largest() is not None), None)
-    if vram is not None:
-        out.append(f"GPUs of {vram} GiB each, with the available host RAM")
-    for tp in (tp for tp in (2, 4, 8, 16, 32) if tp > case.parallel.tp):
-        ranks, host = _with_tp(case, tp)
-        if host:
-            out.append(f"{ranks} such GPUs with --tp-size {tp}, and {size(host)} of host RAM")
-            break
-    return out
-
-
-def _tokens_that_fit(case: Case) -> int:
-    stages = range(case.parallel.pp)
-    room = min(case.budget - case.rank(stage, 0).used_bytes + case.pool_bytes(stage) for stage in stages)
-    # At least one byte: with linear attention only, a token takes none.
-    return max(0, int(room / max(1.0, *(case.kv_token_bytes(stage) for stage in stages))))
-
-
-def _without_buffers(case: Case) -> Case:
-    return dataclasses.replace(case, reserve=dataclasses.replace(case.reserve, stream_gb=0))
-
-
-def _with_vram(case: Case, gib_each: int) -> Case:
-    """The same case on GPUs of ``gib_each`` GiB, with as much VRAM in use by others."""
-    bigger = dataclasses.replace(case.machine, vram_bytes=gib_each * GIB)
-    free = case.reserve.free_vram_bytes
-    free = None if free is None else free + bigger.vram_bytes - case.machine.vram_bytes
-    return dataclasses.replace(case, machine=bigger, reserve=dataclasses.replace(case.reserve, free_vram_bytes=free))
-
-
-def _with_tp(case: Case, tp: int) -> tuple[int, int]:
-    """(ranks, the host RAM that they would need); 0 bytes if that many GPUs are not enough."""
-    parallel = dataclasses.replace(case.parallel, tp=tp, ep=1 if case.parallel.ep == 1 else tp)
-    plenty = dataclasses.replace(case.machine, gpus=parallel.ranks, host_bytes=1 << 62)
-    wider = dataclasses.replace(case, parallel=parallel, machine=plenty)
-    chosen = None if shape_problems(wider) else wider.largest()
-    return parallel.ranks, 0 if chosen is None else wider.host(chosen, after_moves=False)
-
-
 def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
     """``chosen`` rows of VRAM, and the slots that were ``asked`` for."""
     out = []
     if case.model.kv.stateless_layers and case.linear is None:
         out.append(f"{len(case.model.kv.stateless_layers)} layers have linear attention: their state is not counted")
+    if case.parallel.ranks < case.machine.gpus:
+        p, gpus = case.parallel, case.machine.gpus
+        ranks = f"tensor parallelism over {p.tp}" + (f", {p.pp} pipeline stages" if p.pp > 1 else "")
+        ranks += f", {p.replicas} replicas" if p.replicas > 1 else ""
+        out.append(f"{p.ranks} of {gpus} GPUs are used ({ranks}); the others stay idle")
     if not case.model.from_headers:
         out.append("bytes are derived from the config; give the checkpoint's folder to read them from its headers")
     if chosen is None:
@@ -317,14 +195,19 @@ def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
             "slots need SGLang's Triton, Marlin or DeepGEMM MoE runner (--moe-runner-backend); whether one of these serves the "
             "model is not known here"
         )
-    needed = case.host(chosen, after_moves=True)
-    if needed > case.machine.host_bytes:
+    if not _may_move(case, chosen):
+        most = size(case.host(chosen, after_moves=True))
         out.append(
-            f"host RAM use may grow to {size(needed)} as residents change, because promoted experts keep their host pages, and "
-            f"{size(case.machine.host_bytes)} are available: use fixed residents ({flag_name('resident_selection')} "
-            "first_n or manual)"
+            f"host RAM use may grow to {most} as residents change, because promoted experts keep their host pages, and "
+            f"{size(case.machine.host_bytes)} are available: use fixed residents, {_FIXED}, or better ones by "
+            f"{flag_name('profile')} with {flag_name('adapt')} off"
         )
     return out
+
+
+def _may_move(case: Case, rows: int) -> bool:
+    """Whether host RAM also holds the pages that promoted experts keep."""
+    return case.host(rows, after_moves=True) <= case.machine.host_bytes
 
 
 def _flags(case: Case, chosen: int) -> tuple[str, ...]:
@@ -341,21 +224,28 @@ def _flags(case: Case, chosen: int) -> tuple[str, ...]:
     out += ["--speculative-algorithm NEXTN"] if w.speculative else []
     if chosen < case.model.num_experts:
         out += [f"{_N} {case.residents_of(chosen)}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]
+        out += [] if _may_move(case, chosen) else [_FIXED]
         out += [f"{_SLOTS} {case.slots_of(chosen)}"] if case.slots_of(chosen) else []
         out += [f"{_STREAM_GB} {case.reserve.stream_gb:g}"] if case.reserve.stream_gb is not None else []
     return tuple(out)
 
 
 def _speeds(case: Case, chosen: int, hit_rate: float | None) -> tuple[Speed, ...]:
-    """For one request and for all, at the given hit rate or at those of measured routing."""
-    batches = sorted({1, case.workload.requests})
+    """For one request and for all, at the given hit rate or at those of measured routing. Fixed residents serve as if by chance
+    without a profile, and with one what residents chosen on other traffic serve."""
+    batches, experts = sorted({1, case.workload.requests}), case.model.num_experts
+    if chosen == experts:
+        return tuple(_speed(case, chosen, requests, "all in VRAM", 1.0) for requests in batches)
     if hit_rate is not None:
         return tuple(_speed(case, chosen, requests, "hit rate as given", hit_rate) for requests in batches)
-    return tuple(
-        dataclasses.replace(_speed(case, chosen, requests, name, found.rate), measured_on=found)
-        for requests in batches
-        for name, found in case.measured_hit_rates(chosen, requests).named().items()
-    )
+    moving, out = _may_move(case, chosen), []
+    for requests in batches:
+        if not moving:
+            out.append(_speed(case, chosen, requests, "first_n, by chance", chosen / experts))
+        measured = case.measured_hit_rates(chosen, requests).named()
+        for name, found in measured.items() if moving else [(OTHER, measured[OTHER])]:
+            out.append(dataclasses.replace(_speed(case, chosen, requests, name, found.rate), measured_on=found))
+    return tuple(out)
 
 
 def _speed(case: Case, chosen: int, requests: int, name: str, hit_rate: float) -> Speed:

@@ -17,7 +17,7 @@ from sglang_uvm_offload.sizing.draft_model import DraftModel
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import GIB, Machine
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, RankMemory, Reserve, Workload
+from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, RankMemory, Reserve, Vram, Workload
 from sglang_uvm_offload.sizing.routing_curves import HitRates, hit_rates
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.speed import StageCost, Stream
@@ -79,6 +79,17 @@ class Case:
         free = self.machine.vram_bytes if free is None else free
         granted = self.fraction - self.reserve.headroom_gb * GIB / self.machine.vram_bytes
         return max(0, int(max(0, free - self.taken_before_loading) * max(0.0, granted)) - self.reserve.image_bytes)
+
+    @property
+    def vram(self) -> Vram:
+        """How a GPU is divided. A share that the GPU does not have is cut off."""
+        total, free = self.machine.vram_bytes, self.reserve.free_vram_bytes
+        free = total if free is None else min(free, total)
+        runtime = min(self.taken_before_loading, free)
+        images = min(self.reserve.image_bytes, free - runtime)
+        rest = free - runtime - images - self.budget
+        sglang = min(rest, int((free - runtime) * (1 - max(0.0, self.fraction))))
+        return Vram(total - free, runtime, sglang, rest - sglang, images, self.budget)
 
     # What a rank holds
 

@@ -44,6 +44,9 @@ class HitRate:
         return f"{POLICIES[self.policy]}, {self.requests} at once: {', '.join(self.traces)}"
 
 
+OTHER = "other traffic"
+
+
 @dataclass(frozen=True)
 class HitRates:
     """``lowest`` and ``highest`` are of requests like those that chose the residents, ``other`` of unlike ones."""
@@ -53,7 +56,7 @@ class HitRates:
     highest: HitRate
 
     def named(self) -> dict[str, HitRate]:
-        return {"other traffic": self.other, "lowest measured": self.lowest, "highest measured": self.highest}
+        return {OTHER: self.other, "lowest measured": self.lowest, "highest measured": self.highest}
 
 
 def hit_rates(family: str, requests: int, residency: float, slot_share: float = 0.0) -> HitRates:

@@ -1,5 +1,7 @@
 """The options of ``replay``: a value that makes no sense is refused before anything is replayed, in the words of the flag."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -63,3 +65,49 @@ def test_a_trace_too_large_for_this_machine_is_one_line(saved, monkeypatch, caps
     monkeypatch.setattr(simulator, "replay", out_of_memory)
     assert replay(saved) == 2
     assert capsys.readouterr().err == f"cannot replay {saved}: Unable to allocate 1.00 TiB\n"
+
+
+# What is said of the replay
+
+
+def test_the_table_says_what_was_scored_and_what_was_assumed(saved, capsys):
+    assert main(["replay", str(saved), "--residency", "0.5"]) == 0
+    scope, table, legend = capsys.readouterr().out.split("\n\n")
+    assert scope.splitlines() == [
+        "scored: 1 requests in 10 decode steps, up to 1 at once; warm-up: 1 requests in 10 steps",
+        "in VRAM: 2 of 4 experts (50 %) of each of 2 layers",
+        "link: 55 GB/s (10^9 bytes a second), assumed; --link-gbps gives it",
+        "an expert: 4.0 MiB, assumed; --expert-mib gives it",
+    ]
+    assert table.splitlines()[0].split("  ")[-1] == "link time/step"
+    lines = dict(line.split(": ") for line in legend.strip().splitlines())
+    assert lines["adaptive (the policy that adapts; this plugin's own)"] == "--expert-offload-adapt continuous"
+    assert lines["know the future, so bounds"] == "static-oracle, belady"
+    assert lines["for comparison, offered by no server"] == "lru, lfu, lfru"
+
+
+def test_figures_that_were_given_are_not_called_assumed(saved, capsys):
+    assert replay(saved, "--link-gbps", "25", "--expert-mib", "2") == 0
+    out = capsys.readouterr().out
+    assert "link: 25 GB/s (10^9 bytes a second), as given\nan expert: 2.0 MiB, as given" in out
+    assert "assumed" not in out
+
+
+@pytest.mark.parametrize("flags", [(), ("--slots",), ("--recall",)])
+def test_json_says_so_too(saved, capsys, flags):
+    assert main(["replay", str(saved), "--residency", "0.5", "--json", *flags]) == 0
+    scored = json.loads(capsys.readouterr().out)["scored"]
+    assert (scored["requests"], scored["steps"], scored["warmup_requests"], scored["warmup_steps"]) == (1, 10, 1, 10)
+    assert (scored["num_resident"], scored["num_experts"], scored["layers"], scored["residency"]) == (2, 4, 2, 0.5)
+    assert (scored["link_gbps"], scored["link_assumed"], scored["expert_bytes_assumed"]) == (55, True, True)
+    assert scored["shipped"] == "adaptive"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_alone(saved, monkeypatch, capsys, terminal):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    assert replay(saved, "--policy", "adaptive") == 0
+    said = capsys.readouterr()
+    shown = "\r\033[Kreplaying lru, 1 of 2 policies, 20 steps\r\033[Kreplaying adaptive, 2 of 2 policies, 20 steps\r\033[K"
+    assert said.err == (shown if terminal else "")
+    assert "replaying" not in said.out

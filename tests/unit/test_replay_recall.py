@@ -132,7 +132,7 @@ def saved(tmp_path):
 
 def test_the_command_prints_each_predictor_at_each_volume(saved, capsys):
     assert main(["replay", str(saved), "--residency", "0.5", "--recall"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert main(["replay", str(saved), "--residency", "0.5", "--recall", "--policy", "adaptive", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["recall"]
     assert [(one["predictor"], one["volume"]) for one in found] == [(name, v) for name in PREDICTORS for v in VOLUMES]

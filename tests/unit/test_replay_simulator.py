@@ -172,7 +172,7 @@ def test_the_command_prints_one_json_object_a_policy(saved, capsys):
 
 def test_the_command_prints_a_table_of_every_policy(saved, capsys):
     assert main(["replay", str(saved), "--residency", "0.5"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert [line.split()[0] for line in lines[1:]] == list(POLICIES)
 
 

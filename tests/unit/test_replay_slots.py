@@ -148,7 +148,7 @@ def saved(mixed, tmp_path):
 def test_the_command_prints_each_split_and_names_the_best(saved, mixed, capsys):
     command = ["replay", str(saved), "--residency", "0.5", "--batch", "2", "--link-gbps", "10", "--expert-mib", "2", "--slots"]
     assert main(command) == 0
-    *lines, empty, last = capsys.readouterr().out.splitlines()
+    *lines, empty, last = capsys.readouterr().out.partition("\n\n")[2].splitlines()
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["trace"] == str(saved)

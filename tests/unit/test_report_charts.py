@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from sglang_uvm_offload.report.charts import Line, bar_chart, cell_map, column_chart, line_chart, picture
+from sglang_uvm_offload.report.charts import Line, _styles, bar_chart, cell_map, column_chart, line_chart, picture
 from sglang_uvm_offload.report.html import document, element, table
 from sglang_uvm_offload.report.units import Axis
 
@@ -97,7 +97,7 @@ def test_a_line_is_interrupted_where_there_is_no_value_and_a_lone_point_is_a_dot
 
 def test_the_legend_tells_lines_apart():
     names = [f"line {index}" for index in range(8)]
-    lines = [Line(name, [(0, 0), (1, 1)], name == "line 7") for name in names]
+    lines = [Line(name, [(0, 0), (1, index / 8)], name == "line 7") for index, name in enumerate(names)]
     figure = line_chart("t", Axis("x", 0, 1), Axis("y", 0, 1), lines)
     looks = [(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines]
     assert len(set(looks)) == 8
@@ -212,3 +212,17 @@ def test_a_report_loads_nothing():
     assert "@import" not in text
     assert set(re.findall(r"url\((.)", text)) == {"#"}
     assert {link[:5] for link in re.findall(r'href="([^"]*)"', text) if not link.startswith("#")} == {"data:"}
+
+
+def test_lines_that_coincide_take_turns_and_points_that_coincide_are_rings():
+    points, other = [(0, 1.0), (1, 2.0)], [(0, 2.0), (1, 1.0)]
+    x, y = Axis("x", 0, 1), Axis("y", 0, 2)
+    lines = [Line("a", points), Line("b", points), Line("c", other, dashed=True)]
+    one, two, alone = (line["linestyle"] for line in _styles(lines))
+    assert one == (0, (4, 4))
+    assert two == (4, (4, 4)), "its dashes are in the gaps of the first"
+    assert alone == "--"
+    drawn = line_chart("t", x, y, [Line("a", points, joined=False), Line("b", points, joined=False)]).axes[0].lines
+    assert drawn[0].get_markersize() > drawn[1].get_markersize()
+    assert drawn[0].get_marker() != drawn[1].get_marker()
+    assert {line.get_linestyle() for line in drawn} == {"None"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,17 @@ from builders.charts import cells_of
 from builders.managers import LAYERS, E, Rank, config, profile_of
 from builders.reports import FAULT, info, replayed, result, stepped, words
 
+from sglang_uvm_offload import __version__
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.plugin.recording import Recording
+from sglang_uvm_offload.report import replay_report as replay_module
 from sglang_uvm_offload.report import server_report as module
 from sglang_uvm_offload.report.replay_report import replay_report
 from sglang_uvm_offload.report.server_report import IN_HOST, IN_VRAM, KINDS, NOT_SHOWN, PARTLY, SHARED, server_report
+from sglang_uvm_offload.report.source import ReplayResults
+from sglang_uvm_offload.report.units import duration
+from sglang_uvm_offload.report.verdict import verdict
 from sglang_uvm_offload.routing.counts import IdFormat, Phase
 from sglang_uvm_offload.routing.recorder import Recorder
 
@@ -44,7 +51,9 @@ def test_a_report_shows_what_was_streamed_beside_what_was_read_in_place():
     rank.step([[0, 7]] * 5, phase=Phase.PREFILL, streams=True)
     rank.manager.ledger.add_streamed(1, 80 * PAGE_BYTES)
     status = stepped(rank)
-    assert "zero-copy reads streamed into slots moves moved rank 0" in (said := words(server_report(info(status), "s")))
+    assert "zero-copy reads streamed into slots moves moved link time, estimated rank 0" in (
+        said := words(server_report(info(status), "s"))
+    )
     assert "0.9 MiB 5.0 MiB none 0 0.0 MiB" in said
     (axes,) = module._bytes_over_time([("rank 0", info(status).ranks[0])]).axes
     read, streamed, moved = (line.get_ydata() for line in axes.lines)
@@ -214,3 +223,101 @@ def test_experts_that_are_in_vram_in_part_are_shown_as_such_and_counted_by_their
     shown = words(server_report(info(rank.status()), "s"))
     # Of 5 routed tokens two were served whole and three by a third; of 4 activations two and two.
     assert "60.0 % 66.7 %" in shown
+
+
+# The verdict, and what the page is of
+
+
+def judged(status, **changes):
+    curve = {"decode_steps": 1000, "activations": 1000, "present": 0.37, "residents": [0, 3, 8]}
+    curve |= {"uniform": [0.0, 0.38, 1.0], "global": [0.0, 0.4, 1.0]}
+    history = status["history"]
+    served = [round(0.37 * count) for count in history["activations"]]
+    history = history | {"activations_resident": served}
+    return info(status | {"warmup_done": True, "curve": curve, "history": history} | changes)
+
+
+def test_the_page_begins_with_a_verdict_and_what_to_do():
+    served = info(stepped(Rank(config())))
+    assert words(server_report(served, "s")).startswith(
+        "Where experts were served from Hit rate 50.0 % so far; too early to judge"
+    )
+    said = verdict(judged(stepped(Rank(config()))))
+    assert said.startswith("Hit rate 37.0 % in decode steps: low, because 3 of 8 experts a layer are in VRAM")
+    assert "--expert-offload-num-resident" in said
+
+
+def test_a_verdict_blames_the_choice_where_another_is_better():
+    status = stepped(Rank(config()))
+    curve = {"decode_steps": 1000, "activations": 1000, "present": 0.5, "residents": [0, 3, 8]}
+    curve |= {"uniform": [0.0, 0.95, 1.0], "global": [0.0, 0.95, 1.0]}
+    assert "fair, because other residents would serve more" in verdict(judged(status, curve=curve | {"present": 0.7}))
+    assert "high, and about the best" in verdict(judged(status, curve=curve | {"present": 0.94}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"fault": "x"}, "Moving experts stopped"),
+        ({"evicted_bytes": 1}, "evicted resident experts"),
+        ({"offloaded_experts": 0}, "Every expert is in VRAM"),
+        ({"routed": 0}, "No routing was counted"),
+        ({"warmup_done": False}, "warm-up is not over"),
+        ({"curve": None}, "256 more decode steps are needed"),
+    ],
+)
+def test_a_verdict_names_what_is_most_urgent(changes, said):
+    assert said in verdict(judged(stepped(Rank(config())), **changes))
+
+
+def test_the_steps_that_are_missing_are_counted():
+    curve = {"decode_steps": 56, "activations": 9, "present": 0.5, "residents": [0, 8], "uniform": [0, 1], "global": [0, 1]}
+    few = judged(stepped(Rank(config())), curve=curve)
+    assert "because 200 more decode steps are needed" in verdict(few)
+    assert "it takes 256. Report again after 200 more." in words(server_report(few, "s"))
+
+
+def test_a_page_has_its_date_the_plugins_version_and_how_long_the_model_is_loaded():
+    status = stepped(Rank(config()))
+    status["history"]["seconds"] = [second * 7200.0 for second in range(len(status["history"]["seconds"]))]
+    hours = status["history"]["seconds"][-1]
+    said = words(server_report(info(status), "s"))
+    assert re.search(r"written \d{4}-\d\d-\d\d \d\d:\d\d UTC model", said)
+    assert f"sglang-uvm-offload {__version__} model loaded {duration(hours)} before" in said
+    del status["plugin_version"]
+    old = words(server_report(info(status), "s"))
+    assert "sglang-uvm-offload 0" not in old, "statistics of an earlier version are readable"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0 seconds"), (119, "119 seconds"), (150, "2.5 minutes"), (2e5, "2.3 days")])
+def test_durations_are_in_the_largest_unit_of_which_there_are_two(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_the_bytes_over_the_link_are_given_as_time_at_an_assumed_rate():
+    status = stepped(Rank(config()))
+    past = status["history"]
+    for name, total in (("zero_copy_bytes", 50e9), ("streamed_bytes", 4e9), ("moved_bytes", 1e9)):
+        past[name] = [0] * (len(past[name]) - 1) + [int(total)]
+    past["steps"] = [0] * (len(past["steps"]) - 1) + [100]
+    said = words(server_report(info(status), "s"))
+    assert "1 s, 10 ms a step" in said
+    assert "at an assumed 55 GB/s" in said
+
+
+def test_a_report_of_a_replay_says_what_was_scored_and_assumed():
+    content = json.loads(msgspec.json.encode(replayed(result("lru"))))
+    assert "GB/s" not in words(replay_report(msgspec.convert(content, ReplayResults), "r"))
+    scored = {"requests": 3, "steps": 9, "warmup_requests": 2, "warmup_steps": 5, "link_gbps": 55.0, "link_assumed": True}
+    content["scored"] = scored | {"expert_bytes": 1 << 20, "expert_bytes_assumed": False, "shipped": "adaptive"}
+    said = words(replay_report(msgspec.convert(content, ReplayResults), "r"))
+    assert "scored 3 requests in 9 decode steps warm-up 2 requests in 5 decode steps link 55 GB/s, assumed" in said
+
+
+def test_few_layers_are_points_and_many_are_lines():
+    def joined(layers):
+        results = replayed(result("lru", per_layer_hit_rate=[0.5] * layers)).results
+        (line,) = replay_module._layers_chart(results).axes[0].lines
+        return line.get_linestyle() != "None"
+
+    assert [joined(layers) for layers in (2, 12, 13)] == [False, False, True]

@@ -335,3 +335,39 @@ def test_a_file_that_is_no_config_is_refused(tmp_path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(CheckpointError, match=reason):
             load(tmp_path / "config.json")
+
+
+# Impossible models
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("num_experts_per_tok", 1000, "routes a token to 1000 of 128 experts"),
+        ("num_experts_per_tok", 0, "num_experts_per_tok is 0"),
+        ("num_experts_per_tok", -8, "num_experts_per_tok is -8"),
+        *(
+            (name, 0, f"{name} is 0, not a size of 1 or more")
+            for name in ("hidden_size", "vocab_size", "moe_intermediate_size")
+        ),
+        *((name, -1, f"{name} is -1, not a size of 1 or more") for name in ("num_attention_heads", "head_dim", "hidden_size")),
+        ("num_key_value_heads", 0, "num_key_value_heads is 0"),
+        ("max_position_embeddings", -4096, "max_position_embeddings is -4096"),
+        ("num_hidden_layers", 0, "no routed experts"),
+        ("num_hidden_layers", -3, "num_hidden_layers is -3"),
+        ("n_routed_experts", -128, "n_routed_experts is -128"),
+    ],
+)
+def test_a_config_that_no_model_can_have_is_refused(name, value, reason):
+    config = fixture("glm-4.5-air")["config"]
+    assert name in config
+    with pytest.raises(CheckpointError, match=reason):
+        from_config("m", config | {name: value})
+
+
+def test_headers_do_not_excuse_an_impossible_config(checkpoints):
+    folder = checkpoints("qwen3_moe")
+    config = json.loads((folder / "config.json").read_text())
+    for change, reason in (({"num_experts_per_tok": 999}, "to 999 of "), ({"hidden_size": 0}, "hidden_size is 0")):
+        with pytest.raises(CheckpointError, match=reason):
+            from_tensors("m", config | change, read_folder(folder), from_headers=True)

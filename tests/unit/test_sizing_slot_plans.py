@@ -155,8 +155,8 @@ def test_the_report_shows_slots_and_what_is_assumed_of_them():
     assert f"It fits: {found.num_resident} of 256 experts a layer resident, and {found.slots} slots (" in text
     assert "every miss is taken to fill one" in text
     assert "slots need SGLang's Triton, Marlin or DeepGEMM MoE runner" in text
-    assert "\nslots  " in text
-    assert "\nslots  " not in planner.render(ask())
+    assert "\n  slots  " in text
+    assert "\n  slots  " not in planner.render(ask())
 
 
 STAGE = StageCost(10, 10**9, 2e9, (10**7,) * 10, 2e7, 10**6)

@@ -1,0 +1,33 @@
+"""The model classes of the SGLang that is installed, by its files: importing them takes a GPU's libraries and a minute."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+_ENTRY = re.compile(r"^EntryClass\b[^=\n]*=\s*(\[[^\]]*\]|\w+)", flags=re.MULTILINE)
+"""A file of ``srt/models`` registers the classes that it assigns to this name."""
+
+
+def sglang_architectures() -> frozenset[str]:
+    """The architectures that SGLang serves by classes of its own; empty where it is not installed."""
+    spec = importlib.util.find_spec("sglang")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    files = [file for folder in folders for file in Path(folder, "srt", "models").glob("*.py")]
+    entries = [entry for file in files for entry in _ENTRY.findall(file.read_text(encoding="utf-8"))]
+    return frozenset(name for entry in entries for name in re.findall(r"\w+", re.sub(r"#.*", "", entry)))
+
+
+def unserved_note(architectures: Sequence[str]) -> str:
+    """A line where a config names only ``architectures`` that this SGLang does not have; else empty."""
+    known = sglang_architectures()
+    if not known or not architectures or known.intersection(architectures):
+        return ""
+    named = ", ".join(architectures)
+    return (
+        f"this SGLang {importlib.metadata.version('sglang')} has no {named}: it refuses the model, or tries the class in the "
+        "transformers library, which nobody has planned for"
+    )
