@@ -15,6 +15,7 @@ from sglang_uvm_offload.flags import PREFETCHES, SELECTIONS, FlagError, OffloadF
 from sglang_uvm_offload.resident_ids import ResidentIds
 
 AUTO = "auto"
+MAX_WARMUP_TOKENS = 10**12
 UNRESOLVED = -1
 """``num_resident`` and ``slots`` while ``auto`` has no number yet."""
 NEVER = 1 << 62
@@ -158,13 +159,14 @@ def _number_problems(flags: OffloadFlags) -> list[str]:
         if flags.resident_selection == "manual":
             out.append(f"{flag_name('num_resident')} auto: {flag_name('resident_selection')} manual needs a number")
     elif not n.isdecimal() or len(n) > 6:
-        out.append(f"{flag_name('num_resident')} {n!r}: must be a whole number of experts, 0 or more")
-    if type(flags.warmup_tokens) is not int or flags.warmup_tokens < 1:
-        out.append(f"{flag_name('warmup_tokens')} {flags.warmup_tokens!r}: must be a whole number of tokens, 1 or more")
+        out.append(f"{flag_name('num_resident')} {n!r}: must be auto, or a whole number of experts, 0 to 999999")
+    if type(flags.warmup_tokens) is not int or not 1 <= flags.warmup_tokens <= MAX_WARMUP_TOKENS:
+        right = f"must be a whole number of tokens, 1 to {MAX_WARMUP_TOKENS}"
+        out.append(f"{flag_name('warmup_tokens')} {flags.warmup_tokens!r}: {right}")
     try:
         _slots(flags.slots)
     except ValueError:
-        out.append(f"{flag_name('slots')} {flags.slots!r}: must be auto, or a whole number of rows, 0 or more")
+        out.append(f"{flag_name('slots')} {flags.slots!r}: must be auto, or a whole number of rows, 0 to 999999")
     try:
         _stream_gb(flags.stream_buffer_gb)
     except ValueError:
@@ -172,8 +174,10 @@ def _number_problems(flags: OffloadFlags) -> list[str]:
     try:
         _stream_tokens(flags.stream_tokens)
     except ValueError:
-        out.append(f"{flag_name('stream_tokens')} {flags.stream_tokens!r}: must be auto, inf, or a whole number, 0 or more")
-    if type(flags.headroom_gb) not in (int, float) or not 0 <= flags.headroom_gb < 1024:
+        out.append(
+            f"{flag_name('stream_tokens')} {flags.stream_tokens!r}: must be auto, inf, or a whole number, 0 to 999999999"
+        )
+    if type(flags.headroom_gb) not in (int, float) or not 0 <= flags.headroom_gb <= 1024:
         out.append(f"{flag_name('headroom_gb')} {flags.headroom_gb!r}: must be a number of GiB from 0 to 1024")
     return out
 
@@ -193,7 +197,7 @@ def _stream_gb(value: object) -> float | None:
     if value == AUTO:
         return None
     gib = float(str(value))
-    if not 0 <= gib < 1024:
+    if not 0 <= gib <= 1024:
         raise ValueError(value)
     return gib
 
@@ -232,8 +236,8 @@ def _file_problems(flags: OffloadFlags) -> list[str]:
     if flags.profile is not None:
         if flags.resident_selection in ("first_n", "manual"):
             out.append(f"{flag_name('profile')} {flags.profile!r}: only {flag_name('resident_selection')} frequency reads it")
-        if not _paths(flags.profile):
-            out.append(f"{flag_name('profile')} {flags.profile!r}: names no file")
+        if not _paths(flags.profile) or "\0" in flags.profile:
+            out.append(f"{flag_name('profile')} {flags.profile!r}: must be the path of a file, or several, separated by commas")
     for field in ("save_profile", "trace"):
         value = getattr(flags, field)
         if value is not None and (not value.strip() or "\0" in value):

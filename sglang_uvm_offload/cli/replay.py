@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sglang_uvm_offload.replay import room
 from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS, POLICIES, SHIPPED
 from sglang_uvm_offload.routing.profile import Profile, ProfileError, reason
 from sglang_uvm_offload.routing.profile_file import add_slot_share
@@ -67,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = _recall(args) if args.recall else _slots(args) if args.slots else _replay(args)
     except (ValueError, OSError, MemoryError) as error:
-        print(f"cannot replay {args.trace}: {error}", file=sys.stderr)
+        text = error.strerror if isinstance(error, OSError) else str(error)
+        print(f"cannot replay {args.trace}: {text or type(error).__name__}", file=sys.stderr)
         return 2
     print(found)
     return 0
@@ -78,6 +80,7 @@ def _replay(args: argparse.Namespace) -> str:
 
     trace = Trace.load(args.trace)
     expert_bytes = int(args.expert_mib * 2**20)
+    room.check(trace, args.batch, args.policy or POLICIES)
     results = [
         replay(trace, policy, args.residency, args.batch, args.warmup_fraction, args.link_gbps, expert_bytes)
         for policy in args.policy or POLICIES
@@ -88,7 +91,9 @@ def _replay(args: argparse.Namespace) -> str:
 def _recall(args: argparse.Namespace) -> str:
     from sglang_uvm_offload.replay.simulator import recall_of_misses
 
-    found = recall_of_misses(Trace.load(args.trace), args.residency, args.batch, args.warmup_fraction)
+    trace = Trace.load(args.trace)
+    room.check(trace, args.batch, recall=True)
+    found = recall_of_misses(trace, args.residency, args.batch, args.warmup_fraction)
     return _json(args, "recall", found) if args.json else recall_table(found)
 
 
@@ -99,6 +104,7 @@ def _slots(args: argparse.Namespace) -> str:
     trace = Trace.load(args.trace)
     if args.into is not None:
         _check_into(args, trace)
+    room.check(trace, args.batch)
     found = slot_splits(trace, args.residency, args.batch, args.warmup_fraction, args.link_gbps, expert_bytes)
     if args.into is not None:
         _put_into(args, found)

@@ -42,11 +42,12 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
             "manual needs a number",
         ),
         ({"num_resident": 4, "adapt": "off"}, "--expert-offload-adapt off", "--expert-offload-profile"),
-        ({"num_resident": 4, "profile": " , "}, "--expert-offload-profile", "names no file"),
+        ({"num_resident": 4, "profile": " , "}, "--expert-offload-profile", "must be the path of a file, or several"),
         ({"num_resident": 4, "profile": "p", "resident_selection": "first_n"}, "--expert-offload-profile 'p'", "frequency"),
         ({"num_resident": 4, "save_profile": " "}, "--expert-offload-save-profile ' '", "path of a file"),
         ({"num_resident": 4, "trace": "t\0"}, r"--expert-offload-trace 't\x00'", "path of a file"),
-        ({"num_resident": 4, "warmup_tokens": 0}, "--expert-offload-warmup-tokens", "1 or more"),
+        ({"num_resident": 4, "warmup_tokens": 0}, "--expert-offload-warmup-tokens", "1 to 1000000000000"),
+        ({"num_resident": 4, "warmup_tokens": 10**12 + 1}, "--expert-offload-warmup-tokens", "1 to 1000000000000"),
         ({"num_resident": 4, "warmup_tokens": True}, "--expert-offload-warmup-tokens", "True"),
         ({"num_resident": 4, "stream_buffer_gb": "some"}, "--expert-offload-stream-buffer-gb", "some"),
         ({"num_resident": 4, "stream_buffer_gb": -1}, "--expert-offload-stream-buffer-gb", "-1"),
@@ -148,6 +149,9 @@ def test_an_ids_file_holds_a_list_a_layer(tmp_path):
         (b"[[0], [-1]]", "list 1 holds -1"),
         (b"[[true]]", "holds True"),
         (b"[[1.5]]", "holds 1.5"),
+        (b"[[null]]", "holds None"),
+        (b"[[1000000]]", "0 to 999999"),
+        (b"[[" + b"1" * 5000 + b"]]", "not JSON"),
     ],
 )
 def test_a_corrupt_ids_file_is_refused_with_the_reason(tmp_path, content, reason):
@@ -231,3 +235,15 @@ def test_no_more_slots_than_experts_are_served():
     assert problem.startswith("--expert-offload-slots 5: 4 residents leave 4 of 8 experts a layer offloaded")
     assert not parse({"num_resident": 8, "slots": 8}).expert_problems(8)
     assert not parse({"num_resident": 8, "slots": "auto"}).expert_problems(8)
+
+
+def test_the_largest_values_that_messages_name_are_accepted():
+    largest = {"warmup_tokens": 10**12, "headroom_gb": 1024, "stream_buffer_gb": "1024", "stream_tokens": "999999999"}
+    assert parse({"num_resident": "999999", **largest}) is not None
+
+
+def test_what_an_ids_file_holds_is_shown_in_short(tmp_path):
+    path = tmp_path / "ids.json"
+    path.write_text(f'[["{"x" * 100_000}"]]')
+    (problem,) = problems(num_resident=4, resident_selection="manual", resident_ids=f"@{path}")
+    assert len(problem) < 1000
