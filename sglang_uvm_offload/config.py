@@ -7,6 +7,7 @@ gets the result. Nothing reads a flag, or a file that a flag names, a second tim
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -107,6 +108,8 @@ def parse(values: Mapping[str, Any]) -> OffloadConfig | None:
     if flags.num_resident is not None:
         flags = dataclasses.replace(flags, num_resident=str(flags.num_resident))
     problems = _choice_problems(flags)
+    flags, not_texts = _texts(flags)
+    problems += not_texts
     if flags.num_resident is None:
         problems += _without_effect(flags)
         if problems:
@@ -236,11 +239,12 @@ def _file_problems(flags: OffloadFlags) -> list[str]:
     if flags.profile is not None:
         if flags.resident_selection in ("first_n", "manual"):
             out.append(f"{flag_name('profile')} {flags.profile!r}: only {flag_name('resident_selection')} frequency reads it")
-        if not _paths(flags.profile) or "\0" in flags.profile:
+        paths = _paths(flags.profile)
+        if not paths or not all(_is_path(str(path)) for path in paths):
             out.append(f"{flag_name('profile')} {flags.profile!r}: must be the path of a file, or several, separated by commas")
     for field in ("save_profile", "trace"):
         value = getattr(flags, field)
-        if value is not None and (not value.strip() or "\0" in value):
+        if value is not None and not _is_path(value):
             out.append(f"{flag_name(field)} {value!r}: must be the path of a file")
     return out
 
@@ -259,6 +263,26 @@ def _resident_ids(flags: OffloadFlags) -> tuple[ResidentIds | None, list[str]]:
         return None, [f"{name} {text!r}: {error}"]
     n = flags.num_resident or ""
     return ids, ids.number_problems(int(n)) if n.isdecimal() else []
+
+
+def _texts(flags: OffloadFlags) -> tuple[OffloadFlags, list[str]]:
+    """``flags`` without values that must be text and are not, and the problems of these. YAML and ``sglang.Engine`` may pass
+    anything."""
+    bad = {
+        name: getattr(flags, name)
+        for name in ("resident_ids", "profile", "save_profile", "trace")
+        if not isinstance(getattr(flags, name), str | None)
+    }
+    problems = [f"{flag_name(name)} {value!r}: must be text" for name, value in bad.items()]
+    return dataclasses.replace(flags, **dict.fromkeys(bad)), problems
+
+
+def _is_path(text: str) -> bool:
+    """Whether a file could have this name."""
+    try:
+        return bool(text.strip()) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _paths(text: str | None) -> tuple[Path, ...]:
