@@ -268,7 +268,7 @@ def _resident_ids(flags: OffloadFlags) -> tuple[ResidentIds | None, list[str]]:
 def _texts(flags: OffloadFlags) -> tuple[OffloadFlags, list[str]]:
     """``flags`` without values that must be text and are not, and the problems of these. YAML and ``sglang.Engine`` may pass
     anything."""
-    bad = {
+    bad: dict[str, Any] = {
         name: getattr(flags, name)
         for name in ("resident_ids", "profile", "save_profile", "trace")
         if not isinstance(getattr(flags, name), str | None)

@@ -132,7 +132,8 @@ def _installation(found: Diagnosis) -> bool:
     try:
         from sglang_uvm_offload.plugin.doctor import hook_problems
     except ModuleNotFoundError as error:
-        found.bad(f"the Python package {error.name} is not installed, so SGLang's hook points cannot be checked")
+        library = (error.name or "").partition(".")[0]
+        found.bad(f"the Python package {library} is not installed, so SGLang's hook points cannot be checked")
         return False
 
     if problems := hook_problems():

@@ -6,13 +6,14 @@ import io
 import json
 import os
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 from builders.profiles import saved, some
 
+from sglang_uvm_offload.cli import doctor, profile
 from sglang_uvm_offload.cli import main as cli
-from sglang_uvm_offload.cli import profile
 from sglang_uvm_offload.cli.main import main
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
@@ -84,9 +85,7 @@ def test_a_folder_that_a_library_cannot_write_to_is_named(show, monkeypatch, cap
 
 @pytest.mark.parametrize(("command", "library"), [("profile", "numpy"), ("plan", "safetensors"), ("report", "msgspec")])
 def test_a_library_that_is_not_installed_is_named(command, library, monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.startswith("sglang_uvm_offload.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, library, None)
+    without(library, monkeypatch)
     assert main([command, "x"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
@@ -125,3 +124,28 @@ def test_a_models_name_reaches_the_terminal_without_its_control_characters(tmp_p
     (tmp_path / "m.json").write_text(json.dumps({"name": "a\x1b[2J\ud800", "config": model.get("config", model)}))
     main(["plan", str(tmp_path / "m.json"), "--machine", "8xH20"])
     assert "a?[2J?" in capsys.readouterr().out
+
+
+def without(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] in (library, "sglang_uvm_offload")]:
+        if name not in ("sglang_uvm_offload", "sglang_uvm_offload.cli", "sglang_uvm_offload.cli.main"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+
+
+def test_the_doctor_lists_that_sglang_cannot_be_imported(monkeypatch, capsys):
+    without("sglang", monkeypatch)
+    assert main(["doctor", "--", "--model-path", "m"]) == 1
+    out = capsys.readouterr().out
+    assert "PROBLEM  the Python package sglang is not installed" in out
+    assert "cannot serve this launch" in out
+
+
+def test_the_doctor_lists_that_this_package_is_not_installed(monkeypatch):
+    def absent(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "requires", absent)
+    found = doctor.Diagnosis()
+    doctor._packages(found)
+    assert found.problems == ["sglang-uvm-offload is not installed, so SGLang cannot load its plugin: pip install it"]

@@ -247,3 +247,20 @@ def test_what_an_ids_file_holds_is_shown_in_short(tmp_path):
     path.write_text(f'[["{"x" * 100_000}"]]')
     (problem,) = problems(num_resident=4, resident_selection="manual", resident_ids=f"@{path}")
     assert len(problem) < 1000
+
+
+@pytest.mark.parametrize("name", ["profile", "save_profile", "trace", "resident_ids"])
+def test_what_is_not_text_where_a_file_is_expected_is_named_with_the_other_problems(name):
+    for value in (5, True, ["a"], Path("a")):
+        with pytest.raises(FlagError) as caught:
+            parse({"num_resident": 4, "warmup_tokens": 0, name: value})
+        flag = "--expert-offload-" + name.replace("_", "-")
+        assert f"{flag} {value!r}: must be text" in caught.value.problems
+        assert any("warmup-tokens" in problem for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize("name", ["profile", "save_profile", "trace"])
+@pytest.mark.parametrize("value", ["a\0b", "\ud800", " "])
+def test_what_no_file_can_be_called_is_refused(name, value):
+    with pytest.raises(FlagError, match="must be the path of a file"):
+        parse({"num_resident": 4, name: value})
