@@ -268,13 +268,14 @@ def _resident_ids(flags: OffloadFlags) -> tuple[ResidentIds | None, list[str]]:
 def _texts(flags: OffloadFlags) -> tuple[OffloadFlags, list[str]]:
     """``flags`` without values that must be text and are not, and the problems of these. YAML and ``sglang.Engine`` may pass
     anything."""
-    bad: dict[str, Any] = {
+    bad = {
         name: getattr(flags, name)
         for name in ("resident_ids", "profile", "save_profile", "trace")
         if not isinstance(getattr(flags, name), str | None)
     }
     problems = [f"{flag_name(name)} {value!r}: must be text" for name, value in bad.items()]
-    return dataclasses.replace(flags, **dict.fromkeys(bad)), problems
+    absent: dict[str, Any] = dict.fromkeys(bad)
+    return dataclasses.replace(flags, **absent), problems
 
 
 def _is_path(text: str) -> bool:

@@ -1,6 +1,7 @@
 """Flags: what is well-formed, and every problem at once in the words of the flags."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
