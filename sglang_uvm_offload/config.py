@@ -262,7 +262,7 @@ def _resident_ids(flags: OffloadFlags) -> tuple[ResidentIds | None, list[str]]:
     except ValueError as error:
         return None, [f"{name} {text!r}: {error}"]
     n = flags.num_resident or ""
-    return ids, ids.number_problems(int(n)) if n.isdecimal() else []
+    return ids, ids.number_problems(int(n)) if n.isdecimal() and len(n) <= 6 else []
 
 
 def _texts(flags: OffloadFlags) -> tuple[OffloadFlags, list[str]]:

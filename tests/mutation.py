@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 MARKUP = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>&amp;"
-LONG = ("é" * 40, "9" * 25, "a" * 5000)
+LONG = ("é" * 40, "9" * 25, "9" * 5000, "a" * 5000)
 TEXTS = ("", "0", "-1", "auto", "inf", "nan", MARKUP, "\0", "\x1b[2J", "\ud800", "1e999", "../x", *LONG)
 WHOLE = (0, 1, -1, 2, 7, 255, 1 << 15, 1 << 31, (1 << 53) + 1, 1 << 63, 10**25)
 NUMBERS = (*WHOLE, 0.5, -0.0, 1e-300, 1e300, float("inf"), float("nan"))

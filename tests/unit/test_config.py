@@ -265,3 +265,8 @@ def test_what_is_not_text_where_a_file_is_expected_is_named_with_the_other_probl
 def test_what_no_file_can_be_called_is_refused(name, value):
     with pytest.raises(FlagError, match="must be the path of a file"):
         parse({"num_resident": 4, name: value})
+
+
+def test_a_number_of_thousands_of_digits_is_refused_beside_ids():
+    (problem,) = problems(num_resident="9" * 5000, resident_selection="manual", resident_ids="0-3")
+    assert "0 to 999999" in problem
