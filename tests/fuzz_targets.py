@@ -332,11 +332,11 @@ def _statistics() -> dict[str, Any]:
     rank = Rank(config(resident_selection="first_n"), num_shared=1)
     for _ in range(20):
         rank.step([[0, 7, 8], [1, 6, 8]])
-    return {"internal_states": [{"expert_offload": rank.status(), "ep_size": 2}], "model_path": "m", "version": "v"}
+    return {"internal_states": [{"expert_offload": rank.status(), "ep_size": 2}], "model_path": mutation.MARKUP, "version": "v"}
 
 
 SERVER_INFO = _statistics()
-REPLAY = json.loads(json.dumps({"trace": "t.npz", "results": [result("adaptive"), result("lru")]}))
+REPLAY = json.loads(json.dumps({"trace": mutation.MARKUP, "results": [result("adaptive"), result("lru")]}))
 assert replayed(*REPLAY["results"])
 
 
