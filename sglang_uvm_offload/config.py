@@ -7,6 +7,7 @@ gets the result. Nothing reads a flag, or a file that a flag names, a second tim
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from sglang_uvm_offload.flags import PREFETCHES, SELECTIONS, FlagError, OffloadF
 from sglang_uvm_offload.resident_ids import ResidentIds
 
 AUTO = "auto"
+MAX_WARMUP_TOKENS = 10**12
 UNRESOLVED = -1
 """``num_resident`` and ``slots`` while ``auto`` has no number yet."""
 NEVER = 1 << 62
@@ -106,6 +108,8 @@ def parse(values: Mapping[str, Any]) -> OffloadConfig | None:
     if flags.num_resident is not None:
         flags = dataclasses.replace(flags, num_resident=str(flags.num_resident))
     problems = _choice_problems(flags)
+    flags, not_texts = _texts(flags)
+    problems += not_texts
     if flags.num_resident is None:
         problems += _without_effect(flags)
         if problems:
@@ -158,13 +162,14 @@ def _number_problems(flags: OffloadFlags) -> list[str]:
         if flags.resident_selection == "manual":
             out.append(f"{flag_name('num_resident')} auto: {flag_name('resident_selection')} manual needs a number")
     elif not n.isdecimal() or len(n) > 6:
-        out.append(f"{flag_name('num_resident')} {n!r}: must be a whole number of experts, 0 or more")
-    if type(flags.warmup_tokens) is not int or flags.warmup_tokens < 1:
-        out.append(f"{flag_name('warmup_tokens')} {flags.warmup_tokens!r}: must be a whole number of tokens, 1 or more")
+        out.append(f"{flag_name('num_resident')} {n!r}: must be auto, or a whole number of experts, 0 to 999999")
+    if type(flags.warmup_tokens) is not int or not 1 <= flags.warmup_tokens <= MAX_WARMUP_TOKENS:
+        right = f"must be a whole number of tokens, 1 to {MAX_WARMUP_TOKENS}"
+        out.append(f"{flag_name('warmup_tokens')} {flags.warmup_tokens!r}: {right}")
     try:
         _slots(flags.slots)
     except ValueError:
-        out.append(f"{flag_name('slots')} {flags.slots!r}: must be auto, or a whole number of rows, 0 or more")
+        out.append(f"{flag_name('slots')} {flags.slots!r}: must be auto, or a whole number of rows, 0 to 999999")
     try:
         _stream_gb(flags.stream_buffer_gb)
     except ValueError:
@@ -172,8 +177,10 @@ def _number_problems(flags: OffloadFlags) -> list[str]:
     try:
         _stream_tokens(flags.stream_tokens)
     except ValueError:
-        out.append(f"{flag_name('stream_tokens')} {flags.stream_tokens!r}: must be auto, inf, or a whole number, 0 or more")
-    if type(flags.headroom_gb) not in (int, float) or not 0 <= flags.headroom_gb < 1024:
+        out.append(
+            f"{flag_name('stream_tokens')} {flags.stream_tokens!r}: must be auto, inf, or a whole number, 0 to 999999999"
+        )
+    if type(flags.headroom_gb) not in (int, float) or not 0 <= flags.headroom_gb <= 1024:
         out.append(f"{flag_name('headroom_gb')} {flags.headroom_gb!r}: must be a number of GiB from 0 to 1024")
     return out
 
@@ -193,7 +200,7 @@ def _stream_gb(value: object) -> float | None:
     if value == AUTO:
         return None
     gib = float(str(value))
-    if not 0 <= gib < 1024:
+    if not 0 <= gib <= 1024:
         raise ValueError(value)
     return gib
 
@@ -232,11 +239,12 @@ def _file_problems(flags: OffloadFlags) -> list[str]:
     if flags.profile is not None:
         if flags.resident_selection in ("first_n", "manual"):
             out.append(f"{flag_name('profile')} {flags.profile!r}: only {flag_name('resident_selection')} frequency reads it")
-        if not _paths(flags.profile):
-            out.append(f"{flag_name('profile')} {flags.profile!r}: names no file")
+        paths = _paths(flags.profile)
+        if not paths or not all(_is_path(str(path)) for path in paths):
+            out.append(f"{flag_name('profile')} {flags.profile!r}: must be the path of a file, or several, separated by commas")
     for field in ("save_profile", "trace"):
         value = getattr(flags, field)
-        if value is not None and (not value.strip() or "\0" in value):
+        if value is not None and not _is_path(value):
             out.append(f"{flag_name(field)} {value!r}: must be the path of a file")
     return out
 
@@ -254,7 +262,28 @@ def _resident_ids(flags: OffloadFlags) -> tuple[ResidentIds | None, list[str]]:
     except ValueError as error:
         return None, [f"{name} {text!r}: {error}"]
     n = flags.num_resident or ""
-    return ids, ids.number_problems(int(n)) if n.isdecimal() else []
+    return ids, ids.number_problems(int(n)) if n.isdecimal() and len(n) <= 6 else []
+
+
+def _texts(flags: OffloadFlags) -> tuple[OffloadFlags, list[str]]:
+    """``flags`` without values that must be text and are not, and the problems of these. YAML and ``sglang.Engine`` may pass
+    anything."""
+    bad = {
+        name: getattr(flags, name)
+        for name in ("resident_ids", "profile", "save_profile", "trace")
+        if not isinstance(getattr(flags, name), str | None)
+    }
+    problems = [f"{flag_name(name)} {value!r}: must be text" for name, value in bad.items()]
+    absent: dict[str, Any] = dict.fromkeys(bad)
+    return dataclasses.replace(flags, **absent), problems
+
+
+def _is_path(text: str) -> bool:
+    """Whether a file could have this name."""
+    try:
+        return bool(text.strip()) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _paths(text: str | None) -> tuple[Path, ...]:

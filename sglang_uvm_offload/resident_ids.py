@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_uvm_offload import reading
 from sglang_uvm_offload.flags import flag_name
 
 MAX_IDS_FILE_BYTES = 16 << 20
+MAX_ID = 999_999
+"""More than any model has experts; bounds the memory of a range."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,8 @@ class ResidentIds:
             if not item:
                 continue
             ends = [end.strip() for end in item.split("-")]
-            if len(ends) > 2 or not all(end.isdecimal() and len(end) <= 6 for end in ends):
-                raise ValueError(f"{item!r} is neither an expert id nor a range like 0-63")
+            if len(ends) > 2 or not all(end.isdecimal() and len(end) <= 6 for end in ends):  # at most MAX_ID
+                raise ValueError(f"{item!r} is neither an expert id (0 to {MAX_ID}) nor a range like 0-63")
             first, last = int(ends[0]), int(ends[-1])
             if last < first:
                 raise ValueError(f"the range {item!r} runs backwards")
@@ -84,17 +88,15 @@ class ResidentIds:
 
 def _ids_file(path: Path) -> tuple[frozenset[int], ...]:
     try:
-        if path.stat().st_size > MAX_IDS_FILE_BYTES:
-            raise ValueError(f"{path} is larger than {MAX_IDS_FILE_BYTES >> 20} MiB")
-        lists = json.loads(path.read_text(encoding="utf-8"))
+        lists = json.loads(reading.read(path, MAX_IDS_FILE_BYTES).decode())
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of thousands of digits
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(lists, list) or not lists or not all(isinstance(ids, list) for ids in lists):
         raise ValueError(f"{path} must hold a JSON list with one list of expert ids for each MoE layer")
     for number, ids in enumerate(lists):
-        bad = [i for i in ids if type(i) is not int or i < 0]
+        bad = [i for i in ids if type(i) is not int or not 0 <= i <= MAX_ID]
         if bad:
-            raise ValueError(f"{path}: list {number} holds {bad[0]!r}, which is no expert id")
+            raise ValueError(f"{path}: list {number} holds {reprlib.repr(bad[0])}, which is no expert id (0 to {MAX_ID})")
     return tuple(frozenset(ids) for ids in lists)

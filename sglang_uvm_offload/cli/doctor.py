@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, distribution, entry_points, requires, version
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -105,10 +105,14 @@ def examine(device: str) -> Diagnosis:
 def examine_launch(arguments: list[str]) -> Diagnosis:
     """Check everything for the launch with these arguments. Ends the process with 2 where SGLang cannot parse them."""
     found = Diagnosis()
-    _installation(found)
+    if not _installation(found):
+        return found
     from sglang_uvm_offload.plugin.doctor import Launch
 
     launch = Launch(arguments)
+    if absent := launch.unreadable_models():
+        found.bad(*absent)
+        return found
     problems = launch.resolve()
     if gpus := launch.gpus():
         _gpus(found, gpus)
@@ -121,15 +125,22 @@ def examine_launch(arguments: list[str]) -> Diagnosis:
     return found
 
 
-def _installation(found: Diagnosis) -> None:
+def _installation(found: Diagnosis) -> bool:
+    """Returns whether SGLang can be imported with this plugin."""
     _packages(found)
     _plugin(found)
-    from sglang_uvm_offload.plugin.doctor import hook_problems
+    try:
+        from sglang_uvm_offload.plugin.doctor import hook_problems
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        found.bad(f"the Python package {library} is not installed, so SGLang's hook points cannot be checked")
+        return False
 
     if problems := hook_problems():
         found.bad(*problems)
     else:
         found.good("SGLang has every hook point")
+    return True
 
 
 def _damage(model: Path) -> list[str]:
@@ -147,7 +158,12 @@ def _damage(model: Path) -> list[str]:
 
 
 def _packages(found: Diagnosis) -> None:
-    for line in requires(PACKAGE) or ():
+    try:
+        lines = requires(PACKAGE) or ()
+    except PackageNotFoundError:
+        found.bad(f"{PACKAGE} is not installed, so SGLang cannot load its plugin: pip install it")
+        return
+    for line in lines:
         requirement = Requirement(line)
         if requirement.marker is not None:  # an extra
             continue
@@ -166,9 +182,7 @@ def _plugin(found: Diagnosis) -> None:
     names = [entry.name for entry in entry_points(group="sglang.srt.plugins")]
     allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
     if PLUGIN not in names:
-        found.bad(
-            f"SGLang does not see the plugin: {PACKAGE} {distribution(PACKAGE).version} is not installed with its entry point"
-        )
+        found.bad(f"SGLang does not see the plugin: {PACKAGE} is not installed with its entry point")
     elif allowed and PLUGIN not in allowed:
         found.bad(f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} keeps SGLang from loading {PLUGIN}; add it there")
     else:

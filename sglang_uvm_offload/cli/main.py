@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from sglang_uvm_offload import __version__
 
@@ -18,8 +20,17 @@ SUBCOMMANDS = {
 }
 """Each is a module of this package with ``add_arguments`` and ``run``."""
 
+INTERRUPTED, PIPE_CLOSED = 130, 141
+"""Exit codes as of a shell's command that SIGINT or SIGPIPE ended."""
 
-class Subcommand(argparse.ArgumentParser):
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Without the usage, which is longer than a screen."""
+        self.exit(2, f"{self.prog}: error: {message}\nsee `{self.prog} --help`\n")
+
+
+class Subcommand(Parser):
     """Imports its module only when it is selected."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -31,13 +42,60 @@ class Subcommand(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns its exit code: 0 for success, 1 for a negative result, 2 for errors."""
-    parser = argparse.ArgumentParser(prog="sglang-uvm-offload", description="Tools for serving with offloaded experts.")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files and models may hold what the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            return _command(argv)
+        finally:
+            if sys.stdout is not None:  # it is None if the shell closed it
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # who read the output, such as `head`, has enough
+        _drop_output()
+        return PIPE_CLOSED
+    except ImportError as error:
+        return _failed(_missing(error))
+    except OSError as error:  # of the output, or of a file that no command names, such as a library's cache
+        _drop_output()
+        where = "" if error.filename is None else f"{error.filename}: "
+        return _failed(f"{where}{error.strerror or error}")
+
+
+def _command(argv: list[str] | None) -> int:
+    parser = Parser(prog="sglang-uvm-offload", description="Tools for serving with offloaded experts.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Subcommand)
     for name, help in SUBCOMMANDS.items():
         commands.add_parser(name, help=help)
     args = parser.parse_args(argv)
     return args.run(args)
+
+
+def _failed(reason: str) -> int:
+    print(f"sglang-uvm-offload: error: {reason}", file=sys.stderr)
+    return 2
+
+
+def _missing(error: ImportError) -> str:
+    library = (error.name or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or library == "sglang_uvm_offload":
+        return f"cannot import {error.name or 'a library'}: {error}"
+    return (
+        f"the Python package {library} is not installed; install sglang-uvm-offload with its dependencies (without --no-deps)"
+    )
+
+
+def _drop_output() -> None:
+    """What is still buffered goes nowhere, so that Python does not fail to flush it at exit."""
+    try:
+        output = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # closed, or not a file
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, output)
+    os.close(nowhere)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,9 @@ from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 
+MAX_COUNT = (1 << 31) - 1
+"""Of anything that is counted: more than any machine or model has."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``plan``."""
@@ -158,8 +161,8 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text[:12]) < 1 << 31 or len(text) > 12:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MAX_COUNT}")
     return int(text)
 
 
@@ -174,7 +177,7 @@ def _slots(text: str) -> Slots:
 def _amount(text: str) -> float:
     value = _number(text)
     if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and below 1000000")
     return value
 
 
@@ -199,7 +202,7 @@ def _stream_gb(text: str) -> float | None:
 
 def _headroom(text: str) -> float:
     value = _number(text)
-    if not 0 <= value < 1024:
+    if not 0 <= value <= 1024:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB from 0 to 1024")
     return value
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sglang_uvm_offload.files import atomic as atomic_file
-from sglang_uvm_offload.routing.profile import PROFILE_FILE, Profile, ProfileError, merge, reason
+from sglang_uvm_offload.routing.profile import PROFILE_FILE, Profile, ProfileError, merge, reason, same_file
 
 RESIDENCIES = (0.25, 0.5, 0.75)
 
@@ -31,28 +31,35 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None and (refused := atomic_file.refusal(args.out, PROFILE_FILE, sources)):
         problems.append(f"--out {args.out}: {refused}")
     profiles = []
-    for path in args.profiles:
+    for index, path in enumerate(args.profiles):
+        if args.out is not None and (earlier := same_file(path, args.profiles[:index])) is not None:
+            problems.append(f"{path}: is the same file as {earlier}: its routing would count twice")
+            continue
         try:
             profiles.append(Profile.load(path))
-            print(f"{path}\n{describe(profiles[-1])}")
         except (ProfileError, OSError) as error:
             problems.append(f"{path}: {reason(error)}")
+            continue
+        print(f"{path}\n{describe(profiles[-1])}")
     if not problems and args.out is not None:
         try:
-            write(profiles, args.out, args.model, sources)
+            merged = write(profiles, args.out, args.model, sources)
         except (ProfileError, OSError) as error:
             problems.append(f"--out {args.out}: {reason(error)}")
+        else:
+            print(f"{args.out}: written\n{describe(merged)}")
     for problem in problems:
         print(problem, file=sys.stderr)
     return 2 if problems else 0
 
 
-def write(profiles: list[Profile], path: Path, name: str | None, sources: atomic_file.Protected) -> None:
+def write(profiles: list[Profile], path: Path, name: str | None, sources: atomic_file.Protected) -> Profile:
+    """Write the merged profile, and return it."""
     merged = merge(profiles)
     if name is not None:
         merged = dataclasses.replace(merged, model=dataclasses.replace(merged.model, name=name))
     atomic_file.replace(path, merged.write, PROFILE_FILE, sources)
-    print(f"{path}: written\n{describe(merged)}")
+    return merged
 
 
 def describe(profile: Profile) -> str:

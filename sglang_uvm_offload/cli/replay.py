@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sglang_uvm_offload.replay import room
 from sglang_uvm_offload.replay.policies import AHEAD, EXPERT_BYTES, LINK_GBPS, OFFERED, POLICIES, SHIPPED
 from sglang_uvm_offload.routing.profile import Profile, ProfileError, reason
 from sglang_uvm_offload.routing.profile_file import add_slot_share
@@ -68,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         trace = Trace.load(args.trace)
         found = _recall(args, trace) if args.recall else _slots(args, trace) if args.slots else _replay(args, trace)
     except (ValueError, OSError, MemoryError) as error:
-        print(f"cannot replay {args.trace}: {error}", file=sys.stderr)
+        text = error.strerror if isinstance(error, OSError) else str(error)
+        print(f"cannot replay {args.trace}: {text or type(error).__name__}", file=sys.stderr)
         return 2
     finally:
         _progress("")
@@ -79,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
 def _replay(args: argparse.Namespace, trace: Trace) -> str:
     from sglang_uvm_offload.replay.simulator import replay
 
+    room.check(trace, args.batch, args.policy or POLICIES)
     scored, results = _scope(args, trace), []
     policies = list(dict.fromkeys(args.policy or POLICIES))
     for index, policy in enumerate(policies):
@@ -92,6 +95,7 @@ def _replay(args: argparse.Namespace, trace: Trace) -> str:
 def _recall(args: argparse.Namespace, trace: Trace) -> str:
     from sglang_uvm_offload.replay.simulator import recall_of_misses
 
+    room.check(trace, args.batch, recall=True)
     scored = _scope(args, trace)
     _progress(f"replaying {SHIPPED} beside the predictors, {scored.steps + scored.warmup_steps} steps")
     found = recall_of_misses(trace, args.residency, args.batch, args.warmup_fraction)
@@ -103,6 +107,7 @@ def _slots(args: argparse.Namespace, trace: Trace) -> str:
 
     if args.into is not None:
         _check_into(args, trace)
+    room.check(trace, args.batch)
     scored = _scope(args, trace)
     _progress(f"replaying each split of the VRAM, {scored.steps + scored.warmup_steps} steps")
     found = slot_splits(trace, *_setting(args, scored))

@@ -5,19 +5,27 @@ from __future__ import annotations
 import argparse
 import http.client
 import importlib.util
+import os
+import queue
+import re
 import sys
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import msgspec
 
+from sglang_uvm_offload import reading
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.report.report_file import REPORT_FILE
 from sglang_uvm_offload.report.source import ReplayResults, ServerInfo
 
 MAX_BYTES = 64 << 20
 TIMEOUT_SECONDS = 30
+"""For the whole answer, from the look-up of the name to the last byte."""
+API_KEY = "SGLANG_UVM_OFFLOAD_API_KEY"
+"""The environment variable with the server's ``--api-key``: a flag would show it to everyone who lists processes."""
 
 
 class SourceError(ValueError):
@@ -28,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="URL of a running server, or a file with its /server_info or with the output of replay --json",
+        help="URL of a running server, or a file with its /server_info or with the output of replay --json; the environment "
+        f"variable {API_KEY} is sent to a server that needs an API key",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="REPORT.html", help="HTML file to write; needs no network")
 
@@ -59,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 def report_of(source: str) -> str:
     """The report for a URL or a file. Raises ``SourceError``."""
-    data = _fetched(source) if source.startswith(("http://", "https://")) else _read(source)
+    data = _fetched(source) if re.match("https?://", source, re.IGNORECASE) else _read(source)
     try:
         keys = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
         if "results" in keys:
@@ -86,27 +95,67 @@ def _report_of_server(info: ServerInfo, source: str) -> str:
 
 def _fetched(source: str) -> bytes:
     url = source if source.endswith("/server_info") else source.rstrip("/") + "/server_info"
+    request = _request(url, source)
+    answer: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+    # On a thread that is left behind: the timeouts of sockets are for single bytes, and a look-up of a name has none.
+    threading.Thread(target=_fetch, args=(request, answer), daemon=True).start()
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
-            return _bounded(response.read(MAX_BYTES + 1), source)
-    except urllib.error.HTTPError as error:
-        hint = ": fetch it with the API key, save it to a file, and give that file" if error.code == 401 else ""
-        raise SourceError(f"{source}: /server_info answers {error.code} {error.reason}{hint}") from error
-    except urllib.error.URLError as error:
-        raise SourceError(f"{source} does not answer: {error.reason}") from error
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise SourceError(f"{source} does not answer: {error!r}") from error
+        found = answer.get(timeout=TIMEOUT_SECONDS)
+    except queue.Empty:
+        found = TimeoutError()
+    if isinstance(found, Exception):
+        raise SourceError(f"{source}{_why(found)}") from found
+    if len(found) > MAX_BYTES:
+        raise SourceError(f"{source}: larger than {MAX_BYTES >> 20} MiB, too large for statistics")
+    return found
+
+
+def _request(url: str, source: str) -> urllib.request.Request:
+    try:
+        request = urllib.request.Request(url)
+    except ValueError as error:
+        raise SourceError(f"{source} does not answer: {error}") from error
+    if key := os.environ.get(API_KEY):
+        if not re.fullmatch("[!-~]+", key):  # the error of http.client would show it
+            raise SourceError(f"{source}: {API_KEY} is no API key: it holds characters that a header cannot hold")
+        request.add_unredirected_header("Authorization", f"Bearer {key}")  # for no other server
+    return request
+
+
+def _fetch(request: urllib.request.Request, answer: queue.SimpleQueue[bytes | Exception]) -> None:
+    """Put the answer, of which at most ``MAX_BYTES`` + 1 are read, or what kept it from coming."""
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            data = response.read(MAX_BYTES + 1)
+        if len(data) <= MAX_BYTES and response.length:  # what was announced and did not come; ``read`` does not tell
+            raise http.client.IncompleteRead(data, response.length)
+        answer.put(data)
+    except Exception as error:  # noqa: BLE001 -- of any type, for a malformed address or answer; told by whoever waits
+        answer.put(error)
+
+
+def _why(error: Exception) -> str:
+    """Why there is no answer, to be read after the address."""
+    if isinstance(error, urllib.error.HTTPError):
+        hint = f": give its API key in the environment variable {API_KEY}" if error.code in (401, 403) else ""
+        return f": /server_info answers {error.code} {error.reason}{hint}"
+    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, Exception):
+        return _why(error.reason)
+    if isinstance(error, TimeoutError):
+        return f" does not answer within {TIMEOUT_SECONDS} seconds"
+    if isinstance(error, http.client.IncompleteRead | http.client.RemoteDisconnected):
+        return " does not answer: the connection ends before the answer does"
+    if isinstance(error, http.client.HTTPException) and not isinstance(error, http.client.InvalidURL):
+        return " does not answer: what it sends is not HTTP"
+    reason = error.reason if isinstance(error, urllib.error.URLError) else getattr(error, "strerror", None) or error
+    return f" does not answer: {reason}"
 
 
 def _read(path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
-            return _bounded(file.read(MAX_BYTES + 1), path)
+        return reading.read(path, MAX_BYTES)
     except OSError as error:
-        raise SourceError(f"{path}: {error.strerror}") from error
-
-
-def _bounded(data: bytes, source: str) -> bytes:
-    if len(data) > MAX_BYTES:
-        raise SourceError(f"{source}: more than {MAX_BYTES >> 20} MiB, too large for statistics")
-    return data
+        hint = ""
+        if isinstance(error, FileNotFoundError) and re.fullmatch(r"([\w.-]+|\[[\da-fA-F:]+\]):\d{1,5}(/.*)?", path):
+            hint = f"; did you mean http://{path}?"
+        raise SourceError(f"{path}: {error.strerror}{hint}") from error

@@ -14,18 +14,23 @@ from typing import IO
 import numpy as np
 from numpy.lib import format as npy
 
+from sglang_uvm_offload import reading
+
 
 class NpzError(ValueError):
     """The file does not hold these arrays; the message has the reason."""
 
 
 def read(path: str | os.PathLike[str], names: Sequence[str], max_bytes: int) -> list[np.ndarray]:
-    """The arrays ``names`` of a file, each of at most ``max_bytes``. Raises ``NpzError`` if it does not hold them, ``OSError``
-    if it cannot be opened."""
-    with open(path, "rb") as file:
+    """The arrays ``names`` of a file, together of at most ``max_bytes``. Raises ``NpzError`` if it does not hold them,
+    ``OSError`` if it cannot be opened."""
+    arrays: list[np.ndarray] = []
+    with reading.open_regular(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
-                return [_array(archive, name, max_bytes) for name in names]
+                for name in names:
+                    arrays.append(_array(archive, name, sum(array.nbytes for array in arrays), max_bytes))
+                return arrays
         except NpzError:
             raise
         except Exception as error:
@@ -35,7 +40,7 @@ def read(path: str | os.PathLike[str], names: Sequence[str], max_bytes: int) -> 
 
 def names(path: str | os.PathLike[str]) -> set[str]:
     """The arrays that a file lists. Raises ``NpzError`` if it is no npz file, ``OSError`` if it cannot be opened."""
-    with open(path, "rb") as file:
+    with reading.open_regular(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
                 return {name.removesuffix(".npy") for name in archive.namelist()}
@@ -49,12 +54,19 @@ _HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], boo
 }
 
 
-def _array(archive: zipfile.ZipFile, name: str, max_bytes: int) -> np.ndarray:
-    """Array ``name`` of an npz, read only if its declared size is what the archive holds and within bounds."""
+_COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+"""Those of ``np.savez`` and ``np.savez_compressed``. Other decompressors may take as much memory as a header asks for."""
+
+
+def _array(archive: zipfile.ZipFile, name: str, taken: int, max_bytes: int) -> np.ndarray:
+    """Array ``name`` of an npz, read only if its declared size is what the archive holds, and within bounds with the bytes
+    ``taken``."""
     try:
         info = archive.getinfo(f"{name}.npy")
     except KeyError:
         raise NpzError(f"the file has no array {name}") from None
+    if info.compress_type not in _COMPRESSIONS:
+        raise NpzError(f"{name} is compressed in another way than numpy does it")
     try:
         with archive.open(info) as file:
             version = npy.read_magic(file)
@@ -63,8 +75,8 @@ def _array(archive: zipfile.ZipFile, name: str, max_bytes: int) -> np.ndarray:
                 raise NpzError(f"{name} has npy format {version}")
             shape, _, dtype = read_header(file)
             nbytes = math.prod(shape) * dtype.itemsize
-            if nbytes > max_bytes:
-                raise NpzError(f"{name} {list(shape)} takes {nbytes} bytes, more than {max_bytes}")
+            if taken + nbytes > max_bytes:
+                raise NpzError(f"with {name} {list(shape)} the arrays take {taken + nbytes} bytes, more than {max_bytes}")
             if info.file_size != file.tell() + nbytes:
                 raise NpzError(f"{name} declares {list(shape)} of {dtype}, and has {info.file_size} bytes")
         with archive.open(info) as file:

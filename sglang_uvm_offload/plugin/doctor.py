@@ -18,6 +18,7 @@ from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin import devices, hooks, moe_tiles, runtime, server_args, stream_settings
 from sglang_uvm_offload.plugin.expert_bytes import expert_bytes
+from sglang_uvm_offload.plugin.local_checkpoint import unreadable
 from sglang_uvm_offload.plugin.routing_formats import routing_format
 from sglang_uvm_offload.plugin.server_config import config_of
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
@@ -56,6 +57,16 @@ class Launch:
     def cfg(self) -> Any:
         """The arguments as far as they are resolved."""
         return resolving_view(self.args)
+
+    def unreadable_models(self) -> list[str]:
+        """Problems of the local models that the arguments name: one is not there, or its folder holds a file that may be read
+        for ever. Call it before ``resolve``, which reads them."""
+        named = {
+            "--model-path": self.args.model_path,
+            "--speculative-draft-model-path": self.args.speculative_draft_model_path,
+            "--tokenizer-path": self.args.tokenizer_path,
+        }
+        return [f"{flag} {model}: {reason}" for flag, model in named.items() if model and (reason := unreadable(model))]
 
     def resolve(self) -> list[str]:
         """Resolve the arguments with every check of a launch, and return the problems."""

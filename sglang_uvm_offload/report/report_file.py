@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sglang_uvm_offload import reading
 from sglang_uvm_offload.files import atomic as atomic_file
 
 GENERATOR = "sglang-uvm-offload"
@@ -13,7 +14,7 @@ _HEAD_BYTES = 512
 
 def is_report(path: Path) -> bool:
     """Whether the file begins as this program's reports do: the head names the generator."""
-    with open(path, "rb") as file:
+    with reading.open_regular(path) as file:
         head = file.read(_HEAD_BYTES)
     return head.startswith(DOCTYPE.encode()) and f'<meta name="generator" content="{GENERATOR}">'.encode() in head
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +25,8 @@ FORMAT = "sglang-uvm-offload profile"
 VERSION = 1
 LAYOUT = "sglang FusedMoE, experts by the checkpoint's ids"
 """How SGLang numbers the counted experts. In another numbering (after expert relocation) the ids would be other experts'."""
-MAX_BYTES = 1 << 30
+MAX_BYTES = 128 << 20
+"""Of the arrays together: over 400 layers of 8192 experts."""
 MAX_ABOUT_BYTES = 1 << 20
 MAX_COUNT = 1 << 53
 MAX_SLOT_SHARES = 256
@@ -148,8 +149,10 @@ def load_for(name: str, architecture: str, paths: Sequence[Path]) -> tuple[Profi
     not used. Files of one model name whose layers or experts differ are of different models."""
     merged: Profile | None = None
     problems = []
-    for path in paths:
+    for index, path in enumerate(paths):
         try:
+            if (earlier := same_file(path, paths[:index])) is not None:
+                raise ProfileError(f"is the same file as {earlier}: its routing would count twice")
             profile = Profile.load(path)
             wanted = dataclasses.replace(profile.model, name=name, architecture=architecture)
             if different := wanted.differences(profile.model):
@@ -160,6 +163,18 @@ def load_for(name: str, architecture: str, paths: Sequence[Path]) -> tuple[Profi
         except (ProfileError, OSError) as error:
             problems.append(f"{path}: {reason(error)}")
     return merged, problems
+
+
+def same_file(path: Path, others: Iterable[Path]) -> Path | None:
+    """The first of ``others`` that is the file at ``path``, also by links; None if none is, or if ``path`` cannot be
+    examined."""
+    for other in others:
+        try:
+            if os.path.samefile(path, other):
+                return other
+        except (OSError, ValueError):  # reading it gives the reason
+            continue
+    return None
 
 
 def reason(error: ProfileError | OSError) -> str:
@@ -190,9 +205,11 @@ PROFILE_FILE = atomic_file.Kind("routing profile", is_profile)
 
 
 def _marked(about: np.ndarray) -> dict[str, Any]:
+    if about.nbytes > MAX_ABOUT_BYTES:
+        raise ProfileError(f"about has {about.nbytes} bytes, more than {MAX_ABOUT_BYTES}")
     try:
         out = json.loads(about.astype(np.uint8).tobytes().decode())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as error:
+    except (ValueError, RecursionError) as error:  # also not UTF-8, or a number of thousands of digits
         raise ProfileError(f"about is not JSON: {error}") from error
     if not isinstance(out, dict) or out.get("format") != FORMAT:
         raise ProfileError(f"is no {FORMAT}")

@@ -76,7 +76,7 @@ def add_slot_share(path: Path, residency: float, share: float) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Excludes other processes of this machine. The lock is on the folder of ``path``, because the file itself is replaced."""
-    handle = os.open(path.parent, os.O_RDONLY)
+    handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

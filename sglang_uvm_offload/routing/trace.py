@@ -17,7 +17,9 @@ import numpy as np
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.files import npz
 
-MAX_ARRAY_BYTES = 4 << 30
+MAX_BYTES = 1 << 30
+"""Of the arrays together: four times what a server records."""
+MAX_LAYERS = 1 << 10
 MAX_EXPERTS = 1 << 15
 
 
@@ -39,6 +41,8 @@ class Trace:
             raise TraceError(f"ids must be integers [token, layer, k], not {ids.dtype} {list(ids.shape)}")
         if 0 in ids.shape[1:]:
             raise TraceError(f"ids must hold at least one layer and one expert a token, not {list(ids.shape)}")
+        if ids.shape[1] > MAX_LAYERS:
+            raise TraceError(f"ids must be of at most {MAX_LAYERS} layers, not {ids.shape[1]}")
         if seq_len.ndim != 1 or not np.issubdtype(seq_len.dtype, np.integer):
             raise TraceError(f"seq_len must be integers [request], not {seq_len.dtype} {list(seq_len.shape)}")
         if not 1 <= self.num_experts <= MAX_EXPERTS:
@@ -64,7 +68,7 @@ class Trace:
     def load(cls, path: str | os.PathLike[str]) -> Trace:
         """Read and check a file. Raises ``TraceError`` if it is not a trace, ``OSError`` if it cannot be opened."""
         try:
-            ids, seq_len, num_experts = npz.read(path, ("ids", "seq_len", "num_experts"), MAX_ARRAY_BYTES)
+            ids, seq_len, num_experts = npz.read(path, ("ids", "seq_len", "num_experts"), MAX_BYTES)
         except npz.NpzError as error:
             raise TraceError(str(error)) from error
         if num_experts.size != 1 or not np.issubdtype(num_experts.dtype, np.integer):
@@ -118,7 +122,7 @@ class Trace:
 
 
 def is_trace(path: Path) -> bool:
-    """Whether the file has exactly the arrays of a trace. The ids are not read: they may take 4 GiB."""
+    """Whether the file has exactly the arrays of a trace. The ids are not read: they may be large."""
     try:
         (num_experts,) = npz.read(path, ("num_experts",), max_bytes=64)
         return npz.names(path) == {"ids", "seq_len", "num_experts"} and np.issubdtype(num_experts.dtype, np.integer)

@@ -6,6 +6,7 @@ them from the config. Tensors are classified by the names that released checkpoi
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -114,14 +115,16 @@ class CheckpointShape:
 def load(path: Path) -> CheckpointShape:
     """The checkpoint in a folder (from its headers), or the one described by a JSON file: a config.json, or an object with it
     under ``config``. Raises ``CheckpointError`` with the reason."""
-    if path.is_dir():
+    if os.path.isdir(path):  # False, not an error, for a path that cannot be examined: reading it says why
         return from_tensors(str(path), read_json(path / "config.json"), read_folder(path), from_headers=True)
     value = read_json(path)
     config = value.get("config", value)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: its config is not an object")
     name = value.get("name", value.get("_name_or_path"))
-    return from_config(name if isinstance(name, str) and name else str(path), config)
+    shown = name if isinstance(name, str) and name else str(path)
+    # Untrusted text that goes to terminals.
+    return from_config("".join(letter if letter.isprintable() else "?" for letter in shown), config)
 
 
 def from_config(name: str, config: Mapping[str, Any]) -> CheckpointShape:

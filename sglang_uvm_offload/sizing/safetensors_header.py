@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+
+from sglang_uvm_offload import reading
 
 MAX_JSON_BYTES = 64 << 20
 
@@ -45,11 +48,15 @@ class TensorInfo:
 def read_folder(folder: Path) -> list[TensorInfo]:
     """The tensors of the checkpoint in ``folder``: those in its index, or those of all safetensors files."""
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if os.path.lexists(index):
         return _indexed(folder, index)
-    files = sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
+    files = [folder / name for name in names if name.endswith(".safetensors")]
     if not files:
-        others = sorted({path.suffix for path in folder.iterdir() if path.suffix in (".bin", ".gguf", ".pt", ".pth")})
+        others = sorted({Path(name).suffix for name in names} & {".bin", ".gguf", ".pt", ".pth"})
         found = f" (it has {', '.join(others)} files; only safetensors are read)" if others else ""
         raise CheckpointError(f"{folder} holds no *.safetensors file{found}")
     tensors: dict[str, TensorInfo] = {}
@@ -69,7 +76,7 @@ def _indexed(folder: Path, index: Path) -> list[TensorInfo]:
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name:
             raise CheckpointError(f"{index} names the file {name!r}, which is not a plain file name")
-        if not (folder / name).is_file():
+        if not os.path.exists(folder / name):
             raise CheckpointError(f"{index} names {name}, which is not in the folder: the download is not complete")
         tensors += [tensor for tensor in read_header(folder / name) if weight_map.get(tensor.name) == name]
     missing = weight_map.keys() - {tensor.name for tensor in tensors}
@@ -81,7 +88,8 @@ def _indexed(folder: Path, index: Path) -> list[TensorInfo]:
 def read_header(file: Path) -> list[TensorInfo]:
     """The tensors of one safetensors file. Reads its header only."""
     try:
-        with safe_open(file, framework="numpy") as opened:
+        # By its handle: the path may have become another file's, such as a pipe's, for which ``safe_open`` waits.
+        with reading.open_regular(file) as found, safe_open(f"/proc/self/fd/{found.fileno()}", framework="numpy") as opened:
             described = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
             tensors = [TensorInfo(name, one.get_dtype(), tuple(one.get_shape())) for name, one in described]
     except SafetensorError as error:
@@ -96,11 +104,10 @@ def read_header(file: Path) -> list[TensorInfo]:
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in ``file``."""
     try:
-        if file.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{file} is larger than {MAX_JSON_BYTES >> 20} MiB")
-        return _parse(file.read_bytes(), file)
+        text = reading.read(file, MAX_JSON_BYTES)
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+    return _parse(text, file)
 
 
 def _parse(text: bytes, file: Path) -> dict[str, Any]:

@@ -73,8 +73,8 @@ def test_a_folder_that_is_missing_is_named_and_no_file_but_the_one_asked_for(tmp
 
 def test_profiles_that_come_to_too_much_together_are_not_merged(tmp_path, capsys):
     most = some(steps=(1 << 53, 0))
-    path = str(saved(tmp_path / "p.npz", most))
-    assert main(["profile", path, path, "--out", str(tmp_path / "all")]) == 2
+    paths = [str(saved(tmp_path / name, most)) for name in ("p.npz", "q.npz")]
+    assert main(["profile", *paths, "--out", str(tmp_path / "all")]) == 2
     assert f"more than {1 << 53}" in capsys.readouterr().err
     assert not (tmp_path / "all").exists()
 
@@ -131,3 +131,14 @@ def test_a_file_that_appears_while_profiles_are_merged_stays(tmp_path, capsys, m
     assert main(["profile", str(saved(tmp_path / "p.npz", some())), "--out", str(out)]) == 2
     assert capsys.readouterr().err.startswith(f"--out {out}: exists")
     assert out.read_bytes() == SAFETENSORS
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_that_is_given_twice_is_not_counted_twice(tmp_path, capsys, way):
+    path = saved(tmp_path / "p.npz", some())
+    (tmp_path / "work").mkdir()
+    again = way(path, tmp_path / "work")
+    assert main(["profile", str(path), str(again), "--out", str(tmp_path / "all")]) == 2
+    assert capsys.readouterr().err == f"{again}: is the same file as {path}: its routing would count twice\n"
+    assert not (tmp_path / "all").exists()
+    assert main(["profile", str(path), str(again)]) == 0, "which shows it twice"

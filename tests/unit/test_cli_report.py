@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -35,15 +36,19 @@ def test_a_report_of_a_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.fixture
 def answers() -> Iterator[dict[str, tuple[int, bytes]]]:
-    """An HTTP server of which a test says what it answers at ``/server_info``; its address is under "url"."""
-    said: dict = {}
+    """An HTTP server of which a test says what it answers at ``/server_info``; its address is under "url", and "heard" is
+    called with the headers of each request."""
+    said: dict = {"heard": lambda headers: None}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             status, body = said.get(self.requestline.split()[1], (404, b""))  # ``path`` has lost a second slash
+            said["heard"](self.headers)
             self.send_response(status)
+            if status == 302:
+                self.send_header("Location", body)
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(b"" if status == 302 else body)
 
         def log_message(self, *args: object) -> None:
             """Without a line on stderr for each request."""
@@ -80,7 +85,7 @@ def refused(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_server_that_does_not_answer(answers, tmp_path, capsys):
-    assert "does not answer: [Errno 111] Connection refused" in refused("http://127.0.0.1:9", tmp_path, capsys)
+    assert "does not answer: Connection refused" in refused("http://127.0.0.1:9", tmp_path, capsys)
     answers["/server_info"] = (200, b"")
     assert "not the JSON" in refused(answers["url"], tmp_path, capsys)
     answers["/server_info"] = (404, b"no")
@@ -122,15 +127,15 @@ def test_a_file_that_holds_no_statistics(content, reason, tmp_path, capsys):
 
 def test_a_file_that_is_not_there_or_is_a_folder(tmp_path, capsys):
     assert "No such file" in refused(str(tmp_path / "none"), tmp_path, capsys)
-    assert "Is a directory" in refused(str(tmp_path), tmp_path, capsys)
+    assert "a folder" in refused(str(tmp_path), tmp_path, capsys)
 
 
 def test_more_than_the_bound_is_not_read(answers, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report_cli, "MAX_BYTES", 1 << 20)
     (tmp_path / "file").write_bytes(b'{"a": "' + b"x" * (1 << 20) + b'"}')
-    assert "more than 1 MiB" in refused(str(tmp_path / "file"), tmp_path, capsys)
+    assert "larger than 1 MiB" in refused(str(tmp_path / "file"), tmp_path, capsys)
     answers["/server_info"] = (200, b" " * ((1 << 20) + 1))
-    assert "more than 1 MiB" in refused(answers["url"], tmp_path, capsys)
+    assert "larger than 1 MiB" in refused(answers["url"], tmp_path, capsys)
 
 
 def test_without_matplotlib_the_command_says_what_to_install_before_it_asks_a_server(answers, tmp_path, capsys, monkeypatch):
@@ -224,3 +229,109 @@ def _statistics() -> str:
 
 
 STATISTICS = _statistics()
+
+
+class Dripping(http.server.BaseHTTPRequestHandler):
+    """Answers with a byte now and then, for ever: in its head or in its body."""
+
+    protocol_version, body = "HTTP/1.1", True
+
+    def do_GET(self) -> None:
+        if self.body:
+            self.send_response(200)
+            self.end_headers()
+        with contextlib.suppress(OSError):
+            while not stopping.wait(0.02):
+                self.wfile.write(b" ")
+                self.wfile.flush()
+
+    def log_message(self, *args: object) -> None: ...
+
+
+stopping = threading.Event()
+
+
+@pytest.mark.parametrize("body", [True, False])
+def test_an_answer_that_drips_is_not_awaited_for_ever(body, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(report_cli, "TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(Dripping, "body", body)
+    stopping.clear()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Dripping) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            err = refused(f"http://127.0.0.1:{server.server_port}", tmp_path, capsys)
+        finally:
+            stopping.set()
+            server.shutdown()
+            thread.join()
+    assert err.endswith("does not answer within 0.3 seconds\n")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "what it sends is not HTTP"),
+        (b"", "the connection ends before the answer does"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc", "the connection ends before the answer does"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "the connection ends before the answer does"),
+    ],
+)
+def test_an_answer_that_is_not_whole_or_not_http_is_told_in_words(answer, reason, tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak() -> None:
+            with server.accept()[0] as peer:
+                peer.recv(1 << 16)
+                peer.sendall(answer)
+
+        thread = threading.Thread(target=speak, daemon=True)
+        thread.start()
+        err = refused(f"http://127.0.0.1:{server.getsockname()[1]}", tmp_path, capsys)
+        thread.join()
+    assert reason in err
+    assert "(" not in err, "no repr of an exception"
+
+
+def test_an_address_in_capitals_is_one_too(answers):
+    answers["/server_info"] = (200, json.dumps(served()).encode())
+    assert "Where the experts are" in report_of(answers["url"].replace("http", "HTTP"))
+
+
+@pytest.mark.parametrize("source", ["127.0.0.1:30000", "localhost:30000/", "[::1]:30000", "my-host.example:8000/server_info"])
+def test_an_address_without_its_scheme_is_told_how_it_begins(source, tmp_path, capsys):
+    assert f"did you mean http://{source}?" in refused(source, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("source", ["info.json", "a:b", "folder/127.0.0.1:30000"])
+def test_a_file_that_is_missing_is_not_taken_for_an_address(source, tmp_path, capsys):
+    assert "did you mean" not in refused(source, tmp_path, capsys)
+
+
+def test_an_api_key_is_sent_and_not_shown(answers, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(report_cli.API_KEY, "s3cret")
+    sent = []
+    answers["heard"] = sent.append
+    answers["/server_info"] = (200, json.dumps(served()).encode())
+    assert main(["report", answers["url"], "--out", str(tmp_path / "report.html")]) == 0
+    assert sent[-1]["Authorization"] == "Bearer s3cret"
+    assert "s3cret" not in (tmp_path / "report.html").read_text() + "".join(capsys.readouterr())
+
+
+def test_an_api_key_is_not_sent_to_where_the_server_points(answers, monkeypatch):
+    monkeypatch.setenv(report_cli.API_KEY, "s3cret")
+    sent = []
+    answers["heard"] = sent.append
+    answers["/server_info"] = (302, answers["url"].replace("127.0.0.1", "localhost") + "/elsewhere")
+    answers["/elsewhere"] = (200, json.dumps(served()).encode())
+    report_of(answers["url"])
+    assert [headers["Authorization"] for headers in sent] == ["Bearer s3cret", None]
+
+
+@pytest.mark.parametrize("key", ["s3cret\n", "s3cret key", "s3crét"])
+def test_an_api_key_that_cannot_be_sent_is_not_shown_either(key, answers, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(report_cli.API_KEY, key)
+    err = refused(answers["url"], tmp_path, capsys)
+    assert report_cli.API_KEY in err
+    assert "s3cr" not in err

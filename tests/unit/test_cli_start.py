@@ -14,7 +14,7 @@ from builders.profiles import saved, some
 from sglang_uvm_offload.cli.main import SUBCOMMANDS
 
 HEAVY = ("torch", "sglang", "matplotlib")
-MODELS = Path(__file__).parent / "fixtures" / "models"
+MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 PROBE = """
 import json, sys
 from sglang_uvm_offload.cli.main import main

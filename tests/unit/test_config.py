@@ -1,6 +1,7 @@
 """Flags: what is well-formed, and every problem at once in the words of the flags."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -42,11 +43,12 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
             "manual needs a number",
         ),
         ({"num_resident": 4, "adapt": "off"}, "--expert-offload-adapt off", "--expert-offload-profile"),
-        ({"num_resident": 4, "profile": " , "}, "--expert-offload-profile", "names no file"),
+        ({"num_resident": 4, "profile": " , "}, "--expert-offload-profile", "must be the path of a file, or several"),
         ({"num_resident": 4, "profile": "p", "resident_selection": "first_n"}, "--expert-offload-profile 'p'", "frequency"),
         ({"num_resident": 4, "save_profile": " "}, "--expert-offload-save-profile ' '", "path of a file"),
         ({"num_resident": 4, "trace": "t\0"}, r"--expert-offload-trace 't\x00'", "path of a file"),
-        ({"num_resident": 4, "warmup_tokens": 0}, "--expert-offload-warmup-tokens", "1 or more"),
+        ({"num_resident": 4, "warmup_tokens": 0}, "--expert-offload-warmup-tokens", "1 to 1000000000000"),
+        ({"num_resident": 4, "warmup_tokens": 10**12 + 1}, "--expert-offload-warmup-tokens", "1 to 1000000000000"),
         ({"num_resident": 4, "warmup_tokens": True}, "--expert-offload-warmup-tokens", "True"),
         ({"num_resident": 4, "stream_buffer_gb": "some"}, "--expert-offload-stream-buffer-gb", "some"),
         ({"num_resident": 4, "stream_buffer_gb": -1}, "--expert-offload-stream-buffer-gb", "-1"),
@@ -148,6 +150,9 @@ def test_an_ids_file_holds_a_list_a_layer(tmp_path):
         (b"[[0], [-1]]", "list 1 holds -1"),
         (b"[[true]]", "holds True"),
         (b"[[1.5]]", "holds 1.5"),
+        (b"[[null]]", "holds None"),
+        (b"[[1000000]]", "0 to 999999"),
+        (b"[[" + b"1" * 5000 + b"]]", "not JSON"),
     ],
 )
 def test_a_corrupt_ids_file_is_refused_with_the_reason(tmp_path, content, reason):
@@ -231,3 +236,37 @@ def test_no_more_slots_than_experts_are_served():
     assert problem.startswith("--expert-offload-slots 5: 4 residents leave 4 of 8 experts a layer offloaded")
     assert not parse({"num_resident": 8, "slots": 8}).expert_problems(8)
     assert not parse({"num_resident": 8, "slots": "auto"}).expert_problems(8)
+
+
+def test_the_largest_values_that_messages_name_are_accepted():
+    largest = {"warmup_tokens": 10**12, "headroom_gb": 1024, "stream_buffer_gb": "1024", "stream_tokens": "999999999"}
+    assert parse({"num_resident": "999999", **largest}) is not None
+
+
+def test_what_an_ids_file_holds_is_shown_in_short(tmp_path):
+    path = tmp_path / "ids.json"
+    path.write_text(f'[["{"x" * 100_000}"]]')
+    (problem,) = problems(num_resident=4, resident_selection="manual", resident_ids=f"@{path}")
+    assert len(problem) < 1000
+
+
+@pytest.mark.parametrize("name", ["profile", "save_profile", "trace", "resident_ids"])
+def test_what_is_not_text_where_a_file_is_expected_is_named_with_the_other_problems(name):
+    for value in (5, True, ["a"], Path("a")):
+        with pytest.raises(FlagError) as caught:
+            parse({"num_resident": 4, "warmup_tokens": 0, name: value})
+        flag = "--expert-offload-" + name.replace("_", "-")
+        assert f"{flag} {value!r}: must be text" in caught.value.problems
+        assert any("warmup-tokens" in problem for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize("name", ["profile", "save_profile", "trace"])
+@pytest.mark.parametrize("value", ["a\0b", "\ud800", " "])
+def test_what_no_file_can_be_called_is_refused(name, value):
+    with pytest.raises(FlagError, match="must be the path of a file"):
+        parse({"num_resident": 4, name: value})
+
+
+def test_a_number_of_thousands_of_digits_is_refused_beside_ids():
+    (problem,) = problems(num_resident="9" * 5000, resident_selection="manual", resident_ids="0-3")
+    assert "0 to 999999" in problem

@@ -69,3 +69,18 @@ def test_a_header_that_numpy_chokes_on_is_refused(path, before, after):
     write(path, header + newline + data)
     with pytest.raises(npz.NpzError, match=r"not a readable npz file: ."):
         npz.read(path, ("a",), 1 << 20)
+
+
+def test_the_bound_is_of_all_arrays_together(path):
+    np.savez(path, a=np.zeros(8, np.uint8), b=np.zeros(8, np.uint8))
+    assert len(npz.read(path, ("a", "b"), 16)) == 2
+    with pytest.raises(npz.NpzError, match=r"with b .* 16 bytes, more than 15"):
+        npz.read(path, ("a", "b"), 15)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_compression_that_numpy_does_not_write_is_refused(path, method):
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("a.npy", npy())
+    with pytest.raises(npz.NpzError, match="compressed in another way"):
+        npz.read(path, ("a",), 1 << 20)

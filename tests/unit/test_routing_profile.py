@@ -208,3 +208,16 @@ class TestParts:
 )
 def test_a_model_is_named_by_its_checkpoint_in_a_way_that_can_be_read_back(path, name):
     assert model_name(path) == name
+
+
+def test_a_profile_that_is_named_twice_does_not_count_twice(tmp_path):
+    path = saved(tmp_path / "p.npz", some())
+    (tmp_path / "link").symlink_to(path)
+    _, (problem,) = profile_module.load_for(MODEL.name, MODEL.architecture, [path, tmp_path / "link"])
+    assert problem == f"{tmp_path / 'link'}: is the same file as {path}: its routing would count twice"
+
+
+def test_more_json_than_any_model_needs_is_refused(tmp_path):
+    path = rewritten(saved(tmp_path / "p.npz", some()), about={"note": "x" * (1 << 20)})
+    with pytest.raises(ProfileError, match="about has"):
+        Profile.load(path)

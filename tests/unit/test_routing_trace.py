@@ -125,7 +125,7 @@ class TestFile:
         assert not (tmp_path / "executed").exists()
 
     def test_more_than_the_bound_is_refused_before_it_is_read(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(trace_module, "MAX_ARRAY_BYTES", 5)
+        monkeypatch.setattr(trace_module, "MAX_BYTES", 5)
         with pytest.raises(TraceError, match="more than 5"):
             Trace.load(write(tmp_path / "t.npz", **GOOD))
 

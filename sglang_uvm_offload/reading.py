@@ -1,0 +1,63 @@
+"""Reading files of unknown origin: regular files only, and no more than a given size.
+
+Opening a pipe waits for a writer, reading a device may never end, and opening one may do something; so neither is opened.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import BinaryIO
+
+Path = str | os.PathLike[str]
+
+_FOLDER = "a folder"
+_KINDS = {
+    stat.S_IFDIR: _FOLDER,
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def special_kind(mode: int) -> str | None:
+    """What a file with the mode ``mode`` is, such as "a pipe"; None for a regular file."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file (or a link to one) for reading, without ever waiting. Raises ``OSError``, whose ``strerror`` is the
+    reason, for anything else."""
+    try:
+        _check(os.stat(path), path)
+        # Another file may have taken its place since.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except ValueError as error:  # a NUL character, or one that no file name can have
+        raise OSError(errno.EINVAL, f"not a path: {error}", repr(path)) from error
+    try:
+        _check(os.fstat(handle), path)
+    except OSError:
+        os.close(handle)
+        raise
+    return os.fdopen(handle, "rb")
+
+
+def read(path: Path, max_bytes: int) -> bytes:
+    """The contents of a regular file. Raises ``OSError``, also for more than ``max_bytes``."""
+    with open_regular(path) as file:
+        # None comes from files of the kernel that have nothing yet, such as /proc/kmsg.
+        data: bytes | None = file.read(max_bytes + 1)
+    if data is not None and len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes >> 20} MiB", os.fspath(path))
+    return data or b""
+
+
+def _check(found: os.stat_result, path: Path) -> None:
+    kind = special_kind(found.st_mode)
+    if kind == _FOLDER:
+        raise IsADirectoryError(errno.EISDIR, "a folder, where a file is expected", os.fspath(path))
+    if kind is not None:
+        reason = f"not a regular file but {kind}; save its contents to a file and give that"
+        raise OSError(errno.EINVAL, reason, os.fspath(path))

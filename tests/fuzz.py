@@ -1,0 +1,121 @@
+"""Fuzzes all that reads input from outside, and prints a table. Run it with scripts/fuzz.sh."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+SECONDS = 20
+"""An input that takes longer is a failure."""
+BATCH = 250
+
+
+class Batch(NamedTuple):
+    """The inputs ``first`` to ``first + count - 1`` of a target, each made from its number and ``seed``."""
+
+    target: str
+    seed: int
+    first: int
+    count: int
+
+
+class Outcome(NamedTuple):
+    target: str
+    refused: int
+    accepted: int
+    failures: list[tuple[str, str]]
+    """The number of the input, and the traceback."""
+
+
+class TooLong(BaseException):
+    """No handler of ordinary errors hides it."""
+
+
+def _too_long(*_: object) -> None:
+    raise TooLong(f"over {SECONDS} seconds")
+
+
+def run(batch: Batch) -> Outcome:
+    """Run a batch in this process."""
+    import fuzz_targets
+
+    signal.signal(signal.SIGALRM, _too_long)
+    counts: Counter[bool] = Counter()
+    failures = []
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work, "input")
+        for number in range(batch.first, batch.first + batch.count):
+            folder.mkdir()
+            signal.alarm(SECONDS)
+            try:
+                counts[fuzz_targets.run(batch.target, f"{batch.seed} {number}", folder)] += 1
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # noqa: BLE001 -- any other end of an input is what is looked for
+                failures.append((str(number), traceback.format_exc()))
+            finally:
+                signal.alarm(0)
+            shutil.rmtree(folder)
+    return Outcome(batch.target, counts[False], counts[True], failures)
+
+
+def batches(targets: Sequence[str], inputs: int, seed: int) -> Iterator[Batch]:
+    """``inputs`` inputs over all targets, as many of each, in turn."""
+    each = -(-inputs // len(targets))
+    for first in range(0, each, BATCH):
+        for target in targets:
+            yield Batch(target, seed, first, min(BATCH, each - first))
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    rows = [("target", "inputs", "refused", "accepted", "tracebacks")]
+    for name in dict.fromkeys(outcome.target for outcome in outcomes):
+        of = [outcome for outcome in outcomes if outcome.target == name]
+        refused, accepted, failed = sum(o.refused for o in of), sum(o.accepted for o in of), sum(len(o.failures) for o in of)
+        rows.append((name, *map(str, (refused + accepted + failed, refused, accepted, failed))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def different(outcomes: Sequence[Outcome]) -> list[str]:
+    """One failure for each place in the code where inputs of a target fail."""
+    found: dict[tuple[str, str], str] = {}
+    for outcome in outcomes:
+        for number, text in outcome.failures:
+            places = [line for line in text.splitlines() if line.startswith("  File")]
+            found.setdefault((outcome.target, places[-1] if places else text), f"{outcome.target}, input {number}:\n{text}")
+    return list(found.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 if an input failed."""
+    import fuzz_targets
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("inputs", nargs="?", type=int, default=1_000_000, help="over all targets (default 1,000,000)")
+    parser.add_argument("--seed", type=int, default=0, help="other inputs (default 0)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each CPU)")
+    parser.add_argument("--target", action="append", choices=fuzz_targets.TRIES, help="repeatable (default: all)")
+    args = parser.parse_args(argv)
+    wanted = batches(args.target or list(fuzz_targets.TRIES), args.inputs, args.seed)
+    with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=40) as pool:
+        outcomes = list(pool.imap_unordered(run, wanted))
+    outcomes.sort(key=lambda outcome: list(fuzz_targets.TRIES).index(outcome.target))
+    print(table(outcomes))
+    for failure in different(outcomes):
+        print(f"\n{failure}")
+    return 1 if any(outcome.failures for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""How every command ends: on errors of its output, on Ctrl-C, and where a library is missing, without a traceback."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+from builders.profiles import saved, some
+
+from sglang_uvm_offload.cli import doctor, profile
+from sglang_uvm_offload.cli import main as cli
+from sglang_uvm_offload.cli.main import main
+
+MODELS = Path(__file__).parents[1] / "fixtures" / "models"
+
+
+@pytest.fixture
+def show(tmp_path) -> list[str]:
+    """A command that prints."""
+    return ["profile", str(saved(tmp_path / "p.npz", some()))]
+
+
+def test_output_that_nobody_reads_ends_the_command_quietly(show, monkeypatch, capsys):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main(show) == 141
+        output.write("what is still buffered when Python exits")
+        output.flush()
+    assert capsys.readouterr().err == ""
+
+
+def test_nor_is_help_that_nobody_reads_an_error(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main(["plan", "--help"]) == 141
+
+
+def test_a_full_disk_is_one_line(show, monkeypatch, capsys):
+    with open("/dev/full", "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main(show) == 2
+    assert capsys.readouterr().err == "sglang-uvm-offload: error: No space left on device\n"
+
+
+def test_a_closed_output_is_no_error(show, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(show) == 0
+
+
+def test_an_interrupt_ends_the_command_quietly(show, monkeypatch, capsys):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profile.Profile, "load", interrupted)
+    assert main(show) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_ends_it_while_it_is_imported_too(monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    assert main(["plan", "x"]) == 130
+
+
+def test_a_folder_that_a_library_cannot_write_to_is_named(show, monkeypatch, capsys):
+    def unwritable(path):
+        os.mkdir("/dev/null/cache")
+
+    monkeypatch.setattr(profile.Profile, "load", lambda path: some())
+    monkeypatch.setattr(profile, "describe", unwritable)
+    assert main(show) == 2
+    assert capsys.readouterr().err == "sglang-uvm-offload: error: /dev/null/cache: Not a directory\n"
+
+
+@pytest.mark.parametrize(("command", "library"), [("profile", "numpy"), ("plan", "safetensors"), ("report", "msgspec")])
+def test_a_library_that_is_not_installed_is_named(command, library, monkeypatch, capsys):
+    without(library, monkeypatch)
+    assert main([command, "x"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"the Python package {library} is not installed" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ([], "the following arguments are required: command"),
+        (["plan"], "the following arguments are required: model"),
+        (["replay", "x", "--residency", "half"], "invalid float value: 'half'"),
+    ],
+)
+def test_arguments_that_cannot_be_parsed_are_one_line_and_where_the_help_is(words, error, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    said, help = capsys.readouterr().err.splitlines()
+    assert error in said
+    prog = " ".join(["sglang-uvm-offload", *words[:1]])
+    assert said.startswith(f"{prog}: error: ")
+    assert help == f"see `{prog} --help`"
+
+
+def test_text_that_a_terminal_cannot_show_is_escaped(tmp_path, monkeypatch):
+    path = saved(tmp_path / "é\udcff.npz", some())
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    assert main(["profile", str(path)]) == 0
+    assert rb"/\xe9\udcff.npz" in output.buffer.getvalue()
+
+
+def test_a_models_name_reaches_the_terminal_without_its_control_characters(tmp_path, capsys):
+    model = json.loads((MODELS / "glm-4.5-air.json").read_text())
+    (tmp_path / "m.json").write_text(json.dumps({"name": "a\x1b[2J\ud800", "config": model.get("config", model)}))
+    main(["plan", str(tmp_path / "m.json"), "--machine", "8xH20"])
+    assert "a?[2J?" in capsys.readouterr().out
+
+
+def without(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] in (library, "sglang_uvm_offload")]:
+        if name not in ("sglang_uvm_offload", "sglang_uvm_offload.cli", "sglang_uvm_offload.cli.main"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+
+
+def test_the_doctor_lists_that_sglang_cannot_be_imported(monkeypatch, capsys):
+    without("sglang", monkeypatch)
+    assert main(["doctor", "--", "--model-path", "m"]) == 1
+    out = capsys.readouterr().out
+    assert "PROBLEM  the Python package sglang is not installed" in out
+    assert "cannot serve this launch" in out
+
+
+def test_the_doctor_lists_that_this_package_is_not_installed(monkeypatch):
+    def absent(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "requires", absent)
+    found = doctor.Diagnosis()
+    doctor._packages(found)
+    assert found.problems == ["sglang-uvm-offload is not installed, so SGLang cannot load its plugin: pip install it"]

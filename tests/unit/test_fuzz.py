@@ -1,0 +1,112 @@
+"""A sample of what scripts/fuzz.sh runs; and that it finds what it looks for."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import subprocess
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import fuzz
+import fuzz_targets
+import mutation
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+
+@pytest.mark.parametrize("target", fuzz_targets.TRIES)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 1 << 32))
+def test_no_input_causes_a_traceback(target, seed, tmp_path):
+    for file in tmp_path.iterdir():
+        file.unlink()
+    fuzz_targets.run(target, str(seed), tmp_path)
+
+
+@pytest.mark.parametrize("target", sorted(fuzz_targets.TRIES.keys() - {"metric_labels"}))
+def test_a_target_is_refused_and_accepted(target, tmp_path):
+    """Otherwise nothing behind the first check would be reached; the labels of metrics are all accepted."""
+    outcome = fuzz.run(fuzz.Batch(target, seed=0, first=0, count=120))
+    assert not outcome.failures
+    assert outcome.refused
+    assert outcome.accepted
+
+
+class Planted:
+    def __reduce__(self):
+        return os.getcwd, ()
+
+
+def unpickled(chance: random.Random, folder: Path) -> bool:
+    return bool(pickle.loads(pickle.dumps(Planted())))
+
+
+def written_elsewhere(chance: random.Random, folder: Path) -> bool:
+    return bool((folder.parent / "elsewhere").write_text("x"))
+
+
+def started(chance: random.Random, folder: Path) -> bool:
+    return subprocess.run(["true"]).returncode == 0
+
+
+def connected(chance: random.Random, folder: Path) -> bool:
+    with urllib.request.urlopen("http://127.0.0.1:9") as answer:
+        return bool(answer.read())
+
+
+def undocumented(chance: random.Random, folder: Path) -> bool:
+    raise KeyError("unexpected")
+
+
+def hidden(chance: random.Random, folder: Path) -> bool:
+    """A handler of any error does not hide what is forbidden."""
+    try:
+        return written_elsewhere(chance, folder)
+    except Exception:  # noqa: BLE001
+        return False
+
+
+@pytest.mark.parametrize("bad", [unpickled, written_elsewhere, started, connected, undocumented, hidden])
+def test_what_no_input_may_cause_is_found(bad: Callable[[random.Random, Path], bool], monkeypatch, capsys):
+    monkeypatch.setitem(fuzz_targets.TRIES, "url", bad)
+    outcome = fuzz.run(fuzz.Batch("url", seed=0, first=0, count=2))
+    assert len(outcome.failures) == 2
+    assert len(fuzz.different([outcome])) == 1
+    (row,) = [line.split() for line in fuzz.table([outcome]).splitlines() if "url" in line]
+    assert row == ["url", "2", "0", "0", "2"]
+
+
+def test_an_input_that_takes_for_ever_is_found(monkeypatch):
+    def endless(chance: random.Random, folder: Path) -> bool:
+        while True:
+            pass
+
+    monkeypatch.setitem(fuzz_targets.TRIES, "url", endless)
+    monkeypatch.setattr(fuzz, "SECONDS", 1)
+    (failure,) = fuzz.run(fuzz.Batch("url", seed=0, first=0, count=1)).failures
+    assert "TooLong" in failure[1]
+
+
+@pytest.mark.parametrize("html", ["<p><script>x</script></p>", '<p onclick="x">', "<img src=x>", '<p style="javascript:x">'])
+def test_markup_in_a_page_is_found(html):
+    with pytest.raises(AssertionError):
+        fuzz_targets._check_page(html)
+
+
+def test_the_same_number_is_the_same_input():
+    def made(seed: int) -> list[object]:
+        chance = random.Random(seed)
+        return [mutation.damaged(bytes(100), chance), mutation.document({"a": [1, {"b": "c"}]}, chance)]
+
+    assert made(3) == made(3) != made(4)
+
+
+def test_inputs_are_shared_among_all_targets():
+    shared = list(fuzz.batches(("a", "b"), 1001, seed=5))
+    assert sum(batch.count for batch in shared if batch.target == "a") == 501
+    assert [batch.count for batch in shared if batch.target == "b"] == [250, 250, 1]
+    assert {batch.first for batch in shared} == {0, 250, 500}

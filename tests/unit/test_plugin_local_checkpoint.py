@@ -1,0 +1,43 @@
+"""Local models that cannot be read are told before SGLang tries, which would take a path for a hub id, or wait for a pipe."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_uvm_offload.plugin.doctor import Launch
+from sglang_uvm_offload.plugin.local_checkpoint import local_folder, unreadable
+from sglang_uvm_offload.sizing.launch import Uncounted
+
+
+@pytest.mark.parametrize("model", ["/nonexistent/model", "./model", "../model", "~/model", "a/b/c", "/nonexistent/a\udcff"])
+def test_a_path_that_is_not_there_is_no_hub_id(model):
+    assert unreadable(model) == "there is no such folder"
+
+
+@pytest.mark.parametrize("model", ["org/model", "model", "s3://bucket/models/m", "redis://host:1/a/b", "https://host/a/b"])
+def test_a_hub_id_or_an_address_is_left_to_sglang(model):
+    assert unreadable(model) is None
+
+
+def test_a_folder_with_a_file_that_may_be_read_for_ever_is_not_read(tmp_path):
+    (tmp_path / "config.json").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "gone").symlink_to("nowhere")
+    assert unreadable(str(tmp_path)) is None
+    os.mkfifo(tmp_path / "tokenizer.json")
+    assert unreadable(str(tmp_path)) == "holds tokenizer.json, which is a pipe and not a regular file"
+    assert unreadable(str(tmp_path / "config.json")) is None, "a file is judged elsewhere"
+
+
+def test_the_doctor_names_the_flag():
+    launch = object.__new__(Launch)
+    launch.args = SimpleNamespace(model_path="/nonexistent/m", speculative_draft_model_path=None, tokenizer_path="org/m")
+    assert launch.unreadable_models() == ["--model-path /nonexistent/m: there is no such folder"]
+
+
+def test_a_path_that_no_file_can_have_is_no_folder():
+    with pytest.raises(Uncounted, match="is no local folder"):
+        local_folder("--model-path", "a" * 5000, None, SimpleNamespace(download_dir=None))

@@ -1,0 +1,143 @@
+"""Files of unknown origin: what is not a regular file is refused by each reader, at once, with what to do."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_uvm_offload import reading
+from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.report.report_file import is_report
+from sglang_uvm_offload.resident_ids import ResidentIds
+from sglang_uvm_offload.routing.profile import Profile, is_profile, load_for
+from sglang_uvm_offload.routing.trace import Trace, is_trace
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.safetensors_header import read_folder, read_header
+
+
+def pipe(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def bound_socket(path: Path) -> Path:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+    return path
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def device(path: Path) -> Path:
+    path.symlink_to("/dev/zero")
+    return path
+
+
+def substitution(path: Path) -> Path:
+    """As a shell's ``<(command)`` and ``/dev/stdin`` in a pipeline."""
+    end, _ = os.pipe()
+    path.symlink_to(f"/dev/fd/{end}")
+    return path
+
+
+SPECIAL = {
+    pipe: "but a pipe; save its contents to a file",
+    substitution: "but a pipe; save its contents to a file",
+    bound_socket: "but a socket",
+    device: "but a device",
+    folder: "a folder",
+}
+READERS: dict[str, Callable[[Path], object]] = {
+    "bytes": lambda path: reading.read(path, 10),
+    "resident ids": lambda path: ResidentIds.parse(f"@{path}"),
+    "profile": Profile.load,
+    "trace": Trace.load,
+    "is a profile": is_profile,
+    "is a trace": is_trace,
+    "is a report": is_report,
+    "safetensors": read_header,
+}
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("reader", READERS)
+def test_each_reader_refuses_what_is_no_regular_file(tmp_path, monkeypatch, special, reader):
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
+    with pytest.raises((OSError, ValueError)) as caught:
+        READERS[reader](special(Path("it")))
+    assert SPECIAL[special] in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors"])
+def test_a_models_folder_with_a_pipe_is_refused(tmp_path, name):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name}: not a regular file but a pipe"):
+        load(tmp_path)
+
+
+def test_an_index_that_names_a_pipe_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}')
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match=r"x.safetensors: not a regular file but a pipe"):
+        read_folder(tmp_path)
+
+
+def test_an_index_that_was_not_downloaded_is_not_passed_over(tmp_path):
+    (tmp_path / "model.safetensors.index.json").symlink_to("gone")
+    with pytest.raises(ValueError, match=r"cannot read .*index.json: No such file"):
+        read_folder(tmp_path)
+
+
+def test_a_pipe_that_takes_the_place_of_a_file_is_refused_too(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    found = os.stat(tmp_path / "file")
+    monkeypatch.setattr(os, "stat", lambda path: found)
+    with pytest.raises(OSError, match="but a pipe"):
+        reading.read(pipe(tmp_path / "pipe"), 10)
+
+
+def test_no_handle_is_left_open(tmp_path, monkeypatch):
+    opened = len(os.listdir("/proc/self/fd"))
+    (tmp_path / "file").touch()
+    found = os.stat(tmp_path / "file")
+    pipe(tmp_path / "pipe")
+    monkeypatch.setattr(os, "stat", lambda path: found)
+    for _ in range(3):
+        with pytest.raises(OSError, match="but a pipe"):
+            reading.read(tmp_path / "pipe", 10)
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_more_than_the_bound_is_refused_even_where_the_size_is_a_lie(tmp_path):
+    (tmp_path / "file").write_bytes(b"12345")
+    assert reading.read(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(OSError, match="larger than"):
+        reading.read(tmp_path / "file", 4)
+    with pytest.raises(OSError, match="larger than"):
+        reading.read("/proc/self/smaps", 4)  # its size is 0 until it is read
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800"])
+def test_what_cannot_be_a_path_is_an_os_error(path):
+    with pytest.raises(OSError, match="not a path"):
+        reading.read(path, 10)
+    (problem,) = load_for("m", "a", [Path(path)])[1]
+    assert "not a path" in problem
+    with pytest.raises(FlagError):
+        parse({"num_resident": 4, "profile": "a\0b"})
+
+
+@pytest.mark.parametrize("path", ["a" * 5000, "/dev/null/a"])
+def test_a_model_that_cannot_be_examined_is_refused(path):
+    with pytest.raises(ValueError, match="cannot read"):
+        load(Path(path))
