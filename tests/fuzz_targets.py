@@ -28,7 +28,7 @@ from builders.profiles import saved, some
 from builders.reports import replayed, result
 from builders.traces import trace
 from numpy.lib import format as npy
-from prometheus_client import REGISTRY, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -37,6 +37,8 @@ from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.cli.profile import describe
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.flags import FlagError, OffloadFlags
+from sglang_uvm_offload.plugin import http_routes
+from sglang_uvm_offload.plugin.actions import Action
 from sglang_uvm_offload.plugin.metrics import Metrics
 from sglang_uvm_offload.replay import room
 from sglang_uvm_offload.replay.simulator import replay
@@ -392,9 +394,12 @@ def _answer(request: urllib.request.Request, timeout: float) -> Any:
     connection.request(request.get_method(), request.selector, headers=dict(request.header_items()))
 
 
+REGISTRY = CollectorRegistry()
+
+
 def _metrics() -> tuple[Rank, Metrics]:
     rank = Rank(config(resident_selection="first_n"))
-    return rank, Metrics(rank.manager, dict.fromkeys(("model_name", "tp_rank"), ""))
+    return rank, Metrics(rank.manager, dict.fromkeys(("model_name", "tp_rank"), ""), dict, [], REGISTRY)
 
 
 RANK, METRICS = _metrics()
@@ -419,3 +424,17 @@ def metric_labels(chance: random.Random, folder: Path) -> bool:
     }
     assert shown == {name}
     return True
+
+
+@target
+def action_body(chance: random.Random, folder: Path) -> bool:
+    """The body of ``POST /expert_offload``."""
+    action = chance.choice(list(Action))
+    body = json.dumps({"action": action}).encode()
+    if chance.random() < 0.9:
+        body = mutation.document({"action": action}, chance)
+    try:
+        return http_routes.action_in(body) in list(Action)
+    except http_routes.Refused as refused:
+        _expect(refused.status == 400, str(refused))
+        return False

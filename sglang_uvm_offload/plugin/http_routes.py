@@ -89,7 +89,7 @@ async def post_action(request: Request) -> Response:
     """Do what ``{"action": ...}`` says on all ranks, and answer with the status after it: 400 for a malformed request, 409 for
     one that this server cannot do, 500 if a save failed."""
     try:
-        action = _action_in(await _body(request))
+        action = action_in(await _body(request))
         manager, config = _served()
         if reason := refusal(action, config):
             raise Refused(409, f"{action}: {reason}")
@@ -137,7 +137,8 @@ async def _body(request: Request) -> bytes:
     return body
 
 
-def _action_in(body: bytes) -> Action:
+def action_in(body: bytes) -> Action:
+    """The action of a request's body. Raises ``Refused``."""
     try:
         return msgspec.json.decode(body, type=_Command).action
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

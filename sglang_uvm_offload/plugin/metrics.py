@@ -6,17 +6,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from prometheus_client import Counter, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.residency.manager import OffloadManager
 
+PREFIX = "sglang:expert_offload_"
 PERIOD_SECONDS = 5.0
 GROUPS = 4
 
 
 class Metrics:
-    """Publishes one rank's metrics. Construct it once, in the serving process: metric names are global to a process."""
+    """Publishes one rank's metrics. A registry holds one of them."""
 
     def __init__(
         self,
@@ -24,79 +25,47 @@ class Metrics:
         labels: Mapping[str, str],
         faults: Callable[[], Mapping[str, bool]],
         savers: Sequence[Saver],
+        registry: CollectorRegistry = REGISTRY,
     ):
         """``faults``: for each of what this rank does beside computing, whether a fault has ended it. ``savers`` may grow."""
         self.manager = manager
         self.labels = dict(labels)
         self.faults, self.savers = faults, savers
-        names = [*labels, "layers"]
-        self.resident = Gauge(
-            "sglang:expert_offload_resident_experts", "Experts wholly in VRAM.", names, multiprocess_mode="mostrecent"
-        )
-        self.hit_rate = Gauge(
-            "sglang:expert_offload_hit_rate",
-            "Share of routed tokens on resident experts or slots since the last report.",
-            names,
-            multiprocess_mode="mostrecent",
-        )
-        self.byte_hit_rate = Gauge(
-            "sglang:expert_offload_byte_hit_rate",
+        layered = [*labels, "layers"]
+
+        def gauge(name: str, meaning: str, names: Sequence[str] = tuple(labels)) -> Gauge:
+            return Gauge(PREFIX + name, meaning, names, multiprocess_mode="mostrecent", registry=registry)
+
+        def counter(name: str, meaning: str, names: Sequence[str] = tuple(labels)) -> Counter:
+            return Counter(PREFIX + name, meaning, names, registry=registry)
+
+        self.resident = gauge("resident_experts", "Experts wholly in VRAM.", layered)
+        self.resident_bytes = gauge("resident_bytes", "Bytes of experts in VRAM.")
+        self.offloaded_bytes = gauge("offloaded_bytes", "Bytes of experts in host memory.")
+        self.hit_rate = gauge("hit_rate", "Share of routed tokens on resident experts or slots since the last report.", layered)
+        self.byte_hit_rate = gauge(
+            "byte_hit_rate",
             "Share of the bytes of experts that steps read in place, each once a step, served from VRAM since the last report.",
-            names,
-            multiprocess_mode="mostrecent",
+            layered,
         )
-        self.zero_copy = Counter(
-            "sglang:expert_offload_zero_copy_bytes", "Bytes of offloaded experts read in place over PCIe, at least.", names
+        self.zero_copy = counter("zero_copy_bytes", "Bytes of offloaded experts read in place over PCIe, at least.", layered)
+        self.streamed = counter(
+            "streamed_bytes", "Bytes of offloaded experts copied over PCIe into VRAM for steps with many tokens.", layered
         )
-        self.streamed = Counter(
-            "sglang:expert_offload_streamed_bytes",
-            "Bytes of offloaded experts copied over PCIe into VRAM for steps with many tokens.",
-            names,
-        )
-        self.filled = Counter(
-            "sglang:expert_offload_filled_bytes", "Bytes of offloaded experts copied over PCIe into slots.", names
-        )
-        self.slots = Counter(
-            "sglang:expert_offload_slot_activations",
+        self.filled = counter("filled_bytes", "Bytes of offloaded experts copied over PCIe into slots.", layered)
+        self.slots = counter(
+            "slot_activations",
             "Activations of offloaded experts in layers with slots: served by a slot (hit), copied into one (fill), read in "
             "place (bypass).",
-            [*names, "by"],
+            [*layered, "by"],
         )
-        self.moves = Counter(
-            "sglang:expert_offload_moves", "Promotions to VRAM, each of blocks that hold the same experts.", list(labels)
-        )
-        self.moved = Counter("sglang:expert_offload_moved_bytes", "Bytes promoted and demoted.", list(labels))
-        self.moving = Counter("sglang:expert_offload_moving_seconds", "Seconds spent moving experts.", list(labels))
-        self.evicted = Gauge(
-            "sglang:expert_offload_evicted_bytes",
-            "Bytes of resident experts that the driver has evicted, estimated from a sample.",
-            list(labels),
-            multiprocess_mode="mostrecent",
-        )
-        self.resident_bytes = Gauge(
-            "sglang:expert_offload_resident_bytes", "Bytes of experts in VRAM.", list(labels), multiprocess_mode="mostrecent"
-        )
-        self.offloaded_bytes = Gauge(
-            "sglang:expert_offload_offloaded_bytes",
-            "Bytes of experts in host memory.",
-            list(labels),
-            multiprocess_mode="mostrecent",
-        )
-        self.paused = Gauge(
-            "sglang:expert_offload_paused",
-            "1 while an operator has residents stay where they are.",
-            list(labels),
-            multiprocess_mode="mostrecent",
-        )
-        self.fault = Gauge(
-            "sglang:expert_offload_fault",
-            "1 once a fault has ended it (moving, streaming, trace); serving goes on.",
-            [*labels, "of"],
-            multiprocess_mode="mostrecent",
-        )
-        self.save_failures = Counter(
-            "sglang:expert_offload_save_failures", "Failed saves of the profile or the trace.", [*labels, "of"]
-        )
+        self.moves = counter("moves", "Promotions to VRAM, each of blocks that hold the same experts.")
+        self.moved = counter("moved_bytes", "Bytes promoted and demoted.")
+        self.moving = counter("moving_seconds", "Seconds spent moving experts.")
+        self.evicted = gauge("evicted_bytes", "Bytes of resident experts that the driver has evicted, estimated from a sample.")
+        self.paused = gauge("paused", "1 while an operator has residents stay where they are.")
+        self.fault = gauge("fault", "1 once a fault has ended it (moving, streaming, trace); serving goes on.", [*labels, "of"])
+        self.save_failures = counter("save_failures", "Failed saves of the profile or the trace.", [*labels, "of"])
         layers = manager.target.layers
         self._groups = [g for g in np.array_split(np.arange(len(layers)), GROUPS) if g.size]
         self._names = [f"{layers[g[0]].layer_id}-{layers[g[-1]].layer_id}" for g in self._groups]

@@ -14,7 +14,7 @@ import pytest
 import sglang.srt.observability.metrics_collector as sglang_metrics
 import yaml
 from builders.managers import Rank, config
-from prometheus_client import REGISTRY
+from prometheus_client import CollectorRegistry
 from sglang.srt.server_args import ServerArgs
 
 from sglang_uvm_offload.config import parse
@@ -31,14 +31,11 @@ COUNTED = re.compile(r"\b(?:rate|increase)\((sglang:\w+)")
 
 
 @pytest.fixture(scope="module")
-def exported() -> dict[str, tuple[str, ...]]:
-    """The labels of each metric, by its name on ``/metrics``; and the table of them."""
-    before = set(REGISTRY._collector_to_names)
-    Metrics(Rank(config(resident_selection="first_n")).manager, dict.fromkeys(LABELS, "x"), dict, [])
-    made = set(REGISTRY._collector_to_names) - before
-    for collector in made:
-        REGISTRY.unregister(collector)
-    return {name_of(c): (c._labelnames, c._documentation) for c in made}
+def exported() -> dict[str, tuple[tuple[str, ...], str]]:
+    """The labels and the meaning of each metric, by its name on ``/metrics``."""
+    registry = CollectorRegistry()
+    Metrics(Rank(config(resident_selection="first_n")).manager, dict.fromkeys(LABELS, "x"), dict, [], registry)
+    return {name_of(c): (c._labelnames, c._documentation) for c in registry._collector_to_names}
 
 
 def name_of(collector) -> str:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from builders.managers import LAYERS, Rank, config
-from prometheus_client import REGISTRY
+from prometheus_client import CollectorRegistry
 
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.plugin.metrics import Metrics
@@ -14,18 +14,19 @@ from sglang_uvm_offload.plugin.metrics import Metrics
 LABELS = {"model_name": "m", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
 
 
+REGISTRIES: list[CollectorRegistry] = []
+
+
 @pytest.fixture
 def served():
     rank = Rank(config(resident_selection="first_n"))
-    before = set(REGISTRY._collector_to_names)
-    metrics = Metrics(rank.manager, LABELS, lambda: {"moving": rank.manager.fault is not None}, [])
-    yield rank, metrics
-    for collector in set(REGISTRY._collector_to_names) - before:
-        REGISTRY.unregister(collector)
+    REGISTRIES.append(CollectorRegistry())
+    return rank, Metrics(rank.manager, LABELS, lambda: {"moving": rank.manager.fault is not None}, [], REGISTRIES[-1])
 
 
 def sample(name: str, **labels: str) -> float | None:
-    return REGISTRY.get_sample_value(f"sglang:expert_offload_{name}", {**LABELS, **labels})
+    """Of the last rank served."""
+    return REGISTRIES[-1].get_sample_value(f"sglang:expert_offload_{name}", {**LABELS, **labels})
 
 
 def test_a_scrape_shows_residents_hit_rate_and_bytes_by_group_of_layers(served):
