@@ -19,6 +19,7 @@ from typing import Any
 
 from harness.server import EngineFailed, Server, offload_state
 from make_checkpoint import make_checkpoint
+from prometheus_client.parser import text_string_to_metric_families
 
 TRAINED = "glm4_moe"
 LEARNED = Path(__file__).parent / "tiny"
@@ -194,10 +195,12 @@ def ranges(ids: list[int]) -> str:
 
 
 def metrics(text: str) -> None:
-    print("  Metrics of the plugin beside SGLang's own:")
-    for line in text.splitlines():
-        if line.startswith("sglang:expert_offload") and "_created" not in line:
-            print(f"    {line}")
+    print("  Metrics of the plugin beside SGLang's own, those above zero:")
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if "expert_offload" in sample.name and sample.value and not sample.name.endswith("_created"):
+                own = {name: value for name, value in sample.labels.items() if name in ("layers", "by", "of")}
+                print(f"    {sample.name}{own or ''} {sample.value:g}")
 
 
 if __name__ == "__main__":
