@@ -126,10 +126,17 @@ def test_a_models_name_reaches_the_terminal_without_its_control_characters(tmp_p
     assert "a?[2J?" in capsys.readouterr().out
 
 
+KEPT = ("sglang_uvm_offload", "sglang_uvm_offload.cli", "sglang_uvm_offload.cli.main")
+
+
 def without(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] in (library, "sglang_uvm_offload")]:
-        if name not in ("sglang_uvm_offload", "sglang_uvm_offload.cli", "sglang_uvm_offload.cli.main"):
+    """Neither ``library`` can be imported, nor has anything of this package been but ``KEPT``; until the test ends."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] in (library, "sglang_uvm_offload") and name not in KEPT:
             monkeypatch.delitem(sys.modules, name)
+            package, _, own = name.rpartition(".")
+            if package in KEPT:
+                monkeypatch.setattr(sys.modules[package], own, module)  # so that it is again what it is now
     monkeypatch.setitem(sys.modules, library, None)
 
 
