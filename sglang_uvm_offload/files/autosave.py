@@ -14,6 +14,9 @@ PERIOD_SECONDS = 300.0
 PAUSE_SECONDS = 10.0
 """The least time between saves of an idle server."""
 
+LAST_SECONDS = 30.0
+"""How long a server that ends waits for the save under way."""
+
 Snapshot = Callable[[bool], Callable[[], None] | None]
 """Called between steps. Returns a function that writes the current state, None if nothing is new. With True it may wait for the
 device."""
@@ -39,12 +42,18 @@ class Saver:
         self._save_after(PAUSE_SECONDS)
 
     def finish(self) -> None:
-        """Call it when the server ends: saves what is new, and waits for it."""
+        """Call it when the server ends: saves what is new, and waits for it. Never raises: other files are to be saved too."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(LAST_SECONDS)
+            if self._thread.is_alive():
+                logger.error("Expert offload: the %s could not be saved: the save before hangs", self._what)
+                return
+        self._write(self._save_now)
+
+    def _save_now(self) -> None:
         write = self._snapshot(True)
         if write is not None:
-            self._write(write)
+            write()
 
     def _save_after(self, seconds: float) -> None:
         if self._clock() - self._saved_at < seconds or (self._thread is not None and self._thread.is_alive()):
@@ -61,3 +70,6 @@ class Saver:
             write()
         except OSError as error:
             logger.error("Expert offload: the %s could not be saved: %s. Serving goes on.", self._what, error)
+        except Exception as error:  # logged with its trace; neither serving nor the other files depend on this one
+            what = f"{type(error).__name__}: {error}"
+            logger.error("Expert offload: the %s could not be saved: %s. Serving goes on.", self._what, what, exc_info=error)
