@@ -61,6 +61,7 @@ def table(outcomes: Outcomes, title: str, key: str) -> str:
 def write(outcomes: Outcomes, out: Path | None = None) -> None:
     """Only the JSON, to ``out`` if that is given."""
     rows = sorted(outcomes, key=lambda each: (each["where"], each["kind"], each["phase"], each["what"]))
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
     (out or RESULTS).write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     if out is None:
         PAGE.write_text(markdown(rows))
