@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Mapping
@@ -35,6 +38,9 @@ class WriteRefused(OSError):
         return f"{self.filename}: {self.strerror}"
 
 
+_RANDOM_BYTES = 4
+"""In the name of a temporary file."""
+
 Protected = Mapping[Path, str]
 """Files and folders that must not be written to, each with a description: "the model's folder"."""
 NOTHING: Protected = {}
@@ -54,12 +60,13 @@ def replace(path: Path, write: Callable[[IO[bytes]], object], kind: Kind, protec
 
     Raises ``WriteRefused`` if ``refusal`` gives a reason, checked before ``write`` and again just before the rename, and
     ``OSError`` if writing fails; the old file then stays. A symbolic link stays, and its target is replaced. Other hard links
-    of a replaced file keep its old contents.
+    of a replaced file keep its old contents. What a writer that was killed left beside ``path`` is removed.
     """
     target = _followed(path)
     _check(path, target, kind, protected)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    with open(temporary, "xb") as file:
+    _remove_abandoned(target)
+    temporary, opened = _open_temporary(target)
+    with opened as file:
         try:
             write(file)
             file.flush()
@@ -69,6 +76,36 @@ def replace(path: Path, write: Callable[[IO[bytes]], object], kind: Kind, protec
         except BaseException:  # an interrupt must not leave a partial file either; it propagates
             os.unlink(temporary)
             raise
+
+
+def _open_temporary(target: Path) -> tuple[Path, IO[bytes]]:
+    """A new file beside ``target``, locked until it is closed: so nobody takes it for abandoned."""
+    while True:
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(_RANDOM_BYTES)}")
+        file = open(temporary, "xb")  # noqa: SIM115 -- the caller closes it
+        _lock(file)
+        if os.path.exists(temporary):  # nobody removed it between its creation and the lock
+            return temporary, file
+        file.close()
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove temporary files that no living writer has open. Those on a file system without locks stay."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
+    with contextlib.suppress(OSError):  # the folder may be unreadable
+        for path in [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]:
+            with contextlib.suppress(OSError), open(path, "rb") as file:  # another writer may remove it first
+                if _lock(file):
+                    os.unlink(path)
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Whether this process has the lock now; without waiting."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _followed(path: Path) -> Path:

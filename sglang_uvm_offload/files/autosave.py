@@ -14,6 +14,9 @@ PERIOD_SECONDS = 300.0
 PAUSE_SECONDS = 10.0
 """The least time between saves of an idle server."""
 
+LAST_SECONDS = 30.0
+"""How long a server that ends waits for the save under way."""
+
 Snapshot = Callable[[bool], Callable[[], None] | None]
 """Called between steps. Returns a function that writes the current state, None if nothing is new. With True it may wait for the
 device."""
@@ -61,12 +64,18 @@ class Saver:
         self._save_after(PAUSE_SECONDS)
 
     def finish(self) -> None:
-        """Call it when the server ends: saves what is new, and waits for it."""
+        """Call it when the server ends: saves what is new, and waits for it. Never raises: other files are to be saved too."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(LAST_SECONDS)
+            if self._thread.is_alive():
+                logger.error("Expert offload: the %s could not be saved: the save before hangs", self.what)
+                return
+        self._write(self._last_save)
+
+    def _last_save(self) -> None:
         write = self._snapshot(True)
         if write is not None:
-            self._write(write)
+            write()
 
     def _save_after(self, seconds: float) -> None:
         if self._writing or not (self._asked or self._clock() - self._begun_at >= seconds):
@@ -83,8 +92,13 @@ class Saver:
         try:
             write()
         except OSError as error:
-            self.failures += 1
-            self.error = str(error)
-            logger.error("Expert offload: the %s could not be saved: %s. Serving goes on.", self.what, error)
+            self._failed(str(error))
+        except Exception as error:  # noqa: BLE001 -- logged with its trace; serving and the other files do not depend on it
+            self._failed(f"{type(error).__name__}: {error}", error)
         else:
             self.saved_at, self.error = time.time(), None
+
+    def _failed(self, reason: str, error: Exception | None = None) -> None:
+        self.failures += 1
+        self.error = reason
+        logger.error("Expert offload: the %s could not be saved: %s. Serving goes on.", self.what, reason, exc_info=error)

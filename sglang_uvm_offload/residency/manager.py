@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ POLL_SECONDS = 0.5
 """How often a busy rank polls the counts for its history."""
 LOOK_SECONDS = 10.0
 """How often a busy rank looks whether residents were evicted."""
+STUCK_SECONDS = 600.0
+"""What the thread beside the steps has not ended after so long is taken to hang, as a call of a broken driver does."""
 PROFILE_SLACK = 0.05
 """The lead in hit rate that the best set for the live warm-up may have over a profile's residents before they are chosen anew.
 That set is chosen from the tokens that it is measured on, so a small lead means nothing."""
@@ -287,9 +289,9 @@ class OffloadManager:
             return None
         try:
             return self.background.collect_and_submit(self.observer.pending, resident, may_move=self.warm and not self.paused)
-        except Exception as error:  # noqa: BLE001 -- logged with its trace and shown as the fault; see below
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- logged with its trace and shown as the fault
             # Steps do not depend on decisions, and peers wait for this rank's answer. A GPU error recurs at the next kernel and
-            # ends the process there.
+            # ends the process there. The exit of another thread is none of this one's.
             self.background = None
             self._stopped("choosing residents", error)
             return None
@@ -300,14 +302,14 @@ class OffloadManager:
         def guarded() -> None:
             try:
                 move()
-            except Exception as error:  # noqa: BLE001 -- logged with its trace and shown as the fault; see below
+            except (Exception, SystemExit) as error:  # noqa: BLE001 -- logged with its trace and shown as the fault
                 # Nobody reads a move's result, so an error would be lost here. Steps are right wherever the bytes are; a GPU
                 # error recurs at the next kernel and ends the process there.
                 self._stopped("moving experts", error)
 
         self._moving = self.executor.submit(guarded)
 
-    def _stopped(self, what: str, error: Exception) -> None:
+    def _stopped(self, what: str, error: BaseException) -> None:
         self.fault = f"{what} failed: {type(error).__name__}: {error}"
         logger.error(
             "Expert offload: adapting stopped: %s. Serving goes on with the current residents; outputs are not affected.",
@@ -321,10 +323,11 @@ class OffloadManager:
         return self._moving is not None and not self._moving.done()
 
     def wait_for_moves(self) -> None:
-        """Wait for the moves and looks under way, before code that may replace tensors."""
-        for task in (self._moving, self._looking):
-            if task is not None:
-                task.result()
+        """Wait for the moves and looks under way, before code that may replace tensors. Raises ``TimeoutError`` if any
+        hangs."""
+        tasks = [task for task in (self._moving, self._looking) if task is not None]
+        if wait(tasks, STUCK_SECONDS).not_done:
+            raise TimeoutError(f"moves of experts have not ended in {STUCK_SECONDS:g} s; start the server anew")
 
     def _move(self, after: np.ndarray, show: bool) -> None:
         """Make the extents ``after`` resident, and add to the ledger. Runs on the executor."""
@@ -379,8 +382,12 @@ class OffloadManager:
         if now >= self._poll_at:
             self._poll_at = now + POLL_SECONDS
             self.poll()
-        if now >= self._look_at and (self._looking is None or self._looking.done()):
+        if now < self._look_at:
+            return
+        if self._looking is None or self._looking.done():
             self.look_for_evictions()
+        elif now >= self._look_at + STUCK_SECONDS and self.fault is None:
+            self._stopped("moving experts", TimeoutError(f"a call to the driver has not returned in {STUCK_SECONDS:g} s"))
 
     def look_for_evictions(self) -> None:
         """Begin a look, beside the steps."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,9 @@ from pathlib import Path
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.routing.counts import RoutingCounts
 from sglang_uvm_offload.routing.profile import PROFILE_FILE, Profile, ProfileError
+
+LOCK_SECONDS = 10.0
+"""How long a save waits for that of another process."""
 
 
 class ProfileFile:
@@ -75,10 +80,23 @@ def add_slot_share(path: Path, residency: float, share: float) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Excludes other processes of this machine. The lock is on the folder of ``path``, because the file itself is replaced."""
+    """Excludes other processes of this machine. The lock is on the folder of ``path``, because the file itself is replaced.
+    Raises ``TimeoutError`` if another process keeps it for ``LOCK_SECONDS``."""
     handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        _wait_for_lock(handle, path.parent)
         yield
     finally:
         os.close(handle)
+
+
+def _wait_for_lock(handle: int, folder: Path) -> None:
+    give_up = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > give_up:
+                reason = f"another process has kept the folder locked for {LOCK_SECONDS:g} s"
+                raise TimeoutError(errno.ETIMEDOUT, reason, str(folder)) from None
+            time.sleep(LOCK_SECONDS / 100)

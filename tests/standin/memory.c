@@ -189,7 +189,7 @@ EXPORT unsigned standin_read_cycles(const void* from) {
     return cycles + FAULT;
 }
 
-size_t standin_managed_bytes(void) { return managed_bytes; }
+EXPORT size_t standin_managed_bytes(void) { return managed_bytes; }
 
 void standin_vram(size_t* free_bytes, size_t* total_bytes) {
     size_t total = standin_setting("STANDIN_VRAM", 16LL << 30);

@@ -17,26 +17,39 @@ long long standin_setting(const char* name, long long otherwise) {
     return value && *value ? strtoll(value, NULL, 0) : otherwise;
 }
 
-/* STANDIN_FAIL is CALL:N:ERROR, several separated by commas: the N-th CALL (from 1) of a process returns ERROR. */
+/* STANDIN_FAIL is CALL:N:ERROR, several separated by commas: the N-th CALL (from 1) of a process returns ERROR. ERROR!
+ * is sticky, as the errors that ruin a context are: every later call returns it too. ERROR `hang`: the call never
+ * returns. Calls count from the moment that the variable names them. */
+enum { MAX_RULES = 32, HANG = -1 };
+static int seen[MAX_RULES];
+static int failures, sticky;
+
 int standin_injected(const char* call) {
-    enum { MAX_RULES = 16 };
-    static int seen[MAX_RULES];
     const char* rule = getenv("STANDIN_FAIL");
     size_t length = strlen(call);
-    int result = 0;
     pthread_mutex_lock(&lock);
+    int result = sticky;
     for (int i = 0; rule && *rule && i < MAX_RULES; i++) {
         if (strncmp(rule, call, length) == 0 && rule[length] == ':') {
             char* end;
             long nth = strtol(rule + length + 1, &end, 10);
-            if (++seen[i] == nth && *end == ':') result = atoi(end + 1);
+            if (++seen[i] == nth && *end == ':') {
+                result = strncmp(end + 1, "hang", 4) == 0 ? HANG : (int)strtol(end + 1, &end, 10);
+                if (result > 0 && *end == '!') sticky = result;
+            }
         }
         rule = strchr(rule, ',');
         if (rule) rule++;
     }
+    failures += result != 0;
     pthread_mutex_unlock(&lock);
+    while (result == HANG) pause();
     return result;
 }
+
+/* How many calls STANDIN_FAIL made fail or hang, and how many its rule at `index` has matched. */
+EXPORT int standin_failures(void) { return failures; }
+EXPORT int standin_seen(int index) { return seen[index]; }
 
 bool standin_logs_order(void) { return standin_setting("STANDIN_LOG_ORDER", 0); }
 

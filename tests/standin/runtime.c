@@ -19,7 +19,7 @@ static int remembered(int error) {
 EXPORT cudaError_t cudaGetLastError(void) {
     int error = last_error;
     last_error = 0;
-    return error;
+    return error ? error : standin_injected("cudaGetLastError");
 }
 
 EXPORT cudaError_t cudaPeekAtLastError(void) { return last_error; }
@@ -38,6 +38,10 @@ EXPORT const char* cudaGetErrorName(cudaError_t error) {
             return "cudaErrorIllegalAddress";
         case cudaErrorStreamCaptureUnsupported:
             return "cudaErrorStreamCaptureUnsupported";
+        case cudaErrorLaunchFailure:
+            return "cudaErrorLaunchFailure";
+        case cudaErrorNotSupported:
+            return "cudaErrorNotSupported";
         default:
             return "cudaErrorOfTheStandIn";
     }
@@ -57,6 +61,10 @@ EXPORT const char* cudaGetErrorString(cudaError_t error) {
             return "an illegal memory access was encountered";
         case cudaErrorStreamCaptureUnsupported:
             return "operation not permitted when stream is capturing";
+        case cudaErrorLaunchFailure:
+            return "unspecified launch failure";
+        case cudaErrorNotSupported:
+            return "operation not supported";
         default:
             return "an error of the stand-in";
     }
@@ -240,9 +248,10 @@ EXPORT cudaError_t cudaFree(void* address) { return give("cudaFree", address); }
 EXPORT cudaError_t cudaFreeAsync(void* address, cudaStream_t stream) { return give("cudaFreeAsync", address); }
 
 EXPORT cudaError_t cudaHostAlloc(void** address, size_t nbytes, unsigned flags) {
-    return take(address, nbytes, KIND_HOST);
+    int result = standin_injected("cudaHostAlloc");
+    return remembered(result ? result : take(address, nbytes, KIND_HOST));
 }
-EXPORT cudaError_t cudaMallocHost(void** address, size_t nbytes) { return take(address, nbytes, KIND_HOST); }
+EXPORT cudaError_t cudaMallocHost(void** address, size_t nbytes) { return cudaHostAlloc(address, nbytes, 0); }
 EXPORT cudaError_t cudaFreeHost(void* address) {
     if (address) standin_finish_all();
     return standin_give(address) ? 0 : cudaErrorInvalidValue;
@@ -312,6 +321,8 @@ static void enqueue_copy(void* stream, const char* call, struct copy it, bool wa
 
 /* The caller waits for a copy to pageable memory. From pageable memory, CUDA promises only that the source was read. */
 static cudaError_t copy(void* stream, struct copy it) {
+    int result = standin_injected("cudaMemcpyAsync");
+    if (result) return remembered(result);
     bool from_pageable = standin_kind(it.from) == KIND_NONE, to_pageable = standin_kind(it.to) == KIND_NONE;
     enqueue_copy(stream, "cudaMemcpyAsync", it, to_pageable);
     if (from_pageable || to_pageable) standin_finish(stream);
@@ -320,6 +331,8 @@ static cudaError_t copy(void* stream, struct copy it) {
 
 /* CUDA promises less for copies within the device and from pageable memory. */
 EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t nbytes, enum cudaMemcpyKind kind) {
+    int result = standin_injected("cudaMemcpy");
+    if (result) return remembered(result);
     bool waits = !on_device(to) || standin_kind(from) == KIND_HOST;
     enqueue_copy(NULL, "cudaMemcpy", (struct copy){to, from, 0, 0, nbytes, 1}, waits);
     standin_finish(NULL);
@@ -352,14 +365,16 @@ static void run_fill(void* state) {
 }
 
 static cudaError_t fill(const char* call, struct fill it, void* stream) {
+    int result = standin_injected(call);
+    if (result) return remembered(result);
     standin_enqueue(stream, call, (struct touched){it.to, NULL, it.nbytes}, run_fill, &it, sizeof it);
     return 0;
 }
 
 EXPORT cudaError_t cudaMemset(void* to, int value, size_t nbytes) {
-    fill("cudaMemset", (struct fill){to, value, nbytes}, NULL);
+    cudaError_t result = fill("cudaMemset", (struct fill){to, value, nbytes}, NULL);
     standin_finish(NULL);
-    return 0;
+    return result;
 }
 
 EXPORT cudaError_t cudaMemsetAsync(void* to, int value, size_t nbytes, cudaStream_t stream) {

@@ -10,7 +10,7 @@
 
 /* ---- record.c: the log of calls, and failures on demand ---- */
 
-/* The error that STANDIN_FAIL asks this call to return, or 0. Counts the call. */
+/* The error that STANDIN_FAIL asks this call to return, or 0. Counts the call; never returns from one that hangs. */
 int standin_injected(const char* call);
 
 /* Appends {"pid": .., "call": .., "result": .., FIELDS} to the file STANDIN_LOG, if set. */
@@ -40,7 +40,7 @@ void standin_move(const void* start, size_t nbytes, enum place place);
 /* What every page of the range shares, else PLACE_NONE. */
 enum place standin_shared_place(const void* start, size_t nbytes, enum advice advice);
 bool standin_accessed_by(const void* start, size_t nbytes);
-size_t standin_managed_bytes(void);
+size_t standin_managed_bytes(void); /* exported, for programs that look for what is left */
 void standin_vram(size_t* free_bytes, size_t* total_bytes);
 
 /* ---- stream.c: streams, events, capture, graphs ---- */

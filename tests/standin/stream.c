@@ -278,7 +278,10 @@ static int new_stream(void** handle) {
 }
 
 EXPORT int cudaStreamCreate(void** stream) { return new_stream(stream); }
-EXPORT int cudaStreamCreateWithPriority(void** stream, unsigned flags, int priority) { return new_stream(stream); }
+EXPORT int cudaStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
+    int result = standin_injected("cudaStreamCreateWithPriority");
+    return result ? result : new_stream(stream);
+}
 EXPORT int cuStreamCreate(void** stream, unsigned flags) { return new_stream(stream); }
 EXPORT int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) { return new_stream(stream); }
 
@@ -322,11 +325,12 @@ EXPORT int cudaStreamSynchronize(void* stream) {
 EXPORT int cuStreamSynchronize(void* stream) { return cudaStreamSynchronize(stream); }
 
 EXPORT int cudaDeviceSynchronize(void) {
+    int result = standin_injected("cudaDeviceSynchronize");
     pthread_mutex_lock(&running);
     standin_finish_all();
-    standin_log("cudaDeviceSynchronize", 0, NULL);
+    standin_log("cudaDeviceSynchronize", result, NULL);
     pthread_mutex_unlock(&running);
-    return 0;
+    return result;
 }
 
 EXPORT int cuCtxSynchronize(void) { return cudaDeviceSynchronize(); }
@@ -372,6 +376,8 @@ EXPORT int cudaStreamAddCallback(void* stream, void (*function)(void*, int, void
 /* ---- events ---- */
 
 static int new_event(void** event) {
+    int result = standin_injected("cudaEventCreate");
+    if (result) return result;
     *event = calloc(1, sizeof(struct event));
     return 0;
 }
@@ -384,6 +390,8 @@ static void log_event(const char* call, int result, void* event, void* stream) {
 }
 
 static int record(void* event, void* stream) {
+    int result = standin_injected("cudaEventRecord");
+    if (result) return result;
     pthread_mutex_lock(&running);
     *(struct event*)event = (struct event){of(stream)->graph, now(of(stream)), false};
     log_event("cudaEventRecord", 0, event, stream);
@@ -395,6 +403,8 @@ static int record(void* event, void* stream) {
 static int wait_event(void* stream, void* handle) {
     struct event* event = handle;
     struct graph* graph = event->graph;
+    int result = standin_injected("cudaStreamWaitEvent");
+    if (result) return result;
     pthread_mutex_lock(&running);
     if (graph && graph->open && !of(stream)->graph) of(stream)->graph = graph;
     log_event("cudaStreamWaitEvent", 0, event, stream);
@@ -405,7 +415,8 @@ static int wait_event(void* stream, void* handle) {
 
 static int synchronize_event(void* handle) {
     struct event* event = handle;
-    int result = wait_breaks_capture() ? cudaErrorStreamCaptureUnsupported : 0;
+    int result = standin_injected("cudaEventSynchronize");
+    if (result == 0 && wait_breaks_capture()) result = cudaErrorStreamCaptureUnsupported;
     pthread_mutex_lock(&running);
     if (result == 0) run_until(event->recorded);
     standin_log("cudaEventSynchronize", result, "\"event\": \"%p\"", handle);
@@ -415,6 +426,8 @@ static int synchronize_event(void* handle) {
 
 static int query_event(void* handle) {
     struct event* event = handle;
+    int injected = standin_injected("cudaEventQuery");
+    if (injected) return injected;
     pthread_mutex_lock(&running);
     int result = is_ready(event->recorded, &event->asked) ? 0 : cudaErrorNotReady;
     if (standin_logs_order()) standin_log("cudaEventQuery", result, "\"event\": \"%p\"", handle);
@@ -566,6 +579,8 @@ static void run_graph(void* state) {
 
 EXPORT int cudaGraphLaunch(void* executable, void* stream) {
     struct graph* graph = executable;
+    int result = standin_injected("cudaGraphLaunch");
+    if (result) return result;
     pthread_mutex_lock(&running);
     standin_log("cudaGraphLaunch", 0, "\"graph\": %d, \"nodes\": %zu, \"stream\": \"%p\"", graph->id, graph->count,
                 shown_stream(stream));

@@ -72,6 +72,38 @@ def test_the_file_has_the_mode_of_a_file_made_anew(tmp_path, umask, mode):
     assert stat.S_IMODE((tmp_path / "trace.npz").stat().st_mode) == mode
 
 
+def temporaries(folder):
+    return sorted(path.name for path in folder.glob(".*"))
+
+
+def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path):
+    path = tmp_path / "a.note"
+    child = os.fork()
+    if child == 0:
+        atomic_file.replace(path, lambda file: os._exit(9), NOTE)
+    os.waitpid(child, 0)
+    (left,) = temporaries(tmp_path)
+    others = [".a.note.012345678", ".a.note.0123456x", ".b.note.01234567", "a.note.01234567"]
+    for name in others:
+        (tmp_path / name).write_text("another's")
+    atomic_file.replace(path, lambda file: file.write(b"note"), NOTE)
+    assert left not in temporaries(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.note", *others}
+
+
+def test_the_file_of_a_writer_that_lives_stays(tmp_path):
+    path = tmp_path / "a.note"
+
+    def write(file):
+        atomic_file.replace(path, lambda other: other.write(b"note 1"), NOTE)
+        assert len(temporaries(tmp_path)) == 1
+        file.write(b"note 2")
+
+    atomic_file.replace(path, write, NOTE)
+    assert path.read_bytes() == b"note 2"
+    assert temporaries(tmp_path) == []
+
+
 def test_a_folder_that_is_gone_is_an_os_error(tmp_path):
     with pytest.raises(WriteRefused, match=f"there is no folder {tmp_path}/gone"):
         atomic_file.replace(tmp_path / "gone" / "trace.npz", write(b"note, new"), NOTE)

@@ -3,6 +3,9 @@
 import logging
 import threading
 
+import pytest
+
+from sglang_uvm_offload.files import autosave
 from sglang_uvm_offload.files.autosave import PAUSE_SECONDS, PERIOD_SECONDS, Saver
 
 
@@ -159,3 +162,28 @@ def test_failures_are_counted_and_the_last_reason_is_kept_until_a_save_ends_well
     saver.save_now()
     settle(saver)
     assert (saver.failures, saver.error) == (2, None)
+
+
+def refused(wait):
+    raise MemoryError("no room")
+
+
+@pytest.mark.parametrize("where", ["snapshot", "write"])
+def test_an_end_at_which_anything_fails_tells_so_and_goes_on(caplog, where):
+    saver = Saver("trace", refused if where == "snapshot" else lambda wait: lambda: refused(wait))
+    with caplog.at_level(logging.ERROR):
+        saver.finish()
+    assert "the trace could not be saved: MemoryError: no room" in caplog.text
+
+
+def test_an_end_does_not_wait_for_a_save_that_hangs(caplog, monkeypatch):
+    monkeypatch.setattr(autosave, "LAST_SECONDS", 0.01)
+    clock, learned, saver = made()
+    learned.value = 1
+    learned.gate.clear()
+    clock.now += PERIOD_SECONDS
+    saver.save_if_due()
+    saver.finish()
+    assert "the profile could not be saved: the save before hangs" in caplog.text
+    learned.gate.set()
+    settle(saver)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from itertools import count
@@ -248,7 +249,7 @@ class Later(Executor):
         def run():
             try:
                 future.set_result(work(*args, **kwargs))
-            except Exception as error:  # noqa: BLE001 -- the future raises it where it is asked
+            except BaseException as error:  # noqa: BLE001 -- as a thread's future, it raises it where it is asked
                 future.set_exception(error)
 
         self.tasks.append(run)
@@ -341,6 +342,41 @@ class TestDecisionsBesideTheSteps:
         assert rank_status(rank.manager).fault == "choosing residents failed: ZeroDivisionError: division by zero"
         assert len([r for r in caplog.records if "adapting stopped" in r.getMessage()]) == 1
         assert rank_status(rank.manager).routed == 3 * LAYERS * 21 * INTERVAL_STEPS
+
+    @pytest.mark.parametrize("part", ["deciding", "moving", "looking"])
+    def test_a_thread_that_exits_ends_neither_serving_nor_goes_unseen(self, part, monkeypatch):
+        later = Later()
+        rank = following(executor=later)
+        if part == "deciding":
+            rank.manager.background.adaptation.decide = lambda *seen: sys.exit("gone")
+        elif part == "moving":
+            rank.manager.mover.move = lambda *wanted: sys.exit("gone")
+        else:
+            monkeypatch.setattr(rank.manager.memory, "in_vram", lambda blocks: sys.exit("gone"))
+            rank.manager.look_for_evictions()
+        for _ in range(40):
+            serve(rank, [[5, 6, 7]], 4 * INTERVAL_STEPS)
+            later.run()
+        if part == "looking":
+            assert rank.manager.evictions._failed
+        else:
+            assert rank.manager.fault.endswith("failed: SystemExit: gone")
+
+    def test_a_thread_that_hangs_is_shown_once_and_does_not_hold_up_an_update_of_the_weights(self, caplog, monkeypatch):
+        now = [0.0]
+        rank = following(executor=Later(), clock=lambda: now[0])  # runs nothing
+        rank.manager.look_for_evictions()
+        now[0] = manager_module.STUCK_SECONDS
+        rank.manager.poll_if_due()
+        assert rank.manager.fault is None
+        for _ in range(3):
+            now[0] += manager_module.LOOK_SECONDS
+            rank.manager.poll_if_due()
+        assert rank_status(rank.manager).fault.endswith("a call to the driver has not returned in 600 s")
+        assert caplog.text.count("adapting stopped") == 1
+        monkeypatch.setattr(manager_module, "STUCK_SECONDS", 0.01)
+        with pytest.raises(TimeoutError, match="moves of experts have not ended in"):
+            rank.manager.wait_for_moves()
 
     def test_what_is_decided_on_the_steps_up_to_one_look_is_taken_at_the_next(self):
         rank = following()

@@ -1,7 +1,10 @@
 """The saved profile: history and live counts together, from ranks that each hold a part, whatever was there before."""
 
+import contextlib
 import dataclasses
+import fcntl
 import multiprocessing
+import os
 
 import numpy as np
 import pytest
@@ -10,12 +13,20 @@ from builders.profiles import saved
 from sglang_uvm_offload.files.atomic import WriteRefused
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.routing import profile as profile_module
+from sglang_uvm_offload.routing import profile_file
 from sglang_uvm_offload.routing.counts import RoutingCounts
 from sglang_uvm_offload.routing.profile import Profile, ProfileError, RoutedModel
 from sglang_uvm_offload.routing.profile_file import ProfileFile, add_slot_share
 
 MODEL = RoutedModel("m", "M", (1, 2), 4, 2)
 WHOLE = ([1, 2], [range(4), range(4)])
+
+
+@contextlib.contextmanager
+def open_folder(path):
+    handle = os.open(path, os.O_RDONLY)
+    yield handle
+    os.close(handle)
 
 
 def ones(layers=2, experts=4, steps=(1, 2), times=1):
@@ -147,6 +158,17 @@ def test_ranks_that_save_at_the_same_time_lose_nothing(tmp_path):
     with multiprocessing.get_context("fork").Pool(4) as pool:
         pool.map(_saves, parts(tmp_path / "p.npz", "now"), chunksize=1)
     assert (Profile.load(tmp_path / "p.npz").seen.counts[:, 1, 1] == 19 * np.array(EXPECTED)).all()
+
+
+def test_a_save_waits_no_longer_than_that_for_a_lock_that_another_keeps(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile_file, "LOCK_SECONDS", 0.05)
+    file = ProfileFile(tmp_path / "p.npz", Profile.empty(MODEL), "now", *WHOLE)
+    with open_folder(tmp_path) as folder:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match="another process has kept the folder locked"):
+            save(file, ones())
+    save(file, ones())
+    assert Profile.load(tmp_path / "p.npz").seen.steps == (1, 2)
 
 
 def test_an_empty_file_is_replaced(tmp_path):

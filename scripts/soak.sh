@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Mixed traffic against a server of two ranks for some minutes: every answer beside that of a server without this plugin, and
+# whether memory, handles and threads grow. Writes benchmarks/results/reliability/soak.json (or --out FILE.json).
+# usage: scripts/soak.sh MINUTES [--out FILE.json]     environment: PYTHON=INTERPRETER instead of python
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONPATH="$PWD:$PWD/scripts:$PWD/tests:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
+exec nice -n 5 "${PYTHON:-python}" -m faults.soak "$@"

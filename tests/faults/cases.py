@@ -1,0 +1,128 @@
+"""Which faults are tried on ranks."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from faults.ranks import Fault
+
+CODES = {
+    "2": ("out of memory", "out of memory"),
+    "1": ("invalid value", "invalid argument"),
+    "719!": ("launch failure, sticky", "unspecified launch failure"),
+    "801": ("not supported", "operation not supported"),
+}
+"""What STANDIN_FAIL is given: what it is called here, and what a rank that stops says."""
+
+MANAGER = "sglang_uvm_offload.residency"
+DECIDE = f"{MANAGER}.adaptation:Adaptation.decide"
+MOVE = f"{MANAGER}.mover:Mover.move"
+LOOK = f"{MANAGER}.evictions:Evictions.look"
+SAVE = "sglang_uvm_offload.routing.profile_file:ProfileFile._save"
+
+
+def cuda_calls(census: Mapping[str, Mapping[str, int]], job: Mapping[str, Any] | None = None) -> Iterator[Fault]:
+    """Each kind of call in each phase that makes some: the first, one in the middle and the last, with every code once."""
+    for phase, counts in census.items():
+        for kind, count in counts.items():
+            if not count:
+                continue
+            calls = [1, (count + 1) // 2, count]
+            for number, (code, (name, words)) in enumerate(CODES.items()):
+                k = calls[number % len(calls)]
+                what = f"{kind} {k} of {count}: {name}"
+                fail = {**(job or {}), "action": "cuda call", "value": f"{kind}:{k}:{code}"}
+                # Counters stay exact whatever fails, so a rank may go on without a word only if it says so.
+                yield Fault("CUDA call", phase, what, fail, (words,))
+
+
+def surroundings() -> Iterator[Fault]:
+    yield from full_memory()
+    yield from emulated_memory()
+    yield from threads()
+    yield from files()
+    yield from signals()
+    for seconds in (-10 * 365 * 86400, -3600, 3600, 10 * 365 * 86400):
+        for phase in ("load", "serve", "save"):
+            job = {"action": "clock", "value": seconds}
+            yield Fault("clock", phase, f"the time of day jumps by {seconds:+d} s", job, restarts=phase == "save")
+
+
+def full_memory() -> Iterator[Fault]:
+    phases = ("load", "warm-up", "serve", "re-advise", "stream", "look", "save")
+    full = ("out of memory", "of VRAM is free", "host RAM", "free")
+    for phase in phases:
+        for left in (0, 1 << 20, 16 << 20):
+            what = f"another process leaves {left >> 20} MiB of VRAM"
+            yield Fault("VRAM taken", phase, what, {"action": "VRAM", "value": left}, full)
+        for value in (0, 1 << 30, "ENOENT", "EIO"):
+            left = f"{value >> 20} MiB of host RAM are left" if isinstance(value, int) else f"reading host RAM: {value}"
+            reasons = full if isinstance(value, int) else ("/proc/meminfo",)
+            for backend in ("uvm", "emulated"):
+                job = {"action": "host RAM", "value": value, "backend": backend}
+                yield Fault("host RAM", phase, f"{left} ({backend})", job, reasons)
+        for value in ("full", "over", "empty"):
+            yield Fault("cgroup", phase, f"its limit: {value}", {"action": "cgroup", "value": value}, (*full, "memory.max"))
+        job = {"action": "mmap", "value": 1 << 20}
+        yield Fault(
+            "mmap",
+            phase,
+            "no more can be mapped",
+            job,
+            (*full, "allocate", "Cannot allocate", "MemoryError", "bad_alloc", "start new thread"),
+        )
+        if phase != "load":
+            yield Fault("VRAM taken", phase, "residents are evicted", {"action": "eviction", "value": 2})
+
+
+def emulated_memory() -> Iterator[Fault]:
+    counts = {"load": (1, 4), "warm-up": (1, 2), "re-advise": (1, 2, 3), "look": (1,)}
+    for phase, ks in counts.items():
+        for call in ("allocate", "place", "info", "in_vram", "last_prefetch"):
+            for k in ks:
+                job = {"action": "emulated memory", "backend": "emulated", "call": call, "k": k, "value": "injected"}
+                yield Fault("managed memory", phase, f"{call} {k}", job, ("injected",))
+
+
+def threads() -> Iterator[Fault]:
+    for phase in ("warm-up", "serve", "re-advise"):
+        for call in (DECIDE, MOVE, LOOK):
+            for value in ("MemoryError", "RuntimeError", "SystemExit", "hang"):
+                for backend in ("uvm", "emulated"):
+                    name = call.rpartition(".")[2]
+                    job = {"action": "thread", "call": call, "k": 1, "value": value, "backend": backend}
+                    yield Fault("thread", phase, f"{name}: {value} ({backend})", job, ("injected", "SystemExit"))
+    for value in ("MemoryError", "RuntimeError", "ValueError"):
+        for phase in ("save", "end"):
+            job = {"action": "thread", "call": SAVE, "k": 1, "value": value}
+            yield Fault("thread", phase, f"save: {value}", job, ("injected",), restarts=True)
+
+
+def files() -> Iterator[Fault]:
+    ways = ["folder gone", "folder is a file", "path is a folder", "file of another kind", "damaged file", "size limit"]
+    ways += ["no handles", "locked by another"]
+    ways += [f"{call}:{name}" for call in ("fsync", "replace") for name in ("ENOSPC", "EROFS", "EIO", "EDQUOT", "ESTALE")]
+    for how in ways:
+        for phase in ("save", "end"):
+            job = {"action": "files", "value": how}
+            yield Fault("files", phase, how, job, ("the profile could not be saved",), must_say=True, restarts=True)
+
+
+def signals() -> Iterator[Fault]:
+    where = {
+        "move": ("re-advise", "sglang_uvm_offload.experts.layer:ExpertLayer.promote", 1),
+        "demotion": ("re-advise", "sglang_uvm_offload.experts.layer:ExpertLayer.demote", 2),
+        "load": ("load", "sglang_uvm_offload.experts.layer:ExpertLayer.allocate", 3),
+        "stream": ("stream", "sglang_uvm_offload.streaming.streamer:Streamer.enter", 2),
+        "save, before fsync": ("save", "os:fsync", 1),
+        "save, before the rename": ("save", "os:replace", 1),
+        "save, while writing": ("save", "numpy.lib.format:write_array", 1),
+        "last save": ("end", "os:replace", 1),
+    }
+    for what, (phase, call, k) in where.items():
+        for name in ("SIGKILL", "SIGTERM"):
+            ends = -getattr(signal, name)
+            job = {"action": "signal", "call": call, "k": k, "value": name}
+            yield Fault("signal", phase, f"{name} in a {what}", job, ends=ends, restarts=True)

@@ -1,0 +1,58 @@
+"""A few of the faults that ``scripts/faults.sh`` tries, one in each way that a rank can go on or end, and that each judgement
+can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from faults import cases
+from faults.ranks import Fault, Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, standin) -> Iterator[Ranks]:
+    made = Ranks(tmp_path_factory.mktemp("faults"), "1", cuda=standin.library.parent)
+    made.left["uvm"] = 2 << 20  # the block that reads are compared with stays
+    yield made
+    made.close()
+
+
+def call(phase: str, fail: str, *reasons: str) -> Fault:
+    return Fault("CUDA call", phase, fail, {"action": "cuda call", "value": fail}, reasons)
+
+
+MOVE = call("re-advise", "cudaMemPrefetchAsync:1:2", "out of memory")
+LOAD = call("load", "cudaMallocManaged:2:2", "out of memory")
+STICKY = call("serve", "cudaLaunchKernel:5:719!", "unspecified launch failure")
+
+
+def test_a_move_that_fails_is_shown_and_the_rank_serves_on(ranks):
+    outcome = ranks.judge(MOVE)
+    assert (outcome.end, outcome.answers > 5) == ("served on", True), outcome
+    assert "cudaMemPrefetchAsync to host failed" in outcome.detail
+
+
+@pytest.mark.parametrize("fault", [LOAD, STICKY], ids=lambda fault: fault.phase)
+def test_a_failure_that_nobody_survives_is_named(ranks, fault):
+    outcome = ranks.judge(fault)
+    assert outcome.end == "stopped with a reason", outcome
+
+
+def test_what_a_killed_save_leaves_is_gone_after_the_next_start(ranks):
+    (killed,) = [f for f in cases.signals() if f.what == "SIGKILL in a save, before the rename"]
+    assert ranks.judge(killed).end == "ended by the signal"
+
+
+def test_another_reason_than_the_true_one_is_no_reason(ranks):
+    assert ranks.judge(replace(LOAD, reasons=("operation not supported",))).end == "no reason"
+
+
+def test_a_byte_that_changes_is_a_wrong_answer(ranks):
+    spoil = {"action": "spoil", "value": None}
+    assert ranks.judge(Fault("bytes", "serve", "one changes", spoil)).end == "wrong answer"
+
+
+def test_a_fault_that_nothing_meets_is_not_counted(ranks):
+    assert ranks.judge(call("look", "cudaFree:99:2")).end == "not reached"
