@@ -44,10 +44,8 @@ class Evictions:
             return
         try:
             share = self._share(layers)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # logged with its trace; a GPU error recurs at the next step and ends the process there
+        except (Exception, SystemExit) as error:
+            # Logged with its trace; a GPU error recurs at the next step and ends the process there.
             self._failed, self.evicted_bytes = True, None
             logger.warning("Expert offload: whether residents are evicted can no longer be told", exc_info=error)
             return
