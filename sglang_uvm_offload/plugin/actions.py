@@ -17,7 +17,7 @@ KEY = "expert_offload"
 """Of ``SetInternalStateReq.server_args``, by which SGLang brings an action to every rank between the same two steps."""
 
 
-class Action(enum.StrEnum):
+class Action(str, enum.Enum):
     """The value of ``action`` in ``POST /expert_offload``."""
 
     READVISE = "readvise"
@@ -27,6 +27,9 @@ class Action(enum.StrEnum):
     RESUME = "resume"
     SAVE = "save"
     """Save the profile and the trace."""
+
+    def __str__(self) -> str:
+        return self.value
 
     def message(self) -> dict[str, int]:
         """As SGLang carries it: numbers only."""

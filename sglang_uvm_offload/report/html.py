@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from xml.etree.ElementTree import Element, tostring
 
 from sglang_uvm_offload.report.report_file import DOCTYPE, GENERATOR
@@ -62,7 +62,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Element:
 
 def written() -> str:
     """The date and time of writing."""
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> Element:
