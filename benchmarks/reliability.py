@@ -1,4 +1,5 @@
-"""The page on faults, made of what ``scripts/faults.sh`` has tried: ``python benchmarks/reliability.py`` makes it again."""
+"""The page on faults and long runs, made of what ``scripts/faults.sh`` and ``scripts/soak.sh`` have tried; ``python
+benchmarks/reliability.py`` makes it again."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "reliability" / "faults.json"
+SOAK = RESULTS.with_name("soak.json")
 PAGE = HERE / "reliability.md"
 
 GOOD = ("served on", "stopped with a reason", "ended by the signal")
@@ -26,10 +28,18 @@ stops must say why, within its time; whoever serves on must end when asked, and 
 temporary file. The next start is tried on the files that are left.
 """
 
+SOAKED = """## Soak
+
+`scripts/soak.sh` has four clients ask a server of two ranks, in domains that change, with `continuous`, saving and tracing;
+an operator has it readvise, pause, resume and save. Every answer is compared with that of a server without this plugin.
+"""
+GREW = """Growth of the medians from one half of the last two thirds of the time to the other, over all processes (rss: memory;
+shm: entries of /dev/shm):"""
+
 Outcomes = Sequence[dict[str, Any]]
 
 
-def markdown(outcomes: Outcomes) -> str:
+def markdown(outcomes: Outcomes, soak: dict[str, Any] | None = None) -> str:
     tried = [each for each in outcomes if each["end"] != "not reached"]
     ends = Counter(each["end"] for each in tried)
     answers = sum(each["answers"] for each in tried)
@@ -43,6 +53,8 @@ def markdown(outcomes: Outcomes) -> str:
     lines.append(f"{len(outcomes) - len(tried)} more were armed, and what they break was not used.\n")
     for title, key in (("kind", "kind"), ("phase", "phase")):
         lines.append(table(tried, title, key) + "\n")
+    if soak is not None:
+        lines.append(soaked(soak))
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -58,14 +70,29 @@ def table(outcomes: Outcomes, title: str, key: str) -> str:
     return "\n".join(rows)
 
 
+def soaked(soak: dict[str, Any]) -> str:
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in soak["answers"].items())
+    told = ", ".join(f"{action} {count}" for action, count in soak["actions"].items())
+    growth = ", ".join(f"{name} {share:+.1%}" for name, share in soak["growth"].items())
+    requests = f"{sum(soak['answers'].values()):,} requests in {soak['minutes']:g} minutes: {kinds}."
+    judged = f"Wrong answers: {len(soak['wrong'])}. Failed saves: {soak['saves_failed']}. Fault: {soak['fault'] or 'none'}."
+    moved = f"Promotions: {soak['moves']:,}; hit rate {soak['hit_rate']:.1%}. Told: {told}."
+    return f"{SOAKED}\n{requests}\n{judged}\n{moved}\n\n{GREW} {growth}.\n"
+
+
+def write_page() -> None:
+    soak = json.loads(SOAK.read_text()) if SOAK.exists() else None
+    PAGE.write_text(markdown(json.loads(RESULTS.read_text()), soak))
+
+
 def write(outcomes: Outcomes, out: Path | None = None) -> None:
     """Only the JSON, to ``out`` if that is given."""
     rows = sorted(outcomes, key=lambda each: (each["where"], each["kind"], each["phase"], each["what"]))
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     (out or RESULTS).write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     if out is None:
-        PAGE.write_text(markdown(rows))
+        write_page()
 
 
 if __name__ == "__main__":
-    PAGE.write_text(markdown(json.loads(RESULTS.read_text())))
+    write_page()

@@ -185,5 +185,6 @@ def test_an_end_does_not_wait_for_a_save_that_hangs(caplog, monkeypatch):
     saver.save_if_due()
     saver.finish()
     assert "the profile could not be saved: the save before hangs" in caplog.text
+    assert learned.waited == [False], "another save was begun beside it"
     learned.gate.set()
     settle(saver)

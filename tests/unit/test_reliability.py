@@ -7,6 +7,7 @@ import json
 import reliability
 
 COMMITTED = json.loads(reliability.RESULTS.read_text())
+SOAK = json.loads(reliability.SOAK.read_text()) if reliability.SOAK.exists() else None
 
 
 def row(end: str, **more: object) -> dict[str, object]:
@@ -14,7 +15,7 @@ def row(end: str, **more: object) -> dict[str, object]:
 
 
 def test_the_page_is_made_of_the_committed_results():
-    assert reliability.PAGE.read_text() == reliability.markdown(COMMITTED)
+    assert reliability.PAGE.read_text() == reliability.markdown(COMMITTED, SOAK)
 
 
 def test_no_fault_that_was_tried_shows_a_defect():

@@ -211,6 +211,8 @@ def test_flags_that_bring_more_residents_are_planned_with_and_shown_with_their_p
 def test_flags_that_were_given_or_bring_nothing_are_not_shown():
     given = case_of("glm-4.5-air", "4x4090", reserve=Reserve(0.95, chunked_prefill_size=2048))
     assert not planner.alternatives(given, plan_case(given))
+    modest = case_of("glm-4.5-air", "4x4090", reserve=Reserve(0.8))
+    assert "--mem-fraction-static 0.9" not in [other.flag for other in planner.alternatives(modest, plan_case(modest))]
     whole = case_of("glm-4.5-air", "8xH20")
     assert not planner.alternatives(whole, plan_case(whole)), "every expert fits"
     lavish = case_of("glm-4.5-air", "4x4090", reserve=Reserve(0.95))

@@ -1,0 +1,68 @@
+"""Mixed traffic for a server: the same requests each time, and what of an answer is compared."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from harness.server import Server
+
+DOMAINS = ("the weather in the north", "def f(x):\n    return x", "once upon a time in a far country", "1 2 3 4 5 6 7 8")
+GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})
+TOLERANCE = 1e-3
+"""Of log-probabilities: a row of a batch is summed in another order than alone."""
+
+
+class Request(NamedTuple):
+    kind: str
+    path: str
+    body: dict[str, Any]
+
+
+def requests() -> list[Request]:
+    """Of each domain one of each kind, domain after domain."""
+    made = []
+    for domain in DOMAINS:
+        long = (domain + " ") * 12
+        chat = {"model": "m", "messages": [{"role": "user", "content": domain}], "temperature": 0, "max_tokens": 8}
+        made += [
+            Request("short", "/generate", {"text": domain, "sampling_params": GREEDY}),
+            Request("long", "/generate", {"text": long, "sampling_params": GREEDY}),
+            Request("streamed", "/generate", {"text": domain + "?", "sampling_params": GREEDY}),
+            Request("n", "/generate", {"text": domain, "sampling_params": {**GREEDY, "n": 2}}),
+            Request("logprobs", "/generate", {"text": domain, "sampling_params": GREEDY, "return_logprob": True}),
+            Request("regex", "/generate", {"text": domain, "sampling_params": {**GREEDY, "regex": "[a-c]{8}"}}),
+            Request("json_schema", "/generate", {"text": domain, "sampling_params": {**GREEDY, "json_schema": SCHEMA}}),
+            Request("completions", "/v1/completions", {"model": "m", "prompt": domain, "temperature": 0, "max_tokens": 8}),
+            Request("chat", "/v1/chat/completions", chat),
+            Request("aborted", "/generate", {"text": long, "sampling_params": {**GREEDY, "max_new_tokens": 200}}),
+        ]
+    return made
+
+
+def answer(server: Server, request: Request) -> Any:
+    """What is compared: texts, and log-probabilities. An aborted request has no answer."""
+    if request.kind in ("aborted", "streamed"):
+        events = server.stream(request.path, request.body)
+        if request.kind == "streamed":
+            return [event["text"] for event in events][-1]
+        for _ in range(3):
+            next(events)
+        events.close()  # type: ignore[attr-defined]
+        return None
+    got = server.post(request.path, request.body)
+    if "choices" in got:
+        return [choice.get("text") or choice["message"]["content"] for choice in got["choices"]]
+    answers = got if isinstance(got, list) else [got]
+    return [[each["text"], each["meta_info"].get("output_token_logprobs")] for each in answers]
+
+
+def alike(mine: Any, theirs: Any) -> bool:
+    """Whether two answers are the same, but for the last bits of log-probabilities."""
+    if isinstance(mine, float) and isinstance(theirs, float):
+        return math.isclose(mine, theirs, abs_tol=TOLERANCE)
+    if isinstance(mine, list) and isinstance(theirs, list):
+        return len(mine) == len(theirs) and all(map(alike, mine, theirs))
+    return mine == theirs
