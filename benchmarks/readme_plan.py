@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
@@ -35,7 +36,10 @@ def planned(
     """By the command's defaults: tensor parallelism over all GPUs."""
     where = preset(machine)
     work = Workload(CONTEXT, requests=requests, speculative=speculative)
-    return plan(load(config), where, work, Parallel(tp=where.gpus), reserve, slots=slots)
+    return plan(_model(config), where, work, Parallel(tp=where.gpus), reserve, slots=slots)
+
+
+_model = cache(load)
 
 
 def shown(result: Plan) -> str:
