@@ -13,7 +13,6 @@ from builders import pages
 from builders.pages import PAGES, ROOT
 
 SVG = "{http://www.w3.org/2000/svg}"
-BLOCKS = ("expectations", "choices", *(f"plan:{machine}" for machine in expectations.PLANS))
 SCRIPT = re.compile(r"\b(?:scripts|benchmarks|tests)/[\w./-]+\.(?:py|sh)\b")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -61,7 +60,9 @@ def test_bodies_of_requests_are_valid(page):
 def test_there_are_commands_to_check():
     found = [words for page in PAGES for words in pages.commands(page.read_text())]
     assert sum(pages.launched(words) is not None for words in found) > 10
-    assert {"doctor", "plan", "replay"} <= {words[1] for words in found if words[0] == "sglang-uvm-offload"}
+    assert {"doctor", "plan", "replay", "report", "profile"} == {
+        words[1] for words in found if words[0] == "sglang-uvm-offload"
+    }
     assert any("-d" in words for words in found if words[0] == "curl")
 
 
@@ -132,10 +133,14 @@ def made() -> dict[str, str]:
     return expectations.blocks(ROOT / "tests/fixtures/models")
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_a_table_is_what_the_planner_predicts(name, made):
-    shown = expectations.shown_in((ROOT / "docs/tuning.md").read_text())
-    assert shown[name] == made[name], "python benchmarks/expectations.py tests/fixtures/models docs/tuning.md"
+@every_page
+def test_tables_are_what_the_planner_predicts(page, made):
+    for name, text in expectations.shown_in(page.read_text()).items():
+        assert text == made[name], f"python benchmarks/expectations.py tests/fixtures/models {page.relative_to(ROOT)}"
+
+
+def test_the_page_about_tuning_has_every_table(made):
+    assert set(expectations.shown_in((ROOT / "docs/tuning.md").read_text())) == set(made)
 
 
 def test_the_table_has_plans_that_are_useful_useless_and_none(made):
