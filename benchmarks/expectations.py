@@ -13,7 +13,8 @@ from pathlib import Path
 from readme_plan import planned, shown
 
 from sglang_uvm_offload.config import UNRESOLVED
-from sglang_uvm_offload.sizing.plan import Plan, Reserve, Speed
+from sglang_uvm_offload.sizing.machine import GIB
+from sglang_uvm_offload.sizing.plan import Plan, Reserve
 from sglang_uvm_offload.sizing.plan_report import ROWS as LEGEND
 from sglang_uvm_offload.sizing.slots import Slots
 
@@ -64,10 +65,11 @@ PREDICTED = ("residents of a layer", "decode, predicted", "of resident", "prefil
 
 def expectations(configs: Path) -> str:
     """A Markdown table of ``CASES``: one request, from the least to the most of the predicted hit rates."""
-    rows: list[tuple[str, ...]] = [("model", "machine", *PREDICTED, "the planner's verdict")]
+    rows: list[tuple[str, ...]] = [("model", "machine", "host RAM", *PREDICTED, "the planner's verdict")]
     for model, machine in CASES:
         result = planned(_config(configs, model), machine)
-        rows.append((NAMES[model], machine, *_cells(result), _verdict(result)))
+        host = f"{result.machine.host_bytes // GIB} GiB"
+        rows.append((NAMES[model], machine, host, *_cells(result), _verdict(result)))
     return _table(rows)
 
 
@@ -124,7 +126,7 @@ def _cells(result: Plan) -> tuple[str, ...]:
         f"{result.num_resident} of {result.num_experts}{slots}",
         f"{_range(f'{least.decode_tokens_s:.1f}', f'{most.decode_tokens_s:.1f}')} tok/s",
         _range(f"{least.decode_ratio:.0%}", f"{most.decode_ratio:.0%}"),
-        f"{_prefill_ratio(least):.0%}",
+        f"{least.prefill_tokens_s / least.resident_prefill_tokens_s:.0%}",
     )
 
 
@@ -136,10 +138,6 @@ def _verdict(result: Plan) -> str:
 
 def _range(least: str, most: str) -> str:
     return least if least == most else f"{least} to {most}"
-
-
-def _prefill_ratio(speed: Speed) -> float:
-    return speed.prefill_tokens_s / speed.resident_prefill_tokens_s
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

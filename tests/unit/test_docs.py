@@ -29,10 +29,9 @@ def test_scripts_that_are_named_exist(page):
 
 @every_page
 def test_flags_that_are_named_exist_and_take_the_value_behind_them(page):
-    named = re.findall(r"(--expert-offload-[\w-]*\w)(?: ([\w./@,-]+))?", page.read_text())
-    in_code = re.findall(r"`(--expert-offload-[\w-]*\w)(?: ([^`\s]+))?[^`]*`", page.read_text())
-    problems = [problem for name, _ in named for problem in pages.flag_problems(name, None)]
-    assert problems + [problem for pair in in_code for problem in pages.flag_problems(pair[0], pair[1] or None)] == []
+    named = [(name, None) for name in re.findall(r"--expert-offload-[\w-]*\w", page.read_text())]
+    with_values = re.findall(r"`(--expert-offload-[\w-]*\w) ([^`\s]+)[^`]*`", page.read_text())
+    assert [problem for name, value in named + with_values for problem in pages.flag_problems(name, value)] == []
 
 
 @every_page
