@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import configparser
 import json
 import re
 import shlex
 from pathlib import Path
 
-import msgspec
 import pytest
 import sglang.srt.observability.metrics_collector as sglang_metrics
 import yaml
+from builders import pages
 from builders.managers import Rank, config
 from prometheus_client import CollectorRegistry
-from sglang.srt.server_args import ServerArgs
 
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.plugin.actions import Action
-from sglang_uvm_offload.plugin.http_routes import _Command
 from sglang_uvm_offload.plugin.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
@@ -100,10 +96,9 @@ def test_an_alert_says_what_to_do_and_where_more_is_written(rule):
     notes = rule["annotations"]
     assert {"summary", "description"} <= set(notes)
     path, anchor = notes["runbook"].split("#")
-    headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.M)
-    assert anchor in [heading.lower().replace(" ", "-") for heading in headings]
+    assert anchor in pages.anchors((ROOT / path).read_text())
     for body in re.findall(r"POST /expert_offload (\{.*?\})", notes["description"]):
-        msgspec.json.decode(body, type=_Command)
+        pages.parse_action(body)
 
 
 def launches() -> dict[str, list[str]]:
@@ -116,14 +111,9 @@ def launches() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", ["service", "compose"])
 def test_an_example_launches_sglang_with_flags_that_exist(name):
-    python, m, module, *arguments = launches()[name]
-    assert (python.split("/")[-1].startswith("python"), m, module) == (True, "-m", "sglang.launch_server")
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    of_sglang, of_plugin = parser.parse_known_args(arguments)
+    of_sglang, of_plugin = pages.config_of_launch(pages.launched(launches()[name]))
     assert of_sglang.enable_metrics
-    names = [name.removeprefix("--expert-offload-").replace("-", "_") for name in of_plugin[::2]]
-    assert parse(dict(zip(names, of_plugin[1::2], strict=True))).save_profile is not None
+    assert of_plugin.save_profile is not None
 
 
 def test_the_page_lists_the_metrics_that_are_exported(exported):
@@ -138,12 +128,3 @@ def test_the_page_lists_the_metrics_that_are_exported(exported):
 def test_the_page_has_all_actions_and_no_others():
     rows = re.findall(r"^\| `(\w+)` \|", PAGE.split("## Actions")[1].split("## Metrics")[0], re.M)
     assert sorted(rows) == sorted(Action)
-    for body in re.findall(r"-d '([^']*)'", PAGE):
-        msgspec.json.decode(body, type=_Command)
-
-
-def test_the_pages_links_lead_somewhere():
-    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", PAGE)]
-    assert links
-    for link in links:
-        assert (ROOT / "docs" / link).exists(), link

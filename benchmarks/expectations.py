@@ -1,0 +1,158 @@
+"""What to expect where, by the planner: ``python benchmarks/expectations.py CONFIGS [PAGE...]``.
+
+CONFIGS is a folder of config files by model. Prints every block that pages show between markers, as ``<!-- plan:8xH20 -->`` and
+``<!-- /plan:8xH20 -->``; with pages, writes those that each has into it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from readme_plan import planned, shown
+
+from sglang_uvm_offload.config import UNRESOLVED
+from sglang_uvm_offload.sizing.machine import GIB
+from sglang_uvm_offload.sizing.plan import Plan, Reserve
+from sglang_uvm_offload.sizing.plan_report import ROWS as LEGEND
+from sglang_uvm_offload.sizing.slots import Slots
+
+PLANS = {"8xH20": ("glm-5-fp8", 4), "4x4090": ("gpt-oss-120b", 4), "1xH200": ("glm-4.5-air", 1), "1xGH200": ("glm-4.5-air", 1)}
+"""The model and the concurrent requests that ``docs/tuning.md`` plans for on each machine."""
+
+CHOICES = {
+    "(SGLang's defaults)": {},
+    "`--mem-fraction-static 0.9`": {"reserve": Reserve(mem_fraction_static=0.9)},
+    "`--chunked-prefill-size 2048`": {"reserve": Reserve(chunked_prefill_size=2048)},
+    "`--expert-offload-slots auto`": {"slots": Slots(UNRESOLVED)},
+    "`--speculative-algorithm NEXTN`": {"speculative": True},
+}
+"""What else a launch may ask for, as arguments of ``planned``."""
+CHOOSING = ("8xH20", "4x4090", "1xH200")
+"""The machines of ``PLANS`` that ``docs/tuning.md`` compares ``CHOICES`` on."""
+
+NAMES = {
+    "glm-5-fp8": "GLM-5-FP8",
+    "deepseek-v3": "DeepSeek-V3",
+    "kimi-k2": "Kimi-K2",
+    "glm-4.5-air": "GLM-4.5-Air",
+    "qwen3-235b-a22b": "Qwen3-235B-A22B",
+    "gpt-oss-120b": "gpt-oss-120b",
+}
+"""Models by the name of their config file."""
+
+CASES = (
+    ("glm-5-fp8", "8xH20"),
+    ("kimi-k2", "8xH20"),
+    ("deepseek-v3", "8xH100"),
+    ("deepseek-v3", "4xGH200"),
+    ("deepseek-v3", "1xH200"),
+    ("glm-4.5-air", "1xGH200"),
+    ("glm-4.5-air", "1xH100"),
+    ("glm-4.5-air", "4x4090"),
+    ("glm-4.5-air", "2x4090"),
+    ("qwen3-235b-a22b", "1xH200"),
+    ("qwen3-235b-a22b", "4x4090"),
+    ("gpt-oss-120b", "4x4090"),
+    ("gpt-oss-120b", "1x5090"),
+    ("gpt-oss-120b", "1x4090"),
+)
+"""Winners and losers."""
+
+PREDICTED = ("residents of a layer", "decode, predicted", "of resident", "prefill, of resident")
+
+
+def expectations(configs: Path) -> str:
+    """A Markdown table of ``CASES``: one request, from the least to the most of the predicted hit rates."""
+    rows: list[tuple[str, ...]] = [("model", "machine", "host RAM", *PREDICTED, "the planner's verdict")]
+    for model, machine in CASES:
+        result = planned(_config(configs, model), machine)
+        host = f"{result.machine.host_bytes // GIB} GiB"
+        rows.append((NAMES[model], machine, host, *_cells(result), _verdict(result)))
+    return _table(rows)
+
+
+def choices(configs: Path) -> str:
+    """A Markdown table of ``CHOICES`` on ``CHOOSING``, with one request."""
+    rows: list[tuple[str, ...]] = [("machine, model", "with", *PREDICTED)]
+    for machine in CHOOSING:
+        model, _ = PLANS[machine]
+        for words, options in CHOICES.items():
+            result = planned(_config(configs, model), machine, **options)
+            if result.fits:  # a model without draft layers has no such plan
+                rows.append((f"{machine}, {NAMES[model]}", words, *_cells(result)))
+    return _table(rows)
+
+
+def blocks(configs: Path) -> dict[str, str]:
+    """Every block by the name in its markers."""
+    made = {"expectations": expectations(configs), "choices": choices(configs)}
+    for machine, (model, requests) in PLANS.items():
+        lines = shown(planned(_config(configs, model), machine, requests)).splitlines()
+        # The page says once what the rows are.
+        made[f"plan:{machine}"] = "\n".join(line for line in lines if line.strip() not in LEGEND)
+    return made
+
+
+def shown_in(page: str) -> dict[str, str]:
+    """The blocks that a page has, of those that this script makes."""
+    return dict(re.findall(r"<!-- (expectations|choices|plan:\w+) -->\n(.*?)\n<!-- /\1 -->", page, re.S))
+
+
+def refreshed(page: str, made: dict[str, str]) -> str:
+    """The page with its blocks as they are ``made``."""
+    for name, old in shown_in(page).items():
+        page = page.replace(_between(name, old), _between(name, made[name]))
+    return page
+
+
+def _between(name: str, text: str) -> str:
+    return f"<!-- {name} -->\n{text}\n<!-- /{name} -->"
+
+
+def _config(configs: Path, model: str) -> Path:
+    return configs / f"{model}.json"
+
+
+def _cells(result: Plan) -> tuple[str, ...]:
+    """Under ``PREDICTED``."""
+    if not result.fits:
+        return ("-",) * len(PREDICTED)
+    speeds = sorted(result.speeds, key=lambda speed: speed.decode_tokens_s)
+    least, most = speeds[0], speeds[-1]
+    slots = f", {result.slots} slots" if result.slots else ""
+    return (
+        f"{result.num_resident} of {result.num_experts}{slots}",
+        f"{_range(f'{least.decode_tokens_s:.1f}', f'{most.decode_tokens_s:.1f}')} tok/s",
+        _range(f"{least.decode_ratio:.0%}", f"{most.decode_ratio:.0%}"),
+        f"{least.prefill_tokens_s / least.resident_prefill_tokens_s:.0%}",
+    )
+
+
+def _verdict(result: Plan) -> str:
+    """The reasons without their figures."""
+    kind, reasons = ("useless", result.useless) if result.fits else ("does not fit", result.problems)
+    return f"{kind}: {'; '.join(reason.split(':')[0] for reason in reasons)}" if reasons else "useful"
+
+
+def _range(least: str, most: str) -> str:
+    return least if least == most else f"{least} to {most}"
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    rows.insert(1, ("---",) * len(rows[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main(arguments: list[str]) -> None:
+    configs, *pages = map(Path, arguments)
+    made = blocks(configs)
+    for page in pages:
+        page.write_text(refreshed(page.read_text(), made))
+    if not pages:
+        print("\n\n".join(_between(name, text) for name, text in made.items()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

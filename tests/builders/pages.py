@@ -1,0 +1,126 @@
+"""What the documents promise: their links, commands and flags, and parsers that say what is wrong with them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import msgspec
+from sglang.srt.server_args import ServerArgs
+
+from sglang_uvm_offload.config import OffloadConfig, parse
+from sglang_uvm_offload.flags import PREFIX, OffloadFlags, flag_name
+from sglang_uvm_offload.plugin.http_routes import _Command
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+
+
+class _Strict(argparse.ArgumentParser):
+    """Raises ``ValueError`` where another parser ends the process."""
+
+    def error(self, message: str) -> None:
+        raise ValueError(message)
+
+
+def anchors(page: str) -> set[str]:
+    """What ``#...`` may name in a page, as GitHub makes it of headings: lower case, no punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ +(.+)$", page, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page: str) -> list[str]:
+    """The targets of links and images that are no addresses on the web."""
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", page) if not re.match(r"\w+:", link)]
+
+
+def broken(link: str, page: Path) -> str | None:
+    """Why a link of a page leads nowhere, None if it leads somewhere."""
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if not target.exists():
+        return f"{link}: no such file"
+    if anchor and anchor not in anchors(target.read_text()):
+        return f"{link}: no such heading in {target.name}"
+    return None
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """The words of each line of the code blocks of a page, indented or fenced, without comments, and with the lines behind a
+    backslash. A block may be output: its lines begin with no program that a test knows."""
+    indented = re.findall(r"(?:^ {4,}\S.*\n?)+", page, re.M)
+    fenced = re.findall(r"^```[^\n]*\n(.*?)^```", page, re.M | re.S)
+    for line in re.sub(r"\\\n\s*", " ", "\n".join(indented + fenced)).splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # output, with a lone quote
+            continue
+        if words:
+            yield words
+
+
+def launched(words: Sequence[str]) -> list[str] | None:
+    """The arguments of a command that launches SGLang, None if it does not."""
+    if words[0] == "sglang" and words[1:2] == ["serve"]:
+        return list(words[2:])
+    python = re.fullmatch(r"(.*/)?python[\d.]*", words[0])
+    return list(words[3:]) if python and list(words[1:3]) == ["-m", "sglang.launch_server"] else None
+
+
+def config_of_launch(arguments: Sequence[str]) -> tuple[argparse.Namespace, OffloadConfig | None]:
+    """SGLang's arguments and this plugin's config. An ellipsis stands for what the reader has already: a model, and offloading.
+    Raises ``ValueError`` or ``FlagError``."""
+    given = [argument for argument in arguments if argument != "..."]
+    if len(given) < len(arguments):
+        given += ["--model-path", "MODEL", *([] if flag_name("num_resident") in given else [flag_name("num_resident"), "8"])]
+    parsed = _launch_parser().parse_args(given)
+    return parsed, parse({f.name: getattr(parsed, PREFIX + f.name) for f in dataclasses.fields(OffloadFlags)})
+
+
+@cache
+def _launch_parser() -> argparse.ArgumentParser:
+    parser = _Strict(allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    for f in dataclasses.fields(OffloadFlags):
+        if flag_name(f.name) not in parser._option_string_actions:  # in a process whose plugins are loaded they are SGLang's
+            parser.add_argument(flag_name(f.name), type=f.metadata["kind"], choices=f.metadata["choices"], default=f.default)
+    return parser
+
+
+def parse_subcommand(words: Sequence[str]) -> argparse.Namespace:
+    """``plan MODEL ...`` by the parser of that subcommand, and what a doctor is given behind ``--`` as a launch."""
+    name, *arguments = words
+    parser = _Strict(allow_abbrev=False)
+    importlib.import_module(f"sglang_uvm_offload.cli.{name}").add_arguments(parser)
+    parsed = parser.parse_args(arguments)
+    if name == "doctor" and parsed.launch and parsed.launch != ["..."]:
+        config_of_launch(parsed.launch)
+    return parsed
+
+
+def flag_problems(name: str, value: str | None) -> list[str]:
+    """What is wrong with a flag that a sentence names, and with the value behind it, if it is one."""
+    fields = {flag_name(f.name): f for f in dataclasses.fields(OffloadFlags)}
+    if name not in fields:
+        return [f"{name}: no such flag"]
+    if value is None or value.isupper() or value.startswith(("-", "@", "...")):
+        return []
+    f = fields[name]
+    if f.metadata["choices"] and value not in f.metadata["choices"]:
+        return [f"{name} {value}: must be one of {', '.join(f.metadata['choices'])}"]
+    try:
+        parse({"num_resident": "8", f.name: f.metadata["kind"](value)})
+    except ValueError as error:
+        return [line for line in getattr(error, "problems", [str(error)]) if ": must be " in line]
+    return []
+
+
+def parse_action(body: str) -> None:
+    """Raises ``msgspec.ValidationError`` if a request to ``/expert_offload`` cannot have this body."""
+    msgspec.json.decode(body, type=_Command)

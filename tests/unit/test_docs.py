@@ -1,0 +1,208 @@
+"""The pages for users: links, flags, commands and figures are right, and tables are what a script makes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import expectations
+import pytest
+from builders import pages
+from builders.pages import PAGES, ROOT
+
+SVG = "{http://www.w3.org/2000/svg}"
+SCRIPT = re.compile(r"\b(?:scripts|benchmarks|tests)/[\w./-]+\.(?:py|sh)\b")
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@every_page
+def test_links_lead_somewhere(page):
+    assert [reason for link in pages.links(page.read_text()) if (reason := pages.broken(link, page))] == []
+
+
+@every_page
+def test_scripts_that_are_named_exist(page):
+    assert [name for name in SCRIPT.findall(page.read_text()) if not (ROOT / name).exists()] == []
+
+
+@every_page
+def test_flags_that_are_named_exist_and_take_the_value_behind_them(page):
+    named = [(name, None) for name in re.findall(r"--expert-offload-[\w-]*\w", page.read_text())]
+    with_values = re.findall(r"`(--expert-offload-[\w-]*\w) ([^`\s]+)[^`]*`", page.read_text())
+    assert [problem for name, value in named + with_values for problem in pages.flag_problems(name, value)] == []
+
+
+@every_page
+def test_commands_parse(page):
+    for words in pages.commands(page.read_text()):
+        try:
+            if (arguments := pages.launched(words)) is not None:
+                pages.config_of_launch(arguments)
+            elif words[0] == "sglang-uvm-offload":
+                pages.parse_subcommand(words[1:])
+        except ValueError as error:
+            pytest.fail(f"{' '.join(words)}: {error}")
+
+
+@every_page
+def test_bodies_of_requests_are_valid(page):
+    for words in pages.commands(page.read_text()):
+        if words[0] == "curl" and "-d" in words:
+            body = words[words.index("-d") + 1]
+            json.loads(body)
+            if any(word.endswith("/expert_offload") for word in words):
+                pages.parse_action(body)
+
+
+def test_there_are_commands_to_check():
+    found = [words for page in PAGES for words in pages.commands(page.read_text())]
+    assert sum(pages.launched(words) is not None for words in found) > 10
+    assert {"doctor", "plan", "replay", "report", "profile"} == {
+        words[1] for words in found if words[0] == "sglang-uvm-offload"
+    }
+    assert any("-d" in words for words in found if words[0] == "curl")
+
+
+@pytest.mark.parametrize(
+    ("block", "commands"),
+    [
+        ("    a b \\\n      c  # not d\n    e\n", [["a", "b", "c"], ["e"]]),
+        ("```bash\na 'b c'\n```\n", [["a", "b c"]]),
+        ("a b\n", []),
+        ("    it's\n", []),
+    ],
+)
+def test_commands_are_found_in_both_kinds_of_code_block(block, commands):
+    assert list(pages.commands(block)) == commands
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model-path", "MODEL", "--no-such-flag", "1"],
+        ["--model-path", "MODEL", "--expert-offload-num-resident", "many"],
+        ["--model-path", "MODEL", "--expert-offload-slots", "8"],
+        ["...", "--expert-offload-adapt", "never"],
+        ["--expert-offload-num-resident", "8"],
+    ],
+)
+def test_a_launch_that_does_not_parse_is_noticed(arguments):
+    with pytest.raises(ValueError, match=r"\w"):
+        pages.config_of_launch(arguments)
+
+
+@pytest.mark.parametrize("words", [["plan"], ["plan", "MODEL", "--no-such"], ["doctor", "--", "--no-such"], ["replay"]])
+def test_a_subcommand_that_does_not_parse_is_noticed(words):
+    with pytest.raises(ValueError, match=r"\w"):
+        pages.parse_subcommand(words)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wrong"),
+    [
+        ("--expert-offload-gone", None, 1),
+        ("--expert-offload-adapt", "continuous", 0),
+        ("--expert-offload-adapt", "never", 1),
+        ("--expert-offload-num-resident", "N", 0),
+        ("--expert-offload-num-resident", "most", 1),
+        ("--expert-offload-warmup-tokens", "0", 1),
+        ("--expert-offload-resident-selection", "manual", 0),
+    ],
+)
+def test_a_flag_that_is_none_and_a_value_that_it_does_not_take_are_noticed(name, value, wrong):
+    assert len(pages.flag_problems(name, value)) == wrong
+
+
+def test_links_to_no_file_and_to_no_heading_are_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# It's `here`, now\n")
+    assert pages.broken("#its-here-now", page) is None
+    assert pages.broken("page.md#its-here-now", page) is None
+    assert "heading" in pages.broken("#elsewhere", page)
+    assert "file" in pages.broken("gone.md", page)
+
+
+# ---- what is made by a script ----
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, str]:
+    return expectations.blocks(ROOT / "tests/fixtures/models")
+
+
+@every_page
+def test_tables_are_what_the_planner_predicts(page, made):
+    for name, text in expectations.shown_in(page.read_text()).items():
+        assert text == made[name], f"python benchmarks/expectations.py tests/fixtures/models {page.relative_to(ROOT)}"
+
+
+def test_the_page_about_tuning_has_every_table(made):
+    assert set(expectations.shown_in((ROOT / "docs/tuning.md").read_text())) == set(made)
+
+
+def test_the_table_has_plans_that_are_useful_useless_and_none(made):
+    verdicts = [row.split("|")[-2].split(":")[0].strip() for row in made["expectations"].splitlines()[2:]]
+    assert len(verdicts) == len(expectations.CASES)
+    assert set(verdicts) == {"useful", "useless", "does not fit"}
+
+
+def test_only_blocks_that_a_page_has_are_refreshed(tmp_path):
+    page = "a\n<!-- choices -->\nold\n<!-- /choices -->\nb\n<!-- other -->\nkept\n<!-- /other -->\n"
+    assert expectations.refreshed(page, {"choices": "new", "expectations": "none"}) == page.replace("old", "new")
+
+
+# ---- figures from elsewhere ----
+
+
+def test_figures_are_in_the_log_or_the_publication_behind_them():
+    page = (ROOT / "docs/coming-from.md").read_text()
+    published = (ROOT / "benchmarks/published.json").read_text()
+    checked = 0
+    for item in re.findall(r"^- .*(?:\n  .*)*", page, re.M):
+        figures = re.findall(r"`(\d[\d.]*(?: GiB)?)`", item)
+        links = re.findall(r"\]\(([^)]+)\)", item)
+        texts = [(ROOT / "docs" / link).read_text() for link in links if not link.startswith("http") and "results" in link]
+        texts += [published for link in links if link in published]
+        for figure in figures:
+            assert any(re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]\d)", text) for text in texts), f"{figure}: {links}"
+            checked += 1
+    assert checked > 10
+
+
+def test_the_sections_to_run_are_those_that_there_are(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/gpu"))
+    sections = importlib.import_module("sections").SECTIONS
+    page = (ROOT / "docs/gpu-runs.md").read_text()
+    named = re.findall(r"scripts/gpu_session\.sh ([a-z]\w*)", page)
+    named += re.search(r"for section in ([\w ]+);", page).group(1).split()
+    named += re.findall(r"`(\w+)`", re.search(r"real servers \((.*?)\)", page, re.S).group(1))
+    assert set(named) == set(sections)
+
+
+# ---- drawings ----
+
+
+@pytest.mark.parametrize("name", ["memory", "step"])
+def test_a_drawing_has_all_in_its_view_and_needs_nothing_from_outside(name):
+    text = (ROOT / f"docs/{name}.svg").read_text()
+    drawing = ET.fromstring(text)
+    _, _, width, height = map(float, drawing.get("viewBox").split())
+    assert "http" not in text.replace(SVG.strip("{}"), "")
+    ground, *boxes = [[float(each.get(key, 0)) for key in ("x", "y", "width", "height")] for each in drawing.iter(f"{SVG}rect")]
+    assert ground == [0, 0, width, height]
+    for x, y, wide, high in boxes:
+        assert 0 <= x <= x + wide <= width
+        assert 0 <= y <= y + high <= height
+    for each in drawing.iter(f"{SVG}text"):
+        size = float(each.get("font-size", 14))
+        wide = 0.55 * size * len(each.text)  # more than such fonts take on average
+        left = float(each.get("x")) - wide * {"start": 0, "middle": 0.5, "end": 1}[each.get("text-anchor", "start")]
+        assert 0 <= left <= left + wide <= width, each.text
+        assert size <= float(each.get("y")) <= height - 4
+
+
+def test_every_page_is_linked_from_another():
+    linked = {(page.parent / link.split("#")[0]).resolve() for page in PAGES for link in pages.links(page.read_text())}
+    assert {page for page in PAGES if page.parent == ROOT / "docs"} <= linked
