@@ -105,7 +105,7 @@ def answers(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.
         ("cut short", "model.safetensors: not a safetensors file, or cut short"),
         ("a file", "config.json is a file: give the checkpoint's folder"),
         ("draft cut short", "model.safetensors: not a safetensors file, or cut short"),
-        ("no number", "--expert-offload-num-resident 'abc': must be a whole number of experts"),
+        ("no number", "--expert-offload-num-resident 'abc': must be auto, or a whole number of experts"),
     ],
 )
 def test_a_model_that_cannot_be_read_is_a_problem_and_no_traceback(answers, case: str, words: str):
@@ -120,7 +120,7 @@ def test_a_model_that_cannot_be_read_is_a_problem_and_no_traceback(answers, case
 def test_a_malformed_flag_hides_no_damage(answers):
     _, said = answers["no number, cut short"]
     assert "model.safetensors: not a safetensors file" in said
-    assert "'abc': must be a whole number" in said
+    assert "'abc': must be auto, or a whole number" in said
 
 
 def test_weights_that_only_sglang_can_read_are_left_to_it(answers):

@@ -198,7 +198,7 @@ def test_a_hierarchical_cache_for_which_there_is_host_ram_changes_nothing(launch
             "too small",
             ["auto: VRAM: with no expert resident", "remedy: GPUs of 24 GiB", "--cpu-offload-gb: cannot"],
         ),
-        ("little host RAM", ["auto: host RAM: with 8 of 16 experts", "auto: remedy: host RAM of 5.02 GiB"]),
+        ("little host RAM", ["auto: host RAM: with 8 of 16 experts", "auto: remedy: host RAM of 6 GiB"]),
         ("not cached", [f"models--{REPOSITORY.replace('/', '--')}-config", "holds no *.safetensors file; give a number"]),
         ("two GPUs", ["auto: cannot query free VRAM: there is no CUDA device 1: the driver shows 1"]),
         ("float32", ["auto: the checkpoint is float32 and would be loaded as float16, of another size; give a number"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from concurrent.futures import Future
 
 import numpy as np
@@ -171,16 +172,15 @@ def test_a_look_is_every_ten_seconds_and_beside_the_steps_and_one_at_a_time():
 
 
 def test_code_that_may_replace_tensors_waits_for_a_look():
-    class Waited(Future):
-        waited = False
-
-        def result(self, timeout=None):
-            self.waited = True
-
     rank = Watched()
-    rank.manager._looking = looking = Waited()
-    rank.manager.wait_for_moves()
-    assert looking.waited
+    rank.manager._looking = looking = Future()
+    waiting = threading.Thread(target=rank.manager.wait_for_moves)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    looking.set_result(None)
+    waiting.join(60)
+    assert not waiting.is_alive()
 
 
 class Evicts(EmulatedMemory):
