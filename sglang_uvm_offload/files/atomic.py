@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from sglang_uvm_offload import reading
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -94,7 +96,7 @@ def _remove_abandoned(target: Path) -> None:
     pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
     with contextlib.suppress(OSError):  # the folder may be unreadable
         for path in [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]:
-            with contextlib.suppress(OSError), open(path, "rb") as file:  # another writer may remove it first
+            with contextlib.suppress(OSError), reading.open_regular(path) as file:  # another writer may remove it first
                 if _lock(file):
                     os.unlink(path)
 
