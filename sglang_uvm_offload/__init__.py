@@ -9,7 +9,7 @@ Packages, by rank; a package imports from lower ranks only, and no file of it im
     5  report
     6  cli
 
-Each package's docstring begins with its purpose in one sentence. Three paths matter most, file by file.
+Each package's docstring begins with its purpose in one sentence. Five paths matter most, file by file.
 
 Loading, for each MoE layer of the model:
 
@@ -29,6 +29,12 @@ Serving, for each forward step:
     residency/background    on a thread beside the steps: decides (policy/adaptive, over policy/extents)
     residency/mover         on that thread: demotes, then promotes
     residency/evictions     on that thread, every ten seconds: are residents in VRAM (cuda/read_times)
+
+Operating, while it serves:
+
+    plugin/http_routes      GET and POST /expert_offload, in the process that serves HTTP
+    plugin/actions          readvise, pause, resume, save: on every rank between the same two steps
+    residency/manager       chooses at once, or leaves residents where they are; files/autosave saves
 
 Streaming, in a step with many tokens, for each MoE layer:
 
