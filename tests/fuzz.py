@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import shutil
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,14 +78,38 @@ def batches(targets: Sequence[str], inputs: int, seed: int) -> Iterator[Batch]:
             yield Batch(target, seed, first, min(BATCH, each - first))
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    rows = [("target", "inputs", "refused", "accepted", "tracebacks")]
+def tally(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
+    """By target: inputs, refused, accepted, tracebacks."""
+    counts = {}
     for name in dict.fromkeys(outcome.target for outcome in outcomes):
         of = [outcome for outcome in outcomes if outcome.target == name]
         refused, accepted, failed = sum(o.refused for o in of), sum(o.accepted for o in of), sum(len(o.failures) for o in of)
-        rows.append((name, *map(str, (refused + accepted + failed, refused, accepted, failed))))
+        counts[name] = {
+            "inputs": refused + accepted + failed,
+            "refused": refused,
+            "accepted": accepted,
+            "tracebacks": failed,
+        }
+    return counts
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    counts = tally(outcomes)
+    rows = [("target", *next(iter(counts.values()))), *((name, *map(str, of.values())) for name, of in counts.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def collected(outcomes: Iterable[Outcome], wanted: int) -> Iterator[Outcome]:
+    """The outcomes, and a line to stderr now and then."""
+    done = failed = shown = 0
+    for outcome in outcomes:
+        yield outcome
+        done += outcome.refused + outcome.accepted + len(outcome.failures)
+        failed += len(outcome.failures)
+        if done >= shown + wanted / 20:
+            shown = done
+            print(f"{done:,} of {wanted:,} inputs, {failed} tracebacks", file=sys.stderr, flush=True)
 
 
 def different(outcomes: Sequence[Outcome]) -> list[str]:
@@ -106,12 +131,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="other inputs (default 0)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each CPU)")
     parser.add_argument("--target", action="append", choices=fuzz_targets.TRIES, help="repeatable (default: all)")
+    parser.add_argument("--out", type=Path, help="write the table to this JSON too, as benchmarks/reliability.py reads it")
     args = parser.parse_args(argv)
-    wanted = batches(args.target or list(fuzz_targets.TRIES), args.inputs, args.seed)
+    wanted = list(batches(args.target or list(fuzz_targets.TRIES), args.inputs, args.seed))
     with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=40) as pool:
-        outcomes = list(pool.imap_unordered(run, wanted))
+        outcomes = list(collected(pool.imap_unordered(run, wanted), sum(batch.count for batch in wanted)))
     outcomes.sort(key=lambda outcome: list(fuzz_targets.TRIES).index(outcome.target))
     print(table(outcomes))
+    if args.out is not None:
+        args.out.write_text(json.dumps({"seed": args.seed, "targets": tally(outcomes)}, indent=1) + "\n")
     for failure in different(outcomes):
         print(f"\n{failure}")
     return 1 if any(outcome.failures for outcome in outcomes) else 0
