@@ -22,6 +22,11 @@ _KINDS = {
 }
 
 
+def printable(text: str) -> str:
+    """``text`` of unknown origin as it may be shown in a terminal, a log or a page: ``?`` for what no letter is."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def special_kind(mode: int) -> str | None:
     """What a file with the mode ``mode`` is, such as "a pipe"; None for a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-SECONDS = 20
-"""An input that takes longer is a failure."""
+SECONDS, WAITING_SECONDS = 20, 300
+"""An input that computes longer than the one, or takes longer than the other in all, is a failure."""
 BATCH = 250
 
 
@@ -42,14 +42,20 @@ class TooLong(BaseException):
     """No handler of ordinary errors hides it."""
 
 
-def _too_long(*_: object) -> None:
-    raise TooLong(f"over {SECONDS} seconds")
+def _too_long(number: int, _: object) -> None:
+    raise TooLong(f"over {SECONDS} seconds" if number == signal.SIGPROF else f"waited over {WAITING_SECONDS} seconds")
+
+
+def _limit(seconds: float, waiting: float) -> None:
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, waiting)
 
 
 def run(batch: Batch) -> Outcome:
     """Run a batch in this process."""
     import fuzz_targets
 
+    signal.signal(signal.SIGPROF, _too_long)
     signal.signal(signal.SIGALRM, _too_long)
     counts: Counter[bool] = Counter()
     failures = []
@@ -57,7 +63,7 @@ def run(batch: Batch) -> Outcome:
         folder = Path(work, "input")
         for number in range(batch.first, batch.first + batch.count):
             folder.mkdir()
-            signal.alarm(SECONDS)
+            _limit(SECONDS, WAITING_SECONDS)
             try:
                 counts[fuzz_targets.run(batch.target, f"{batch.seed} {number}", folder)] += 1
             except KeyboardInterrupt:
@@ -65,7 +71,7 @@ def run(batch: Batch) -> Outcome:
             except BaseException:  # noqa: BLE001 -- any other end of an input is what is looked for
                 failures.append((str(number), traceback.format_exc()))
             finally:
-                signal.alarm(0)
+                _limit(0, 0)
             shutil.rmtree(folder)
     return Outcome(batch.target, counts[False], counts[True], failures)
 
@@ -100,26 +106,33 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def collected(outcomes: Iterable[Outcome], wanted: int) -> Iterator[Outcome]:
-    """The outcomes, and a line to stderr now and then."""
-    done = failed = shown = 0
-    for outcome in outcomes:
-        yield outcome
-        done += outcome.refused + outcome.accepted + len(outcome.failures)
-        failed += len(outcome.failures)
-        if done >= shown + wanted / 20:
-            shown = done
-            print(f"{done:,} of {wanted:,} inputs, {failed} tracebacks", file=sys.stderr, flush=True)
-
-
-def different(outcomes: Sequence[Outcome]) -> list[str]:
+class Failures:
     """One failure for each place in the code where inputs of a target fail."""
-    found: dict[tuple[str, str], str] = {}
-    for outcome in outcomes:
+
+    def __init__(self) -> None:
+        self._places: set[tuple[str, str]] = set()
+
+    def new(self, outcome: Outcome) -> Iterator[str]:
+        """The failures in places that no earlier outcome named."""
         for number, text in outcome.failures:
-            places = [line for line in text.splitlines() if line.startswith("  File")]
-            found.setdefault((outcome.target, places[-1] if places else text), f"{outcome.target}, input {number}:\n{text}")
-    return list(found.values())
+            files = [line for line in text.splitlines() if line.startswith("  File")]
+            place = (outcome.target, files[-1] if files else text)
+            if place not in self._places:
+                self._places.add(place)
+                yield f"{outcome.target}, input {number}:\n{text}"
+
+
+def shown(outcomes: Iterable[Outcome], wanted: int) -> Iterator[Outcome]:
+    """The outcomes; on stderr each new failure as it is found, and now and then how far it is."""
+    failures, done, told = Failures(), 0, 0
+    for outcome in outcomes:
+        for failure in failures.new(outcome):
+            print(f"\n{failure}", file=sys.stderr, flush=True)
+        done += outcome.refused + outcome.accepted + len(outcome.failures)
+        if done >= told + wanted / 20:
+            told = done
+            print(f"{done:,} of {wanted:,} inputs", file=sys.stderr, flush=True)
+        yield outcome
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,13 +148,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     wanted = list(batches(args.target or list(fuzz_targets.TRIES), args.inputs, args.seed))
     with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=40) as pool:
-        outcomes = list(collected(pool.imap_unordered(run, wanted), sum(batch.count for batch in wanted)))
+        outcomes = list(shown(pool.imap_unordered(run, wanted), sum(batch.count for batch in wanted)))
     outcomes.sort(key=lambda outcome: list(fuzz_targets.TRIES).index(outcome.target))
     print(table(outcomes))
     if args.out is not None:
         args.out.write_text(json.dumps({"seed": args.seed, "targets": tally(outcomes)}, indent=1) + "\n")
-    for failure in different(outcomes):
-        print(f"\n{failure}")
     return 1 if any(outcome.failures for outcome in outcomes) else 0
 
 

@@ -102,6 +102,10 @@ def _expect(holds: bool, what: str) -> None:
         raise AssertionError(what)
 
 
+def _expect_printable(said: str) -> None:
+    _expect(all(line.isprintable() for line in said.split("\n")), f"control characters reach the terminal: {said!r}")
+
+
 FIELDS = tuple(OffloadFlags.__dataclass_fields__)
 GOOD_FLAGS = (
     {"num_resident": "4", "resident_selection": "manual", "resident_ids": "0-2,3", "adapt": "off"},
@@ -120,6 +124,7 @@ def flags(chance: random.Random, folder: Path) -> bool:
         return parse(typed) is not None
     except FlagError as error:
         _expect(all(problem.startswith("--expert-offload-") for problem in error.problems or [""]), str(error))
+        _expect_printable(str(error))
         return False
 
 
@@ -142,6 +147,7 @@ def resident_ids(chance: random.Random, folder: Path) -> bool:
         ids = ResidentIds.parse(text)
     except ValueError as error:
         _expect(len(str(error)) < 1000 + len(text), str(error))
+        _expect_printable(str(error))
         return False
     ids.number_problems(2) + ids.expert_problems(6) + ids.layer_problems((3, 5))
     return True
@@ -172,7 +178,8 @@ def routing_trace(chance: random.Random, folder: Path) -> bool:
 def _accepted(read: Callable[[], object], refusals: type[Exception] | tuple[type[Exception], ...]) -> bool:
     try:
         read()
-    except refusals:
+    except refusals as error:
+        _expect_printable(str(error))
         return False
     return True
 
@@ -254,7 +261,7 @@ def plan(chance: random.Random, folder: Path) -> bool:
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = main(["plan", str(path), "--machine", machine, *chance.choice(([], ["--json"], ["--slots", "auto"]))])
     said = out.getvalue() + err.getvalue()
-    assert "\x1b" not in said, "control characters reach the terminal"
+    _expect_printable(said)
     assert (code == 2) == bool(err.getvalue()), err.getvalue()
     return code != 2
 

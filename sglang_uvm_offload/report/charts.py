@@ -22,6 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from sglang_uvm_offload.reading import printable
 from sglang_uvm_offload.report.html import element
 from sglang_uvm_offload.report.units import Axis
 
@@ -228,5 +229,5 @@ def _legend_shape(labels: Sequence[str]) -> tuple[int, int]:
 
 def _short(name: str) -> str:
     """``name`` as it can stand in a picture: printable and not long. Tables show it whole."""
-    name = "".join(letter if letter.isprintable() else "?" for letter in name)
+    name = printable(name)
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"

@@ -19,6 +19,7 @@ import numpy as np
 
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.files import npz
+from sglang_uvm_offload.reading import printable
 from sglang_uvm_offload.routing.counts import Phase, RoutingCounts
 
 FORMAT = "sglang-uvm-offload profile"
@@ -188,7 +189,7 @@ def model_name(path: str) -> str:
     parts = Path(path).parts
     cached = next((part for part in parts if part.startswith("models--")), None)
     name = cached.split("--")[-1] if cached else parts[-1] if parts else path
-    return "".join(letter if letter.isprintable() else "?" for letter in name)
+    return printable(name)
 
 
 def is_profile(path: Path) -> bool:

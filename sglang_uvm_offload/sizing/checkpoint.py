@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from sglang_uvm_offload.reading import printable
 from sglang_uvm_offload.sizing.config_tensors import check_counts, quantization_of, tensors_of
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
 from sglang_uvm_offload.sizing.moe_shape import moe_shape
@@ -123,8 +124,7 @@ def load(path: Path) -> CheckpointShape:
         raise CheckpointError(f"{path}: its config is not an object")
     name = value.get("name", value.get("_name_or_path"))
     shown = name if isinstance(name, str) and name else str(path)
-    # Untrusted text that goes to terminals.
-    return from_config("".join(letter if letter.isprintable() else "?" for letter in shown), config)
+    return from_config(shown, config)
 
 
 def from_config(name: str, config: Mapping[str, Any]) -> CheckpointShape:
@@ -142,8 +142,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorInfo], *, from_headers: bool) -> CheckpointShape:
-    """The shape of a checkpoint with ``config`` and ``tensors``."""
-    tensors, named = list(tensors), config.get("architectures")
+    """The shape of a checkpoint with ``config`` and ``tensors``. What it takes of their words may be shown."""
+    name, tensors, named = printable(name), list(tensors), config.get("architectures")
     config = text_config(config)
     check_counts(config)
     moe = _guard(lambda c: moe_shape(SimpleNamespace(**c)), config)
@@ -196,14 +196,14 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
         expert_parameters=_expert_parameters(by_layer, layers, moe.num_experts),
         kv=kv_shape(config),
         heads=_positive_int(config, config.get("num_attention_heads"), "num_attention_heads"),
-        quantization=str(quantization.get("quant_method") or "none"),
+        quantization=printable(str(quantization.get("quant_method") or "none")),
         expert_size=_positive_int(
             config, config.get("moe_intermediate_size") or config.get("intermediate_size"), "intermediate_size"
         ),
         hidden_size=_positive_int(config, config.get("hidden_size"), "hidden_size"),
         scale_block=(quantization.get("weight_block_size") or [1])[0],
-        family=str(config.get("model_type") or ""),
-        architectures=tuple(map(str, named)) if isinstance(named, list) else (),
+        family=printable(str(config.get("model_type") or "")),
+        architectures=tuple(printable(str(each)) for each in named) if isinstance(named, list) else (),
     )
 
 

@@ -27,6 +27,9 @@ DTYPE_BITS = {
 class CheckpointError(ValueError):
     """A checkpoint or config that cannot be read or planned for. The message has the reason."""
 
+    def __init__(self, reason: str):
+        super().__init__(reading.printable(reason))  # it quotes file names, tensor names and the config
+
 
 @dataclass(frozen=True)
 class TensorInfo:

@@ -119,11 +119,14 @@ def test_text_that_a_terminal_cannot_show_is_escaped(tmp_path, monkeypatch):
     assert rb"/\xe9\udcff.npz" in output.buffer.getvalue()
 
 
-def test_a_models_name_reaches_the_terminal_without_its_control_characters(tmp_path, capsys):
+def test_a_models_words_reach_the_terminal_without_their_control_characters(tmp_path, capsys):
     model = json.loads((MODELS / "glm-4.5-air.json").read_text())
-    (tmp_path / "m.json").write_text(json.dumps({"name": "a\x1b[2J\ud800", "config": model.get("config", model)}))
+    config = {**model.get("config", model), "architectures": ["b\x1b[2J"]}
+    (tmp_path / "m.json").write_text(json.dumps({"name": "a\x1b[2J\ud800", "config": config}))
     main(["plan", str(tmp_path / "m.json"), "--machine", "8xH20"])
-    assert "a?[2J?" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "a?[2J?" in said
+    assert "has no b?[2J" in said
 
 
 KEPT = ("sglang_uvm_offload", "sglang_uvm_offload.cli", "sglang_uvm_offload.cli.main")

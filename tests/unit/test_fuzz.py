@@ -75,18 +75,29 @@ def test_what_no_input_may_cause_is_found(bad: Callable[[random.Random, Path], b
     monkeypatch.setitem(fuzz_targets.TRIES, "url", bad)
     outcome = fuzz.run(fuzz.Batch("url", seed=0, first=0, count=2))
     assert len(outcome.failures) == 2
-    assert len(fuzz.different([outcome])) == 1
+    assert len([*fuzz.shown([outcome, outcome], 4)]) == 2
+    told = capsys.readouterr().err
+    assert told.count("url, input 0:\nTraceback") == 1
+    assert "input 1" not in told
+    assert told.rstrip().endswith("4 of 4 inputs")
     (row,) = [line.split() for line in fuzz.table([outcome]).splitlines() if "url" in line]
     assert row == ["url", "2", "0", "0", "2"]
 
 
-def test_an_input_that_takes_for_ever_is_found(monkeypatch):
-    def endless(chance: random.Random, folder: Path) -> bool:
-        while True:
-            pass
+def computing(chance: random.Random, folder: Path) -> bool:
+    while True:
+        pass
 
+
+def waiting(chance: random.Random, folder: Path) -> bool:
+    os.mkfifo(folder / "pipe")
+    return bool((folder / "pipe").read_bytes())
+
+
+@pytest.mark.parametrize(("endless", "limit"), [(computing, "SECONDS"), (waiting, "WAITING_SECONDS")])
+def test_an_input_that_takes_for_ever_is_found(endless, limit, monkeypatch):
     monkeypatch.setitem(fuzz_targets.TRIES, "url", endless)
-    monkeypatch.setattr(fuzz, "SECONDS", 1)
+    monkeypatch.setattr(fuzz, limit, 0.5)
     (failure,) = fuzz.run(fuzz.Batch("url", seed=0, first=0, count=1)).failures
     assert "TooLong" in failure[1]
 

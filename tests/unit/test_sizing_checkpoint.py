@@ -185,6 +185,7 @@ BROKEN = {
     "hole": ({"a": entry(), "b": entry(offsets=(20, 36))}, bytes(36), None, "invalid offset"),
     "data cut short": ({"a": entry()}, bytes(12), None, "file not fully covered"),
     "data too long": ({"a": entry()}, bytes(20), None, "file not fully covered"),
+    "a type that a terminal would obey": ({"a": entry("F32\x1b[2J")}, bytes(16), None, r"unknown variant `F32\?\[2J`"),
     "a type of unknown size": ({"a": entry("C64", offsets=(0, 32))}, bytes(32), None, "type C64"),
 }
 
@@ -234,6 +235,7 @@ def test_an_index_says_which_tensors_count(tmp_path):
         ({"a": "../one.safetensors"}, "not a plain file name"),
         ({"a": "/etc/passwd"}, "not a plain file name"),
         ({"a": "three.safetensors"}, "download is not complete"),
+        ({"a": "three\x1b[2J"}, r"names three\?\[2J, which is not in the folder"),
         ({"c": "one.safetensors"}, "'c', which its file does not hold"),
         ({"a": 5}, "no weight_map"),
         (None, "no weight_map"),
