@@ -1,5 +1,5 @@
-"""The page on faults and long runs, made of what ``scripts/faults.sh`` and ``scripts/soak.sh`` have tried; ``python
-benchmarks/reliability.py`` makes it again."""
+"""The page on faults, long runs and bad input, made of what ``scripts/faults.sh``, ``scripts/soak.sh`` and ``scripts/fuzz.sh``
+have tried; ``python benchmarks/reliability.py`` makes it again."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "reliability" / "faults.json"
 SOAK = RESULTS.with_name("soak.json")
+FUZZ = RESULTS.with_name("fuzz.json")
 PAGE = HERE / "reliability.md"
 
 GOOD = ("served on", "stopped with a reason", "ended by the signal")
@@ -32,14 +33,24 @@ SOAKED = """## Soak
 
 `scripts/soak.sh` has four clients ask a server of two ranks, in domains that change, with `continuous`, saving and tracing;
 an operator has it readvise, pause, resume and save. Every answer is compared with that of a server without this plugin.
+The server lives several times, each time on the profile that the life before has saved: faults strike, end it or pass, and it
+is started again. A request that its server's end leaves without an answer is interrupted; one that fails while its server
+lives is failed.
 """
-GREW = """Growth of the medians from one half of the last two thirds of the time to the other, over all processes (rss: memory;
-shm: entries of /dev/shm):"""
+GREW = """The largest growth in a life of the medians from one half of its last two thirds to the other, over all processes
+(rss: memory; shm: entries of /dev/shm):"""
+
+FUZZED = """## Bad input
+
+`scripts/fuzz.sh` damages what this plugin reads from outside: flags, files, models, statistics, addresses, labels, bodies of
+requests. Every input must be accepted or refused with a documented error, in time, without a control character in the message;
+and nothing may be unpickled, written elsewhere, started or connected to.
+"""
 
 Outcomes = Sequence[dict[str, Any]]
 
 
-def markdown(outcomes: Outcomes, soak: dict[str, Any] | None = None) -> str:
+def markdown(outcomes: Outcomes, soak: dict[str, Any] | None = None, fuzz: dict[str, Any] | None = None) -> str:
     tried = [each for each in outcomes if each["end"] != "not reached"]
     ends = Counter(each["end"] for each in tried)
     answers = sum(each["answers"] for each in tried)
@@ -55,6 +66,8 @@ def markdown(outcomes: Outcomes, soak: dict[str, Any] | None = None) -> str:
         lines.append(table(tried, title, key) + "\n")
     if soak is not None:
         lines.append(soaked(soak))
+    if fuzz is not None:
+        lines.append(fuzzed(fuzz))
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -73,16 +86,49 @@ def table(outcomes: Outcomes, title: str, key: str) -> str:
 def soaked(soak: dict[str, Any]) -> str:
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in soak["answers"].items())
     told = ", ".join(f"{action} {count}" for action, count in soak["actions"].items())
-    growth = ", ".join(f"{name} {share:+.1%}" for name, share in soak["growth"].items())
-    requests = f"{sum(soak['answers'].values()):,} requests in {soak['minutes']:g} minutes: {kinds}."
-    judged = f"Wrong answers: {len(soak['wrong'])}. Failed saves: {soak['saves_failed']}. Fault: {soak['fault'] or 'none'}."
-    moved = f"Promotions: {soak['moves']:,}; hit rate {soak['hit_rate']:.1%}. Told: {told}."
-    return f"{SOAKED}\n{requests}\n{judged}\n{moved}\n\n{GREW} {growth}.\n"
+    trouble = sum(len(life["trouble"]) for life in soak["lives"])
+    lines = [
+        f"{sum(soak['answers'].values()):,} requests in {soak['minutes']:g} minutes: {kinds}.",
+        f"Wrong answers: {len(soak['wrong'])}. Failed requests: {len(soak['failed'])}. Left behind: {len(soak['left'])}. "
+        f"Trouble that no fault explains: {trouble}.",
+        f"Told: {told}.\n",
+        "| life | faults that struck | ended | requests | interrupted | promotions | hit rate | failed saves |",
+        "| --- " * 8 + "|",
+    ]
+    for number, life in enumerate(soak["lives"], 1):
+        faults = "<br>".join(life["faults"]) or "none"
+        end = "by itself, with its reason" if life["died"] else "when asked"
+        moves = f"{life['moves']:,}" + (", then ended" if life["moves_ended"] else "")
+        counts = f"{life['requests']:,} | {life['interrupted']} | {moves} | {life['hit_rate']:.1%} | {life['failed_saves']}"
+        lines.append(f"| {number} | {faults} | {end} | {counts} |")
+    growths = [life["growth"] for life in soak["lives"] if life["growth"]]
+    if growths:
+        growth = ", ".join(f"{name} {max(each[name] for each in growths):+.1%}" for name in growths[0])
+        lines.append(f"\n{GREW} {growth}.")
+    return "\n".join([SOAKED, *lines]) + "\n"
+
+
+def fuzzed(fuzz: dict[str, Any]) -> str:
+    targets = fuzz["targets"]
+    total = {name: sum(counts[name] for counts in targets.values()) for name in ("inputs", "tracebacks")}
+    lines = [
+        f"{total['inputs']:,} inputs, {total['tracebacks']} that failed.\n",
+        "| target | inputs | refused | accepted | failed |",
+        "| --- " * 5 + "|",
+    ]
+    for name, counts in targets.items():
+        lines.append(f"| {name} | " + " | ".join(f"{count:,}" for count in counts.values()) + " |")
+    return "\n".join([FUZZED, *lines]) + "\n"
+
+
+def committed() -> str:
+    """The page of the results that are there."""
+    parts = [json.loads(path.read_text()) if path.exists() else None for path in (SOAK, FUZZ)]
+    return markdown(json.loads(RESULTS.read_text()), *parts)
 
 
 def write_page() -> None:
-    soak = json.loads(SOAK.read_text()) if SOAK.exists() else None
-    PAGE.write_text(markdown(json.loads(RESULTS.read_text()), soak))
+    PAGE.write_text(committed())
 
 
 def write(outcomes: Outcomes, out: Path | None = None) -> None:

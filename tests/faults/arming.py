@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
+import math
 import os
 import resource
 import shutil
@@ -69,9 +71,14 @@ def shrink_vram(job: Job, rank: Rank, told: Told) -> None:
 
 
 def shrink_host_ram(job: Job, rank: Rank, told: Told) -> None:
-    """``value``: the bytes that are left, or what reading them raises."""
+    """``value``: the bytes that are left, or what reading them raises. With ``times``, so often; then the truth."""
+    from sglang_uvm_offload.memory.host_ram import host_available
+
+    times = itertools.count()
 
     def answer() -> int:
+        if next(times) >= job.get("times", math.inf):
+            return host_available()
         told["injected"] = 1
         if isinstance(job["value"], str):
             raise OSError(getattr(errno, job["value"]), os.strerror(getattr(errno, job["value"])), "/proc/meminfo")
@@ -130,11 +137,12 @@ def fail_memory(job: Job, rank: Rank, told: Told) -> None:
     setattr(EmulatedMemory, job["call"], failing)
 
 
+SLOW_SECONDS = 5.0
 ERRORS = {"MemoryError": MemoryError, "RuntimeError": RuntimeError, "SystemExit": SystemExit, "ValueError": ValueError}
 
 
 def break_method(job: Job, rank: Rank, told: Told) -> None:
-    """The ``k``-th call of the method ``call`` ("module:Class.method") raises, or never returns."""
+    """The ``k``-th call of the method ``call`` ("module:Class.method") raises, takes some seconds, or never returns."""
     import importlib
 
     module, _, path = job["call"].partition(":")
@@ -150,6 +158,9 @@ def break_method(job: Job, rank: Rank, told: Told) -> None:
         told["injected"] = 1
         if job["value"] == "hang":
             threading.Event().wait()
+        if job["value"] == "slow":
+            time.sleep(SLOW_SECONDS)
+            return original(*arguments, **more)
         raise ERRORS[job["value"]]("an injected fault")
 
     setattr(owner, method, broken)
@@ -158,7 +169,7 @@ def break_method(job: Job, rank: Rank, told: Told) -> None:
 
 
 def fail_files(job: Job, rank: Rank, told: Told) -> None:
-    """Something is wrong where the profile is saved."""
+    """Something is wrong where the profile is saved. A call that fails does so ``times`` times, or always."""
     folder, path, how = rank.profile_path.parent, rank.profile_path, job["value"]
     told["injected"] = 1
     if how == "folder gone":
@@ -183,9 +194,11 @@ def fail_files(job: Job, rank: Rank, told: Told) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX)
     else:
         call, name = how.split(":")
-        number = getattr(errno, name)
+        number, original, times = getattr(errno, name), getattr(os, call), itertools.count()
 
         def failing(*arguments: Any, **more: Any) -> Any:
+            if next(times) >= job.get("times", math.inf):
+                return original(*arguments, **more)
             raise OSError(number, os.strerror(number), str(path))
 
         setattr(os, call, failing)
@@ -232,6 +245,7 @@ def end_in_call(job: Job, rank: Rank, told: Told) -> None:
         nonlocal count
         count += 1
         if count == job["k"]:
+            told["injected"] = 1
             os.kill(os.getpid(), getattr(signal, job["value"]))
         return original(*arguments, **more)
 

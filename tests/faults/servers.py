@@ -18,7 +18,7 @@ from builders.plugins import saboteur
 from checkpoints import Checkpoints
 from faults.cases import DECIDE, LOOK, MOVE, SAVE
 from faults.ranks import BAD, Fault, Outcome
-from faults.served import TOLD, code
+from faults.served import ARMED, code
 from harness.server import EngineFailed, Server, offload_state
 from serving import TWO_RANKS, Engines
 
@@ -176,7 +176,7 @@ class Servers:
             outcome.end, outcome.detail = "leak", f"processes {left}"
 
     def _look_at_log(self, fault: Fault, log: str, outcome: Outcome, saved: Path) -> None:
-        if TOLD not in log:
+        if ARMED not in log:
             outcome.end, outcome.detail = "not reached", log[-500:]
         elif outcome.end == "no reason":
             words = fault.reasons or ("injected",)

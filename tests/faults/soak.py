@@ -1,141 +1,164 @@
-"""Mixed traffic for minutes: see scripts/soak.sh."""
+"""Mixed traffic for minutes, while faults end the server or pass: see scripts/soak.sh."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
 import shutil
-import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import reliability
+from builders.plugins import saboteur
 from checkpoints import unserved_models
-from faults.servers import FLAGS, Servers, session_of
+from faults.lives import BROKEN, LIVES, Life, Planned
+from faults.samples import flat
+from faults.served import code
+from faults.servers import END_SECONDS, FLAGS, TESTS, Servers, shared_memory
 from faults.traffic import DOMAINS, Request, alike, answer, requests
-from harness.server import Server
 
 CLIENTS = 4
 DOMAIN_SECONDS = 20.0
 """How long most requests are of one domain; then of the next."""
 ACTIONS = ("readvise", "save", "pause", "resume")
-ACTION_SECONDS, SAMPLE_SECONDS = 7.0, 2.0
-SETTLED = 1 / 3
-"""The share of the time that is no part of the judgement: caches fill."""
-GROWTH = {"rss": 0.03, "handles": 0.02, "threads": 0.02, "shm": 0.0}
-"""How much of its median each may grow from the first half of the judged time to the second."""
-
-
-def sample(pid: int) -> dict[str, int]:
-    """Of all processes of the session: bytes of memory, open handles, threads; and the entries of /dev/shm."""
-    total = {"rss": 0, "handles": 0, "threads": 0, "shm": len(os.listdir("/dev/shm"))}
-    for process in session_of(pid):
-        with contextlib.suppress(OSError):  # it has just ended
-            total["rss"] += int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            total["handles"] += len(list((process / "fd").iterdir()))
-            total["threads"] += len(list((process / "task").iterdir()))
-    return total
-
-
-def grown(samples: Sequence[dict[str, int]]) -> dict[str, float]:
-    """By how much of its median each grew between the halves of the judged time."""
-    if len(samples) < 2:
-        return dict.fromkeys(GROWTH, 0.0)
-    judged = samples[int(SETTLED * len(samples)) :]
-    half = len(judged) // 2
-    found = {}
-    for name in GROWTH:
-        first, second = (statistics.median(each[name] for each in part) for part in (judged[:half], judged[half:]))
-        found[name] = round(second / max(first, 1) - 1, 4)
-    return found
+ACTION_SECONDS = 7.0
 
 
 class Soak:
-    """Clients that ask a server and compare its answers, until the time is over."""
+    """Clients that ask whatever server lives and compare its answers, and an operator, until it is over."""
 
-    def __init__(self, server: Server, wanted: Sequence[Request], expected: Sequence[Any], seconds: float):
-        self.server, self.wanted, self.expected = server, wanted, expected
+    def __init__(self, wanted: Sequence[Request], expected: Sequence[Any]):
+        self.wanted, self.expected = wanted, expected
         self.answered: Counter[str] = Counter()
         self.actions: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self.samples: list[dict[str, int]] = []
-        self.begun = time.monotonic()
-        self.until = self.begun + seconds
-        self._lock = threading.Lock()
+        self.failed: list[str] = []
+        """Requests without an answer while the server lived on."""
+        self._begun = time.monotonic()
+        self._life: Life | None = None
+        self._over = False
+        self._changed = threading.Condition()
 
-    def run(self) -> None:
-        with ThreadPoolExecutor(CLIENTS + 2) as threads:
+    @contextmanager
+    def clients(self) -> Iterator[None]:
+        with ThreadPoolExecutor(CLIENTS + 1) as threads:
             tasks = [threads.submit(self.ask, seed) for seed in range(CLIENTS)]
-            for task in [*tasks, threads.submit(self.operate), threads.submit(self.look)]:
+            tasks.append(threads.submit(self.operate))
+            try:
+                yield
+            finally:
+                self.begin(None)
+            for task in tasks:
                 task.result()
 
-    def going_on(self) -> bool:
-        return time.monotonic() < self.until
+    def begin(self, life: Life | None) -> None:
+        """From now on it is this life that clients ask; None: it is over."""
+        with self._changed:
+            self._life, self._over = life, life is None
+            self._changed.notify_all()
+
+    def life(self) -> Life | None:
+        """That which serves, as soon as there is one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or (self._life is not None and self._life.serves))
+            return self._life
 
     def ask(self, seed: int) -> None:
         draw, each = random.Random(seed), len(self.wanted) // len(DOMAINS)
-        while self.going_on():
-            domain = int((time.monotonic() - self.begun) / DOMAIN_SECONDS) * each % len(self.wanted)
+        while (life := self.life()) is not None:
+            domain = int((time.monotonic() - self._begun) / DOMAIN_SECONDS) * each % len(self.wanted)
             number = domain + draw.randrange(each) if draw.random() < 0.8 else draw.randrange(len(self.wanted))
             request = self.wanted[number]
-            got = answer(self.server, request)
-            with self._lock:
-                self.answered[request.kind] += 1
-                if not alike(got, self.expected[number]):
-                    self.wrong.append(f"{request.kind} {request.body}: {got}, not {self.expected[number]}"[:500])
+            self.attempt(life, request.kind, lambda life=life, number=number: self.compare(life, number))
+
+    def compare(self, life: Life, number: int) -> None:
+        request = self.wanted[number]
+        got = answer(life.server, request)
+        with self._changed:
+            life.requests += 1
+            self.answered[request.kind] += 1
+            if not alike(got, self.expected[number]):
+                self.wrong.append(f"{request.kind} {request.body}: {got}, not {self.expected[number]}"[:500])
 
     def operate(self) -> None:
-        """Ends with residents that may change."""
         draw = random.Random(-1)
-        while self.going_on():
-            time.sleep(ACTION_SECONDS)
-            action = draw.choice(ACTIONS) if self.going_on() else "resume"
-            self.server.post("/expert_offload", {"action": action})
-            self.actions[action] += 1
+        while (life := self.life()) is not None:
+            action = draw.choice(ACTIONS)
+            if self.attempt(
+                life, action, lambda life=life, action=action: life.server.post("/expert_offload", {"action": action})
+            ):
+                self.actions[action] += 1
+            life.asked_to_end.wait(ACTION_SECONDS)
 
-    def look(self) -> None:
-        assert self.server.process is not None
-        while self.going_on():
-            self.samples.append(sample(self.server.process.pid))
-            time.sleep(SAMPLE_SECONDS)
+    def attempt(self, life: Life, what: str, request: Callable[[], object]) -> bool:
+        """Whether it was answered. A request may only fail where its server ends."""
+        asked = life.asked_to_end.is_set()
+        try:
+            request()
+            return True
+        except BROKEN as error:
+            excused = asked or life.asked_to_end.is_set() or life.died.wait(END_SECONDS)
+            with self._changed:
+                life.interrupted += 1
+                if not excused:
+                    self.failed.append(f"{what}: {type(error).__name__}: {error}"[:500])
+            return False
 
 
-def soak(folder: Path, minutes: float) -> dict[str, Any]:
+def soak(folder: Path, minutes: float, lives: Sequence[Planned] = LIVES) -> dict[str, Any]:
     servers = Servers(folder)
     saved = folder / "saved"
     saved.mkdir()
-    wanted = requests()
+    wanted, found = requests(), []
     try:
         with servers.server({}) as server:
-            expected = [answer(server, request) for request in wanted]
-        flags = {"expert_offload_save_profile": saved / "profile.npz", "expert_offload_trace": saved / "trace.npz"}
-        with servers.server({}, **FLAGS, **flags) as server:
-            soaked = Soak(server, wanted, expected, 60 * minutes)
-            soaked.run()
-            (status,) = server.get("/expert_offload")["ranks"]
+            soaked = Soak(wanted, [answer(server, request) for request in wanted])
+        before = shared_memory()
+        with soaked.clients():
+            for number, planned in enumerate(lives):
+                found.append(live(servers, folder / f"life {number}", saved, planned, 60 * minutes * planned.share, soaked))
         return {
             "minutes": minutes,
             "answers": dict(sorted(soaked.answered.items())),
             "wrong": soaked.wrong,
+            "failed": soaked.failed,
             "actions": dict(sorted(soaked.actions.items())),
-            "moves": status["moves"],
-            "hit_rate": round(status["hit_rate"], 3),
-            "fault": status["fault"],
-            "saves_failed": sum(save["failures"] for save in status["saves"]),
-            "growth": grown(soaked.samples),
+            "lives": found,
+            "left": sorted({*(shared_memory() - before), *(path.name for path in saved.glob(".*"))}),
         }
     finally:
         servers.close()
+
+
+def live(servers: Servers, folder: Path, saved: Path, planned: Planned, seconds: float, soaked: Soak) -> dict[str, Any]:
+    """One life, on the files that the one before has left."""
+    folder.mkdir()
+    profile = saved / "profile.npz"
+    flags = {**FLAGS, "expert_offload_save_profile": profile, "expert_offload_trace": saved / "trace.npz"}
+    if profile.exists():
+        flags["expert_offload_profile"] = profile
+    with servers.server(saboteur(folder, code(TESTS, *planned.jobs(seconds))), **flags) as server:
+        life = Life(server)
+        soaked.begin(life)
+        life.watch(seconds)
+        life.end()
+        return life.found(planned)
+
+
+def good(found: dict[str, Any]) -> bool:
+    """Nothing is wrong, lost or left, faults explain all trouble, and nothing grows."""
+    trouble = [found["wrong"], found["failed"], found["left"], *(life["trouble"] for life in found["lives"])]
+    return not any(trouble) and flat(life["growth"] for life in found["lives"])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -154,8 +177,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.out is None:
         reliability.write_page()
     print(json.dumps(found, indent=1))
-    flat = all(found["growth"][name] <= most for name, most in GROWTH.items())
-    return 0 if flat and not found["wrong"] and not found["saves_failed"] and found["fault"] is None else 1
+    return 0 if good(found) else 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from typing import Any, NamedTuple
@@ -21,10 +22,15 @@ class Request(NamedTuple):
     body: dict[str, Any]
 
 
+VARIANTS = 6
+"""Of each domain and kind: too many for all to stay in a server's prefix cache, so that long prompts are prefilled again."""
+
+
 def requests() -> list[Request]:
-    """Of each domain one of each kind, domain after domain."""
+    """Of each domain ``VARIANTS`` of each kind, domain after domain."""
     made = []
-    for domain in DOMAINS:
+    for words, variant in itertools.product(DOMAINS, range(VARIANTS)):
+        domain = f"{variant} {words}"
         long = (domain + " ") * 12
         chat = {"model": "m", "messages": [{"role": "user", "content": domain}], "temperature": 0, "max_tokens": 8}
         made += [
@@ -42,21 +48,41 @@ def requests() -> list[Request]:
     return made
 
 
+class Interrupted(ValueError):
+    """An answer that the server began, and did not end as it was asked to."""
+
+
 def answer(server: Server, request: Request) -> Any:
-    """What is compared: texts, and log-probabilities. An aborted request has no answer."""
+    """What is compared: texts, and log-probabilities. An aborted request has no answer. Raises ``Interrupted``, and what
+    ``urllib`` does."""
     if request.kind in ("aborted", "streamed"):
         events = server.stream(request.path, request.body)
         if request.kind == "streamed":
-            return [event["text"] for event in events][-1]
-        for _ in range(3):
-            next(events)
+            return _text([*events][-1:])[0][0]
+        if sum(1 for _ in itertools.islice(events, 3)) < 3:
+            raise Interrupted("fewer than three events")
         events.close()  # type: ignore[attr-defined]
         return None
     got = server.post(request.path, request.body)
     if "choices" in got:
+        for choice in got["choices"]:
+            _check(choice["finish_reason"])
         return [choice.get("text") or choice["message"]["content"] for choice in got["choices"]]
-    answers = got if isinstance(got, list) else [got]
+    return _text(got if isinstance(got, list) else [got])
+
+
+def _text(answers: list[dict[str, Any]]) -> list[list[Any]]:
+    """Of each, its text and the log-probabilities of its tokens."""
+    if not answers:
+        raise Interrupted("no event")
+    for each in answers:
+        _check((each["meta_info"]["finish_reason"] or {}).get("type"))
     return [[each["text"], each["meta_info"].get("output_token_logprobs")] for each in answers]
+
+
+def _check(finish_reason: str | None) -> None:
+    if finish_reason not in ("length", "stop"):
+        raise Interrupted(f"an answer that ended by {finish_reason}")
 
 
 def alike(mine: Any, theirs: Any) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import reliability
+from faults import soak
 
 COMMITTED = json.loads(reliability.RESULTS.read_text())
-SOAK = json.loads(reliability.SOAK.read_text()) if reliability.SOAK.exists() else None
+SOAK = json.loads(reliability.SOAK.read_text())
+FUZZ = json.loads(reliability.FUZZ.read_text())
 
 
 def row(end: str, **more: object) -> dict[str, object]:
@@ -15,12 +17,24 @@ def row(end: str, **more: object) -> dict[str, object]:
 
 
 def test_the_page_is_made_of_the_committed_results():
-    assert reliability.PAGE.read_text() == reliability.markdown(COMMITTED, SOAK)
+    assert reliability.PAGE.read_text() == reliability.committed()
 
 
 def test_no_fault_that_was_tried_shows_a_defect():
     assert {each["end"] for each in COMMITTED} <= {*reliability.GOOD, "not reached"}
     assert {each["where"] for each in COMMITTED} == {"ranks", "servers"}
+
+
+def test_no_soak_and_no_input_shows_a_defect():
+    assert soak.good(SOAK)
+    assert sum(counts["tracebacks"] for counts in FUZZ["targets"].values()) == 0
+
+
+def test_the_page_says_what_was_fuzzed():
+    counts = {"inputs": 1200, "refused": 700, "accepted": 498, "tracebacks": 2}
+    page = reliability.fuzzed({"seed": 0, "targets": {"flags": counts, "url": {**counts, "tracebacks": 0}}})
+    assert "2,400 inputs, 2 that failed." in page
+    assert "| flags | 1,200 | 700 | 498 | 2 |" in page
 
 
 def test_defects_are_counted_and_what_was_not_reached_is_not():
