@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def show(args: argparse.Namespace, folder: Path) -> int:
+    began = time.monotonic()
     on_cpu = (args.device or ("cuda" if has_gpu() else "cpu")) == "cpu"
     checkpoint = LEARNED if args.model == TRAINED else Path(args.model)
     if args.model == TRAINED:
@@ -91,6 +94,7 @@ def show(args: argparse.Namespace, folder: Path) -> int:
         before = offload_state(server.get("/server_info"))
         residency("before warm-up", before)
         answers = ask(server, aloud=True)
+        answered = time.monotonic()
         after = offload_state(server.get("/server_info"))
         residency("after warm-up" if after["warmup_done"] else "after the requests (warm-up is not over)", after)
         metrics(server.get_text("/metrics"))
@@ -99,7 +103,12 @@ def show(args: argparse.Namespace, folder: Path) -> int:
     with Server(checkpoint, **common) as server:
         ready(server)
         plain = ask(server, aloud=False)
-    return conclude(answers, plain, after, resident, experts)
+    code = conclude(answers, plain, after, resident, experts)
+    if code == 0:
+        seconds = time.monotonic() - began
+        where = f"{len(os.sched_getaffinity(0))} CPU cores" if on_cpu else "a GPU"
+        print(f"It took {seconds:.0f} s, and {answered - began:.0f} s to the answers with offloading, on {where}.")
+    return code
 
 
 def has_gpu() -> bool:

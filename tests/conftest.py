@@ -7,9 +7,11 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.wheels import Installed, build_wheel
 from checkpoints import MEASURED, Checkpoints, WalkedCheckpoints, unserved_models
 from harness.server import environment
 from nursery import Nursery, Starts
@@ -28,6 +30,17 @@ os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(unserved_models())
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Where the wheel is installed, outside the checkout."""
+    return Installed(wheel, tmp_path_factory.mktemp("installed"))
 
 
 @pytest.fixture(scope="session")

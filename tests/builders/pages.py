@@ -52,17 +52,32 @@ def broken(link: str, page: Path) -> str | None:
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """The words of each line of the code blocks of a page, indented or fenced, without comments, and with the lines behind a
-    backslash. A block may be output: its lines begin with no program that a test knows."""
-    indented = re.findall(r"(?:^ {4,}\S.*\n?)+", page, re.M)
-    fenced = re.findall(r"^```[^\n]*\n(.*?)^```", page, re.M | re.S)
-    for line in re.sub(r"\\\n\s*", " ", "\n".join(indented + fenced)).splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:  # output, with a lone quote
-            continue
-        if words:
+    """The words of each command of a page: of each line of its code blocks, indented or fenced, without comments and with the
+    lines behind a backslash, and of ``python FILE`` in a sentence. Output is no command: it is fenced as ``text``, or between
+    the markers of what a script makes."""
+    page = re.sub(r"^<!-- ([\w:]+) -->\n.*?^<!-- /\1 -->$", "", page, flags=re.M | re.S)
+    fences = re.findall(r"^```([^\n]*)\n(.*?)^```", page, re.M | re.S)
+    fenced = [body for language, body in fences if language != "text"]
+    unfenced = re.sub(r"^```[^\n]*\n.*?^```", "", page, flags=re.M | re.S)
+    indented = re.findall(r"(?:^ {4,}\S.*\n?)+", unfenced, re.M)
+    inline = re.findall(r"`(python [\w/]+\.py[^`]*)`", unfenced)
+    for line in re.sub(r"\\\n\s*", " ", "\n".join(indented + fenced + inline)).splitlines():
+        if words := shlex.split(line, comments=True):
             yield words
+
+
+def kind(words: Sequence[str]) -> str:
+    """What a command runs: the program, and what it is told to do where it has several things to do. Of a loop, its body."""
+    if words[0] == "for":
+        return kind(words[words.index("do") + 1 :])
+    several = {"sglang-uvm-offload": 2, "sglang": 2, "pip": 2, "bash": 2, "python": 3 if words[1:2] == ["-m"] else 2}
+    return " ".join(words[: several.get(words[0], 1)])
+
+
+def of_kind(name: str) -> list[list[str]]:
+    """The commands of that kind on all pages, each once."""
+    found = {tuple(words) for page in PAGES for words in commands(page.read_text()) if kind(words) == name}
+    return [list(words) for words in sorted(found)]
 
 
 def launched(words: Sequence[str]) -> list[str] | None:

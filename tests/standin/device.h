@@ -14,6 +14,8 @@
 /* A device attribute: cudaDeviceAttr and CUdevice_attribute share their numbers. STANDIN_ATTRIBUTE_<number> overrides.
  */
 int standin_attribute(int attribute);
+/* How many GPUs there are: STANDIN_GPUS, or one. They are alike and share one memory. */
+int standin_gpus(void);
 
 /* What the driver serves: STANDIN_DRIVER, such as 12040, else 13000. */
 int standin_driver_version(void);

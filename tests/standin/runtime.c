@@ -132,17 +132,25 @@ int standin_attribute(int attribute) {
     }
 }
 
+int standin_gpus(void) { return standin_setting("STANDIN_GPUS", 1); }
+
 EXPORT cudaError_t cudaGetDeviceCount(int* count) {
-    *count = 1;
+    *count = standin_gpus();
     return 0;
 }
+
+static __thread int current;
 
 EXPORT cudaError_t cudaGetDevice(int* device) {
-    *device = 0;
+    *device = current;
     return 0;
 }
 
-EXPORT cudaError_t cudaSetDevice(int device) { return remembered(device == 0 ? 0 : cudaErrorInvalidDevice); }
+EXPORT cudaError_t cudaSetDevice(int device) {
+    if (device < 0 || device >= standin_gpus()) return remembered(cudaErrorInvalidDevice);
+    current = device;
+    return 0;
+}
 
 EXPORT cudaError_t cudaDriverGetVersion(int* version) {
     *version = standin_driver_version();
@@ -411,7 +419,8 @@ static int check(const void* start, size_t nbytes, struct cudaMemLocation locati
         bool there = location.id >= 0 && location.id < standin_setting("STANDIN_NODES", 0);
         return there ? 0 : cudaErrorInvalidValue;
     }
-    return location.type == cudaMemLocationTypeDevice && location.id == 0 ? 0 : cudaErrorInvalidDevice;
+    bool gpu = location.type == cudaMemLocationTypeDevice && location.id >= 0 && location.id < standin_gpus();
+    return gpu ? 0 : cudaErrorInvalidDevice;
 }
 
 static enum place place_of(struct cudaMemLocation location) {

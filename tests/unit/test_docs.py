@@ -56,13 +56,41 @@ def test_bodies_of_requests_are_valid(page):
                 pages.parse_action(body)
 
 
-def test_there_are_commands_to_check():
-    found = [words for page in PAGES for words in pages.commands(page.read_text())]
-    assert sum(pages.launched(words) is not None for words in found) > 10
-    assert {"doctor", "plan", "replay", "report", "profile"} == {
-        words[1] for words in found if words[0] == "sglang-uvm-offload"
-    }
-    assert any("-d" in words for words in found if words[0] == "curl")
+RUN_BY = {
+    **dict.fromkeys(("pip install", "pip uninstall"), "unit/test_packaging.py"),
+    **dict.fromkeys(("sglang-uvm-offload plan", "sglang-uvm-offload profile"), "unit/test_docs_commands.py"),
+    **dict.fromkeys(("sglang-uvm-offload replay", "python benchmarks/expectations.py"), "unit/test_docs_commands.py"),
+    **dict.fromkeys(("bash scripts/test.sh", "bash scripts/fuzz.sh", "rm"), "unit/test_docs_commands.py"),
+    "bash scripts/quickstart.sh": "engine/test_quickstart.py",
+    **dict.fromkeys(("sglang serve", "python -m sglang.launch_server"), "engine/test_docs_launches.py"),
+    "sglang-uvm-offload doctor": "engine/test_docs_launches.py",
+    **dict.fromkeys(("sglang-uvm-offload report", "curl"), "engine/test_wheel.py"),
+    "scripts/gpu_session.sh": "gpu_session/test_gpu_session.py",
+}
+"""The tests that run each kind of command."""
+NOT_RUN = {"llama-server": "another project's, shown to compare its flags"}
+
+
+def test_every_command_is_run_by_a_test():
+    shown = {pages.kind(words) for page in PAGES for words in pages.commands(page.read_text())}
+    assert shown == {*RUN_BY, *NOT_RUN}
+    for kind, path in RUN_BY.items():
+        assert kind in (ROOT / "tests" / path).read_text(), f"{path} runs no {kind}"
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        ("sglang-uvm-offload plan m", "sglang-uvm-offload plan"),
+        ("python3 a.py", "python3"),
+        ("python -m sglang.launch_server --tp-size 2", "python -m sglang.launch_server"),
+        ("bash a.sh b", "bash a.sh"),
+        ("for a in b c; do curl -s $a; done", "curl"),
+        ("new thing", "new"),
+    ],
+)
+def test_a_command_is_of_the_kind_of_what_it_runs(command, kind):
+    assert pages.kind(command.split()) == kind
 
 
 @pytest.mark.parametrize(
@@ -71,7 +99,10 @@ def test_there_are_commands_to_check():
         ("    a b \\\n      c  # not d\n    e\n", [["a", "b", "c"], ["e"]]),
         ("```bash\na 'b c'\n```\n", [["a", "b c"]]),
         ("a b\n", []),
-        ("    it's\n", []),
+        ("```text\na b\n```\n", []),
+        ("```text\n    a b\n```\n", []),
+        ("<!-- made -->\n    a b\n<!-- /made -->\n", []),
+        ("See `python a/b.py c` and `python -m d`, `e f`.\n", [["python", "a/b.py", "c"]]),
     ],
 )
 def test_commands_are_found_in_both_kinds_of_code_block(block, commands):

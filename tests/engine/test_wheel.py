@@ -1,0 +1,106 @@
+"""The wheel, installed outside the checkout, in real SGLang: its flags, and a server that answers a request and what the
+documents ask of a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from builders import pages
+from builders.plugins import saboteur
+from builders.wheels import ROOT, Installed
+from harness.process import kill_group
+from harness.server import SHIMS, Server, environment
+from serving import TESTS
+
+from sglang_uvm_offload.flags import OffloadFlags, flag_name
+
+DOCUMENTED = "http://127.0.0.1:30000"
+"""Where the documents' server is."""
+
+
+NOTE = """\
+import os, pathlib, sglang_uvm_offload
+pathlib.Path({!r}, str(os.getpid())).write_text(sglang_uvm_offload.__file__)
+"""
+
+
+class InstalledServer(Server):
+    """A server of the installed wheel. It imports SGLang once, ends at once, and each of its processes that loads plugins
+    writes into a file of ``found`` where it finds this package."""
+
+    def __init__(self, installed: Installed, found: Path, **options: object):
+        plugin = found.with_name("plugin")
+        plugin.mkdir()
+        found.mkdir()
+        saboteur(plugin, NOTE.format(str(found)))
+        paths = {"PYTHONPATH": os.pathsep.join(map(str, [plugin, TESTS / "forking", SHIMS]))}
+        command = [str(installed.python), "-m", "sglang.launch_server"]
+        super().__init__(ROOT / "scripts/tiny", command=command, env=installed.environment | paths, **options)
+
+    def stop(self) -> None:
+        assert self.process is not None
+        kill_group(self.process.pid)
+        self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def help_text(installed: Installed) -> Iterator[subprocess.Popen[str]]:
+    """Of ``sglang.launch_server``, which imports SGLang while the server starts."""
+    command = [str(installed.python), "-m", "sglang.launch_server", "--help"]
+    env = environment(installed.environment)
+    with subprocess.Popen(command, env=env, cwd=installed.outside, stdout=subprocess.PIPE, text=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server") / "found"
+
+
+@pytest.fixture(scope="module")
+def server(installed: Installed, found: Path, help_text: subprocess.Popen[str]) -> Iterator[Server]:
+    with InstalledServer(installed, found, expert_offload_num_resident=6) as server:
+        yield server
+
+
+def test_a_server_offloads_and_answers(server: Server):
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    assert len(server.post("/generate", {"text": "If the argument is", "sampling_params": sampling})["output_ids"]) == 8
+    (rank,) = server.get("/expert_offload")["ranks"]
+    assert (rank["resident_experts"], rank["offloaded_experts"]) == (12, 20)
+
+
+def test_each_of_its_processes_runs_what_was_installed(server: Server, installed: Installed, found: Path):
+    places = [path.read_text() for path in found.iterdir()]
+    assert len(places) > 1
+    assert set(places) == {str(installed.site / "sglang_uvm_offload/__init__.py")}
+
+
+def test_every_flag_is_in_the_help(server: Server, help_text: subprocess.Popen[str]):
+    shown, _ = help_text.communicate(timeout=300)
+    assert help_text.returncode == 0
+    assert [f for f in OffloadFlags.__dataclass_fields__ if f"  {flag_name(f)} " not in shown] == []
+
+
+@pytest.mark.parametrize("words", pages.of_kind("curl"), ids=" ".join)
+def test_a_request_of_the_documents_is_answered(server: Server, words: list[str]):
+    command = [word.replace(DOCUMENTED, server.url) for word in words]
+    assert command != words, "the documents' server is there"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (rank,) = json.loads(done.stdout)["ranks"]
+    assert rank["fault"] is None
+
+
+@pytest.mark.parametrize("words", pages.of_kind("sglang-uvm-offload report"), ids=" ".join)
+def test_a_report_of_the_documents_is_written(server: Server, installed: Installed, words: list[str]):
+    done = installed.run(*[word.replace(DOCUMENTED, server.url) for word in words])
+    assert done.returncode == 0, done.stderr
+    page = installed.outside / words[words.index("--out") + 1]
+    assert server.url in page.read_text()
+    page.unlink()
