@@ -21,11 +21,13 @@ HEAD = """# Faults
 `scripts/faults.sh` breaks one thing at a time, without a GPU: each kind of CUDA call fails in each phase (the first, one in the
 middle, the last; four errors), VRAM and host RAM run out, threads fail or hang, disks fill, clocks jump, processes are killed.
 Ranks are this plugin's own objects over the stand-in CUDA driver or over emulated memory, with a small model whose every answer
-depends on every byte of the experts that it uses. Servers are real SGLang servers of two ranks over emulated memory.
+depends on every byte of the experts that it uses; with slots, only what slots add is tried. Engines are real SGLang engines
+with default CUDA graphs over the stand-in driver; servers are real SGLang servers of two ranks over emulated memory.
 
-Every answer is compared, token by token, with that of the same traffic without faults (servers: without this plugin). Whoever
-stops must say why, within its time; whoever serves on must end when asked, and leave no managed memory, no process and no
-temporary file. The next start is tried on the files that are left.
+Every answer is compared, token by token, with that of the same traffic without faults (servers: without this plugin). In an
+engine, where SGLang's kernels compute nothing, the bytes of all experts, of their copies in slots and of those in stream
+buffers are compared instead, after each step. Whoever stops must say why, within its time; whoever serves on must end when
+asked, and leave no managed memory, no process and no temporary file. The next start is tried on the files that are left.
 """
 
 SOAKED = """## Soak
