@@ -22,11 +22,13 @@ HEAD = """# Faults
 `scripts/faults.sh` breaks one thing at a time, without a GPU: each kind of CUDA call fails in each phase (the first, one in the
 middle, the last; four errors), VRAM and host RAM run out, threads fail or hang, disks fill, clocks jump, processes are killed.
 Ranks are this plugin's own objects over the stand-in CUDA driver or over emulated memory, with a small model whose every answer
-depends on every byte of the experts that it uses. Servers are real SGLang servers of two ranks over emulated memory.
+depends on every byte of the experts that it uses; with slots, only what slots add is tried. Engines are real SGLang engines
+with default CUDA graphs over the stand-in driver; servers are real SGLang servers of two ranks over emulated memory.
 
-Every answer is compared, token by token, with that of the same traffic without faults (servers: without this plugin). Whoever
-stops must say why, within its time; whoever serves on must end when asked, and leave no managed memory, no process and no
-temporary file. The next start is tried on the files that are left.
+Every answer is compared, token by token, with that of the same traffic without faults (servers: without this plugin). In an
+engine, where SGLang's kernels compute nothing, the bytes of all experts, of their copies in slots and of those in stream
+buffers are compared instead, after each step. Whoever stops must say why, within its time; whoever serves on must end when
+asked, and leave no managed memory, no process and no temporary file. The next start is tried on the files that are left.
 """
 
 SOAKED = """## Soak
@@ -38,7 +40,7 @@ is started again. A request that its server's end leaves without an answer is in
 lives is failed.
 """
 GREW = """The largest growth in a life of the medians from one half of its last two thirds to the other, over all processes
-(rss: memory; shm: entries of /dev/shm):"""
+(rss: memory; shm: files of /dev/shm that they map):"""
 
 FUZZED = """## Bad input
 
@@ -92,7 +94,7 @@ def soaked(soak: dict[str, Any]) -> str:
         f"Wrong answers: {len(soak['wrong'])}. Failed requests: {len(soak['failed'])}. Left behind: {len(soak['left'])}. "
         f"Trouble that no fault explains: {trouble}.",
         f"Told: {told}.\n",
-        "| life | faults that struck | ended | requests | interrupted | promotions | hit rate | failed saves |",
+        "| life | faults that struck | ended | requests | interrupted | promotions of rank 0 | hit rate | failed saves |",
         "| --- " * 8 + "|",
     ]
     for number, life in enumerate(soak["lives"], 1):

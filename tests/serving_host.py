@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import setproctitle
+import torch
 from harness.process import die_with_parent
 
 # What a spawned child imports before plugins are loaded in it, so that hooks find the same modules in the same state.
@@ -46,6 +47,8 @@ def main() -> None:
     setproctitle.getproctitle()  # finds where titles go, which it cannot once a job has added to the environment
     for module in PRELOADED:
         importlib.import_module(module)
+    if "STANDIN_KERNELS" in os.environ:
+        torch.cuda._is_in_bad_fork = lambda: False  # SGLang has started CUDA, and all of the stand-in survives a fork
     answers = os.fdopen(os.dup(1), "w")
     tell(answers, ready=True)
     for line in sys.stdin:

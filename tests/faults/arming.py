@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import importlib
 import itertools
 import math
 import os
@@ -55,7 +57,31 @@ def census(phase: str, told: Told) -> None:
 
 
 def fail_call(job: Job, rank: Rank, told: Told) -> None:
-    os.environ["STANDIN_FAIL"] = job["value"]
+    """Of the calls that the method ``within`` ("module:Class.method") makes, or of all."""
+    if "within" not in job:
+        os.environ["STANDIN_FAIL"] = job["value"]
+        return
+    owner, method = found(job["within"])
+    original = getattr(owner, method)
+
+    def around(*arguments: Any, **more: Any) -> Any:
+        os.environ["STANDIN_FAIL"] = job["value"]
+        try:
+            return original(*arguments, **more)
+        finally:
+            os.environ.pop("STANDIN_FAIL", None)
+
+    setattr(owner, method, around)
+
+
+def found(call: str) -> tuple[Any, str]:
+    """What holds "module:Class.method" or "module:function", and the name that it has there."""
+    module, _, path = call.partition(":")
+    owner: Any = importlib.import_module(module)
+    *names, method = path.split(".")
+    for name in names:
+        owner = getattr(owner, name)
+    return owner, method
 
 
 def shrink_vram(job: Job, rank: Rank, told: Told) -> None:
@@ -71,14 +97,9 @@ def shrink_vram(job: Job, rank: Rank, told: Told) -> None:
 
 
 def shrink_host_ram(job: Job, rank: Rank, told: Told) -> None:
-    """``value``: the bytes that are left, or what reading them raises. With ``times``, so often; then the truth."""
-    from sglang_uvm_offload.memory.host_ram import host_available
-
-    times = itertools.count()
+    """``value``: the bytes that are left, or what reading them raises."""
 
     def answer() -> int:
-        if next(times) >= job.get("times", math.inf):
-            return host_available()
         told["injected"] = 1
         if isinstance(job["value"], str):
             raise OSError(getattr(errno, job["value"]), os.strerror(getattr(errno, job["value"])), "/proc/meminfo")
@@ -143,11 +164,7 @@ ERRORS = {"MemoryError": MemoryError, "RuntimeError": RuntimeError, "SystemExit"
 
 def break_method(job: Job, rank: Rank, told: Told) -> None:
     """The ``k``-th call of the method ``call`` ("module:Class.method") raises, takes some seconds, or never returns."""
-    import importlib
-
-    module, _, path = job["call"].partition(":")
-    name, _, method = path.partition(".")
-    owner = getattr(importlib.import_module(module), name)
+    owner, method = found(job["call"])
     original, count = getattr(owner, method), 0
 
     def broken(*arguments: Any, **more: Any) -> Any:
@@ -232,13 +249,7 @@ def jump_clock(job: Job, rank: Rank, told: Told) -> None:
 def end_in_call(job: Job, rank: Rank, told: Told) -> None:
     """The process gets the signal ``value`` in the ``k``-th call of the method ``call`` ("module:Class.method" or
     "module:function")."""
-    import importlib
-
-    module, _, path = job["call"].partition(":")
-    owner: Any = importlib.import_module(module)
-    *names, method = path.split(".")
-    for name in names:
-        owner = getattr(owner, name)
+    owner, method = found(job["call"])
     original, count = getattr(owner, method), 0
 
     def ended(*arguments: Any, **more: Any) -> Any:
@@ -253,32 +264,50 @@ def end_in_call(job: Job, rank: Rank, told: Told) -> None:
 
 
 def evict(job: Job, rank: Rank, told: Told) -> None:
-    """The driver takes the VRAM of the first ``value`` blocks of each tensor for something else."""
-    import ctypes
-
+    """The driver takes the VRAM of the first ``value`` resident blocks of each tensor for something else, or of its slots."""
     from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 
     take = ctypes.CDLL("libcuda.so.1").standin_evict
     take.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     for layer in rank.experts.layers:
         for tensor in layer.tensors:
-            for offset in tensor.layout.blocks(tensor.resident)[: job["value"]]:
-                take(tensor.address + int(offset), BLOCK_BYTES)
+            if job["value"] == "slots":
+                spans = tensor.layout.slot_spans
+                offsets = [offset for s in spans for offset in range(s.offset, s.offset + s.nbytes, BLOCK_BYTES)]
+            else:
+                offsets = [int(offset) for offset in tensor.layout.blocks(tensor.resident)[: job["value"]]]
+            for offset in offsets:
+                take(tensor.address + offset, BLOCK_BYTES)
     told["injected"] = 1
 
 
 def spoil(job: Job, rank: Rank, told: Told) -> None:
-    """A byte of each expert changes: no fault of the plugin's, but one that every judge must see."""
-    import ctypes
-
-    for module in rank.modules:
-        for row in module.w13.data:
-            byte = ctypes.c_ubyte.from_address(row.data_ptr() + 77)
-            byte.value ^= 1
+    """A byte of each expert changes (``value``: "experts"), or of each slot: no fault of the plugin's, but one that every judge
+    must see."""
+    for layer in rank.experts.layers:
+        tensor, experts = layer.tensors[0], layer.num_experts
+        for row in range(experts) if job["value"] == "experts" else range(experts, experts + layer.num_slots):
+            ctypes.c_ubyte.from_address(tensor.address + row * tensor.layout.expert_bytes + 77).value ^= 1
     told["injected"] = 1
 
 
+def write_weights(job: Job, rank: Rank, told: Told) -> None:
+    """An update gives the experts other weights. ``value``: "told"; "untold": slots do not learn of it, which a judge must see;
+    or, with ``within``, the CUDA call that fails after it."""
+    if job["value"] == "untold":
+        rank.slots.bytes_written = lambda: None  # type: ignore[method-assign]
+    if "within" in job:
+        fail_call(job, rank, told)
+    rank.replace_weights()
+    told["injected"] = 1
+
+
+def nothing(job: Job, rank: Rank, told: Told) -> None:
+    """What others are compared with."""
+
+
 ACTIONS: dict[str, Action] = {
+    "none": nothing,
     "cuda call": fail_call,
     "VRAM": shrink_vram,
     "host RAM": shrink_host_ram,
@@ -291,4 +320,5 @@ ACTIONS: dict[str, Action] = {
     "signal": end_in_call,
     "eviction": evict,
     "spoil": spoil,
+    "weights": write_weights,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from faults.ranks import Fault
@@ -21,6 +22,24 @@ DECIDE = f"{MANAGER}.adaptation:Adaptation.decide"
 MOVE = f"{MANAGER}.mover:Mover.move"
 LOOK = f"{MANAGER}.evictions:Evictions.look"
 SAVE = "sglang_uvm_offload.routing.profile_file:ProfileFile._save"
+SLOTS = "sglang_uvm_offload.cuda.slots:CudaSlots"
+PLACE = "sglang_uvm_offload.experts.tensor:ExpertTensor.place"
+
+NUM_SLOTS = 4
+"""A layer's. A rank with slots takes four seconds over the stand-in, where its kernels are slow."""
+SLOT_CALLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("load", PLACE, ("cudaMemAdvise", "cudaMemPrefetchAsync", "cudaStreamSynchronize")),
+    ("load", f"{SLOTS}.__init__", ("cudaMemcpyAsync", "cudaLaunchKernel", "cudaStreamSynchronize")),
+    ("warm-up", f"{SLOTS}.set_share", ("cudaHostAlloc", "cudaMemcpyAsync", "cudaEventRecord")),
+    ("warm-up", f"{SLOTS}.begin_step", ("cudaLaunchKernel",)),
+    ("warm-up", f"{SLOTS}.resolve", ("cudaLaunchKernel",)),
+    ("re-advise", f"{SLOTS}.set_share", ("cudaMemcpyAsync",)),
+    ("re-advise", f"{SLOTS}.resolve", ("cudaLaunchKernel",)),
+    ("stream", f"{SLOTS}.begin_step", ("cudaHostAlloc", "cudaMemcpyAsync", "cudaLaunchKernel")),
+    ("stream", f"{SLOTS}.keep", ("cudaLaunchKernel",)),
+    ("save", f"{SLOTS}.resolve", ("cudaLaunchKernel",)),
+)
+"""What a rank calls for its slots: phase, place and kinds. Slots are placed before the experts of their tensor."""
 
 
 def cuda_calls(census: Mapping[str, Mapping[str, int]], job: Mapping[str, Any] | None = None) -> Iterator[Fault]:
@@ -126,3 +145,48 @@ def signals() -> Iterator[Fault]:
             ends = -getattr(signal, name)
             job = {"action": "signal", "call": call, "k": k, "value": name}
             yield Fault("signal", phase, f"{name} in a {what}", job, ends=ends, restarts=True)
+
+
+def with_slots() -> Iterator[Fault]:
+    """What slots add: their own CUDA calls, and what happens around them while they hold experts."""
+    for fault in (*_slot_calls(), *_around_slots()):
+        yield replace(fault, job={**fault.job, "slots": NUM_SLOTS})
+
+
+def _slot_calls() -> Iterator[Fault]:
+    """The first of each kind in each place, with two of the codes, by turns."""
+    codes = [*CODES.items()]
+    number = 0
+    for phase, within, kinds in SLOT_CALLS:
+        for kind in kinds:
+            for code, (name, words) in codes[number % 2 :: 2]:
+                fail = {"action": "cuda call", "within": within, "value": f"{kind}:1:{code}"}
+                what = f"{kind} in {within.rpartition(':')[2]}: {name}"
+                yield Fault("CUDA call", phase, what, fail, (words,))
+            number += 1
+
+
+def _around_slots() -> Iterator[Fault]:
+    full = ("out of memory", "of VRAM is free", "host RAM", "free")
+    for phase in ("load", "warm-up", "re-advise", "stream"):
+        job: dict[str, Any] = {"action": "VRAM", "value": 0}
+        yield Fault("VRAM taken", phase, "another process leaves 0 MiB of VRAM", job, full)
+    for phase in ("warm-up", "serve", "re-advise", "stream"):
+        yield Fault("VRAM taken", phase, "slots are evicted", {"action": "eviction", "value": "slots"})
+    yield Fault("VRAM taken", "re-advise", "residents are evicted", {"action": "eviction", "value": 2})
+    failing = {"action": "weights", "within": f"{SLOTS}.reset", "value": "cudaMemcpyAsync:1:2"}
+    yield Fault("weights", "re-advise", "replaced, and slots cannot be emptied", failing, ("out of memory",))
+    for backend in ("uvm", "emulated"):
+        for phase in ("load", "re-advise"):
+            job = {"action": "host RAM", "value": 0, "backend": backend}
+            yield Fault("host RAM", phase, f"0 MiB of host RAM are left ({backend})", job, full)
+        for phase in ("serve", "re-advise", "stream"):
+            job = {"action": "weights", "value": "told", "backend": backend}
+            yield Fault("weights", phase, f"replaced while slots hold some ({backend})", job)
+        for call in (DECIDE, MOVE):
+            for value in ("RuntimeError", "hang"):
+                job = {"action": "thread", "call": call, "k": 1, "value": value, "backend": backend}
+                yield Fault("thread", "re-advise", f"{call.rpartition('.')[2]}: {value} ({backend})", job, ("injected",))
+    for phase, k in (("load", 1), ("re-advise", 2)):
+        job = {"action": "emulated memory", "backend": "emulated", "call": "place", "k": k, "value": "injected"}
+        yield Fault("managed memory", phase, f"place {k}", job, ("injected",))

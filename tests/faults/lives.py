@@ -49,7 +49,6 @@ def _signal(call: str, rank: int) -> dict[str, Any]:
 
 CLOCK = {"action": "clock", "value": -3600, "rank": 0, "what": "the time of day jumps back an hour, rank 0"}
 FULL_DISK = {"action": "files", "value": "fsync:ENOSPC", "times": 2, "rank": 0, "what": "no space to save in, twice, rank 0"}
-NO_HOST_RAM = {"action": "host RAM", "value": 0, "times": 10, "rank": 1, "what": "no host RAM is left, ten looks long, rank 1"}
 FAILED_MOVE = {
     "action": "emulated memory",
     "call": "place",
@@ -69,9 +68,8 @@ LIVES = (
             (0.1, CLOCK),
             (0.2, FULL_DISK),
             (0.3, _thread(MOVE, "slow", 1)),
-            (0.4, NO_HOST_RAM),
-            (0.5, _thread(SAVE, "slow", 0)),
-            (0.6, _thread(SAVE, "MemoryError", 0)),
+            (0.4, _thread(SAVE, "slow", 0)),
+            (0.5, _thread(SAVE, "MemoryError", 0)),
         ),
     ),
     Planned(0.1, ((0.7, _signal(MOVING, 1)),), PEER_DIED),
@@ -93,6 +91,7 @@ class Life:
     interrupted: int = 0
     """Requests that the end of the life left without an answer."""
     status: dict[str, Any] = field(default_factory=dict)
+    """Of rank 0, as it was last seen."""
     samples: list[dict[str, int]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     """Processes that did not end with it."""

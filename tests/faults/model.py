@@ -63,9 +63,14 @@ def step(states: Sequence[int], domain: int, layer_ids: Callable[[int, list[list
 
 
 @functools.cache
-def expected(prompt: int, domain: int, tokens: int, length: int = 1) -> list[int]:
-    """The answer of a model without offloading. The prompt is ``length`` tokens."""
-    return answer(prompt, domain, tokens, length, lambda layer, ids: None, lambda states: None, truly)
+def expected(prompt: int, domain: int, tokens: int, length: int = 1, shift: int = 0) -> list[int]:
+    """The answer of a model without offloading. The prompt is ``length`` tokens. Each expert has the weights of the one that is
+    ``shift`` behind it."""
+
+    def read(layer: int, experts: Sequence[int]) -> list[int]:
+        return truly(layer, [(expert + shift) % EXPERTS for expert in experts])
+
+    return answer(prompt, domain, tokens, length, lambda layer, ids: None, lambda states: None, read)
 
 
 def answer(

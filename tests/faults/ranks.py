@@ -14,8 +14,8 @@ from nursery import Nursery
 from standin.build import build, environment
 
 ROOT = Path(__file__).resolve().parents[2]
-WATCHDOG_SECONDS = 60
-"""A rank that takes longer hangs. It takes about two on two cores."""
+WATCHDOG_SECONDS = 120
+"""A rank that takes longer hangs. It takes about two on two cores, with slots four."""
 
 IMPORTS = """
 import faulthandler
@@ -52,7 +52,7 @@ class Fault:
 @dataclass
 class Outcome:
     where: str
-    """"ranks" or "servers"."""
+    """"ranks", "ranks with slots", "engines" or "servers"."""
     kind: str
     phase: str
     what: str
@@ -122,7 +122,8 @@ class Ranks:
 
     def judge(self, fault: Fault) -> Outcome:
         code, told, log, files = self.run({**fault.job, "phase": fault.phase})
-        outcome = Outcome("ranks", fault.kind, fault.phase, fault.what, "served on")
+        where = "ranks with slots" if "slots" in fault.job else "ranks"
+        outcome = Outcome(where, fault.kind, fault.phase, fault.what, "served on")
         outcome.end, outcome.detail = self._end(fault, code, told, log, files)
         if told is not None:
             outcome.answers = told["answers"]
@@ -140,7 +141,7 @@ class Ranks:
         if fault.ends is not None and code == fault.ends:
             return "ended by the signal", ""
         said = [line for line in log.splitlines() if any(reason in line for reason in fault.reasons)]
-        if told is not None and not told.get("injected"):
+        if code == 0 and told is not None and not told.get("injected"):
             return "not reached", ""
         if code != 0 or told is None:  # told nothing: torch ends a process at once whose tensors cannot be freed
             return ("stopped with a reason", said[-1]) if said else ("no reason", f"exit code {code}: {log[-2000:]}")

@@ -16,14 +16,17 @@ from pathlib import Path
 
 import reliability
 from checkpoints import unserved_models
-from faults import cases, servers
+from faults import cases, engines, servers
 from faults.ranks import BAD, Fault, Outcome, Ranks, as_json
 
 Tried = tuple[str, str, str, str]
 """Where, kind, phase and what."""
 
 WORKERS = 2
-"""Ranks at a time. Servers have two ranks of their own, and run alone."""
+"""Ranks at a time. Servers have two ranks of their own, and run alone, as engines do."""
+
+SHARES = {"ranks": 0.55, "engines": 0.2, "servers": 0.25}
+"""Of the time."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sample", type=int, help="so many faults, drawn at random with the same seed each time")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no fault after so many minutes")
     parser.add_argument("--resume", action="store_true", help="keep the results without defects, and try the rest")
-    parser.add_argument("--ranks-only", action="store_true", help="no SGLang servers")
+    parser.add_argument("--ranks-only", action="store_true", help="no SGLang")
     parser.add_argument("--out", type=Path, help="write only this JSON")
     options = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -55,31 +58,45 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if bad else 0
 
 
-def try_all(folder: Path, sample: int | None, tried: set[Tried], until: float, with_servers: bool) -> list[Outcome]:
+def try_all(folder: Path, sample: int | None, tried: set[Tried], until: float, with_sglang: bool) -> list[Outcome]:
+    asked = {"engines": [*engines.faults()], "servers": [*servers.faults()]} if with_sglang else {}
+    left = {where: faults for where, all_of_it in asked.items() if (faults := chosen(where, all_of_it, sample, tried))}
+    outcomes = try_ranks(folder, sample, tried, end_of("ranks", [*left], until))
+    for where, made in (("engines", engines.Engines), ("servers", servers.Servers)):
+        if faults := left.pop(where, None):
+            real = made(folder)
+            try:
+                real.reference()
+                outcomes += try_some(real.judge, faults, end_of(where, [*left], until))
+            finally:
+                real.close()
+    return outcomes
+
+
+def try_ranks(folder: Path, sample: int | None, tried: set[Tried], until: float) -> list[Outcome]:
     (folder / "ranks").mkdir()
     first = Ranks(folder / "ranks", "1")
     try:
         wanted = chosen("ranks", [*cases.cuda_calls(first.census()), *cases.surroundings()], sample, tried)
+        wanted += chosen("ranks with slots", [*cases.with_slots()], sample, tried)
+        random.Random(0).shuffle(wanted)
         others = [Ranks(folder / "ranks", str(2 + i), left=first.left) for i in range(WORKERS - 1)]
         outcomes: list[Outcome] = []
-        served = chosen("servers", [*servers.faults()], sample, tried) if with_servers else []
-        share = until - (until - time.monotonic()) * (0.4 if served else 0.0)
         with ThreadPoolExecutor(WORKERS) as pool:
             parts = [wanted[i::WORKERS] for i in range(WORKERS)]
-            for done in pool.map(try_some, [first.judge, *(ranks.judge for ranks in others)], parts, [share] * WORKERS):
+            for done in pool.map(try_some, [first.judge, *(ranks.judge for ranks in others)], parts, [until] * WORKERS):
                 outcomes += done
         for ranks in others:
             ranks.close()
     finally:
         first.close()
-    if served:
-        real = servers.Servers(folder)
-        try:
-            real.reference()
-            outcomes += try_some(real.judge, served, until)
-        finally:
-            real.close()
     return outcomes
+
+
+def end_of(where: str, later: Sequence[str], until: float) -> float:
+    """When to begin no more of these, so that what comes later gets its share of the time that is left."""
+    now = time.monotonic()
+    return now + (until - now) * SHARES[where] / sum(SHARES[each] for each in (where, *later))
 
 
 def chosen(where: str, faults: list[Fault], sample: int | None, tried: set[Tried]) -> list[Fault]:

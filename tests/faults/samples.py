@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -20,14 +21,16 @@ Sample = dict[str, int]
 
 
 def sample(session: int) -> Sample:
-    """Of all processes of the session: bytes of memory, open handles, threads; and the entries of /dev/shm."""
-    total = {"rss": 0, "handles": 0, "threads": 0, "shm": len(os.listdir("/dev/shm"))}
+    """Of all processes of the session: bytes of memory, open handles, threads, and files of /dev/shm that they map. (Others may
+    make files there at the same time; what stays when a server has ended is looked at then.)"""
+    total, mapped = dict.fromkeys(GROWTH, 0), set()
     for process in session_of(session):
         with contextlib.suppress(OSError):  # it has just ended
             total["rss"] += int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
             total["handles"] += len(list((process / "fd").iterdir()))
             total["threads"] += len(list((process / "task").iterdir()))
-    return total
+            mapped.update(re.findall(r"/dev/shm/.+", (process / "maps").read_text(errors="replace")))
+    return total | {"shm": len(mapped)}
 
 
 def grown(samples: Sequence[Sample]) -> dict[str, float]:

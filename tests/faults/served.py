@@ -1,5 +1,5 @@
-"""Arms faults in the schedulers of a real server: at load, or before a step of the target model. Installed by a plugin of
-SGLang's own kind (``builders.plugins.saboteur``)."""
+"""Arms faults in the schedulers of a real server: at load, before a step of the target model, or before a call. Installed by a
+plugin of SGLang's own kind (``builders.plugins.saboteur``)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from faults.arming import ACTIONS
+from faults.arming import ACTIONS, found
 
 ARMED, STRUCK = "A fault is armed: ", "A fault struck: "
 """How what the log says of them begins."""
+MANAGER = "sglang_uvm_offload.residency.manager:OffloadManager"
+LOAD, STEP = f"{MANAGER}.begin_model", f"{MANAGER}.begin_step"
 
 
 class Told(dict[str, Any]):
@@ -28,29 +30,29 @@ class Told(dict[str, Any]):
 
 
 def install(job: dict[str, Any]) -> None:
-    """``job``: as ``faults.arming`` has it, with ``rank``, and ``at``: "load", or the number of steps before; or ``after``: the
-    seconds since the first step. ``what`` is for the log."""
-    from sglang_uvm_offload.residency.manager import OffloadManager
+    """``job``: as ``faults.arming`` has it, with ``rank``, and ``at``: "load", the number of steps before, or a method, before
+    its first call ("module:Class.method"); or ``after``: the seconds since the first step. ``what`` is for the log."""
+    at = job.get("at", 0)
+    owner, name = found(LOAD if at == "load" else STEP if isinstance(at, int) else at)
+    original, calls, begun, armed = getattr(owner, name), 0, 0.0, False
 
-    at = job.get("at")
-    name = "begin_model" if at == "load" else "begin_step"
-    original, steps, begun, armed = getattr(OffloadManager, name), 0, None, False
-
-    def arming(manager: OffloadManager, *arguments: Any, **more: Any) -> Any:
-        nonlocal steps, begun, armed
+    def arming(self: Any, *arguments: Any, **more: Any) -> Any:
+        nonlocal calls, begun, armed
         begun = begun or time.monotonic()
-        due = time.monotonic() - begun >= job["after"] if "after" in job else at in ("load", steps)
-        if due and not armed and rank() == job["rank"]:
+        due = calls >= at if isinstance(at, int) else True
+        if due and time.monotonic() - begun >= job.get("after", 0.0) and not armed and rank() == job["rank"]:
             armed = True
             what = job.get("what", job["action"])
             print(ARMED + what, flush=True)
-            saved = manager.config.save_profile or manager.config.trace
-            target = SimpleNamespace(profile_path=Path(saved or "none"), hung=False, experts=None)
+            config = getattr(self, "config", None)
+            saved = None if config is None else config.save_profile or config.trace
+            experts = next(iter(getattr(self, "models", ())), None)
+            target = SimpleNamespace(profile_path=Path(saved or "none"), hung=False, experts=experts)
             ACTIONS[job["action"]](job, target, Told(what))  # type: ignore[arg-type]
-        steps += 1
-        return original(manager, *arguments, **more)
+        calls += 1
+        return original(self, *arguments, **more)
 
-    setattr(OffloadManager, name, arming)
+    setattr(owner, name, arming)
 
 
 def rank() -> int:
@@ -59,11 +61,13 @@ def rank() -> int:
     return get_parallel().tp_rank
 
 
-def code(tests: Path, *jobs: dict[str, Any]) -> str:
-    """What the plugin runs in every process of the server."""
+def code(tests: Path, *jobs: dict[str, Any], witness: bool = False) -> str:
+    """What the plugin runs in every process of the server. ``witness``: whether the scheduler looks at its experts too."""
+    look = "    from faults import witness\n    witness.install()\n" if witness else ""
     return (
         "if multiprocessing.parent_process() is not None and 'sglang.srt.managers.scheduler' in sys.modules:\n"
         f"    sys.path.append({str(tests)!r})\n"
+        f"{look}"
         "    from faults.served import install\n"
         f"    for job in {jobs!r}:\n"
         "        install(job)\n"

@@ -50,8 +50,25 @@ def test_another_reason_than_the_true_one_is_no_reason(ranks):
 
 
 def test_a_byte_that_changes_is_a_wrong_answer(ranks):
-    spoil = {"action": "spoil", "value": None}
+    spoil = {"action": "spoil", "value": "experts"}
     assert ranks.judge(Fault("bytes", "serve", "one changes", spoil)).end == "wrong answer"
+
+
+def test_a_byte_of_a_slot_that_changes_is_a_wrong_answer(ranks):
+    spoil = {"action": "spoil", "value": "slots", "slots": cases.NUM_SLOTS}
+    assert ranks.judge(Fault("bytes", "serve", "one of each slot changes", spoil)).end == "wrong answer"
+
+
+@pytest.mark.parametrize(("value", "end"), [("told", "served on"), ("untold", "wrong answer")])
+def test_slots_that_are_not_told_of_new_weights_give_wrong_answers(ranks, value, end):
+    job = {"action": "weights", "value": value, "backend": "emulated", "slots": cases.NUM_SLOTS}
+    outcome = ranks.judge(Fault("weights", "serve", value, job))
+    assert outcome.end == end, outcome
+
+
+def test_a_fault_that_cannot_be_armed_is_not_taken_for_one_that_nothing_meets(ranks):
+    job = {"action": "thread", "call": "faults.model:Gone.move", "k": 1, "value": "MemoryError", "backend": "emulated"}
+    assert ranks.judge(Fault("thread", "load", "a method that is gone", job)).end == "no reason"
 
 
 def test_a_fault_that_nothing_meets_is_not_counted(ranks):

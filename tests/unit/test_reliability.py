@@ -22,7 +22,7 @@ def test_the_page_is_made_of_the_committed_results():
 
 def test_no_fault_that_was_tried_shows_a_defect():
     assert {each["end"] for each in COMMITTED} <= {*reliability.GOOD, "not reached"}
-    assert {each["where"] for each in COMMITTED} == {"ranks", "servers"}
+    assert {each["where"] for each in COMMITTED} == {"ranks", "ranks with slots", "engines", "servers"}
 
 
 def test_no_soak_and_no_input_shows_a_defect():

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from email.message import Message
+from pathlib import Path
 from types import SimpleNamespace
+from urllib.error import HTTPError
 
 import pytest
 import reliability
@@ -84,6 +89,20 @@ def test_a_request_may_only_fail_where_its_server_ends(ends, failed, monkeypatch
         getattr(life, ends).set()
     assert not soaked.attempt(life, "short", refused)
     assert (len(soaked.failed), life.interrupted) == (failed, 1)
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "failed"), [("save", 500, 0), ("save", 503, 1), ("pause", 500, 1), ("readvise", 409, 1)]
+)
+def test_a_save_that_failed_may_be_answered_so(action, code, failed, monkeypatch):
+    soaked, life = begun(monkeypatch)
+
+    def refuse(path: str, body: object) -> None:
+        raise HTTPError(path, code, "refused", Message(), None)
+
+    life.server.post = refuse
+    soaked.attempt(life, action, lambda: soak.tell(life, action))
+    assert len(soaked.failed) == failed
 
 
 def test_a_server_that_is_asked_to_end_after_a_request_failed_excuses_nothing(monkeypatch):
@@ -194,14 +213,28 @@ def test_too_short_a_life_judges_nothing():
     assert grown(taken([10] * (FEW - 1))) == {}
 
 
+MAPS_A_FILE = """
+import mmap
+with open({!r}, "w+b") as file:
+    file.truncate(9)
+    mapped = mmap.mmap(file.fileno(), 9)
+    print(flush=True)
+    input()
+"""
+
+
 def test_a_process_is_sampled_as_long_as_it_lives():
-    program = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    try:
-        found = samples.sample(program.pid)
-    finally:
-        program.kill()
-        program.wait()
-    assert (found["threads"], found["rss"] > 0, found["handles"] > 0) == (1, True, True)
+    code = MAPS_A_FILE.format(f"/dev/shm/soak-{os.getpid()}")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **pipes) as program:
+        try:
+            program.stdout.readline()
+            found = samples.sample(program.pid)
+        finally:
+            Path(f"/dev/shm/soak-{os.getpid()}").unlink(missing_ok=True)
+            program.kill()
+            program.wait()
+    assert (found["threads"], found["shm"], found["rss"] > 0, found["handles"] > 3) == (1, 1, True, True)
     assert samples.sample(program.pid)["threads"] == 0
 
 
