@@ -64,7 +64,7 @@ AT: dict[str, Any] = {
 }
 """When a fault of a phase is armed: see ``served.install``."""
 
-KILLED = ("exit code -9", "exitcode=-9", "crashed")
+KILLED = ("exit code -9", "exit code: -9", "exitcode=-9", "crashed")
 """What SGLang says of a scheduler that was killed."""
 
 WORDS = {
