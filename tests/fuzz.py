@@ -135,6 +135,15 @@ def shown(outcomes: Iterable[Outcome], wanted: int) -> Iterator[Outcome]:
         yield outcome
 
 
+def write(out: Path, seed: int, counts: dict[str, dict[str, int]], order: Sequence[str]) -> None:
+    """What the file has of other targets stays, if its inputs were made with the same seed."""
+    kept = json.loads(out.read_text()) if out.exists() else {"seed": seed, "targets": {}}
+    counts = (kept["targets"] if kept["seed"] == seed else {}) | counts
+    out.write_text(
+        json.dumps({"seed": seed, "targets": {name: counts[name] for name in order if name in counts}}, indent=1) + "\n"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 if an input failed."""
     import fuzz_targets
@@ -152,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcomes.sort(key=lambda outcome: list(fuzz_targets.TRIES).index(outcome.target))
     print(table(outcomes))
     if args.out is not None:
-        args.out.write_text(json.dumps({"seed": args.seed, "targets": tally(outcomes)}, indent=1) + "\n")
+        write(args.out, args.seed, tally(outcomes), list(fuzz_targets.TRIES))
     return 1 if any(outcome.failures for outcome in outcomes) else 0
 
 

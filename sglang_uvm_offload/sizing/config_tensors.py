@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_uvm_offload.sizing.moe_shape import MoeShape, moe_shape
+from sglang_uvm_offload.sizing.moe_shape import EXPERTS, MoeShape, moe_shape, stated_experts
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -21,9 +21,11 @@ MXFP4_BLOCK = 32
 
 _LIMITS = {
     **{"num_hidden_layers": 4096, "num_nextn_predict_layers": 64},
-    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"), 1 << 16),
+    **dict.fromkeys(EXPERTS, 1 << 16),
 }
-"""Far beyond any model. A config beyond them is broken, and loops over its counts would not end."""
+_MOST_EXPERTS = 1 << 18
+"""In all layers. As all of these limits far beyond any model: a config beyond them is broken, and loops over its counts would
+take minutes, or not end."""
 
 
 _SIZES = (
@@ -38,7 +40,7 @@ class UnknownTensors(CheckpointError):
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Refuse counts of layers and experts that are not numbers, or beyond ``_LIMITS``, and sizes of 0 or less."""
+    """Refuse counts of layers and experts that are not numbers, or beyond the limits, and sizes of 0 or less."""
     for name in _SIZES:
         value = config.get(name)
         if isinstance(value, (int, float)) and not 0 < value < 1 << 31:
@@ -47,6 +49,9 @@ def check_counts(config: Mapping[str, Any]) -> None:
         value = config.get(name)
         if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit):
             raise CheckpointError(f"the config's {name} is {value!r}, not a number up to {limit}")
+    layers, experts = config.get("num_hidden_layers") or 0, stated_experts(SimpleNamespace(**config)) or 0
+    if layers * experts > _MOST_EXPERTS:
+        raise CheckpointError(f"the config has {layers} layers of {experts} experts, more than {_MOST_EXPERTS} in all")
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

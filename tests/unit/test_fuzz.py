@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
@@ -114,6 +115,15 @@ def test_the_same_number_is_the_same_input():
         return [mutation.damaged(bytes(100), chance), mutation.document({"a": [1, {"b": "c"}]}, chance)]
 
     assert made(3) == made(3) != made(4)
+
+
+def test_one_target_may_be_tried_again(tmp_path):
+    out = tmp_path / "fuzz.json"
+    for seed, counts in ((0, {"b": {"inputs": 1}, "a": {"inputs": 2}}), (0, {"b": {"inputs": 3}})):
+        fuzz.write(out, seed, counts, ["a", "b"])
+    assert json.loads(out.read_text()) == {"seed": 0, "targets": {"a": {"inputs": 2}, "b": {"inputs": 3}}}
+    fuzz.write(out, 1, {"b": {"inputs": 4}}, ["a", "b"])
+    assert json.loads(out.read_text()) == {"seed": 1, "targets": {"b": {"inputs": 4}}}
 
 
 def test_inputs_are_shared_among_all_targets():
