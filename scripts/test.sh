@@ -19,7 +19,8 @@ codespell
 git ls-files '*.cu' '*.c' '*.h' | xargs clang-format --dry-run -Werror
 
 # Two runs at a time, of about the same length, since neither keeps two cores busy. The first one's output follows the other's.
-apart="tests/engine/test_cuda_serving.py tests/engine/test_serve_benchmark.py tests/engine/test_wheel.py"
+apart="tests/engine/test_cuda_serving.py tests/engine/test_cuda_serving_slots.py"
+apart+=" tests/engine/test_serve_benchmark.py tests/engine/test_wheel.py"
 first=$(mktemp)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$first"' EXIT
 python -m pytest --durations=25 tests/unit tests/gpu_session $apart > "$first" 2>&1 &

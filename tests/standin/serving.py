@@ -40,7 +40,7 @@ def captures(calls: list[dict]) -> Iterator[list[dict]]:
 def serve_and_log(job: dict[str, Any], first: int, library: Path, folder: Path) -> tuple[dict[str, Any], list[dict]]:
     """What an engine answers whose tokens pick the experts from ``first`` on, with its ``log``, and the CUDA calls of the
     process that serves."""
-    environment = sglang_environment(library.parent, folder / "calls.jsonl", folder / "caches")
+    environment = sglang_environment(library.parent, folder / "calls.jsonl", library.parent / "caches")
     environment |= {"STANDIN_FIRST_EXPERT": str(first), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment["STANDIN_LATE"] = "2"  # the stream of SGLang's steps, and that of the copies of counts
     result = run_engine(job, folder, environment, seconds=900) | {"log": (folder / "log.txt").read_text()}
