@@ -23,7 +23,8 @@ _KINDS = {
 
 
 def printable(text: str) -> str:
-    """``text`` of unknown origin as it may be shown in a terminal, a log or a page: ``?`` for what no letter is."""
+    """``text`` of unknown origin as it may be shown in a terminal, a log or a page: ``?`` for each character that cannot be
+    printed."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

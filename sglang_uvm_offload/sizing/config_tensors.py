@@ -24,7 +24,7 @@ _LIMITS = {
     **dict.fromkeys(EXPERTS, 1 << 16),
 }
 _MOST_EXPERTS = 1 << 18
-"""In all layers. As all of these limits far beyond any model: a config beyond them is broken, and loops over its counts would
+"""In all layers, those that draft included. As all of these limits far beyond any model: a config beyond them is broken, and loops over its counts would
 take minutes, or not end."""
 
 
@@ -49,7 +49,8 @@ def check_counts(config: Mapping[str, Any]) -> None:
         value = config.get(name)
         if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit):
             raise CheckpointError(f"the config's {name} is {value!r}, not a number up to {limit}")
-    layers, experts = config.get("num_hidden_layers") or 0, stated_experts(SimpleNamespace(**config)) or 0
+    layers = (config.get("num_hidden_layers") or 0) + (config.get("num_nextn_predict_layers") or 0)
+    experts = stated_experts(SimpleNamespace(**config)) or 0
     if layers * experts > _MOST_EXPERTS:
         raise CheckpointError(f"the config has {layers} layers of {experts} experts, more than {_MOST_EXPERTS} in all")
 

@@ -358,7 +358,8 @@ def test_a_file_that_is_no_config_is_refused(tmp_path):
         ("num_hidden_layers", 0, "no routed experts"),
         ("num_hidden_layers", -3, "num_hidden_layers is -3"),
         ("n_routed_experts", -128, "n_routed_experts is -128"),
-        ("n_routed_experts", 1 << 16, "46 layers of 65536 experts, more than 262144 in all"),
+        ("n_routed_experts", 1 << 16, "47 layers of 65536 experts, more than 262144 in all"),
+        ("n_routed_experts", (1 << 18) // 46, "47 layers of 5698 experts"),  # with those of the layer that drafts
     ],
 )
 def test_a_config_that_no_model_can_have_is_refused(name, value, reason):
