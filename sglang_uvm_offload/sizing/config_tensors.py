@@ -24,8 +24,8 @@ _LIMITS = {
     **dict.fromkeys(EXPERTS, 1 << 16),
 }
 _MOST_EXPERTS = 1 << 18
-"""In all layers, those that draft included. As all of these limits far beyond any model: a config beyond them is broken, and loops over its counts would
-take minutes, or not end."""
+"""In all layers, those that draft included. As all of these limits far beyond any model: a config beyond them is broken, and
+loops over its counts would take minutes, or not end."""
 
 
 _SIZES = (
