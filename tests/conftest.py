@@ -19,12 +19,24 @@ from serving import Engines
 from serving_host import PRELOADED
 from standin.build import sglang_environment
 from standin.run import Standin
+from support_marks import MARKERS, Support
 
 from sglang_uvm_offload.routing.trace import Trace
 
 # Of whatever the tests start. Two runs of tests share two cores: threads that wait for each other only take the others' time.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(unserved_models())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="also run the tests that are marked nightly")
+    parser.addoption("--support", type=Path, metavar="FILE", help="write what became of the tests of README's table to FILE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+    config.pluginmanager.register(Support(config), "support")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,139 @@
+"""The table of what is served and what is refused, made of what became of the tests: ``python benchmarks/support.py`` after
+``scripts/support.sh`` has run them. It writes docs/support.md, and README's summary."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "support"
+TESTS, GPU = RESULTS / "support.json", RESULTS / "gpu.json"
+PAGE, README = ROOT / "docs" / "support.md", ROOT / "README.md"
+
+GROUPS = ("Launch", "Speculation", "Architecture", "Format", "Parallel", "Live change")
+SUMMARY = re.compile(r"(<!-- support -->\n).*?(<!-- /support -->)", re.S)
+REASON = 300
+"""Characters of a message that the table shows."""
+
+HEAD = """# What is served, and what is refused
+
+Made of the results of the tests: `scripts/support.sh` runs them, and `python benchmarks/support.py` makes this page. A row
+*works* if every test named in it has passed, with the tokens and log-probabilities of the same server without offloading
+wherever a server answers; it is *refused* if a test has seen the launch end before anything loads, with that reason; it is
+*broken* if a test failed.
+
+Nothing here is a statement about a GPU but the last column. *Served on a CPU*: a real SGLang server or engine over emulated
+unified memory. *Stand-in driver*: SGLang's GPU code with its graphs over a driver that computes nothing and notes every call.
+*SGLang's code, no server*: its own layers, loaders or argument checks.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that users have in their launch. ``status``: works, refused, not tried or broken."""
+
+    group: str
+    what: str
+    status: str
+    reason: str
+    evidence: str
+    tests: tuple[str, ...]
+    gpu: str | None
+    """A log that shows it on a GPU, from the repository's root; None without one."""
+
+
+def table(found: Iterable[dict[str, Any]], proofs: Iterable[dict[str, str]] = ()) -> list[Row]:
+    """The rows, in order, of the results of single tests. Raises ``ValueError`` for what is both served and refused."""
+    logs = {(proof["group"], proof["what"]): proof["log"] for proof in proofs}
+    by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for each in found:
+        by_name.setdefault((each["group"], each["what"]), []).append(each)
+    if unknown := [f"{group}: {what}" for group, what in by_name if group not in GROUPS]:
+        raise ValueError(f"of no group {GROUPS}: {unknown}")
+    if unknown := logs.keys() - by_name.keys():
+        raise ValueError(f"logs of what is in no test: {sorted(unknown)}")
+    rows = [_row(*name, results, logs.get(name)) for name, results in by_name.items()]
+    return sorted(rows, key=lambda row: (GROUPS.index(row.group), row.status != "works", row.what.lower()))
+
+
+def _row(group: str, what: str, results: list[dict[str, Any]], log: str | None) -> Row:
+    kinds = {each["kind"] for each in results}
+    if len(kinds) > 1:
+        raise ValueError(f"{group}: {what}: tests say that it works and that it is refused")
+    outcomes = Counter(each["outcome"] for each in results)
+    status = "broken" if outcomes["failed"] else kinds.pop() if outcomes["passed"] else "not tried"
+    reasons = [each["reason"] for each in results if each["reason"] and each["outcome"] != "failed"]
+    evidence = " and ".join(sorted({each["evidence"] for each in results if each["outcome"] != "skipped"}))
+    tests = sorted({each["test"].partition("[")[0] for each in results})
+    return Row(group, what, status, reasons[0] if reasons and status != "works" else "", evidence, tuple(tests), log)
+
+
+def page(record: dict[str, Any], rows: list[Row]) -> str:
+    """docs/support.md."""
+    head = (
+        f"SGLang {record['sglang']}, torch {record['torch']}, Python {record['python']}, {record['date']}. {summary_line(rows)}"
+    )
+    parts = [HEAD, head]
+    for group in GROUPS:
+        mine = [row for row in rows if row.group == group]
+        if mine:
+            parts += [f"## {group}", "\n".join(_lines(mine))]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _lines(rows: list[Row]) -> Iterable[str]:
+    yield "| | | shown by | with | on a GPU |"
+    yield "| --- | --- | --- | --- | --- |"
+    for row in rows:
+        names = ", ".join(f"[{test.rpartition('::')[2]}](../{test.partition('::')[0]})" for test in row.tests)
+        status = f"{row.status}: {_cell(row.reason)}" if row.reason else row.status
+        log = "never run" if row.gpu is None else f"[log](../{row.gpu})"
+        yield f"| {row.what} | {status} | {names} | {row.evidence} | {log} |"
+
+
+def _cell(reason: str) -> str:
+    words = " ".join(reason.split()).replace("|", "\\|")
+    return words if len(words) <= REASON else words[: REASON - 4].rstrip() + " ..."
+
+
+def summary_line(rows: list[Row]) -> str:
+    counts = Counter(row.status for row in rows)
+    named = ", ".join(f"{counts[status]} {status}" for status in ("refused", "not tried", "broken") if counts[status])
+    return (
+        f"{counts['works']} of {len(rows)} rows work ({100 * counts['works'] / len(rows):.0f}%); {named or 'none is refused'}."
+    )
+
+
+def summary(rows: list[Row]) -> str:
+    """README's table: a line a group."""
+    lines = ["| | works | refused or not tried |", "| --- | --- | --- |"]
+    for group in GROUPS:
+        mine = [row for row in rows if row.group == group]
+        works = [row.what for row in mine if row.status == "works"]
+        others = [row for row in mine if row.status != "works"]
+        named = [row.what if row.status == "refused" else f"{row.what} ({row.status})" for row in others]
+        if mine:
+            lines.append(f"| {group} | {'; '.join(works)} | {'; '.join(named)} |")
+    return "\n".join([summary_line(rows), "", *lines]) + "\n"
+
+
+def committed() -> tuple[dict[str, Any], list[Row]]:
+    record = json.loads(TESTS.read_text())
+    return record, table(record["rows"], json.loads(GPU.read_text()))
+
+
+def main() -> None:
+    record, rows = committed()
+    PAGE.write_text(page(record, rows))
+    README.write_text(SUMMARY.sub(lambda found: found[1] + summary(rows) + found[2], README.read_text()))
+    print(summary_line(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What is served and what is refused, as the tests themselves have found: README's table is made of it.
+
+``@pytest.mark.works(GROUP, WHAT)`` is on each test that shows that WHAT is served, ``@pytest.mark.refused(GROUP, WHAT)`` on
+one which shows that a launch with it ends before loading; that one gives the message: ``record_property("reason", message)``.
+``@pytest.mark.nightly`` keeps a test out of a plain run. ``--nightly`` runs these too, and ``--support FILE`` writes what
+became of each marked test (``scripts/support.sh``).
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Generator, Iterable
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MARKERS = {
+    "works(group, what)": "shows that what is named is served; a row of README's table",
+    "refused(group, what)": "shows that what is named ends a launch before loading, and records the reason",
+    "nightly": "runs with --nightly only",
+}
+KINDS = ("works", "refused")
+
+
+def rows(item: pytest.Item) -> list[dict[str, str]]:
+    """The rows of the table that a test is for, each with its name."""
+    marks = [mark for mark in item.iter_markers() if mark.name in KINDS]
+    return [
+        dict(zip(("kind", "group", "what"), (mark.name, *mark.args), strict=True)) | {"test": item.nodeid} for mark in marks
+    ]
+
+
+def evidence(item: pytest.Item) -> str:
+    """What a test shows it with."""
+    names = getattr(item, "fixturenames", ())
+    if any("standin" in name for name in names):
+        return "stand-in driver"
+    return "served on a CPU" if "engines" in names else "SGLang's code, no server"
+
+
+class Support:
+    """Registered with pytest: leaves nightly tests out, and notes what became of marked ones."""
+
+    def __init__(self, config: pytest.Config):
+        self.out: Path | None = config.getoption("--support")
+        self.nightly = bool(config.getoption("--nightly"))
+        self.found: list[dict[str, Any]] = []
+        self.collected: list[pytest.Item] = []
+        """All tests of the files that were collected, nightly ones too."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        self.collected = list(items)
+        if self.nightly:
+            return
+        left = [item for item in items if item.get_closest_marker("nightly") is not None]
+        if left:
+            config.hook.pytest_deselected(items=left)
+            items[:] = [item for item in items if item not in set(left)]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if report.when == "call" or report.outcome != "passed":
+            given = dict(report.user_properties).get("reason", "")
+            why = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else given
+            ended = {"outcome": report.outcome, "reason": str(why), "evidence": evidence(item)}
+            self.found += [row | ended for row in rows(item)]
+        return report
+
+    def pytest_sessionfinish(self) -> None:
+        if self.out is not None:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self.out.write_text(json.dumps(record(self.found), indent=1) + "\n")
+
+
+def record(found: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What was found, with what it was found with."""
+    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "sglang": metadata.version("sglang"),
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+        "commit": git.stdout.strip(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "rows": sorted(found, key=lambda row: (row["group"], row["what"], row["test"])),
+    }
+
+
+def unrecorded(collected: Iterable[pytest.Item], recorded: Iterable[dict[str, Any]]) -> list[str]:
+    """Where the marks of collected tests and a record differ. Of files that were not collected, and of tests chosen by name,
+    nothing is known."""
+    key = ("kind", "group", "what", "test")
+    items = list(collected)
+    marked = {tuple(row[name] for name in key) for item in items for row in rows(item)}
+    files = {item.nodeid.partition("::")[0] for item in items}
+    written = {tuple(row[name] for name in key) for row in recorded if row["test"].partition("::")[0] in files}
+    new = [f"not recorded: {' | '.join(row)}" for row in sorted(marked - written)]
+    return new + [f"recorded, and no test: {' | '.join(row)}" for row in sorted(written - marked)]

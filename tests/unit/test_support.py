@@ -1,0 +1,98 @@
+"""README's table of what is served is made of the recorded results of the tests, and these are of the tests that there are."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import support as table_of
+from support_marks import rows, unrecorded
+
+
+def result(what: str = "TP 2", kind: str = "works", outcome: str = "passed", test: str = "engine/t.py::a", **more: str) -> dict:
+    return {
+        **{"group": "Parallel", "what": what, "kind": kind, "outcome": outcome, "test": test, "reason": ""},
+        **{"evidence": "served on a CPU", **more},
+    }
+
+
+def status(*results: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(row.status, row.reason) for row in table_of.table(results)]
+
+
+def test_a_row_works_only_if_each_of_its_tests_has_passed():
+    assert status(result(), result(test="engine/t.py::b")) == [("works", "")]
+    assert status(result(), result(test="engine/t.py::b", outcome="failed")) == [("broken", "")]
+    assert status(result(), result(test="engine/t.py::b", outcome="skipped")) == [("works", "")]
+
+
+def test_what_no_test_could_try_says_why():
+    assert status(result(outcome="skipped", reason="no kernel on a CPU")) == [("not tried", "no kernel on a CPU")]
+
+
+def test_a_refusal_shows_the_message():
+    assert status(result(kind="refused", reason="--x: its actors load no plugins")) == [
+        ("refused", "--x: its actors load no plugins")
+    ]
+    assert status(result(kind="refused", outcome="failed", reason="--x")) == [("broken", "")]
+
+
+def test_nothing_is_both_served_and_refused():
+    with pytest.raises(ValueError, match="Parallel: TP 2"):
+        table_of.table([result(), result(kind="refused")])
+
+
+def test_groups_and_logs_are_of_known_rows():
+    with pytest.raises(ValueError, match="of no group"):
+        table_of.table([result(group="Paralel")])
+    with pytest.raises(ValueError, match="in no test"):
+        table_of.table([result()], [{"group": "Parallel", "what": "TP 3", "log": "x.log"}])
+
+
+def test_a_row_names_its_tests_once_and_its_log():
+    proofs = [{"group": "Parallel", "what": "TP 2", "log": "x.log"}]
+    record = {"sglang": "0", "torch": "0", "python": "0", "date": "2000-01-01"}
+    both = table_of.table([result(test="tests/engine/t.py::a[x|y]"), result(test="tests/engine/t.py::a[z]")], proofs)
+    assert "| TP 2 | works | [a](../tests/engine/t.py) | served on a CPU | [log](../x.log) |" in table_of.page(record, both)
+    refused = table_of.table([result(kind="refused", reason="a | b\nc")])
+    assert "| refused: a \\| b c |" in table_of.page(record, refused)
+
+
+def item(test: str, *marks: tuple[str, str, str]) -> Any:
+    made = [SimpleNamespace(name=kind, args=(group, what)) for kind, group, what in marks]
+    return SimpleNamespace(nodeid=test, iter_markers=lambda: iter([*made, SimpleNamespace(name="parametrize", args=())]))
+
+
+def test_marks_and_record_must_agree_on_the_files_that_were_collected():
+    marked = item("t.py::a", ("works", "Parallel", "TP 2"))
+    assert rows(marked) == [{"kind": "works", "group": "Parallel", "what": "TP 2", "test": "t.py::a"}]
+    assert unrecorded([marked], [result(test="t.py::a"), result(test="other.py::b")]) == []
+    assert unrecorded([marked], []) == ["not recorded: works | Parallel | TP 2 | t.py::a"]
+    gone = unrecorded([item("t.py::b")], [result(test="t.py::a")])
+    assert gone == ["recorded, and no test: works | Parallel | TP 2 | t.py::a"]
+
+
+def test_the_page_and_the_readme_are_made_of_the_committed_results():
+    record, committed = table_of.committed()
+    assert table_of.PAGE.read_text() == table_of.page(record, committed)
+    assert f"<!-- support -->\n{table_of.summary(committed)}<!-- /support -->" in table_of.README.read_text()
+
+
+def test_no_row_is_broken_and_every_refusal_has_a_reason():
+    _, committed = table_of.committed()
+    assert [row.what for row in committed if row.status == "broken"] == []
+    assert [row.what for row in committed if row.status != "works" and not row.reason] == []
+
+
+def test_logs_of_a_gpu_exist():
+    for proof in json.loads(table_of.GPU.read_text()):
+        assert (table_of.ROOT / proof["log"]).is_file()
+
+
+def test_the_record_is_of_these_tests(request: pytest.FixtureRequest):
+    marks: Any = request.config.pluginmanager.get_plugin("support")
+    if request.config.args_source.name == "ARGS" and any("::" in arg for arg in request.config.args):
+        pytest.skip("single tests were chosen")
+    assert unrecorded(marks.collected, json.loads(table_of.TESTS.read_text())["rows"]) == []
