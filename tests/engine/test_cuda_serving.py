@@ -77,6 +77,7 @@ def kernels(calls: list[dict]) -> list[str]:
     return [call["kernel"] for call in calls if "kernel" in call]
 
 
+@pytest.mark.works("Launch", "default decode and prefill CUDA graphs, overlap scheduling, radix cache")
 def test_decode_graphs_of_both_batches_and_prefill_graphs_below_the_threshold_are_captured(served, calls):
     result, _ = served
     layers = [kernels(capture).count("fused_moe_kernel") // 2 for capture in captures(calls)]

@@ -22,7 +22,7 @@ RESIDENT = 3
     [
         ("deepseek_v3", {}, {}, Parallel()),
         ("qwen3_moe", {"quant": "fp8"}, {}, Parallel()),
-        ("qwen3_moe", {"quant": "gptq"}, {"quantization": "moe_wna16"}, Parallel()),
+        pytest.param("qwen3_moe", {"quant": "gptq"}, {"quantization": "moe_wna16"}, Parallel(), marks=pytest.mark.nightly),
         ("glm4_moe", {"expert_size": 256}, {"tp_size": 2, "env": TWO_RANKS}, Parallel(tp=2)),
     ],
     ids=["latent attention", "fp8", "gptq", "two ranks"],

@@ -61,6 +61,7 @@ def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Fini
     return Finished(out, ended)
 
 
+@pytest.mark.nightly
 def test_the_plugin_answers_as_the_resident_server_does(finished: Finished) -> None:
     assert finished.ended.returncode == 0, finished.ended.stderr[-3000:]
     row = finished.rows["frequency"]
@@ -70,6 +71,7 @@ def test_the_plugin_answers_as_the_resident_server_does(finished: Finished) -> N
     assert [len(ids) for ids in row["answers"]] == [9, 9, 9]
 
 
+@pytest.mark.nightly
 def test_what_is_offloaded_is_the_budget_s_share(finished: Finished) -> None:
     model = finished.record["model"]
     row = finished.rows["frequency"]
@@ -84,6 +86,7 @@ def test_what_is_offloaded_is_the_budget_s_share(finished: Finished) -> None:
     assert finished.rows["resident"].get("offload") is None
 
 
+@pytest.mark.nightly
 def test_a_server_that_cannot_start_is_a_row_with_its_reason_and_its_log(finished: Finished) -> None:
     row = finished.rows["paged_experts"]
     assert "the server ended with exit code" in row["error"]
@@ -93,6 +96,7 @@ def test_a_server_that_cannot_start_is_a_row_with_its_reason_and_its_log(finishe
     assert finished.rows["page_in_only"]["error"].startswith("not built")
 
 
+@pytest.mark.nightly
 def test_a_point_that_cannot_be_served_is_an_error_and_the_others_are_figures(finished: Finished) -> None:
     for name in ("resident", "frequency"):
         points = finished.points(name)
@@ -101,6 +105,7 @@ def test_a_point_that_cannot_be_served_is_an_error_and_the_others_are_figures(fi
         assert {size for kind, size in points if kind == "decode"} == {1, 2}
 
 
+@pytest.mark.nightly
 def test_load_generator_memory_and_startup_are_in_every_served_row(finished: Finished) -> None:
     for name in ("resident", "frequency"):
         row = finished.rows[name]
@@ -111,6 +116,7 @@ def test_load_generator_memory_and_startup_are_in_every_served_row(finished: Fin
         assert row["startup_seconds"] > 1
 
 
+@pytest.mark.nightly
 def test_the_report_says_first_that_speed_means_nothing(finished: Finished) -> None:
     text = (finished.out / "report.md").read_text()
     assert "speed means nothing here" in text.splitlines()[2]
@@ -119,6 +125,7 @@ def test_the_report_says_first_that_speed_means_nothing(finished: Finished) -> N
     assert (finished.out / "prompt.png").stat().st_size > 1000
 
 
+@pytest.mark.nightly
 def test_no_file_names_a_path_of_this_machine(finished: Finished, checkpoint: Path) -> None:
     for path in finished.out.rglob("*"):
         if path.suffix in (".json", ".md", ".log"):
@@ -128,6 +135,7 @@ def test_no_file_names_a_path_of_this_machine(finished: Finished, checkpoint: Pa
             assert sys.prefix not in text, path.name
 
 
+@pytest.mark.nightly
 def test_the_model_has_nothing_to_compare_on_a_cpu(finished: Finished) -> None:
     said = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "model.py"), str(finished.out)], capture_output=True, text=True
@@ -136,6 +144,7 @@ def test_the_model_has_nothing_to_compare_on_a_cpu(finished: Finished) -> None:
     assert "nothing to compare: the run is of CPU" in said.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_ended_leaves_no_server(how: signal.Signals, checkpoint: Path, tmp_path: Path) -> None:
     command = [*SERVE, "--model", str(checkpoint), "--contenders", "first_n", "--out", str(tmp_path / "run")]

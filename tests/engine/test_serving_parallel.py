@@ -19,13 +19,20 @@ MODES: dict[str, dict[str, Any]] = {
     "dp2": {"dp_size": 2},
     "dp_attention2": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
 }
+ROWS = {
+    "tp2": "TP 2",
+    "tp2_ep2": "TP 2 with EP 2",
+    "pp2": "PP 2",
+    "dp2": "DP 2",
+    "dp_attention2": "DP attention 2",
+}
 # With attention data parallelism the rows of idle ranks pad each step as they happen to arrive: SGLang's own log-probabilities
 # vary by this from run to run.
 TOLERANCE = {"dp_attention2": 1e-5}
 COMMON: dict[str, Any] = {"prompts": PROMPTS[:2], "max_new_tokens": 8, "dtype": "float32", "env": TWO_RANKS}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.works("Parallel", ROWS[mode])) for mode in MODES])
 def test_offloaded_ranks_give_the_same_tokens_and_logprobs(mode: str, checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint = checkpoints("qwen3_moe", dtype="float32")
     off = engines.baseline(checkpoint, **COMMON, **MODES[mode])
@@ -46,6 +53,7 @@ def test_offloaded_ranks_give_the_same_tokens_and_logprobs(mode: str, checkpoint
         assert [state["offloaded_experts"] for state in states] == [LAYERS * EXPERTS // 2] * 2
 
 
+@pytest.mark.works("Parallel", "TP 2 with continuous")
 def test_ranks_that_follow_the_traffic_stay_alike(checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint = checkpoints("qwen3_moe", dtype="float32")
     off = engines.baseline(checkpoint, **COMMON, tp_size=2)

@@ -72,6 +72,8 @@ def test_a_server_starts_from_what_another_saved_and_adds_to_it(
     assert (both == 2 * counts).all()
 
 
+@pytest.mark.nightly
+@pytest.mark.works("Parallel", "TP 2 x PP 2 with EP 2, one saved profile")
 def test_ranks_that_each_hold_a_part_of_the_model_save_one_profile(
     checkpoint: Path, profile: Path, engines: Engines, tmp_path: Path
 ) -> None:
@@ -81,6 +83,8 @@ def test_ranks_that_each_hold_a_part_of_the_model_save_one_profile(
     assert (many[0] == one[0]).all()
 
 
+@pytest.mark.nightly
+@pytest.mark.works("Parallel", "PP 2 through the Transformers fallback, one saved profile")
 def test_stages_that_number_their_layers_anew_share_the_profile_of_one_rank(
     checkpoints: Checkpoints, engines: Engines, tmp_path: Path
 ) -> None:

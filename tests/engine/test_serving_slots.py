@@ -38,7 +38,13 @@ SPLITS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("split", SPLITS)
+# Those with which most users begin run each time, the others at night.
+USUAL = ("slots alone", "residents that follow the traffic", "long prompts stream")
+BY_SPLIT = [pytest.param(split, marks=() if split in USUAL else pytest.mark.nightly) for split in SPLITS]
+
+
+@pytest.mark.works("Launch", "--expert-offload-slots")
+@pytest.mark.parametrize("split", BY_SPLIT)
 def test_answers_are_those_without_offloading(split: str, checkpoints: Checkpoints, engines: Engines) -> None:
     resident, slots, more = SPLITS[split]
     checkpoint = checkpoints("qwen3_moe", dtype="float32")
@@ -69,6 +75,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly
+@pytest.mark.works("Launch", "--expert-offload-slots")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_give_the_same_answers(family: str, checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint = checkpoints(family, dtype="float32")
@@ -79,6 +87,8 @@ def test_families_give_the_same_answers(family: str, checkpoints: Checkpoints, e
     assert_same_answers(on, off)
 
 
+@pytest.mark.nightly
+@pytest.mark.works("Format", "FP8 in blocks, INT8 and GPTQ with slots")
 @pytest.mark.parametrize(("quant", "more"), [("fp8", {}), ("int8", {}), ("gptq", {"quantization": "moe_wna16"})])
 def test_formats_give_the_same_answers(quant: str, more: dict[str, Any], checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint = checkpoints("qwen3_moe", quant=quant)
@@ -98,6 +108,8 @@ MODES: dict[str, dict[str, Any]] = {
 TOLERANCE = {"dp_attention2": 1e-5}  # as in test_serving_parallel
 
 
+@pytest.mark.nightly
+@pytest.mark.works("Parallel", "slots on several ranks")
 @pytest.mark.parametrize("mode", MODES)
 def test_ranks_give_the_same_answers(mode: str, checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint = checkpoints("qwen3_moe", dtype="float32")
@@ -109,6 +121,8 @@ def test_ranks_give_the_same_answers(mode: str, checkpoints: Checkpoints, engine
     assert_same_answers(on, off, TOLERANCE.get(mode, 0.0))
 
 
+@pytest.mark.nightly
+@pytest.mark.works("Speculation", "NEXTN with slots")
 def test_steps_that_check_drafts_fill_slots_too(checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint = checkpoints("glm4_moe", dtype="float32")
     common = {
@@ -122,6 +136,7 @@ def test_steps_that_check_drafts_fill_slots_too(checkpoints: Checkpoints, engine
     assert_same_answers(on, off)
 
 
+@pytest.mark.works("Live change", "update from disk, with slots")
 def test_new_weights_are_served_at_once(checkpoints: Checkpoints, engines: Engines) -> None:
     """Slots hold copies of the old ones when the weights are updated, and the first prompt that follows streams from slots."""
     old, new = (checkpoints("qwen3_moe", dtype="float32", seed=seed) for seed in (0, 7))

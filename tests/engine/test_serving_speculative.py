@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from checkpoints import Checkpoints
 from serving import PROMPTS, Engines, assert_offloaded, assert_same_answers, assert_streamed
 
@@ -23,6 +24,7 @@ NEXTN: dict[str, Any] = {
 }
 
 
+@pytest.mark.works("Speculation", "NEXTN (MTP layers)")
 def test_speculating_with_offloaded_experts_gives_the_same_tokens(checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint = checkpoints("glm4_moe", dtype="float32")
     plain = engines.baseline(checkpoint, **COMMON)

@@ -19,6 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.works("Launch", "long prompts in chunks")
 @pytest.mark.parametrize("case", CASES)
 def test_answers_stay_the_same(case: str, checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint, changes = checkpoints("qwen3_moe", dtype="float32"), CASES[case]

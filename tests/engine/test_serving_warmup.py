@@ -6,8 +6,10 @@ import pytest
 from checkpoints import HOT, Checkpoints
 from serving import Engines
 
+FAMILIES = ["glm4_moe", *(pytest.param(family, marks=pytest.mark.nightly) for family in ("qwen3_moe", "deepseek_v2"))]
 
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_moe", "deepseek_v2"])
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_hot_experts_of_each_layer_end_up_resident(family: str, checkpoints: Checkpoints, engines: Engines) -> None:
     result = engines.run(
         checkpoints(family, hot=HOT),

@@ -22,7 +22,11 @@ PROMPT = 4
 NEW_TOKENS = 33
 
 
-@pytest.mark.parametrize(("shape", "quant"), WALKED)
+# One without and one with scales each time, the others at night.
+BY_SHAPE = [pytest.param(*walked, marks=() if i < 2 else pytest.mark.nightly) for i, walked in enumerate(WALKED)]
+
+
+@pytest.mark.parametrize(("shape", "quant"), BY_SHAPE)
 def test_decoding_routes_as_the_trace_and_every_expert_shows_in_the_tokens(
     walked: WalkedCheckpoints, engines: Engines, shape: str, quant: str | None, tmp_path: Path
 ) -> None:
