@@ -244,7 +244,7 @@ class Engines:
         folder = self.folder / f"engine-{self.jobs}"
         folder.mkdir(parents=True)
         env = {"TMPDIR": str(self.scratch), **(env or {})}
-        host = self.host_for({name: value for name, value in env.items() if name in READ_AT_IMPORT})
+        host = self.host_for(env)
         if record_experts:
             engine = {"expert_distribution_recorder_mode": "stat", **engine}
             env["SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"] = str(folder)
@@ -272,7 +272,7 @@ class Engines:
 
     def start(self, command: Sequence[str], folder: Path, env: dict[str, str], log: Path) -> Job:
         """What ``python`` does with these arguments."""
-        return self.host_for({}).start({"env": env, "command": list(command), "folder": str(folder), "log": str(log)})
+        return self.host_for(env).start({"env": env, "command": list(command), "folder": str(folder), "log": str(log)})
 
     def baseline(self, checkpoint: Path, prompts: Sequence[str] = PROMPTS, **options: Any) -> Result:
         """``run``, once a session for the same arguments."""
@@ -282,7 +282,8 @@ class Engines:
         return self.baselines[key]
 
     def host_for(self, env: dict[str, str]) -> Host:
-        """The host that was started with ``env``, which is started where there is none alive."""
+        """The host with what ``env`` has of ``READ_AT_IMPORT``, which is started where there is none alive."""
+        env = {name: value for name, value in env.items() if name in READ_AT_IMPORT}
         key = json.dumps(env, sort_keys=True)
         host = self.hosts.get(key)
         if host is None or host.process.poll() is not None:

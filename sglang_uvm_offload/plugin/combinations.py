@@ -12,39 +12,74 @@ _N = flag_name("num_resident")
 OWN_PATH_A2A = {"megamoe", "flashinfer_megamoe", "ascend_fuseep"}
 """All-to-all backends that compute experts without the quantisation method's ``apply``."""
 
-REFUSED_LOAD_FORMATS = {"gguf", "remote_instance"}
-"""``remote_instance`` registers the experts' addresses for RDMA, and their pages move."""
+LOAD_FORMATS = {
+    "gguf": "GGUF experts get their memory one by one as they are read, of sizes that are not known before",
+    "remote_instance": "it sends weights from addresses registered for RDMA, and CUDA registers no unified memory for that",
+}
+"""Refused ones, each with the reason: GPUDirect RDMA's documentation leaves unified memory out."""
+
+_OWN_OFFLOAD = "it moves the same weights out of VRAM in its own way"
 
 
 def problems(config: OffloadConfig, cfg: Any) -> list[str]:
     """Why SGLang's resolved arguments ``cfg`` cannot be served with ``config``."""
     refused = {
-        "--enable-paged-experts": cfg.enable_paged_experts,
-        "--cpu-offload-gb": cfg.cpu_offload_gb,
-        "--offload-group-size": cfg.offload_group_size is not None and cfg.offload_group_size > 0,
-        "--kt-method / --kt-weight-path (KTransformers)": cfg.kt_weight_path,
-        "--enable-eplb": cfg.enable_eplb,
-        "--ep-num-redundant-experts": cfg.ep_num_redundant_experts,
-        "--enable-lora / --lora-paths": cfg.enable_lora or cfg.lora_paths,
-        "--enable-memory-saver": cfg.enable_memory_saver,
-        "--enable-two-batch-overlap": cfg.enable_two_batch_overlap,
-        "--enable-pdmux": cfg.enable_pdmux,
-        "--use-ray (its actors load no plugins)": cfg.use_ray,
-        "--enable-nvidia-megakernel": cfg.enable_nvidia_megakernel,
-        "--weight-cache-mode": cfg.weight_cache_mode not in (None, "off"),
-        "--elastic-ep-backend": cfg.elastic_ep_backend,
-        "--dwdp-size": (cfg.dwdp_size or 1) > 1,
-        f"--moe-a2a-backend {cfg.moe_a2a_backend}": cfg.moe_a2a_backend in OWN_PATH_A2A,
-        f"--load-format {cfg.load_format}": cfg.load_format in REFUSED_LOAD_FORMATS,
-        f"--speculative-draft-load-format {cfg.speculative_draft_load_format}": cfg.speculative_draft_load_format
-        in REFUSED_LOAD_FORMATS,
-        "--remote-instance-weight-loader-start-seed-via-transfer-engine": (
-            cfg.remote_instance_weight_loader_start_seed_via_transfer_engine
+        "--enable-paged-experts": (cfg.enable_paged_experts, _OWN_OFFLOAD),
+        "--cpu-offload-gb": (cfg.cpu_offload_gb, _OWN_OFFLOAD),
+        "--offload-group-size": (cfg.offload_group_size is not None and cfg.offload_group_size > 0, _OWN_OFFLOAD),
+        "--kt-method / --kt-weight-path": (
+            cfg.kt_weight_path,
+            "KTransformers computes experts on the CPU, from memory of its own",
         ),
-        # Never tried: Dynamo would trace into the calls that count, which go through ctypes with addresses of tensors.
-        "--enable-torch-compile": cfg.enable_torch_compile,
+        "--enable-eplb": (cfg.enable_eplb, "it copies experts from place to place, by which they are counted"),
+        "--ep-num-redundant-experts": (
+            cfg.ep_num_redundant_experts,
+            "an expert then has several places, by which it is counted",
+        ),
+        "--enable-memory-saver": (
+            cfg.enable_memory_saver,
+            "its library gives up memory by addresses of plain allocations only",
+        ),
+        "--enable-two-batch-overlap": (cfg.enable_two_batch_overlap, "two half batches are then in different layers at once"),
+        "--enable-pdmux": (
+            cfg.enable_pdmux,
+            "prefill and decode steps then run at the same time, and none is between two steps",
+        ),
+        "--use-ray": (cfg.use_ray, "its actors load no plugins"),
+        "--enable-nvidia-megakernel": (
+            cfg.enable_nvidia_megakernel,
+            "it computes whole steps without SGLang's FusedMoE layers",
+        ),
+        "--weight-cache-mode": (
+            cfg.weight_cache_mode not in (None, "off"),
+            "it shares weights between processes by CUDA IPC, which takes no unified memory",
+        ),
+        "--elastic-ep-backend": (
+            cfg.elastic_ep_backend,
+            "it fetches experts into memory registered for RDMA, and CUDA registers no unified memory for that",
+        ),
+        "--dwdp-size": ((cfg.dwdp_size or 1) > 1, "it moves experts to pages of its own, which other GPUs read"),
+        f"--moe-a2a-backend {cfg.moe_a2a_backend}": (
+            cfg.moe_a2a_backend in OWN_PATH_A2A,
+            "it computes experts by one kernel of its own, from copies in its own layout",
+        ),
+        f"--load-format {cfg.load_format}": _load_format(cfg.load_format),
+        f"--speculative-draft-load-format {cfg.speculative_draft_load_format}": _load_format(cfg.speculative_draft_load_format),
+        "--remote-instance-weight-loader-start-seed-via-transfer-engine": (
+            cfg.remote_instance_weight_loader_start_seed_via_transfer_engine,
+            LOAD_FORMATS["remote_instance"],
+        ),
+        "--enable-torch-compile": (
+            cfg.enable_torch_compile,
+            "it traces layers into kernels of its own, which gather the experts of each token into a copy",
+        ),
     }
-    return [f"{name}: cannot be combined with {_N}" for name, given in refused.items() if given] + _numbering(config, cfg)
+    out = [f"{name}: cannot be combined with {_N}: {why}" for name, (given, why) in refused.items() if given]
+    return out + _numbering(config, cfg)
+
+
+def _load_format(given: str | None) -> tuple[bool, str]:
+    return given in LOAD_FORMATS, LOAD_FORMATS.get(given or "", "")
 
 
 def _numbering(config: OffloadConfig, cfg: Any) -> list[str]:

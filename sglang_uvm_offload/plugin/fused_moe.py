@@ -59,6 +59,10 @@ class LayerHooks:
         finally:
             self._into = None
 
+    def serves(self, layer: torch.nn.Module) -> bool:
+        """Whether the layer's experts were taken over."""
+        return _EXPERTS in layer.__dict__
+
     def _around_init(self, original: Callable[..., None], layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         if self._into is None or layer.is_shared_fused_moe:
             original(layer, *args, **kwargs)
@@ -103,12 +107,12 @@ class LayerHooks:
         def apply_and_observe(layer: torch.nn.Module, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
             reading = self._enter(layer)
             if reading is None:
-                self._observe(layer, dispatch_output, in_place=True)
+                self.observe(layer, dispatch_output, in_place=True)
                 return apply(layer, dispatch_output, *args, **kwargs)
             assert self.streamer is not None
             failed = True
             try:
-                self._keep(layer, self._observe(layer, dispatch_output, in_place=False), reading)
+                self._keep(layer, self.observe(layer, dispatch_output, in_place=False), reading)
                 result = apply(layer, dispatch_output, *args, **kwargs)
                 failed = False
                 return result
@@ -144,7 +148,7 @@ class LayerHooks:
         _, model, index = layer.__dict__[_EXPERTS]
         return None if model.draft else self.streamer.enter(index)
 
-    def _observe(self, layer: Any, dispatch_output: Any, *, in_place: bool = True) -> LayerRouting | None:
+    def observe(self, layer: Any, dispatch_output: Any, *, in_place: bool = True) -> LayerRouting | None:
         """Count the routing that the layer is about to compute with, reading its experts ``in_place`` or from a copy, and
         record it if a trace is on. Returns it; None where nothing is counted."""
         experts, model, index = layer.__dict__[_EXPERTS]

@@ -108,6 +108,7 @@ def _uncounted(server_args: Any, cfg: Any, model: Any) -> list[str]:
         f"the buffers of --moe-a2a-backend {cfg.moe_a2a_backend}, for which SGLang reserves nothing": cfg.moe_a2a_backend
         not in ("none", "deepep"),
         "--enable-symm-mem": cfg.enable_symm_mem,
+        "the adapters of --enable-lora": cfg.enable_lora,
         f"--swa-full-tokens-ratio {cfg.swa_full_tokens_ratio}": cfg.swa_full_tokens_ratio not in (None, WINDOW_RATIO),
         "--disable-hybrid-swa-memory": cfg.disable_hybrid_swa_memory,
         "--json-model-override-args": cfg.json_model_override_args not in (None, "", "{}"),

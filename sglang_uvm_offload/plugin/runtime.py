@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import (
     get_device,
+    get_lora,
     get_observability,
     get_parallel,
     get_schedule,
@@ -32,6 +33,7 @@ from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory
 from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.actions import Action, perform, refusal
 from sglang_uvm_offload.plugin.built_model import BuiltModel, EarlierStages
+from sglang_uvm_offload.plugin.expert_adapters import ExpertAdapters
 from sglang_uvm_offload.plugin.fused_moe import LayerHooks
 from sglang_uvm_offload.plugin.indexer_budget import take_indexer_budget
 from sglang_uvm_offload.plugin.metrics import Metrics
@@ -79,6 +81,8 @@ def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) ->
     add(f"{_SCHEDULER}.on_idle", rank.after_idle, HookType.AFTER)
     add(f"{_SCHEDULER}.handle_shutdown", rank.after_shutdown, HookType.AFTER)
     rank.layer_hooks.install(add)
+    if get_lora().enable_lora:
+        ExpertAdapters(rank.layer_hooks).install(add)
     if config.slots > 0:
         for seam in rank.seams:
             seam.install(add)

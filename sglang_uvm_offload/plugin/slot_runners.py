@@ -79,6 +79,8 @@ def no_slots(cfg: Any, model_config: Any) -> str | None:
     runner = resolved_runner(cfg.moe_runner_backend, quantization)
     if runner not in AUTO | TRITON | MARLIN | {DEEP_GEMM}:
         return _by_runner(runner)
+    if cfg.enable_lora and runner not in TRITON:
+        return f"with --enable-lora SGLang computes experts from slots by {RUNNER} triton only"
     if getattr(model_config, "is_fp4_experts", False):
         return None if runner in MARLIN else f"the model's FP4 {_OTHER_KERNELS}"
     if runner == DEEP_GEMM:

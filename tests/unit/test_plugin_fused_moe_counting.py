@@ -66,7 +66,7 @@ def layer():
 @pytest.mark.parametrize("form", FORMS)
 def test_routing_is_counted_in_every_form(form, layer):
     dispatched, expected = FORMS[form]
-    LayerHooks(COUNTING)._observe(layer, dispatched)
+    LayerHooks(COUNTING).observe(layer, dispatched)
     assert layer.counters.read().routed()[0].tolist() == expected
 
 
@@ -74,7 +74,7 @@ def test_routing_is_counted_in_every_form(form, layer):
 def test_a_layer_that_reads_a_copy_counts_no_activations_in_any_form(form, layer):
     dispatched, expected = FORMS[form]
     layer.counters.begin_step(ALL_ROWS, Phase.PREFILL)
-    LayerHooks(COUNTING)._observe(layer, dispatched, in_place=False)
+    LayerHooks(COUNTING).observe(layer, dispatched, in_place=False)
     counts = layer.counters.read()
     assert counts.routed()[0].tolist() == expected
     assert not counts.activations().any()
@@ -82,7 +82,7 @@ def test_a_layer_that_reads_a_copy_counts_no_activations_in_any_form(form, layer
 
 def test_local_ids_of_expert_parallel_ranks_are_not_shifted(layer):
     layer.dispatcher.skip_local_expert_mapping = False
-    LayerHooks(COUNTING)._observe(layer, standard(StandardTopKOutput(None, IDS - 4, None)))
+    LayerHooks(COUNTING).observe(layer, standard(StandardTopKOutput(None, IDS - 4, None)))
     assert layer.counters.read().routed()[0].tolist() == [1, 2, 0, 0]
 
 
@@ -91,9 +91,9 @@ BYPASSED = standard(BypassedTopKOutput(None, None, None))
 
 def test_routing_inside_the_kernel_is_refused_where_it_must_be_counted_and_noted_where_not(layer):
     with pytest.raises(FlagError, match=r"frequency: this MoE runner routes inside its kernel \(BypassedTopKOutput\)"):
-        LayerHooks(COUNTING)._observe(layer, BYPASSED)
+        LayerHooks(COUNTING).observe(layer, BYPASSED)
     hooks = LayerHooks({})
-    hooks._observe(layer, BYPASSED)
+    hooks.observe(layer, BYPASSED)
     assert hooks.uncounted == {"BypassedTopKOutput"}
     assert layer.counters.read().counts.sum() == 0
 
@@ -101,13 +101,13 @@ def test_routing_inside_the_kernel_is_refused_where_it_must_be_counted_and_noted
 def test_continuous_adaptation_of_first_n_does_not_adapt_to_nothing(layer):
     continuous = parse({"num_resident": 4, "resident_selection": "first_n", "adapt": "continuous"})
     with pytest.raises(FlagError, match=r"--expert-offload-adapt continuous: .* or --expert-offload-adapt off or warmup"):
-        LayerHooks(counting_flags(continuous))._observe(layer, BYPASSED)
+        LayerHooks(counting_flags(continuous)).observe(layer, BYPASSED)
 
 
 def test_a_draft_model_may_route_inside_its_kernel(layer):
     layer.__dict__[_EXPERTS][1].draft = True
     hooks = LayerHooks(COUNTING)
-    hooks._observe(layer, BYPASSED)
+    hooks.observe(layer, BYPASSED)
     assert hooks.uncounted == {"BypassedTopKOutput"}
 
 
@@ -166,7 +166,7 @@ def test_a_trace_of_routing_that_shows_no_ids_is_refused(form, traced, recording
     routing = BypassedTopKOutput(None, None, None) if form.startswith("Bypassed") else ragged()
     hooks = LayerHooks({}, recording=recording)
     with pytest.raises(FlagError, match=rf"--expert-offload-trace: this MoE runner shows no expert ids \({form}\)"):
-        hooks._observe(traced, standard(routing))
+        hooks.observe(traced, standard(routing))
 
 
 def test_a_layer_that_picks_more_experts_than_it_was_built_for_is_refused(traced):

@@ -27,7 +27,8 @@ from sglang_uvm_offload.plugin.slot_runners import ALWAYS_TRITON, MARLIN, RUNNER
 def reason(
     runner: str = "auto", quantization: str | None = None, fp4: bool = False, stated: Any = None, **values: Any
 ) -> str | None:
-    cfg = {"device": "cuda", "moe_runner_backend": runner, "moe_a2a_backend": "none", "quantization": quantization, **values}
+    cfg = {"device": "cuda", "moe_runner_backend": runner, "moe_a2a_backend": "none", "quantization": quantization}
+    cfg |= {"enable_lora": False, **values}
     model = SimpleNamespace(
         quantization=quantization, is_fp4_experts=fp4, hf_config=SimpleNamespace(quantization_config=stated)
     )
@@ -206,6 +207,14 @@ def test_compressed_tensors_that_state_nothing_have_no_slots():
     assert "other kernels" in str(reason("triton", "compressed-tensors"))
 
 
+@pytest.mark.parametrize(("runner", "told"), [("triton", False), ("auto", True), ("marlin", True), ("deep_gemm", True)])
+def test_with_adapters_only_the_triton_runner_has_slots(runner, told):
+    """SGLang runs adapters of experts by sequences of kernels of its own, of which only Triton's was looked at."""
+    said = reason(runner, enable_lora=True)
+    assert (said is not None) == told
+    assert not told or "--enable-lora" in str(said)
+
+
 @pytest.mark.parametrize("backend", [each.value for each in MoeA2ABackend if not each.is_none()])
 def test_tokens_that_are_exchanged_have_no_slots(backend):
     assert reason(moe_a2a_backend=backend) == (
@@ -222,7 +231,7 @@ def test_the_runners_with_slots_take_tokens_in_the_standard_form_only():
 
 @pytest.mark.parametrize(
     "flag",
-    ["enable_lora", "enable_eplb", "enable_torch_compile", "enable_two_batch_overlap", "enable_pdmux", "enable_memory_saver"],
+    ["enable_eplb", "enable_torch_compile", "enable_two_batch_overlap", "enable_pdmux", "enable_memory_saver"],
 )
 def test_what_slots_cannot_bear_is_refused_with_offloading_itself(flag):
     """``no_slots`` says nothing of these. Where one is to be allowed, it must."""

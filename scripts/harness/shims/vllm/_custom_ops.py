@@ -1,4 +1,5 @@
-"""The one operator that SGLang's rotary embedding takes from vLLM on a CPU without AMX, in plain torch."""
+"""The operators that SGLang takes from vLLM on a CPU without AMX, in plain torch: of rotary embedding and of the Triton MoE
+runner."""
 
 from __future__ import annotations
 
@@ -29,3 +30,13 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
     a, b = x[..., ::2], x[..., 1::2]
     return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+
+
+def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
+    gate, up = x.chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def moe_sum(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Sums ``x[token, k, hidden]`` over k."""
+    torch.sum(x, dim=1, out=out)

@@ -1,0 +1,55 @@
+"""What a launch with offloading cannot have: SGLang's own argument code, up to where a model would load, with one flag each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from checkpoints import Checkpoints
+from launches import launched
+from nursery import Nursery
+
+N = "--expert-offload-num-resident"
+REFUSED: dict[tuple[str, str], list[str]] = {
+    ("Launch", "--enable-paged-experts"): ["--enable-paged-experts", "--paged-experts-num-resident", "8"],
+    ("Launch", "--cpu-offload-gb"): ["--cpu-offload-gb", "2"],
+    ("Launch", "--offload-group-size (OffloaderV2)"): ["--offload-group-size", "4", "--offload-num-in-group", "1"],
+    ("Launch", "KTransformers"): ["--kt-weight-path", "/weights", "--kt-method", "AMXINT4"],
+    ("Launch", "--enable-torch-compile"): ["--enable-torch-compile"],
+    ("Launch", "--enable-pdmux"): ["--enable-pdmux"],
+    ("Launch", "--use-ray"): ["--use-ray"],
+    ("Launch", "--enable-nvidia-megakernel"): ["--enable-nvidia-megakernel"],
+    ("Launch", "--weight-cache-mode"): ["--weight-cache-mode", "client"],
+    ("Launch", "--load-format remote_instance"): [
+        *["--load-format", "remote_instance", "--remote-instance-weight-loader-seed-instance-ip", "127.0.0.1"],
+        *["--remote-instance-weight-loader-seed-instance-service-port", "30000"],
+        *["--remote-instance-weight-loader-send-weights-group-ports", "[30001]"],
+    ],
+    ("Format", "GGUF"): ["--load-format", "gguf"],
+    ("Parallel", "two-batch overlap"): ["--enable-two-batch-overlap"],
+    ("Parallel", "elastic EP"): ["--elastic-ep-backend", "mooncake"],
+    ("Parallel", "DWDP"): ["--tp-size", "2", "--dwdp-size", "2"],
+}
+
+
+@pytest.fixture(scope="module")
+def launch(checkpoints: Checkpoints, sglang: Nursery) -> dict[str, Any]:
+    begin = ["--model-path", str(checkpoints("qwen3_moe")), "--device", "cpu", N, "4"]
+    return launched({what: {"argv": [*begin, *more], "resolve": True} for (_, what), more in REFUSED.items()}, sglang)
+
+
+BY_ROW = [pytest.param(what, more[0], marks=pytest.mark.refused(*row)) for row, more in REFUSED.items() for what in row[1:]]
+
+
+@pytest.mark.parametrize(("what", "flag"), BY_ROW)
+def test_a_launch_ends_with_the_flag_and_a_reason(
+    what: str, flag: str, launch: dict[str, Any], record_property: Callable[[str, object], None]
+) -> None:
+    ended = launch[what]
+    assert ended["exit"] == 2, ended["error"][-3000:]
+    told = [line for line in ended["error"].splitlines() if "cannot be combined with" in line and not line.startswith("usage")]
+    assert told, ended["error"][-3000:]
+    name, _, reason = told[0].partition(f": cannot be combined with {N}: ")
+    assert reason
+    record_property("reason", f"{name.strip(' -')}: {reason}")
