@@ -76,9 +76,8 @@ def _row(group: str, what: str, results: list[dict[str, Any]], log: str | None) 
 
 def page(record: dict[str, Any], rows: list[Row]) -> str:
     """docs/support.md."""
-    head = (
-        f"SGLang {record['sglang']}, torch {record['torch']}, Python {record['python']}, {record['date']}. {summary_line(rows)}"
-    )
+    versions = sorted({f"SGLang {row['sglang']}, torch {row['torch']}, Python {row['python']}" for row in record["rows"]})
+    head = f"By {'; '.join(versions)}. {summary_line(rows)}"
     parts = [HEAD, head]
     for group in GROUPS:
         mine = [row for row in rows if row.group == group]

@@ -79,20 +79,24 @@ class Support:
     def pytest_sessionfinish(self) -> None:
         if self.out is not None:
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.out.write_text(json.dumps(record(self.found), indent=1) + "\n")
+            before = json.loads(self.out.read_text())["rows"] if self.out.exists() else []
+            self.out.write_text(json.dumps(record(before, self.found, self.collected), indent=1) + "\n")
 
 
-def record(found: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What was found, with what it was found with."""
+def record(before: Iterable[dict[str, Any]], found: list[dict[str, Any]], collected: Iterable[pytest.Item]) -> dict[str, Any]:
+    """What was found, by which versions. Of what was recorded ``before``, the tests that did not run now stay, unless their file
+    was collected without them."""
     git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "sglang": metadata.version("sglang"),
-        "torch": metadata.version("torch"),
-        "python": platform.python_version(),
-        "commit": git.stdout.strip(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "rows": sorted(found, key=lambda row: (row["group"], row["what"], row["test"])),
-    }
+    versions = {"sglang": metadata.version("sglang"), "torch": metadata.version("torch"), "python": platform.python_version()}
+    now = {"date": datetime.now(timezone.utc).date().isoformat(), "commit": git.stdout.strip()[:12], **versions}
+    ran, there = {row["test"] for row in found}, {item.nodeid for item in collected}
+    files = {file_of(test) for test in there}
+    kept = [row for row in before if row["test"] not in ran and (row["test"] in there or file_of(row["test"]) not in files)]
+    return {"rows": sorted([*kept, *(row | now for row in found)], key=lambda row: (row["group"], row["what"], row["test"]))}
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def unrecorded(collected: Iterable[pytest.Item], recorded: Iterable[dict[str, Any]]) -> list[str]:
@@ -101,7 +105,7 @@ def unrecorded(collected: Iterable[pytest.Item], recorded: Iterable[dict[str, An
     key = ("kind", "group", "what", "test")
     items = list(collected)
     marked = {tuple(row[name] for name in key) for item in items for row in rows(item)}
-    files = {item.nodeid.partition("::")[0] for item in items}
-    written = {tuple(row[name] for name in key) for row in recorded if row["test"].partition("::")[0] in files}
+    files = {file_of(item.nodeid) for item in items}
+    written = {tuple(row[name] for name in key) for row in recorded if file_of(row["test"]) in files}
     new = [f"not recorded: {' | '.join(row)}" for row in sorted(marked - written)]
     return new + [f"recorded, and no test: {' | '.join(row)}" for row in sorted(written - marked)]

@@ -12,7 +12,7 @@ from sglang_uvm_offload.experts.takeover import HeldTensor, expert_tensors, move
 from sglang_uvm_offload.experts.tensor import ExpertTensor
 from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.memory.layout import ExpertLayout
-from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory, Span
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Memory, Span
 from sglang_uvm_offload.units import size
 
 ChooseExtents = Callable[[ExpertLayout], np.ndarray]
@@ -191,6 +191,14 @@ class ExpertLayer:
         """Move the extents that ``after`` adds to VRAM. Returns the bytes moved."""
         try:
             return sum(tensor.promote(part) for tensor, part in self._by_tensor(after))
+        finally:
+            self._note_residency()
+
+    def place_slots(self, location: Location) -> None:
+        """Move the slots, with what of experts shares a block with them."""
+        try:
+            for tensor in self.tensors:
+                tensor.place_slots(location)
         finally:
             self._note_residency()
 

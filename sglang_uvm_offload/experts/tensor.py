@@ -41,6 +41,12 @@ class ExpertTensor:
         self._bring(~resident, Location.HOST)
         self._bring(resident, Location.DEVICE)
 
+    def place_slots(self, location: Location) -> None:
+        """Move the slots, and the extent that the last expert shares with them."""
+        if spans := self.layout.slot_spans:
+            self.memory.place(self.managed, spans, location)
+        self._bring(self.layout.edge, location)
+
     def demote(self, after: np.ndarray) -> int:
         """Move the extents that ``after`` lacks to host RAM, but for the edge. Returns the bytes moved."""
         return self._bring(self._to_demote(after), Location.HOST)

@@ -36,10 +36,6 @@ def problems(config: OffloadConfig, cfg: Any) -> list[str]:
             cfg.ep_num_redundant_experts,
             "an expert then has several places, by which it is counted",
         ),
-        "--enable-memory-saver": (
-            cfg.enable_memory_saver,
-            "its library gives up memory by addresses of plain allocations only",
-        ),
         "--enable-two-batch-overlap": (cfg.enable_two_batch_overlap, "two half batches are then in different layers at once"),
         "--enable-pdmux": (
             cfg.enable_pdmux,

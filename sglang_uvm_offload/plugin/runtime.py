@@ -11,11 +11,13 @@ from typing import Any
 
 import msgspec
 import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import (
     get_device,
+    get_exec,
     get_lora,
     get_observability,
     get_parallel,
@@ -65,6 +67,7 @@ logger = logging.getLogger(__name__)
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _BUILD = "sglang.srt.model_loader.loader._initialize_model"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _MODEL = "_expert_offload"
 
 
@@ -81,6 +84,9 @@ def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) ->
     add(f"{_SCHEDULER}.on_idle", rank.after_idle, HookType.AFTER)
     add(f"{_SCHEDULER}.handle_shutdown", rank.after_shutdown, HookType.AFTER)
     rank.layer_hooks.install(add)
+    if get_exec().features.enable_memory_saver:
+        for moment, hook in (("release", rank.after_release), ("resume", rank.after_resume)):
+            add(f"{_UPDATER}.{moment}_memory_occupation", hook, HookType.AFTER)
     if get_lora().enable_lora:
         ExpertAdapters(rank.layer_hooks).install(add)
     if config.slots > 0:
@@ -160,7 +166,9 @@ class _RankHooks:
                 self.after_build()
             manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
             if not model.draft:
-                self.layer_hooks.streamer = self._streamer(model, runner.pre_model_load_memory)
+                # A server that gives up the memory of its weights gives up that of the buffers too, and has it back as large.
+                with runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_WEIGHTS):
+                    self.layer_hooks.streamer = self._streamer(model, runner.pre_model_load_memory)
                 self._begin_slots(model)
             if self.recording is not None and not model.draft:
                 self.savers += filter(None, [self.recording.begin(model, self._top_k())])
@@ -278,6 +286,14 @@ class _RankHooks:
         replica = get_parallel().dp_rank or 0
         own = rank_status(self.manager)
         return msgspec.structs.replace(own, trace=trace, streaming=streaming, saves=saves, replica=replica)
+
+    def after_release(self, result: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        if GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags:
+            self.manager.sleep()
+
+    def after_resume(self, result: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        if GPU_MEMORY_TYPE_WEIGHTS not in updater.offload_tags:
+            self.manager.wake()
 
     def after_batch(self, result: Any, *args: Any, **kwargs: Any) -> None:
         if self.metrics is not None:

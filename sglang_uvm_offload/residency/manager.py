@@ -25,6 +25,7 @@ from sglang_uvm_offload.residency.mover import Mover, layer_bar
 from sglang_uvm_offload.residency.observer import Observer
 from sglang_uvm_offload.residency.placement import EVERYTHING, InitialPlacement
 from sglang_uvm_offload.residency.selection import best_residents, hit_rate, rank_share
+from sglang_uvm_offload.residency.sleep import Sleep
 from sglang_uvm_offload.residency.status import ProfileVerdict
 from sglang_uvm_offload.routing.counts import Phase, RoutingCounters, RoutingCounts
 from sglang_uvm_offload.routing.profile import Profile
@@ -68,6 +69,7 @@ class OffloadManager:
         self.make_counters = make_counters
         self.broadcast_decision = broadcast_decision
         self.mover = Mover(memory, progress)
+        self._sleep = Sleep(memory, self.mover)
         self.clock = clock
         self.executor = executor or ThisThread()
         self._moving: Future[None] | None = None
@@ -205,6 +207,9 @@ class OffloadManager:
         """``reselect`` for an operator: now, from the routing since residents were last chosen so, and whatever a profile
         says. It ends the warm-up. Without a token since, nothing changes."""
         earlier, tokens = self._chosen_at
+        if self._sleep.asleep:
+            logger.info("Expert offload: the server has given up its memory; residents are not chosen now")
+            return
         if self.tokens == tokens:
             logger.info("Expert offload: no token since residents were last chosen; they stay")
             return
@@ -239,6 +244,17 @@ class OffloadManager:
     def resume(self) -> None:
         """Residents may change again."""
         self.paused = False
+
+    def sleep(self) -> None:
+        """All experts leave VRAM, those of draft models too, until ``wake``. Call it while no step runs."""
+        if self.background is not None:
+            self.background.drop()
+        self.wait_for_moves()
+        self._sleep.begin([layer for model in self.models for layer in model.layers])
+
+    def wake(self) -> None:
+        """The experts come back to VRAM where they were. Call it before the next step."""
+        self._sleep.end()
 
     def _move_and_log(self, seen: RoutingCounts, tokens: int, before: np.ndarray, after: np.ndarray) -> None:
         started, earlier = time.perf_counter(), self.ledger.moved_bytes

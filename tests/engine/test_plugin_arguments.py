@@ -99,8 +99,7 @@ def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.T
         "experts elsewhere, manual": {"argv": [*cpu, N, "1", *elsewhere, *manual, "0"], "resolve": True},
         "experts elsewhere, counted": {"argv": [*cpu, N, "4", *elsewhere], "resolve": True},
         "combinations": {
-            "argv": [*cpu, N, "4", "--cpu-offload-gb", "2", "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules",
-                     "all", "--enable-memory-saver", "--load-format", "gguf", "--weight-cache-mode", "client",
+            "argv": [*cpu, N, "4", "--cpu-offload-gb", "2", "--load-format", "gguf", "--weight-cache-mode", "client",
                      "--enable-torch-compile"],
             "resolve": True,
         },
@@ -183,7 +182,7 @@ def test_what_just_fits_is_served(launch, case):
         (
             "combinations",
             [
-                *["--cpu-offload-gb", "--enable-lora", "--enable-memory-saver", "--load-format gguf", "--weight-cache-mode"],
+                *["--cpu-offload-gb", "--load-format gguf", "--weight-cache-mode"],
                 "--enable-torch-compile",
             ],
         ),

@@ -231,7 +231,7 @@ def test_the_runners_with_slots_take_tokens_in_the_standard_form_only():
 
 @pytest.mark.parametrize(
     "flag",
-    ["enable_eplb", "enable_torch_compile", "enable_two_batch_overlap", "enable_pdmux", "enable_memory_saver"],
+    ["enable_eplb", "enable_torch_compile", "enable_two_batch_overlap", "enable_pdmux"],
 )
 def test_what_slots_cannot_bear_is_refused_with_offloading_itself(flag):
     """``no_slots`` says nothing of these. Where one is to be allowed, it must."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import support as table_of
-from support_marks import rows, unrecorded
+from support_marks import record, rows, unrecorded
 
 
 def result(what: str = "TP 2", kind: str = "works", outcome: str = "passed", test: str = "engine/t.py::a", **more: str) -> dict:
@@ -53,9 +53,10 @@ def test_groups_and_logs_are_of_known_rows():
 
 def test_a_row_names_its_tests_once_and_its_log():
     proofs = [{"group": "Parallel", "what": "TP 2", "log": "x.log"}]
-    record = {"sglang": "0", "torch": "0", "python": "0", "date": "2000-01-01"}
+    recorded = {"rows": [{"sglang": "1", "torch": "2", "python": "3"}] * 2}
     both = table_of.table([result(test="tests/engine/t.py::a[x|y]"), result(test="tests/engine/t.py::a[z]")], proofs)
-    assert "| TP 2 | works | [a](../tests/engine/t.py) | served on a CPU | [log](../x.log) |" in table_of.page(record, both)
+    assert "By SGLang 1, torch 2, Python 3. 1 of 1 rows work (100%); none is refused." in table_of.page(recorded, both)
+    assert "| TP 2 | works | [a](../tests/engine/t.py) | served on a CPU | [log](../x.log) |" in table_of.page(recorded, both)
     refused = table_of.table([result(kind="refused", reason="a | b\nc")])
     assert "| refused: a \\| b c |" in table_of.page(record, refused)
 
@@ -72,6 +73,19 @@ def test_marks_and_record_must_agree_on_the_files_that_were_collected():
     assert unrecorded([marked], []) == ["not recorded: works | Parallel | TP 2 | t.py::a"]
     gone = unrecorded([item("t.py::b")], [result(test="t.py::a")])
     assert gone == ["recorded, and no test: works | Parallel | TP 2 | t.py::a"]
+
+
+def test_a_part_that_is_run_again_replaces_its_own_results():
+    def by_test(found: dict[str, Any]) -> dict[str, str]:
+        return {row["test"]: row["outcome"] for row in found["rows"]}
+
+    before = [result(test=test, outcome="failed") for test in ("t.py::a", "t.py::gone", "t.py::other", "u.py::b")]
+    there = [item("t.py::a"), item("t.py::other")]
+    assert by_test(record(before, [result(test="t.py::a")], there)) == {
+        "t.py::a": "passed",
+        "t.py::other": "failed",
+        "u.py::b": "failed",
+    }
 
 
 def test_the_page_and_the_readme_are_made_of_the_committed_results():

@@ -1,0 +1,116 @@
+"""A server that gives up its VRAM: experts leave it and come back where they were, byte by byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from builders.managers import Rank, config
+
+from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.memory.layout import PAGE_BYTES
+from sglang_uvm_offload.memory.protocol import Location, Span
+
+
+def filled(**flags) -> tuple[Rank, list[bytes]]:
+    """A rank whose experts hold random bytes."""
+    rank = Rank(config(**flags), EmulatedMemory())
+    for seed, module in enumerate(rank.modules):
+        module.w13.random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    return rank, bytes_of(rank)
+
+
+def bytes_of(rank: Rank) -> list[bytes]:
+    return [module.w13.numpy().tobytes() for module in rank.modules]
+
+
+def in_vram(rank: Rank) -> list[str]:
+    """Where the memory has each block of every tensor, slots too."""
+    found = []
+    for layer in rank.model.layers:
+        for tensor in layer.tensors:
+            blocks = range(0, tensor.layout.range_bytes, PAGE_BYTES)
+            places = [rank.manager.memory.last_prefetch(tensor.managed, Span(begin, PAGE_BYTES)) for begin in blocks]
+            found.append("".join("V" if place is Location.DEVICE else "h" for place in places))
+    return found
+
+
+def test_nothing_is_in_vram_meanwhile_and_then_all_is_as_it_was():
+    rank, held = filled()
+    before = in_vram(rank)
+    assert before == ["VVVhhhhh"] * 3
+    rank.manager.sleep()
+    assert in_vram(rank) == ["hhhhhhhh"] * 3
+    assert rank.status()["resident_bytes"] == 0
+    rank.manager.wake()
+    assert in_vram(rank) == before
+    assert bytes_of(rank) == held
+    assert rank.manager.fault is None
+
+
+def test_slots_leave_vram_and_come_back_too():
+    rank, held = filled(slots=2)
+    before = in_vram(rank)
+    assert before == ["VVVhhhhhVV"] * 3
+    rank.manager.sleep()
+    assert in_vram(rank) == ["h" * 10] * 3
+    rank.manager.wake()
+    assert in_vram(rank) == before
+    assert bytes_of(rank) == held
+
+
+def test_an_expert_that_shares_a_block_with_a_slot_goes_and_comes():
+    rank = Rank(config(num_resident=0, slots=1), EmulatedMemory(16 * PAGE_BYTES), expert_bytes=3 * PAGE_BYTES)
+    edge = rank.model.resident_extents()
+    assert edge.any()
+    rank.manager.sleep()
+    assert not rank.model.resident_extents().any()
+    rank.manager.wake()
+    assert (rank.model.resident_extents() == edge).all()
+
+
+def test_a_second_call_of_either_changes_nothing():
+    rank, _ = filled()
+    before = in_vram(rank)
+    rank.manager.wake()
+    assert in_vram(rank) == before
+    rank.manager.sleep()
+    rank.manager.sleep()
+    rank.manager.wake()
+    assert in_vram(rank) == before
+
+
+def test_an_operator_moves_nothing_back_meanwhile():
+    rank, _ = filled(warmup_tokens=1000)
+    rank.step([[5, 6, 7]] * 4)
+    rank.manager.sleep()
+    rank.manager.readvise()
+    assert rank.status()["resident_bytes"] == 0
+    rank.manager.wake()
+    rank.manager.readvise()
+    assert rank.resident() == [[5, 6, 7]] * 3
+
+
+def test_without_host_ram_the_experts_stay_and_serving_goes_on(caplog):
+    rank, held = filled()
+    before = in_vram(rank)
+    short = replace(rank.manager.memory.info(), host_available=0)
+    rank.manager.memory.info = lambda: short
+    rank.manager.sleep()
+    assert in_vram(rank) == before
+    assert "experts stay in VRAM" in caplog.text
+    rank.manager.wake()
+    assert in_vram(rank) == before
+    assert bytes_of(rank) == held
+    assert rank.manager.fault is None
+
+
+def test_residents_follow_the_traffic_again_once_awake():
+    rank, _ = filled(adapt="continuous", warmup_tokens=1)
+    rank.manager.sleep()
+    rank.manager.wake()
+    for _ in range(64):
+        rank.step([[5, 6, 7]])
+    assert np.all(rank.manager.target.resident_extents() == rank.manager._next_resident)
+    assert rank.status()["moves"] > 0
