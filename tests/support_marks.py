@@ -84,8 +84,8 @@ class Support:
 
 
 def record(before: Iterable[dict[str, Any]], found: list[dict[str, Any]], collected: Iterable[pytest.Item]) -> dict[str, Any]:
-    """What was found, by which versions. Of what was recorded ``before``, the tests that did not run now stay, unless their file
-    was collected without them."""
+    """What was found, by which versions. Of what was recorded ``before``, the tests that did not run now stay, unless their
+    file was collected without them."""
     git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     versions = {"sglang": metadata.version("sglang"), "torch": metadata.version("torch"), "python": platform.python_version()}
     now = {"date": datetime.now(timezone.utc).date().isoformat(), "commit": git.stdout.strip()[:12], **versions}

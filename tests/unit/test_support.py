@@ -58,7 +58,7 @@ def test_a_row_names_its_tests_once_and_its_log():
     assert "By SGLang 1, torch 2, Python 3. 1 of 1 rows work (100%); none is refused." in table_of.page(recorded, both)
     assert "| TP 2 | works | [a](../tests/engine/t.py) | served on a CPU | [log](../x.log) |" in table_of.page(recorded, both)
     refused = table_of.table([result(kind="refused", reason="a | b\nc")])
-    assert "| refused: a \\| b c |" in table_of.page(record, refused)
+    assert "| refused: a \\| b c |" in table_of.page(recorded, refused)
 
 
 def item(test: str, *marks: tuple[str, str, str]) -> Any:
@@ -89,8 +89,8 @@ def test_a_part_that_is_run_again_replaces_its_own_results():
 
 
 def test_the_page_and_the_readme_are_made_of_the_committed_results():
-    record, committed = table_of.committed()
-    assert table_of.PAGE.read_text() == table_of.page(record, committed)
+    found, committed = table_of.committed()
+    assert table_of.PAGE.read_text() == table_of.page(found, committed)
     assert f"<!-- support -->\n{table_of.summary(committed)}<!-- /support -->" in table_of.README.read_text()
 
 
