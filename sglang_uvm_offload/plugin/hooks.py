@@ -68,6 +68,11 @@ def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwarg
         from sglang_uvm_offload.plugin import http_routes
 
         http_routes.add_where_served()
+        if config.save_profile is not None or config.trace is not None:
+            from sglang_uvm_offload.plugin import end_of_serving
+
+            end_of_serving.install(add)
+            HookRegistry.apply_hooks()
     if role == "scheduler" and config is not None:
         from sglang_uvm_offload.plugin import runtime
 

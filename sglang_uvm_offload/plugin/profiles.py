@@ -34,6 +34,9 @@ def profile_saver(manager: OffloadManager, model: RoutedModel) -> Saver | None:
     if manager.config.save_profile is None:
         return None
     parallel = get_parallel()
+    run = manager.config.launch_id
+    if parallel.nnodes > 1:  # each has a launcher of its own, which named the run
+        run = parallel.world_group.broadcast_object(run, src=0)
     replica = not parallel.attn_dp_enabled and (parallel.dp_rank or 0) > 0
     layers = manager.target.layers
     if replica or parallel.moe_tp_group.rank_in_group or not layers:
@@ -41,7 +44,7 @@ def profile_saver(manager: OffloadManager, model: RoutedModel) -> Saver | None:
     file = ProfileFile(
         manager.config.save_profile,
         manager.profile or Profile.empty(model),
-        manager.config.launch_id,
+        run,
         [layer.layer_id for layer in layers],
         [layer.routed_ids for layer in layers],
         output_files.model_folders(get_server_args()),

@@ -39,6 +39,7 @@ from sglang_uvm_offload.plugin.expert_adapters import ExpertAdapters
 from sglang_uvm_offload.plugin.fused_moe import LayerHooks
 from sglang_uvm_offload.plugin.indexer_budget import take_indexer_budget
 from sglang_uvm_offload.plugin.metrics import Metrics
+from sglang_uvm_offload.plugin.online_updates import OnlineUpdates
 from sglang_uvm_offload.plugin.profiles import chosen_profile, named, profile_saver
 from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.plugin.routing_formats import counting_flags
@@ -84,6 +85,7 @@ def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) ->
     add(f"{_SCHEDULER}.on_idle", rank.after_idle, HookType.AFTER)
     add(f"{_SCHEDULER}.handle_shutdown", rank.after_shutdown, HookType.AFTER)
     rank.layer_hooks.install(add)
+    OnlineUpdates(lambda: rank.manager, rank.savers, lambda: process_model_config().model_path).install(add)
     if get_exec().features.enable_memory_saver:
         for moment, hook in (("release", rank.after_release), ("resume", rank.after_resume)):
             add(f"{_UPDATER}.{moment}_memory_occupation", hook, HookType.AFTER)

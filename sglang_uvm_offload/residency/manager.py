@@ -100,7 +100,7 @@ class OffloadManager:
         self.paused = False
         """Whether an operator has residents stay where they are."""
         self._chosen_at: tuple[RoutingCounts | None, int] = (None, 0)
-        """The counts and the tokens when residents were last chosen at once; None at the start."""
+        """The counts and the tokens when residents were last chosen at once, or weights became others; None at the start."""
 
     # Loading
 
@@ -174,7 +174,7 @@ class OffloadManager:
         if model.counters is None:
             return
         if not model.draft:
-            if not self.warm and not self.paused and self.tokens >= self.config.warmup_tokens:
+            if not self.warm and not self.paused and self.tokens - self._chosen_at[1] >= self.config.warmup_tokens:
                 self.reselect()
             elif self.config.adapt == "continuous" and tokens and self.steps % INTERVAL_STEPS == 0:
                 self.adapt()
@@ -188,20 +188,29 @@ class OffloadManager:
             model.counters.begin_step(0, Phase.DECODE)
 
     def reselect(self) -> None:
-        """Choose the residents anew from all routing so far, and start to move what changed; a profile's residents stay if
-        their hit rate is about as high. Outputs do not change.
+        """Choose the residents anew from the routing of the warm-up, and start to move what changed; a profile's residents stay
+        if their hit rate is about as high. Outputs do not change.
 
         Every rank that holds a shard of the same experts must call it before the same step. A fault ends moving; serving goes
         on.
         """
-        seen = self.routing(wait=True)
+        earlier, tokens = self._chosen_at
+        total = self.routing(wait=True)
+        seen = total if earlier is None else total.since(earlier)
         before, after = self._agree(lambda resident: self._after_warmup(seen, resident))
         kept = not (after ^ before).any()
         if self.profile is not None:
             self._judge_profile(seen, before, kept)
         if self.profile is None or not kept:
-            self._move_to(seen, self.tokens, before, after)
-        self._chosen_at = seen, self.tokens
+            self._move_to(seen, self.tokens - tokens, before, after)
+        self._chosen_at = total, self.tokens
+
+    def weights_updated(self) -> None:
+        """The weights are others from now on: residents that a warm-up chose are chosen anew after another one. Every rank that
+        holds a shard of the same experts must call it before the same step."""
+        if self.config.resident_selection == "frequency" and self.config.adapt == "warmup":
+            self._chosen_at = self.routing(wait=True), self.tokens
+            self.warm = False
 
     def readvise(self) -> None:
         """``reselect`` for an operator: now, from the routing since residents were last chosen so, and whatever a profile

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from checkpoints import HOT, Checkpoints
-from harness.server import offload_state
+from harness.server import Server, free_port, offload_state
 from serving import TWO_RANKS, Engines
 
 from sglang_uvm_offload.routing.counts import Phase
@@ -70,6 +71,49 @@ def test_a_server_starts_from_what_another_saved_and_adds_to_it(
     both, steps = decoded(grown)
     assert steps == 14
     assert (both == 2 * counts).all()
+
+
+@pytest.mark.works("Live change", "SIGTERM under load")
+def test_sigterm_saves_at_once_while_a_client_waits_for_a_long_answer(
+    checkpoint: Path, engines: Engines, tmp_path: Path
+) -> None:
+    path = tmp_path / "p.npz"
+    long = PROMPT | {"sampling_params": {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}}
+    with engines.server(checkpoint, expert_offload_num_resident=4, expert_offload_save_profile=path) as server:
+        answers = server.stream("/generate", long)
+        next(answers)
+        assert server.process is not None
+        server.process.terminate()
+        while not path.exists():
+            assert next(answers, None) is not None, "the answer has ended, and the profile is not there"
+        assert server.process.poll() is None
+        assert sum(1 for _ in answers) > 0
+        server.process.wait(120)
+    assert decoded(path)[1] == 1499, "the last save has the whole answer"
+
+
+@pytest.mark.nightly
+@pytest.mark.works("Parallel", "--nnodes 2, one saved profile")
+def test_nodes_that_share_a_disk_save_one_profile(checkpoint: Path, profile: Path, tmp_path: Path) -> None:
+    """Each node has a launcher of its own. Tokens are those of one rank."""
+    path = tmp_path / "nodes.npz"
+    nodes: dict[str, Any] = {"tp_size": 2, "ep_size": 2, "nnodes": 2, "dist_init_addr": f"127.0.0.1:{free_port()}"}
+    nodes |= {"expert_offload_num_resident": len(HOT[0]), "expert_offload_save_profile": path}
+    cores = [{**TWO_RANKS, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}] * 2
+    first, second = (Server(checkpoint, env=env, node_rank=rank, **nodes) for rank, env in enumerate(cores))
+    second.process = second.start()
+    try:
+        with first as server:
+            answer = server.post("/generate", PROMPT)
+            assert server.post("/expert_offload", {"action": "save"})["ranks"][0]["saves"][0]["error"] is None
+            deadline = time.monotonic() + 60
+            while not (whole := path.exists() and (decoded(path)[0] == decoded(profile)[0]).all()):
+                assert time.monotonic() < deadline, "the part of a node is missing"
+                time.sleep(0.5)
+    finally:
+        second.stop()
+    assert whole
+    assert len(answer["output_ids"]) == 8
 
 
 @pytest.mark.nightly

@@ -100,7 +100,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """In a process that serves the model in this folder, as its only rank."""
     (tmp_path / "model").mkdir()
     group = SimpleNamespace(rank_in_group=0)
-    parallel = SimpleNamespace(tp_rank=0, dp_rank=0, attn_dp_enabled=False, moe_tp_group=group)
+    parallel = SimpleNamespace(tp_rank=0, dp_rank=0, attn_dp_enabled=False, moe_tp_group=group, nnodes=1)
     for module in (profiles, recording):
         monkeypatch.setattr(module, "get_parallel", lambda: parallel)
         monkeypatch.setattr(module, "get_server_args", lambda: models(tmp_path / "model"))

@@ -1,0 +1,59 @@
+"""Online updates of the weights: what was counted with the weights before them.
+
+Residents that a warm-up chose are chosen anew, after a warm-up with the new weights (``OffloadManager.weights_updated``). A
+profile or trace is of the checkpoint that the server was started with: with another one from disk, saving ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_uvm_offload.files.autosave import Saver
+from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError
+from sglang_uvm_offload.plugin import enforce
+from sglang_uvm_offload.residency.manager import OffloadManager
+
+logger = logging.getLogger(__name__)
+
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+SOURCES = ("disk", "distributed", "tensor", "ipc")
+
+
+class OnlineUpdates:
+    def __init__(self, manager: Callable[[], OffloadManager], savers: list[Saver], model_path: Callable[[], str]):
+        """``savers`` are emptied where saving ends. ``model_path``: of the checkpoint whose weights are served."""
+        self._manager = manager
+        self._savers = savers
+        self._model_path = model_path
+
+    def install(self, add: Callable[[str, Any, HookType], None]) -> None:
+        for source in SOURCES:
+            add(f"{_UPDATER}.update_weights_from_{source}", self._around_update, HookType.AROUND)
+
+    def _around_update(self, original: Callable[..., Any], updater: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Between steps, on every rank."""
+        path = getattr(request, "model_path", None)
+        if path is not None and path != self._model_path():
+            self._end_saving(path)
+        try:
+            result = original(updater, request, *args, **kwargs)
+        except (FlagError, ManagedMemoryError) as error:
+            enforce.end(f"sglang-uvm-offload: an update of the weights failed: {error}")
+        if result.success:
+            self._manager().weights_updated()
+        return result
+
+    def _end_saving(self, path: str) -> None:
+        """Before the update, with what was counted until then; also if it fails, for then nobody knows which weights serve."""
+        saved: Sequence[Saver] = list(self._savers)
+        self._savers.clear()
+        for saver in saved:
+            saver.finish()
+            logger.warning(
+                "Expert offload: the %s is of the checkpoint before the weights of %s, and is saved no more", saver.what, path
+            )
