@@ -53,17 +53,35 @@ def test_offloaded_ranks_give_the_same_tokens_and_logprobs(mode: str, checkpoint
         assert [state["offloaded_experts"] for state in states] == [LAYERS * EXPERTS // 2] * 2
 
 
-@pytest.mark.works("Parallel", "TP 2 with continuous")
-def test_ranks_that_follow_the_traffic_stay_alike(checkpoints: Checkpoints, engines: Engines) -> None:
+FOUR_RANKS = {**TWO_RANKS, "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}
+CONTINUOUS: dict[str, dict[str, Any]] = {
+    "TP 2": {"tp_size": 2},
+    "TP 2 with EP 2": {"tp_size": 2, "ep_size": 2},
+    "PP 2": {"pp_size": 2},
+    "DP 2": {"dp_size": 2},
+    "DP attention 2": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+    "TP 2 x PP 2": {"tp_size": 2, "pp_size": 2, "env": FOUR_RANKS},
+    "TP 2 x DP 2": {"tp_size": 2, "dp_size": 2, "env": FOUR_RANKS},
+}
+FOLLOWING = [
+    pytest.param(
+        mode, marks=[pytest.mark.works("Parallel", f"{mode}, continuous"), *([] if mode == "TP 2" else [pytest.mark.nightly])]
+    )
+    for mode in CONTINUOUS
+]
+
+
+@pytest.mark.parametrize("mode", FOLLOWING)
+def test_ranks_that_follow_the_traffic_stay_alike(mode: str, checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint = checkpoints("qwen3_moe", dtype="float32")
-    off = engines.baseline(checkpoint, **COMMON, tp_size=2)
+    common = {**COMMON, **CONTINUOUS[mode]}
+    off = engines.baseline(checkpoint, **common)
     on = engines.run(
         checkpoint,
-        **COMMON,
-        tp_size=2,
+        **common,
         expert_offload_num_resident=4,
         expert_offload_warmup_tokens=8,
         expert_offload_adapt="continuous",
     )
     assert on.offload["moves"] > 0
-    assert_same_answers(on, off)
+    assert_same_answers(on, off, 1e-5 if mode == "DP attention 2" else 0.0)

@@ -24,6 +24,22 @@ NEXTN: dict[str, Any] = {
 }
 
 
+@pytest.mark.nightly
+@pytest.mark.works("Speculation", "a draft model of its own (STANDALONE)")
+def test_a_draft_model_of_its_own_gives_the_same_tokens(checkpoints: Checkpoints, engines: Engines) -> None:
+    """Another MoE model, whose experts all stay in VRAM."""
+    checkpoint, draft = checkpoints("qwen3_moe", dtype="float32"), checkpoints("qwen3_moe", dtype="float32", layers=1)
+    drafting = {**NEXTN, "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(draft)}
+    plain = engines.baseline(checkpoint, **COMMON)
+    off = engines.baseline(checkpoint, **COMMON, **drafting)
+    flags = {"expert_offload_num_resident": 8, "expert_offload_warmup_tokens": 16, "expert_offload_stream_tokens": "inf"}
+    on = engines.run(checkpoint, **COMMON, **drafting, **flags)
+    assert_offloaded(on.server_info)
+    assert_same_answers(on, off)
+    assert on.answers[0].output_ids == plain.answers[0].output_ids
+    assert on.answers[0].meta["spec_verify_ct"] > 0
+
+
 @pytest.mark.works("Speculation", "NEXTN (MTP layers)")
 def test_speculating_with_offloaded_experts_gives_the_same_tokens(checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint = checkpoints("glm4_moe", dtype="float32")
