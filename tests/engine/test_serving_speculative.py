@@ -28,7 +28,7 @@ NEXTN: dict[str, Any] = {
 @pytest.mark.works("Speculation", "a draft model of its own (STANDALONE)")
 def test_a_draft_model_of_its_own_gives_the_same_tokens(checkpoints: Checkpoints, engines: Engines) -> None:
     """Another MoE model, whose experts all stay in VRAM."""
-    checkpoint, draft = checkpoints("qwen3_moe", dtype="float32"), checkpoints("qwen3_moe", dtype="float32", layers=1)
+    checkpoint, draft = checkpoints("qwen3_moe", dtype="float32"), checkpoints("olmoe", dtype="float32")
     drafting = {**NEXTN, "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(draft)}
     plain = engines.baseline(checkpoint, **COMMON)
     off = engines.baseline(checkpoint, **COMMON, **drafting)
