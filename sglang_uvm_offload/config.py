@@ -32,7 +32,8 @@ class OffloadConfig:
     """The config of one launch. ``parse`` makes it; the fields are the flags of the same name unless stated."""
 
     num_resident: int
-    """Resident routed experts of each MoE layer, over all ranks that share the layer."""
+    """Resident routed experts of each MoE layer, over all ranks that share the layer. Replicas (SGLang's redundant experts)
+    count like others."""
     resident_selection: Selection
     resident_ids: ResidentIds | None
     """With ``manual`` selection the residents at load; with ``continuous`` adaptation, those that stay resident for good."""
@@ -64,17 +65,19 @@ class OffloadConfig:
         """Whether ``num_resident`` is still to be chosen for this machine."""
         return self.num_resident == UNRESOLVED
 
-    def expert_problems(self, num_experts: int) -> list[str]:
-        """Why N, the slots or the ids do not fit a model with ``num_experts`` routed experts per layer."""
+    def expert_problems(self, num_experts: int, redundant: int = 0) -> list[str]:
+        """Why N, the slots or the ids do not fit a model with ``num_experts`` routed experts per layer, and ``redundant``
+        copies of them (``--ep-num-redundant-experts``), which N counts too."""
         ids = self.resident_ids
         out = [] if ids is None else ids.expert_problems(num_experts) + ids.number_problems(self.num_resident)
-        offloaded = num_experts - self.num_resident
-        if offloaded < 0:
+        places = num_experts + redundant
+        if places < self.num_resident:
+            copies = f" and {redundant} redundant ones" if redundant else ""
             out.append(
-                f"{flag_name('num_resident')} {self.num_resident}: the model has {num_experts} routed experts a layer; give at "
-                "most as many"
+                f"{flag_name('num_resident')} {self.num_resident}: the model has {num_experts} routed experts a layer{copies}; "
+                "give at most as many"
             )
-        return out + slot_problems(self.slots, self.num_resident, num_experts)
+        return out + slot_problems(self.slots, self.num_resident, places)
 
     @property
     def coactivation(self) -> bool:

@@ -22,6 +22,7 @@ from shapes import GLM_45_AIR  # noqa: E402
 
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters  # noqa: E402
 from sglang_uvm_offload.cuda.memory import CudaMemory  # noqa: E402
+from sglang_uvm_offload.expert_location import ExpertLocation  # noqa: E402
 from sglang_uvm_offload.experts.tensor import ExpertTensor  # noqa: E402
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout  # noqa: E402
 from sglang_uvm_offload.memory.protocol import Location, Span  # noqa: E402
@@ -94,7 +95,7 @@ def recording(rows: Rows) -> None:
     random = np.random.default_rng(11)
     layers, k, experts = 4, 8, 256
     for form in (IdFormat.PLAIN, IdFormat.PACKED):
-        recorder = Recorder(Path("unused"), layers, experts, k, 32, "cuda")
+        recorder = Recorder(Path("unused"), [ExpertLocation.trivial(experts, range(experts))] * layers, k, 32, "cuda")
         graphs = {tokens: captured_recording(recorder, layers, tokens, k, form) for tokens in (1, 32)}
         want = []
         steps = rows.pick(400, 12)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
+from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.experts.plain import PlainTensor
 from sglang_uvm_offload.experts.takeover import HeldTensor, expert_tensors, move_into_managed, one_run_an_expert
 from sglang_uvm_offload.experts.tensor import ExpertTensor
@@ -43,7 +44,7 @@ class ExpertsLost(RuntimeError):
 
 class ExpertLayer:
     """``num_experts`` local experts. The last ``num_shared`` are fused shared experts, which every token uses, so they are
-    always resident. Local expert 0 is the model's expert ``first_expert``."""
+    always resident. Local expert 0 is the layer's place ``first_expert``."""
 
     def __init__(
         self,
@@ -55,14 +56,19 @@ class ExpertLayer:
         choose: ChooseExtents,
         kept: np.ndarray | None = None,
         num_slots: int = 0,
+        location: ExpertLocation | None = None,
     ):
         """``kept`` ``bool[num_experts]``: routed experts that are never demoted. ``num_slots``: rows behind the experts of each
-        tensor, in VRAM, for copies of any of them."""
+        tensor, in VRAM, for copies of any of them. ``location``: which experts of the checkpoint these are; None: each is
+        at the place of its own number."""
         self.memory = memory
         self.layer_id = layer_id
         self.num_experts = num_experts
         self.num_slots = num_slots
         self.first_expert = first_expert
+        places = range(first_expert, first_expert + num_experts - num_shared)
+        self.location = location or ExpertLocation.trivial(places.stop, places)
+        """Replaced when SGLang rearranges experts."""
         self.always_resident = np.arange(num_experts) >= num_experts - num_shared
         self.kept = self.always_resident if kept is None else self.always_resident | kept
         """``bool[num_experts]``: those that stay in VRAM."""
@@ -220,11 +226,6 @@ class ExpertLayer:
     def resident(self) -> np.ndarray:
         """``bool[num_experts]``: the experts that are wholly in VRAM."""
         return self.offloaded_bytes_by_expert == 0
-
-    @property
-    def routed_ids(self) -> range:
-        """The model's ids of the local routed experts, in local order."""
-        return range(self.first_expert, self.first_expert + int((~self.always_resident).sum()))
 
     @property
     def expert_bytes(self) -> int:

@@ -5,12 +5,14 @@ Which layers route is only a guess from the config: a model family may have rule
 
 from __future__ import annotations
 
+import numpy as np
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.placement import InitialPlacement, ids_from
+from sglang_uvm_offload.resident_ids import ResidentIds
 from sglang_uvm_offload.routing.profile import RoutedModel
 
 
@@ -48,7 +50,7 @@ class BuiltModel:
         """``top_k``: the most routed experts per token of a layer on this rank, None if unknown. Renumbers the layers of
         ``model`` as they count in the whole model."""
         parallel = get_parallel()
-        part = ([layer.layer_id for layer in model.layers], model.num_experts, top_k)
+        part = ([layer.layer_id for layer in model.layers], (model.num_logical, model.num_experts), top_k)
         stages = parallel.pp_group.all_gather_object(part) if parallel.pp_size > 1 else [part]
         self._moe_layers: list[int] = []
         for rank, (layers, _, _) in enumerate(stages):
@@ -56,7 +58,10 @@ class BuiltModel:
             if rank == parallel.pp_rank:
                 for layer, number in zip(model.layers, self._moe_layers[before:], strict=True):
                     layer.layer_id = number
-        self.num_experts = max(experts for _, experts, _ in stages)
+        self.num_experts = max(experts for _, (experts, _), _ in stages)
+        """Routed experts of a layer in the checkpoint."""
+        self.redundant = max(places for _, (_, places), _ in stages) - self.num_experts
+        self._layers = model.layers
         self.top_k = max((k for _, _, k in stages if k), default=None)
 
     @property
@@ -73,11 +78,27 @@ class BuiltModel:
         config, profile = placement.config, placement.profile
         if not self.moe_layers:
             raise FlagError([f"{flag_name('num_resident')} {config.num_resident}: the model was built without a MoE layer"])
-        problems = config.expert_problems(self.num_experts)
+        problems = config.expert_problems(self.num_experts, self.redundant)
         if config.resident_ids is not None:
             problems += config.resident_ids.layer_problems(self.moe_layers)
+            if self.redundant and not problems:
+                problems += self._replica_problems(config, config.resident_ids)
         if profile is not None and (different := model.differences(profile.model)):
             files = ",".join(map(str, config.profiles))
             problems.append(f"{flag_name('profile')} {files}: is of another model: {'; '.join(different)}")
         if problems:
             raise FlagError(problems)
+
+    def _replica_problems(self, config: OffloadConfig, chosen: ResidentIds) -> list[str]:
+        """Why the named experts of this stage, with all their replicas, are more than N a layer."""
+        named = sum(
+            int(np.isin(layer.location.experts, list(chosen.of_layer(self._moe_layers.index(layer.layer_id)))).sum())
+            for layer in self._layers
+        )
+        allowed = config.num_resident * len(self._layers)
+        if named <= allowed:
+            return []
+        return [
+            f"{flag_name('resident_ids')} {chosen.text!r}: names {named} experts over {len(self._layers)} layers, if replicas "
+            f"(--ep-num-redundant-experts) count, and {flag_name('num_resident')} {config.num_resident} allows {allowed}"
+        ]

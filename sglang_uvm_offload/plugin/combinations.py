@@ -31,11 +31,6 @@ def problems(config: OffloadConfig, cfg: Any) -> list[str]:
             cfg.kt_weight_path,
             "KTransformers computes experts on the CPU, from memory of its own",
         ),
-        "--enable-eplb": (cfg.enable_eplb, "it copies experts from place to place, by which they are counted"),
-        "--ep-num-redundant-experts": (
-            cfg.ep_num_redundant_experts,
-            "an expert then has several places, by which it is counted",
-        ),
         "--enable-two-batch-overlap": (cfg.enable_two_batch_overlap, "two half batches are then in different layers at once"),
         "--enable-pdmux": (
             cfg.enable_pdmux,
@@ -71,26 +66,18 @@ def problems(config: OffloadConfig, cfg: Any) -> list[str]:
         ),
     }
     out = [f"{name}: cannot be combined with {_N}: {why}" for name, (given, why) in refused.items() if given]
-    return out + _numbering(config, cfg)
+    return out + _named_experts(config, cfg)
 
 
 def _load_format(given: str | None) -> tuple[bool, str]:
     return given in LOAD_FORMATS, LOAD_FORMATS.get(given or "", "")
 
 
-def _numbering(config: OffloadConfig, cfg: Any) -> list[str]:
-    """Whether the ids in flags and files would mean other experts. They are the checkpoint's ids; layers see SGLang's physical
-    ids, which differ only with ``--init-expert-location``."""
-    named = {
-        "profile": config.profiles,
-        "save_profile": config.save_profile,
-        "trace": config.trace,
-        "resident_ids": config.resident_ids,
-    }
-    given = [flag_name(field) for field, value in named.items() if value]
-    if cfg.init_expert_location == "trivial" or not given:
+def _named_experts(config: OffloadConfig, cfg: Any) -> list[str]:
+    """Experts that a flag names stay in VRAM wherever they lie, so their VRAM must be known at load."""
+    if config.resident_ids is None or not cfg.enable_eplb:
         return []
     return [
-        f"--init-expert-location: cannot be combined with {', '.join(given)}: it renumbers experts by location, and ids in "
-        "files and flags are the checkpoint's; leave out one or the other"
+        f"--enable-eplb: cannot be combined with {flag_name('resident_ids')}: it changes which rank holds an expert, and in "
+        "how many copies, so the VRAM that named experts take on a rank has no bound; leave out one or the other"
     ]

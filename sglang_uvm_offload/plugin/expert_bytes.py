@@ -34,8 +34,9 @@ def expert_bytes(config: OffloadConfig, cfg: Any, hf_config: Any) -> ExpertBytes
         model = load(path)
     except CheckpointError:
         return None
-    total = model.expert_bytes * (1 if cfg.attn_dp_size > 1 else cfg.dp_size)
-    offloaded = total * (model.num_experts - config.num_resident) // model.num_experts
+    places = model.num_experts + cfg.ep_num_redundant_experts
+    total = model.expert_bytes * places // model.num_experts * (1 if cfg.attn_dp_size > 1 else cfg.dp_size)
+    offloaded = total * (places - config.num_resident) // places
     return ExpertBytes(total - offloaded, offloaded)
 
 

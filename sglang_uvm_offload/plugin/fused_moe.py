@@ -16,6 +16,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_uvm_offload.experts.layer import ExpertLayer, ExpertsLost
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.plugin.expert_map import location_of
 from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
@@ -135,6 +136,7 @@ class LayerHooks:
             layer.num_fused_shared_experts,
             layer.moe_ep_rank,
             layer.moe_ep_size,
+            location_of(layer),
         )
         layer.__dict__[_EXPERTS] = (experts, model, index)
         if not model.draft and layer.top_k is not None:

@@ -73,6 +73,7 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
         *routing.problems(config),
     ]
     num_experts, reasons = _experts(config, model)
+    redundant = cfg.ep_num_redundant_experts
     problems += reasons
     profile: Profile | None = None
     with _listed(problems):
@@ -88,11 +89,11 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
         problems += reasons
         with _listed(problems):
             config = auto_resident.resolved(config, server_args, profile)
-            problems += config.expert_problems(num_experts) or expert_bytes.problems(config, cfg, model.hf_config)
+            problems += config.expert_problems(num_experts, redundant) or expert_bytes.problems(config, cfg, model.hf_config)
     if problems:
         raise FlagError(problems)
     assert num_experts is not None
-    config = stream_settings.resolved(config, num_experts, model.hf_text_config)
+    config = stream_settings.resolved(config, num_experts + redundant, model.hf_text_config)
     settings |= stream_settings.graph_settings(config, cfg)
     settings |= _autotuning(cfg, routing)
     if was_auto:

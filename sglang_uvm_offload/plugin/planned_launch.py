@@ -109,6 +109,8 @@ def _uncounted(server_args: Any, cfg: Any, model: Any) -> list[str]:
         not in ("none", "deepep"),
         "--enable-symm-mem": cfg.enable_symm_mem,
         "the adapters of --enable-lora": cfg.enable_lora,
+        f"--ep-num-redundant-experts {cfg.ep_num_redundant_experts}": cfg.ep_num_redundant_experts,
+        "--enable-eplb, which copies a layer's experts to VRAM to rearrange them": cfg.enable_eplb,
         f"--swa-full-tokens-ratio {cfg.swa_full_tokens_ratio}": cfg.swa_full_tokens_ratio not in (None, WINDOW_RATIO),
         "--disable-hybrid-swa-memory": cfg.disable_hybrid_swa_memory,
         "--json-model-override-args": cfg.json_model_override_args not in (None, "", "{}"),

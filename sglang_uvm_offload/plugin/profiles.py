@@ -46,7 +46,7 @@ def profile_saver(manager: OffloadManager, model: RoutedModel) -> Saver | None:
         manager.profile or Profile.empty(model),
         run,
         [layer.layer_id for layer in layers],
-        [layer.routed_ids for layer in layers],
+        f"pp{parallel.pp_rank} tp{parallel.tp_rank}",
         output_files.model_folders(get_server_args()),
     )
-    return Saver("profile", lambda wait: file.pending(manager.routing(wait)))
+    return Saver("profile", lambda wait: file.pending(manager.logical_routing(wait)))

@@ -48,8 +48,7 @@ class Recording:
             logger.warning("Expert offload: trace: the file %s exists and will be replaced", self.path)
         self.recorder = Recorder(
             self.path,
-            num_layers=len(model.layers),
-            num_experts=max(int((~layer.always_resident).sum()) for layer in model.layers),
+            locations=model.locations,
             top_k=top_k,
             max_rows=get_schedule().max_running_requests or DEFAULT_MAX_REQUESTS,
             device=get_device().device,

@@ -36,6 +36,7 @@ from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.actions import Action, perform, refusal
 from sglang_uvm_offload.plugin.built_model import BuiltModel, EarlierStages
 from sglang_uvm_offload.plugin.expert_adapters import ExpertAdapters
+from sglang_uvm_offload.plugin.expert_map import UPDATER, around_update
 from sglang_uvm_offload.plugin.fused_moe import LayerHooks
 from sglang_uvm_offload.plugin.indexer_budget import take_indexer_budget
 from sglang_uvm_offload.plugin.metrics import Metrics
@@ -84,6 +85,7 @@ def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) ->
     add(f"{_SCHEDULER}.process_batch_result", rank.after_batch, HookType.AFTER)
     add(f"{_SCHEDULER}.on_idle", rank.after_idle, HookType.AFTER)
     add(f"{_SCHEDULER}.handle_shutdown", rank.after_shutdown, HookType.AFTER)
+    add(UPDATER, rank.around_update, HookType.AROUND)
     rank.layer_hooks.install(add)
     OnlineUpdates(lambda: rank.manager, rank.savers, lambda: process_model_config().model_path).install(add)
     if get_exec().features.enable_memory_saver:
@@ -219,6 +221,9 @@ class _RankHooks:
         """Bytes of experts may have changed."""
         if self.slots is not None:
             self.slots.bytes_written()
+
+    def around_update(self, *args: Any, **kwargs: Any) -> Any:
+        return around_update(self.manager, *args, **kwargs)
 
     def after_scheduler_init(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         logger.info(

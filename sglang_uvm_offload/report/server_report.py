@@ -20,7 +20,16 @@ from sglang_uvm_offload.report.html import document, element, facts, section, ta
 from sglang_uvm_offload.report.source import ServerInfo, budget, recent_hit_rate
 from sglang_uvm_offload.report.units import LEAST, PERCENT, Axis, axis_to, byte_unit, duration, percent, percents
 from sglang_uvm_offload.report.verdict import verdict
-from sglang_uvm_offload.residency.status import MAX_EXPERTS, Curve, Past, ProfileVerdict, RankStatus, SlotStatus, TraceStatus
+from sglang_uvm_offload.residency.status import (
+    MAX_EXPERTS,
+    Curve,
+    LayerStatus,
+    Past,
+    ProfileVerdict,
+    RankStatus,
+    SlotStatus,
+    TraceStatus,
+)
 from sglang_uvm_offload.units import size
 
 RANKS_DRAWN = 4
@@ -177,20 +186,24 @@ def _map(info: ServerInfo) -> Figure:
     ids = sorted({layer.layer for rank in ranks for layer in rank.layers})
     index_of = {layer: index for index, layer in enumerate(ids)}
     held = [layer for rank in ranks for layer in rank.layers]
-    routed = max((max(la.first_expert + la.experts, la.experts * info.internal_states[0].ep_size) for la in held), default=0)
-    routed = min(routed, MAX_EXPERTS)
+    routed = min(max((_routed_experts(layer, info.internal_states[0].ep_size) for layer in held), default=0), MAX_EXPERTS)
     known, resident = np.zeros((2, len(ids), routed))
     shared = np.full((len(ids), max((layer.shared_experts for layer in held), default=0)), -1, dtype=np.int8)
     for rank in ranks:
         for layer, in_vram, partly in rank.routed_residents:
             index = index_of[layer.layer]
-            known[index, layer.first_expert : layer.first_expert + layer.experts] += 1
-            resident[index, in_vram] += 1
-            resident[index, partly] += 0.5
+            np.add.at(known[index], layer.ids, 1)
+            np.add.at(resident[index], in_vram, 1)
+            np.add.at(resident[index], partly, 0.5)
             shared[index, : layer.shared_experts] = SHARED
     cells = np.select([known == 0, resident == known, resident == 0], [NOT_SHOWN, IN_VRAM, IN_HOST], PARTLY)
     title = "Residency of each expert of each layer"
     return cell_map(title, "expert", "decoder layer", [str(i) for i in ids], np.concatenate([cells, shared], axis=1), KINDS)
+
+
+def _routed_experts(layer: LayerStatus, ep_size: int) -> int:
+    """Of the whole layer, as far as one rank shows it."""
+    return max(max(layer.ids, default=-1) + 1, 0 if layer.expert_ids else layer.experts * ep_size)
 
 
 IN_VRAM, IN_HOST, PARTLY, NOT_SHOWN, SHARED = range(5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,16 +22,16 @@ class Adaptation:
     """The policy over one model's layers. It runs only on the rank that decides for its peers."""
 
     def __init__(
-        self, model: ModelExperts, start: RoutingCounts, history: RoutingCounts | None = None, coactivation: bool = True
+        self, model: ModelExperts, start: RoutingCounts, history: Sequence[RoutingCounts] = (), coactivation: bool = True
     ):
-        """Counts up to ``start`` are ignored. ``history`` holds the counts of earlier runs (a profile) for these experts: the
-        forecast begins with it, until live traffic outweighs it. The VRAM that is taken now is the budget. ``coactivation``:
-        whether the forecast is from which experts are used together too, or from each one's own past alone."""
+        """Counts up to ``start`` are ignored. ``history`` holds earlier counts for these experts, the oldest first (a profile):
+        the forecast begins with it, until live traffic outweighs it. The VRAM that is taken now is the budget.
+        ``coactivation``: whether the forecast is from which experts are used together too, or from their own past alone."""
         self._seen = start
         tuning = TUNING if coactivation else replace(TUNING, directions=0)
         self._policy = AdaptivePolicy(_budget_of(model), model.candidates(), tuning=tuning)
-        if history is not None:
-            self._policy.seed(*_seen(history))
+        for counts in history:
+            self._policy.seed(*_seen(counts))
 
     def follow(self, model: ModelExperts) -> None:
         """Decide on the present extents of ``model``. The forecast is of experts, so it stays."""

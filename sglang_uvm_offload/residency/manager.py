@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
 from typing import Any
 
 import numpy as np
 
 from sglang_uvm_offload.config import UNRESOLVED, OffloadConfig
+from sglang_uvm_offload.expert_location import ExpertLocation, by_place
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.protocol import Memory
@@ -20,6 +21,7 @@ from sglang_uvm_offload.residency.background import BackgroundAdaptation, ThisTh
 from sglang_uvm_offload.residency.evictions import Evictions
 from sglang_uvm_offload.residency.history import History
 from sglang_uvm_offload.residency.ledger import Ledger
+from sglang_uvm_offload.residency.logical_counts import LogicalCounts, rederived
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.mover import Mover, layer_bar
 from sglang_uvm_offload.residency.observer import Observer
@@ -47,6 +49,8 @@ MakeCounters = Callable[[int, int], RoutingCounters]
 """(layers, experts a layer) -> counters on the device that computes."""
 BroadcastDecision = Callable[[Callable[[], Any]], Any]
 """Calls its argument on the first of the ranks that hold shards of the same experts, and returns the result on all of them."""
+GatherCounts = Callable[[np.ndarray], list[np.ndarray]]
+"""Returns the argument of each of the ranks that share the experts of a layer between them."""
 
 
 class OffloadManager:
@@ -87,6 +91,8 @@ class OffloadManager:
         """Why residents no longer change, None while they may."""
         self.observer: Observer
         """Accounts for the target model's steps. Set once the model is loaded."""
+        self.logical: LogicalCounts
+        """The counts by the checkpoint's expert. Set with the observer."""
         self.history: History
         """The ledger's totals over time. Set with the observer."""
         self._extents: Extents
@@ -115,15 +121,24 @@ class OffloadManager:
         return model
 
     def add_layer(
-        self, model: ModelExperts, layer_id: int, num_experts: int, num_shared: int, ep_rank: int, ep_size: int
+        self,
+        model: ModelExperts,
+        layer_id: int,
+        num_experts: int,
+        num_shared: int,
+        ep_rank: int,
+        ep_size: int,
+        location: ExpertLocation | None = None,
     ) -> ExpertLayer:
-        """Add decoder layer ``layer_id`` with ``num_experts`` local experts, ``num_shared`` of them fused shared experts."""
-        where = (layer_id, num_experts, num_shared, ep_rank, ep_size)
+        """Add decoder layer ``layer_id`` with ``num_experts`` local experts, ``num_shared`` of them fused shared experts, the
+        others those of ``location`` (None: each at the place of its own number)."""
+        where = (layer_id, num_experts, num_shared, ep_rank, ep_size, location)
         placement = EVERYTHING if model.draft else self.placement.of_layer(*where)
         routed = num_experts - num_shared
         slots = 0 if model.draft else self._slots_of_rank(routed, ep_rank, ep_size)
         chosen = placement.choose, placement.kept
-        layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, ep_rank * routed, *chosen, num_slots=slots)
+        first = ep_rank * routed
+        layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, first, *chosen, num_slots=slots, location=location)
         model.layers.append(layer)
         model.num_experts = max(model.num_experts, routed * ep_size)
         self._bar.update()
@@ -147,18 +162,23 @@ class OffloadManager:
         if not model.draft:
             self.observer = Observer(model.counters, model)
             self.history = History(self.ledger, self.clock)
+            self.logical = LogicalCounts(model)
             self._extents, self._next_resident = model.extents, model.resident_extents()
             if self.config.adapt == "continuous":
-                past, together = self._past_of(model), self.config.coactivation
-                adaptation = Adaptation(model, self.ledger.counted, past, together)
-                self.background = BackgroundAdaptation(adaptation, self.clock, self.executor)
+                self.background = self._follow_traffic(())
 
-    def _past_of(self, model: ModelExperts) -> RoutingCounts | None:
-        """The profile's counts for these layers."""
-        profile, layers = self.profile, model.layers
+    def _follow_traffic(self, counted: Sequence[RoutingCounts]) -> BackgroundAdaptation:
+        """Continuous adaptation from here on, which has seen the profile and then ``counted``."""
+        history = [past for past in (self._past(), *counted) if past is not None]
+        adaptation = Adaptation(self.target, self.ledger.counted, history, self.config.coactivation)
+        return BackgroundAdaptation(adaptation, self.clock, self.executor)
+
+    def _past(self) -> RoutingCounts | None:
+        """The profile's counts for the target's layers, None without a profile."""
+        profile, target = self.profile, self.target
         if profile is None:
             return None
-        return profile.part([layer.layer_id for layer in layers], [layer.routed_ids for layer in layers], model.width)
+        return profile.part([layer.layer_id for layer in target.layers], target.locations, target.width)
 
     @property
     def profile(self) -> Profile | None:
@@ -242,6 +262,47 @@ class OffloadManager:
     def _move_to(self, seen: RoutingCounts, tokens: int, before: np.ndarray, after: np.ndarray) -> None:
         self._next_resident = after
         self._submit(lambda: self._move_and_log(seen, tokens, before, after))
+
+    def settle(self) -> None:
+        """Call it before SGLang rearranges experts: account for all steps so far, and wait for the moves under way."""
+        self.wait_for_moves()
+        self.observer.catch_up()
+
+    def rearranged(self, locations: Sequence[ExpertLocation], gather: GatherCounts) -> None:
+        """SGLang has rearranged experts since ``settle``: those of the target's layers are at ``locations`` now. Counts follow
+        them, and so do residents, in the VRAM of each layer, where traffic or a profile chose them.
+
+        Every rank that shares the layers must call it before the same step."""
+        target, counted = self.target, self.ledger.counted
+        own = self.logical.of(counted)
+        changed = np.array([bool((a.experts != b.experts).any()) for a, b in zip(target.locations, locations, strict=True)])
+        total = np.sum(gather(own.counts), axis=0)
+        for layer, location in zip(target.layers, locations, strict=True):
+            layer.location = location
+        seen = rederived(counted, by_place(total, locations, target.width), target, changed)
+        self.logical.rearranged(own, seen)
+        self.observer.go_on_from(seen)
+        if self.background is not None:
+            self.background = self._follow_traffic([seen])
+        chosen_from = self._chosen_from(seen)
+        if chosen_from is not None and not self.paused:
+            self._follow_experts(chosen_from, changed)
+        if self._chosen_at[0] is not None:
+            self._chosen_at = seen, self.tokens
+
+    def _chosen_from(self, seen: RoutingCounts) -> RoutingCounts | None:
+        """The counts that residents are chosen from by now: the live ones, ``seen``, or a profile's; None where neither chose
+        them."""
+        live = self._chosen_at[0] is not None or (self.config.adapt == "continuous" and self.warm)
+        return seen if live and self.config.adapt != "off" else self._past()
+
+    def _follow_experts(self, seen: RoutingCounts, changed: np.ndarray) -> None:
+        """Move to the residents that are best for ``seen`` in the layers ``changed`` (``bool[layers]``)."""
+        self._follow_tensors()
+        before, layer = self._next_resident, self.target.extents.layer
+        after = self.broadcast_decision(lambda: np.where(changed[layer], self._best_without_fault(seen, before), before))
+        self._next_resident = after
+        self._submit(lambda: self._move(after, show=False))
 
     def pause(self) -> None:
         """Residents stay where they are until ``resume``; counting and the forecast go on, and so does a move under way. Every
@@ -433,6 +494,10 @@ class OffloadManager:
         elif self.ledger.steps < self.steps:
             self.poll()
         return self.ledger.counted
+
+    def logical_routing(self, wait: bool) -> RoutingCounts:
+        """``routing`` by the checkpoint's expert: ``[layers, phase, kind, num_logical]``."""
+        return self.logical.of(self.routing(wait))
 
     @property
     def target(self) -> ModelExperts:

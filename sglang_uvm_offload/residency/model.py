@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.layout import ExpertLayout
 from sglang_uvm_offload.policy.extents import Extents
@@ -22,10 +23,19 @@ class ModelExperts:
     draft: bool
     layers: list[ExpertLayer] = field(default_factory=list)
     num_experts: int = 0
-    """The most routed experts of any layer, over all ranks that share it."""
+    """The most places for routed experts of any layer, over all ranks that share it."""
     counters: RoutingCounters | None = None
     _layouts: list[tuple[ExpertLayout, ...]] = field(default_factory=list)
     _extents: Extents | None = None
+
+    @property
+    def num_logical(self) -> int:
+        """The most routed experts of any layer in the checkpoint."""
+        return max((layer.location.num_experts for layer in self.layers), default=0)
+
+    @property
+    def locations(self) -> list[ExpertLocation]:
+        return [layer.location for layer in self.layers]
 
     @property
     def width(self) -> int:

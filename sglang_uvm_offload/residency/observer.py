@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
+
 from sglang_uvm_offload.residency.ledger import Ledger
 from sglang_uvm_offload.residency.model import ModelExperts
-from sglang_uvm_offload.routing.counts import PendingCounts, RoutingCounters
+from sglang_uvm_offload.routing.counts import PendingCounts, RoutingCounters, RoutingCounts
 
 
 class Observer:
@@ -14,6 +18,8 @@ class Observer:
 
     def __init__(self, counters: RoutingCounters, model: ModelExperts):
         self._counters = counters
+        self._added: np.ndarray | None = None
+        """What ``go_on_from`` added to the device's counts; None before."""
         self._model = model
         self.ledger = Ledger(model.layers, counters.read())
         self._request()
@@ -35,10 +41,32 @@ class Observer:
         self._request()
         self._account()
 
+    def go_on_from(self, counts: RoutingCounts) -> None:
+        """Count on from ``counts``, in place of the ledger's present ones. Call ``catch_up`` before."""
+        change = counts.counts - self.ledger.counted.counts
+        self._added = change if self._added is None else self._added + change
+        self.ledger.counted = counts
+        self._request()
+
     def _request(self) -> None:
-        self.pending: PendingCounts = self._counters.read_async()
+        arriving = self._counters.read_async()
+        self.pending: PendingCounts = arriving if self._added is None else _Added(arriving, self._added)
         """The counts of all steps up to the last poll."""
         self._offloaded = self._model.offloaded_bytes()
 
     def _account(self) -> None:
         self.ledger.account(self.pending.wait(), self._offloaded)
+
+
+class _Added:
+    """Pending counts, with ``added`` to each."""
+
+    def __init__(self, pending: PendingCounts, added: np.ndarray):
+        self._pending, self._added = pending, added
+
+    def ready(self) -> bool:
+        return self._pending.ready()
+
+    def wait(self) -> RoutingCounts:
+        arrived = self._pending.wait()
+        return dataclasses.replace(arrived, counts=arrived.counts + self._added)

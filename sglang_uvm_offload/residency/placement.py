@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.experts.layer import ChooseExtents
 from sglang_uvm_offload.memory.layout import ExpertLayout
 from sglang_uvm_offload.residency.model import extents_of
@@ -47,9 +48,17 @@ class InitialPlacement:
         self._next: int | None = None
         self._from = 0
 
-    def of_layer(self, layer_id: int, num_experts: int, num_shared: int, ep_rank: int, ep_size: int) -> LayerPlacement:
+    def of_layer(
+        self,
+        layer_id: int,
+        num_experts: int,
+        num_shared: int,
+        ep_rank: int,
+        ep_size: int,
+        location: ExpertLocation | None = None,
+    ) -> LayerPlacement:
         """The placement of decoder layer ``layer_id``, which has ``num_experts`` local experts, the last ``num_shared`` of them
-        fused shared ones."""
+        fused shared ones, and the others those of ``location`` (None: each at the place of its own number)."""
         if self._next is None:
             earlier = self._earlier()
             self._next, self._from = len(earlier), ids_from(earlier, layer_id)
@@ -57,16 +66,17 @@ class InitialPlacement:
         layer_id += self._from
         routed = num_experts - num_shared
         first, shared = ep_rank * routed, np.arange(num_experts) >= routed
+        where = location or ExpertLocation.trivial(routed * ep_size, range(first, first + routed))
         chosen, past = self.config.resident_ids, self.profile
         named = np.zeros(num_experts, dtype=bool)
         if chosen is not None and chosen.has_layer(index):
-            named[[i - first for i in chosen.of_layer(index) if first <= i < first + routed]] = True
+            named[:routed] = np.isin(where.ids, list(chosen.of_layer(index)))
             if self.config.adapt != "continuous":
                 return LayerPlacement(lambda layout: layout.holding(named))
         kept, number = named.copy(), rank_share(self.config.num_resident, ep_rank, ep_size)
         named[np.flatnonzero(~named & ~shared)[: max(number - int(named.sum()), 0)]] = True
-        if past is not None and layer_id in past.model.moe_layers and first + routed <= past.model.num_experts:
-            seen = past.part([layer_id], [range(first, first + routed)], num_experts)
+        if past is not None and layer_id in past.model.moe_layers and where.ids.max(initial=-1) < past.model.num_experts:
+            seen = past.part([layer_id], [where], num_experts)
             return LayerPlacement(lambda layout: _hottest_of(seen, layout, named, kept | shared), kept)
         return LayerPlacement(lambda layout: layout.holding(named), kept)
 

@@ -86,7 +86,11 @@ def _is_partly(share: np.ndarray) -> np.ndarray:
 
 
 def _ids(layer: ExpertLayer, experts: np.ndarray) -> list[int]:
-    return (np.flatnonzero(experts) + layer.first_expert).tolist()
+    """The checkpoint's ids of ``experts`` (``bool[num_experts]``); those of fused shared experts follow."""
+    where = layer.location
+    end = where.places.stop if where.is_trivial else where.num_experts
+    every = np.concatenate([where.ids, end + np.arange(layer.num_experts - len(where.places))])
+    return every[experts].tolist()
 
 
 def _layer_status(layer: ExpertLayer, ledger: Ledger, index: int, taken: int) -> LayerStatus:
@@ -97,6 +101,7 @@ def _layer_status(layer: ExpertLayer, ledger: Ledger, index: int, taken: int) ->
         first_expert=layer.first_expert,
         experts=layer.num_experts - shared,
         shared_experts=shared,
+        expert_ids=[] if layer.location.is_trivial else layer.location.ids.tolist(),
         expert_bytes=layer.expert_bytes,
         resident_bytes=taken,
         routed=int(ledger.routed[index]),

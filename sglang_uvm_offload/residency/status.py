@@ -128,6 +128,14 @@ class LayerStatus(Struct, frozen=True):
     activations_resident: Count
     zero_copy_bytes: Count
     streamed_bytes: Count
+    expert_ids: list[Experts] = []
+    """The checkpoint's ids of the routed experts, in the order of their places, with one entry for each replica; empty where
+    they are ``first_expert`` and those after it."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The checkpoint's ids of the routed experts."""
+        return self.expert_ids or list(range(self.first_expert, self.first_expert + self.experts))
 
 
 class ProfileVerdict(Struct, frozen=True):
@@ -221,7 +229,8 @@ class RankStatus(Struct, frozen=True):
     draft_bytes: Count
     layers: Annotated[list[LayerStatus], Meta(max_length=MAX_LAYERS)]
     resident_ids: list[list[Count]]
-    """The model's ids of the experts of each of ``layers`` that are wholly in VRAM."""
+    """The checkpoint's ids of the experts of each of ``layers`` that are wholly in VRAM; an expert with replicas may be there
+    more than once."""
     partly_resident_ids: list[list[Count]]
     """Those that are in VRAM in part: a block holds several experts."""
     tokens: Count
@@ -278,6 +287,10 @@ class RankStatus(Struct, frozen=True):
             first, end = layer.first_expert, layer.first_expert + layer.experts + layer.shared_experts
             if end > MAX_EXPERTS:
                 raise ValueError(f"layer {layer.layer} has expert {end - 1}, and more than {MAX_EXPERTS} are not shown")
+            if layer.expert_ids:
+                first, end = 0, MAX_EXPERTS
+                if len(layer.expert_ids) != layer.experts:
+                    raise ValueError(f"layer {layer.layer} has {layer.experts} experts and {len(layer.expert_ids)} ids")
             if any(not first <= expert < end for expert in ids):
                 raise ValueError(f"the resident ids of layer {layer.layer} must be {first}..{end - 1}")
 
@@ -289,4 +302,5 @@ class RankStatus(Struct, frozen=True):
 
 
 def _routed(layer: LayerStatus, ids: list[int]) -> list[int]:
-    return [i for i in ids if i < layer.first_expert + layer.experts]
+    routed = set(layer.ids)
+    return [i for i in ids if i in routed]

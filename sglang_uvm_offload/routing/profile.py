@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from sglang_uvm_offload.expert_location import ExpertLocation, by_place
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.files import npz
 from sglang_uvm_offload.reading import printable
@@ -31,8 +32,13 @@ MAX_BYTES = 128 << 20
 MAX_ABOUT_BYTES = 1 << 20
 MAX_COUNT = 1 << 53
 MAX_SLOT_SHARES = 256
+MAX_RANKS = 1 << 14
 HISTORY_STEPS = 1 << 16
 """The largest weight of older runs, in steps of each phase, so that the profile follows the traffic."""
+
+
+Steps = tuple[int, int]
+"""Prefill and decode steps."""
 
 
 class ProfileError(ValueError):
@@ -66,6 +72,8 @@ class Profile:
     model: RoutedModel
     seen: RoutingCounts
     run: str = ""
+    ranks: Mapping[str, Steps] = field(default_factory=dict)
+    """The ranks of that run whose counts are included, each with the steps that it had counted then."""
     slot_shares: Mapping[float, float] = field(default_factory=dict)
     """What ``replay --slots --into`` found: by residency (the share of a layer's experts in VRAM, as residents or in slots),
     the share of that VRAM that is best in slots. Both are 0 to 1."""
@@ -85,11 +93,13 @@ class Profile:
             raise ProfileError(str(error)) from error
         content = _json(about)
         model, run = _model_of(content)
-        return cls(model, _checked(model, counts, steps), run, _slot_shares(content))
+        return cls(model, _checked(model, counts, steps), run, _ranks(content), _slot_shares(content))
 
     def write(self, file: IO[bytes]) -> None:
         """Write to a binary file; use it with ``atomic_file.replace``."""
         about = {"format": FORMAT, "version": VERSION, "layout": LAYOUT, "run": self.run, **dataclasses.asdict(self.model)}
+        if self.ranks:
+            about["ranks"] = dict(self.ranks)
         if self.slot_shares:
             about["slot_shares"] = sorted(self.slot_shares.items())
         encoded = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
@@ -102,21 +112,19 @@ class Profile:
             raise ProfileError(f"splits of VRAM for {len(together)} residencies, more than {MAX_SLOT_SHARES}")
         return dataclasses.replace(self, slot_shares=together)
 
-    def part(self, layers: Sequence[int], experts: Sequence[range], width: int) -> RoutingCounts:
-        """The counts as of a rank that holds the ids ``experts`` of each of the decoder layers ``layers``: in its own order,
+    def part(self, layers: Sequence[int], locations: Sequence[ExpertLocation], width: int) -> RoutingCounts:
+        """The counts as of a rank that holds the experts at ``locations`` of the decoder layers ``layers``: in its own order,
         ``width`` experts wide."""
-        out = np.zeros((len(layers), 2, 2, width), dtype=np.int64)
-        for local, layer, ids in zip(out, layers, experts, strict=True):
-            local[:, :, : len(ids)] = self.seen.counts[self.model.moe_layers.index(layer), :, :, ids.start : ids.stop]
-        return RoutingCounts(out, self.seen.steps)
+        rows = [self.model.moe_layers.index(layer) for layer in layers]
+        return RoutingCounts(by_place(self.seen.counts[rows], locations, width), self.seen.steps)
 
-    def with_part(self, layers: Sequence[int], experts: Sequence[range], seen: RoutingCounts) -> Profile:
-        """This profile with the counts of such a rank replaced by ``seen``."""
+    def with_counts(self, rank: str, counted: Steps, layers: Sequence[int], new: np.ndarray, steps: Steps) -> Profile:
+        """This profile with ``new`` (int64 ``[layers, phase, kind, num_experts]``) added to the counts of ``layers``, which are
+        then over ``steps`` or more. It then holds what ``rank`` has counted in its first ``counted`` steps."""
         counts = self.seen.counts.copy()
-        for local, layer, ids in zip(seen.counts, layers, experts, strict=True):
-            counts[self.model.moe_layers.index(layer), :, :, ids.start : ids.stop] = local[:, :, : len(ids)]
-        steps = (max(self.seen.steps[0], seen.steps[0]), max(self.seen.steps[1], seen.steps[1]))
-        return dataclasses.replace(self, seen=RoutingCounts(counts, steps))
+        counts[[self.model.moe_layers.index(layer) for layer in layers], :, :, : new.shape[-1]] += new
+        steps = (max(self.seen.steps[0], steps[0]), max(self.seen.steps[1], steps[1]))
+        return dataclasses.replace(self, seen=RoutingCounts(counts, steps), ranks={**self.ranks, rank: counted})
 
     def limited(self, steps: int = HISTORY_STEPS) -> Profile:
         """The same rates over at most ``steps`` steps of each phase."""
@@ -252,6 +260,18 @@ def _slot_shares(about: dict[str, Any]) -> dict[float, float]:
     if not all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_share, pair)) for pair in pairs):
         raise ProfileError("slot_shares must be pairs of a residency and a share of it, both from 0 to 1")
     return {float(residency): float(share) for residency, share in pairs}
+
+
+def _ranks(about: dict[str, Any]) -> dict[str, Steps]:
+    """Older files have none."""
+    found = about.get("ranks", {})
+    if not isinstance(found, dict) or len(found) > MAX_RANKS or not all(map(_is_steps, found.values())):
+        raise ProfileError(f"ranks must be at most {MAX_RANKS}, each with its prefill and decode steps")
+    return {rank: (steps[0], steps[1]) for rank, steps in found.items()}
+
+
+def _is_steps(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(n) is int and 0 <= n <= MAX_COUNT for n in value)
 
 
 def _is_share(value: Any) -> bool:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.routing.counts import RoutingCounts
 from sglang_uvm_offload.routing.profile import PROFILE_FILE, Profile, ProfileError
@@ -22,8 +24,9 @@ LOCK_SECONDS = 10.0
 class ProfileFile:
     """Saves this rank's counts, added to the history that the server started from.
 
-    Ranks with other layers or other experts write their parts to the same file, each when it saves. Parts that other ranks
-    wrote in this run are kept; parts of an earlier run are replaced. Splits of the VRAM, which no server finds, are kept.
+    Ranks with other layers or other experts add theirs to the same file, each when it saves: several may have counted replicas
+    of one expert, and experts may change ranks. What other ranks added in this run is kept; counts of an earlier run are
+    replaced. Splits of the VRAM, which no server finds, are kept.
     """
 
     def __init__(
@@ -32,39 +35,43 @@ class ProfileFile:
         history: Profile,
         run: str,
         layers: Sequence[int],
-        experts: Sequence[range],
+        rank: str,
         protected: atomic_file.Protected = atomic_file.NOTHING,
     ):
         """``history`` may be empty. ``run`` is the launch id of this server. ``layers`` are the decoder layers of this rank,
-        ``experts`` the model's ids of its experts in each."""
+        which no other one calls ``rank``."""
         self._path = path
         self._protected = protected
-        self._history = dataclasses.replace(history.limited(), run=run)
-        self._layers, self._experts = layers, experts
-        self._saved: tuple[int, int] = (0, 0)
+        self._history = dataclasses.replace(history.limited(), run=run, ranks={})
+        self._layers, self._rank = layers, rank
+        self._saved = RoutingCounts(np.zeros(1, dtype=np.int64), (0, 0))
 
     def pending(self, seen: RoutingCounts) -> Callable[[], None] | None:
-        """A function that saves ``seen`` (this rank's counts since the start), None if that is saved already."""
-        if seen.steps == self._saved:
+        """A function that saves ``seen`` (this rank's counts since the start, ``[layers, phase, kind, num_experts]`` by the
+        checkpoint's expert), None if that is saved already."""
+        if seen.steps == self._saved.steps:
             return None
         return lambda: self._save(seen)
 
     def _save(self, seen: RoutingCounts) -> None:
-        past = self._history.part(self._layers, self._experts, seen.counts.shape[-1])
-        steps = (past.steps[0] + seen.steps[0], past.steps[1] + seen.steps[1])
-        total = RoutingCounts(past.counts + seen.counts, steps)
+        past = self._history.seen.steps
+        steps = (past[0] + seen.steps[0], past[1] + seen.steps[1])
         with _locked(self._path):
-            profile = self._others().with_part(self._layers, self._experts, total)
+            found = self._of_this_run()
+            new = seen.counts - self._saved.counts if self._rank in found.ranks else seen.counts
+            profile = found.with_counts(self._rank, seen.steps, self._layers, new, steps)
             atomic_file.replace(self._path, profile.write, PROFILE_FILE, self._protected)
-        self._saved = seen.steps
+        self._saved = seen
 
-    def _others(self) -> Profile:
-        """The file's contents if they are of this run, else the history, with the file's splits if it is of this model."""
+    def _of_this_run(self) -> Profile:
+        """The file's contents if they are of this run, up to this rank's last save; else the history, with the file's splits if
+        it is of this model."""
         try:
             found = Profile.load(self._path)
             if found.model != self._history.model:
                 return self._history
-            of_run = found if found.run == self._history.run else self._history
+            included = found.ranks.get(self._rank, self._saved.steps)  # another one where an older file was put back
+            of_run = found if found.run == self._history.run and included == self._saved.steps else self._history
             return of_run.with_slot_shares(found.slot_shares)
         except (ProfileError, FileNotFoundError):
             return self._history

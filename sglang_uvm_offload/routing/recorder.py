@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.routing.counts import IdFormat
 from sglang_uvm_offload.routing.trace import TRACE_FILE, Trace
@@ -95,20 +96,25 @@ class Recorder:
     def __init__(
         self,
         path: Path,
-        num_layers: int,
-        num_experts: int,
+        locations: Sequence[ExpertLocation],
         top_k: int,
         max_rows: int,
         device: str,
         max_bytes: int = MAX_BYTES,
         protected: atomic_file.Protected = atomic_file.NOTHING,
     ):
-        """``num_experts``: routed experts of a layer. A step of more than ``max_rows`` tokens cannot be recorded."""
+        """``locations``: of the experts of each layer; they must stay. A step of more than ``max_rows`` tokens cannot be
+        recorded."""
         self.path = path
         self._protected = protected
         self.top_k = top_k
         self.max_rows = max_rows
-        self.log = TokenLog(num_layers, num_experts, top_k, max_bytes)
+        num_layers, places = len(locations), max(where.experts.size for where in locations)
+        self.log = TokenLog(num_layers, max(where.num_experts for where in locations), top_k, max_bytes)
+        self._expert_at = np.full((num_layers, places + 1), -1, dtype=np.int16)
+        """The checkpoint's id of the expert at each place; the last place is -1, no expert."""
+        for row, where in zip(self._expert_at, locations, strict=True):
+            row[: where.experts.size] = where.experts
         self.dropped_steps = 0
         self.stopped = False
         self._buffer = torch.full((max_rows, num_layers, top_k), -1, dtype=torch.int16, device=device)
@@ -165,14 +171,15 @@ class Recorder:
 
     def _append(self, ids: np.ndarray, step: _Step) -> None:
         low, high = int(ids.min()), int(ids.max())
-        if low < -1 or high >= self.log.num_experts:
+        places = self._expert_at.shape[1] - 1
+        if low < -1 or high >= places:
             self.stopped = True
             logger.error(
                 "Expert offload: trace: recording stopped: the routing has expert ids %d to %d, and the model has experts 0 to "
                 "%d. What was recorded before is saved.",
                 low,
                 high,
-                self.log.num_experts - 1,
+                places - 1,
             )
         elif not self.log.has_room(len(ids)):
             self.stopped = True
@@ -183,7 +190,8 @@ class Recorder:
                 self.path,
             )
         else:
-            self.log.add(ids, step.names, step.lengths)
+            layers = np.arange(len(self._expert_at))[:, None]
+            self.log.add(self._expert_at[layers, ids], step.names, step.lengths)
 
     def pending(self, wait: bool) -> Callable[[], None] | None:
         """A function that saves everything that has arrived, None if that is saved already. It may run on another thread, and

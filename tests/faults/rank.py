@@ -99,9 +99,9 @@ class Rank:
             earlier or Profile.empty(routed),
             "this run",
             [layer.layer_id for layer in layers],
-            [layer.routed_ids for layer in layers],
+            "all",
         )
-        self.saver = Saver("profile", lambda wait: file.pending(self.manager.routing(wait)), clock=lambda: self.seconds)
+        self.saver = Saver("profile", lambda wait: file.pending(self.manager.logical_routing(wait)), clock=lambda: self.seconds)
 
     def _module(self, index: int) -> torch.nn.Module:
         layer, module = self.manager.add_layer(self.experts, index, model.EXPERTS, 0, 0, 1), torch.nn.Module()

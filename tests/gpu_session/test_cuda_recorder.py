@@ -6,9 +6,10 @@ from __future__ import annotations
 def test_a_capture_holds_one_copy_a_layer_and_takes_no_memory(standin):
     ran = standin.run("""
         from pathlib import Path
+        from sglang_uvm_offload.expert_location import ExpertLocation
         from sglang_uvm_offload.routing.recorder import Recorder
         from sglang_uvm_offload.routing.counts import IdFormat
-        recorder = Recorder(Path("trace.npz"), 2, 16, 4, 8, "cuda")
+        recorder = Recorder(Path("trace.npz"), [ExpertLocation.trivial(16, range(16))] * 2, 4, 8, "cuda")
         ids = torch.zeros(3, 5, dtype=torch.int32, device="cuda")
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             for layer, id_format in enumerate(IdFormat):
@@ -24,9 +25,10 @@ def test_a_capture_holds_one_copy_a_layer_and_takes_no_memory(standin):
 def test_each_replay_records_what_it_computed(standin):
     ran = standin.run("""
         from pathlib import Path
+        from sglang_uvm_offload.expert_location import ExpertLocation
         from sglang_uvm_offload.routing.recorder import Recorder
         from sglang_uvm_offload.routing.counts import IdFormat
-        recorder = Recorder(Path("trace.npz"), 1, 16, 4, 8, "cuda")
+        recorder = Recorder(Path("trace.npz"), [ExpertLocation.trivial(16, range(16))], 4, 8, "cuda")
         ids = torch.zeros(3, 4, dtype=torch.int16, device="cuda")  # no conversion: a copy that the stand-in makes
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

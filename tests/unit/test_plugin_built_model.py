@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from builders.locations import located
 from builders.managers import config, profile_of
 
 from sglang_uvm_offload.flags import FlagError
@@ -18,7 +19,7 @@ from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.placement import InitialPlacement
 
 NAME, ARCHITECTURE = "m", "M"
-FIRST_STAGE = ([1, 2], 8, 3)
+FIRST_STAGE = ([1, 2], (8, 8), 3)
 
 
 def stage(monkeypatch: pytest.MonkeyPatch, pp_rank: int, pp_size: int, **group: Any) -> None:
@@ -27,11 +28,15 @@ def stage(monkeypatch: pytest.MonkeyPatch, pp_rank: int, pp_size: int, **group: 
     monkeypatch.setattr(built_model, "get_parallel", lambda: parallel)
 
 
+def held(layers: list[int]) -> Any:
+    """Layers of 8 experts with these ids."""
+    return [SimpleNamespace(layer_id=layer, location=located(1, 8)[0]) for layer in layers]
+
+
 def built(monkeypatch: pytest.MonkeyPatch, layers: list[int], pp_rank: int = 0, pp_size: int = 1) -> BuiltModel:
     """A rank with these MoE layers of 8 experts; with two stages the other one is ``FIRST_STAGE``."""
     stage(monkeypatch, pp_rank, pp_size, all_gather_object=lambda part: [FIRST_STAGE, part])
-    held: list[Any] = [SimpleNamespace(layer_id=layer) for layer in layers]
-    return BuiltModel(ModelExperts(draft=False, layers=held, num_experts=8), top_k=3)
+    return BuiltModel(ModelExperts(draft=False, layers=held(layers), num_experts=8), top_k=3)
 
 
 def ids_file(folder: Path, lists: list[list[int]]) -> Any:
@@ -106,9 +111,9 @@ def test_stages_wait_for_no_other_where_nothing_names_layers(monkeypatch):
 
 def test_layers_get_the_numbers_that_they_have_in_the_whole_model(monkeypatch):
     stage(monkeypatch, 1, 2, all_gather_object=lambda part: [FIRST_STAGE, part])
-    held: list[Any] = [SimpleNamespace(layer_id=layer) for layer in (0, 1)]
-    BuiltModel(ModelExperts(draft=False, layers=held, num_experts=8), top_k=3)
-    assert [layer.layer_id for layer in held] == [3, 4]
+    layers = held([0, 1])
+    BuiltModel(ModelExperts(draft=False, layers=layers, num_experts=8), top_k=3)
+    assert [layer.layer_id for layer in layers] == [3, 4]
 
 
 def test_a_model_without_a_moe_layer_ends_the_launch_when_it_is_built(monkeypatch):

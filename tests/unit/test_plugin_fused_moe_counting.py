@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from builders.locations import located
 from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPLLDispatchOutput, DeepEPNormalDispatchOutput
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import (
@@ -123,7 +124,7 @@ WITH_IDS = {
 @pytest.fixture
 def recording(tmp_path):
     made = Recording(tmp_path / "trace.npz")
-    made.recorder = Recorder(made.path, num_layers=1, num_experts=8, top_k=2, max_rows=4, device="cpu")
+    made.recorder = Recorder(made.path, locations=located(1, 8), top_k=2, max_rows=4, device="cpu")
     return made
 
 

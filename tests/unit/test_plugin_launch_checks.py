@@ -128,12 +128,12 @@ def test_a_rank_saves_no_trace_in_the_models_folder(rank: Path, caplog: pytest.L
 
 def test_a_rank_saves_no_profile_in_the_models_folder(rank: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, profile = rank.parent / "p.npz", some()
-    layers = [SimpleNamespace(layer_id=number, routed_ids=range(8)) for number in profile.model.moe_layers]
+    layers = [SimpleNamespace(layer_id=number) for number in profile.model.moe_layers]
     manager = SimpleNamespace(
         config=parse({"num_resident": 4, "save_profile": str(path)}),
         target=SimpleNamespace(layers=layers),
         profile=None,
-        routing=lambda wait: profile.seen,
+        logical_routing=lambda wait: profile.seen,
     )
     saver = profiles.profile_saver(manager, profile.model)  # type: ignore[arg-type]
     assert saver is not None

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from builders.locations import located
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_uvm_offload.flags import FlagError
@@ -16,7 +17,7 @@ from sglang_uvm_offload.routing.recorder import Recorder
 @pytest.fixture
 def recording(tmp_path):
     made = Recording(tmp_path / "trace.npz")
-    made.recorder = Recorder(made.path, num_layers=1, num_experts=8, top_k=2, max_rows=4, device="cpu")
+    made.recorder = Recorder(made.path, locations=located(1, 8), top_k=2, max_rows=4, device="cpu")
     return made
 
 

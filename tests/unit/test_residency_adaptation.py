@@ -214,7 +214,7 @@ def polls_until(ids, history: RoutingCounts | None) -> int:
     """How often adaptation looks at traffic on the experts ``ids`` until it wants them resident."""
     rank = following()
     start, resident = hot(ids, 1000), rank.model.resident_extents()
-    adaptation = Adaptation(rank.model, start, history)
+    adaptation = Adaptation(rank.model, start, [history])
     for look in range(1, 500):
         now = hot(ids, 1000 + look * INTERVAL_STEPS)
         wanted = adaptation.decide(now, resident, np.inf)
@@ -234,7 +234,7 @@ def test_a_profile_of_another_shape_is_refused():
     rank = following()
     start = hot([0], 0)
     with pytest.raises(ValueError, match="activations"):
-        Adaptation(rank.model, start, RoutingCounts(np.zeros((LAYERS, 2, 2, E + 1), dtype=np.int64), (0, 0)))
+        Adaptation(rank.model, start, [RoutingCounts(np.zeros((LAYERS, 2, 2, E + 1), dtype=np.int64), (0, 0))])
 
 
 class Later(Executor):

@@ -9,6 +9,7 @@ import pytest
 from builders.profiles import MODEL, rewritten, saved, some
 from damage import flipped_bytes
 
+from sglang_uvm_offload.expert_location import ExpertLocation, by_expert
 from sglang_uvm_offload.routing import profile as profile_module
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, RoutingCounts
 from sglang_uvm_offload.routing.profile import Profile, ProfileError, load_for, merge, model_name
@@ -53,7 +54,7 @@ def test_splits_of_the_vram_are_read_back_and_are_no_matter_to_other_readers(tmp
         about = json.loads(file["about"].tobytes())
     assert about["version"] == 1, "a reader that knows none of them reads on"
     assert Profile.load(saved(tmp_path / "without.npz", some())).slot_shares == {}
-    kept = Profile.load(path).limited(10).with_part([2], [range(8)], RoutingCounts(np.ones((1, 2, 2, 8), np.int64), (1, 1)))
+    kept = Profile.load(path).limited(10).with_counts("all", (1, 1), [2], np.ones((1, 2, 2, 8), np.int64), (1, 1))
     assert kept.slot_shares == {0.25: 1.0, 0.5: 0.75}
 
 
@@ -176,25 +177,32 @@ def test_files_of_one_name_whose_layers_differ_are_of_two_models(tmp_path):
 
 
 class TestParts:
-    """A rank holds some layers, and of each a range of experts, and counts them by its own numbers."""
+    """A rank holds some layers, and of each some experts, and counts them by its own numbers."""
 
     def test_ranks_that_put_their_parts_together_have_the_whole(self):
         whole, got = some(), Profile.empty(MODEL)
         for layers in ([1], [2, 5]):
-            for ids in (range(0, 4), range(4, 8)):
-                part = whole.part(layers, [ids] * len(layers), width=5)  # one slot more, for a fused shared expert
+            for places in (range(0, 4), range(4, 8)):
+                at = [ExpertLocation(np.array([7, 2, 0, 5, 4, 1, 3, 6]), places)] * len(layers)
+                part = whole.part(layers, at, width=5)  # one slot more, for a fused shared expert
                 assert part.counts.shape == (len(layers), 2, 2, 5)
                 assert not part.counts[..., 4].any()
-                got = got.with_part(layers, [ids] * len(layers), part)
+                got = got.with_counts(str(places), (1, 1), layers, by_expert(part.counts, at, 8), part.steps)
         assert (got.seen.counts == whole.seen.counts).all()
         assert got.seen.steps == whole.seen.steps
+        assert got.ranks == {"range(0, 4)": (1, 1), "range(4, 8)": (1, 1)}
 
-    def test_a_part_replaces_what_was_there(self):
-        part = RoutingCounts(np.ones((1, 2, 2, 8), dtype=np.int64), (1, 1))
-        once = Profile.empty(MODEL).with_part([2], [range(8)], part)
-        assert (once.with_part([2], [range(8)], part).seen.counts == once.seen.counts).all()
+    def test_counts_are_added_to_their_layers_alone(self):
+        once = Profile.empty(MODEL).with_counts("a", (1, 1), [2], np.ones((1, 2, 2, 8), dtype=np.int64), (1, 1))
         assert once.seen.counts[1, Phase.DECODE, ACTIVATIONS].tolist() == [1] * 8
         assert not once.seen.counts[0, :, ROUTED].any()
+
+
+@pytest.mark.parametrize("ranks", [["a"], {"a": [1]}, {"a": [1, -1]}, {"a": [1, 1.5]}, {"a": 3}, {"a": [True, 1]}])
+def test_ranks_that_no_server_saves_are_refused(tmp_path, ranks):
+    path = saved(tmp_path / "p.npz", dataclasses.replace(some(), ranks=ranks))
+    with pytest.raises(ProfileError, match="ranks must be at most"):
+        Profile.load(path)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from sglang_uvm_offload.routing.profile import Profile, ProfileError, RoutedMode
 from sglang_uvm_offload.routing.profile_file import ProfileFile, add_slot_share
 
 MODEL = RoutedModel("m", "M", (1, 2), 4, 2)
-WHOLE = ([1, 2], [range(4), range(4)])
+WHOLE = ([1, 2], "all")
 
 
 @contextlib.contextmanager
@@ -61,15 +61,22 @@ def test_history_counts_on_with_bounded_weight(tmp_path, monkeypatch):
 
 
 def parts(path, run, history=None):
-    """Four ranks: two pipeline stages with two expert-parallel ranks each, with a slot for a shared expert."""
+    """Four ranks: two pipeline stages with two expert-parallel ranks each. Both of these hold expert 1."""
+    history = history or Profile.empty(MODEL)
     return [
-        (ProfileFile(path, history or Profile.empty(MODEL), run, [layer], [ids]), ones(1, 3, times=10 * layer + ids.start))
+        (ProfileFile(path, history, run, [layer], f"{layer} {first}"), of_experts(first, first + 2, times=10 * layer + first))
         for layer in (1, 2)
-        for ids in (range(0, 2), range(2, 4))
+        for first in (0, 1)
     ]
 
 
-EXPECTED = [[10, 10, 12, 12], [20, 20, 22, 22]]
+def of_experts(first, end, times, steps=(1, 2)):
+    counts = np.zeros((1, 2, 2, 4), dtype=np.int64)
+    counts[..., first:end] = times
+    return RoutingCounts(counts, steps)
+
+
+EXPECTED = [[10, 21, 11, 0], [20, 41, 21, 0]]
 
 
 def test_ranks_put_their_parts_into_one_file(tmp_path):
@@ -151,7 +158,7 @@ def test_a_split_that_is_added_while_a_server_saves_is_not_lost(tmp_path):
 
 def _saves(part):
     for times in range(1, 20):
-        save(part[0], ones(1, 3, steps=(times, times), times=times * int(part[1].counts[0, 0, 0, 0])))
+        save(part[0], RoutingCounts(part[1].counts * times, (times, times)))
 
 
 def test_ranks_that_save_at_the_same_time_lose_nothing(tmp_path):

@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from builders.locations import located
 from paths import SAFETENSORS
 
 from sglang_uvm_offload.files.autosave import Saver
@@ -21,7 +22,7 @@ class Traffic:
 
     def __init__(self, path, max_rows=8, max_tokens=1000):
         self.path = path / "trace.npz"
-        self.recorder = Recorder(self.path, LAYERS, E, K, max_rows, "cpu", max_bytes=max_tokens * LAYERS * K * 2)
+        self.recorder = Recorder(self.path, located(LAYERS, E), K, max_rows, "cpu", max_bytes=max_tokens * LAYERS * K * 2)
         self.tokens = 0
 
     def step(self, *requests, padding=0):
@@ -202,7 +203,7 @@ class TestSaving:
         assert len(caplog.records) == 1
 
     def test_the_bound_is_one_of_bytes(self, tmp_path):
-        recorder = Recorder(tmp_path / "t.npz", 92, 256, 8, 1, "cpu")
+        recorder = Recorder(tmp_path / "t.npz", located(92, 256), 8, 1, "cpu")
         assert recorder.log._ids.nbytes <= recorder_module.MAX_BYTES < recorder.log._ids.nbytes + 2 * 92 * 8
 
     def test_only_what_is_new_is_saved(self, traffic, caplog):
