@@ -51,8 +51,7 @@ def by_expert(counts: np.ndarray, locations: Sequence[ExpertLocation], num_exper
     expert. What lies behind the routed places (fused shared experts) is left out."""
     out = np.zeros((*counts.shape[:-1], num_experts), dtype=np.int64)
     for total, local, where in zip(out, counts, locations, strict=True):
-        for place, expert in enumerate(where.ids.tolist()):
-            total[..., expert] += local[..., place]
+        np.add.at(np.moveaxis(total, -1, 0), where.ids, np.moveaxis(local[..., : len(where.places)], -1, 0))
     return out
 
 

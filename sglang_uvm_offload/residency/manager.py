@@ -132,12 +132,13 @@ class OffloadManager:
     ) -> ExpertLayer:
         """Add decoder layer ``layer_id`` with ``num_experts`` local experts, ``num_shared`` of them fused shared experts, the
         others those of ``location`` (None: each at the place of its own number)."""
+        routed = num_experts - num_shared
+        first = ep_rank * routed
+        location = location or ExpertLocation.trivial(routed * ep_size, range(first, first + routed))
         where = (layer_id, num_experts, num_shared, ep_rank, ep_size, location)
         placement = EVERYTHING if model.draft else self.placement.of_layer(*where)
-        routed = num_experts - num_shared
         slots = 0 if model.draft else self._slots_of_rank(routed, ep_rank, ep_size)
         chosen = placement.choose, placement.kept
-        first = ep_rank * routed
         layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, first, *chosen, num_slots=slots, location=location)
         model.layers.append(layer)
         model.num_experts = max(model.num_experts, routed * ep_size)

@@ -7,6 +7,7 @@ import torch
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.residency.manager import OffloadManager
@@ -29,16 +30,19 @@ class Rank:
 
     def __init__(
         self, cfg, memory=None, broadcast_decision=lambda decide: decide(), ep_rank=0, ep_size=1, num_shared=0, profile=None,
-        make_counters=CpuRoutingCounters, expert_bytes=PAGE_BYTES, **more,
+        make_counters=CpuRoutingCounters, expert_bytes=PAGE_BYTES, experts=None, **more,
     ):  # fmt: skip
+        """``experts``: that of each place of every layer, over all ranks; None: each at the place of its own number."""
         self.manager = OffloadManager(
             cfg, memory or EmulatedMemory(), make_counters, broadcast_decision, progress=lambda: False, **more
         )
-        local = E // ep_size + num_shared
+        routed = (E if experts is None else len(experts)) // ep_size
+        local, self.places = routed + num_shared, range(ep_rank * routed, (ep_rank + 1) * routed)
         self.model = self.manager.begin_model(False, InitialPlacement(cfg, profile))
         self.modules = []
         for layer_id in range(1, LAYERS + 1):
-            layer = self.manager.add_layer(self.model, layer_id, local, num_shared, ep_rank, ep_size)
+            location = None if experts is None else self.located(experts)
+            layer = self.manager.add_layer(self.model, layer_id, local, num_shared, ep_rank, ep_size, location)
             module = torch.nn.Module()
             with AllocationMode(local, layer.allocate):
                 module.w13 = torch.empty(local, expert_bytes, dtype=torch.uint8)
@@ -55,6 +59,9 @@ class Rank:
         for layer in range(LAYERS):
             self.model.counters.count(layer, torch.tensor(per_layer[layer]), 0, IdFormat.PLAIN, in_place=not streams)
         self.manager.end_step(self.model)
+
+    def located(self, experts):
+        return ExpertLocation(np.array(experts), self.places)
 
     def status(self):
         """As JSON has it."""

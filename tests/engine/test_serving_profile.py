@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from checkpoints import HOT, Checkpoints
 from harness.server import Server, free_port, offload_state
 from serving import TWO_RANKS, Engines
 
-from sglang_uvm_offload.routing.counts import Phase
+from sglang_uvm_offload.routing.counts import ROUTED, Phase
 from sglang_uvm_offload.routing.profile import Profile
+from sglang_uvm_offload.routing.trace import Trace
 
 PROMPT = {"text": "the quick brown fox", "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
 
@@ -145,3 +147,44 @@ def test_stages_that_number_their_layers_anew_share_the_profile_of_one_rank(
     both, steps = decoded(tmp_path / "two.npz")
     assert steps == 14
     assert (both == 2 * counts).all()
+
+
+BACKWARDS = json.dumps({"physical_to_logical_map": [list(range(15, -1, -1))] * 3})
+EPLB: dict[str, Any] = {
+    "tp_size": 2,
+    "ep_size": 2,
+    "enable_eplb": True,
+    "ep_num_redundant_experts": 2,
+    "eplb_rebalance_num_iterations": 4,
+    "expert_distribution_recorder_buffer_size": 4,
+    "env": TWO_RANKS,
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.works("Parallel", "--init-expert-location")
+def test_experts_that_lie_elsewhere_are_read_and_saved_by_the_checkpoints_ids(
+    checkpoint: Path, profile: Path, engines: Engines, tmp_path: Path
+) -> None:
+    arguments: dict[str, Any] = {"init_expert_location": BACKWARDS, "expert_offload_trace": tmp_path / "t.npz"}
+    state = serve_once(
+        engines, checkpoint, expert_offload_profile=profile, expert_offload_save_profile=tmp_path / "p.npz", **arguments
+    )
+    assert [sorted(ids) for ids in state["resident_ids"]] == HOT
+    (counts, steps), (both, more) = decoded(profile), decoded(tmp_path / "p.npz")
+    assert more == 2 * steps
+    assert (both == 2 * counts).all()
+    recorded = Trace.load(tmp_path / "t.npz")
+    for layer in range(3):
+        assert (np.bincount(recorded.ids[:, layer].ravel(), minlength=16) == counts[layer, ROUTED]).all()
+
+
+@pytest.mark.nightly
+@pytest.mark.works("Parallel", "--enable-eplb with --ep-num-redundant-experts, one saved profile")
+def test_ranks_whose_experts_are_rearranged_save_the_profile_of_one_rank(
+    checkpoint: Path, profile: Path, engines: Engines, tmp_path: Path
+) -> None:
+    serve_once(engines, checkpoint, expert_offload_save_profile=tmp_path / "p.npz", **EPLB)
+    (counts, steps), (rearranged, as_many) = decoded(profile), decoded(tmp_path / "p.npz")
+    assert as_many == steps
+    assert (rearranged == counts).all()

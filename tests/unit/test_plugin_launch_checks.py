@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
+from builders.locations import located
 from builders.profiles import some
 from huggingface_hub import constants
 from paths import direct, link_to_the_folder, symbolic_link, with_dots
@@ -100,7 +100,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """In a process that serves the model in this folder, as its only rank."""
     (tmp_path / "model").mkdir()
     group = SimpleNamespace(rank_in_group=0)
-    parallel = SimpleNamespace(tp_rank=0, dp_rank=0, attn_dp_enabled=False, moe_tp_group=group, nnodes=1)
+    parallel = SimpleNamespace(tp_rank=0, pp_rank=0, dp_rank=0, attn_dp_enabled=False, moe_tp_group=group, nnodes=1)
     for module in (profiles, recording):
         monkeypatch.setattr(module, "get_parallel", lambda: parallel)
         monkeypatch.setattr(module, "get_server_args", lambda: models(tmp_path / "model"))
@@ -111,9 +111,8 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_rank_saves_no_trace_in_the_models_folder(rank: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The path has become a link since the launch, which refuses it."""
-    layer = SimpleNamespace(always_resident=torch.zeros(8, dtype=torch.bool))
     made = recording.Recording(rank.parent / "t.npz")
-    saver = made.begin(SimpleNamespace(layers=[layer]), 2)  # type: ignore[arg-type]
+    saver = made.begin(SimpleNamespace(layers=[None], locations=located(1, 8)), 2)  # type: ignore[arg-type]
     assert made.recorder is not None
     assert saver is not None
     made.recorder.end_step(["a"], [5])

@@ -214,7 +214,7 @@ def polls_until(ids, history: RoutingCounts | None) -> int:
     """How often adaptation looks at traffic on the experts ``ids`` until it wants them resident."""
     rank = following()
     start, resident = hot(ids, 1000), rank.model.resident_extents()
-    adaptation = Adaptation(rank.model, start, [history])
+    adaptation = Adaptation(rank.model, start, [] if history is None else [history])
     for look in range(1, 500):
         now = hot(ids, 1000 + look * INTERVAL_STEPS)
         wanted = adaptation.decide(now, resident, np.inf)
@@ -406,10 +406,11 @@ def test_a_profile_seeds_what_follows_the_traffic(monkeypatch):
     Rank(config(adapt="continuous", profile="p"), profile=profile)
     Rank(config(adapt="continuous", profile="p", num_resident=2), profile=profile, ep_rank=1, ep_size=2)
     Rank(config(adapt="continuous"))
-    assert (given[0].counts == profile.seen.counts).all()
-    assert (given[1].counts == profile.seen.counts[..., E // 2 :]).all()
-    assert given[0].steps == given[1].steps == profile.seen.steps
-    assert given[2] is None
+    (whole,), (half,), none = given
+    assert (whole.counts == profile.seen.counts).all()
+    assert (half.counts == profile.seen.counts[..., E // 2 :]).all()
+    assert whole.steps == half.steps == profile.seen.steps
+    assert none == []
 
 
 class TestPrefetch:

@@ -198,7 +198,7 @@ class TestParts:
         assert not once.seen.counts[0, :, ROUTED].any()
 
 
-@pytest.mark.parametrize("ranks", [["a"], {"a": [1]}, {"a": [1, -1]}, {"a": [1, 1.5]}, {"a": 3}, {"a": [True, 1]}])
+@pytest.mark.parametrize("ranks", [{"a": []}, {"a": [1]}, {"a": [1, -1]}, {"a": [1, 1.5]}, {"a": 3}, {"a": [True, 1]}])
 def test_ranks_that_no_server_saves_are_refused(tmp_path, ranks):
     path = saved(tmp_path / "p.npz", dataclasses.replace(some(), ranks=ranks))
     with pytest.raises(ProfileError, match="ranks must be at most"):
