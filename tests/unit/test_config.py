@@ -238,6 +238,16 @@ def test_no_more_slots_than_experts_are_served():
     assert not parse({"num_resident": 8, "slots": "auto"}).expert_problems(8)
 
 
+def test_redundant_experts_count_as_residents_do():
+    assert not parse({"num_resident": 10, "slots": 1}).expert_problems(8, redundant=2)
+    (problem,) = parse({"num_resident": 11}).expert_problems(8, redundant=2)
+    assert problem == (
+        "--expert-offload-num-resident 11: the model has 8 routed experts a layer and 2 redundant ones; give at most as many"
+    )
+    (problem,) = parse({"num_resident": 9, "resident_selection": "manual", "resident_ids": "8"}).expert_problems(8, redundant=2)
+    assert "expert 8 does not exist; the model's experts are 0-7" in problem
+
+
 def test_the_largest_values_that_messages_name_are_accepted():
     largest = {"warmup_tokens": 10**12, "headroom_gb": 1024, "stream_buffer_gb": "1024", "stream_tokens": "999999999"}
     assert parse({"num_resident": "999999", **largest}) is not None

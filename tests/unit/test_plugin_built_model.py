@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from builders.locations import located
 from builders.managers import config, profile_of
 
+from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.plugin import built_model
@@ -82,6 +84,23 @@ def test_ids_and_residents_that_are_more_than_the_experts_that_were_built_end_th
     ids, number = caught.value.problems
     assert ids == "--expert-offload-resident-ids '0,8': expert 8 does not exist; the model's experts are 0-7"
     assert number.startswith("--expert-offload-num-resident 9: the model has 8 routed experts a layer")
+
+
+REPLICATED = np.array([0, 1, 2, 3, 4, 5, 6, 7, 5, 5])
+
+
+@pytest.mark.parametrize(("ids", "fits"), [("0,1,2,3", True), ("0,5", True), ("0,1,5", False)])
+def test_named_experts_take_the_room_of_all_their_replicas(monkeypatch, ids, fits):
+    stage(monkeypatch, 0, 1)
+    layers: Any = [SimpleNamespace(layer_id=layer, location=ExpertLocation(REPLICATED, range(10))) for layer in (1, 2)]
+    model = BuiltModel(ModelExperts(draft=False, layers=layers, num_experts=10), top_k=3)
+    assert (model.num_experts, model.redundant) == (8, 2)
+    placement = InitialPlacement(config(num_resident=4, resident_selection="manual", resident_ids=ids), None)
+    if fits:
+        model.check(placement, model.routed_model(NAME, ARCHITECTURE))
+        return
+    with pytest.raises(FlagError, match=r"names 10 experts over 2 layers, if replicas .* allows 8"):
+        model.check(placement, model.routed_model(NAME, ARCHITECTURE))
 
 
 @pytest.mark.parametrize("own", [[5, 7], [0, 1]])

@@ -13,7 +13,16 @@ from paths import direct, link_to_the_folder, symbolic_link, with_dots
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cuda.build import BuildFailure
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.plugin import combinations, devices, launch_checks, output_files, profiles, recording
+from sglang_uvm_offload.plugin import (
+    combinations,
+    devices,
+    expert_bytes,
+    launch_checks,
+    output_files,
+    planned_launch,
+    profiles,
+    recording,
+)
 from sglang_uvm_offload.plugin.routing_formats import RoutingFormat
 from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.routing.trace import Trace
@@ -220,11 +229,47 @@ def test_a_library_that_cannot_be_built_is_a_problem_before_loading(monkeypatch)
     ],
 )
 def test_a_setting_that_does_not_fit_is_refused_by_name(values, name):
-    found = combinations.problems(parse({"num_resident": 4}), Unset(init_expert_location="trivial", **values))
+    found = combinations.problems(parse({"num_resident": 4}), Unset(**values))
     [problem] = found
     beginning, _, reason = problem.partition(": cannot be combined with --expert-offload-num-resident: ")
     assert beginning == name
     assert reason
+
+
+ELSEWHERE = {"enable_eplb": True, "ep_num_redundant_experts": 2, "init_expert_location": "map.json"}
+
+
+def test_experts_that_lie_elsewhere_are_served_with_ids_profiles_and_traces():
+    flags = {"num_resident": 4, "profile": "p", "save_profile": "q", "trace": "t", "adapt": "continuous"}
+    assert combinations.problems(parse(flags), Unset(**ELSEWHERE)) == []
+    named = {"num_resident": 4, "resident_selection": "manual", "resident_ids": "1,2"}
+    assert combinations.problems(parse(named), Unset(**{**ELSEWHERE, "enable_eplb": False})) == []
+
+
+@pytest.mark.refused("Parallel", "--enable-eplb with --expert-offload-resident-ids")
+def test_experts_that_are_rearranged_cannot_be_named(record_property):
+    named = {"num_resident": 4, "resident_selection": "manual", "resident_ids": "1,2"}
+    (problem,) = combinations.problems(parse(named), Unset(enable_eplb=True))
+    assert problem.startswith("--enable-eplb: cannot be combined with --expert-offload-resident-ids: ")
+    record_property("reason", problem)
+
+
+def test_redundant_experts_are_in_host_ram_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(expert_bytes, "load", lambda path: SimpleNamespace(expert_bytes=8000, num_experts=8))
+    cfg = Unset(model_path=tmp_path, nnodes=1, attn_dp_size=1, dp_size=1, ep_num_redundant_experts=2)
+    found = expert_bytes.expert_bytes(parse({"num_resident": 4}), cfg, None)
+    assert found == expert_bytes.ExpertBytes(4000, 6000)
+
+
+@pytest.mark.parametrize("values", [{"enable_eplb": True}, {"ep_num_redundant_experts": 2}])
+def test_what_rearranging_experts_takes_is_not_planned(values, monkeypatch):
+    monkeypatch.setattr(planned_launch, "post_capture_kv_sizing_planned", lambda args: False)
+    for part in (planned_launch.launch_drafts, planned_launch.linear_attention):
+        monkeypatch.setattr(part, "uncounted", lambda *args: [])
+    named = "--" + next(iter(values)).replace("_", "-")
+    cfg = Unset(**{"nnodes": 1, "moe_dp_size": 1, "attn_cp_size": 1, "dcp_size": 1, "load_format": "auto", **values})
+    found = planned_launch._uncounted(Unset(), cfg, Unset(hf_text_config=Unset(), hf_config=Unset()))
+    assert [reason for reason in found if reason.startswith(f"does not count {named}")], found
 
 
 @pytest.mark.parametrize(

@@ -231,11 +231,11 @@ def test_the_runners_with_slots_take_tokens_in_the_standard_form_only():
 
 @pytest.mark.parametrize(
     "flag",
-    ["enable_eplb", "enable_torch_compile", "enable_two_batch_overlap", "enable_pdmux"],
+    ["enable_torch_compile", "enable_two_batch_overlap", "enable_pdmux"],
 )
 def test_what_slots_cannot_bear_is_refused_with_offloading_itself(flag):
     """``no_slots`` says nothing of these. Where one is to be allowed, it must."""
-    given = defaultdict(lambda: None, {flag: True, "init_expert_location": "trivial"})
+    given = defaultdict(lambda: None, {flag: True})
     cfg = type("Arguments", (), {"__getattr__": lambda self, name: given[name]})()
     [problem] = combinations.problems(parse({"num_resident": 4}), cfg)
     assert flag.replace("_", "-") in problem

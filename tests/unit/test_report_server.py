@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from builders.charts import cells_of
+from builders.locations import located
 from builders.managers import LAYERS, E, Rank, config, profile_of
 from builders.reports import FAULT, info, replayed, result, stepped, words
 
@@ -122,7 +123,7 @@ def test_a_verdict_is_read_as_the_manager_gives_it():
 
 def test_a_trace_is_read_as_a_rank_tells_of_it():
     recording = Recording(Path("t.npz"))
-    recording.recorder = Recorder(Path("t.npz"), num_layers=1, num_experts=4, top_k=2, max_rows=2, device="cpu")
+    recording.recorder = Recorder(Path("t.npz"), locations=located(1, 4), top_k=2, max_rows=2, device="cpu")
     for length in (5, 6):
         recording.recorder.record(0, torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), IdFormat.PLAIN)
         recording.recorder.end_step(["a", "b"], [length, length])
@@ -178,6 +179,17 @@ def test_experts_of_ranks_that_are_not_shown_are_unknown_and_the_report_says_so(
 def test_the_map_shows_where_replicas_differ():
     one, other = (Rank(config(resident_selection="manual", resident_ids=ids)).status() for ids in ("0,1", "1,2"))
     assert residency(one, other, dp_size=2)[0] == [PARTLY, IN_VRAM, PARTLY, *[IN_HOST] * 5]
+
+
+def test_the_map_is_of_the_checkpoints_experts_wherever_they_lie():
+    named = config(resident_selection="manual", resident_ids="2,7")
+    row = [IN_VRAM if expert in (2, 7) else IN_HOST for expert in range(E)]
+    assert residency(Rank(named, experts=[*range(E)][::-1]).status()) == [row] * LAYERS
+
+
+def test_the_map_shows_an_expert_of_which_one_replica_is_resident():
+    status = Rank(config(num_resident=2), experts=[*range(E), 0]).status()
+    assert residency(status) == [[PARTLY, IN_VRAM] + [IN_HOST] * (E - 2)] * LAYERS
 
 
 def test_every_rank_is_in_the_table_and_the_first_ones_in_the_pictures():

@@ -206,3 +206,31 @@ def test_nothing_is_saved_to_a_protected_folder(tmp_path):
     with pytest.raises(WriteRefused, match="the model's folder"):
         save(file, ones())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_adds_what_is_new_alone(tmp_path):
+    (first, seen), (second, other), *_ = parts(tmp_path / "p.npz", "now")
+    save(first, seen)
+    save(second, other)
+    save(first, RoutingCounts(seen.counts * 3, (3, 6)))
+    assert Profile.load(tmp_path / "p.npz").seen.counts[0, 1, 1].tolist() == [30, 41, 11, 0]
+    assert Profile.load(tmp_path / "p.npz").seen.steps == (3, 6)
+
+
+@pytest.mark.parametrize("became", ["gone", "another run's", "older"])
+def test_a_file_that_is_not_as_it_was_left_gets_every_rank_in_full(tmp_path, became):
+    path = tmp_path / "p.npz"
+    (first, seen), (second, other), *_ = parts(path, "now")
+    save(first, seen)
+    older = path.read_bytes()
+    save(second, other)
+    save(first, RoutingCounts(seen.counts * 2, (2, 4)))
+    if became == "gone":
+        path.unlink()
+    elif became == "older":
+        path.write_bytes(older)
+    else:
+        save(ProfileFile(path, Profile.empty(MODEL), "another", *WHOLE), ones(times=1000))
+    save(first, RoutingCounts(seen.counts * 3, (3, 6)))
+    save(second, RoutingCounts(other.counts * 3, (3, 6)))
+    assert Profile.load(path).seen.counts[0, 1, 1].tolist() == [30, 63, 33, 0]

@@ -8,6 +8,7 @@ import torch
 from builders.locations import located
 from paths import SAFETENSORS
 
+from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.routing import recorder as recorder_module
 from sglang_uvm_offload.routing.counts import IdFormat
@@ -116,6 +117,17 @@ class TestSteps:
         traffic.recorder.end_step(["a", "b"], [1, 1])
         traffic.save()
         assert Trace.load(traffic.path).ids.tolist() == [[row] * LAYERS for row in ids.tolist()]
+
+    def test_the_checkpoints_ids_are_saved_wherever_experts_lie(self, tmp_path):
+        backwards = ExpertLocation(np.arange(4)[::-1], range(4))
+        recorder = Recorder(tmp_path / "t.npz", [backwards, ExpertLocation(np.array([0, 1, 2, 1, 3]), range(5))], 2, 4, "cpu")
+        recorder.record(0, torch.tensor([[0, 3], [2, -1]]), IdFormat.PLAIN)
+        recorder.record(1, torch.tensor([[4, 3], [-1, 2]]), IdFormat.PLAIN)
+        recorder.end_step(["a", "b"], [1, 1])
+        recorder.pending(True)()
+        saved = Trace.load(tmp_path / "t.npz")
+        assert saved.ids.tolist() == [[[3, 0], [3, 1]], [[1, -1], [-1, 2]]]
+        assert saved.num_experts == 4
 
     def test_rows_beyond_the_buffer_are_left_out(self, traffic):
         long = torch.arange(200, dtype=torch.int32).reshape(100, 2)
