@@ -61,6 +61,7 @@ def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.T
         some(model=routed).write(file)
     read, saved, trace = "--expert-offload-profile", "--expert-offload-save-profile", "--expert-offload-trace"
     elsewhere = ["--init-expert-location", '{"logical_count": []}']
+    rearranged = ["--enable-eplb", "--ep-num-redundant-experts", "2", "--tp-size", "2", "--ep-size", "2"]
     cases = {
         "off": {"argv": cpu, "resolve": True},
         "command line": {"argv": [*cpu, N, "4", "--expert-offload-warmup-tokens", "77"], "resolve": True},
@@ -97,7 +98,8 @@ def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.T
             "resolve": True,
         },
         "experts elsewhere, manual": {"argv": [*cpu, N, "1", *elsewhere, *manual, "0"], "resolve": True},
-        "experts elsewhere, counted": {"argv": [*cpu, N, "4", *elsewhere], "resolve": True},
+        "experts rearranged": {"argv": [*cpu, N, "18", *rearranged], "resolve": True},
+        "experts rearranged, manual": {"argv": [*cpu, N, "19", *rearranged, *manual, "0,17"], "resolve": True},
         "combinations": {
             "argv": [*cpu, N, "4", "--cpu-offload-gb", "2", "--load-format", "gguf", "--weight-cache-mode", "client",
                      "--enable-torch-compile"],
@@ -126,7 +128,9 @@ SERVED = [
     "all of them",
     "host RAM is enough",
     "a profile that grows",
-    "experts elsewhere, counted",
+    "experts elsewhere",
+    "experts elsewhere, manual",
+    "experts rearranged",
     "ids by layer",  # as many as they are: only the built model says which layers route
 ]
 
@@ -172,13 +176,13 @@ def test_what_just_fits_is_served(launch, case):
         ("a trace in the place of a profile", ["own.npz': is a file of --expert-offload-profile"]),
         ("one file for both", ["new': is the file of --expert-offload-save-profile"]),
         (
-            "experts elsewhere",
+            "experts rearranged, manual",
             [
-                "--init-expert-location: cannot be combined with --expert-offload-profile, --expert-offload-save-profile, "
-                "--expert-offload-trace: "
+                "--enable-eplb: cannot be combined with --expert-offload-resident-ids: ",
+                f"{N} 19: the model has 16 routed experts a layer and 2 redundant ones",
+                "expert 17 does not exist; the model's experts are 0-15",
             ],
         ),
-        ("experts elsewhere, manual", ["--init-expert-location: cannot be combined with --expert-offload-resident-ids: "]),
         (
             "combinations",
             [
