@@ -14,6 +14,7 @@ Each package's docstring begins with its purpose in one sentence. Five paths mat
 Loading, for each MoE layer of the model:
 
     plugin/fused_moe        FusedMoE.__init__: hooks the layer's quantisation method
+    plugin/expert_map       which of the checkpoint's experts lies where (expert_location)
     experts/takeover        allocates ``[num_experts, ...]`` tensors from managed memory
     experts/layer           what of each tensor is resident (residency/placement)
     experts/tensor          its extents of blocks (memory/layout)
@@ -34,6 +35,7 @@ Operating, while it serves:
 
     plugin/http_routes      GET and POST /expert_offload, in the process that serves HTTP
     plugin/actions          readvise, pause, resume, save: on every rank between the same two steps
+    plugin/expert_map       ExpertLocationUpdater.update: experts are rearranged, and counts and residents follow them
     residency/manager       chooses at once, or leaves residents where they are; files/autosave saves
 
 Streaming, in a step with many tokens, for each MoE layer:

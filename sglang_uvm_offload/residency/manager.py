@@ -21,7 +21,7 @@ from sglang_uvm_offload.residency.background import BackgroundAdaptation, ThisTh
 from sglang_uvm_offload.residency.evictions import Evictions
 from sglang_uvm_offload.residency.history import History
 from sglang_uvm_offload.residency.ledger import Ledger
-from sglang_uvm_offload.residency.logical_counts import LogicalCounts, rederived
+from sglang_uvm_offload.residency.logical_counts import LogicalCounts, RecentCounts, rederived
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.mover import Mover, layer_bar
 from sglang_uvm_offload.residency.observer import Observer
@@ -93,6 +93,7 @@ class OffloadManager:
         """Accounts for the target model's steps. Set once the model is loaded."""
         self.logical: LogicalCounts
         """The counts by the checkpoint's expert. Set with the observer."""
+        self._recent = RecentCounts()
         self.history: History
         """The ledger's totals over time. Set with the observer."""
         self._extents: Extents
@@ -277,25 +278,27 @@ class OffloadManager:
         target, counted = self.target, self.ledger.counted
         own = self.logical.of(counted)
         changed = np.array([bool((a.experts != b.experts).any()) for a, b in zip(target.locations, locations, strict=True)])
-        total = np.sum(gather(own.counts), axis=0)
+        total = RoutingCounts(np.sum(gather(own.counts), axis=0), own.steps)
+        recent = self._recent.fade_and_add(total)
         for layer, location in zip(target.layers, locations, strict=True):
             layer.location = location
-        seen = rederived(counted, by_place(total, locations, target.width), target, changed)
+        seen = rederived(counted, by_place(total.counts, locations, target.width), target, changed)
+        recent = RoutingCounts(by_place(recent.counts, locations, target.width), recent.steps)
         self.logical.rearranged(own, seen)
         self.observer.go_on_from(seen)
         if self.background is not None:
-            self.background = self._follow_traffic([seen])
-        chosen_from = self._chosen_from(seen)
+            self.background = self._follow_traffic([recent])
+        chosen_from = self._chosen_from(recent)
         if chosen_from is not None and not self.paused:
             self._follow_experts(chosen_from, changed)
         if self._chosen_at[0] is not None:
             self._chosen_at = seen, self.tokens
 
-    def _chosen_from(self, seen: RoutingCounts) -> RoutingCounts | None:
-        """The counts that residents are chosen from by now: the live ones, ``seen``, or a profile's; None where neither chose
+    def _chosen_from(self, live: RoutingCounts) -> RoutingCounts | None:
+        """The counts that residents are chosen from by now: the ``live`` ones, or a profile's; None where neither chose
         them."""
-        live = self._chosen_at[0] is not None or (self.config.adapt == "continuous" and self.warm)
-        return seen if live and self.config.adapt != "off" else self._past()
+        warmed_up = self._chosen_at[0] is not None or (self.config.adapt == "continuous" and self.warm)
+        return live if warmed_up and self.config.adapt != "off" else self._past()
 
     def _follow_experts(self, seen: RoutingCounts, changed: np.ndarray) -> None:
         """Move to the residents that are best for ``seen`` in the layers ``changed`` (``bool[layers]``)."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from builders.managers import LAYERS, E, Rank, config, profile_of
 
+from sglang_uvm_offload.residency import logical_counts
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase
 
 BACKWARDS = list(range(E))[::-1]
@@ -106,6 +107,18 @@ class TestResidents:
             rank.step([[0, 1, 2]])
         assert rank.resident() == [[0, 1, 2]] * LAYERS
         assert rank.status()["resident_ids"] == [[7, 6, 5]] * LAYERS
+
+    def test_what_traffic_used_long_ago_fades(self, monkeypatch):
+        monkeypatch.setattr(logical_counts, "MEMORY_STEPS", 10.0)
+        rank = Rank(config(warmup_tokens=1))
+        for _ in range(60):
+            rank.step([[5, 6, 7]])
+        rearrange(rank, BACKWARDS)
+        for _ in range(30):
+            rank.step([[3, 4, 5]])  # the experts 4, 3 and 2
+        rearrange(rank, list(range(E)))
+        assert rank.resident() == [[2, 3, 4]] * LAYERS
+        assert decoded(rank) == [0, 0, 30, 30, 30, 60, 60, 60], "what is saved does not fade"
 
     def test_those_of_layers_that_stay_stay(self):
         rank = Rank(config(warmup_tokens=1))
