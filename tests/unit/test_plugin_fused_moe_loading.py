@@ -27,6 +27,7 @@ class Layer(torch.nn.Module):
     """What SGLang's ``FusedMoE`` tells its quantisation method."""
 
     layer_id, top_k, num_local_experts, num_fused_shared_experts, moe_ep_rank, moe_ep_size = 0, 2, E, 0, 0, 1
+    uses_expert_location = True
 
 
 def triton_kernel_method() -> Mxfp4MoEMethod:

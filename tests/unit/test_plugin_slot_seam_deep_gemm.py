@@ -47,6 +47,7 @@ class Layer(torch.nn.Module):
     """What SGLang's ``FusedMoE`` tells its quantisation method."""
 
     layer_id, top_k, num_experts, num_local_experts, num_fused_shared_experts = 0, TOP_K, E, E, 0
+    uses_expert_location = True
     moe_ep_rank, moe_ep_size, moe_tp_size, params_dtype = 0, 1, 1, torch.bfloat16
     hidden_size, intermediate_size_per_partition = HIDDEN, INTERMEDIATE
     moe_runner_config = MoeRunnerConfig(num_experts=E, num_local_experts=E, top_k=TOP_K, inplace=False)

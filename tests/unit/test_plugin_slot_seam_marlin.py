@@ -56,6 +56,7 @@ class Layer(torch.nn.Module):
     """What SGLang's ``FusedMoE`` tells its quantisation method."""
 
     layer_id, top_k, num_experts, num_local_experts, num_fused_shared_experts = 0, TOP_K, E, E, 0
+    uses_expert_location = True
     moe_ep_rank, moe_ep_size, moe_tp_size, params_dtype = 0, 1, 1, torch.bfloat16
     hidden_size, intermediate_size_per_partition, moe_runner_config = HIDDEN, INTERMEDIATE, SETTINGS
     orig_dtype, _mega_moe_nvfp4 = torch.bfloat16, False
