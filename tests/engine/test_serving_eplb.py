@@ -32,7 +32,6 @@ FLAGS: dict[str, dict[str, Any]] = {
     "frequency": FREQUENCY,
     "a layer at a time": {"eplb_rebalance_layers_per_chunk": 1, **FREQUENCY},
     "first_n": {"expert_offload_resident_selection": "first_n"},
-    "slots": {"expert_offload_slots": 4, **FREQUENCY},
 }
 
 
@@ -51,6 +50,7 @@ def offloaded(engines: Engines, checkpoints: Checkpoints, flags: dict[str, Any])
     assert_streamed(on)
     assert on.offload["fault"] is None
     assert on.offload["num_experts"] == LAYERS * (EXPERTS + REDUNDANT) // 2
+    assert all(layer["expert_ids"] != [*range(9)] for layer in on.offload["layers"]), "they lie where they did at load"
     return on
 
 

@@ -104,6 +104,14 @@ MODES: dict[str, dict[str, Any]] = {
     "tp2_ep2": {"tp_size": 2, "ep_size": 2},
     "pp2": {"pp_size": 2},
     "dp_attention2": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+    "eplb": {
+        "tp_size": 2,
+        "ep_size": 2,
+        "enable_eplb": True,
+        "ep_num_redundant_experts": 2,
+        "eplb_rebalance_num_iterations": 4,
+        "expert_distribution_recorder_buffer_size": 4,
+    },
 }
 TOLERANCE = {"dp_attention2": 1e-5}  # as in test_serving_parallel
 
@@ -117,7 +125,7 @@ def test_ranks_give_the_same_answers(mode: str, checkpoints: Checkpoints, engine
     off = engines.baseline(checkpoint, **common)
     on = engines.run(checkpoint, **common, **OFFLOAD, expert_offload_num_resident=4, expert_offload_slots=6)
     assert_served(on)
-    assert on.offload["slots"]["a_layer"] == (3 if mode == "tp2_ep2" else 6)
+    assert on.offload["slots"]["a_layer"] == (3 if "ep_size" in MODES[mode] else 6)
     assert_same_answers(on, off, TOLERANCE.get(mode, 0.0))
 
 
