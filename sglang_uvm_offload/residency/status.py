@@ -291,7 +291,7 @@ class RankStatus(Struct, frozen=True):
                 first, end = 0, MAX_EXPERTS
                 if len(layer.expert_ids) != layer.experts:
                     raise ValueError(f"layer {layer.layer} has {layer.experts} experts and {len(layer.expert_ids)} ids")
-            if any(not first <= expert < end for expert in ids):
+            if any(not first <= expert < end for expert in ids + layer.expert_ids):
                 raise ValueError(f"the resident ids of layer {layer.layer} must be {first}..{end - 1}")
 
     @property

@@ -187,6 +187,11 @@ def test_the_map_is_of_the_checkpoints_experts_wherever_they_lie():
     assert residency(Rank(named, experts=[*range(E)][::-1]).status()) == [row] * LAYERS
 
 
+def test_the_map_of_a_rank_with_later_experts_leaves_the_earlier_ones_unknown():
+    status = Rank(config(num_resident=2), experts=[*range(E)][::-1], ep_size=2).status()
+    assert residency(status, tp_size=2, ep_size=2) == [[NOT_SHOWN] * 4 + [IN_HOST] * 3 + [IN_VRAM]] * LAYERS
+
+
 def test_the_map_shows_an_expert_of_which_one_replica_is_resident():
     status = Rank(config(num_resident=2), experts=[*range(E), 0]).status()
     assert residency(status) == [[PARTLY, IN_VRAM] + [IN_HOST] * (E - 2)] * LAYERS

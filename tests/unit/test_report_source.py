@@ -46,6 +46,14 @@ def test_layers_beyond_what_is_shown_are_refused_before_memory_is_taken():
         info(huge)
 
 
+@pytest.mark.parametrize(("ids", "reason"), [([0, 1], "has 8 experts and 2 ids"), ([*range(7), 8192], "must be 0..8191")])
+def test_ids_that_no_layer_has_are_refused(ids, reason):
+    status = broken()
+    status["layers"][1]["expert_ids"] = ids
+    with pytest.raises(msgspec.ValidationError, match=reason):
+        info(status)
+
+
 @pytest.mark.parametrize(("column", "values", "reason"), [("moves", [2, 1], "must not fall"), ("steps", [0], "equally long")])
 def test_a_history_that_cannot_be_is_refused(column, values, reason):
     status = broken()

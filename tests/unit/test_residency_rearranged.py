@@ -7,6 +7,8 @@ import pytest
 from builders.managers import LAYERS, E, Rank, config, profile_of
 
 from sglang_uvm_offload.residency import logical_counts
+from sglang_uvm_offload.residency import manager as manager_module
+from sglang_uvm_offload.residency.adaptation import Adaptation
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase
 
 BACKWARDS = list(range(E))[::-1]
@@ -103,10 +105,25 @@ class TestResidents:
         assert rank.resident() == [[5, 6, 7]] * LAYERS
         rearrange(rank, BACKWARDS)
         assert rank.resident() == [[0, 1, 2]] * LAYERS
+        moves = rank.manager.ledger.moves
         for _ in range(40):
             rank.step([[0, 1, 2]])
         assert rank.resident() == [[0, 1, 2]] * LAYERS
+        assert rank.manager.ledger.moves == moves, "the forecast is of the experts, not of the places"
         assert rank.status()["resident_ids"] == [[7, 6, 5]] * LAYERS
+
+    def test_the_forecast_begins_anew_with_what_was_counted(self, monkeypatch):
+        made = []
+        monkeypatch.setattr(manager_module, "Adaptation", lambda *args: made.append(args) or Adaptation(*args))
+        rank = Rank(config(adapt="continuous", profile="p"), profile=profile_of([[5, 6, 7]] * LAYERS))
+        for _ in range(9):
+            rank.step([[1, 2, 3]])
+        rearrange(rank, BACKWARDS)
+        _, (_, start, (past, live), _) = made
+        assert start.counts[0, Phase.DECODE, ACTIVATIONS].tolist() == [0, 0, 0, 0, 9, 9, 9, 0]
+        assert past.counts[0, Phase.DECODE, ACTIVATIONS].tolist() == [100, 100, 100] + [0] * 5
+        assert live.counts[0, Phase.DECODE, ACTIVATIONS].tolist() == [0, 0, 0, 0, 9, 9, 9, 0]
+        assert live.steps == (0, 9)
 
     def test_what_traffic_used_long_ago_fades(self, monkeypatch):
         monkeypatch.setattr(logical_counts, "MEMORY_STEPS", 10.0)
@@ -124,8 +141,10 @@ class TestResidents:
         rank = Rank(config(warmup_tokens=1))
         for _ in range(9):
             rank.step([[5, 6, 7]])
+        for _ in range(30):
+            rank.step([[1, 2, 3]])
         rearrange(rank, BACKWARDS, layers=[1])
-        assert rank.resident() == [[5, 6, 7], [0, 1, 2], [5, 6, 7]]
+        assert rank.resident() == [[5, 6, 7], [4, 5, 6], [5, 6, 7]]
 
     @pytest.mark.parametrize("adapt", ["off", "warmup"])
     def test_those_of_a_profile_follow_its_experts(self, adapt):
