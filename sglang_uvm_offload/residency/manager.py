@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sglang_uvm_offload.config import UNRESOLVED, OffloadConfig
-from sglang_uvm_offload.expert_location import ExpertLocation, by_place
+from sglang_uvm_offload.expert_location import ExpertLocation, by_expert, by_place
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.protocol import Memory
@@ -278,11 +278,14 @@ class OffloadManager:
         target, counted = self.target, self.ledger.counted
         own = self.logical.of(counted)
         changed = np.array([bool((a.experts != b.experts).any()) for a, b in zip(target.locations, locations, strict=True)])
-        total = RoutingCounts(np.sum(gather(own.counts), axis=0), own.steps)
-        recent = self._recent.fade_and_add(total)
+        earlier, tokens = self._chosen_at
+        since = counted if earlier is None else counted.since(earlier)
+        own_since = by_expert(since.counts, target.locations, target.num_logical)
+        every, every_since = np.sum(gather(np.stack([own.counts, own_since])), axis=0)
+        recent = self._recent.fade_and_add(RoutingCounts(every, own.steps))
         for layer, location in zip(target.layers, locations, strict=True):
             layer.location = location
-        seen = rederived(counted, by_place(total.counts, locations, target.width), target, changed)
+        seen = rederived(counted, by_place(every, locations, target.width), target, changed)
         recent = RoutingCounts(by_place(recent.counts, locations, target.width), recent.steps)
         self.logical.rearranged(own, seen)
         self.observer.go_on_from(seen)
@@ -291,8 +294,9 @@ class OffloadManager:
         chosen_from = self._chosen_from(recent)
         if chosen_from is not None and not self.paused:
             self._follow_experts(chosen_from, changed)
-        if self._chosen_at[0] is not None:
-            self._chosen_at = seen, self.tokens
+        if earlier is not None:
+            since = rederived(since, by_place(every_since, locations, target.width), target, changed)
+            self._chosen_at = seen.since(since), tokens
 
     def _chosen_from(self, live: RoutingCounts) -> RoutingCounts | None:
         """The counts that residents are chosen from by now: the ``live`` ones, or a profile's; None where neither chose

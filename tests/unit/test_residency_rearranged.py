@@ -78,7 +78,8 @@ class TestCounts:
         first, second = (Rank(config(resident_selection="first_n"), ep_rank=r, ep_size=2) for r in range(2))
         first.step([[0, 1, 3]])
         second.step([[2, 2, 2]])
-        both = [rank.manager.logical_routing(wait=True).counts for rank in (first, second)]
+        each = [rank.manager.logical_routing(wait=True).counts for rank in (first, second)]
+        both = [np.stack([counts, counts]) for counts in each]
         for rank in (first, second):
             rearrange(rank, BACKWARDS, lambda own: both)
         assert first.manager.routing(wait=True).counts[0, Phase.DECODE, ROUTED].tolist() == [0, 3, 0, 0]
@@ -173,16 +174,25 @@ class TestResidents:
         assert rank.resident() == [[5, 6, 7]] * LAYERS
         assert decoded(rank)[5] == 9
 
-    def test_what_an_operator_asks_for_is_chosen_from_what_came_since(self):
-        rank = Rank(config(warmup_tokens=1))
+    @pytest.mark.parametrize("asked", ["by an operator", "by new weights"])
+    def test_what_is_chosen_anew_is_chosen_from_what_came_since(self, asked):
+        """Since residents were last chosen so, or the weights are others, and not since the rearrangement."""
+        rank = Rank(config(warmup_tokens=6))
         for _ in range(9):
             rank.step([[5, 6, 7]])
+        if asked == "by an operator":
+            rank.manager.readvise()
+        else:
+            rank.manager.weights_updated()
+        for _ in range(4):
+            rank.step([[1, 2, 3]])
         rearrange(rank, BACKWARDS)
-        for _ in range(2):
-            rank.step([[3, 4, 5]])
-        rank.manager.readvise()
+        for _ in range(3):
+            rank.step([[6, 5, 0]])  # the experts 1, 2 and 7
+        if asked == "by an operator":
+            rank.manager.readvise()
         rank.manager.wait_for_moves()
-        assert rank.resident() == [[3, 4, 5]] * LAYERS
+        assert rank.resident() == [[4, 5, 6]] * LAYERS, "the experts 3, 2 and 1"
 
 
 def test_a_move_under_way_ends_before_sglang_writes():
