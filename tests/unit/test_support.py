@@ -46,7 +46,7 @@ def test_nothing_is_both_served_and_refused():
 
 def test_groups_and_logs_are_of_known_rows():
     with pytest.raises(ValueError, match="of no group"):
-        table_of.table([result(group="Paralel")])
+        table_of.table([result(group="Parallels")])
     with pytest.raises(ValueError, match="in no test"):
         table_of.table([result()], [{"group": "Parallel", "what": "TP 3", "log": "x.log"}])
 
