@@ -1,13 +1,13 @@
-# Sourced with a folder: makes a virtual environment there that holds this checkout, SGLang and the tools of the tests, once for each
-# pyproject.toml, and puts it first in PATH.
+# Sourced with a folder, and the version of SGLang if not the newest: makes a virtual environment there that holds this checkout,
+# SGLang and the tools of the tests, once for each pyproject.toml, and puts it first in PATH.
 case $1 in /*) venv=$1 ;; *) venv=$PWD/$1 ;; esac
-stamp=$venv/.installed-$(sha256sum pyproject.toml | cut -c1-16)
+stamp=$venv/.installed-${2:+$2-}$(sha256sum pyproject.toml | cut -c1-16)
 if [ ! -f "$stamp" ]; then
   command -v python3 >/dev/null || { echo "python3 (3.10 or newer) is needed" >&2; exit 1; }
   echo "Installing SGLang and this checkout into $venv (about 11 GB; some minutes) ..."
   [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[test]" ${2:+"sglang==$2"}
   touch "$stamp"
 fi
 export PATH="$venv/bin:$PATH"

@@ -130,14 +130,20 @@ def _installation(found: Diagnosis) -> bool:
     _packages(found)
     _plugin(found)
     try:
+        from sglang_uvm_offload.plugin import hook_points
         from sglang_uvm_offload.plugin.doctor import hook_problems
     except ModuleNotFoundError as error:
         library = (error.name or "").partition(".")[0]
         found.bad(f"the Python package {library} is not installed, so SGLang's hook points cannot be checked")
         return False
+    except ImportError as error:
+        found.bad(*(hook_points.problems() or [f"cannot hook this SGLang: {error}"]))
+        return False
 
     if problems := hook_problems():
         found.bad(*problems)
+    elif warning := hook_points.untried():
+        found.warn(warning)
     else:
         found.good("SGLang has every hook point")
     return True

@@ -17,5 +17,5 @@ def register() -> None:
 
         server_args.install(hooks.add)
         hooks.install()
-    except Exception as error:  # noqa: BLE001 -- SGLang would swallow it; ``enforce.fail`` ends the process or warns
-        enforce.fail(f"cannot register with this SGLang: {type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 -- SGLang would swallow it; ``enforce`` ends the process or warns
+        enforce.fail_to_register(error)

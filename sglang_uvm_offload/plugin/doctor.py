@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import sglang.srt.server_args
-from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_uvm_offload.config import OffloadConfig, parse
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.plugin import devices, hooks, moe_tiles, runtime, server_args, stream_settings
+from sglang_uvm_offload.plugin import compat, devices, hook_points, hooks, runtime, server_args, stream_settings
+from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.expert_bytes import expert_bytes
 from sglang_uvm_offload.plugin.local_checkpoint import unreadable
 from sglang_uvm_offload.plugin.routing_formats import routing_format
@@ -40,7 +40,7 @@ def hook_problems() -> list[str]:
     runtime.install(config, hooks.add)
     HookRegistry.apply_hooks()
     reason = hooks.missing()
-    return [f"sglang-uvm-offload {reason}"] if reason else []
+    return hook_points.problems() + ([f"sglang-uvm-offload {reason}"] if reason else [])
 
 
 class Launch:
@@ -48,7 +48,8 @@ class Launch:
     Its steps are those of the launch; nothing is spawned or loaded. Call ``hook_problems`` first."""
 
     def __init__(self, arguments: Sequence[str]):
-        self.args = sglang.srt.server_args.prepare_server_args(list(arguments))
+        with compat.unresolved():
+            self.args = sglang.srt.server_args.prepare_server_args(list(arguments))
         self.args._from_command_line = False  # a FlagError is listed with the other problems instead of ending the process
         self.notes: list[str] = []
         """What the plugin logged while it resolved the arguments."""
@@ -115,6 +116,8 @@ class Launch:
     def warnings(self) -> list[str]:
         """What will be served, but slower than it could be. Call it if ``resolve`` found no problem."""
         try:
+            from sglang_uvm_offload.plugin import moe_tiles  # before SGLang 0.5.23 some of what it asks is not there
+
             return moe_tiles.warnings(self.args)
         except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's code; a launch is not judged by it
             logger.debug("Expert offload: the tiles of the MoE kernel are not checked: %s: %s", type(error).__name__, error)

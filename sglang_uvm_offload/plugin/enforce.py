@@ -12,9 +12,12 @@ import os
 import sys
 from typing import NoReturn
 
+from sglang_uvm_offload.flags import flag_name
+
 logger = logging.getLogger(__name__)
 
 _VARIABLE = "SGLANG_UVM_OFFLOAD_DEMANDED"
+_FLAGS = flag_name("")
 
 
 def mark_children(enabled: bool) -> None:
@@ -31,6 +34,16 @@ def fail(reason: str) -> None:
     if os.environ.get(_VARIABLE):
         end(message)
     logger.warning("%s. Expert offloading is not available; without its flags SGLang serves as usual.", message)
+
+
+def fail_to_register(error: Exception) -> None:
+    """The plugin could not add its flags to this SGLang. A command that gives one ends here, before SGLang calls it unknown."""
+    from sglang_uvm_offload.plugin import hook_points
+
+    reason = "\n  - ".join([f"cannot register with this SGLang: {type(error).__name__}: {error}", *hook_points.problems()])
+    if any(argument.startswith(_FLAGS) for argument in sys.argv):
+        end(f"sglang-uvm-offload {reason}")
+    fail(reason)
 
 
 def end(message: str) -> NoReturn:

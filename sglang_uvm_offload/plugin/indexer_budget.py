@@ -19,8 +19,9 @@ def take_indexer_budget() -> None:
     nothing is done."""
     module = sys.modules.get(INDEXER)
     budgets = getattr(getattr(module, "Indexer", None), "_mqa_logits_budget_bytes", None)
-    if module is None or budgets is None:
+    measure = getattr(module, "mqa_logits_budget_bytes", None)
+    if budgets is None or measure is None:
         return
     device = torch.cuda.current_device()
     if device not in budgets:
-        budgets[device] = module.mqa_logits_budget_bytes(device_index=device, allow_sync=True)
+        budgets[device] = measure(device_index=device, allow_sync=True)

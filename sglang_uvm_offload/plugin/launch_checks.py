@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import AUTO, OffloadConfig
@@ -18,6 +17,7 @@ from sglang_uvm_offload.flags import PREFIX, FlagError, flag_name
 from sglang_uvm_offload.plugin import (
     auto_resident,
     combinations,
+    compat,
     devices,
     expert_bytes,
     output_files,
@@ -26,6 +26,7 @@ from sglang_uvm_offload.plugin import (
     stream_settings,
     vram_check,
 )
+from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.profiles import chosen_profile
 from sglang_uvm_offload.plugin.routing_formats import RoutingFormat, routing_format
 from sglang_uvm_offload.routing.profile import Profile
@@ -67,6 +68,7 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
     routing = routing_format(cfg, model, server_args.moe_runner_backend)
     problems = [
         *combinations.problems(config, cfg),
+        *compat.problems(cfg),
         *devices.problems(config, cfg),
         *recording.problems(config, cfg),
         *output_files.problems(config, server_args),

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import (
     get_config_dtype_str,
@@ -27,6 +26,7 @@ from sglang.srt.model_loader.weight_utils import get_quant_config
 from sglang.srt.runtime_context import create_context, moe_tp_size_of, use_context
 
 from sglang_uvm_offload.config import NEVER
+from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.routing_formats import routing_format
 from sglang_uvm_offload.plugin.server_config import config_of
 from sglang_uvm_offload.sizing.moe_shape import moe_shape

@@ -8,11 +8,11 @@ from typing import Any
 
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
-from sglang.srt.arg_groups.model_override_base import resolving_view
 
 from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.files.atomic import Protected, refusal
 from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.routing.profile import PROFILE_FILE
 from sglang_uvm_offload.routing.trace import TRACE_FILE
 

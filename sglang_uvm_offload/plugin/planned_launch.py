@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
-from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
 from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import NEVER, OffloadConfig
 from sglang_uvm_offload.cuda.device import free_vram, visible_gpus
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin import launch_drafts, linear_attention
+from sglang_uvm_offload.plugin.compat import (
+    mm_runtime_reservation_gb,
+    model_config_of,
+    post_capture_kv_sizing_planned,
+    resolving_view,
+)
 from sglang_uvm_offload.plugin.local_checkpoint import local_folder
 from sglang_uvm_offload.sizing.kv_cache import WINDOW_RATIO
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
@@ -137,9 +141,7 @@ def _conversions(cfg: Any, model: Any) -> list[str]:
 def _image_bytes(cfg: Any, model: Any) -> int:
     if not model.is_multimodal:
         return 0
-    from sglang.srt.mem_cache.kv_cache_configurator import mm_runtime_reservation_gb
-
-    return int(mm_runtime_reservation_gb(is_multimodal=True, mm_feature_transport=cfg.mm_feature_transport) * (1 << 30))
+    return int(mm_runtime_reservation_gb(cfg) * (1 << 30))
 
 
 def _hicache(cfg: Any, given: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from sglang.srt.runtime_context import get_parallel, get_server_args
 from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.flags import FlagError, flag_name
-from sglang_uvm_offload.plugin import output_files
+from sglang_uvm_offload.plugin import compat, output_files
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.routing.profile import Profile, RoutedModel, load_for, model_name
 from sglang_uvm_offload.routing.profile_file import ProfileFile
@@ -37,7 +37,7 @@ def profile_saver(manager: OffloadManager, model: RoutedModel) -> Saver | None:
     run = manager.config.launch_id
     if parallel.nnodes > 1:  # each has a launcher of its own, which named the run
         run = parallel.world_group.broadcast_object(run, src=0)
-    replica = not parallel.attn_dp_enabled and (parallel.dp_rank or 0) > 0
+    replica = not compat.attn_dp_enabled() and compat.dp_rank() > 0
     layers = manager.target.layers
     if replica or parallel.moe_tp_group.rank_in_group or not layers:
         return None

@@ -11,7 +11,7 @@ from sglang.srt.runtime_context import get_device, get_parallel, get_schedule, g
 from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.flags import FlagError, flag_name
-from sglang_uvm_offload.plugin import output_files
+from sglang_uvm_offload.plugin import compat, output_files
 from sglang_uvm_offload.plugin.built_model import BuiltModel
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.status import TraceStatus
@@ -41,7 +41,7 @@ class Recording:
         """Start recording the target model, whose layers use ``top_k`` routed experts per token, and return the saver; None on
         a rank that does not record. Call it when the model is loaded."""
         parallel = get_parallel()
-        if parallel.tp_rank or parallel.dp_rank or not model.layers:
+        if parallel.tp_rank or compat.dp_rank() or not model.layers:
             return None
         assert top_k is not None, "check_built was not called"
         if self.path.exists():

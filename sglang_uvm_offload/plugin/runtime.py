@@ -23,7 +23,6 @@ from sglang.srt.runtime_context import (
     get_parallel,
     get_schedule,
     get_serving,
-    process_model_config,
 )
 
 from sglang_uvm_offload.config import OffloadConfig
@@ -32,7 +31,7 @@ from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory
-from sglang_uvm_offload.plugin import enforce
+from sglang_uvm_offload.plugin import compat, enforce
 from sglang_uvm_offload.plugin.actions import Action, perform, refusal
 from sglang_uvm_offload.plugin.built_model import BuiltModel, EarlierStages
 from sglang_uvm_offload.plugin.expert_adapters import ExpertAdapters
@@ -75,6 +74,7 @@ _MODEL = "_expert_offload"
 
 def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) -> None:
     """Install the hooks that feed this process's manager, which is made when the first model loads."""
+    compat.install(add)
     rank = _RankHooks(config)
     add(f"{_RUNNER}.load_model", rank.around_load_model, HookType.AROUND)
     add(_BUILD, rank.after_build, HookType.AFTER)
@@ -136,13 +136,13 @@ class _RankHooks:
         """Call before the target model is built. The flags are checked against it once it is: before its weights are read, or
         after, with a loader that builds and reads in one call."""
         earlier = EarlierStages(self.config)
-        placement = InitialPlacement(self.config, chosen_profile(self.config, process_model_config()), earlier.layers)
+        placement = InitialPlacement(self.config, chosen_profile(self.config, compat.process_model_config()), earlier.layers)
         model = self.manager.begin_model(False, placement)
 
         def check_built() -> None:
             earlier.send_to_next([layer.layer_id for layer in model.layers])
             built = BuiltModel(model, self._top_k())
-            self.routed_model = built.routed_model(*named(process_model_config()))
+            self.routed_model = built.routed_model(*named(compat.process_model_config()))
             built.check(placement, self.routed_model)
             if self.recording is not None:
                 self.recording.check_built(built)
@@ -152,7 +152,7 @@ class _RankHooks:
 
     def _top_k(self) -> int | None:
         """Routed experts per token of the target model: from its layers, else from its config."""
-        return self.layer_hooks.top_k or stated_top_k(process_model_config().hf_text_config)
+        return self.layer_hooks.top_k or stated_top_k(compat.process_model_config().hf_text_config)
 
     def after_build(self, result: Any = None, *args: Any, **kwargs: Any) -> None:
         """The modules of a model exist; none of its weights is read."""
@@ -184,7 +184,7 @@ class _RankHooks:
         """``free_before_load``: GiB of VRAM."""
         memory = self.manager.memory
         room = room_in_vram(memory, free_before_load, get_schedule().mem_fraction_static)
-        return make_streamer(self.config, memory, model.layers, room, get_device().gpu_id, self.manager.ledger.add_streamed)
+        return make_streamer(self.config, memory, model.layers, room, compat.gpu_id(), self.manager.ledger.add_streamed)
 
     def around_forward(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """A step's rows count while it is launched; nothing counts outside (capture, warm-up kernels)."""
@@ -251,7 +251,7 @@ class _RankHooks:
                     "model_name": get_serving().served_model_name or "",
                     "tp_rank": str(parallel.tp_rank),
                     "pp_rank": str(parallel.pp_rank),
-                    "dp_rank": str(parallel.dp_rank or 0),
+                    "dp_rank": str(compat.dp_rank()),
                 },
                 self._faults,
                 self.savers,
@@ -290,7 +290,7 @@ class _RankHooks:
         trace = None if self.recording is None else self.recording.status()
         streaming = stream_status(self.layer_hooks.streamer)
         saves = [SaveStatus(s.what, s.under_way, s.saved_at, s.failures, s.error) for s in self.savers]
-        replica = get_parallel().dp_rank or 0
+        replica = compat.dp_rank()
         own = rank_status(self.manager)
         return msgspec.structs.replace(own, trace=trace, streaming=streaming, saves=saves, replica=replica)
 
@@ -348,7 +348,7 @@ def _ends(batch: Any) -> list[int]:
 def _is_eager(runner: Any, batch: Any, phase: Phase) -> bool:
     """Whether no graph replays the step, if it has as many tokens as steps that stream: prefill graphs are captured for fewer
     (``stream_settings.graph_settings``)."""
-    return phase is Phase.PREFILL or batch.batch_size > max(runner.decode_cuda_graph_capture_bs, default=0)
+    return phase is Phase.PREFILL or batch.batch_size > max(compat.decode_graph_sizes(runner), default=0)
 
 
 def _memory(config: OffloadConfig) -> Memory:
@@ -357,7 +357,7 @@ def _memory(config: OffloadConfig) -> Memory:
     from sglang_uvm_offload.cuda.memory import CudaMemory
 
     try:
-        return CudaMemory(get_device().gpu_id)
+        return CudaMemory(compat.gpu_id())
     except RuntimeError as error:
         raise FlagError([str(error)]) from error
 
@@ -372,15 +372,15 @@ def _counters(num_layers: int, num_experts: int) -> RoutingCounters:
 
 def _executor() -> ThreadPoolExecutor:
     """A thread on this rank's GPU. A new thread starts on GPU 0, where its first call would take VRAM for a context."""
-    device = get_device()
+    gpu, on_cuda = compat.gpu_id(), get_device().device == "cuda"
 
     def begin() -> None:
         from sglang_uvm_offload.cuda.device import relax_capture
 
-        torch.cuda.set_device(device.gpu_id)
+        torch.cuda.set_device(gpu)
         relax_capture()
 
-    return ThreadPoolExecutor(1, "expert offload", initializer=begin if device.device == "cuda" else None)
+    return ThreadPoolExecutor(1, "expert offload", initializer=begin if on_cuda else None)
 
 
 def _broadcast_decision(decide: Callable[[], Any]) -> Any:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
-from sglang.srt.arg_groups.overrides import declare_resolution
-from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs as PlainServerArgs
 
 from sglang_uvm_offload.flags import PREFIX, FlagError, OffloadFlags
-from sglang_uvm_offload.plugin import enforce, hooks
+from sglang_uvm_offload.plugin import compat, enforce, hooks
 from sglang_uvm_offload.plugin.server_config import attach, config_of, parsed_flags
 
 _NAMESPACE = "exec.expert_offload"
@@ -27,7 +24,7 @@ def install(add: Callable[[str, Any, HookType], None]) -> None:
     add("sglang.srt.server_args.ServerArgs", OffloadServerArgs, HookType.REPLACE)
     if "sglang.srt.entrypoints.engine" in sys.modules:
         add("sglang.srt.entrypoints.engine.Engine.server_args_class", OffloadServerArgs, HookType.REPLACE)
-    register_resolution_hook("handle_other_validations")(_check_launch)
+    compat.add_launch_check(_check_launch, add)
 
 
 class _Methods:
@@ -39,9 +36,14 @@ class _Methods:
         plugins."""
         if not getattr(self, "_resolution_finished", False):
             with _reported(self):
-                attach(self, parsed_flags(self))
-        super(OffloadServerArgs, self).resolve_once()  # type: ignore[arg-type]
-        if not hooks.watching() and config_of(self) is not None:
+                config = parsed_flags(self)
+                if config is not None:
+                    from sglang_uvm_offload.plugin import hook_points  # imported only if offloading is on
+
+                    hook_points.check()
+                attach(self, config)
+        super(OffloadServerArgs, self).resolve_once()  # type: ignore[misc]
+        if config_of(self) is not None and not hooks.watching() and compat.loads_plugins():
             enforce.end("sglang-uvm-offload: this plugin is not loaded, or not in place, in a process that must offload")
 
     @staticmethod
@@ -50,8 +52,10 @@ class _Methods:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Any:
-        made = super(OffloadServerArgs, cls).from_cli_args(args)  # type: ignore[arg-type]
+        with compat.unresolved():
+            made = super(OffloadServerArgs, cls).from_cli_args(args)  # type: ignore[misc]
         made._from_command_line = True
+        compat.resolve_if_made_so(made)
         return made
 
 
@@ -74,7 +78,7 @@ def _fields(namespace: dict[str, Any]) -> None:
             namespace[name] = value
 
 
-OffloadServerArgs = types.new_class("OffloadServerArgs", (PlainServerArgs,), {"dict": True}, _fields)
+OffloadServerArgs = compat.derived("OffloadServerArgs", _fields)
 
 
 def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -93,7 +97,7 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
             raise FlagError([f"sglang-uvm-offload {reason}"])
         checked = launch_checks.check(config, server_args)
     attach(server_args, checked.config)
-    declare_resolution(server_args, "sglang-uvm-offload", **checked.settings)
+    compat.declare_resolution(server_args, "sglang-uvm-offload", **checked.settings)
 
 
 @contextmanager

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from sglang.srt.arg_groups.model_override_base import resolving_view
-
 from sglang_uvm_offload.config import OffloadConfig, parse
 from sglang_uvm_offload.flags import PREFIX, FlagError, OffloadFlags, flag_name
+from sglang_uvm_offload.plugin.compat import resolving_view
 
 _ATTRIBUTE = "_expert_offload"
 """SGLang pickles attributes with a leading underscore along with the fields."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_platform
 
+from sglang_uvm_offload.plugin.compat import get_platform, moe_runner_backend
 from sglang_uvm_offload.plugin.routing_formats import RUNNER, resolved_runner
 
 _AS_GROUPS = "takes each expert as a group, by its number, inside its kernels"
@@ -130,7 +130,7 @@ def _compressed(model_config: Any, runner: str) -> bool:
 
 def no_slots_in(layer: Any) -> str | None:
     """Why a MoE layer that is built and loaded computes nothing from slots, None if it does."""
-    backend = layer.quant_method.get_moe_runner_backend(layer)
+    backend = moe_runner_backend(layer)
     if backend is None:
         return f"{type(layer.quant_method).__name__} computes its experts by kernels of its own"
     if backend.is_deep_gemm():

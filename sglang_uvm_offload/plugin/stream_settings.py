@@ -6,10 +6,11 @@ import dataclasses
 import logging
 from typing import Any
 
-from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
 
 from sglang_uvm_offload.config import NEVER, OffloadConfig
 from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.plugin.compat import with_phase
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
 from sglang_uvm_offload.sizing.streaming import break_even_tokens
 

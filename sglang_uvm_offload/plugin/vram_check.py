@@ -9,11 +9,10 @@ import dataclasses
 import logging
 from typing import Any
 
-from sglang.srt.arg_groups.model_override_base import resolving_view
-
 from sglang_uvm_offload.config import AUTO, OffloadConfig
 from sglang_uvm_offload.cuda.device import DriverError
 from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.planned_launch import Rank, free_by_gpu, planned_launch, ranks
 from sglang_uvm_offload.sizing.draft_cost import draft_note
 from sglang_uvm_offload.sizing.launch import Uncounted

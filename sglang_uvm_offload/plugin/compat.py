@@ -1,0 +1,261 @@
+"""What differs between the SGLang versions that are served. All other files are written for the newest of them.
+
+What an older version has under another name, or not at all, is here under its newest name, with its newest meaning:
+
+    0.5.18  reads its arguments through views; what decides them declares it
+    0.5.19  resolves its arguments once, when a launch asks for it; before, as they were made
+    0.5.20  keeps them in a msgspec struct, and lets plugins override steps of their resolution
+    0.5.21  tells every process its ranks as it publishes the arguments
+    0.5.22  has a flag for the number of attention groups, and loads plugins in the detokenizer too
+    0.5.23  loads the app of each HTTP process by a name that can be set
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import sglang
+from sglang.srt.arg_groups import overrides
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_device, get_parallel, get_server_args
+from sglang.srt.server_args import ServerArgs
+
+VERSION = tuple(int(number) for number in re.findall(r"\d+", sglang.__version__)[:3])
+
+LaunchCheck = Callable[[Any, Callable[[Any], None]], None]
+"""Called with SGLang's arguments and its own last step of resolving them."""
+
+
+# --- The arguments ---
+
+_unresolved = False
+_launch_check: LaunchCheck | None = None
+
+
+class _ResolvingOnce(ServerArgs):
+    """``resolve_once`` for a version that resolves its arguments as they are made."""
+
+    def __post_init__(self) -> None:
+        if not _unresolved:
+            self.resolve_once()
+
+    def resolve_once(self) -> None:
+        if not getattr(self, "_resolution_finished", False):
+            super().__post_init__()
+            self._resolution_finished = True
+
+    def _handle_other_validations(self) -> None:
+        plain = super()._handle_other_validations
+        if _launch_check is None:
+            plain()
+        else:
+            _launch_check(self, lambda server_args: plain())
+
+
+BaseArgs = ServerArgs if VERSION >= (0, 5, 19) else _ResolvingOnce
+"""SGLang's arguments, to derive from."""
+
+
+def derived(name: str, body: Callable[[dict[str, Any]], None]) -> Any:
+    """A class of arguments with the fields and methods that ``body`` adds."""
+    if VERSION >= (0, 5, 20):
+        return types.new_class(name, (BaseArgs,), {"dict": True}, body)
+    return dataclasses.dataclass(types.new_class(name, (BaseArgs,), {}, body))
+
+
+@contextlib.contextmanager
+def unresolved() -> Iterator[None]:
+    """Arguments that are made in this block wait for ``resolve_once``, in every version."""
+    global _unresolved
+    before, _unresolved = _unresolved, True
+    try:
+        yield
+    finally:
+        _unresolved = before
+
+
+def resolve_if_made_so(server_args: Any) -> None:
+    """Call it behind ``unresolved``, on what a caller expects as this version makes it."""
+    if VERSION < (0, 5, 19) and not _unresolved:
+        server_args.resolve_once()
+
+
+def add_launch_check(check: LaunchCheck, add: Callable[[str, Any, HookType], None]) -> None:
+    """``check`` wraps the last step that judges the arguments."""
+    global _launch_check
+    _launch_check = check
+    if VERSION >= (0, 5, 20):
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+        register_resolution_hook("handle_other_validations")(check)
+    elif VERSION >= (0, 5, 19):
+        step = "sglang.srt.arg_groups.serving_hook.handle_other_validations"
+        add(step, lambda original, server_args: check(server_args, original), HookType.AROUND)
+
+
+def declare_resolution(server_args: Any, source: str, **fields: Any) -> None:
+    """Decide arguments of a launch that is being resolved."""
+    if VERSION >= (0, 5, 19):
+        overrides.declare_resolution(server_args, source, **fields)
+    else:
+        server_args._resolved_overrides.append((source, fields))
+
+
+class _View:
+    """SGLang's view of its arguments, with the newest fields. Before 0.5.22 ``dp_size`` counted attention groups too."""
+
+    def __init__(self, view: Any):
+        self._view = view
+
+    def __getattr__(self, name: str) -> Any:
+        view = self._view
+        if name == "attn_dp_size" and VERSION < (0, 5, 22):
+            return view.dp_size if view.enable_dp_attention else 1
+        if name == "dp_size" and VERSION < (0, 5, 22):
+            return 1 if view.enable_dp_attention else view.dp_size
+        if name in ("enable_paged_experts", "enable_nvidia_megakernel") and VERSION < (0, 5, 23):
+            return False
+        if name == "speculative_draft_kv_cache_dtype" and VERSION < (0, 5, 18):
+            return None
+        return getattr(view, name)
+
+
+def resolving_view(server_args: Any) -> Any:
+    """SGLang's arguments as far as they are resolved."""
+    if VERSION < (0, 5, 19):
+        return _View(overrides.resolved_view(server_args))
+    view = overrides.resolving_view(server_args)
+    return view if VERSION >= (0, 5, 23) else _View(view)
+
+
+def model_config_of(server_args: Any) -> Any:
+    """SGLang's config of the model that the arguments name."""
+    return server_args.get_model_config() if VERSION < (0, 5, 19) else overrides.model_config_of(server_args)
+
+
+def process_model_config() -> Any:
+    """SGLang's config of the model that this process serves."""
+    return model_config_of(get_server_args())
+
+
+def with_phase(graphs: Any, phase: str, **changes: Any) -> Any:
+    """A copy of SGLang's config of CUDA graphs with changes to one phase."""
+    return dataclasses.replace(graphs, **{phase: dataclasses.replace(getattr(graphs, phase), **changes)})
+
+
+def post_capture_kv_sizing_planned(server_args: Any) -> bool:
+    """Whether SGLang sizes the KV cache once its graphs are captured."""
+    if VERSION < (0, 5, 19):
+        return server_args.post_capture_kv_sizing_planned()
+    return overrides.post_capture_kv_sizing_planned(server_args)
+
+
+def mm_runtime_reservation_gb(cfg: Any) -> float:
+    """GiB of VRAM that SGLang keeps for a multimodal model's inputs."""
+    if VERSION < (0, 5, 18):
+        return 0.0
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    return kv_cache_configurator.mm_runtime_reservation_gb(is_multimodal=True, mm_feature_transport=cfg.mm_feature_transport)
+
+
+def problems(cfg: Any) -> list[str]:
+    """What a launch with the resolved arguments ``cfg`` asks for and this version cannot have together with offloading."""
+    if VERSION < (0, 5, 23) and cfg.tokenizer_worker_num > 1:
+        return [
+            f"--tokenizer-worker-num {cfg.tokenizer_worker_num}: the HTTP processes of SGLang {sglang.__version__} load no "
+            "plugins; give 1, or install 0.5.23 or newer"
+        ]
+    return []
+
+
+# --- The processes, and where they are ---
+
+
+def loads_plugins() -> bool:
+    """Whether SGLang loads plugins in every process that reads the arguments, and this may be one of them that it missed.
+    Before 0.5.22 it loaded them in its launcher and its schedulers."""
+    return VERSION >= (0, 5, 22) or multiprocessing.parent_process() is None
+
+
+class _Spawned:
+    """Where the launcher placed this process. Before 0.5.21 only the scheduler is told."""
+
+    gpu_id = 0
+    dp_rank: int | None = None
+
+    def before_scheduler_init(self, scheduler: Any, server_args: Any, port_args: Any, *ranks: Any, **named: Any) -> None:
+        order = ("gpu_id", "tp_rank", "moe_ep_rank", "pp_rank", "attn_cp_rank", "moe_dp_rank", "dp_rank")
+        given = named | dict(zip(order, ranks, strict=False))
+        self.gpu_id, self.dp_rank = given["gpu_id"], given["dp_rank"]
+
+
+_spawned = _Spawned()
+
+
+def install(add: Callable[[str, Any, HookType], None]) -> None:
+    """The hooks of a scheduler that only older versions need."""
+    if VERSION < (0, 5, 21):
+        add("sglang.srt.managers.scheduler.Scheduler.__init__", _spawned.before_scheduler_init, HookType.BEFORE)
+
+
+def gpu_id() -> int:
+    """The GPU of this process."""
+    return _spawned.gpu_id if VERSION < (0, 5, 21) else get_device().gpu_id
+
+
+def dp_rank() -> int:
+    """The data-parallel replica of this process, or its attention group."""
+    return (_spawned.dp_rank if VERSION < (0, 5, 21) else get_parallel().dp_rank) or 0
+
+
+def attn_dp_enabled() -> bool:
+    """Whether the ranks of a replica split requests between attention groups."""
+    parallel = get_parallel()
+    return parallel.enable_dp_attention if VERSION < (0, 5, 22) else parallel.attn_dp_enabled
+
+
+def get_platform() -> Any:
+    """What SGLang knows of the GPU: ``is_blackwell``, ``is_sm90``."""
+    if VERSION < (0, 5, 19):
+        from sglang.srt.utils import common
+
+        return types.SimpleNamespace(is_blackwell=common.is_blackwell(), is_sm90=common.is_sm90_supported())
+    from sglang.srt import runtime_context
+
+    return runtime_context.get_platform()
+
+
+# --- What is served ---
+
+
+def decode_graph_sizes(runner: Any) -> list[int]:
+    """The batch sizes for which ``runner`` has decode graphs."""
+    if VERSION < (0, 5, 21):
+        return getattr(runner.decode_cuda_graph_runner, "capture_bs", None) or []
+    return runner.decode_cuda_graph_capture_bs
+
+
+def moe_runner_backend(layer: Any) -> Any:
+    """SGLang's runner of the experts of a MoE layer that is built, None where its method calls a kernel itself."""
+    if VERSION < (0, 5, 23):
+        runners = (getattr(owner, "runner", None) for owner in (layer.quant_method, getattr(layer, "scheme", None)))
+        return next((runner.runner_backend for runner in runners if runner is not None), None)
+    return layer.quant_method.get_moe_runner_backend(layer)
+
+
+def writers(newest: tuple[str, ...]) -> tuple[str, ...]:
+    """Of ``weight_writes.WRITERS`` those that this version has. Before 0.5.21 one function received and loaded weights from a
+    process group, and there were no sessions; before 0.5.18 no weights were loaded while graphs are captured."""
+    later: tuple[str, ...] = (".begin_weight_update", ".end_weight_update") if VERSION < (0, 5, 21) else ()
+    later += (".finalize_startup_weight_load",) if VERSION < (0, 5, 18) else ()
+    found = tuple(target for target in newest if not target.endswith(later))
+    if VERSION < (0, 5, 21):
+        found = tuple(target.replace(".load_weights_from_", ".update_weights_from_") for target in found)
+    return found

@@ -1,0 +1,230 @@
+"""What this plugin needs of SGLang, as the newest version that was tried has it, and whether the installed one has it too.
+
+A version that was tried is not looked at. Another one is, in a launch that offloads, before anything is hooked or loaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import sglang
+
+from sglang_uvm_offload.flags import FlagError
+
+logger = logging.getLogger(__name__)
+
+TRIED = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
+"""The versions with which the tests of ``scripts/try_sglang.sh`` pass."""
+
+HOOKED = {
+    "sglang.srt.runtime_context.publish": "server_args, *, role",
+    "sglang.srt.model_executor.model_runner.ModelRunner.load_model": "self",
+    "sglang.srt.model_executor.model_runner.ModelRunner.forward": "self, forward_batch",
+    "sglang.srt.model_loader.loader._initialize_model": "",
+    "sglang.srt.managers.scheduler.Scheduler.__init__": "self",
+    "sglang.srt.managers.scheduler.Scheduler.get_internal_state": "self",
+    "sglang.srt.managers.scheduler.Scheduler.set_internal_state": "self, recv_req",
+    "sglang.srt.managers.scheduler.Scheduler.process_batch_result": "self",
+    "sglang.srt.managers.scheduler.Scheduler.on_idle": "self",
+    "sglang.srt.managers.scheduler.Scheduler.handle_shutdown": "self",
+    "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__": "self",
+    "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__setattr__": "self, name, value",
+    "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts": (
+        "hidden_states, w1, w2, topk_output, moe_runner_config, *, b1, b2, w1_scale, w2_scale, w1_zp, w2_zp"
+    ),
+    "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe._prepare_fused_moe_run": "hidden_states, w1, w2, topk_ids",
+    "sglang.kernels.ops.moe.fused_moe_triton_kernels._get_b_tma_desc_cached": "B",
+    "sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe.fused_marlin_moe": (
+        "hidden_states, w1, w2, w1_scale, w2_scale, gating_output, topk_weights, topk_ids, *, w1_global_scale, "
+        "w2_global_scale, w1_zeros, w2_zeros, g_idx1, g_idx2, sort_indices1, sort_indices2, w1_bias, w2_bias"
+    ),
+    "sglang.kernels.ops.moe.moe_wna16_marlin.moe_wna16_marlin_gemm": (
+        "a, c_or_none, b_q_weight, b_bias_or_none, b_scales, global_scale_or_none, b_zeros_or_none, g_idx_or_none, "
+        "perm_or_none, workspace, sorted_token_ids, expert_ids, num_tokens_post_padded, *, moe_block_size"
+    ),
+    "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmRunnerCore.run": "self, runner_input, quant_info, running_state",
+}
+"""The functions that are hooked, and the parameters that a hook reads: those before ``*`` are the first, those behind it may be
+given by name. Beside them: ``weight_writes.WRITERS``, of which no hook reads a parameter."""
+
+CALLED = {
+    "sglang.srt.arg_groups.overrides.declare_resolution": "server_args, source",
+    "sglang.srt.arg_groups.overrides.model_config_of": "server_args",
+    "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned": "server_args",
+    "sglang.srt.arg_groups.overrides.resolving_view": "server_args",
+    "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook": "name",
+    "sglang.srt.configs.hybrid_arch.hybrid_gdn_config": "model_config",
+    "sglang.srt.configs.hybrid_arch.mambaish_config": "model_config",
+    "sglang.srt.configs.mamba_utils.mamba2_state_dtype": "config",
+    "sglang.srt.layers.moe.utils.get_moe_a2a_backend": "",
+    "sglang.srt.mem_cache.kv_cache_configurator.mm_runtime_reservation_gb": "*, is_multimodal, mm_feature_transport",
+    "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks": "",
+    "sglang.srt.plugins.hook_registry.HookRegistry.register": "target, hook, hook_type",
+    "sglang.srt.plugins.load_plugins": "",
+    "sglang.srt.runtime_context.get_device": "",
+    "sglang.srt.runtime_context.get_observability": "",
+    "sglang.srt.runtime_context.get_parallel": "",
+    "sglang.srt.runtime_context.get_platform": "",
+    "sglang.srt.runtime_context.get_schedule": "",
+    "sglang.srt.runtime_context.get_server_args": "",
+    "sglang.srt.runtime_context.get_serving": "",
+    "sglang.srt.utils.auth.auth_level": "level",
+    "sglang.srt.utils.get_device_memory_capacity": "device",
+}
+"""The functions that are called, and the parameters that they are given, likewise."""
+
+ATTRIBUTES = {
+    "sglang.srt.server_args.ServerArgs": (
+        "add_cli_args from_cli_args resolve_once "
+        "attn_cp_size attn_dp_size base_gpu_id context_length cpu_offload_gb cuda_graph_config dcp_size device "
+        "disable_flashinfer_autotune disable_hybrid_swa_memory disable_radix_cache dllm_algorithm download_dir dp_size "
+        "dwdp_size elastic_ep_backend enable_eplb enable_hierarchical_cache enable_int8_mamba_checkpoint "
+        "enable_linear_replayssm enable_lora enable_memory_saver enable_nvidia_megakernel enable_paged_experts enable_pdmux "
+        "enable_symm_mem enable_torch_compile enable_two_batch_overlap enable_unified_memory ep_num_redundant_experts ep_size "
+        "gpu_id_step hicache_ratio hicache_size init_expert_location json_model_override_args kt_weight_path kv_cache_dtype "
+        "load_format lora_paths mamba_full_memory_ratio mamba_ssm_dtype max_mamba_cache_size max_running_requests "
+        "max_total_tokens mem_fraction_static mm_feature_transport model_path moe_a2a_backend moe_dense_tp_size moe_dp_size "
+        "moe_runner_backend nnodes offload_group_size page_size pp_size quantization "
+        "remote_instance_weight_loader_start_seed_via_transfer_engine revision speculative_algorithm "
+        "speculative_draft_kv_cache_dtype speculative_draft_load_format speculative_draft_model_path "
+        "speculative_draft_model_revision speculative_moe_runner_backend speculative_num_draft_tokens swa_full_tokens_ratio "
+        "tokenizer_path tokenizer_worker_num tp_size use_ray weight_cache_mode"
+    ),
+    "sglang.srt.arg_groups.arg_utils": "A Arg NS",
+    "sglang.srt.arg_groups.fields.parallel.Parallel": (
+        "attn_dp_enabled dp_rank enable_dp_attention_local_control_broadcast pp_rank pp_size tp_rank"
+    ),
+    "sglang.srt.configs.mamba_utils": "Mamba2CacheParams Mamba2StateDType Mamba2StateShape",
+    "sglang.srt.configs.model_config.ModelConfig": (
+        "context_len dtype hf_config hf_text_config is_fp4_experts is_multimodal model_path quantization"
+    ),
+    "sglang.srt.distributed.parallel_state.GroupCoordinator": (
+        "all_gather_object broadcast_object rank_in_group recv_object send_object"
+    ),
+    "sglang.srt.entrypoints.engine.Engine": "server_args_class",
+    "sglang.srt.entrypoints.http_server": "app get_global_state",
+    "sglang.srt.environ.Envs": "SGLANG_DEEPGEMM_STANDARD_LAYOUT SGLANG_HTTP_SERVER_APP_PATH",
+    "sglang.srt.layers.deep_gemm_wrapper.compile_utils": "DeepGemmKernelType deep_gemm_execution_hook",
+    "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE": (
+        "dispatcher is_shared_fused_moe layer_id moe_ep_rank moe_ep_size num_fused_shared_experts num_local_experts "
+        "quant_method top_k"
+    ),
+    "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmMoeQuantInfo": "w13_scale w13_weight w2_scale w2_weight",
+    "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmRunnerInput": "m_indices use_masked_gemm",
+    "sglang.srt.layers.moe.utils.MoeA2ABackend": "is_none",
+    "sglang.srt.layers.moe.utils.MoeRunnerBackend": "is_deep_gemm is_marlin is_triton",
+    "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase": (
+        "apply create_weights get_moe_runner_backend process_weights_after_loading"
+    ),
+    "sglang.srt.managers.io_struct.SetInternalStateReq": "server_args",
+    "sglang.srt.managers.io_struct.SetInternalStateReqOutput": "updated",
+    "sglang.srt.managers.scheduler.Scheduler": "max_total_num_tokens",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager": "get_internal_state set_internal_state",
+    "sglang.srt.model_executor.cuda_graph_config": "Backend Phase",
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch": (
+        "batch_size extend_seq_lens_cpu forward_mode global_num_tokens_cpu input_ids is_extend_in_batch rids seq_lens_cpu"
+    ),
+    "sglang.srt.model_executor.forward_batch_info.ForwardMode": "is_decode is_decode_or_idle is_idle is_target_verify",
+    "sglang.srt.model_executor.model_runner.ModelRunner": "decode_cuda_graph_capture_bs is_draft_worker pre_model_load_memory",
+    "sglang.srt.plugins.hook_registry.HookRegistry": "_patched",
+    "sglang.srt.plugins.hook_registry.HookType": "AFTER AROUND BEFORE REPLACE",
+    "sglang.srt.utils.auth.AuthLevel": "ADMIN_OPTIONAL",
+}
+"""The names that are read, by module or class. What only ``doctor`` warns by (``moe_tiles``) is not among them."""
+
+
+def check() -> None:
+    """Of a version that was not tried, raise ``FlagError`` with each hook point that moved, or warn if none did."""
+    if found := problems():
+        raise FlagError(found)
+    if warning := untried():
+        logger.warning("Expert offload: %s", warning)
+
+
+def problems() -> list[str]:
+    """Why this version of SGLang cannot be served: first the versions that can, then each hook point that moved."""
+    found = [] if untried() is None else moved()
+    if not found:
+        return []
+    return [
+        f"SGLang {sglang.__version__} does not fit (tried: {', '.join(TRIED)}); of what is hooked and used, this moved:",
+        *found,
+    ]
+
+
+def untried() -> str | None:
+    """A warning of a version that has every hook point, but was never tried; None of one that was."""
+    if sglang.__version__ in TRIED:
+        return None
+    return f"never tried with SGLang {sglang.__version__}, only with {', '.join(TRIED)}; every hook point is in place"
+
+
+def moved() -> list[str]:
+    """What of SGLang is not where this plugin needs it, or takes other parameters, each by name."""
+    from sglang_uvm_offload.plugin.weight_writes import WRITERS
+
+    out = []
+    for target, parameters in {**HOOKED, **CALLED, **dict.fromkeys(WRITERS, "")}.items():
+        found = _resolved(target)
+        if found is None:
+            out.append(f"{target} is gone")
+        elif not _takes(found, parameters, is_called=target in CALLED):
+            out.append(f"{target}{_signature(found)} does not take ({parameters})")
+    for owner, names in ATTRIBUTES.items():
+        found = _resolved(owner)
+        if found is None:
+            out.append(f"{owner} is gone")
+        else:
+            out += [f"{owner}.{name} is gone" for name in names.split() if not _has(found, name)]
+    return out
+
+
+def _resolved(target: str) -> Any:
+    """None if there is no such name, or if its module cannot be imported."""
+    try:
+        return pkgutil.resolve_name(target)
+    except Exception:  # noqa: BLE001 -- of any type, from a module of SGLang's as it is imported; it is reported as gone
+        return None
+
+
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _takes(function: Any, parameters: str, *, is_called: bool) -> bool:
+    """Whether the parameters before ``*`` are the first of ``function``, it knows those behind by name, and, if this plugin
+    calls it, needs no others."""
+    first, _, named = (part.strip(" ,") for part in parameters.partition("*"))
+    positional, by_name = _names(first), _names(named)
+    own = _signature(function).parameters
+    if list(own)[: len(positional)] != positional or not set(by_name) <= set(own):
+        return False
+    needed = {name for name, p in own.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    return not is_called or needed <= {*positional, *by_name}
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Whether a module or a class has the name, declares it as a field, or names it in one of its methods, as an
+    ``__init__`` does which sets it."""
+    return hasattr(owner, name) or name in _mentioned(owner)
+
+
+def _mentioned(owner: Any) -> set[str]:
+    found: set[str] = set()
+    for base in getattr(owner, "__mro__", ()):
+        found |= set(vars(base).get("__annotations__", ()))
+        for function in _functions(base):
+            found |= set(function.__code__.co_names)
+    return found
+
+
+def _functions(base: type) -> Iterator[Any]:
+    return (member for member in vars(base).values() if inspect.isfunction(member))

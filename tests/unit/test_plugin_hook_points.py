@@ -1,0 +1,185 @@
+"""Another SGLang than those that were tried starts with offloading only where every hook point is in place."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sglang
+from sglang.srt.arg_groups import overrides
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.model_executor.model_runner import ModelRunner
+
+from sglang_uvm_offload.config import parse
+from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.plugin import enforce, hook_points, hooks, runtime, server_args, weight_writes
+
+PLUGIN = Path(hook_points.__file__).parent
+FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "__version__", "0.9.0")
+
+
+def parsed() -> Iterator[tuple[str, ast.Module]]:
+    """The plugin's files, but for one that only ``doctor`` uses, and only to warn."""
+    for path in PLUGIN.glob("*.py"):
+        if path.name not in ("moe_tiles.py", "compat.py"):
+            yield path.name, ast.parse(path.read_text())
+
+
+def listed() -> set[str]:
+    attributes = {f"{owner}.{name}" for owner, names in hook_points.ATTRIBUTES.items() for name in names.split()}
+    return {*hook_points.HOOKED, *hook_points.CALLED, *hook_points.ATTRIBUTES, *attributes, *weight_writes.WRITERS}
+
+
+def test_every_function_that_a_scheduler_hooks_is_listed():
+    targets: set[str] = set()
+    config = parse({"num_resident": "1", "slots": "1", "trace": "/nowhere.npz"})
+    assert config is not None
+    runtime.install(config, lambda target, hook, kind: targets.add(target))
+    assert targets | {hooks._PUBLISH} == {*hook_points.HOOKED, *weight_writes.WRITERS}
+
+
+def test_every_name_that_is_imported_from_sglang_is_listed():
+    imported = {
+        f"{node.module}.{alias.name}"
+        for _, tree in parsed()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang.")
+        for alias in node.names
+    }
+    below = {name for full in listed() for name in (full, full.rpartition(".")[0])}
+    # An instance, whose class is listed.
+    assert imported - below - {"sglang.srt.environ.envs"} == set()
+
+
+def test_every_argument_of_sglangs_that_is_read_is_listed():
+    read = {
+        (node.attr, name)
+        for name, tree in parsed()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("cfg", "given", "self.cfg")
+    }
+    fields = set(hook_points.ATTRIBUTES["sglang.srt.server_args.ServerArgs"].split())
+    assert {pair for pair in read if pair[0] not in fields} <= {("get", "slot_seam_calls.py")}  # a dict's
+
+
+def test_this_sglang_has_all_of_it():
+    assert hook_points.moved() == []
+
+
+def test_another_version_with_all_of_it_is_served_with_one_warning(untried, caplog):
+    hook_points.check()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "never tried with SGLang 0.9.0, only with" in record.message
+    assert hook_points.TRIED[-1] in record.message
+
+
+def without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ModelRunner, "forward")
+
+
+def with_another_parameter_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRunner, "forward", lambda self, mode, forward_batch: None)
+
+
+@pytest.mark.parametrize(
+    ("doctor", "named"),
+    [
+        (without_it, f"{FORWARD} is gone"),
+        (with_another_parameter_first, f"{FORWARD}(self, mode, forward_batch) does not take (self, forward_batch)"),
+    ],
+)
+def test_another_version_that_moved_a_hook_point_is_refused_by_its_name(doctor, named, untried, monkeypatch):
+    doctor(monkeypatch)
+    monkeypatch.delattr(Scheduler, "on_idle")  # and all are named at once
+    with pytest.raises(FlagError) as refused:
+        hook_points.check()
+    first, *others = refused.value.problems
+    assert "SGLang 0.9.0" in first
+    assert ", ".join(hook_points.TRIED) in first
+    assert sorted(others) == sorted([named, "sglang.srt.managers.scheduler.Scheduler.on_idle is gone"])
+
+
+def needs_more(server_args: Any, reason: str) -> None: ...
+
+
+def knows_another_name(*, multimodal: bool, mm_feature_transport: str) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("target", "function"),
+    [
+        ("sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned", needs_more),
+        ("sglang.srt.mem_cache.kv_cache_configurator.mm_runtime_reservation_gb", knows_another_name),
+    ],
+)
+def test_a_function_that_is_called_must_take_what_it_is_given(target, function, monkeypatch):
+    monkeypatch.setattr(target, function)
+    assert [problem.partition("(")[0] for problem in hook_points.moved()] == [target]
+
+
+def test_a_field_that_an_object_is_given_as_it_is_made_counts():
+    class Layer:
+        declared: int
+
+        def __init__(self) -> None:
+            self.assigned = 1
+
+    assert hook_points._has(Layer, "declared")
+    assert hook_points._has(Layer, "assigned")
+    assert not hook_points._has(Layer, "renamed")
+
+
+def test_a_version_that_was_tried_is_not_looked_at(monkeypatch):
+    monkeypatch.setattr(hook_points, "moved", lambda: pytest.fail("looked at"))
+    hook_points.check()
+
+
+def arguments(**given: Any) -> Any:
+    return server_args.OffloadServerArgs(model_path="dummy", device="cpu", **given)
+
+
+def test_a_launch_is_refused_before_sglang_resolves_its_arguments(untried, monkeypatch):
+    monkeypatch.delattr(overrides, "post_capture_kv_sizing_planned")
+    args = arguments(expert_offload_num_resident="4")
+    with pytest.raises(FlagError, match=r"overrides\.post_capture_kv_sizing_planned is gone"):
+        args.resolve_once()
+    assert not getattr(args, "_resolution_finished", False)
+
+
+def test_nothing_is_looked_at_without_the_flags(untried, monkeypatch, caplog):
+    monkeypatch.setattr(hook_points, "moved", lambda: pytest.fail("looked at"))
+    arguments().resolve_once()
+    assert not [record for record in caplog.records if "xpert offload" in record.message]
+
+
+def registering_fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """As with a version that moved what the flags need."""
+    monkeypatch.delattr("sglang.srt.arg_groups.overrides.declare_resolution")
+    return lambda: enforce.fail_to_register(ImportError("cannot import name 'declare_resolution'"))
+
+
+def test_a_command_with_flags_ends_with_what_moved_where_they_cannot_be_added(untried, monkeypatch):
+    register = registering_fails(monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["sglang", "--expert-offload-num-resident", "4"])
+    with pytest.raises(
+        SystemExit, match=r"ImportError: cannot import name[^$]*tried: [^$]*overrides.declare_resolution is gone"
+    ):
+        register()
+
+
+def test_a_command_without_flags_goes_on_where_they_cannot_be_added(untried, monkeypatch, caplog):
+    register = registering_fails(monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["sglang", "--model-path", "some"])
+    register()
+    assert "without its flags SGLang serves as usual" in caplog.text
