@@ -87,7 +87,7 @@ def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) ->
     add(f"{_SCHEDULER}.handle_shutdown", rank.after_shutdown, HookType.AFTER)
     add(UPDATER, rank.around_update, HookType.AROUND)
     rank.layer_hooks.install(add)
-    OnlineUpdates(lambda: rank.manager, rank.savers, lambda: process_model_config().model_path).install(add)
+    OnlineUpdates(lambda: rank.manager, rank.savers, lambda: compat.process_model_config().model_path).install(add)
     if get_exec().features.enable_memory_saver:
         for moment, hook in (("release", rank.after_release), ("resume", rank.after_resume)):
             add(f"{_UPDATER}.{moment}_memory_occupation", hook, HookType.AFTER)

@@ -15,6 +15,7 @@ from sglang_uvm_offload.cuda.build import BuildFailure
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin import (
     combinations,
+    compat,
     devices,
     expert_bytes,
     launch_checks,
@@ -113,6 +114,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for module in (profiles, recording):
         monkeypatch.setattr(module, "get_parallel", lambda: parallel)
         monkeypatch.setattr(module, "get_server_args", lambda: models(tmp_path / "model"))
+    monkeypatch.setattr(compat, "get_parallel", lambda: parallel)
     monkeypatch.setattr(recording, "get_schedule", lambda: SimpleNamespace(max_running_requests=2))
     monkeypatch.setattr(recording, "get_device", lambda: SimpleNamespace(device="cpu"))
     return tmp_path / "model"
