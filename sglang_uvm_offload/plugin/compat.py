@@ -22,11 +22,44 @@ from typing import Any
 
 import sglang
 from sglang.srt.arg_groups import overrides
+from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_device, get_parallel, get_server_args
 from sglang.srt.server_args import ServerArgs
 
 VERSION = tuple(int(number) for number in re.findall(r"\d+", sglang.__version__)[:3])
+
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+
+SINCE = {
+    "sglang.srt.mem_cache.kv_cache_configurator.mm_runtime_reservation_gb": (0, 5, 18),
+    "sglang.srt.model_executor.model_runner.ModelRunner.finalize_startup_weight_load": (0, 5, 18),
+    "sglang.srt.server_args.ServerArgs.speculative_draft_kv_cache_dtype": (0, 5, 18),
+    "sglang.srt.environ.Envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT": (0, 5, 18),
+    "sglang.srt.arg_groups.overrides.declare_resolution": (0, 5, 19),
+    "sglang.srt.arg_groups.overrides.model_config_of": (0, 5, 19),
+    "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned": (0, 5, 19),
+    "sglang.srt.arg_groups.overrides.resolving_view": (0, 5, 19),
+    "sglang.srt.runtime_context.get_platform": (0, 5, 19),
+    "sglang.srt.server_args.ServerArgs.resolve_once": (0, 5, 19),
+    "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook": (0, 5, 20),
+    f"{_UPDATER}.begin_weight_update": (0, 5, 21),
+    f"{_UPDATER}.end_weight_update": (0, 5, 21),
+    f"{_UPDATER}.load_weights_from_distributed": (0, 5, 21),
+    "sglang.srt.model_executor.model_runner.ModelRunner.decode_cuda_graph_capture_bs": (0, 5, 21),
+    **{
+        f"sglang.srt.arg_groups.fields.parallel.Parallel{name}": (0, 5, 22)
+        for name in ("", ".attn_dp_enabled", ".dp_rank", ".pp_rank", ".tp_rank")
+    },
+    "sglang.srt.server_args.ServerArgs.attn_dp_size": (0, 5, 22),
+    "sglang.srt.server_args.ServerArgs.enable_nvidia_megakernel": (0, 5, 23),
+    "sglang.srt.server_args.ServerArgs.enable_paged_experts": (0, 5, 23),
+    "sglang.srt.environ.Envs.SGLANG_HTTP_SERVER_APP_PATH": (0, 5, 23),
+    "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase.get_moe_runner_backend": (0, 5, 23),
+    # Before, a wrapper hid its parameters, which are the same.
+    "sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe.fused_marlin_moe": (0, 5, 23),
+}
+"""Hook points that are not to be looked for in a version older than these, where this file does without them."""
 
 LaunchCheck = Callable[[Any, Callable[[Any], None]], None]
 """Called with SGLang's arguments and its own last step of resolving them."""
@@ -240,6 +273,11 @@ def decode_graph_sizes(runner: Any) -> list[int]:
     if VERSION < (0, 5, 21):
         return getattr(runner.decode_cuda_graph_runner, "capture_bs", None) or []
     return runner.decode_cuda_graph_capture_bs
+
+
+def deep_gemm_layout() -> str:
+    """How SGLang's DeepGEMM runner lays out the rows of decode steps: auto, masked or compact."""
+    return "masked" if VERSION < (0, 5, 18) else envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.get().lower()
 
 
 def moe_runner_backend(layer: Any) -> Any:

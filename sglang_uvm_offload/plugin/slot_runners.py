@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.environ import envs
-
-from sglang_uvm_offload.plugin.compat import get_platform, moe_runner_backend
+from sglang_uvm_offload.plugin.compat import deep_gemm_layout, get_platform, moe_runner_backend
 from sglang_uvm_offload.plugin.routing_formats import RUNNER, resolved_runner
 
 _AS_GROUPS = "takes each expert as a group, by its number, inside its kernels"
@@ -100,7 +98,7 @@ def _by_deep_gemm() -> str | None:
     """Why DeepGEMM computes nothing from slots, None if it does. Decode steps have the masked layout unless told otherwise."""
     if not get_platform().is_sm90:
         return f"{RUNNER} {DEEP_GEMM} computes from slots on Hopper GPUs only; {RUNNER} triton does here"
-    if envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.get().lower() != "compact":
+    if deep_gemm_layout() != "compact":
         layout = "computes decode steps in a masked layout, which takes each expert as a group, by its number"
         return f"{RUNNER} {DEEP_GEMM} {layout}; set SGLANG_DEEPGEMM_STANDARD_LAYOUT=compact, or choose {RUNNER} triton"
     return None

@@ -17,7 +17,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.plugin import enforce, hook_points, hooks, runtime, server_args, weight_writes
+from sglang_uvm_offload.plugin import compat, enforce, hook_points, hooks, runtime, server_args, weight_writes
 
 PLUGIN = Path(hook_points.__file__).parent
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
@@ -138,6 +138,18 @@ def test_a_field_that_an_object_is_given_as_it_is_made_counts():
     assert hook_points._has(Layer, "declared")
     assert hook_points._has(Layer, "assigned")
     assert not hook_points._has(Layer, "renamed")
+
+
+def test_an_older_version_may_lack_what_is_done_without(monkeypatch):
+    gone = "sglang.srt.runtime_context.get_platform"
+    monkeypatch.delattr(gone)
+    assert hook_points.moved() == [f"{gone} is gone"]
+    monkeypatch.setattr(compat, "VERSION", (0, 5, 18))
+    assert hook_points.moved() == []
+
+
+def test_what_is_done_without_is_a_hook_point():
+    assert set(compat.SINCE) <= listed()
 
 
 def test_a_version_that_was_tried_is_not_looked_at(monkeypatch):
