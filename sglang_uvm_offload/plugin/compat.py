@@ -43,6 +43,7 @@ SINCE = {
     "sglang.srt.runtime_context.get_platform": (0, 5, 19),
     "sglang.srt.server_args.ServerArgs.resolve_once": (0, 5, 19),
     "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook": (0, 5, 20),
+    "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.uses_expert_location": (0, 5, 23),
     f"{_UPDATER}.begin_weight_update": (0, 5, 21),
     f"{_UPDATER}.end_weight_update": (0, 5, 21),
     f"{_UPDATER}.load_weights_from_distributed": (0, 5, 21),
@@ -252,6 +253,11 @@ def attn_dp_enabled() -> bool:
     """Whether the ranks of a replica split requests between attention groups."""
     parallel = get_parallel()
     return parallel.enable_dp_attention if VERSION < (0, 5, 22) else parallel.attn_dp_enabled
+
+
+def uses_expert_location(layer: Any) -> bool:
+    """Whether the experts of a ``FusedMoE`` layer lie where SGLang's map has them. Before 0.5.23 all did."""
+    return bool(layer.uses_expert_location) if VERSION >= (0, 5, 23) else True
 
 
 def get_platform() -> Any:

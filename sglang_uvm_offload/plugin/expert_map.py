@@ -11,6 +11,7 @@ from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 from sglang.srt.runtime_context import get_device, get_parallel
 
 from sglang_uvm_offload.expert_location import ExpertLocation
+from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.residency.manager import OffloadManager
 
 UPDATER = "sglang.srt.eplb.expert_location_updater.ExpertLocationUpdater.update"
@@ -21,7 +22,7 @@ def location_of(layer: Any) -> ExpertLocation:
     """Where the routed experts of a ``FusedMoE`` layer lie."""
     routed = layer.num_local_experts - layer.num_fused_shared_experts
     places = range(layer.moe_ep_rank * routed, (layer.moe_ep_rank + 1) * routed)
-    if not layer.uses_expert_location or get_global_expert_location_metadata() is None:
+    if not compat.uses_expert_location(layer) or get_global_expert_location_metadata() is None:
         return ExpertLocation.trivial(routed * layer.moe_ep_size, places)
     return ExpertLocation(_experts_at(layer.layer_id), places)
 

@@ -17,8 +17,8 @@ from sglang_uvm_offload.flags import FlagError
 
 logger = logging.getLogger(__name__)
 
-TRIED = ("0.5.17", "0.5.23")
-"""The versions with which the tests of ``scripts/try_sglang.sh`` pass, each in an environment of its own."""
+TRIED = ("0.5.23",)
+"""The versions with which all tests of ``scripts/try_sglang.sh`` pass, each in an environment of its own."""
 
 HOOKED = {
     "sglang.srt.runtime_context.publish": "server_args, *, role",
@@ -33,6 +33,19 @@ HOOKED = {
     "sglang.srt.managers.scheduler.Scheduler.handle_shutdown": "self",
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__": "self",
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__setattr__": "self, name, value",
+    "sglang.srt.eplb.expert_location_updater.ExpertLocationUpdater.update": "self",
+    "sglang.srt.lora.layers.FusedMoEWithLoRA.__init__": "self, base_layer",
+    "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler": "self",
+    **dict.fromkeys(
+        [
+            f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}"
+            for name in (
+                *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
+                *("update_weights_from_ipc", "release_memory_occupation", "resume_memory_occupation"),
+            )
+        ],
+        "self, recv_req",
+    ),
     "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts": (
         "hidden_states, w1, w2, topk_output, moe_runner_config, *, b1, b2, w1_scale, w2_scale, w1_zp, w2_zp"
     ),
@@ -60,12 +73,16 @@ CALLED = {
     "sglang.srt.configs.hybrid_arch.hybrid_gdn_config": "model_config",
     "sglang.srt.configs.hybrid_arch.mambaish_config": "model_config",
     "sglang.srt.configs.mamba_utils.mamba2_state_dtype": "config",
+    "sglang.srt.distributed.parallel_state.get_world_group": "",
+    "sglang.srt.eplb.expert_location.get_global_expert_location_metadata": "",
     "sglang.srt.layers.moe.utils.get_moe_a2a_backend": "",
     "sglang.srt.mem_cache.kv_cache_configurator.mm_runtime_reservation_gb": "*, is_multimodal, mm_feature_transport",
     "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks": "",
     "sglang.srt.plugins.hook_registry.HookRegistry.register": "target, hook, hook_type",
     "sglang.srt.plugins.load_plugins": "",
     "sglang.srt.runtime_context.get_device": "",
+    "sglang.srt.runtime_context.get_exec": "",
+    "sglang.srt.runtime_context.get_lora": "",
     "sglang.srt.runtime_context.get_observability": "",
     "sglang.srt.runtime_context.get_parallel": "",
     "sglang.srt.runtime_context.get_platform": "",
@@ -98,6 +115,10 @@ ATTRIBUTES = {
     "sglang.srt.arg_groups.fields.parallel.Parallel": (
         "attn_dp_enabled dp_rank enable_dp_attention_local_control_broadcast pp_rank pp_size tp_rank"
     ),
+    "sglang.srt.constants": "GPU_MEMORY_TYPE_WEIGHTS",
+    "sglang.srt.eplb.expert_location.ExpertLocationMetadata": "physical_to_logical_map_cpu",
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": "offload_tags",
+    "sglang.srt.managers.tokenizer_manager.SignalHandler": "tokenizer_manager",
     "sglang.srt.configs.mamba_utils": "Mamba2CacheParams Mamba2StateDType Mamba2StateShape",
     "sglang.srt.configs.model_config.ModelConfig": (
         "context_len dtype hf_config hf_text_config is_fp4_experts is_multimodal model_path quantization"
@@ -111,7 +132,7 @@ ATTRIBUTES = {
     "sglang.srt.layers.deep_gemm_wrapper.compile_utils": "DeepGemmKernelType deep_gemm_execution_hook",
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE": (
         "dispatcher is_shared_fused_moe layer_id moe_ep_rank moe_ep_size num_fused_shared_experts num_local_experts "
-        "quant_method top_k"
+        "quant_method top_k uses_expert_location"
     ),
     "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmMoeQuantInfo": "w13_scale w13_weight w2_scale w2_weight",
     "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmRunnerInput": "m_indices use_masked_gemm",
@@ -129,7 +150,9 @@ ATTRIBUTES = {
         "batch_size extend_seq_lens_cpu forward_mode global_num_tokens_cpu input_ids is_extend_in_batch rids seq_lens_cpu"
     ),
     "sglang.srt.model_executor.forward_batch_info.ForwardMode": "is_decode is_decode_or_idle is_idle is_target_verify",
-    "sglang.srt.model_executor.model_runner.ModelRunner": "decode_cuda_graph_capture_bs is_draft_worker pre_model_load_memory",
+    "sglang.srt.model_executor.model_runner.ModelRunner": (
+        "decode_cuda_graph_capture_bs is_draft_worker memory_saver_adapter pre_model_load_memory"
+    ),
     "sglang.srt.plugins.hook_registry.HookRegistry": "_patched",
     "sglang.srt.plugins.hook_registry.HookType": "AFTER AROUND BEFORE REPLACE",
     "sglang.srt.utils.auth.AuthLevel": "ADMIN_OPTIONAL",

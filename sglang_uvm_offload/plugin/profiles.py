@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.distributed.parallel_state import get_world_group
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from sglang_uvm_offload.config import OffloadConfig
@@ -36,7 +37,7 @@ def profile_saver(manager: OffloadManager, model: RoutedModel) -> Saver | None:
     parallel = get_parallel()
     run = manager.config.launch_id
     if parallel.nnodes > 1:  # each has a launcher of its own, which named the run
-        run = parallel.world_group.broadcast_object(run, src=0)
+        run = get_world_group().broadcast_object(run, src=0)
     replica = not compat.attn_dp_enabled() and compat.dp_rank() > 0
     layers = manager.target.layers
     if replica or parallel.moe_tp_group.rank_in_group or not layers:

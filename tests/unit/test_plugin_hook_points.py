@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.plugin import compat, enforce, hook_points, hooks, runtime, server_args, weight_writes
+from sglang_uvm_offload.plugin import compat, end_of_serving, enforce, hook_points, hooks, runtime, server_args, weight_writes
 
 PLUGIN = Path(hook_points.__file__).parent
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
@@ -40,11 +41,14 @@ def listed() -> set[str]:
     return {*hook_points.HOOKED, *hook_points.CALLED, *hook_points.ATTRIBUTES, *attributes, *weight_writes.WRITERS}
 
 
-def test_every_function_that_a_scheduler_hooks_is_listed():
+def test_every_function_that_is_hooked_is_listed(monkeypatch):
     targets: set[str] = set()
+    monkeypatch.setattr(runtime, "get_exec", lambda: SimpleNamespace(features=SimpleNamespace(enable_memory_saver=True)))
+    monkeypatch.setattr(runtime, "get_lora", lambda: SimpleNamespace(enable_lora=True))
     config = parse({"num_resident": "1", "slots": "1", "trace": "/nowhere.npz"})
     assert config is not None
     runtime.install(config, lambda target, hook, kind: targets.add(target))
+    end_of_serving.install(lambda target, hook, kind: targets.add(target))
     assert targets | {hooks._PUBLISH} == {*hook_points.HOOKED, *weight_writes.WRITERS}
 
 
