@@ -13,13 +13,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "support"
-TESTS, GPU = RESULTS / "support.json", RESULTS / "gpu.json"
+TESTS, GPU, VERSIONS = RESULTS / "support.json", RESULTS / "gpu.json", RESULTS / "versions.json"
 PAGE, README = ROOT / "docs" / "support.md", ROOT / "README.md"
 
 GROUPS = ("Launch", "Speculation", "Architecture", "Format", "Parallel", "Live change")
 SUMMARY = re.compile(r"(<!-- support -->\n).*?(<!-- /support -->)", re.S)
 REASON = 300
 """Characters of a message that the table shows."""
+NAMED = 20
+"""The most rows of a group that README names one by one."""
 
 HEAD = """# What is served, and what is refused
 
@@ -32,6 +34,9 @@ Nothing here is a statement about a GPU but the last column. *Served on a CPU*: 
 unified memory. *Stand-in driver*: SGLang's GPU code with its graphs over a driver that computes nothing and notes every call.
 *SGLang's code, no server*: its own layers, loaders or argument checks.
 """
+
+VERSIONS_HEAD = """The rows above are of the versions named at the top. `scripts/try_sglang.sh VERSION` runs tests with another one, in
+an environment of its own:"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def _row(group: str, what: str, results: list[dict[str, Any]], log: str | None) 
     return Row(group, what, status, reasons[0] if reasons and status != "works" else "", evidence, tuple(tests), log)
 
 
-def page(record: dict[str, Any], rows: list[Row]) -> str:
+def page(record: dict[str, Any], rows: list[Row], versions: Iterable[dict[str, Any]] = ()) -> str:
     """docs/support.md."""
     versions = sorted({f"SGLang {row['sglang']}, torch {row['torch']}, Python {row['python']}" for row in record["rows"]})
     head = f"By {'; '.join(versions)}. {summary_line(rows)}"
@@ -83,6 +88,7 @@ def page(record: dict[str, Any], rows: list[Row]) -> str:
         mine = [row for row in rows if row.group == group]
         if mine:
             parts += [f"## {group}", "\n".join(_lines(mine))]
+    parts += ["## SGLang versions", VERSIONS_HEAD, "\n".join(_versions(versions))]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
@@ -94,6 +100,18 @@ def _lines(rows: list[Row]) -> Iterable[str]:
         status = f"{row.status}: {_cell(row.reason)}" if row.reason else row.status
         log = "never run" if row.gpu is None else f"[log](../{row.gpu})"
         yield f"| {row.what} | {status} | {names} | {row.evidence} | {log} |"
+
+
+def _versions(entries: Iterable[dict[str, Any]]) -> Iterable[str]:
+    yield "| SGLang | torch | Python | passed | failed | skipped | tests that ran |"
+    yield "| --- " * 7 + "|"
+    for each in entries:
+        counts = " | ".join(str(each[kind]) for kind in ("passed", "failed", "skipped"))
+        yield f"| {each['sglang']} | {each['torch']} | {each['python']} | {counts} | {', '.join(map(_short, each['ran']))} |"
+
+
+def _short(path: str) -> str:
+    return path.removeprefix("tests/")
 
 
 def _cell(reason: str) -> str:
@@ -115,21 +133,27 @@ def summary(rows: list[Row]) -> str:
     for group in GROUPS:
         mine = [row for row in rows if row.group == group]
         works = [row.what for row in mine if row.status == "works"]
+        if len(works) > NAMED:
+            works = [f"{len(works)} ([all](docs/support.md#{group.lower().replace(' ', '-')}))"]
         others = [row for row in mine if row.status != "works"]
         named = [row.what if row.status == "refused" else f"{row.what} ({row.status})" for row in others]
+        if len(named) > NAMED:
+            named = [f"{len(named)}"]
         if mine:
             lines.append(f"| {group} | {'; '.join(works)} | {'; '.join(named)} |")
     return "\n".join([summary_line(rows), "", *lines]) + "\n"
 
 
-def committed() -> tuple[dict[str, Any], list[Row]]:
+def committed() -> tuple[str, list[Row]]:
+    """The page of the committed results, and its rows."""
     record = json.loads(TESTS.read_text())
-    return record, table(record["rows"], json.loads(GPU.read_text()))
+    rows = table(record["rows"], json.loads(GPU.read_text()))
+    return page(record, rows, json.loads(VERSIONS.read_text())), rows
 
 
 def main() -> None:
-    record, rows = committed()
-    PAGE.write_text(page(record, rows))
+    made, rows = committed()
+    PAGE.write_text(made)
     README.write_text(SUMMARY.sub(lambda found: found[1] + summary(rows) + found[2], README.read_text()))
     print(summary_line(rows))
 

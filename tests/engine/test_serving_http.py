@@ -111,6 +111,7 @@ def on(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Said:
         return {**ask(server), "measured": measure(server, checkpoint, tmp_path_factory.mktemp("measured") / "result.jsonl")}
 
 
+@pytest.mark.works("Launch", "sglang serve with a YAML file, /generate")
 def test_generate_gives_the_same_tokens_and_logprobs(on: Said, off: Said) -> None:
     assert len(off["generate"]["output_ids"]) == 12
     assert on["generate"]["output_ids"] == off["generate"]["output_ids"]
@@ -118,6 +119,7 @@ def test_generate_gives_the_same_tokens_and_logprobs(on: Said, off: Said) -> Non
     assert_close(mine, theirs, 0.0)
 
 
+@pytest.mark.works("Launch", "OpenAI chat and completions")
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_openai_endpoints_give_the_same_text(endpoint: str, on: Said, off: Said) -> None:
     assert len(off[endpoint]) == 12
@@ -146,17 +148,20 @@ def test_sglangs_benchmark_client_completes(on: Said) -> None:
     assert (measured["completed"], measured["total_output_tokens"]) == (8, 8 * 6)
 
 
+@pytest.mark.works("Launch", "32 requests at once")
 def test_32_concurrent_requests_are_answered_alike(on: Said, off: Said) -> None:
     assert len(set(off["concurrent"])) > 16, "the prompts are too much alike to tell answers apart"
     assert on["concurrent"] == off["concurrent"]
 
 
+@pytest.mark.works("Launch", "long prompts in chunks, mixed with decoding")
 def test_a_prompt_longer_than_a_chunk_is_answered_alike(on: Said, off: Said) -> None:
     assert on["chunked"]["meta_info"]["prompt_tokens"] > 4 * CHUNK
     assert on["log"].count(f"#new-token: {CHUNK},") >= 4, "the prompt was not prefilled in chunks"
     assert on["chunked"]["output_ids"] == off["chunked"]["output_ids"]
 
 
+@pytest.mark.works("Launch", "radix cache")
 def test_a_prefix_from_the_radix_cache_is_answered_alike(on: Said) -> None:
     assert on["chunked"]["meta_info"]["cached_tokens"] < CHUNK
     assert on["repeated"]["meta_info"]["cached_tokens"] > 4 * CHUNK
@@ -173,6 +178,7 @@ def test_long_steps_streamed_and_short_ones_read_in_place(on: Said) -> None:
     assert "2 stream buffers, for steps of 16 tokens or more" in on["log"]
 
 
+@pytest.mark.works("Launch", "a client that hangs up")
 def test_a_prompt_whose_first_client_hung_up_is_answered_alike(on: Said, off: Said) -> None:
     assert on["aborted"] == off["aborted"]
     assert on["after_abort"]["output_ids"] == off["after_abort"]["output_ids"]

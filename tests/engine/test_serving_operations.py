@@ -80,6 +80,7 @@ def test_residents_are_chosen_on_request_where_there_was_traffic(said: Status) -
     assert any(rank["moves"] for rank in said["save"])
 
 
+@pytest.mark.works("Parallel", "DP 2 with --tokenizer-worker-num 2")
 def test_answers_are_the_same_throughout(said: Status) -> None:
     assert len(said["answers"]) == 8
     assert all(answer == said["answers"][0] for answer in said["answers"])

@@ -48,6 +48,7 @@ def created(method: Mxfp4MoEMethod) -> tuple[SimulatedDriver, Layer, ExpertLayer
     return memory, layer, layer.__dict__[_EXPERTS][0]
 
 
+@pytest.mark.works("Format", "MXFP4 (triton_kernel)")
 @pytest.mark.parametrize("gpu", LAYOUTS)
 def test_mxfp4_weights_in_tensors_of_triton_kernels_are_managed(gpu, monkeypatch):
     for name, chosen in zip(("w", "w_scale"), LAYOUTS[gpu], strict=True):

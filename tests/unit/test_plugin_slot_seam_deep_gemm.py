@@ -160,7 +160,13 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("fp8", [True, False])
+BY_FORMAT = [
+    pytest.param(True, marks=pytest.mark.works("Format", "FP8 in blocks (DeepGEMM)")),
+    pytest.param(False, marks=pytest.mark.works("Format", "BF16 (DeepGEMM)")),
+]
+
+
+@pytest.mark.parametrize("fp8", BY_FORMAT)
 def test_experts_are_computed_from_their_copies(bench, fp8):
     it = bench(fp8)
     it.layer.quant_method = it.method

@@ -245,7 +245,23 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+ROWS = {
+    "AWQ": "AWQ (Marlin)",
+    "GPTQ": "GPTQ, 4 bits (Marlin)",
+    "GPTQ, 8 bits": "GPTQ, 8 bits (Marlin)",
+    "GPTQ, in the order of activations": "GPTQ in the order of activations (Marlin)",
+    "compressed": "compressed-tensors integers (Marlin)",
+    "compressed, 8 bits": "compressed-tensors integers (Marlin)",
+    "compressed, with zeros": "compressed-tensors integers (Marlin)",
+    "compressed, in order": "compressed-tensors integers (Marlin)",
+    "compressed NVFP4": "compressed-tensors NVFP4 (Marlin)",
+    "NVFP4": "NVFP4 (Marlin)",
+    "MXFP4": "MXFP4 (Marlin)",
+}
+BY_FORMAT = [pytest.param(kind, marks=pytest.mark.works("Format", ROWS[kind])) for kind in FORMATS]
+
+
+@pytest.mark.parametrize("kind", BY_FORMAT)
 def test_experts_are_computed_from_their_copies(bench, kind):
     it = bench(kind)
     it.layer.quant_method = it.method

@@ -66,6 +66,13 @@ def item(test: str, *marks: tuple[str, str, str]) -> Any:
     return SimpleNamespace(nodeid=test, iter_markers=lambda: iter([*made, SimpleNamespace(name="parametrize", args=())]))
 
 
+def test_the_page_has_the_versions_that_were_tried():
+    tried = {"sglang": "9.9", "torch": "8", "python": "7", "passed": 6, "failed": 5, "skipped": 4, "ran": ["tests/unit/a.py"]}
+    recorded = {"rows": [{"sglang": "1", "torch": "2", "python": "3"}]}
+    made = table_of.page(recorded, table_of.table([result()]), [tried])
+    assert "| 9.9 | 8 | 7 | 6 | 5 | 4 | unit/a.py |" in made
+
+
 def test_marks_and_record_must_agree_on_the_files_that_were_collected():
     marked = item("t.py::a", ("works", "Parallel", "TP 2"))
     assert rows(marked) == [{"kind": "works", "group": "Parallel", "what": "TP 2", "test": "t.py::a"}]
@@ -89,8 +96,8 @@ def test_a_part_that_is_run_again_replaces_its_own_results():
 
 
 def test_the_page_and_the_readme_are_made_of_the_committed_results():
-    found, committed = table_of.committed()
-    assert table_of.PAGE.read_text() == table_of.page(found, committed)
+    page, committed = table_of.committed()
+    assert table_of.PAGE.read_text() == page
     assert f"<!-- support -->\n{table_of.summary(committed)}<!-- /support -->" in table_of.README.read_text()
 
 
@@ -107,6 +114,6 @@ def test_logs_of_a_gpu_exist():
 
 def test_the_record_is_of_these_tests(request: pytest.FixtureRequest):
     marks: Any = request.config.pluginmanager.get_plugin("support")
-    if request.config.args_source.name == "ARGS" and any("::" in arg for arg in request.config.args):
+    if any("::" in argument for argument in request.config.args):
         pytest.skip("single tests were chosen")
     assert unrecorded(marks.collected, json.loads(table_of.TESTS.read_text())["rows"]) == []
