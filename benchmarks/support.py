@@ -35,8 +35,8 @@ unified memory. *Stand-in driver*: SGLang's GPU code with its graphs over a driv
 *SGLang's code, no server*: its own layers, loaders or argument checks.
 """
 
-VERSIONS_HEAD = """The rows above are of the versions named at the top. `scripts/try_sglang.sh VERSION` runs tests with another one, in
-an environment of its own:"""
+VERSIONS_HEAD = """The rows above are of the versions named at the top. `scripts/try_sglang.sh VERSION` runs tests with
+another one, in an environment of its own:"""
 
 
 @dataclass(frozen=True)
