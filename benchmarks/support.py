@@ -20,6 +20,7 @@ GROUPS = ("Launch", "Speculation", "Architecture", "Format", "Parallel", "Live c
 SUMMARY = re.compile(r"(<!-- support -->\n).*?(<!-- /support -->)", re.S)
 REASON = 300
 """Characters of a message that the table shows."""
+STANDIN, SERVED, NO_SERVER = "stand-in driver", "served on a CPU", "SGLang's code, no server"
 NAMED = 20
 """The most rows of a group that README names one by one."""
 
@@ -32,7 +33,8 @@ wherever a server answers; it is *refused* if a test has seen the launch end bef
 
 Nothing here is a statement about a GPU but the last column. *Served on a CPU*: a real SGLang server or engine over emulated
 unified memory. *Stand-in driver*: SGLang's GPU code with its graphs over a driver that computes nothing and notes every call.
-*SGLang's code, no server*: its own layers, loaders or argument checks.
+*SGLang's code, no server*: its own layers, loaders, kernels in an interpreter, or argument checks; an architecture is built so,
+small, and all of its experts are in managed memory, to the byte.
 """
 
 VERSIONS_HEAD = """The rows above are of the versions named at the top. `scripts/try_sglang.sh VERSION` runs tests with
@@ -74,15 +76,23 @@ def _row(group: str, what: str, results: list[dict[str, Any]], log: str | None) 
     outcomes = Counter(each["outcome"] for each in results)
     status = "broken" if outcomes["failed"] else kinds.pop() if outcomes["passed"] else "not tried"
     reasons = [each["reason"] for each in results if each["reason"] and each["outcome"] != "failed"]
-    evidence = " and ".join(sorted({each["evidence"] for each in results if each["outcome"] != "skipped"}))
+    evidence = " and ".join(sorted({shown_with(each["test"]) for each in results if each["outcome"] != "skipped"}))
     tests = sorted({each["test"].partition("[")[0] for each in results})
     return Row(group, what, status, reasons[0] if reasons and status != "works" else "", evidence, tuple(tests), log)
 
 
+def shown_with(test: str) -> str:
+    """What a test shows it with, by its file."""
+    name = test.partition("::")[0].rpartition("/")[2]
+    if name.startswith("test_cuda_serving"):
+        return STANDIN
+    return SERVED if name.startswith("test_serving") else NO_SERVER
+
+
 def page(record: dict[str, Any], rows: list[Row], versions: Iterable[dict[str, Any]] = ()) -> str:
     """docs/support.md."""
-    versions = sorted({f"SGLang {row['sglang']}, torch {row['torch']}, Python {row['python']}" for row in record["rows"]})
-    head = f"By {'; '.join(versions)}. {summary_line(rows)}"
+    made_by = sorted({f"SGLang {row['sglang']}, torch {row['torch']}, Python {row['python']}" for row in record["rows"]})
+    head = f"By {'; '.join(made_by)}. {summary_line(rows)}"
     parts = [HEAD, head]
     for group in GROUPS:
         mine = [row for row in rows if row.group == group]
@@ -98,6 +108,8 @@ def _lines(rows: list[Row]) -> Iterable[str]:
     for row in rows:
         names = ", ".join(f"[{test.rpartition('::')[2]}](../{test.partition('::')[0]})" for test in row.tests)
         status = f"{row.status}: {_cell(row.reason)}" if row.reason else row.status
+        if row.status == "works" and row.evidence == NO_SERVER:
+            status = "works, without a server"
         log = "never run" if row.gpu is None else f"[log](../{row.gpu})"
         yield f"| {row.what} | {status} | {names} | {row.evidence} | {log} |"
 
@@ -138,7 +150,7 @@ def summary(rows: list[Row]) -> str:
         others = [row for row in mine if row.status != "works"]
         named = [row.what if row.status == "refused" else f"{row.what} ({row.status})" for row in others]
         if len(named) > NAMED:
-            named = [f"{len(named)}"]
+            named = [f"{count} {status}" for status, count in Counter(row.status for row in others).items()]
         if mine:
             lines.append(f"| {group} | {'; '.join(works)} | {'; '.join(named)} |")
     return "\n".join([summary_line(rows), "", *lines]) + "\n"

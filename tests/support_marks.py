@@ -36,14 +36,6 @@ def rows(item: pytest.Item) -> list[dict[str, str]]:
     ]
 
 
-def evidence(item: pytest.Item) -> str:
-    """What a test shows it with."""
-    names = getattr(item, "fixturenames", ())
-    if any("standin" in name for name in names):
-        return "stand-in driver"
-    return "served on a CPU" if "engines" in names else "SGLang's code, no server"
-
-
 class Support:
     """Registered with pytest: leaves nightly tests out, and notes what became of marked ones."""
 
@@ -72,7 +64,7 @@ class Support:
         if report.when == "call" or report.outcome != "passed":
             given = dict(report.user_properties).get("reason", "")
             why = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else given
-            ended = {"outcome": report.outcome, "reason": str(why), "evidence": evidence(item)}
+            ended = {"outcome": report.outcome, "reason": str(why).removeprefix("Skipped: ")}
             self.found += [row | ended for row in rows(item)]
         return report
 

@@ -14,7 +14,7 @@ from support_marks import record, rows, unrecorded
 def result(what: str = "TP 2", kind: str = "works", outcome: str = "passed", test: str = "engine/t.py::a", **more: str) -> dict:
     return {
         **{"group": "Parallel", "what": what, "kind": kind, "outcome": outcome, "test": test, "reason": ""},
-        **{"evidence": "served on a CPU", **more},
+        **more,
     }
 
 
@@ -54,9 +54,10 @@ def test_groups_and_logs_are_of_known_rows():
 def test_a_row_names_its_tests_once_and_its_log():
     proofs = [{"group": "Parallel", "what": "TP 2", "log": "x.log"}]
     recorded = {"rows": [{"sglang": "1", "torch": "2", "python": "3"}] * 2}
-    both = table_of.table([result(test="tests/engine/t.py::a[x|y]"), result(test="tests/engine/t.py::a[z]")], proofs)
+    served = "tests/engine/test_serving_t.py"
+    both = table_of.table([result(test=f"{served}::a[x|y]"), result(test=f"{served}::a[z]")], proofs)
     assert "By SGLang 1, torch 2, Python 3. 1 of 1 rows work (100%); none is refused." in table_of.page(recorded, both)
-    assert "| TP 2 | works | [a](../tests/engine/t.py) | served on a CPU | [log](../x.log) |" in table_of.page(recorded, both)
+    assert f"| TP 2 | works | [a](../{served}) | served on a CPU | [log](../x.log) |" in table_of.page(recorded, both)
     refused = table_of.table([result(kind="refused", reason="a | b\nc")])
     assert "| refused: a \\| b c |" in table_of.page(recorded, refused)
 
@@ -64,6 +65,20 @@ def test_a_row_names_its_tests_once_and_its_log():
 def item(test: str, *marks: tuple[str, str, str]) -> Any:
     made = [SimpleNamespace(name=kind, args=(group, what)) for kind, group, what in marks]
     return SimpleNamespace(nodeid=test, iter_markers=lambda: iter([*made, SimpleNamespace(name="parametrize", args=())]))
+
+
+@pytest.mark.parametrize(
+    ("file", "with_what", "status"),
+    [
+        ("engine/test_serving_t.py", "served on a CPU", "works"),
+        ("engine/test_cuda_serving.py", "stand-in driver", "works"),
+        ("unit/test_t.py", "SGLang's code, no server", "works, without a server"),
+    ],
+)
+def test_what_no_server_has_shown_says_so(file, with_what, status):
+    recorded = {"rows": [{"sglang": "1", "torch": "2", "python": "3"}]}
+    made = table_of.page(recorded, table_of.table([result(test=f"tests/{file}::a")]))
+    assert f"| TP 2 | {status} | [a](../tests/{file}) | {with_what} |" in made
 
 
 def test_the_page_has_the_versions_that_were_tried():
