@@ -26,7 +26,7 @@ NAMED = 20
 
 HEAD = """# What is served, and what is refused
 
-Made of the results of the tests: `scripts/support.sh` runs them, and `python benchmarks/support.py` makes this page. A row
+Made of the results of the tests: `scripts/support.sh` runs them, and `benchmarks/support.py` makes this page. A row
 *works* if every test named in it has passed, with the tokens and log-probabilities of the same server without offloading
 wherever a server answers; it is *refused* if a test has seen the launch end before anything loads, with that reason; it is
 *broken* if a test failed.
@@ -134,9 +134,10 @@ def _cell(reason: str) -> str:
 def summary_line(rows: list[Row]) -> str:
     counts = Counter(row.status for row in rows)
     named = ", ".join(f"{counts[status]} {status}" for status in ("refused", "not tried", "broken") if counts[status])
-    return (
-        f"{counts['works']} of {len(rows)} rows work ({100 * counts['works'] / len(rows):.0f}%); {named or 'none is refused'}."
-    )
+    apart = sum(row.status == "works" and row.evidence == NO_SERVER for row in rows)
+    seen = f", {apart} of them shown without a server" if apart else ""
+    share = 100 * counts["works"] / len(rows)
+    return f"{counts['works']} of {len(rows)} rows work ({share:.0f}%){seen}; {named or 'none is refused'}."
 
 
 def summary(rows: list[Row]) -> str:
