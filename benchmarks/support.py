@@ -123,7 +123,7 @@ def _versions(entries: Iterable[dict[str, Any]]) -> Iterable[str]:
 
 
 def _short(path: str) -> str:
-    return path.removeprefix("tests/")
+    return path.partition("/")[2]
 
 
 def _cell(reason: str) -> str:
