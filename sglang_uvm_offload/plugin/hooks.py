@@ -74,9 +74,12 @@ def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwarg
             end_of_serving.install(add)
             HookRegistry.apply_hooks()
     if role == "scheduler" and config is not None:
+        from sglang.srt.runtime_context import get_exec, get_lora
+
         from sglang_uvm_offload.plugin import runtime
 
-        runtime.install(config, add)
+        saver = bool(get_exec().features.enable_memory_saver)
+        runtime.install(config, add, adapters=bool(get_lora().enable_lora), memory_saver=saver)
         HookRegistry.apply_hooks()
         if reason := missing():  # whether or not its environment says that it must offload: its arguments do
             enforce.end(f"sglang-uvm-offload {reason}")

@@ -17,8 +17,6 @@ from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import (
     get_device,
-    get_exec,
-    get_lora,
     get_observability,
     get_parallel,
     get_schedule,
@@ -72,8 +70,11 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 _MODEL = "_expert_offload"
 
 
-def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) -> None:
-    """Install the hooks that feed this process's manager, which is made when the first model loads."""
+def install(
+    config: OffloadConfig, add: Callable[[str, Any, HookType], None], *, adapters: bool = True, memory_saver: bool = True
+) -> None:
+    """Install the hooks that feed this process's manager, which is made when the first model loads. ``adapters``: whether the
+    server has LoRA adapters; ``memory_saver``: whether it may give up its memory."""
     compat.install(add)
     rank = _RankHooks(config)
     add(f"{_RUNNER}.load_model", rank.around_load_model, HookType.AROUND)
@@ -88,10 +89,10 @@ def install(config: OffloadConfig, add: Callable[[str, Any, HookType], None]) ->
     add(UPDATER, rank.around_update, HookType.AROUND)
     rank.layer_hooks.install(add)
     OnlineUpdates(lambda: rank.manager, rank.savers, lambda: compat.process_model_config().model_path).install(add)
-    if get_exec().features.enable_memory_saver:
+    if memory_saver:
         for moment, hook in (("release", rank.after_release), ("resume", rank.after_resume)):
             add(f"{_UPDATER}.{moment}_memory_occupation", hook, HookType.AFTER)
-    if get_lora().enable_lora:
+    if adapters:
         ExpertAdapters(rank.layer_hooks).install(add)
     if config.slots > 0:
         for seam in rank.seams:

@@ -71,8 +71,6 @@ def test_requests_of_a_prefill_end_where_their_rows_do(lengths, everywhere, ends
 
 def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
     hooks = []
-    monkeypatch.setattr(runtime, "get_exec", lambda: SimpleNamespace(features=SimpleNamespace(enable_memory_saver=False)))
-    monkeypatch.setattr(runtime, "get_lora", lambda: SimpleNamespace(enable_lora=False))
     runtime.install(parse({"num_resident": 1, "slots": 2}), lambda target, hook, kind: hooks.append(hook))
     rank = hooks[0].__self__
     slots = SimpleNamespace(at=lambda address: None, slot_of=lambda row: None)

@@ -420,8 +420,6 @@ def test_a_caller_that_names_fewer_tensors_is_read_in_place(bench):
 
 def test_all_runners_are_followed_where_there_are_slots(monkeypatch):
     hooks = []
-    monkeypatch.setattr(runtime, "get_exec", lambda: SimpleNamespace(features=SimpleNamespace(enable_memory_saver=False)))
-    monkeypatch.setattr(runtime, "get_lora", lambda: SimpleNamespace(enable_lora=False))
     runtime.install(parse({"num_resident": 1, "slots": S}), lambda target, hook, kind: hooks.append(hook))
     seams = {hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), Seam)}
     assert {type(each) for each in seams} == {SlotSeam, MarlinSlotSeam, DeepGemmSlotSeam}
