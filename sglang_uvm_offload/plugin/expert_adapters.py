@@ -20,7 +20,7 @@ _RUNNERS = ("_lora_runner", "_moe_lora_runner")
 
 class ExpertAdapters:
     """Counts the routing of layers with adapters. Such layers always read their experts in place: the tensors that they compute
-    from are noted once, at the addresses that stay."""
+    from are noted once, at the addresses that stay, and by functions that know no slots."""
 
     def __init__(self, layers: LayerHooks):
         self._layers = layers
@@ -31,13 +31,19 @@ class ExpertAdapters:
     def _after_init(self, result: Any, wrapper: Any, base_layer: Any, *args: Any, **kwargs: Any) -> None:
         if not self._layers.serves(base_layer):
             return
-        if self._layers.streamer is not None:
-            logger.warning("Expert offload: long prompts read experts in place: SGLang computes them together with adapters")
-            self._layers.streamer = None
+        self._read_in_place()
         for name in _RUNNERS:
             runner = wrapper.__dict__.get(name)
             if runner is not None:
                 self._count(runner, base_layer)
+
+    def _read_in_place(self) -> None:
+        if self._layers.streamer is not None or self._layers.slots is not None:
+            logger.warning(
+                "Expert offload: SGLang computes experts together with their adapters, from the experts' own rows: no step "
+                "streams, and slots are not used"
+            )
+        self._layers.streamer = self._layers.slots = None
 
     def _count(self, runner: Any, layer: Any) -> None:
         run = runner.run

@@ -77,8 +77,8 @@ def test_adapters_of_experts_are_served_and_counted_and_no_step_streams(
     slotted, with_slots = ask(*asked, **lora, **{**OFFLOAD, "expert_offload_num_resident": 2, "expert_offload_slots": 4})
     assert_offloaded(info)
     state = offload_state(info)
-    assert offload_state(with_slots)["slots"]["hits"] > 0
     assert slotted == off
+    assert (offload_state(with_slots)["slots"] or {"fills": 0})["fills"] == 0
     assert state["tokens"] > 0
     assert 0 < state["hit_rate"] < 1
     assert (state["zero_copy_bytes"] > 0, state["streamed_bytes"]) == (True, 0)
