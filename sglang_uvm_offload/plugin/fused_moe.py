@@ -16,6 +16,8 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_uvm_offload.experts.layer import ExpertLayer, ExpertsLost
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError
+from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.expert_map import location_of
 from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.residency.manager import OffloadManager
@@ -94,15 +96,20 @@ class LayerHooks:
             experts.sync_tensors(layer, method)
 
         def process_managed_weights(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            experts = _experts_of(layer)
+            experts, model, _ = layer.__dict__[_EXPERTS]
             if self._manager is not None:
                 self._manager.wait_for_moves()  # an update of the weights may replace the tensors that they are about
-            with AllocationMode(experts.num_experts, experts.allocate):
-                result = process_weights_after_loading(layer, *args, **kwargs)
             try:
+                with AllocationMode(experts.num_experts, experts.allocate):
+                    result = process_weights_after_loading(layer, *args, **kwargs)
                 experts.sync_tensors(layer, method)
-            except ExpertsLost as lost:
-                raise FlagError([f"{flag_name('num_resident')}: {lost}; choose another --moe-runner-backend"]) from lost
+            except (ExpertsLost, ManagedMemoryError) as fault:
+                if model.counters is not None:  # it is loaded
+                    # In an update of the weights SGLang would catch it, load again, and serve whatever weights came of that.
+                    enforce.end(f"sglang-uvm-offload: an update of the weights failed: {fault}")
+                if isinstance(fault, ManagedMemoryError):
+                    raise
+                raise FlagError([f"{flag_name('num_resident')}: {fault}; choose another --moe-runner-backend"]) from fault
             return result
 
         def apply_and_observe(layer: torch.nn.Module, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +204,3 @@ def _routing_of(layer: Any, dispatch_output: Any, experts: ExpertLayer) -> Layer
         received = ragged.slice_sizes
     own_numbering = getattr(layer.dispatcher, "skip_local_expert_mapping", False)
     return LayerRouting(type(shown).__name__, ids, id_format, experts.first_expert if own_numbering else 0, received)
-
-
-def _experts_of(layer: torch.nn.Module) -> ExpertLayer:
-    return layer.__dict__[_EXPERTS][0]

@@ -29,11 +29,11 @@ class Mover:
         self.fault: str | None = None
         """Why moving stopped, None while it works."""
 
-    def move(self, wanted: Sequence[LayerExtents], show: bool) -> int:
+    def move(self, wanted: Sequence[LayerExtents], show: bool, *, check_vram: bool = True) -> int:
         """Make ``wanted`` resident in each layer, and return when it is. Demotes before promoting, so that never more is
         resident than before: layer by layer where each layer's promotions fit in its own demotions, else all demotions first.
         Demotions that host RAM has no room for, and promotions that VRAM has none for, end moving. Returns the bytes moved.
-        ``show``: whether a progress bar may be shown."""
+        ``show``: whether a progress bar may be shown. ``check_vram``: whether promotions need VRAM that shows as free."""
         if self.fault is not None:
             return 0
         moved = 0
@@ -43,7 +43,8 @@ class Mover:
         order = list(itertools.chain.from_iterable(rounds))
         bar = layer_bar("Moving experts", len(order), show and self.progress())
         try:
-            self._check_vram(pairs)
+            if check_vram:
+                self._check_vram(pairs)
             for layer, after in order:
                 # Other ranks take host RAM at the same time, so each layer is checked by itself.
                 check_host_ram(self.memory, "demote", _named(layer), layer.host_bytes_to_demote(after))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sglang_uvm_offload.experts.layer import ExpertLayer, check_host_ram
-from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Memory
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Memory, Span
 from sglang_uvm_offload.residency.mover import LayerExtents, Mover
 from sglang_uvm_offload.units import size
 
@@ -38,6 +38,8 @@ class Sleep:
         needed = sum(layer.host_bytes_to_demote(none) + layer.slot_bytes for layer, none in nothing)
         try:
             check_host_ram(self._memory, "demote", "the experts", needed)
+            if self._mover.fault is not None:
+                raise ManagedMemoryError("demote", "the experts", Span(0, needed), self._mover.fault)
             moved = self._mover.move(nothing, show=False)
             for layer in layers:
                 layer.place_slots(Location.HOST)
@@ -58,5 +60,6 @@ class Sleep:
             logger.error("Expert offload: slots stay in host RAM: %s. Serving goes on; decoding may be slower.", fault)
         # New weights may have come in tensors of other extents, which were placed when they were made.
         back = [(layer, extents) for layer, extents in before if extents.shape == layer.resident_extents().shape]
-        moved = self._mover.move(back, show=False)
+        # The driver may still hold the VRAM that they left, which then shows as taken.
+        moved = self._mover.move(back, show=False, check_vram=False)
         logger.info("Expert offload: %s of experts are back in VRAM", size(moved))

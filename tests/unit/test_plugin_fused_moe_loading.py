@@ -12,7 +12,10 @@ from triton_kernels.tensor_details import layout as layouts
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
+from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.fused_moe import _EXPERTS, LayerHooks
 from sglang_uvm_offload.residency.manager import OffloadManager
 
@@ -89,6 +92,30 @@ def test_weights_that_a_method_hides_end_the_launch_by_name():
         FlagError, match=r"num-resident: .* of MoE layer 0 are not found .*; choose another --moe-runner-backend"
     ):
         method.process_weights_after_loading(layer)
+
+
+def test_a_fault_of_memory_in_an_update_ends_the_server_before_sglang_loads_again(monkeypatch):
+    """SGLang catches what an update raises, and reads from the checkpoint that failed."""
+    told: list[str] = []
+
+    def end(message: str) -> None:
+        told.append(message)
+        raise SystemExit
+
+    def refuse(*_: object) -> None:
+        raise ManagedMemoryError("allocate", "w13", Span(0, 8), "no host RAM")
+
+    method = triton_kernel_method()
+    _, layer, experts = created(method)
+    layer.__dict__[_EXPERTS][1].counters = CpuRoutingCounters(1, E)
+    monkeypatch.setattr(enforce, "end", end)
+    monkeypatch.setattr(experts, "sync_tensors", refuse)
+    monkeypatch.setattr(AllocationMode, "__enter__", refuse)
+    with pytest.raises(SystemExit):
+        method.process_weights_after_loading(layer)
+    (message,) = told
+    assert "an update of the weights failed" in message
+    assert "no host RAM" in message
 
 
 def test_weights_that_are_processed_anew_wait_for_the_moves_under_way(monkeypatch):

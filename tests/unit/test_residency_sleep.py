@@ -106,6 +106,29 @@ def test_without_host_ram_the_experts_stay_and_serving_goes_on(caplog):
     assert rank.manager.fault is None
 
 
+def test_vram_that_the_driver_still_holds_is_taken_again():
+    rank, held = filled()
+    before = in_vram(rank)
+    rank.manager.sleep()
+    full = replace(rank.manager.memory.info(), device_free=0)
+    rank.manager.memory.info = lambda: full
+    rank.manager.wake()
+    assert in_vram(rank) == before
+    assert bytes_of(rank) == held
+    assert rank.manager.fault is None
+
+
+def test_where_moving_has_failed_before_the_experts_stay_and_the_log_says_so(caplog):
+    rank, _ = filled(slots=2)
+    before = in_vram(rank)
+    rank.manager.mover.fault = "demote failed"
+    rank.manager.sleep()
+    rank.manager.wake()
+    assert in_vram(rank) == before
+    assert "experts stay in VRAM" in caplog.text
+    assert "demote failed" in caplog.text
+
+
 def test_residents_follow_the_traffic_again_once_awake():
     rank, _ = filled(adapt="continuous", warmup_tokens=1)
     rank.manager.sleep()
