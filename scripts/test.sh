@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the test suite but for what runs at night (scripts/support.sh), or the tests that are named. Makes .venv with SGLang and this checkout first (about 11 GB, some
-# minutes, once).
+# Runs the test suite but for what runs at night (scripts/support.sh), or the tests that are named. Makes .venv with SGLang and
+# this checkout first (about 11 GB, some minutes, once).
 # usage: scripts/test.sh [PYTEST ARGUMENTS]     environment: VENV=DIR uses (or makes) that environment instead of .venv
 #   scripts/test.sh                    linters, then all three tiers
 #   scripts/test.sh tests/unit         needs no engine
