@@ -55,6 +55,8 @@ class OffloadConfig:
     """``uvm`` or ``emulated`` after the launch checks, maybe ``auto`` before."""
     slots: int = 0
     """Rows beside the experts of each MoE layer, over all ranks that share the layer."""
+    draft_num_resident: int | None = None
+    """Resident routed experts of each MoE layer of a draft model, over all ranks that share the layer; None: all."""
     stream_buffers: int | None = None
     """With ``auto``, how many buffers the planner has room for; None if it could not count."""
     launch_id: str = ""
@@ -137,6 +139,7 @@ def parse(values: Mapping[str, Any]) -> OffloadConfig | None:
         stream_tokens=_stream_tokens(flags.stream_tokens),
         backend=flags.backend,
         slots=_slots(flags.slots),
+        draft_num_resident=flags.draft_num_resident,
     )
 
 
@@ -166,6 +169,9 @@ def _number_problems(flags: OffloadFlags) -> list[str]:
             out.append(f"{flag_name('num_resident')} auto: {flag_name('resident_selection')} manual needs a number")
     elif not n.isdecimal() or len(n) > 6:
         out.append(f"{flag_name('num_resident')} {n!r}: must be auto, or a whole number of experts, 0 to 999999")
+    drafts = flags.draft_num_resident
+    if drafts is not None and (type(drafts) is not int or not 0 <= drafts <= 999999):
+        out.append(f"{flag_name('draft_num_resident')} {drafts!r}: must be a whole number of experts, 0 to 999999")
     if type(flags.warmup_tokens) is not int or not 1 <= flags.warmup_tokens <= MAX_WARMUP_TOKENS:
         right = f"must be a whole number of tokens, 1 to {MAX_WARMUP_TOKENS}"
         out.append(f"{flag_name('warmup_tokens')} {flags.warmup_tokens!r}: {right}")

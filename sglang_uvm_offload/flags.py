@@ -15,7 +15,7 @@ SELECTIONS = ("first_n", "frequency", "manual")
 ADAPTS = ("off", "warmup", "continuous")
 PREFETCHES = ("none", "frequency", "speculative")
 BACKENDS = ("auto", "uvm", "emulated")
-SHOWN_DEFAULTS = {"num_resident": "off", "slots": "off"}
+SHOWN_DEFAULTS = {"num_resident": "off", "draft_num_resident": "all", "slots": "off"}
 
 
 class FlagError(ValueError):
@@ -44,8 +44,15 @@ class OffloadFlags:
         None,
         str,
         "Turn expert offloading on and keep this many routed experts of each MoE layer in VRAM, in blocks of 2 MiB (over all "
-        "ranks that share the layer; draft layers stay whole). The rest is read from host memory over PCIe. auto: as many as "
-        "fit beside the KV cache for --max-running-requests and --context-length (or --max-total-tokens).",
+        "ranks that share the layer; --expert-offload-draft-num-resident: of draft layers). The rest is read from host memory "
+        "over PCIe. auto: as many as fit beside the KV cache for --max-running-requests and --context-length (or "
+        "--max-total-tokens).",
+    )
+    draft_num_resident: int | None = flag(
+        None,
+        int,
+        "Keep this many routed experts of each MoE layer of the draft model (--speculative-algorithm) in VRAM: the first ones, "
+        "and where residents change, after --expert-offload-warmup-tokens tokens those that drafts use most.",
     )
     resident_selection: str = flag(
         "frequency",

@@ -68,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--kv-cache-dtype", choices=tuple(DTYPE_BYTES), default="bfloat16")
     work.add_argument("--speculative", action="store_true", help="load the model's draft layers (NEXTN)")
     work.add_argument(
+        "--draft-num-resident", type=_whole, help="--expert-offload-draft-num-resident (default: all experts of draft layers)"
+    )
+    work.add_argument(
         "--speculative-num-draft-tokens", type=_count, default=4, help="draft tokens that a step verifies (default 4)"
     )
     kept = parser.add_argument_group("reserved memory")
@@ -116,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
         max_total_tokens=args.max_total_tokens,
         kv_cache_dtype=args.kv_cache_dtype,
         speculative=args.speculative,
+        draft_num_resident=args.draft_num_resident,
         draft_tokens=args.speculative_num_draft_tokens,
     )
     reserve = Reserve(

@@ -47,6 +47,7 @@ SINCE = {
     f"{_UPDATER}.begin_weight_update": (0, 5, 21),
     f"{_UPDATER}.end_weight_update": (0, 5, 21),
     f"{_UPDATER}.load_weights_from_distributed": (0, 5, 21),
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.end_weight_update": (0, 5, 21),
     "sglang.srt.model_executor.model_runner.ModelRunner.decode_cuda_graph_capture_bs": (0, 5, 21),
     **{
         f"sglang.srt.arg_groups.fields.parallel.Parallel{name}": (0, 5, 22)
@@ -295,8 +296,9 @@ def moe_runner_backend(layer: Any) -> Any:
 
 
 def writers(newest: tuple[str, ...]) -> tuple[str, ...]:
-    """Of ``weight_writes.WRITERS`` those that this version has. Before 0.5.21 one function received and loaded weights from a
-    process group, and there were no sessions; before 0.5.18 no weights were loaded while graphs are captured."""
+    """Of ``weight_writes.WRITERS``, or ``online_updates.UPDATES``, those that this version has. Before 0.5.21 one function
+    received and loaded weights from a process group, and there were no sessions; before 0.5.18 no weights were loaded while
+    graphs are captured."""
     later: tuple[str, ...] = (".begin_weight_update", ".end_weight_update") if VERSION < (0, 5, 21) else ()
     later += (".finalize_startup_weight_load",) if VERSION < (0, 5, 18) else ()
     found = tuple(target for target in newest if not target.endswith(later))

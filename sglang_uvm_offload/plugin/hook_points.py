@@ -33,6 +33,13 @@ HOOKED = {
     "sglang.srt.managers.scheduler.Scheduler.handle_shutdown": "self",
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__": "self",
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__setattr__": "self, name, value",
+    **dict.fromkeys(
+        [
+            "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner.execute",
+            "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.execute",
+        ],
+        "self, forward_batch",
+    ),
     "sglang.srt.eplb.expert_location_updater.ExpertLocationUpdater.update": "self",
     "sglang.srt.lora.layers.FusedMoEWithLoRA.__init__": "self, base_layer",
     "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler": "self",
@@ -41,7 +48,7 @@ HOOKED = {
             f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}"
             for name in (
                 *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
-                *("update_weights_from_ipc", "release_memory_occupation", "resume_memory_occupation"),
+                *("update_weights_from_ipc", "end_weight_update", "release_memory_occupation", "resume_memory_occupation"),
             )
         ],
         "self, recv_req",
@@ -147,7 +154,8 @@ ATTRIBUTES = {
     "sglang.srt.managers.tokenizer_manager.TokenizerManager": "get_internal_state set_internal_state",
     "sglang.srt.model_executor.cuda_graph_config": "Backend Phase",
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch": (
-        "batch_size extend_seq_lens_cpu forward_mode global_num_tokens_cpu input_ids is_extend_in_batch rids seq_lens_cpu"
+        "batch_size extend_seq_lens_cpu forward_mode global_num_tokens_cpu input_ids is_extend_in_batch positions rids "
+        "seq_lens_cpu"
     ),
     "sglang.srt.model_executor.forward_batch_info.ForwardMode": "is_decode is_decode_or_idle is_idle is_target_verify",
     "sglang.srt.model_executor.model_runner.ModelRunner": (

@@ -20,6 +20,7 @@ from sglang_uvm_offload.plugin import (
     compat,
     devices,
     expert_bytes,
+    launch_drafts,
     output_files,
     recording,
     slot_settings,
@@ -76,7 +77,7 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
     ]
     num_experts, reasons = _experts(config, model)
     redundant = cfg.ep_num_redundant_experts
-    problems += reasons
+    problems += reasons + launch_drafts.problems(config, cfg, num_experts)
     profile: Profile | None = None
     with _listed(problems):
         profile = chosen_profile(config, model)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.plugin.local_checkpoint import local_folder
+from sglang_uvm_offload.sizing.draft_model import draft_experts
+from sglang_uvm_offload.sizing.launch import Uncounted
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 
 _SEPARATE = ("EAGLE", "EAGLE3", "STANDALONE", "DFLASH")
 """Algorithms with which SGLang 0.5.23 loads a draft model, and makes a KV cache for it (``pool_configurator``)."""
@@ -33,6 +39,27 @@ def separate_folder(cfg: Any) -> str | None:
     if cfg.speculative_algorithm in (None, "NGRAM") or path is None or from_the_checkpoint(cfg):
         return None
     return local_folder("--speculative-draft-model-path", path, cfg.speculative_draft_model_revision, cfg)
+
+
+def problems(config: OffloadConfig, cfg: Any, num_experts: int | None) -> list[str]:
+    """Why ``--expert-offload-draft-num-resident`` does not fit the draft model. ``num_experts``: the target's. A draft model of
+    its own whose files are not here yet is not looked at."""
+    number = config.draft_num_resident
+    if number is None:
+        return []
+    given = f"{flag_name('draft_num_resident')} {number}"
+    if cfg.speculative_algorithm in (None, "NGRAM"):
+        return [f"{given}: no draft model is loaded (--speculative-algorithm {cfg.speculative_algorithm}); leave it out"]
+    if not from_the_checkpoint(cfg):
+        try:
+            num_experts = draft_experts(Path(separate_folder(cfg) or ""))
+        except (Uncounted, CheckpointError):
+            return []
+    if num_experts is None:
+        return [f"{given}: the draft model ({cfg.speculative_draft_model_path}) has no routed experts; leave it out"]
+    if number > num_experts:
+        return [f"{given}: the draft model has {num_experts} routed experts a layer; give at most as many"]
+    return []
 
 
 def tokens_verified(cfg: Any) -> int:

@@ -89,6 +89,7 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
         kv_cache_dtype=_name(model.dtype) if cfg.kv_cache_dtype == "auto" else cfg.kv_cache_dtype,
         page_tokens=max(64, cfg.page_size or 1),
         speculative=launch_drafts.from_the_checkpoint(cfg),
+        draft_num_resident=config.draft_num_resident,
         draft_path=launch_drafts.separate_folder(cfg),
         draft_tokens=launch_drafts.tokens_verified(cfg),
         image_bytes=_image_bytes(cfg, model),

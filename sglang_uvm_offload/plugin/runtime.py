@@ -68,6 +68,11 @@ _BUILD = "sglang.srt.model_loader.loader._initialize_model"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _MODEL = "_expert_offload"
+_DRAFT_GRAPHS = (
+    "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner",
+    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner",
+)
+"""They replay a draft model's steps without its ``forward``."""
 
 
 def install(
@@ -94,6 +99,9 @@ def install(
             add(f"{_UPDATER}.{moment}_memory_occupation", hook, HookType.AFTER)
     if adapters:
         ExpertAdapters(rank.layer_hooks).install(add)
+    if config.draft_num_resident is not None:
+        for graphs in _DRAFT_GRAPHS:
+            add(f"{graphs}.execute", rank.around_draft_graph, HookType.AROUND)
     if config.slots > 0:
         for seam in rank.seams:
             seam.install(add)
@@ -210,6 +218,17 @@ class _RankHooks:
                 streamer.end_step()
             self.manager.end_step(model)
 
+    def around_draft_graph(self, original: Callable[..., Any], graphs: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """A graph of several drafted tokens counts as one step."""
+        model = graphs.model_runner.__dict__[_MODEL]
+        gathered = batch.global_num_tokens_cpu is not None or not get_moe_a2a_backend().is_none()
+        rows = len(batch.positions)
+        self.manager.begin_step(model, ALL_ROWS if gathered else rows, rows, Phase.DECODE)
+        try:
+            return original(graphs, batch, *args, **kwargs)
+        finally:
+            self.manager.end_step(model)
+
     def _begin_slots(self, model: ModelExperts) -> None:
         self.slots = self.layer_hooks.slots = make_slots(model)
         if self.slots is not None:
@@ -236,6 +255,7 @@ class _RankHooks:
             bound_torch(self.config.headroom_gb)
             if self.config.residents_change:
                 take_indexer_budget()
+        self.manager.begin_serving()
         # The KV cache was allocated after the experts. What a look needs is allocated now, not beside the first steps.
         self.manager.look_for_evictions()
         self.manager.wait_for_moves()

@@ -105,14 +105,19 @@ class Ledger:
     @property
     def hit_rate(self) -> float | None:
         """The share of routed tokens on residents, None before the first."""
-        routed = int(self.routed.sum())
-        return float(self.routed_resident.sum()) / routed if routed else None
+        return hit_rate_of([self])
 
     @property
     def byte_hit_rate(self) -> float | None:
         """The share of the bytes of activated experts that were in VRAM, None before the first."""
         used, missed = int(self.activated_bytes.sum()), int(self.zero_copy_bytes.sum() + self.filled_bytes.sum())
         return 1.0 - missed / used if used else None
+
+
+def hit_rate_of(ledgers: Sequence[Ledger]) -> float | None:
+    """The share of routed tokens on residents, over all of ``ledgers``; None before the first."""
+    routed = sum(int(ledger.routed.sum()) for ledger in ledgers)
+    return float(sum(ledger.routed_resident.sum() for ledger in ledgers)) / routed if routed else None
 
 
 def resident_share(offloaded: np.ndarray, expert_bytes: np.ndarray) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.policy.extents import Extents
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
 from sglang_uvm_offload.residency.background import BackgroundAdaptation, ThisThread
+from sglang_uvm_offload.residency.drafts import DraftMove, Drafts
 from sglang_uvm_offload.residency.evictions import Evictions
 from sglang_uvm_offload.residency.history import History
 from sglang_uvm_offload.residency.ledger import Ledger
@@ -25,7 +28,7 @@ from sglang_uvm_offload.residency.logical_counts import LogicalCounts, RecentCou
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.mover import Mover, layer_bar
 from sglang_uvm_offload.residency.observer import Observer
-from sglang_uvm_offload.residency.placement import EVERYTHING, InitialPlacement
+from sglang_uvm_offload.residency.placement import EVERYTHING, InitialPlacement, LayerPlacement
 from sglang_uvm_offload.residency.selection import best_residents, hit_rate, rank_share
 from sglang_uvm_offload.residency.sleep import Sleep
 from sglang_uvm_offload.residency.status import ProfileVerdict
@@ -83,6 +86,10 @@ class OffloadManager:
         self._look_at = 0.0
         self.models: list[ModelExperts] = []
         self.placement = InitialPlacement(config, None)
+        self._place: Callable[..., LayerPlacement] = self.placement.of_layer
+        """Of the model that is being built."""
+        self.drafts = Drafts()
+        """The draft models of which experts are offloaded, once the server serves."""
         self.profile_verdict: ProfileVerdict | None = None
         """The profile's hit rate on live traffic, once the warm-up is over."""
         self.tokens = 0
@@ -116,10 +123,20 @@ class OffloadManager:
         and is for the first pipeline stage."""
         model = ModelExperts(draft)
         self.models.append(model)
-        if not draft:
+        if draft:
+            self._place = self._placement_of_draft()
+        else:
             self.placement = placement or InitialPlacement(self.config, None)
+            self._place = self.placement.of_layer
         self._bar = layer_bar("Placing experts", None, self.mover.progress())
         return model
+
+    def _placement_of_draft(self) -> Callable[..., LayerPlacement]:
+        """The first experts, as many as the flag for drafts says."""
+        number = self.config.draft_num_resident
+        if number is None:
+            return lambda *_: EVERYTHING
+        return InitialPlacement(dataclasses.replace(self.config, num_resident=number, resident_ids=None), None).of_layer
 
     def add_layer(
         self,
@@ -137,7 +154,7 @@ class OffloadManager:
         first = ep_rank * routed
         location = location or ExpertLocation.trivial(routed * ep_size, range(first, first + routed))
         where = (layer_id, num_experts, num_shared, ep_rank, ep_size, location)
-        placement = EVERYTHING if model.draft else self.placement.of_layer(*where)
+        placement = self._place(*where)
         slots = 0 if model.draft else self._slots_of_rank(routed, ep_rank, ep_size)
         chosen = placement.choose, placement.kept
         layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, first, *chosen, num_slots=slots, location=location)
@@ -189,6 +206,11 @@ class OffloadManager:
 
     # Serving
 
+    def begin_serving(self) -> None:
+        """All models are loaded, and their graphs captured: what a step uses counts from here on."""
+        self.drafts.begin(self.models)
+        self.drafts.due_at = self.config.warmup_tokens if self.config.residents_change else None
+
     def begin_step(self, model: ModelExperts, valid_rows: int, tokens: int, phase: Phase, *, streams: bool = False) -> None:
         """Call it before each forward step of ``model`` is launched. The first ``valid_rows`` rows of its batch are tokens (0:
         a dummy run); all ranks together compute ``tokens``. ``streams``: whether any layer computes from a copy of its experts;
@@ -200,6 +222,8 @@ class OffloadManager:
                 self.reselect()
             elif self.config.adapt == "continuous" and tokens and self.steps % INTERVAL_STEPS == 0:
                 self.adapt()
+            if not self.paused and self.drafts.due(self.tokens):
+                self._choose_for_drafts()
             self.tokens += tokens
             self.steps += tokens > 0
         model.counters.begin_step(valid_rows, Phase.PREFILL if streams else phase)
@@ -233,6 +257,8 @@ class OffloadManager:
         if self.config.resident_selection == "frequency" and self.config.adapt == "warmup":
             self._chosen_at = self.routing(wait=True), self.tokens
             self.warm = False
+        if self.config.residents_change:
+            self.drafts.due_at = self.tokens + self.config.warmup_tokens
 
     def readvise(self) -> None:
         """``reselect`` for an operator: now, from the routing since residents were last chosen so, and whatever a profile
@@ -250,6 +276,15 @@ class OffloadManager:
         if self.fault is None:
             self._move_to(seen, self.tokens - tokens, before, after)
         self._chosen_at = total, self.tokens
+        self._choose_for_drafts()
+
+    def _choose_for_drafts(self) -> None:
+        for move in self.drafts.choose(self.broadcast_decision):
+            self._submit(functools.partial(self._move_draft, move))
+
+    def _move_draft(self, move: DraftMove) -> None:
+        move.make(self.mover)
+        self.fault = self.fault or self.mover.fault
 
     def _agree(self, choose: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """``bool[extents]``: the residents before, and those that the rank that decides chooses. The warm-up is over."""
@@ -467,6 +502,7 @@ class OffloadManager:
         so no request is made here: it would still be in flight at the next of those polls."""
         if self.config.adapt != "continuous":
             self.observer.poll()
+        self.drafts.poll()
         self.history.add(self.tokens)
 
     def poll_if_due(self) -> None:

@@ -18,7 +18,7 @@ from sglang_uvm_offload.routing.counts import RoutingCounters
 
 @dataclass(eq=False)
 class ModelExperts:
-    """A draft model's experts are all resident and only counted."""
+    """A draft model's experts are counted apart from the target's."""
 
     draft: bool
     layers: list[ExpertLayer] = field(default_factory=list)

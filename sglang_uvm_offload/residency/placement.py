@@ -33,7 +33,7 @@ class LayerPlacement:
 
 
 EVERYTHING = LayerPlacement(lambda layout: np.ones(layout.num_extents, dtype=bool))
-"""For the layers of a draft model."""
+"""For the layers of a draft model, unless a flag offloads some of its experts."""
 
 
 class InitialPlacement:

@@ -9,7 +9,7 @@ import numpy as np
 from sglang_uvm_offload import __version__
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.residency.history import hit_rate_curve
-from sglang_uvm_offload.residency.ledger import Ledger
+from sglang_uvm_offload.residency.ledger import Ledger, hit_rate_of
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.status import LayerStatus, RankStatus, SlotStatus
 
@@ -21,6 +21,7 @@ def rank_status(manager: OffloadManager) -> RankStatus:
     target = manager.target
     taken = target.extents.bytes_by_layer(target.resident_extents() & target.movable())
     shares = [_resident_share(layer) for layer in layers]
+    drafting = manager.drafts.ledgers()
     draft = [layer for model in manager.models if model.draft for layer in model.layers]
     return RankStatus(
         backend=manager.memory.name,
@@ -35,6 +36,9 @@ def rank_status(manager: OffloadManager) -> RankStatus:
         slots=_slot_status(layers, ledger),
         draft_layers=len(draft),
         draft_bytes=sum(layer.resident_bytes for layer in draft),
+        draft_offloaded_bytes=sum(layer.offloaded_bytes for layer in draft),
+        draft_hit_rate=hit_rate_of(drafting),
+        draft_zero_copy_bytes=sum(int(ledger.zero_copy_bytes.sum()) for ledger in drafting),
         layers=[_layer_status(layer, ledger, index, int(taken[index])) for index, layer in enumerate(layers)],
         resident_ids=[_ids(layer, share == 1) for layer, share in zip(layers, shares, strict=True)],
         partly_resident_ids=[_ids(layer, _is_partly(share)) for layer, share in zip(layers, shares, strict=True)],

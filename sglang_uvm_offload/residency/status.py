@@ -227,6 +227,7 @@ class RankStatus(Struct, frozen=True):
     """Expert tensors in ordinary VRAM."""
     draft_layers: Count
     draft_bytes: Count
+    """VRAM of the experts of draft models."""
     layers: Annotated[list[LayerStatus], Meta(max_length=MAX_LAYERS)]
     resident_ids: list[list[Count]]
     """The checkpoint's ids of the experts of each of ``layers`` that are wholly in VRAM; an expert with replicas may be there
@@ -269,6 +270,11 @@ class RankStatus(Struct, frozen=True):
     evicted_bytes: Count | None = None
     """Bytes of residents that the driver had evicted when the rank last looked (every ten seconds while it serves), estimated
     from a sample of blocks; None before the first look, and where it cannot tell."""
+    draft_offloaded_bytes: Count = 0
+    draft_hit_rate: Share | None = None
+    """As ``hit_rate``, of draft models of which experts are offloaded; None without."""
+    draft_zero_copy_bytes: Count = 0
+    """As ``zero_copy_bytes``."""
     plugin_version: str = ""
     """Empty in statistics that earlier versions saved."""
 

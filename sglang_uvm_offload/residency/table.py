@@ -22,7 +22,10 @@ def residency_table(status: RankStatus, memory: MemoryInfo, kv_tokens: int) -> s
     if (slots := status.slots) is not None:
         rows.append((f"{slots.a_layer} slots beside the experts of a layer", "", size(slots.nbytes)))
     if status.draft_layers:
-        rows.append((f"draft model, {status.draft_layers} MoE layers, all resident", "", size(status.draft_bytes)))
+        offloaded = status.draft_offloaded_bytes
+        part = "in VRAM" if offloaded else "all resident"
+        rows.append((f"draft model, {status.draft_layers} MoE layers, {part}", "", size(status.draft_bytes)))
+        rows += [("  offloaded to host RAM", "", size(offloaded))] if offloaded else []
     if (streaming := status.streaming) is not None:
         what = f"{streaming.buffers} stream buffer{'s' if streaming.buffers > 1 else ''}, for steps of {streaming.min_tokens}"
         rows.append((f"{what} tokens or more", "", size(streaming.nbytes)))

@@ -6,15 +6,17 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from sglang_uvm_offload.sizing.checkpoint import divisions, text_config
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
+from sglang_uvm_offload.sizing.moe_shape import stated_experts
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo, read_folder, read_json
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Sizes are bytes of the checkpoint, by how ranks divide them. All of it is in VRAM, experts too."""
+    """Sizes are bytes of the checkpoint, by how ranks divide them. All of it counts as in VRAM, experts too."""
 
     layers: int
     """Layers that keep keys and values."""
@@ -38,6 +40,11 @@ def load_draft(folder: Path) -> DraftModel:
         raise CheckpointError(f"{folder}: the config's num_hidden_layers is {layers!r}, not a number of layers")
     sums = _sums(read_folder(folder))
     return DraftModel(layers, kv_shape(config), sums["attention"], sums["feed_forward"], sums["replicated"])
+
+
+def draft_experts(folder: Path) -> int | None:
+    """The routed experts of a layer that the config states, None without any. Raises ``CheckpointError``."""
+    return stated_experts(SimpleNamespace(**text_config(read_json(folder / "config.json"))))
 
 
 def _sums(tensors: Iterable[TensorInfo]) -> Counter[str]:

@@ -58,6 +58,8 @@ class Launch:
     """The checkpoint's own draft layers are loaded."""
     draft_path: str | None = None
     """The folder of a draft model's own checkpoint."""
+    draft_num_resident: int | None = None
+    """Residents of each of its draft layers; None: all their experts."""
     draft_tokens: int = 0
     """Tokens that a step verifies for a request; 0 without drafts."""
     image_bytes: int = 0
@@ -126,6 +128,7 @@ class Launch:
             page_tokens=self.page_tokens,
             kv_cache_dtype=self.kv_cache_dtype,
             speculative=self.speculative,
+            draft_num_resident=self.draft_num_resident if self.speculative else None,
             draft_tokens=self.draft_tokens or Workload.draft_tokens,
             other_drafts=bool(self.draft_tokens) and not self.speculative,
         )

@@ -32,14 +32,21 @@ class LeastMemory:
         return round_up(LEAST_TOKENS, self.page_tokens)
 
     def weights(self, stage: int) -> int:
-        """Weights beside routed experts, and the experts of draft layers, which are whole in VRAM."""
+        """Weights beside routed experts, and the experts of draft layers: whole, or as many as the flag for drafts says."""
         case, p = self.case, self.case.parallel
         last = stage == p.pp - 1
         drafts = case.drafts() if last else ()
         total = sum(self._layer(layer) for layer in (*case.decoder_layers(stage), *drafts))
-        total += sum(layer.expert_bytes for layer in drafts) // p.tp
+        total += sum(self._draft_experts(layer) for layer in drafts)
         total += case.model.embedding // p.tp if stage == 0 else 0
         return total + (case.model.head // p.tp if last else 0)
+
+    def _draft_experts(self, layer: LayerShape) -> int:
+        if self.case.workload.draft_num_resident is None:
+            return layer.expert_bytes // self.case.parallel.tp
+        local = self.case.draft_residents // self.case.parallel.ep
+        tensors = (nbytes for nbytes, placed in self._unpadded.expert_tensors(layer) if placed)
+        return sum(local * nbytes // BLOCK_BYTES * BLOCK_BYTES for nbytes in tensors)
 
     def _layer(self, layer: LayerShape) -> int:
         p = self.case.parallel

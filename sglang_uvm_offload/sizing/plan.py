@@ -23,7 +23,9 @@ class Workload:
     themselves."""
     kv_cache_dtype: str = "bfloat16"
     speculative: bool = False
-    """NEXTN: the model's draft layers are loaded too, whole."""
+    """NEXTN: the model's draft layers are loaded too."""
+    draft_num_resident: int | None = None
+    """Residents of each draft layer; None: all its experts."""
     draft_tokens: int = 4
     """Tokens that one step verifies for a request, with drafts."""
     other_drafts: bool = False

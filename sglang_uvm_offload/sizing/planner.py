@@ -222,6 +222,8 @@ def _flags(case: Case, chosen: int) -> tuple[str, ...]:
     out += [f"--max-total-tokens {w.max_total_tokens}"] if w.max_total_tokens is not None else []
     out += [f"--kv-cache-dtype {w.kv_cache_dtype}"] if w.kv_cache_dtype != "bfloat16" else []
     out += ["--speculative-algorithm NEXTN"] if w.speculative else []
+    drafts = w.draft_num_resident if w.speculative else None
+    out += [f"{flag_name('draft_num_resident')} {drafts}"] if drafts is not None and chosen < case.model.num_experts else []
     if chosen < case.model.num_experts:
         out += [f"{_N} {case.residents_of(chosen)}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]
         out += [] if _may_move(case, chosen) else [_FIXED]

@@ -103,6 +103,27 @@ class Case:
     def drafts(self) -> tuple[LayerShape, ...]:
         return self.model.draft_layers if self.workload.speculative else ()
 
+    @property
+    def draft_residents(self) -> int:
+        """Of each draft layer, over all ranks that share it."""
+        given, experts = self.workload.draft_num_resident, self.model.num_experts
+        return experts if given is None else min(given, experts)
+
+    def draft_experts_in_vram(self) -> int:
+        """VRAM of the placed experts of draft layers on one rank, in whole blocks."""
+        residents = self.local(self.draft_residents)
+        return sum(self._layout(nbytes).budget(residents) for nbytes in self._placed_of_drafts)
+
+    def draft_offloaded_bytes(self, residents: int) -> int:
+        """Host RAM of the others, with so many ``residents`` over all ranks, on the rank with fewest of them."""
+        fewest = residents // self.parallel.ep
+        layouts = [self._layout(nbytes) for nbytes in self._placed_of_drafts]
+        return sum(layout.budget(self.local_experts) - layout.budget(fewest) for layout in layouts)
+
+    @property
+    def _placed_of_drafts(self) -> list[int]:
+        return [nbytes for layer in self.drafts() for nbytes, placed in self.expert_tensors(layer) if placed]
+
     def expert_tensors(self, layer: LayerShape) -> Iterator[tuple[int, bool]]:
         """(bytes of one expert on one rank, whether its experts are placed separately) for each expert tensor of the layer."""
         for part in layer.experts:
@@ -142,8 +163,7 @@ class Case:
             sharing = 1 if p.shared_whole and layer.experts else p.tp
             total += -(-layer.attention // p.attn_tp) + keys_values + -(-layer.feed_forward // sharing) + layer.replicated
             total += sum(nbytes * self.local_experts for nbytes, placed in self.expert_tensors(layer) if not placed)
-        for layer in self.drafts():
-            total += sum(whole_blocks(nbytes * self.local_experts) for nbytes, placed in self.expert_tensors(layer) if placed)
+        total += self.draft_experts_in_vram()
         total += self.draft.rank_bytes(p.tp, p.attn_tp) if self.draft else 0
         # With DP attention, each group keeps its own vocabulary tensors.
         if stage == 0:
@@ -272,7 +292,8 @@ class Case:
         return [self.plain_bytes(stage) + self.kv_bytes(stage) + driver for stage in range(self.parallel.pp)]
 
     def rank(self, stage: int, rows: int) -> RankMemory:
-        residents, experts = self.residents_of(rows), self.model.num_experts
+        residents, experts, drafted = self.residents_of(rows), self.model.num_experts, self.draft_residents
+        drafts = [self.draft_offloaded_bytes(n if stage == self.parallel.pp - 1 else experts) for n in (drafted, 0)]
         moe = [layer for layer in self.decoder_layers(stage) if layer.experts]
         return RankMemory(
             stage=stage,
@@ -287,8 +308,9 @@ class Case:
             kv_bytes=self.kv_bytes(stage),
             driver_bytes=self.assumed.driver_batch_mib << 20,
             budget_bytes=self.budget,
-            host_bytes=self.offloaded_bytes(stage, residents),
-            host_bytes_after_moves=self.offloaded_bytes(stage, 0 if 0 < residents < experts else residents),
+            host_bytes=self.offloaded_bytes(stage, residents) + drafts[0],
+            host_bytes_after_moves=self.offloaded_bytes(stage, 0 if 0 < residents < experts else residents)
+            + drafts[0 < drafted < experts],
         )
 
     def host(self, rows: int, after_moves: bool) -> int:
@@ -371,12 +393,9 @@ class Case:
     def cost(self, stage: int) -> StageCost:
         p, layers = self.parallel, self.decoder_layers(stage)
         embedding = -(-self.model.embedding // p.attn_tp) if stage == 0 and self.model.head else 0
-        drafts = sum(
-            whole_blocks(nbytes * self.local_experts)
-            for d in self.drafts()
-            for nbytes, placed in self.expert_tensors(d)
-            if placed
-        )
+        drafts = self.draft_experts_in_vram()
+        residents = self.draft_residents
+        served = hit_rates(self.model.family, self.workload.requests, residents / self.model.num_experts, 0.0).lowest.rate
         kv = self.model.kv.read_bytes(
             self.stages[stage], p.attn_tp, DTYPE_BYTES[self.workload.kv_cache_dtype], self.workload.context_length
         )
@@ -395,6 +414,8 @@ class Case:
             draft_layers=len(drafting),
             draft_bytes=beside + -(-(self.model.head or self.model.embedding) // p.attn_tp),
             draft_expert_bytes=sum(n for layer in drafting for n, _ in self.expert_tensors(layer)),
+            draft_residents=residents,
+            draft_hit_rate=served if residents < self.model.num_experts else 1.0,
         )
 
     def _draft_bytes(self, layer: LayerShape) -> int:

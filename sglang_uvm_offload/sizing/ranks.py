@@ -47,6 +47,11 @@ def shape_problems(case: Case) -> list[str]:
         out.append(f"--kv-cache-dtype {case.workload.kv_cache_dtype}: must be one of {', '.join(DTYPE_BYTES)}")
     if case.workload.speculative and not m.draft_layers:
         out.append(NO_DRAFTS)
+    drafted = case.workload.draft_num_resident
+    if drafted is not None and not case.workload.speculative:
+        out.append(f"--draft-num-resident {drafted}: has no effect without --speculative")
+    if drafted is not None and drafted > m.num_experts:
+        out.append(f"--draft-num-resident {drafted}: the model has {m.num_experts} experts a layer; give at most as many")
     accepted, drafts = case.assumed.accepted_tokens, case.workload.draft_tokens
     if case.workload.speculative and not 1 <= accepted <= drafts:
         out.append(

@@ -62,6 +62,10 @@ class StageCost:
     """Weights that one pass of the draft layers reads, routed experts left out."""
     draft_expert_bytes: int = 0
     """One routed expert of every draft layer."""
+    draft_residents: int | None = None
+    """Of each draft layer; None: all."""
+    draft_hit_rate: float = 1.0
+    """The share of their uses that they serve."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,8 @@ def predict(
     batch = _Batch(-(-requests // parallel.replicas), -(-requests // parallel.dp), drafts)
     yielded = assumed.accepted_tokens if workload.speculative else 1
     decode = model.decode_step(rows, hit_rate, batch, fills=slots > 0)
-    resident_decode = model.decode_step(num_experts, 1.0, batch)
+    resident = replace(model, stages=[replace(stage, draft_residents=None, draft_hit_rate=1.0) for stage in stages])
+    resident_decode = resident.decode_step(num_experts, 1.0, batch)
     chunk_tokens = min(chunk, workload.prompt_tokens)
     chunks = -(-workload.prompt_tokens // chunk_tokens)
     prompt = _Batch(chunk_tokens, 0, 0)
@@ -203,9 +208,10 @@ class _Model:
         crossing = missed * sum(sum(stage.expert_layers) for stage in self.stages)
         from_vram = hit + missed if fills else hit
         seconds = sum(self.in_vram(stage, from_vram, batch) + self.drafting(stage, batch) for stage in self.stages)
+        drafted = sum(self.drafted_misses(stage, batch) for stage in self.stages)
         seconds += crossing / (self.copy_rate if fills else self.read_rate)
         seconds += layers * self.assumed.slot_layer_us * 1e-6 if fills else 0
-        return _Step(seconds, missed * layers, crossing)
+        return _Step(seconds, missed * layers, crossing + drafted)
 
     def prefill_chunk(self, num_resident: int, hit_rate: float, prompt: _Batch, reread: float) -> float:
         """Seconds of a chunk of a prompt, which reads each missed expert ``reread`` times."""
@@ -278,9 +284,19 @@ class _Model:
         """Seconds of the passes of the draft layers, one for each drafted token of a request."""
         if not stage.draft_layers:
             return 0.0
-        experts = distinct(self.num_experts, self.top_k, batch.tokens) / self.parallel.ep
+        residents = self.num_experts if stage.draft_residents is None else stage.draft_residents
+        experts = distinct(residents, self.top_k * stage.draft_hit_rate, batch.tokens) / self.parallel.ep
         read = stage.draft_bytes + experts * stage.draft_expert_bytes
-        return batch.drafts * (read / self.vram_rate + stage.draft_layers * self.layer_overhead(stage))
+        passes = batch.drafts * (read / self.vram_rate + stage.draft_layers * self.layer_overhead(stage))
+        return passes + self.drafted_misses(stage, batch) / self.read_rate
+
+    def drafted_misses(self, stage: StageCost, batch: _Batch) -> float:
+        """Bytes that these passes read over the link."""
+        if not stage.draft_layers or stage.draft_residents is None:
+            return 0.0
+        offloaded = self.num_experts - stage.draft_residents
+        missed = distinct(offloaded, self.top_k * (1 - stage.draft_hit_rate), batch.tokens) / self.parallel.ep
+        return batch.drafts * missed * stage.draft_expert_bytes
 
     def cpu_engine_step(self, batch: _Batch) -> float:
         """The step of a CPU engine, 0 if the rate of the host's memory is unknown."""

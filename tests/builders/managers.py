@@ -71,6 +71,28 @@ class Rank:
         return [np.flatnonzero(layer.resident).tolist() for layer in self.model.layers]
 
 
+class Draft:
+    """A draft model of one layer, beside the model of ``rank``."""
+
+    def __init__(self, rank):
+        self.manager = rank.manager
+        self.model = self.manager.begin_model(draft=True)
+        self.layer = self.manager.add_layer(self.model, 0, E, 0, 0, 1)
+        self.module = torch.nn.Module()
+        with AllocationMode(E, self.layer.allocate):
+            self.module.w13 = torch.empty(E, PAGE_BYTES, dtype=torch.uint8)
+        self.layer.sync_tensors(self.module)
+        self.manager.finish_model(self.model)
+
+    def step(self, ids):
+        self.manager.begin_step(self.model, ALL_ROWS, len(ids), Phase.DECODE)
+        self.model.counters.count(0, torch.tensor(ids), 0, IdFormat.PLAIN)
+        self.manager.end_step(self.model)
+
+    def resident(self):
+        return np.flatnonzero(self.layer.resident).tolist()
+
+
 def profile_of(hot, steps=100):
     """A profile in which ``hot[layer]`` were used in every decode step."""
     model = RoutedModel("m", "M", tuple(range(1, LAYERS + 1)), E, 3)

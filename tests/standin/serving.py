@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from builders.plugins import saboteur
 from standin.build import sglang_environment
 from standin.engine import run_engine
 
@@ -37,12 +39,18 @@ def captures(calls: list[dict]) -> Iterator[list[dict]]:
             yield calls[start : i + 1]
 
 
-def serve_and_log(job: dict[str, Any], first: int, library: Path, folder: Path) -> tuple[dict[str, Any], list[dict]]:
+def serve_and_log(
+    job: dict[str, Any], first: int, library: Path, folder: Path, plugin: str = ""
+) -> tuple[dict[str, Any], list[dict]]:
     """What an engine answers whose tokens pick the experts from ``first`` on, with its ``log``, and the CUDA calls of the
-    process that serves."""
+    process that serves. ``plugin``: code of one more SGLang plugin."""
     environment = sglang_environment(library.parent, folder / "calls.jsonl", library.parent / "caches")
     environment |= {"STANDIN_FIRST_EXPERT": str(first), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment["STANDIN_LATE"] = "2"  # the stream of SGLang's steps, and that of the copies of counts
+    if plugin:
+        folder.mkdir(parents=True, exist_ok=True)
+        saboteur(folder, plugin)
+        environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment['PYTHONPATH']}"
     result = run_engine(job, folder, environment, seconds=900) | {"log": (folder / "log.txt").read_text()}
     calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
     # The try of unified memory runs in a process of its own, which captures nothing.

@@ -42,7 +42,7 @@ def listed() -> set[str]:
 
 def test_every_function_that_is_hooked_is_listed():
     targets: set[str] = set()
-    config = parse({"num_resident": "1", "slots": "1", "trace": "/nowhere.npz"})
+    config = parse({"num_resident": "1", "slots": "1", "draft_num_resident": 1, "trace": "/nowhere.npz"})
     assert config is not None
     runtime.install(config, lambda target, hook, kind: targets.add(target))
     end_of_serving.install(lambda target, hook, kind: targets.add(target))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from builders.drafts import eagle
 from checkpoints import Checkpoints
 
 from sglang_uvm_offload.config import parse
@@ -192,3 +194,44 @@ def test_states_that_cannot_be_counted_are_named(monkeypatch):
     assert reason.endswith("linear attention with --speculative-algorithm EAGLE")
     monkeypatch.setattr(linear_attention, "hybrid_gdn_config", lambda model: None)
     assert "only that of Qwen3-Next" in linear_attention.uncounted(cfg, None)[0]
+
+
+class TestResidentsOfDrafts:
+    """``--expert-offload-draft-num-resident`` against the draft model that the launch loads."""
+
+    def problems(self, number, experts=16, **cfg):
+        config = parse({"num_resident": "4", "draft_num_resident": number})
+        assert config is not None
+        return launch_drafts.problems(config, resolved(model_path="/m", **cfg), experts)
+
+    def test_without_the_flag_nothing_is_looked_at(self):
+        assert self.problems(None) == []
+
+    @pytest.mark.parametrize("algorithm", [None, "NGRAM"])
+    def test_without_a_draft_model_it_has_no_effect(self, algorithm):
+        (problem,) = self.problems(4, speculative_algorithm=algorithm)
+        assert problem.startswith("--expert-offload-draft-num-resident 4: no draft model is loaded")
+        assert f"(--speculative-algorithm {algorithm})" in problem
+
+    def test_draft_layers_of_the_checkpoint_have_its_experts(self):
+        assert self.problems(16, speculative_algorithm="NEXTN") == []
+        (problem,) = self.problems(17, speculative_algorithm="NEXTN", speculative_draft_model_path="/m")
+        assert problem.endswith("17: the draft model has 16 routed experts a layer; give at most as many")
+
+    def test_a_draft_model_of_its_own_has_its_own(self, checkpoints, tmp_path):
+        own = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(checkpoints("olmoe"))}
+        assert self.problems(16, experts=8, **own) == []
+        (problem,) = self.problems(17, experts=32, **own)
+        assert problem.endswith("the draft model has 16 routed experts a layer; give at most as many")
+        dense = eagle(tmp_path / "dense")
+        (problem,) = self.problems(4, **{**own, "speculative_draft_model_path": str(dense)})
+        assert problem.endswith(f"4: the draft model ({dense}) has no routed experts; leave it out")
+
+    def test_one_that_is_not_here_yet_is_not_looked_at(self, tmp_path):
+        away = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(tmp_path / "away")}
+        assert self.problems(4, **away) == []
+
+    def test_the_plan_counts_them_for_layers_of_the_checkpoint_only(self, launch, checkpoints):
+        olmoe = str(checkpoints("olmoe"))
+        own = launch(speculative_algorithm="STANDALONE", speculative_draft_model_path=olmoe, speculative_num_draft_tokens=4)
+        assert dataclasses.replace(own, draft_num_resident=4).case().workload.draft_num_resident is None

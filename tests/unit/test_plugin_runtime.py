@@ -80,3 +80,19 @@ def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
     streamer = rank.layer_hooks.streamer = SimpleNamespace()
     rank._begin_slots(None)
     assert streamer.slot_of is slots.slot_of
+
+
+@pytest.mark.parametrize(("everywhere", "rows"), [(None, 3), ([3, 4], ALL_ROWS)])
+def test_a_step_that_a_graph_of_drafts_replays_counts_the_rows_before_the_padding(monkeypatch, everywhere, rows):
+    """Gathered, padding may be anywhere."""
+    steps = []
+    rank = runtime._RankHooks(parse({"num_resident": "4", "draft_num_resident": 2}))
+    monkeypatch.setattr(runtime, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: True))
+    rank.manager = SimpleNamespace(
+        begin_step=lambda model, rows, tokens, phase: steps.append((model, rows, phase)), end_step=steps.append
+    )
+    graphs = SimpleNamespace(model_runner=SimpleNamespace(_expert_offload="draft"))
+    batch = SimpleNamespace(positions=[7, 8, 9], global_num_tokens_cpu=everywhere)
+    ran = rank.around_draft_graph(lambda graphs, batch, more: (steps.append("ran"), more), graphs, batch, "more")
+    assert ran == (None, "more")
+    assert steps == [("draft", rows, Phase.DECODE), "ran", "draft"]

@@ -5,12 +5,11 @@ import logging
 import numpy as np
 import pytest
 import torch
-from builders.managers import LAYERS, E, Rank, config, profile_of
+from builders.managers import LAYERS, Draft, E, Rank, config, profile_of
 from simulated_driver import SimulatedDriver
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
-from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
@@ -19,7 +18,7 @@ from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.reporting import rank_status
 from sglang_uvm_offload.residency.selection import rank_share
 from sglang_uvm_offload.residency.table import residency_table
-from sglang_uvm_offload.routing.counts import ALL_ROWS, IdFormat, Phase
+from sglang_uvm_offload.routing.counts import IdFormat, Phase
 
 
 def test_first_n_is_resident_at_load_and_never_changes():
@@ -202,17 +201,10 @@ def test_n_of_all_experts_and_n_of_none_are_served():
 
 def test_a_draft_model_is_resident_whole_and_not_in_the_targets_counts():
     rank = Rank(config())
-    draft = rank.manager.begin_model(draft=True)
-    layer = rank.manager.add_layer(draft, 0, E, 0, 0, 1)
-    module = torch.nn.Module()
-    with AllocationMode(E, layer.allocate):
-        module.w13 = torch.empty(E, PAGE_BYTES, dtype=torch.uint8)
-    layer.sync_tensors(module)
-    rank.manager.finish_model(draft)
-    rank.manager.begin_step(draft, ALL_ROWS, 50, Phase.DECODE)
-    draft.counters.count(0, torch.tensor([[1, 2]]), 0, IdFormat.PLAIN)
+    draft = Draft(rank)
+    draft.step([[1, 2]] * 50)
     status = rank.status()
-    assert layer.resident.all()
+    assert draft.layer.resident.all()
     assert (status["routed"], status["tokens"], status["draft_layers"]) == (0, 0, 1)
     assert status["draft_bytes"] == E * PAGE_BYTES
 

@@ -81,6 +81,15 @@ def test_drafts_are_whole_in_vram_of_the_last_stage():
     assert experts < drafting.weights(0) - plain.weights(0) < 1.25 * experts
 
 
+def test_drafts_of_which_some_experts_are_offloaded_are_in_vram_with_the_others():
+    def weights(number):
+        return least(MODELS / "deepseek-v3.json", Parallel(tp=8), speculative=True, draft_num_resident=number).weights(0)
+
+    assert weights(256) - weights(128) == weights(128) - weights(0) > 0
+    experts = 256 * 3 * 7168 * 2048 // 8
+    assert experts <= weights(None) - weights(0) < 1.01 * experts  # with their scales
+
+
 def test_sglang_keeps_its_share_of_the_gpu_that_has_least_free():
     reserve = Reserve(0.75, headroom_gb=preset("8xH20").vram_bytes / GIB / 4, image_bytes=7)
     found = least(MODELS / "deepseek-v3.json", Parallel(tp=8), reserve)

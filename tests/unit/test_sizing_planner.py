@@ -566,6 +566,40 @@ def test_each_drafted_token_takes_a_pass_of_the_draft_layers():
     assert step(3, STAGE) == pytest.approx(step(0)), "without draft layers, only more rows are computed"
 
 
+def test_drafted_tokens_read_what_is_offloaded_of_draft_layers():
+    stage = dataclasses.replace(STAGE, draft_layers=1, draft_bytes=10**8, draft_expert_bytes=10**7)
+    work, assumed = Workload(4096, speculative=True), Assumptions()
+    some = dataclasses.replace(stage, draft_residents=32, draft_hit_rate=0.75)
+    whole, part = (
+        predict("test", 1.0, 64, 64, 4, [of], preset("1xH200"), work, Parallel(), 1, 4096, assumed) for of in (stage, some)
+    )
+    assert part.missed_bytes - whole.missed_bytes == pytest.approx(3 * 10**7, rel=0.02), "a fourth of the four, three times"
+    assert part.decode_step_s > whole.decode_step_s
+    assert part.resident_step_s == whole.resident_step_s
+
+
+def test_offloaded_experts_of_draft_layers_leave_vram_and_take_host_ram():
+    machine = roomy("8xH20")
+    whole, half = (ask("deepseek-v3", machine, Workload(8192, speculative=True, draft_num_resident=n)) for n in (None, 128))
+    more, less = (case_of(plan, "deepseek-v3").rank(0, 100) for plan in (whole, half))
+    freed = more.plain_weights - less.plain_weights
+    assert freed == 128 * 3 * 7168 * 2048 // 8
+    assert less.host_bytes - more.host_bytes == freed
+    assert less.host_bytes_after_moves - more.host_bytes_after_moves == 2 * freed
+    small = dataclasses.replace(preset("8xH20"), vram_bytes=80 * GIB)
+    chosen = [ask("deepseek-v3", small, Workload(8192, speculative=True, draft_num_resident=n)).num_resident for n in (None, 0)]
+    assert chosen[1] > chosen[0]
+
+
+def test_residents_of_draft_layers_that_no_model_has_are_refused():
+    def problems(number, speculative=True):
+        return ask("deepseek-v3", roomy("8xH20"), Workload(8192, speculative=speculative, draft_num_resident=number)).problems
+
+    assert problems(256) == ()
+    assert problems(257) == ("--draft-num-resident 257: the model has 256 experts a layer; give at most as many",)
+    assert problems(1, speculative=False) == ("--draft-num-resident 1: has no effect without --speculative",)
+
+
 def test_latent_attention_has_an_overhead_of_its_own_and_fp8_computes_twice_as_fast():
     deepseek = case_of(ask("deepseek-v3", roomy("8xH20")), "deepseek-v3").cost(0)
     qwen = case_of(ask("qwen3-235b-a22b", roomy("8xH20")), "qwen3-235b-a22b").cost(0)

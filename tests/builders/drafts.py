@@ -1,0 +1,50 @@
+"""Draft models of EAGLE for the tests' checkpoints: one dense layer that reads the target's hidden states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from make_checkpoint import VOCAB, Shape, Weights, base_config
+from safetensors.torch import load_file, save_file
+
+SHAPE = Shape(layers=1)
+AUXILIARY = 3
+"""Layers of the target whose hidden states EAGLE-3 reads."""
+
+
+def eagle(folder: Path, dtype: str = "float32") -> Path:
+    """A draft that leans on the newest token, and takes embedding and head from its target."""
+    weights = Weights(SHAPE, getattr(torch, dtype), seed=5, hot=None)
+    weights.attention("layers.0.self_attn")
+    weights.mlp("layers.0.mlp", SHAPE.dense_size)
+    weights.norm("layers.0.post_attention_layernorm")
+    weights.linear("fc", SHAPE.hidden, 2 * SHAPE.hidden, bias=True, gain=0.1)
+    weights.tensors["fc.weight"][:, : SHAPE.hidden] += torch.eye(SHAPE.hidden)
+    return _written(weights, folder, "LlamaForCausalLMEagle", torch_dtype=dtype)
+
+
+def eagle3(folder: Path, target: Path, dtype: str = "float32") -> Path:
+    """A draft with a head of its own, which is that of the checkpoint ``target``."""
+    weights = Weights(SHAPE, getattr(torch, dtype), seed=6, hot=None)
+    weights.linear("midlayer.self_attn.q_proj", SHAPE.heads * SHAPE.head_dim, 2 * SHAPE.hidden)
+    weights.linear("midlayer.self_attn.k_proj", SHAPE.kv_heads * SHAPE.head_dim, 2 * SHAPE.hidden)
+    weights.linear("midlayer.self_attn.v_proj", SHAPE.kv_heads * SHAPE.head_dim, 2 * SHAPE.hidden)
+    weights.linear("midlayer.self_attn.o_proj", SHAPE.hidden, SHAPE.heads * SHAPE.head_dim)
+    weights.mlp("midlayer.mlp", SHAPE.dense_size)
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        weights.norm(f"midlayer.{name}")
+    weights.norm("norm")
+    weights.linear("fc", SHAPE.hidden, AUXILIARY * SHAPE.hidden)
+    weights.add("lm_head.weight", load_file(target / "model.safetensors")["lm_head.weight"])
+    return _written(weights, folder, "LlamaForCausalLMEagle3", torch_dtype=dtype, draft_vocab_size=VOCAB)
+
+
+def _written(weights: Weights, folder: Path, architecture: str, **more: object) -> Path:
+    config = base_config(SHAPE, architecture, "llama", intermediate_size=SHAPE.dense_size, **more)
+    del config["num_experts_per_tok"]
+    folder.mkdir(parents=True)
+    save_file(weights.tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,108 @@
+"""Real SGLang with drafts and its default graphs, over the stand-in driver: what captures hold, where they read experts, and
+that the steps of draft models count when graphs replay them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from builders.drafts import eagle, eagle3
+from checkpoints import Checkpoints
+from standin.run import Standin
+from standin.serving import GPU, captures, serve_and_log
+
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES
+
+FIRST = 9
+"""Every token picks the experts from this one on."""
+TOKENS = 24
+DRAFTED = {"speculative_num_steps": 2, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3}
+BY_NGRAMS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3}
+OFFLOAD: dict[str, Any] = {
+    "expert_offload_num_resident": 4,
+    "expert_offload_headroom_gb": 0.0,
+    "expert_offload_warmup_tokens": 16,
+    "expert_offload_stream_tokens": "inf",
+}
+# Nothing is computed, so no tree can be checked: of each, its first token is kept.
+CHECKED = """import torch
+from sglang.srt.speculative import eagle_utils
+def sampled(verify_input, batch, *args, **kwargs):
+    def there(rows):
+        return torch.tensor(rows, dtype=torch.int32).to(batch.device)
+    width, requests = verify_input.draft_token_num, range(len(batch.seq_lens))
+    kept = [[width * request] + [-1] * (verify_input.max_tree_depth - 1) for request in requests]
+    return there([65 for _ in requests for _ in range(width)]), there([1 for _ in requests]), there(kept)
+eagle_utils.eagle_sample = sampled
+"""
+
+
+class Served(NamedTuple):
+    result: dict[str, Any]
+    calls: list[dict]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.result["server_info"]["internal_states"][0]["expert_offload"]
+
+    def assert_graphs_read_managed_experts(self, moe_layers: int, graphs: int) -> None:
+        """``graphs`` captures compute ``moe_layers`` of them, with a counter each; all succeeded, and graphs were replayed."""
+        assert [call for call in self.calls if call["result"] != 0] == []
+        managed = {call["address"] for call in self.calls if call["call"] == "cudaMallocManaged"}
+        found = []
+        for capture in captures(self.calls):
+            kernels = [call for call in capture if "kernel" in call]
+            moe = [call for call in kernels if call["kernel"] == "fused_moe_kernel"]
+            assert {call["arguments"][1] for call in moe} <= managed
+            ours = [call["kernel"] for call in kernels if call["kernel"].startswith("uvm_")]
+            assert ours == ["uvm_count_routing_kernel"] * (len(moe) // 2)
+            found.append(len(moe) // 2)
+        assert found.count(moe_layers) == graphs
+        assert sum(call["call"] == "cudaGraphLaunch" for call in self.calls) >= TOKENS
+        assert [len(answer["output_ids"]) for answer in self.result["answers"]] == [TOKENS]
+        assert self.state["fault"] is None
+
+
+def serve(standin: Standin, checkpoint: Path, folder: Path, **drafting: Any) -> Served:
+    engine = {"model_path": str(checkpoint), **GPU, **OFFLOAD, **drafting}
+    job = {"engine": engine, "prompts": ["hello world"], "max_new_tokens": TOKENS}
+    return Served(*serve_and_log(job, FIRST, standin.library, folder / "served", CHECKED))
+
+
+@pytest.mark.nightly
+@pytest.mark.works("Speculation", "NEXTN with graphs, draft layers offloaded")
+def test_offloaded_draft_layers_are_captured_and_counted(tmp_path: Path, checkpoints: Checkpoints, standin: Standin) -> None:
+    """Their experts move to where drafts read them: a draft's step is counted though its graph alone runs."""
+    checkpoint = checkpoints("glm4_moe", expert_size=512)
+    drafting = {**DRAFTED, "speculative_algorithm": "NEXTN", "expert_offload_draft_num_resident": 4}
+    served = serve(standin, checkpoint, tmp_path, **drafting)
+    served.assert_graphs_read_managed_experts(moe_layers=2, graphs=2)  # of the target, for one request and for two
+    assert served.state["draft_bytes"] == 4 * BLOCK_BYTES  # of each tensor those of residents, and of the fused shared expert
+    assert served.state["draft_hit_rate"] > 0
+    assert "residents of the draft model chosen from" in served.result["log"]
+    moe = [sum(call.get("kernel") == "fused_moe_kernel" for call in capture) // 2 for capture in captures(served.calls)]
+    assert moe.count(1) >= 4  # drafts, and what they take in after each check
+
+
+@pytest.mark.nightly
+@pytest.mark.works("Speculation", "EAGLE with graphs")
+def test_drafts_of_eagle(tmp_path: Path, checkpoints: Checkpoints, standin: Standin) -> None:
+    draft = eagle(tmp_path / "draft", "bfloat16")
+    drafting = {**DRAFTED, "speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(draft)}
+    serve(standin, checkpoints("qwen3_moe", expert_size=512), tmp_path, **drafting).assert_graphs_read_managed_experts(3, 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.works("Speculation", "EAGLE3 with graphs")
+def test_drafts_of_eagle_3(tmp_path: Path, checkpoints: Checkpoints, standin: Standin) -> None:
+    checkpoint = checkpoints("qwen3_moe", expert_size=512)
+    draft = eagle3(tmp_path / "draft", checkpoint, "bfloat16")
+    drafting = {**DRAFTED, "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft)}
+    serve(standin, checkpoint, tmp_path, **drafting).assert_graphs_read_managed_experts(3, 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.works("Speculation", "NGRAM with graphs")
+def test_drafts_of_n_grams(tmp_path: Path, checkpoints: Checkpoints, standin: Standin) -> None:
+    serve(standin, checkpoints("qwen3_moe", expert_size=512), tmp_path, **BY_NGRAMS).assert_graphs_read_managed_experts(3, 2)
