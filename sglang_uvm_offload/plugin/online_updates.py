@@ -15,13 +15,17 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError
-from sglang_uvm_offload.plugin import enforce
+from sglang_uvm_offload.plugin import compat, enforce
 from sglang_uvm_offload.residency.manager import OffloadManager
 
 logger = logging.getLogger(__name__)
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-SOURCES = ("disk", "distributed", "tensor", "ipc")
+UPDATES = (
+    *(f"{_UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
+    f"{_UPDATER}.end_weight_update",
+)
+"""A trainer that writes by RDMA updates nothing between the begin of a session and its end."""
 
 
 class OnlineUpdates:
@@ -32,8 +36,8 @@ class OnlineUpdates:
         self._model_path = model_path
 
     def install(self, add: Callable[[str, Any, HookType], None]) -> None:
-        for source in SOURCES:
-            add(f"{_UPDATER}.update_weights_from_{source}", self._around_update, HookType.AROUND)
+        for target in compat.writers(UPDATES):
+            add(target, self._around_update, HookType.AROUND)
 
     def _around_update(self, original: Callable[..., Any], updater: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Between steps, on every rank."""

@@ -11,7 +11,7 @@ from builders.managers import Rank, config
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
 from sglang_uvm_offload.plugin import enforce
-from sglang_uvm_offload.plugin.online_updates import SOURCES, OnlineUpdates
+from sglang_uvm_offload.plugin.online_updates import UPDATES, OnlineUpdates
 
 
 def steps(rank: Rank, ids: list[int], count: int) -> None:
@@ -71,7 +71,7 @@ def test_another_checkpoint_ends_saving_with_what_was_counted_before_it(caplog):
     assert "the profile is of the checkpoint before the weights of /models/b" in caplog.text
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", [target.rpartition("_")[2] for target in UPDATES])
 def test_new_weights_of_the_same_checkpoint_end_no_saving(source):
     server = Server()
     server.update(source, **({"model_path": "/models/a"} if source == "disk" else {}))
