@@ -200,3 +200,16 @@ def test_metrics_stand_beside_those_of_sglang(on: Said, off: Said) -> None:
         assert f"sglang:expert_offload_{name}" in on["metrics"]
     assert "sglang:prompt_tokens_total" in off["metrics"]
     assert "expert_offload" not in off["metrics"]
+
+
+@pytest.mark.nightly
+@pytest.mark.works("Launch", "--skip-tokenizer-init")
+def test_token_ids_are_answered_without_a_tokenizer(checkpoints: Checkpoints, engines: Engines) -> None:
+    checkpoint, answers = checkpoints("qwen3_moe", dtype="float32"), []
+    for offload in ({}, {"expert_offload_num_resident": 4, "expert_offload_warmup_tokens": 8}):
+        with engines.server(checkpoint, dtype="float32", skip_tokenizer_init=True, **offload) as server:
+            answers.append(server.post("/generate", {"input_ids": [*range(60, 90)], "sampling_params": GREEDY})["output_ids"])
+            info = server.get("/server_info")
+    assert_offloaded(info)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == GREEDY["max_new_tokens"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def from_distributed(server: Server, checkpoint: Path) -> None:
         target=lambda: joined.append(server.post("/init_weights_update_group", {**there, "group_name": GROUP}))
     )
     joining.start()
-    group = init_custom_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=0, group_name=GROUP)
+    ends = timedelta(seconds=60)  # of waiting for a server that has refused
+    group = init_custom_process_group("gloo", f"tcp://127.0.0.1:{port}", ends, world_size=2, rank=0, group_name=GROUP)
     joining.join()
     tensors = weights_of(checkpoint)
     told = {

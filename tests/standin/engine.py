@@ -1,5 +1,6 @@
 """Answers prompts, one after the other, with a real SGLang engine: ``python engine.py JOB.json``, in the environment of
-``build.sglang_environment``. The job names ``engine`` (SGLang's arguments), ``prompts``, ``max_new_tokens`` and ``result``."""
+``build.sglang_environment``. The job names ``engine`` (SGLang's arguments), ``prompts``, ``max_new_tokens`` and ``result``, and
+may name what else is asked with each prompt (``beside``)."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     engine = Engine(**job["engine"])
     sampling = {"temperature": 0, "max_new_tokens": job["max_new_tokens"], "ignore_eos": True}
-    answers = [answer for prompt in job["prompts"] for answer in engine.generate([prompt], sampling)]
+    answers = [answer for prompt in job["prompts"] for answer in engine.generate([prompt], sampling, **job.get("beside", {}))]
     info = engine.get_server_info()
     engine.shutdown()
     Path(job["result"]).write_text(json.dumps({"answers": answers, "server_info": info}, default=str))

@@ -1,0 +1,54 @@
+"""Real SGLang over the stand-in driver in modes that no CPU serves: their graphs are captured and replayed, and read experts
+where these stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Checkpoints
+from standin.run import Standin
+from standin.serving import GPU, captures, serve_and_log
+
+TOKENS = 12
+PROMPTS = ["hello world", "the quick brown fox jumps over the lazy dog"]
+"""The one is prefilled in a graph, the other streams."""
+OFFLOAD = {
+    **{"expert_offload_num_resident": 4, "expert_offload_headroom_gb": 0.0, "expert_offload_warmup_tokens": 8},
+    "expert_offload_stream_tokens": 16,
+}
+MODES: dict[tuple[str, str], dict[str, Any]] = {
+    ("hierarchical cache", "qwen3_moe"): {"enable_hierarchical_cache": True, "hicache_size": 1},
+    ("single-batch overlap", "deepseek_v3"): {"enable_single_batch_overlap": True},
+    ("decode role of PD disaggregation", "qwen3_moe"): {
+        "disaggregation_mode": "decode",
+        "disaggregation_transfer_backend": "fake",
+    },
+}
+NOWHERE = {"bootstrap_host": ["2.2.2.2"], "bootstrap_room": [0]}
+"""SGLang's address for a decode whose cache comes from nobody."""
+CASES = [pytest.param(*mode, marks=pytest.mark.works("Launch", mode[0]), id=mode[0]) for mode in MODES]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("mode", "family"), CASES)
+def test_graphs_are_replayed_while_experts_move(
+    mode: str, family: str, tmp_path: Path, checkpoints: Checkpoints, standin: Standin
+) -> None:
+    decodes = "decode role" in mode
+    engine = {"model_path": str(checkpoints(family, expert_size=512)), **GPU, **OFFLOAD, **MODES[mode, family]}
+    job = {"engine": engine, "prompts": PROMPTS, "max_new_tokens": TOKENS, "beside": NOWHERE if decodes else {}}
+    result, calls = serve_and_log(job, 9, standin.library, tmp_path / "served")
+    assert [call for call in calls if call["result"] != 0] == []
+    assert [len(answer["output_ids"]) for answer in result["answers"]] == [TOKENS, TOKENS]
+    managed = {call["address"] for call in calls if call["call"] == "cudaMallocManaged"}
+    moe = [[c["arguments"][1] for c in capture if c.get("kernel") == "fused_moe_kernel"] for capture in captures(calls)]
+    assert {address for capture in moe for address in capture} <= managed
+    (state,) = [state["expert_offload"] for state in result["server_info"]["internal_states"]]
+    whole = [capture for capture in moe if len(capture) == 2 * state["num_layers"]]
+    assert len(whole) == 2  # decode: batches of 1 and of 2
+    assert sum(call["call"] == "cudaGraphLaunch" for call in calls) >= 2 * (TOKENS - 1)
+    assert state["fault"] is None
+    assert state["moves"] > 0
+    assert (state["streamed_bytes"] > 0) != decodes
