@@ -56,6 +56,7 @@ class BuiltModel:
         for rank, (layers, _, _) in enumerate(stages):
             before, self._moe_layers = len(self._moe_layers), _followed(self._moe_layers, layers)
             if rank == parallel.pp_rank:
+                self._rows = range(before, len(self._moe_layers))
                 for layer, number in zip(model.layers, self._moe_layers[before:], strict=True):
                     layer.layer_id = number
         self.num_experts = max(experts for _, (experts, _), _ in stages)
@@ -92,8 +93,8 @@ class BuiltModel:
     def _replica_problems(self, config: OffloadConfig, chosen: ResidentIds) -> list[str]:
         """Why the named experts of this stage, with all their replicas, are more than N a layer."""
         named = sum(
-            int(np.isin(layer.location.experts, list(chosen.of_layer(self._moe_layers.index(layer.layer_id)))).sum())
-            for layer in self._layers
+            int(np.isin(layer.location.experts, list(chosen.of_layer(row))).sum())
+            for row, layer in zip(self._rows, self._layers, strict=True)
         )
         allowed = config.num_resident * len(self._layers)
         if named <= allowed:

@@ -197,7 +197,8 @@ class OffloadManager:
         profile, target = self.profile, self.target
         if profile is None:
             return None
-        return profile.part([layer.layer_id for layer in target.layers], target.locations, target.width)
+        rows = profile.model.rows([layer.layer_id for layer in target.layers])
+        return profile.part(rows, target.locations, target.width)
 
     @property
     def profile(self) -> Profile | None:

@@ -47,6 +47,7 @@ class InitialPlacement:
         self._earlier = earlier
         self._next: int | None = None
         self._from = 0
+        self._layers: list[int] = []
 
     def of_layer(
         self,
@@ -64,6 +65,8 @@ class InitialPlacement:
             self._next, self._from = len(earlier), ids_from(earlier, layer_id)
         index, self._next = self._next, self._next + 1
         layer_id += self._from
+        nth = self._layers.count(layer_id)
+        self._layers.append(layer_id)
         routed = num_experts - num_shared
         first, shared = ep_rank * routed, np.arange(num_experts) >= routed
         where = location or ExpertLocation.trivial(routed * ep_size, range(first, first + routed))
@@ -75,8 +78,9 @@ class InitialPlacement:
                 return LayerPlacement(lambda layout: layout.holding(named))
         kept, number = named.copy(), rank_share(self.config.num_resident, ep_rank, ep_size)
         named[np.flatnonzero(~named & ~shared)[: max(number - int(named.sum()), 0)]] = True
-        if past is not None and layer_id in past.model.moe_layers and where.ids.max(initial=-1) < past.model.num_experts:
-            seen = past.part([layer_id], [where], num_experts)
+        row = None if past is None else past.model.row(layer_id, nth)
+        if past is not None and row is not None and where.ids.max(initial=-1) < past.model.num_experts:
+            seen = past.part([row], [where], num_experts)
             return LayerPlacement(lambda layout: _hottest_of(seen, layout, named, kept | shared), kept)
         return LayerPlacement(lambda layout: layout.holding(named), kept)
 

@@ -47,13 +47,26 @@ class ProfileError(ValueError):
 
 @dataclass(frozen=True)
 class RoutedModel:
-    """The model of a profile: ``name`` is the checkpoint's, ``moe_layers`` are the decoder layers with a router."""
+    """The model of a profile: ``name`` is the checkpoint's, ``moe_layers`` are the decoder layers with a router, one with
+    several routers as often (in ERNIE 4.5 VL, text and images have their own)."""
 
     name: str
     architecture: str
     moe_layers: tuple[int, ...]
     num_experts: int
     top_k: int | None
+
+    def row(self, layer: int, nth: int = 0) -> int | None:
+        """Where the ``nth`` router (from 0) of decoder layer ``layer`` is in arrays over ``moe_layers``; None if there is none."""
+        rows = [row for row, each in enumerate(self.moe_layers) if each == layer]
+        return rows[nth] if nth < len(rows) else None
+
+    def rows(self, layers: Sequence[int]) -> list[int]:
+        """Those of ``layers``, each time that one is named its next. Raises ``ValueError`` for one that is not there."""
+        rows = [self.row(layer, layers[:at].count(layer)) for at, layer in enumerate(layers)]
+        if None in rows:
+            raise ValueError(f"{list(layers)} are not among the MoE layers {list(self.moe_layers)}")
+        return [row for row in rows if row is not None]
 
     def differences(self, other: RoutedModel) -> list[str]:
         """The fields of ``other`` that differ from this model's, as text."""
@@ -112,17 +125,16 @@ class Profile:
             raise ProfileError(f"splits of VRAM for {len(together)} residencies, more than {MAX_SLOT_SHARES}")
         return dataclasses.replace(self, slot_shares=together)
 
-    def part(self, layers: Sequence[int], locations: Sequence[ExpertLocation], width: int) -> RoutingCounts:
-        """The counts as of a rank that holds the experts at ``locations`` of the decoder layers ``layers``: in its own order,
-        ``width`` experts wide."""
-        rows = [self.model.moe_layers.index(layer) for layer in layers]
-        return RoutingCounts(by_place(self.seen.counts[rows], locations, width), self.seen.steps)
+    def part(self, rows: Sequence[int], locations: Sequence[ExpertLocation], width: int) -> RoutingCounts:
+        """The counts as of a rank that holds the experts at ``locations`` of the MoE layers ``rows`` (as ``RoutedModel.rows``
+        gives them): in its own order, ``width`` experts wide."""
+        return RoutingCounts(by_place(self.seen.counts[list(rows)], locations, width), self.seen.steps)
 
     def with_counts(self, rank: str, counted: Steps, layers: Sequence[int], new: np.ndarray, steps: Steps) -> Profile:
         """This profile with ``new`` (int64 ``[layers, phase, kind, num_experts]``) added to the counts of ``layers``, which are
         then over ``steps`` or more. It then holds what ``rank`` has counted in its first ``counted`` steps."""
         counts = self.seen.counts.copy()
-        counts[[self.model.moe_layers.index(layer) for layer in layers], :, :, : new.shape[-1]] += new
+        counts[self.model.rows(layers), :, :, : new.shape[-1]] += new
         steps = (max(self.seen.steps[0], steps[0]), max(self.seen.steps[1], steps[1]))
         return dataclasses.replace(self, seen=RoutingCounts(counts, steps), ranks={**self.ranks, rank: counted})
 

@@ -103,6 +103,17 @@ def test_named_experts_take_the_room_of_all_their_replicas(monkeypatch, ids, fit
         model.check(placement, model.routed_model(NAME, ARCHITECTURE))
 
 
+def test_two_moe_layers_in_a_decoder_layer_have_lists_of_their_own(monkeypatch, tmp_path):
+    stage(monkeypatch, 0, 1)
+    layers: Any = [SimpleNamespace(layer_id=1, location=ExpertLocation(REPLICATED, range(10))) for _ in range(2)]
+    model = BuiltModel(ModelExperts(draft=False, layers=layers, num_experts=10), top_k=3)
+    path = tmp_path / "ids.json"
+    path.write_text("[[0, 1], [5]]")
+    placement = InitialPlacement(config(num_resident=2, resident_selection="manual", resident_ids=f"@{path}"), None)
+    with pytest.raises(FlagError, match=r"names 5 experts over 2 layers, if replicas .* allows 4"):
+        model.check(placement, model.routed_model(NAME, ARCHITECTURE))
+
+
 @pytest.mark.parametrize("own", [[5, 7], [0, 1]])
 def test_a_stage_gets_the_layers_that_were_built_before_it(monkeypatch, tmp_path, own):
     """Its lists of ids follow theirs, and so do its numbers where its layers count from 0."""

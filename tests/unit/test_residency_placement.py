@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -44,6 +45,14 @@ def test_a_layer_or_an_expert_that_a_profile_does_not_know_gets_the_first():
     assert resident(placement, 9) == [0, 1, 2]
     choose = placement.of_layer(2, 8, 0, 1, 2).choose
     assert choose(ExpertLayout(8, BLOCK_BYTES)).nonzero()[0].tolist() == [0, 1], "the profile knows 8 experts, and not 16"
+
+
+def test_each_of_two_moe_layers_in_a_decoder_layer_gets_its_own_of_a_profile():
+    profile = profile_of([[1, 2, 3], [5, 6, 7], [0, 4, 6]])
+    profile = dataclasses.replace(profile, model=dataclasses.replace(profile.model, moe_layers=(1, 1, 2)))
+    placement = InitialPlacement(config(), profile)
+    assert [resident(placement, layer) for layer in (1, 1, 2)] == [[1, 2, 3], [5, 6, 7], [0, 4, 6]]
+    assert resident(placement, 2) == [0, 1, 2], "the profile knows one"
 
 
 @pytest.mark.parametrize(("earlier", "first"), [([], 2), ([1], 2), ([1], 0), ([0, 1], 0)])

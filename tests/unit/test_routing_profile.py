@@ -184,13 +184,26 @@ class TestParts:
         for layers in ([1], [2, 5]):
             for places in (range(0, 4), range(4, 8)):
                 at = [ExpertLocation(np.array([7, 2, 0, 5, 4, 1, 3, 6]), places)] * len(layers)
-                part = whole.part(layers, at, width=5)  # one slot more, for a fused shared expert
+                part = whole.part(MODEL.rows(layers), at, width=5)  # one slot more, for a fused shared expert
                 assert part.counts.shape == (len(layers), 2, 2, 5)
                 assert not part.counts[..., 4].any()
                 got = got.with_counts(str(places), (1, 1), layers, by_expert(part.counts, at, 8), part.steps)
         assert (got.seen.counts == whole.seen.counts).all()
         assert got.seen.steps == whole.seen.steps
         assert got.ranks == {"range(0, 4)": (1, 1), "range(4, 8)": (1, 1)}
+
+    def test_each_of_two_routers_in_a_decoder_layer_has_its_own_counts(self):
+        model = dataclasses.replace(MODEL, moe_layers=(1, 1, 2, 2))
+        whole, got, at = some(model=model), Profile.empty(model), [ExpertLocation.trivial(8, range(8))] * 2
+        for rank, layers in enumerate(([1, 1], [2, 2])):
+            part = whole.part(model.rows(layers), at, width=8)
+            got = got.with_counts(str(rank), (1, 1), layers, part.counts, part.steps)
+        assert (got.seen.counts == whole.seen.counts).all()
+
+    @pytest.mark.parametrize("layers", [[3], [1, 1]])
+    def test_layers_that_a_model_does_not_have_are_an_error(self, layers):
+        with pytest.raises(ValueError, match=r"are not among the MoE layers \[1, 2, 5\]"):
+            MODEL.rows(layers)
 
     def test_counts_are_added_to_their_layers_alone(self):
         once = Profile.empty(MODEL).with_counts("a", (1, 1), [2], np.ones((1, 2, 2, 8), dtype=np.int64), (1, 1))
