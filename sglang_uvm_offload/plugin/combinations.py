@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.plugin import compat
 
 _N = flag_name("num_resident")
 
@@ -59,6 +60,10 @@ def problems(config: OffloadConfig, cfg: Any) -> list[str]:
         "--remote-instance-weight-loader-start-seed-via-transfer-engine": (
             cfg.remote_instance_weight_loader_start_seed_via_transfer_engine,
             LOAD_FORMATS["remote_instance"],
+        ),
+        "SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT": (
+            compat.swaps_expert_memory(),
+            "it moves each layer's experts into another layer's memory between prefill and decode",
         ),
         "--enable-torch-compile": (
             cfg.enable_torch_compile,

@@ -57,6 +57,7 @@ SINCE = {
     "sglang.srt.server_args.ServerArgs.enable_nvidia_megakernel": (0, 5, 23),
     "sglang.srt.server_args.ServerArgs.enable_paged_experts": (0, 5, 23),
     "sglang.srt.environ.Envs.SGLANG_HTTP_SERVER_APP_PATH": (0, 5, 23),
+    "sglang.srt.environ.Envs.SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT": (0, 5, 23),
     "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase.get_moe_runner_backend": (0, 5, 23),
     # Before, a wrapper hid its parameters, which are the same.
     "sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe.fused_marlin_moe": (0, 5, 23),
@@ -285,6 +286,11 @@ def decode_graph_sizes(runner: Any) -> list[int]:
 def deep_gemm_layout() -> str:
     """How SGLang's DeepGEMM runner lays out the rows of decode steps: auto, masked or compact."""
     return "masked" if VERSION < (0, 5, 18) else envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.get().lower()
+
+
+def swaps_expert_memory() -> bool:
+    """Whether Nemotron-H may move each layer's NVFP4 experts into another layer's tensor between prefill and decode."""
+    return VERSION >= (0, 5, 23) and envs.SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT.get()
 
 
 def moe_runner_backend(layer: Any) -> Any:

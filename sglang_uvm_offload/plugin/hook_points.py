@@ -135,7 +135,9 @@ ATTRIBUTES = {
     ),
     "sglang.srt.entrypoints.engine.Engine": "server_args_class",
     "sglang.srt.entrypoints.http_server": "app get_global_state",
-    "sglang.srt.environ.Envs": "SGLANG_DEEPGEMM_STANDARD_LAYOUT SGLANG_HTTP_SERVER_APP_PATH",
+    "sglang.srt.environ.Envs": (
+        "SGLANG_DEEPGEMM_STANDARD_LAYOUT SGLANG_HTTP_SERVER_APP_PATH SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT"
+    ),
     "sglang.srt.layers.deep_gemm_wrapper.compile_utils": "DeepGemmKernelType deep_gemm_execution_hook",
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE": (
         "dispatcher is_shared_fused_moe layer_id moe_ep_rank moe_ep_size num_fused_shared_experts num_local_experts "

@@ -238,6 +238,17 @@ def test_a_setting_that_does_not_fit_is_refused_by_name(values, name):
     assert reason
 
 
+@pytest.mark.refused("Launch", "SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT (Nemotron-H)")
+def test_experts_that_change_their_memory_between_steps_are_refused(monkeypatch, record_property):
+    monkeypatch.setenv("SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT", "0")
+    assert combinations.problems(parse({"num_resident": 4}), Unset()) == []
+    monkeypatch.setenv("SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT", "1")
+    [problem] = combinations.problems(parse({"num_resident": 4}), Unset())
+    name, _, reason = problem.partition(": cannot be combined with --expert-offload-num-resident: ")
+    assert name == "SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT"
+    record_property("reason", reason)
+
+
 ELSEWHERE = {"enable_eplb": True, "ep_num_redundant_experts": 2, "init_expert_location": "map.json"}
 
 
