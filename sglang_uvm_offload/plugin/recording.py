@@ -36,6 +36,8 @@ class Recording:
         """Raise ``FlagError`` if the target model cannot be recorded. Call it when the model is built."""
         if model.top_k is None:
             raise FlagError([f"{_FLAG}: neither this model's layers nor its config give the number of experts per token"])
+        if len(set(model.moe_layers)) < len(model.moe_layers):
+            raise FlagError([f"{_FLAG}: decoder layers of this model have several routers, of which a token uses one"])
 
     def begin(self, model: ModelExperts, top_k: int | None) -> Saver | None:
         """Start recording the target model, whose layers use ``top_k`` routed experts per token, and return the saver; None on

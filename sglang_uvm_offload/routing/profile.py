@@ -57,7 +57,7 @@ class RoutedModel:
     top_k: int | None
 
     def row(self, layer: int, nth: int = 0) -> int | None:
-        """Where the ``nth`` router (from 0) of decoder layer ``layer`` is in arrays over ``moe_layers``; None if there is none."""
+        """Where arrays over ``moe_layers`` have the ``nth`` router (from 0) of a decoder layer; None if there is none."""
         rows = [row for row, each in enumerate(self.moe_layers) if each == layer]
         return rows[nth] if nth < len(rows) else None
 

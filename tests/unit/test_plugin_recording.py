@@ -47,6 +47,11 @@ def test_a_step_whose_requests_lengths_are_not_known_is_dropped_and_counted(leng
 
 
 def test_a_model_of_unknown_experts_per_token_is_refused_when_it_is_built(recording):
-    recording.check_built(SimpleNamespace(top_k=2))
+    recording.check_built(SimpleNamespace(top_k=2, moe_layers=(1, 2)))
     with pytest.raises(FlagError, match="--expert-offload-trace: neither this model's layers nor its config"):
-        recording.check_built(SimpleNamespace(top_k=None))
+        recording.check_built(SimpleNamespace(top_k=None, moe_layers=(1, 2)))
+
+
+def test_a_model_whose_tokens_skip_moe_layers_is_refused_when_it_is_built(recording):
+    with pytest.raises(FlagError, match="--expert-offload-trace: decoder layers of this model have several routers"):
+        recording.check_built(SimpleNamespace(top_k=2, moe_layers=(1, 1, 2)))
