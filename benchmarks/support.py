@@ -20,6 +20,9 @@ GROUPS = ("Launch", "Speculation", "Architecture", "Format", "Parallel", "Live c
 SUMMARY = re.compile(r"(<!-- support -->\n).*?(<!-- /support -->)", re.S)
 REASON = 300
 """Characters of a message that the table shows."""
+SGLANG_FAILS = "SGLang fails"
+STATUS = {"works": "works", "refused": "refused", "sglang_fails": SGLANG_FAILS}
+"""Of a row whose tests have passed, by their marker."""
 STANDIN, SERVED, NO_SERVER = "stand-in driver", "served on a CPU", "SGLang's code, no server"
 NAMED = 20
 """The most rows of a group that README names one by one."""
@@ -29,7 +32,8 @@ HEAD = """# What is served, and what is refused
 Made of the results of the tests: `scripts/support.sh` runs them, and `benchmarks/support.py` makes this page. A row
 *works* if every test named in it has passed, with the tokens and log-probabilities of the same server without offloading
 wherever a server answers; it is *refused* if a test has seen the launch end before anything loads, with that reason; it is
-*broken* if a test failed.
+*broken* if a test failed. Where *SGLang fails*, a test has seen that this SGLang cannot do it without this plugin either, with
+that error; these rows are counted apart.
 
 Nothing here is a statement about a GPU but the last column. *Served on a CPU*: a real SGLang server or engine over emulated
 unified memory. *Stand-in driver*: SGLang's GPU code with its graphs over a driver that computes nothing and notes every call.
@@ -43,7 +47,7 @@ another one, in an environment of its own:"""
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that users have in their launch. ``status``: works, refused, not tried or broken."""
+    """One thing that users have in their launch. ``status``: one of ``STATUS``, not tried or broken."""
 
     group: str
     what: str
@@ -72,9 +76,9 @@ def table(found: Iterable[dict[str, Any]], proofs: Iterable[dict[str, str]] = ()
 def _row(group: str, what: str, results: list[dict[str, Any]], log: str | None) -> Row:
     kinds = {each["kind"] for each in results}
     if len(kinds) > 1:
-        raise ValueError(f"{group}: {what}: tests say that it works and that it is refused")
+        raise ValueError(f"{group}: {what}: tests have different markers: {', '.join(sorted(kinds))}")
     outcomes = Counter(each["outcome"] for each in results)
-    status = "broken" if outcomes["failed"] else kinds.pop() if outcomes["passed"] else "not tried"
+    status = "broken" if outcomes["failed"] else STATUS[kinds.pop()] if outcomes["passed"] else "not tried"
     reasons = [each["reason"] for each in results if each["reason"] and each["outcome"] != "failed"]
     evidence = " and ".join(sorted({shown_with(each["test"]) for each in results if each["outcome"] != "skipped"}))
     tests = sorted({each["test"].partition("[")[0] for each in results})
@@ -136,8 +140,10 @@ def summary_line(rows: list[Row]) -> str:
     named = ", ".join(f"{counts[status]} {status}" for status in ("refused", "not tried", "broken") if counts[status])
     apart = sum(row.status == "works" and row.evidence == NO_SERVER for row in rows)
     seen = f", {apart} of them shown without a server" if apart else ""
-    share = 100 * counts["works"] / len(rows)
-    return f"{counts['works']} of {len(rows)} rows work ({share:.0f}%){seen}; {named or 'none is refused'}."
+    possible = len(rows) - counts[SGLANG_FAILS]
+    share = 100 * counts["works"] / possible
+    beside = f" SGLang itself fails at {counts[SGLANG_FAILS]} more." if counts[SGLANG_FAILS] else ""
+    return f"{counts['works']} of {possible} rows work ({share:.0f}%){seen}; {named or 'none is refused'}.{beside}"
 
 
 def summary(rows: list[Row]) -> str:

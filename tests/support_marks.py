@@ -1,7 +1,8 @@
 """What is served and what is refused, as the tests themselves have found: README's table is made of it.
 
 ``@pytest.mark.works(GROUP, WHAT)`` is on each test that shows that WHAT is served, ``@pytest.mark.refused(GROUP, WHAT)`` on
-one which shows that a launch with it ends before loading; that one gives the message: ``record_property("reason", message)``.
+one which shows that a launch with it ends before loading, and ``@pytest.mark.sglang_fails(GROUP, WHAT)`` on one which shows
+that SGLang cannot do it, without this plugin. These two give the message: ``record_property("reason", message)``.
 ``@pytest.mark.nightly`` keeps a test out of a plain run. ``--nightly`` runs these too, and ``--support FILE`` writes what
 became of each marked test (``scripts/support.sh``).
 """
@@ -23,9 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 MARKERS = {
     "works(group, what)": "shows that what is named is served; a row of README's table",
     "refused(group, what)": "shows that what is named ends a launch before loading, and records the reason",
+    "sglang_fails(group, what)": "shows that SGLang fails at what is named without this plugin, and records its error",
     "nightly": "runs with --nightly only",
 }
-KINDS = ("works", "refused")
+KINDS = ("works", "refused", "sglang_fails")
 
 
 def rows(item: pytest.Item) -> list[dict[str, str]]:
@@ -77,12 +79,13 @@ class Support:
 
 def record(before: Iterable[dict[str, Any]], found: list[dict[str, Any]], collected: Iterable[pytest.Item]) -> dict[str, Any]:
     """What was found, by which versions. Of what was recorded ``before``, the tests that did not run now stay, unless their
-    file was collected without them."""
+    file was collected without them or their marks."""
     git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     versions = {"sglang": metadata.version("sglang"), "torch": metadata.version("torch"), "python": platform.python_version()}
     now = {"date": datetime.now(timezone.utc).date().isoformat(), "commit": git.stdout.strip()[:12], **versions}
-    ran, there = {row["test"] for row in found}, {item.nodeid for item in collected}
-    files = {file_of(test) for test in there}
+    items = list(collected)
+    ran, there = {row["test"] for row in found}, {item.nodeid for item in items if rows(item)}
+    files = {file_of(item.nodeid) for item in items}
     kept = [row for row in before if row["test"] not in ran and (row["test"] in there or file_of(row["test"]) not in files)]
     return {"rows": sorted([*kept, *(row | now for row in found)], key=lambda row: (row["group"], row["what"], row["test"]))}
 

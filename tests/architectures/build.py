@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from architectures.tiny import EXPERTS, TINY, USUAL, text_config, tiny_config
@@ -28,7 +30,10 @@ from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.plugin.fused_moe import LayerHooks
 from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -46,8 +51,8 @@ class Built:
     """The shapes of all tensors outside of these layers."""
 
 
-def start() -> LayerHooks:
-    """SGLang's runtime of a single rank, as of a scheduler on a CPU that serves some model; and the plugin's hooks."""
+def start() -> None:
+    """SGLang's runtime of a single rank, as of a scheduler on a CPU that serves some model."""
     with tempfile.TemporaryDirectory() as folder:
         config = tiny_config("Qwen3MoeForCausalLM", EXPERTS).to_dict()
         Path(folder, "config.json").write_text(json.dumps(config))
@@ -65,7 +70,13 @@ def start() -> LayerHooks:
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.Stream = lambda *_, **__: None
     current_platform.get_device = lambda *_: "cpu"
+    if dots3 := sys.modules.get("sglang.srt.models.dots3_common.modeling"):
+        vars(dots3)["_require_cuda"] = lambda: None
     torch.set_default_dtype(torch.bfloat16)
+
+
+def hooked() -> LayerHooks:
+    """The plugin's hooks, in place."""
     hooks = LayerHooks({})
     hooks.install(HookRegistry.register)
     HookRegistry.apply_hooks()
@@ -75,16 +86,13 @@ def start() -> LayerHooks:
 def build(architecture: str, experts: int, hooks: LayerHooks) -> Built:
     config = tiny_config(architecture, experts)
     stated = stated_experts(text_config(config))
-    while True:
+
+    def taken_over() -> tuple[OffloadManager, ModelExperts, torch.nn.Module]:
         manager = OffloadManager(parse({"num_resident": 2}), EmulatedMemory(), CpuRoutingCounters, lambda d: d(), lambda: False)
-        try:
-            with hooks.taking_over(manager, model := manager.begin_model(draft=False)):
-                module = construct(architecture, config)
-            break
-        except AttributeError as error:
-            if not isinstance(error.obj, PretrainedConfig) or error.name not in {**TINY, **USUAL}:
-                raise
-            setattr(error.obj, error.name, {**TINY, **USUAL}[error.name])
+        with hooks.taking_over(manager, model := manager.begin_model(draft=False)):
+            return manager, model, construct(architecture, config)
+
+    manager, model, module = completed(taken_over)
     manager.finish_model(model)
     layers = {name: part for name, part in module.named_modules() if isinstance(part, FusedMoE)}
     inside = tuple(f"{name}." for name in layers)
@@ -105,10 +113,27 @@ def build(architecture: str, experts: int, hooks: LayerHooks) -> Built:
     )
 
 
+def completed(tried: Callable[[], Result]) -> Result:
+    """What ``tried`` returns once configs have what it asks of them."""
+    while True:
+        try:
+            return tried()
+        except AttributeError as error:
+            if not isinstance(error.obj, PretrainedConfig) or error.name not in {**TINY, **USUAL}:
+                raise
+            setattr(error.obj, error.name, {**TINY, **USUAL}[error.name])
+
+
+def build_without_plugin(architecture: str) -> None:
+    config = tiny_config(architecture, EXPERTS)
+    completed(lambda: construct(architecture, config))
+
+
 def construct(architecture: str, config: PretrainedConfig) -> torch.nn.Module:
-    """As SGLang's loader does."""
+    """As SGLang's loader does, from a checkpoint without other files."""
     model = ModelRegistry.models[architecture]
-    with get_model().override(shared_experts=resolve_shared_experts_config(model, config, None)):
+    shared = resolve_shared_experts_config(model, config, None)
+    with tempfile.TemporaryDirectory() as folder, get_model().override(model_path=folder, shared_experts=shared):
         return model(config=config, quant_config=None)
 
 
@@ -124,13 +149,18 @@ def described(layer: Any) -> dict[str, Any]:
     }
 
 
-def main(*names: str) -> None:
-    """Print what came of each: the model with as many experts and with twice as many, or the error."""
-    hooks = start()
+def main(*names: str, plugin: bool = True) -> None:
+    """Print what came of each: the model with as many experts and with twice as many, nothing without the ``plugin``, or the
+    error."""
+    start()
+    hooks = hooked() if plugin else None
     came: dict[str, Any] = {}
     for name in names:
         try:
-            came[name] = [asdict(build(name, experts, hooks)) for experts in (EXPERTS, 2 * EXPERTS)]
+            if hooks is None:
+                came[name] = build_without_plugin(name)
+            else:
+                came[name] = [asdict(build(name, experts, hooks)) for experts in (EXPERTS, 2 * EXPERTS)]
         except Exception as error:  # noqa: BLE001 -- whatever ends it is what came of it
             came[name] = f"{type(error).__name__}: {error}"
     print("RESULT", json.dumps(came), flush=True)

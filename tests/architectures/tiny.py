@@ -20,8 +20,9 @@ from transformers.models.auto import modeling_auto
 EXCEPTIONS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("exceptions.json").read_text())
 """By architecture, each with a reason: ``like``, the architecture or the type of config that it is built from; ``bare``, that
 no class of configs is used; ``parts``, types of the configs inside it; ``layers``; and ``config``, values by path. For the
-test that builds it: ``expert``, the weights of an expert; ``times``, how often it builds its layers; ``no_experts``; and
-``not_tried``, the error with which it is not built."""
+test that builds it: ``expert``, the weights of an expert; ``times``, how often it builds its layers; ``only``, what a config
+must have for SGLang's layer; ``no_experts``; ``not_tried``, the error with which it is not built; and ``sglang_fails``, the
+error with which SGLang cannot build it, whatever its config."""
 
 EXPERTS = 8
 LAYERS = 4
@@ -231,7 +232,12 @@ def _set_experts(config: PretrainedConfig, experts: int) -> None:
 
 
 def _set(config: PretrainedConfig, path: str, value: Any) -> None:
+    """Parts of a config that no class has read are dicts."""
     *parts, name = path.split(".")
+    held: Any = config
     for part in parts:
-        config = getattr(config, part)
-    setattr(config, name, value)
+        held = held[part] if isinstance(held, dict) else getattr(held, part)
+    if isinstance(held, dict):
+        held[name] = value
+    else:
+        setattr(held, name, value)

@@ -39,8 +39,19 @@ def test_a_refusal_shows_the_message():
     assert status(result(kind="refused", outcome="failed", reason="--x")) == [("broken", "")]
 
 
+def test_where_sglang_fails_without_the_plugin_the_row_says_so_and_is_counted_apart():
+    fails = result(what="TP 3", kind="sglang_fails", reason="TypeError: x")
+    assert status(fails) == [("SGLang fails", "TypeError: x")]
+    assert status(result(kind="sglang_fails", outcome="failed")) == [("broken", "")]
+    rows = table_of.table([result(), fails])
+    assert table_of.summary_line(rows).startswith("1 of 1 rows work (100%)")
+    assert table_of.summary_line(rows).endswith(" SGLang itself fails at 1 more.")
+    recorded = {"rows": [{"sglang": "1", "torch": "2", "python": "3"}]}
+    assert "| TP 3 | SGLang fails: TypeError: x |" in table_of.page(recorded, rows)
+
+
 def test_nothing_is_both_served_and_refused():
-    with pytest.raises(ValueError, match="Parallel: TP 2"):
+    with pytest.raises(ValueError, match="Parallel: TP 2: tests have different markers: refused, works"):
         table_of.table([result(), result(kind="refused")])
 
 
@@ -101,8 +112,9 @@ def test_a_part_that_is_run_again_replaces_its_own_results():
     def by_test(found: dict[str, Any]) -> dict[str, str]:
         return {row["test"]: row["outcome"] for row in found["rows"]}
 
-    before = [result(test=test, outcome="failed") for test in ("t.py::a", "t.py::gone", "t.py::other", "u.py::b")]
-    there = [item("t.py::a"), item("t.py::other")]
+    tests = ("t.py::a", "t.py::gone", "t.py::other", "t.py::unmarked", "u.py::b")
+    before = [result(test=test, outcome="failed") for test in tests]
+    there = [item(test, ("works", "Parallel", "TP 2")) for test in ("t.py::a", "t.py::other")] + [item("t.py::unmarked")]
     assert by_test(record(before, [result(test="t.py::a")], there)) == {
         "t.py::a": "passed",
         "t.py::other": "failed",
