@@ -16,7 +16,10 @@ class MoeShape:
 
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "experts_per_token")
+TOP_K = (
+    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "experts_per_token"),
+    *("top_k_experts", "moe_router_topk"),
+)
 
 
 def stated_experts(config: Any) -> int | None:

@@ -31,7 +31,7 @@ from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.plugin.fused_moe import LayerHooks
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
-from sglang_uvm_offload.sizing.moe_shape import stated_experts
+from sglang_uvm_offload.sizing.moe_shape import stated_experts, stated_top_k
 
 Result = TypeVar("Result")
 
@@ -41,8 +41,8 @@ class Built:
     """A model with ``experts`` routed experts a layer. Tensors by name, in bytes."""
 
     experts: int
-    stated: int | None
-    """The experts of a layer that the launch reads from the config."""
+    stated: tuple[int | None, int | None]
+    """The experts of a layer, and those of a token, that the launch reads from the config."""
     managed: list[dict[str, Any]]
     """Of each layer that was taken over."""
     modules: dict[str, dict[str, Any]]
@@ -85,7 +85,8 @@ def hooked() -> LayerHooks:
 
 def build(architecture: str, experts: int, hooks: LayerHooks) -> Built:
     config = tiny_config(architecture, experts)
-    stated = stated_experts(text_config(config))
+    text = text_config(config)
+    stated = stated_experts(text), stated_top_k(text)
 
     def taken_over() -> tuple[OffloadManager, ModelExperts, torch.nn.Module]:
         manager = OffloadManager(parse({"num_resident": 2}), EmulatedMemory(), CpuRoutingCounters, lambda d: d(), lambda: False)
@@ -144,6 +145,7 @@ def described(layer: Any) -> dict[str, Any]:
         "layer": layer.layer_id,
         "experts": experts,
         "shared": layer.num_fused_shared_experts,
+        "top_k": layer.top_k,
         "is_shared": layer.is_shared_fused_moe,
         "bytes": sum(t.nbytes for t in held),
     }

@@ -32,7 +32,7 @@ HIDDEN, EXPERT_SIZE, DENSE_SIZE = 256, 128, 512
 TINY: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "experts_per_token"), 2),
-    **dict.fromkeys(("top_k_experts", "num_selected_experts"), 2),
+    **dict.fromkeys(("top_k_experts", "num_selected_experts", "moe_router_topk"), 2),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers"), LAYERS),
     **dict.fromkeys(("hidden_size", "d_model", "text_hidden_size", "out_hidden_size"), HIDDEN),
     **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), EXPERT_SIZE),

@@ -74,8 +74,10 @@ def assert_accounted(name: str, builds: list[dict[str, Any]]) -> None:
     exception = EXCEPTIONS.get(name, {})
     for build in builds:
         layers = {path: layer for path, layer in build["modules"].items() if not layer["is_shared"]}
-        assert build["stated"] == build["experts"], "the launch reads another number of experts from the config"
-        assert layers
+        experts, top_k = build["stated"]
+        assert experts == build["experts"], "the launch reads another number of experts from the config"
+        given = {layer["top_k"] - layer["shared"] for layer in layers.values() if layer["top_k"] is not None}
+        assert given | {top_k} == {2}, "and of a token"
         assert len(build["managed"]) == len(layers) * exception.get("times", 1)
         for (path, layer), managed in zip(layers.items(), build["managed"][-len(layers) :], strict=True):
             experts = build["experts"] + layer["shared"]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_uvm_offload.sizing.moe_shape import moe_shape, stated_experts
+from sglang_uvm_offload.sizing.moe_shape import moe_shape, stated_experts, stated_top_k
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,11 @@ def test_a_dense_model_has_no_shape(config):
 )
 def test_a_layer_has_no_more_experts_than_its_config_states_anywhere(config, experts):
     assert stated_experts(SimpleNamespace(**config)) == experts
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("num_experts_per_tok", "most"), ("moe_k", "ERNIE 4.5"), ("top_k_experts", "Gemma 4"), ("moe_router_topk", "Zaya")],
+)
+def test_the_experts_of_a_token_are_read_by_the_familys_name(name, family):
+    assert stated_top_k(SimpleNamespace(**{name: 6})) == 6, family
