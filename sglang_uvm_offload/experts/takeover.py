@@ -102,19 +102,25 @@ class HeldTensor:
 
 
 def expert_tensors(holders: Sequence[object], num_experts: int) -> Iterator[HeldTensor]:
-    """The tensors ``[num_experts, ...]`` among the parameters, buffers and attributes of the holders (a layer and its
-    quantisation method). Dataclasses that they hold are searched too: Triton's MXFP4 kernels keep weights in them."""
+    """The tensors ``[num_experts, ...]`` among the ``held_tensors``."""
+    for held in held_tensors(holders):
+        if held.tensor.ndim and held.tensor.shape[0] == num_experts:
+            yield held
+
+
+def held_tensors(holders: Sequence[object]) -> Iterator[HeldTensor]:
+    """The parameters, buffers and attributes of the holders (a layer and its quantisation method) that are tensors. Dataclasses
+    that they hold are searched too: Triton's MXFP4 kernels keep weights in them."""
     seen: set[int] = set()
 
     def held(
         value: object, get: Callable[[], torch.Tensor], put: Callable[[torch.Tensor], None], at: str
     ) -> Iterator[HeldTensor]:
         if isinstance(value, torch.Tensor):
-            if value.ndim and value.shape[0] == num_experts:
-                if isinstance(value, torch.nn.Parameter):
-                    yield HeldTensor(lambda: get().data, lambda tensor: setattr(get(), "data", tensor), at)
-                else:
-                    yield HeldTensor(get, put, at)
+            if isinstance(value, torch.nn.Parameter):
+                yield HeldTensor(lambda: get().data, lambda tensor: setattr(get(), "data", tensor), at)
+            else:
+                yield HeldTensor(get, put, at)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type) and id(value) not in seen:
             seen.add(id(value))
             for name in [field.name for field in dataclasses.fields(value)]:
@@ -148,20 +154,25 @@ def move_into_managed(
         if held.tensor.device.type != "meta" and held.tensor.numel() and not is_managed(held.tensor):
             by_storage.setdefault(held.tensor.untyped_storage().data_ptr(), []).append(held)
     while by_storage:
-        _, group = by_storage.popitem()
-        storage = group[0].tensor.untyped_storage()
-        expert_bytes = group[0].tensor.stride(0) * group[0].tensor.element_size()
-        if storage.nbytes() not in (num_experts * expert_bytes, (num_experts + num_slots) * expert_bytes):
-            continue
-        if not all(one_run_an_expert(held.tensor, expert_bytes) for held in group):
-            continue
-        flat = allocate(expert_bytes, group[0].tensor.device, describe(group[0].tensor))
-        if flat is None:
-            continue
-        flat.copy_(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(storage)[: flat.numel()])
-        for held in group:
-            tensor = held.tensor
-            held.put(flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
+        # In a function of its own: no name keeps the old storage while the next one is moved.
+        _move(by_storage.popitem()[1], num_experts, allocate, num_slots)
+
+
+def _move(group: Sequence[HeldTensor], num_experts: int, allocate: Allocate, num_slots: int) -> None:
+    """Move the storage that all of ``group`` share, if it can be placed."""
+    storage = group[0].tensor.untyped_storage()
+    expert_bytes = group[0].tensor.stride(0) * group[0].tensor.element_size()
+    if storage.nbytes() not in (num_experts * expert_bytes, (num_experts + num_slots) * expert_bytes):
+        return
+    if not all(one_run_an_expert(held.tensor, expert_bytes) for held in group):
+        return
+    flat = allocate(expert_bytes, group[0].tensor.device, describe(group[0].tensor))
+    if flat is None:
+        return
+    flat.copy_(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(storage)[: flat.numel()])
+    for held in group:
+        tensor = held.tensor
+        held.put(flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_uvm_offload.experts.layer import ExpertLayer
-from sglang_uvm_offload.experts.takeover import HeldTensor, expert_tensors
+from sglang_uvm_offload.experts.takeover import HeldTensor, held_tensors
 from sglang_uvm_offload.memory.layout import whole_blocks
 from sglang_uvm_offload.memory.staging import Part
 
@@ -44,7 +44,8 @@ class Replicas:
             self.parts.append(Part(mine.managed, mine.layout.nbytes, offset, mine.layout.expert_bytes))
             offsets[mine.address] = offset
             offset += whole_blocks(mine.layout.nbytes)
-        for held in expert_tensors(layer.holders, layer.num_experts):
+        # Not only tensors [num_experts, ...]: CuteDSL's kernels take a view of the scales whose last dimension is the experts.
+        for held in held_tensors(layer.holders):
             tensor = held.tensor
             start = offsets.get(tensor.untyped_storage().data_ptr())
             if start is None:

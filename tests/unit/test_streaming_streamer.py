@@ -72,7 +72,8 @@ class StrictStaging(CpuStaging):
 
 
 class Model:
-    """Layers of a parameter, a tensor in a dataclass of the method, a view that shares its storage, and plain scales."""
+    """Layers of a parameter, a tensor in a dataclass of the method, two views that share its storage, one of them with the
+    experts last, and plain scales."""
 
     def __init__(self, resident=2, buffers=2, min_tokens=8, experts=E, kinds=(2, 1)):
         self.memory = EmulatedMemory()
@@ -86,6 +87,7 @@ class Model:
                 w2 = torch.empty(experts, kinds[1] * PAGE_BYTES // 2, dtype=torch.bfloat16)
             method.prepared = Prepared(w2)
             method.halves = w2.view(experts, 2, -1)[:, 1]
+            method.experts_last = w2.view(experts, 2, -1).permute(1, 2, 0)
             module.scales = torch.full((experts, 2), float(index))
             layer.sync_tensors(module, method)
             self.modules.append(module)
@@ -107,6 +109,7 @@ class Model:
             self.modules[index].w13,
             self.methods[index].prepared.w2,
             self.methods[index].halves,
+            self.methods[index].experts_last,
             self.modules[index].scales,
         ]
 
@@ -136,7 +139,7 @@ class Model:
                 try:
                     if compute is not None:
                         compute(row)
-                    assert self.in_buffer(row) == [reading is not None] * 3 + [False]
+                    assert self.in_buffer(row) == [reading is not None] * 4 + [False]
                     seen.append((row, [tensor.clone() for tensor in self.tensors(row)], reading is not None))
                     failed = False
                 finally:
@@ -396,7 +399,7 @@ def test_what_the_code_of_a_layer_replaces_stays_replaced():
     model.streamer.leave(reading)
     model.streamer.end_step()
     assert model.modules[1].w13.data_ptr() == fresh.data_ptr()
-    assert model.in_buffer(1) == [False] * 4
+    assert model.in_buffer(1) == [False] * 5
 
 
 def test_nothing_keeps_replaced_tensors_alive():
