@@ -17,7 +17,7 @@ from sglang_uvm_offload.experts.layer import ExpertLayer, ExpertsLost
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError
-from sglang_uvm_offload.plugin import enforce
+from sglang_uvm_offload.plugin import enforce, unread_tensors
 from sglang_uvm_offload.plugin.expert_map import location_of
 from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.residency.manager import OffloadManager
@@ -75,6 +75,8 @@ class LayerHooks:
             original(layer, *args, **kwargs)
         finally:
             del layer.__dict__[_BUILDING]
+        if unread_tensors.free(layer):
+            layer.__dict__[_EXPERTS][0].sync_tensors(layer, layer.quant_method)
 
     def _around_setattr(self, original: Callable[..., None], layer: torch.nn.Module, name: str, value: Any) -> None:
         original(layer, name, value)
