@@ -13,11 +13,17 @@ _N = flag_name("num_resident")
 OWN_PATH_A2A = {"megamoe", "flashinfer_megamoe", "ascend_fuseep"}
 """All-to-all backends that compute experts without the quantisation method's ``apply``."""
 
+NO_EXPERTS = "SGLang's loader of it finds no parameter for an expert: it looks for one by the expert's name in the checkpoint"
+
 LOAD_FORMATS = {
+    "bitsandbytes": NO_EXPERTS,
     "gguf": "GGUF experts get their memory one by one as they are read, of sizes that are not known before",
     "remote_instance": "it sends weights from addresses registered for RDMA, and CUDA registers no unified memory for that",
 }
 """Refused ones, each with the reason: GPUDirect RDMA's documentation leaves unified memory out."""
+
+QUANTIZATIONS = {"bitsandbytes": NO_EXPERTS}
+"""Refused ones, each with the reason."""
 
 _OWN_OFFLOAD = "it moves the same weights out of VRAM in its own way"
 
@@ -72,6 +78,13 @@ def problems(config: OffloadConfig, cfg: Any) -> list[str]:
     }
     out = [f"{name}: cannot be combined with {_N}: {why}" for name, (given, why) in refused.items() if given]
     return out + _named_experts(config, cfg)
+
+
+def format_problems(cfg: Any, model_config: Any) -> list[str]:
+    """Why SGLang cannot load the experts of the launch's quantisation."""
+    quantization = cfg.quantization or model_config.quantization
+    reason = QUANTIZATIONS.get(quantization)
+    return [] if reason is None else [f"--quantization {quantization}: cannot be combined with {_N}: {reason}"]
 
 
 def _load_format(given: str | None) -> tuple[bool, str]:

@@ -69,6 +69,7 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
     routing = routing_format(cfg, model, server_args.moe_runner_backend)
     problems = [
         *combinations.problems(config, cfg),
+        *combinations.format_problems(cfg, model),
         *compat.problems(cfg),
         *devices.problems(config, cfg),
         *recording.problems(config, cfg),

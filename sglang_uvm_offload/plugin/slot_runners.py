@@ -56,10 +56,7 @@ BY_BLOCKS = {
 }
 """By quantisation, the values of ``--moe-runner-backend`` for which the Triton or the Marlin runner computes its experts."""
 
-QUANTIZATIONS = {
-    "w4afp8": f"its runner, cutlass, {_AS_GROUPS}",
-    "bitsandbytes": "its experts are dequantized for each step, and computed from that",
-}
+QUANTIZATIONS = {"w4afp8": f"its runner, cutlass, {_AS_GROUPS}"}
 """Why a quantisation has no slots, whatever the runner."""
 
 

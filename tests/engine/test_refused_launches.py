@@ -26,6 +26,7 @@ REFUSED: dict[tuple[str, str], list[str]] = {
         *["--remote-instance-weight-loader-seed-instance-service-port", "30000"],
         *["--remote-instance-weight-loader-send-weights-group-ports", "[30001]"],
     ],
+    ("Format", "bitsandbytes"): ["--load-format", "bitsandbytes", "--quantization", "bitsandbytes"],
     ("Format", "GGUF"): ["--load-format", "gguf"],
     ("Parallel", "two-batch overlap"): ["--enable-two-batch-overlap"],
     ("Parallel", "elastic EP"): ["--elastic-ep-backend", "mooncake"],

@@ -249,6 +249,14 @@ def test_experts_that_change_their_memory_between_steps_are_refused(monkeypatch,
     record_property("reason", reason)
 
 
+@pytest.mark.parametrize(("given", "stated"), [("bitsandbytes", None), (None, "bitsandbytes")])
+def test_a_quantisation_whose_experts_sglang_cannot_load_is_refused(given, stated):
+    model = SimpleNamespace(quantization=stated)
+    (problem,) = combinations.format_problems(Unset(quantization=given), model)
+    assert problem.startswith("--quantization bitsandbytes: cannot be combined with --expert-offload-num-resident: ")
+    assert combinations.format_problems(Unset(quantization="fp8"), model) == []
+
+
 ELSEWHERE = {"enable_eplb": True, "ep_num_redundant_experts": 2, "init_expert_location": "map.json"}
 
 

@@ -132,7 +132,6 @@ def test_auto_is_deep_gemm_only_where_tokens_are_exchanged(monkeypatch):
     ("quantization", "words"),
     [
         ("w4afp8", "its runner, cutlass, takes each expert as a group, by its number, inside its kernels"),
-        ("bitsandbytes", "its experts are dequantized for each step, and computed from that"),
         ("quark", "its experts are computed by other kernels than SGLang's Triton and Marlin ones"),
         ("mxfp4", "its experts are computed by other kernels than SGLang's Triton and Marlin ones"),
     ],
