@@ -1,0 +1,266 @@
+"""Experts of each format that SGLang has for CUDA, by the MoE runner that computes them: built, loaded and processed by
+SGLang's own code, they are in managed memory to the last byte, and the same bytes as without the plugin."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import rearranged
+from builders.formats import Loaded, build, load, runtime
+from sglang.srt.configs.load_config import LoadConfig, LoadFormat
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS
+from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+from sglang.srt.model_loader.loader import BitsAndBytesModelLoader
+
+from sglang_uvm_offload.memory.layout import PAGE_BYTES
+
+HOPPER = {"is_cuda": True, "is_sm90": True, "is_sm100": False, "is_sm120": False, "is_blackwell": False}
+BLACKWELL = HOPPER | {"is_sm90": False, "is_sm100": True, "is_blackwell": True}
+RTX_5090 = HOPPER | {"is_sm90": False, "is_sm120": True, "is_blackwell": True}
+
+SCRATCH = ("expert_offsets", "problem_sizes1", "problem_sizes2", "workspace", "_ptr", "_ptrs")
+"""Ends of names of tensors that a runner writes before it reads them."""
+
+FOR_FLASHINFER = "_blockscale_swizzled"
+"""The end of names of tensors that SGLang has for Marlin too, which does not read them."""
+
+
+@dataclass(frozen=True)
+class Format:
+    runner: str
+    gpu: dict[str, bool] = field(default_factory=lambda: HOPPER)
+    quantization: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    """What a checkpoint's ``quantization_config`` states."""
+    found: dict[str, Any] = field(default_factory=dict)
+    """What SGLang finds out about such a checkpoint besides."""
+    layer: dict[str, Any] = field(default_factory=dict)
+    """Arguments of SGLang's ``FusedMoE``."""
+
+    def quantized(self) -> Any:
+        if self.quantization is None:
+            return None
+        known = BASE_QUANTIZATION_METHODS | {"mxfp4": Mxfp4Config}  # which SGLang leaves out where it has found no GPU
+        config = known[self.quantization].from_config({"quant_method": self.quantization, **self.config})
+        for name, value in self.found.items():
+            setattr(config, name, value)
+        return config
+
+
+def fp8(runner: str, gpu: dict[str, bool] = HOPPER, block: int | None = 128, scheme: str = "dynamic", **found: Any) -> Format:
+    blocks = None if block is None else [block, block]
+    return Format(runner, gpu, "fp8", {"activation_scheme": scheme, "weight_block_size": blocks}, found)
+
+
+def fp4_experts(runner: str, gpu: dict[str, bool], **found: Any) -> Format:
+    """As of DeepSeek-V4."""
+    return fp8(runner, gpu, is_fp4_experts=True, **found)
+
+
+def mxfp8(runner: str) -> Format:
+    return Format(runner, BLACKWELL, "mxfp8", {"activation_scheme": "dynamic"})
+
+
+def mxfp4(runner: str, gpu: dict[str, bool] = HOPPER, **layer: Any) -> Format:
+    """As of gpt-oss."""
+    return Format(runner, gpu, "mxfp4", layer={"with_bias": True, **layer})
+
+
+def nvfp4(runner: str, gpu: dict[str, bool] = BLACKWELL) -> Format:
+    return Format(runner, gpu, "modelopt_fp4", {"quant_algo": "NVFP4", "group_size": 16, "ignore": []})
+
+
+def modelopt_fp8(runner: str, gpu: dict[str, bool] = BLACKWELL) -> Format:
+    return Format(runner, gpu, "modelopt_fp8", {"quant_algo": "FP8", "ignore": []})
+
+
+def compressed(
+    runner: str, gpu: dict[str, bool], packing: str, weights: dict[str, Any], activations: dict[str, Any] | None = None
+) -> Format:
+    usual = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}
+    given = None if activations is None else usual | {"strategy": "token", "dynamic": True} | activations
+    group = {"targets": ["Linear"], "weights": usual | weights, "input_activations": given}
+    config = {"format": packing, "ignore": [], "config_groups": {"group_0": group}}
+    return Format(runner, gpu, "compressed-tensors", config)
+
+
+INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128}
+FP4 = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+FP4_INPUTS = FP4 | {"dynamic": "local"}
+MX = {"num_bits": 4, "strategy": "group", "group_size": 32}
+BLOCKS = {"strategy": "block", "block_structure": [128, 128]}
+
+FORMATS: dict[str, list[Format]] = {
+    "W4A8 (cutlass)": [Format("auto", HOPPER, "w4afp8")],
+    "compressed-tensors W4A8 (cutlass)": [compressed("auto", HOPPER, "pack-quantized", INT4, {})],
+    "NVFP4 (FlashInfer trtllm)": [nvfp4("flashinfer_trtllm"), nvfp4("flashinfer_trtllm_routed")],
+    "NVFP4 (FlashInfer cutlass)": [nvfp4("flashinfer_cutlass")],
+    "NVFP4 (FlashInfer cutedsl)": [nvfp4("flashinfer_cutedsl")],
+    "NVFP4 (Marlin)": [nvfp4("marlin", HOPPER)],
+    "compressed-tensors NVFP4 (FlashInfer trtllm)": [
+        compressed("flashinfer_trtllm", BLACKWELL, "nvfp4-pack-quantized", FP4, FP4_INPUTS)
+    ],
+    "compressed-tensors NVFP4 (cutlass)": [compressed("auto", BLACKWELL, "nvfp4-pack-quantized", FP4, FP4_INPUTS)],
+    "compressed-tensors NVFP4 (Marlin)": [compressed("auto", HOPPER, "nvfp4-pack-quantized", FP4)],
+    "MXFP4 (FlashInfer trtllm)": [
+        mxfp4("flashinfer_mxfp4", BLACKWELL),
+        mxfp4("flashinfer_mxfp4", BLACKWELL, gate_up_interleaved=False),
+    ],
+    "MXFP4 (FlashInfer cutlass)": [mxfp4("flashinfer_mxfp4"), mxfp4("flashinfer_mxfp4", RTX_5090)],
+    "MXFP4 (DeepGEMM)": [mxfp4("deep_gemm", BLACKWELL)],
+    "MXFP4 (Marlin)": [mxfp4("marlin")],
+    "MXFP4, made BF16 (Triton)": [mxfp4("triton")],
+    "compressed-tensors MXFP4 (FlashInfer trtllm)": [compressed("flashinfer_mxfp4", BLACKWELL, "mxfp4-pack-quantized", MX)],
+    "FP4 experts in an FP8 model (FlashInfer trtllm)": [fp4_experts("flashinfer_mxfp4", BLACKWELL)],
+    "FP4 experts in an FP8 model (FlashInfer cutlass)": [
+        fp4_experts("flashinfer_mxfp4", HOPPER),
+        fp4_experts("flashinfer_mxfp4", RTX_5090),
+    ],
+    "FP4 experts in an FP8 model (DeepGEMM)": [fp4_experts("deep_gemm", BLACKWELL)],
+    "FP4 experts in an FP8 model (Marlin)": [fp4_experts("marlin", HOPPER)],
+    "FP4 experts in an FP8 model, made FP8 (Triton)": [fp4_experts("auto", HOPPER, dequant_fp4_to_fp8=True)],
+    "FP8 in blocks (cutlass)": [fp8("cutlass")],
+    "FP8 in blocks (FlashInfer trtllm)": [fp8("flashinfer_trtllm", BLACKWELL), fp8("flashinfer_trtllm_routed", BLACKWELL)],
+    "FP8 in blocks (DeepGEMM)": [fp8("deep_gemm", BLACKWELL)],
+    "FP8 in blocks (Triton)": [fp8("triton")],
+    "FP8 by tensor (FlashInfer trtllm)": [fp8("flashinfer_trtllm", BLACKWELL, block=None, scheme="static")],
+    "FP8 by tensor or channel (Triton)": [fp8("triton", block=None), Format("triton", HOPPER, "w8a8_fp8")],
+    "FP8 (HPC-Ops)": [fp8("hpc_ops"), fp8("hpc_ops", block=None, scheme="static")],
+    "BF16, made FP8 (Triton)": [fp8("triton", block=None, is_checkpoint_fp8_serialized=False)],
+    "ModelOpt FP8 (FlashInfer trtllm)": [modelopt_fp8("flashinfer_trtllm")],
+    "ModelOpt FP8 (FlashInfer cutlass)": [modelopt_fp8("flashinfer_cutlass")],
+    "ModelOpt FP8 (Triton)": [modelopt_fp8("triton", HOPPER)],
+    "compressed-tensors FP8 (FlashInfer trtllm)": [
+        compressed("flashinfer_trtllm", BLACKWELL, "float-quantized", BLOCKS, {"strategy": "group", "group_size": 128})
+    ],
+    "compressed-tensors FP8 (Triton)": [
+        compressed("triton", HOPPER, "float-quantized", {"strategy": "channel"}, {}),
+        compressed("triton", HOPPER, "float-quantized", {"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}),
+    ],
+    "MXFP8 (FlashInfer trtllm)": [mxfp8("flashinfer_trtllm"), mxfp8("flashinfer_trtllm_routed")],
+    "MXFP8 (cutlass)": [mxfp8("cutlass")],
+    "MXFP8 (DeepGEMM)": [mxfp8("deep_gemm")],
+    "MXFP8 (Triton)": [mxfp8("triton")],
+    "compressed-tensors integers (Marlin)": [compressed("auto", HOPPER, "pack-quantized", INT4)],
+    "compressed-tensors integers (Triton)": [compressed("triton", HOPPER, "pack-quantized", INT4)],
+    "compressed-tensors MXINT4 (FlashInfer trtllm)": [
+        compressed("flashinfer_trtllm", BLACKWELL, "pack-quantized", INT4 | {"group_size": 32})
+    ],
+    "BF16 (FlashInfer trtllm)": [Format("flashinfer_trtllm", BLACKWELL), Format("flashinfer_trtllm_routed", BLACKWELL)],
+    "BF16 (FlashInfer cutlass)": [Format("flashinfer_cutlass", BLACKWELL)],
+    "BF16 (triton_kernel)": [Format("triton_kernel")],
+}
+"""By the rows of the support table."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """A layer and SGLang's settings for it hold each other, so layers go by garbage collection, which would look at all that
+    is imported each time."""
+    gc.collect()
+    gc.freeze()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    gc.unfreeze()
+
+
+BY_FORMAT = [
+    pytest.param(each, id=f"{row}-{nth}" if nth else row, marks=pytest.mark.works("Format", row))
+    for row, formats in FORMATS.items()
+    for nth, each in enumerate(formats)
+]
+
+
+@pytest.mark.parametrize("given", BY_FORMAT)
+def test_every_byte_of_the_experts_is_managed_and_none_is_lost(given, monkeypatch):
+    with runtime(given.runner, given.gpu):
+        rearranged.on_cpu(monkeypatch)
+        plain, offloaded = build(given.quantized, False, **given.layer), build(given.quantized, True, **given.layer)
+        alike(plain, offloaded)
+        nothing_is_left_beside(offloaded)
+        assert offloaded.peak.total <= plain.peak.total, "more at a time than SGLang takes by itself"
+        assert reloaded(plain) == reloaded(offloaded)
+        alike(plain, offloaded)
+        nothing_is_left_beside(offloaded)
+    experts, memory = offloaded.experts, offloaded.memory
+    assert memory is not None
+    assert 0 < memory.device_used == experts.resident_bytes, "VRAM of managed memory that is not of residents"
+    assert experts.offloaded_bytes > 0
+    experts.promote(np.ones_like(experts.resident_extents()))
+    assert experts.offloaded_bytes == 0
+
+
+def alike(plain: Loaded, offloaded: Loaded) -> None:
+    """What kernels read is the same with the plugin and without."""
+    expected, found = plain.tensors(), offloaded.tensors()
+    if plain.layer.runner_backend is not None and plain.layer.runner_backend.is_marlin():
+        expected = {name: tensor for name, tensor in expected.items() if not name.endswith(FOR_FLASHINFER)}
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        mine = found[name]
+        assert (mine.dtype, mine.shape, mine.stride()) == (tensor.dtype, tensor.shape, tensor.stride()), name
+        assert name.endswith(SCRATCH) or torch.equal(bits(mine), bits(tensor)), name
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def nothing_is_left_beside(offloaded: Loaded) -> None:
+    """Tensors of experts outside of managed memory are too small to be placed, wherever they are held."""
+    gc.collect()
+    outside = {name: [*t.shape] for name, t in offloaded.tensors().items() if not offloaded.peak.is_managed(t)}
+    large = offloaded.experts.num_experts * PAGE_BYTES
+    assert {
+        name: shape for name, shape in outside.items() if offloaded.tensors()[name].untyped_storage().nbytes() >= large
+    } == {}
+    assert offloaded.peak.plain() == 0
+    managed = sum(tensor.layout.nbytes for tensor in offloaded.experts.tensors)
+    held = {t.untyped_storage().data_ptr(): t for t in offloaded.tensors().values() if offloaded.peak.is_managed(t)}
+    assert managed == sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+
+
+def reloaded(loaded: Loaded) -> str:
+    """What comes of an update of the weights: not all formats take one, whether or not they are offloaded."""
+    try:
+        load(loaded.layer, seed=7)
+        loaded.layer.quant_method.process_weights_after_loading(loaded.layer)
+    except Exception as error:  # noqa: BLE001 -- whatever SGLang raises is what comes of it
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+@pytest.mark.parametrize("stated", [None, {"quant_method": "bitsandbytes"}], ids=["BF16", "4 bits"])
+def test_sglang_itself_loads_no_experts_of_bitsandbytes(stated, monkeypatch):
+    """So a launch with them is refused. When this fails, look at what SGLang's loader has become."""
+    quantize = SimpleNamespace(quantize_4bit=lambda weight, **_: (weight, SimpleNamespace(shape=weight.shape)), QuantState=None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(__version__="0.46.1", functional=quantize))
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", quantize)
+    names = [f"experts.{expert}.{name}_proj.weight" for expert in range(2) for name in ("gate", "up", "down")]
+    loader = BitsAndBytesModelLoader(LoadConfig(load_format=LoadFormat.BITSANDBYTES))
+    monkeypatch.setattr(loader, "_prepare_weights", lambda *_: ([], True))
+    monkeypatch.setattr(loader, "_hf_weight_iter", lambda *_: ((name, torch.zeros(64, 64)) for name in names))
+    monkeypatch.setattr(loader, "_quantized_4bit_generator", lambda *given: given[-1].update(dict.fromkeys(names)) or iter(()))
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    with runtime("auto", HOPPER):
+        model = torch.nn.Module()
+        quantization = BASE_QUANTIZATION_METHODS["bitsandbytes"].from_config({})
+        model.experts = FusedMoE(2, 64, 64, 0, top_k=1, params_dtype=torch.bfloat16, quant_config=quantization)
+        model.load_weights = list
+        model.bitsandbytes_stacked_params_mapping = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+        given = SimpleNamespace(
+            hf_config=SimpleNamespace(quantization_config=stated, model_type=""), model_path="", revision=""
+        )
+        with pytest.raises(ValueError, match=r"Parameter experts\.0\.gate_up_proj\.q?weight not found in the model"):
+            loader._load_weights(given, model)
