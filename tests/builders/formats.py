@@ -154,13 +154,12 @@ def _hooked(layer: FusedMoE, around: Callable[..., None], original: Callable[...
 
 def load(layer: FusedMoE, seed: int = 0) -> None:
     """A checkpoint's tensors, one after the other, through the loader of each parameter."""
-    # gpt-oss has all experts of a layer in a tensor.
-    whole = layer.quant_config is not None and layer.quant_config.get_name() == "mxfp4"
+    quantization = None if layer.quant_config is None else layer.quant_config.get_name()
     for name, parameter in list(layer.named_parameters()):
         which, _, suffix = name.partition("_")
         if not hasattr(parameter, "weight_loader"):
             continue
-        if whole:
+        if quantization == "mxfp4":  # gpt-oss has all experts of a layer in a tensor
             loaded = values(parameter.shape, parameter.dtype, name, seed)
             parameter.weight_loader(parameter, loaded, f"experts.{name}", None, None)
             continue
@@ -168,8 +167,13 @@ def load(layer: FusedMoE, seed: int = 0) -> None:
             continue
         for expert in range(parameter.shape[0]):
             for shard, file in (("w1", "gate_proj"), ("w3", "up_proj")) if which == "w13" else (("w2", "down_proj"),):
-                shape = shard_shape(layer, parameter, name)
-                loaded = values(shape, parameter.dtype, name, seed + expert)
+                shape, dtype = shard_shape(layer, parameter, name), parameter.dtype
+                if quantization == "nvfp4_online":  # made of BF16 as it is loaded
+                    if suffix not in ("weight", "input_scale"):
+                        continue
+                    if suffix == "weight":
+                        shape, dtype = [shape[0], 2 * shape[1]], torch.bfloat16
+                loaded = values(shape, dtype, name, seed + expert)
                 parameter.weight_loader(parameter, loaded, f"experts.{expert}.{file}.{suffix}", shard, expert)
 
 

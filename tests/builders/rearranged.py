@@ -18,6 +18,7 @@ from sglang.srt.layers.deep_gemm_wrapper import configurer
 from sglang.srt.layers.quantization import (
     fp8,
     fp8_utils,
+    marlin_utils,
     modelopt_quant,
     mxfp4,
     mxfp4_flashinfer_cutlass_moe,
@@ -49,6 +50,7 @@ def of_gpu(patch: pytest.MonkeyPatch) -> None:
     """What SGLang has found out about the machine as it was imported."""
     capability = (9, 0) if get_platform().is_sm90 else (12, 0) if get_platform().is_sm120 else (10, 0)
     patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    patch.setattr(marlin_utils, "get_device_capability", lambda *_: capability)
     patch.setattr(torch.cuda, "empty_cache", lambda: None)
     patch.setattr(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
     for module, name, value in (
@@ -72,6 +74,7 @@ def of_flashinfer(patch: pytest.MonkeyPatch) -> None:
     for module in (flashinfer, core, fp4_quantization, *imported):
         for name in ("block_scale_interleave", "nvfp4_block_scale_interleave"):
             patch.setattr(module, name, lambda scale, *_, **__: scale.reshape(-1).flip(0), raising=False)
+    patch.setattr(flashinfer, "nvfp4_quantize", to_nvfp4)
     for module in (flashinfer.fused_moe, mxfp4):
         for name in ("weights", "scales"):
             function = f"interleave_moe_{name}_for_sm90_mixed_gemm"
@@ -95,6 +98,13 @@ def of_deep_gemm(patch: pytest.MonkeyPatch) -> None:
 def to_fp8(weight: torch.Tensor, scale: torch.Tensor | None = None, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.tensor(0.05) if scale is None else scale
     return (weight.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def to_nvfp4(weight: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of the weight, as many as 4 bits for each of its values, and scales."""
+    rows, columns = weight.shape
+    found = weight.view(torch.uint8)
+    return found[:, : columns // 2].contiguous(), found[:, -columns // 16 :].reshape(rows, columns // 16)
 
 
 def _no_gemm(*_: Any, **__: Any) -> torch.Tensor:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from builders import rearranged
@@ -21,7 +20,8 @@ from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 from sglang.srt.model_loader.loader import BitsAndBytesModelLoader
 
-from sglang_uvm_offload.memory.layout import PAGE_BYTES
+from sglang_uvm_offload.cpu.staging import CpuStaging
+from sglang_uvm_offload.streaming.replicas import Replicas, buffer_bytes
 
 HOPPER = {"is_cuda": True, "is_sm90": True, "is_sm100": False, "is_sm120": False, "is_blackwell": False}
 BLACKWELL = HOPPER | {"is_sm90": False, "is_sm100": True, "is_blackwell": True}
@@ -75,8 +75,9 @@ def mxfp4(runner: str, gpu: dict[str, bool] = HOPPER, **layer: Any) -> Format:
     return Format(runner, gpu, "mxfp4", layer={"with_bias": True, **layer})
 
 
-def nvfp4(runner: str, gpu: dict[str, bool] = BLACKWELL) -> Format:
-    return Format(runner, gpu, "modelopt_fp4", {"quant_algo": "NVFP4", "group_size": 16, "ignore": []})
+def nvfp4(runner: str, gpu: dict[str, bool] = BLACKWELL, **layer: Any) -> Format:
+    """The first dimension of some of CuteDSL's views is 32."""
+    return Format(runner, gpu, "modelopt_fp4", {"quant_algo": "NVFP4", "group_size": 16, "ignore": []}, layer=layer)
 
 
 def modelopt_fp8(runner: str, gpu: dict[str, bool] = BLACKWELL) -> Format:
@@ -93,6 +94,12 @@ def compressed(
     return Format(runner, gpu, "compressed-tensors", config)
 
 
+def gptq(bits: int, desc_act: bool = False) -> Format:
+    config = {"bits": bits, "group_size": 128, "sym": True, "desc_act": desc_act, "lm_head": False}
+    return Format("auto", HOPPER, "gptq_marlin", config)
+
+
+AWQ = {"bits": 4, "group_size": 128, "zero_point": True}
 INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128}
 FP4 = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
 FP4_INPUTS = FP4 | {"dynamic": "local"}
@@ -104,8 +111,11 @@ FORMATS: dict[str, list[Format]] = {
     "compressed-tensors W4A8 (cutlass)": [compressed("auto", HOPPER, "pack-quantized", INT4, {})],
     "NVFP4 (FlashInfer trtllm)": [nvfp4("flashinfer_trtllm"), nvfp4("flashinfer_trtllm_routed")],
     "NVFP4 (FlashInfer cutlass)": [nvfp4("flashinfer_cutlass")],
-    "NVFP4 (FlashInfer cutedsl)": [nvfp4("flashinfer_cutedsl")],
+    "NVFP4 (FlashInfer cutedsl)": [nvfp4("flashinfer_cutedsl"), nvfp4("flashinfer_cutedsl", num_experts=32)],
     "NVFP4 (Marlin)": [nvfp4("marlin", HOPPER)],
+    "BF16, made NVFP4 (FlashInfer trtllm)": [Format("flashinfer_trtllm", BLACKWELL, "nvfp4_online")],
+    "BF16, made NVFP4 (FlashInfer cutedsl)": [Format("flashinfer_cutedsl", BLACKWELL, "nvfp4_online")],
+    "NVFP4 of MiniMax-M3 (Marlin)": [Format("auto", HOPPER, "minimax_m3_nvfp4")],
     "compressed-tensors NVFP4 (FlashInfer trtllm)": [
         compressed("flashinfer_trtllm", BLACKWELL, "nvfp4-pack-quantized", FP4, FP4_INPUTS)
     ],
@@ -150,6 +160,14 @@ FORMATS: dict[str, list[Format]] = {
     "MXFP8 (cutlass)": [mxfp8("cutlass")],
     "MXFP8 (DeepGEMM)": [mxfp8("deep_gemm")],
     "MXFP8 (Triton)": [mxfp8("triton")],
+    "GPTQ, 4 bits (Marlin)": [gptq(4)],
+    "GPTQ, 8 bits (Marlin)": [gptq(8)],
+    "GPTQ in the order of activations (Marlin)": [gptq(4, desc_act=True)],
+    "AWQ (Marlin)": [Format("auto", HOPPER, "awq_marlin", AWQ)],
+    "INT8 in blocks (Triton)": [
+        Format("auto", HOPPER, "blockwise_int8", {"activation_scheme": "dynamic", "weight_block_size": [128, 128]})
+    ],
+    "W8A8 (INT8) and W8A16 (Triton)": [Format("auto", HOPPER, "w8a8_int8")],
     "compressed-tensors integers (Marlin)": [compressed("auto", HOPPER, "pack-quantized", INT4)],
     "compressed-tensors integers (Triton)": [compressed("triton", HOPPER, "pack-quantized", INT4)],
     "compressed-tensors MXINT4 (FlashInfer trtllm)": [
@@ -189,16 +207,13 @@ def test_every_byte_of_the_experts_is_managed_and_none_is_lost(given, monkeypatc
         plain, offloaded = build(given.quantized, False, **given.layer), build(given.quantized, True, **given.layer)
         alike(plain, offloaded)
         nothing_is_left_beside(offloaded)
+        a_stream_buffer_holds_all(offloaded)
         assert offloaded.peak.total <= plain.peak.total, "more at a time than SGLang takes by itself"
-        assert reloaded(plain) == reloaded(offloaded)
+        outcome = reloaded(plain)
+        assert reloaded(offloaded) == outcome
         alike(plain, offloaded)
-        nothing_is_left_beside(offloaded)
-    experts, memory = offloaded.experts, offloaded.memory
-    assert memory is not None
-    assert 0 < memory.device_used == experts.resident_bytes, "VRAM of managed memory that is not of residents"
-    assert experts.offloaded_bytes > 0
-    experts.promote(np.ones_like(experts.resident_extents()))
-    assert experts.offloaded_bytes == 0
+        if outcome == "loaded":
+            nothing_is_left_beside(offloaded)
 
 
 def alike(plain: Loaded, offloaded: Loaded) -> None:
@@ -220,15 +235,35 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def nothing_is_left_beside(offloaded: Loaded) -> None:
     """Tensors of experts outside of managed memory are too small to be placed, wherever they are held."""
     gc.collect()
-    outside = {name: [*t.shape] for name, t in offloaded.tensors().items() if not offloaded.peak.is_managed(t)}
-    large = offloaded.experts.num_experts * PAGE_BYTES
-    assert {
-        name: shape for name, shape in outside.items() if offloaded.tensors()[name].untyped_storage().nbytes() >= large
-    } == {}
+    outside = {
+        name: t.untyped_storage().nbytes() for name, t in offloaded.tensors().items() if not offloaded.peak.is_managed(t)
+    }
+    assert {name: nbytes for name, nbytes in outside.items() if nbytes >= offloaded.peak.least} == {}
     assert offloaded.peak.plain() == 0
+    assert offloaded.memory is not None
+    assert 0 < offloaded.memory.device_used == offloaded.experts.resident_bytes, "VRAM of what is not resident"
     managed = sum(tensor.layout.nbytes for tensor in offloaded.experts.tensors)
+    assert 0 < offloaded.experts.offloaded_bytes < managed
     held = {t.untyped_storage().data_ptr(): t for t in offloaded.tensors().values() if offloaded.peak.is_managed(t)}
     assert managed == sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+
+
+def a_stream_buffer_holds_all(offloaded: Loaded) -> None:
+    """Of what kernels read of the experts, a long prefill reads only small tensors in place."""
+    tensors, experts = offloaded.tensors(), offloaded.experts
+    managed = {name: bits(tensor).clone() for name, tensor in tensors.items() if offloaded.peak.is_managed(tensor)}
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    assert offloaded.memory is not None
+    staging = CpuStaging(offloaded.memory, buffer_bytes(experts), 1)
+    replicas = Replicas(experts, staging.buffers)
+    staging.copy(0, replicas.parts)
+    own = replicas.put(0)
+    assert own is not None
+    for name, tensor in offloaded.tensors().items():
+        assert not offloaded.peak.is_managed(tensor), f"{name} is read in place"
+        assert name not in managed or torch.equal(bits(tensor), managed[name]), name
+    replicas.put_back(0, own)
+    assert {name: tensor.data_ptr() for name, tensor in offloaded.tensors().items()} == addresses
 
 
 def reloaded(loaded: Loaded) -> str:
