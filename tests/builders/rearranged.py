@@ -13,6 +13,7 @@ from builders import marlin
 from deep_gemm.utils import layout
 from flashinfer.fused_moe import core
 from flashinfer.quantization import fp4_quantization
+from humming import transform
 from sglang.srt.layers import deep_gemm_wrapper
 from sglang.srt.layers.deep_gemm_wrapper import configurer
 from sglang.srt.layers.quantization import (
@@ -28,6 +29,7 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_w4a4_mxint4_moe,
     compressed_tensors_w8a8_fp8_moe,
 )
+from sglang.srt.layers.quantization.quark.schemes import quark_w8a8_fp8_moe
 from sglang.srt.model_loader import utils
 from sglang.srt.runtime_context import get_platform
 from triton_kernels.numerics_details import mxfp
@@ -39,7 +41,8 @@ def on_cpu(patch: pytest.MonkeyPatch) -> None:
     of_gpu(patch)
     of_flashinfer(patch)
     of_deep_gemm(patch)
-    for module in (fp8, modelopt_quant, compressed_tensors_w8a8_fp8_moe):
+    patch.setattr(transform.ops, "repack_weight", by_humming)
+    for module in (fp8, modelopt_quant, compressed_tensors_w8a8_fp8_moe, quark_w8a8_fp8_moe):
         patch.setattr(module, "scaled_fp8_quant", to_fp8, raising=False)
     patch.setattr(
         mxfp, "upcast_from_mxfp", lambda x, scale, target_dtype, axis: mxfp.upcast_from_mxfp_torch(x, scale, target_dtype, axis)
@@ -98,6 +101,11 @@ def of_deep_gemm(patch: pytest.MonkeyPatch) -> None:
 def to_fp8(weight: torch.Tensor, scale: torch.Tensor | None = None, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.tensor(0.05) if scale is None else scale
     return (weight.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def by_humming(inputs: torch.Tensor, weight_bits: int, activation_bits: int, **_: Any) -> torch.Tensor:
+    columns = inputs.shape[-1] * 32 // weight_bits
+    return inputs.flip(-1).reshape(len(inputs), columns * activation_bits // 256, -1)
 
 
 def to_nvfp4(weight: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -84,6 +84,22 @@ def modelopt_fp8(runner: str, gpu: dict[str, bool] = BLACKWELL) -> Format:
     return Format(runner, gpu, "modelopt_fp8", {"quant_algo": "FP8", "ignore": []})
 
 
+def quark(weights: str, inputs: str, dynamic: bool) -> Format:
+    fp8 = {"dtype": "fp8_e4m3", "symmetric": True, "group_size": None}
+    tensors = {
+        "weight": fp8 | {"qscheme": weights, "is_dynamic": False},
+        "input_tensors": fp8 | {"qscheme": inputs, "is_dynamic": dynamic},
+    }
+    stated = {
+        "global_quant_config": tensors,
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "exclude": [],
+        "packed_modules_mapping": {},
+    }
+    return Format("triton", HOPPER, "quark", stated | {"export": {"kv_cache_group": [], "pack_method": "order"}})
+
+
 def compressed(
     runner: str, gpu: dict[str, bool], packing: str, weights: dict[str, Any], activations: dict[str, Any] | None = None
 ) -> Format:
@@ -138,6 +154,16 @@ FORMATS: dict[str, list[Format]] = {
     "FP4 experts in an FP8 model (DeepGEMM)": [fp4_experts("deep_gemm", BLACKWELL)],
     "FP4 experts in an FP8 model (Marlin)": [fp4_experts("marlin", HOPPER)],
     "FP4 experts in an FP8 model, made FP8 (Triton)": [fp4_experts("auto", HOPPER, dequant_fp4_to_fp8=True)],
+    "FP4 experts in an FP8 model (Humming)": [fp4_experts("humming", HOPPER)],
+    "MXFP4 (Humming)": [Format("humming", HOPPER, "humming", {"quant_method": "mxfp4"})],
+    "FP8 in blocks (Humming)": [
+        Format(
+            "humming",
+            HOPPER,
+            "humming",
+            {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        )
+    ],
     "FP8 in blocks (cutlass)": [fp8("cutlass")],
     "FP8 in blocks (FlashInfer trtllm)": [fp8("flashinfer_trtllm", BLACKWELL), fp8("flashinfer_trtllm_routed", BLACKWELL)],
     "FP8 in blocks (DeepGEMM)": [fp8("deep_gemm", BLACKWELL)],
@@ -156,6 +182,7 @@ FORMATS: dict[str, list[Format]] = {
         compressed("triton", HOPPER, "float-quantized", {"strategy": "channel"}, {}),
         compressed("triton", HOPPER, "float-quantized", {"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}),
     ],
+    "Quark FP8 (Triton)": [quark("per_tensor", "per_tensor", False), quark("per_channel", "per_channel", True)],
     "MXFP8 (FlashInfer trtllm)": [mxfp8("flashinfer_trtllm"), mxfp8("flashinfer_trtllm_routed")],
     "MXFP8 (cutlass)": [mxfp8("cutlass")],
     "MXFP8 (DeepGEMM)": [mxfp8("deep_gemm")],
