@@ -34,6 +34,11 @@ from sglang_uvm_offload.residency.manager import OffloadManager
 E, HIDDEN, INTERMEDIATE = 5, 1024, 1024
 """An expert's scales of 8 bits for each 16 values are then as large as what is placed, and no other dimension is ``E``."""
 
+ALLOCATIONS = {
+    *(torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default, torch.ops.aten.full.default),
+    *(torch.ops.aten.new_empty.default, torch.ops.aten.new_zeros.default, torch.ops.aten.empty_like.default),
+}
+
 
 @contextmanager
 def runtime(runner: str, gpu: Mapping[str, bool]) -> Iterator[None]:
@@ -49,34 +54,40 @@ def runtime(runner: str, gpu: Mapping[str, bool]) -> Iterator[None]:
 
 
 class Peak(TorchDispatchMode):
-    """The bytes of tensors with ``least`` bytes or more, at most at a time. It knows what the operators return."""
+    """The most bytes at a time in tensors of a page or more for each expert. It knows what operators return."""
 
-    def __init__(self, memory: SimulatedDriver | None, least: int):
+    def __init__(self, memory: SimulatedDriver | None, experts: int):
         super().__init__()
-        self.least, self._memory = least, memory
-        self._plain: dict[int, tuple[StorageWeakRef, int]] = {}
-        """Storages outside of managed memory, and the bytes of each, by identity."""
+        self.experts, self.least, self._memory = experts, experts * PAGE_BYTES, memory
+        self._plain: dict[int, tuple[StorageWeakRef, int, bool]] = {}
+        """Storages outside of managed memory by identity: the bytes of each, and whether an operator that computes made it."""
         self.total = 0
+        self.computed = 0
+        """Outside of managed memory; without one, less what was allocated for experts, which would be managed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for each in tree_leaves(out):
             if isinstance(each, torch.Tensor):
-                self.note(each)
+                self.note(each, computed=func not in ALLOCATIONS or each.shape[:1] != (self.experts,))
         return out
 
-    def note(self, tensor: torch.Tensor) -> None:
+    def note(self, tensor: torch.Tensor, computed: bool) -> None:
         storage = tensor.untyped_storage()
         if storage.device.type == "meta":
             return
         if storage.nbytes() >= self.least and not self.is_managed(tensor):
-            self._plain[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.total = max(self.total, self.plain() + sum(each.managed.nbytes for each in self._ranges()))
+            self._plain.setdefault(
+                storage._cdata, (StorageWeakRef(storage), storage.nbytes(), computed or self._memory is not None)
+            )
+        plain = self.plain()
+        self.total = max(self.total, plain + sum(each.managed.nbytes for each in self._ranges()))
+        self.computed = max(self.computed, sum(nbytes for _, nbytes, computed in self._plain.values() if computed))
 
     def plain(self) -> int:
         """Bytes that are alive now outside of managed memory."""
         self._plain = {key: each for key, each in self._plain.items() if not each[0].expired()}
-        return sum(nbytes for _, nbytes in self._plain.values())
+        return sum(nbytes for _, nbytes, _ in self._plain.values())
 
     def is_managed(self, tensor: torch.Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
@@ -140,9 +151,9 @@ def build(quantization: Callable[[], Any], managed: bool, **arguments: Any) -> L
         with taking:
             layer = FusedMoE(layer_id=0, quant_config=quantization(), prefix="model.layers.0.mlp", **given)
     load(layer)
-    peak = Peak(memory, given["num_experts"] * PAGE_BYTES)
+    peak = Peak(memory, given["num_experts"])
     for _, tensor in held(layer, "", set()):
-        peak.note(tensor)
+        peak.note(tensor, computed=False)
     with peak:
         layer.quant_method.process_weights_after_loading(layer)
     return Loaded(layer, memory, peak)

@@ -236,6 +236,7 @@ def test_every_byte_of_the_experts_is_managed_and_none_is_lost(given, monkeypatc
         nothing_is_left_beside(offloaded)
         a_stream_buffer_holds_all(offloaded)
         assert offloaded.peak.total <= plain.peak.total, "more at a time than SGLang takes by itself"
+        assert offloaded.peak.computed <= plain.peak.computed, "allocations for experts that are not in managed memory"
         outcome = reloaded(plain)
         assert reloaded(offloaded) == outcome
         alike(plain, offloaded)
