@@ -1,5 +1,5 @@
-"""Experts of each format that SGLang has for CUDA, by the MoE runner that computes them: built, loaded and processed by
-SGLang's own code, they are in managed memory to the last byte, and the same bytes as without the plugin."""
+"""Experts of the formats that SGLang has for CUDA, by the MoE runner that computes them: built, loaded and processed by
+SGLang's own code, they are in managed memory to the last byte, and the same bytes as without the plugin. No kernel runs."""
 
 from __future__ import annotations
 
