@@ -108,7 +108,7 @@ class Launch:
             f"{flag_name('backend')} {config.backend}",
             f"--moe-runner-backend {routing.runner}: {counted}",
             *([_streaming(config)] if stream_settings.streams(config) else []),
-            *_drafts(cfg),
+            *_drafts(config, cfg),
             *_memory(config, cfg, model.hf_config),
             *self.notes,
         ]
@@ -138,11 +138,12 @@ def _streaming(config: OffloadConfig) -> str:
     )
 
 
-def _drafts(cfg: Any) -> list[str]:
+def _drafts(config: OffloadConfig, cfg: Any) -> list[str]:
     if cfg.speculative_algorithm is None:
         return []
-    model = cfg.speculative_draft_model_path or cfg.model_path
-    return [f"--speculative-algorithm {cfg.speculative_algorithm} with the draft layers of {model}, which stay in VRAM"]
+    model, number = cfg.speculative_draft_model_path or cfg.model_path, config.draft_num_resident
+    where = "which stay in VRAM" if number is None else f"of whose experts {number} a layer stay in VRAM"
+    return [f"--speculative-algorithm {cfg.speculative_algorithm} with the draft layers of {model}, {where}"]
 
 
 def _memory(config: OffloadConfig, cfg: Any, hf_config: Any) -> list[str]:

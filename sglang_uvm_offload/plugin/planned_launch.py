@@ -97,7 +97,7 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
         stream_gb=0.0 if config.stream_tokens == NEVER else config.stream_gb,
         linear=linear_attention.state(cfg, model),
         slots=Slots(config.slots),
-        notes=_notes(cfg, given),
+        notes=_notes(config, cfg, given),
         rates=_rates(),
     )
 
@@ -154,8 +154,10 @@ def _hicache(cfg: Any, given: Any) -> dict[str, Any]:
     return {"hicache_ratio": given.hicache_ratio or 0.0}
 
 
-def _notes(cfg: Any, given: Any) -> tuple[str, ...]:
+def _notes(config: OffloadConfig, cfg: Any, given: Any) -> tuple[str, ...]:
     out = []
+    if config.draft_num_resident is not None and not launch_drafts.from_the_checkpoint(cfg):
+        out.append("the draft model is counted as if all its experts were in VRAM")
     if cfg.enable_hierarchical_cache and not (given.hicache_size or given.hicache_ratio):
         out.append("the hierarchical cache takes what host RAM is left (--hicache-size or --hicache-ratio would be counted)")
     if cfg.moe_a2a_backend == "deepep":

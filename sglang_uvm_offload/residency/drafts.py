@@ -65,14 +65,18 @@ class Drafts:
 
     def begin(self, models: Iterable[ModelExperts]) -> None:
         """The server begins to serve: what ran before, to capture graphs, is none of what drafts use."""
-        self._drafts = []
         for model in models:
             if model.draft and model.counters is not None and model.offloaded_bytes().any():
                 observer = Observer(model.counters, model)
                 self._drafts.append(_Draft(model, observer, observer.ledger.counted))
 
+    @property
+    def any(self) -> bool:
+        """Whether a draft model has offloaded experts."""
+        return bool(self._drafts)
+
     def due(self, tokens: int) -> bool:
-        return bool(self._drafts) and self.due_at is not None and tokens >= self.due_at
+        return self.any and self.due_at is not None and tokens >= self.due_at
 
     def choose(self, agree: Callable[[Callable[[], Any]], Any]) -> list[DraftMove]:
         """The residents for the routing since they were last chosen. Waits for the device. ``agree`` brings what the first

@@ -210,6 +210,11 @@ class OffloadManager:
     def begin_serving(self) -> None:
         """All models are loaded, and their graphs captured: what a step uses counts from here on."""
         self.drafts.begin(self.models)
+        number = self.config.draft_num_resident
+        if number is not None and any(model.draft for model in self.models) and not self.drafts.any:
+            logger.warning(
+                "Expert offload: %s %d: the draft model has nothing to offload", flag_name("draft_num_resident"), number
+            )
         self.drafts.due_at = self.config.warmup_tokens if self.config.residents_change else None
 
     def begin_step(self, model: ModelExperts, valid_rows: int, tokens: int, phase: Phase, *, streams: bool = False) -> None:

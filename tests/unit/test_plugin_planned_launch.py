@@ -235,3 +235,10 @@ class TestResidentsOfDrafts:
         olmoe = str(checkpoints("olmoe"))
         own = launch(speculative_algorithm="STANDALONE", speculative_draft_model_path=olmoe, speculative_num_draft_tokens=4)
         assert dataclasses.replace(own, draft_num_resident=4).case().workload.draft_num_resident is None
+
+    @pytest.mark.parametrize(("algorithm", "told"), [("NEXTN", False), ("EAGLE", True)])
+    def test_and_says_so_of_others(self, algorithm, told):
+        config = parse({"num_resident": "4", "draft_num_resident": 2})
+        cfg = resolved(model_path="/m", speculative_algorithm=algorithm, speculative_draft_model_path="/d" if told else None)
+        notes = planned_launch._notes(config, cfg, SimpleNamespace(**GIVEN))
+        assert ("the draft model is counted as if all its experts were in VRAM" in notes) == told

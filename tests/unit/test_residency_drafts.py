@@ -6,6 +6,7 @@ import pytest
 from builders.managers import Draft, E, Rank, config
 
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
+from sglang_uvm_offload.residency.reporting import rank_status
 from sglang_uvm_offload.residency.table import residency_table
 
 HOT = [[7, 5]]
@@ -124,8 +125,6 @@ def test_it_is_told_what_is_offloaded_and_served():
 
 
 def test_the_table_at_the_start_shows_both_parts():
-    from sglang_uvm_offload.residency.reporting import rank_status
-
     rank, _ = serving()
     lines = residency_table(rank_status(rank.manager), rank.manager.memory.info(), 1000).splitlines()
     at = next(i for i, line in enumerate(lines) if "draft model, 1 MoE layers, in VRAM" in line)
@@ -135,8 +134,10 @@ def test_the_table_at_the_start_shows_both_parts():
 
 
 @pytest.mark.parametrize("number", [E, None])
-def test_all_of_them_are_resident(number):
+def test_all_of_them_are_resident(number, caplog):
     rank, draft = serving(draft_num_resident=number)
+    told = f"--expert-offload-draft-num-resident {number}: the draft model has nothing to offload"
+    assert (told in caplog.text) == (number is not None)
     warm_up(rank, draft)
     assert draft.resident() == [*range(E)]
     assert rank.status()["draft_hit_rate"] is None
