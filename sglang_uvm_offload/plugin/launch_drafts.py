@@ -52,7 +52,10 @@ def problems(config: OffloadConfig, cfg: Any, num_experts: int | None) -> list[s
         return [f"{given}: no draft model is loaded (--speculative-algorithm {cfg.speculative_algorithm}); leave it out"]
     if not from_the_checkpoint(cfg):
         try:
-            num_experts = draft_experts(Path(separate_folder(cfg) or ""))
+            folder = separate_folder(cfg)
+            if folder is None:
+                return []
+            num_experts = draft_experts(Path(folder))
         except (Uncounted, CheckpointError):
             return []
     if num_experts is None:

@@ -72,7 +72,8 @@ _DRAFT_GRAPHS = (
     "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner",
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner",
 )
-"""They replay a draft model's steps without its ``forward``."""
+"""They replay a draft model's steps without its ``forward``. So do those of multi-layer drafts and of drafts that share the
+target's KV cache, of which the steps that prefill alone are counted."""
 
 
 def install(

@@ -27,6 +27,8 @@ class _Draft:
     observer: Observer
     chosen_at: RoutingCounts
     """The counts when residents were last chosen, or at the start."""
+    residents: np.ndarray
+    """``bool[extents]``: those that the last move makes."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Drafts:
         for model in models:
             if model.draft and model.counters is not None and model.offloaded_bytes().any():
                 observer = Observer(model.counters, model)
-                self._drafts.append(_Draft(model, observer, observer.ledger.counted))
+                self._drafts.append(_Draft(model, observer, observer.ledger.counted, model.resident_extents()))
 
     @property
     def any(self) -> bool:
@@ -85,11 +87,15 @@ class Drafts:
         return [self._chosen(draft, agree) for draft in self._drafts]
 
     def _chosen(self, draft: _Draft, agree: Callable[[Callable[[], Any]], Any]) -> DraftMove:
-        model, before = draft.model, draft.model.resident_extents()
+        model, before = draft.model, draft.residents
+        now = model.resident_extents()
+        if now.shape != before.shape:  # an update of the weights has replaced tensors
+            before = now
         draft.observer.catch_up()
         total = draft.observer.ledger.counted
         seen, draft.chosen_at = total.since(draft.chosen_at), total
-        return DraftMove(model, seen, agree(lambda: best_residents(model, seen, before)))
+        draft.residents = agree(lambda: best_residents(model, seen, before))
+        return DraftMove(model, seen, draft.residents)
 
     def poll(self) -> None:
         for draft in self._drafts:

@@ -227,6 +227,11 @@ class TestResidentsOfDrafts:
         (problem,) = self.problems(4, **{**own, "speculative_draft_model_path": str(dense)})
         assert problem.endswith(f"4: the draft model ({dense}) has no routed experts; leave it out")
 
+    def test_one_that_the_launch_does_not_name_is_not_looked_at(self, tmp_path, monkeypatch):
+        (tmp_path / "config.json").write_text('{"num_hidden_layers": 1}')
+        monkeypatch.chdir(tmp_path)
+        assert self.problems(4, speculative_algorithm="STANDALONE") == []
+
     def test_one_that_is_not_here_yet_is_not_looked_at(self, tmp_path):
         away = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(tmp_path / "away")}
         assert self.problems(4, **away) == []

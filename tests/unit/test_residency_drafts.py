@@ -1,6 +1,7 @@
 """Draft models of which some experts are offloaded: who is resident at load, when others are, and what is told of them."""
 
 import logging
+from concurrent.futures import Future
 
 import pytest
 from builders.managers import Draft, E, Rank, config
@@ -10,6 +11,17 @@ from sglang_uvm_offload.residency.reporting import rank_status
 from sglang_uvm_offload.residency.table import residency_table
 
 HOT = [[7, 5]]
+
+
+class Queued:
+    """An executor that has not come to anything yet."""
+
+    def __init__(self):
+        self.waiting = []
+
+    def submit(self, task):
+        self.waiting.append(task)
+        return Future()
 
 
 def serving(**flags):
@@ -89,6 +101,27 @@ def test_other_weights_have_them_chosen_anew():
     for _ in range(11):
         rank.step([[0, 1, 2]] * 4)
         draft.step([[3, 4]])
+    assert draft.resident() == [3, 4]
+
+
+def test_a_move_under_way_loses_no_vram():
+    """Chosen again before the first move has begun to bring what it has demoted room for."""
+    queue = Queued()
+    rank = Rank(config(draft_num_resident=2, warmup_tokens=40), executor=queue)
+    draft = Draft(rank)
+    rank.manager.begin_serving()
+    for _ in range(11):
+        rank.step([[0, 1, 2]] * 4)
+        draft.step(HOT)
+    moves = list(queue.waiting)
+    draft.layer.demote(draft.layer.resident_extents() & False)
+    for _ in range(3):
+        draft.step([[3, 4]])
+    rank.step([[0, 1, 2]] * 4)
+    rank.manager.readvise()
+    for move in queue.waiting:
+        move()
+    assert len(queue.waiting) > len(moves)
     assert draft.resident() == [3, 4]
 
 
