@@ -78,11 +78,15 @@ class Draft:
         self.manager = rank.manager
         self.model = self.manager.begin_model(draft=True)
         self.layer = self.manager.add_layer(self.model, 0, E, 0, 0, 1)
+        self.fill(PAGE_BYTES)
+        self.manager.finish_model(self.model)
+
+    def fill(self, expert_bytes):
+        """Make its tensor anew."""
         self.module = torch.nn.Module()
         with AllocationMode(E, self.layer.allocate):
-            self.module.w13 = torch.empty(E, PAGE_BYTES, dtype=torch.uint8)
+            self.module.w13 = torch.empty(E, expert_bytes, dtype=torch.uint8)
         self.layer.sync_tensors(self.module)
-        self.manager.finish_model(self.model)
 
     def step(self, ids):
         self.manager.begin_step(self.model, ALL_ROWS, len(ids), Phase.DECODE)

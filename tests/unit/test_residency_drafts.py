@@ -7,6 +7,7 @@ import pytest
 from builders.managers import Draft, E, Rank, config
 
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
 from sglang_uvm_offload.residency.reporting import rank_status
 from sglang_uvm_offload.residency.table import residency_table
 
@@ -48,8 +49,10 @@ def test_the_first_experts_are_resident_and_after_the_warm_up_those_that_drafts_
     assert draft.resident() == [5, 7]
     (line,) = [r.getMessage() for r in caplog.records if "draft model" in r.getMessage()]
     assert "chosen from 10 of its steps: hit rate of these 0.0 % before, 100.0 % after; 0.2 MiB moved" in line
-    warm_up(rank, draft, 20)
-    assert draft.resident() == [5, 7]
+    for _ in range(100):
+        rank.step([[0, 1, 2]] * 4)
+        draft.step([[3, 4]])
+    assert draft.resident() == [5, 7], "once"
 
 
 def test_what_ran_to_capture_graphs_is_none_of_what_drafts_use():
@@ -155,6 +158,45 @@ def test_it_is_told_what_is_offloaded_and_served():
     assert status["draft_hit_rate"] == pytest.approx(1 / 11)
     assert status["draft_zero_copy_bytes"] == 10 * 2 * PAGE_BYTES
     assert status["hit_rate"] == 1.0
+
+
+def test_steps_count_under_the_residents_that_served_them():
+    """From the poll on that follows the move."""
+    rank, draft = serving()
+    warm_up(rank, draft)
+    rank.manager.poll()
+    for _ in range(9):
+        draft.step(HOT)
+    assert rank.status()["draft_hit_rate"] == pytest.approx(10 / 20)
+
+
+def test_a_fault_of_their_move_is_shown_and_ends_moving(monkeypatch):
+    rank, draft = serving()
+
+    def refuse(extents):
+        raise ManagedMemoryError("demote", "the experts", Span(0, 1), "out of luck")
+
+    monkeypatch.setattr(draft.layer, "demote", refuse)
+    warm_up(rank, draft)
+    assert "out of luck" in rank.status()["fault"]
+    assert draft.resident() == [0, 1]
+
+
+def test_tensors_of_other_extents_are_chosen_from_as_they_are():
+    rank, draft = serving(adapt="continuous")
+    warm_up(rank, draft)
+    draft.fill(expert_bytes=2 * PAGE_BYTES)
+    assert draft.resident() == [0, 1]
+    for _ in range(3):
+        draft.step([[3, 4]])
+    rank.step([[0, 1, 2]])
+    rank.manager.readvise()
+    assert draft.resident() == [3, 4]
+
+
+def test_a_rank_without_a_draft_model_says_nothing(caplog):
+    Rank(config(draft_num_resident=2)).manager.begin_serving()
+    assert "draft model" not in caplog.text
 
 
 def test_the_table_at_the_start_shows_both_parts():
