@@ -97,10 +97,6 @@ class Drafts:
         draft.residents = agree(lambda: best_residents(model, seen, before))
         return DraftMove(model, seen, draft.residents)
 
-    def poll(self) -> None:
-        for draft in self._drafts:
-            draft.observer.poll()
-
     def ledgers(self) -> Sequence[Ledger]:
         """Totals up to the last step launched. Waits for the device."""
         for draft in self._drafts:

@@ -508,7 +508,6 @@ class OffloadManager:
         so no request is made here: it would still be in flight at the next of those polls."""
         if self.config.adapt != "continuous":
             self.observer.poll()
-        self.drafts.poll()
         self.history.add(self.tokens)
 
     def poll_if_due(self) -> None:
