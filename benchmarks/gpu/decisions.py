@@ -397,6 +397,17 @@ def residency_cost(rows: PartRows) -> list[str]:
     return grid(["step, ms (layers: see JSON)", "plain", "managed, all", "78 % resident", "50 %"], body)
 
 
+def modes(rows: PartRows) -> list[str]:
+    """What offloading did in each mode, and how many answers were alike."""
+    lines = []
+    for part in rows:
+        for same in find(rows[part], "same_answers"):
+            alike = f"{same['values'].count(1.0)} of {len(same['values'])} answers alike"
+            amounts = [(name, one(rows, part, f"{name}_bytes")) for name in ("offloaded", "zero_copy", "streamed", "moved")]
+            lines.append(f"{part}: {alike}; " + ", ".join(f"{name} {show(row)}" for name, row in amounts if row is not None))
+    return lines
+
+
 def promises(rows: PartRows) -> list[str]:
     lines = [f"{len(find(rows.get('contract', ()), 'promise'))} promises of Memory kept"]
     for figure, what in (("counts_wrong", "counters in a graph"), ("asked_counts_wrong", "counts asked for between replays")):
@@ -599,6 +610,8 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
         Decision("what SGLang chose for itself", engines("continuous", "fixed")),
         Decision("whether residents follow traffic that changes, and what that gains", traffic("continuous", "fixed")),
     ),
+    "modes": (Decision("what is served besides", modes),),
+    "other_modes": (Decision("what is served besides", modes),),
     "serving_slots": (
         Decision("residents, slots or both in the same VRAM of a whole server", served("split")),
         Decision("what a server's slots serve", slots_served("split")),

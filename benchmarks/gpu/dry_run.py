@@ -135,6 +135,20 @@ def server_parts() -> None:
             print(f"    {contender.name} {' '.join(own)}{'' if parse else ' (not checked: no SGLang here)'}")
 
 
+def modes_parts() -> None:
+    """Each mode's flags, of both servers, in the words of the SGLang that is installed here."""
+    from harness.server import flags
+    from modes_parts import MODES, ON_GPU, PARTS
+
+    check_plan("modes_parts", PARTS)
+    parse = sglang_parser()
+    for name, mode in MODES.items():
+        own = flags({**ON_GPU, **mode.arguments, "expert_offload_num_resident": 4, **mode.offload})
+        if parse is not None:
+            parse(["--model-path", mode.family, *own])
+        print(f"{name}: {mode.family} {' '.join(own)}{'' if parse else ' (not checked: no SGLang here)'}")
+
+
 def planned_checkpoint(written: Written) -> CheckpointShape:
     """What ``trace_checkpoint.py`` would write, from its config alone."""
     from server_parts import TRACE
@@ -196,6 +210,8 @@ if __name__ == "__main__":
         ops_parts()
     elif sys.argv[1] == "server_parts":
         server_parts()
+    elif sys.argv[1] == "modes_parts":
+        modes_parts()
     elif sys.argv[1] in (others := {each.__name__: each for each in (eviction_parts, stream_parts, miss_parts, slots_parts)}):
         others[sys.argv[1]]()
     else:

@@ -211,6 +211,12 @@ def other_answers(section: str) -> Callable[[PartRows], tuple[float, str] | None
     return ratio
 
 
+def other_in_modes(rows: PartRows) -> tuple[float, str] | None:
+    found = {part: row["values"] for part in rows for row in find(rows[part], "same_answers")}
+    wrong = sum(values.count(0.0) for values in found.values())
+    return (wrong, f"{sum(map(len, found.values()))} answers in {', '.join(found)}") if found else None
+
+
 def promotions_after(rows: PartRows) -> tuple[float, str] | None:
     """How many experts a server brought to VRAM once its traffic had changed."""
     found = one(rows, "continuous", "promotions", contender="continuous", topic="after")
@@ -233,6 +239,8 @@ def reachable(contender: str, *parts: str) -> tuple[Goal, ...]:
         for kind in ("decode", "prefill")
     )
 
+
+ALIKE_IN_MODES = Goal("answers that are not those of the server without offloading", "<=", 0, other_in_modes)
 
 GOALS: dict[str, tuple[Goal, ...]] = {
     "probe": (
@@ -261,6 +269,8 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("promotions after the traffic has changed", ">=", 1, promotions_after),
         *reachable("frequency", "fixed"),
     ),
+    "modes": (ALIKE_IN_MODES,),
+    "other_modes": (ALIKE_IN_MODES,),
     "serving_slots": (
         Goal("servers of this plugin with other answers", "<=", 0, other_answers("serving_slots")),
         Goal(

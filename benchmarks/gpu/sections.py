@@ -149,6 +149,27 @@ DEFAULT = Section(
     ),
 )
 
+MODES = Section(
+    "modes",
+    "whether a server answers alike in the modes that a launch may have besides",
+    (
+        Part("drafts", "modes_parts", 100, 330, 1, 4, "NEXTN, experts of draft layers offloaded, under graphs"),
+        Part("updates", "modes_parts", 90, 330, 1, 4, "other weights from disk, after experts have moved"),
+        Part("fp8", "modes_parts", 90, 330, 1, 4, "block-FP8 experts, and other weights from disk"),
+        Part("gptq", "modes_parts", 90, 330, 1, 4, "GPTQ experts, by the runner that SGLang chooses"),
+    ),
+)
+
+OTHER_MODES = Section(
+    "other_modes",
+    "likewise, in modes that fewer have",
+    (
+        Part("ngrams", "modes_parts", 90, 330, 1, 4, "drafts of n-grams"),
+        Part("cache", "modes_parts", 90, 330, 1, 8, "a hierarchical cache"),
+        Part("sleep", "modes_parts", 90, 330, 1, 4, "the server gives its memory up and has it back, with other weights"),
+    ),
+)
+
 BOUNDS = Section(
     "bounds",
     "what simpler settings of this plugin cost a whole server",
@@ -234,8 +255,8 @@ EVICTION = Section(
 SECTIONS = {
     section.name: section
     for section in (
-        *(OPS, STREAM, SLOTS, SERVER, DEFAULT, SERVING_SLOTS, PEERS_SLOTS, CPU_OFFLOAD, BOUNDS, OFFLOADER, PEERS),
-        *(PROBE, MISS, LAYER, EVICTION),
+        *(OPS, STREAM, SLOTS, SERVER, DEFAULT, MODES, OTHER_MODES, SERVING_SLOTS, PEERS_SLOTS),
+        *(CPU_OFFLOAD, BOUNDS, OFFLOADER, PEERS, PROBE, MISS, LAYER, EVICTION),
     )
 }
 

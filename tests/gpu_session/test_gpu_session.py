@@ -19,7 +19,10 @@ from standin.build import build, cuda_include, environment
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
 SECTIONS = ("ops", "stream", "slots", "probe", "miss", "layer", "eviction")
-SERVING = ("server", "default", "serving_slots", "peers_slots", "cpu_offload", "bounds", "offloader", "peers")
+SERVING = (
+    *("server", "default", "modes", "other_modes", "serving_slots", "peers_slots", "cpu_offload", "bounds", "offloader"),
+    "peers",
+)
 FILE_BYTES = 16 << 20
 CAPTURED = {"stdout": subprocess.PIPE, "text": True}
 
@@ -98,7 +101,7 @@ def test_list_names_every_section_in_order(session):
 def test_an_unknown_section_is_a_usage_error(session):
     said = session.run("prboe", over_standin=False)
     assert said.returncode == 2
-    assert "no section prboe: there are ops, stream, slots, server, default, serving_slots" in said.stderr
+    assert "no section prboe: there are ops, stream, slots, server, default, modes, other_modes" in said.stderr
 
 
 def test_dry_run_compiles_everything_and_starts_no_cuda(session):
@@ -118,6 +121,7 @@ def test_dry_run_compiles_everything_and_starts_no_cuda(session):
         "--expert-offload-stream-tokens inf",
         "paged_experts --enable-paged-experts --paged-experts-num-resident 80",
         "page_in_only will not be served",
+        "--speculative-algorithm NEXTN",
     ):
         assert words in said.stdout
 
@@ -620,6 +624,35 @@ def test_a_part_fails_where_the_reference_or_the_plugin_does(modules, contender,
     else:
         with pytest.raises(AssertionError, match=told):
             server_parts.check_answers([cell])
+
+
+ALIKE = {"fault": None, "offloaded_bytes": 1, "streamed_bytes": 1, "zero_copy_bytes": 1, "moves": 1, "draft_zero_copy_bytes": 1}
+
+
+@pytest.mark.parametrize(
+    ("mode", "same", "state", "told"),
+    [
+        ("drafts", [True, True], {}, []),
+        ("updates", [True, True], {"draft_zero_copy_bytes": 0}, []),
+        ("updates", [True, False], {}, ["1 of 2 answers differ"]),
+        ("cache", [True], {"fault": "no VRAM"}, ["moving experts stopped: no VRAM"]),
+        ("fp8", [True], {"streamed_bytes": 0, "moves": 0}, ["no streamed_bytes", "no moves"]),
+        ("drafts", [True], {"draft_zero_copy_bytes": 0}, ["no expert of a draft layer was read in place"]),
+    ],
+)
+def test_a_mode_fails_where_answers_differ_or_would_say_nothing(modules, mode, same, state, told):
+    import modes_parts
+
+    assert modes_parts.problems(modes_parts.MODES[mode], same, ALIKE | state) == told
+
+
+def test_modes_are_judged_by_all_their_answers(modules):
+    alike, other = ([row("same_answers", values, contender="offload")] for values in ([1.0, 1.0], [1.0, 0.0, 0.0]))
+    assert judged(modules, "modes", 0, {"drafts": alike, "updates": alike})["met"] is True
+    verdict = judged(modules, "modes", 0, {"drafts": alike, "updates": other})
+    assert (verdict["ratio"], verdict["met"]) == (2, False)
+    assert verdict["from"] == "5 answers in drafts, updates"
+    assert judged(modules, "modes", 0, {})["ratio"] is None
 
 
 def test_goals_of_servers_take_the_worst_of_the_plugin_and_the_best_of_a_peer(modules):

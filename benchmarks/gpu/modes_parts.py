@@ -1,0 +1,170 @@
+"""Parts that serve what a launch may have besides: drafts, live updates, quantised experts, a hierarchical cache. Each is a
+pair of servers of one small checkpoint, with SGLang's own backends and decode graphs: one without offloading, then one with.
+They must answer alike; no time is measured. With ``--small`` the servers run on the CPU, where not all modes can.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+HERE = Path(__file__).resolve().parent
+sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parents[1] / "scripts")]
+
+from harness.server import Server, offload_state  # noqa: E402
+from make_checkpoint import make_checkpoint  # noqa: E402
+from rows import Rows, run_part  # noqa: E402
+from server_parts import SGLANG_SETTINGS, SUBSTITUTES, check_sglang, importable, leave_the_stand_in  # noqa: E402
+
+EXPERT_SIZE = 2048
+"""With 256 or 512 hidden units a block of 2 MiB holds one expert's projection, or few."""
+RESIDENT = 4
+STREAM_TOKENS = 256
+PROMPTS = ("hello world", "the quick brown fox jumps over 13 lazy dogs", "once upon a time there was a fox. " * 24)
+"""The last is long enough to stream."""
+ANSWER_TOKENS = 32
+Answers = list[list[int]]
+Change = Callable[[Server, Path], None]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """``arguments`` are of both servers, ``offload`` of the one that offloads. ``change``: what is done to a server between two
+    rounds of the prompts; it is given a checkpoint with other weights."""
+
+    family: str = "qwen3_moe"
+    quant: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    offload: Mapping[str, Any] = field(default_factory=dict)
+    change: Change | None = None
+    needs: str | None = None
+    """A package that SGLang imports for it."""
+
+
+def updated(server: Server, other: Path) -> None:
+    wait_until_idle(server)
+    if not server.post("/update_weights_from_disk", {"model_path": str(other)})["success"]:
+        raise AssertionError("the weights were not updated")
+
+
+def slept(server: Server, other: Path) -> None:
+    """SGLang gives its memory up, and has it back with other weights. Experts must not hold VRAM meanwhile."""
+    wait_until_idle(server)
+    server.post("/release_memory_occupation", {})
+    state = offload_state(server.get("/server_info"))
+    if state.get("resident_bytes"):
+        raise AssertionError(f"{state['resident_bytes']} bytes of experts stay in VRAM while the server sleeps")
+    server.post("/resume_memory_occupation", {})
+    updated(server, other)
+
+
+DRAFTED = {"speculative_num_steps": 2, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3}
+MODES = {
+    "drafts": Mode(
+        family="glm4_moe",
+        arguments={"speculative_algorithm": "NEXTN", **DRAFTED},
+        offload={"expert_offload_draft_num_resident": RESIDENT},
+    ),
+    "ngrams": Mode(arguments={"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}),
+    "cache": Mode(arguments={"enable_hierarchical_cache": True, "hicache_size": 4}),
+    "updates": Mode(change=updated),
+    "sleep": Mode(arguments={"enable_memory_saver": True}, change=slept, needs="torch_memory_saver"),
+    "fp8": Mode(quant="fp8", change=updated),
+    "gptq": Mode(quant="gptq"),
+}
+ON_GPU = {
+    **{"max_running_requests": 8, "max_total_tokens": 16384, "cuda_graph_max_bs_decode": 8, "mem_fraction_static": 0.5},
+    "disable_prefill_cuda_graph": True,
+}
+"""A prefill graph pads its tokens, which steps that stream do not: answers would differ by rounding."""
+
+
+def wait_until_idle(server: Server) -> None:
+    """SGLang answers a moment before it has done with a request, and refuses updates meanwhile."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            server.open("/flush_cache", {}).close()
+            return
+        except HTTPError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+def ask(server: Server) -> Answers:
+    """Each prompt twice: the first answer ends a warm-up, the second is by the experts that were moved."""
+    sampling = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}
+    return [
+        server.post("/generate", {"text": prompt, "sampling_params": sampling})["output_ids"] for prompt in (*PROMPTS, *PROMPTS)
+    ]
+
+
+def serve(rows: Rows, mode: Mode, checkpoints: list[Path], offload: Mapping[str, Any]) -> tuple[Answers, dict[str, Any]]:
+    """The answers of one server, before and after the change, and the statistics of the one that offloads."""
+    if rows.small:
+        own: dict[str, Any] = {}
+    else:
+        words = [words for package, words in SUBSTITUTES.items() if not importable(package)]
+        own = ON_GPU | {flag.removeprefix("--").replace("-", "_"): value for flag, value in words}
+    with Server(checkpoints[0], on_cpu=rows.small, seconds=150, **own, **mode.arguments, **offload) as server:
+        answers = ask(server)
+        if mode.change is not None:
+            mode.change(server, checkpoints[1])
+            answers += ask(server)
+        return answers, offload_state(server.get("/server_info"))
+
+
+def mode_part(rows: Rows, mode: Mode) -> None:
+    check_sglang()
+    if rows.small:
+        leave_the_stand_in()
+    if mode.needs is not None and not importable(mode.needs):
+        raise SystemExit(f"{mode.needs} is not installed here: SGLang does not start in this mode without it")
+    for name, value in SGLANG_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    size = {} if rows.small else {"expert_size": EXPERT_SIZE}
+    with tempfile.TemporaryDirectory(prefix="modes-") as folder:
+        made = [Path(folder, str(seed)) for seed in (0, 7)]
+        for seed, path in zip((0, 7), made, strict=True):
+            make_checkpoint(mode.family, path, quant=mode.quant, seed=seed, **size)
+        flags = {"expert_offload_num_resident": RESIDENT, "expert_offload_warmup_tokens": 64}
+        flags |= {"expert_offload_stream_tokens": STREAM_TOKENS, **mode.offload}
+        expected, _ = serve(rows, mode, made, {})
+        found, state = serve(rows, mode, made, flags)
+    report(rows, mode, expected, found, state)
+
+
+def report(rows: Rows, mode: Mode, expected: Answers, found: Answers, state: dict[str, Any]) -> None:
+    same = [mine == theirs for mine, theirs in zip(found, expected, strict=True)]
+    print(f"{sum(same)} of {len(same)} answers are those of the server without offloading", flush=True)
+    rows.put("same_answers", "bool", same, contender="offload")
+    for name in ("offloaded_bytes", "streamed_bytes", "zero_copy_bytes", "moved_bytes", "draft_offloaded_bytes"):
+        rows.put(name, "MB", [state[name] / 1e6])
+        print(f"{name}: {state[name] / 1e6:.1f} MB", flush=True)
+    if wrong := problems(mode, same, state):
+        raise AssertionError("; ".join(wrong))
+
+
+def problems(mode: Mode, same: list[bool], state: dict[str, Any]) -> list[str]:
+    """What would make equal answers say nothing, and answers that are not."""
+    wrong = [] if all(same) else [f"{same.count(False)} of {len(same)} answers differ"]
+    wrong += [f"moving experts stopped: {state['fault']}"] if state["fault"] else []
+    wrong += [f"no {name}" for name in ("offloaded_bytes", "streamed_bytes", "zero_copy_bytes", "moves") if not state[name]]
+    if "expert_offload_draft_num_resident" in mode.offload and not state["draft_zero_copy_bytes"]:
+        wrong.append("no expert of a draft layer was read in place")
+    return wrong
+
+
+PARTS = {name: partial(mode_part, mode=mode) for name, mode in MODES.items()}
+
+if __name__ == "__main__":
+    run_part(PARTS)
