@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 
 from harness.process import kill_group
 from harness.server import CPU, START_SECONDS, EngineFailed, Server, environment, offload_state
@@ -109,18 +108,6 @@ def assert_close(mine: Sequence[float | None], theirs: Sequence[float | None], t
     for a, b in zip(mine, theirs, strict=True):
         same = a == b or (a is not None and b is not None and abs(a - b) <= tolerance)
         assert same, f"log-probabilities differ: {a} and {b}"
-
-
-def wait_until_idle(server: Server) -> None:
-    """SGLang answers a request a moment before it has done with it, and refuses meanwhile what needs an idle server."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            server.open("/flush_cache", {}).close()
-            return
-        except HTTPError:
-            assert time.monotonic() < deadline, "the server is never idle"
-            time.sleep(0.1)
 
 
 class Host:

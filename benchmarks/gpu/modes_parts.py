@@ -8,13 +8,11 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 
 HERE = Path(__file__).resolve().parent
 sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parents[1] / "scripts")]
@@ -50,14 +48,14 @@ class Mode:
 
 
 def updated(server: Server, other: Path) -> None:
-    wait_until_idle(server)
+    server.wait_until_idle()
     if not server.post("/update_weights_from_disk", {"model_path": str(other)})["success"]:
         raise AssertionError("the weights were not updated")
 
 
 def slept(server: Server, other: Path) -> None:
     """SGLang gives its memory up, and has it back with other weights. Experts must not hold VRAM meanwhile."""
-    wait_until_idle(server)
+    server.wait_until_idle()
     server.post("/release_memory_occupation", {})
     state = offload_state(server.get("/server_info"))
     if state.get("resident_bytes"):
@@ -85,19 +83,6 @@ ON_GPU = {
     "disable_prefill_cuda_graph": True,
 }
 """A prefill graph pads its tokens, which steps that stream do not: answers would differ by rounding."""
-
-
-def wait_until_idle(server: Server) -> None:
-    """SGLang answers a moment before it has done with a request, and refuses updates meanwhile."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            server.open("/flush_cache", {}).close()
-            return
-        except HTTPError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
 
 
 def ask(server: Server) -> Answers:

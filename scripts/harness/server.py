@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -191,6 +192,18 @@ class Server:
     def post(self, path: str, body: Any) -> Any:
         with self.open(path, body) as response:
             return json.loads(response.read())
+
+    def wait_until_idle(self, seconds: float = 60) -> None:
+        """SGLang answers a request a moment before it has done with it, and refuses meanwhile what needs an idle server."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self.open("/flush_cache", {}).close()
+                return
+            except urllib.error.HTTPError as refused:
+                if time.monotonic() > deadline:
+                    raise EngineFailed(f"the server is never idle: {refused}", self.log_path) from refused
+                time.sleep(0.1)
 
     def stream(self, path: str, body: Any) -> Iterator[Any]:
         """The events of a streamed answer."""

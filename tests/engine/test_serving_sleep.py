@@ -10,7 +10,7 @@ import pytest
 from builders.plugins import saboteur
 from checkpoints import Checkpoints
 from harness.server import Server, offload_state
-from serving import PROMPTS, Engines, wait_until_idle
+from serving import PROMPTS, Engines
 
 # SGLang's library gives up CUDA memory only. Here it keeps it, so that the other weights are there afterwards.
 KEPT = """from sglang.srt.utils import torch_memory_saver_adapter as saver
@@ -36,13 +36,13 @@ def test_experts_leave_vram_and_come_back(checkpoints: Checkpoints, engines: Eng
     with engines.server(old, env=saboteur(tmp_path, KEPT), **FLAGS) as server:
         assert ask(server) == expected[0]
         before = offload_state(server.get("/server_info"))
-        wait_until_idle(server)
+        server.wait_until_idle()
         server.post("/release_memory_occupation", {})
         asleep = offload_state(server.get("/server_info"))
         server.post("/resume_memory_occupation", {})
         after = offload_state(server.get("/server_info"))
         assert ask(server) == expected[0]
-        wait_until_idle(server)
+        server.wait_until_idle()
         server.post("/release_memory_occupation", {})
         server.post("/resume_memory_occupation", {"tags": ["weights"]})
         assert server.post("/update_weights_from_disk", {"model_path": str(new)})["success"]

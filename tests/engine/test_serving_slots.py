@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoints import Checkpoints
-from serving import PROMPTS, TWO_RANKS, Engines, Result, assert_offloaded, assert_same_answers, assert_streamed, wait_until_idle
+from serving import PROMPTS, TWO_RANKS, Engines, Result, assert_offloaded, assert_same_answers, assert_streamed
 
 SHIM = {"SHIM_EXPERTS": "triton"}
 TRITON: dict[str, Any] = {"moe_runner_backend": "triton", "dtype": "float32", "max_new_tokens": 24}
@@ -154,7 +154,7 @@ def test_new_weights_are_served_at_once(checkpoints: Checkpoints, engines: Engin
     flags |= {"expert_offload_stream_tokens": 8}
     with engines.server(old, env=SHIM, dtype="float32", **flags) as server:
         before = [answer(server, prompt) for prompt in prompts]
-        wait_until_idle(server)
+        server.wait_until_idle()
         assert server.post("/update_weights_from_disk", {"model_path": str(new)})["success"]
         after = [answer(server, prompt) for prompt in prompts]
         (state,) = server.get("/server_info")["internal_states"]

@@ -15,7 +15,7 @@ import torch
 from checkpoints import Checkpoints
 from harness.server import Server, free_port, offload_state
 from safetensors.torch import load_file
-from serving import PROMPTS, Engines, wait_until_idle
+from serving import PROMPTS, Engines
 
 FLAGS: dict[str, Any] = {
     **{"dtype": "float32", "expert_offload_num_resident": 6, "expert_offload_warmup_tokens": 16},
@@ -109,7 +109,7 @@ def test_answers_are_those_of_the_new_weights_before_and_after_moves(
         WAYS[way](server, new)
         first = ask(server)
         moved = offload_state(server.get("/server_info"))
-        wait_until_idle(server)
+        server.wait_until_idle()
         WAYS[way](server, old)
         second = ask(server)
         state = offload_state(server.get("/server_info"))
@@ -129,7 +129,7 @@ def test_quantised_experts_are_updated(checkpoints: Checkpoints, engines: Engine
     with engines.server(old, **{**FLAGS, "dtype": "auto"}) as server:
         answers = [ask(server)]
         for each in (new, old):
-            wait_until_idle(server)
+            server.wait_until_idle()
             from_disk(server, each)
             answers.append(ask(server))
         state = offload_state(server.get("/server_info"))
