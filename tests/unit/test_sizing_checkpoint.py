@@ -123,6 +123,14 @@ def test_deepseek_v3_is_671_gb_of_which_experts_are_97_percent():
     assert shape.expert_bytes / served == pytest.approx(0.97, abs=0.005)
 
 
+def test_documents_say_how_large_the_experts_of_deepseek_v3s_draft_layer_are():
+    (draft,) = load(MODELS / "deepseek-v3.json").draft_layers
+    size = f"{draft.expert_bytes / 2**30:.1f} GiB"
+    root = MODELS.parents[2]
+    assert f"(DeepSeek-V3's take {size})" in (root / "README.md").read_text()
+    assert f"(DeepSeek-V3's have {size})" in (root / "CHANGELOG.md").read_text()
+
+
 def test_kimi_k2_has_the_number_of_parameters_that_loaders_report():
     assert from_config("kimi", fixture("kimi-k2")["config"]).total_parameters == 1_026_408_232_448
 
