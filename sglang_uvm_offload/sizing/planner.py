@@ -181,7 +181,8 @@ def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
         return out
     if chosen == case.model.num_experts:
         slots = f", and {_SLOTS} is of no use" if asked.asked else ""
-        out.append(f"every expert fits in VRAM: offloading is not needed{slots}")
+        needed = "is needed for draft layers only" if case.offloads_drafts else "is not needed"
+        out.append(f"every expert fits in VRAM: offloading {needed}{slots}")
     elif case.reserve.stream_gb and not case.stream(chosen).buffers:
         one = size(max(case.stream_layer_bytes(stage) for stage in range(case.parallel.pp)))
         out.append(
@@ -222,9 +223,8 @@ def _flags(case: Case, chosen: int) -> tuple[str, ...]:
     out += [f"--max-total-tokens {w.max_total_tokens}"] if w.max_total_tokens is not None else []
     out += [f"--kv-cache-dtype {w.kv_cache_dtype}"] if w.kv_cache_dtype != "bfloat16" else []
     out += ["--speculative-algorithm NEXTN"] if w.speculative else []
-    drafts = w.draft_num_resident if w.speculative else None
-    out += [f"{flag_name('draft_num_resident')} {drafts}"] if drafts is not None and chosen < case.model.num_experts else []
-    if chosen < case.model.num_experts:
+    out += [f"{flag_name('draft_num_resident')} {case.draft_residents}"] if case.offloads_drafts else []
+    if chosen < case.model.num_experts or case.offloads_drafts:
         out += [f"{_N} {case.residents_of(chosen)}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]
         out += [] if _may_move(case, chosen) else [_FIXED]
         out += [f"{_SLOTS} {case.slots_of(chosen)}"] if case.slots_of(chosen) else []

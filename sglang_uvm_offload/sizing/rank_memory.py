@@ -109,6 +109,10 @@ class Case:
         given, experts = self.workload.draft_num_resident, self.model.num_experts
         return experts if given is None else min(given, experts)
 
+    @property
+    def offloads_drafts(self) -> bool:
+        return bool(self.drafts()) and self.draft_residents < self.model.num_experts
+
     def draft_experts_in_vram(self) -> int:
         """VRAM of the placed experts of draft layers on one rank, in whole blocks."""
         residents = self.local(self.draft_residents)
@@ -394,8 +398,9 @@ class Case:
         p, layers = self.parallel, self.decoder_layers(stage)
         embedding = -(-self.model.embedding // p.attn_tp) if stage == 0 and self.model.head else 0
         drafts = self.draft_experts_in_vram()
-        residents = self.draft_residents
-        served = hit_rates(self.model.family, self.workload.requests, residents / self.model.num_experts, 0.0).lowest.rate
+        residents, served = self.draft_residents, 1.0
+        if self.offloads_drafts:
+            served = hit_rates(self.model.family, self.workload.requests, residents / self.model.num_experts, 0.0).lowest.rate
         kv = self.model.kv.read_bytes(
             self.stages[stage], p.attn_tp, DTYPE_BYTES[self.workload.kv_cache_dtype], self.workload.context_length
         )
@@ -415,7 +420,7 @@ class Case:
             draft_bytes=beside + -(-(self.model.head or self.model.embedding) // p.attn_tp),
             draft_expert_bytes=sum(n for layer in drafting for n, _ in self.expert_tensors(layer)),
             draft_residents=residents,
-            draft_hit_rate=served if residents < self.model.num_experts else 1.0,
+            draft_hit_rate=served,
         )
 
     def _draft_bytes(self, layer: LayerShape) -> int:

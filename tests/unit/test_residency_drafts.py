@@ -74,6 +74,13 @@ def test_where_residents_do_not_change_those_of_drafts_stay(flags):
     assert draft.resident() == [0, 1]
 
 
+def test_they_change_where_all_of_the_models_own_are_resident():
+    rank, draft = serving(num_resident=E)
+    warm_up(rank, draft)
+    assert draft.resident() == [5, 7]
+    assert rank.resident() == [[*range(E)]] * 3
+
+
 def test_continuous_adaptation_chooses_them_too():
     rank, draft = serving(adapt="continuous", resident_selection="first_n")
     warm_up(rank, draft)

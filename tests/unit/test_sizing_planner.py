@@ -591,6 +591,18 @@ def test_offloaded_experts_of_draft_layers_leave_vram_and_take_host_ram():
     assert chosen[1] > chosen[0]
 
 
+@pytest.mark.parametrize(
+    ("given", "told"), [(None, "is not needed"), (256, "is not needed"), (100, "is needed for draft layers")]
+)
+def test_a_launch_that_offloads_draft_layers_alone_says_so(given, told):
+    """Without N, its experts would stay in VRAM, which the plan has not room for."""
+    plan = ask("deepseek-v3", preset("8xB200"), Workload(8192, speculative=True, draft_num_resident=given))
+    assert plan.num_resident == 256
+    assert any(f"offloading {told}" in note for note in plan.notes)
+    flags = [flag for flag in plan.flags if "num-resident" in flag]
+    assert flags == (["--expert-offload-draft-num-resident 100", "--expert-offload-num-resident 256"] if given == 100 else [])
+
+
 def test_residents_of_draft_layers_that_no_model_has_are_refused():
     def problems(number, speculative=True):
         return ask("deepseek-v3", roomy("8xH20"), Workload(8192, speculative=speculative, draft_num_resident=number)).problems
