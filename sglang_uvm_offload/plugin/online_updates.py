@@ -25,7 +25,7 @@ UPDATES = (
     *(f"{_UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
     f"{_UPDATER}.end_weight_update",
 )
-"""A trainer that writes by RDMA updates nothing between the begin of a session and its end."""
+"""A session may end without an update in it: its trainer has written weights by itself."""
 
 
 class OnlineUpdates:
