@@ -62,6 +62,15 @@ class LayerHooks:
         finally:
             self._into = None
 
+    @contextmanager
+    def leaving_alone(self) -> Iterator[None]:
+        """Layers that are built meanwhile are not those of the model that is served."""
+        into, self._into = self._into, None
+        try:
+            yield
+        finally:
+            self._into = into
+
     def serves(self, layer: torch.nn.Module) -> bool:
         """Whether the layer's experts were taken over."""
         return _EXPERTS in layer.__dict__

@@ -84,7 +84,7 @@ def install(
     compat.install(add)
     rank = _RankHooks(config)
     add(f"{_RUNNER}.load_model", rank.around_load_model, HookType.AROUND)
-    add(_BUILD, rank.after_build, HookType.AFTER)
+    add(_BUILD, rank.around_build, HookType.AROUND)
     add(f"{_RUNNER}.forward", rank.around_forward, HookType.AROUND)
     add(f"{_SCHEDULER}.__init__", rank.after_scheduler_init, HookType.AFTER)
     add(f"{_SCHEDULER}.get_internal_state", rank.after_internal_state, HookType.AFTER)
@@ -164,8 +164,17 @@ class _RankHooks:
         """Routed experts per token of the target model: from its layers, else from its config."""
         return self.layer_hooks.top_k or stated_top_k(compat.process_model_config().hf_text_config)
 
-    def after_build(self, result: Any = None, *args: Any, **kwargs: Any) -> None:
-        """The modules of a model exist; none of its weights is read."""
+    def around_build(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The modules of a model come to exist; none of its weights is read. ``--load-format presharded`` builds another one
+        before, on meta, only to see the shapes of its tensors."""
+        if torch.get_default_device().type == "meta":
+            with self.layer_hooks.leaving_alone():
+                return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        self._built()
+        return result
+
+    def _built(self) -> None:
         check_built, self._on_build = self._on_build, None
         if check_built is not None:
             check_built()
@@ -177,7 +186,9 @@ class _RankHooks:
             runner.__dict__[_MODEL] = model
             with self.layer_hooks.taking_over(manager, model):
                 result = original(runner, *args, **kwargs)
-                self.after_build()
+                self._built()
+            for layer in model.layers:
+                layer.sync_tensors(*layer.holders)  # loaders may put other tensors there after post-load processing
             manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
             if not model.draft:
                 # A server that gives up the memory of its weights gives up that of the buffers too, and has it back as large.
