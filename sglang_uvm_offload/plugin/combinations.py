@@ -15,8 +15,11 @@ OWN_PATH_A2A = {"megamoe", "flashinfer_megamoe", "ascend_fuseep"}
 
 NO_EXPERTS = "SGLang's loader of it finds no parameter for an expert: it looks for one by the expert's name in the checkpoint"
 
+_OWN_OFFLOAD = "it moves the same weights out of VRAM in its own way"
+
 LOAD_FORMATS = {
     "bitsandbytes": NO_EXPERTS,
+    "expert_pack": _OWN_OFFLOAD,
     "gguf": "GGUF experts get their memory one by one as they are read, of sizes that are not known before",
     "remote_instance": "it sends weights from addresses registered for RDMA, and CUDA registers no unified memory for that",
 }
@@ -24,8 +27,6 @@ LOAD_FORMATS = {
 
 QUANTIZATIONS = {"bitsandbytes": NO_EXPERTS}
 """Refused ones, each with the reason."""
-
-_OWN_OFFLOAD = "it moves the same weights out of VRAM in its own way"
 
 
 def problems(config: OffloadConfig, cfg: Any) -> list[str]:

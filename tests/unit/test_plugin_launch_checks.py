@@ -221,6 +221,11 @@ def test_a_library_that_cannot_be_built_is_a_problem_before_loading(monkeypatch)
     ("values", "name"),
     [
         ({"load_format": "remote_instance"}, "--load-format remote_instance"),
+        pytest.param(
+            {"load_format": "expert_pack"},
+            "--load-format expert_pack",
+            marks=pytest.mark.refused("Format", "--load-format expert_pack"),
+        ),
         ({"speculative_draft_load_format": "remote_instance"}, "--speculative-draft-load-format remote_instance"),
         (
             {"remote_instance_weight_loader_start_seed_via_transfer_engine": True},
@@ -230,12 +235,13 @@ def test_a_library_that_cannot_be_built_is_a_problem_before_loading(monkeypatch)
         ({"enable_paged_experts": True}, "--enable-paged-experts"),
     ],
 )
-def test_a_setting_that_does_not_fit_is_refused_by_name(values, name):
+def test_a_setting_that_does_not_fit_is_refused_by_name(values, name, record_property):
     found = combinations.problems(parse({"num_resident": 4}), Unset(**values))
     [problem] = found
     beginning, _, reason = problem.partition(": cannot be combined with --expert-offload-num-resident: ")
     assert beginning == name
     assert reason
+    record_property("reason", reason)
 
 
 @pytest.mark.refused("Launch", "SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT (Nemotron-H)")
