@@ -84,6 +84,7 @@ CALLED = {
     "sglang.srt.eplb.expert_location.get_global_expert_location_metadata": "",
     "sglang.srt.layers.moe.utils.get_moe_a2a_backend": "",
     "sglang.srt.mem_cache.kv_cache_configurator.mm_runtime_reservation_gb": "*, is_multimodal, mm_feature_transport",
+    "sglang.srt.plugins.hook_registry.HookRegistry._apply_target": "target, hooks",
     "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks": "",
     "sglang.srt.plugins.hook_registry.HookRegistry.register": "target, hook, hook_type",
     "sglang.srt.plugins.load_plugins": "",

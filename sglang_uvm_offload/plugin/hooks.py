@@ -16,8 +16,12 @@ _targets: list[str] = []
 
 
 def add(target: str, hook: Callable[..., Any], kind: HookType) -> None:
-    """Register ``hook`` on the dotted ``target``; it is applied, and checked, with the next ``HookRegistry.apply_hooks``."""
-    HookRegistry.register(target, hook, kind)
+    """Register ``hook`` on the dotted ``target``; it is applied, and checked, with the next ``HookRegistry.apply_hooks``. That
+    passes over a target which has hooks of another plugin by now: there the hook goes around these at once."""
+    if target in HookRegistry._patched:
+        HookRegistry._apply_target(target, [(kind, hook, None)])
+    else:
+        HookRegistry.register(target, hook, kind)
     _targets.append(target)
 
 

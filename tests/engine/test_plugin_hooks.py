@@ -16,9 +16,9 @@ import pytest
 from builders.plugins import IN_SCHEDULER, saboteur
 from checkpoints import Checkpoints
 from harness.process import kill_group
-from harness.server import CPU, environment, flags
+from harness.server import CPU, environment, flags, offload_state
 from nursery import Nursery
-from serving import Engines
+from serving import PROMPTS, Engines
 
 OFFLOAD = {"expert_offload_num_resident": 4}
 
@@ -104,6 +104,32 @@ def test_a_server_that_was_asked_to_offload_ends_with_the_reason(
     ended = launch(tmp_path, env, engines, model_path=checkpoints("qwen3_moe"), **OFFLOAD)
     assert ended.code != 0
     assert reason in ended.output
+
+
+ON_THE_SAME_FUNCTIONS = (
+    IN_SCHEDULER
+    + """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang_uvm_offload.plugin import hook_points, weight_writes
+    for target in {*hook_points.HOOKED, *weight_writes.WRITERS}:
+        HookRegistry.register(target, lambda original, *args, **kwargs: original(*args, **kwargs), HookType.AROUND)
+"""
+)
+
+
+@pytest.mark.works("Launch", "another plugin on the same functions of SGLang")
+def test_hooks_go_around_those_of_a_plugin_that_came_first(tmp_path, checkpoints: Checkpoints, engines: Engines):
+    """SGLang applies the hooks of a function once; ours come when a process knows that it is to offload."""
+    model = checkpoints("qwen3_moe")
+    flags = {**OFFLOAD, "expert_offload_warmup_tokens": 16, "expert_offload_slots": 2}
+    asked = {"text": PROMPTS[1], "sampling_params": {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}}
+    with engines.server(model, env=saboteur(tmp_path, ON_THE_SAME_FUNCTIONS), **flags) as server:
+        answer = server.post("/generate", asked)
+        state = offload_state(server.get("/server_info"))
+    assert answer["output_ids"] == engines.baseline(model).answers[1].output_ids
+    assert state["offloaded_bytes"] > 0
+    assert state["moves"] > 0
+    assert state["slots"]
 
 
 def test_a_wrong_flag_ends_the_command_before_anything_loads(tmp_path, checkpoints: Checkpoints, engines: Engines):
