@@ -1,5 +1,5 @@
-"""Checkpoints in the forms that SGLang writes for faster starts: the tensors of a loaded model, which are copied into place after
-experts were taken over and post-processed."""
+"""Checkpoints in the forms that SGLang writes for faster starts: the tensors of a loaded model, which are copied into place
+after experts were taken over and post-processed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from checkpoints import Checkpoints
 from harness.server import offload_state
 from serving import PROMPTS, Engines, assert_offloaded, assert_same_answers
 
-FLAGS: dict[str, Any] = {"expert_offload_num_resident": 6, "expert_offload_warmup_tokens": 16, "expert_offload_stream_tokens": 8}
+FLAGS: dict[str, Any] = {
+    **{"expert_offload_num_resident": 6, "expert_offload_warmup_tokens": 16},
+    "expert_offload_stream_tokens": 8,
+}
 
 AFTER_LOADING = """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
