@@ -8,7 +8,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +21,19 @@ LOCK_SECONDS = 10.0
 """How long a save waits for that of another process."""
 
 
+OF_ANOTHER_SERVER = (
+    "another server has saved its profile there since this one began; let each server save to a path of its own (one can start "
+    "from several: --expert-offload-profile A,B)"
+)
+
+
 class ProfileFile:
     """Saves this rank's counts, added to the history that the server started from.
 
     Ranks with other layers or other experts add theirs to the same file, each when it saves: several may have counted replicas
     of one expert, and experts may change ranks. What other ranks added in this run is kept; counts of an earlier run are
-    replaced. Splits of the VRAM, which no server finds, are kept.
+    replaced. Splits of the VRAM, which no server finds, are kept. What another server has saved since this one began is not
+    replaced.
     """
 
     def __init__(
@@ -45,6 +52,10 @@ class ProfileFile:
         self._history = dataclasses.replace(history.limited(), run=run, ranks={})
         self._layers, self._rank = layers, rank
         self._saved = RoutingCounts(np.zeros(1, dtype=np.int64), (0, 0))
+        self._runs = {run}
+        """The runs whose counts a save may replace: this one, and that of the file as it is now."""
+        with suppress(ProfileError, OSError):
+            self._runs.add(Profile.load(path).run)
 
     def pending(self, seen: RoutingCounts) -> Callable[[], None] | None:
         """A function that saves ``seen`` (this rank's counts since the start, ``[layers, phase, kind, num_experts]`` by the
@@ -65,9 +76,11 @@ class ProfileFile:
 
     def _of_this_run(self) -> Profile:
         """The file's contents if they are of this run, up to this rank's last save; else the history, with the file's splits if
-        it is of this model."""
+        it is of this model. Raises ``WriteRefused`` if the file is another server's."""
         try:
             found = Profile.load(self._path)
+            if found.run not in self._runs:
+                raise atomic_file.WriteRefused(self._path, OF_ANOTHER_SERVER)
             if found.model != self._history.model:
                 return self._history
             included = found.ranks.get(self._rank, self._saved.steps)  # another one where an older file was put back

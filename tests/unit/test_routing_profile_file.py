@@ -217,7 +217,51 @@ def test_a_rank_adds_what_is_new_alone(tmp_path):
     assert Profile.load(tmp_path / "p.npz").seen.steps == (3, 6)
 
 
-@pytest.mark.parametrize("became", ["gone", "another run's", "older"])
+def refused(file, seen, caplog):
+    """Whether the saver says that the file is another server's, which it leaves as it is."""
+    before = file._path.read_bytes()
+    caplog.clear()
+    Saver("profile", lambda wait: file.pending(seen)).finish()
+    if "another server has saved its profile there since this one began" not in caplog.text:
+        return False
+    assert file._path.read_bytes() == before
+    return True
+
+
+@pytest.mark.works("Launch", "two servers that save one profile")
+def test_of_two_servers_on_one_path_the_one_that_started_later_saves(tmp_path, caplog):
+    """Whole: no rank of the other puts its part into it."""
+    path = tmp_path / "p.npz"
+    (first, seen), (second, other), *_ = parts(path, "then")
+    save(first, seen)
+    later = parts(path, "now")
+    for file, counts in later[:2]:
+        save(file, counts)
+    assert refused(first, RoutingCounts(seen.counts * 3, (3, 6)), caplog)
+    assert refused(second, other, caplog)
+    for file, counts in later[2:]:
+        save(file, counts)
+    assert Profile.load(path).seen.counts[:, 1, 1].tolist() == EXPECTED
+
+
+def test_of_two_servers_that_start_at_once_the_one_that_saves_first_does(tmp_path, caplog):
+    """Also where the other's model is another one."""
+    path = tmp_path / "p.npz"
+    one, two = parts(path, "one"), parts(path, "two")
+    stranger = ProfileFile(path, Profile.empty(dataclasses.replace(MODEL, name="other")), "three", *WHOLE)
+    for file, counts in one[:2]:
+        save(file, counts)
+    assert all(refused(file, counts, caplog) for file, counts in [*two, (stranger, ones())])
+    for file, counts in one[2:]:
+        save(file, counts)
+    assert Profile.load(path).run == "one"
+    assert Profile.load(path).seen.counts[:, 1, 1].tolist() == EXPECTED
+    path.unlink()
+    save(*two[0])
+    assert Profile.load(path).run == "two"
+
+
+@pytest.mark.parametrize("became", ["gone", "older"])
 def test_a_file_that_is_not_as_it_was_left_gets_every_rank_in_full(tmp_path, became):
     path = tmp_path / "p.npz"
     (first, seen), (second, other), *_ = parts(path, "now")
@@ -227,10 +271,8 @@ def test_a_file_that_is_not_as_it_was_left_gets_every_rank_in_full(tmp_path, bec
     save(first, RoutingCounts(seen.counts * 2, (2, 4)))
     if became == "gone":
         path.unlink()
-    elif became == "older":
-        path.write_bytes(older)
     else:
-        save(ProfileFile(path, Profile.empty(MODEL), "another", *WHOLE), ones(times=1000))
+        path.write_bytes(older)
     save(first, RoutingCounts(seen.counts * 3, (3, 6)))
     save(second, RoutingCounts(other.counts * 3, (3, 6)))
     assert Profile.load(path).seen.counts[0, 1, 1].tolist() == [30, 63, 33, 0]
