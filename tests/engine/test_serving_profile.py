@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders.plugins import IN_SCHEDULER, saboteur
 from checkpoints import HOT, Checkpoints
 from harness.server import Server, free_port, offload_state
 from serving import TWO_RANKS, Engines
@@ -92,6 +93,45 @@ def test_sigterm_saves_at_once_while_a_client_waits_for_a_long_answer(
         assert sum(1 for _ in answers) > 0
         server.process.wait(120)
     assert decoded(path)[1] == 1499, "the last save has the whole answer"
+
+
+MOVES_SLOWLY = (
+    IN_SCHEDULER
+    + """
+    import pathlib, time
+    from sglang_uvm_offload.experts.layer import ExpertLayer
+    folder, demote = pathlib.Path(FOLDER), ExpertLayer.demote
+    def slow(*args):
+        (folder / "moving").touch()
+        while not (folder / "go on").exists():
+            time.sleep(0.01)
+        return demote(*args)
+    ExpertLayer.demote = slow
+"""
+)
+
+
+@pytest.mark.parametrize("move", ["goes on", pytest.param("hangs", marks=pytest.mark.nightly)])
+@pytest.mark.works("Live change", "SIGTERM while experts move")
+def test_sigterm_inside_a_move_ends_the_server_with_its_profile(
+    move: str, checkpoint: Path, engines: Engines, tmp_path: Path
+) -> None:
+    path = tmp_path / "p.npz"
+    flags: dict[str, Any] = {"expert_offload_num_resident": 4, "expert_offload_warmup_tokens": 16}
+    env = saboteur(tmp_path, MOVES_SLOWLY.replace("FOLDER", repr(str(tmp_path))))
+    with engines.server(checkpoint, env=env, expert_offload_save_profile=path, **flags) as server:
+        first, second = (server.post("/generate", PROMPT)["output_ids"] for _ in range(2))
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "moving").exists():
+            assert time.monotonic() < deadline, "nothing moves"
+            time.sleep(0.1)
+        assert server.process is not None
+        server.process.terminate()
+        if move == "goes on":
+            (tmp_path / "go on").touch()
+        server.process.wait(120)
+    assert first == second, "steps do not wait for the move"
+    assert decoded(path)[1] == 2 * 7
 
 
 @pytest.mark.nightly
