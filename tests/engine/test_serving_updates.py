@@ -12,16 +12,24 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
+from builders import checkpoint_parts
+from builders.plugins import IN_SCHEDULER, saboteur
 from checkpoints import Checkpoints
 from harness.server import Server, free_port, offload_state
 from safetensors.torch import load_file
-from serving import PROMPTS, Engines
+from serving import PROMPTS, TESTS, Engines
 
 FLAGS: dict[str, Any] = {
     **{"dtype": "float32", "expert_offload_num_resident": 6, "expert_offload_warmup_tokens": 16},
     "expert_offload_stream_tokens": 8,
 }
 GROUP = "trainer"
+TAKES_PARTS = f"""{IN_SCHEDULER}
+    sys.path.insert(0, {str(TESTS)!r})
+    from builders import checkpoint_parts
+    checkpoint_parts.install()
+"""
 
 
 def ask(server: Server) -> list[list[int]]:
@@ -88,10 +96,26 @@ def from_distributed(server: Server, checkpoint: Path) -> None:
     torch.distributed.destroy_process_group(group)
 
 
+def from_ipc(server: Server, checkpoint: Path) -> None:
+    """As the engine of checkpoints sends them, part by part."""
+    tensors = list(weights_of(checkpoint).items())
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 60_000)  # the server has refused
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        told = {"zmq_handles": {checkpoint_parts.DEVICE: f"tcp://127.0.0.1:{port}"}}
+        updated: list[Any] = []
+        updating = threading.Thread(target=lambda: updated.append(server.post("/update_weights_from_ipc", told)))
+        updating.start()
+        checkpoint_parts.send(socket, [tensors[::2], tensors[1::2]])
+        updating.join()
+    assert updated[0]["success"], updated
+
+
 WAYS: dict[str, Callable[[Server, Path], None]] = {
     "disk": from_disk,
     "tensor": from_tensor,
     "distributed": from_distributed,
+    "IPC": from_ipc,
 }
 
 
@@ -100,12 +124,13 @@ WAYS: dict[str, Callable[[Server, Path], None]] = {
     "way", [pytest.param(way, marks=pytest.mark.works("Live change", f"update from {way}")) for way in WAYS]
 )
 def test_answers_are_those_of_the_new_weights_before_and_after_moves(
-    way: str, checkpoints: Checkpoints, engines: Engines
+    way: str, checkpoints: Checkpoints, engines: Engines, tmp_path: Path
 ) -> None:
     """There before the warm-up moves experts, and back after that: what was moved is written too."""
     old, new = (checkpoints("qwen3_moe", dtype="float32", seed=seed) for seed in (0, 7))
     expected = {each: [a.output_ids for a in engines.baseline(each, dtype="float32").answers] for each in (old, new)}
-    with engines.server(old, **FLAGS) as server:
+    env = saboteur(tmp_path, TAKES_PARTS) if way == "IPC" else {}
+    with engines.server(old, env=env, **FLAGS) as server:
         WAYS[way](server, new)
         first = ask(server)
         moved = offload_state(server.get("/server_info"))
