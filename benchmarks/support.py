@@ -16,7 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "support"
 TESTS, GPU, VERSIONS = RESULTS / "support.json", RESULTS / "gpu.json", RESULTS / "versions.json"
 PAGE, README = ROOT / "docs" / "support.md", ROOT / "README.md"
 
-GROUPS = ("Launch", "Speculation", "Architecture", "Format", "Parallel", "Live change")
+GROUPS = ("Launch", "Requests", "Speculation", "Architecture", "Format", "Parallel", "Live change")
 SUMMARY = re.compile(r"(<!-- support -->\n).*?(<!-- /support -->)", re.S)
 REASON = 300
 """Characters of a message that the table shows."""
