@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,36 @@ def test_quantised_experts_are_updated(checkpoints: Checkpoints, engines: Engine
     assert answers == [expected[old], expected[new], expected[old]]
     assert expected[old] != expected[new]
     assert state["fault"] is None
+
+
+@pytest.mark.nightly
+@pytest.mark.works("Live change", "update from disk under load")
+def test_an_update_under_load_reaches_what_is_asked_next(checkpoints: Checkpoints, engines: Engines) -> None:
+    """SGLang first ends what is under way, and holds what comes meanwhile."""
+    old, new = (checkpoints("qwen3_moe", dtype="float32", seed=seed) for seed in (0, 7))
+    expected = {each: [a.output_ids for a in engines.baseline(each, dtype="float32").answers] for each in (old, new)}
+    ended = threading.Event()
+    continuous = {**FLAGS, "expert_offload_adapt": "continuous"}
+
+    def load(server: Server) -> list[list[list[int]]]:
+        answers = []
+        while not ended.is_set():
+            answers.append(ask(server))
+        return answers
+
+    with engines.server(old, **continuous) as server, ThreadPoolExecutor(4) as clients:
+        try:
+            loads = [clients.submit(load, server) for _ in range(4)]
+            for each in (new, old, new):
+                from_disk(server, each)
+        finally:
+            ended.set()
+        answers = [answer for client in loads for answer in client.result()]
+        server.wait_until_idle()
+        last, state = ask(server), offload_state(server.get("/server_info"))
+    assert last == expected[new]
+    for answer in answers:
+        for number, tokens in enumerate(answer):
+            assert tokens in (expected[old][number], expected[new][number]), "no answer is of both weights"
+    assert state["fault"] is None
+    assert state["moves"] > 0
