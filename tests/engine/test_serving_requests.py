@@ -113,10 +113,20 @@ def chats(server: Server) -> list[str]:
 def under_load(server: Server) -> Any:
     """The server's own state and health while it answers; then the answers."""
     with ThreadPoolExecutor(8) as clients:
-        answers = [clients.submit(generate, server, f"{TEXT} {number}", LONG) for number in range(8)]
+        answers = [clients.submit(generate, server, f"{TEXT} {number}", LONG, priority=number % 3) for number in range(8)]
         for path in ("/health_generate", "/health", "/server_info", "/model_info"):
             server.open(path).close()
         return [answered(answer.result()) for answer in answers]
+
+
+def profiled(server: Server) -> Any:
+    """An answer while PyTorch's profiler notes each operator."""
+    folder = server.folder / "profiled"
+    server.open("/start_profile", {"output_dir": str(folder), "activities": ["CPU"]}).close()
+    answer = answered(generate(server))
+    server.open("/stop_profile", {}).close()
+    assert list(folder.iterdir())
+    return answer
 
 
 def checksums(server: Server) -> Any:
@@ -143,13 +153,14 @@ ASKED: dict[str, dict[str, Asked]] = {
     "aborting one request and all": {"aborted": aborted},
     "32 chats streamed at once": {"chats": chats},
     "health and state under load": {"under load": under_load},
+    "SGLang's profiler": {"profiled": profiled},
     "the weights checker": {"checksums": checksums},
 }
+COMMON: dict[str, Any] = {"dtype": "float32", "enable_return_hidden_states": True}
 SCHEDULED: dict[str, dict[str, Any]] = {
-    "overlap scheduling": {"disable_overlap_schedule": False, "enable_return_hidden_states": True},
+    "overlap scheduling, priorities": {"disable_overlap_schedule": False, "enable_priority_scheduling": True},
     "no radix cache, longest output first, chunks of 16 mixed with decoding": {
         **{"disable_radix_cache": True, "schedule_policy": "lof", "chunked_prefill_size": 16, "enable_mixed_chunk": True},
-        "enable_return_hidden_states": True,
     },
 }
 
@@ -168,7 +179,7 @@ def checkpoint(checkpoints: Checkpoints) -> Path:
 def pair(request: pytest.FixtureRequest, checkpoint: Path, engines: Engines) -> list[dict[str, Any]]:
     said = []
     for flags in ({}, OFFLOAD):
-        with engines.server(checkpoint, dtype="float32", **SCHEDULED[request.param], **flags) as server:
+        with engines.server(checkpoint, **COMMON, **SCHEDULED[request.param], **flags) as server:
             said.append(ask(server))
     return said
 
@@ -182,7 +193,7 @@ def test_what_is_asked_is_answered_alike(what: str, pair: list[dict[str, Any]]) 
 
 
 @pytest.mark.nightly
-@pytest.mark.works("Requests", "overlap scheduling, no radix cache, longest output first, chunks of 16")
+@pytest.mark.works("Requests", "overlap scheduling, priorities, no radix cache, longest output first, chunks of 16")
 def test_experts_moved_meanwhile(pair: list[dict[str, Any]]) -> None:
     _, on = pair
     state = on["state"]
