@@ -65,6 +65,7 @@ def test_what_one_start_has_dumped_the_next_one_loads(
         assert_same_answers(on, off)
         assert on.offload["num_layers"] == len(on.offload["resident_ids"]) == layers
         assert on.offload["moves"] > 0
+    assert_same_answers(engines.run(checkpoint, load_format="presharded", **extra), off)
 
 
 @pytest.mark.nightly
