@@ -73,6 +73,11 @@ MODES = {
     ),
     "ngrams": Mode(arguments={"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}),
     "cache": Mode(arguments={"enable_hierarchical_cache": True, "hicache_size": 4}),
+    # At batch 1, without offloading, SGLang compiles experts too, to other roundings: batches of one are padded.
+    "compiled": Mode(
+        family="glm4_moe",  # whose attention SGLang can compile; that of Qwen3 it cannot
+        arguments={"enable_torch_compile": True, "torch_compile_max_bs": 2, "cuda_graph_bs_decode": 2},
+    ),
     "updates": Mode(change=updated),
     "sleep": Mode(arguments={"enable_memory_saver": True}, change=slept, needs="torch_memory_saver"),
     "fp8": Mode(quant="fp8", change=updated),

@@ -166,6 +166,7 @@ OTHER_MODES = Section(
     (
         Part("ngrams", "modes_parts", 90, 330, 1, 4, "drafts of n-grams"),
         Part("cache", "modes_parts", 90, 330, 1, 8, "a hierarchical cache"),
+        Part("compiled", "modes_parts", 150, 500, 1, 4, "decode steps compiled by torch.compile, but for their experts"),
         Part("sleep", "modes_parts", 90, 330, 1, 4, "the server gives its memory up and has it back, with other weights"),
     ),
 )

@@ -72,10 +72,6 @@ def problems(config: OffloadConfig, cfg: Any) -> list[str]:
             compat.swaps_expert_memory(),
             "it moves each layer's experts into another layer's memory between prefill and decode",
         ),
-        "--enable-torch-compile": (
-            cfg.enable_torch_compile,
-            "it traces layers into kernels of its own, which gather the experts of each token into a copy",
-        ),
     }
     out = [f"{name}: cannot be combined with {_N}: {why}" for name, (given, why) in refused.items() if given]
     return out + _named_experts(config, cfg)

@@ -35,9 +35,11 @@ _FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 class LayerHooks:
     """Takes over every routed MoE layer that is built while ``taking_over``."""
 
-    def __init__(self, counting: Mapping[str, str], recording: Recording | None = None):
+    def __init__(self, counting: Mapping[str, str], recording: Recording | None = None, compiled: bool = False):
         self.counting = counting
         """The flags that need counted routing, each with what to choose without it."""
+        self.compiled = compiled
+        """Whether ``torch.compile`` traces the model's decode steps."""
         self.recording = recording
         self.top_k = 0
         """The most routed experts per token of a layer in the target model; 0 if its layers have no such attribute (OLMoE)."""
@@ -138,6 +140,11 @@ class LayerHooks:
             finally:
                 self.streamer.leave(reading, failed)
 
+        if self.compiled:
+            # What is traced around the layer calls it, and it computes with its own kernel at any batch: at batch 1 SGLang
+            # would have PyTorch gather the experts of each token into a copy.
+            apply_and_observe = torch.compiler.disable(apply_and_observe)
+            method.__dict__["enter_torch_compile"] = lambda num_tokens: None
         method.__dict__[_EXPERTS] = True
         method.__dict__["create_weights"] = create_managed_weights
         method.__dict__["process_weights_after_loading"] = process_managed_weights

@@ -109,7 +109,7 @@ ATTRIBUTES = {
         "disable_flashinfer_autotune disable_hybrid_swa_memory disable_radix_cache dllm_algorithm download_dir dp_size "
         "dwdp_size elastic_ep_backend enable_eplb enable_hierarchical_cache enable_int8_mamba_checkpoint "
         "enable_linear_replayssm enable_lora enable_memory_saver enable_nvidia_megakernel enable_paged_experts enable_pdmux "
-        "enable_symm_mem enable_torch_compile enable_two_batch_overlap enable_unified_memory ep_num_redundant_experts ep_size "
+        "enable_symm_mem enable_two_batch_overlap enable_unified_memory ep_num_redundant_experts ep_size "
         "gpu_id_step hicache_ratio hicache_size init_expert_location json_model_override_args kt_weight_path kv_cache_dtype "
         "load_format lora_paths mamba_full_memory_ratio mamba_ssm_dtype max_mamba_cache_size max_running_requests "
         "max_total_tokens mem_fraction_static mm_feature_transport model_path moe_a2a_backend moe_dense_tp_size moe_dp_size "

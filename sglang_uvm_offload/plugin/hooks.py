@@ -82,8 +82,9 @@ def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwarg
 
         from sglang_uvm_offload.plugin import runtime
 
-        saver = bool(get_exec().features.enable_memory_saver)
-        runtime.install(config, add, adapters=bool(get_lora().enable_lora), memory_saver=saver)
+        execution, adapters = get_exec(), bool(get_lora().enable_lora)
+        saver, compiled = execution.features.enable_memory_saver, execution.graph.enable_torch_compile
+        runtime.install(config, add, adapters=adapters, memory_saver=bool(saver), compiled=bool(compiled))
         HookRegistry.apply_hooks()
         if reason := missing():  # whether or not its environment says that it must offload: its arguments do
             enforce.end(f"sglang-uvm-offload {reason}")

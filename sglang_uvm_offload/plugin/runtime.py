@@ -77,12 +77,18 @@ target's KV cache, of which the steps that prefill alone are counted."""
 
 
 def install(
-    config: OffloadConfig, add: Callable[[str, Any, HookType], None], *, adapters: bool = True, memory_saver: bool = True
+    config: OffloadConfig,
+    add: Callable[[str, Any, HookType], None],
+    *,
+    adapters: bool = True,
+    memory_saver: bool = True,
+    compiled: bool = False,
 ) -> None:
     """Install the hooks that feed this process's manager, which is made when the first model loads. ``adapters``: whether the
-    server has LoRA adapters; ``memory_saver``: whether it may give up its memory."""
+    server has LoRA adapters; ``memory_saver``: whether it may give up its memory; ``compiled``: whether its steps are traced by
+    ``torch.compile``."""
     compat.install(add)
-    rank = _RankHooks(config)
+    rank = _RankHooks(config, compiled)
     add(f"{_RUNNER}.load_model", rank.around_load_model, HookType.AROUND)
     add(_BUILD, rank.around_build, HookType.AROUND)
     add(f"{_RUNNER}.forward", rank.around_forward, HookType.AROUND)
@@ -112,10 +118,10 @@ def install(
 
 
 class _RankHooks:
-    def __init__(self, config: OffloadConfig):
+    def __init__(self, config: OffloadConfig, compiled: bool = False):
         self.config = config
         self.recording = Recording(config.trace) if config.trace is not None else None
-        self.layer_hooks = LayerHooks(counting_flags(config), self.recording)
+        self.layer_hooks = LayerHooks(counting_flags(config), self.recording, compiled)
         self.seams: tuple[Seam, ...] = (SlotSeam(), MarlinSlotSeam(), DeepGemmSlotSeam())
         self.slots: ModelSlots | None = None
         """Of the target model, once it is loaded; None where no layer has any."""

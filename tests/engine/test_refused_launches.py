@@ -16,7 +16,6 @@ REFUSED: dict[tuple[str, str], list[str]] = {
     ("Launch", "--cpu-offload-gb"): ["--cpu-offload-gb", "2"],
     ("Launch", "--offload-group-size (OffloaderV2)"): ["--offload-group-size", "4", "--offload-num-in-group", "1"],
     ("Launch", "KTransformers"): ["--kt-weight-path", "/weights", "--kt-method", "AMXINT4"],
-    ("Launch", "--enable-torch-compile"): ["--enable-torch-compile"],
     ("Launch", "--enable-pdmux"): ["--enable-pdmux"],
     ("Launch", "--use-ray"): ["--use-ray"],
     ("Launch", "--enable-nvidia-megakernel"): ["--enable-nvidia-megakernel"],

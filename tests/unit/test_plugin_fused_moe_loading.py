@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 import pytest
 import torch
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4MoEMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from simulated_driver import SimulatedDriver
 from triton_kernels.tensor_details import layout as layouts
 
@@ -77,6 +80,33 @@ def test_mxfp4_weights_in_tensors_of_triton_kernels_are_managed(gpu, monkeypatch
     assert experts.offloaded_bytes >= 3 / 4 * 3 * HIDDEN * INTERMEDIATE // 2 * E
     experts.promote(np.ones_like(experts.resident_extents()))
     assert experts.offloaded_bytes == 0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_experts_are_no_part_of_what_is_compiled_around_them(compiled, monkeypatch):
+    """Nor does SGLang replace their kernel by PyTorch's, as it would for one token."""
+    traced: list[torch.fx.GraphModule] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        traced.append(graph)
+        return graph
+
+    method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+    torch.nn.Module.__init__(method)
+    method.is_torch_compile, method._forward_method = False, None
+    monkeypatch.setattr(method, "_resolve_forward_method", lambda: None, raising=False)
+    method.__dict__["apply"] = lambda layer, x: x @ layer.weights
+    layer, hooks = Layer(), LayerHooks({}, compiled=compiled)
+    layer.weights = torch.eye(4)
+    hooks._enter = lambda layer: None
+    hooks.observe = lambda *args, **kwargs: None
+    hooks._shadow(method)
+    step = torch.compile(lambda x: method.apply(layer, x + 1) * 2, backend=note)
+    assert torch.equal(step(torch.zeros(2, 4)), torch.full((2, 4), 2.0))
+    found = [node.target for graph in traced for node in graph.graph.nodes if node.op == "call_function"]
+    assert (operator.matmul in found) != compiled
+    method.enter_torch_compile(num_tokens=1)
+    assert method.is_torch_compile != compiled
 
 
 def test_weights_that_a_method_hides_end_the_launch_by_name():

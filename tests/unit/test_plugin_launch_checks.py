@@ -231,7 +231,6 @@ def test_a_library_that_cannot_be_built_is_a_problem_before_loading(monkeypatch)
             {"remote_instance_weight_loader_start_seed_via_transfer_engine": True},
             "--remote-instance-weight-loader-start-seed-via-transfer-engine",
         ),
-        ({"enable_torch_compile": True}, "--enable-torch-compile"),
         ({"enable_paged_experts": True}, "--enable-paged-experts"),
     ],
 )

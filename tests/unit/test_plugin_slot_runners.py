@@ -228,10 +228,7 @@ def test_the_runners_with_slots_take_tokens_in_the_standard_form_only():
     assert not [dispatched for dispatched, runner in PermuteMethodPool._pre_permute_methods if runner in MARLIN]
 
 
-@pytest.mark.parametrize(
-    "flag",
-    ["enable_torch_compile", "enable_two_batch_overlap", "enable_pdmux"],
-)
+@pytest.mark.parametrize("flag", ["enable_two_batch_overlap", "enable_pdmux"])
 def test_what_slots_cannot_bear_is_refused_with_offloading_itself(flag):
     """``no_slots`` says nothing of these. Where one is to be allowed, it must."""
     given = defaultdict(lambda: None, {flag: True})
