@@ -13,6 +13,8 @@ from sglang_uvm_offload.plugin.server_config import config_of
 
 _PUBLISH = "sglang.srt.runtime_context.publish"
 _targets: list[str] = []
+_roles: set[str] = set()
+"""Those for which this process has installed its hooks."""
 
 
 def add(target: str, hook: Callable[..., Any], kind: HookType) -> None:
@@ -66,22 +68,28 @@ def install() -> None:
 
 def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwargs: Any) -> None:
     """In a scheduler that must offload, install its hooks, and in the launcher, add the HTTP routes. Other processes get no
-    hooks and pay nothing."""
+    hooks and pay nothing. Hooks are installed once, however often arguments are published."""
     config = config_of(server_args)
-    if role == "tokenizer" and config is not None:
+    if config is None:
+        return
+    if role == "tokenizer":
         from sglang_uvm_offload.plugin import http_routes
 
         http_routes.add_where_served()
-        if config.save_profile is not None or config.trace is not None:
-            from sglang_uvm_offload.plugin import end_of_serving
+    if role in _roles:
+        return
+    if role == "tokenizer" and (config.save_profile is not None or config.trace is not None):
+        from sglang_uvm_offload.plugin import end_of_serving
 
-            end_of_serving.install(add)
-            HookRegistry.apply_hooks()
-    if role == "scheduler" and config is not None:
+        _roles.add(role)
+        end_of_serving.install(add)
+        HookRegistry.apply_hooks()
+    if role == "scheduler":
         from sglang.srt.runtime_context import get_exec, get_lora
 
         from sglang_uvm_offload.plugin import runtime
 
+        _roles.add(role)
         execution, adapters = get_exec(), bool(get_lora().enable_lora)
         saver, compiled = execution.features.enable_memory_saver, execution.graph.enable_torch_compile
         runtime.install(config, add, adapters=adapters, memory_saver=bool(saver), compiled=bool(compiled))

@@ -1,0 +1,51 @@
+"""Hooks in one process: once each, and around those of other plugins."""
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt import runtime_context
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_uvm_offload.plugin import hooks, runtime
+
+
+class Counted:
+    def count(self):
+        return ["own"]
+
+
+TARGET = f"{__name__}.Counted.count"
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    for owner, name, empty in ((HookRegistry, "_hooks", None), (HookRegistry, "_patched", set()), (hooks, "_targets", [])):
+        monkeypatch.setattr(owner, name, type(HookRegistry._hooks)(list) if empty is None else empty)
+    monkeypatch.setattr(Counted, "count", Counted.count)
+
+
+def saying(word):
+    return lambda original, *args: [word, *original(*args)]
+
+
+def test_a_hook_goes_around_those_that_are_in_place(registry):
+    HookRegistry.register(TARGET, saying("another's"), HookType.AROUND)
+    HookRegistry.apply_hooks()
+    hooks.add(TARGET, saying("ours"), HookType.AROUND)
+    HookRegistry.apply_hooks()
+    assert Counted().count() == ["ours", "another's", "own"]
+
+
+def test_arguments_that_are_published_twice_install_hooks_once(monkeypatch):
+    installed = []
+    features, graph = SimpleNamespace(enable_memory_saver=False), SimpleNamespace(enable_torch_compile=True)
+    monkeypatch.setattr(hooks, "config_of", lambda args: "config")
+    monkeypatch.setattr(hooks, "_roles", set())
+    monkeypatch.setattr(hooks, "missing", lambda: None)
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(features=features, graph=graph))
+    monkeypatch.setattr(runtime_context, "get_lora", lambda: SimpleNamespace(enable_lora=False))
+    monkeypatch.setattr(runtime, "install", lambda *args, **kwargs: installed.append(kwargs))
+    for _ in range(2):
+        hooks._after_publish(None, SimpleNamespace(), role="scheduler")
+    assert installed == [{"adapters": False, "memory_saver": False, "compiled": True}]
