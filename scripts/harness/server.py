@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -67,9 +68,12 @@ class EngineFailed(AssertionError):
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nothing listens on, below those that the kernel gives to clients: a server binds it only once it has loaded,
+    and until then one of the many connections on a busy machine could be given it."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port := 10_000 + secrets.randbelow(10_000)))
+            return port
 
 
 def flags(arguments: dict[str, Any]) -> list[str]:

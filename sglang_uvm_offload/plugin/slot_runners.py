@@ -1,8 +1,8 @@
 """Which launches can compute experts from slots: those whose experts SGLang's Triton or Marlin MoE functions compute
 (``slot_seam``, ``slot_seam_marlin``), or its DeepGEMM runner in the contiguous layout (``slot_seam_deep_gemm``).
 
-What is refused with offloading as a whole (``combinations``) is not repeated here: torch.compile and two-batch overlap
-among it. Single-batch overlap is no reason: it has shared experts on a second stream, not routed ones.
+What is refused with offloading as a whole (``combinations``) is not repeated here: two-batch overlap among it. Single-batch
+overlap is no reason: it has shared experts on a second stream, not routed ones.
 """
 
 from __future__ import annotations

@@ -187,14 +187,14 @@ def test_the_device_of_a_launch_is_the_launchs(sglang: Nursery):
 
 def test_every_problem_is_named_at_once(checkpoints: Checkpoints, sglang: Nursery):
     model = str(checkpoints("qwen3_moe"))
-    launch = ("--device", "cuda", "--model-path", model, "--expert-offload-num-resident", "40", "--enable-torch-compile")
+    launch = ("--device", "cuda", "--model-path", model, "--expert-offload-num-resident", "40", "--cpu-offload-gb", "2")
     said = doctor_in(sglang, "--", *launch, "--tp-size", "2", SGLANG_PLUGINS="something_else")
     assert said.code == 1
     problems = [line for line in said.out.splitlines() if "PROBLEM" in line]
     for words in (
         "SGLANG_PLUGINS=something_else",
         "NVIDIA driver",
-        "--enable-torch-compile",
+        "--cpu-offload-gb",
         "num-resident 40: the model has 16",
     ):
         assert [words in line for line in problems].count(True) == 1, said.out

@@ -101,8 +101,7 @@ def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.T
         "experts rearranged": {"argv": [*cpu, N, "18", *rearranged], "resolve": True},
         "experts rearranged, manual": {"argv": [*cpu, N, "19", *rearranged, *manual, "0,17"], "resolve": True},
         "combinations": {
-            "argv": [*cpu, N, "4", "--cpu-offload-gb", "2", "--load-format", "gguf", "--weight-cache-mode", "client",
-                     "--enable-torch-compile"],
+            "argv": [*cpu, N, "4", "--cpu-offload-gb", "2", "--load-format", "gguf", "--weight-cache-mode", "client"],
             "resolve": True,
         },
     }  # fmt: skip
@@ -185,10 +184,7 @@ def test_what_just_fits_is_served(launch, case):
         ),
         (
             "combinations",
-            [
-                *["--cpu-offload-gb", "--load-format gguf", "--weight-cache-mode"],
-                "--enable-torch-compile",
-            ],
+            ["--cpu-offload-gb", "--load-format gguf", "--weight-cache-mode"],
         ),
     ],
 )

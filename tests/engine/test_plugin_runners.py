@@ -27,7 +27,7 @@ def launch(checkpoints: Checkpoints, sglang_on_standin: Starts, tmp_path_factory
     trace = ["--expert-offload-trace", str(Path(folder) / "t.npz")]
     cases = {
         "by default": qwen,
-        "everything": [*qwen, ADAPT, "continuous", *trace, "--enable-torch-compile", "--expert-offload-headroom-gb", "20"],
+        "everything": [*qwen, ADAPT, "continuous", *trace, "--cpu-offload-gb", "2", "--expert-offload-headroom-gb", "20"],
         "continuous": [*qwen, *FIRST_N, ADAPT, "continuous"],
         "uncounted": [*qwen, *FIRST_N],
         "routed": [*qwen, "--moe-runner-backend", "flashinfer_trtllm_routed"],
@@ -50,7 +50,7 @@ IN_KERNEL = "flashinfer_trtllm (SGLang's choice for this model and GPU) routes i
             "everything",
             [
                 *[f"{SELECTION} frequency: ", f"{ADAPT} continuous: ", "--expert-offload-trace '"],
-                *["--enable-torch-compile: cannot be combined", "--expert-offload-headroom-gb 20.0: leaves nothing"],
+                *["--cpu-offload-gb: cannot be combined", "--expert-offload-headroom-gb 20.0: leaves nothing"],
             ],
         ),
         ("continuous", [f"{ADAPT} continuous: --moe-runner-backend {IN_KERNEL}"]),
