@@ -53,19 +53,20 @@ REPLACES = (
 def test_what_one_start_has_dumped_the_next_one_loads(
     quant: str | None, checkpoints: Checkpoints, engines: Engines, tmp_path: Path
 ) -> None:
-    """SGLang builds the model once more, on meta, to name what it dumps: those layers are none of the model's."""
+    """With experts offloaded and without, whichever of them has dumped it. SGLang builds the model once more, on meta, to name
+    what it dumps: those layers are none of the model's."""
     checkpoint = checkpoints("qwen3_moe", quant=quant)
     off, layers = engines.baseline(checkpoint), json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
-    flags = {**FLAGS, "load_format": "presharded"}
-    extra = {"model_loader_extra_config": json.dumps({"presharded_path": str(tmp_path)})}
-    for start in ("dumps", "loads"):
-        on = engines.run(checkpoint, **flags, **extra, log_level="info")
-        assert ("Loading from presharded checkpoint" in on.log) == (start == "loads")
-        assert_offloaded(on.server_info)
-        assert_same_answers(on, off)
-        assert on.offload["num_layers"] == len(on.offload["resident_ids"]) == layers
-        assert on.offload["moves"] > 0
-    assert_same_answers(engines.run(checkpoint, load_format="presharded", **extra), off)
+    for folder, *starts in (("with", FLAGS, FLAGS, {}), ("without", {}, FLAGS)):
+        extra = {"model_loader_extra_config": json.dumps({"presharded_path": str(tmp_path / folder)})}
+        for number, flags in enumerate(starts):
+            on = engines.run(checkpoint, load_format="presharded", **flags, **extra, log_level="info")
+            assert ("Loading from presharded checkpoint" in on.log) == (number > 0), "the first start dumps, the others load"
+            assert_same_answers(on, off)
+            if flags:
+                assert_offloaded(on.server_info)
+                assert on.offload["num_layers"] == len(on.offload["resident_ids"]) == layers
+                assert on.offload["moves"] > 0
 
 
 @pytest.mark.nightly
