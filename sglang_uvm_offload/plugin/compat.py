@@ -83,6 +83,7 @@ class _ResolvingOnce(ServerArgs):
 
     def resolve_once(self) -> None:
         if not getattr(self, "_resolution_finished", False):
+            self._as_given = types.SimpleNamespace(**vars(self))
             super().__post_init__()
             self._resolution_finished = True
 
@@ -168,6 +169,11 @@ def resolving_view(server_args: Any) -> Any:
         return _View(overrides.resolved_view(server_args))
     view = overrides.resolving_view(server_args)
     return view if VERSION >= (0, 5, 23) else _View(view)
+
+
+def as_given(server_args: Any) -> Any:
+    """SGLang's arguments as they were before they were resolved, which wrote into them before 0.5.19."""
+    return server_args._as_given if VERSION < (0, 5, 19) else server_args
 
 
 def model_config_of(server_args: Any) -> Any:

@@ -66,7 +66,7 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
     """``config`` with ``auto`` resolved to a number and a backend, and a new launch id. Raises ``FlagError`` with every reason
     why ``server_args`` cannot be served with offloading."""
     cfg, model = resolving_view(server_args), model_config_of(server_args)
-    routing = routing_format(cfg, model, server_args.moe_runner_backend)
+    routing = routing_format(cfg, model, compat.as_given(server_args).moe_runner_backend)
     problems = [
         *combinations.problems(config, cfg),
         *combinations.format_problems(cfg, model),

@@ -12,6 +12,7 @@ from sglang_uvm_offload.cuda.device import free_vram, visible_gpus
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin import launch_drafts, linear_attention
 from sglang_uvm_offload.plugin.compat import (
+    as_given,
     mm_runtime_reservation_gb,
     model_config_of,
     post_capture_kv_sizing_planned,
@@ -60,7 +61,7 @@ def planned_launch(config: OffloadConfig, server_args: Any) -> Launch:
     cfg, model = resolving_view(server_args), model_config_of(server_args)
     if reasons := _uncounted(server_args, cfg, model):
         raise Uncounted(reasons)
-    return _launch(config, cfg, model, server_args)
+    return _launch(config, cfg, model, as_given(server_args))
 
 
 def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:

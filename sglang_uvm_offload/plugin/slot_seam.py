@@ -45,7 +45,7 @@ class SlotSeam(ExpertCalls):
         prepared = original(hidden_states, w1, w2, topk_ids, **kwargs)
         slots = None if self.call is None else self.call.slots
         if slots is not None and w1.data_ptr() in slots.row_bytes and w2.data_ptr() in slots.row_bytes:
-            config, _, _, _, _, blocks, padded = prepared
+            config, *_, blocks, padded = prepared
             slots.resolve(topk_ids, blocks, padded, config["BLOCK_SIZE_M"])
         return prepared
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -40,6 +41,7 @@ def run_engine(job: dict[str, Any], folder: Path, environment: dict[str, str], s
 def main() -> None:
     from sglang import Engine
 
+    logging.basicConfig(level=logging.INFO)  # SGLang before 0.5.19 resolves its arguments before it sets up its log
     job = json.loads(Path(sys.argv[1]).read_text())
     engine = Engine(**job["engine"])
     sampling = {"temperature": 0, "max_new_tokens": job["max_new_tokens"], "ignore_eos": True}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -101,12 +100,18 @@ def skip_absent_experts(
 
 
 def inplace_experts(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    given = _named(original, args, kwargs)
     given["hidden_states"].copy_(reference_experts(**given))
 
 
 def outplace_experts(original: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-    return reference_experts(**inspect.signature(original).bind(*args, **kwargs).arguments)
+    return reference_experts(**_named(original, args, kwargs))
+
+
+def _named(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a custom operator of SGLang's, which in some versions shows its parameters in its schema only."""
+    schema = getattr(torch.ops.sglang, op.__name__).default._schema
+    return dict(zip([parameter.name for parameter in schema.arguments], args, strict=False)) | kwargs
 
 
 def reference_experts(
@@ -141,7 +146,7 @@ def reference_experts(
     assert is_gated
     assert not apply_router_weight_on_input
     fused_moe, x = importlib.import_module(TRITON), hidden_states
-    config, _, _, _, order, blocks, padded = fused_moe._prepare_fused_moe_run(
+    config, *_, order, blocks, padded = fused_moe._prepare_fused_moe_run(
         x,
         w1,
         w2,
