@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ unified memory. *Stand-in driver*: SGLang's GPU code with its graphs over a driv
 small, and all of its experts are in managed memory, to the byte.
 """
 
-VERSIONS_HEAD = """The rows above are of the versions named at the top. `scripts/try_sglang.sh VERSION` runs tests with
-another one, in an environment of its own:"""
+VERSIONS_HEAD = """The rows above are of the versions named at the top. `scripts/try_sglang.sh VERSION` runs the tests that
+start SGLang with another one, in an environment of its own. What they skip, and why, is below the table."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def shown_with(test: str) -> str:
     return SERVED if name.startswith("test_serving") else NO_SERVER
 
 
-def page(record: dict[str, Any], rows: list[Row], versions: Iterable[dict[str, Any]] = ()) -> str:
+def page(record: dict[str, Any], rows: list[Row], versions: Sequence[dict[str, Any]] = ()) -> str:
     """docs/support.md."""
     made_by = sorted({f"SGLang {row['sglang']}, torch {row['torch']}, Python {row['python']}" for row in record["rows"]})
     head = f"By {'; '.join(made_by)}. {summary_line(rows)}"
@@ -102,7 +102,7 @@ def page(record: dict[str, Any], rows: list[Row], versions: Iterable[dict[str, A
         mine = [row for row in rows if row.group == group]
         if mine:
             parts += [f"## {group}", "\n".join(_lines(mine))]
-    parts += ["## SGLang versions", VERSIONS_HEAD, "\n".join(_versions(versions))]
+    parts += ["## SGLang versions", VERSIONS_HEAD, "\n".join(_versions(versions)), *_skipped(versions)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
@@ -124,6 +124,13 @@ def _versions(entries: Iterable[dict[str, Any]]) -> Iterable[str]:
     for each in entries:
         counts = " | ".join(str(each[kind]) for kind in ("passed", "failed", "skipped"))
         yield f"| {each['sglang']} | {each['torch']} | {each['python']} | {counts} | {', '.join(map(_short, each['ran']))} |"
+
+
+def _skipped(entries: Iterable[dict[str, Any]]) -> Iterable[str]:
+    for each in entries:
+        lines = [f"- {_cell(reason)} ({count})" for reason, count in each["skipped_as"].items()]
+        if lines:
+            yield "\n".join([f"Skipped with {each['sglang']}:\n", *lines])
 
 
 def _short(path: str) -> str:

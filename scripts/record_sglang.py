@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ VERSIONS = ROOT / "benchmarks" / "results" / "support" / "versions.json"
 
 
 def outcomes(junit: Path) -> dict[str, list[str]]:
-    """The names of the tests by what came of them: passed, failed or skipped."""
+    """The names of the tests by what came of them, passed or failed, and why the others were skipped."""
     found: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
     for case in ElementTree.parse(junit).iter("testcase"):
         kinds = {child.tag for child in case}
         kind = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        found[kind].append(f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}")
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        found[kind] += [name] if kind != "skipped" else [each.get("message", "") for each in case.iter("skipped")]
     return found
 
 
@@ -41,6 +43,7 @@ def entry(junit: Path, ran: list[str]) -> dict[str, Any]:
         "ran": ran,
         **{kind: len(names) for kind, names in found.items()},
         "failed_tests": sorted(set(found["failed"])),
+        "skipped_as": dict(sorted(Counter(found["skipped"]).items())),
     }
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Runs the tests that need SGLang with another version of it, in an environment of its own, and records what came of them in
+# Runs the tests that start SGLang with another version of it, in an environment of its own, and records what came of them in
 # benchmarks/results/support/versions.json. A version whose tests pass may be listed in plugin/hook_points.py (TRIED).
 # usage: scripts/try_sglang.sh VERSION [VENV]     VENV: uses (or makes) that environment instead of .venv-VERSION
 # environment: TESTS="FILES AND FOLDERS" runs these instead of all; what ran is recorded
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 version=${1:?usage: scripts/try_sglang.sh VERSION [VENV]}
-tests=${TESTS:-tests/engine tests/unit/test_plugin_*.py}
+tests=${TESTS:-tests/engine}
 source scripts/environment.sh "${2:-.venv-$version}" "$version"
 results=$(mktemp)
 trap 'rm -f "$results"' EXIT

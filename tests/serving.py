@@ -21,15 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.process import kill_group
-from harness.server import CPU, START_SECONDS, EngineFailed, Server, environment, offload_state
+from harness.server import CPU, START_SECONDS, EngineFailed, Server, environment, for_ranks, offload_state
 
 TESTS = Path(__file__).parent
 
 # Added to the environment of programs that start servers, it has these import SGLang once instead of in each process.
 FORKING = {"PYTHONPATH": os.pathsep.join([str(TESTS / "forking"), *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-# Two ranks on two cores, and no NCCL to look for.
-TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
 
 # The only variables of the tests that must be set before SGLang is imported.
 READ_AT_IMPORT = ("TRITON_INTERPRET",)
@@ -243,7 +240,7 @@ class Engines:
         self.jobs += 1
         folder = self.folder / f"engine-{self.jobs}"
         folder.mkdir(parents=True)
-        env = {"TMPDIR": str(self.scratch), **(env or {})}
+        env = {"TMPDIR": str(self.scratch), **for_ranks(engine), **(env or {})}
         host = self.host_for(env)
         if record_experts:
             engine = {"expert_distribution_recorder_mode": "stat", **engine}

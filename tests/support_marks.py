@@ -5,6 +5,7 @@ one which shows that a launch with it ends before loading, and ``@pytest.mark.sg
 that SGLang cannot do it, without this plugin. These two give the message: ``record_property("reason", message)``.
 ``@pytest.mark.nightly`` keeps a test out of a plain run. ``--nightly`` runs these too, and ``--support FILE`` writes what
 became of each marked test (``scripts/support.sh``).
+``@pytest.mark.since(VERSION, WHY)`` skips a test with an older SGLang. ``WHY`` is a fact about that SGLang, or about the test.
 """
 
 from __future__ import annotations
@@ -26,8 +27,23 @@ MARKERS = {
     "refused(group, what)": "shows that what is named ends a launch before loading, and records the reason",
     "sglang_fails(group, what)": "shows that SGLang fails at what is named without this plugin, and records its error",
     "nightly": "runs with --nightly only",
+    "since(version, why)": "is skipped with an older SGLang",
 }
+OLDER = "with SGLang before"
 KINDS = ("works", "refused", "sglang_fails")
+
+
+def skip_newer(items: Iterable[pytest.Item], installed: str) -> None:
+    """Skip the tests that are marked as of a later SGLang than the ``installed`` version."""
+    for item in items:
+        for mark in item.iter_markers("since"):
+            version, why = mark.args
+            if _numbers(installed) < _numbers(version):
+                item.add_marker(pytest.mark.skip(reason=f"{OLDER} {version}: {why}"))
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")[:3]]
 
 
 def rows(item: pytest.Item) -> list[dict[str, str]]:
@@ -51,6 +67,7 @@ class Support:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         self.collected = list(items)
+        skip_newer(items, metadata.version("sglang"))
         if self.nightly:
             return
         left = [item for item in items if item.get_closest_marker("nightly") is not None]

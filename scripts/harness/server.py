@@ -19,6 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -57,6 +58,25 @@ def environment(env: dict[str, str]) -> dict[str, str]:
     """This process's environment with ``shims/`` in front, and ``env``."""
     path = os.pathsep.join([str(SHIMS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, **QUICK, **env}
+
+
+def for_ranks(arguments: dict[str, Any]) -> dict[str, str]:
+    """The environment that an engine with these arguments needs on a CPU where it is of several ranks: a core for each (SGLang
+    gives each a NUMA node, and ends where there are fewer), and no NCCL to look for."""
+    tp, pp, dp = (int(arguments.get(name) or 1) for name in ("tp_size", "pp_size", "dp_size"))
+    if tp * pp * dp == 1:
+        return {}
+    # Up to 0.5.18 SGLang wants a core for each rank of a TP group, and gives the other groups the same ones.
+    bound = tp if sglang_version() < (0, 5, 19) else tp * pp * dp
+    cores = sorted(os.sched_getaffinity(0))
+    return {
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(bound)),
+        "SGLANG_NCCL_SO_PATH": "/nonexistent",
+    }
+
+
+def sglang_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in version("sglang").split(".")[:3])
 
 
 class EngineFailed(AssertionError):
@@ -112,7 +132,7 @@ class Server:
         self.seconds = seconds
         self.folder = Path(tempfile.mkdtemp(prefix="server-"))
         self.log_path = self.folder / "log.txt"
-        env = {"TMPDIR": str(self.folder), **(env or {})}
+        env = {"TMPDIR": str(self.folder), **(for_ranks(arguments) if on_cpu else {}), **(env or {})}
         self.env = environment(env) if on_cpu else {**os.environ, **env}
         self.waiting = waiting
         checkpoint = checkpoint.absolute()  # the server runs in its own folder: what is installed is what is tested

@@ -17,7 +17,7 @@ from sglang_uvm_offload.flags import FlagError
 
 logger = logging.getLogger(__name__)
 
-TRIED = ("0.5.23",)
+TRIED = ("0.5.17", "0.5.20", "0.5.23")
 """The versions with which all tests of ``scripts/try_sglang.sh`` pass, each in an environment of its own."""
 
 HOOKED = {

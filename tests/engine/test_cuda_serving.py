@@ -87,6 +87,7 @@ def test_decode_graphs_of_both_batches_and_prefill_graphs_below_the_threshold_ar
     assert "prefill CUDA graphs are captured for up to 12 tokens, not 2048" in result["log"]
 
 
+@pytest.mark.since("0.5.22", "torch 2.13 waits for another stream as a capture begins")
 def test_a_capture_holds_the_counters_and_nothing_else_of_ours(calls):
     for capture in captures(calls):
         inside = kernels(capture)
@@ -179,6 +180,7 @@ def test_residents_are_looked_for_before_the_first_step(served, calls):
     assert result["server_info"]["internal_states"][0]["expert_offload"]["evicted_bytes"] == 0
 
 
+@pytest.mark.since("0.5.22", "it computes a step more than a request has tokens")
 def test_the_engine_reports_what_it_counted(served):
     result, _ = served
     state = result["server_info"]["internal_states"][0]["expert_offload"]

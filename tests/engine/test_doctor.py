@@ -212,12 +212,18 @@ def test_auto_is_told_as_a_number_where_there_is_a_gpu(checkpoints: Checkpoints,
     assert "--expert-offload-num-resident auto: 16 of 16 experts a layer fit in VRAM" in said.out, "why"
     assert "GPU 0 (sm_90) can keep experts in unified memory" in said.out
     assert "free VRAM, on the GPU that has least: " in said.out
-    assert "  WARNING  SGLang's Triton MoE kernel would read offloaded experts in pieces under 128 bytes" in said.out
-    assert "64 bytes at 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096 tokens a step" in said.out
-    assert "SGLang's default rule, as there is no E=16,N=128,device_name=" in said.out
     without = doctor_in(sglang, "--", "--device", "cpu", *launch)
     assert without.code == 1
     assert "--expert-offload-num-resident auto: with --device cpu there is no VRAM to fit experts in" in without.out
+
+
+@pytest.mark.since("0.5.23", "not all that this warning asks SGLang is there")
+def test_reads_too_short_for_the_link_are_warned_of(checkpoints: Checkpoints, sglang_on_standin: Starts):
+    launch = ("--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "8")
+    said = doctor_in(sglang_on_standin, "--", *ON_A_GPU, *launch)
+    assert "  WARNING  SGLang's Triton MoE kernel would read offloaded experts in pieces under 128 bytes" in said.out
+    assert "64 bytes at 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096 tokens a step" in said.out
+    assert "SGLang's default rule, as there is no E=16,N=128,device_name=" in said.out
 
 
 def test_each_gpu_of_the_launch_must_exist(checkpoints: Checkpoints, sglang_on_standin: Starts):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from checkpoints import Checkpoints
-from serving import TWO_RANKS, Engines
+from serving import Engines
 
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.sizing.checkpoint import load
@@ -23,7 +23,7 @@ RESIDENT = 3
         ("deepseek_v3", {}, {}, Parallel()),
         ("qwen3_moe", {"quant": "fp8"}, {}, Parallel()),
         pytest.param("qwen3_moe", {"quant": "gptq"}, {"quantization": "moe_wna16"}, Parallel(), marks=pytest.mark.nightly),
-        ("glm4_moe", {"expert_size": 256}, {"tp_size": 2, "env": TWO_RANKS}, Parallel(tp=2)),
+        ("glm4_moe", {"expert_size": 256}, {"tp_size": 2}, Parallel(tp=2)),
     ],
     ids=["latent attention", "fp8", "gptq", "two ranks"],
 )

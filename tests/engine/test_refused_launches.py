@@ -39,7 +39,12 @@ def launch(checkpoints: Checkpoints, sglang: Nursery) -> dict[str, Any]:
     return launched({what: {"argv": [*begin, *more], "resolve": True} for (_, what), more in REFUSED.items()}, sglang)
 
 
-BY_ROW = [pytest.param(what, more[0], marks=pytest.mark.refused(*row)) for row, more in REFUSED.items() for what in row[1:]]
+NEWEST = pytest.mark.since("0.5.23", "it has no such flag")
+SINCE = {"--enable-paged-experts": [NEWEST], "--enable-nvidia-megakernel": [NEWEST]}
+BY_ROW = [
+    pytest.param(what, more[0], marks=[pytest.mark.refused(group, what), *SINCE.get(what, [])])
+    for (group, what), more in REFUSED.items()
+]
 
 
 @pytest.mark.parametrize(("what", "flag"), BY_ROW)

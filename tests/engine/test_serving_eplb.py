@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 from checkpoints import Checkpoints
-from serving import PROMPTS, TWO_RANKS, Engines, Result, assert_offloaded, assert_same_answers, assert_streamed
+from serving import PROMPTS, Engines, Result, assert_offloaded, assert_same_answers, assert_streamed
 
 EXPERTS, REDUNDANT, LAYERS = 16, 2, 3
 COMMON: dict[str, Any] = {
     "prompts": PROMPTS[:2],
     "max_new_tokens": 8,
     "dtype": "float32",
-    "env": TWO_RANKS,
     "tp_size": 2,
     "ep_size": 2,
 }
@@ -54,6 +53,7 @@ def offloaded(engines: Engines, checkpoints: Checkpoints, flags: dict[str, Any])
     return on
 
 
+@pytest.mark.since("0.5.23", "rearranging experts changes its tokens, with and without offloading")
 @pytest.mark.works("Parallel", "--enable-eplb with --ep-num-redundant-experts, TP 2 with EP 2")
 def test_rearranged_experts_are_served_and_residents_follow_them(checkpoints: Checkpoints, engines: Engines) -> None:
     on = offloaded(engines, checkpoints, FLAGS["continuous"])

@@ -20,13 +20,14 @@ FAMILIES = {
     "dots1": ("SGLang's Transformers fallback", 16, 4, {}),
     "gpt_oss": ("GptOssForCausalLM", 8, 2, {"attention_backend": "triton", "moe_runner_backend": "triton"}),
 }
+SINCE = {"gpt_oss": [pytest.mark.since("0.5.22", "it asks Triton for a GPU when it loads gpt-oss")]}
 SHORT = 8
 """Steps of fewer tokens read in place: all that decode. Prompts stream."""
 
 
 def case(family: str, share: str, tokens: int | str, *marks: pytest.MarkDecorator) -> Any:
     served = pytest.mark.works("Architecture", FAMILIES[family][0])
-    return pytest.param(family, share, tokens, marks=[served, *marks], id=f"{family}-{share}-{tokens}")
+    return pytest.param(family, share, tokens, marks=[served, *SINCE.get(family, []), *marks], id=f"{family}-{share}-{tokens}")
 
 
 # Every family as it is used, each night with all steps streamed and with none too; and one of them with every share.

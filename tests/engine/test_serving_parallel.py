@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoints import Checkpoints
-from serving import PROMPTS, TWO_RANKS, Engines, assert_offloaded, assert_same_answers, assert_streamed
+from serving import PROMPTS, Engines, assert_offloaded, assert_same_answers, assert_streamed
 
 EXPERTS, LAYERS = 16, 3
 MODES: dict[str, dict[str, Any]] = {
@@ -29,10 +29,15 @@ ROWS = {
 # With attention data parallelism the rows of idle ranks pad each step as they happen to arrive: SGLang's own log-probabilities
 # vary by this from run to run.
 TOLERANCE = {"dp_attention2": 1e-5}
-COMMON: dict[str, Any] = {"prompts": PROMPTS[:2], "max_new_tokens": 8, "dtype": "float32", "env": TWO_RANKS}
+COMMON: dict[str, Any] = {"prompts": PROMPTS[:2], "max_new_tokens": 8, "dtype": "float32"}
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.works("Parallel", ROWS[mode])) for mode in MODES])
+PINS = pytest.mark.since("0.5.20", "its DP attention pins host memory, for which it needs CUDA")
+SINCE = {"dp_attention2": [PINS], "DP attention 2": [PINS]}
+SHOWN = [pytest.param(mode, marks=[pytest.mark.works("Parallel", ROWS[mode]), *SINCE.get(mode, [])]) for mode in MODES]
+
+
+@pytest.mark.parametrize("mode", SHOWN)
 def test_offloaded_ranks_give_the_same_tokens_and_logprobs(mode: str, checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint = checkpoints("qwen3_moe", dtype="float32")
     off = engines.baseline(checkpoint, **COMMON, **MODES[mode])
@@ -53,19 +58,20 @@ def test_offloaded_ranks_give_the_same_tokens_and_logprobs(mode: str, checkpoint
         assert [state["offloaded_experts"] for state in states] == [LAYERS * EXPERTS // 2] * 2
 
 
-FOUR_RANKS = {**TWO_RANKS, "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}
 CONTINUOUS: dict[str, dict[str, Any]] = {
     "TP 2": {"tp_size": 2},
     "TP 2 with EP 2": {"tp_size": 2, "ep_size": 2},
     "PP 2": {"pp_size": 2},
     "DP 2": {"dp_size": 2},
     "DP attention 2": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
-    "TP 2 x PP 2": {"tp_size": 2, "pp_size": 2, "env": FOUR_RANKS},
-    "TP 2 x DP 2": {"tp_size": 2, "dp_size": 2, "env": FOUR_RANKS},
+    "TP 2 x PP 2": {"tp_size": 2, "pp_size": 2},
+    "TP 2 x DP 2": {"tp_size": 2, "dp_size": 2},
 }
+NIGHTLY = {mode: [pytest.mark.nightly] for mode in CONTINUOUS if mode != "TP 2"}
 FOLLOWING = [
     pytest.param(
-        mode, marks=[pytest.mark.works("Parallel", f"{mode}, continuous"), *([] if mode == "TP 2" else [pytest.mark.nightly])]
+        mode,
+        marks=[pytest.mark.works("Parallel", f"{mode}, continuous"), *NIGHTLY.get(mode, []), *SINCE.get(mode, [])],
     )
     for mode in CONTINUOUS
 ]

@@ -12,7 +12,7 @@ import pytest
 from builders.plugins import IN_SCHEDULER, saboteur
 from checkpoints import HOT, Checkpoints
 from harness.server import Server, free_port, offload_state
-from serving import TWO_RANKS, Engines
+from serving import Engines
 
 from sglang_uvm_offload.routing.counts import ROUTED, Phase
 from sglang_uvm_offload.routing.profile import Profile
@@ -39,12 +39,7 @@ def decoded(path: Path) -> tuple[np.ndarray, int]:
 
 
 # Two pipeline stages of two expert-parallel ranks: no rank sees the whole model.
-MANY_RANKS: dict[str, Any] = {
-    "tp_size": 2,
-    "ep_size": 2,
-    "pp_size": 2,
-    "env": {**TWO_RANKS, "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"},
-}
+MANY_RANKS: dict[str, Any] = {"tp_size": 2, "ep_size": 2, "pp_size": 2}
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +136,7 @@ def test_nodes_that_share_a_disk_save_one_profile(checkpoint: Path, profile: Pat
     path = tmp_path / "nodes.npz"
     nodes: dict[str, Any] = {"tp_size": 2, "ep_size": 2, "nnodes": 2, "dist_init_addr": f"127.0.0.1:{free_port()}"}
     nodes |= {"expert_offload_num_resident": len(HOT[0]), "expert_offload_save_profile": path}
-    cores = [{**TWO_RANKS, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}] * 2
-    first, second = (Server(checkpoint, env=env, node_rank=rank, **nodes) for rank, env in enumerate(cores))
+    first, second = (Server(checkpoint, node_rank=rank, **nodes) for rank in range(2))
     second.process = second.start()
     try:
         with first as server:
@@ -181,7 +175,7 @@ def test_stages_that_number_their_layers_anew_share_the_profile_of_one_rank(
     counts, steps = decoded(tmp_path / "one.npz")
     assert (len(counts), steps) == (3, 7)
     assert (counts[:, 0].sum(-1) == 7 * 4).all(), "every layer with a router is counted"
-    stages: dict[str, Any] = {"pp_size": 2, "env": TWO_RANKS, "expert_offload_profile": tmp_path / "one.npz"}
+    stages: dict[str, Any] = {"pp_size": 2, "expert_offload_profile": tmp_path / "one.npz"}
     state = serve_once(engines, checkpoint, expert_offload_save_profile=tmp_path / "two.npz", **stages)
     assert [sorted(ids) for ids in state["resident_ids"]] == hot[1:2]
     both, steps = decoded(tmp_path / "two.npz")
@@ -197,7 +191,6 @@ EPLB: dict[str, Any] = {
     "ep_num_redundant_experts": 2,
     "eplb_rebalance_num_iterations": 4,
     "expert_distribution_recorder_buffer_size": 4,
-    "env": TWO_RANKS,
 }
 
 

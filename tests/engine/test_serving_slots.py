@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoints import Checkpoints
-from serving import PROMPTS, TWO_RANKS, Engines, Result, assert_offloaded, assert_same_answers, assert_streamed
+from serving import PROMPTS, Engines, Result, assert_offloaded, assert_same_answers, assert_streamed
 
 SHIM = {"SHIM_EXPERTS": "triton"}
 TRITON: dict[str, Any] = {"moe_runner_backend": "triton", "dtype": "float32", "max_new_tokens": 24}
@@ -121,7 +121,7 @@ TOLERANCE = {"dp_attention2": 1e-5}  # as in test_serving_parallel
 @pytest.mark.parametrize("mode", MODES)
 def test_ranks_give_the_same_answers(mode: str, checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint = checkpoints("qwen3_moe", dtype="float32")
-    common = {**TRITON, "prompts": PROMPTS[:2], "max_new_tokens": 12, "env": {**TWO_RANKS, **SHIM}, **MODES[mode]}
+    common = {**TRITON, "prompts": PROMPTS[:2], "max_new_tokens": 12, "env": SHIM, **MODES[mode]}
     off = engines.baseline(checkpoint, **common)
     on = engines.run(checkpoint, **common, **OFFLOAD, expert_offload_num_resident=4, expert_offload_slots=6)
     assert_served(on)

@@ -14,6 +14,7 @@ from harness.server import offload_state
 from serving import PROMPTS, Engines, Result, assert_offloaded, assert_same_answers, assert_streamed
 
 # Under Triton's interpreter, which is exact in float32 only.
+pytestmark = pytest.mark.since("0.5.23", "it has no kernel for drafts without a GPU")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 EXACT = {"dtype": "float32", "attention_backend": "triton"}
 COMMON: dict[str, Any] = {"prompts": PROMPTS[:1], "max_new_tokens": 12, "env": INTERPRETED, **EXACT}

@@ -60,6 +60,7 @@ def test_decoding_routes_as_the_trace_and_every_expert_shows_in_the_tokens(
     assert any((right != other).any() for right, other in zip(tokens, wrong, strict=True))
 
 
+@pytest.mark.since("0.5.20", "what returns routed experts needs CUDA")
 def test_the_check_compares_token_by_token_and_draws_it(
     walked: WalkedCheckpoints, engines: Engines, trace: Trace, tmp_path: Path
 ) -> None:

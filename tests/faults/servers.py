@@ -20,7 +20,7 @@ from faults.cases import DECIDE, LOOK, MOVE, SAVE
 from faults.ranks import BAD, Fault, Outcome
 from faults.served import ARMED, code
 from harness.server import EngineFailed, Server, offload_state
-from serving import TWO_RANKS, Engines
+from serving import Engines
 
 TESTS = Path(__file__).resolve().parents[1]
 START_SECONDS, ANSWER_SECONDS, END_SECONDS = 240.0, 120.0, 120.0
@@ -110,7 +110,7 @@ class Servers:
             self.expected = [ask(server, prompt) for prompt in PROMPTS]
 
     def server(self, env: dict[str, str], **flags: Any) -> Server:
-        return self.engines.server(self.checkpoint, env={**env, **TWO_RANKS}, seconds=START_SECONDS, **COMMON, **flags)
+        return self.engines.server(self.checkpoint, env=env, seconds=START_SECONDS, **COMMON, **flags)
 
     def judge(self, fault: Fault) -> Outcome:
         self.runs += 1

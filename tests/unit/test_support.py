@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import support as table_of
-from support_marks import record, rows, unrecorded
+from support_marks import record, rows, skip_newer, unrecorded
 
 
 def result(what: str = "TP 2", kind: str = "works", outcome: str = "passed", test: str = "engine/t.py::a", **more: str) -> dict:
@@ -94,9 +94,11 @@ def test_what_no_server_has_shown_says_so(file, with_what, status):
 
 def test_the_page_has_the_versions_that_were_tried():
     tried = {"sglang": "9.9", "torch": "8", "python": "7", "passed": 6, "failed": 5, "skipped": 4, "ran": ["tests/unit/a.py"]}
+    tried["skipped_as"] = {"with SGLang before 9.10: cannot": 4}
     recorded = {"rows": [{"sglang": "1", "torch": "2", "python": "3"}]}
     made = table_of.page(recorded, table_of.table([result()]), [tried])
     assert "| 9.9 | 8 | 7 | 6 | 5 | 4 | unit/a.py |" in made
+    assert made.endswith("\n\nSkipped with 9.9:\n\n- with SGLang before 9.10: cannot (4)\n")
 
 
 def test_marks_and_record_must_agree_on_the_files_that_were_collected():
@@ -106,6 +108,17 @@ def test_marks_and_record_must_agree_on_the_files_that_were_collected():
     assert unrecorded([marked], []) == ["not recorded: works | Parallel | TP 2 | t.py::a"]
     gone = unrecorded([item("t.py::b")], [result(test="t.py::a")])
     assert gone == ["recorded, and no test: works | Parallel | TP 2 | t.py::a"]
+
+
+def test_a_test_of_a_newer_sglang_is_skipped_with_its_reason():
+    def skipped(installed: str) -> list[str]:
+        added: list[Any] = []
+        newer = SimpleNamespace(iter_markers=lambda name: [pytest.mark.since("0.5.19", "cannot").mark], add_marker=added.append)
+        skip_newer([newer], installed)
+        return [mark.kwargs["reason"] for mark in added]
+
+    assert skipped("0.5.9.post1") == ["with SGLang before 0.5.19: cannot"]
+    assert skipped("0.5.19") == skipped("0.6.0") == []
 
 
 def test_a_part_that_is_run_again_replaces_its_own_results():
