@@ -88,7 +88,7 @@ def _row(group: str, what: str, results: list[dict[str, Any]], log: str | None) 
 def shown_with(test: str) -> str:
     """What a test shows it with, by its file."""
     name = test.partition("::")[0].rpartition("/")[2]
-    if name.startswith("test_cuda_serving"):
+    if name.startswith("test_cuda_"):
         return STANDIN
     return SERVED if name.startswith("test_serving") else NO_SERVER
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin import compat, end_of_serving, enforce, hook_points, hooks, runtime, server_args, weight_writes
 
 PLUGIN = Path(hook_points.__file__).parent
+ROOT = Path(__file__).parents[2]
+SUPPORT = ROOT / "benchmarks" / "results" / "support"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
 
@@ -83,6 +86,15 @@ def test_another_version_with_all_of_it_is_served_with_one_warning(untried, capl
     assert record.levelno == logging.WARNING
     assert "never tried with SGLang 0.9.0, only with" in record.message
     assert hook_points.TRIED[-1] in record.message
+
+
+def test_each_version_that_counts_as_tried_has_passed_on_record_and_is_named():
+    older = {entry["sglang"]: entry for entry in json.loads((SUPPORT / "versions.json").read_text())}
+    newest = {row["sglang"] for row in json.loads((SUPPORT / "support.json").read_text())["rows"]}
+    assert {*older, *newest} == {*hook_points.TRIED}
+    assert [(entry["failed"], entry["ran"]) for entry in older.values()] == [(0, ["tests/engine"])] * len(older)
+    (line,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| Python, SGLang |"))
+    assert [version for version in hook_points.TRIED if version not in line] == []
 
 
 def without_it(monkeypatch: pytest.MonkeyPatch) -> None:

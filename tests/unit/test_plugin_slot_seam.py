@@ -69,14 +69,14 @@ PREPARED = ({"BLOCK_SIZE_M": 16}, {"BLOCK_SIZE_M": 16}, False, False, torch.aran
 HIDDEN = torch.zeros(1, 32)
 
 
-def prepare(seam: SlotSeam, w1: torch.Tensor, w2: torch.Tensor) -> None:
+def prepare(seam: SlotSeam, w1: torch.Tensor, w2: torch.Tensor, prepared: tuple[Any, ...] = PREPARED) -> None:
     calls = []
 
     def original(*args: Any, **kwargs: Any) -> Any:
         calls.append((args, kwargs))
-        return PREPARED
+        return prepared
 
-    assert seam._around_prepare(original, HIDDEN, w1, w2, IDS, use_fp8_w8a8=False) is PREPARED
+    assert seam._around_prepare(original, HIDDEN, w1, w2, IDS, use_fp8_w8a8=False) is prepared
     assert calls == [((HIDDEN, w1, w2, IDS), {"use_fp8_w8a8": False})]
 
 
@@ -91,6 +91,13 @@ def test_a_layers_list_is_resolved_after_it_was_made(layer: Layer) -> None:
     compute(seam_of(layer), layer.w1, layer.w2)
     [(index, ids, blocks, padded, block_size)] = layer.resolved
     assert (index, ids is IDS, blocks is BLOCKS, padded is PADDED, block_size) == (0, True, True, True, 16)
+
+
+def test_the_list_is_found_as_sglang_0_5_17_returns_it(layer: Layer) -> None:
+    """Without the choice of TMA for the first product."""
+    seam, older = seam_of(layer), (*PREPARED[:3], *PREPARED[4:])
+    seam.around_experts(lambda *args: prepare(seam, args[1], args[2], older), HIDDEN, layer.w1, layer.w2, object(), object())
+    assert [given[1:] for given in layer.resolved] == [(IDS, BLOCKS, PADDED, 16)]
 
 
 def test_a_list_stays_unless_both_weights_are_the_same_layers(layer: Layer) -> None:

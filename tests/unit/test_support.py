@@ -83,6 +83,7 @@ def item(test: str, *marks: tuple[str, str, str]) -> Any:
     [
         ("engine/test_serving_t.py", "served on a CPU", "works"),
         ("engine/test_cuda_serving.py", "stand-in driver", "works"),
+        ("engine/test_cuda_modes.py", "stand-in driver", "works"),
         ("unit/test_t.py", "SGLang's code, no server", "works, without a server"),
     ],
 )
