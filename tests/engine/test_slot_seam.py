@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from harness.server import environment
 
-pytestmark = pytest.mark.since("0.5.22", "these tests call its kernels by functions that it does not have")
 PROGRAM = Path(__file__).parents[1] / "interpreted" / "slots.py"
 ROWS = {
     "plain": "BF16, FP16 and FP32 (Triton)",
