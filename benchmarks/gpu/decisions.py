@@ -481,14 +481,37 @@ def slots_right(rows: PartRows) -> list[str]:
         ("layer", "slot_counts", "counts of hits, fills and kept experts that are not the policy's"),
         ("fill", "fill_wrong", "fills with other bytes than their experts"),
         ("layer", "slot_stream", "experts with other bytes in stream buffers, which take from slots"),
-        ("marlin", "marlin_bits", "replays of a Marlin function with other outputs than from plain VRAM"),
-        ("marlin", "marlin_varies", "replays of it over plain VRAM that differ from each other"),
-        ("marlin", "marlin_counts", "counts of its hits and fills that are others"),
     ):
         if found := find(rows.get(part, ()), name):
             lines.append(f"{what}: {sum(row['median'] for row in found):g}, in {len(found)} settings")
-    kernels = dict.fromkeys(row["kernels"] for row in find(rows.get("marlin", ()), "marlin_bits"))
-    return lines + [f"the Marlin function is computed by {each}" for each in kernels]
+    return lines
+
+
+RUNNERS = ("marlin", "deep_gemm")
+
+
+def runners_right(rows: PartRows) -> list[str]:
+    """A line by runner and place."""
+    lines = []
+    found = [row for part in RUNNERS for row in find(rows.get(part, ()), "function_bits")]
+    for name, where in dict.fromkeys((row["function"], row["where"]) for row in found):
+        mine = [row for row in found if (row["function"], row["where"]) == (name, where)]
+        differ, done = (sum(row[figure] for row in mine) for figure in ("median", "done"))
+        lines.append(f"{name}, {where}: {differ:g} of {done} replays with other outputs, by {mine[0]['kernels']}")
+    return lines
+
+
+def runner_steps(rows: PartRows) -> list[str]:
+    """A line by runner and batch. In place, all that tokens choose is in host RAM, and in slots all of it is there."""
+    places = ("plain", "in place", "in place, expert 0 in VRAM", "slots")
+    body: list[tuple[str, list[Row | None]]] = []
+    for part in RUNNERS:
+        found = find(rows.get(part, ()), "function_step")
+        for name, batch in dict.fromkeys((row["function"], row["batch"]) for row in found):
+            steps = [one(rows, part, "function_step", where=where, function=name, batch=batch) for where in places]
+            missed = max(row["missed_gb"] for row in found if (row["function"], row["batch"]) == (name, batch))
+            body.append((f"{name}, batch {batch}, {missed:.3g} GB missed", steps))
+    return grid(["a step of one layer, ms", *places], body)
 
 
 def served(part: str) -> Callable[[PartRows], list[str]]:
@@ -592,6 +615,10 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
         Decision("what slots cost a step that fills nothing", resolve_design),
         Decision("whether misses may be brought by the kernel that resolves them", fill_design),
         Decision("residents, slots or both in the same VRAM", slot_steps),
+    ),
+    "runners": (
+        Decision("whether SGLang's other MoE runners compute the same from managed memory and from slots", runners_right),
+        Decision("what their steps cost in place and out of slots, and what padding reads of expert 0", runner_steps),
     ),
     "miss": (Decision("whether a decode step's miss uses the link fully, by host memory", miss_design),),
     "ops": (Decision("whether the promises hold on the device", promises),),

@@ -81,12 +81,28 @@ def slots_parts() -> None:
     if find_spec("sglang") is None:
         print("no SGLang here: its functions would not be computed through slots, but this folder's kernels")
         return
-    import slot_marlin
     import slot_moe
 
     slot_moe.installed_seam()
+    print("the plugin's hooks are on SGLang's Triton MoE functions")
+
+
+def runner_parts() -> None:
+    """How SGLang calls what the plugin hooks."""
+    from importlib.util import find_spec
+
+    from runner_parts import PARTS
+
+    check_plan("runner_parts", PARTS)
+    if find_spec("sglang") is None:
+        print("no SGLang here, whose runners are to compute")
+        return
+    import slot_deep_gemm
+    import slot_marlin
+
+    slot_deep_gemm.installed_seam()
     slot_marlin.installed_seam()
-    print("the plugin's hooks are on SGLang's Triton and Marlin MoE functions")
+    print("the plugin's hooks are on SGLang's Marlin and DeepGEMM MoE functions")
 
 
 def layer_parts() -> None:
@@ -203,6 +219,8 @@ def interpreted_moe() -> None:
         print(f"the MoE kernels, interpreted on the CPU, FP8 {fp8}: {error:.1e} from torch")
 
 
+OTHERS = (eviction_parts, stream_parts, miss_parts, slots_parts, runner_parts)
+
 if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET") == "1":
         interpreted_moe()
@@ -212,7 +230,7 @@ if __name__ == "__main__":
         server_parts()
     elif sys.argv[1] == "modes_parts":
         modes_parts()
-    elif sys.argv[1] in (others := {each.__name__: each for each in (eviction_parts, stream_parts, miss_parts, slots_parts)}):
+    elif sys.argv[1] in (others := {each.__name__: each for each in OTHERS}):
         others[sys.argv[1]]()
     else:
         layer_parts()

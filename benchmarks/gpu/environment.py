@@ -62,6 +62,22 @@ def computes() -> bool:
     return int((numbers * 3 + 1).sum().item()) == 3 * 499_500 + 1000
 
 
+def zeros_by_copies() -> None:
+    """Over a stand-in driver no kernel fills a tensor with zeros, and memory that is used again holds what it held."""
+    import torch
+
+    module: Any = torch
+    made = torch.zeros
+
+    def zeros(*size: Any, device: Any = None, **how: Any) -> torch.Tensor:
+        return made(*size, **how).to(device)
+
+    def zeros_like(like: torch.Tensor) -> torch.Tensor:
+        return zeros(like.shape, dtype=like.dtype, device=like.device)
+
+    module.zeros, module.zeros_like = zeros, zeros_like
+
+
 def driver() -> str | None:
     text = read(Path("/proc/driver/nvidia/version")) or ""
     if found := re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text):

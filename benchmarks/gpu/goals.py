@@ -12,10 +12,10 @@ from typing import Any
 
 from link_bound import link_rate, over_the_bound
 from rows import PartRows, Row, best, find, one, show
+from runner_bounds import in_place_over_the_bound, other_runner_counts, other_runner_outputs
 from slot_bounds import (
     filling,
     other_decisions,
-    other_marlin_outputs,
     other_outputs,
     other_rows,
     other_streams,
@@ -240,6 +240,7 @@ def reachable(contender: str, *parts: str) -> tuple[Goal, ...]:
     )
 
 
+IN_PLACE = "a step of {} in place over one from plain VRAM plus missed bytes at the link's rate (worst)"
 ALIKE_IN_MODES = Goal("answers that are not those of the server without offloading", "<=", 0, other_in_modes)
 
 GOALS: dict[str, tuple[Goal, ...]] = {
@@ -347,7 +348,13 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("fills of 4 and more experts over the faster copy (worst)", ">=", 0.9, filling),
         Goal("read rate of slots over that of plain VRAM (worst)", ">=", 0.9, slots_in_vram),
         Goal("experts with other bytes in the stream buffers of a model with slots", "<=", 0, other_streams),
-        Goal("replays of SGLang's Marlin function through slots with other outputs", "<=", 0, other_marlin_outputs),
+    ),
+    "runners": (
+        Goal("replays of SGLang's Marlin runner with other outputs", "<=", 0, other_runner_outputs("marlin")),
+        Goal("replays of SGLang's DeepGEMM runner with other outputs", "<=", 0, other_runner_outputs("deep_gemm")),
+        Goal("counts of their hits and fills that are others", "<=", 0, other_runner_counts),
+        Goal(IN_PLACE.format("Marlin"), "<=", REACHED, in_place_over_the_bound("marlin", "in place")),
+        Goal(IN_PLACE.format("DeepGEMM"), "<=", REACHED, in_place_over_the_bound("deep_gemm", "in place, expert 0 in VRAM")),
     ),
     "miss": (Goal("the MoE kernel's read of one expert over a copy's (worst)", ">=", 0.9, miss),),
     "eviction": (Goal("MiB of residents taken for evicted while there was room", "<=", 0, false_alarms),),

@@ -229,7 +229,16 @@ SLOTS = Section(
             10,
             "decode steps of SGLang's Triton MoE in the same VRAM: residents, slots, both; outputs, counts, a streamed prompt",
         ),
-        Part("marlin", "slots_parts", 150, 300, 0.3, 2, "decode steps of SGLang's Marlin MoE (MXFP4) out of slots: outputs"),
+    ),
+)
+
+RUNNERS = Section(
+    "runners",
+    "what SGLang's other MoE runners compute out of managed memory and slots",
+    (
+        LINK,
+        Part("marlin", "runner_parts", 160, 300, 0.3, 2, "steps of SGLang's Marlin MoE (MXFP4), in place and out of slots"),
+        Part("deep_gemm", "runner_parts", 160, 330, 1, 2, "steps of SGLang's DeepGEMM MoE (FP8), likewise, in both layouts"),
     ),
 )
 
@@ -257,7 +266,7 @@ SECTIONS = {
     section.name: section
     for section in (
         *(OPS, STREAM, SLOTS, SERVER, DEFAULT, MODES, OTHER_MODES, SERVING_SLOTS, PEERS_SLOTS),
-        *(CPU_OFFLOAD, BOUNDS, OFFLOADER, PEERS, PROBE, MISS, LAYER, EVICTION),
+        *(CPU_OFFLOAD, BOUNDS, OFFLOADER, PEERS, PROBE, RUNNERS, MISS, LAYER, EVICTION),
     )
 }
 

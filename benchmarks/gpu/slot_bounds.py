@@ -34,15 +34,6 @@ def other_streams(rows: PartRows) -> Ratio | None:
     return (sum(row["median"] for row in found), f"{done} experts; {slots} matrices only in slots") if found else None
 
 
-def other_marlin_outputs(rows: PartRows) -> Ratio | None:
-    """Replays of a Marlin function through slots whose output is not that from plain VRAM."""
-    found = find(rows.get("marlin", ()), "marlin_bits")
-    kernels = " and ".join(dict.fromkeys(row["kernels"] for row in found))
-    varies = sum(row["median"] for row in find(rows.get("marlin", ()), "marlin_varies"))
-    words = f"{sum(row['done'] for row in found)} replays of {kernels}; {varies:g} differ between two runs over plain VRAM"
-    return (sum(row["median"] for row in found), words) if found else None
-
-
 def resolving(rows: PartRows) -> Ratio | None:
     """The worst share of a step of MoE layers."""
     worst = best(find(rows.get("empty", ()), "resolve_share"))

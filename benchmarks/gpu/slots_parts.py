@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(1, str(HERE.parents[1]))
@@ -17,12 +15,11 @@ import numpy as np  # noqa: E402
 import routing_trace  # noqa: E402
 import torch  # noqa: E402
 from decode_step import capture, elapsed_ms  # noqa: E402
-from environment import STAND_IN, computes  # noqa: E402
+from environment import STAND_IN, computes, zeros_by_copies  # noqa: E402
 from moe import Weights, random_weights  # noqa: E402
 from rows import Rows, run_part  # noqa: E402
 from shapes import DEEPSEEK_V3, MoeShape  # noqa: E402
 from slot_layers import ResolvedStep, SlotDecode, SlotModel, Streamed, used  # noqa: E402
-from slot_marlin import Marlin, MarlinLayer, Replayed, marlin_here  # noqa: E402
 from stream_layers import Beside  # noqa: E402
 
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters  # noqa: E402
@@ -312,85 +309,7 @@ def requests(steps: np.ndarray, batch: int) -> np.ndarray:
     return np.concatenate([steps[:half], steps[half : 2 * half]], axis=1)[:, :batch]
 
 
-def zeros_by_copies() -> None:
-    """Over a stand-in driver no kernel fills a tensor with zeros, and memory that is used again holds what it held."""
-    module: Any = torch
-    made = torch.zeros
-
-    def zeros(*size: Any, device: Any = None, **how: Any) -> torch.Tensor:
-        return made(*size, **how).to(device)
-
-    def zeros_like(like: torch.Tensor) -> torch.Tensor:
-        return zeros(like.shape, dtype=like.dtype, device=like.device)
-
-    module.zeros, module.zeros_like = zeros, zeros_like
-
-
-# ---- Marlin ----
-
-MXFP4 = MoeShape("mxfp4", 1, experts=32, top_k=4, hidden=2048, intermediate=1024)
-RESIDENT, COPIED = np.arange(8), np.arange(8, 20)
-"""Experts of it: those in VRAM, and those that slots hold. Steps use no others, so no slot is ever filled again."""
-
-
-def marlin(rows: Rows) -> None:
-    """Decode steps of SGLang's Marlin MoE function by a graph, from slots that its own steps have filled and whose experts'
-    rows are then overwritten. At each replay the output is that of the same graph over plain VRAM."""
-    shape = replace(MXFP4, hidden=512, intermediate=512) if rows.small else MXFP4
-    here = marlin_here()
-    plain = here.weights(shape)
-    served = MarlinLayer(CudaMemory(), plain, np.isin(np.arange(shape.experts), RESIDENT), len(COPIED))
-    filled_and_poisoned(here, shape, served)
-    for batch in (1, 4, 16, 64)[:: rows.pick(1, 3)]:
-        if rows.late():
-            return
-        served.begin_step(0)  # what is captured resolves nothing
-        arms = [Replayed(here(shape, batch, served.find), weights, capture) for weights in (plain, served.weights)]
-        before, differ, varies = served.counts(), 0, 0
-        wanted = np.zeros(shape.experts, dtype=np.int64)
-        steps = [marlin_ids(shape, batch, seed) for seed in range(rows.pick(50, 3))]
-        for ids in steps:
-            served.begin_step(batch)
-            expected, again, found = (arms[arm].outputs(ids) for arm in (0, 0, 1))
-            differ, varies = differ + (not torch.equal(found, expected)), varies + (not torch.equal(again, expected))
-            wanted += np.isin(np.arange(shape.experts), np.intersect1d(ids, COPIED))
-        hits, fills = (after - earlier for after, earlier in zip(served.counts(), before, strict=True))
-        cell = {"batch": batch, "kernels": here.kernels, "done": len(steps)}
-        rows.put("marlin_bits", "replays that differ", [differ], **cell)
-        rows.put("marlin_varies", "replays over plain VRAM that differ", [varies], **cell)
-        wrong = int((hits != wanted).sum() + fills.sum())
-        rows.put("marlin_counts", "counts that differ", [wrong], hits=int(hits.sum()), **cell)
-        if differ or wrong:
-            raise AssertionError(
-                f"{cell}: {differ} replays differ ({varies} over plain VRAM), and {wrong} counts of hits and fills"
-            )
-
-
-def filled_and_poisoned(here: type[Marlin], shape: MoeShape, served: MarlinLayer) -> None:
-    """Fill the slots by steps, then overwrite the rows of their experts. Raises ``AssertionError`` where that shows nothing."""
-    ids = COPIED.astype(np.int32).reshape(-1, shape.top_k)
-    step, in_place = here(shape, len(ids), served.find), here(shape, len(ids), lambda address: None)
-    step.route(ids)
-    in_place.route(ids)
-    served.begin_step(len(ids))
-    step.run(served.weights)
-    in_place.run(served.weights)
-    expected = in_place.result(served.weights)
-    if (filled := int(served.counts()[1].sum())) != len(COPIED):
-        raise AssertionError(f"{filled} of {len(COPIED)} experts were filled into as many slots")
-    served.poison(COPIED)
-    in_place.run(served.weights)
-    if torch.equal(in_place.result(served.weights), expected):
-        raise AssertionError("a step that reads in place does not notice that its experts were overwritten")
-
-
-def marlin_ids(shape: MoeShape, batch: int, seed: int) -> np.ndarray:
-    """``ids[tokens, k]``, of each token different ones."""
-    used, random = np.concatenate([RESIDENT, COPIED]), np.random.default_rng([seed, batch])
-    return np.stack([random.permutation(used)[: shape.top_k] for _ in range(batch)]).astype(np.int32)
-
-
-PARTS = {each.__name__: each for each in (empty, fill, layer, marlin)}
+PARTS = {each.__name__: each for each in (empty, fill, layer)}
 
 if __name__ == "__main__":
     if STAND_IN:

@@ -18,7 +18,7 @@ from standin.build import build, cuda_include, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
-SECTIONS = ("ops", "stream", "slots", "probe", "miss", "layer", "eviction")
+SECTIONS = ("ops", "stream", "slots", "probe", "runners", "miss", "layer", "eviction")
 SERVING = (
     *("server", "default", "modes", "other_modes", "serving_slots", "peers_slots", "cpu_offload", "bounds", "offloader"),
     "peers",
@@ -116,7 +116,8 @@ def test_dry_run_compiles_everything_and_starts_no_cuda(session):
         "deepseek-v3: 3 layers",
         "qwen3-30b-a3b-16-layers, 20.0 GB",
         "compile for sm_90 in blocks of 128x128x64, 4 stages",
-        "the plugin's hooks are on SGLang's Triton and Marlin MoE functions",
+        "the plugin's hooks are on SGLang's Triton MoE functions",
+        "the plugin's hooks are on SGLang's Marlin and DeepGEMM MoE functions",
         "in_place --expert-offload-num-resident 64",
         "--expert-offload-stream-tokens inf",
         "paged_experts --enable-paged-experts --paged-experts-num-resident 80",
@@ -252,7 +253,12 @@ def test_every_way_to_copy_and_every_arm_of_a_step_is_run(ran):
     assert values("slots", "layer", "slot_step", "split") == {"residents only", "slots only", "half and half"}
     assert values("slots", "layer", "slot_step", "weights") == {"bf16", "fp8"}
     assert max(values("slots", "layer", "slot_stream", "from_slots")) > 0
-    assert values("slots", "marlin", "marlin_bits", "kernels") == {"no kernel: the rows that it would read"}
+    for part, names in (("marlin", {"Marlin"}), ("deep_gemm", {"DeepGEMM, compact", "DeepGEMM, masked"})):
+        assert values("runners", part, "function_bits", "kernels") == {"no kernel: the rows that it would read"}
+        assert values("runners", part, "function_step", "function") == names
+        assert values("runners", part, "function_bits", "where") >= {"in place", "slots"}
+        assert min(values("runners", part, "function_counts", "hits")) > 0
+    assert max(values("runners", "deep_gemm", "function_step", "missed_gb")) > 0
     moving = [each for each in ran.record("ops")["parts"]["copies"]["rows"] if "moved_gb" in each]
     assert [each["moved_gb"] > 0 for each in moving] == [True]
 
@@ -345,8 +351,8 @@ copy = CudaStaging.copy
 CudaStaging.copy = lambda self, buffer, parts, slots=None: copy(self, buffer, parts)
 """
 NOT_COUNTED = """
-counts, first = MarlinLayer.counts, []
-MarlinLayer.counts = lambda self: first[0] if first else first.append(counts(self)) or first[0]
+counts, first = ServedLayer.counts, []
+ServedLayer.counts = lambda self: first[0] if first else first.append(counts(self)) or first[0]
 """
 NOTHING_RESOLVES = "CudaSlots.resolve = lambda self, *rest: None"
 SERVING_SLOTS = {
@@ -359,17 +365,20 @@ SERVING_SLOTS = {
     ("fill(rows)", NOTHING_RESOLVES): "15 of 15 filled slots hold other bytes",
     ("empty(rows)", "ResolvedStep._fill = lambda self, slots: None"): "fills in steps whose experts were all in slots",
     ("split()", COPIES_WITHOUT_SLOTS): "4 experts in stream buffers",
+    ("deep_gemm(rows)", ""): "passed",
+    ("deep_gemm(rows)", NOTHING_RESOLVES): "0 of 12 experts were filled",
     ("marlin(rows)", ""): "passed",
     ("marlin(rows)", NOTHING_RESOLVES): "0 of 12 experts were filled",
     ("marlin(rows)", ONE_TENSOR): "3 replays differ (0 over plain VRAM)",
-    ("marlin(rows)", "MarlinLayer.poison = lambda self, experts: None"): "does not notice that its experts were overwritten",
-    ("marlin(rows)", NOT_COUNTED): "0 replays differ (0 over plain VRAM), and 5 counts of hits and fills",
+    ("marlin(rows)", "ServedLayer.poison = lambda self, experts: None"): "does not notice that its experts were overwritten",
+    ("marlin(rows)", NOT_COUNTED): "3 counts of hits and fills differ",
 }
 """As ``COPYING``."""
 SLOTS_EACH_IN_A_PROCESS = EACH_IN_A_PROCESS.replace("from stream_parts import *", "from slots_parts import *").replace(
     "from sglang_uvm_offload.streaming.schedule import BufferSchedule",
     """
 from sglang_uvm_offload.slots import model
+from runner_parts import *
 zeros_by_copies()
 def split():
     shape = DEEPSEEK_V3.toy
@@ -1083,10 +1092,38 @@ def test_slots_are_judged_by_equality_before_speed(modules):
     assert "other outputs than from plain VRAM: 1, in 2" in told(modules, "slots_right", layer(1, 0))
     streams = [row("slot_stream", [each], done=9, from_slots=4) for each in (0, 2)]
     assert judged(modules, "slots", 6, {"layer": streams})["ratio"] == 2
-    replays = [row("marlin_bits", [each], done=5, kernels="SGLang's Marlin kernels") for each in (0, 3)]
-    verdict = judged(modules, "slots", 7, {"marlin": [*replays, row("marlin_varies", [1], done=5)]})
-    assert (verdict["ratio"], verdict["met"]) == (3, False)
-    assert verdict["from"] == "10 replays of SGLang's Marlin kernels; 1 differ between two runs over plain VRAM"
+
+
+def test_the_other_runners_are_judged_by_outputs_counts_and_the_links_rate(modules):
+    replays = [row("function_bits", [each], done=5, function="Marlin", where="slots", kernels="Marlin's") for each in (0, 3)]
+    varies = [row("function_varies", [1], done=5)]
+    for part in ("marlin", "deep_gemm"):
+        verdict = judged(modules, "runners", ("marlin", "deep_gemm").index(part), {part: [*replays, *varies]})
+        assert (verdict["ratio"], verdict["met"]) == (3, False)
+        assert verdict["from"] == "10 replays of Marlin's; 1 differ between two runs over plain VRAM"
+    assert judged(modules, "runners", 0, {"marlin": replays[:1]})["met"] is True
+    assert "Marlin, slots: 3 of 10 replays with other outputs, by Marlin's" in told(
+        modules, "runners_right", {"marlin": replays}
+    )
+    counts = [row("function_counts", [each], hits=4) for each in (0, 2)]
+    assert judged(modules, "runners", 2, {"marlin": counts[:1], "deep_gemm": counts[1:]})["met"] is False
+    assert judged(modules, "runners", 2, {"marlin": counts[:1], "deep_gemm": counts[:1]})["met"] is True
+
+
+@pytest.mark.parametrize(("ms", "met"), [(2.2, True), (2.4, False)])
+def test_a_step_in_place_is_judged_by_its_missed_bytes_and_the_links_rate(modules, ms, met):
+    """0.05 GB at 50 GB/s take 1 ms, and the step from VRAM another: at most 2.3 are wanted."""
+    link = {"link": [row("zero_copy", [50], memory="managed")]}
+    steps = []
+    for batch, slowest in ((1, 1), (4, ms)):
+        for where, missed, took in (("plain", 0, 1), ("in place", 0.05, 9), ("in place, expert 0 in VRAM", 0.05, slowest)):
+            same = {"function": "DeepGEMM, masked", "batch": batch}
+            steps.append(row("function_step", [took], where=where, missed_gb=missed, **same))
+    verdict = judged(modules, "runners", 4, {"deep_gemm": steps, **link})
+    assert (verdict["met"], verdict["ratio"]) == (met, pytest.approx(ms / 2))
+    assert verdict["from"].startswith("DeepGEMM, masked, batch 4: ")
+    assert judged(modules, "runners", 4, {"deep_gemm": steps})["ratio"] is None, "the link was not measured"
+    assert "DeepGEMM, masked, batch 4, 0.05 GB missed" in told(modules, "runner_steps", {"deep_gemm": steps})
 
 
 def test_the_worst_of_the_slots_costs_and_rates_decides(modules):

@@ -119,6 +119,26 @@ EXPORT int cuLibraryLoadData(void** library, const void* code, void* a, void* b,
     return CUDA_SUCCESS;
 }
 
+/* Libraries of one kernel, as DeepGEMM compiles them into FOLDER/NAME.HASH/kernel.cubin. */
+EXPORT int cuLibraryLoadFromFile(void** library, const char* path, void* a, void* b, unsigned c, void* d, void* e,
+                                 unsigned f) {
+    const char *end = strrchr(path, '/'), *name = end;
+    while (name && name > path && name[-1] != '/') name--;
+    *library = new_handle();
+    standin_name_kernel(*library, name ? strndup(name, end - name) : strdup(path));
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuLibraryGetKernelCount(unsigned* count, void* library) {
+    *count = 1;
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuLibraryEnumerateKernels(void** kernels, unsigned count, void* library) {
+    kernels[0] = library;
+    return CUDA_SUCCESS;
+}
+
 EXPORT int cuLibraryGetKernel(void** kernel, void* library, const char* name) {
     return cuModuleGetFunction(kernel, library, name);
 }
@@ -148,6 +168,13 @@ EXPORT int cuLaunchKernelEx(const struct launch_config* it, void* function, void
 EXPORT int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                           unsigned shared, void* stream, void** arguments, void** extra) {
     standin_launch(stream, standin_kernel_name(function), arguments, 2, gx * gy * gz, bx * by * bz, "cuLaunchKernel");
+    return CUDA_SUCCESS;
+}
+
+/* `outer`: the size of the last dimension, in rows of the last but one. */
+EXPORT int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, const void* address, const uint64_t* sizes) {
+    standin_log("cuTensorMapEncodeTiled", 0, "\"address\": %zu, \"rank\": %u, \"inner\": %zu, \"outer\": %zu",
+                (size_t)address, rank, (size_t)sizes[0], (size_t)sizes[rank - 1]);
     return CUDA_SUCCESS;
 }
 

@@ -68,7 +68,7 @@ def test_every_tensor_of_the_layer_is_computed_with(module):
 
 def test_where_no_kernel_runs_the_tensors_are_as_large(module):
     small = dataclasses.replace(shape(module), hidden=512)
-    real, stood_in = (kind.weights(small, "cpu") for kind in (module.SglangMarlin, module.RowsRead))
+    real, stood_in = (kind.weights(small, "cpu") for kind in (module.SglangMarlin, module.MarlinRowsRead))
     assert [*real] == [*stood_in]
     for name, tensor in real.items():
         nbytes = tensor.numel() * tensor.element_size()
@@ -76,11 +76,13 @@ def test_where_no_kernel_runs_the_tensors_are_as_large(module):
 
 
 def test_a_gpu_without_sglangs_kernels_is_told_what_it_lacks(module, monkeypatch):
-    monkeypatch.setattr(module, "computes", lambda: True)
-    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "sgl_kernel" else object())
+    import slot_function
+
+    monkeypatch.setattr(slot_function, "computes", lambda: True)
+    monkeypatch.setattr(slot_function, "find_spec", lambda name: None if name == "sgl_kernel" else object())
     with pytest.raises(SystemExit, match="SGLang's Marlin kernels need sgl_kernel"):
         module.marlin_here()
-    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(slot_function, "find_spec", lambda name: object())
     assert module.marlin_here() is module.SglangMarlin
-    monkeypatch.setattr(module, "computes", lambda: False)
-    assert module.marlin_here() is module.RowsRead
+    monkeypatch.setattr(slot_function, "computes", lambda: False)
+    assert module.marlin_here() is module.MarlinRowsRead

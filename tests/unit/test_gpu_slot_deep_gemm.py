@@ -1,0 +1,104 @@
+"""The GPU session's call of SGLang's DeepGEMM runner, whose kernels a reference stands for (``builders.deep_gemm``)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from builders import deep_gemm, marlin
+from sglang.srt.environ import envs
+from sglang.srt.layers.moe.moe_runner.deep_gemm import DeepGemmRunnerCore
+
+from sglang_uvm_offload.plugin.slot_seam_deep_gemm import DeepGemmSlotSeam
+
+GPU = str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu")
+BATCH = 3
+RUN = DeepGemmRunnerCore.run
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    monkeypatch.syspath_prepend(GPU)
+    monkeypatch.setenv("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
+    import slot_deep_gemm
+
+    seam = DeepGemmSlotSeam()
+    monkeypatch.setattr(DeepGemmRunnerCore, "run", lambda *a, **k: seam.around_run(RUN, *a, **k))
+    monkeypatch.setattr(slot_deep_gemm, "installed_seam", lambda: seam)
+    slot_deep_gemm.kernels = deep_gemm.Kernels(monkeypatch)
+    yield slot_deep_gemm
+    for name in [name for name, each in sys.modules.items() if str(getattr(each, "__file__", "")).startswith(GPU)]:
+        del sys.modules[name]
+
+
+def shape(module):
+    from shapes import MoeShape
+
+    return MoeShape("small", 1, experts=4, top_k=2, hidden=256, intermediate=128)
+
+
+def test_every_tensor_of_the_layer_is_computed_with(module):
+    small = shape(module)
+    weights = module.SglangDeepGemm.weights(small, "cpu")
+    assert tuple(weights) == module.NAMES
+    moe = module.SglangDeepGemm(small, BATCH, lambda address: None, "cpu")
+    moe.route(np.array([[0, 1], [1, 2], [2, 0]], dtype=np.int32))
+
+    def output() -> torch.Tensor:
+        module.kernels.gemms.clear()
+        moe.run(weights)
+        return moe.result(weights)
+
+    expected = output()
+    assert expected.shape == (BATCH, small.hidden)
+    assert expected.isfinite().all()
+    assert expected.abs().max() > 0
+    for name, tensor in weights.items():
+        kept = tensor.clone()
+        marlin.poison(tensor[1])
+        assert not torch.equal(output(), expected), name
+        tensor.copy_(kept)
+        marlin.poison(tensor[3])
+        assert torch.equal(output(), expected), "nobody chose this expert"
+        tensor.copy_(kept)
+
+
+def test_each_layout_is_asked_for_while_its_step_runs(module):
+    small, asked = shape(module), []
+
+    def run(*_: object) -> SimpleNamespace:
+        asked.append(envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.get())
+        return SimpleNamespace(hidden_states=None)
+
+    for each in (module.SglangDeepGemm, module.MaskedDeepGemm):
+        moe = each(small, BATCH, lambda address: None, "cpu")
+        moe._runner.run = run
+        moe.run(each.weights(small, "cpu"))
+    assert tuple(asked) == module.LAYOUTS
+    assert envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.get() not in module.LAYOUTS
+
+
+def test_where_no_kernel_runs_the_tensors_are_as_large(module):
+    small = shape(module)
+    real, stood_in = (kind.weights(small, "cpu") for kind in (module.SglangDeepGemm, module.DeepGemmRowsRead))
+    assert [(name, each.dtype, each.shape) for name, each in real.items()] == [
+        (name, each.dtype, each.shape) for name, each in stood_in.items()
+    ]
+
+
+def test_a_gpu_without_deep_gemm_is_told_what_it_lacks(module, monkeypatch):
+    import slot_function
+
+    monkeypatch.setattr(slot_function, "computes", lambda: True)
+    monkeypatch.setattr(slot_function, "find_spec", lambda name: None if name == "deep_gemm" else object())
+    with pytest.raises(SystemExit, match="DeepGEMM's kernels need deep_gemm"):
+        module.deep_gemm_here()
+    monkeypatch.setattr(slot_function, "find_spec", lambda name: object())
+    assert list(module.deep_gemm_here().values()) == [module.SglangDeepGemm, module.MaskedDeepGemm]
+    monkeypatch.setattr(slot_function, "computes", lambda: False)
+    assert set(module.deep_gemm_here().values()) == {module.DeepGemmRowsRead}
