@@ -88,8 +88,9 @@ def slots_parts() -> None:
 
 
 def runner_parts() -> None:
-    """How SGLang calls what the plugin hooks."""
+    """How SGLang calls what the plugin hooks, and what is compiled ahead."""
     from importlib.util import find_spec
+    from inspect import signature
 
     from runner_parts import PARTS
 
@@ -99,7 +100,11 @@ def runner_parts() -> None:
         return
     import slot_deep_gemm
     import slot_marlin
+    from marlin_build import VARIANTS
+    from sglang.kernels.ops.moe.moe_wna16_marlin import _jit_moe_wna16_marlin_module
 
+    for variant in VARIANTS:
+        signature(_jit_moe_wna16_marlin_module).bind("bf16", False, variant.has_bias, True, variant.second_gemm, True)
     slot_deep_gemm.installed_seam()
     slot_marlin.installed_seam()
     print("the plugin's hooks are on SGLang's Marlin and DeepGEMM MoE functions")

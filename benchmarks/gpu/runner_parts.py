@@ -10,6 +10,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(1, str(HERE.parents[1]))
 
+import marlin_build  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from decode_step import capture, elapsed_ms  # noqa: E402
@@ -27,6 +28,12 @@ UNUSED, COPIED, RESIDENT = np.arange(1), np.arange(10, 22), np.arange(24, 32)
 """Experts of it: one in host RAM that no token chooses, those in host RAM that slots hold, and those in VRAM. Tokens choose
 among these two, so no slot is ever filled again. They lie apart, so that they share no block of memory."""
 BATCHES = (1, 4, 16, 64)
+
+
+def compiled(rows: Rows) -> None:
+    """Marlin's kernels, for this section and for servers with GPTQ experts."""
+    for variant, seconds in ({} if rows.small else marlin_build.build()).items():
+        rows.put("compiled", "s until it was there", [seconds], kernels=str(variant))
 
 
 def marlin(rows: Rows) -> None:
@@ -175,7 +182,7 @@ def chosen(experts: Sequence[int] | np.ndarray, shape: MoeShape, batch: int, see
     return np.stack([random.permutation(experts)[: shape.top_k] for _ in range(batch)]).astype(np.int32)
 
 
-PARTS = {each.__name__: each for each in (marlin, deep_gemm)}
+PARTS = {each.__name__: each for each in (compiled, marlin, deep_gemm)}
 
 if __name__ == "__main__":
     if STAND_IN:

@@ -237,8 +237,9 @@ RUNNERS = Section(
     "what SGLang's other MoE runners compute out of managed memory and slots",
     (
         LINK,
-        Part("marlin", "runner_parts", 160, 300, 0.3, 2, "steps of SGLang's Marlin MoE (MXFP4), in place and out of slots"),
-        Part("deep_gemm", "runner_parts", 160, 330, 1, 2, "steps of SGLang's DeepGEMM MoE (FP8), likewise, in both layouts"),
+        Part("compiled", "runner_parts", 200, 420, 0, 4, "SGLang's Marlin kernels, side by side, before a part waits for them"),
+        Part("marlin", "runner_parts", 50, 300, 0.3, 2, "steps of SGLang's Marlin MoE (MXFP4), in place and out of slots"),
+        Part("deep_gemm", "runner_parts", 120, 330, 1, 2, "steps of SGLang's DeepGEMM MoE (FP8), likewise, in both layouts"),
     ),
 )
 

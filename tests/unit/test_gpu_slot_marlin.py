@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from builders import marlin
+from sglang.kernels.ops.moe import moe_wna16_marlin
 
 from sglang_uvm_offload.plugin.slot_seam_marlin import MarlinSlotSeam
 
@@ -86,3 +88,39 @@ def test_a_gpu_without_sglangs_kernels_is_told_what_it_lacks(module, monkeypatch
     assert module.marlin_here() is module.SglangMarlin
     monkeypatch.setattr(slot_function, "computes", lambda: False)
     assert module.marlin_here() is module.MarlinRowsRead
+
+
+@pytest.mark.parametrize("biases", [True, False])
+def test_the_variants_that_are_compiled_ahead_are_those_that_sglang_asks_for(module, monkeypatch, biases):
+    from marlin_build import VARIANTS
+    from sglang.srt.layers.moe.fused_moe_triton import fused_marlin_moe
+
+    asked = []
+    gemm = fused_marlin_moe.moe_wna16_marlin_gemm
+
+    def recorded(*args, **kwargs):
+        given = inspect.signature(moe_wna16_marlin.moe_wna16_marlin_gemm).bind(*args, **kwargs)
+        given.apply_defaults()
+        asked.append(given.arguments)
+        return gemm(*args, **kwargs)
+
+    monkeypatch.setattr(fused_marlin_moe, "moe_wna16_marlin_gemm", recorded)
+    weights = dict(module.SglangMarlin.weights(shape(module), "cpu"))
+    if not biases:
+        weights |= {"w13_weight_bias": None, "w2_weight_bias": None}
+    moe = module.SglangMarlin(shape(module), BATCH, lambda address: None, "cpu")
+    moe.run(weights)
+    names = ("is_ep", "expert_ids_are_sorted", "has_inactive_prefix_count")
+    assert [tuple(each[name] for name in names) for each in asked] == 2 * [(False, True, True)]
+    found = [(each["b_bias_or_none"] is not None, each["zero_inactive_output"]) for each in asked]
+    assert found == [variant for variant in VARIANTS if variant.has_bias == biases]
+
+
+def test_a_variant_that_cannot_be_compiled_is_named(module, monkeypatch):
+    import marlin_build
+
+    monkeypatch.setattr(marlin_build, "ONE", "")
+    assert [*marlin_build.build()] == marlin_build.VARIANTS
+    monkeypatch.setattr(marlin_build, "ONE", "import sys; sys.exit(sys.argv[1] == 'False' and sys.argv[2] == 'True')")
+    with pytest.raises(AssertionError, match=r"compiled: GEMM 2 of experts without biases$"):
+        marlin_build.build()

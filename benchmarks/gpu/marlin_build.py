@@ -1,0 +1,51 @@
+"""Compiles SGLang's Marlin MoE kernels side by side. As a program: ``python3 marlin_build.py``.
+
+SGLang compiles a variant at the first call that needs it, one after the other, for minutes each: longer than a part may take,
+and a compiler that is ended leaves nothing. What this leaves is in SGLang's own cache, and a process that needs a variant
+meanwhile waits for it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from itertools import product
+from typing import NamedTuple
+
+
+class Variant(NamedTuple):
+    """Of ``moe_wna16_marlin_gemm`` in bf16, as ``fused_marlin_moe`` calls it without expert parallelism."""
+
+    has_bias: bool
+    """MXFP4 as of gpt-oss; GPTQ and AWQ have none."""
+    second_gemm: bool
+    """Which zeroes the rows of inactive blocks."""
+
+    def __str__(self) -> str:
+        return f"GEMM {2 if self.second_gemm else 1} of experts {'with' if self.has_bias else 'without'} biases"
+
+
+VARIANTS = [Variant(*each) for each in product((True, False), (False, True))]
+ONE = """
+import sys
+import torch
+from sglang.kernels.ops.moe.moe_wna16_marlin import _jit_moe_wna16_marlin_module as module
+has_bias, second_gemm = (word == "True" for word in sys.argv[1:])
+module(torch.bfloat16, False, has_bias, True, second_gemm, True)
+"""
+
+
+def build() -> dict[Variant, float]:
+    """Seconds until each was there. Raises ``AssertionError`` where one could not be compiled, after all have ended."""
+    began = time.monotonic()
+    started = {each: subprocess.Popen([sys.executable, "-c", ONE, *map(str, each)]) for each in VARIANTS}
+    codes = {each: (process.wait(), time.monotonic() - began) for each, process in started.items()}
+    if failed := [str(each) for each, (code, _) in codes.items() if code]:
+        raise AssertionError(f"could not be compiled: {', '.join(failed)}")
+    return {each: seconds for each, (_, seconds) in codes.items()}
+
+
+if __name__ == "__main__":
+    for each, seconds in build().items():
+        print(f"{each}: {seconds:.0f} s")
