@@ -104,7 +104,7 @@ def runner_parts() -> None:
     from sglang.kernels.ops.moe.moe_wna16_marlin import _jit_moe_wna16_marlin_module
 
     for variant in VARIANTS:
-        signature(_jit_moe_wna16_marlin_module).bind("bf16", False, variant.has_bias, True, variant.second_gemm, True)
+        signature(_jit_moe_wna16_marlin_module).bind(variant.dtype, False, variant.has_bias, True, variant.second_gemm, True)
     slot_deep_gemm.installed_seam()
     slot_marlin.installed_seam()
     print("the plugin's hooks are on SGLang's Marlin and DeepGEMM MoE functions")

@@ -15,12 +15,16 @@ from typing import NamedTuple
 
 
 class Variant(NamedTuple):
-    """Of ``moe_wna16_marlin_gemm`` in bf16, as ``fused_marlin_moe`` calls it without expert parallelism."""
+    """Of ``moe_wna16_marlin_gemm``, as ``fused_marlin_moe`` calls it without expert parallelism."""
 
     has_bias: bool
-    """MXFP4 as of gpt-oss; GPTQ and AWQ have none."""
+    """MXFP4 as of gpt-oss, in bfloat16; GPTQ has none, and its activations are float16."""
     second_gemm: bool
     """Which zeroes the rows of inactive blocks."""
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.has_bias else "float16"
 
     def __str__(self) -> str:
         return f"GEMM {2 if self.second_gemm else 1} of experts {'with' if self.has_bias else 'without'} biases"
@@ -31,15 +35,15 @@ ONE = """
 import sys
 import torch
 from sglang.kernels.ops.moe.moe_wna16_marlin import _jit_moe_wna16_marlin_module as module
-has_bias, second_gemm = (word == "True" for word in sys.argv[1:])
-module(torch.bfloat16, False, has_bias, True, second_gemm, True)
+has_bias, second_gemm = (word == "True" for word in sys.argv[2:])
+module(getattr(torch, sys.argv[1]), False, has_bias, True, second_gemm, True)
 """
 
 
 def build() -> dict[Variant, float]:
     """Seconds until each was there. Raises ``AssertionError`` where one could not be compiled, after all have ended."""
     began = time.monotonic()
-    started = {each: subprocess.Popen([sys.executable, "-c", ONE, *map(str, each)]) for each in VARIANTS}
+    started = {each: subprocess.Popen([sys.executable, "-c", ONE, each.dtype, *map(str, each)]) for each in VARIANTS}
     codes = {each: (process.wait(), time.monotonic() - began) for each, process in started.items()}
     if failed := [str(each) for each, (code, _) in codes.items() if code]:
         raise AssertionError(f"could not be compiled: {', '.join(failed)}")

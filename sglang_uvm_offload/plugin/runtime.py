@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -36,7 +36,6 @@ from sglang_uvm_offload.plugin.expert_adapters import ExpertAdapters
 from sglang_uvm_offload.plugin.expert_map import UPDATER, around_update
 from sglang_uvm_offload.plugin.fused_moe import LayerHooks
 from sglang_uvm_offload.plugin.indexer_budget import take_indexer_budget
-from sglang_uvm_offload.plugin.metrics import Metrics
 from sglang_uvm_offload.plugin.online_updates import OnlineUpdates
 from sglang_uvm_offload.plugin.profiles import chosen_profile, named, profile_saver
 from sglang_uvm_offload.plugin.recording import Recording
@@ -60,6 +59,9 @@ from sglang_uvm_offload.routing.profile import RoutedModel
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
 from sglang_uvm_offload.slots.model import ModelSlots
 from sglang_uvm_offload.streaming.streamer import Streamer
+
+if TYPE_CHECKING:
+    from sglang_uvm_offload.plugin.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -283,6 +285,8 @@ class _RankHooks:
                 sorted(self.layer_hooks.uncounted),
             )
         if get_observability().enable_metrics:
+            from sglang_uvm_offload.plugin.metrics import Metrics  # SGLang too needs Prometheus' package only here
+
             parallel = get_parallel()
             self.metrics = Metrics(
                 self.manager,

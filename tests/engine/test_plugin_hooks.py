@@ -225,3 +225,11 @@ def test_only_a_scheduler_that_offloads_is_hooked_where_it_computes(on, checkpoi
         # the arguments, and where the engine keeps their class
         assert patched == ["sglang.srt.entrypoints.engine.Engine.server_args_class", "sglang.srt.server_args.ServerArgs"]
         assert hooked == []
+
+
+def test_prometheus_is_needed_by_servers_with_metrics_only(sglang: Nursery):
+    """SGLang imports it for them alone, and runs where it is not installed."""
+    blocked = "import sys\nsys.modules['prometheus_client'] = None\n"
+    ended = sglang.run(blocked + "import sglang_uvm_offload.plugin.runtime")
+    assert ended.code == 0, ended.err
+    assert "prometheus_client" in sglang.run(blocked + "import sglang_uvm_offload.plugin.metrics").err

@@ -93,6 +93,7 @@ def test_a_gpu_without_sglangs_kernels_is_told_what_it_lacks(module, monkeypatch
 @pytest.mark.parametrize("biases", [True, False])
 def test_the_variants_that_are_compiled_ahead_are_those_that_sglang_asks_for(module, monkeypatch, biases):
     from marlin_build import VARIANTS
+    from modes_parts import MODES as modes
     from sglang.srt.layers.moe.fused_moe_triton import fused_marlin_moe
 
     asked = []
@@ -112,6 +113,8 @@ def test_the_variants_that_are_compiled_ahead_are_those_that_sglang_asks_for(mod
     moe.run(weights)
     names = ("is_ep", "expert_ids_are_sorted", "has_inactive_prefix_count")
     assert [tuple(each[name] for name in names) for each in asked] == 2 * [(False, True, True)]
+    [dtype] = {variant.dtype for variant in VARIANTS if variant.has_bias == biases}
+    assert dtype == ("bfloat16" if biases else modes["gptq"].arguments["dtype"])
     found = [(each["b_bias_or_none"] is not None, each["zero_inactive_output"]) for each in asked]
     assert found == [variant for variant in VARIANTS if variant.has_bias == biases]
 
@@ -121,6 +124,6 @@ def test_a_variant_that_cannot_be_compiled_is_named(module, monkeypatch):
 
     monkeypatch.setattr(marlin_build, "ONE", "")
     assert [*marlin_build.build()] == marlin_build.VARIANTS
-    monkeypatch.setattr(marlin_build, "ONE", "import sys; sys.exit(sys.argv[1] == 'False' and sys.argv[2] == 'True')")
+    monkeypatch.setattr(marlin_build, "ONE", "import sys; sys.exit(sys.argv[1:] == ['float16', 'False', 'True'])")
     with pytest.raises(AssertionError, match=r"compiled: GEMM 2 of experts without biases$"):
         marlin_build.build()
