@@ -45,6 +45,9 @@ class Mode:
     change: Change | None = None
     needs: str | None = None
     """A package that SGLang imports for it."""
+    imports: tuple[str, ...] = ()
+    """A package, then its modules, that SGLang imports for it and does not use. Where it is not installed, an empty one takes
+    its place."""
 
 
 def updated(server: Server, other: Path) -> None:
@@ -70,6 +73,7 @@ MODES = {
         family="glm4_moe",
         arguments={"speculative_algorithm": "NEXTN", **DRAFTED},
         offload={"expert_offload_draft_num_resident": RESIDENT},
+        imports=("flash_mla", "flash_mla_interface"),
     ),
     "ngrams": Mode(arguments={"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}),
     "cache": Mode(arguments={"enable_hierarchical_cache": True, "hicache_size": 4}),
@@ -99,14 +103,40 @@ def ask(server: Server) -> Answers:
     ]
 
 
+EMPTY = """
+import sys
+for module in {modules!r}:
+    sys.modules[f"{{__name__}}.{{module}}"] = sys.modules[__name__]
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    def missing(*args, **kwargs):
+        raise ImportError(f"{{__name__}} is not installed here, and its {{name}} was called")
+    return missing
+"""
+
+
+def with_empty_packages(mode: Mode, folder: Path) -> dict[str, str]:
+    """The environment in which SGLang finds what it only imports."""
+    package, *modules = mode.imports or ("",)
+    if not package or importable(package):
+        return {}
+    made = folder / "empty" / package
+    made.mkdir(parents=True, exist_ok=True)
+    (made / "__init__.py").write_text(EMPTY.format(modules=modules))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(made.parent)]))}
+
+
 def serve(rows: Rows, mode: Mode, checkpoints: list[Path], offload: Mapping[str, Any]) -> tuple[Answers, dict[str, Any]]:
     """The answers of one server, before and after the change, and the statistics of the one that offloads."""
+    env: dict[str, str] = {}
     if rows.small:
         own: dict[str, Any] = {}
     else:
+        env = with_empty_packages(mode, checkpoints[0].parent)
         words = [words for package, words in SUBSTITUTES.items() if not importable(package)]
         own = ON_GPU | {flag.removeprefix("--").replace("-", "_"): value for flag, value in words}
-    with Server(checkpoints[0], on_cpu=rows.small, seconds=150, **own, **mode.arguments, **offload) as server:
+    with Server(checkpoints[0], on_cpu=rows.small, env=env, seconds=150, **own, **mode.arguments, **offload) as server:
         answers = ask(server)
         if mode.change is not None:
             mode.change(server, checkpoints[1])
