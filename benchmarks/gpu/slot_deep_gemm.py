@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from shapes import FP8_BLOCK, MoeShape
 from slot_function import MoeFunction, RowsRead, Tensors, function_here, matrices, random_bytes
-from slot_moe import Find
+from slot_moe import Find, without_server
 
 if TYPE_CHECKING:
     from sglang_uvm_offload.plugin.slot_seam_deep_gemm import DeepGemmSlotSeam
@@ -93,12 +92,7 @@ def installed_seam() -> DeepGemmSlotSeam:
 
     from sglang_uvm_offload.plugin.slot_seam_deep_gemm import DeepGemmSlotSeam
 
-    settings = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False))
-    runner: Any = deep_gemm
-    runner.get_exec = lambda: settings
-    runner.get_parallel = lambda: SimpleNamespace(tp_group=None)
-    runner.is_allocation_symmetric = lambda: False
-    runner.use_symmetric_memory = lambda *_, **__: contextlib.nullcontext()
+    without_server(deep_gemm, SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False)))
     seam = DeepGemmSlotSeam()
     seam.install(HookRegistry.register)
     HookRegistry.apply_hooks()

@@ -77,16 +77,20 @@ def installed_seam() -> SlotSeam:
         moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False),
         deterministic=SimpleNamespace(enable_deterministic_inference=False),
     )
-    fused: Any = fused_moe
-    config: Any = fused_moe_triton_config
-    fused.get_exec = config.get_exec = lambda: settings
-    fused.get_parallel = lambda: SimpleNamespace(tp_group=None)
-    fused.is_allocation_symmetric = lambda: False
-    fused.use_symmetric_memory = lambda *_, **__: contextlib.nullcontext()
+    for module in (fused_moe, fused_moe_triton_config):
+        without_server(module, settings)
     seam = SlotSeam()
     seam.install(HookRegistry.register)
     HookRegistry.apply_hooks()
     return seam
+
+
+def without_server(module: Any, settings: SimpleNamespace) -> None:
+    """What a module of SGLang's asks of its server: ``settings`` of execution, one rank, and plain allocations."""
+    module.get_exec = lambda: settings
+    module.get_parallel = lambda: SimpleNamespace(tp_group=None)
+    module.is_allocation_symmetric = lambda: False
+    module.use_symmetric_memory = lambda *_, **__: contextlib.nullcontext()
 
 
 class OwnMoe:

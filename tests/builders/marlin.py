@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +83,21 @@ def row(tensor: torch.Tensor, index: int) -> torch.Tensor:
 def poison(tensor: torch.Tensor) -> None:
     """NaN in each floating type. ``tensor`` is contiguous."""
     tensor.reshape(-1).view(torch.uint8).fill_(0xFF)
+
+
+def assert_each_is_computed_with(weights: Mapping[str, torch.Tensor], output: Callable[[], torch.Tensor]) -> None:
+    """Of each tensor, the rows of expert 1, which tokens chose, and not those of expert 3, which none did."""
+    expected = output()
+    assert expected.isfinite().all()
+    assert expected.abs().max() > 0
+    for name, tensor in weights.items():
+        kept = tensor.clone()
+        poison(tensor[1])
+        assert not torch.equal(output(), expected), name
+        tensor.copy_(kept)
+        poison(tensor[3])
+        assert torch.equal(output(), expected), "nobody chose this expert"
+        tensor.copy_(kept)
 
 
 def unpacked(words: torch.Tensor, bits: int, *shape: int) -> torch.Tensor:
