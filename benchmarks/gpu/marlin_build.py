@@ -41,7 +41,8 @@ module(getattr(torch, sys.argv[1]), False, has_bias, True, second_gemm, True)
 
 
 def build() -> dict[Variant, float]:
-    """Seconds until each was there. Raises ``AssertionError`` where one could not be compiled, after all have ended."""
+    """Seconds until each and those before it were there. Raises ``AssertionError`` where one could not be compiled,
+    after all have ended."""
     began = time.monotonic()
     started = {each: subprocess.Popen([sys.executable, "-c", ONE, each.dtype, *map(str, each)]) for each in VARIANTS}
     codes = {each: (process.wait(), time.monotonic() - began) for each, process in started.items()}
