@@ -19,6 +19,8 @@ sys.path.insert(0, str(ROOT))
 
 STAND_IN = [name for name in os.environ if name.startswith("STANDIN_")]
 """Set where the tests' stand-in driver is loaded in place of a real one."""
+REHEARSED = "STANDIN_FIRST_EXPERT" in STAND_IN
+"""Whether servers too can run over it, with the arguments that they get on a GPU: ``scripts/rehearse.sh`` prepares that."""
 
 
 def describe() -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Parts that serve what a launch may have besides: drafts, live updates, quantised experts, a hierarchical cache. Each is a
 pair of servers of one small checkpoint, with SGLang's own backends and decode graphs: one without offloading, then one with.
-They must answer alike; no time is measured. With ``--small`` the servers run on the CPU, where not all modes can.
+They must answer alike; no time is measured. With ``--small`` the servers run on the CPU, where not all modes can, or over a
+stand-in driver that is ready for them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,16 @@ sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parents[1] / "
 from harness.server import Server, offload_state  # noqa: E402
 from make_checkpoint import make_checkpoint  # noqa: E402
 from rows import Rows, run_part  # noqa: E402
-from server_parts import SGLANG_SETTINGS, SUBSTITUTES, check_sglang, importable, leave_the_stand_in  # noqa: E402
+from server_parts import (  # noqa: E402
+    BLOCKS_OF_EXPERTS,
+    SGLANG_SETTINGS,
+    SUBSTITUTES,
+    check_sglang,
+    importable,
+    leave_the_stand_in,
+    on_cpu,
+)
 
-EXPERT_SIZE = 2048
-"""With 256 or 512 hidden units a block of 2 MiB holds one expert's projection, or few."""
 RESIDENT = 4
 STREAM_TOKENS = 256
 PROMPTS = ("hello world", "the quick brown fox jumps over 13 lazy dogs", "once upon a time there was a fox. " * 24)
@@ -130,13 +137,13 @@ def with_empty_packages(mode: Mode, folder: Path) -> dict[str, str]:
 def serve(rows: Rows, mode: Mode, checkpoints: list[Path], offload: Mapping[str, Any]) -> tuple[Answers, dict[str, Any]]:
     """The answers of one server, before and after the change, and the statistics of the one that offloads."""
     env: dict[str, str] = {}
-    if rows.small:
-        own: dict[str, Any] = {}
-    else:
+    own: dict[str, Any] = {}
+    if not on_cpu(rows):
         env = with_empty_packages(mode, checkpoints[0].parent)
         words = [words for package, words in SUBSTITUTES.items() if not importable(package)]
         own = ON_GPU | {flag.removeprefix("--").replace("-", "_"): value for flag, value in words}
-    with Server(checkpoints[0], on_cpu=rows.small, env=env, seconds=150, **own, **mode.arguments, **offload) as server:
+    seconds = rows.pick(150, 400)
+    with Server(checkpoints[0], on_cpu=on_cpu(rows), env=env, seconds=seconds, **own, **mode.arguments, **offload) as server:
         answers = ask(server)
         if mode.change is not None:
             mode.change(server, checkpoints[1])
@@ -146,13 +153,13 @@ def serve(rows: Rows, mode: Mode, checkpoints: list[Path], offload: Mapping[str,
 
 def mode_part(rows: Rows, mode: Mode) -> None:
     check_sglang()
-    if rows.small:
+    if on_cpu(rows):
         leave_the_stand_in()
     if mode.needs is not None and not importable(mode.needs):
         raise SystemExit(f"{mode.needs} is not installed here: SGLang does not start in this mode without it")
     for name, value in SGLANG_SETTINGS.items():
         os.environ.setdefault(name, value)
-    size = {} if rows.small else {"expert_size": EXPERT_SIZE}
+    size = {} if on_cpu(rows) else BLOCKS_OF_EXPERTS
     with tempfile.TemporaryDirectory(prefix="modes-") as folder:
         made = [Path(folder, str(seed)) for seed in (0, 7)]
         for seed, path in zip((0, 7), made, strict=True):

@@ -3,7 +3,8 @@
 Each part has a resident server of its own beside its contenders. This plugin's servers stream steps with many tokens, as by
 default, from two stream buffers; peers get as much more VRAM, and one contender streams nothing. The rows ``run`` and ``cell``
 of a part are the whole run, from which ``benchmarks/serve_report.py`` makes tables and plots; the others are the figures that
-goals are judged by. With ``--small`` the servers run on the CPU and nothing is a measurement.
+goals are judged by. With ``--small`` nothing is a measurement: the servers run on the CPU, or over a stand-in driver that is
+ready for them.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parent)]
+sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parents[1] / "scripts")]
 
 import serve_engine  # noqa: E402
 import serve_log  # noqa: E402
 import serve_report  # noqa: E402
 import serve_run  # noqa: E402
 from contenders import CONTENDERS, Budget, Contender, Flags, this_plugin  # noqa: E402
+from environment import REHEARSED  # noqa: E402
+from make_checkpoint import make_checkpoint  # noqa: E402
 from rows import Rows, run_part  # noqa: E402
-from serve import prompts_for, tiny_checkpoint  # noqa: E402
+from serve import prompts_for  # noqa: E402
 from serve_client import Sizes  # noqa: E402
 
 from sglang_uvm_offload.sizing.checkpoint import load  # noqa: E402
@@ -55,6 +58,8 @@ SUBSTITUTES = {
 """What SGLang has to be given where a package of its defaults cannot be imported."""
 SGLANG_SETTINGS = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python", "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
 """Needed beside torch 2.11; without effect on what is computed."""
+BLOCKS_OF_EXPERTS = {"expert_size": 2048}
+"""With 256 or 512 hidden units a block of 2 MiB holds one expert's projection, or few."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +68,16 @@ class Written:
 
     shape: str
     layers: int
+    family: str
+    """Of ``make_checkpoint.py``, which writes the small one that takes its place where nothing is measured."""
 
     @property
     def name(self) -> str:
         return f"{self.shape}-{self.layers}-layers"
 
 
-QWEN = Written("qwen3-30b-a3b", 16)
-DEEPSEEK = Written("deepseek-v3", 12)
+QWEN = Written("qwen3-30b-a3b", 16, "qwen3_moe")
+DEEPSEEK = Written("deepseek-v3", 12, "deepseek_v3")
 """One rank of 8. SGLang has OffloaderV2 for this architecture only."""
 
 
@@ -174,7 +181,7 @@ def check_sglang() -> None:
 def ensure_checkpoint(written: Written, small: bool) -> Path:
     """The checkpoint's folder, written if it is not there. One that was left half is written anew."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-uvm-offload-benchmarks"
-    folder = cache / ("tiny-qwen3" if small else written.name)
+    folder = cache / (f"small-{written.family}{'-blocks' if REHEARSED else ''}" if small else written.name)
     if not (folder / "config.json").is_file():
         part = folder.with_name(folder.name + ".part")
         for left in (folder, part):
@@ -186,9 +193,9 @@ def ensure_checkpoint(written: Written, small: bool) -> Path:
 
 
 def write_checkpoint(written: Written, folder: Path, small: bool) -> None:
-    """Routers replay the trace; those of the tiny one for the CPU are random."""
+    """Routers replay the trace; those of the small one are random. It has layers enough for OffloaderV2's groups."""
     if small:
-        tiny_checkpoint(folder)
+        make_checkpoint(written.family, folder, layers=6, **(BLOCKS_OF_EXPERTS if REHEARSED else {}))
         return
     from trace_checkpoint import MODELS, write
     from trace_walk import read
@@ -208,7 +215,8 @@ def checkpoint(rows: Rows, written: Written) -> None:
 def serve_part(rows: Rows, served: Served) -> None:
     """Serve the part's contenders once each; a plugin of other answers than the resident server's ends the part as failed."""
     check_sglang()
-    if rows.small:
+    cpu = on_cpu(rows)
+    if cpu:
         leave_the_stand_in()
     for name, value in SGLANG_SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -219,13 +227,13 @@ def serve_part(rows: Rows, served: Served) -> None:
         run = serve_run.Run(
             model=model,
             out=Path(out),
-            device="cpu" if rows.small else "cuda",
+            device="cpu" if cpu else "cuda",
             contenders=list(served.contenders),
             residencies=list(residencies),
             repeats=1,
             sizes=sizes(rows.small, served.judged_only, served.own_defaults, served.decoding),
             prompts=prompts_for(model, 1),
-            server_args=[] if rows.small else server_args(served),
+            server_args=[] if cpu else server_args(served),
             start_seconds=400 if rows.small else 200 if served.own_defaults else 150,
             point_seconds=60,
             busy_seconds=0 if served.decoding else 5,
@@ -240,8 +248,13 @@ def serve_part(rows: Rows, served: Served) -> None:
     check_moves(run.rows)
     check_streams(run.rows)
     check_slots(run.rows)
-    if served.own_defaults and not rows.small:
+    if served.own_defaults and not cpu:
         check_graphs(run.rows)
+
+
+def on_cpu(rows: Rows) -> bool:
+    """Whether servers run there: no kernel computes here, and the stand-in driver is not ready for SGLang."""
+    return rows.small and not REHEARSED
 
 
 def leave_the_stand_in() -> None:

@@ -19,8 +19,8 @@ class CudaRoutingCounters:
         self.num_layers = num_layers
         self.num_experts = num_experts
         self._ops = device_ops(device)
-        self._counts = torch.zeros(num_layers, 2, 2, num_experts, dtype=torch.int64, device=device)
-        self.control = torch.zeros(2, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(num_layers, 2, 2, num_experts, dtype=torch.int64).to(device)
+        self.control = torch.zeros(2, dtype=torch.int64).to(device)
         """int64 ``[2]``: the valid rows and the phase of the step at hand, in stream order."""
         self._slots: torch.Tensor | None = None
         self._steps = [0, 0]

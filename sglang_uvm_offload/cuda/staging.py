@@ -23,7 +23,7 @@ class CudaStaging:
         self._ops = device_ops(device)
         self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(count)]
         self._copied = [torch.cuda.Event() for _ in range(count)]
-        self._claimed = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._claimed = torch.zeros(1, dtype=torch.int32).to(self._device)
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 

@@ -25,17 +25,6 @@ OFFLOAD: dict[str, Any] = {
     "expert_offload_warmup_tokens": 16,
     "expert_offload_stream_tokens": "inf",
 }
-# Nothing is computed, so no tree can be checked: of each, its first token is kept.
-CHECKED = """import torch
-from sglang.srt.speculative import eagle_utils
-def sampled(verify_input, batch, *args, **kwargs):
-    def there(rows):
-        return torch.tensor(rows, dtype=torch.int32).to(batch.device)
-    width, requests = verify_input.draft_token_num, range(len(batch.seq_lens))
-    kept = [[width * request] + [-1] * (verify_input.max_tree_depth - 1) for request in requests]
-    return there([65 for _ in requests for _ in range(width)]), there([1 for _ in requests]), there(kept)
-eagle_utils.eagle_sample = sampled
-"""
 
 
 class Served(NamedTuple):
@@ -67,7 +56,7 @@ class Served(NamedTuple):
 def serve(standin: Standin, checkpoint: Path, folder: Path, **drafting: Any) -> Served:
     engine = {"model_path": str(checkpoint), **GPU, **OFFLOAD, **drafting}
     job = {"engine": engine, "prompts": ["hello world"], "max_new_tokens": TOKENS}
-    return Served(*serve_and_log(job, FIRST, standin.library, folder / "served", CHECKED))
+    return Served(*serve_and_log(job, FIRST, standin.library, folder / "served"))
 
 
 @pytest.mark.nightly

@@ -48,9 +48,9 @@ def sglang_environment(out: Path, log: Path, caches: Path) -> dict[str, str]:
 
 
 def cuda_include() -> Path:
-    """CUDA 13 headers: torch's own, else the toolkit's."""
+    """CUDA 13 headers: the environment's, if they are all there, else the toolkit's."""
     for place in (SITE / "nvidia" / "cu13" / "include", Path("/usr/local/cuda/include")):
-        if (place / "cuda_runtime_api.h").is_file():
+        if (place / "cuda_runtime_api.h").is_file() and (place / "crt" / "host_defines.h").is_file():
             return place
     raise SystemExit("no CUDA headers: install nvidia-cuda-runtime or the CUDA toolkit")
 

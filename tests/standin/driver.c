@@ -4,11 +4,12 @@
 #include "standin.h"
 
 #include <cuda_runtime_api.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { CUDA_SUCCESS = 0, CUDA_ERROR_NO_DEVICE = 100 };
+enum { CUDA_SUCCESS = 0, CUDA_ERROR_OUT_OF_MEMORY = 2, CUDA_ERROR_NO_DEVICE = 100 };
 
 void standin_name_kernel(const void* stub, const char* name);
 const char* standin_kernel_name(const void* stub);
@@ -235,5 +236,39 @@ EXPORT int cuMemcpyDtoH(void* to, const void* from, size_t nbytes) {
 
 EXPORT int cuMemGetAllocationGranularity(size_t* granularity, void* properties, int option) {
     *granularity = 2 << 20;
+    return CUDA_SUCCESS;
+}
+
+/* Addresses apart from memory, as torch_memory_saver gives memory up and has it back. What is mapped counts as used. */
+
+EXPORT int cuMemCreate(unsigned long long* handle, size_t nbytes, const void* properties, unsigned long long flags) {
+    static atomic_ullong handles;
+    *handle = ++handles;
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuMemAddressReserve(void** address, size_t nbytes, size_t alignment, void* wanted,
+                               unsigned long long flags) {
+    *address = standin_take(nbytes, KIND_DEVICE);
+    if (!*address) return CUDA_ERROR_OUT_OF_MEMORY;
+    standin_hold(*address, nbytes, false);
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuMemMap(void* address, size_t nbytes, size_t offset, unsigned long long handle, unsigned long long flags) {
+    standin_hold(address, nbytes, true);
+    standin_log("cuMemMap", CUDA_SUCCESS, "\"address\": %zu, \"nbytes\": %zu", (size_t)address, nbytes);
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuMemUnmap(void* address, size_t nbytes) {
+    standin_hold(address, nbytes, false);
+    standin_log("cuMemUnmap", CUDA_SUCCESS, "\"address\": %zu, \"nbytes\": %zu", (size_t)address, nbytes);
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuMemAddressFree(void* address, size_t nbytes) {
+    standin_hold(address, nbytes, true);
+    standin_give(address);
     return CUDA_SUCCESS;
 }

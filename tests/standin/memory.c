@@ -90,6 +90,14 @@ bool standin_give(void* start) {
     return true;
 }
 
+void standin_hold(void* start, size_t nbytes, bool held) {
+    if (!held) madvise(start, nbytes, MADV_DONTNEED);
+    mprotect(start, nbytes, held ? PROT_READ | PROT_WRITE : PROT_NONE);
+    pthread_mutex_lock(&lock);
+    device_bytes += held ? nbytes : -nbytes;
+    pthread_mutex_unlock(&lock);
+}
+
 enum kind standin_kind(const void* address) {
     pthread_mutex_lock(&lock);
     struct range* range = find(address);

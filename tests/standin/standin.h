@@ -31,6 +31,9 @@ enum advice { ADVICE_PREFERRED, ADVICE_PREFETCHED, ADVICE_COUNT };
 void* standin_take(size_t nbytes, enum kind kind);
 /* Whether `start` was taken (NULL counts as taken). */
 bool standin_give(void* start);
+/* Whether there is memory behind these addresses of one range of KIND_DEVICE. Where there is none, a use of them ends
+ * the process; memory that is there again is zero. */
+void standin_hold(void* start, size_t nbytes, bool held);
 enum kind standin_kind(const void* address);
 /* Whether all of [start, start + nbytes) is one managed range. */
 bool standin_is_managed(const void* start, size_t nbytes);

@@ -6,6 +6,13 @@ A plugin of SGLang's own kind, found because this folder is on PYTHONPATH.
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
+from typing import Any
+
+TOKEN = 65
+"""What every step generates."""
+LONG = 64
+"""Tokens of a step, above which it may pick other experts."""
 
 
 def install() -> None:
@@ -14,13 +21,32 @@ def install() -> None:
     # FlashInfer's norms are CuTe DSL kernels, whose library has a CUDA runtime of its own inside, which talks to the driver
     # through private tables (cuGetExportTable). SGLang's own norm kernels call the runtime that is replaced.
     sgl_kernel.elementwise._has_flashinfer = False
-    if first := os.environ.get("STANDIN_FIRST_EXPERT"):
-        route_to(int(first))
-        align_to(int(first))
+    if given := os.environ.get("STANDIN_FIRST_EXPERT"):
+        first, *of_long = map(int, given.split(","))
+        route_to(first, *of_long)
+        align_to(first, *of_long)
+        keep_the_first()
+        sample_one_token()
+        plan_on_the_host()
 
 
-def route_to(first: int) -> None:
-    """Every token picks the experts from ``first`` on: the router's kernels leave nothing in ``topk_ids``."""
+def plan_on_the_host() -> None:
+    """What SGLang's paged experts decide by: whether weights were changed, which experts a step needs, and which it holds. No
+    kernel moves any, so these are those that its host moved last."""
+    import torch
+
+    equal, unique = torch.equal, torch.unique
+    torch.equal = lambda one, other: equal(one.cpu(), other.cpu())
+    torch.unique = lambda these: unique(these.cpu()).to(these.device)
+    if find_spec("sglang.srt.layers.moe.paged_experts"):
+        from sglang.srt.layers.moe.paged_experts.residency import DeviceResidency
+
+        DeviceResidency.load_into = lambda self, policy: None
+
+
+def route_to(first: int, of_long: int | None = None) -> None:
+    """Every token picks the experts from ``first`` on, or ``of_long`` in a long step: the router's kernels leave nothing in
+    ``topk_ids``."""
     import torch
     from sglang.srt.layers.moe.topk import TopK
 
@@ -31,7 +57,8 @@ def route_to(first: int) -> None:
         output = chosen(self, *arguments, **options)
         ids = output.topk_ids
         if tuple(ids.shape) not in picks:
-            row = torch.arange(first, first + ids.size(1), dtype=ids.dtype)
+            start = start_of(ids, first, of_long)
+            row = torch.arange(start, start + ids.size(1), dtype=ids.dtype)
             picks[tuple(ids.shape)] = row.expand(ids.shape).contiguous().pin_memory()
         ids.copy_(picks[tuple(ids.shape)], non_blocking=True)  # captured: a graph copies it anew at each replay
         return output
@@ -39,23 +66,57 @@ def route_to(first: int) -> None:
     TopK.forward_cuda = forward_cuda
 
 
-def align_to(first: int) -> None:
+def start_of(ids: Any, first: int, of_long: int | None) -> int:
+    return first if of_long is None or ids.size(0) <= LONG else of_long
+
+
+def align_to(first: int, of_long: int | None = None) -> None:
     """One block for each expert of ``route_to``: the kernel that lists them leaves nothing either."""
     import torch
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
-    lists: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    lists: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
     made = fused_moe.moe_align_block_size
 
     def moe_align_block_size(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> tuple[torch.Tensor, ...]:
         order, blocks, padded = made(topk_ids, block_size, num_experts)
-        top_k = topk_ids.size(1)
-        if (top_k, block_size) not in lists:
-            named = torch.arange(first, first + top_k, dtype=torch.int32).pin_memory()
-            lists[top_k, block_size] = (named, torch.tensor([top_k * block_size], dtype=torch.int32).pin_memory())
-        named, rows = lists[top_k, block_size]
+        top_k, start = topk_ids.size(1), start_of(topk_ids, first, of_long)
+        if (start, top_k, block_size) not in lists:
+            named = torch.arange(start, start + top_k, dtype=torch.int32).pin_memory()
+            lists[start, top_k, block_size] = (named, torch.tensor([top_k * block_size], dtype=torch.int32).pin_memory())
+        named, rows = lists[start, top_k, block_size]
         blocks[:top_k].copy_(named, non_blocking=True)
         padded.copy_(rows, non_blocking=True)
         return order, blocks, padded
 
     fused_moe.moe_align_block_size = moe_align_block_size
+
+
+def keep_the_first() -> None:
+    """Of each drafted tree, whose check leaves nothing, its first token is kept."""
+    import torch
+    from sglang.srt.speculative import eagle_utils
+
+    def eagle_sample(verify_input: Any, batch: Any, *arguments: object, **options: object) -> tuple[torch.Tensor, ...]:
+        def there(rows: list[Any]) -> torch.Tensor:
+            return torch.tensor(rows, dtype=torch.int32).to(batch.device)
+
+        width, requests = verify_input.draft_token_num, range(len(batch.seq_lens))
+        kept = [[width * request] + [-1] * (verify_input.max_tree_depth - 1) for request in requests]
+        return there([TOKEN for _ in requests for _ in range(width)]), there([1 for _ in requests]), there(kept)
+
+    eagle_utils.eagle_sample = eagle_sample
+
+
+def sample_one_token() -> None:
+    """Each request gets the same token: the sampler's kernels leave what was in memory, which may be none of the vocabulary."""
+    import torch
+    from sglang.srt.layers.sampler import Sampler
+
+    sampled = Sampler.forward
+
+    def forward(self: Sampler, *arguments: Any, **options: Any) -> torch.Tensor:
+        tokens = sampled(self, *arguments, **options)
+        return tokens.copy_(torch.full(tokens.shape, TOKEN, dtype=tokens.dtype))
+
+    Sampler.forward = forward

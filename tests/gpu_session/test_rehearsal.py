@@ -1,0 +1,57 @@
+"""The rehearsal of a GPU session (``scripts/rehearse.sh``): its servers run over the stand-in, with the arguments of a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standin.rehearse import GPU, environment, failures
+
+
+def cell(contender: str, **more: Any) -> dict[str, Any]:
+    return {"contender": contender, "error": None, "points": [], "flags": [], **more}
+
+
+FAILED_POINT = [{"kind": "decode", "size": 1, "error": None}, {"kind": "decode", "size": 4, "error": "HTTP 500"}]
+
+
+@pytest.mark.parametrize(
+    ("served", "told"),
+    [
+        (cell("resident"), []),
+        (cell("paged_experts", error="the server ended"), ["paged_experts: the server ended"]),
+        (cell("frequency", points=FAILED_POINT), ["frequency: HTTP 500"]),
+        (cell("resident", bench={"error": "no time"}), ["resident: no time"]),
+        ({"contender": "page_in_only", "error": "not built", "points": []}, []),
+    ],
+)
+def test_a_server_that_fails_is_told_though_its_section_is_complete(served, told):
+    parts = {"one": {"rows": [{"row": "run"}, {"row": "cell", "cell": served}]}, "link": {"rows": []}}
+    assert failures({"parts": parts, "complete": True}) == told
+
+
+def test_servers_run_on_the_device_that_is_played(tmp_path: Path) -> None:
+    """As on a GPU: real backends, decode graphs, experts in managed memory; prompts stream and experts move."""
+    rows = tmp_path / "rows"
+    command = [sys.executable, str(GPU / "server_parts.py"), "frequency", str(rows), "900", "--small"]
+    done = subprocess.run(command, env=os.environ | environment(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    (run,) = [row["run"] for row in found if row["row"] == "run"]
+    assert (run["device"], run["measured"]) == ("NVIDIA H200", False)
+    cells = [row["cell"] for row in found if row["row"] == "cell"]
+    assert [each["contender"] for each in cells] == ["resident", "frequency"]
+    assert failures({"parts": {"frequency": {"rows": found}}}) == []
+    for each in cells:
+        assert each["engine"]["moe_runner_backend"] == "triton"
+        assert each["engine"]["decode_graph_batches"], "SERVER_ARGS leave decode graphs on"
+        assert each["engine"]["batches"]["decode"]["eager"] == 0
+    offload = cells[1]["offload"]
+    assert offload["backend"] == "uvm"
+    assert offload["offloaded_bytes"] == cells[1]["expected_offloaded_bytes"]
+    assert min(offload[name] for name in ("zero_copy_bytes", "streamed_bytes", "moves")) > 0

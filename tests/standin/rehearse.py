@@ -1,0 +1,91 @@
+"""Sections of the GPU session over the stand-in, servers too: ``scripts/rehearse.sh`` starts it, with what a GPU machine has.
+
+A section's log and JSON are as on a GPU, and nothing in them is measured. Tokens pick the same experts in every step, and each
+step generates the same token, so answers are alike whatever is wrong: what shows is whether all that a section starts reaches
+its end, and its bytes, moves, streams, slots and graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from serve_run import reasons
+from standin.build import build, sglang_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU = ROOT / "benchmarks" / "gpu"
+FIRST_EXPERTS = "5,3"
+"""Behind the first residents, so that experts are read in place, move and fill slots; others in prompts than in decode steps,
+so that prompts leave some in slots."""
+WAITS_FOR_MARLIN = "modes"
+"""The section with a server whose kernels take minutes to compile."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="rehearse.sh", description="Runs sections of the GPU session, servers too, over a stand-in driver."
+    )
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help="of scripts/gpu_session.sh --list; all if none")
+    parser.add_argument("--out", type=Path, help="the folder of logs and results (a new one below /tmp if not given)")
+    wanted = parser.parse_args()
+    out = (wanted.out or Path(tempfile.mkdtemp(prefix="rehearsal-"))).absolute()
+    variables = os.environ | environment(out)
+    sections = wanted.sections or listed(variables)
+    if WAITS_FOR_MARLIN in sections:
+        print("compiling SGLang's Marlin kernels ...", flush=True)
+        subprocess.run([sys.executable, str(GPU / "marlin_build.py")], env=variables, check=True)
+    failed = [name for name in sections if not rehearse(name, out / "results", variables)]
+    print(f"{len(sections) - len(failed)} of {len(sections)} sections are good; logs and JSON: {out / 'results'}")
+    return 1 if failed else 0
+
+
+def environment(out: Path) -> dict[str, str]:
+    """The variables of all that a section starts; what it compiles stays in ``out`` for the next rehearsal there."""
+    library = build(out / "cuda")
+    return sglang_environment(library.parent, Path(os.devnull), out / "caches") | {
+        "STANDIN_FIRST_EXPERT": FIRST_EXPERTS,
+        "PYTHON": sys.executable,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        **{"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
+    }
+
+
+def listed(variables: dict[str, str]) -> list[str]:
+    told = subprocess.run([*session(), "--list"], env=variables, capture_output=True, text=True, check=True).stdout
+    return [line.split(":")[0] for line in told.splitlines() if not line.startswith(" ")]
+
+
+def session() -> list[str]:
+    return ["bash", str(ROOT / "scripts" / "gpu_session.sh")]
+
+
+def rehearse(section: str, results: Path, variables: dict[str, str]) -> bool:
+    """Whether the section is complete, and every server that it started has served."""
+    started = time.monotonic()
+    done = subprocess.run([*session(), "--out", str(results), section], env=variables).returncode == 0
+    record = results / f"{section}.json"
+    failed = failures(json.loads(record.read_text())) if record.exists() else []
+    for failure in failed:
+        print(f"== {section}: {failure}")
+    good = done and not failed
+    print(f"== rehearsed {section}: {'good' if good else 'NOT good'}, {time.monotonic() - started:.0f} s", flush=True)
+    return good
+
+
+def failures(record: dict[str, Any]) -> list[str]:
+    """What servers ended with, and what they could not answer. A peer's failure leaves its section complete."""
+    cells = [row["cell"] for part in record["parts"].values() for row in part["rows"] if row["row"] == "cell"]
+    started = [cell for cell in cells if "flags" in cell]
+    return [f"{cell['contender']}: {error}" for cell in started for error in reasons(cell)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
