@@ -49,6 +49,30 @@ def test_graphs_are_replayed_while_experts_move(mode: str, tmp_path: Path, check
 
 
 @pytest.mark.nightly
+@pytest.mark.works("Live change", "release and resume of memory, by SGLang's own library, with graphs")
+def test_memory_is_given_up_and_graphs_replay_where_it_is_again(
+    tmp_path: Path, checkpoints: Checkpoints, standin: Standin
+) -> None:
+    """What SGLang's library unmaps ends the process that uses it. Experts are not its, and leave VRAM by moves."""
+    engine = {"model_path": str(checkpoints("qwen3_moe", expert_size=512)), **GPU, **OFFLOAD, "enable_memory_saver": True}
+    job = {"engine": engine, "prompts": [*PROMPTS, *PROMPTS], "max_new_tokens": TOKENS, "sleeps": True}
+    result, calls = serve_and_log(job, 9, standin.library, tmp_path / "served")
+    assert [call for call in calls if call["result"] != 0] == []
+    assert [len(answer["output_ids"]) for answer in result["answers"]] == [TOKENS] * 4
+    sleeps = [i for i, call in enumerate(calls) if call["call"] == "cuMemUnmap" and calls[i - 1]["call"] != "cuMemUnmap"]
+    replays = [i for i, call in enumerate(calls) if call["call"] == "cudaGraphLaunch"]
+    assert len(replays) >= 4 * (TOKENS - 1)
+    assert min(replays) < min(sleeps) < max(sleeps) < max(replays)
+    managed = {call["address"] for call in calls if call["call"] == "cudaMallocManaged"}
+    unmapped = {call["address"] for call in calls if call["call"] == "cuMemUnmap"}
+    assert not managed & unmapped
+    (state,) = [state["expert_offload"] for state in result["server_info"]["internal_states"]]
+    assert state["fault"] is None
+    assert state["streamed_bytes"] > 0
+    assert "of experts have left VRAM, until the server resumes" in result["log"]
+
+
+@pytest.mark.nightly
 @pytest.mark.sglang_fails("Parallel", "single-batch overlap on Hopper")
 def test_sglang_itself_overlaps_no_single_batch_on_hopper(
     tmp_path: Path, checkpoints: Checkpoints, standin: Standin, record_property: Callable[[str, object], None]

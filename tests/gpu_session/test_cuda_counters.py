@@ -33,6 +33,20 @@ def test_the_gpu_counts_what_the_cpu_counts(standin):
     assert ran.said == [True, True], ran.err
 
 
+def test_counting_begins_at_nothing_whatever_the_memory_held(standin):
+    """The kernel that counts runs during capture too, before any step has told it of rows or phase."""
+    ran = standin.run("""
+        from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
+        before = torch.full((1 << 16,), 7).cuda()
+        start, end = before.data_ptr(), before.data_ptr() + before.nbytes
+        del before
+        counters = CudaRoutingCounters(3, 20)
+        again = [start <= each.data_ptr() < end for each in (counters.control, counters._counts)]
+        print(json.dumps([again, counters.control.cpu().tolist(), int(counters.read().counts.sum())]))
+    """)
+    assert ran.said == [[True, True], [0, 0], 0], ran.err
+
+
 @pytest.mark.parametrize("late", [0, 1, 2], ids=["no stream is late", "steps are late", "copies are late"])
 def test_what_is_asked_for_is_of_the_steps_so_far_and_whoever_asks_waits_for_none(standin, late):
     ran = standin.run(

@@ -1,6 +1,6 @@
 """Answers prompts, one after the other, with a real SGLang engine: ``python engine.py JOB.json``, in the environment of
 ``build.sglang_environment``. The job names ``engine`` (SGLang's arguments), ``prompts``, ``max_new_tokens`` and ``result``, and
-may name what else is asked with each prompt (``beside``)."""
+may name what else is asked with each prompt (``beside``), and whether memory is given up between two (``sleeps``)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,14 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     engine = Engine(**job["engine"])
     sampling = {"temperature": 0, "max_new_tokens": job["max_new_tokens"], "ignore_eos": True}
-    answers = [answer for prompt in job["prompts"] for answer in engine.generate([prompt], sampling, **job.get("beside", {}))]
+    answers = []
+    for prompt in job["prompts"]:
+        if job.get("sleeps") and answers:
+            while not engine.flush_cache().success:  # it answers a moment before it has done, and sleeps only when idle
+                time.sleep(0.1)
+            engine.release_memory_occupation()
+            engine.resume_memory_occupation()
+        answers += engine.generate([prompt], sampling, **job.get("beside", {}))
     info = engine.get_server_info()
     engine.shutdown()
     Path(job["result"]).write_text(json.dumps({"answers": answers, "server_info": info}, default=str))
