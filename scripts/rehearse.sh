@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case ${VENV:=.venv-gpu} in /*) venv=$VENV ;; *) venv=$PWD/$VENV ;; esac
 wanted=benchmarks/gpu/requirements.txt
-stamp=$venv/.installed-$(cat pyproject.toml "$wanted" | sha256sum | cut -c1-16)
+stamp=$venv/.installed-$(cat pyproject.toml "$wanted" scripts/rehearse.sh | sha256sum | cut -c1-16)
 if [ ! -f "$stamp" ]; then
   echo "Installing what a GPU machine has into $venv (7 GB; some minutes) ..."
   [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"

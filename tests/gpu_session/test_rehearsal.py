@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from standin.rehearse import GPU, environment, failures
+from standin.rehearse import GPU, ROOT, environment, failures
 
 
 def cell(contender: str, **more: Any) -> dict[str, Any]:
@@ -33,6 +33,15 @@ FAILED_POINT = [{"kind": "decode", "size": 1, "error": None}, {"kind": "decode",
 def test_a_server_that_fails_is_told_though_its_section_is_complete(served, told):
     parts = {"one": {"rows": [{"row": "run"}, {"row": "cell", "cell": served}]}, "link": {"rows": []}}
     assert failures({"parts": parts, "complete": True}) == told
+
+
+def test_an_unknown_section_is_named_before_any_runs(tmp_path: Path) -> None:
+    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "scripts", "tests", "benchmarks"))
+    command = [sys.executable, "-m", "standin.rehearse", "--out", str(tmp_path), "ops", "prboe"]
+    said = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert said.returncode == 2
+    assert "no section prboe: there are ops, stream, slots" in said.stderr
+    assert not (tmp_path / "results").exists()
 
 
 def test_servers_run_on_the_device_that_is_played(tmp_path: Path) -> None:

@@ -38,7 +38,10 @@ def main() -> int:
     wanted = parser.parse_args()
     out = (wanted.out or Path(tempfile.mkdtemp(prefix="rehearsal-"))).absolute()
     variables = os.environ | environment(out)
-    sections = wanted.sections or listed(variables)
+    known = listed(variables)
+    if unknown := [name for name in wanted.sections if name not in known]:
+        parser.error(f"no section {', '.join(unknown)}: there are {', '.join(known)}")
+    sections = wanted.sections or known
     if WAITS_FOR_MARLIN in sections:
         print("compiling SGLang's Marlin kernels ...", flush=True)
         subprocess.run([sys.executable, str(GPU / "marlin_build.py")], env=variables, check=True)
@@ -70,7 +73,7 @@ def session() -> list[str]:
 def rehearse(section: str, results: Path, variables: dict[str, str]) -> bool:
     """Whether the section is complete, and every server that it started has served."""
     started = time.monotonic()
-    done = subprocess.run([*session(), "--out", str(results), section], env=variables).returncode == 0
+    done = subprocess.run([*session(), "--again", "--out", str(results), section], env=variables).returncode == 0
     record = results / f"{section}.json"
     failed = failures(json.loads(record.read_text())) if record.exists() else []
     for failure in failed:
