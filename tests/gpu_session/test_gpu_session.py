@@ -226,7 +226,7 @@ def test_a_tensor_map_is_within_its_limits_and_a_refusal_is_a_row(session, modul
     assert rows[-1]["values"] == [1]
     left_out = {(row["load"], row["memory"]): row["reason"] for row in rows if row["row"] == "load_left_out"}
     loads = ["TMA 4 x 8 KiB, L2 128 B", "TMA 4 x 8 KiB, L2 256 B"]
-    everywhere = ["managed", "pinned", "managed_4k", "plain"]  # the stand-in has no host_numa
+    everywhere = ["managed", "pinned", "host_numa", "managed_4k", "plain"]
     refused = ["managed"] if part == "stall_tma" else {1000: [], 2: everywhere, 0: ["plain"]}[accepted]
     assert left_out == {(load, memory): "cuTensorMapEncodeTiled returned 801" for load in loads for memory in refused}
     measured = {row["load"] for row in rows if row["row"] in ("zero_copy", "stall_tma")}
