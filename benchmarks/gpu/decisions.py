@@ -153,7 +153,7 @@ def zero_copy_design(rows: PartRows) -> list[str]:
         how = f"{tops[0]['load']}, {tops[0]['blocks_per_sm']:g} blocks/SM" if tops and tops[0] else ""
         body.append((f"{memory}: {how}", [*tops, None, None, None][:3]))
     body.append(("copy engine", [one(rows, "bandwidth", "copy_engine", direction="to_device"), None, None]))
-    lines = grid(["read in place, GB/s", "1 GiB", "10 GiB", "30 GiB"], body)
+    lines = grid(["read in place, GB/s", "1 GiB", "10 GiB", "24 GiB"], body)
     lines += by_loads(rows) + left_out(rows, "bandwidth")
     orders = [(mib, order) for mib in (1, 32) for order in ("side by side", "one after the other")]
     readers: list[tuple[str, list[Row | None]]] = []

@@ -58,7 +58,7 @@ PROBE = Section(
         Part("demotion", "probe", 5, 40, 0.5, 1, "designs to hold residents: promote, demote, read (measurement 4)"),
         Part("prefetch", "probe", 36, 75, 1, 3, "prefetch against the copy engine; who waits (measurement 3)"),
         Part("stall", "probe", 15, 70, 0.6, 1, "what a running replay suffers from a promotion (measurement 5)"),
-        Part("bandwidth", "probe", 95, 170, 30, 32, "zero-copy reads by memory, size and load (measurement 1)"),
+        Part("bandwidth", "probe", 95, 170, 24, 26, "zero-copy reads by memory, size and load (measurement 1)"),
         Part("amplification", "probe", 2, 30, 0.1, 1, "many readers of one tile (measurement 2)"),
         Part("residency", "probe", 2, 30, 2, 3, "telling residents by the latency of one read"),
         Part("alignment", "probe", 10, 60, 2.2, 3, "experts of several sizes, packed or padded to 2 MiB; host page sizes"),
@@ -200,7 +200,7 @@ OFFLOADER = Section(
     "the same against SGLang's OffloaderV2, which it has for DeepSeek's architecture only",
     (
         Part("deepseek", "server_parts", 90, 270, 0, 8, "DeepSeek-V3, one rank of 8, 12 layers, routed as a measured trace"),
-        Part("offloader_v2", "server_parts", 255, 290, 26, 70, "all resident, this plugin, OffloaderV2 at 50 %"),
+        Part("offloader_v2", "server_parts", 255, 290, 25, 70, "all resident, this plugin, OffloaderV2 at 50 %"),
     ),
 )
 

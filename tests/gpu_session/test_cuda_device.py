@@ -31,4 +31,5 @@ def test_the_gpus_of_this_machine_are_those_that_the_driver_shows(standin: Stand
     """
     ((name, nbytes),) = standin.run(program, vram=3 << 30).said
     assert (name, nbytes) == ("NVIDIA H200", 3 << 30)
+    assert standin.run(program, vram=1 << 30, name="NVIDIA H100 80GB HBM3").said == [["NVIDIA H100 80GB HBM3", 1 << 30]]
     assert standin.run(program, cuinit=100).said == []

@@ -2,7 +2,6 @@
 #ifndef STANDIN_DEVICE_H
 #define STANDIN_DEVICE_H
 
-#define DEVICE_NAME "NVIDIA H200"
 #define DEVICE_SMS 132
 #define DEVICE_MAJOR 9
 #define DEVICE_MINOR 0
@@ -11,6 +10,8 @@
 #define DEVICE_SHARED_MEMORY_OPTIN 232448
 #define DEVICE_L2 62914560
 
+/* STANDIN_NAME, such as "NVIDIA H100 80GB HBM3", else an H200. */
+const char* standin_name(void);
 /* A device attribute: cudaDeviceAttr and CUdevice_attribute share their numbers. STANDIN_ATTRIBUTE_<number> overrides.
  */
 int standin_attribute(int attribute);

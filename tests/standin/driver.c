@@ -34,7 +34,7 @@ EXPORT int cuDeviceGetCount(int* count) {
 }
 
 EXPORT int cuDeviceGetName(char* name, int length, int device) {
-    snprintf(name, length, DEVICE_NAME);
+    snprintf(name, length, "%s", standin_name());
     return CUDA_SUCCESS;
 }
 
@@ -239,7 +239,8 @@ EXPORT int cuMemGetAllocationGranularity(size_t* granularity, void* properties, 
     return CUDA_SUCCESS;
 }
 
-/* Addresses apart from memory, as torch_memory_saver gives memory up and has it back. What is mapped counts as used. */
+/* Addresses apart from memory, as torch_memory_saver gives memory up and has it back. What is mapped counts as used
+ * VRAM, also where it is asked for on a NUMA node. */
 
 EXPORT int cuMemCreate(unsigned long long* handle, size_t nbytes, const void* properties, unsigned long long flags) {
     static atomic_ullong handles;

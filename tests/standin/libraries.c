@@ -88,7 +88,7 @@ EXPORT int nvmlDeviceGetCount_v2(unsigned* count) {
 }
 
 EXPORT int nvmlDeviceGetName(void* device, char* name, unsigned length) {
-    snprintf(name, length, DEVICE_NAME);
+    snprintf(name, length, "%s", standin_name());
     return 0;
 }
 

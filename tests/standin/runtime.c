@@ -132,6 +132,11 @@ int standin_attribute(int attribute) {
     }
 }
 
+const char* standin_name(void) {
+    const char* name = getenv("STANDIN_NAME");
+    return name && *name ? name : "NVIDIA H200";
+}
+
 int standin_gpus(void) { return standin_setting("STANDIN_GPUS", 1); }
 
 EXPORT cudaError_t cudaGetDeviceCount(int* count) {
@@ -176,7 +181,7 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* it, int device
     size_t free_bytes, total_bytes;
     standin_vram(&free_bytes, &total_bytes);
     memset(it, 0, sizeof *it);
-    strcpy(it->name, DEVICE_NAME);
+    snprintf(it->name, sizeof it->name, "%s", standin_name());
     it->totalGlobalMem = total_bytes;
     it->major = standin_attribute(cudaDevAttrComputeCapabilityMajor);
     it->minor = standin_attribute(cudaDevAttrComputeCapabilityMinor);

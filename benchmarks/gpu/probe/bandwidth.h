@@ -131,7 +131,7 @@ inline void measure_bandwidth(session& it) {
     copy_engine(it, it.pick(gib, 4 * mib), it.pick(64 * mib, 2 * mib), 7);
     for (kind what : {kind::managed, kind::pinned, kind::host_numa, kind::managed_4k, kind::plain}) {
         best_way best;
-        for (size_t size : {it.pick(gib, 4 * mib), it.pick(10 * gib, 6 * mib), it.pick(30 * gib, 8 * mib)}) {
+        for (size_t size : {it.pick(gib, 4 * mib), it.pick(10 * gib, 6 * mib), it.pick(24 * gib, 8 * mib)}) {
             bool first = best.gb == 0;
             if (it.late()) return;
             if (!first && (what == kind::managed_4k || what == kind::plain)) break;
