@@ -753,7 +753,7 @@ def test_one_server_with_other_answers_fails_the_goal(modules):
 
 
 def test_no_plan_takes_a_third_of_a_card_of_80_gb(modules):
-    """Less than an H100 has free, which is 81,559 MiB less what CUDA takes."""
+    """Of an H100, nvidia-smi shows 81,559 MiB; this is somewhat less than CUDA leaves free of them."""
     sections = modules["sections"]
     free, host = 78 << 30, 120 << 30
     for section in sections.SECTIONS.values():
