@@ -634,8 +634,8 @@ def page(found: Figures) -> str:
         "",
         *wrapped(
             f"Over all {len(planned)} chunks, two buffers take {min(planned):.3f} to {max(planned):.3f} of the time that "
-            "the planner predicts for them: it leaves that first copy out, and adds the layers without routed experts, "
-            "which hide a part of it."
+            "the planner predicts for them: its copies begin with the layer before, and here the one for a chunk's second "
+            "layer may begin earlier."
         ),
         "",
         "## Goals",

@@ -4,11 +4,12 @@
                     + one pass of the draft layers for each drafted token
     prefill chunk = the same for a chunk of the prompt, where an offloaded expert is read once for each of its blocks of rows;
                     at least the time of launching its kernels
-    streamed      = sum over layers of  max(compute and VRAM reads, bytes of all offloaded experts / copy rate)
+    streamed      = compute and VRAM reads + what layers wait for:  bytes of a layer's offloaded experts / copy rate,
+                    less the time of what runs meanwhile
 
 A chunk streams if it has enough tokens. Each layer's offloaded experts are then copied to VRAM once, while the layer before
-computes. With one buffer, a copy overlaps only what comes between the experts of two layers. The copy for a chunk's first
-layer, which overlaps with nothing, is left out.
+computes. With one buffer, a copy overlaps only what comes between the experts of two layers. The copy for a chunk's first MoE
+layer begins with the chunk, and overlaps what comes before its experts; layers without experts are taken to come first.
 
 With slots, a decode step counts N as residents and slots together. Every miss is taken to fill a slot: it crosses the link
 once, at the rate of a copy, and is then read from VRAM; and each MoE layer takes time to decide. A fill ends before its layer
@@ -235,29 +236,26 @@ class _Model:
 
     def streamed_chunk(self, num_resident: int, prompt: _Batch, buffers: int) -> float:
         """Seconds of a chunk whose layers find all their experts in a stream buffer."""
-        offloaded = (self.num_experts - num_resident) / self.parallel.ep
-        return sum(max(self.launching(stage), self.streaming(stage, offloaded, prompt, buffers)) for stage in self.stages)
-
-    def hides(self, num_resident: int, prompt: _Batch, buffers: int) -> bool:
-        """Whether copying adds nothing to computing, but for rounding. What launches hide is not counted."""
         hit, _ = self.activated(self.num_experts, 1.0, prompt)
-        offloaded = (self.num_experts - num_resident) / self.parallel.ep
-        return all(
-            self.streaming(stage, offloaded, prompt, buffers) <= self.in_vram(stage, hit, prompt) * (1 + 1e-9)
+        return sum(
+            max(self.launching(stage), self.in_vram(stage, hit, prompt) + sum(self.waits(stage, num_resident, prompt, buffers)))
             for stage in self.stages
         )
 
-    def streaming(self, stage: StageCost, offloaded: float, prompt: _Batch, buffers: int) -> float:
-        """Seconds of a stage that copies ``offloaded`` experts of each MoE layer to VRAM."""
+    def hides(self, num_resident: int, prompt: _Batch, buffers: int) -> bool:
+        """Whether layers after a chunk's first wait for no copy. What launches hide is not counted."""
+        return not any(sum(self.waits(stage, num_resident, prompt, buffers)[1:]) for stage in self.stages)
+
+    def waits(self, stage: StageCost, num_resident: int, prompt: _Batch, buffers: int) -> list[float]:
+        """Seconds that each MoE layer of a stage waits for its experts in a stream buffer."""
         hit, _ = self.activated(self.num_experts, 1.0, prompt)
         whole, between = self.in_vram(stage, hit, prompt), self.in_vram(replace(stage, expert_layers=()), hit, prompt)
-        rest = between / stage.layers
-        seconds = rest * (stage.layers - len(stage.expert_layers))
+        offloaded, rest = (self.num_experts - num_resident) / self.parallel.ep, between / stage.layers
+        found, meanwhile = [], (stage.layers - len(stage.expert_layers)) * rest
         for nbytes in stage.expert_layers:
-            computing = (whole - between) * nbytes / sum(stage.expert_layers)
-            copying = offloaded * nbytes / self.copy_rate
-            seconds += computing + max(rest, copying) if buffers == 1 else max(computing + rest, copying)
-        return max(whole, seconds)  # a sum of layers is rounded otherwise
+            found.append(max(0.0, offloaded * nbytes / self.copy_rate - meanwhile - rest))
+            meanwhile = (whole - between) * nbytes / sum(stage.expert_layers) if buffers > 1 else 0.0
+        return found
 
     def launching(self, stage: StageCost) -> float:
         """The least seconds of a chunk: its kernels are launched one by one, while those before them run."""

@@ -85,6 +85,10 @@ def test_streaming_is_never_faster_than_computing_or_copying_and_one_buffer_neve
         assert each.resident < each.in_place
 
 
+def test_the_planner_predicts_what_the_modelled_gpu_takes_for_the_shipped_order_of_copies() -> None:
+    assert [each.two / each.planned for each in FOUND.rows] == pytest.approx([1.0] * len(FOUND.rows), abs=0.02)
+
+
 def test_a_copy_waits_for_the_readers_before_it_and_a_reader_for_its_copy() -> None:
     staged = Staged()
     staged.gpu.compute(5.0, 0.0)
