@@ -1,49 +1,50 @@
 """The planner's cost model against a run of ``serve.py``: predicted and measured time over the resident server's.
 
-    python benchmarks/model.py RUN [--probe probe.json] [--layer layer.json] [--out FOLDER]
+    python benchmarks/model.py RUN [--rates SECTION.json ...] [--out FOLDER]
 
-RUN is a run's folder or a section of a GPU session; the other files are of the session on the same machine. For each figure of
-this plugin ``sizing.speed`` predicts what it costs on top of the resident server's measured time:
+RUN is a run's folder or a section of a GPU session. The rates of the link are those that it or the sections ``probe``,
+``stream`` and ``layer`` beside it measured, or other sections of a session on the same machine. ``sizing.speed`` predicts each
+figure of this plugin: its decode step or its prefill, by the residents, slots and stream buffers that the server had, and the
+time of what it moved meanwhile. What does not cross the link is taken as fast as makes the prediction for the resident server
+what was measured, so only the cost of offloading is judged.
 
-    time = resident + missed bytes / read rate + streamed bytes / copy rate + moved bytes / copy rate
-
-Streamed bytes are taken as 0, as in runs from before prefill streamed (``streamed_prefill.py`` models that). Missed bytes come
-from the model, with the hit rate of the routing that was timed: for decode that of batch 1, where each expert read is one use
-(prompts route otherwise), else the one that the server counted over all its traffic. Moved bytes are those that it counted; the
-rates are measured where a probe is given, else the planner's assumptions. Where terms differ from what was counted, the
-difference is blamed on them, in seconds; what no term
-explains is called *not in the model*. The table also goes to model.log, with model.json beside it.
+The hit rate of decode is that of batch 1, where each expert read is one use; prompts take the one that the server counted over
+all its traffic. Rates that nothing measured are the planner's assumptions. Where other bytes crossed the link than predicted,
+the difference that they make is blamed on *bytes over the link*, and the rest on a rate that was assumed, or on what is *not in
+the model*. The table also goes to model.log, with model.json beside it.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import math
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import serve_report
+from link_rates import Rates, beside, rates_of, section
 from serve_report import Record, Row
 
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config, load
 from sglang_uvm_offload.sizing.machine import GPUS, Machine
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Speed, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
-from sglang_uvm_offload.sizing.speed import predict
+from sglang_uvm_offload.sizing.speed import IN_PLACE, Stream, predict
 
 GIGA = 1e9
 WITHIN = 0.10
 """How far a prediction may be off."""
 CHUNK = 8192
-"""SGLang's prefill chunk on a GPU of this size, where the run's server arguments give none."""
+"""SGLang's prefill chunk on a GPU of this size, where the run does not tell."""
+OVERHEADS = ("layer_overhead_us", "latent_overhead_us", "prefill_layer_ms", "latent_prefill_layer_ms")
+"""What the planner assumes of steps beside reads and computing."""
 
 
 class NothingToCompare(Exception):
@@ -51,12 +52,97 @@ class NothingToCompare(Exception):
 
 
 @dataclass(frozen=True)
-class Rates:
-    """GB/s over the link, and where each is from."""
+class Served:
+    """How one contender served."""
 
-    read: float
-    copy: float
-    source: str
+    rows: int
+    """Residents and slots of a layer."""
+    slots: int
+    hit_rate: float
+    """The share of all routed tokens on them."""
+    single_hit_rate: float
+    """The same, of the decode steps of one request."""
+    stream: Stream
+    chunk: int
+    """The most tokens of a prompt that one step prefills."""
+
+    @classmethod
+    def of(cls, record: Record, cell: serve_report.Cell, model: CheckpointShape) -> Served | None:
+        """From the status that its servers ended with; None if none offloads."""
+        rows = [row for row in serve_report.rows_of(record, cell) if row.get("offload")]
+        if not rows:
+            return None
+        found = serve_report.middle(row["offload"]["hit_rate"] for row in rows)
+        hit_rate = cell[1] if found is None else found
+        single = counted(record, cell, "decode", 1, "read_bytes")
+        uses = model.top_k * model.expert_bytes / model.num_experts
+        slots, stream = (rows[0]["offload"].get(name) for name in ("slots", "streaming"))
+        return cls(
+            rows=int(cell[1] * model.num_experts + 1e-9),
+            slots=slots["a_layer"] if slots else 0,
+            hit_rate=hit_rate,
+            single_hit_rate=hit_rate if single is None else 1 - single / uses,
+            stream=Stream(stream["buffers"], stream["min_tokens"]) if stream else IN_PLACE,
+            chunk=chunk_of(record, rows[0]),
+        )
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One size of one contender, and what the planner predicts for it."""
+
+    kind: str
+    size: int
+    context: int
+    """Tokens of each request."""
+    served: Served
+    model: CheckpointShape
+
+    @property
+    def decoding(self) -> bool:
+        return self.kind == "decode"
+
+    def predict(self, rates: Rates, machine: Machine, assumed: Assumptions) -> Speed:
+        model, served = self.model, self.served
+        workload = Workload(self.context, self.size if self.decoding else 1, prompt_tokens=self.context)
+        machine = replace(machine, link_gbps=1.0)
+        assumed = replace(assumed, read_efficiency=rates.read, copy_efficiency=rates.copy)
+        stage = Case(model, machine, workload, Parallel(), Reserve(), assumed).cost(0)
+        return predict(
+            *("counted", served.single_hit_rate if self.decoding else served.hit_rate, served.rows - served.slots),
+            *(model.num_experts, model.top_k, [stage], machine, workload, Parallel(), workload.requests),
+            *(served.chunk, assumed, served.stream, served.slots),
+        )
+
+    def as_resident(self, seconds: float, rates: Rates, machine: Machine) -> tuple[Machine, Assumptions]:
+        """The machine, and assumptions, by which this takes ``seconds`` with every expert in VRAM: whatever does not cross the
+        link is faster or slower by one factor."""
+        assumed = Assumptions()
+        speed = self.predict(rates, machine, assumed)
+        times = (speed.resident_step_s if self.decoding else self.size / speed.resident_prefill_tokens_s) / seconds
+        faster = {name: getattr(machine, name) * times for name in ("hbm_gbps", "tflops")}
+        shorter = {name: getattr(assumed, name) / times for name in OVERHEADS}
+        return replace(machine, **faster), replace(assumed, **shorter)
+
+    def seconds(self, speed: Speed) -> float:
+        return speed.decode_step_s if self.decoding else self.size / speed.prefill_tokens_s
+
+    def way(self, speed: Speed) -> str:
+        """How offloaded experts come: a key of ``RATE_OF``."""
+        if self.decoding:
+            return "slots" if self.served.slots else "in place"
+        return "streamed" if speed.streamed else "in place"
+
+    def crossing_bytes(self, speed: Speed) -> float | None:
+        """That cross the link, as servers count them; None where some cross again and again, and are counted once."""
+        if self.decoding:
+            return speed.missed_bytes
+        chunks = -(-self.size // self.served.chunk)
+        offloaded = 1 - self.served.rows / self.model.num_experts
+        return chunks * offloaded * self.model.expert_bytes if speed.streamed else None
+
+
+RATE_OF = {"in place": "read", "streamed": "copy", "slots": "copy"}
 
 
 @dataclass(frozen=True)
@@ -66,19 +152,13 @@ class Compared:
     cell: serve_report.Cell
     kind: str
     size: int
+    way: str
     resident: float
     measured: float
-    missed_seconds: float
-    """That the model adds to the resident time."""
-    missed_bytes: float
-    counted_bytes: float | None
-    """What the server counted, at least: an expert counts once a step."""
-    moved_bytes: float
+    predicted: float
+    as_counted: float | None
+    """Predicted if as many bytes crossed the link as the server counted; None where it counts none that compare."""
     rates: Rates
-
-    @property
-    def predicted(self) -> float:
-        return self.resident + self.missed_seconds + self.moved_bytes / (self.rates.copy * GIGA)
 
     @property
     def error(self) -> float:
@@ -86,111 +166,67 @@ class Compared:
 
     def terms(self) -> dict[str, float]:
         """Seconds by which each term is off: predicted less measured. Their sum is the whole difference."""
-        found = {}
-        if self.counted_bytes is not None and self.kind == "decode":
-            found["missed bytes"] = (self.missed_bytes - self.counted_bytes) / (self.rates.read * GIGA)
-        rest = self.predicted - self.measured - sum(found.values())
-        read = "read rate" if "assumed" in self.rates.source else "not in the model"
-        return {**found, read: rest}
+        found = {} if self.as_counted is None else {"bytes over the link": self.predicted - self.as_counted}
+        rate = RATE_OF[self.way]
+        rest = f"{rate} rate" if rate in self.rates.assumed else "not in the model"
+        return {**found, rest: self.predicted - self.measured - sum(found.values())}
 
     def worst(self) -> str:
         return max(self.terms().items(), key=lambda term: abs(term[1]))[0]
-
-
-def rates_of(machine: Machine, assumed: Assumptions, probe: dict[str, Any] | None, layer: dict[str, Any] | None) -> Rates:
-    """Measured by the session's ``probe`` (parts bandwidth, prefetch) or ``layer`` (part link), else assumed."""
-    read, copy = [], []
-    for section in (probe, layer):
-        for part in (section or {}).get("parts", {}).values():
-            for row in part.get("rows", ()):
-                if row["row"] == "zero_copy" and row.get("memory") in ("managed", "pinned", "host_numa") and "median" in row:
-                    read.append(row["median"])
-                if row["row"] == "copy_engine" and row.get("direction") == "to_device" and "median" in row:
-                    copy.append(row["median"])
-    link = max(copy, default=machine.link_gbps)
-    if read:
-        return Rates(max(read), link, "measured by the session's probe")
-    return Rates(link * assumed.read_efficiency, link, "assumed by the planner")
 
 
 def compare(record: Record, model: CheckpointShape, rates: Rates, machine: Machine) -> list[Compared]:
     """Every figure of this plugin's contenders that the run measured beside a resident server."""
     found = []
     for cell in serve_report.cells(record):
-        states = [row["offload"] for row in serve_report.rows_of(record, cell) if row.get("offload")]
-        if not states:
-            continue
-        for kind in ("decode", "prefill"):
+        served = Served.of(record, cell, model)
+        for kind in ("decode", "prefill") if served else ():
             for size in serve_report.sizes(record, kind):
+                context = record["sizes"]["prompt_tokens"] + record["sizes"]["long"] if kind == "decode" else size
                 resident = serve_report.samples(record, serve_report.RESIDENT, kind, size)
                 measured = serve_report.samples(record, cell, kind, size)
-                if resident and measured:
-                    seconds = statistics.median(resident), statistics.median(measured)
-                    found.append(one(record, cell, kind, size, seconds, states, model, rates, machine))
+                if served and resident and measured:
+                    figure, seconds = Figure(kind, size, context, served, model), map(statistics.median, (resident, measured))
+                    found.append(one(record, cell, figure, *seconds, rates, machine))
     return found
 
 
 def one(
     record: Record,
     cell: serve_report.Cell,
-    kind: str,
-    size: int,
-    seconds: tuple[float, float],
-    states: Sequence[Row],
-    model: CheckpointShape,
+    figure: Figure,
+    resident: float,
+    measured: float,
     rates: Rates,
     machine: Machine,
 ) -> Compared:
-    sizes = record["sizes"]
-    decoding = kind == "decode"
-    context = sizes["prompt_tokens"] + sizes["long"] if decoding else size
-    workload = Workload(context, size if decoding else 1, prompt_tokens=context if decoding else size)
-    linked = dataclasses.replace(machine, link_gbps=rates.read)
-    assumed = dataclasses.replace(Assumptions(), read_efficiency=1.0)
-    residents = int(cell[1] * model.num_experts + 1e-9)
-    hit_rate = [state["hit_rate"] for state in states if state["hit_rate"] is not None]
-    served = statistics.median(hit_rate) if hit_rate else cell[1]
-    single = counted(record, cell, "decode", 1, "read_bytes")
-    if decoding and single is not None:
-        uses = model.top_k * model.expert_bytes / model.num_experts
-        served = 1 - single / uses
-    case = Case(model, linked, workload, Parallel(), Reserve(), assumed)
-    speed = predict(
-        *("counted", served, residents, model.num_experts, model.top_k, [case.cost(0)], linked, workload, Parallel()),
-        *(workload.requests, chunk_of(record), assumed),
-    )
-    if decoding:
-        added, missed = speed.decode_step_s - speed.resident_step_s, speed.missed_bytes
-    else:
-        added = size / speed.prefill_tokens_s - size / speed.resident_prefill_tokens_s
-        missed = added * rates.read * GIGA
-    return Compared(
-        cell=cell,
-        kind=kind,
-        size=size,
-        resident=seconds[0],
-        measured=seconds[1],
-        missed_seconds=added,
-        missed_bytes=missed,
-        counted_bytes=counted(record, cell, kind, size, "read_bytes"),
-        moved_bytes=counted(record, cell, kind, size, "moved_bytes") or 0.0,
-        rates=rates,
-    )
+    machine, assumed = figure.as_resident(resident, rates, machine)
+    speed = figure.predict(rates, machine, assumed)
+    read, moved = (counted(record, cell, figure.kind, figure.size, f"{name}_bytes") for name in ("read", "moved"))
+    moving = (moved or 0.0) / (rates.link * GIGA)
+    crossing, as_counted = figure.crossing_bytes(speed), None
+    if crossing and read is not None:
+        # These bytes at other rates take as long as the counted ones at the true rates.
+        times = crossing / read if read > 0 else math.inf
+        others = replace(rates, read=rates.read * times, copy=rates.copy * times)
+        as_counted = figure.seconds(figure.predict(others, machine, assumed)) + moving
+    predicted = figure.seconds(speed) + moving
+    return Compared(cell, figure.kind, figure.size, figure.way(speed), resident, measured, predicted, as_counted, rates)
 
 
 def counted(record: Record, cell: serve_report.Cell, kind: str, size: int, name: str) -> float | None:
-    found = [
-        point[name]
+    return serve_report.middle(
+        point.get(name)
         for row in serve_report.rows_of(record, cell)
         for point in row["points"]
-        if (point["kind"], point["size"]) == (kind, size) and name in point
-    ]
-    return statistics.median(found) if found else None
+        if (point["kind"], point["size"]) == (kind, size)
+    )
 
 
-def chunk_of(record: Record) -> int:
-    words = record["server_args"]
-    return int(words[words.index("--chunked-prefill-size") + 1]) if "--chunked-prefill-size" in words else CHUNK
+def chunk_of(record: Record, row: Row) -> int:
+    """By what SGLang says of the server, else by its arguments."""
+    words = [*record["server_args"], "--chunked-prefill-size", CHUNK]
+    return int(row.get("engine", {}).get("chunked_prefill_size") or words[words.index("--chunked-prefill-size") + 1])
 
 
 def machine_of(record: Record) -> Machine:
@@ -214,11 +250,13 @@ def machine_of(record: Record) -> Machine:
 
 def lines(compared: Sequence[Compared]) -> list[str]:
     """A line a figure, then the verdict: within 10 %, or the term that is off most."""
-    head = f"{'contender':24}{'figure':16}{'measured':>10}{'predicted':>11}{'off':>8}  the term that is off most"
-    found = [f"read rate {compared[0].rates.read:.4g} GB/s, {compared[0].rates.source}", head]
+    head = f"{'contender':24}{'figure':16}{'':10}{'measured':>10}{'predicted':>11}{'off':>8}  the term that is off most"
+    found = [str(compared[0].rates), head]
     for each in compared:
         ratios = f"{each.measured / each.resident:10.3f}{each.predicted / each.resident:11.3f}{each.error:8.1%}"
-        found.append(f"{serve_report.cell_name(each.cell):24}{f'{each.kind} {each.size}':16}{ratios}  {each.worst()}")
+        found.append(
+            f"{serve_report.cell_name(each.cell):24}{f'{each.kind} {each.size}':16}{each.way:10}{ratios}  {each.worst()}"
+        )
     off = [each for each in compared if abs(each.error) > WITHIN]
     if not off:
         return [*found, f"every one of {len(compared)} figures is within {WITHIN:.0%}"]
@@ -258,36 +296,27 @@ def draw(compared: Sequence[Compared], record: Record, path: Path) -> None:
     pyplot.close(figure)
 
 
-def section(path: Path | None) -> dict[str, Any] | None:
-    """The JSON of a section of a session; one that is no measurement is refused."""
-    if path is None:
-        return None
-    try:
-        if path.stat().st_size > serve_report.RUN_BYTES:
-            raise serve_report.NotARun(f"{path}: larger than {serve_report.RUN_BYTES} bytes")
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise serve_report.NotARun(f"{path}: {error}") from None
-    if found.get("measured") is not True:
-        raise serve_report.NotARun(f"{path}: is no measurement of a GPU session")
-    return found
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--model", type=Path, help="the checkpoint that was served: its folder, or its config.json")
-    parser.add_argument("--probe", type=Path)
-    parser.add_argument("--layer", type=Path)
+    parser.add_argument(
+        "--model", type=Path, help="the checkpoint that was served (its folder or config.json), if not of the run"
+    )
+    parser.add_argument(
+        "--rates", type=Path, nargs="*", help="sections that measured the link; default: RUN and those beside it"
+    )
     parser.add_argument("--out", type=Path, help="folder for model.log, .json and .png; default: beside the run")
     wanted = parser.parse_args(arguments)
     try:
         record = serve_report.load(wanted.run)
         machine = machine_of(record)
-        if wanted.model is None:
-            parser.error("--model: give the checkpoint that was served, its folder or its config.json")
-        rates = rates_of(machine, Assumptions(), section(wanted.probe), section(wanted.layer))
-        compared = compare(record, load(wanted.model), rates, machine)
+        config = record["model"].get("config")
+        if not wanted.model and not config:
+            parser.error("--model: the run does not hold its checkpoint's config; give its folder or config.json")
+        model = load(wanted.model) if wanted.model else from_config(record["model"]["name"], config)
+        given = beside(wanted.run) if wanted.rates is None else wanted.rates
+        rates = rates_of([section(path) for path in given], machine.link_gbps, Assumptions())
+        compared = compare(record, model, rates, machine)
         if not compared:
             raise NothingToCompare("no figure of this plugin stands beside one of the resident server")
     except NothingToCompare as reason:
@@ -297,6 +326,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"model.py: {error}", file=sys.stderr)
         return 2
     out = wanted.out or (wanted.run if wanted.run.is_dir() else wanted.run.parent)
+    out.mkdir(parents=True, exist_ok=True)
     text = "\n".join(lines(compared))
     print(text)
     (out / "model.log").write_text(text + "\n")

@@ -39,7 +39,7 @@ GRACE_SECONDS = 60
 OFFLOAD_FIGURES = (
     *("backend", "num_layers", "num_experts", "resident_experts", "offloaded_experts", "resident_bytes", "offloaded_bytes"),
     *("plain_bytes", "tokens", "warmup_done", "hit_rate", "zero_copy_bytes", "streamed_bytes"),
-    *("moves", "moved_bytes", "moving_seconds", "fault", "evicted_bytes", "slots"),
+    *("moves", "moved_bytes", "moving_seconds", "fault", "evicted_bytes", "slots", "streaming"),
 )
 
 
@@ -97,6 +97,7 @@ def run(wanted: Run, record: dict[str, Any] | None = None) -> dict[str, Any]:
 def describe(wanted: Run, model: CheckpointShape) -> dict[str, Any]:
     """Everything of the run's record but its rows."""
     machine = environment(wanted.device)
+    config = json.loads((wanted.model / "config.json").read_text())
     return {
         "format": serve_report.FORMAT,
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -105,7 +106,8 @@ def describe(wanted: Run, model: CheckpointShape) -> dict[str, Any]:
         "environment": machine,
         "model": {
             "name": wanted.model.name,
-            "architecture": architecture(wanted.model),
+            "architecture": ", ".join(config.get("architectures") or ["unknown"]),
+            "config": config,
             "quantization": model.quantization,
             "experts": model.num_experts,
             "top_k": model.top_k,
@@ -122,10 +124,6 @@ def describe(wanted: Run, model: CheckpointShape) -> dict[str, Any]:
         "server_args": wanted.server_args,
         "rows": wanted.rows,
     }
-
-
-def architecture(folder: Path) -> str:
-    return ", ".join(json.loads((folder / "config.json").read_text()).get("architectures") or ["unknown"])
 
 
 # ---- one server ----

@@ -315,7 +315,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             "paged experts' prefill time over this plugin's",
             ">=",
             1.5,
-            behind("paged_experts", "prefill", 4096, 8192, 16384, 32000),
+            behind("paged_experts", "prefill", 512, 4096, 16384, 32000),
         ),
         *reachable("frequency", "paged_experts"),
     ),

@@ -87,7 +87,7 @@ class Served:
     contenders: tuple[str, ...]
     residencies: tuple[float, ...]
     judged_only: bool = False
-    """Only the sizes that goals name, so that slow peers end in time."""
+    """Only what goals name: neither SGLang's load generator nor watching the link, so that slow peers end in time."""
     own_defaults: bool = False
     """SGLang's own backends and graphs, and traffic that changes."""
     decoding: bool = False
@@ -137,8 +137,8 @@ PLAN = {
 def sizes(small: bool, judged_only: bool = False, own_defaults: bool = False, decoding: bool = False) -> Sizes:
     """A prompt that is long enough to stream is among those whose answers are compared; not beside SGLang's own prefill graphs,
     which only the resident server uses for it."""
-    batches = (1, 16) if own_defaults else (1, 16, 64) if judged_only else (1, 4, 16, 64)
-    prompts = (4096,) if decoding else (4096, 8192, 16384, 32000) if judged_only else (512, 4096, 8192, 16384, 32000)
+    batches = (1, 16) if own_defaults else (1, 4, 16, 64)
+    prompts = (4096,) if decoding else (512, 4096, 16384, 32000) if judged_only else (512, 4096, 8192, 16384, 32000)
     streaming = 128 if small else 4096
     return Sizes(
         batches=(1, 4) if small else batches,
@@ -236,7 +236,7 @@ def serve_part(rows: Rows, served: Served) -> None:
             server_args=[] if cpu else server_args(served),
             start_seconds=400 if rows.small else 200 if served.own_defaults else 150,
             point_seconds=60,
-            busy_seconds=0 if served.decoding else 5,
+            busy_seconds=0 if served.decoding or served.judged_only else 5,
             deadline=time.monotonic() + rows.left() - serve_run.GRACE_SECONDS / 2,
             served=partial(put_cell, rows, Path(out)),
         )
@@ -339,10 +339,12 @@ def check_moves(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def check_streams(rows: Sequence[dict[str, Any]]) -> None:
-    """Raises where a server did not stream that should, or one did that should not: the times of its prompts would be others'
-    than its name tells."""
+    """Raises where a server did not stream that should, stopped to, or did that should not: the times of its prompts would be
+    others' than its name tells."""
     served = [row for row in rows if "offload" in row and not row["error"]]
-    wrong = [
+    stopped = {row["contender"]: (row["offload"]["streaming"] or {}).get("fault") for row in served}
+    wrong = [f"{contender}: stopped: {fault}" for contender, fault in stopped.items() if fault]
+    wrong += [
         f"{row['contender']}: {row['offload']['streamed_bytes']} bytes"
         for row in served
         if bool(row["offload"]["streamed_bytes"]) == (row["contender"] == IN_PLACE.name)

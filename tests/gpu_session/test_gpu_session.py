@@ -532,8 +532,9 @@ def test_a_part_fails_where_moves_stop_or_steps_run_without_graphs(modules):
 def test_a_part_fails_where_a_server_streams_against_its_name(modules):
     import server_parts
 
-    def cell(contender: str, streamed: int) -> dict:
-        return {"contender": contender, "error": None, "offload": {"streamed_bytes": streamed}}
+    def cell(contender: str, streamed: int, fault: str | None = None) -> dict:
+        streaming = {"fault": fault} if contender != "in_place" else None
+        return {"contender": contender, "error": None, "offload": {"streamed_bytes": streamed, "streaming": streaming}}
 
     resident = {"contender": "resident", "error": None}
     server_parts.check_streams([resident, cell("frequency", 5), cell("in_place", 0), cell("first_n", 0) | {"error": "no"}])
@@ -541,6 +542,8 @@ def test_a_part_fails_where_a_server_streams_against_its_name(modules):
         server_parts.check_streams([cell("frequency", 0)])
     with pytest.raises(AssertionError, match="in_place: 7 bytes"):
         server_parts.check_streams([cell("in_place", 7)])
+    with pytest.raises(AssertionError, match="frequency: stopped: no room"):
+        server_parts.check_streams([cell("frequency", 5, "no room")])
 
 
 def test_a_part_fails_where_a_server_left_out_a_way_to_use_its_slots(modules):
@@ -611,6 +614,34 @@ def test_sglang_is_given_backends_only_where_it_cannot_have_its_own(modules, mon
     assert "--disable-prefill-cuda-graph" in server_parts.server_args(plan["frequency"])
     monkeypatch.setattr(server_parts, "importable", lambda package: package != "xgrammar")
     assert server_parts.server_args(plan["fixed"]) == ["--grammar-backend", "none"]
+
+
+@pytest.mark.parametrize(
+    ("section", "part"),
+    [
+        ("peers", "paged_experts"),
+        ("peers_slots", "paged_slots"),
+        ("cpu_offload", "cpu_offload_gb"),
+        ("offloader", "offloader_v2"),
+    ],
+)
+def test_every_size_that_a_goal_over_a_peer_names_is_served(modules, section, part):
+    import server_parts
+
+    served = server_parts.PLAN[part]
+    sizes = server_parts.sizes(False, served.judged_only, served.own_defaults, served.decoding)
+    if part in server_parts.PEERS:
+        assert (sizes.batches, sizes.prompts) == ((1, 4, 16, 64), (512, 4096, 16384, 32000))
+    cases = [("decode", {"batch": size}) for size in sizes.batches] + [("prefill", {"tokens": size}) for size in sizes.prompts]
+    (share,) = served.residencies
+    found = [
+        row(kind, [1.0], contender=contender, resident=share, **size) for contender in served.contenders for kind, size in cases
+    ]
+    goals = [goal.text for goal in modules["goals"].GOALS[section]]
+    over = [number for number, text in enumerate(goals) if "over this plugin's" in text or "likewise" in text]
+    assert over
+    for number in over:
+        assert judged(modules, section, number, {part: found})["ratio"] == 1.0, goals[number]
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,16 @@ cost model."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import contenders
+import link_rates
 import make_checkpoint
 import model
 import pytest
@@ -22,8 +23,10 @@ import serve_meter
 import serve_report
 import serve_run
 from contenders import CONTENDERS, Budget, CannotServe
+from link_rates import Rates
 
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config
+from sglang_uvm_offload.sizing.plan import Assumptions
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -185,7 +188,7 @@ def test_long_prompts_are_answered_after_the_others(monkeypatch: pytest.MonkeyPa
         return answer(prompts, new_tokens)
 
     clock.generate = generate  # type: ignore[method-assign]
-    sizes = dataclasses.replace(SIZES, long_answers=(40, 500))
+    sizes = replace(SIZES, long_answers=(40, 500))
     answers = serve_client.answers(clock, lambda i, n: [i] * n, sizes)  # type: ignore[arg-type]
     assert asked == [2, 4, 40, 500]
     assert len(answers) == 4
@@ -207,7 +210,7 @@ def test_bytes_read_are_those_in_place_and_those_streamed() -> None:
 
 def test_the_warm_up_goes_on_for_the_step_after_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, 0.0)
-    sizes = dataclasses.replace(SIZES, warmup_tokens=1000)
+    sizes = replace(SIZES, warmup_tokens=1000)
     served = 0
 
     def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -237,7 +240,7 @@ def test_the_traffic_changes_to_requests_that_were_not_there_before(monkeypatch:
         return answer(batch, new_tokens)
 
     clock.generate = generate  # type: ignore[method-assign]
-    sizes = dataclasses.replace(SIZES, rounds=2)
+    sizes = replace(SIZES, rounds=2)
     rounds = serve_client.traffic(clock, lambda i, n: [i] * n, sizes, clock.counters)  # type: ignore[arg-type]
     assert asked == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
     assert [each["topic"] for each in rounds] == ["before", "before", "after", "after"]
@@ -338,57 +341,137 @@ def test_a_file_that_is_no_run_is_refused_with_its_name(tmp_path: Path, text: st
 # ---- the cost model ----
 
 
-def measured_run(seconds: float, counted: float | None, batch: int = 4) -> dict[str, Any]:
-    ours = cell("first_n", 0.5, 1, {batch: [seconds]}, offload={"hit_rate": 0.5})
+EXPERT = 3 * 2048 * 768 * 2
+"""Bytes of one expert of ``LARGE``."""
+
+
+def measured_run(
+    seconds: float, counted: float | None, size: int = 4, kind: str = "decode", resident: float = 0.010, **status: Any
+) -> dict[str, Any]:
+    """A server with half of the experts resident, whose status says ``status`` too, beside one with all."""
+    rows = [cell("resident", 1.0, 1, {size: [resident]}), cell("first_n", 0.5, 1, {size: [seconds]})]
+    for row in rows:
+        row["points"][0]["kind"] = kind
+    rows[1]["offload"] = {"hit_rate": 0.5} | status
     if counted is not None:
-        ours["points"][0]["read_bytes"] = counted
-    return record_of([cell("resident", 1.0, 1, {batch: [0.010]}), ours])
+        rows[1]["points"][0]["read_bytes"] = counted
+    return record_of(rows)
 
 
-def compared(record: dict[str, Any], rates: model.Rates) -> model.Compared:
-    (only,) = model.compare(record, shape_of(**LARGE), rates, model.machine_of(record))
+def compared(record: dict[str, Any], rates: Rates | None = None) -> model.Compared:
+    (only,) = model.compare(record, shape_of(**LARGE), rates or RATES, model.machine_of(record))
     return only
 
 
-RATES = model.Rates(40.0, 55.0, "measured by the session's probe")
+RATES = Rates(40.0, 50.0, 55.0)
+STREAMS = {"buffers": 2, "min_tokens": 512, "nbytes": 1, "fault": None}
 
 
 def test_the_model_adds_the_missed_bytes_over_the_measured_rate_to_the_resident_time() -> None:
-    expert = 3 * 2048 * 768 * 2
-    found = compared(measured_run(0.02, None, batch=1), RATES)
-    assert found.missed_bytes == pytest.approx(16 * 4 * expert, rel=0.01), "of 8 choices 4 miss, in 16 layers"
-    assert found.predicted == pytest.approx(0.010 + found.missed_bytes / 40e9, rel=0.1)
+    found = compared(measured_run(0.02, None, size=1))
+    assert found.way == "in place"
+    assert found.predicted == pytest.approx(0.010 + 16 * 4 * EXPERT / 40e9, rel=0.1), "of 8 choices 4 miss, in 16 layers"
+    moved = measured_run(0.02, None, size=1)
+    moved["rows"][1]["points"][0]["moved_bytes"] = 55e6
+    assert compared(moved).predicted == pytest.approx(found.predicted + 0.001)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("decode", 1), ("decode", 64), ("prefill", 512), ("prefill", 32000)])
+def test_with_nothing_offloaded_the_model_says_what_was_measured(kind: str, size: int) -> None:
+    served = model.Served(128, 0, 1.0, 1.0, model.IN_PLACE, 8192)
+    figure = model.Figure(kind, size, size if kind == "prefill" else 64, served, shape_of(**LARGE))
+    for seconds in (0.001, 10.0):
+        machine, assumed = figure.as_resident(seconds, RATES, model.machine_of(record_of([])))
+        assert figure.seconds(figure.predict(RATES, machine, assumed)) == pytest.approx(seconds)
 
 
 def test_the_hit_rate_of_decode_is_what_batch_1_read() -> None:
-    expert = 3 * 2048 * 768 * 2
-    found = compared(measured_run(0.02, 16 * 2 * expert, batch=1), RATES)
-    assert found.missed_bytes == pytest.approx(16 * 2 * expert, rel=0.01), "not the 4 of 8 of all traffic"
+    found = compared(measured_run(0.02, 16 * 2 * EXPERT, size=1))
+    assert found.predicted == pytest.approx(0.010 + 16 * 2 * EXPERT / 40e9, rel=0.1), "not the 4 of 8 of all traffic"
+    assert found.as_counted == pytest.approx(found.predicted)
+
+
+def test_a_decode_step_whose_misses_fill_slots_takes_the_rate_of_copies() -> None:
+    """And the time to decide in each layer, and to read from VRAM what was copied there."""
+    slots = {"a_layer": 32, "missing": None}
+    found = compared(measured_run(0.02, None, size=1, resident=0.0015, slots=slots))
+    assert found.way == "slots"
+    assert found.predicted == pytest.approx(0.0015 + 16 * (4 * EXPERT / 50e9 + 5e-6), rel=1e-3)
+    assert compared(measured_run(1.0, None, size=1, slots=slots), replace(RATES, assumed=("copy",))).worst() == "copy rate"
+
+
+@pytest.mark.parametrize(
+    ("resident", "expected"),
+    [
+        (0.016, 16 * 64 * EXPERT / 50e9 + 0.001),  # the link is the limit, until the last layer computes
+        (1.6, 1.6 + 64 * EXPERT / 50e9),  # only the first copy is waited for
+    ],
+)
+def test_a_prompt_that_streams_takes_the_longer_of_computing_and_copying(resident: float, expected: float) -> None:
+    found = compared(measured_run(1.0, None, 8192, "prefill", resident, streaming=STREAMS))
+    assert found.way == "streamed"
+    assert found.predicted == pytest.approx(expected, rel=0.02)
+
+
+def test_a_prompt_of_several_chunks_streams_each_and_a_short_one_none() -> None:
+    whole, twice = (compared(measured_run(1.0, None, size, "prefill", 0.01, streaming=STREAMS)) for size in (8192, 16384))
+    assert twice.predicted == pytest.approx(2 * whole.predicted, rel=0.02)
+    chunked = measured_run(1.0, None, 8192, "prefill", 0.01, streaming=STREAMS)
+    chunked["rows"][1]["engine"] = {"chunked_prefill_size": 2048}
+    assert compared(chunked).predicted == pytest.approx(4 * whole.predicted, rel=0.02), "as SGLang says of that server"
+    chunked["rows"][1]["engine"]["chunked_prefill_size"] = None
+    chunked["server_args"] = ["--chunked-prefill-size", "4096"]
+    assert compared(chunked).predicted == pytest.approx(2 * whole.predicted, rel=0.02), "as its arguments say"
+    assert compared(measured_run(1.0, None, 256, "prefill", streaming=STREAMS)).way == "in place"
+    assert compared(measured_run(1.0, None, 8192, "prefill")).way == "in place"
+
+
+def test_bytes_that_a_prompt_copied_are_compared_and_bytes_that_it_read_in_place_are_not() -> None:
+    copied = 16 * 64 * EXPERT
+    half = compared(measured_run(0.1, copied / 2, 8192, "prefill", streaming=STREAMS))
+    assert half.as_counted == pytest.approx(copied / 2 / 50e9, rel=0.05)
+    assert half.worst() == "bytes over the link"
+    none = compared(measured_run(0.010, 0.0, 8192, "prefill", streaming=STREAMS))
+    assert none.as_counted == pytest.approx(0.010), "nothing crossed: the resident server's time"
+    hidden = compared(measured_run(1.0, copied / 2, 8192, "prefill", 10.0, streaming=STREAMS))
+    assert hidden.terms()["bytes over the link"] < 0.01, "computing hides them"
+    assert compared(measured_run(1.0, copied, 8192, "prefill")).as_counted is None, "each is read once a block of rows"
 
 
 def test_a_figure_within_a_tenth_is_said_to_be_and_another_names_its_term() -> None:
-    good = compared(measured_run(0.02, None), RATES)
-    exact = compared(measured_run(good.predicted, good.missed_bytes), RATES)
+    good = compared(measured_run(0.02, None))
+    missed = (good.predicted - 0.010) * 40e9
+    exact = compared(measured_run(good.predicted, missed))
     assert "every one of 1 figures is within 10%" in model.lines([exact])[-1]
-    fewer = compared(measured_run(0.010 + good.missed_bytes / 80e9, good.missed_bytes / 2), RATES)
-    assert "worst term: missed bytes" in model.lines([fewer])[-1]
-    slower = compared(measured_run(3 * good.predicted, good.missed_bytes), RATES)
+    fewer = compared(measured_run(0.010 + missed / 80e9, missed / 2))
+    assert "worst term: bytes over the link" in model.lines([fewer])[-1]
+    slower = compared(measured_run(3 * good.predicted, missed))
     assert "worst term: not in the model" in model.lines([slower])[-1]
-    assumed = compared(measured_run(3 * good.predicted, good.missed_bytes), model.Rates(35.0, 55.0, "assumed by the planner"))
+    assumed = compared(measured_run(3 * good.predicted, missed), replace(RATES, assumed=("read",)))
     assert "worst term: read rate" in model.lines([assumed])[-1]
 
 
 def test_rates_come_from_the_session_where_it_measured_them() -> None:
-    machine, assumed = model.machine_of(record_of([])), model.Assumptions()
     rows = [
         {"row": "zero_copy", "memory": "managed", "median": 44.0},
         {"row": "zero_copy", "memory": "plain", "median": 4000.0},
         {"row": "copy_engine", "direction": "to_device", "median": 54.0},
+        {"row": "copies", "source": "managed", "way": "kernel, 16 blocks", "gpu": "busy", "median": 50.0},
+        {"row": "copies", "source": "managed", "way": "kernel, 16 blocks", "gpu": "idle", "median": 52.0},
+        {"row": "copies", "source": "managed, half resident", "way": "kernel, 16 blocks", "gpu": "busy", "median": 84.0},
     ]
-    assert model.rates_of(machine, assumed, {"parts": {"bandwidth": {"rows": rows}}}, None) == model.Rates(
-        44.0, 54.0, "measured by the session's probe"
-    )
-    assert model.rates_of(machine, assumed, None, None).read == pytest.approx(55 * assumed.read_efficiency)
+    sections = [{"parts": {"bandwidth": {"rows": rows[:3]}}}, {"parts": {"copies": {"rows": rows[3:]}}}]
+    assumed = Assumptions()
+    assert link_rates.rates_of(sections, 60.0, assumed) == Rates(44.0, 50.0, 54.0)
+    none = link_rates.rates_of([], 60.0, assumed)
+    assert (none.read, none.copy, none.link) == (60 * assumed.read_efficiency, 60 * assumed.copy_efficiency, 60)
+    assert none.assumed == ("read", "copy", "link")
+    assert "copy rate 50 GB/s, measured by the session; link rate 54 GB/s" in str(Rates(44.0, 50.0, 54.0, ("read",)))
+
+
+def test_the_copy_rate_is_found_in_a_real_log() -> None:
+    log = ROOT / "benchmarks" / "results" / "2026-11-22-nvidia-h200-2" / "stream.json"
+    assert link_rates.rates_of([link_rates.section(log)], 55.0, Assumptions()).assumed == ("read", "link")
 
 
 def test_the_table_in_the_readme_is_made_from_its_log() -> None:
@@ -398,10 +481,18 @@ def test_the_table_in_the_readme_is_made_from_its_log() -> None:
     assert shown == readme_table.table(serve_report.load(ROOT / f"{log}.json"))
 
 
+def test_the_link_is_measured_by_a_run_and_the_sections_beside_it(tmp_path: Path) -> None:
+    run, probe, stream = (tmp_path / f"{name}.json" for name in ("server", "probe", "stream"))
+    for path in (run, probe, stream, tmp_path / "peers.json"):
+        path.touch()
+    assert link_rates.beside(run) == [run, probe, stream]
+    assert link_rates.beside(probe) == link_rates.beside(tmp_path) == [probe, stream]
+
+
 def test_a_section_that_is_no_measurement_feeds_no_model(tmp_path: Path) -> None:
     (tmp_path / "probe.json").write_text('{"measured": false, "parts": {}}')
     with pytest.raises(serve_report.NotARun, match="no measurement"):
-        model.section(tmp_path / "probe.json")
+        link_rates.section(tmp_path / "probe.json")
 
 
 def test_a_run_on_a_cpu_has_nothing_to_compare() -> None:
@@ -410,18 +501,35 @@ def test_a_run_on_a_cpu_has_nothing_to_compare() -> None:
 
 
 def test_the_model_reads_a_run_and_a_session_and_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run.json").write_text(json.dumps(measured_run(0.02, 1e8)))
-    config = make_checkpoint.FAMILIES["qwen3_moe"].config(make_checkpoint.Shape(**LARGE)) | {"torch_dtype": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = measured_run(0.02, 1e8)
+    run["model"]["config"] = make_checkpoint.FAMILIES["qwen3_moe"].config(make_checkpoint.Shape(**LARGE))
+    run["model"]["config"]["torch_dtype"] = "bfloat16"
+    (tmp_path / "run.json").write_text(json.dumps(run))
     link = [{"row": "zero_copy", "memory": "pinned", "median": 40.0}]
     (tmp_path / "layer.json").write_text(json.dumps({"measured": True, "parts": {"link": {"rows": link}}}))
-    arguments = [str(tmp_path), "--model", str(tmp_path / "config.json"), "--layer", str(tmp_path / "layer.json")]
-    assert model.main(arguments) == 0
+    out = tmp_path / "model" / "server"
+    assert model.main([str(tmp_path), "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "read rate 40 GB/s, measured by the session's probe" in said
+    assert "read rate 40 GB/s, measured by the session; copy rate" in said
     assert "first_n 50%" in said
-    assert (tmp_path / "model.png").stat().st_size > 1000
-    assert (tmp_path / "model.log").read_text() == said
-    assert json.loads((tmp_path / "model.json").read_text())["measured"] is True
+    assert (out / "model.png").stat().st_size > 1000
+    assert (out / "model.log").read_text() == said
+    assert json.loads((out / "model.json").read_text())["measured"] is True
+    link[0]["median"] = 30.0
+    (tmp_path / "other.json").write_text(json.dumps({"measured": True, "parts": {"link": {"rows": link}}}))
+    assert model.main([str(tmp_path), "--rates", str(tmp_path / "other.json")]) == 0
+    assert "read rate 30 GB/s, measured by the session" in capsys.readouterr().out
     assert model.main([str(tmp_path / "nothing")]) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_hold_its_checkpoints_config_needs_it_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(measured_run(0.02, 1e8)))
+    with pytest.raises(SystemExit):
+        model.main([str(tmp_path)])
+    assert "--model: the run does not hold its checkpoint's config" in capsys.readouterr().err
+    config = make_checkpoint.FAMILIES["qwen3_moe"].config(make_checkpoint.Shape(**LARGE)) | {"torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model.main([str(tmp_path), "--model", str(tmp_path / "config.json")]) == 0
