@@ -270,7 +270,8 @@ class Plan:
     stream_tokens: int = 0
     """Steps of at least as many tokens stream, where there are stream buffers."""
     hiding_chunk: int = 0
-    """The tokens of the smallest chunk whose copying is hidden by its computing, 0 if there is none, or no stream buffer."""
+    """The tokens of the smallest chunk whose computing hides its copies but for the first layer's; 0 if there is none, or no
+    stream buffer."""
     speeds: tuple[Speed, ...] = ()
     useless: tuple[str, ...] = ()
     """Reasons not to serve with a plan that fits."""

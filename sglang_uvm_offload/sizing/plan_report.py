@@ -24,7 +24,8 @@ FORMULA = (
     "each draft token adds a pass of the draft layers, and counts as draft_token_weight of a token in the line above",
     "prefill chunk = the same for a chunk of the prompt, an offloaded expert read once for each block of rows; at least the "
     "launches of all layers",
-    "streamed chunk = in each layer the longer of computing from VRAM and copying all offloaded experts once",
+    "streamed chunk = in each layer the longer of computing from VRAM and copying all offloaded experts of the next; and the "
+    "copy for the first, less what is computed before its experts",
 )
 
 WITH_SLOTS = (
@@ -186,7 +187,7 @@ def _streaming(plan: Plan) -> list[str]:
     if plan.hiding_chunk:
         short = plan.hiding_chunk > plan.chunked_prefill_size
         beyond = f"; --chunked-prefill-size is {plan.chunked_prefill_size}" if short else ""
-        hidden = f"A chunk of {plan.hiding_chunk} tokens or more hides its stream{beyond}."
+        hidden = f"A chunk of {plan.hiding_chunk} tokens or more hides its stream after the first layer{beyond}."
     return [f"Prefill of {plan.stream_tokens} tokens or more streams, through {through}. {hidden}"]
 
 

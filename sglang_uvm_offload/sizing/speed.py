@@ -81,7 +81,7 @@ IN_PLACE = Stream(buffers=0, tokens=0)
 """No chunk streams."""
 
 HIDING_CHUNKS = range(256, 65536 + 1, 256)
-"""The sizes among which the smallest is sought that hides its stream."""
+"""The sizes among which the smallest is sought that hides its copies."""
 
 
 def distinct(num_experts: int, choices: float, tokens: float) -> float:
@@ -160,8 +160,8 @@ def hiding_chunk(
     assumed: Assumptions,
     stream: Stream,
 ) -> int:
-    """The smallest of ``HIDING_CHUNKS`` that streams and computes for at least as long as it copies, with ``rows`` residents
-    and slots of each layer; 0 if none does."""
+    """The smallest of ``HIDING_CHUNKS`` that streams and whose layers after the first wait for no copy, with ``rows`` residents
+    and slots of each layer; 0 if there is none."""
     model = _Model(num_experts, top_k, stages, machine, parallel, assumed)
     chunks = (tokens for tokens in HIDING_CHUNKS if stream.buffers and tokens >= stream.tokens)
     return next((tokens for tokens in chunks if model.hides(rows, _Batch(tokens, 0, 0), stream.buffers)), 0)

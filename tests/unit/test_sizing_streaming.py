@@ -298,14 +298,15 @@ def test_the_report_says_how_prefill_streams_and_which_chunk_hides_it():
     two, one, none = (planned(150, stream_gb=gib) for gib in (None, 1.5, 0))
     text = render(two)
     assert re.search(r"stream buffers +2\.62 GiB", text)
-    assert f"streams, through 2 stream buffers. A chunk of {two.hiding_chunk} tokens or more hides its stream" in text
+    chunk = f"A chunk of {two.hiding_chunk} tokens or more hides its stream after the first layer"
+    assert f"streams, through 2 stream buffers. {chunk}" in text
     assert "through 1 stream buffer. " in render(one)
     assert "Without stream buffers, prefill reads offloaded experts in place" in render(none)
     assert "reads of an offloaded expert" not in text
     assert "it is copied once" in text
     assert "it is read for each block of 128 rows" in render(none)
     small = replace(two, chunked_prefill_size=two.hiding_chunk - 1)
-    assert f"hides its stream; --chunked-prefill-size is {two.hiding_chunk - 1}.\n" in render(small)
+    assert f"after the first layer; --chunked-prefill-size is {two.hiding_chunk - 1}.\n" in render(small)
     assert "--chunked-prefill-size is" not in render(replace(two, chunked_prefill_size=two.hiding_chunk))
     assert "No chunk of up to 65536 tokens hides the copying." in render(replace(two, hiding_chunk=0))
 
