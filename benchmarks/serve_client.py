@@ -32,6 +32,10 @@ PromptIds = Callable[[int, int], list[int]]
 """The token ids of request number i, of a given length."""
 
 
+NOT_RESOLVED = "not resolved"
+"""How a failure begins that is of the clock's: the server has answered."""
+
+
 class PointFailed(Exception):
     """The server did not answer, or sent another kind of answer. The message is one line."""
 
@@ -186,7 +190,8 @@ def decode(client: Client, prompts: PromptIds, batch: int, sizes: Sizes, counter
         short, long = (timed(client, batch_prompts, new, counters) for new in (sizes.short, sizes.long))
         found.append({name: (long[name] - short[name]) / (sizes.long - sizes.short) for name in long})
     if statistics.median(each["seconds"] for each in found) <= 0:
-        raise PointFailed(f"not resolved: {sizes.long} tokens took no longer than {sizes.short}; ask for more with --tokens")
+        least = f"{sizes.long} tokens took no longer than {sizes.short}; ask for more with --tokens"
+        raise PointFailed(f"{NOT_RESOLVED}: {least}")
     return medians(found)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import model
 import pytest
+import serve_client
 from link_rates import Rates
 from standin.rehearse import GPU, ROOT, environment, failures
 
@@ -30,6 +31,7 @@ FAILED_POINT = [{"kind": "decode", "size": 1, "error": None}, {"kind": "decode",
         (cell("resident"), []),
         (cell("paged_experts", error="the server ended"), ["paged_experts: the server ended"]),
         (cell("frequency", points=FAILED_POINT), ["frequency: HTTP 500"]),
+        (cell("frequency", points=[{"kind": "decode", "size": 1, "error": serve_client.NOT_RESOLVED + ": noise"}]), []),
         (cell("resident", bench={"error": "no time"}), ["resident: no time"]),
         ({"contender": "page_in_only", "error": "not built", "points": []}, []),
     ],
