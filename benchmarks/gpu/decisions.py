@@ -397,6 +397,17 @@ def residency_cost(rows: PartRows) -> list[str]:
     return grid(["step, ms (layers: see JSON)", "plain", "managed, all", "78 % resident", "50 %"], body)
 
 
+def counting_design(rows: PartRows) -> list[str]:
+    """A line by batch: the step without counters, and what each way to count adds."""
+    ways = ("on a stream beside", "by one warp")
+    body: list[tuple[str, list[Row | None]]] = []
+    for plain in find(rows.get("counters", ()), "counted_step", counters="without"):
+        same = {name: plain[name] for name in ("batch", "layers")}
+        others = [one(rows, "counters", "other_counters_share", counters=way, **same) for way in ways]
+        body.append((f"batch {same['batch']}", [plain, one(rows, "counters", "counters_share", **same), *others]))
+    return grid(["counters' share of a step", "without, ms", "as they are", *ways], body)
+
+
 def modes(rows: PartRows) -> list[str]:
     """What offloading did in each mode, and how many answers were alike."""
     lines = []
@@ -626,6 +637,7 @@ DECISIONS: dict[str, tuple[Decision, ...]] = {
         Decision("whether the Triton MoE is right", moe_is_right),
         Decision("zero-copy or copy in first, by tokens and block shape", break_even_curve),
         Decision("what a step costs by residency", residency_cost),
+        Decision("whether the routing is counted in the step's stream, beside it, or by fewer threads", counting_design),
     ),
     "server": (
         Decision("what a server's answer costs, half of the experts resident", served("frequency")),

@@ -8,6 +8,8 @@ from functools import partial
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from moe import MoeStep, Tiles, Weights, align
 from rows import Rows
 from shapes import MoeShape
@@ -114,8 +116,24 @@ class Decode:
             self.graph.replay()
 
 
+COUNTED, BESIDE, ONE_WARP, UNCOUNTED = "with", "on a stream beside", "by one warp", "without"
+
+
+@triton.jit
+def count_by_one_warp(ids, control, counts, number, num_experts, IDS: tl.constexpr):
+    """What counting at most 32 ids could take: nothing waits but for its own loads. It counts an expert that several rows pick
+    as several activations, so it is no counter."""
+    at = tl.arange(0, IDS)
+    expert = tl.load(ids + at, mask=at < number, other=-1)
+    counted = (expert >= 0) & (tl.load(control) > 0)
+    tl.atomic_add(counts + expert, 1, mask=counted)
+    tl.atomic_add(counts + num_experts + expert, 1, mask=counted)
+
+
 class CountedStep:
-    """A step of many MoE layers, which take turns on the weights of a few, captured with and without the routing counters."""
+    """A step of many MoE layers, which take turns on the weights of a few, captured with and without the routing counters. Two
+    more ways to count are captured, to learn what they would cost: on a stream that runs beside each layer, and by one warp
+    where the step's ids are few enough."""
 
     def __init__(self, shape: MoeShape, weights: Sequence[Weights], ids: np.ndarray, layers: int):
         batch = ids.shape[1]
@@ -129,18 +147,27 @@ class CountedStep:
         self._steps[0].x.normal_()
         self.route(0)
         self.counted.begin_step(batch, Phase.DECODE)
-        self.graphs = {
-            "without": capture(lambda: self._forward(layers, False)),
-            "with": capture(lambda: self._forward(layers, True)),
-        }
+        self._beside = torch.cuda.Stream()
+        self._few = torch.zeros(2 * shape.experts, dtype=torch.int64, device="cuda")
+        few = [ONE_WARP] if self._picks.numel() <= 32 else []
+        self.graphs = {way: capture(partial(self._forward, layers, way)) for way in (UNCOUNTED, COUNTED, BESIDE, *few)}
 
-    def _forward(self, layers: int, counting: bool) -> None:
-        x = None
+    def _forward(self, layers: int, way: str) -> None:
+        x, stream = None, torch.cuda.current_stream()
         for layer in range(layers):
-            if counting:
+            if way == COUNTED:
                 self.counted.count(layer, self._picks, 0, IdFormat.PLAIN)
+            elif way == BESIDE:
+                self._beside.wait_stream(stream)
+                with torch.cuda.stream(self._beside):
+                    self.counted.count(layer, self._picks, 0, IdFormat.PLAIN)
+            elif way == ONE_WARP:
+                number, experts = self._picks.numel(), self.counted.num_experts
+                count_by_one_warp[(1,)](self._picks, self.counted.control, self._few, number, experts, IDS=32, num_warps=1)
             turn = layer % len(self._weights)
             x = self._steps[turn].run(self._weights[turn], x if turn else None)
+            if way == BESIDE:
+                stream.wait_stream(self._beside)  # the ids' memory may be another's then
 
     def route(self, number: int) -> None:
         for step, (slots, experts) in zip(self._steps, self._routes[number], strict=True):
@@ -148,11 +175,11 @@ class CountedStep:
         self._picks.copy_(self._ids[number])
 
     def times(self, passes: int) -> dict[str, list[float]]:
-        """Milliseconds with and without, of the same routings, the first pass left out."""
+        """Milliseconds of each way, of the same routings, the first pass left out."""
         found: dict[str, list[float]] = {name: [] for name in self.graphs}
         for repeat, number in itertools.product(range(passes + 1), range(len(self._routes))):
             self.route(number)
-            # In turns of either order, so that neither always finds the other's routing in the cache.
+            # In turns of either order, so that none always finds another's routing in the cache.
             for name in sorted(self.graphs, reverse=bool(number % 2)):
                 ms = elapsed_ms(self.graphs[name].replay)
                 if repeat:

@@ -16,7 +16,7 @@ sys.path.insert(1, str(HERE.parents[1]))
 import numpy as np  # noqa: E402
 import routing_trace  # noqa: E402
 import torch  # noqa: E402
-from decode_step import CountedStep, Decode, Managed, elapsed_ms  # noqa: E402
+from decode_step import COUNTED, UNCOUNTED, CountedStep, Decode, Managed, elapsed_ms  # noqa: E402
 from environment import computes  # noqa: E402
 from moe import MoeStep, Tiles, align, random_weights, reference  # noqa: E402
 from one_expert import IN_TURN, OneExpert  # noqa: E402
@@ -152,8 +152,8 @@ def break_even(rows: Rows) -> None:
 
 
 def counters(rows: Rows) -> None:
-    """75 MoE layers in one graph, with and without the routing counters. A real step has attention too, so the share here is
-    larger than there."""
+    """75 MoE layers in one graph, with and without the routing counters, and with two other ways to count. A real step has
+    attention too, so the shares here are larger than there."""
     shape = GLM_45_AIR.toy if rows.small else GLM_45_AIR
     layers = rows.pick(75, 5)
     weights = [random_weights(shape, True, "cuda", seed) for seed in range(shape.layers)]
@@ -166,8 +166,10 @@ def counters(rows: Rows) -> None:
         labels = {"batch": batch, "layers": layers}
         for name, found in times.items():
             rows.put("counted_step", "ms", found, counters=name, **labels)
-        shares = [with_ / without - 1 for with_, without in zip(times["with"], times["without"], strict=True)]
-        rows.put("counters_share", "of the step", shares, **labels)
+        for way in (way for way in times if way != UNCOUNTED):
+            shares = [with_ / without - 1 for with_, without in zip(times[way], times[UNCOUNTED], strict=True)]
+            name = "counters_share" if way == COUNTED else "other_counters_share"
+            rows.put(name, "of the step", shares, counters=way, **labels)
         begin = [elapsed_ms(partial(step.counted.begin_step, batch, Phase.DECODE)) for _ in range(20)]
         rows.put("begin_step", "ms", begin, **labels)
 
