@@ -949,9 +949,11 @@ extern "C" __global__ void __launch_bounds__(copy_threads)
     const unsigned place = arrived % slot_blocks;
     if (place == 0) {
         resolve(layer, table, step);
-        __threadfence();
         __syncthreads();
-        if (threadIdx.x == 0) *(volatile unsigned*)&layer.turn[1] = launch;
+        if (threadIdx.x == 0) {
+            __threadfence();  // after the barrier, so it covers what the other threads wrote (PTX ISA, causality order)
+            *(volatile unsigned*)&layer.turn[1] = launch;
+        }
     } else {
         if (threadIdx.x == 0) {
             while (*(const volatile unsigned*)&layer.turn[1] != launch) {
