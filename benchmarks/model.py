@@ -105,7 +105,7 @@ class Figure:
     def predict(self, rates: Rates, machine: Machine, assumed: Assumptions) -> Speed:
         model, served = self.model, self.served
         workload = Workload(self.context, self.size if self.decoding else 1, prompt_tokens=self.context)
-        machine = replace(machine, link_gbps=1.0)
+        machine = replace(machine, link_gbps=1.0)  # so that the shares of it that kernels reach are the rates
         assumed = replace(assumed, read_efficiency=rates.read, copy_efficiency=rates.copy)
         stage = Case(model, machine, workload, Parallel(), Reserve(), assumed).cost(0)
         return predict(
