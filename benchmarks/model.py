@@ -43,6 +43,8 @@ WITHIN = 0.10
 """How far a prediction may be off."""
 CHUNK = 8192
 """SGLang's prefill chunk on a GPU of this size, where the run does not tell."""
+RANKS = ("--tp-size", "--tp", "--tensor-parallel-size", "--pp-size", "--pp", "--pipeline-parallel-size", "--dp-size", "--dp")
+"""Arguments of a server on several GPUs."""
 OVERHEADS = ("layer_overhead_us", "latent_overhead_us", "prefill_layer_ms", "latent_prefill_layer_ms")
 """What the planner assumes of steps beside reads and computing."""
 
@@ -236,6 +238,8 @@ def machine_of(record: Record) -> Machine:
             f"the run is of {record['device']}: no GPU took part, so there is no link, no read rate and no time that the cost "
             "model speaks of"
         )
+    if ranks := [word for word in record["server_args"] if word.split("=")[0] in RANKS]:
+        raise NothingToCompare(f"its servers were given {' '.join(ranks)}: servers of one GPU are compared with the cost model")
     words = record["device"].split()
     known = next((gpu for name, gpu in GPUS.items() if name in words), None)
     if known is None:

@@ -500,6 +500,12 @@ def test_a_run_on_a_cpu_has_nothing_to_compare() -> None:
         model.machine_of(record_of([], measured=False))
 
 
+def test_a_run_on_several_gpus_has_nothing_to_compare() -> None:
+    for words in (["--tp-size", "8"], ["--dp=2"]):
+        with pytest.raises(model.NothingToCompare, match=f"given {words[0]}: servers of one GPU"):
+            model.machine_of(record_of([]) | {"server_args": words})
+
+
 def test_the_model_reads_a_run_and_a_session_and_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = measured_run(0.02, 1e8)
     run["model"]["config"] = make_checkpoint.FAMILIES["qwen3_moe"].config(make_checkpoint.Shape(**LARGE))
