@@ -130,6 +130,14 @@ def count_by_one_warp(ids, control, counts, number, num_experts, IDS: tl.constex
     tl.atomic_add(counts + num_experts + expert, 1, mask=counted)
 
 
+def in_turn(names: list[str], turn: int) -> list[str]:
+    """Another order each turn, in which each name is as often first and behind as many others, so that none finds what those
+    before it left in the cache more often than another."""
+    rounds, first = divmod(turn, len(names))
+    order = names[first:] + names[:first]
+    return order[::-1] if rounds % 2 else order
+
+
 class CountedStep:
     """A step of many MoE layers, which take turns on the weights of a few, captured with and without the routing counters. Two
     more ways to count are captured, to learn what they would cost: on a stream that runs beside each layer, and by one warp
@@ -177,10 +185,10 @@ class CountedStep:
     def times(self, passes: int) -> dict[str, list[float]]:
         """Milliseconds of each way, of the same routings, the first pass left out."""
         found: dict[str, list[float]] = {name: [] for name in self.graphs}
-        for repeat, number in itertools.product(range(passes + 1), range(len(self._routes))):
+        turns = itertools.product(range(passes + 1), range(len(self._routes)))
+        for turn, (repeat, number) in enumerate(turns):
             self.route(number)
-            # In turns of either order, so that none always finds another's routing in the cache.
-            for name in sorted(self.graphs, reverse=bool(number % 2)):
+            for name in in_turn([*self.graphs], turn):
                 ms = elapsed_ms(self.graphs[name].replay)
                 if repeat:
                     found[name].append(ms)

@@ -1225,6 +1225,18 @@ def test_a_node_that_is_refused_and_a_kernel_that_says_nothing_are_told(modules)
     assert "node 1: advice accepted: cudaErrorInvalidValue" in text
 
 
+@pytest.mark.parametrize("number", [3, 4])
+def test_ways_that_are_compared_take_every_place_in_turn(modules, number):
+    from decode_step import in_turn
+
+    names = [str(each) for each in range(number)]
+    orders = [in_turn(names, turn) for turn in range(2 * number)]
+    for place in range(number):
+        assert sorted(order[place] for order in orders) == sorted(2 * names)
+    before = [order[order.index("1") - 1] for order in orders if order[0] != "1"]
+    assert before.count("0") == before.count("2"), "in either direction"
+
+
 def test_the_worst_case_decides_for_a_layer(modules):
     def step(arm: str, batch: int, ms: float) -> dict:
         return row("decode", [ms], arm=arm, resident=1.0, shape="glm-5", weights="fp8", batch=batch)
