@@ -4,9 +4,11 @@ What an older version has under another name, or not at all, is here under its n
 
     0.5.18  reads its arguments through views; what decides them declares it
     0.5.19  resolves its arguments once, when a launch asks for it; before, as they were made
-    0.5.20  keeps them in a msgspec struct, and lets plugins override steps of their resolution
+    0.5.20  keeps them in a msgspec struct, lets plugins override steps of their resolution, and gives some of them a value when
+            they are read
     0.5.21  tells every process its ranks as it publishes the arguments
-    0.5.22  has a flag for the number of attention groups, and loads plugins in the detokenizer too
+    0.5.22  has a flag for the number of attention groups, loads plugins in the detokenizer too, and keeps a rank's settings in
+            contexts of which a process may have several
     0.5.23  loads the app of each HTTP process by a name that can be set
 """
 
@@ -17,7 +19,7 @@ import dataclasses
 import multiprocessing
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import sglang
@@ -145,12 +147,17 @@ def declare_resolution(server_args: Any, source: str, **fields: Any) -> None:
 
 
 class _View:
-    """SGLang's view of its arguments, with the newest fields. Before 0.5.22 ``dp_size`` counted attention groups too."""
+    """SGLang's view of its arguments, with the newest fields, as a rank will read them: one that nothing has decided has its
+    fallback. Before 0.5.22 ``dp_size`` counted attention groups too."""
 
-    def __init__(self, view: Any):
-        self._view = view
+    def __init__(self, view: Any, fallbacks: Mapping[str, Any]):
+        self._view, self._fallbacks = view, fallbacks
 
     def __getattr__(self, name: str) -> Any:
+        value = self._newest(name)
+        return self._fallbacks.get(name) if value is None else value
+
+    def _newest(self, name: str) -> Any:
         view = self._view
         if name == "attn_dp_size" and VERSION < (0, 5, 22):
             return view.dp_size if view.enable_dp_attention else 1
@@ -165,10 +172,15 @@ class _View:
 
 def resolving_view(server_args: Any) -> Any:
     """SGLang's arguments as far as they are resolved."""
-    if VERSION < (0, 5, 19):
-        return _View(overrides.resolved_view(server_args))
-    view = overrides.resolving_view(server_args)
-    return view if VERSION >= (0, 5, 23) else _View(view)
+    view = overrides.resolved_view if VERSION < (0, 5, 19) else overrides.resolving_view
+    return _View(view(server_args), _fallbacks(type(server_args)))
+
+
+def _fallbacks(kind: type) -> Mapping[str, Any]:
+    from sglang.srt.arg_groups import arg_utils
+
+    of = getattr(arg_utils, "fallbacks_of", None)
+    return {} if of is None else of(kind)
 
 
 def as_given(server_args: Any) -> Any:
@@ -189,6 +201,11 @@ def process_model_config() -> Any:
 def with_phase(graphs: Any, phase: str, **changes: Any) -> Any:
     """A copy of SGLang's config of CUDA graphs with changes to one phase."""
     return dataclasses.replace(graphs, **{phase: dataclasses.replace(getattr(graphs, phase), **changes)})
+
+
+def has_contexts() -> bool:
+    """Whether a process may look at a launch as its ranks will (``server_pools``)."""
+    return VERSION >= (0, 5, 22)
 
 
 def post_capture_kv_sizing_planned(server_args: Any) -> bool:

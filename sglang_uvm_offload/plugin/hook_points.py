@@ -113,7 +113,7 @@ ATTRIBUTES = {
         "gpu_id_step hicache_ratio hicache_size init_expert_location json_model_override_args kt_weight_path kv_cache_dtype "
         "load_format lora_paths mamba_full_memory_ratio mamba_ssm_dtype max_mamba_cache_size max_running_requests "
         "max_total_tokens mem_fraction_static mm_feature_transport model_path moe_a2a_backend moe_dense_tp_size moe_dp_size "
-        "moe_runner_backend nnodes offload_group_size page_size pp_size quantization "
+        "moe_runner_backend nnodes node_rank offload_group_size page_size pp_size quantization "
         "remote_instance_weight_loader_start_seed_via_transfer_engine revision speculative_algorithm "
         "speculative_draft_kv_cache_dtype speculative_draft_load_format speculative_draft_model_path "
         "speculative_draft_model_revision speculative_moe_runner_backend speculative_num_draft_tokens swa_full_tokens_ratio "
@@ -168,7 +168,8 @@ ATTRIBUTES = {
     "sglang.srt.plugins.hook_registry.HookType": "AFTER AROUND BEFORE REPLACE",
     "sglang.srt.utils.auth.AuthLevel": "ADMIN_OPTIONAL",
 }
-"""The names that are read, by module or class. What only ``doctor`` warns by (``moe_tiles``) is not among them."""
+"""The names that are read, by module or class. Not among them is what a launch does without: that by which only ``doctor``
+warns (``moe_tiles``), and that which sizes pools where it is there (``server_pools``)."""
 
 
 def check() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sglang.srt.utils import get_device_memory_capacity
@@ -13,17 +15,22 @@ from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin import launch_drafts, linear_attention
 from sglang_uvm_offload.plugin.compat import (
     as_given,
+    has_contexts,
     mm_runtime_reservation_gb,
     model_config_of,
     post_capture_kv_sizing_planned,
     resolving_view,
 )
 from sglang_uvm_offload.plugin.local_checkpoint import local_folder
-from sglang_uvm_offload.sizing.kv_cache import WINDOW_RATIO
+from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES, WINDOW_RATIO
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
+from sglang_uvm_offload.sizing.least_memory import LEAST_TOKENS
 from sglang_uvm_offload.sizing.machine import MachineError, of_gpus
 from sglang_uvm_offload.sizing.plan import Parallel
+from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import Slots
+
+logger = logging.getLogger(__name__)
 
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
@@ -39,11 +46,12 @@ class Rank(NamedTuple):
 
 def ranks(cfg: Any) -> list[Rank]:
     """The ranks on this machine, with the GPUs that SGLang assigns to them. Each of several machines has an equal part of the
-    pipeline's stages, or of the ranks of each stage; their numbers here count from 0."""
-    tp, pp = cfg.tp_size // max(cfg.nnodes // cfg.pp_size, 1), max(cfg.pp_size // cfg.nnodes, 1)
-    group = tp * pp * cfg.gpu_id_step
+    pipeline's stages (``engine._calculate_rank_ranges``), or of the ranks of each stage, which count from 0 here."""
+    sharing = max(cfg.nnodes // cfg.pp_size, 1)
+    tp, pp = cfg.tp_size // sharing, max(cfg.pp_size // cfg.nnodes, 1)
+    first, group = cfg.node_rank // sharing * pp, tp * pp * cfg.gpu_id_step
     return [
-        Rank(replica, stage, rank, cfg.base_gpu_id + replica * group + stage * tp + rank * cfg.gpu_id_step)
+        Rank(replica, first + stage, rank, cfg.base_gpu_id + replica * group + stage * tp + rank * cfg.gpu_id_step)
         for replica in range(cfg.dp_size)
         for stage in range(pp)
         for rank in range(tp)
@@ -56,12 +64,34 @@ def free_by_gpu(ranks: Sequence[Rank]) -> dict[int, int]:
     return dict(zip(gpus, free_vram(gpus), strict=True))
 
 
-def planned_launch(config: OffloadConfig, server_args: Any) -> Launch:
-    """The planner's input, with the VRAM of an empty GPU as free. Raises ``Uncounted``."""
+def planned_launch(config: OffloadConfig, server_args: Any, *, at_least: bool = False) -> Launch:
+    """The planner's input, with the VRAM of an empty GPU as free. Raises ``Uncounted``. ``at_least``: for a lower bound of what
+    the launch takes, to which what is not counted may add."""
     cfg, model = resolving_view(server_args), model_config_of(server_args)
-    if reasons := _uncounted(server_args, cfg, model):
+    reasons = [*_unknown(server_args, cfg, model), *([] if at_least else _beside(cfg))]
+    launch = _launch(config, cfg, model, as_given(server_args))
+    pools = _pools(server_args, launch)
+    if pools is None and not at_least:
+        reasons += _unasked(cfg, model)
+    if reasons:
         raise Uncounted(reasons)
-    return _launch(config, cfg, model, as_given(server_args))
+    return replace(launch, pools=pools, linear=None if pools else linear_attention.state(cfg, model))
+
+
+def _pools(server_args: Any, launch: Launch) -> ServerPools | None:
+    """The pools that SGLang makes for what the launch asks, for twice that, and at the least; None where it cannot be asked."""
+    if not has_contexts():
+        return None
+    from sglang_uvm_offload.plugin.server_pools import server_pools
+
+    work, parallel = launch.workload, launch.parallel
+    tokens, requests = work.tokens_of_rank(parallel), work.requests_of_rank(parallel)
+    asked = {LEAST_TOKENS: 1, work.page_tokens: 1, tokens: requests, 2 * tokens: requests}
+    try:
+        return server_pools(server_args, parallel, asked)
+    except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's code; its rules are restated for most launches
+        logger.debug("Expert offload: SGLang sizes no pools before it starts: %s: %s", type(error).__name__, error)
+        return None
 
 
 def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
@@ -87,7 +117,7 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
         context_length=given.context_length,
         max_running_requests=requests,
         max_total_tokens=cfg.max_total_tokens,
-        kv_cache_dtype=_name(model.dtype) if cfg.kv_cache_dtype == "auto" else cfg.kv_cache_dtype,
+        kv_cache_dtype=_kv_dtype(cfg, model),
         page_tokens=max(64, cfg.page_size or 1),
         speculative=launch_drafts.from_the_checkpoint(cfg),
         draft_num_resident=config.draft_num_resident,
@@ -96,16 +126,25 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
         image_bytes=_image_bytes(cfg, model),
         **_hicache(cfg, given),
         stream_gb=0.0 if config.stream_tokens == NEVER else config.stream_gb,
-        linear=linear_attention.state(cfg, model),
         slots=Slots(config.slots),
         notes=_notes(config, cfg, given),
         rates=_rates(),
     )
 
 
-def _uncounted(server_args: Any, cfg: Any, model: Any) -> list[str]:
-    """Settings of this launch whose bytes no plan counts, so that a plan would promise memory that is not free."""
-    beside = {
+def _unknown(server_args: Any, cfg: Any, model: Any) -> list[str]:
+    """Settings with which a launch may take less than a plan counts."""
+    names = {
+        "--json-model-override-args": cfg.json_model_override_args not in (None, "", "{}"),
+        f"--load-format {cfg.load_format}": cfg.load_format not in _LOAD_FORMATS,
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": post_capture_kv_sizing_planned(server_args),
+    }
+    return [f"does not count {name}" for name, enabled in names.items() if enabled] + _conversions(cfg, model)
+
+
+def _beside(cfg: Any) -> list[str]:
+    """Settings whose bytes no plan counts, so that a plan would promise memory that is not free."""
+    names = {
         f"--nnodes {cfg.nnodes}, where each machine would choose its own number": cfg.nnodes > 1,
         f"--moe-dp-size {cfg.moe_dp_size}": cfg.moe_dp_size > 1,
         f"--attn-cp-size {cfg.attn_cp_size}": cfg.attn_cp_size > 1,
@@ -117,14 +156,24 @@ def _uncounted(server_args: Any, cfg: Any, model: Any) -> list[str]:
         "the adapters of --enable-lora": cfg.enable_lora,
         f"--ep-num-redundant-experts {cfg.ep_num_redundant_experts}": cfg.ep_num_redundant_experts,
         "--enable-eplb, which copies a layer's experts to VRAM to rearrange them": cfg.enable_eplb,
-        f"--swa-full-tokens-ratio {cfg.swa_full_tokens_ratio}": cfg.swa_full_tokens_ratio not in (None, WINDOW_RATIO),
-        "--disable-hybrid-swa-memory": cfg.disable_hybrid_swa_memory,
-        "--json-model-override-args": cfg.json_model_override_args not in (None, "", "{}"),
-        f"--load-format {cfg.load_format}": cfg.load_format not in _LOAD_FORMATS,
-        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": post_capture_kv_sizing_planned(server_args),
     }
-    out = [f"does not count {name}" for name, enabled in beside.items() if enabled]
-    return out + launch_drafts.uncounted(cfg) + linear_attention.uncounted(cfg, model) + _conversions(cfg, model)
+    return [f"does not count {name}" for name, enabled in names.items() if enabled] + launch_drafts.uncounted(cfg)
+
+
+def _unasked(cfg: Any, model: Any) -> list[str]:
+    """What only SGLang itself can count, where it was not asked."""
+    ratio = cfg.swa_full_tokens_ratio
+    beside = {
+        f"a sliding window's cache of {ratio} of the full one": ratio not in (None, WINDOW_RATIO),
+        "--disable-hybrid-swa-memory": cfg.disable_hybrid_swa_memory,
+    }
+    return [f"does not count {name}" for name, enabled in beside.items() if enabled] + linear_attention.uncounted(cfg, model)
+
+
+def _kv_dtype(cfg: Any, model: Any) -> str:
+    """The type for predicting speeds, and bytes where SGLang is not asked. Smaller types than these count as one byte."""
+    name = _name(model.dtype) if cfg.kv_cache_dtype == "auto" else cfg.kv_cache_dtype
+    return name if name in DTYPE_BYTES else "fp8_e4m3"
 
 
 def _conversions(cfg: Any, model: Any) -> list[str]:

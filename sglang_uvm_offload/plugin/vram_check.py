@@ -34,7 +34,7 @@ def checked(config: OffloadConfig, server_args: Any) -> tuple[OffloadConfig, lis
         return config, []
     all_ranks = ranks(cfg)
     try:
-        launch = planned_launch(config, server_args)
+        launch = planned_launch(config, server_args, at_least=True)
         free = free_by_gpu(all_ranks)
         case = dataclasses.replace(launch, free_vram_bytes=min(free.values())).case()
         if reasons := shape_problems(case):

@@ -13,6 +13,7 @@ from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 
 DEFAULT_KV_TOKENS = 32768
@@ -68,6 +69,8 @@ class Launch:
     stream_gb: float | None = None
     """GiB of each rank for stream buffers (``Reserve``)."""
     linear: LinearState | None = None
+    pools: ServerPools | None = None
+    """What SGLang itself makes of the KV cache and the states; None where it was not asked."""
     slots: Slots = NO_SLOTS
     notes: tuple[str, ...] = ()
     """What the user should know of memory that is counted elsewhere."""
@@ -89,9 +92,10 @@ class Launch:
             "this machine", self.parallel.ranks, self.vram_bytes, self.host_bytes, *self.rates, source="this machine"
         )
         return Case(
-            *(model, machine, self._workload(), self.parallel, self._reserve(), Assumptions()),
+            *(model, machine, self.workload, self.parallel, self._reserve(), Assumptions()),
             draft=draft,
             linear=self.linear,
+            pools=self.pools,
             slots=self.slots,
         )
 
@@ -120,7 +124,8 @@ class Launch:
             return f"for {requests}"
         return f"for {requests}, or more shorter ones; assumed, and changed by {', '.join(assumed)} or --max-total-tokens"
 
-    def _workload(self) -> Workload:
+    @property
+    def workload(self) -> Workload:
         return Workload(
             self.context,
             self.max_running_requests or 1,
@@ -148,7 +153,7 @@ class Launch:
         """Users of VRAM on this model's ranks that a plan does not count."""
         out = []
         layers = len(model.kv.stateless_layers)
-        if bool(layers) != (self.linear is not None):
+        if self.pools is None and bool(layers) != (self.linear is not None):
             out.append(f"the state of {layers or 'the'} layers with linear attention is not counted: their sizes are unknown")
         if self.speculative and not model.draft_layers:
             out.append(NO_DRAFTS)

@@ -60,7 +60,7 @@ class LeastMemory:
         return sum(count * (local * n // BLOCK_BYTES * BLOCK_BYTES) for n, count in self._unpadded.placed[stage].items())
 
     def cache(self, stage: int) -> int:
-        return int(self.tokens * self.case.kv_token_bytes(stage))
+        return self.case.pool_bytes(stage, self.tokens)
 
     def stream(self, stage: int, rows: int) -> int:
         """The stream buffers that were asked for. Where the launch may choose, it may do without."""

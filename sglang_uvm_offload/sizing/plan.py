@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sglang_uvm_offload.memory.layout import round_up
 from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.routing_curves import HitRate
 
@@ -34,6 +35,15 @@ class Workload:
     @property
     def drafts(self) -> bool:
         return self.speculative or self.other_drafts
+
+    def requests_of_rank(self, parallel: Parallel) -> int:
+        return -(-self.requests // parallel.dp)
+
+    def tokens_of_rank(self, parallel: Parallel) -> int:
+        """Tokens of KV cache that a rank needs."""
+        if self.max_total_tokens is not None:
+            return self.max_total_tokens
+        return round_up(self.context_length, self.page_tokens) * self.requests_of_rank(parallel)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import GIB, Machine
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, RankMemory, Reserve, Vram, Workload
 from sglang_uvm_offload.sizing.routing_curves import HitRates, hit_rates
+from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.speed import StageCost, Stream
 from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, break_even_tokens, buffers_in
@@ -42,6 +43,8 @@ class Case:
     draft: DraftModel | None = None
     """A draft model with a checkpoint of its own."""
     linear: LinearState | None = None
+    pools: ServerPools | None = None
+    """What SGLang itself makes of a launch's KV cache and states; None: the rules of ``kv_cache`` and ``linear_state``."""
     slots: Slots = NO_SLOTS
     block_bytes: int = BLOCK_BYTES
     """The memory backend's unit of residency."""
@@ -250,15 +253,20 @@ class Case:
     @cached_property
     def kv_tokens(self) -> int:
         """Slots of KV cache that a rank needs."""
-        if self.workload.max_total_tokens is not None:
-            return self.workload.max_total_tokens
-        return round_up(self.workload.context_length, self.workload.page_tokens) * self.requests_of_rank
+        return self.workload.tokens_of_rank(self.parallel)
 
     @property
     def requests_of_rank(self) -> int:
-        return -(-self.workload.requests // self.parallel.dp)
+        return self.workload.requests_of_rank(self.parallel)
+
+    @property
+    def _measured(self) -> ServerPools | None:
+        """The pools that SGLang makes, for these ranks."""
+        return self.pools if self.pools is not None and self.pools.parallel == self.parallel else None
 
     def kv_token_bytes(self, stage: int) -> float:
+        if self._measured is not None:
+            return self._measured.token_bytes(stage)
         kv, itemsize = self.model.kv, DTYPE_BYTES[self.workload.kv_cache_dtype]
         one = kv.layer_bytes(self.parallel.attn_tp, itemsize)
         drafts = one * len(self.drafts())
@@ -267,8 +275,12 @@ class Case:
             drafts += max(one, self.draft.kv.layer_bytes(self.parallel.attn_tp, itemsize)) * self.draft.layers
         return kv.pool_bytes(self.stages[stage], self.parallel.attn_tp, itemsize) + drafts
 
-    def pool_bytes(self, stage: int) -> int:
-        return int(self.kv_tokens * self.kv_token_bytes(stage))
+    def pool_bytes(self, stage: int, tokens: int | None = None) -> int:
+        """The KV cache of ``tokens``, by default those that the workload needs; with states where SGLang was asked."""
+        tokens = self.kv_tokens if tokens is None else tokens
+        if self._measured is not None:
+            return self._measured.nbytes(stage, tokens)
+        return int(tokens * self.kv_token_bytes(stage))
 
     def kv_bytes(self, stage: int) -> int:
         """The pools, the states of linear attention, and the table of each request's slots (4 bytes a token of context)."""
@@ -276,7 +288,7 @@ class Case:
         return self.pool_bytes(stage) + self.state_bytes(stage) + table
 
     def state_bytes(self, stage: int) -> int:
-        if self.linear is None:
+        if self.linear is None or self._measured is not None:
             return 0
         layers = len(self.model.kv.stateless_layers.intersection(self.stages[stage]))
         slot = layers * -(-self.linear.layer_bytes // self.parallel.attn_tp)

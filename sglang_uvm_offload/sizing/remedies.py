@@ -158,10 +158,11 @@ def _whole_gib(nbytes: int) -> int:
 
 
 def _tokens_that_fit(case: Case) -> int:
+    """Of the KV cache, beside no resident; fewer than the workload needs."""
     stages = range(case.parallel.pp)
-    room = min(case.budget - case.rank(stage, 0).used_bytes + case.pool_bytes(stage) for stage in stages)
-    # At least one byte: with linear attention only, a token takes none.
-    return max(0, int(room / max(1.0, *(case.kv_token_bytes(stage) for stage in stages))))
+    room = {stage: case.budget - case.rank(stage, 0).used_bytes + case.pool_bytes(stage) for stage in stages}
+    fewer = range(case.kv_tokens)
+    return max(0, bisect_left(fewer, True, key=lambda n: any(case.pool_bytes(s, n) > room[s] for s in stages)) - 1)
 
 
 def _with_host(case: Case, gib: int) -> Case:
