@@ -152,7 +152,7 @@ class Launch:
     def _uncounted(self, model: CheckpointShape) -> list[str]:
         """Users of VRAM on this model's ranks that a plan does not count."""
         out = []
-        layers = len(model.kv.stateless_layers)
+        layers = len(model.kv.state_layers)
         if self.pools is None and bool(layers) != (self.linear is not None):
             out.append(f"the state of {layers or 'the'} layers with linear attention is not counted: their sizes are unknown")
         if self.speculative and not model.draft_layers:

@@ -168,8 +168,9 @@ def _number_problems(case: Case, num_resident: int | None) -> list[str]:
 def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
     """``chosen`` rows of VRAM, and the slots that were ``asked`` for."""
     out = []
-    if case.model.kv.stateless_layers and case.linear is None:
-        out.append(f"{len(case.model.kv.stateless_layers)} layers have linear attention: their state is not counted")
+    states = len(case.model.kv.state_layers)
+    if states and case.linear is None and case.pools is None:
+        out.append(f"{states} layers have linear attention or Mamba: the state that they keep of each request is not counted")
     if case.parallel.ranks < case.machine.gpus:
         p, gpus = case.parallel, case.machine.gpus
         ranks = f"tensor parallelism over {p.tp}" + (f", {p.pp} pipeline stages" if p.pp > 1 else "")

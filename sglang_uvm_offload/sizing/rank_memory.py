@@ -290,7 +290,7 @@ class Case:
     def state_bytes(self, stage: int) -> int:
         if self.linear is None or self._measured is not None:
             return 0
-        layers = len(self.model.kv.stateless_layers.intersection(self.stages[stage]))
+        layers = len(self.model.kv.state_layers.intersection(self.stages[stage]))
         slot = layers * -(-self.linear.layer_bytes // self.parallel.attn_tp)
         return self.linear.bytes_beside(self.pool_bytes(stage), slot, self.requests_of_rank)
 

@@ -113,7 +113,7 @@ def linear_model() -> Any:
 
 def test_the_layers_of_qwen3_next_are_told_apart():
     shape = linear_model()
-    assert shape.kv.stateless_layers == {0, 1, 2}
+    assert shape.kv.state_layers == {0, 1, 2}
     assert [layer.attention for layer in shape.layers] == [1024 * 256 * 2] * 4, "divided by the ranks"
     assert [layer.index for layer in shape.draft_layers] == [4]
     assert shape.other == 0
