@@ -158,9 +158,9 @@ def _machine(args: argparse.Namespace) -> Machine:
     elif args.gpus is not None and args.vram_gb is not None:
         base = None
     else:
-        from sglang_uvm_offload.cuda.device import visible_gpus
+        from sglang_uvm_offload.cuda.device import integrated, visible_gpus
 
-        base = of_gpus(visible_gpus())
+        base = of_gpus(visible_gpus(), integrated())
     return describe(base, **figures)
 
 

@@ -17,8 +17,9 @@ from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin import compat, devices, hook_points, hooks, runtime, server_args, stream_settings
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
-from sglang_uvm_offload.plugin.expert_bytes import expert_bytes
+from sglang_uvm_offload.plugin.expert_bytes import expert_bytes, host_need
 from sglang_uvm_offload.plugin.local_checkpoint import unreadable
+from sglang_uvm_offload.plugin.planned_launch import has_one_memory
 from sglang_uvm_offload.plugin.routing_formats import routing_format
 from sglang_uvm_offload.plugin.server_config import config_of
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
@@ -109,7 +110,7 @@ class Launch:
             f"--moe-runner-backend {routing.runner}: {counted}",
             *([_streaming(config)] if stream_settings.streams(config) else []),
             *_drafts(config, cfg),
-            *_memory(config, cfg, model.hf_config),
+            *_memory(config, self.args),
             *self.notes,
         ]
 
@@ -146,11 +147,15 @@ def _drafts(config: OffloadConfig, cfg: Any) -> list[str]:
     return [f"--speculative-algorithm {cfg.speculative_algorithm} with the draft layers of {model}, {where}"]
 
 
-def _memory(config: OffloadConfig, cfg: Any, hf_config: Any) -> list[str]:
-    known = expert_bytes(config, cfg, hf_config)
+def _memory(config: OffloadConfig, args: Any) -> list[str]:
+    cfg = resolving_view(args)
+    known, need = expert_bytes(config, cfg, model_config_of(args).hf_config), host_need(config, args)
     unknown = "shown by loading only"
     vram = f"{unknown if known is None else size(known.resident)}; --mem-fraction-static {cfg.mem_fraction_static}"
-    host = f"{unknown if known is None else size(known.offloaded)}; available: {size(host_available())}"
+    host = unknown if known is None else size(known.offloaded)
+    host += f", beside {need.beside_experts()}" if need.cache else ""
+    host += f"; available: {size(host_available())}"
+    host += ", to GPU and host together, which have one memory" if cfg.device == "cuda" and has_one_memory() else ""
     out = [f"VRAM for the resident experts, over all ranks: {vram}"] if cfg.device == "cuda" else []
     return [*out, f"host RAM for the offloaded experts, over all ranks: {host}"]
 

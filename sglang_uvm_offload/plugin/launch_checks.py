@@ -19,7 +19,6 @@ from sglang_uvm_offload.plugin import (
     combinations,
     compat,
     devices,
-    expert_bytes,
     launch_drafts,
     output_files,
     recording,
@@ -93,7 +92,7 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
         problems += reasons
         with _listed(problems):
             config = auto_resident.resolved(config, server_args, profile)
-            problems += config.expert_problems(num_experts, redundant) or expert_bytes.problems(config, cfg, model.hf_config)
+            problems += config.expert_problems(num_experts, redundant)
     if problems:
         raise FlagError(problems)
     assert num_experts is not None

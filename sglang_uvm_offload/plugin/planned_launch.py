@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import NEVER, OffloadConfig
-from sglang_uvm_offload.cuda.device import free_vram, visible_gpus
+from sglang_uvm_offload.cuda.device import free_vram, integrated, visible_gpus
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin import launch_drafts, linear_attention
 from sglang_uvm_offload.plugin.compat import (
@@ -25,7 +25,7 @@ from sglang_uvm_offload.plugin.local_checkpoint import local_folder
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES, WINDOW_RATIO
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
 from sglang_uvm_offload.sizing.least_memory import LEAST_TOKENS
-from sglang_uvm_offload.sizing.machine import MachineError, of_gpus
+from sglang_uvm_offload.sizing.machine import Machine, MachineError, of_gpus
 from sglang_uvm_offload.sizing.plan import Parallel
 from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import Slots
@@ -59,8 +59,11 @@ def ranks(cfg: Any) -> list[Rank]:
 
 
 def free_by_gpu(ranks: Sequence[Rank]) -> dict[int, int]:
-    """Bytes of free VRAM of each GPU that has a rank. Raises ``DriverError``."""
+    """Bytes of free VRAM of each GPU that has a rank. Raises ``DriverError``. Of a GPU with the host's memory, SGLang takes
+    what the host has available as free (``get_available_gpu_memory``), because the driver does not count file cache."""
     gpus = sorted({rank.gpu for rank in ranks})
+    if has_one_memory():
+        return dict.fromkeys(gpus, host_available())
     return dict(zip(gpus, free_vram(gpus), strict=True))
 
 
@@ -124,11 +127,12 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
         draft_path=launch_drafts.separate_folder(cfg),
         draft_tokens=launch_drafts.tokens_verified(cfg),
         image_bytes=_image_bytes(cfg, model),
-        **_hicache(cfg, given),
+        **hicache(cfg, given),
         stream_gb=0.0 if config.stream_tokens == NEVER else config.stream_gb,
         slots=Slots(config.slots),
         notes=_notes(config, cfg, given),
         rates=_rates(),
+        one_memory=has_one_memory(),
     )
 
 
@@ -195,7 +199,7 @@ def _image_bytes(cfg: Any, model: Any) -> int:
     return int(mm_runtime_reservation_gb(cfg) * (1 << 30))
 
 
-def _hicache(cfg: Any, given: Any) -> dict[str, Any]:
+def hicache(cfg: Any, given: Any) -> dict[str, Any]:
     """The host RAM of the hierarchical cache. Without a size or ratio from the user, SGLang shrinks it to what is left."""
     if not cfg.enable_hierarchical_cache:
         return {}
@@ -215,13 +219,24 @@ def _notes(config: OffloadConfig, cfg: Any, given: Any) -> tuple[str, ...]:
     return tuple(out)
 
 
+def _machine() -> Machine | None:
+    """This machine, None where it has no GPU."""
+    try:
+        return of_gpus(visible_gpus(), integrated())
+    except MachineError:
+        return None
+
+
+def has_one_memory() -> bool:
+    """Whether this machine's GPUs have the host's memory."""
+    machine = _machine()
+    return machine is not None and machine.one_memory
+
+
 def _rates() -> tuple[float, float, float]:
     """The rates of this machine's GPUs, zeros where they are not known."""
-    try:
-        machine = of_gpus(visible_gpus())
-    except MachineError:
-        return 0.0, 0.0, 0.0
-    return machine.link_gbps, machine.hbm_gbps, machine.tflops
+    machine = _machine()
+    return (0.0, 0.0, 0.0) if machine is None else (machine.link_gbps, machine.hbm_gbps, machine.tflops)
 
 
 def _name(dtype: Any) -> str:

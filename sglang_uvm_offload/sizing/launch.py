@@ -43,7 +43,8 @@ class Launch:
     free_vram_bytes: int
     """Free on the GPU with least, before the server's processes start."""
     host_bytes: int
-    """Available to all ranks of this machine together, including the margin that offloading leaves."""
+    """Available to all ranks of this machine together, including the margin that offloading leaves; with ``one_memory``, to
+    their GPUs too."""
     mem_fraction_static: float
     """SGLang's value, before the headroom."""
     headroom_gb: float
@@ -76,6 +77,8 @@ class Launch:
     """What the user should know of memory that is counted elsewhere."""
     rates: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Of this machine, 0 if unknown: the link's and VRAM's in 1e9 bytes a second, and TFLOPS (``Machine``)."""
+    one_memory: bool = False
+    """The GPUs have the host's memory."""
 
     def case(self) -> Case:
         """The planner's case for this launch. Raises ``Uncounted``."""
@@ -89,7 +92,10 @@ class Launch:
         # SGLang has accepted this context: with scaling it may exceed the config's.
         model = dataclasses.replace(model, context_length=max(model.context_length, self.model_context))
         machine = Machine(
-            "this machine", self.parallel.ranks, self.vram_bytes, self.host_bytes, *self.rates, source="this machine"
+            *("this machine", self.parallel.ranks, self.vram_bytes, self.host_bytes, *self.rates),
+            source="this machine",
+            one_memory=self.one_memory,
+            available_bytes=self.host_bytes if self.one_memory else 0,
         )
         return Case(
             *(model, machine, self.workload, self.parallel, self._reserve(), Assumptions()),
@@ -136,6 +142,7 @@ class Launch:
             draft_num_resident=self.draft_num_resident if self.speculative else None,
             draft_tokens=self.draft_tokens or Workload.draft_tokens,
             other_drafts=bool(self.draft_tokens) and not self.speculative,
+            tokens_are_least=self.max_total_tokens is None,
         )
 
     def _reserve(self) -> Reserve:

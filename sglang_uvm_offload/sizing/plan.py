@@ -31,6 +31,12 @@ class Workload:
     """Tokens that one step verifies for a request, with drafts."""
     other_drafts: bool = False
     """Drafts that come from elsewhere: a draft model of its own, or n-grams."""
+    tokens_are_least: bool = False
+    """``max_total_tokens`` is what is needed, and no flag: SGLang makes the KV cache of all that is left."""
+
+    @property
+    def fills_vram(self) -> bool:
+        return self.max_total_tokens is None or self.tokens_are_least
 
     @property
     def drafts(self) -> bool:

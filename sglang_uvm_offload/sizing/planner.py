@@ -111,7 +111,7 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
     if chosen is None and num_resident is not None and most is not None:
         return dataclasses.replace(sized, problems=tuple(refusals(case, shown, most)))
     if chosen is None and case.machine.one_memory:
-        return dataclasses.replace(sized, problems=(f"{ONE_MEMORY}; all experts need {size(case.host(0, after_moves=False))}",))
+        return dataclasses.replace(sized, problems=(_one_memory_shortage(case),))
     if chosen is None:
         return dataclasses.replace(sized, problems=tuple(shortages(case)), needs=tuple(remedies(case)))
     served = dataclasses.replace(sized, flags=_flags(case, chosen))
@@ -119,6 +119,14 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         speeds, chunk = _speeds(case, chosen, hit_rate), _hiding_chunk(case, chosen)
         served = dataclasses.replace(served, speeds=speeds, hiding_chunk=chunk)
     return dataclasses.replace(served, useless=uselessness(served))
+
+
+def _one_memory_shortage(case: Case) -> str:
+    needed = case.gpus_take(0) + case.host(0, after_moves=False)
+    return (
+        f"{ONE_MEMORY}; all experts need {size(case.host_need(0).experts)}, the launch {size(needed)}, and "
+        f"{size(case.machine.pool_bytes)} are available"
+    )
 
 
 def alternatives(case: Case, planned: Plan, hit_rate: float | None = None) -> tuple[Alternative, ...]:
@@ -201,7 +209,7 @@ def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
         most = size(case.host(chosen, after_moves=True))
         out.append(
             f"host RAM use may grow to {most} as residents change, because promoted experts keep their host pages, and "
-            f"{size(case.machine.host_bytes)} are available: use fixed residents, {_FIXED}, or better ones by "
+            f"{size(case.host_room(chosen))} are available: use fixed residents, {_FIXED}, or better ones by "
             f"{flag_name('profile')} with {flag_name('adapt')} off"
         )
     return out
@@ -209,7 +217,7 @@ def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
 
 def _may_move(case: Case, rows: int) -> bool:
     """Whether host RAM also holds the pages that promoted experts keep."""
-    return case.host(rows, after_moves=True) <= case.machine.host_bytes
+    return case.host(rows, after_moves=True) <= case.host_room(rows)
 
 
 def _flags(case: Case, chosen: int) -> tuple[str, ...]:

@@ -65,14 +65,23 @@ def tightest(case: Case, rows: int) -> RankMemory:
 
 
 def _host_shortage(case: Case, rows: int, which: str) -> str:
-    cache = case.host_cache(rows)
+    need = case.host_need(rows)
+    cache = need.cache + need.beside_cache
     beside = f" ({size(cache)} of it for the hierarchical cache and what SGLang leaves free beside it)" if cache else ""
     slots = f" and {case.slots_of(rows)} slots" if case.slots_of(rows) else ""
     resident = f"{case.residents_of(rows)} of {case.model.num_experts} experts a layer resident{slots}{which}"
     return (
         f"host RAM: with {resident if rows else 'no expert resident'} "
-        f"{size(case.host(rows, after_moves=False))} are needed{beside}, and {size(case.machine.host_bytes)} are available"
+        f"{size(need.total)} are needed{beside}, and {_host_room(case, rows)}"
     )
+
+
+def _host_room(case: Case, rows: int) -> str:
+    room = size(max(0, case.host_room(rows)))
+    if not case.machine.one_memory:
+        return f"{room} are available"
+    taken, pool = size(case.gpus_take(rows)), size(case.machine.pool_bytes)
+    return f"{room} are left beside {taken} for the GPU, which has the same memory ({pool} are available to both)"
 
 
 def _least_for_host(case: Case) -> int:

@@ -140,8 +140,12 @@ def launched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
                 raise DriverError("no driver")
             return even(8)
 
+        # What headers show of a launch that no plan counts: over real arguments, in tests/engine/test_memory_account.py.
+        monkeypatch.setattr(vram_check.expert_bytes, "problems", lambda config, args: [])
         for module in (vram_check, auto_resident):
-            monkeypatch.setattr(module, "resolving_view", lambda args: SimpleNamespace(device="cuda", page_size=1))
+            monkeypatch.setattr(
+                module, "resolving_view", lambda args: SimpleNamespace(device="cuda", page_size=1, ep_num_redundant_experts=0)
+            )
             monkeypatch.setattr(module, "ranks", lambda cfg: [Rank(0, 0, gpu, gpu) for gpu in range(8)])
             monkeypatch.setattr(module, "planned_launch", lambda config, args, **_: launch)
             monkeypatch.setattr(module, "free_by_gpu", free_by_gpu)

@@ -13,12 +13,13 @@ from checkpoints import Checkpoints
 from sglang_uvm_offload.sizing.checkpoint import from_tensors, load
 from sglang_uvm_offload.sizing.draft_cost import draft_note
 from sglang_uvm_offload.sizing.draft_model import load_draft
+from sglang_uvm_offload.sizing.host_need import HICACHE_RESERVE_BYTES
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounted
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.planner import choose_num_resident, plan
-from sglang_uvm_offload.sizing.rank_memory import HICACHE_RESERVE_BYTES, Case
+from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
@@ -78,7 +79,16 @@ def test_a_ratio_is_to_the_cache_that_fills_what_is_left():
     assert spare > GIB
     assert case.hicache_bytes(0, 8) == 2 * (case.kv_bytes(0) + spare)
     assert case.hicache_bytes(0, 16) < case.hicache_bytes(0, 8)
-    assert case.host_cache(8) == 8 * case.hicache_bytes(0, 8) + HICACHE_RESERVE_BYTES
+    need = case.host_need(8)
+    assert need.cache + need.beside_cache == 8 * case.hicache_bytes(0, 8) + HICACHE_RESERVE_BYTES
+
+
+def test_a_ratio_is_to_the_tokens_that_a_flag_gives():
+    case = replace(case_of(DEEPSEEK, Parallel(tp=8)), reserve=Reserve(hicache_ratio=2.0))
+    given = replace(case, workload=replace(case.workload, max_total_tokens=case.kv_tokens))
+    assert given.hicache_bytes(0, 8) == 2 * given.kv_bytes(0)
+    least = replace(given, workload=replace(given.workload, tokens_are_least=True))
+    assert least.hicache_bytes(0, 8) == case.hicache_bytes(0, 8)
 
 
 # DeepEP
