@@ -81,6 +81,7 @@ CALLED = {
     "sglang.srt.configs.hybrid_arch.mambaish_config": "model_config",
     "sglang.srt.configs.mamba_utils.mamba2_state_dtype": "config",
     "sglang.srt.distributed.parallel_state.get_world_group": "",
+    "sglang.srt.distributed.utils.get_pp_indices": "num_hidden_layers, pp_rank, pp_size",
     "sglang.srt.eplb.expert_location.get_global_expert_location_metadata": "",
     "sglang.srt.layers.moe.utils.get_moe_a2a_backend": "",
     "sglang.srt.mem_cache.kv_cache_configurator.mm_runtime_reservation_gb": "*, is_multimodal, mm_feature_transport",

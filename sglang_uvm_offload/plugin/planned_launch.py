@@ -22,6 +22,7 @@ from sglang_uvm_offload.plugin.compat import (
     resolving_view,
 )
 from sglang_uvm_offload.plugin.local_checkpoint import local_folder
+from sglang_uvm_offload.plugin.pipeline import stages
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES, WINDOW_RATIO
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
 from sglang_uvm_offload.sizing.least_memory import LEAST_TOKENS
@@ -130,6 +131,7 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
         **hicache(cfg, given),
         stream_gb=0.0 if config.stream_tokens == NEVER else config.stream_gb,
         slots=Slots(config.slots),
+        stages=stages(cfg, model),
         notes=_notes(config, cfg, given),
         rates=_rates(),
         one_memory=has_one_memory(),

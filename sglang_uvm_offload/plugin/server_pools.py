@@ -25,9 +25,9 @@ from sglang.srt.runtime_context import ParallelContext, RuntimeContext, use_cont
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
+from sglang_uvm_offload.plugin.pipeline import stages
 from sglang_uvm_offload.sizing.plan import Parallel
 from sglang_uvm_offload.sizing.server_pools import Point, ServerPools
-from sglang_uvm_offload.sizing.sglang_memory import pipeline_stages
 
 _MOST_BYTES = 1 << 42
 """More than any GPU has."""
@@ -124,7 +124,7 @@ class _Rank:
         """What the configurators read of the stage's model."""
         if self.cfg.pp_size == 1:
             return SimpleNamespace()
-        layers = pipeline_stages(self.model.num_hidden_layers, self.cfg.pp_size)[self.stage]
+        layers = stages(self.cfg, self.model)[self.stage]
         return SimpleNamespace(start_layer=layers.start, end_layer=layers.stop)
 
     def _dtype(self) -> tuple[str | None, Any]:

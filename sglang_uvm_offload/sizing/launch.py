@@ -73,6 +73,8 @@ class Launch:
     pools: ServerPools | None = None
     """What SGLang itself makes of the KV cache and the states; None where it was not asked."""
     slots: Slots = NO_SLOTS
+    stages: tuple[range, ...] = ()
+    """The decoder layers of each pipeline stage."""
     notes: tuple[str, ...] = ()
     """What the user should know of memory that is counted elsewhere."""
     rates: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -103,6 +105,7 @@ class Launch:
             linear=self.linear,
             pools=self.pools,
             slots=self.slots,
+            given_stages=self.stages,
         )
 
     @property

@@ -43,6 +43,8 @@ class Case:
     pools: ServerPools | None = None
     """What SGLang itself makes of a launch's KV cache and states; None: the rules of ``kv_cache`` and ``linear_state``."""
     slots: Slots = NO_SLOTS
+    given_stages: tuple[range, ...] = ()
+    """The decoder layers of each pipeline stage of a launch, which may be divided otherwise than evenly."""
     block_bytes: int = BLOCK_BYTES
     """The memory backend's unit of residency."""
 
@@ -102,6 +104,9 @@ class Case:
 
     @cached_property
     def stages(self) -> list[range]:
+        """The decoder layers of each pipeline stage."""
+        if len(self.given_stages) == self.parallel.pp:
+            return list(self.given_stages)
         return sglang_memory.pipeline_stages(self.model.num_layers, self.parallel.pp)
 
     def decoder_layers(self, stage: int) -> list[LayerShape]:

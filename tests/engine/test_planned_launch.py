@@ -117,6 +117,12 @@ def test_the_ranks_are_the_ones_that_will_run(launch: Planned) -> None:
     assert launch("--tp-size", 2, "--dp-size", 2, "--enable-dp-attention").parallel.dp_attention
 
 
+def test_stages_are_as_sglang_divides_them(launch: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch("--pp-size", 2).case().stages == [range(1), range(1, 3)]
+    monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "2,1")
+    assert launch("--pp-size", 2).case().stages == [range(2), range(2, 3)]
+
+
 @pytest.mark.parametrize("path", ["maker/nowhere", "s3://bucket/model"])
 def test_a_checkpoint_that_is_not_here_is_named(cuda_arguments: Arguments, model: Path, path: str) -> None:
     cfg = resolving_view(cuda_arguments("--model-path", model, "--device", "cuda"))
