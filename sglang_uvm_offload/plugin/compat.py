@@ -22,6 +22,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 import sglang
 from sglang.srt.arg_groups import overrides
 from sglang.srt.environ import envs
@@ -58,6 +59,7 @@ SINCE = {
     "sglang.srt.server_args.ServerArgs.attn_dp_size": (0, 5, 22),
     "sglang.srt.server_args.ServerArgs.enable_nvidia_megakernel": (0, 5, 23),
     "sglang.srt.server_args.ServerArgs.enable_paged_experts": (0, 5, 23),
+    "sglang.srt.server_args.ServerArgs.gated_launch_port": (0, 5, 23),
     "sglang.srt.environ.Envs.SGLANG_HTTP_SERVER_APP_PATH": (0, 5, 23),
     "sglang.srt.environ.Envs.SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT": (0, 5, 23),
     "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase.get_moe_runner_backend": (0, 5, 23),
@@ -165,6 +167,8 @@ class _View:
             return 1 if view.enable_dp_attention else view.dp_size
         if name in ("enable_paged_experts", "enable_nvidia_megakernel") and VERSION < (0, 5, 23):
             return False
+        if name == "gated_launch_port" and VERSION < (0, 5, 23):
+            return None
         if name == "speculative_draft_kv_cache_dtype" and VERSION < (0, 5, 18):
             return None
         return getattr(view, name)
@@ -186,6 +190,14 @@ def _fallbacks(kind: type) -> Mapping[str, Any]:
 def as_given(server_args: Any) -> Any:
     """SGLang's arguments as they were before they were resolved, which wrote into them before 0.5.19."""
     return server_args._as_given if VERSION < (0, 5, 19) else server_args
+
+
+def given(server_args: Any) -> dict[str, Any]:
+    """Those arguments that differ from SGLang's defaults, as they were before they were resolved."""
+    fields = msgspec.structs.fields(ServerArgs) if VERSION >= (0, 5, 20) else dataclasses.fields(ServerArgs)
+    defaults = {f.name: f.default for f in fields}
+    was = as_given(server_args)
+    return {name: value for name, default in defaults.items() if (value := getattr(was, name, default)) != default}
 
 
 def model_config_of(server_args: Any) -> Any:
@@ -222,6 +234,17 @@ def mm_runtime_reservation_gb(cfg: Any) -> float:
     from sglang.srt.mem_cache import kv_cache_configurator
 
     return kv_cache_configurator.mm_runtime_reservation_gb(is_multimodal=True, mm_feature_transport=cfg.mm_feature_transport)
+
+
+def has_chat_template(name: str) -> bool:
+    """Whether ``name`` is a chat template of SGLang's own, of which those in Python are newer."""
+    from sglang.srt.parser.conversation import chat_template_exists
+
+    if VERSION >= (0, 5, 23):
+        from sglang.srt.parser.python_chat_template import get_python_chat_template
+
+        return chat_template_exists(name) or get_python_chat_template(name) is not None
+    return bool(chat_template_exists(name))
 
 
 def problems(cfg: Any) -> list[str]:

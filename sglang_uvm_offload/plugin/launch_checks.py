@@ -23,10 +23,12 @@ from sglang_uvm_offload.plugin import (
     output_files,
     recording,
     slot_settings,
+    start_checks,
     stream_settings,
     vram_check,
 )
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
+from sglang_uvm_offload.plugin.local_checkpoint import damage
 from sglang_uvm_offload.plugin.profiles import chosen_profile
 from sglang_uvm_offload.plugin.routing_formats import RoutingFormat, routing_format
 from sglang_uvm_offload.routing.profile import Profile
@@ -74,6 +76,8 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
         *recording.problems(config, cfg),
         *output_files.problems(config, server_args),
         *routing.problems(config),
+        *start_checks.problems(cfg, model),
+        *(damaged := damage(cfg)),
     ]
     num_experts, reasons = _experts(config, model)
     redundant = cfg.ep_num_redundant_experts
@@ -87,7 +91,7 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
         settings |= _headroom(config, cfg)
     with _listed(problems):
         config = slot_settings.possible(config, cfg, model)
-    if num_experts is not None:
+    if num_experts is not None and not damaged:
         config, reasons = vram_check.checked(config, server_args)
         problems += reasons
         with _listed(problems):
@@ -103,6 +107,8 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
         settings[f"{PREFIX}num_resident"] = str(config.num_resident)
     if config.slots != slots:
         settings[f"{PREFIX}slots"] = str(config.slots)
+    for line in combinations.ignored(server_args):
+        logger.warning("%s", line)
     if not routing.counted:
         logger.warning("Expert offload: the hit rate is not counted: %s", routing.reason)
     backend = config.backend if config.backend != "auto" else "uvm" if cfg.device == "cuda" else "emulated"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from pathlib import Path
 from typing import Any
 
 import huggingface_hub
@@ -12,6 +13,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from sglang_uvm_offload import reading
 from sglang_uvm_offload.sizing.launch import Uncounted
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_folder
 
 
 def unreadable(model: str) -> str | None:
@@ -36,6 +38,32 @@ def _special_file(folder: str) -> str | None:
         if not stat.S_ISDIR(mode) and (kind := reading.special_kind(mode)):
             return f"holds {name}, which is {kind} and not a regular file"
     return None
+
+
+def read_models(cfg: Any) -> list[Path]:
+    """The models whose safetensors a launch reads: the target, and a draft model of its own. ``--load-format dummy`` reads
+    none, other formats are left to SGLang."""
+    if cfg.load_format not in ("auto", "safetensors"):
+        return []
+    return [Path(model) for model in dict.fromkeys((cfg.model_path, cfg.speculative_draft_model_path)) if model]
+
+
+def damage(cfg: Any) -> list[str]:
+    """Problems of the weights of local checkpoints, which a launch would find only while loading them, or not at all. Files
+    other than safetensors are not checked."""
+    return [problem for model in read_models(cfg) for problem in _damage(model)]
+
+
+def _damage(model: Path) -> list[str]:
+    try:
+        if model.is_file():
+            return [f"{model} is a file: give the checkpoint's folder"]
+        kinds = {path.suffix for path in model.iterdir()} if model.is_dir() else set()
+        if model.is_dir() and (".safetensors" in kinds or not kinds & {".bin", ".pt"}):
+            read_folder(model)
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    return []
 
 
 def local_folder(flag: str, path: str, revision: str | None, cfg: Any) -> str:
