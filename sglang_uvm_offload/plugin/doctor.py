@@ -22,6 +22,7 @@ from sglang_uvm_offload.plugin.local_checkpoint import unreadable
 from sglang_uvm_offload.plugin.planned_launch import has_one_memory
 from sglang_uvm_offload.plugin.routing_formats import routing_format
 from sglang_uvm_offload.plugin.server_config import config_of
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
 from sglang_uvm_offload.units import size
 
@@ -94,7 +95,9 @@ class Launch:
         cfg = self.cfg
         if cfg.load_format not in ("auto", "safetensors"):
             return []
-        return [Path(model) for model in dict.fromkeys((cfg.model_path, cfg.speculative_draft_model_path)) if model]
+        named = {cfg.model_path: cfg.revision, cfg.speculative_draft_model_path: cfg.speculative_draft_model_revision}
+        files = [ModelFiles(model, revision, cfg.download_dir) for model, revision in named.items() if model]
+        return [each.on_disk or Path(each.name) for each in files]
 
     def facts(self) -> list[str]:
         """What the arguments were resolved to, a line a fact. Call it if ``resolve`` found no problem."""

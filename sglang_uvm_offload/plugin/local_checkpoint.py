@@ -1,17 +1,12 @@
-"""Where the checkpoint that a flag names lies on this machine."""
+"""Whether the local checkpoint that a flag names can be read."""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
-from typing import Any
-
-import huggingface_hub
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from sglang_uvm_offload import reading
-from sglang_uvm_offload.sizing.launch import Uncounted
 
 
 def unreadable(model: str) -> str | None:
@@ -36,16 +31,3 @@ def _special_file(folder: str) -> str | None:
         if not stat.S_ISDIR(mode) and (kind := reading.special_kind(mode)):
             return f"holds {name}, which is {kind} and not a regular file"
     return None
-
-
-def local_folder(flag: str, path: str, revision: str | None, cfg: Any) -> str:
-    """The folder that ``flag`` names as ``path``, or that of a downloaded model in the Hugging Face cache. Raises
-    ``Uncounted``."""
-    if os.path.isdir(path):
-        return path
-    try:
-        return huggingface_hub.snapshot_download(path, revision=revision, cache_dir=cfg.download_dir, local_files_only=True)
-    except (LocalEntryNotFoundError, HFValidationError) as error:
-        raise Uncounted(
-            [f"{flag} {path} is no local folder, and not in the Hugging Face cache: nothing can be counted"]
-        ) from error

@@ -13,9 +13,9 @@ from checkpoints import Checkpoints
 
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.plugin import launch_drafts, linear_attention, planned_launch
-from sglang_uvm_offload.plugin.local_checkpoint import local_folder
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
 from sglang_uvm_offload.sizing.machine import GIB
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 
 VRAM = 16 * GIB
 CONTEXT = 2048
@@ -88,13 +88,6 @@ def test_the_ranks_are_the_ones_that_will_run(launch):
     assert launch(tp_size=2, attn_dp_size=2).parallel.dp_attention
 
 
-@pytest.mark.parametrize("model_path", ["maker/nowhere", "s3://bucket/model"])
-def test_a_checkpoint_that_is_not_here_is_named(model_path, tmp_path):
-    cfg = SimpleNamespace(download_dir=str(tmp_path))
-    with pytest.raises(Uncounted, match=rf"--model-path {model_path} is no local folder, .* nothing can be counted"):
-        local_folder("--model-path", model_path, None, cfg)
-
-
 def test_a_gpu_of_unknown_size_cannot_be_planned(launch, monkeypatch):
     monkeypatch.setattr(planned_launch, "get_device_memory_capacity", lambda device: None)
     with pytest.raises(Uncounted, match="size of this GPU"):
@@ -145,7 +138,7 @@ def test_drafts_come_from_the_checkpoint_or_one_of_their_own(tmp_path, algorithm
         model_path="m", speculative_algorithm=algorithm, speculative_draft_model_path=path, speculative_num_draft_tokens=3
     )
     assert launch_drafts.from_the_checkpoint(cfg) == bundled
-    assert launch_drafts.separate_folder(cfg) == (path if separate else None)
+    assert launch_drafts.separate(cfg) == (ModelFiles(path) if separate else None)
     assert launch_drafts.tokens_verified(cfg) == (0 if algorithm is None else 3)
     found = launch_drafts.uncounted(cfg)
     assert len(found) == (reason is not None)
