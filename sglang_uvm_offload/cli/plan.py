@@ -11,10 +11,12 @@ from pathlib import Path
 from sglang_uvm_offload.config import AUTO, UNRESOLVED
 from sglang_uvm_offload.sizing import hub, planner
 from sglang_uvm_offload.sizing.architectures import unserved_note
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config, load
+from sglang_uvm_offload.sizing.config_tensors import UnknownTensors
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.machine import EXAMPLES, GPUS, Machine, MachineError, describe, of_gpus, preset
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
@@ -103,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns 0 if the model fits, 1 if it does not, 2 for invalid arguments."""
     try:
-        model = _model(args.model)
+        model, unseen = _model(args.model)
         machine = _machine(args)
     except (CheckpointError, MachineError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -139,14 +141,27 @@ def run(args: argparse.Namespace) -> int:
         result = dataclasses.replace(result, alternatives=planner.alternatives(case, result, args.hit_rate))
     if unserved := unserved_note(model.architectures):
         result = dataclasses.replace(result, notes=(unserved, *result.notes))
+    if unseen:
+        result = dataclasses.replace(result, notes=(unseen, *result.notes))
     print(json.dumps(dataclasses.asdict(result), indent=1) if args.json else planner.render(result))
     return 0 if result.fits else 1
 
 
-def _model(name: str) -> CheckpointShape:
-    """By a path, or else by its name on the Hugging Face Hub."""
+def _model(name: str) -> tuple[CheckpointShape, str]:
+    """By a path, or else by its name on the Hugging Face Hub; and what of it could not be seen. Without the headers of its
+    weights, its config tells the tensors of most families."""
     path = Path(name)
-    return hub.load(name) if not path.exists() and hub.is_id(name) else load(path)
+    if path.exists() or not hub.is_id(name):
+        return load(path), ""
+    files = ModelFiles(name)
+    try:
+        return files.shape(), ""
+    except hub.Unseen as unseen:
+        config = files.config()
+        try:
+            return from_config(name, config), str(unseen)
+        except UnknownTensors as unknown:
+            raise CheckpointError(f"{unseen} ({unknown})") from unknown
 
 
 def _machine(args: argparse.Namespace) -> Machine:

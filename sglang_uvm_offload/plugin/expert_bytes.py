@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sglang_uvm_offload.config import OffloadConfig
@@ -11,8 +10,8 @@ from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin.compat import as_given, model_config_of, resolving_view
 from sglang_uvm_offload.plugin.planned_launch import hicache, ranks
-from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.host_need import HostNeed
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.verdict import ONE_MEMORY
 from sglang_uvm_offload.units import size
@@ -27,15 +26,14 @@ class ExpertBytes:
 
 
 def expert_bytes(config: OffloadConfig, cfg: Any, hf_config: Any) -> ExpertBytes | None:
-    """None if only loading shows it: several machines share the experts, or the checkpoint is not local, or is converted while
-    it loads (to another dtype or quantisation)."""
-    path = Path(cfg.model_path)
+    """None if only loading shows it: several machines share the experts, or the headers cannot be read, or the checkpoint is
+    converted while it loads (to another dtype or quantisation)."""
     dtype = str(getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None))
     converted = "float32" in dtype or (cfg.quantization is not None and not hasattr(hf_config, "quantization_config"))
-    if not path.is_dir() or cfg.nnodes > 1 or converted:
+    if cfg.nnodes > 1 or converted:
         return None
     try:
-        model = load(path)
+        model = ModelFiles(cfg.model_path, cfg.revision, cfg.download_dir).shape()
     except CheckpointError:
         return None
     places = model.num_experts + cfg.ep_num_redundant_experts

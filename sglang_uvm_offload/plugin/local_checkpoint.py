@@ -1,4 +1,4 @@
-"""Where the checkpoint that a flag names lies on this machine."""
+"""Whether the local checkpoint that a flag names can be read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
 from sglang_uvm_offload import reading
-from sglang_uvm_offload.sizing.launch import Uncounted
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_folder
 
 
@@ -45,7 +42,9 @@ def read_models(cfg: Any) -> list[Path]:
     none, other formats are left to SGLang."""
     if cfg.load_format not in ("auto", "safetensors"):
         return []
-    return [Path(model) for model in dict.fromkeys((cfg.model_path, cfg.speculative_draft_model_path)) if model]
+    named = {cfg.model_path: cfg.revision, cfg.speculative_draft_model_path: cfg.speculative_draft_model_revision}
+    files = [ModelFiles(model, revision, cfg.download_dir) for model, revision in named.items() if model]
+    return [each.on_disk or Path(each.name) for each in files]
 
 
 def damage(cfg: Any) -> list[str]:
@@ -64,16 +63,3 @@ def _damage(model: Path) -> list[str]:
     except (CheckpointError, OSError) as error:
         return [str(error)]
     return []
-
-
-def local_folder(flag: str, path: str, revision: str | None, cfg: Any) -> str:
-    """The folder that ``flag`` names as ``path``, or that of a downloaded model in the Hugging Face cache. Raises
-    ``Uncounted``."""
-    if os.path.isdir(path):
-        return path
-    try:
-        return huggingface_hub.snapshot_download(path, revision=revision, cache_dir=cfg.download_dir, local_files_only=True)
-    except (LocalEntryNotFoundError, HFValidationError) as error:
-        raise Uncounted(
-            [f"{flag} {path} is no local folder, and not in the Hugging Face cache: nothing can be counted"]
-        ) from error

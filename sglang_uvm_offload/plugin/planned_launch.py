@@ -21,7 +21,6 @@ from sglang_uvm_offload.plugin.compat import (
     post_capture_kv_sizing_planned,
     resolving_view,
 )
-from sglang_uvm_offload.plugin.local_checkpoint import local_folder
 from sglang_uvm_offload.plugin.pipeline import stages
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES, WINDOW_RATIO
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
@@ -107,7 +106,7 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
     if not vram:
         raise Uncounted(["SGLang does not know the size of this GPU"])
     return Launch(
-        local_folder("--model-path", cfg.model_path, cfg.revision, cfg),
+        cfg.model_path,
         parallel=Parallel(
             *(cfg.tp_size, cfg.ep_size, cfg.pp_size, cfg.attn_dp_size if grouped else cfg.dp_size, grouped),
             shared_whole=cfg.moe_a2a_backend != "none",
@@ -125,7 +124,9 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
         page_tokens=max(64, cfg.page_size or 1),
         speculative=launch_drafts.from_the_checkpoint(cfg),
         draft_num_resident=config.draft_num_resident,
-        draft_path=launch_drafts.separate_folder(cfg),
+        revision=cfg.revision,
+        download_dir=cfg.download_dir,
+        draft=launch_drafts.separate(cfg),
         draft_tokens=launch_drafts.tokens_verified(cfg),
         image_bytes=_image_bytes(cfg, model),
         **hicache(cfg, given),

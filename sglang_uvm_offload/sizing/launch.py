@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 from sglang_uvm_offload.memory.layout import round_up
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
 from sglang_uvm_offload.sizing.draft_model import load_draft
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import Machine
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
@@ -36,7 +36,7 @@ class Launch:
     """Sizes are bytes, of one GPU or of the whole machine."""
 
     model_path: str
-    """A checkpoint's folder."""
+    """A checkpoint's folder, or an id on the Hugging Face Hub."""
     parallel: Parallel
     vram_bytes: int
     """The size of a GPU according to SGLang."""
@@ -58,8 +58,10 @@ class Launch:
     page_tokens: int = 64
     speculative: bool = False
     """The checkpoint's own draft layers are loaded."""
-    draft_path: str | None = None
-    """The folder of a draft model's own checkpoint."""
+    revision: str | None = None
+    download_dir: str | None = None
+    draft: ModelFiles | None = None
+    """A draft model with a checkpoint of its own."""
     draft_num_resident: int | None = None
     """Residents of each of its draft layers; None: all their experts."""
     draft_tokens: int = 0
@@ -85,8 +87,8 @@ class Launch:
     def case(self) -> Case:
         """The planner's case for this launch. Raises ``Uncounted``."""
         try:
-            model = load(Path(self.model_path))
-            draft = None if self.draft_path is None else load_draft(Path(self.draft_path))
+            model = ModelFiles(self.model_path, self.revision, self.download_dir).shape()
+            draft = None if self.draft is None else load_draft(self.draft)
         except CheckpointError as error:
             raise Uncounted([str(error)]) from error
         if reasons := self._uncounted(model):

@@ -19,11 +19,11 @@ from checkpoints import Checkpoints
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.plugin import launch_drafts, linear_attention, planned_launch
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
-from sglang_uvm_offload.plugin.local_checkpoint import local_folder
 from sglang_uvm_offload.sizing.checkpoint import text_config
 from sglang_uvm_offload.sizing.kv_cache import kv_shape
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounted
 from sglang_uvm_offload.sizing.machine import GIB, GPUS
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Parallel
 from sglang_uvm_offload.sizing.safetensors_header import read_json
 
@@ -123,13 +123,6 @@ def test_stages_are_as_sglang_divides_them(launch: Planned, monkeypatch: pytest.
     assert launch("--pp-size", 2).case().stages == [range(2), range(2, 3)]
 
 
-@pytest.mark.parametrize("path", ["maker/nowhere", "s3://bucket/model"])
-def test_a_checkpoint_that_is_not_here_is_named(cuda_arguments: Arguments, model: Path, path: str) -> None:
-    cfg = resolving_view(cuda_arguments("--model-path", model, "--device", "cuda"))
-    with pytest.raises(Uncounted, match=rf"--model-path {path} is no local folder, .* nothing can be counted"):
-        local_folder("--model-path", path, None, cfg)
-
-
 def test_a_gpu_of_unknown_size_cannot_be_planned(launch: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned_launch, "get_device_memory_capacity", lambda device: None)
     with pytest.raises(Uncounted, match="size of this GPU"):
@@ -201,7 +194,7 @@ class TestDrafts:
         path = checkpoints("glm4_moe")
         cfg = resolving_view(cuda_arguments("--model-path", path, "--device", "cuda", *words))
         assert launch_drafts.from_the_checkpoint(cfg) == bundled
-        assert launch_drafts.separate_folder(cfg) is None
+        assert launch_drafts.separate(cfg) is None
         assert launch_drafts.tokens_verified(cfg) == verified
         assert launch_drafts.uncounted(cfg) == []
 
@@ -213,7 +206,7 @@ class TestDrafts:
             words = ("--speculative-algorithm", algorithm, *DRAFTS, "--speculative-draft-model-path", path)
             cfg = resolving_view(cuda_arguments("--model-path", model, "--device", "cuda", *words))
             assert not launch_drafts.from_the_checkpoint(cfg)
-            assert launch_drafts.separate_folder(cfg) == str(path)
+            assert launch_drafts.separate(cfg) == ModelFiles(str(path))
             assert launch_drafts.uncounted(cfg) == []
 
     def problems(self, cuda_arguments: Arguments, path: Path, number: int | None, *words: object) -> list[str]:
