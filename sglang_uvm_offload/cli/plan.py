@@ -11,7 +11,8 @@ from pathlib import Path
 from sglang_uvm_offload.config import AUTO, UNRESOLVED
 from sglang_uvm_offload.sizing import hub, planner
 from sglang_uvm_offload.sizing.architectures import unserved_note
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
+from sglang_uvm_offload.sizing.engine_shape import load_any
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.machine import EXAMPLES, GPUS, Machine, MachineError, describe, of_gpus, preset
@@ -146,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
 def _model(name: str) -> CheckpointShape:
     """By a path, or else by its name on the Hugging Face Hub."""
     path = Path(name)
-    return hub.load(name) if not path.exists() and hub.is_id(name) else load(path)
+    return hub.load(name) if not path.exists() and hub.is_id(name) else load_any(path)
 
 
 def _machine(args: argparse.Namespace) -> Machine:

@@ -10,9 +10,14 @@ from pathlib import Path
 
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config, from_tensors
 from sglang_uvm_offload.sizing.config_tensors import UnknownTensors
+from sglang_uvm_offload.sizing.engine_shape import instead
 from sglang_uvm_offload.sizing.safetensors_header import DTYPE_BITS, CheckpointError, TensorInfo, read_json
 
 LONGEST_REASON = 200
+
+
+class NoHeaders(CheckpointError):
+    """The headers of a model's weights cannot be read from here."""
 
 
 def is_id(name: str) -> bool:
@@ -22,11 +27,16 @@ def is_id(name: str) -> bool:
 
 def load(name: str) -> CheckpointShape:
     """The model with the id ``name``. Raises ``CheckpointError``, which names the way without this machine's network."""
-    config = read_json(_config(name))
+    file = _config(name)
+    config = read_json(file)
     try:
         return from_config(name, config)
     except UnknownTensors:
-        return from_tensors(name, config, _headers(name), from_headers=True)
+        try:
+            tensors = _headers(name)
+        except NoHeaders as unread:
+            return instead(unread, file, name)
+        return from_tensors(name, config, tensors, from_headers=True)
 
 
 def _config(name: str) -> Path:
@@ -47,7 +57,7 @@ def _headers(name: str) -> list[TensorInfo]:
     try:
         files = get_safetensors_metadata(name).files_metadata.values()
     except Exception as error:  # as above, and for a model without safetensors files
-        raise CheckpointError(
+        raise NoHeaders(
             f"{name}: its config.json does not tell which tensors it has, and the headers of its weights cannot be read from "
             f"the Hugging Face Hub ({_reason(error)}); run hf download {name} --local-dir DIR where that works, and give DIR"
         ) from error

@@ -87,6 +87,7 @@ def test_without_network_one_line_says_what_to_fetch_elsewhere(capsys):
 def test_without_the_headers_one_line_says_what_to_fetch_elsewhere(network, tmp_path, capsys, checkpoints):
     config = json.loads((checkpoints("qwen3_moe") / "config.json").read_text()) | {"model_type": "new_moe"}
     serve_config(network, tmp_path, config)
+    network.setattr("sglang_uvm_offload.sizing.engine_shape.installed", lambda: False)
     assert main(["plan", "new/Model", "--machine", "4x4090"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "hf download new/Model --local-dir DIR" in line
