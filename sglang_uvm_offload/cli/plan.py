@@ -11,8 +11,8 @@ from pathlib import Path
 from sglang_uvm_offload.config import AUTO, UNRESOLVED
 from sglang_uvm_offload.sizing import hub, planner
 from sglang_uvm_offload.sizing.architectures import unserved_note
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config, load
-from sglang_uvm_offload.sizing.config_tensors import UnknownTensors
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
+from sglang_uvm_offload.sizing.engine_shape import load_any
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.machine import EXAMPLES, GPUS, Machine, MachineError, describe, of_gpus, preset
@@ -152,15 +152,15 @@ def _model(name: str) -> tuple[CheckpointShape, str]:
     weights, its config tells the tensors of most families."""
     path = Path(name)
     if path.exists() or not hub.is_id(name):
-        return load(path), ""
+        return load_any(path), ""
     files = ModelFiles(name)
     try:
         return files.shape(), ""
     except hub.Unseen as unseen:
-        config = files.config()
+        file = hub.config_file(name)
         try:
-            return from_config(name, config), str(unseen)
-        except UnknownTensors as unknown:
+            return dataclasses.replace(load_any(file), name=name), str(unseen)
+        except CheckpointError as unknown:
             raise CheckpointError(f"{unseen} ({unknown})") from unknown
 
 

@@ -12,13 +12,19 @@ _ENTRY = re.compile(r"^EntryClass\b[^=\n]*=\s*(\[[^\]]*\]|\w+)", flags=re.MULTIL
 """A file of ``srt/models`` registers the classes that it assigns to this name."""
 
 
-def sglang_architectures() -> frozenset[str]:
-    """The architectures that SGLang serves by classes of its own; empty where it is not installed."""
+def model_files() -> dict[str, str]:
+    """The file of ``srt/models`` for each architecture that SGLang serves by a class of its own; none where it is not
+    installed."""
     spec = importlib.util.find_spec("sglang")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
-    files = [file for folder in folders for file in Path(folder, "srt", "models").glob("*.py")]
-    entries = [entry for file in files for entry in _ENTRY.findall(file.read_text(encoding="utf-8"))]
-    return frozenset(name for entry in entries for name in re.findall(r"\w+", re.sub(r"#.*", "", entry)))
+    files = [file for folder in folders for file in sorted(Path(folder, "srt", "models").glob("*.py"))]
+    entries = [(file.stem, entry) for file in files for entry in _ENTRY.findall(file.read_text(encoding="utf-8"))]
+    return {name: file for file, entry in entries for name in re.findall(r"\w+", re.sub(r"#.*", "", entry))}
+
+
+def sglang_architectures() -> frozenset[str]:
+    """The architectures that SGLang serves by classes of its own; empty where it is not installed."""
+    return frozenset(model_files())
 
 
 def unserved_note(architectures: Sequence[str]) -> str:

@@ -34,6 +34,8 @@ _DRAFT = re.compile(r"^mtp\.(?:layers\.(\d{1,5})\.)?")
 """Draft layers of Qwen3-Next, which have numbers of their own."""
 _FEED_FORWARD = re.compile(r"\.(gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3)[._]")
 _VOCABULARY = re.compile(r"(embed_tokens|lm_head|shared_head\.head)\.")
+_TOWER = re.compile(r"vis(ual|ion)|audio|mm_proj")
+_SHARED = re.compile(r"shared_(expert|mlp)|share_expert")
 _PACKED = {"I32": 8, "U8": 2}
 """Four-bit weights in one element of a packed tensor."""
 
@@ -102,6 +104,13 @@ class CheckpointShape:
     """The config's ``model_type``."""
     architectures: tuple[str, ...] = ()
     """The config's names of the model's class."""
+    draft_parameters: int = 0
+    """Of ``total_parameters``, those of draft layers."""
+    active_parameters: int = 0
+    """Weights that one token of text is computed with: all but draft layers, towers for images and sounds, and the routed
+    experts that it is not sent to. Embedding and head count, as with most publishers (OpenAI leaves the embedding out)."""
+    shared_parameters: int = 0
+    """Of shared experts, which every token uses, beside routed ones."""
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -204,6 +213,7 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
         scale_block=(quantization.get("weight_block_size") or [1])[0],
         family=printable(str(config.get("model_type") or "")),
         architectures=tuple(printable(str(each)) for each in named) if isinstance(named, list) else (),
+        **_weight_counts(tensors, num_layers, moe.num_experts, top_k),
     )
 
 
@@ -216,13 +226,30 @@ def parameters(tensor: TensorInfo) -> int:
     return tensor.elements * (_PACKED.get(tensor.dtype, 1) if packed else 1)
 
 
+def _weight_counts(tensors: Iterable[TensorInfo], num_layers: int, num_experts: int, top_k: int) -> dict[str, int]:
+    """Weights of draft layers, of shared experts, and those that a token is computed with."""
+    counts = dict.fromkeys(("draft_parameters", "active_parameters", "shared_parameters"), 0)
+    for tensor in tensors:
+        layer, weights = _layer_of(tensor.name, num_layers), parameters(tensor)
+        if layer is not None and layer >= num_layers:
+            counts["draft_parameters"] += weights
+        elif layer is None:
+            counts["active_parameters"] += 0 if _TOWER.search(tensor.name) else weights
+        elif _expert_of(tensor, num_experts):
+            counts["active_parameters"] += weights * top_k // num_experts
+        else:
+            counts["active_parameters"] += weights
+            counts["shared_parameters"] += weights if _SHARED.search(tensor.name) else 0
+    return counts
+
+
 def _layer_of(name: str, num_layers: int) -> int | None:
     """The decoder layer of a tensor; draft layers come after the others. Vision and audio towers number their own layers, so
     their tensors have none."""
     if draft := _DRAFT.match(name):
         return num_layers + int(draft.group(1) or 0)
     match = _LAYER.search(name)
-    if match is None or re.search(r"vis(ual|ion)|audio|mm_proj", name[: match.start()]):
+    if match is None or _TOWER.search(name[: match.start()]):
         return None
     return int(match.group(1))
 
@@ -239,7 +266,7 @@ def _layer_shape(index: int, tensors: list[TensorInfo], num_experts: int) -> Lay
             sums["parameters"] += parameters(tensor)
             continue
         part, ids, nbytes = routed
-        split[part] = split.get(part, False) or _is_split(part, tensor, stacked=len(ids) > 1)
+        split[part] = split.get(part, False) or is_split(part, tensor, stacked=len(ids) > 1)
         for expert in ids:
             experts[part][expert] += nbytes
     for part, sizes in experts.items():
@@ -269,7 +296,7 @@ def _expert_of(tensor: TensorInfo, num_experts: int) -> tuple[str, range, int] |
     return f"{_PART[projection]}.{suffix or 'weight'}", range(num_experts), tensor.nbytes // num_experts
 
 
-def _is_split(part: str, tensor: TensorInfo, stacked: bool) -> bool:
+def is_split(part: str, tensor: TensorInfo, stacked: bool) -> bool:
     """Whether ranks divide it. An expert's hidden units are divided, so tensors of the down projection's outputs, and single
     values, are whole on each rank."""
     shape = tensor.shape[1:] if stacked else tensor.shape

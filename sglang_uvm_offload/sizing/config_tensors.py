@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_uvm_offload.sizing.moe_shape import EXPERTS, MoeShape, moe_shape, stated_experts
+from sglang_uvm_offload.sizing.moe_shape import EXPERTS, MoeShape, moe_shape, most, stated_experts
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -43,10 +43,12 @@ def check_counts(config: Mapping[str, Any]) -> None:
     """Refuse counts of layers and experts that are not numbers, or beyond the limits, and sizes of 0 or less."""
     for name in _SIZES:
         value = config.get(name)
+        value = most(value) if isinstance(value, list) else value
         if isinstance(value, (int, float)) and not 0 < value < 1 << 31:
             raise CheckpointError(f"the config's {name} is {value!r}, not a size of 1 or more")
     for name, limit in _LIMITS.items():
         value = config.get(name)
+        value = most(value) if isinstance(value, list) else value
         if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit):
             raise CheckpointError(f"the config's {name} is {value!r}, not a number up to {limit}")
     layers = (config.get("num_hidden_layers") or 0) + (config.get("num_nextn_predict_layers") or 0)

@@ -21,27 +21,40 @@ TOP_K = (
     *("top_k_experts", "moe_router_topk"),
 )
 
+DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers", "num_mtp_layers")
+"""Qwen3-Next's checkpoints have one layer, and its config does not say so."""
+
 
 def stated_experts(config: Any) -> int | None:
     """The routed experts of a layer that ``config`` states, the most where it states several numbers, None for a dense model.
     No rule chooses among them: a model has no more than this, and may have fewer."""
-    stated = [getattr(config, name, None) for name in EXPERTS]
-    numbers = [number for value in stated for number in (value if isinstance(value, (list, tuple)) else [value])]
-    return max((number for number in numbers if isinstance(number, int)), default=0) or None
+    return max((most(getattr(config, name, None)) or 0 for name in EXPERTS), default=0) or None
 
 
 def stated_top_k(config: Any) -> int | None:
-    """The routed experts of a token that ``config`` states."""
-    return _first(config, *TOP_K)
+    """The routed experts of a token that ``config`` states, the most of any layer."""
+    return most(_first(config, *TOP_K))
+
+
+def stated_drafts(config: Any) -> int:
+    """The draft layers that ``config`` says a checkpoint holds."""
+    stated = most(_first(config, *DRAFTS)) or 0
+    return stated or int(getattr(config, "model_type", None) == "qwen3_next")
+
+
+def most(value: Any) -> int | None:
+    """The largest number of a value that may be a list, of one for each layer; None for what is neither."""
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    return max((number for number in numbers if isinstance(number, int) and not isinstance(number, bool)), default=None)
 
 
 def moe_shape(config: Any) -> MoeShape | None:
     """The shape that ``config`` (a text config, attributes as in config.json) describes, None for a dense model."""
-    experts = _first(config, *EXPERTS)
+    experts = most(_first(config, *EXPERTS))
     layers = getattr(config, "num_hidden_layers", None)
     if not experts or not layers:
         return None
-    return MoeShape(int(experts), stated_top_k(config), tuple(index for index in range(layers) if _is_moe(config, index)))
+    return MoeShape(experts, stated_top_k(config), tuple(index for index in range(layers) if _is_moe(config, index)))
 
 
 def _is_moe(config: Any, index: int) -> bool:

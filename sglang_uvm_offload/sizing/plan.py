@@ -268,6 +268,13 @@ class Plan:
     moe_layers: int
     weights_bytes: int
     expert_bytes: int
+    total_parameters: int = 0
+    """Weights, draft layers left out. Those of packed formats count one by one."""
+    active_parameters: int = 0
+    """Weights that one token of text is computed with; embedding and head count."""
+    shared_parameters: int = 0
+    """Weights of shared experts, over layers."""
+    draft_parameters: int = 0
     slots: int = 0
     """Of each layer, beside its residents."""
     mem_fraction_static: float = 0.0

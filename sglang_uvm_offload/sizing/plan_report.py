@@ -62,6 +62,15 @@ def render(plan: Plan) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def _parameters(plan: Plan) -> str:
+    parts = [f"{plan.total_parameters / 1e9:.1f} billion parameters", f"{plan.active_parameters / 1e9:.1f} active for a token"]
+    if plan.shared_parameters:
+        parts.append(f"{plan.shared_parameters / 1e9:.2f} of them in shared experts")
+    if plan.draft_parameters:
+        parts.append(f"{plan.draft_parameters / 1e9:.1f} more in draft layers")
+    return ", ".join(parts)
+
+
 def _setup(plan: Plan) -> str:
     machine, work, p = plan.machine, plan.workload, plan.parallel
     share = plan.expert_bytes / plan.weights_bytes
@@ -70,6 +79,7 @@ def _setup(plan: Plan) -> str:
     return _table(
         [
             ("model", f"{plan.model}: {size(plan.weights_bytes)}, {share:.1%} of it routed experts"),
+            ("", _parameters(plan)),
             ("", f"{plan.moe_layers} MoE layers of {plan.num_experts} experts, {plan.top_k} a token"),
             ("machine", f"{machine.name}: {gpus}, host RAM {size(machine.host_bytes)}"),
             ("ranks", ranks),

@@ -70,6 +70,10 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         moe_layers=len(model.moe_layers),
         weights_bytes=model.total_bytes,
         expert_bytes=model.expert_bytes,
+        total_parameters=model.total_parameters - model.draft_parameters,
+        active_parameters=model.active_parameters,
+        shared_parameters=model.shared_parameters,
+        draft_parameters=model.draft_parameters,
         problems=tuple(problems),
         assumptions=case.assumed,
     )

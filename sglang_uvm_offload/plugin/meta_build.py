@@ -1,0 +1,175 @@
+"""Builds SGLang's models on torch's ``meta`` device, where tensors have shapes and no memory, as one rank that shares nothing.
+
+``start`` comes first, once in a process that does nothing else: SGLang's classes look at the machine as they are built, and
+here they see none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import socket
+import sys
+import tempfile
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sglang
+import torch
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.bootstrap import init_parallel_runtime
+from sglang.srt.layers import quantization
+from sglang.srt.layers.moe.utils import initialize_moe_config
+from sglang.srt.layers.quantization import modelopt_quant
+from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+from sglang.srt.layers.rotary_embedding import factory
+from sglang.srt.model_loader import loader
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.platforms import current_platform
+from sglang.srt.runtime_context import SpawnRanks, get_model, publish
+from sglang.srt.server_args import ServerArgs
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from sglang_uvm_offload.plugin.meta_tensors import draft_of, shape_of
+from sglang_uvm_offload.sizing.architectures import model_files
+from sglang_uvm_offload.sizing.moe_shape import stated_drafts, stated_top_k
+
+_ANY_MODEL: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    **{"hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 512},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64},
+    **{"num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 512, "torch_dtype": "bfloat16"},
+}
+"""SGLang resolves its arguments for a model; which one plays no part, as none is served."""
+
+_FILES = ("config.json", "hf_quant_config.json")
+
+
+class _Models(Mapping[str, Any]):
+    """SGLang's registry, which imports a model's file when the model is asked for."""
+
+    def __init__(self) -> None:
+        self.files = model_files()
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(importlib.import_module(f"sglang.srt.models.{self.files[name]}"), name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+def start() -> None:
+    """SGLang's runtime of a single rank, as of a scheduler on a CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(_ANY_MODEL))
+        arguments = ServerArgs(
+            model_path=folder,
+            device="cpu",
+            attention_backend="torch_native",
+            mem_fraction_static=0.3,
+            disable_shared_experts_fusion=True,
+        )
+        arguments.resolve_once()
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    init_parallel_runtime(server_args=arguments, device="cpu", dist_port=port)
+    initialize_moe_config()
+    ModelRegistry.models = _Models()
+    _see_no_machine()
+
+
+def _see_no_machine() -> None:
+    """What SGLang's classes ask of the machine is answered as a recent GPU would: some are made for nothing else."""
+    kernels = types.ModuleType("vllm._custom_ops")
+    vars(kernels)["rotary_embedding"] = None
+    sys.modules.update({"vllm": types.ModuleType("vllm"), kernels.__name__: kernels})
+    factory.get_rope_cpu = lambda *arguments: factory.get_rope(*arguments[:8])
+    answers = {"get_device_capability": lambda *_: (10, 0), "current_device": lambda: "cpu", "Stream": lambda *_, **__: None}
+    vars(torch.cuda).update(answers)
+    current_platform.get_device = lambda *_: "cpu"
+    modelopt_quant.get_platform = lambda: types.SimpleNamespace(is_blackwell=True)
+    quantization.QUANTIZATION_METHODS.setdefault("mxfp4", Mxfp4Config)  # SGLang has it for CUDA alone
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """The shapes of the model and of its draft layers: ``plain``, without quantisation, for its weights are counted there, and
+    ``served``, as it is quantised, for its bytes."""
+    with tempfile.TemporaryDirectory() as copy:
+        _copy_without_code(folder, Path(copy))
+        plain = ModelConfig(copy, trust_remote_code=False)
+        top_k, drafts = stated_top_k(plain.hf_text_config), stated_drafts(plain.hf_text_config)
+        draft = ModelConfig(copy, trust_remote_code=False, is_draft_model=True) if drafts else None
+        drafted = draft is not None and draft.hf_config.architectures != plain.hf_config.architectures
+        out: dict[str, Any] = {
+            "sglang": sglang.__version__,
+            "class": plain.hf_config.architectures[0],
+            "quantization": plain.quantization,
+            "heads": plain.num_attention_heads,
+            "hidden_size": plain.hidden_size,
+            "context_length": plain.context_len,
+        }
+        for name, quantised in (("plain", False), ("served", True)):
+            model = _built(ModelConfig(copy, trust_remote_code=False), quantised)
+            out[name] = shape_of(model, top_k)
+            out[name]["drafts"] = []
+            if drafted:
+                config = ModelConfig(copy, trust_remote_code=False, is_draft_model=True)
+                out[name]["drafts"] = [draft_of(_built(config, quantised), top_k)] * drafts
+    return out
+
+
+def _built(config: ModelConfig, quantised: bool) -> torch.nn.Module:
+    load = LoadConfig(load_format="dummy")
+    with _default_dtype(config.dtype), get_model().override(model_path=config.model_path):
+        method = loader._get_quantization_config(config, load) if quantised else None
+        with torch.device("meta"):
+            return loader._initialize_model(config, load, method)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _copy_without_code(folder: Path, copy: Path) -> None:
+    """The configuration without its ``auto_map``: nothing that a checkpoint brings is run."""
+    for name in _FILES:
+        if (folder / name).exists():
+            value = json.loads((folder / name).read_text())
+            for part in (value, *(inner for inner in value.values() if isinstance(inner, dict))):
+                part.pop("auto_map", None)
+            (copy / name).write_text(json.dumps(value))
+            if name == "config.json":
+                _make_known(value)
+
+
+def _make_known(config: dict[str, Any]) -> None:
+    """Have transformers read a config whose class is among the checkpoint's own files as it stands."""
+    model_type = config.get("model_type")
+    importlib.import_module("sglang.srt.utils.hf_transformers_utils")  # registers SGLang's own
+    if not isinstance(model_type, str) or not model_type or model_type in CONFIG_MAPPING:
+        return
+    AutoConfig.register(model_type, type("AsStated", (_AsStated,), {"model_type": model_type}))
+
+
+class _AsStated(PretrainedConfig):
+    def __init__(self, **values: Any) -> None:
+        for name, value in values.items():
+            if isinstance(value, dict) and name in ("text_config", "vision_config", "audio_config", "llm_config"):
+                values[name] = PretrainedConfig(**value)
+        super().__init__(**values)

@@ -1,0 +1,203 @@
+"""The shape of a checkpoint by the model class of the SGLang that is installed, from its config.json alone.
+
+``plugin.meta_model`` builds the model, in a process of its own: this one imports neither SGLang nor torch. It takes some 20
+seconds, so what it prints is kept, for the same configuration and the same SGLang, in the user's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_uvm_offload.reading import printable
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, ExpertPart, LayerShape, is_split, load, text_config
+from sglang_uvm_offload.sizing.config_tensors import UnknownTensors, quantization_of
+from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo, read_json
+
+PROGRAM = "sglang_uvm_offload.plugin.meta_model"
+MOST_SECONDS = 300
+FORMAT = 1
+"""Of what the program prints: another number for other contents."""
+QUANTIZATION_FILE = "hf_quant_config.json"
+LONGEST_REASON = 300
+
+
+def load_any(path: Path) -> CheckpointShape:
+    """``checkpoint.load``, and where a checkpoint without weights is of a family or quantisation whose tensors it does not
+    know, or says its quantisation in a second file, the shape by SGLang's class."""
+    without_weights = os.path.isdir(path) and not any(path.glob("*.safetensors*")) and (path / "config.json").exists()
+    file = path / "config.json" if without_weights else path
+    if file.name == "config.json" and (file.parent / QUANTIZATION_FILE).exists() and installed():
+        return shape_by_engine(file, str(path))
+    try:
+        return load(file)
+    except UnknownTensors as unknown:
+        return instead(unknown, file, str(path))
+
+
+def instead(refusal: CheckpointError, file: Path, name: str) -> CheckpointShape:
+    """The shape by SGLang's class, which may know what ``refusal`` says is unknown; raises it without SGLang."""
+    if not installed():
+        raise refusal
+    try:
+        return shape_by_engine(file, name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{refusal}; {error}") from error
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("sglang") is not None
+
+
+def shape_by_engine(path: Path, name: str | None = None) -> CheckpointShape:
+    """The model that ``path`` configures: a folder with a config.json, or a JSON file as ``checkpoint.load`` reads it. Raises
+    ``CheckpointError`` with SGLang's reason where it does not build the model."""
+    file = path / "config.json" if os.path.isdir(path) else path
+    value = read_json(file)
+    config = value.get("config", value)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file}: its config is not an object")
+    files = {"config.json": json.dumps(config)}
+    beside = file.parent / QUANTIZATION_FILE
+    if file.name == "config.json" and beside.exists():
+        files[QUANTIZATION_FILE] = json.dumps(read_json(beside))
+    return _shape(printable(name or str(path)), config, _printed(files))
+
+
+def _printed(files: Mapping[str, str]) -> dict[str, Any]:
+    """What the program prints for a folder of ``files``, from the cache if it is there."""
+    text = json.dumps([FORMAT, importlib.metadata.version("sglang"), files], sort_keys=True)
+    cached = _cache() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    with contextlib.suppress(CheckpointError):
+        if cached.exists():
+            return read_json(cached)
+    with tempfile.TemporaryDirectory() as folder:
+        for file, contents in files.items():
+            Path(folder, file).write_text(contents)
+        printed = _run(folder)
+    with contextlib.suppress(OSError):  # the next plan takes as long
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False) as written:
+            json.dump(printed, written)
+        os.replace(written.name, cached)
+    return printed
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-uvm-offload" / "shapes"
+
+
+def _run(folder: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", PROGRAM, folder]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS, check=False)
+        printed = json.loads(ended.stdout) if ended.returncode == 0 else None
+    except subprocess.TimeoutExpired as error:
+        raise CheckpointError(f"SGLang did not build the model within {MOST_SECONDS} seconds") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"SGLang's class of the model could not be asked: {error}") from error
+    if not isinstance(printed, dict):
+        raise CheckpointError(f"SGLang does not build the model: {_last_line(ended.stderr)}")
+    return printed
+
+
+def _last_line(text: str) -> str:
+    lines = [line.removeprefix("[rank0]: ").strip() for line in text.splitlines()]
+    said = [line for line in lines if line and not line.startswith("[")]
+    return said[-1][:LONGEST_REASON] if said else "it ended without a word"
+
+
+def _shape(name: str, config: Mapping[str, Any], printed: Mapping[str, Any]) -> CheckpointShape:
+    plain, served = printed["plain"], printed["served"]
+    layers = tuple(_layers(plain["layers"], served["layers"]))
+    drafts = tuple(_layers(plain["drafts"], served["drafts"], first=len(layers)))
+    routed = [layer for layer in plain["layers"] if layer["experts"]]
+    weights = [layer["parameters"] + layer["routed_parameters"] for layer in plain["layers"]]
+    drafted = sum(layer["parameters"] + layer["routed_parameters"] for layer in plain["drafts"])
+    chosen = sum(layer["parameters"] + layer["top_k"] * layer["expert_parameters"] for layer in plain["layers"])
+    text = text_config(config)
+    named = config.get("architectures")
+    return CheckpointShape(
+        name=name,
+        from_headers=False,
+        num_layers=len(layers),
+        num_experts=max(layer["experts"] for layer in routed),
+        top_k=max(layer["top_k"] for layer in routed),
+        context_length=printed["context_length"],
+        layers=layers,
+        draft_layers=drafts,
+        embedding=served["embedding"],
+        head=served["head"],
+        other=served["other"],
+        draft_vocabulary=0,
+        total_bytes=sum(map(_bytes, (*layers, *drafts))) + served["embedding"] + served["head"] + served["other"],
+        total_parameters=sum(weights) + plain["outside_parameters"] + plain["tower_parameters"] + drafted,
+        expert_parameters=max(layer["expert_parameters"] for layer in routed),
+        kv=_kv(text, plain["layers"]),
+        heads=printed["heads"],
+        quantization=printable(str(printed["quantization"] or "none")),
+        expert_size=_expert_size(routed[0], printed["hidden_size"]),
+        hidden_size=printed["hidden_size"],
+        scale_block=(quantization_of(text).get("weight_block_size") or [1])[0],
+        family=printable(str(text.get("model_type") or "")),
+        architectures=tuple(printable(str(each)) for each in named) if isinstance(named, list) else (),
+        draft_parameters=drafted,
+        active_parameters=chosen + plain["outside_parameters"],
+        shared_parameters=sum(layer["shared_parameters"] for layer in plain["layers"]),
+    )
+
+
+def _layers(plain: list[dict[str, Any]], served: list[dict[str, Any]], first: int = 0) -> Iterator[LayerShape]:
+    """Bytes as served; weights are counted without quantisation."""
+    for index, (counted, layer) in enumerate(zip(plain, served, strict=True), first):
+        yield LayerShape(
+            index,
+            tuple(sorted((_part(part) for part in layer["parts"]), key=lambda part: part.name)),
+            sum(part["bytes"] for part in layer["parts"]),
+            **{kind: layer[kind] for kind in ("attention", "keys_values", "feed_forward", "replicated")},
+            parameters=counted["parameters"],
+        )
+
+
+def _part(part: Mapping[str, Any]) -> ExpertPart:
+    """SGLang's ``w13_weight_scale`` is the planner's ``w13.weight_scale``."""
+    name = part["name"].replace("_", ".", 1)
+    return ExpertPart(name, part["expert_bytes"], is_split(name, TensorInfo(name, "U8", tuple(part["shape"])), stacked=True))
+
+
+def _bytes(layer: LayerShape) -> int:
+    return layer.expert_bytes + layer.attention + layer.keys_values + layer.feed_forward + layer.replicated
+
+
+def _expert_size(layer: Mapping[str, Any], hidden: int) -> int:
+    """Hidden units of an expert: its down projection has ``hidden`` weights for each."""
+    down = next(part["shape"] for part in layer["parts"] if part["name"].startswith("w2_weight"))
+    return max(1, math.prod(down[1:]) // hidden)
+
+
+def _kv(config: Mapping[str, Any], layers: list[dict[str, Any]]) -> KvShape:
+    """By the config where that says it, else by the layers' attention. Layers without attention keep no keys."""
+    attending = {index: layer["attention_heads"] for index, layer in enumerate(layers) if layer["attention_heads"]}
+    try:
+        shape = kv_shape(config)
+    except CheckpointError:
+        if not attending:
+            raise
+        heads, size, value, _ = max(attending.values())
+        windows = {index: window for index, (*_, window) in attending.items() if window > 0}
+        shape = KvShape(heads, size, value, window_layers=frozenset(windows), window=max(windows.values(), default=0))
+    without = frozenset(range(len(layers))) - attending.keys() if attending else shape.stateless_layers
+    return dataclasses.replace(shape, stateless_layers=without)
