@@ -189,7 +189,8 @@ def _expert_size(layer: Mapping[str, Any], hidden: int) -> int:
 
 
 def _kv(config: Mapping[str, Any], layers: list[dict[str, Any]]) -> KvShape:
-    """By the config where that says it, else by the layers' attention. Layers without attention keep no keys."""
+    """By the config where that says it, else by the layers' attention. Layers without attention keep no keys: a state, unless
+    the config says that they keep nothing."""
     attending = {index: layer["attention_heads"] for index, layer in enumerate(layers) if layer["attention_heads"]}
     try:
         shape = kv_shape(config)
@@ -199,5 +200,8 @@ def _kv(config: Mapping[str, Any], layers: list[dict[str, Any]]) -> KvShape:
         heads, size, value, _ = max(attending.values())
         windows = {index: window for index, (*_, window) in attending.items() if window > 0}
         shape = KvShape(heads, size, value, window_layers=frozenset(windows), window=max(windows.values(), default=0))
-    without = frozenset(range(len(layers))) - attending.keys() if attending else shape.stateless_layers
-    return dataclasses.replace(shape, stateless_layers=without)
+    if not attending:
+        return shape
+    without = frozenset(range(len(layers))) - attending.keys()
+    empty = shape.empty_layers & without
+    return dataclasses.replace(shape, state_layers=without - empty, empty_layers=empty)
