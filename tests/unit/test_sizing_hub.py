@@ -33,7 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         out[f"maker/{name}"] = made = folder / name
         made.mkdir()
         config = json.loads((known / "config.json").read_text())
-        changed = {"model_type": "new_moe"} if name.startswith("unknown") else {}
+        changed = {"model_type": "new_moe", "architectures": ["NewMoe"]} if name.startswith("unknown") else {}
         (made / "config.json").write_text(json.dumps(config | changed))
     for file in known.glob("model*"):
         (out["maker/unknown"] / file.name).symlink_to(file)
