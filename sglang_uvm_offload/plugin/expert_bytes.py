@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.cuda.numa import crowded
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin.compat import as_given, model_config_of, resolving_view
@@ -54,6 +56,18 @@ def host_need(config: OffloadConfig, server_args: Any) -> HostNeed:
     known = expert_bytes(config, cfg, model_config_of(server_args).hf_config)
     cache = hicache(cfg, as_given(server_args)).get("hicache_bytes", 0) if cfg.pp_size == 1 else 0
     return HostNeed(0 if known is None else max(0, known.offloaded), cache * len(ranks(cfg)))
+
+
+def crowded_nodes(config: OffloadConfig, server_args: Any) -> list[str]:
+    """A line for each NUMA node that is smaller than what its GPUs' ranks offload to it."""
+    cfg = resolving_view(server_args)
+    known = expert_bytes(config, cfg, model_config_of(server_args).hf_config) if cfg.device == "cuda" else None
+    if known is None:
+        return []
+    by_gpu, local = Counter[int](), ranks(cfg)
+    for rank in local:
+        by_gpu[rank.gpu] += known.offloaded // len(local)
+    return crowded(by_gpu)
 
 
 def shortage(config: OffloadConfig, need: HostNeed, available: int, gpus: int = 0) -> list[str]:

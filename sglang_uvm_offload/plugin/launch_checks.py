@@ -19,6 +19,7 @@ from sglang_uvm_offload.plugin import (
     combinations,
     compat,
     devices,
+    expert_bytes,
     launch_drafts,
     output_files,
     recording,
@@ -109,6 +110,8 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
         settings[f"{PREFIX}slots"] = str(config.slots)
     for line in combinations.ignored(server_args):
         logger.warning("%s", line)
+    for line in expert_bytes.crowded_nodes(config, server_args):
+        logger.warning("Expert offload: %s", line)
     if not routing.counted:
         logger.warning("Expert offload: the hit rate is not counted: %s", routing.reason)
     backend = config.backend if config.backend != "auto" else "uvm" if cfg.device == "cuda" else "emulated"

@@ -27,14 +27,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def judged(
-    cases: dict[str, tuple[list[str], int]], model: Path, python: Starts, vram: int, gpus: int = 1, **env: str
+    cases: dict[str, tuple[list[str], int]], model: Path, python: Starts, vram: int, system: Path | None = None, **env: str
 ) -> dict[str, Any]:
-    """What came of launches with so many GiB of host RAM available, on GPUs of ``vram`` GiB."""
-    jobs = {
+    """What came of launches with so many GiB of host RAM available, on a GPU of ``vram`` GiB."""
+    jobs: dict[str, dict[str, Any]] = {
         name: {"argv": ["--model-path", str(model), *ON_CUDA, *words], "resolve": True, "host_bytes": host * GIB}
         for name, (words, host) in cases.items()
     }
-    return launched(jobs, python, STANDIN_VRAM=str(vram * GIB), STANDIN_GPUS=str(gpus), **env)
+    for job in jobs.values() if system else []:
+        job["system"] = str(system)
+    return launched(jobs, python, STANDIN_VRAM=str(vram * GIB), **env)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,7 @@ def launch(model: Path, sglang_on_standin: Starts) -> dict[str, Any]:
 @pytest.mark.parametrize("case", ["plain", "cache", "ratio", "uncounted"])
 def test_what_host_ram_holds_is_served(launch, case):
     assert launch[case]["exit"] is None, launch[case]["error"]
+    assert "NUMA" not in launch[case]["error"]
 
 
 @pytest.mark.parametrize(
@@ -101,3 +104,18 @@ def test_one_memory_serves_what_fits_it_once(spark, case):
 def test_one_memory_of_gpu_and_host_is_counted_once(spark, case):
     assert spark[case]["exit"] == 2, spark[case]["error"]
     assert "share one memory: an offloaded expert takes as much of it as a resident one" in spark[case]["error"]
+
+
+def test_a_numa_node_with_too_little_room_is_named_and_served(model, sglang_on_standin, tmp_path):
+    """The driver puts on other nodes what its own does not hold: all nodes together have enough."""
+    nodes = tmp_path / "devices/system/node"
+    for node, free in enumerate((50, 14)):
+        (nodes / f"node{node}").mkdir(parents=True)
+        (nodes / f"node{node}" / "meminfo").write_text(f"Node {node} MemFree: {free << 20} kB\n")
+    for name in ("online", "has_cpu", "has_memory"):
+        (nodes / name).write_text("0-1\n")
+    cases = {"a number": ([N, "64"], 64), "auto": ([N, "auto"], 64)}
+    found = judged(cases, model, sglang_on_standin, vram=48, system=tmp_path, STANDIN_ATTRIBUTE_134="1", STANDIN_NODES="2")
+    for case in found.values():
+        assert case["exit"] is None, case["error"]
+        assert "NUMA node 1 is nearest to GPU 0 and has 14.00 GiB available" in case["error"]
