@@ -118,14 +118,15 @@ ATTRIBUTES = {
         "cuda_graph_config dcp_size device disable_flashinfer_autotune disable_hybrid_swa_memory disable_radix_cache "
         "dllm_algorithm dllm_algorithm_config download_dir dp_size dwdp_size elastic_ep_backend enable_eplb "
         "enable_hierarchical_cache enable_int8_mamba_checkpoint enable_linear_replayssm enable_lora enable_memory_saver "
-        "enable_nvidia_megakernel enable_paged_experts enable_pdmux enable_symm_mem enable_two_batch_overlap "
-        "enable_unified_memory ep_num_redundant_experts ep_size gated_launch_port gpu_id_step hicache_ratio hicache_size "
-        "hicache_storage_backend hicache_storage_backend_extra_config host init_expert_location json_model_override_args "
-        "kt_weight_path kv_cache_dtype load_format lora_paths mamba_full_memory_ratio mamba_ssm_dtype "
-        "max_mamba_cache_size max_running_requests max_total_tokens mem_fraction_static mm_feature_transport model_path "
-        "moe_a2a_backend moe_dense_tp_size moe_dp_size moe_runner_backend nnodes node_rank offload_group_size page_size "
-        "port pp_size quantization remote_instance_weight_loader_start_seed_via_transfer_engine revision "
-        "skip_tokenizer_init speculative_algorithm speculative_draft_kv_cache_dtype speculative_draft_load_format "
+        "enable_metrics enable_nvidia_megakernel enable_paged_experts enable_pdmux enable_symm_mem "
+        "enable_two_batch_overlap enable_unified_memory ep_num_redundant_experts ep_size gated_launch_port gpu_id_step "
+        "grpc_mode hicache_ratio hicache_size hicache_storage_backend hicache_storage_backend_extra_config host "
+        "init_expert_location json_model_override_args kt_weight_path kv_cache_dtype load_format lora_paths "
+        "mamba_full_memory_ratio mamba_ssm_dtype max_mamba_cache_size max_running_requests max_total_tokens "
+        "mem_fraction_static mm_feature_transport model_path moe_a2a_backend moe_dense_tp_size moe_dp_size "
+        "moe_runner_backend nnodes node_rank offload_group_size page_size port pp_size quantization "
+        "remote_instance_weight_loader_start_seed_via_transfer_engine revision skip_tokenizer_init smg_grpc_mode "
+        "smg_http_sidecar_port speculative_algorithm speculative_draft_kv_cache_dtype speculative_draft_load_format "
         "speculative_draft_model_path speculative_draft_model_revision speculative_moe_runner_backend "
         "speculative_ngram_external_corpus_path speculative_num_draft_tokens speculative_token_map swa_full_tokens_ratio "
         "tokenizer_backend tokenizer_mode tokenizer_path tokenizer_worker_num tp_size trust_remote_code use_ray "
@@ -153,7 +154,7 @@ ATTRIBUTES = {
     "sglang.srt.entrypoints.http_server": "app get_global_state",
     "sglang.srt.environ.Envs": (
         "SGLANG_DEEPGEMM_STANDARD_LAYOUT SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK SGLANG_HTTP_SERVER_APP_PATH "
-        "SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT"
+        "SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT SGLANG_RUST_SERVER"
     ),
     "sglang.srt.layers.deep_gemm_wrapper.compile_utils": "DeepGemmKernelType deep_gemm_execution_hook",
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE": (

@@ -20,6 +20,7 @@ from sglang_uvm_offload.plugin import (
     compat,
     devices,
     expert_bytes,
+    front_doors,
     launch_drafts,
     output_files,
     recording,
@@ -108,7 +109,7 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
         settings[f"{PREFIX}num_resident"] = str(config.num_resident)
     if config.slots != slots:
         settings[f"{PREFIX}slots"] = str(config.slots)
-    for line in combinations.ignored(server_args):
+    for line in (*combinations.ignored(server_args), *front_doors.lacking(cfg)):
         logger.warning("%s", line)
     for line in expert_bytes.crowded_nodes(config, server_args):
         logger.warning("Expert offload: %s", line)
