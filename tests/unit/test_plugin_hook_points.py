@@ -32,8 +32,8 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parsed() -> Iterator[tuple[str, ast.Module]]:
-    """The plugin's files, but for one that only ``doctor`` uses, and only to warn, and those of a program that builds models for
-    ``plan``: where a name has moved, it says so and nothing is served."""
+    """The plugin's files, but for one that only ``doctor`` uses, and only to warn, and those that build models for ``plan``:
+    where a name has moved, the plan says so, and nothing is served."""
     for path in PLUGIN.glob("*.py"):
         if path.name not in ("moe_tiles.py", "compat.py", "meta_build.py", "meta_tensors.py"):
             yield path.name, ast.parse(path.read_text())
