@@ -1,5 +1,5 @@
 """A program that builds a model from its config.json by SGLang's own class, without weights, memory or a GPU, and prints its
-shape: ``python -m sglang_uvm_offload.plugin.meta_model FOLDER``.
+shape: ``python -m sglang_uvm_offload.plugin.meta_model FOLDER...``.
 
 It is a process of its own: what it does to SGLang, and to what SGLang sees of the machine, would not suit a server.
 """
@@ -14,16 +14,21 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Print the shape of the model in the folder that the command line names, as one JSON object; what libraries print goes to
-    standard error."""
-    folder, out = Path(sys.argv[1]), os.dup(1)
+    """Print the shape of the model in each folder that the command line names, a JSON object a line: its shape, or the
+    ``error`` with which SGLang does not build it. What libraries print goes to standard error."""
+    out = os.dup(1)
     os.dup2(2, 1)
     _prepare_environment()
     from sglang_uvm_offload.plugin import meta_build
 
     meta_build.start()
     with os.fdopen(out, "w") as file:
-        json.dump(meta_build.described(folder), file)
+        for folder in sys.argv[1:]:
+            try:
+                shape = meta_build.described(Path(folder))
+            except Exception as error:  # noqa: BLE001 -- whatever a model's class raises is why it is not built
+                shape = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(shape), file=file)
     sys.stderr.flush()
     os._exit(0)  # nothing of SGLang is to be ended in order
 

@@ -27,7 +27,9 @@ def shape_of(model: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
     name, layers = _decoder_layers(model)
     out: dict[str, Any] = {
         "layers": [_layer(layer, top_k) for layer in layers],
-        **dict.fromkeys(("embedding", "head", "other", "outside_parameters", "tower_parameters"), 0),
+        **dict.fromkeys(
+            ("embedding", "head", "other", *(f"{part}_parameters" for part in ("outside", "tower", "embedding"))), 0
+        ),
     }
     owner = f"{name.rpartition('.')[0]}.".lstrip(".")
     for path, module, _, parameter in _parameters(model):
@@ -37,6 +39,7 @@ def shape_of(model: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
         out[kind] += parameter.nbytes
         tower = kind == "other" and (not path.startswith(owner) or _TOWER.search(path))
         out["tower_parameters" if tower else "outside_parameters"] += parameter.numel()
+        out["embedding_parameters"] += parameter.numel() if kind == "embedding" else 0
     return out
 
 

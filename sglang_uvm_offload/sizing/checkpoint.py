@@ -111,6 +111,9 @@ class CheckpointShape:
     experts that it is not sent to. Embedding and head count, as with most publishers (OpenAI leaves the embedding out)."""
     shared_parameters: int = 0
     """Of shared experts, which every token uses, beside routed ones."""
+    tower_parameters: int = 0
+    """Of towers for images and sounds."""
+    embedding_parameters: int = 0
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -227,14 +230,18 @@ def parameters(tensor: TensorInfo) -> int:
 
 
 def _weight_counts(tensors: Iterable[TensorInfo], num_layers: int, num_experts: int, top_k: int) -> dict[str, int]:
-    """Weights of draft layers, of shared experts, and those that a token is computed with."""
-    counts = dict.fromkeys(("draft_parameters", "active_parameters", "shared_parameters"), 0)
+    """Weights of draft layers, of shared experts, of towers, and those that a token is computed with."""
+    names = ("draft_parameters", "active_parameters", "shared_parameters", "tower_parameters", "embedding_parameters")
+    counts = dict.fromkeys(names, 0)
     for tensor in tensors:
         layer, weights = _layer_of(tensor.name, num_layers), parameters(tensor)
         if layer is not None and layer >= num_layers:
             counts["draft_parameters"] += weights
+        elif layer is None and _TOWER.search(tensor.name):
+            counts["tower_parameters"] += weights
         elif layer is None:
-            counts["active_parameters"] += 0 if _TOWER.search(tensor.name) else weights
+            counts["active_parameters"] += weights
+            counts["embedding_parameters"] += weights if "embed_tokens" in tensor.name else 0
         elif _expert_of(tensor, num_experts):
             counts["active_parameters"] += weights * top_k // num_experts
         else:

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,19 @@ def installed() -> bool:
 def shape_by_engine(path: Path, name: str | None = None) -> CheckpointShape:
     """The model that ``path`` configures: a folder with a config.json, or a JSON file as ``checkpoint.load`` reads it. Raises
     ``CheckpointError`` with SGLang's reason where it does not build the model."""
+    (shape,) = shapes_by_engine({name or str(path): path})
+    return shape
+
+
+def shapes_by_engine(paths: Mapping[str, Path]) -> list[CheckpointShape]:
+    """The same for several models, by the names to show: SGLang starts once for those that are not in the cache."""
+    configurations = [_configuration(path) for path in paths.values()]
+    printed = _printed([files for _, files in configurations])
+    return [_shape(printable(name), config, one) for name, (config, _), one in zip(paths, configurations, printed, strict=True)]
+
+
+def _configuration(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The config, and the contents of the files that SGLang reads it from."""
     file = path / "config.json" if os.path.isdir(path) else path
     value = read_json(file)
     config = value.get("config", value)
@@ -74,50 +87,67 @@ def shape_by_engine(path: Path, name: str | None = None) -> CheckpointShape:
     beside = file.parent / QUANTIZATION_FILE
     if file.name == "config.json" and beside.exists():
         files[QUANTIZATION_FILE] = json.dumps(read_json(beside))
-    return _shape(printable(name or str(path)), config, _printed(files))
+    return config, files
 
 
-def _printed(files: Mapping[str, str]) -> dict[str, Any]:
-    """What the program prints for a folder of ``files``, from the cache if it is there."""
+def _printed(configurations: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """What the program prints for each, from the cache if it is there. An error is not kept: it may pass."""
+    known = {number: kept for number, files in enumerate(configurations) if (kept := _kept(_cached(files))) is not None}
+    missing = [number for number in range(len(configurations)) if number not in known]
+    with tempfile.TemporaryDirectory() as parent:
+        folders = [Path(parent, str(number)) for number in missing]
+        for number, folder in zip(missing, folders, strict=True):
+            folder.mkdir()
+            for name, contents in configurations[number].items():
+                (folder / name).write_text(contents)
+        lines = _run([str(folder) for folder in folders]) if missing else []
+    for number, line in zip(missing, lines, strict=True):
+        known[number] = json.loads(line)
+        if error := known[number].get("error"):
+            raise CheckpointError(f"SGLang does not build the model: {' '.join(str(error).split())[:LONGEST_REASON]}")
+        _keep(_cached(configurations[number]), line)
+    return [known[number] for number in range(len(configurations))]
+
+
+def _cached(files: Mapping[str, str]) -> Path:
+    """Where what the program prints for ``files`` is kept."""
     text = json.dumps([FORMAT, importlib.metadata.version("sglang"), files], sort_keys=True)
-    cached = _cache() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
-    with contextlib.suppress(CheckpointError):
-        if cached.exists():
-            return read_json(cached)
-    with tempfile.TemporaryDirectory() as folder:
-        for file, contents in files.items():
-            Path(folder, file).write_text(contents)
-        printed = _run(folder)
-    with contextlib.suppress(OSError):  # the next plan takes as long
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "sglang-uvm-offload" / "shapes" / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+
+
+def _kept(cached: Path) -> dict[str, Any] | None:
+    try:
+        return read_json(cached) if cached.exists() else None
+    except (CheckpointError, OSError):  # damaged, or not to be read: it is made anew
+        return None
+
+
+def _keep(cached: Path, line: str) -> None:
+    with contextlib.suppress(OSError):  # then the next plan takes as long
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False) as written:
-            json.dump(printed, written)
+            written.write(line)
         os.replace(written.name, cached)
-    return printed
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-uvm-offload" / "shapes"
-
-
-def _run(folder: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", PROGRAM, folder]
+def _run(folders: list[str]) -> list[str]:
+    """A line for each folder."""
+    command = [sys.executable, "-m", PROGRAM, *folders]
+    limit = MOST_SECONDS * len(folders)
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS, check=False)
-        printed = json.loads(ended.stdout) if ended.returncode == 0 else None
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired as error:
-        raise CheckpointError(f"SGLang did not build the model within {MOST_SECONDS} seconds") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"SGLang's class of the model could not be asked: {error}") from error
-    if not isinstance(printed, dict):
-        raise CheckpointError(f"SGLang does not build the model: {_last_line(ended.stderr)}")
-    return printed
+        raise CheckpointError(f"SGLang did not build the model within {limit} seconds") from error
+    lines = ended.stdout.splitlines()
+    if ended.returncode or len(lines) != len(folders):
+        raise CheckpointError(f"SGLang does not start for building the model: {_last_line(ended.stderr)}")
+    return lines
 
 
 def _last_line(text: str) -> str:
-    lines = [line.removeprefix("[rank0]: ").strip() for line in text.splitlines()]
-    said = [line for line in lines if line and not line.startswith("[")]
-    return said[-1][:LONGEST_REASON] if said else "it ended without a word"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:LONGEST_REASON] if lines else "it ended without a word"
 
 
 def _shape(name: str, config: Mapping[str, Any], printed: Mapping[str, Any]) -> CheckpointShape:
@@ -157,6 +187,8 @@ def _shape(name: str, config: Mapping[str, Any], printed: Mapping[str, Any]) -> 
         draft_parameters=drafted,
         active_parameters=chosen + plain["outside_parameters"],
         shared_parameters=sum(layer["shared_parameters"] for layer in plain["layers"]),
+        tower_parameters=plain["tower_parameters"],
+        embedding_parameters=plain["embedding_parameters"],
     )
 
 

@@ -1,0 +1,102 @@
+"""When SGLang is asked for a model's shape, and what is said where it cannot be; and the page of shapes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import model_sizes
+import pytest
+from builders.true_shape import config_folder
+
+from sglang_uvm_offload.sizing import engine_shape
+from sglang_uvm_offload.sizing.checkpoint import from_config, load
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_json
+
+UNRULED = config_folder("Qwen/Qwen3.5-35B-A3B")
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_the_rules_serve_where_they_know_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_shape, "PROGRAM", "no.such.program")
+    file = config_folder("Qwen/Qwen3-30B-A3B") / "config.json"
+    assert engine_shape.load_any(file) == load(file)
+    assert engine_shape.load_any(file.parent) == load(file)
+
+
+def test_without_sglang_an_unknown_family_is_refused_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_shape, "installed", lambda: False)
+    with pytest.raises(CheckpointError, match="tensors of a 'qwen3_5_moe_text' checkpoint are not known"):
+        engine_shape.load_any(UNRULED)
+
+
+def test_a_program_that_does_not_start_adds_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_shape, "PROGRAM", "no.such.program")
+    with pytest.raises(CheckpointError, match=r"are not known from its config.*does not start.*No module named 'no'"):
+        engine_shape.load_any(UNRULED)
+
+
+def test_a_program_that_does_not_end_adds_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(command: list[str], timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(engine_shape.subprocess, "run", never)
+    with pytest.raises(CheckpointError, match="did not build the model within 300 seconds"):
+        engine_shape.load_any(UNRULED)
+
+
+def test_a_second_file_with_the_quantisation_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules read the config alone, and would plan 470 GB of BF16 for it."""
+    folder = config_folder("nvidia/Qwen3-235B-A22B-NVFP4")
+    asked: list[Path] = []
+    monkeypatch.setattr(engine_shape, "shape_by_engine", lambda path, name: asked.append(path))
+    engine_shape.load_any(folder)
+    engine_shape.load_any(folder / "config.json")
+    assert asked == [folder / "config.json"] * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "active", "shared"),
+    [
+        ("deepseek-ai/DeepSeek-V3", 37.55e9, 58 * 3 * 7168 * 2048),
+        ("Qwen/Qwen3-30B-A3B", 3.35e9, 0),
+        ("mistralai/Mixtral-8x7B-v0.1", 12.88e9, 0),
+    ],
+)
+def test_weights_that_a_token_uses_are_counted_by_the_rules_too(model: str, active: float, shared: int) -> None:
+    shape = from_config(model, read_json(config_folder(model) / "config.json"))
+    assert shape.active_parameters == pytest.approx(active, rel=0.001)
+    assert shape.shared_parameters == shared
+
+
+def test_lists_of_one_number_a_layer_are_read() -> None:
+    """As Hunyuan-A13B and ERNIE-4.5-VL write them; the plan takes the most of any layer."""
+    config = read_json(config_folder("Qwen/Qwen3-30B-A3B") / "config.json")
+    lists = {"num_experts_per_tok": [8] * 47 + [4], "num_experts": [128] * 48, "moe_intermediate_size": [768] * 48}
+    with pytest.raises(CheckpointError, match="not a size"):
+        from_config("model", config | {"hidden_size": [2048]})
+    for name, value in lists.items():
+        if name != "moe_intermediate_size":
+            shape = from_config("model", config | {name: value})
+            assert (shape.num_experts, shape.top_k) == (128, 8)
+
+
+def test_the_page_compares_with_what_is_stated() -> None:
+    page = model_sizes.OUT.read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ") and "/" in line.split("|")[1]]
+    assert [row[0] for row in rows] == list(model_sizes.PUBLISHED)
+    assert len(rows) >= 40
+    for model, total, stated, _, _, active, *_, source in rows:
+        published = model_sizes.PUBLISHED[model]
+        assert (float(stated), float(active)) == (published["total"], published["active"])
+        assert f"({published['source']})" in source
+        if model != "moonshotai/Kimi-Linear-48B-A3B-Instruct":
+            assert float(total) == pytest.approx(published["total"], rel=model_sizes.WITHIN)
+    near = sum(abs(float(total) / float(stated) - 1) <= model_sizes.WITHIN for _, total, stated, *_ in rows)
+    assert f"{near} of {len(rows)} totals" in page
+    assert json.loads((model_sizes.HERE / "model_sizes.json").read_text())["models"] == model_sizes.PUBLISHED
