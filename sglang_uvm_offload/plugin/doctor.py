@@ -109,7 +109,7 @@ class Launch:
             f"--moe-runner-backend {routing.runner}: {counted}",
             *([_streaming(config)] if stream_settings.streams(config) else []),
             *_drafts(config, cfg),
-            *_memory(config, cfg, model.hf_config),
+            *_memory(config, cfg, model),
             *self.notes,
         ]
 
@@ -146,8 +146,8 @@ def _drafts(config: OffloadConfig, cfg: Any) -> list[str]:
     return [f"--speculative-algorithm {cfg.speculative_algorithm} with the draft layers of {model}, {where}"]
 
 
-def _memory(config: OffloadConfig, cfg: Any, hf_config: Any) -> list[str]:
-    known = expert_bytes(config, cfg, hf_config)
+def _memory(config: OffloadConfig, cfg: Any, model: Any) -> list[str]:
+    known = expert_bytes(config, cfg, model)
     unknown = "shown by loading only"
     vram = f"{unknown if known is None else size(known.resident)}; --mem-fraction-static {cfg.mem_fraction_static}"
     host = f"{unknown if known is None else size(known.offloaded)}; available: {size(host_available())}"

@@ -10,6 +10,7 @@ from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.memory.host_ram import host_available, host_margin
 from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.quantization import conversion
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.units import size
 
@@ -22,17 +23,17 @@ class ExpertBytes:
     offloaded: int
 
 
-def expert_bytes(config: OffloadConfig, cfg: Any, hf_config: Any) -> ExpertBytes | None:
-    """None if only loading shows it: several machines share the experts, or the checkpoint is not local, or is converted while
-    it loads (to another dtype or quantisation)."""
+def expert_bytes(config: OffloadConfig, cfg: Any, model_config: Any) -> ExpertBytes | None:
+    """None if only loading shows it: several machines share the experts, or the checkpoint is not local, or a flag quantises it
+    while it loads."""
     path = Path(cfg.model_path)
-    dtype = str(getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None))
-    converted = "float32" in dtype or (cfg.quantization is not None and not hasattr(hf_config, "quantization_config"))
-    if not path.is_dir() or cfg.nnodes > 1 or converted:
+    if not path.is_dir() or cfg.nnodes > 1:
         return None
     try:
-        model = load(path)
+        model = load(path, str(model_config.dtype).removeprefix("torch."))
     except CheckpointError:
+        return None
+    if conversion(model_config.quantization, model.quantization):
         return None
     places = model.num_experts + cfg.ep_num_redundant_experts
     total = model.expert_bytes * places // model.num_experts * (1 if cfg.attn_dp_size > 1 else cfg.dp_size)
@@ -40,10 +41,10 @@ def expert_bytes(config: OffloadConfig, cfg: Any, hf_config: Any) -> ExpertBytes
     return ExpertBytes(total - offloaded, offloaded)
 
 
-def problems(config: OffloadConfig, cfg: Any, hf_config: Any) -> list[str]:
+def problems(config: OffloadConfig, cfg: Any, model_config: Any) -> list[str]:
     """Why this machine's host RAM cannot hold the offloaded ones. What is not known here is checked as it is loaded, tensor by
     tensor."""
-    known = expert_bytes(config, cfg, hf_config)
+    known = expert_bytes(config, cfg, model_config)
     if known is None:
         return []
     margin = host_margin(known.offloaded)

@@ -93,7 +93,7 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
         problems += reasons
         with _listed(problems):
             config = auto_resident.resolved(config, server_args, profile)
-            problems += config.expert_problems(num_experts, redundant) or expert_bytes.problems(config, cfg, model.hf_config)
+            problems += config.expert_problems(num_experts, redundant) or expert_bytes.problems(config, cfg, model)
     if problems:
         raise FlagError(problems)
     assert num_experts is not None

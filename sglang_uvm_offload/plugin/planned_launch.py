@@ -93,6 +93,8 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
         draft_num_resident=config.draft_num_resident,
         draft_path=launch_drafts.separate_folder(cfg),
         draft_tokens=launch_drafts.tokens_verified(cfg),
+        dtype=_name(model.dtype),
+        quantization=model.quantization,
         image_bytes=_image_bytes(cfg, model),
         **_hicache(cfg, given),
         stream_gb=0.0 if config.stream_tokens == NEVER else config.stream_gb,
@@ -124,20 +126,7 @@ def _uncounted(server_args: Any, cfg: Any, model: Any) -> list[str]:
         "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": post_capture_kv_sizing_planned(server_args),
     }
     out = [f"does not count {name}" for name, enabled in beside.items() if enabled]
-    return out + launch_drafts.uncounted(cfg) + linear_attention.uncounted(cfg, model) + _conversions(cfg, model)
-
-
-def _conversions(cfg: Any, model: Any) -> list[str]:
-    """Why the checkpoint's bytes differ from those in memory."""
-    given = getattr(model.hf_text_config, "dtype", None) or getattr(model.hf_config, "dtype", None)
-    out = []
-    if given is None:
-        out.append("the checkpoint's config names no dtype, so its bytes in memory are unknown")
-    elif _name(given) != _name(model.dtype):
-        out.append(f"the checkpoint is {_name(given)} and would be loaded as {_name(model.dtype)}, of another size")
-    if cfg.quantization is not None and not hasattr(model.hf_config, "quantization_config"):
-        out.append(f"--quantization {cfg.quantization} may change the checkpoint's size while it loads")
-    return out
+    return out + launch_drafts.uncounted(cfg) + linear_attention.uncounted(cfg, model)
 
 
 def _image_bytes(cfg: Any, model: Any) -> int:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config, from_tensors
-from sglang_uvm_offload.sizing.config_tensors import UnknownTensors
+from sglang_uvm_offload.sizing.quantization import BESIDE, quantization_of, with_beside
+from sglang_uvm_offload.sizing.quantized_linear import UnknownTensors
 from sglang_uvm_offload.sizing.safetensors_header import DTYPE_BITS, CheckpointError, TensorInfo, read_json
 
 LONGEST_REASON = 200
@@ -23,6 +25,8 @@ def is_id(name: str) -> bool:
 def load(name: str) -> CheckpointShape:
     """The model with the id ``name``. Raises ``CheckpointError``, which names the way without this machine's network."""
     config = read_json(_config(name))
+    if not quantization_of(config):
+        config = with_beside(config, _beside(name))
     try:
         return from_config(name, config)
     except UnknownTensors:
@@ -38,6 +42,23 @@ def _config(name: str) -> Path:
         raise CheckpointError(
             f"{name}: there is no such path, and its config.json cannot be read from the Hugging Face Hub ({_reason(error)}); "
             f"run hf download {name} config.json --local-dir DIR where that works, and give DIR/config.json"
+        ) from error
+
+
+def _beside(name: str) -> dict[str, Any] | None:
+    """ModelOpt's file with the quantisation; None if the model has none."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return read_json(Path(hf_hub_download(name, BESIDE)))
+    except Exception as error:  # as above
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return None
+        raise CheckpointError(
+            f"{name}: its config.json states no quantisation, and whether it has a {BESIDE}, which would, cannot be read from "
+            f"the Hugging Face Hub ({_reason(error)}); run hf download {name} --include '*.json' --local-dir DIR where that "
+            "works, and give DIR/config.json"
         ) from error
 
 

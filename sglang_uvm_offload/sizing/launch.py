@@ -11,6 +11,7 @@ from sglang_uvm_offload.sizing.draft_model import load_draft
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.sizing.quantization import conversion
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
@@ -62,6 +63,10 @@ class Launch:
     """Residents of each of its draft layers; None: all their experts."""
     draft_tokens: int = 0
     """Tokens that a step verifies for a request; 0 without drafts."""
+    dtype: str = ""
+    """What the weights are loaded as, by torch's name; "" for the bytes that they have on disk."""
+    quantization: str | None = None
+    """The method that SGLang resolves, by flags and files."""
     image_bytes: int = 0
     hicache_bytes: int = 0
     hicache_ratio: float = 0.0
@@ -77,7 +82,7 @@ class Launch:
     def case(self) -> Case:
         """The planner's case for this launch. Raises ``Uncounted``."""
         try:
-            model = load(Path(self.model_path))
+            model = load(Path(self.model_path), self.dtype or None)
             draft = None if self.draft_path is None else load_draft(Path(self.draft_path))
         except CheckpointError as error:
             raise Uncounted([str(error)]) from error
@@ -150,6 +155,8 @@ class Launch:
         layers = len(model.kv.stateless_layers)
         if bool(layers) != (self.linear is not None):
             out.append(f"the state of {layers or 'the'} layers with linear attention is not counted: their sizes are unknown")
+        if converted := conversion(self.quantization, model.quantization):
+            out.append(converted)
         if self.speculative and not model.draft_layers:
             out.append(NO_DRAFTS)
         return out

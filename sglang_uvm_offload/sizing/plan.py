@@ -252,6 +252,10 @@ class Plan:
     moe_layers: int
     weights_bytes: int
     expert_bytes: int
+    quantization: str = ""
+    """SGLang's name of the method, ``none`` without one."""
+    quantization_from: str = ""
+    """What decided it."""
     slots: int = 0
     """Of each layer, beside its residents."""
     mem_fraction_static: float = 0.0

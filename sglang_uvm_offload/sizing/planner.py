@@ -70,6 +70,8 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         moe_layers=len(model.moe_layers),
         weights_bytes=model.total_bytes,
         expert_bytes=model.expert_bytes,
+        quantization=model.quantization,
+        quantization_from=model.quantization_from,
         problems=tuple(problems),
         assumptions=case.assumed,
     )
@@ -105,7 +107,7 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         vram=case.vram,
         host_needed=case.host(shown, after_moves=False),
         host_needed_after_moves=case.host(shown, after_moves=True),
-        notes=(*_notes(case, chosen, asked), *filter(None, [drafts])),
+        notes=(*model.notes, *_notes(case, chosen, asked), *filter(None, [drafts])),
         draft_note=drafts,
     )
     if chosen is None and num_resident is not None and most is not None:

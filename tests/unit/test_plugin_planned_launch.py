@@ -46,7 +46,7 @@ def launch(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch):
 
     def of(**changes: Any) -> Launch:
         given = SimpleNamespace(**{name: changes.pop(name, value) for name, value in GIVEN.items()})
-        read = SimpleNamespace(context_len=CONTEXT, dtype="torch.bfloat16", is_multimodal=False)
+        read = SimpleNamespace(context_len=CONTEXT, dtype="torch.bfloat16", quantization=None, is_multimodal=False)
         config = parse({"num_resident": "auto"})
         assert config is not None
         return planned_launch._launch(config, resolved(model_path=str(model), **changes), read, given)

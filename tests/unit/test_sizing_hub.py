@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import huggingface_hub
 import pytest
+from builders.true_shape import config_folder
 
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.sizing import architectures, hub
@@ -39,6 +41,9 @@ def serve_config(network, tmp_path, config):
 
     def download(repo_id, filename):
         asked.append((repo_id, filename))
+        if filename != "config.json":
+            response = httpx.Response(404, request=httpx.Request("HEAD", "https://huggingface.co"))
+            raise huggingface_hub.errors.RemoteEntryNotFoundError("404", response=response)
         return str(file)
 
     network.setattr(huggingface_hub, "hf_hub_download", download)
@@ -55,7 +60,26 @@ def test_of_a_known_family_the_config_alone_is_fetched(network, tmp_path):
     config = json.loads((MODELS / "glm-4.5-air.json").read_text())["config"]
     asked = serve_config(network, tmp_path, config)
     assert hub.load("zai-org/GLM-4.5-Air") == from_config("zai-org/GLM-4.5-Air", config)
-    assert asked == [("zai-org/GLM-4.5-Air", "config.json")]
+    assert asked == [("zai-org/GLM-4.5-Air", "config.json"), ("zai-org/GLM-4.5-Air", "hf_quant_config.json")]
+
+
+def test_a_quantisation_that_modelopt_states_beside_the_config_is_fetched(network):
+    model = "nvidia/Qwen3-235B-A22B-NVFP4"
+    network.setattr(huggingface_hub, "hf_hub_download", lambda repo_id, filename: str(config_folder(repo_id) / filename))
+    shape = hub.load(model)
+    assert (shape.quantization, shape.quantization_from) == ("modelopt_fp4", "hf_quant_config.json")
+    assert shape.total_bytes == load(config_folder(model) / "config.json").total_bytes
+
+
+def test_without_an_answer_whether_it_is_quantised_nothing_is_planned(network, tmp_path):
+    def config_only(repo_id, filename):
+        if filename == "config.json":
+            return str(config_folder(repo_id) / filename)
+        raise huggingface_hub.errors.LocalEntryNotFoundError("offline")
+
+    network.setattr(huggingface_hub, "hf_hub_download", config_only)
+    with pytest.raises(CheckpointError, match=r"whether it has a hf_quant_config\.json, which would, cannot be read"):
+        hub.load("nvidia/Qwen3-235B-A22B-NVFP4")
 
 
 def test_of_an_unknown_family_the_headers_are_fetched_too(network, tmp_path, checkpoints):
