@@ -18,6 +18,7 @@ from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.machine import EXAMPLES, GPUS, Machine, MachineError, describe, of_gpus, preset
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.sizing.quantization import contradiction
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
@@ -68,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--max-total-tokens", type=_count, help="KV cache tokens per rank, in place of requests x context")
     work.add_argument("--prompt-tokens", type=_count, default=4096, help="tokens of a prompt, for prefill (default 4096)")
     work.add_argument("--kv-cache-dtype", choices=tuple(DTYPE_BYTES), default="bfloat16")
+    work.add_argument(
+        "--quantization", metavar="METHOD", help="as SGLang's flag, where it names what the checkpoint's files state"
+    )
     work.add_argument("--speculative", action="store_true", help="load the model's draft layers (NEXTN)")
     work.add_argument(
         "--draft-num-resident", type=_whole, help="--expert-offload-draft-num-resident (default: all experts of draft layers)"
@@ -107,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         model, unseen = _model(args.model)
         machine = _machine(args)
+        if wrong := contradiction(args.quantization, model.quantization, model.quantization_from):
+            raise CheckpointError(wrong)
     except (CheckpointError, MachineError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

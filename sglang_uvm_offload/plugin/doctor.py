@@ -154,7 +154,7 @@ def _drafts(config: OffloadConfig, cfg: Any) -> list[str]:
 
 def _memory(config: OffloadConfig, args: Any) -> list[str]:
     cfg = resolving_view(args)
-    known, need = expert_bytes(config, cfg, model_config_of(args).hf_config), host_need(config, args)
+    known, need = expert_bytes(config, cfg, model_config_of(args)), host_need(config, args)
     unknown = "shown by loading only"
     vram = f"{unknown if known is None else size(known.resident)}; --mem-fraction-static {cfg.mem_fraction_static}"
     host = unknown if known is None else size(known.offloaded)

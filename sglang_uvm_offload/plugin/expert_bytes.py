@@ -14,6 +14,7 @@ from sglang_uvm_offload.plugin.compat import as_given, model_config_of, resolvin
 from sglang_uvm_offload.plugin.planned_launch import hicache, ranks
 from sglang_uvm_offload.sizing.host_need import HostNeed
 from sglang_uvm_offload.sizing.model_files import ModelFiles
+from sglang_uvm_offload.sizing.quantization import conversion
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.verdict import ONE_MEMORY
 from sglang_uvm_offload.units import size
@@ -27,16 +28,16 @@ class ExpertBytes:
     offloaded: int
 
 
-def expert_bytes(config: OffloadConfig, cfg: Any, hf_config: Any) -> ExpertBytes | None:
-    """None if only loading shows it: several machines share the experts, or the headers cannot be read, or the checkpoint is
-    converted while it loads (to another dtype or quantisation)."""
-    dtype = str(getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None))
-    converted = "float32" in dtype or (cfg.quantization is not None and not hasattr(hf_config, "quantization_config"))
-    if cfg.nnodes > 1 or converted:
+def expert_bytes(config: OffloadConfig, cfg: Any, model_config: Any) -> ExpertBytes | None:
+    """None if only loading shows it: several machines share the experts, or the headers cannot be read, or a flag quantises the
+    checkpoint while it loads."""
+    if cfg.nnodes > 1:
         return None
     try:
-        model = ModelFiles(cfg.model_path, cfg.revision, cfg.download_dir).shape()
+        model = ModelFiles(cfg.model_path, cfg.revision, cfg.download_dir).shape(str(model_config.dtype).removeprefix("torch."))
     except CheckpointError:
+        return None
+    if conversion(model_config.quantization, model.quantization):
         return None
     places = model.num_experts + cfg.ep_num_redundant_experts
     total = model.expert_bytes * places // model.num_experts * (1 if cfg.attn_dp_size > 1 else cfg.dp_size)
@@ -53,7 +54,7 @@ def host_need(config: OffloadConfig, server_args: Any) -> HostNeed:
     """A lower bound for a launch that no plan counts: its experts, if their headers show them, and the hierarchical caches
     whose size a flag gives."""
     cfg = resolving_view(server_args)
-    known = expert_bytes(config, cfg, model_config_of(server_args).hf_config)
+    known = expert_bytes(config, cfg, model_config_of(server_args))
     cache = hicache(cfg, as_given(server_args)).get("hicache_bytes", 0) if cfg.pp_size == 1 else 0
     return HostNeed(0 if known is None else max(0, known.offloaded), cache * len(ranks(cfg)))
 
@@ -61,7 +62,7 @@ def host_need(config: OffloadConfig, server_args: Any) -> HostNeed:
 def crowded_nodes(config: OffloadConfig, server_args: Any) -> list[str]:
     """A line for each NUMA node that is smaller than what its GPUs' ranks offload to it."""
     cfg = resolving_view(server_args)
-    known = expert_bytes(config, cfg, model_config_of(server_args).hf_config) if cfg.device == "cuda" else None
+    known = expert_bytes(config, cfg, model_config_of(server_args)) if cfg.device == "cuda" else None
     if known is None:
         return []
     by_gpu, local = Counter[int](), ranks(cfg)

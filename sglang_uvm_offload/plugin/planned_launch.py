@@ -71,7 +71,7 @@ def planned_launch(config: OffloadConfig, server_args: Any, *, at_least: bool = 
     """The planner's input, with the VRAM of an empty GPU as free. Raises ``Uncounted``. ``at_least``: for a lower bound of what
     the launch takes, to which what is not counted may add."""
     cfg, model = resolving_view(server_args), model_config_of(server_args)
-    reasons = [*_unknown(server_args, cfg, model), *([] if at_least else _beside(cfg))]
+    reasons = [*_unknown(server_args, cfg), *([] if at_least else _beside(cfg))]
     launch = _launch(config, cfg, model, as_given(server_args))
     pools = _pools(server_args, launch)
     if pools is None and not at_least:
@@ -128,6 +128,8 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
         download_dir=cfg.download_dir,
         draft=launch_drafts.separate(cfg),
         draft_tokens=launch_drafts.tokens_verified(cfg),
+        dtype=_name(model.dtype),
+        quantization=model.quantization,
         image_bytes=_image_bytes(cfg, model),
         **hicache(cfg, given),
         stream_gb=0.0 if config.stream_tokens == NEVER else config.stream_gb,
@@ -139,14 +141,14 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
     )
 
 
-def _unknown(server_args: Any, cfg: Any, model: Any) -> list[str]:
+def _unknown(server_args: Any, cfg: Any) -> list[str]:
     """Settings with which a launch may take less than a plan counts."""
     names = {
         "--json-model-override-args": cfg.json_model_override_args not in (None, "", "{}"),
         f"--load-format {cfg.load_format}": cfg.load_format not in _LOAD_FORMATS,
         "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": post_capture_kv_sizing_planned(server_args),
     }
-    return [f"does not count {name}" for name, enabled in names.items() if enabled] + _conversions(cfg, model)
+    return [f"does not count {name}" for name, enabled in names.items() if enabled]
 
 
 def _beside(cfg: Any) -> list[str]:
@@ -181,19 +183,6 @@ def _kv_dtype(cfg: Any, model: Any) -> str:
     """The type for predicting speeds, and bytes where SGLang is not asked. Smaller types than these count as one byte."""
     name = _name(model.dtype) if cfg.kv_cache_dtype == "auto" else cfg.kv_cache_dtype
     return name if name in DTYPE_BYTES else "fp8_e4m3"
-
-
-def _conversions(cfg: Any, model: Any) -> list[str]:
-    """Why the checkpoint's bytes differ from those in memory."""
-    given = getattr(model.hf_text_config, "dtype", None) or getattr(model.hf_config, "dtype", None)
-    out = []
-    if given is None:
-        out.append("the checkpoint's config names no dtype, so its bytes in memory are unknown")
-    elif _name(given) != _name(model.dtype):
-        out.append(f"the checkpoint is {_name(given)} and would be loaded as {_name(model.dtype)}, of another size")
-    if cfg.quantization is not None and not hasattr(model.hf_config, "quantization_config"):
-        out.append(f"--quantization {cfg.quantization} may change the checkpoint's size while it loads")
-    return out
 
 
 def _image_bytes(cfg: Any, model: Any) -> int:

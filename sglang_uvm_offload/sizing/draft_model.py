@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from sglang_uvm_offload.sizing.checkpoint import divisions, text_config
+from sglang_uvm_offload.sizing.checkpoint import text_config
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
+from sglang_uvm_offload.sizing.tensor_names import divisions, named_for_experts
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def _sums(tensors: Iterable[TensorInfo]) -> Counter[str]:
 
 
 def _division(name: str) -> str:
-    if ".experts." in name:
+    if named_for_experts(name):
         return "feed_forward"
     if "embed_tokens" in name or "lm_head" in name:
         return "attention"

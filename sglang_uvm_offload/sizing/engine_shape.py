@@ -23,25 +23,24 @@ from typing import Any
 
 from sglang_uvm_offload.reading import printable
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, ExpertPart, LayerShape, is_split, load, text_config
-from sglang_uvm_offload.sizing.config_tensors import UnknownTensors, quantization_of
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
+from sglang_uvm_offload.sizing.quantization import BESIDE, quantization_of
+from sglang_uvm_offload.sizing.quantized_linear import UnknownTensors
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo, read_json
+from sglang_uvm_offload.sizing.tensor_names import Experts
 
 PROGRAM = "sglang_uvm_offload.plugin.meta_model"
 MOST_SECONDS = 300
 FORMAT = 1
 """Of what the program prints: another number for other contents."""
-QUANTIZATION_FILE = "hf_quant_config.json"
 LONGEST_REASON = 300
 
 
 def load_any(path: Path) -> CheckpointShape:
     """``checkpoint.load``, and where a checkpoint without weights is of a family or quantisation whose tensors it does not
-    know, or says its quantisation in a second file, the shape by SGLang's class."""
+    know, the shape by SGLang's class."""
     without_weights = os.path.isdir(path) and not any(path.glob("*.safetensors*")) and (path / "config.json").exists()
     file = path / "config.json" if without_weights else path
-    if file.name == "config.json" and (file.parent / QUANTIZATION_FILE).exists() and installed():
-        return shape_by_engine(file, str(path))
     try:
         return load(file)
     except UnknownTensors as unknown:
@@ -84,9 +83,9 @@ def _configuration(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{file}: its config is not an object")
     files = {"config.json": json.dumps(config)}
-    beside = file.parent / QUANTIZATION_FILE
+    beside = file.parent / BESIDE
     if file.name == "config.json" and beside.exists():
-        files[QUANTIZATION_FILE] = json.dumps(read_json(beside))
+        files[BESIDE] = json.dumps(read_json(beside))
     return config, files
 
 
@@ -207,7 +206,7 @@ def _layers(plain: list[dict[str, Any]], served: list[dict[str, Any]], first: in
 def _part(part: Mapping[str, Any]) -> ExpertPart:
     """SGLang's ``w13_weight_scale`` is the planner's ``w13.weight_scale``."""
     name = part["name"].replace("_", ".", 1)
-    return ExpertPart(name, part["expert_bytes"], is_split(name, TensorInfo(name, "U8", tuple(part["shape"])), stacked=True))
+    return ExpertPart(name, part["expert_bytes"], is_split(Experts(name, None), TensorInfo(name, "U8", tuple(part["shape"]))))
 
 
 def _bytes(layer: LayerShape) -> int:

@@ -11,11 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sglang_uvm_offload.sizing.safetensors_header import DTYPE_BITS, CheckpointError, TensorInfo
+from sglang_uvm_offload.sizing.quantization import BESIDE, quantization_of
+from sglang_uvm_offload.sizing.safetensors_header import DTYPE_BITS, CheckpointError, TensorInfo, read_json
 
 LONGEST_REASON = 200
-_QUANTIZATION = "hf_quant_config.json"
-"""Beside the config of ModelOpt's checkpoints."""
 
 
 class Unseen(CheckpointError):
@@ -74,7 +73,7 @@ def _answer(question: Callable[..., Any], name: str, revision: str | None) -> An
 
 def _config_file(name: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         config = Path(hf_hub_download(name, "config.json", revision=revision))
@@ -84,11 +83,15 @@ def _config_file(name: str, revision: str | None) -> Path:
             f"run hf download {name} config.json --local-dir DIR where that works, and give DIR/config.json"
         ) from error
     try:
-        hf_hub_download(name, _QUANTIZATION, revision=revision)
-    except EntryNotFoundError:  # also of a cache that has not seen it, while offline
-        pass
-    except Exception as error:
-        raise Unseen(f"{name}: its {_QUANTIZATION} cannot be read from the Hugging Face Hub ({_reason(error)})") from error
+        hf_hub_download(name, BESIDE, revision=revision)
+    except Exception as error:  # as above
+        absent = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
+        if not absent and not quantization_of(read_json(config)):
+            raise Unseen(
+                f"{name}: its config.json states no quantisation, and whether it has a {BESIDE}, which would, cannot be read "
+                f"from the Hugging Face Hub ({_reason(error)}); run hf download {name} --include '*.json' --local-dir DIR "
+                "where that works, and give DIR/config.json"
+            ) from error
     return config
 
 

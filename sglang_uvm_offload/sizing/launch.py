@@ -11,6 +11,7 @@ from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.sizing.quantization import conversion
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.server_pools import ServerPools
@@ -66,6 +67,10 @@ class Launch:
     """Residents of each of its draft layers; None: all their experts."""
     draft_tokens: int = 0
     """Tokens that a step verifies for a request; 0 without drafts."""
+    dtype: str = ""
+    """What the weights are loaded as, by torch's name; "" for the bytes that they have on disk."""
+    quantization: str | None = None
+    """The method that SGLang resolves, by flags and files."""
     image_bytes: int = 0
     hicache_bytes: int = 0
     hicache_ratio: float = 0.0
@@ -87,7 +92,7 @@ class Launch:
     def case(self) -> Case:
         """The planner's case for this launch. Raises ``Uncounted``."""
         try:
-            model = ModelFiles(self.model_path, self.revision, self.download_dir).shape()
+            model = ModelFiles(self.model_path, self.revision, self.download_dir).shape(self.dtype or None)
             draft = None if self.draft is None else load_draft(self.draft)
         except CheckpointError as error:
             raise Uncounted([str(error)]) from error
@@ -167,6 +172,8 @@ class Launch:
         layers = len(model.kv.state_layers)
         if self.pools is None and bool(layers) != (self.linear is not None):
             out.append(f"the state of {layers or 'the'} layers with linear attention is not counted: their sizes are unknown")
+        if converted := conversion(self.quantization, model.quantization):
+            out.append(converted)
         if self.speculative and not model.draft_layers:
             out.append(NO_DRAFTS)
         return out

@@ -11,7 +11,9 @@ from typing import Any
 
 from sglang_uvm_offload.sizing import hub
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_tensors, load
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo, read_folder, read_json
+from sglang_uvm_offload.sizing.loaded import as_loaded
+from sglang_uvm_offload.sizing.quantization import read_config
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo, read_folder
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,18 @@ class ModelFiles:
 
     def config(self) -> dict[str, Any]:
         folder = self.folder
-        return read_json(hub.config_file(self.name, self.revision) if folder is None else folder / "config.json")
+        return read_config(hub.config_file(self.name, self.revision) if folder is None else folder / "config.json")
 
     def tensors(self) -> list[TensorInfo]:
         return list(hub.headers(self.name, self.revision)) if self.folder is None else read_folder(self.folder)
 
-    def shape(self) -> CheckpointShape:
+    def shape(self, dtype: str | None = None) -> CheckpointShape:
+        """``dtype``: what a server loads the weights as, None for the bytes that they have on disk."""
         if os.path.isdir(self.name):
-            return load(Path(self.name))
+            return load(Path(self.name), dtype)
         if self.folder is not None:
-            return replace(load(self.folder), name=self.name)
-        return from_tensors(self.name, self.config(), self.tensors(), from_headers=True)
+            return replace(load(self.folder, dtype), name=self.name)
+        return from_tensors(self.name, self.config(), as_loaded(self.tensors(), dtype), from_headers=True)
 
 
 def _complete(folder: Path) -> bool:

@@ -275,6 +275,10 @@ class Plan:
     shared_parameters: int = 0
     """Weights of shared experts, over layers."""
     draft_parameters: int = 0
+    quantization: str = ""
+    """SGLang's name of the method, ``none`` without one."""
+    quantization_from: str = ""
+    """What decided it."""
     slots: int = 0
     """Of each layer, beside its residents."""
     mem_fraction_static: float = 0.0

@@ -74,6 +74,8 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         active_parameters=model.active_parameters,
         shared_parameters=model.shared_parameters,
         draft_parameters=model.draft_parameters,
+        quantization=model.quantization,
+        quantization_from=model.quantization_from,
         problems=tuple(problems),
         assumptions=case.assumed,
     )
@@ -109,7 +111,7 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         vram=case.vram,
         host_needed=case.host(shown, after_moves=False),
         host_needed_after_moves=case.host(shown, after_moves=True),
-        notes=(*_notes(case, chosen, asked), *filter(None, [drafts])),
+        notes=(*model.notes, *_notes(case, chosen, asked), *filter(None, [drafts])),
         draft_note=drafts,
     )
     if chosen is None and num_resident is not None and most is not None:

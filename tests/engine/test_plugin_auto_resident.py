@@ -205,7 +205,6 @@ def test_a_hierarchical_cache_for_which_there_is_host_ram_changes_nothing(launch
         ("little host RAM", ["auto: host RAM: with 8 of 16 experts", "auto: remedy: host RAM of 6 GiB"]),
         ("not cached", [f"auto: {REPOSITORY}-config: {NOT_SEEN}", "give a number"]),
         ("two GPUs", ["auto: cannot query free VRAM: there is no CUDA device 1: the driver shows 1"]),
-        ("float32", ["auto: the checkpoint is float32 and would be loaded as float16, of another size; give a number"]),
         pytest.param(
             "uncounted",
             ["--nnodes 2", "--moe-dense-tp-size 1", "--swa-full-tokens-ratio 0.5", "--json-model-override-args"],
@@ -233,6 +232,12 @@ def test_a_number_that_fits_and_any_number_on_a_cpu_are_served_without_a_word(la
     assert launch[case]["exit"] is None, launch[case]["error"]
     assert launch[case]["flags"]["expert_offload_num_resident"] == "8"
     assert "VRAM" not in launch[case]["error"]
+
+
+def test_a_checkpoint_in_float32_is_planned_as_the_float16_that_it_is_loaded_as(launch):
+    assert launch["float32"]["exit"] is None, launch["float32"]["error"]
+    assert f"{N} auto: " in launch["float32"]["error"]
+    assert "not checked" not in launch["float32"]["error"]
 
 
 def test_a_number_that_cannot_fit_is_refused_with_what_is_short(launch):

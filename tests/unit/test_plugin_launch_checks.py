@@ -242,10 +242,10 @@ def test_experts_that_are_rearranged_cannot_be_named(record_property):
 
 
 def test_redundant_experts_are_in_host_ram_too(tmp_path, monkeypatch):
-    shape = SimpleNamespace(expert_bytes=8000, num_experts=8)
-    monkeypatch.setattr(expert_bytes, "ModelFiles", lambda *where: SimpleNamespace(shape=lambda: shape))
+    shape = SimpleNamespace(expert_bytes=8000, num_experts=8, quantization="none")
+    monkeypatch.setattr(expert_bytes, "ModelFiles", lambda *where: SimpleNamespace(shape=lambda dtype: shape))
     cfg = Unset(model_path=tmp_path, nnodes=1, attn_dp_size=1, dp_size=1, ep_num_redundant_experts=2)
-    found = expert_bytes.expert_bytes(parse({"num_resident": 4}), cfg, None)
+    found = expert_bytes.expert_bytes(parse({"num_resident": 4}), cfg, Unset(dtype="torch.bfloat16"))
     assert found == expert_bytes.ExpertBytes(4000, 6000)
 
 

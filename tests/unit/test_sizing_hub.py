@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from builders.hub import Hub, cached, serving
-from builders.true_shape import checkpoint
+from builders.true_shape import checkpoint, config_folder
 
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.sizing import architectures, hub
@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A known family; one that no rule knows; one whose weights are not there; and one with a tensor of a new type."""
     folder = tmp_path_factory.mktemp("models")
     known = checkpoint(MODEL, folder / "known")
-    out = {"maker/known": known}
+    out = {"maker/known": known, **{name: config_folder(name) for name in ("nvidia/Qwen3-235B-A22B-NVFP4",)}}
     for name in ("unknown", "bare", "unknown-bare", "typed"):
         out[f"maker/{name}"] = made = folder / name
         made.mkdir()
@@ -86,8 +86,10 @@ def test_what_is_downloaded_is_read_and_not_asked_for(server, models, tmp_path):
 
 @pytest.mark.parametrize("offline", [False, True])
 def test_without_the_headers_the_config_tells_and_what_was_not_seen_is_noted(server, models, tmp_path, offline):
-    name = "maker/known" if offline else "maker/bare"
-    cached(tmp_path / "hub", name, models[name], files="config.json")
+    """Offline, the cache knows of a file that the model does not have, once it was asked for."""
+    name = "maker/bare"
+    if offline:
+        assert planned(name, server.env(tmp_path)).returncode == 0
     ended = planned(name, server.env(tmp_path) | ({"HF_HUB_OFFLINE": "1"} if offline else {}))
     assert ended.returncode == 0, ended.stderr
     plan = json.loads(ended.stdout)
@@ -95,6 +97,25 @@ def test_without_the_headers_the_config_tells_and_what_was_not_seen_is_noted(ser
     reason = "OfflineModeIsEnabled" if offline else "NotASafetensorsRepoError"
     (note,) = [note for note in plan["notes"] if note.startswith(f"{name}: its weights are not on this machine")]
     assert f"their headers cannot be read from the Hugging Face Hub ({reason}" in note
+
+
+def test_without_an_answer_whether_it_is_quantised_nothing_is_planned(server, models, tmp_path):
+    cached(tmp_path / "hub", "maker/known", models["maker/known"], files="config.json")
+    ended = planned("maker/known", server.env(tmp_path) | {"HF_HUB_OFFLINE": "1"})
+    assert ended.returncode == 2
+    assert (
+        "config.json states no quantisation, and whether it has a hf_quant_config.json, which would, cannot be" in ended.stderr
+    )
+
+
+def test_a_quantisation_that_modelopt_states_beside_the_config_is_fetched(server, tmp_path):
+    """Its weights are not there, and the config alone would be planned as BF16."""
+    name = "nvidia/Qwen3-235B-A22B-NVFP4"
+    ended = planned(name, server.env(tmp_path))
+    assert ended.returncode in (0, 1), ended.stderr
+    plan = json.loads(ended.stdout)
+    assert (plan["quantization"], plan["quantization_from"]) == ("modelopt_fp4", "hf_quant_config.json")
+    assert plan["weights_bytes"] == load(config_folder(name) / "config.json").total_bytes
 
 
 def test_without_the_headers_of_an_unknown_family_one_line_says_what_to_fetch(server, tmp_path):
