@@ -24,7 +24,7 @@ from typing import Any
 from sglang_uvm_offload.reading import printable
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, ExpertPart, LayerShape, is_split, load, text_config
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
-from sglang_uvm_offload.sizing.quantization import BESIDE, quantization_of
+from sglang_uvm_offload.sizing.quantization import BESIDE, quantization_of, stated_by, with_beside
 from sglang_uvm_offload.sizing.quantized_linear import UnknownTensors
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo, read_json
 from sglang_uvm_offload.sizing.tensor_names import Experts
@@ -85,7 +85,8 @@ def _configuration(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     files = {"config.json": json.dumps(config)}
     beside = file.parent / BESIDE
     if file.name == "config.json" and beside.exists():
-        files[BESIDE] = json.dumps(read_json(beside))
+        files[BESIDE] = json.dumps(found := read_json(beside))
+        config = with_beside(config, found)
     return config, files
 
 
@@ -185,6 +186,7 @@ def _shape(name: str, config: Mapping[str, Any], printed: Mapping[str, Any]) -> 
         architectures=tuple(printable(str(each)) for each in named) if isinstance(named, list) else (),
         draft_parameters=drafted,
         active_parameters=chosen + plain["outside_parameters"],
+        quantization_from=stated_by(config),
         shared_parameters=sum(layer["shared_parameters"] for layer in plain["layers"]),
         tower_parameters=plain["tower_parameters"],
         embedding_parameters=plain["embedding_parameters"],
