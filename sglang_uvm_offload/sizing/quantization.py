@@ -80,8 +80,8 @@ def contradiction(flag: str | None, stated: str, by: str) -> str:
     if stated == UNQUANTIZED:
         return (
             f"--quantization {flag}: nothing states that the checkpoint is quantised, nor which of its modules: give its "
-            f"folder, or put its {BESIDE} beside {_CONFIG}; without the flag, the plan is for the checkpoint as {_CONFIG} "
-            "describes it"
+            f"folder, or put its {BESIDE} beside {_CONFIG}; without the flag, "
+            f"the plan is for the checkpoint as {_CONFIG} describes it"
         )
     return f"--quantization {flag}: the checkpoint is {stated} by {by}; leave out the flag"
 
