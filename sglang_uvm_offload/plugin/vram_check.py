@@ -56,8 +56,10 @@ def checked(config: OffloadConfig, server_args: Any) -> tuple[OffloadConfig, lis
         one = size(max(map(case.stream_layer_bytes, range(case.parallel.pp))))
         return config, [f"{flag_name('stream_buffer_gb')} {config.stream_gb:g}: one buffer takes {one}; give that, auto, or 0"]
     config = dataclasses.replace(config, stream_buffers=buffers)
-    short = shortages(config, least, all_ranks, free)
-    return config, short or _host_shortage(config, server_args, least, all_ranks, free)
+    vram = shortages(config, least, all_ranks, free)
+    host = _host_shortage(config, server_args, least, all_ranks, free)
+    # Of one memory, fewer residents leave no more: the line for host RAM says so.
+    return config, host or vram if case.machine.one_memory else [*vram, *host]
 
 
 def _host_shortage(

@@ -19,7 +19,7 @@ class ModelFiles:
     """A model by the name and revision that SGLang would load. Methods raise ``CheckpointError``."""
 
     name: str
-    """A folder, or an id on the Hub."""
+    """A folder (or a config.json, for ``shape`` alone), or an id on the Hub."""
     revision: str | None = None
     cache: str | None = None
     """``--download-dir``, None for that of ``huggingface_hub``."""
@@ -47,7 +47,7 @@ class ModelFiles:
         return list(hub.headers(self.name, self.revision)) if self.folder is None else read_folder(self.folder)
 
     def shape(self) -> CheckpointShape:
-        if os.path.isdir(self.name):
+        if os.path.lexists(self.name):
             return load(Path(self.name))
         if self.folder is not None:
             return replace(load(self.folder), name=self.name)
