@@ -56,9 +56,10 @@ def checked(config: OffloadConfig, server_args: Any) -> tuple[OffloadConfig, lis
         one = size(max(map(case.stream_layer_bytes, range(case.parallel.pp))))
         return config, [f"{flag_name('stream_buffer_gb')} {config.stream_gb:g}: one buffer takes {one}; give that, auto, or 0"]
     config = dataclasses.replace(config, stream_buffers=buffers)
-    short, host = shortages(config, least, all_ranks, free), _host_shortage(config, server_args, least, all_ranks, free)
-    # Of one memory, the first says it all.
-    return config, short or host if case.machine.one_memory else [*short, *host]
+    vram = shortages(config, least, all_ranks, free)
+    host = _host_shortage(config, server_args, least, all_ranks, free)
+    # Of one memory, fewer residents leave no more: the line for host RAM says so.
+    return config, host or vram if case.machine.one_memory else [*vram, *host]
 
 
 def _host_shortage(

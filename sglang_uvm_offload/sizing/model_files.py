@@ -21,7 +21,7 @@ class ModelFiles:
     """A model by the name and revision that SGLang would load. Methods raise ``CheckpointError``."""
 
     name: str
-    """A folder, or an id on the Hub."""
+    """A folder (or a config.json, for ``shape`` alone), or an id on the Hub."""
     revision: str | None = None
     cache: str | None = None
     """``--download-dir``, None for that of ``huggingface_hub``."""
@@ -50,7 +50,7 @@ class ModelFiles:
 
     def shape(self, dtype: str | None = None) -> CheckpointShape:
         """``dtype``: what a server loads the weights as, None for the bytes that they have on disk."""
-        if os.path.isdir(self.name):
+        if os.path.lexists(self.name):
             return load(Path(self.name), dtype)
         if self.folder is not None:
             return replace(load(self.folder, dtype), name=self.name)
