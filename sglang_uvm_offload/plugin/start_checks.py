@@ -121,10 +121,12 @@ def _block(model: Any, quantization: str | None) -> int:
 
 def _quantization(cfg: Any, model: Any) -> Iterator[str]:
     """As ``model_loader.loader`` asks the quantisation; what one tells only of a checkpoint is left to it."""
-    name = cfg.quantization or model.quantization
+    name, here = cfg.quantization or model.quantization, ranks(cfg)
+    if not here:  # more machines than ranks, which SGLang refuses
+        return
     try:
         kind = get_quantization_config(name) if name else None
-        arch = int(device_arch(ranks(cfg)[0].gpu).removeprefix("sm_"))
+        arch = int(device_arch(here[0].gpu).removeprefix("sm_"))
         least, dtypes = (kind.get_min_capability(), kind.get_supported_act_dtypes()) if kind else (0, [model.dtype])
     except (ValueError, TypeError, DriverError):
         return
