@@ -150,7 +150,7 @@ def test_states_take_their_share_beside_the_cache_and_never_too_little_for_the_r
 
 
 def test_states_of_unknown_size_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sglang_uvm_offload.sizing.model_files.load", lambda path: linear_model())
+    monkeypatch.setattr("sglang_uvm_offload.sizing.model_files.load", lambda path, dtype: linear_model())
     with pytest.raises(Uncounted, match="the state of 3 layers with linear attention is not counted"):
         launch(DEEPSEEK).case()
     assert launch(DEEPSEEK, linear=LinearState(1, 0.9)).case().linear is not None
