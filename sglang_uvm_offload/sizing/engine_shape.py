@@ -61,7 +61,7 @@ def instead(refusal: CheckpointError, file: Path, name: str) -> CheckpointShape:
 
 
 def _may_be_built(config: Mapping[str, Any]) -> bool:
-    """Whether SGLang or transformers has a file for the model: starting SGLang to hear that neither does takes half a minute."""
+    """Whether SGLang or transformers has a file for the model: to hear from SGLang that neither does takes half a minute."""
     named, model_type = config.get("architectures"), config.get("model_type")
     if isinstance(named, list) and any(name in model_files() for name in named if isinstance(name, str)):
         return True

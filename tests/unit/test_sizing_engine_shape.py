@@ -35,9 +35,7 @@ def test_without_sglang_an_unknown_family_is_refused_as_before(monkeypatch: pyte
         engine_shape.load_any(UNRULED)
 
 
-def test_sglang_is_not_started_for_what_neither_it_nor_transformers_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sglang_is_not_asked_for_what_neither_it_nor_transformers_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_shape, "shapes_by_engine", lambda paths: pytest.fail("SGLang is asked"))
     config = read_json(UNRULED / "config.json") | {"architectures": ["NoSuchModel"], "model_type": "../models"}
     del config["text_config"]["model_type"]
