@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from arguments import Arguments
 from builders.wheels import Installed, build_wheel
 from checkpoints import MEASURED, Checkpoints, WalkedCheckpoints, unserved_models
 from harness.server import environment
@@ -22,10 +23,13 @@ from standin.run import Standin
 from support_marks import MARKERS, Support
 
 from sglang_uvm_offload.routing.trace import Trace
+from sglang_uvm_offload.sizing.machine import GPUS
 
 # Of whatever the tests start. Two runs of tests share two cores: threads that wait for each other only take the others' time.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(unserved_models())
+
+H200_BYTES = GPUS["H200"].memory_mib << 20
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -96,6 +100,16 @@ def sglang_on_standin(tmp_path_factory: pytest.TempPathFactory, standin: Standin
     folder = tmp_path_factory.mktemp("sglang_on_standin")
     env = environment(sglang_environment(standin.library.parent, folder / "calls.jsonl", folder / "caches"))
     return Starts(env)
+
+
+@pytest.fixture(scope="session")
+def cuda_arguments(tmp_path_factory: pytest.TempPathFactory, standin: Standin) -> Iterator[Arguments]:
+    """SGLang's resolved arguments of launches on a machine with eight H200."""
+    folder = tmp_path_factory.mktemp("cuda_arguments")
+    env = sglang_environment(standin.library.parent, folder / "calls.jsonl", folder / "caches")
+    arguments = Arguments(environment(env | {"STANDIN_GPUS": "8", "STANDIN_VRAM": str(H200_BYTES)}))
+    yield arguments
+    arguments.close()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

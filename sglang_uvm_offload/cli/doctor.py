@@ -7,12 +7,10 @@ import os
 import sys
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
-from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_folder
 from sglang_uvm_offload.units import size
 
 PACKAGE = "sglang-uvm-offload"
@@ -116,7 +114,7 @@ def examine_launch(arguments: list[str]) -> Diagnosis:
     problems = launch.resolve()
     if gpus := launch.gpus():
         _gpus(found, gpus)
-    found.bad(*(line for model in launch.read_models() for line in _damage(model)), *problems)
+    found.bad(*launch.damage(), *problems)
     if not found.problems:
         for fact in launch.facts():
             found.good(fact)
@@ -147,20 +145,6 @@ def _installation(found: Diagnosis) -> bool:
     else:
         found.good("SGLang has every hook point")
     return True
-
-
-def _damage(model: Path) -> list[str]:
-    """Problems of a local checkpoint's weights, which a launch would find only while loading them. Files other than safetensors
-    are not checked."""
-    try:
-        if model.is_file():
-            return [f"{model} is a file: give the checkpoint's folder"]
-        kinds = {path.suffix for path in model.iterdir()} if model.is_dir() else set()
-        if model.is_dir() and (".safetensors" in kinds or not kinds & {".bin", ".pt"}):
-            read_folder(model)
-    except (CheckpointError, OSError) as error:
-        return [str(error)]
-    return []
 
 
 def _packages(found: Diagnosis) -> None:

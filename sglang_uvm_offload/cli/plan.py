@@ -16,7 +16,9 @@ from sglang_uvm_offload.sizing.engine_shape import load_any
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.machine import EXAMPLES, GPUS, Machine, MachineError, describe, of_gpus, preset
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.sizing.quantization import contradiction
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
@@ -67,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--max-total-tokens", type=_count, help="KV cache tokens per rank, in place of requests x context")
     work.add_argument("--prompt-tokens", type=_count, default=4096, help="tokens of a prompt, for prefill (default 4096)")
     work.add_argument("--kv-cache-dtype", choices=tuple(DTYPE_BYTES), default="bfloat16")
+    work.add_argument(
+        "--quantization", metavar="METHOD", help="as SGLang's flag, where it names what the checkpoint's files state"
+    )
     work.add_argument("--speculative", action="store_true", help="load the model's draft layers (NEXTN)")
     work.add_argument(
         "--draft-num-resident", type=_whole, help="--expert-offload-draft-num-resident (default: all experts of draft layers)"
@@ -104,8 +109,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns 0 if the model fits, 1 if it does not, 2 for invalid arguments."""
     try:
-        model = _model(args.model)
+        model, unseen = _model(args.model)
         machine = _machine(args)
+        if wrong := contradiction(args.quantization, model.quantization, model.quantization_from):
+            raise CheckpointError(wrong)
     except (CheckpointError, MachineError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -140,14 +147,27 @@ def run(args: argparse.Namespace) -> int:
         result = dataclasses.replace(result, alternatives=planner.alternatives(case, result, args.hit_rate))
     if unserved := unserved_note(model.architectures):
         result = dataclasses.replace(result, notes=(unserved, *result.notes))
+    if unseen:
+        result = dataclasses.replace(result, notes=(unseen, *result.notes))
     print(json.dumps(dataclasses.asdict(result), indent=1) if args.json else planner.render(result))
     return 0 if result.fits else 1
 
 
-def _model(name: str) -> CheckpointShape:
-    """By a path, or else by its name on the Hugging Face Hub."""
+def _model(name: str) -> tuple[CheckpointShape, str]:
+    """By a path, or else by its name on the Hugging Face Hub; and what of it could not be seen. Without the headers of its
+    weights, its config tells the tensors of most families."""
     path = Path(name)
-    return hub.load(name) if not path.exists() and hub.is_id(name) else load_any(path)
+    if path.exists() or not hub.is_id(name):
+        return load_any(path), ""
+    files = ModelFiles(name)
+    try:
+        return files.shape(), ""
+    except hub.Unseen as unseen:
+        file = hub.config_file(name)
+        try:
+            return dataclasses.replace(load_any(file), name=name), str(unseen)
+        except CheckpointError as unknown:
+            raise CheckpointError(f"{unseen} ({unknown})") from unknown
 
 
 def _machine(args: argparse.Namespace) -> Machine:
@@ -159,9 +179,9 @@ def _machine(args: argparse.Namespace) -> Machine:
     elif args.gpus is not None and args.vram_gb is not None:
         base = None
     else:
-        from sglang_uvm_offload.cuda.device import visible_gpus
+        from sglang_uvm_offload.cuda.device import integrated, visible_gpus
 
-        base = of_gpus(visible_gpus())
+        base = of_gpus(visible_gpus(), integrated())
     return describe(base, **figures)
 
 

@@ -61,6 +61,17 @@ def visible_gpus() -> list[tuple[str, int]]:
         return []
 
 
+def integrated() -> bool:
+    """Whether a GPU that this process sees has no memory but the host's, as in a DGX Spark; False without a driver."""
+    try:
+        start_driver()
+        handles = [call_driver(driver.cuDeviceGet, index) for index in range(call_driver(driver.cuDeviceGetCount))]
+        found = [call_driver(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED, one) for one in handles]
+    except DriverError:
+        return False
+    return any(found)
+
+
 def free_vram(devices: Sequence[int]) -> list[int]:
     """Bytes of VRAM that are free on each GPU of ``devices``, beside the context of the querying process."""
     command = [sys.executable, "-m", __name__, *map(str, devices)]

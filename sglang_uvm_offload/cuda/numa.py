@@ -1,17 +1,26 @@
 """The NUMA node of a GPU. Host pages on another node are read over the link between the sockets too.
 
 Without a named node the driver puts host pages on the node of the thread that first touches them, which need not be the GPU's.
+
+A named node is where the driver tries first. Where that node is full, it puts the pages on any other, and reports no error: the
+first try of a block is for that node alone (``__GFP_THISNODE``, ``uvm_pmm_sysmem.c:448``), and the others name no node
+(``block_alloc_cpu_chunk``, ``uvm_va_block.c:1574-1580``, and from then on for the rest of the block, 1946-1950; NVIDIA's open
+kernel modules, 580.95.05). So the host RAM of all nodes decides whether experts fit, and a node's only how near they lie.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from cuda.bindings import driver
 
 from sglang_uvm_offload.cuda.device import DriverError, call_driver, start_driver
+from sglang_uvm_offload.memory.host_ram import nodes_available
+from sglang_uvm_offload.units import size
 
-SYSTEM = Path("/sys")
+SYSTEM, PROC = Path("/sys"), Path("/proc")
 
 
 def nearest_host_node(device: int, system: Path | None = None) -> int | None:
@@ -26,6 +35,24 @@ def nearest_host_node(device: int, system: Path | None = None) -> int | None:
         return next((node for node in (_of_driver(handle), _of_pci_device(handle, system)) if node >= 0), None)
     except DriverError:
         return None
+
+
+def crowded(offloaded: Mapping[int, int], system: Path | None = None) -> list[str]:
+    """A line for each node that has no room for all of the experts that are ``offloaded`` to it: bytes by GPU."""
+    available = nodes_available(PROC, (system or SYSTEM) / "devices/system/node")
+    gpus: dict[int, list[int]] = defaultdict(list)
+    for gpu in offloaded:
+        node = nearest_host_node(gpu, system)
+        if node is not None and available:
+            gpus[node].append(gpu)
+    needed = {node: sum(offloaded[gpu] for gpu in of) for node, of in gpus.items()}
+    return [
+        f"NUMA node {node} is nearest to GPU {', '.join(map(str, gpus[node]))} and has {size(available.get(node, 0))} "
+        f"available for {size(nbytes)} of offloaded experts: the driver puts the rest on other nodes, which are read over the "
+        "link between the sockets"
+        for node, nbytes in sorted(needed.items())
+        if nbytes > available.get(node, 0)
+    ]
 
 
 def _several_nodes(system: Path) -> bool:

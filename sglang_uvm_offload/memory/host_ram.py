@@ -1,7 +1,11 @@
-"""How much more host RAM this process may take: the kernel's estimate, or less if a memory cgroup limits it.
+"""How much more host RAM this process may take: the kernel's estimate, or less if a memory cgroup limits it, or if a part of it
+is on NUMA nodes that are no host RAM.
 
 Host pages of managed memory are kernel pages. They cannot be swapped, and recent kernels charge them to the cgroup, so a
 process that ignores its container's limit is killed while it loads.
+
+On GH200 and GB200 the driver gives the GPU's HBM to the kernel as NUMA nodes without CPUs (``os_numa_add_gpu_memory``,
+``os-interface.c`` of NVIDIA's open kernel modules, 580.95.05), and ``MemAvailable`` counts them too.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
+NODES = Path("/sys/devices/system/node")
 
 HOST_MARGIN_BYTES = 1 << 30
 """Host RAM that offloading leaves free for everything else on the machine."""
@@ -24,10 +29,18 @@ def host_margin(offloaded_bytes: int) -> int:
     return HOST_MARGIN_BYTES + int(BOOKKEEPING_SHARE * offloaded_bytes)
 
 
-def host_available(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Bytes: the smaller of MemAvailable and the room that this process's memory cgroups (v1 or v2, each up to the root)
-    leave. Droppable file cache counts as available in both."""
-    return min([_mem_available(proc), *_cgroup_rooms(proc, cgroup)])
+def host_available(proc: Path = PROC, cgroup: Path = CGROUP, nodes: Path = NODES) -> int:
+    """Bytes: the smallest of MemAvailable, what is available on the NUMA nodes that are host RAM, and the room that this
+    process's memory cgroups (v1 or v2, each up to the root) leave. Droppable file cache counts as available in all."""
+    return min([_mem_available(proc), *_node_rooms(proc, nodes), *_cgroup_rooms(proc, cgroup)])
+
+
+def nodes_available(proc: Path = PROC, nodes: Path = NODES) -> dict[int, int]:
+    """Bytes available on each NUMA node that is host RAM and that this process may use; empty where the kernel shows no
+    nodes."""
+    host = _host_nodes(nodes) & (_allowed_nodes(proc) or _host_nodes(nodes))
+    found = {node: _node_available(nodes / f"node{node}" / "meminfo") for node in sorted(host)}
+    return {node: nbytes for node, nbytes in found.items() if nbytes is not None}
 
 
 def _mem_available(proc: Path) -> int:
@@ -35,6 +48,62 @@ def _mem_available(proc: Path) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"{proc / 'meminfo'} has no MemAvailable (Linux before 3.14?)")
+
+
+def _node_rooms(proc: Path, nodes: Path) -> list[int]:
+    """What is available on host RAM's nodes, where the machine has other memory too or this process may not use all of them.
+    Where all memory is host RAM, the kernel's own estimate says more."""
+    rooms = nodes_available(proc, nodes)
+    return [] if not rooms or rooms.keys() >= _memory_nodes(nodes) else [sum(rooms.values())]
+
+
+def _host_nodes(nodes: Path) -> set[int]:
+    """The nodes that have both memory and CPUs."""
+    return _memory_nodes(nodes) & _listed(nodes / "has_cpu")
+
+
+def _memory_nodes(nodes: Path) -> set[int]:
+    return _listed(nodes / "has_memory") or _listed(nodes / "has_normal_memory")
+
+
+def _allowed_nodes(proc: Path) -> set[int]:
+    """The nodes to which a cpuset confines this process; empty if unknown."""
+    try:
+        lines = (proc / "self" / "status").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((_numbers(line.split(":")[1]) for line in lines if line.startswith("Mems_allowed_list:")), set())
+
+
+def _node_available(meminfo: Path) -> int | None:
+    """Free memory and what the kernel can drop, file cache and slabs, as it counts them for MemAvailable (``si_mem_available``
+    of mm/show_mem.c) but for its reserves, of which there is no figure by node. None where it is not shown."""
+    try:
+        lines = [line.split() for line in meminfo.read_text().splitlines()]
+    except OSError:
+        return None
+    kib = {words[2].rstrip(":"): int(words[3]) for words in lines if len(words) > 3}
+    if "MemFree" not in kib:
+        return None
+    # Since Linux 4.20 KReclaimable counts reclaimable slabs and more.
+    slabs = kib.get("KReclaimable", kib.get("SReclaimable", 0))
+    return (kib["MemFree"] + kib.get("Active(file)", 0) + kib.get("Inactive(file)", 0) + slabs) * 1024
+
+
+def _listed(file: Path) -> set[int]:
+    """The nodes that a file of the kernel lists, such as ``0-1,4``; empty without the file."""
+    try:
+        return _numbers(file.read_text())
+    except (OSError, ValueError):
+        return set()
+
+
+def _numbers(text: str) -> set[int]:
+    out: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        out |= set(range(int(first), int(last or first) + 1))
+    return out
 
 
 def _cgroup_rooms(proc: Path, cgroup: Path) -> list[int]:

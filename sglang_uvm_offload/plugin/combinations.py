@@ -77,6 +77,23 @@ def problems(config: OffloadConfig, cfg: Any) -> list[str]:
     return out + _named_experts(config, cfg)
 
 
+OWN_FLAGS = {"kt_": "kt_weight_path", "paged_experts_": "enable_paged_experts", "offload_": "offload_group_size"}
+"""SGLang's own kinds of offloading: how their arguments begin, and the one without which the others have no effect."""
+
+
+def ignored(server_args: Any) -> list[str]:
+    """What the command line says of SGLang's own kinds of offloading, and has no effect. The others are refused."""
+    differing, out = compat.given(server_args), []
+    for prefix, turns_on in OWN_FLAGS.items():
+        named = [f"--{name.replace('_', '-')} {value}" for name, value in differing.items() if name.startswith(prefix)]
+        if named and turns_on not in differing:
+            needs = turns_on.replace("_", "-")
+            out.append(
+                f"{', '.join(named)}: SGLang ignores it without --{needs}, and this plugin does not read it; leave it out"
+            )
+    return out
+
+
 def format_problems(cfg: Any, model_config: Any) -> list[str]:
     """Why SGLang cannot load the experts of the launch's quantisation."""
     quantization = cfg.quantization or model_config.quantization

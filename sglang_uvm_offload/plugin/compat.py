@@ -4,9 +4,11 @@ What an older version has under another name, or not at all, is here under its n
 
     0.5.18  reads its arguments through views; what decides them declares it
     0.5.19  resolves its arguments once, when a launch asks for it; before, as they were made
-    0.5.20  keeps them in a msgspec struct, and lets plugins override steps of their resolution
+    0.5.20  keeps them in a msgspec struct, lets plugins override steps of their resolution, and gives some of them a value when
+            they are read
     0.5.21  tells every process its ranks as it publishes the arguments
-    0.5.22  has a flag for the number of attention groups, and loads plugins in the detokenizer too
+    0.5.22  has a flag for the number of attention groups, loads plugins in the detokenizer too, and keeps a rank's settings in
+            contexts of which a process may have several
     0.5.23  loads the app of each HTTP process by a name that can be set
 """
 
@@ -17,9 +19,10 @@ import dataclasses
 import multiprocessing
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 import sglang
 from sglang.srt.arg_groups import overrides
 from sglang.srt.environ import envs
@@ -56,6 +59,7 @@ SINCE = {
     "sglang.srt.server_args.ServerArgs.attn_dp_size": (0, 5, 22),
     "sglang.srt.server_args.ServerArgs.enable_nvidia_megakernel": (0, 5, 23),
     "sglang.srt.server_args.ServerArgs.enable_paged_experts": (0, 5, 23),
+    "sglang.srt.server_args.ServerArgs.gated_launch_port": (0, 5, 23),
     "sglang.srt.environ.Envs.SGLANG_HTTP_SERVER_APP_PATH": (0, 5, 23),
     "sglang.srt.environ.Envs.SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT": (0, 5, 23),
     "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase.get_moe_runner_backend": (0, 5, 23),
@@ -145,12 +149,17 @@ def declare_resolution(server_args: Any, source: str, **fields: Any) -> None:
 
 
 class _View:
-    """SGLang's view of its arguments, with the newest fields. Before 0.5.22 ``dp_size`` counted attention groups too."""
+    """SGLang's view of its arguments, with the newest fields, as a rank will read them: one that nothing has decided has its
+    fallback. Before 0.5.22 ``dp_size`` counted attention groups too."""
 
-    def __init__(self, view: Any):
-        self._view = view
+    def __init__(self, view: Any, fallbacks: Mapping[str, Any]):
+        self._view, self._fallbacks = view, fallbacks
 
     def __getattr__(self, name: str) -> Any:
+        value = self._newest(name)
+        return self._fallbacks.get(name) if value is None else value
+
+    def _newest(self, name: str) -> Any:
         view = self._view
         if name == "attn_dp_size" and VERSION < (0, 5, 22):
             return view.dp_size if view.enable_dp_attention else 1
@@ -158,6 +167,8 @@ class _View:
             return 1 if view.enable_dp_attention else view.dp_size
         if name in ("enable_paged_experts", "enable_nvidia_megakernel") and VERSION < (0, 5, 23):
             return False
+        if name == "gated_launch_port" and VERSION < (0, 5, 23):
+            return None
         if name == "speculative_draft_kv_cache_dtype" and VERSION < (0, 5, 18):
             return None
         return getattr(view, name)
@@ -165,15 +176,28 @@ class _View:
 
 def resolving_view(server_args: Any) -> Any:
     """SGLang's arguments as far as they are resolved."""
-    if VERSION < (0, 5, 19):
-        return _View(overrides.resolved_view(server_args))
-    view = overrides.resolving_view(server_args)
-    return view if VERSION >= (0, 5, 23) else _View(view)
+    view = overrides.resolved_view if VERSION < (0, 5, 19) else overrides.resolving_view
+    return _View(view(server_args), _fallbacks(type(server_args)))
+
+
+def _fallbacks(kind: type) -> Mapping[str, Any]:
+    from sglang.srt.arg_groups import arg_utils
+
+    of = getattr(arg_utils, "fallbacks_of", None)
+    return {} if of is None else of(kind)
 
 
 def as_given(server_args: Any) -> Any:
     """SGLang's arguments as they were before they were resolved, which wrote into them before 0.5.19."""
     return server_args._as_given if VERSION < (0, 5, 19) else server_args
+
+
+def given(server_args: Any) -> dict[str, Any]:
+    """Those arguments that differ from SGLang's defaults, as they were before they were resolved."""
+    fields = msgspec.structs.fields(ServerArgs) if VERSION >= (0, 5, 20) else dataclasses.fields(ServerArgs)
+    defaults = {f.name: f.default for f in fields}
+    was = as_given(server_args)
+    return {name: value for name, default in defaults.items() if (value := getattr(was, name, default)) != default}
 
 
 def model_config_of(server_args: Any) -> Any:
@@ -191,6 +215,11 @@ def with_phase(graphs: Any, phase: str, **changes: Any) -> Any:
     return dataclasses.replace(graphs, **{phase: dataclasses.replace(getattr(graphs, phase), **changes)})
 
 
+def has_contexts() -> bool:
+    """Whether a process may look at a launch as its ranks will (``server_pools``)."""
+    return VERSION >= (0, 5, 22)
+
+
 def post_capture_kv_sizing_planned(server_args: Any) -> bool:
     """Whether SGLang sizes the KV cache once its graphs are captured."""
     if VERSION < (0, 5, 19):
@@ -205,6 +234,17 @@ def mm_runtime_reservation_gb(cfg: Any) -> float:
     from sglang.srt.mem_cache import kv_cache_configurator
 
     return kv_cache_configurator.mm_runtime_reservation_gb(is_multimodal=True, mm_feature_transport=cfg.mm_feature_transport)
+
+
+def has_chat_template(name: str) -> bool:
+    """Whether ``name`` is a chat template of SGLang's own, of which those in Python are newer."""
+    from sglang.srt.parser.conversation import chat_template_exists
+
+    if VERSION >= (0, 5, 23):
+        from sglang.srt.parser.python_chat_template import get_python_chat_template
+
+        return chat_template_exists(name) or get_python_chat_template(name) is not None
+    return bool(chat_template_exists(name))
 
 
 def problems(cfg: Any) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import sglang.srt.server_args
@@ -15,12 +14,23 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_uvm_offload.config import OffloadConfig, parse
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.plugin import compat, devices, hook_points, hooks, runtime, server_args, stream_settings
+from sglang_uvm_offload.plugin import (
+    compat,
+    devices,
+    hook_points,
+    hooks,
+    runtime,
+    server_args,
+    start_rehearsal,
+    stream_settings,
+)
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
-from sglang_uvm_offload.plugin.expert_bytes import expert_bytes
-from sglang_uvm_offload.plugin.local_checkpoint import unreadable
+from sglang_uvm_offload.plugin.expert_bytes import expert_bytes, host_need
+from sglang_uvm_offload.plugin.local_checkpoint import damage, unreadable
+from sglang_uvm_offload.plugin.planned_launch import has_one_memory
 from sglang_uvm_offload.plugin.routing_formats import routing_format
 from sglang_uvm_offload.plugin.server_config import config_of
+from sglang_uvm_offload.plugin.sglang_error import described
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
 from sglang_uvm_offload.units import size
 
@@ -77,23 +87,18 @@ class Launch:
         except FlagError as error:
             return error.problems
         except Exception as error:  # noqa: BLE001 -- of any type, for a malformed config; listed as a problem, with its type
-            reason = " ".join(str(error).split())
-            return [f"SGLang cannot serve {self.args.model_path}: {type(error).__name__}: {reason}"]
+            return [f"SGLang cannot serve {self.args.model_path}: {described(error, self.args)}"]
         if config_of(self.args) is None:
             return [f"{flag_name('num_resident')}: not given, so SGLang would serve this launch without offloading"]
-        return []
+        return start_rehearsal.problems(self.args)
 
     def gpus(self) -> list[int]:
         """The GPUs of the ranks on this machine, empty with another device."""
         return devices.local_gpus(self.cfg) if self.cfg.device == "cuda" else []
 
-    def read_models(self) -> list[Path]:
-        """The models whose safetensors the launch reads: the target, and a draft model of its own. ``--load-format dummy``
-        reads none, other formats are left to SGLang."""
-        cfg = self.cfg
-        if cfg.load_format not in ("auto", "safetensors"):
-            return []
-        return [Path(model) for model in dict.fromkeys((cfg.model_path, cfg.speculative_draft_model_path)) if model]
+    def damage(self) -> list[str]:
+        """Problems of the weights that the launch reads, also where ``resolve`` ended before it looked."""
+        return damage(self.cfg)
 
     def facts(self) -> list[str]:
         """What the arguments were resolved to, a line a fact. Call it if ``resolve`` found no problem."""
@@ -109,19 +114,20 @@ class Launch:
             f"--moe-runner-backend {routing.runner}: {counted}",
             *([_streaming(config)] if stream_settings.streams(config) else []),
             *_drafts(config, cfg),
-            *_memory(config, cfg, model.hf_config),
+            *_memory(config, self.args),
             *self.notes,
         ]
 
     def warnings(self) -> list[str]:
         """What will be served, but slower than it could be. Call it if ``resolve`` found no problem."""
+        found = start_rehearsal.warnings(self.args)
         try:
             from sglang_uvm_offload.plugin import moe_tiles  # before SGLang 0.5.23 some of what it asks is not there
 
-            return moe_tiles.warnings(self.args)
+            return [*found, *moe_tiles.warnings(self.args)]
         except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's code; a launch is not judged by it
             logger.debug("Expert offload: the tiles of the MoE kernel are not checked: %s: %s", type(error).__name__, error)
-            return []
+            return found
 
 
 def _ranks(cfg: Any) -> str:
@@ -146,11 +152,15 @@ def _drafts(config: OffloadConfig, cfg: Any) -> list[str]:
     return [f"--speculative-algorithm {cfg.speculative_algorithm} with the draft layers of {model}, {where}"]
 
 
-def _memory(config: OffloadConfig, cfg: Any, hf_config: Any) -> list[str]:
-    known = expert_bytes(config, cfg, hf_config)
+def _memory(config: OffloadConfig, args: Any) -> list[str]:
+    cfg = resolving_view(args)
+    known, need = expert_bytes(config, cfg, model_config_of(args)), host_need(config, args)
     unknown = "shown by loading only"
     vram = f"{unknown if known is None else size(known.resident)}; --mem-fraction-static {cfg.mem_fraction_static}"
-    host = f"{unknown if known is None else size(known.offloaded)}; available: {size(host_available())}"
+    host = unknown if known is None else size(known.offloaded)
+    host += f", beside {need.beside_experts()}" if need.cache else ""
+    host += f"; available: {size(host_available())}"
+    host += ", to GPU and host together, which have one memory" if cfg.device == "cuda" and has_one_memory() else ""
     out = [f"VRAM for the resident experts, over all ranks: {vram}"] if cfg.device == "cuda" else []
     return [*out, f"host RAM for the offloaded experts, over all ranks: {host}"]
 

@@ -20,14 +20,17 @@ from sglang_uvm_offload.plugin import (
     compat,
     devices,
     expert_bytes,
+    front_doors,
     launch_drafts,
     output_files,
     recording,
     slot_settings,
+    start_checks,
     stream_settings,
     vram_check,
 )
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
+from sglang_uvm_offload.plugin.local_checkpoint import damage
 from sglang_uvm_offload.plugin.profiles import chosen_profile
 from sglang_uvm_offload.plugin.routing_formats import RoutingFormat, routing_format
 from sglang_uvm_offload.routing.profile import Profile
@@ -75,6 +78,8 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
         *recording.problems(config, cfg),
         *output_files.problems(config, server_args),
         *routing.problems(config),
+        *start_checks.problems(cfg, model),
+        *(damaged := damage(cfg)),
     ]
     num_experts, reasons = _experts(config, model)
     redundant = cfg.ep_num_redundant_experts
@@ -88,12 +93,12 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
         settings |= _headroom(config, cfg)
     with _listed(problems):
         config = slot_settings.possible(config, cfg, model)
-    if num_experts is not None:
+    if num_experts is not None and not damaged:
         config, reasons = vram_check.checked(config, server_args)
         problems += reasons
         with _listed(problems):
             config = auto_resident.resolved(config, server_args, profile)
-            problems += config.expert_problems(num_experts, redundant) or expert_bytes.problems(config, cfg, model.hf_config)
+            problems += config.expert_problems(num_experts, redundant)
     if problems:
         raise FlagError(problems)
     assert num_experts is not None
@@ -104,6 +109,10 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
         settings[f"{PREFIX}num_resident"] = str(config.num_resident)
     if config.slots != slots:
         settings[f"{PREFIX}slots"] = str(config.slots)
+    for line in (*combinations.ignored(server_args), *front_doors.lacking(cfg)):
+        logger.warning("%s", line)
+    for line in expert_bytes.crowded_nodes(config, server_args):
+        logger.warning("Expert offload: %s", line)
     if not routing.counted:
         logger.warning("Expert offload: the hit rate is not counted: %s", routing.reason)
     backend = config.backend if config.backend != "auto" else "uvm" if cfg.device == "cuda" else "emulated"

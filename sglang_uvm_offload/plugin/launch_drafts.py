@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.flags import flag_name
-from sglang_uvm_offload.plugin.local_checkpoint import local_folder
 from sglang_uvm_offload.sizing.draft_model import draft_experts
-from sglang_uvm_offload.sizing.launch import Uncounted
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 
 _SEPARATE = ("EAGLE", "EAGLE3", "STANDALONE", "DFLASH")
@@ -33,17 +31,17 @@ def from_the_checkpoint(cfg: Any) -> bool:
     return cfg.speculative_algorithm in ("EAGLE", "NEXTN") and cfg.speculative_draft_model_path in (None, cfg.model_path)
 
 
-def separate_folder(cfg: Any) -> str | None:
-    """The folder of the draft model's own checkpoint, None without one. Raises ``Uncounted``."""
+def separate(cfg: Any) -> ModelFiles | None:
+    """The draft model with a checkpoint of its own, None without one."""
     path = cfg.speculative_draft_model_path
     if cfg.speculative_algorithm in (None, "NGRAM") or path is None or from_the_checkpoint(cfg):
         return None
-    return local_folder("--speculative-draft-model-path", path, cfg.speculative_draft_model_revision, cfg)
+    return ModelFiles(path, cfg.speculative_draft_model_revision, cfg.download_dir)
 
 
 def problems(config: OffloadConfig, cfg: Any, num_experts: int | None) -> list[str]:
     """Why ``--expert-offload-draft-num-resident`` does not fit the draft model. ``num_experts``: the target's. A draft model of
-    its own whose files are not here yet is not looked at."""
+    its own whose config cannot be read is not looked at."""
     number = config.draft_num_resident
     if number is None:
         return []
@@ -51,12 +49,12 @@ def problems(config: OffloadConfig, cfg: Any, num_experts: int | None) -> list[s
     if cfg.speculative_algorithm in (None, "NGRAM"):
         return [f"{given}: no draft model is loaded (--speculative-algorithm {cfg.speculative_algorithm}); leave it out"]
     if not from_the_checkpoint(cfg):
+        files = separate(cfg)
         try:
-            folder = separate_folder(cfg)
-            if folder is None:
+            if files is None:
                 return []
-            num_experts = draft_experts(Path(folder))
-        except (Uncounted, CheckpointError):
+            num_experts = draft_experts(files)
+        except CheckpointError:
             return []
     if num_experts is None:
         return [f"{given}: the draft model ({cfg.speculative_draft_model_path}) has no routed experts; leave it out"]

@@ -1,17 +1,16 @@
-"""Where the checkpoint that a flag names lies on this machine."""
+"""Whether the local checkpoint that a flag names can be read."""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
+from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
 from sglang_uvm_offload import reading
-from sglang_uvm_offload.sizing.launch import Uncounted
+from sglang_uvm_offload.sizing.model_files import ModelFiles
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_folder
 
 
 def unreadable(model: str) -> str | None:
@@ -38,14 +37,29 @@ def _special_file(folder: str) -> str | None:
     return None
 
 
-def local_folder(flag: str, path: str, revision: str | None, cfg: Any) -> str:
-    """The folder that ``flag`` names as ``path``, or that of a downloaded model in the Hugging Face cache. Raises
-    ``Uncounted``."""
-    if os.path.isdir(path):
-        return path
+def read_models(cfg: Any) -> list[Path]:
+    """The models whose safetensors a launch reads: the target, and a draft model of its own. ``--load-format dummy`` reads
+    none, other formats are left to SGLang."""
+    if cfg.load_format not in ("auto", "safetensors"):
+        return []
+    named = {cfg.model_path: cfg.revision, cfg.speculative_draft_model_path: cfg.speculative_draft_model_revision}
+    files = [ModelFiles(model, revision, cfg.download_dir) for model, revision in named.items() if model]
+    return [each.on_disk or Path(each.name) for each in files]
+
+
+def damage(cfg: Any) -> list[str]:
+    """Problems of the weights of local checkpoints, which a launch would find only while loading them, or not at all. Files
+    other than safetensors are not checked."""
+    return [problem for model in read_models(cfg) for problem in _damage(model)]
+
+
+def _damage(model: Path) -> list[str]:
     try:
-        return huggingface_hub.snapshot_download(path, revision=revision, cache_dir=cfg.download_dir, local_files_only=True)
-    except (LocalEntryNotFoundError, HFValidationError) as error:
-        raise Uncounted(
-            [f"{flag} {path} is no local folder, and not in the Hugging Face cache: nothing can be counted"]
-        ) from error
+        if model.is_file():
+            return [f"{model} is a file: give the checkpoint's folder"]
+        kinds = {path.suffix for path in model.iterdir()} if model.is_dir() else set()
+        if model.is_dir() and (".safetensors" in kinds or not kinds & {".bin", ".pt"}):
+            read_folder(model)
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    return []

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import NEVER, OffloadConfig
-from sglang_uvm_offload.cuda.device import free_vram, visible_gpus
+from sglang_uvm_offload.cuda.device import free_vram, integrated, visible_gpus
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin import launch_drafts, linear_attention
 from sglang_uvm_offload.plugin.compat import (
     as_given,
+    has_contexts,
     mm_runtime_reservation_gb,
     model_config_of,
     post_capture_kv_sizing_planned,
     resolving_view,
 )
-from sglang_uvm_offload.plugin.local_checkpoint import local_folder
-from sglang_uvm_offload.sizing.kv_cache import WINDOW_RATIO
+from sglang_uvm_offload.plugin.pipeline import stages
+from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES, WINDOW_RATIO
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
-from sglang_uvm_offload.sizing.machine import MachineError, of_gpus
+from sglang_uvm_offload.sizing.least_memory import LEAST_TOKENS
+from sglang_uvm_offload.sizing.machine import Machine, MachineError, of_gpus
 from sglang_uvm_offload.sizing.plan import Parallel
+from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import Slots
+
+logger = logging.getLogger(__name__)
 
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
@@ -39,11 +46,12 @@ class Rank(NamedTuple):
 
 def ranks(cfg: Any) -> list[Rank]:
     """The ranks on this machine, with the GPUs that SGLang assigns to them. Each of several machines has an equal part of the
-    pipeline's stages, or of the ranks of each stage; their numbers here count from 0."""
-    tp, pp = cfg.tp_size // max(cfg.nnodes // cfg.pp_size, 1), max(cfg.pp_size // cfg.nnodes, 1)
-    group = tp * pp * cfg.gpu_id_step
+    pipeline's stages (``engine._calculate_rank_ranges``), or of the ranks of each stage, which count from 0 here."""
+    sharing = max(cfg.nnodes // cfg.pp_size, 1)
+    tp, pp = cfg.tp_size // sharing, max(cfg.pp_size // cfg.nnodes, 1)
+    first, group = cfg.node_rank // sharing * pp, tp * pp * cfg.gpu_id_step
     return [
-        Rank(replica, stage, rank, cfg.base_gpu_id + replica * group + stage * tp + rank * cfg.gpu_id_step)
+        Rank(replica, first + stage, rank, cfg.base_gpu_id + replica * group + stage * tp + rank * cfg.gpu_id_step)
         for replica in range(cfg.dp_size)
         for stage in range(pp)
         for rank in range(tp)
@@ -51,17 +59,42 @@ def ranks(cfg: Any) -> list[Rank]:
 
 
 def free_by_gpu(ranks: Sequence[Rank]) -> dict[int, int]:
-    """Bytes of free VRAM of each GPU that has a rank. Raises ``DriverError``."""
+    """Bytes of free VRAM of each GPU that has a rank. Raises ``DriverError``. Of a GPU with the host's memory, SGLang takes
+    what the host has available as free (``get_available_gpu_memory``), because the driver does not count file cache."""
     gpus = sorted({rank.gpu for rank in ranks})
+    if has_one_memory():
+        return dict.fromkeys(gpus, host_available())
     return dict(zip(gpus, free_vram(gpus), strict=True))
 
 
-def planned_launch(config: OffloadConfig, server_args: Any) -> Launch:
-    """The planner's input, with the VRAM of an empty GPU as free. Raises ``Uncounted``."""
+def planned_launch(config: OffloadConfig, server_args: Any, *, at_least: bool = False) -> Launch:
+    """The planner's input, with the VRAM of an empty GPU as free. Raises ``Uncounted``. ``at_least``: for a lower bound of what
+    the launch takes, to which what is not counted may add."""
     cfg, model = resolving_view(server_args), model_config_of(server_args)
-    if reasons := _uncounted(server_args, cfg, model):
+    reasons = [*_unknown(server_args, cfg), *([] if at_least else _beside(cfg))]
+    launch = _launch(config, cfg, model, as_given(server_args))
+    pools = _pools(server_args, launch)
+    if pools is None and not at_least:
+        reasons += _unasked(cfg, model)
+    if reasons:
         raise Uncounted(reasons)
-    return _launch(config, cfg, model, as_given(server_args))
+    return replace(launch, pools=pools, linear=None if pools else linear_attention.state(cfg, model))
+
+
+def _pools(server_args: Any, launch: Launch) -> ServerPools | None:
+    """The pools that SGLang makes for what the launch asks, for twice that, and at the least; None where it cannot be asked."""
+    if not has_contexts():
+        return None
+    from sglang_uvm_offload.plugin.server_pools import server_pools
+
+    work, parallel = launch.workload, launch.parallel
+    tokens, requests = work.tokens_of_rank(parallel), work.requests_of_rank(parallel)
+    asked = {LEAST_TOKENS: 1, work.page_tokens: 1, tokens: requests, 2 * tokens: requests}
+    try:
+        return server_pools(server_args, parallel, asked)
+    except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's code; its rules are restated for most launches
+        logger.debug("Expert offload: SGLang sizes no pools before it starts: %s: %s", type(error).__name__, error)
+        return None
 
 
 def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
@@ -73,7 +106,7 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
     if not vram:
         raise Uncounted(["SGLang does not know the size of this GPU"])
     return Launch(
-        local_folder("--model-path", cfg.model_path, cfg.revision, cfg),
+        cfg.model_path,
         parallel=Parallel(
             *(cfg.tp_size, cfg.ep_size, cfg.pp_size, cfg.attn_dp_size if grouped else cfg.dp_size, grouped),
             shared_whole=cfg.moe_a2a_backend != "none",
@@ -87,25 +120,40 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
         context_length=given.context_length,
         max_running_requests=requests,
         max_total_tokens=cfg.max_total_tokens,
-        kv_cache_dtype=_name(model.dtype) if cfg.kv_cache_dtype == "auto" else cfg.kv_cache_dtype,
+        kv_cache_dtype=_kv_dtype(cfg, model),
         page_tokens=max(64, cfg.page_size or 1),
         speculative=launch_drafts.from_the_checkpoint(cfg),
         draft_num_resident=config.draft_num_resident,
-        draft_path=launch_drafts.separate_folder(cfg),
+        revision=cfg.revision,
+        download_dir=cfg.download_dir,
+        draft=launch_drafts.separate(cfg),
         draft_tokens=launch_drafts.tokens_verified(cfg),
+        dtype=_name(model.dtype),
+        quantization=model.quantization,
         image_bytes=_image_bytes(cfg, model),
-        **_hicache(cfg, given),
+        **hicache(cfg, given),
         stream_gb=0.0 if config.stream_tokens == NEVER else config.stream_gb,
-        linear=linear_attention.state(cfg, model),
         slots=Slots(config.slots),
+        stages=stages(cfg, model),
         notes=_notes(config, cfg, given),
         rates=_rates(),
+        one_memory=has_one_memory(),
     )
 
 
-def _uncounted(server_args: Any, cfg: Any, model: Any) -> list[str]:
-    """Settings of this launch whose bytes no plan counts, so that a plan would promise memory that is not free."""
-    beside = {
+def _unknown(server_args: Any, cfg: Any) -> list[str]:
+    """Settings with which a launch may take less than a plan counts."""
+    names = {
+        "--json-model-override-args": cfg.json_model_override_args not in (None, "", "{}"),
+        f"--load-format {cfg.load_format}": cfg.load_format not in _LOAD_FORMATS,
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": post_capture_kv_sizing_planned(server_args),
+    }
+    return [f"does not count {name}" for name, enabled in names.items() if enabled]
+
+
+def _beside(cfg: Any) -> list[str]:
+    """Settings whose bytes no plan counts, so that a plan would promise memory that is not free."""
+    names = {
         f"--nnodes {cfg.nnodes}, where each machine would choose its own number": cfg.nnodes > 1,
         f"--moe-dp-size {cfg.moe_dp_size}": cfg.moe_dp_size > 1,
         f"--attn-cp-size {cfg.attn_cp_size}": cfg.attn_cp_size > 1,
@@ -117,27 +165,24 @@ def _uncounted(server_args: Any, cfg: Any, model: Any) -> list[str]:
         "the adapters of --enable-lora": cfg.enable_lora,
         f"--ep-num-redundant-experts {cfg.ep_num_redundant_experts}": cfg.ep_num_redundant_experts,
         "--enable-eplb, which copies a layer's experts to VRAM to rearrange them": cfg.enable_eplb,
-        f"--swa-full-tokens-ratio {cfg.swa_full_tokens_ratio}": cfg.swa_full_tokens_ratio not in (None, WINDOW_RATIO),
-        "--disable-hybrid-swa-memory": cfg.disable_hybrid_swa_memory,
-        "--json-model-override-args": cfg.json_model_override_args not in (None, "", "{}"),
-        f"--load-format {cfg.load_format}": cfg.load_format not in _LOAD_FORMATS,
-        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": post_capture_kv_sizing_planned(server_args),
     }
-    out = [f"does not count {name}" for name, enabled in beside.items() if enabled]
-    return out + launch_drafts.uncounted(cfg) + linear_attention.uncounted(cfg, model) + _conversions(cfg, model)
+    return [f"does not count {name}" for name, enabled in names.items() if enabled] + launch_drafts.uncounted(cfg)
 
 
-def _conversions(cfg: Any, model: Any) -> list[str]:
-    """Why the checkpoint's bytes differ from those in memory."""
-    given = getattr(model.hf_text_config, "dtype", None) or getattr(model.hf_config, "dtype", None)
-    out = []
-    if given is None:
-        out.append("the checkpoint's config names no dtype, so its bytes in memory are unknown")
-    elif _name(given) != _name(model.dtype):
-        out.append(f"the checkpoint is {_name(given)} and would be loaded as {_name(model.dtype)}, of another size")
-    if cfg.quantization is not None and not hasattr(model.hf_config, "quantization_config"):
-        out.append(f"--quantization {cfg.quantization} may change the checkpoint's size while it loads")
-    return out
+def _unasked(cfg: Any, model: Any) -> list[str]:
+    """What only SGLang itself can count, where it was not asked."""
+    ratio = cfg.swa_full_tokens_ratio
+    beside = {
+        f"a sliding window's cache of {ratio} of the full one": ratio not in (None, WINDOW_RATIO),
+        "--disable-hybrid-swa-memory": cfg.disable_hybrid_swa_memory,
+    }
+    return [f"does not count {name}" for name, enabled in beside.items() if enabled] + linear_attention.uncounted(cfg, model)
+
+
+def _kv_dtype(cfg: Any, model: Any) -> str:
+    """The type for predicting speeds, and bytes where SGLang is not asked. Smaller types than these count as one byte."""
+    name = _name(model.dtype) if cfg.kv_cache_dtype == "auto" else cfg.kv_cache_dtype
+    return name if name in DTYPE_BYTES else "fp8_e4m3"
 
 
 def _image_bytes(cfg: Any, model: Any) -> int:
@@ -146,7 +191,7 @@ def _image_bytes(cfg: Any, model: Any) -> int:
     return int(mm_runtime_reservation_gb(cfg) * (1 << 30))
 
 
-def _hicache(cfg: Any, given: Any) -> dict[str, Any]:
+def hicache(cfg: Any, given: Any) -> dict[str, Any]:
     """The host RAM of the hierarchical cache. Without a size or ratio from the user, SGLang shrinks it to what is left."""
     if not cfg.enable_hierarchical_cache:
         return {}
@@ -166,13 +211,24 @@ def _notes(config: OffloadConfig, cfg: Any, given: Any) -> tuple[str, ...]:
     return tuple(out)
 
 
+def _machine() -> Machine | None:
+    """This machine, None where it has no GPU."""
+    try:
+        return of_gpus(visible_gpus(), integrated())
+    except MachineError:
+        return None
+
+
+def has_one_memory() -> bool:
+    """Whether this machine's GPUs have the host's memory."""
+    machine = _machine()
+    return machine is not None and machine.one_memory
+
+
 def _rates() -> tuple[float, float, float]:
     """The rates of this machine's GPUs, zeros where they are not known."""
-    try:
-        machine = of_gpus(visible_gpus())
-    except MachineError:
-        return 0.0, 0.0, 0.0
-    return machine.link_gbps, machine.hbm_gbps, machine.tflops
+    machine = _machine()
+    return (0.0, 0.0, 0.0) if machine is None else (machine.link_gbps, machine.hbm_gbps, machine.tflops)
 
 
 def _name(dtype: Any) -> str:

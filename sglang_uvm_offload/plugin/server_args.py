@@ -90,12 +90,13 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
         return
     hooks.watch()
     HookRegistry.apply_hooks()
-    from sglang_uvm_offload.plugin import launch_checks  # imported only if offloading is on
+    from sglang_uvm_offload.plugin import launch_checks, whose_error  # imported only if offloading is on
 
     with _reported(server_args):
         if reason := hooks.missing():
             raise FlagError([f"sglang-uvm-offload {reason}"])
-        checked = launch_checks.check(config, server_args)
+        with whose_error.own_errors_reported(server_args.model_path):
+            checked = launch_checks.check(config, server_args)
     attach(server_args, checked.config)
     compat.declare_resolution(server_args, "sglang-uvm-offload", **checked.settings)
 

@@ -1,6 +1,7 @@
-"""Checks ``--expert-offload-num-resident N`` against the VRAM of every rank's GPU, before anything loads.
+"""Checks ``--expert-offload-num-resident N`` against the VRAM of every rank's GPU and against host RAM, before anything loads.
 
-Only what certainly does not fit is refused: the lower bounds of ``sizing/least_memory`` against what SGLang grants.
+Only what certainly does not fit is refused: the lower bounds of ``sizing/least_memory`` against what SGLang grants, and against
+what this machine has.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from sglang_uvm_offload.config import AUTO, OffloadConfig
 from sglang_uvm_offload.cuda.device import DriverError
 from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.plugin import expert_bytes
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.planned_launch import Rank, free_by_gpu, planned_launch, ranks
 from sglang_uvm_offload.sizing.draft_cost import draft_note
@@ -27,21 +29,23 @@ _N = flag_name("num_resident")
 
 def checked(config: OffloadConfig, server_args: Any) -> tuple[OffloadConfig, list[str]]:
     """``config`` with the number of stream buffers that fit beside the KV cache that the launch asks for; and why N residents
-    cannot fit, one line for the GPU that is shortest of VRAM. Warns if N cannot be checked. Nothing is checked for ``auto``,
-    which chooses a number that fits, and on a CPU, which has no VRAM."""
+    cannot fit: one line for the GPU that is shortest of VRAM, one for host RAM. Warns if N cannot be checked. ``auto``
+    chooses a number that fits, so nothing is checked; on a CPU, which has no VRAM, host RAM alone is."""
     cfg = resolving_view(server_args)
-    if config.auto or cfg.device != "cuda":
+    if config.auto:
         return config, []
+    if cfg.device != "cuda":
+        return config, expert_bytes.problems(config, server_args)
     all_ranks = ranks(cfg)
     try:
-        launch = planned_launch(config, server_args)
+        launch = planned_launch(config, server_args, at_least=True)
         free = free_by_gpu(all_ranks)
         case = dataclasses.replace(launch, free_vram_bytes=min(free.values())).case()
         if reasons := shape_problems(case):
             raise Uncounted(reasons)
     except (Uncounted, DriverError) as reason:
         logger.warning("%s %d is not checked against VRAM: %s", _N, config.num_resident, reason)
-        return config, []
+        return config, expert_bytes.problems(config, server_args)
     least = LeastMemory(case, cfg.page_size or 1)
     if least.share <= 0 or _rows(config) > case.model.num_experts:
         return config, []  # the headroom or the number is refused by a check of its own
@@ -52,7 +56,27 @@ def checked(config: OffloadConfig, server_args: Any) -> tuple[OffloadConfig, lis
         one = size(max(map(case.stream_layer_bytes, range(case.parallel.pp))))
         return config, [f"{flag_name('stream_buffer_gb')} {config.stream_gb:g}: one buffer takes {one}; give that, auto, or 0"]
     config = dataclasses.replace(config, stream_buffers=buffers)
-    return config, shortages(config, least, all_ranks, free)
+    short, host = shortages(config, least, all_ranks, free), _host_shortage(config, server_args, least, all_ranks, free)
+    # Of one memory, the first says it all.
+    return config, short or host if case.machine.one_memory else [*short, *host]
+
+
+def _host_shortage(
+    config: OffloadConfig, server_args: Any, least: LeastMemory, ranks: list[Rank], free: dict[int, int]
+) -> list[str]:
+    """The refusal for want of host RAM, or of what the GPUs leave of it where they have the same memory."""
+    rows, machine = _rows(config), least.case.machine
+    need = least.host([rank.stage for rank in ranks], rows)
+    if resolving_view(server_args).ep_num_redundant_experts:  # of which the planner's case knows nothing
+        copies = expert_bytes.host_need(config, server_args)
+        need = dataclasses.replace(need, experts=max(need.experts, copies.experts))
+    if not machine.one_memory:
+        return expert_bytes.shortage(config, need, machine.host_bytes)
+    taken = sum(least.needed(rank.stage, rows) for rank in ranks)
+    # SGLang's part of the memory is of what is available, so experts outside VRAM take of it too.
+    granted = sum(least.granted(nbytes, min(free.values())) for nbytes in free.values())
+    room = machine.host_bytes if need.cache else min(granted, machine.host_bytes)
+    return expert_bytes.shortage(config, need, max(0, room - taken), taken)
 
 
 def shortages(config: OffloadConfig, least: LeastMemory, ranks: list[Rank], free: dict[int, int]) -> list[str]:

@@ -1,7 +1,7 @@
 """The contents of a checkpoint: bytes of routed experts by layer, of everything else, and how ranks divide them.
 
 Bytes come from safetensors headers, so any quantisation on disk is supported. Without a checkpoint, ``config_tensors`` derives
-them from the config. Tensors are classified by the names that released checkpoints use.
+them from the config.
 """
 
 from __future__ import annotations
@@ -16,26 +16,35 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_uvm_offload.reading import printable
-from sglang_uvm_offload.sizing.config_tensors import check_counts, quantization_of, tensors_of
+from sglang_uvm_offload.sizing.config_tensors import check_counts, tensors_of
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
-from sglang_uvm_offload.sizing.moe_shape import moe_shape
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo, read_folder, read_json
-
-_LAYER = re.compile(r"\.layers\.(\d{1,5})\.")
-_ONE_EXPERT = re.compile(r"\.experts\.(\d{1,6})\.(\w+)\.?(\w*)$")
-_STACKED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|gate_proj|up_proj|down_proj|w13|w2)[._]?(\w*)$")
-_PART = {**dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "w13"), "w13"), "down_proj": "w2", "w2": "w2"}
-_REPLICATED = re.compile(r"norm|q_a_proj|kv_a_proj|\.indexer\.|\.gate\.|\.router\.|shared_expert_gate|eh_proj")
-_KEYS_VALUES = re.compile(r"attn.*\.[kv]_proj[._]")
-_ATTENTION = re.compile(
-    r"attn.*\.(q_proj|q_b_proj|kv_b_proj|o_proj|qkv_proj|sinks)\b|\.attn\.sinks|linear_attn\.(in_proj_\w+|out_proj|conv1d)\b"
+from sglang_uvm_offload.sizing.loaded import as_loaded
+from sglang_uvm_offload.sizing.moe_shape import MoeShape, expert_size, moe_shape
+from sglang_uvm_offload.sizing.quantization import UNQUANTIZED, UNSTATED, quantization_of, read_config, stated_by
+from sglang_uvm_offload.sizing.safetensors_header import FLOATS, CheckpointError, TensorInfo, read_folder
+from sglang_uvm_offload.sizing.tensor_names import (
+    Experts,
+    divisions,
+    experts_of,
+    named_for_experts,
+    place,
+    stacked_projections,
+    unloaded,
 )
-_DRAFT = re.compile(r"^mtp\.(?:layers\.(\d{1,5})\.)?")
-"""Draft layers of Qwen3-Next, which have numbers of their own."""
-_FEED_FORWARD = re.compile(r"\.(gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3)[._]")
-_VOCABULARY = re.compile(r"(embed_tokens|lm_head|shared_head\.head)\.")
+from sglang_uvm_offload.units import size
+
+_VOCABULARY = re.compile(r"(embed_tokens|word_embeddings|lm_head|shared_head\.head)\.")
 _TOWER = re.compile(r"vis(ual|ion)|audio|mm_proj")
 _SHARED = re.compile(r"shared_(expert|mlp)|share_expert")
+_OF_THE_WHOLE = ("quantization_config", "compression_config", "torch_dtype", "dtype")
+_ALIASES = {
+    "num_hidden_layers": ("num_layers", "n_layers", "n_layer"),
+    "hidden_size": ("d_model", "n_embd"),
+    "num_attention_heads": ("n_heads", "n_head"),
+    "num_key_value_heads": ("num_attention_groups",),
+    "max_position_embeddings": ("max_seq_len", "max_sequence_length", "seq_length", "model_max_length"),
+}
+"""Other names of what every model has, as SGLang's config classes map them."""
 _PACKED = {"I32": 8, "U8": 2}
 """Four-bit weights in one element of a packed tensor."""
 
@@ -114,6 +123,10 @@ class CheckpointShape:
     tower_parameters: int = 0
     """Of towers for images and sounds."""
     embedding_parameters: int = 0
+    quantization_from: str = ""
+    """The file that decided the quantisation."""
+    notes: tuple[str, ...] = ()
+    """What was counted without being understood."""
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -125,12 +138,15 @@ class CheckpointShape:
         return sum(layer.expert_bytes for layer in self.layers)
 
 
-def load(path: Path) -> CheckpointShape:
+def load(path: Path, dtype: str | None = None) -> CheckpointShape:
     """The checkpoint in a folder (from its headers), or the one described by a JSON file: a config.json, or an object with it
-    under ``config``. Raises ``CheckpointError`` with the reason."""
+    under ``config``. ``dtype``: what a server loads its weights as, None for the bytes that they have on disk. Raises
+    ``CheckpointError`` with the reason."""
     if os.path.isdir(path):  # False, not an error, for a path that cannot be examined: reading it says why
-        return from_tensors(str(path), read_json(path / "config.json"), read_folder(path), from_headers=True)
-    value = read_json(path)
+        return from_tensors(
+            str(path), read_config(path / "config.json"), as_loaded(read_folder(path), dtype), from_headers=True
+        )
+    value = read_config(path)
     config = value.get("config", value)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: its config is not an object")
@@ -145,12 +161,20 @@ def from_config(name: str, config: Mapping[str, Any]) -> CheckpointShape:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of config.json for the language model; a quantisation or dtype beside it applies to it."""
-    inner = config.get("text_config")
-    if not isinstance(inner, dict):
-        return dict(config)
-    outer = {name: config[name] for name in ("quantization_config", "torch_dtype", "dtype") if name in config}
-    return outer | inner
+    """The part of config.json for the language model (SGLang's ``get_hf_text_config``), by the usual names; a quantisation or
+    dtype beside it applies to it."""
+    outer = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
+    for name in ("thinker_config", "llm_config", "language_config", "text_config"):
+        if isinstance(inner := config.get(name), dict):
+            return text_config(outer | {key: value for key, value in inner.items() if value is not None or key not in outer})
+    aliases = {
+        usual: config[name]
+        for usual, names in _ALIASES.items()
+        if config.get(usual) is None
+        for name in names
+        if name in config
+    }
+    return {**config, **aliases}
 
 
 def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorInfo], *, from_headers: bool) -> CheckpointShape:
@@ -165,22 +189,8 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
     top_k = _positive_int(config, moe.top_k, "num_experts_per_tok")
     if top_k > moe.num_experts:
         raise CheckpointError(f"{name}: the config routes a token to {top_k} of {moe.num_experts} experts")
-    by_layer: dict[int, list[TensorInfo]] = defaultdict(list)
-    embedding = head = other = draft_vocabulary = 0
-    for tensor in tensors:
-        layer = _layer_of(tensor.name, num_layers)
-        vocabulary = _VOCABULARY.search(tensor.name)
-        if layer is not None and not vocabulary:
-            by_layer[layer].append(tensor)
-        elif layer is not None:
-            draft_vocabulary += tensor.nbytes
-        elif vocabulary and "lm_head" in tensor.name:
-            head += tensor.nbytes
-        elif vocabulary:
-            embedding += tensor.nbytes
-        else:
-            other += tensor.nbytes
-    shapes = [_layer_shape(index, by_layer[index], moe.num_experts) for index in sorted(by_layer)]
+    held = _Tensors(tensors, num_layers, moe, config.get("vocab_size"))
+    shapes = [_layer_shape(index, held.layers[index], moe.num_experts) for index in sorted(held.layers)]
     layers = tuple(shape for shape in shapes if shape.index < num_layers)
     if not any(layer.experts for layer in layers):
         raise CheckpointError(
@@ -189,7 +199,7 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
         )
     if [layer.index for layer in layers] != list(range(num_layers)):
         raise CheckpointError(f"{name}: holds {len(layers)} decoder layers, and its config describes {num_layers}")
-    quantization = quantization_of(config)
+    quantization, plain = quantization_of(config), all(tensor.dtype in FLOATS for tensor in tensors)
     return CheckpointShape(
         name=name,
         from_headers=from_headers,
@@ -199,24 +209,100 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
         context_length=_positive_int(config, config.get("max_position_embeddings"), "max_position_embeddings"),
         layers=layers,
         draft_layers=tuple(shape for shape in shapes if shape.index >= num_layers),
-        embedding=embedding,
-        head=head,
-        other=other,
-        draft_vocabulary=draft_vocabulary,
+        embedding=held.embedding,
+        head=held.head,
+        other=held.other,
+        draft_vocabulary=held.draft_vocabulary,
         total_bytes=sum(tensor.nbytes for tensor in tensors),
         total_parameters=sum(map(parameters, tensors)),
-        expert_parameters=_expert_parameters(by_layer, layers, moe.num_experts),
+        expert_parameters=_expert_parameters(held, layers, moe.num_experts),
         kv=kv_shape(config),
         heads=_positive_int(config, config.get("num_attention_heads"), "num_attention_heads"),
-        quantization=printable(str(quantization.get("quant_method") or "none")),
-        expert_size=_positive_int(
-            config, config.get("moe_intermediate_size") or config.get("intermediate_size"), "intermediate_size"
-        ),
+        quantization=printable(str(quantization.get("quant_method") or (UNQUANTIZED if plain else UNSTATED))),
+        expert_size=_positive_int(config, expert_size(config), "intermediate_size"),
         hidden_size=_positive_int(config, config.get("hidden_size"), "hidden_size"),
         scale_block=(quantization.get("weight_block_size") or [1])[0],
         family=printable(str(config.get("model_type") or "")),
         architectures=tuple(printable(str(each)) for each in named) if isinstance(named, list) else (),
-        **_weight_counts(tensors, num_layers, moe.num_experts, top_k),
+        **_weight_counts(held, num_layers, moe.num_experts, top_k),
+        quantization_from=stated_by(config) if plain or quantization else "the headers of its tensors",
+        notes=_notes(held.unread),
+    )
+
+
+class _Tensors:
+    """A checkpoint's tensors, sorted into the layers of the language model, its vocabulary, and what is beside them: vision and
+    audio towers number layers of their own, but have no experts in them."""
+
+    def __init__(self, tensors: list[TensorInfo], num_layers: int, moe: MoeShape, vocabulary: Any):
+        placed = [(place(tensor.name), tensor) for tensor in tensors if not unloaded(tensor.name)]
+        by_stack: dict[tuple[str, int, bool], list[tuple[str, TensorInfo]]] = defaultdict(list)
+        for at, tensor in placed:
+            if at is not None:
+                by_stack[at.stack, at.layer, at.draft].append((at.path, tensor))
+        self.layers: dict[int, list[tuple[Experts | None, str, TensorInfo]]] = defaultdict(list)
+        self.unread: list[TensorInfo] = []
+        """Tensors that are named for routed experts, in a form that is not known."""
+        self.embedding = self.head = self.other = self.draft_vocabulary = 0
+        self.beside: list[TensorInfo] = []
+        """Outside of the language model's layers."""
+        self.drafted: list[TensorInfo] = []
+        """The drafts' copies of the vocabulary."""
+        sorted_layers = {key: _sorted(held, moe.num_experts) for key, held in by_stack.items()}
+        decoder = _most_experts(sorted_layers)
+        for (stack, layer, draft), held in sorted_layers.items():
+            if draft or stack == decoder:
+                self._layer(layer + num_layers * draft, draft or layer >= num_layers, held)
+            else:
+                self.other += sum(tensor.nbytes for _, _, tensor in held)
+                self.beside += [tensor for _, _, tensor in held]
+        for at, tensor in placed:
+            if at is None:
+                self._beside_layers(tensor, vocabulary)
+
+    def _layer(self, index: int, draft: bool, held: list[tuple[Experts | None, str, TensorInfo]]) -> None:
+        for experts, path, tensor in held:
+            if draft and _VOCABULARY.search(tensor.name):
+                self.draft_vocabulary += tensor.nbytes
+                self.drafted.append(tensor)
+                continue
+            self.layers[index].append((experts, path, tensor))
+            if experts is None and len(tensor.shape) > 1 and named_for_experts(path):
+                self.unread.append(tensor)
+
+    def _beside_layers(self, tensor: TensorInfo, vocabulary: Any) -> None:
+        self.beside.append(tensor)
+        named = _VOCABULARY.search(tensor.name)
+        if not named and (len(tensor.shape) != 2 or tensor.shape[0] != vocabulary):
+            self.other += tensor.nbytes
+        elif "head" in tensor.name or "output" in tensor.name:
+            self.head += tensor.nbytes
+        else:
+            self.embedding += tensor.nbytes
+
+
+def _sorted(held: list[tuple[str, TensorInfo]], num_experts: int) -> list[tuple[Experts | None, str, TensorInfo]]:
+    stacked = stacked_projections(held, num_experts)
+    return [(experts_of(path, tensor, num_experts, stacked), path, tensor) for path, tensor in held]
+
+
+def _most_experts(layers: Mapping[tuple[str, int, bool], list[tuple[Experts | None, str, TensorInfo]]]) -> str | None:
+    """The list of layers that holds most bytes of experts, drafts left out."""
+    sums: dict[str, int] = defaultdict(int)
+    for (stack, _, draft), held in layers.items():
+        if not draft:
+            sums[stack] += sum(tensor.nbytes for experts, _, tensor in held if experts is not None)
+    return max(sums, key=lambda stack: sums[stack], default=None)
+
+
+def _notes(unread: list[TensorInfo]) -> tuple[str, ...]:
+    if not unread:
+        return ()
+    more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+    nbytes = sum(tensor.nbytes for tensor in unread)
+    return (
+        f"{printable(unread[0].name)}{more}: named for routed experts, but with no row for each of them; their "
+        f"{size(nbytes)} count as other weights, whole on every rank",
     )
 
 
@@ -229,103 +315,73 @@ def parameters(tensor: TensorInfo) -> int:
     return tensor.elements * (_PACKED.get(tensor.dtype, 1) if packed else 1)
 
 
-def _weight_counts(tensors: Iterable[TensorInfo], num_layers: int, num_experts: int, top_k: int) -> dict[str, int]:
+def _weight_counts(held: _Tensors, num_layers: int, num_experts: int, top_k: int) -> dict[str, int]:
     """Weights of draft layers, of shared experts, of towers, and those that a token is computed with."""
-    names = ("draft_parameters", "active_parameters", "shared_parameters", "tower_parameters", "embedding_parameters")
-    counts = dict.fromkeys(names, 0)
-    for tensor in tensors:
-        layer, weights = _layer_of(tensor.name, num_layers), parameters(tensor)
-        if layer is not None and layer >= num_layers:
-            counts["draft_parameters"] += weights
-        elif layer is None and _TOWER.search(tensor.name):
-            counts["tower_parameters"] += weights
-        elif layer is None:
-            counts["active_parameters"] += weights
-            counts["embedding_parameters"] += weights if "embed_tokens" in tensor.name else 0
-        elif _expert_of(tensor, num_experts):
-            counts["active_parameters"] += weights * top_k // num_experts
-        else:
-            counts["active_parameters"] += weights
-            counts["shared_parameters"] += weights if _SHARED.search(tensor.name) else 0
+    names = ("active_parameters", "shared_parameters", "tower_parameters", "embedding_parameters")
+    counts = dict.fromkeys(names, 0) | {"draft_parameters": sum(map(parameters, held.drafted))}
+    for index, layer in held.layers.items():
+        for experts, _, tensor in layer:
+            weights = parameters(tensor)
+            if index >= num_layers:
+                counts["draft_parameters"] += weights
+            elif experts is not None:
+                counts["active_parameters"] += weights * top_k // num_experts
+            else:
+                counts["active_parameters"] += weights
+                counts["shared_parameters"] += weights if _SHARED.search(tensor.name) else 0
+    for tensor in held.beside:
+        weights = parameters(tensor)
+        counts["tower_parameters" if _TOWER.search(tensor.name) else "active_parameters"] += weights
+        counts["embedding_parameters"] += weights if "embed_tokens" in tensor.name else 0
     return counts
 
 
-def _layer_of(name: str, num_layers: int) -> int | None:
-    """The decoder layer of a tensor; draft layers come after the others. Vision and audio towers number their own layers, so
-    their tensors have none."""
-    if draft := _DRAFT.match(name):
-        return num_layers + int(draft.group(1) or 0)
-    match = _LAYER.search(name)
-    if match is None or _TOWER.search(name[: match.start()]):
-        return None
-    return int(match.group(1))
-
-
-def _layer_shape(index: int, tensors: list[TensorInfo], num_experts: int) -> LayerShape:
+def _layer_shape(index: int, held: list[tuple[Experts | None, str, TensorInfo]], num_experts: int) -> LayerShape:
     sums: dict[str, int] = defaultdict(int)
-    experts: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    split: dict[str, bool] = {}
-    for tensor in tensors:
-        routed = _expert_of(tensor, num_experts)
+    experts: dict[tuple[int, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    split: dict[tuple[int, str], bool] = {}
+    for routed, _, tensor in held:
         if routed is None:
             for kind in divisions(tensor.name):
                 sums[kind] += tensor.nbytes
             sums["parameters"] += parameters(tensor)
             continue
-        part, ids, nbytes = routed
-        split[part] = split.get(part, False) or is_split(part, tensor, stacked=len(ids) > 1)
-        for expert in ids:
-            experts[part][expert] += nbytes
-    for part, sizes in experts.items():
-        if sorted(sizes) != list(range(num_experts)):
-            raise CheckpointError(
-                f"layer {index} holds {part} of {len(sizes)} experts, and the config describes experts 0 to {num_experts - 1}"
-            )
-    parts = tuple(ExpertPart(part, max(sizes.values()), split[part]) for part, sizes in sorted(experts.items()))
+        stacked = routed.expert is None
+        for expert in range(num_experts) if routed.expert is None else (routed.expert,):
+            # ERNIE 4.5 VL numbers the experts for images after those for text; SGLang keeps them in a layer of their own.
+            part = (expert // num_experts, routed.part)
+            experts[part][expert % num_experts] += tensor.nbytes // (num_experts if stacked else 1)
+            split[part] = split.get(part, False) or is_split(routed, tensor)
+    _check_complete(index, experts, num_experts)
+    parts = tuple(ExpertPart(name, max(sizes.values()), split[group, name]) for (group, name), sizes in sorted(experts.items()))
     return LayerShape(index, parts, sum(sum(sizes.values()) for sizes in experts.values()), **sums)
 
 
-def _expert_of(tensor: TensorInfo, num_experts: int) -> tuple[str, range, int] | None:
-    """(server-side tensor that will hold it, experts, bytes for each), None if it is not of routed experts."""
-    one = _ONE_EXPERT.search(tensor.name)
-    if one:
-        expert, projection, suffix = one.groups()
-        part = _PART.get(projection, projection)
-        return f"{part}.{suffix or 'weight'}", range(int(expert), int(expert) + 1), tensor.nbytes
-    stacked = _STACKED_EXPERTS.search(tensor.name)
-    if stacked is None:
-        if ".experts." in tensor.name:
-            raise CheckpointError(f"{tensor.name}: a tensor of routed experts with an unknown name")
-        return None
-    if not tensor.shape or tensor.shape[0] != num_experts:
-        raise CheckpointError(f"{tensor.name}: has shape {list(tensor.shape)}, not one row for each of {num_experts} experts")
-    projection, suffix = stacked.groups()
-    return f"{_PART[projection]}.{suffix or 'weight'}", range(num_experts), tensor.nbytes // num_experts
+def _check_complete(index: int, experts: Mapping[tuple[int, str], Mapping[int, int]], num_experts: int) -> None:
+    """Refuse a layer that lacks a projection of some expert. A parameter of it, such as a scale, may be some experts' only."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for (group, part), sizes in experts.items():
+        found[f"{part.partition('.')[0]}{group or ''}"].update(sizes)
+    for projection, ids in found.items():
+        if ids != set(range(num_experts)):
+            raise CheckpointError(
+                f"layer {index} holds {projection} of {len(ids)} experts, and the config describes experts 0 to "
+                f"{num_experts - 1}"
+            )
 
 
-def is_split(part: str, tensor: TensorInfo, stacked: bool) -> bool:
+def is_split(routed: Experts, tensor: TensorInfo) -> bool:
     """Whether ranks divide it. An expert's hidden units are divided, so tensors of the down projection's outputs, and single
     values, are whole on each rank."""
-    shape = tensor.shape[1:] if stacked else tensor.shape
-    if not shape or tensor.elements <= 1 or part.endswith(".g_idx"):
+    shape = tensor.shape[1:] if routed.expert is None else tensor.shape
+    if not shape or tensor.elements <= 1 or routed.part.endswith(".g_idx"):
         return False
-    return part.startswith("w13.") or not (part.endswith("bias") or shape[-1] == 1 or len(shape) == 1)
+    return not routed.down or not (routed.part.endswith("bias") or shape[-1] == 1 or len(shape) == 1)
 
 
-def divisions(name: str) -> tuple[str, ...]:
-    """The fields of ``LayerShape`` that count a tensor, by how ranks divide it. Unknown tensors are whole on each rank."""
-    if _REPLICATED.search(name):
-        return ("replicated",)
-    if _KEYS_VALUES.search(name):
-        return ("keys_values",)
-    if _ATTENTION.search(name):
-        return ("attention",)
-    return ("feed_forward",) if _FEED_FORWARD.search(name) else ("replicated", "unknown")
-
-
-def _expert_parameters(by_layer: Mapping[int, list[TensorInfo]], layers: tuple[LayerShape, ...], num_experts: int) -> int:
+def _expert_parameters(held: _Tensors, layers: tuple[LayerShape, ...], num_experts: int) -> int:
     first = next(layer.index for layer in layers if layer.experts)
-    return sum(parameters(tensor) for tensor in by_layer[first] if ".experts." in tensor.name) // num_experts
+    return sum(parameters(tensor) for experts, _, tensor in held.layers[first] if experts is not None) // num_experts
 
 
 def _positive_int(config: Mapping[str, Any], value: Any, name: str) -> int:

@@ -6,15 +6,15 @@ plan from the headers of the checkpoint itself.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from sglang_uvm_offload.sizing.moe_shape import EXPERTS, MoeShape, moe_shape, most, stated_experts
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
+from sglang_uvm_offload.sizing.quantization import quantization_of
+from sglang_uvm_offload.sizing.quantized_linear import QuantizedLinear, UnknownTensors
+from sglang_uvm_offload.sizing.safetensors_header import DTYPES, CheckpointError, TensorInfo
 
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MXFP4_BLOCK = 32
 """Weights that share a scale of one byte."""
 
@@ -35,10 +35,6 @@ _SIZES = (
 """What no model has none of; a config may leave it out, or state null."""
 
 
-class UnknownTensors(CheckpointError):
-    """A config that may be right, but does not tell which tensors its checkpoint has."""
-
-
 def check_counts(config: Mapping[str, Any]) -> None:
     """Refuse counts of layers and experts that are not numbers, or beyond the limits, and sizes of 0 or less."""
     for name in _SIZES:
@@ -48,24 +44,14 @@ def check_counts(config: Mapping[str, Any]) -> None:
             raise CheckpointError(f"the config's {name} is {value!r}, not a size of 1 or more")
     for name, limit in _LIMITS.items():
         value = config.get(name)
-        value = most(value) if isinstance(value, list) else value
-        if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit):
-            raise CheckpointError(f"the config's {name} is {value!r}, not a number up to {limit}")
+        # Experts may be stated layer by layer, or for each modality.
+        each = value if isinstance(value, list) and name in EXPERTS else [value]
+        if value is not None and not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= limit for n in each):
+            raise CheckpointError(f"the config's {name} is {value!r:.80}, not a number up to {limit}")
     layers = (config.get("num_hidden_layers") or 0) + (config.get("num_nextn_predict_layers") or 0)
     experts = stated_experts(SimpleNamespace(**config)) or 0
     if layers * experts > _MOST_EXPERTS:
         raise CheckpointError(f"the config has {layers} layers of {experts} experts, more than {_MOST_EXPERTS} in all")
-
-
-def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config's ``quantization_config``, empty without one."""
-    quant = config.get("quantization_config")
-    quant = {} if quant is None else quant
-    block = quant.get("weight_block_size") if isinstance(quant, dict) else "none"
-    lengths = block if isinstance(block, list) and len(block) == 2 else [1, 1] if block is None else []
-    if not lengths or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in lengths):
-        raise CheckpointError(f"the config's quantization_config is malformed: {quant!r:.200}")
-    return quant
 
 
 def tensors_of(config: Mapping[str, Any]) -> list[TensorInfo]:
@@ -103,13 +89,8 @@ class _Writer:
         self.dtype = DTYPES.get(config.get("torch_dtype") or config.get("dtype") or "bfloat16", "")
         if not self.dtype:
             raise CheckpointError(f"torch_dtype {config.get('torch_dtype')!r} is not one of {', '.join(DTYPES)}")
-        self.quant = quantization_of(config)
-        self.method = self.quant.get("quant_method")
-        if self.method not in (None, "fp8", "w8a8_int8", "gptq", "mxfp4"):
-            raise UnknownTensors(
-                f"the tensors of a {self.method!r} checkpoint are not known from its config; give the checkpoint's folder"
-            )
-        self.unquantized = [*(self.quant.get("modules_to_not_convert") or ()), *(self.quant.get("ignore") or ())]
+        self.quantized = QuantizedLinear(quantization_of(config), self.dtype)
+        self.method = self.quantized.method
         self.tensors: list[TensorInfo] = []
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -124,15 +105,7 @@ class _Writer:
 
     def linear(self, name: str, out: int, into: int, bias: bool = False) -> None:
         """``name``.weight and what its quantisation adds. ``out`` x ``into``, as torch.nn.Linear has it."""
-        if self.method in (None, "mxfp4") or self._unquantized(name):
-            self.plain(f"{name}.weight", out, into)
-        elif self.method == "fp8":
-            self._fp8(name, out, into)
-        elif self.method == "w8a8_int8":
-            self.plain(f"{name}.weight", out, into, dtype="I8")
-            self.plain(f"{name}.weight_scale", out, 1, dtype="F32")
-        else:
-            self._gptq(name, out, into)
+        self.tensors += self.quantized.tensors(name, out, into)
         if bias:
             self.plain(f"{name}.bias", out)
 
@@ -140,29 +113,6 @@ class _Writer:
         self.linear(f"{name}.{gate}", size, self.hidden)
         self.linear(f"{name}.{up}", size, self.hidden)
         self.linear(f"{name}.{down}", self.hidden, size)
-
-    def _fp8(self, name: str, out: int, into: int) -> None:
-        self.plain(f"{name}.weight", out, into, dtype="F8_E4M3")
-        block = self.quant.get("weight_block_size")
-        if block:
-            self.plain(f"{name}.weight_scale_inv", -(-out // block[0]), -(-into // block[1]), dtype="F32")
-        else:
-            self.plain(f"{name}.weight_scale", dtype="F32")
-            if self.quant.get("activation_scheme") == "static":
-                self.plain(f"{name}.input_scale", dtype="F32")
-
-    def _gptq(self, name: str, out: int, into: int) -> None:
-        bits, group = self.quant.get("bits"), self.quant.get("group_size")
-        if bits not in (4, 8) or not isinstance(group, int) or group < 1:
-            raise UnknownTensors(f"GPTQ with bits {bits!r} and group_size {group!r}: give the checkpoint's folder")
-        groups = -(-into // group)
-        self.plain(f"{name}.qweight", into * bits // 32, out, dtype="I32")
-        self.plain(f"{name}.qzeros", groups, out * bits // 32, dtype="I32")
-        self.plain(f"{name}.scales", groups, out)
-        self.plain(f"{name}.g_idx", into, dtype="I32")
-
-    def _unquantized(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(name, f"{p}.*") for p in self.unquantized)
 
 
 def _decoder_layer(w: _Writer, family: Callable[[_Writer, str, bool], None], name: str, routed: bool) -> None:

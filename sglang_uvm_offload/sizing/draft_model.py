@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
-from sglang_uvm_offload.sizing.checkpoint import divisions, text_config
+from sglang_uvm_offload.sizing.checkpoint import text_config
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo, read_folder, read_json
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
+from sglang_uvm_offload.sizing.tensor_names import divisions, named_for_experts
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,19 @@ class DraftModel:
         return -(-self.attention // attn_tp) + -(-self.feed_forward // tp) + self.whole
 
 
-def load_draft(folder: Path) -> DraftModel:
+def load_draft(files: ModelFiles) -> DraftModel:
     """Raises ``CheckpointError`` with the reason."""
-    config = text_config(read_json(folder / "config.json"))
+    config = text_config(files.config())
     layers = config.get("num_nextn_predict_layers") or config.get("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool) or not 0 < layers < 4096:
-        raise CheckpointError(f"{folder}: the config's num_hidden_layers is {layers!r}, not a number of layers")
-    sums = _sums(read_folder(folder))
+        raise CheckpointError(f"{files.name}: the config's num_hidden_layers is {layers!r}, not a number of layers")
+    sums = _sums(files.tensors())
     return DraftModel(layers, kv_shape(config), sums["attention"], sums["feed_forward"], sums["replicated"])
 
 
-def draft_experts(folder: Path) -> int | None:
+def draft_experts(files: ModelFiles) -> int | None:
     """The routed experts of a layer that the config states, None without any. Raises ``CheckpointError``."""
-    return stated_experts(SimpleNamespace(**text_config(read_json(folder / "config.json"))))
+    return stated_experts(SimpleNamespace(**text_config(files.config())))
 
 
 def _sums(tensors: Iterable[TensorInfo]) -> Counter[str]:
@@ -57,7 +58,7 @@ def _sums(tensors: Iterable[TensorInfo]) -> Counter[str]:
 
 
 def _division(name: str) -> str:
-    if ".experts." in name:
+    if named_for_experts(name):
         return "feed_forward"
     if "embed_tokens" in name or "lm_head" in name:
         return "attention"

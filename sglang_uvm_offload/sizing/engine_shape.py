@@ -25,25 +25,24 @@ from typing import Any
 from sglang_uvm_offload.reading import printable
 from sglang_uvm_offload.sizing.architectures import model_files
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, ExpertPart, LayerShape, is_split, load, text_config
-from sglang_uvm_offload.sizing.config_tensors import UnknownTensors, quantization_of
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
+from sglang_uvm_offload.sizing.quantization import BESIDE, quantization_of, stated_by, with_beside
+from sglang_uvm_offload.sizing.quantized_linear import UnknownTensors
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo, read_json
+from sglang_uvm_offload.sizing.tensor_names import Experts
 
 PROGRAM = "sglang_uvm_offload.plugin.meta_model"
 MOST_SECONDS = 300
 FORMAT = 1
 """Of what the program prints: another number for other contents."""
-QUANTIZATION_FILE = "hf_quant_config.json"
 LONGEST_REASON = 300
 
 
 def load_any(path: Path) -> CheckpointShape:
     """``checkpoint.load``, and where a checkpoint without weights is of a family or quantisation whose tensors it does not
-    know, or says its quantisation in a second file, the shape by SGLang's class."""
+    know, the shape by SGLang's class."""
     without_weights = os.path.isdir(path) and not any(path.glob("*.safetensors*")) and (path / "config.json").exists()
     file = path / "config.json" if without_weights else path
-    if file.name == "config.json" and (file.parent / QUANTIZATION_FILE).exists() and installed():
-        return shape_by_engine(file, str(path))
     try:
         return load(file)
     except UnknownTensors as unknown:
@@ -97,9 +96,10 @@ def _configuration(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{file}: its config is not an object")
     files = {"config.json": json.dumps(config)}
-    beside = file.parent / QUANTIZATION_FILE
+    beside = file.parent / BESIDE
     if file.name == "config.json" and beside.exists():
-        files[QUANTIZATION_FILE] = json.dumps(read_json(beside))
+        files[BESIDE] = json.dumps(found := read_json(beside))
+        config = with_beside(config, found)
     return config, files
 
 
@@ -199,6 +199,7 @@ def _shape(name: str, config: Mapping[str, Any], printed: Mapping[str, Any]) -> 
         architectures=tuple(printable(str(each)) for each in named) if isinstance(named, list) else (),
         draft_parameters=drafted,
         active_parameters=chosen + plain["outside_parameters"],
+        quantization_from=stated_by(config),
         shared_parameters=sum(layer["shared_parameters"] for layer in plain["layers"]),
         tower_parameters=plain["tower_parameters"],
         embedding_parameters=plain["embedding_parameters"],
@@ -220,7 +221,7 @@ def _layers(plain: list[dict[str, Any]], served: list[dict[str, Any]], first: in
 def _part(part: Mapping[str, Any]) -> ExpertPart:
     """SGLang's ``w13_weight_scale`` is the planner's ``w13.weight_scale``."""
     name = part["name"].replace("_", ".", 1)
-    return ExpertPart(name, part["expert_bytes"], is_split(name, TensorInfo(name, "U8", tuple(part["shape"])), stacked=True))
+    return ExpertPart(name, part["expert_bytes"], is_split(Experts(name, None), TensorInfo(name, "U8", tuple(part["shape"]))))
 
 
 def _bytes(layer: LayerShape) -> int:
@@ -234,7 +235,8 @@ def _expert_size(layer: Mapping[str, Any], hidden: int) -> int:
 
 
 def _kv(config: Mapping[str, Any], layers: list[dict[str, Any]]) -> KvShape:
-    """By the config where that says it, else by the layers' attention. Layers without attention keep no keys."""
+    """By the config where that says it, else by the layers' attention. Layers without attention keep no keys: a state, unless
+    the config says that they keep nothing."""
     attending = {index: layer["attention_heads"] for index, layer in enumerate(layers) if layer["attention_heads"]}
     try:
         shape = kv_shape(config)
@@ -244,5 +246,8 @@ def _kv(config: Mapping[str, Any], layers: list[dict[str, Any]]) -> KvShape:
         heads, size, value, _ = max(attending.values())
         windows = {index: window for index, (*_, window) in attending.items() if window > 0}
         shape = KvShape(heads, size, value, window_layers=frozenset(windows), window=max(windows.values(), default=0))
-    without = frozenset(range(len(layers))) - attending.keys() if attending else shape.stateless_layers
-    return dataclasses.replace(shape, stateless_layers=without)
+    if not attending:
+        return shape
+    without = frozenset(range(len(layers))) - attending.keys()
+    empty = shape.empty_layers & without
+    return dataclasses.replace(shape, state_layers=without - empty, empty_layers=empty)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 from sglang_uvm_offload.memory.layout import round_up
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
 from sglang_uvm_offload.sizing.draft_model import load_draft
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import Machine
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.sizing.quantization import conversion
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 
 DEFAULT_KV_TOKENS = 32768
@@ -35,14 +37,15 @@ class Launch:
     """Sizes are bytes, of one GPU or of the whole machine."""
 
     model_path: str
-    """A checkpoint's folder."""
+    """A checkpoint's folder, or an id on the Hugging Face Hub."""
     parallel: Parallel
     vram_bytes: int
     """The size of a GPU according to SGLang."""
     free_vram_bytes: int
     """Free on the GPU with least, before the server's processes start."""
     host_bytes: int
-    """Available to all ranks of this machine together, including the margin that offloading leaves."""
+    """Available to all ranks of this machine together, including the margin that offloading leaves; with ``one_memory``, to
+    their GPUs too."""
     mem_fraction_static: float
     """SGLang's value, before the headroom."""
     headroom_gb: float
@@ -56,29 +59,41 @@ class Launch:
     page_tokens: int = 64
     speculative: bool = False
     """The checkpoint's own draft layers are loaded."""
-    draft_path: str | None = None
-    """The folder of a draft model's own checkpoint."""
+    revision: str | None = None
+    download_dir: str | None = None
+    draft: ModelFiles | None = None
+    """A draft model with a checkpoint of its own."""
     draft_num_resident: int | None = None
     """Residents of each of its draft layers; None: all their experts."""
     draft_tokens: int = 0
     """Tokens that a step verifies for a request; 0 without drafts."""
+    dtype: str = ""
+    """What the weights are loaded as, by torch's name; "" for the bytes that they have on disk."""
+    quantization: str | None = None
+    """The method that SGLang resolves, by flags and files."""
     image_bytes: int = 0
     hicache_bytes: int = 0
     hicache_ratio: float = 0.0
     stream_gb: float | None = None
     """GiB of each rank for stream buffers (``Reserve``)."""
     linear: LinearState | None = None
+    pools: ServerPools | None = None
+    """What SGLang itself makes of the KV cache and the states; None where it was not asked."""
     slots: Slots = NO_SLOTS
+    stages: tuple[range, ...] = ()
+    """The decoder layers of each pipeline stage."""
     notes: tuple[str, ...] = ()
     """What the user should know of memory that is counted elsewhere."""
     rates: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Of this machine, 0 if unknown: the link's and VRAM's in 1e9 bytes a second, and TFLOPS (``Machine``)."""
+    one_memory: bool = False
+    """The GPUs have the host's memory."""
 
     def case(self) -> Case:
         """The planner's case for this launch. Raises ``Uncounted``."""
         try:
-            model = load(Path(self.model_path))
-            draft = None if self.draft_path is None else load_draft(Path(self.draft_path))
+            model = ModelFiles(self.model_path, self.revision, self.download_dir).shape(self.dtype or None)
+            draft = None if self.draft is None else load_draft(self.draft)
         except CheckpointError as error:
             raise Uncounted([str(error)]) from error
         if reasons := self._uncounted(model):
@@ -86,13 +101,18 @@ class Launch:
         # SGLang has accepted this context: with scaling it may exceed the config's.
         model = dataclasses.replace(model, context_length=max(model.context_length, self.model_context))
         machine = Machine(
-            "this machine", self.parallel.ranks, self.vram_bytes, self.host_bytes, *self.rates, source="this machine"
+            *("this machine", self.parallel.ranks, self.vram_bytes, self.host_bytes, *self.rates),
+            source="this machine",
+            one_memory=self.one_memory,
+            available_bytes=self.host_bytes if self.one_memory else 0,
         )
         return Case(
-            *(model, machine, self._workload(), self.parallel, self._reserve(), Assumptions()),
+            *(model, machine, self.workload, self.parallel, self._reserve(), Assumptions()),
             draft=draft,
             linear=self.linear,
+            pools=self.pools,
             slots=self.slots,
+            given_stages=self.stages,
         )
 
     @property
@@ -120,7 +140,8 @@ class Launch:
             return f"for {requests}"
         return f"for {requests}, or more shorter ones; assumed, and changed by {', '.join(assumed)} or --max-total-tokens"
 
-    def _workload(self) -> Workload:
+    @property
+    def workload(self) -> Workload:
         return Workload(
             self.context,
             self.max_running_requests or 1,
@@ -131,6 +152,7 @@ class Launch:
             draft_num_resident=self.draft_num_resident if self.speculative else None,
             draft_tokens=self.draft_tokens or Workload.draft_tokens,
             other_drafts=bool(self.draft_tokens) and not self.speculative,
+            tokens_are_least=self.max_total_tokens is None,
         )
 
     def _reserve(self) -> Reserve:
@@ -147,9 +169,11 @@ class Launch:
     def _uncounted(self, model: CheckpointShape) -> list[str]:
         """Users of VRAM on this model's ranks that a plan does not count."""
         out = []
-        layers = len(model.kv.stateless_layers)
-        if bool(layers) != (self.linear is not None):
+        layers = len(model.kv.state_layers)
+        if self.pools is None and bool(layers) != (self.linear is not None):
             out.append(f"the state of {layers or 'the'} layers with linear attention is not counted: their sizes are unknown")
+        if converted := conversion(self.quantization, model.quantization):
+            out.append(converted)
         if self.speculative and not model.draft_layers:
             out.append(NO_DRAFTS)
         return out

@@ -1,16 +1,22 @@
-"""The least VRAM that a launch can take: what does not fit beside this certainly fails to start.
+"""The least VRAM and host RAM that a launch can take: what does not fit beside this certainly fails to start.
 
 The planner rounds up, because it promises that a number fits. A refusal needs the opposite, so what is uncertain counts as
-nothing here: CUDA contexts, buffers of collectives, the driver's batches, scales, padding, and towers for images.
+nothing here: CUDA contexts, buffers of collectives, the driver's batches, scales, padding, and towers for images; in host RAM
+the processes, and blocks that offloaded experts share with residents. Certain there are the experts that are in no block of a
+resident, the margin without which offloading ends a launch as it loads, a hierarchical cache of the size that a flag gives and
+what SGLang wants free beside it (both checked as the cache is made, ``pool_host/base.py``), and of one that a flag gives as a
+ratio, its ratio to the KV cache that the planner promises.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, round_up
 from sglang_uvm_offload.sizing.checkpoint import LayerShape
+from sglang_uvm_offload.sizing.host_need import HostNeed
 from sglang_uvm_offload.sizing.machine import GIB
 from sglang_uvm_offload.sizing.rank_memory import Case
 
@@ -60,7 +66,7 @@ class LeastMemory:
         return sum(count * (local * n // BLOCK_BYTES * BLOCK_BYTES) for n, count in self._unpadded.placed[stage].items())
 
     def cache(self, stage: int) -> int:
-        return int(self.tokens * self.case.kv_token_bytes(stage))
+        return self.case.pool_bytes(stage, self.tokens)
 
     def stream(self, stage: int, rows: int) -> int:
         """The stream buffers that were asked for. Where the launch may choose, it may do without."""
@@ -70,6 +76,33 @@ class LeastMemory:
 
     def needed(self, stage: int, rows: int) -> int:
         return self.weights(stage) + self.experts(stage, rows) + self.stream(stage, rows) + self.cache(stage)
+
+    def host(self, stages: Sequence[int], rows: int) -> HostNeed:
+        """Host RAM of ranks of these ``stages``, those that are on this machine."""
+        return HostNeed(
+            sum(self.offloaded(stage, rows) for stage in stages), sum(self._host_cache(stage, rows) for stage in stages)
+        )
+
+    def offloaded(self, stage: int, rows: int) -> int:
+        """Experts in host RAM of the rank that has most of the residents."""
+        case = self.case
+        drafts = case.drafts() if stage == case.parallel.pp - 1 and case.offloads_drafts else ()
+        drafted = [n for layer in drafts for n, placed in self._unpadded.expert_tensors(layer) if placed]
+        out = sum(count * self._without(n, case.residents_of(rows)) for n, count in self._unpadded.placed[stage].items())
+        return out + sum(self._without(n, case.draft_residents) for n in drafted)
+
+    def _without(self, expert_bytes: int, residents: int) -> int:
+        """The whole blocks of a tensor that hold no resident."""
+        return (self.case.local_experts - self.case.local(residents)) * expert_bytes // BLOCK_BYTES * BLOCK_BYTES
+
+    def _host_cache(self, stage: int, rows: int) -> int:
+        reserve, case = self.case.reserve, self.case
+        if not reserve.hicache_ratio:
+            # Stages have caches of as many tokens, those of the stage whose tokens are largest (``sync_fixed_hicache_size``).
+            largest = max(case.kv_token_bytes(each) for each in range(case.parallel.pp))
+            return int(reserve.hicache_bytes * (case.kv_token_bytes(stage) / largest if largest else 1))
+        made = max(0, case.pool_bytes(stage) + case.left_in_vram(stage, rows))
+        return int(reserve.hicache_ratio * (made if case.workload.fills_vram else min(made, case.pool_bytes(stage))))
 
     @property
     def share(self) -> float:

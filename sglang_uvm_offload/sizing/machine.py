@@ -205,6 +205,13 @@ class Machine:
     """Nominal rate of all of the host's memory together, 0 if unknown."""
     one_memory: bool = False
     """GPU and CPU have the same memory, so an offloaded expert takes as much of it as a resident one."""
+    available_bytes: int = 0
+    """Of that one memory, what GPU and CPU may take together; 0: VRAM and host RAM are parts of it that add up."""
+
+    @property
+    def pool_bytes(self) -> int:
+        """What GPUs and host have together where they have one memory."""
+        return self.available_bytes or self.vram_bytes + self.host_bytes
 
 
 def preset(name: str) -> Machine:
@@ -250,26 +257,28 @@ def known_gpu(name: str, nbytes: int) -> Gpu | None:
     return min(same, key=lambda gpu: abs((gpu.memory_mib << 20) - nbytes), default=None)
 
 
-def of_gpus(gpus: Sequence[tuple[str, int]]) -> Machine:
-    """This machine, from the name and the bytes of each of its GPUs. Rates are 0 if the first is not in ``GPUS``. Raises
-    ``MachineError`` if there is no GPU."""
+def of_gpus(gpus: Sequence[tuple[str, int]], integrated: bool = False) -> Machine:
+    """This machine, from the name and the bytes of each of its GPUs. ``integrated``: so says the driver of them, because their
+    memory is the host's. Rates are 0 if the first is not in ``GPUS``. Raises ``MachineError`` if there is no GPU."""
     if not gpus:
         raise MachineError(
             "this machine has no CUDA GPU: name a machine, such as --machine 8xH20, or describe one by " + ", ".join(FIGURES)
         )
     name = gpus[0][0]
-    known = known_gpu(name, gpus[0][1])
+    known, host = known_gpu(name, gpus[0][1]), host_available()
+    one_memory = integrated or (known is not None and known.one_memory)
     return Machine(
         f"{len(gpus)} x {name}",
         len(gpus),
         min(nbytes for _, nbytes in gpus),
-        host_available(),
+        host,
         known.link_gbps if known else 0,
         known.hbm_gbps if known else 0,
         known.tflops if known else 0,
         "this machine" + (f"; rates: {known.source}" if known else ""),
         known.host_gbps * len(gpus) if known else 0,
-        known.one_memory if known else False,
+        one_memory,
+        host if one_memory else 0,
     )
 
 

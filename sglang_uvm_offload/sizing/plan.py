@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sglang_uvm_offload.memory.layout import round_up
 from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.routing_curves import HitRate
 
@@ -30,10 +31,25 @@ class Workload:
     """Tokens that one step verifies for a request, with drafts."""
     other_drafts: bool = False
     """Drafts that come from elsewhere: a draft model of its own, or n-grams."""
+    tokens_are_least: bool = False
+    """``max_total_tokens`` is what is needed, and no flag: SGLang makes the KV cache of all that is left."""
+
+    @property
+    def fills_vram(self) -> bool:
+        return self.max_total_tokens is None or self.tokens_are_least
 
     @property
     def drafts(self) -> bool:
         return self.speculative or self.other_drafts
+
+    def requests_of_rank(self, parallel: Parallel) -> int:
+        return -(-self.requests // parallel.dp)
+
+    def tokens_of_rank(self, parallel: Parallel) -> int:
+        """Tokens of KV cache that a rank needs."""
+        if self.max_total_tokens is not None:
+            return self.max_total_tokens
+        return round_up(self.context_length, self.page_tokens) * self.requests_of_rank(parallel)
 
 
 @dataclass(frozen=True)
@@ -259,6 +275,10 @@ class Plan:
     shared_parameters: int = 0
     """Weights of shared experts, over layers."""
     draft_parameters: int = 0
+    quantization: str = ""
+    """SGLang's name of the method, ``none`` without one."""
+    quantization_from: str = ""
+    """What decided it."""
     slots: int = 0
     """Of each layer, beside its residents."""
     mem_fraction_static: float = 0.0

@@ -74,6 +74,8 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         active_parameters=model.active_parameters,
         shared_parameters=model.shared_parameters,
         draft_parameters=model.draft_parameters,
+        quantization=model.quantization,
+        quantization_from=model.quantization_from,
         problems=tuple(problems),
         assumptions=case.assumed,
     )
@@ -109,13 +111,13 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         vram=case.vram,
         host_needed=case.host(shown, after_moves=False),
         host_needed_after_moves=case.host(shown, after_moves=True),
-        notes=(*_notes(case, chosen, asked), *filter(None, [drafts])),
+        notes=(*model.notes, *_notes(case, chosen, asked), *filter(None, [drafts])),
         draft_note=drafts,
     )
     if chosen is None and num_resident is not None and most is not None:
         return dataclasses.replace(sized, problems=tuple(refusals(case, shown, most)))
     if chosen is None and case.machine.one_memory:
-        return dataclasses.replace(sized, problems=(f"{ONE_MEMORY}; all experts need {size(case.host(0, after_moves=False))}",))
+        return dataclasses.replace(sized, problems=(_one_memory_shortage(case),))
     if chosen is None:
         return dataclasses.replace(sized, problems=tuple(shortages(case)), needs=tuple(remedies(case)))
     served = dataclasses.replace(sized, flags=_flags(case, chosen))
@@ -123,6 +125,14 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         speeds, chunk = _speeds(case, chosen, hit_rate), _hiding_chunk(case, chosen)
         served = dataclasses.replace(served, speeds=speeds, hiding_chunk=chunk)
     return dataclasses.replace(served, useless=uselessness(served))
+
+
+def _one_memory_shortage(case: Case) -> str:
+    needed = case.gpus_take(0) + case.host(0, after_moves=False)
+    return (
+        f"{ONE_MEMORY}; all experts need {size(case.host_need(0).experts)}, the launch {size(needed)}, and "
+        f"{size(case.machine.pool_bytes)} are available"
+    )
 
 
 def alternatives(case: Case, planned: Plan, hit_rate: float | None = None) -> tuple[Alternative, ...]:
@@ -172,8 +182,9 @@ def _number_problems(case: Case, num_resident: int | None) -> list[str]:
 def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
     """``chosen`` rows of VRAM, and the slots that were ``asked`` for."""
     out = []
-    if case.model.kv.stateless_layers and case.linear is None:
-        out.append(f"{len(case.model.kv.stateless_layers)} layers have linear attention: their state is not counted")
+    states = len(case.model.kv.state_layers)
+    if states and case.linear is None and case.pools is None:
+        out.append(f"{states} layers have linear attention or Mamba: the state that they keep of each request is not counted")
     if case.parallel.ranks < case.machine.gpus:
         p, gpus = case.parallel, case.machine.gpus
         ranks = f"tensor parallelism over {p.tp}" + (f", {p.pp} pipeline stages" if p.pp > 1 else "")
@@ -204,7 +215,7 @@ def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
         most = size(case.host(chosen, after_moves=True))
         out.append(
             f"host RAM use may grow to {most} as residents change, because promoted experts keep their host pages, and "
-            f"{size(case.machine.host_bytes)} are available: use fixed residents, {_FIXED}, or better ones by "
+            f"{size(case.host_room(chosen))} are available: use fixed residents, {_FIXED}, or better ones by "
             f"{flag_name('profile')} with {flag_name('adapt')} off"
         )
     return out
@@ -212,7 +223,7 @@ def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
 
 def _may_move(case: Case, rows: int) -> bool:
     """Whether host RAM also holds the pages that promoted experts keep."""
-    return case.host(rows, after_moves=True) <= case.machine.host_bytes
+    return case.host(rows, after_moves=True) <= case.host_room(rows)
 
 
 def _flags(case: Case, chosen: int) -> tuple[str, ...]:

@@ -9,23 +9,21 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from sglang_uvm_offload.config import UNRESOLVED
-from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout, round_up, whole_blocks
 from sglang_uvm_offload.sizing import sglang_memory
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, LayerShape
 from sglang_uvm_offload.sizing.draft_model import DraftModel
+from sglang_uvm_offload.sizing.host_need import HostNeed
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import GIB, Machine
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, RankMemory, Reserve, Vram, Workload
 from sglang_uvm_offload.sizing.routing_curves import HitRates, hit_rates
+from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.speed import StageCost, Stream
 from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, break_even_tokens, buffers_in
 from sglang_uvm_offload.sizing.verdict import LEAST_RESIDENTS
-
-HICACHE_RESERVE_BYTES = 10 << 30
-"""Host RAM that SGLang 0.5.23 leaves free beside hierarchical caches (``pool_host/base.py``)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +40,11 @@ class Case:
     draft: DraftModel | None = None
     """A draft model with a checkpoint of its own."""
     linear: LinearState | None = None
+    pools: ServerPools | None = None
+    """What SGLang itself makes of a launch's KV cache and states; None: the rules of ``kv_cache`` and ``linear_state``."""
     slots: Slots = NO_SLOTS
+    given_stages: tuple[range, ...] = ()
+    """The decoder layers of each pipeline stage of a launch, which may be divided otherwise than evenly."""
     block_bytes: int = BLOCK_BYTES
     """The memory backend's unit of residency."""
 
@@ -71,20 +73,27 @@ class Case:
         """VRAM that the server's processes take before they load the model."""
         return int((self.assumed.context_gib + (self.assumed.collectives_gib if self.parallel.ranks > 1 else 0)) * GIB)
 
+    @property
+    def free_vram(self) -> int:
+        """Of one GPU, before the server's processes start. An integrated one has what is available of the host's memory, as
+        SGLang sees it (``get_available_gpu_memory``)."""
+        free, machine = self.reserve.free_vram_bytes, self.machine
+        free = machine.vram_bytes if free is None else free
+        return min(free, machine.pool_bytes) if machine.one_memory else free
+
     @cached_property
     def budget(self) -> int:
         """Bytes for weights and KV cache on a rank: the static fraction, less the headroom, of what is free before loading. At
         least 0: on a small GPU both factors may be negative."""
-        free = self.reserve.free_vram_bytes
-        free = self.machine.vram_bytes if free is None else free
+        free = self.free_vram
         granted = self.fraction - self.reserve.headroom_gb * GIB / self.machine.vram_bytes
         return max(0, int(max(0, free - self.taken_before_loading) * max(0.0, granted)) - self.reserve.image_bytes)
 
     @property
     def vram(self) -> Vram:
         """How a GPU is divided. A share that the GPU does not have is cut off."""
-        total, free = self.machine.vram_bytes, self.reserve.free_vram_bytes
-        free = total if free is None else min(free, total)
+        total = self.machine.vram_bytes
+        free = min(self.free_vram, total)
         runtime = min(self.taken_before_loading, free)
         images = min(self.reserve.image_bytes, free - runtime)
         rest = free - runtime - images - self.budget
@@ -95,6 +104,9 @@ class Case:
 
     @cached_property
     def stages(self) -> list[range]:
+        """The decoder layers of each pipeline stage."""
+        if len(self.given_stages) == self.parallel.pp:
+            return list(self.given_stages)
         return sglang_memory.pipeline_stages(self.model.num_layers, self.parallel.pp)
 
     def decoder_layers(self, stage: int) -> list[LayerShape]:
@@ -250,15 +262,20 @@ class Case:
     @cached_property
     def kv_tokens(self) -> int:
         """Slots of KV cache that a rank needs."""
-        if self.workload.max_total_tokens is not None:
-            return self.workload.max_total_tokens
-        return round_up(self.workload.context_length, self.workload.page_tokens) * self.requests_of_rank
+        return self.workload.tokens_of_rank(self.parallel)
 
     @property
     def requests_of_rank(self) -> int:
-        return -(-self.workload.requests // self.parallel.dp)
+        return self.workload.requests_of_rank(self.parallel)
+
+    @property
+    def _measured(self) -> ServerPools | None:
+        """The pools that SGLang makes, for these ranks."""
+        return self.pools if self.pools is not None and self.pools.parallel == self.parallel else None
 
     def kv_token_bytes(self, stage: int) -> float:
+        if self._measured is not None:
+            return self._measured.token_bytes(stage)
         kv, itemsize = self.model.kv, DTYPE_BYTES[self.workload.kv_cache_dtype]
         one = kv.layer_bytes(self.parallel.attn_tp, itemsize)
         drafts = one * len(self.drafts())
@@ -267,8 +284,12 @@ class Case:
             drafts += max(one, self.draft.kv.layer_bytes(self.parallel.attn_tp, itemsize)) * self.draft.layers
         return kv.pool_bytes(self.stages[stage], self.parallel.attn_tp, itemsize) + drafts
 
-    def pool_bytes(self, stage: int) -> int:
-        return int(self.kv_tokens * self.kv_token_bytes(stage))
+    def pool_bytes(self, stage: int, tokens: int | None = None) -> int:
+        """The KV cache of ``tokens``, by default those that the workload needs; with states where SGLang was asked."""
+        tokens = self.kv_tokens if tokens is None else tokens
+        if self._measured is not None:
+            return self._measured.nbytes(stage, tokens)
+        return int(tokens * self.kv_token_bytes(stage))
 
     def kv_bytes(self, stage: int) -> int:
         """The pools, the states of linear attention, and the table of each request's slots (4 bytes a token of context)."""
@@ -276,18 +297,23 @@ class Case:
         return self.pool_bytes(stage) + self.state_bytes(stage) + table
 
     def state_bytes(self, stage: int) -> int:
-        if self.linear is None:
+        if self.linear is None or self._measured is not None:
             return 0
-        layers = len(self.model.kv.stateless_layers.intersection(self.stages[stage]))
+        layers = len(self.model.kv.state_layers.intersection(self.stages[stage]))
         slot = layers * -(-self.linear.layer_bytes // self.parallel.attn_tp)
         return self.linear.bytes_beside(self.pool_bytes(stage), slot, self.requests_of_rank)
 
     def hicache_bytes(self, stage: int, rows: int) -> int:
-        """Host RAM of the hierarchical cache. Its ratio is to the KV cache that SGLang makes, of all that is left over."""
+        """Host RAM of the hierarchical cache. Its ratio is to the KV cache that SGLang makes: of all that is left over, or of
+        the tokens that a flag gives."""
         if not self.reserve.hicache_ratio:
             return self.reserve.hicache_bytes
-        room = self._room[stage] - self._placed_bytes(stage, rows, self.stream_buffers(stage, rows))
-        return int(self.reserve.hicache_ratio * (self.kv_bytes(stage) + max(0, room)))
+        left = max(0, self.left_in_vram(stage, rows)) if self.workload.fills_vram else 0
+        return int(self.reserve.hicache_ratio * (self.kv_bytes(stage) + left))
+
+    def left_in_vram(self, stage: int, rows: int) -> int:
+        """The budget of one rank beside all that it counts, below 0 if that is more."""
+        return self._room[stage] - self._placed_bytes(stage, rows, self.stream_buffers(stage, rows))
 
     @cached_property
     def fixed_bytes(self) -> list[int]:
@@ -317,19 +343,27 @@ class Case:
             + drafts[0 < drafted < experts],
         )
 
-    def host(self, rows: int, after_moves: bool) -> int:
-        """Host RAM that all ranks need, plus the margin that offloading leaves free."""
+    def host_need(self, rows: int, after_moves: bool = False) -> HostNeed:
+        """Host RAM that all ranks need, and the margin that offloading leaves free."""
         p = self.parallel
         ranks = (self.rank(stage, rows) for stage in range(p.pp))
-        experts = sum(r.host_bytes_after_moves if after_moves else r.host_bytes for r in ranks) * p.tp * p.replicas
-        processes = int(self.assumed.process_gib * GIB) * p.ranks
-        return experts + host_margin(experts) + processes + self.host_cache(rows)
+        experts = sum(r.host_bytes_after_moves if after_moves else r.host_bytes for r in ranks)
+        cache = sum(self.hicache_bytes(stage, rows) for stage in range(p.pp))
+        alike = p.tp * p.replicas
+        return HostNeed(experts * alike, cache * alike, int(self.assumed.process_gib * GIB) * p.ranks)
 
-    def host_cache(self, rows: int) -> int:
-        """Host RAM of all ranks' hierarchical caches, and what SGLang leaves free beside them."""
-        p = self.parallel
-        cache = sum(self.hicache_bytes(stage, rows) for stage in range(p.pp)) * p.tp * p.replicas
-        return cache + HICACHE_RESERVE_BYTES if cache else 0
+    def host(self, rows: int, after_moves: bool) -> int:
+        return self.host_need(rows, after_moves).total
+
+    def host_room(self, rows: int) -> int:
+        """Host RAM for this launch: where GPU and CPU have one memory, what the GPUs leave of it."""
+        host = self.machine.host_bytes
+        return min(host, self.machine.pool_bytes - self.gpus_take(rows)) if self.machine.one_memory else host
+
+    def gpus_take(self, rows: int) -> int:
+        """VRAM of all ranks, with what SGLang and the headroom leave for other uses of it."""
+        p, kept = self.parallel, self.free_vram - self.budget
+        return sum(kept + self.rank(stage, rows).used_bytes for stage in range(p.pp)) * p.tp * p.replicas
 
     # Choosing
 
@@ -348,7 +382,7 @@ class Case:
         return [self.budget - fixed for fixed in self.fixed_bytes]
 
     def in_host(self, rows: int) -> bool:
-        return self.host(rows, after_moves=False) <= self.machine.host_bytes
+        return self.host(rows, after_moves=False) <= self.host_room(rows)
 
     def most_in_vram(self, buffers: int = 0) -> int | None:
         """The most rows that VRAM holds, as ``in_vram`` counts, None if it is too small even without any. VRAM use grows

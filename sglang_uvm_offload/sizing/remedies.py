@@ -65,14 +65,23 @@ def tightest(case: Case, rows: int) -> RankMemory:
 
 
 def _host_shortage(case: Case, rows: int, which: str) -> str:
-    cache = case.host_cache(rows)
+    need = case.host_need(rows)
+    cache = need.cache + need.beside_cache
     beside = f" ({size(cache)} of it for the hierarchical cache and what SGLang leaves free beside it)" if cache else ""
     slots = f" and {case.slots_of(rows)} slots" if case.slots_of(rows) else ""
     resident = f"{case.residents_of(rows)} of {case.model.num_experts} experts a layer resident{slots}{which}"
     return (
         f"host RAM: with {resident if rows else 'no expert resident'} "
-        f"{size(case.host(rows, after_moves=False))} are needed{beside}, and {size(case.machine.host_bytes)} are available"
+        f"{size(need.total)} are needed{beside}, and {_host_room(case, rows)}"
     )
+
+
+def _host_room(case: Case, rows: int) -> str:
+    room = size(max(0, case.host_room(rows)))
+    if not case.machine.one_memory:
+        return f"{room} are available"
+    taken, pool = size(case.gpus_take(rows)), size(case.machine.pool_bytes)
+    return f"{room} are left beside {taken} for the GPU, which has the same memory ({pool} are available to both)"
 
 
 def _least_for_host(case: Case) -> int:
@@ -158,10 +167,11 @@ def _whole_gib(nbytes: int) -> int:
 
 
 def _tokens_that_fit(case: Case) -> int:
+    """Of the KV cache, beside no resident; fewer than the workload needs."""
     stages = range(case.parallel.pp)
-    room = min(case.budget - case.rank(stage, 0).used_bytes + case.pool_bytes(stage) for stage in stages)
-    # At least one byte: with linear attention only, a token takes none.
-    return max(0, int(room / max(1.0, *(case.kv_token_bytes(stage) for stage in stages))))
+    room = {stage: case.budget - case.rank(stage, 0).used_bytes + case.pool_bytes(stage) for stage in stages}
+    fewer = range(case.kv_tokens)
+    return max(0, bisect_left(fewer, True, key=lambda n: any(case.pool_bytes(s, n) > room[s] for s in stages)) - 1)
 
 
 def _with_host(case: Case, gib: int) -> Case:

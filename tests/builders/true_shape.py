@@ -12,7 +12,8 @@ from pathlib import Path
 
 from sglang_uvm_offload.sizing.checkpoint import text_config
 from sglang_uvm_offload.sizing.config_tensors import tensors_of
-from sglang_uvm_offload.sizing.safetensors_header import TensorInfo, read_json
+from sglang_uvm_offload.sizing.quantization import read_config
+from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 SHARD_BYTES = 5 << 30
@@ -27,7 +28,7 @@ def checkpoint(model: str, out: Path, tensors: Iterable[TensorInfo] | None = Non
     """``out``, with the published configuration of ``model`` and a checkpoint of ``tensors``: without them, those that follow
     from the configuration."""
     shutil.copytree(config_folder(model), out)
-    written = list(tensors_of(text_config(read_json(out / "config.json"))) if tensors is None else tensors)
+    written = list(tensors_of(text_config(read_config(out / "config.json"))) if tensors is None else tensors)
     write(out, written)
     return out
 

@@ -19,6 +19,7 @@ from sglang_uvm_offload.routing.profile import RoutedModel
 from sglang_uvm_offload.sizing.draft_model import load_draft
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.machine import GIB
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 
 N = "--expert-offload-num-resident"
 GPU = {
@@ -30,6 +31,7 @@ GPU = {
     "disable_prefill_cuda_graph": True,
 }
 REPOSITORY = "maker/tiny"
+NOT_SEEN = "its weights are not on this machine, and their headers cannot be read from the Hugging Face Hub (OfflineMode"
 LEAST_FRACTION = 1e-4
 ONE_NODE = pytest.mark.since("0.5.18", "by default it hands over images by CUDA IPC, which it refuses for --nnodes 2")
 """Of 16 GiB: less than two residents a layer, beside little other weights."""
@@ -48,7 +50,7 @@ def in_the_cache(home: Path, repository: str, files: list[Path]) -> None:
 
 def draft_bytes(folder: Path, tokens: int) -> int:
     """The weights of a draft model and its cache."""
-    draft = load_draft(folder)
+    draft = load_draft(ModelFiles(str(folder)))
     return draft.rank_bytes(1, 1) + tokens * draft.layers * draft.kv.layer_bytes(1, 2)
 
 
@@ -126,6 +128,7 @@ def launch(
             "mem_fraction_static": LEAST_FRACTION,
         },
         "a number uncounted": {**number, "mem_fraction_static": LEAST_FRACTION, "moe_dense_tp_size": 1},
+        "a number not cached": {**number, "model_path": f"{REPOSITORY}-config"},
         "a number for two GPUs": {**number, "mem_fraction_static": LEAST_FRACTION, "tp_size": 2},
     }
     host_bytes = {"little host RAM": {"host_bytes": 5 * GIB}, "little host RAM for the cache": {"host_bytes": 40 * GIB}}
@@ -200,9 +203,8 @@ def test_a_hierarchical_cache_for_which_there_is_host_ram_changes_nothing(launch
             ["auto: VRAM: with no expert resident", "remedy: GPUs of 24 GiB", "--cpu-offload-gb: cannot"],
         ),
         ("little host RAM", ["auto: host RAM: with 8 of 16 experts", "auto: remedy: host RAM of 6 GiB"]),
-        ("not cached", [f"models--{REPOSITORY.replace('/', '--')}-config", "holds no *.safetensors file; give a number"]),
+        ("not cached", [f"auto: {REPOSITORY}-config: {NOT_SEEN}", "give a number"]),
         ("two GPUs", ["auto: cannot query free VRAM: there is no CUDA device 1: the driver shows 1"]),
-        ("float32", ["auto: the checkpoint is float32 and would be loaded as float16, of another size; give a number"]),
         pytest.param(
             "uncounted",
             ["--nnodes 2", "--moe-dense-tp-size 1", "--swa-full-tokens-ratio 0.5", "--json-model-override-args"],
@@ -220,11 +222,22 @@ def test_where_no_number_can_be_found_the_launch_ends_with_every_reason(launch, 
         assert part in launch[case]["error"]
 
 
+def test_a_number_of_a_model_that_cannot_be_seen_is_served_with_a_word(launch):
+    assert launch["a number not cached"]["exit"] is None, launch["a number not cached"]["error"]
+    assert f"{N} 8 is not checked against VRAM: {REPOSITORY}-config: {NOT_SEEN}" in launch["a number not cached"]["error"]
+
+
 @pytest.mark.parametrize("case", ["a number that fits", "a number on a CPU"])
 def test_a_number_that_fits_and_any_number_on_a_cpu_are_served_without_a_word(launch, case):
     assert launch[case]["exit"] is None, launch[case]["error"]
     assert launch[case]["flags"]["expert_offload_num_resident"] == "8"
     assert "VRAM" not in launch[case]["error"]
+
+
+def test_a_checkpoint_in_float32_is_planned_as_the_float16_that_it_is_loaded_as(launch):
+    assert launch["float32"]["exit"] is None, launch["float32"]["error"]
+    assert f"{N} auto: " in launch["float32"]["error"]
+    assert "not checked" not in launch["float32"]["error"]
 
 
 def test_a_number_that_cannot_fit_is_refused_with_what_is_short(launch):

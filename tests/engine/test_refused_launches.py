@@ -33,10 +33,18 @@ REFUSED: dict[tuple[str, str], list[str]] = {
 }
 
 
+IGNORED = {
+    "one": ["--kt-num-gpu-experts", "4"],
+    "several": ["--kt-method", "AMXINT8", "--kt-cpuinfer", "8", "--offload-num-in-group", "2"],
+    "none": [],
+}
+
+
 @pytest.fixture(scope="module")
 def launch(checkpoints: Checkpoints, sglang: Nursery) -> dict[str, Any]:
     begin = ["--model-path", str(checkpoints("qwen3_moe")), "--device", "cpu", N, "4"]
-    return launched({what: {"argv": [*begin, *more], "resolve": True} for (_, what), more in REFUSED.items()}, sglang)
+    given = {what: more for (_, what), more in REFUSED.items()} | IGNORED
+    return launched({what: {"argv": [*begin, *more], "resolve": True} for what, more in given.items()}, sglang)
 
 
 NEWEST = pytest.mark.since("0.5.23", "it has no such flag")
@@ -59,3 +67,24 @@ def test_a_launch_ends_with_the_flag_and_a_reason(
     assert flag in name or flag == "--tp-size"
     assert reason
     record_property("reason", reason)
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("one", ["--kt-num-gpu-experts 4: SGLang ignores it without --kt-weight-path"]),
+        (
+            "several",
+            [
+                "--kt-method AMXINT8, --kt-cpuinfer 8: SGLang ignores it without --kt-weight-path",
+                "--offload-num-in-group 2: SGLang ignores it without --offload-group-size",
+            ],
+        ),
+        ("none", []),
+    ],
+)
+def test_flags_of_other_offloading_without_effect_are_told(case: str, told: list[str], launch: dict[str, Any]) -> None:
+    assert launch[case]["exit"] is None, launch[case]["error"]
+    assert launch[case]["error"].count("SGLang ignores it") == len(told), launch[case]["error"]
+    for line in told:
+        assert line in launch[case]["error"]

@@ -20,7 +20,7 @@ def machine(folder: Path, online: str, node: int) -> str:
     return f"""
         from pathlib import Path
         from sglang_uvm_offload.cuda import numa
-        numa.SYSTEM = Path({str(folder)!r})
+        numa.SYSTEM = numa.PROC = Path({str(folder)!r})
     """
 
 
@@ -42,6 +42,36 @@ def test_the_node_is_the_drivers_else_the_pci_devices_and_none_where_there_is_on
     """The driver answers -1 where it does not know."""
     program = machine(tmp_path, online, pci) + "    print(json.dumps(numa.nearest_host_node(0)))"
     assert standin.run(program, attribute_134=attribute).said == node
+
+
+def with_memory(folder: Path, gib: dict[int, float]) -> None:
+    """Gives the nodes of the machine in ``folder`` CPUs, and so much free memory."""
+    nodes = folder / "devices/system/node"
+    for name in ("has_memory", "has_cpu"):
+        (nodes / name).write_text(",".join(map(str, gib)))
+    for node, free in gib.items():
+        (nodes / f"node{node}").mkdir()
+        (nodes / f"node{node}" / "meminfo").write_text(f"Node {node} MemFree: {int(free * (1 << 20))} kB\n")
+
+
+@pytest.mark.parametrize(
+    ("gib", "named"),
+    [({0: 8, 1: 8}, None), ({0: 100, 1: 5}, "5.00 GiB"), ({1: 5, 0: 1}, "5.00 GiB"), ({0: 100}, "0.0 MiB"), ({}, None)],
+)
+def test_a_node_that_has_no_room_for_all_that_is_offloaded_to_it_is_named(standin: Standin, tmp_path: Path, gib, named):
+    """Two GPUs of node 1, with 3 and 4 GiB of offloaded experts."""
+    program = machine(tmp_path, "0-1", 1)
+    with_memory(tmp_path, gib)
+    program += "    print(json.dumps(numa.crowded({0: 3 << 30, 1: 4 << 30})))"
+    lines = standin.run(program, attribute_134=1, gpus=2).said
+    assert len(lines) == (named is not None)
+    for line in lines:
+        assert line.startswith(f"NUMA node 1 is nearest to GPU 0, 1 and has {named} available for 7.00 GiB of offloaded")
+
+
+def test_without_nodes_there_is_nothing_to_say(standin: Standin, tmp_path: Path):
+    program = machine(tmp_path, "0", 0) + "    print(json.dumps(numa.crowded({0: 1 << 50})))"
+    assert standin.run(program).said == []
 
 
 PLACED = """

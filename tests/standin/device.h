@@ -17,6 +17,9 @@ const char* standin_name(void);
 int standin_attribute(int attribute);
 /* How many GPUs there are: STANDIN_GPUS, or one. They are alike and share one memory. */
 int standin_gpus(void);
+/* The calling thread's GPU, which decides only what of STANDIN_TAKEN is missing from the free VRAM. */
+int standin_current_gpu(void);
+void standin_use_gpu(int gpu);
 
 /* What the driver serves: STANDIN_DRIVER, such as 12040, else 13000. */
 int standin_driver_version(void);

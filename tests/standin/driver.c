@@ -14,7 +14,8 @@ enum { CUDA_SUCCESS = 0, CUDA_ERROR_OUT_OF_MEMORY = 2, CUDA_ERROR_NO_DEVICE = 10
 void standin_name_kernel(const void* stub, const char* name);
 const char* standin_kernel_name(const void* stub);
 
-#define CONTEXT ((void*)0x99)
+/* The context of a GPU is an address that only tells which GPU's it is. */
+#define CONTEXT_OF(device) ((void*)(0x9900L + (device)))
 
 EXPORT int cuInit(unsigned flags) { return (int)standin_setting("STANDIN_CUINIT", CUDA_SUCCESS); }
 
@@ -64,12 +65,17 @@ EXPORT int cuDeviceTotalMem(size_t* nbytes, int device) { return cuDeviceTotalMe
 EXPORT int cuMemGetInfo(size_t* free_bytes, size_t* total_bytes) { return cuMemGetInfo_v2(free_bytes, total_bytes); }
 
 EXPORT int cuCtxGetCurrent(void** context) {
-    *context = CONTEXT;
+    *context = CONTEXT_OF(standin_current_gpu());
+    return CUDA_SUCCESS;
+}
+
+EXPORT int cuCtxSetCurrent(void* context) {
+    if (context) standin_use_gpu((long)context - (long)CONTEXT_OF(0));
     return CUDA_SUCCESS;
 }
 
 EXPORT int cuCtxGetDevice(int* device) {
-    *device = 0;
+    *device = standin_current_gpu();
     return CUDA_SUCCESS;
 }
 
@@ -80,7 +86,7 @@ EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) 
 }
 
 EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
-    *context = CONTEXT;
+    *context = CONTEXT_OF(device);
     return CUDA_SUCCESS;
 }
 

@@ -2,6 +2,7 @@
  * KiB, where the page is and what was advised, so that queries answer truthfully. Freed ranges are unmapped: a use
  * after free ends the process. */
 #define _GNU_SOURCE
+#include "device.h"
 #include "standin.h"
 
 #include <pthread.h>
@@ -199,10 +200,20 @@ EXPORT unsigned standin_read_cycles(const void* from) {
 
 EXPORT size_t standin_managed_bytes(void) { return managed_bytes; }
 
+/* What others hold of the VRAM of the calling thread's GPU: its place in the list STANDIN_TAKEN, none behind its end. */
+static size_t taken(void) {
+    const char* list = getenv("STANDIN_TAKEN");
+    for (int i = 0; list && i < standin_current_gpu(); i++) {
+        list = strchr(list, ',');
+        if (list) list++;
+    }
+    return list ? strtoull(list, NULL, 10) : 0;
+}
+
 void standin_vram(size_t* free_bytes, size_t* total_bytes) {
     size_t total = standin_setting("STANDIN_VRAM", 16LL << 30);
     pthread_mutex_lock(&lock);
-    size_t used = device_bytes;
+    size_t used = device_bytes + taken();
     pthread_mutex_unlock(&lock);
     *total_bytes = total;
     *free_bytes = used < total ? total - used : 0;

@@ -146,6 +146,9 @@ EXPORT cudaError_t cudaGetDeviceCount(int* count) {
 
 static __thread int current;
 
+int standin_current_gpu(void) { return current; }
+void standin_use_gpu(int gpu) { current = gpu; }
+
 EXPORT cudaError_t cudaGetDevice(int* device) {
     *device = current;
     return 0;

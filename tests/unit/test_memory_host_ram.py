@@ -1,4 +1,4 @@
-"""Host RAM that is left, told from written /proc and /sys/fs/cgroup files."""
+"""Host RAM that is left, told from written files of /proc, /sys/fs/cgroup and /sys/devices/system/node."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_uvm_offload.memory.host_ram import host_available, host_margin
+from sglang_uvm_offload.memory.host_ram import host_available, host_margin, nodes_available
 
 GIB = 1 << 30
 
@@ -25,9 +25,44 @@ def machine(tmp_path):
             path = cgroup / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return host_available(proc, cgroup)
+        return host_available(proc, cgroup, tmp_path / "no nodes")
 
     return write
+
+
+def node(number: int, free: int, file: int = 0, slabs: int = 0) -> str:
+    """A node's meminfo, of GiB."""
+    kib = {"MemTotal": 480, "MemFree": free, "Active(file)": file / 2, "Inactive(file)": file / 2, "Shmem": 7}
+    kib |= {"KReclaimable": slabs, "SReclaimable": slabs / 2}
+    return "".join(f"Node {number} {name}: {int(gib * GIB) // 1024:>15} kB\n" for name, gib in kib.items())
+
+
+class Nodes:
+    """A machine by the files of its NUMA nodes."""
+
+    def __init__(self, folder: Path):
+        self.proc, self.nodes = folder / "proc", folder / "nodes"
+        (self.proc / "self").mkdir(parents=True)
+        self.nodes.mkdir()
+
+    def write(self, available: float, memory: str, cpu: str, free: dict[int, str], allowed: str | None = None) -> Nodes:
+        (self.proc / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {int(available * GIB) // 1024} kB\n")
+        if allowed is not None:
+            (self.proc / "self" / "status").write_text(f"Name:\tx\nMems_allowed:\tff\nMems_allowed_list:\t{allowed}\n")
+        for name, text in {"has_memory": memory, "has_cpu": cpu, "online": memory}.items():
+            (self.nodes / name).write_text(f"{text}\n")
+        for number, text in free.items():
+            (self.nodes / f"node{number}").mkdir()
+            (self.nodes / f"node{number}" / "meminfo").write_text(text)
+        return self
+
+    def available(self, cgroup: Path | None = None) -> int:
+        return host_available(self.proc, cgroup or self.nodes / "none", self.nodes)
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    return Nodes(tmp_path)
 
 
 def test_without_cgroups_the_kernel_decides(machine):
@@ -85,6 +120,59 @@ def test_v1_without_a_limit_leaves_it_to_the_kernel(machine):
 def test_a_group_over_its_limit_leaves_nothing(machine):
     files = {"memory.max": f"{GIB}\n", "memory.current": f"{2 * GIB}\n"}
     assert machine(files, "0::/\n") == 0
+
+
+def test_hbm_that_the_driver_brings_online_is_no_host_ram(nodes):
+    """A GH200: one node with the CPUs, and one of HBM, which MemAvailable counts too."""
+    nodes.write(560, "0-1", "0", {0: node(0, 400, file=60, slabs=4), 1: node(1, 94)})
+    assert nodes.available() == 464 * GIB
+    assert nodes_available(nodes.proc, nodes.nodes) == {0: 464 * GIB}
+
+
+def test_the_hbm_of_several_gpus_is_left_out_whatever_its_numbers(nodes):
+    """A GB200 board: two CPUs, four GPUs, and nodes that MIG leaves without memory."""
+    free = {0: node(0, 200), 1: node(1, 210), **{n: node(n, 180) for n in (2, 10, 18, 26)}, 3: node(3, 0)}
+    nodes.write(1130, "0-2,10,18,26", "0-1", free)
+    assert nodes.available() == 410 * GIB
+
+
+@pytest.mark.parametrize(("memory", "cpu", "host"), [("0-2", "0,2", (0, 2)), ("0,2", "0-3", (0, 2)), ("1,5", "1,5", (1, 5))])
+def test_nodes_are_listed_as_ranges_and_numbers(nodes, memory, cpu, host):
+    nodes.write(64, memory, cpu, {n: node(n, 10 + n) for n in range(6)})
+    assert nodes_available(nodes.proc, nodes.nodes) == {n: (10 + n) * GIB for n in host}
+
+
+def test_on_host_ram_alone_the_kernels_own_estimate_counts(nodes):
+    nodes.write(50, "0-1", "0-3", {0: node(0, 30, file=4), 1: node(1, 30)})
+    assert nodes.available() == 50 * GIB
+
+
+def test_one_node_is_what_the_kernel_says(nodes):
+    assert nodes.write(50, "0", "0", {0: node(0, 20, file=10)}).available() == 50 * GIB
+
+
+def test_no_more_than_the_kernel_says_is_available(nodes):
+    assert nodes.write(300, "0-1", "0", {0: node(0, 280, file=60), 1: node(1, 90)}).available() == 300 * GIB
+
+
+def test_nodes_that_a_cpuset_forbids_are_not_counted(nodes):
+    nodes.write(400, "0-1", "0-1", {0: node(0, 150), 1: node(1, 250)}, allowed="1")
+    assert nodes.available() == 250 * GIB
+
+
+def test_the_cgroup_limits_what_the_nodes_leave(nodes, tmp_path):
+    nodes.write(560, "0-1", "0", {0: node(0, 400), 1: node(1, 94)})
+    (nodes.proc / "self" / "cgroup").write_text("0::/\n")
+    for name, nbytes in {"memory.max": 100 * GIB, "memory.current": 30 * GIB}.items():
+        (tmp_path / name).write_text(str(nbytes))
+    assert nodes.available(tmp_path) == 70 * GIB
+
+
+@pytest.mark.parametrize("gone", ["has_cpu", "has_memory", "node0/meminfo"])
+def test_where_the_kernel_shows_no_nodes_its_estimate_is_all_there_is(nodes, gone):
+    nodes.write(560, "0-1", "0", {0: node(0, 400), 1: node(1, 94)})
+    (nodes.nodes / gone).unlink()
+    assert nodes.available() == 560 * GIB
 
 
 def test_this_machine_has_some():

@@ -32,10 +32,10 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parsed() -> Iterator[tuple[str, ast.Module]]:
-    """The plugin's files, but for one that only ``doctor`` uses, and only to warn, and those that build models for ``plan``:
-    where a name has moved, the plan says so, and nothing is served."""
+    """The plugin's files, but for those that a launch does without: what only ``doctor`` warns by, what sizes pools, and a
+    program that builds models for ``plan``, which says where a name has moved."""
     for path in PLUGIN.glob("*.py"):
-        if path.name not in ("moe_tiles.py", "compat.py", "meta_build.py", "meta_tensors.py"):
+        if path.name not in ("moe_tiles.py", "server_pools.py", "compat.py", "meta_build.py", "meta_tensors.py"):
             yield path.name, ast.parse(path.read_text())
 
 

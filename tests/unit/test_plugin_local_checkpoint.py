@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_uvm_offload.plugin.doctor import Launch
-from sglang_uvm_offload.plugin.local_checkpoint import local_folder, unreadable
-from sglang_uvm_offload.sizing.launch import Uncounted
+from sglang_uvm_offload.plugin.local_checkpoint import unreadable
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 
 
 @pytest.mark.parametrize("model", ["/nonexistent/model", "./model", "../model", "~/model", "a/b/c", "/nonexistent/a\udcff"])
@@ -39,5 +39,4 @@ def test_the_doctor_names_the_flag():
 
 
 def test_a_path_that_no_file_can_have_is_no_folder():
-    with pytest.raises(Uncounted, match="is no local folder"):
-        local_folder("--model-path", "a" * 5000, None, SimpleNamespace(download_dir=None))
+    assert ModelFiles("a" * 5000).folder is None

@@ -140,10 +140,14 @@ def launched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
                 raise DriverError("no driver")
             return even(8)
 
+        # What headers show of a launch that no plan counts: over real arguments, in tests/engine/test_memory_account.py.
+        monkeypatch.setattr(vram_check.expert_bytes, "problems", lambda config, args: [])
         for module in (vram_check, auto_resident):
-            monkeypatch.setattr(module, "resolving_view", lambda args: SimpleNamespace(device="cuda", page_size=1))
+            monkeypatch.setattr(
+                module, "resolving_view", lambda args: SimpleNamespace(device="cuda", page_size=1, ep_num_redundant_experts=0)
+            )
             monkeypatch.setattr(module, "ranks", lambda cfg: [Rank(0, 0, gpu, gpu) for gpu in range(8)])
-            monkeypatch.setattr(module, "planned_launch", lambda config, args: launch)
+            monkeypatch.setattr(module, "planned_launch", lambda config, args, **_: launch)
             monkeypatch.setattr(module, "free_by_gpu", free_by_gpu)
         config = parse({"num_resident": num_resident, "slots": slots})
         assert config is not None
@@ -235,7 +239,7 @@ def test_the_launch_gets_as_many_stream_buffers_as_fit(launched, number):
 
 def test_a_size_of_buffers_below_one_is_refused_before_anything_loads(launched, monkeypatch):
     launched(20)
-    monkeypatch.setattr(vram_check, "planned_launch", lambda config, args: replace(LAUNCH, stream_gb=0.1))
+    monkeypatch.setattr(vram_check, "planned_launch", lambda config, args, **_: replace(LAUNCH, stream_gb=0.1))
     config = parse({"num_resident": 20, "stream_buffer_gb": 0.1})
     assert config is not None
     _, (line,) = vram_check.checked(config, None)

@@ -1,102 +1,146 @@
-"""Models that are named by their id on the Hugging Face Hub, with the network replaced: nothing here leaves the machine."""
+"""Models that are named by their id on the Hugging Face Hub, which a server on this machine stands in for."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
+from builders.hub import Hub, cached, serving
+from builders.true_shape import checkpoint, config_folder
 
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.sizing import architectures, hub
-from sglang_uvm_offload.sizing.checkpoint import from_config, load
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_folder
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.safetensors_header import TensorInfo, read_folder
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
+MODEL = "Qwen/Qwen3-30B-A3B"
+PLAN = "import sys; from sglang_uvm_offload.cli.main import main; sys.exit(main(['plan', *sys.argv[1:]]))"
 
 
-@pytest.fixture(autouse=True)
-def network(monkeypatch):
-    """A Hub that does not answer, until a test lets it."""
-
-    def unreachable(*_, **__):
-        raise huggingface_hub.errors.LocalEntryNotFoundError(
-            "An error happened while trying to reach the Hub. Please check\nit"
-        )
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", unreachable)
-    return monkeypatch
-
-
-def serve_config(network, tmp_path, config):
-    """Let the Hub have ``config``, and return what it was asked for."""
-    file, asked = tmp_path / "config.json", []
-    file.write_text(json.dumps(config))
-
-    def download(repo_id, filename):
-        asked.append((repo_id, filename))
-        return str(file)
-
-    network.setattr(huggingface_hub, "hf_hub_download", download)
-    return asked
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A known family; one that no rule knows; one whose weights are not there; and one with a tensor of a new type."""
+    folder = tmp_path_factory.mktemp("models")
+    known = checkpoint(MODEL, folder / "known")
+    out = {"maker/known": known, **{name: config_folder(name) for name in ("nvidia/Qwen3-235B-A22B-NVFP4",)}}
+    for name in ("unknown", "bare", "unknown-bare", "typed"):
+        out[f"maker/{name}"] = made = folder / name
+        made.mkdir()
+        config = json.loads((known / "config.json").read_text())
+        changed = {"model_type": "new_moe", "architectures": ["NewMoe"]} if name.startswith("unknown") else {}
+        (made / "config.json").write_text(json.dumps(config | changed))
+    for file in known.glob("model*"):
+        (out["maker/unknown"] / file.name).symlink_to(file)
+    text = json.dumps({"a": {"dtype": "F3", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (out["maker/typed"] / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"0")
+    return out
 
 
-def headers_of(folder):
-    """What the Hub says of the weights in ``folder``."""
-    tensors = {tensor.name: SimpleNamespace(dtype=tensor.dtype, shape=list(tensor.shape)) for tensor in read_folder(folder)}
-    return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=tensors)})
+@pytest.fixture(scope="module")
+def server(models: dict[str, Path]) -> Iterator[Hub]:
+    with serving(models) as server:
+        yield server
 
 
-def test_of_a_known_family_the_config_alone_is_fetched(network, tmp_path):
-    config = json.loads((MODELS / "glm-4.5-air.json").read_text())["config"]
-    asked = serve_config(network, tmp_path, config)
-    assert hub.load("zai-org/GLM-4.5-Air") == from_config("zai-org/GLM-4.5-Air", config)
-    assert asked == [("zai-org/GLM-4.5-Air", "config.json")]
+def planned(name: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PLAN, name, "--machine", "1xH200", "--json"]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
 
 
-def test_of_an_unknown_family_the_headers_are_fetched_too(network, tmp_path, checkpoints):
-    folder = checkpoints("qwen3_moe")
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "new_moe"}
-    serve_config(network, tmp_path, config)
-    network.setattr(huggingface_hub, "get_safetensors_metadata", lambda repo_id: headers_of(folder))
-    assert hub.load("new/Model") == dataclasses.replace(load(folder), name="new/Model", family="new_moe")
+@pytest.mark.parametrize("name", ["maker/known", "maker/unknown"])
+def test_the_headers_of_any_family_are_read_by_range(name, server, models, tmp_path):
+    before = server.bytes_of_weights()
+    ended = planned(name, server.env(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    plan = json.loads(ended.stdout)
+    assert plan["model"] == name
+    assert plan["flags"][0] == f"--model-path {name}"
+    assert plan["weights_bytes"] == load(models[name]).total_bytes
+    assert not [note for note in plan["notes"] if "derived from the config" in note]
+    assert 0 < server.bytes_of_weights() - before < 8 << 20
 
 
-def test_tensors_of_unknown_types_are_refused(network, tmp_path, checkpoints):
-    folder = checkpoints("qwen3_moe")
-    serve_config(network, tmp_path, json.loads((folder / "config.json").read_text()) | {"model_type": "new_moe"})
-    headers = headers_of(folder)
-    next(iter(headers.files_metadata["model.safetensors"].tensors.values())).dtype = "F3"
-    network.setattr(huggingface_hub, "get_safetensors_metadata", lambda repo_id: headers)
-    with pytest.raises(CheckpointError, match="tensors of type F3, whose size is unknown"):
-        hub.load("new/Model")
+def test_a_quantisation_that_no_config_tells_is_in_the_headers(server, models, tmp_path):
+    """The config says bfloat16; the experts are of one byte."""
+    folder = tmp_path / "bytes"
+    shapes = [(t.name, "F8_E4M3" if ".experts." in t.name else t.dtype, t.shape) for t in read_folder(models["maker/known"])]
+    checkpoint(MODEL, folder, [TensorInfo(*shape) for shape in shapes])
+    with serving({"maker/bytes": folder}) as other:
+        ended = planned("maker/bytes", other.env(tmp_path / "home"))
+    assert json.loads(ended.stdout)["expert_bytes"] == load(models["maker/known"]).expert_bytes // 2
 
 
-def test_without_network_one_line_says_what_to_fetch_elsewhere(capsys):
-    assert main(["plan", "zai-org/GLM-4.5-Air", "--machine", "4x4090"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "LocalEntryNotFoundError: An error happened while trying to reach the Hub)" in line
-    assert "hf download zai-org/GLM-4.5-Air config.json --local-dir DIR" in line
-    assert "DIR/config.json" in line
+def test_what_is_downloaded_is_read_and_not_asked_for(server, models, tmp_path):
+    cached(tmp_path / "hub", "maker/mine", models["maker/known"])
+    before = len(server.fetched)
+    ended = planned("maker/mine", server.env(tmp_path))
+    assert json.loads(ended.stdout)["weights_bytes"] == load(models["maker/known"]).total_bytes
+    assert len(server.fetched) == before
 
 
-def test_without_the_headers_one_line_says_what_to_fetch_elsewhere(network, tmp_path, capsys, checkpoints):
-    config = json.loads((checkpoints("qwen3_moe") / "config.json").read_text()) | {"model_type": "new_moe"}
-    serve_config(network, tmp_path, config)
-    network.setattr("sglang_uvm_offload.sizing.engine_shape.installed", lambda: False)
-    assert main(["plan", "new/Model", "--machine", "4x4090"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "hf download new/Model --local-dir DIR" in line
+@pytest.mark.parametrize("offline", [False, True])
+def test_without_the_headers_the_config_tells_and_what_was_not_seen_is_noted(server, models, tmp_path, offline):
+    """Offline, the cache knows of a file that the model does not have, once it was asked for."""
+    name = "maker/bare"
+    if offline:
+        assert planned(name, server.env(tmp_path)).returncode == 0
+    ended = planned(name, server.env(tmp_path) | ({"HF_HUB_OFFLINE": "1"} if offline else {}))
+    assert ended.returncode == 0, ended.stderr
+    plan = json.loads(ended.stdout)
+    assert plan["weights_bytes"] == load(models["maker/known"]).total_bytes
+    reason = "OfflineModeIsEnabled" if offline else "NotASafetensorsRepoError"
+    (note,) = [note for note in plan["notes"] if note.startswith(f"{name}: its weights are not on this machine")]
+    assert f"their headers cannot be read from the Hugging Face Hub ({reason}" in note
 
 
-def test_a_model_is_planned_for_by_its_id_and_served_by_it(network, tmp_path, capsys):
-    serve_config(network, tmp_path, json.loads((MODELS / "glm-4.5-air.json").read_text())["config"])
-    assert main(["plan", "zai-org/GLM-4.5-Air", "--machine", "4x4090", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["flags"][0] == "--model-path zai-org/GLM-4.5-Air"
+def test_without_an_answer_whether_it_is_quantised_nothing_is_planned(server, models, tmp_path):
+    cached(tmp_path / "hub", "maker/known", models["maker/known"], files="config.json")
+    ended = planned("maker/known", server.env(tmp_path) | {"HF_HUB_OFFLINE": "1"})
+    assert ended.returncode == 2
+    assert (
+        "config.json states no quantisation, and whether it has a hf_quant_config.json, which would, cannot be" in ended.stderr
+    )
+
+
+def test_a_quantisation_that_modelopt_states_beside_the_config_is_fetched(server, tmp_path):
+    """Its weights are not there, and the config alone would be planned as BF16."""
+    name = "nvidia/Qwen3-235B-A22B-NVFP4"
+    ended = planned(name, server.env(tmp_path))
+    assert ended.returncode in (0, 1), ended.stderr
+    plan = json.loads(ended.stdout)
+    assert (plan["quantization"], plan["quantization_from"]) == ("modelopt_fp4", "hf_quant_config.json")
+    assert plan["weights_bytes"] == load(config_folder(name) / "config.json").total_bytes
+
+
+def test_without_the_headers_of_an_unknown_family_one_line_says_what_to_fetch(server, tmp_path):
+    ended = planned("maker/unknown-bare", server.env(tmp_path))
+    assert ended.returncode == 2
+    assert "error: maker/unknown-bare: its weights are not on this machine" in ended.stderr
+    assert "hf download maker/unknown-bare --local-dir DIR" in ended.stderr
+
+
+def test_tensors_of_unknown_types_are_refused(server, tmp_path):
+    ended = planned("maker/typed", server.env(tmp_path))
+    assert (ended.returncode, "F3" in ended.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["maker/none", "maker/known"])
+def test_without_the_config_one_line_says_what_to_fetch_elsewhere(name, server, tmp_path):
+    gone = {"HF_ENDPOINT": "http://127.0.0.1:9"} if name == "maker/known" else {}
+    ended = planned(name, server.env(tmp_path) | gone)
+    assert ended.returncode == 2
+    line = ended.stderr.splitlines()[-1]
+    assert line.startswith(
+        f"error: {name}: there is no such path, and its config.json cannot be read from the Hugging Face Hub ("
+    )
+    assert f"run hf download {name} config.json --local-dir DIR" in line
+    assert "give DIR/config.json" in line
 
 
 def test_a_path_that_exists_wins(monkeypatch, tmp_path, capsys):

@@ -13,12 +13,14 @@ from checkpoints import Checkpoints
 from sglang_uvm_offload.sizing.checkpoint import from_tensors, load
 from sglang_uvm_offload.sizing.draft_cost import draft_note
 from sglang_uvm_offload.sizing.draft_model import load_draft
+from sglang_uvm_offload.sizing.host_need import HICACHE_RESERVE_BYTES
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounted
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import GIB, preset
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.planner import choose_num_resident, plan
-from sglang_uvm_offload.sizing.rank_memory import HICACHE_RESERVE_BYTES, Case
+from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
@@ -42,9 +44,9 @@ def case_of(path: Path, parallel: Parallel, **changes: Any) -> Case:
 
 def test_a_draft_models_weights_and_cache_are_read_off_its_own_headers(checkpoints: Checkpoints):
     target, draft = checkpoints("glm4_moe"), checkpoints("qwen3_moe")
-    shape, small = load(draft), load_draft(draft)
+    shape, small = load(draft), load_draft(ModelFiles(str(draft)))
     assert small.rank_bytes(1, 1) == shape.total_bytes
-    plain, drafting = (launch(target, draft_path=path).case() for path in (None, str(draft)))
+    plain, drafting = (launch(target, draft=files).case() for files in (None, ModelFiles(str(draft))))
     assert drafting.plain_bytes(0) - plain.plain_bytes(0) == shape.total_bytes
     more = drafting.kv_token_bytes(0) - plain.kv_token_bytes(0)
     layer = max(plain.model.kv.layer_bytes(1, 2), shape.kv.layer_bytes(1, 2))
@@ -52,7 +54,7 @@ def test_a_draft_models_weights_and_cache_are_read_off_its_own_headers(checkpoin
 
 
 def test_ranks_divide_a_draft_models_matrices(checkpoints: Checkpoints):
-    small = load_draft(checkpoints("qwen3_moe"))
+    small = load_draft(ModelFiles(str(checkpoints("qwen3_moe"))))
     assert small.rank_bytes(2, 2) == -(-small.attention // 2) + -(-small.feed_forward // 2) + small.whole
     assert small.rank_bytes(2, 1) - small.rank_bytes(2, 2) == small.attention - -(-small.attention // 2)
     assert min(small.attention, small.feed_forward, small.whole) > 0
@@ -60,7 +62,7 @@ def test_ranks_divide_a_draft_models_matrices(checkpoints: Checkpoints):
 
 def test_a_draft_model_that_cannot_be_read_is_named(checkpoints: Checkpoints, tmp_path: Path):
     with pytest.raises(Uncounted, match=rf"cannot read {tmp_path}/config.json"):
-        launch(checkpoints("glm4_moe"), draft_path=str(tmp_path)).case()
+        launch(checkpoints("glm4_moe"), draft=ModelFiles(str(tmp_path))).case()
 
 
 # Host RAM of a hierarchical cache
@@ -78,7 +80,16 @@ def test_a_ratio_is_to_the_cache_that_fills_what_is_left():
     assert spare > GIB
     assert case.hicache_bytes(0, 8) == 2 * (case.kv_bytes(0) + spare)
     assert case.hicache_bytes(0, 16) < case.hicache_bytes(0, 8)
-    assert case.host_cache(8) == 8 * case.hicache_bytes(0, 8) + HICACHE_RESERVE_BYTES
+    need = case.host_need(8)
+    assert need.cache + need.beside_cache == 8 * case.hicache_bytes(0, 8) + HICACHE_RESERVE_BYTES
+
+
+def test_a_ratio_is_to_the_tokens_that_a_flag_gives():
+    case = replace(case_of(DEEPSEEK, Parallel(tp=8)), reserve=Reserve(hicache_ratio=2.0))
+    given = replace(case, workload=replace(case.workload, max_total_tokens=case.kv_tokens))
+    assert given.hicache_bytes(0, 8) == 2 * given.kv_bytes(0)
+    least = replace(given, workload=replace(given.workload, tokens_are_least=True))
+    assert least.hicache_bytes(0, 8) == case.hicache_bytes(0, 8)
 
 
 # DeepEP
@@ -113,7 +124,7 @@ def linear_model() -> Any:
 
 def test_the_layers_of_qwen3_next_are_told_apart():
     shape = linear_model()
-    assert shape.kv.stateless_layers == {0, 1, 2}
+    assert shape.kv.state_layers == {0, 1, 2}
     assert [layer.attention for layer in shape.layers] == [1024 * 256 * 2] * 4, "divided by the ranks"
     assert [layer.index for layer in shape.draft_layers] == [4]
     assert shape.other == 0

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_uvm_offload.sizing.moe_shape import moe_shape, stated_experts, stated_top_k
+from sglang_uvm_offload.sizing.moe_shape import expert_size, moe_shape, stated_experts, stated_top_k
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,22 @@ from sglang_uvm_offload.sizing.moe_shape import moe_shape, stated_experts, state
         ({"num_local_experts": 8, "num_hidden_layers": 2}, 8, (0, 1)),
         ({"num_local_experts": 16, "interleave_moe_layer_step": 2, "num_hidden_layers": 4}, 16, (1, 3)),
         ({"num_local_experts": 16, "moe_layers": [0, 3], "num_hidden_layers": 4}, 16, (0, 3)),
+        ({"moe_num_experts": 48, "moe_layers_enum": "1,3", "num_hidden_layers": 4}, 48, (1, 3)),  # Step-3
+        ({"num_experts": [64, 64, 64], "num_hidden_layers": 3}, 64, (0, 1, 2)),  # Hunyuan
+        ({"moe_num_experts": [64, 32], "moe_layer_start_index": [1, 2], "num_hidden_layers": 4}, 64, (1, 2, 3)),  # ERNIE 4.5 VL
+        (
+            {"moe_num_experts": 64, "moe_layer_start_index": 1, "moe_layer_end_index": 3, "moe_layer_interval": 2}
+            | {"num_hidden_layers": 6},
+            64,
+            (1, 3),
+        ),
+        ({"moe_num_experts": 64, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "num_hidden_layers": 3}, 64, (1, 2)),
+        ({"n_routed_experts": 128, "hybrid_override_pattern": "ME*E", "num_hidden_layers": 4}, 128, (1, 3)),  # Nemotron-H
+        ({"n_routed_experts": 8, "layers_block_type": ["mamba", "moe"], "num_hidden_layers": 2}, 8, (1,)),
+        ({"num_local_experts": 8, "layers_block_type": ["mamba", "attention"], "num_hidden_layers": 2}, 8, (0, 1)),  # Granite
+        ({"num_experts": 16, "expert_layer_period": 2, "expert_layer_offset": 1, "num_hidden_layers": 4}, 16, (1, 3)),  # Jamba
+        ({"num_experts": 32, "num_dense_layers": 2, "num_hidden_layers": 4}, 32, (2, 3)),  # LFM2
+        ({"num_experts": 8, "mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2}, 8, (1,)),
     ],
 )
 def test_moe_layers_follow_the_familys_rule(config, experts, layers):
@@ -50,3 +66,14 @@ def test_a_layer_has_no_more_experts_than_its_config_states_anywhere(config, exp
 )
 def test_the_experts_of_a_token_are_read_by_the_familys_name(name, family):
     assert stated_top_k(SimpleNamespace(**{name: 6})) == 6, family
+
+
+def test_a_list_of_top_k_gives_the_most_of_any_layer():
+    assert stated_top_k(SimpleNamespace(moe_topk=[8, 8, 4])) == 8
+    assert stated_top_k(SimpleNamespace(moe_topk="eight")) is None
+
+
+def test_a_list_of_expert_sizes_gives_the_largest():
+    assert expert_size({"moe_intermediate_size": [3072, 1536], "intermediate_size": 8192}) == 3072
+    assert expert_size({"intermediate_size": 14336}) == 14336
+    assert expert_size({"expert_ffn_hidden_size": 2048, "ffn_hidden_size": 12288}) == 2048

@@ -950,6 +950,20 @@ def test_one_memory_gains_nothing_from_offloading():
     assert ask("gpt-oss-120b", "1xSPARK").useless == (), "it fits whole"
 
 
+def test_an_integrated_gpu_has_what_is_available_of_the_hosts_memory(monkeypatch):
+    monkeypatch.setattr("sglang_uvm_offload.sizing.machine.host_available", lambda: 106 * GIB)
+    seen = of_gpus([("NVIDIA Thing", 119 * GIB)], integrated=True)
+    assert (seen.one_memory, seen.pool_bytes, of_gpus([("NVIDIA Thing", 119 * GIB)]).one_memory) == (True, 106 * GIB, False)
+    machine = dataclasses.replace(seen, link_gbps=100, hbm_gbps=100, tflops=100)
+    assert ask("gpt-oss-120b", machine).num_resident == 128, "it fits whole"
+    assert ask("gpt-oss-120b", machine, num_resident=64).fits, "and once if a part is offloaded"
+    for residents in (0, 48):
+        refused = ask("glm-4.5-air", machine, num_resident=residents)
+        assert not refused.fits
+        assert "for the GPU, which has the same memory (106.00 GiB are available to both)" in refused.problems[-1]
+    assert "106.00 GiB are available" in ask("glm-4.5-air", machine).problems[0]
+
+
 # auto
 
 CONTEXT = int(Assumptions().context_gib * GIB)

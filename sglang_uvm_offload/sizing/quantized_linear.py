@@ -1,0 +1,222 @@
+"""The tensors that a quantised linear layer has in a checkpoint, by the method that the checkpoint states.
+
+Names, shapes and types are those that SGLang 0.5.23 registers and loads (``layers/quantization``), of which ModelOpt,
+llm-compressor, AutoAWQ and GPTQ write the files."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
+
+NVFP4_GROUP = 16
+"""Weights that share a scale of one byte."""
+MXFP4_GROUP = 32
+
+
+class UnknownTensors(CheckpointError):
+    """A config that may be right, but does not tell which tensors its checkpoint has."""
+
+
+_Rows = list[tuple[str, str, tuple[int, ...]]]
+"""(suffix, dtype, shape) of each tensor."""
+
+
+class QuantizedLinear:
+    """The linear layers of a checkpoint with ``quant`` (``quantization_of``). Raises ``UnknownTensors`` for a method whose
+    tensors are not known, by its name."""
+
+    def __init__(self, quant: Mapping[str, Any], dtype: str):
+        self._quant, self._dtype = quant, dtype
+        self.method = quant.get("quant_method")
+        if self.method not in (None, "mxfp4", *_WRITERS):
+            raise UnknownTensors(
+                f"the tensors of a {self.method!r} checkpoint are not known from its config; give the checkpoint's folder"
+            )
+        names = ("modules_to_not_convert", "ignore", "exclude_modules")
+        self._ignored = _Modules([str(pattern) for name in names for pattern in quant.get(name) or ()])
+
+    def tensors(self, name: str, out: int, into: int) -> list[TensorInfo]:
+        """``out`` x ``into``, as torch.nn.Linear has it."""
+        if self.method in (None, "mxfp4") or self._is_ignored(name):
+            rows: _Rows = [("weight", self._dtype, (out, into))]
+        else:
+            rows = _WRITERS[self.method](self._quant, self._dtype, name, out, into)
+        return [TensorInfo(f"{name}.{suffix}", dtype, shape) for suffix, dtype, shape in rows]
+
+    def _is_ignored(self, name: str) -> bool:
+        if str(self.method).startswith("modelopt"):  # ``ModelOptQuantConfig.is_layer_excluded``: or any part of the name
+            return self._ignored.name(*_names(name), *name.split("."))
+        if self.method == "awq":
+            return any(pattern in name for pattern in self._ignored.exact)
+        return self._ignored.name(*_names(name)) or self._ignored.name(*_above(name))
+
+
+class _Modules:
+    """Patterns of modules' names: globs, and regular expressions after ``re:``. Some configs have hundreds, for a hundred
+    thousand names, so that plain names and plain beginnings are looked up."""
+
+    def __init__(self, patterns: list[str]):
+        globs = [pattern for pattern in patterns if not pattern.startswith("re:")]
+        self.exact = frozenset(pattern for pattern in globs if not _GLOB.search(pattern))
+        self._beginnings = tuple(pattern[:-1] for pattern in globs if pattern.endswith("*") and not _GLOB.search(pattern[:-1]))
+        others = [fnmatch.translate(pattern) for pattern in globs if _GLOB.search(pattern[:-1])]
+        self._others = [re.compile(pattern) for pattern in [*others, *(p[3:] for p in patterns if p.startswith("re:"))]]
+
+    def name(self, *names: str) -> bool:
+        """Whether a pattern names one of them."""
+        return any(
+            name in self.exact or name.startswith(self._beginnings) or any(other.match(name) for other in self._others)
+            for name in names
+        )
+
+
+_GLOB = re.compile(r"[*?[]")
+
+
+def _above(name: str) -> list[str]:
+    """The modules that hold it, by every name."""
+    return [each[:dot] for each in _names(name) for dot in range(len(each)) if each[dot] == "."]
+
+
+def _names(name: str) -> tuple[str, str, str]:
+    """A language model's module, also by the names that it has inside a multimodal model."""
+    return name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
+
+
+def _fp8(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
+    rows: _Rows = [("weight", "F8_E4M3", (out, into))]
+    if block := quant.get("weight_block_size"):
+        return [*rows, ("weight_scale_inv", "F32", (-(-out // block[0]), -(-into // block[1])))]
+    static = [("input_scale", "F32", ())] if quant.get("activation_scheme") == "static" else []
+    return [*rows, ("weight_scale", "F32", ()), *static]
+
+
+def _modelopt_fp8(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
+    return [("weight", "F8_E4M3", (out, into)), ("weight_scale", "F32", ()), ("input_scale", "F32", ())]
+
+
+def _modelopt_fp4(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
+    group = _group(quant, NVFP4_GROUP)
+    return [
+        ("weight", "U8", (out, into // 2)),
+        ("weight_scale", "F8_E4M3", (out, -(-into // group))),
+        ("weight_scale_2", "F32", ()),
+        ("input_scale", "F32", ()),
+    ]
+
+
+def _modelopt_mixed(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
+    """Each module as ``quantized_layers`` has it, which names one of its own or one above it; the others are not quantised."""
+    layers = quant.get("quantized_layers") or {}
+    parts = name.split(".")
+    above = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    found = next((layers[each] for module in above for each in _names(module) if each in layers), None)
+    if found is None:
+        return [("weight", dtype, (out, into))]
+    algorithm = str(found.get("quant_algo"))
+    if "FP4" not in algorithm and algorithm != "FP8":
+        raise UnknownTensors(f"the tensors of ModelOpt's {algorithm!r} ({name}) are not known; give the checkpoint's folder")
+    return (_modelopt_fp8 if algorithm == "FP8" else _modelopt_fp4)(found, dtype, name, out, into)
+
+
+def _mxfp8(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
+    return [("weight", "F8_E4M3", (out, into)), ("weight_scale_inv", "U8", (out, -(-into // MXFP4_GROUP)))]
+
+
+def _int8(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
+    return [("weight", "I8", (out, into)), ("weight_scale", "F32", (out, 1))]
+
+
+def _gptq(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
+    bits, group = _packed_bits(quant, "GPTQ")
+    groups = -(-into // group)
+    return [
+        ("qweight", "I32", (into * bits // 32, out)),
+        ("qzeros", "I32", (groups, out * bits // 32)),
+        ("scales", dtype, (groups, out)),
+        ("g_idx", "I32", (into,)),
+    ]
+
+
+def _awq(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
+    """AutoAWQ keeps scales in float16, whatever the model's dtype."""
+    bits, group = _packed_bits(quant, "AWQ")
+    groups = -(-into // group)
+    return [
+        ("qweight", "I32", (into, out * bits // 32)),
+        ("qzeros", "I32", (groups, out * bits // 32)),
+        ("scales", "F16", (groups, out)),
+    ]
+
+
+def _compressed_tensors(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
+    group = _config_group(quant, name)
+    if group is None:
+        return [("weight", dtype, (out, into))]
+    weights, kind = group.get("weights") or {}, group.get("format") or quant.get("format")
+    scales = weights.get("group_size") if weights.get("strategy") in ("group", "tensor_group") else None
+    columns = -(-into // scales) if isinstance(scales, int) and scales > 0 else 1
+    bits = weights.get("num_bits")
+    if kind == "pack-quantized" and bits in (4, 8):
+        zeros: _Rows = [] if weights.get("symmetric", True) else [("weight_zero_point", "I32", (out * bits // 32, columns))]
+        packed: _Rows = [("weight_packed", "I32", (out, -(-into * bits // 32))), ("weight_shape", "I64", (2,))]
+        return [*packed, ("weight_scale", dtype, (out, columns)), *zeros]
+    if kind == "nvfp4-pack-quantized":
+        scale: _Rows = [("weight_packed", "U8", (out, into // 2)), ("weight_scale", "F8_E4M3", (out, columns))]
+        inputs: _Rows = [("input_global_scale", "F32", (1,))] if group.get("input_activations") else []
+        return [*scale, ("weight_global_scale", "F32", (1,)), *inputs]
+    if kind == "mxfp4-pack-quantized":
+        return [("weight_packed", "U8", (out, into // 2)), ("weight_scale", "U8", (out, columns))]
+    if kind in ("float-quantized", "int-quantized", "naive-quantized") and bits == 8:
+        return [
+            ("weight", "F8_E4M3" if weights.get("type") == "float" else "I8", (out, into)),
+            _ct_scale(weights, dtype, out, into),
+        ]
+    raise UnknownTensors(
+        f"the tensors of compressed-tensors' {kind!r} are not known from a config; give the checkpoint's folder"
+    )
+
+
+def _ct_scale(weights: Mapping[str, Any], dtype: str, out: int, into: int) -> tuple[str, str, tuple[int, ...]]:
+    block = weights.get("block_structure")
+    if weights.get("strategy") == "block" and isinstance(block, list) and len(block) == 2:
+        return "weight_scale", dtype, (-(-out // block[0]), -(-into // block[1]))
+    return "weight_scale", dtype, (out, 1) if weights.get("strategy") == "channel" else (1,)
+
+
+def _config_group(quant: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """The group whose targets name the module, or linear layers in general."""
+    groups = [group for group in (quant.get("config_groups") or {}).values() if isinstance(group, dict)]
+    named = (
+        g for g in groups if _Modules([str(target) for target in g.get("targets") or ()]).name(*_names(name), *_above(name))
+    )
+    return next(named, None) or next((group for group in groups if "Linear" in (group.get("targets") or ())), None)
+
+
+def _packed_bits(quant: Mapping[str, Any], method: str) -> tuple[int, int]:
+    bits, group = quant.get("bits", quant.get("w_bit")), quant.get("group_size", quant.get("q_group_size"))
+    if bits not in (4, 8) or not isinstance(group, int) or group < 1:
+        raise UnknownTensors(f"{method} with bits {bits!r} and group_size {group!r}: give the checkpoint's folder")
+    return bits, group
+
+
+def _group(quant: Mapping[str, Any], usual: int) -> int:
+    given = quant.get("group_size")
+    return given if isinstance(given, int) and given > 0 else usual
+
+
+_WRITERS: Mapping[str, Callable[[Mapping[str, Any], str, str, int, int], _Rows]] = {
+    "fp8": _fp8,
+    "w8a8_int8": _int8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "modelopt_fp8": _modelopt_fp8,
+    "modelopt_fp4": _modelopt_fp4,
+    "modelopt_mixed": _modelopt_mixed,
+    "mxfp8": _mxfp8,
+    "compressed-tensors": _compressed_tensors,
+}

@@ -1,0 +1,121 @@
+"""SGLang's other servers: what of status, actions and metrics each has, and that the start and ``doctor`` name what it lacks.
+
+Each is started anew: some of them read variables of the launcher that a prepared process would have copied too early.
+"""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Checkpoints
+from harness.server import Server, free_port, offload_state
+from nursery import Nursery
+
+N = "--expert-offload-num-resident"
+OFFLOAD: dict[str, Any] = {"dtype": "float32", "expert_offload_num_resident": 8, "enable_metrics": True}
+METRIC = "sglang:expert_offload_resident_bytes"
+GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+TRIED = pytest.mark.since("0.5.23", "this server was tried with none that is older")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: Checkpoints) -> Path:
+    return checkpoints("glm4_moe", dtype="float32")
+
+
+def assert_whole(server: Server) -> None:
+    """Requests, status, actions and metrics."""
+    assert len(server.post("/generate", {"text": "hello", "sampling_params": GREEDY})["output_ids"]) == 4
+    assert server.get("/expert_offload")["ranks"][0]["num_experts"] == 32
+    assert server.post("/expert_offload", {"action": "pause"})["ranks"][0]["paused"] is True
+    assert METRIC in server.get_text("/metrics")
+    assert "no /expert_offload" not in server.log
+
+
+def status_of(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def eventually(ready: Callable[[], bool], seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.5)
+
+
+@pytest.mark.works("Launch", "--grpc-port: native gRPC beside HTTP")
+@TRIED
+def test_beside_native_grpc_everything_is_served(checkpoint: Path) -> None:
+    with Server(checkpoint, grpc_port=free_port(), **OFFLOAD) as server:
+        assert_whole(server)
+        assert "Native gRPC server started" in server.log
+
+
+@pytest.mark.works("Launch", "--enable-http2 (Granian)")
+@TRIED
+def test_over_http2_everything_is_served(checkpoint: Path) -> None:
+    pytest.importorskip("granian", reason="needs sglang[http2]")
+    with Server(checkpoint, enable_http2=True, **OFFLOAD) as server:
+        assert_whole(server)
+        assert "Granian" in server.log
+
+
+@pytest.mark.works("Launch", "SGLANG_RUST_SERVER=1, without status and actions")
+@TRIED
+def test_the_rust_server_has_the_metrics_alone(checkpoint: Path) -> None:
+    with Server(checkpoint, env={"SGLANG_RUST_SERVER": "1"}, **OFFLOAD) as server:
+        answer = server.post("/generate", {"text": "hello", "sampling_params": GREEDY})
+        assert answer["meta_info"]["completion_tokens"] == 4
+        assert status_of(f"{server.url}/expert_offload") == 404
+        assert offload_state(server.get("/server_info")) == {}
+        assert METRIC in server.get_text("/metrics")
+        assert "SGLANG_RUST_SERVER: this server has no /expert_offload, so no status and no actions" in server.log
+
+
+@pytest.mark.works("Launch", "--smg-grpc-mode, without status and actions")
+@TRIED
+def test_the_smg_server_has_the_metrics_on_its_sidecar(checkpoint: Path) -> None:
+    pytest.importorskip("smg_grpc_servicer", reason="needs smg-grpc-servicer[sglang]")
+    server = Server(checkpoint, smg_grpc_mode=True, smg_http_sidecar_port=(port := free_port()), **OFFLOAD)
+    server.wait_until_ready = lambda deadline: eventually(lambda: "The server is fired up" in server.log)  # type: ignore[method-assign]
+    with server:
+        sidecar = f"http://127.0.0.1:{port}"
+        with urllib.request.urlopen(f"{sidecar}/metrics", timeout=60) as answer:
+            assert METRIC in answer.read().decode()
+        assert status_of(f"{sidecar}/expert_offload") == 404
+        assert "this server has no /expert_offload, so no status and no actions" in server.log
+        assert f"the metrics are on /metrics of port {port};" in server.log
+
+
+DOCTOR = """
+from sglang_uvm_offload.cli.main import main
+raise SystemExit(main(["doctor", "--", "--device", "cpu", "--model-path", {model!r}, {n!r}, "8", *{more!r}]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "env", "words"),
+    [
+        (["--smg-grpc-mode"], {}, ["--smg-grpc-mode: this server has no /expert_offload", "port 30001, with --enable-metrics"]),
+        ([], {"SGLANG_RUST_SERVER": "1"}, ["SGLANG_RUST_SERVER: this server has no /expert_offload"]),
+        (["--grpc-port", "30002"], {}, []),
+    ],
+)
+def test_doctor_says_what_a_server_lacks(
+    more: list[str], env: dict[str, str], words: list[str], checkpoint: Path, sglang: Nursery
+) -> None:
+    said = sglang.run(DOCTOR.format(model=str(checkpoint), n=N, more=more), **env)
+    assert said.code == 0, said.out + said.err[-2000:]
+    assert ("no /expert_offload" in said.out) == bool(words), said.out
+    for word in words:
+        assert word in said.out
