@@ -47,6 +47,7 @@ from sglang_uvm_offload.report.html import element
 from sglang_uvm_offload.resident_ids import ResidentIds
 from sglang_uvm_offload.routing.profile import Profile, ProfileError
 from sglang_uvm_offload.routing.trace import Trace, TraceError
+from sglang_uvm_offload.sizing import engine_shape
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_folder
 
 MODELS = Path(__file__).parent / "fixtures" / "models"
@@ -259,6 +260,7 @@ def plan(chance: random.Random, folder: Path) -> bool:
     path.write_bytes(mutation.document({"name": "m", "config": valid} if chance.random() < 0.3 else valid, chance))
     machine = chance.choice(("8xH20", "1x5090", "1xSPARK"))
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        engine_shape.installed = lambda: False  # which starts SGLang for half a minute
         code = main(["plan", str(path), "--machine", machine, *chance.choice(([], ["--json"], ["--slots", "auto"]))])
     said = out.getvalue() + err.getvalue()
     _expect_printable(said)

@@ -47,6 +47,14 @@ _ANY_MODEL: dict[str, Any] = {
 }
 """SGLang resolves its arguments for a model; which one plays no part, as none is served."""
 
+_SHAPELESS: dict[str, Any] = {
+    **{"pad_token_id": 0, "hidden_act": "silu", "rope_theta": 1e4, "attention_dropout": 0.0, "initializer_range": 0.02},
+    **dict.fromkeys(("rms_norm_eps", "layernorm_epsilon"), 1e-6),
+    **{"norm_topk_prob": True, "routed_scaling_factor": 1.0, "scoring_func": "sigmoid", "rope_scaling": None},
+}
+"""What SGLang's classes ask of a config that its own class, among the checkpoint's files, would have by default. No shape
+depends on these; without any other, the model is not built."""
+
 _FILES = ("config.json", "hf_quant_config.json")
 
 
@@ -57,7 +65,10 @@ class _Models(Mapping[str, Any]):
         self.files = model_files()
 
     def __getitem__(self, name: str) -> Any:
-        return getattr(importlib.import_module(f"sglang.srt.models.{self.files[name]}"), name)
+        found = getattr(importlib.import_module(f"sglang.srt.models.{self.files[name]}"), name)
+        if dots3 := sys.modules.get("sglang.srt.models.dots3_common.modeling"):
+            vars(dots3)["_require_cuda"] = lambda: None
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
@@ -88,13 +99,20 @@ def start() -> None:
     _see_no_machine()
 
 
+class _Stream:
+    """Of no device."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+
 def _see_no_machine() -> None:
     """What SGLang's classes ask of the machine is answered as a recent GPU would: some are made for nothing else."""
     kernels = types.ModuleType("vllm._custom_ops")
     vars(kernels)["rotary_embedding"] = None
     sys.modules.update({"vllm": types.ModuleType("vllm"), kernels.__name__: kernels})
     factory.get_rope_cpu = lambda *arguments: factory.get_rope(*arguments[:8])
-    answers = {"get_device_capability": lambda *_: (10, 0), "current_device": lambda: "cpu", "Stream": lambda *_, **__: None}
+    answers = {"get_device_capability": lambda *_: (10, 0), "current_device": lambda: "cpu", "Stream": _Stream}
     vars(torch.cuda).update(answers)
     current_platform.get_device = lambda *_: "cpu"
     modelopt_quant.get_platform = lambda: types.SimpleNamespace(is_blackwell=True)
@@ -103,12 +121,29 @@ def _see_no_machine() -> None:
 
 def described(folder: Path) -> dict[str, Any]:
     """The shapes of the model and of its draft layers: ``plain``, without quantisation, for its weights are counted there, and
-    ``served``, as it is quantised, for its bytes."""
+    ``served``, as it is quantised, for its bytes.
+
+    A checkpoint with code of its own has its own class of configs, which is not run: where the class of the same name that
+    transformers or SGLang has does not suit it, the config is read as it stands."""
+    try:
+        return _described(folder)
+    except Exception as error:
+        model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+        if not model_type:
+            raise
+        _read_as_stated(model_type)
+        try:
+            return _described(folder)
+        except Exception:  # noqa: BLE001 -- the first says more
+            raise error from None
+
+
+def _described(folder: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as copy:
         _copy_without_code(folder, Path(copy))
-        plain = ModelConfig(copy, trust_remote_code=False)
+        plain = _read(copy)
         top_k, drafts = stated_top_k(plain.hf_text_config), stated_drafts(plain.hf_text_config)
-        draft = ModelConfig(copy, trust_remote_code=False, is_draft_model=True) if drafts else None
+        draft = _read(copy, draft=True) if drafts else None
         drafted = draft is not None and draft.hf_config.architectures != plain.hf_config.architectures
         out: dict[str, Any] = {
             "sglang": sglang.__version__,
@@ -119,21 +154,36 @@ def described(folder: Path) -> dict[str, Any]:
             "context_length": plain.context_len,
         }
         for name, quantised in (("plain", False), ("served", True)):
-            model = _built(ModelConfig(copy, trust_remote_code=False), quantised)
+            model = _built(_read(copy), quantised)
             out[name] = shape_of(model, top_k)
             out[name]["drafts"] = []
             if drafted:
-                config = ModelConfig(copy, trust_remote_code=False, is_draft_model=True)
+                config = _read(copy, draft=True)
                 out[name]["drafts"] = [draft_of(_built(config, quantised), top_k)] * drafts
     return out
+
+
+def _read(folder: str, draft: bool = False) -> ModelConfig:
+    """As SGLang reads it; a base of rotations, on which no shape depends, is where SGLang's classes look for it."""
+    read = ModelConfig(folder, trust_remote_code=False, is_draft_model=draft)
+    for config in (read.hf_config, read.hf_text_config):
+        if getattr(config, "rope_parameters", None) is None and (base := getattr(config, "rope_theta", None)):
+            config.rope_parameters = {"rope_theta": base, "rope_type": "default"}
+    return read
 
 
 def _built(config: ModelConfig, quantised: bool) -> torch.nn.Module:
     load = LoadConfig(load_format="dummy")
     with _default_dtype(config.dtype), get_model().override(model_path=config.model_path):
         method = loader._get_quantization_config(config, load) if quantised else None
-        with torch.device("meta"):
-            return loader._initialize_model(config, load, method)
+        while True:
+            try:
+                with torch.device("meta"):
+                    return loader._initialize_model(config, load, method)
+            except AttributeError as error:
+                if not isinstance(error.obj, PretrainedConfig) or error.name not in _SHAPELESS:
+                    raise
+                setattr(error.obj, error.name, _SHAPELESS[error.name])
 
 
 @contextmanager
@@ -164,12 +214,16 @@ def _make_known(config: dict[str, Any]) -> None:
     importlib.import_module("sglang.srt.utils.hf_transformers_utils")  # registers SGLang's own
     if not isinstance(model_type, str) or not model_type or model_type in CONFIG_MAPPING:
         return
-    AutoConfig.register(model_type, type("AsStated", (_AsStated,), {"model_type": model_type}))
+    _read_as_stated(model_type)
 
 
-class _AsStated(PretrainedConfig):
-    def __init__(self, **values: Any) -> None:
-        for name, value in values.items():
-            if isinstance(value, dict) and name in ("text_config", "vision_config", "audio_config", "llm_config"):
-                values[name] = PretrainedConfig(**value)
-        super().__init__(**values)
+def _read_as_stated(model_type: str) -> None:
+    stated = type("AsStated", (PretrainedConfig,), {"model_type": model_type, "__init__": _keep_as_stated})
+    AutoConfig.register(model_type, stated, exist_ok=True)
+
+
+def _keep_as_stated(self: PretrainedConfig, **values: Any) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict) and name in ("text_config", "vision_config", "audio_config", "llm_config"):
+            values[name] = PretrainedConfig(**value)
+    PretrainedConfig.__init__(self, **values)

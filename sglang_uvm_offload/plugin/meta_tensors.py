@@ -64,8 +64,7 @@ def _layer(layer: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
     parts: dict[str, dict[str, Any]] = {}
     for path, module, name, parameter in _parameters(layer):
         if isinstance(module, FusedMoE) and parameter.ndim and parameter.shape[0] == module.num_local_experts:
-            # Others are what SGLang makes of those that it loads.
-            if hasattr(parameter, "weight_loader"):
+            if _loaded(module, parameter):
                 _add_experts(sums, parts, name, parameter, module)
                 sums["expert_parameters"] += parameter.numel() // parameter.shape[0] if module is routed[0] else 0
         elif not _vocabulary(module):
@@ -82,6 +81,12 @@ def _layer(layer: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
         "top_k": _top_k(routed[0], top_k) if routed else 0,
         "attention_heads": _heads(layer),
     }
+
+
+def _loaded(module: FusedMoE, parameter: torch.nn.Parameter) -> bool:
+    """Whether a checkpoint has it. Beside those that it loads SGLang has others, which it makes of these; all of a model of the
+    transformers library are loaded, without a loader of their own."""
+    return hasattr(parameter, "weight_loader") or not any(hasattr(one, "weight_loader") for one in module.parameters())
 
 
 def _add_experts(

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_uvm_offload.reading import printable
+from sglang_uvm_offload.sizing.architectures import model_files
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, ExpertPart, LayerShape, is_split, load, text_config
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
 from sglang_uvm_offload.sizing.quantization import BESIDE, quantization_of, stated_by, with_beside
@@ -49,12 +51,23 @@ def load_any(path: Path) -> CheckpointShape:
 
 def instead(refusal: CheckpointError, file: Path, name: str) -> CheckpointShape:
     """The shape by SGLang's class, which may know what ``refusal`` says is unknown; raises it without SGLang."""
-    if not installed():
+    if not installed() or not _may_be_built(_configuration(file)[0]):
         raise refusal
     try:
         return shape_by_engine(file, name)
     except CheckpointError as error:
         raise CheckpointError(f"{refusal}; {error}") from error
+
+
+def _may_be_built(config: Mapping[str, Any]) -> bool:
+    """Whether SGLang or transformers has a file for the model: to hear from SGLang that neither does takes half a minute."""
+    named, model_type = config.get("architectures"), config.get("model_type")
+    if isinstance(named, list) and any(name in model_files() for name in named if isinstance(name, str)):
+        return True
+    spec = importlib.util.find_spec("transformers")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    known = isinstance(model_type, str) and re.fullmatch(r"[A-Za-z]\w{0,63}", model_type) is not None
+    return known and any(Path(folder, "models", str(model_type)).is_dir() for folder in folders)
 
 
 def installed() -> bool:

@@ -29,6 +29,7 @@ from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.plugin.fused_moe import LayerHooks
+from sglang_uvm_offload.plugin.meta_tensors import draft_of
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.sizing.moe_shape import stated_experts, stated_top_k
@@ -49,6 +50,8 @@ class Built:
     """SGLang's routed layers, by name."""
     outside: dict[str, list[int]]
     """The shapes of all tensors outside of these layers."""
+    planned: dict[str, Any]
+    """What ``plan`` takes from the model, as one layer."""
 
 
 def start() -> None:
@@ -111,6 +114,7 @@ def build(architecture: str, experts: int, hooks: LayerHooks) -> Built:
         ],
         {name: described(part) for name, part in layers.items()},
         {name: [*t.shape] for name, t in (*module.named_parameters(), *module.named_buffers()) if not name.startswith(inside)},
+        draft_of(module, stated[1]),
     )
 
 

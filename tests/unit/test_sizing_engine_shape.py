@@ -35,6 +35,15 @@ def test_without_sglang_an_unknown_family_is_refused_as_before(monkeypatch: pyte
         engine_shape.load_any(UNRULED)
 
 
+def test_sglang_is_not_asked_for_what_neither_it_nor_transformers_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_shape, "shapes_by_engine", lambda paths: pytest.fail("SGLang is asked"))
+    config = read_json(UNRULED / "config.json") | {"architectures": ["NoSuchModel"], "model_type": "../models"}
+    del config["text_config"]["model_type"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="tensors of a None checkpoint are not known"):
+        engine_shape.load_any(tmp_path)
+
+
 def test_a_program_that_does_not_start_adds_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_shape, "PROGRAM", "no.such.program")
     with pytest.raises(CheckpointError, match=r"are not known from its config.*does not start.*No module named 'no'"):
