@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,30 @@ class ModelFiles:
     def shape(self, dtype: str | None = None) -> CheckpointShape:
         """``dtype``: what a server loads the weights as, None for the bytes that they have on disk."""
         if os.path.lexists(self.name):
-            return load(Path(self.name), dtype)
+            return _loaded(Path(self.name), dtype)
         if self.folder is not None:
-            return replace(load(self.folder, dtype), name=self.name)
+            return replace(_loaded(self.folder, dtype), name=self.name)
         return from_tensors(self.name, self.config(), as_loaded(self.tensors(), dtype), from_headers=True)
+
+
+def _loaded(path: Path, dtype: str | None) -> CheckpointShape:
+    """A launch asks several times, and reading all headers of a large model takes seconds."""
+    return _loaded_once(path, dtype, _state(path)) if os.path.isdir(path) else load(path, dtype)
+
+
+@lru_cache(maxsize=4)
+def _loaded_once(path: Path, dtype: str | None, state: tuple[tuple[str, int, int], ...]) -> CheckpointShape:
+    return load(path, dtype)
+
+
+def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Differs from that of the same folder before a file in it was written."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [(entry.name, entry.stat()) for entry in entries if os.path.exists(entry.path)]
+    except OSError:  # whatever reads it says why
+        return ()
+    return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found))
 
 
 def _complete(folder: Path) -> bool:
