@@ -1,4 +1,4 @@
-"""What ``plan`` makes of published configurations, against what their publishers state: ``python benchmarks/model_sizes.py
+"""What ``plan`` makes of published configurations, against what is stated of them: ``python benchmarks/model_sizes.py
 CONFIGS`` writes the page. CONFIGS has a folder ``OWNER--NAME`` for each model of ``model_sizes.json``."""
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ WITHIN = 0.02
 HEAD = """# Models by their config.json alone
 
 Made by `benchmarks/model_sizes.py`: SGLang's own class of each model is built without weights, and what `plan` takes from
-it is compared with what the publisher states, often no more than the model's name does. Billions of weights; *experts* are
-the bytes of all routed experts as quantised. Draft layers are not counted. The active weights are those that one token of text
-is computed with, with embedding and head. OpenAI leaves the embedding out of them, and some publishers leave the tower for
-images out of the total: *without* says what was left out of a row to compare. Statements are rounded, mostly to whole billions;
-Kimi-Linear's checkpoint has 49,122,681,728 weights, which is what is planned.
+it is compared with what *source* states: the publisher, or where its page could not be read, another page about the model.
+Billions of weights; *experts* are the bytes of all routed experts as quantised. Draft layers are not counted. The active
+weights are those that one token of text is computed with, with embedding and head. *Without* says what was left out of a row
+to compare, because the statement fits only so: the tower for images of the total, the embedding of the active weights.
+Statements are rounded, mostly to whole billions, and Moonshot's of Kimi-K2 and K2.5, "1T", to whole trillions; Kimi-Linear's
+checkpoint has 49,122,681,728 weights, which is what is planned.
 
 | model | total | stated | difference | active | stated | experts GB | without | source |
 | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |

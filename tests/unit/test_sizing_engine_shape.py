@@ -15,6 +15,11 @@ from sglang_uvm_offload.sizing.checkpoint import from_config, load
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_json
 
 UNRULED = config_folder("Qwen/Qwen3.5-35B-A3B")
+ROUNDED = (
+    *("moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2.5", "nvidia/Kimi-K2.5-NVFP4"),
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct",
+)
+"""Models whose statement is rounded by more than 2 %."""
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +109,7 @@ def test_the_page_compares_with_what_is_stated() -> None:
         published = model_sizes.PUBLISHED[model]
         assert (float(stated), float(active)) == (published["total"], published["active"])
         assert f"({published['source']})" in source
-        if model != "moonshotai/Kimi-Linear-48B-A3B-Instruct":
+        if model not in ROUNDED:
             assert float(total) == pytest.approx(published["total"], rel=model_sizes.WITHIN)
     near = sum(abs(float(total) / float(stated) - 1) <= model_sizes.WITHIN for _, total, stated, *_ in rows)
     assert f"{near} of {len(rows)} totals" in page
