@@ -200,7 +200,8 @@ EXPORT unsigned standin_read_cycles(const void* from) {
 
 EXPORT size_t standin_managed_bytes(void) { return managed_bytes; }
 
-/* What others hold of the VRAM of the calling thread's GPU: its place in the list STANDIN_TAKEN, none behind its end. */
+/* What others hold of the VRAM of the calling thread's GPU: its place in the list STANDIN_TAKEN, none behind its end.
+ */
 static size_t taken(void) {
     const char* list = getenv("STANDIN_TAKEN");
     for (int i = 0; list && i < standin_current_gpu(); i++) {
