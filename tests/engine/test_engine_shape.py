@@ -75,11 +75,12 @@ def test_layers_are_what_they_are(shapes: dict[str, CheckpointShape]) -> None:
     nemotron = shapes["nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"]
     pattern = read_json(config_folder(nemotron.name) / "config.json")["hybrid_override_pattern"]
     assert list(nemotron.moe_layers) == [index for index, kind in enumerate(pattern) if kind == "E"]
-    assert nemotron.kv.stateless_layers == {index for index, kind in enumerate(pattern) if kind != "*"}
+    assert nemotron.kv.state_layers == {index for index, kind in enumerate(pattern) if kind == "M"}
+    assert nemotron.kv.empty_layers == {index for index, kind in enumerate(pattern) if kind not in "M*"}
     linear = shapes["moonshotai/Kimi-Linear-48B-A3B-Instruct"]
     config = read_json(config_folder(linear.name) / "config.json")
     assert linear.total_parameters == 49_122_681_728  # as counted in its files: tests/fixtures/configs/README.md
-    assert set(range(27)) - linear.kv.stateless_layers == {n - 1 for n in config["linear_attn_config"]["full_attn_layers"]}
+    assert set(range(27)) - linear.kv.state_layers == {n - 1 for n in config["linear_attn_config"]["full_attn_layers"]}
     assert linear.shared_parameters == 26 * 3 * config["hidden_size"] * config["moe_intermediate_size"]
 
 
