@@ -65,7 +65,6 @@ def cases(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
         "symmetric memory": ["--enable-symm-mem"],
         "redundant": ["--ep-num-redundant-experts", "2"],
         "overrides": ["--json-model-override-args", '{"num_hidden_layers": 2}'],
-        "window": ["--swa-full-tokens-ratio", "0.5"],
     }
     return {
         **{name: ([*auto, *flags], "; give a number", number) for name, flags in uncounted.items()},
@@ -101,7 +100,6 @@ CASES = [
         "symmetric memory",
         "redundant",
         "overrides",
-        "window",
         "CPU",
         "slots beside auto",
         "slots beside auto, auto",

@@ -60,7 +60,8 @@ def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.T
     with own.open("wb") as file:
         some(model=routed).write(file)
     read, saved, trace = "--expert-offload-profile", "--expert-offload-save-profile", "--expert-offload-trace"
-    elsewhere = ["--init-expert-location", '{"logical_count": []}']
+    counts = [[1] * config["num_experts"]] * config["num_hidden_layers"]
+    elsewhere = ["--init-expert-location", json.dumps({"logical_count": counts})]
     rearranged = ["--enable-eplb", "--ep-num-redundant-experts", "2", "--tp-size", "2", "--ep-size", "2"]
     cases = {
         "off": {"argv": cpu, "resolve": True},

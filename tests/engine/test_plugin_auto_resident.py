@@ -31,7 +31,7 @@ GPU = {
     "disable_prefill_cuda_graph": True,
 }
 REPOSITORY = "maker/tiny"
-NOT_SEEN = "its weights are not on this machine, and their headers cannot be read from the Hugging Face Hub (OfflineMode"
+NO_WEIGHTS = " holds no *.safetensors file"
 LEAST_FRACTION = 1e-4
 ONE_NODE = pytest.mark.since("0.5.18", "by default it hands over images by CUDA IPC, which it refuses for --nnodes 2")
 """Of 16 GiB: less than two residents a layer, beside little other weights."""
@@ -98,7 +98,7 @@ def launch(
         "two GPUs": {**given, "tp_size": 2},
         "float32": {**given, "model_path": wide},
         "uncounted": {
-            **{**given, "nnodes": 2, "dist_init_addr": "127.0.0.1:1", "moe_dense_tp_size": 1, "swa_full_tokens_ratio": 0.5},
+            **{**given, "nnodes": 2, "dist_init_addr": "127.0.0.1:1", "moe_dense_tp_size": 1},
             **{"load_format": "sharded_state", "json_model_override_args": '{"num_hidden_layers": 2}'},
         },
         "draft model": {
@@ -127,7 +127,11 @@ def launch(
             "device": "cpu",
             "mem_fraction_static": LEAST_FRACTION,
         },
-        "a number uncounted": {**number, "mem_fraction_static": LEAST_FRACTION, "moe_dense_tp_size": 1},
+        "a number uncounted": {
+            **{**number, "mem_fraction_static": LEAST_FRACTION},
+            "json_model_override_args": '{"num_hidden_layers": 2}',
+        },
+        "a number beside more": {**number, "mem_fraction_static": LEAST_FRACTION, "moe_dense_tp_size": 1},
         "a number not cached": {**number, "model_path": f"{REPOSITORY}-config"},
         "a number for two GPUs": {**number, "mem_fraction_static": LEAST_FRACTION, "tp_size": 2},
     }
@@ -203,11 +207,11 @@ def test_a_hierarchical_cache_for_which_there_is_host_ram_changes_nothing(launch
             ["auto: VRAM: with no expert resident", "remedy: GPUs of 24 GiB", "--cpu-offload-gb: cannot"],
         ),
         ("little host RAM", ["auto: host RAM: with 8 of 16 experts", "auto: remedy: host RAM of 6 GiB"]),
-        ("not cached", [f"auto: {REPOSITORY}-config: {NOT_SEEN}", "give a number"]),
+        ("not cached", [NO_WEIGHTS]),
         ("two GPUs", ["auto: cannot query free VRAM: there is no CUDA device 1: the driver shows 1"]),
         pytest.param(
             "uncounted",
-            ["--nnodes 2", "--moe-dense-tp-size 1", "--swa-full-tokens-ratio 0.5", "--json-model-override-args"],
+            ["--nnodes 2", "--moe-dense-tp-size 1", "--json-model-override-args"],
             marks=ONE_NODE,
         ),
         pytest.param("uncounted", ["auto: does not count --load-format sharded_state; give a number"], marks=ONE_NODE),
@@ -222,9 +226,9 @@ def test_where_no_number_can_be_found_the_launch_ends_with_every_reason(launch, 
         assert part in launch[case]["error"]
 
 
-def test_a_number_of_a_model_that_cannot_be_seen_is_served_with_a_word(launch):
-    assert launch["a number not cached"]["exit"] is None, launch["a number not cached"]["error"]
-    assert f"{N} 8 is not checked against VRAM: {REPOSITORY}-config: {NOT_SEEN}" in launch["a number not cached"]["error"]
+def test_without_the_network_a_model_without_weights_ends_the_launch(launch):
+    assert launch["a number not cached"]["exit"] == 2, launch["a number not cached"]["error"]
+    assert NO_WEIGHTS in launch["a number not cached"]["error"]
 
 
 @pytest.mark.parametrize("case", ["a number that fits", "a number on a CPU"])
@@ -251,7 +255,12 @@ def test_a_number_that_cannot_fit_is_refused_with_what_is_short(launch):
 def test_a_number_that_cannot_be_checked_is_served_with_the_reason(launch):
     case = launch["a number uncounted"]
     assert case["exit"] is None, case["error"]
-    assert f"{N} 8 is not checked against VRAM: does not count --moe-dense-tp-size 1" in case["error"]
+    assert f"{N} 8 is not checked against VRAM: does not count --json-model-override-args" in case["error"]
+
+
+def test_what_a_number_takes_at_least_is_refused_beside_what_nobody_counts(launch):
+    assert launch["a number beside more"]["exit"] == 2
+    assert f"{N} 8: does not fit on GPU 0" in launch["a number beside more"]["error"]
 
 
 def test_unified_memory_is_tried_on_every_gpu_of_the_launch(launch):

@@ -54,6 +54,7 @@ def eventually(ready: Callable[[], bool], seconds: float = 240) -> None:
 
 
 @pytest.mark.works("Launch", "--grpc-port: native gRPC beside HTTP")
+@pytest.mark.nightly
 @TRIED
 def test_beside_native_grpc_everything_is_served(checkpoint: Path) -> None:
     with Server(checkpoint, grpc_port=free_port(), **OFFLOAD) as server:
@@ -62,6 +63,7 @@ def test_beside_native_grpc_everything_is_served(checkpoint: Path) -> None:
 
 
 @pytest.mark.works("Launch", "--enable-http2 (Granian)")
+@pytest.mark.nightly
 @TRIED
 def test_over_http2_everything_is_served(checkpoint: Path) -> None:
     pytest.importorskip("granian", reason="needs sglang[http2]")
@@ -83,6 +85,7 @@ def test_the_rust_server_has_the_metrics_alone(checkpoint: Path) -> None:
 
 
 @pytest.mark.works("Launch", "--smg-grpc-mode, without status and actions")
+@pytest.mark.nightly
 @TRIED
 def test_the_smg_server_has_the_metrics_on_its_sidecar(checkpoint: Path) -> None:
     pytest.importorskip("smg_grpc_servicer", reason="needs smg-grpc-servicer[sglang]")

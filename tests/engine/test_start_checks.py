@@ -46,6 +46,10 @@ def tried(cases: dict[str, list[str]], envs: dict[str, dict[str, str]], python: 
     return {name: tuple(end) for name, end in json.loads(ended.out.rpartition("RESULT ")[2]).items()}
 
 
+def at_night(*cases: str) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.nightly) for case in cases]
+
+
 def written(folder: Path) -> dict[str, Path]:
     """Files that flags name, most of them wrong for a model of 48 layers and 128 experts."""
     rows = [list(range(128))] * 48
@@ -72,7 +76,10 @@ def written(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def ends(sglang_on_standin: Starts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
+def ends(request: pytest.FixtureRequest, sglang_on_standin: Starts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
+    """Of the cases that are asked for: each is two starts of SGLang."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    asked = {"equal", "no text", *(each["case"] for each in params if isinstance(each.get("case"), str))}
     folder = tmp_path_factory.mktemp("start")
     small = str(true_shape.checkpoint("Qwen/Qwen3-30B-A3B", folder / "Qwen3-30B-A3B"))
     large = str(true_shape.checkpoint("Qwen/Qwen3-235B-A22B-FP8", folder / "Qwen3-235B-A22B-FP8"))
@@ -127,14 +134,15 @@ def ends(sglang_on_standin: Starts, tmp_path_factory: pytest.TempPathFactory) ->
         "unequal replicas": taken,
         "unequal stages": {"STANDIN_TAKEN": f"0,0,0,{10 * GIB}"},
     }
+    cases = {name: words for name, words in cases.items() if name in asked}
     return tried(cases, envs, sglang_on_standin, STANDIN_GPUS="8", STANDIN_VRAM=str(96 * GIB))
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        *("equal", "a tenth", "unequal, not checked", "unequal, beside", "unequal, one rank", "unequal replicas"),
-        *("map right.json", "map right.pt", "KV heads", "blocks, whole", "chat template of SGLang"),
+        *("equal", "a tenth", "unequal, not checked", "unequal, beside", "map right.json", "KV heads", "blocks, whole"),
+        *at_night("unequal, one rank", "unequal replicas", "map right.pt", "chat template of SGLang"),
     ],
 )
 def test_what_sglang_starts_with_is_ready(ends, case):
@@ -147,25 +155,35 @@ def test_what_sglang_starts_with_is_ready(ends, case):
     ("case", "words"),
     [
         ("unequal", "--tp-size 2: GPU 1 has 86.00 GiB of free VRAM and GPU 0 has 96.00 GiB"),
-        ("unequal stages", "--tp-size 2: GPU 3 has 86.00 GiB of free VRAM and GPU 0 has 96.00 GiB"),
+        pytest.param(
+            "unequal stages", "--tp-size 2: GPU 3 has 86.00 GiB of free VRAM and GPU 0 has 96.00 GiB", marks=pytest.mark.nightly
+        ),
         ("map nowhere", "nowhere.json: No such file or directory"),
-        ("map inline", f"--init-expert-location [1]: must hold {PLACE} or logical_count"),
-        ("map no file", "--init-expert-location somewhere: is no .pt or .json file, and no JSON"),
-        ("map cut.json", "cut.json: Expecting property name"),
-        ("map cut.pt", "cut.pt: "),
+        pytest.param(
+            "map inline", f"--init-expert-location [1]: must hold {PLACE} or logical_count", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            "map no file", "--init-expert-location somewhere: is no .pt or .json file, and no JSON", marks=pytest.mark.nightly
+        ),
+        pytest.param("map cut.json", "cut.json: Expecting property name", marks=pytest.mark.nightly),
+        pytest.param("map cut.pt", "cut.pt: ", marks=pytest.mark.nightly),
         ("map few layers.json", f"{PLACE} has 47 rows, and the model has 48 layers"),
-        ("map few places.json", f"{PLACE} has 64 places a layer, and the model has 128 experts a layer"),
+        pytest.param(
+            "map few places.json",
+            f"{PLACE} has 64 places a layer, and the model has 128 experts a layer",
+            marks=pytest.mark.nightly,
+        ),
         ("map no such expert.json", f"{PLACE} names experts 1 to 128, and the model's are 0 to 127"),
-        ("map ragged.json", f"{PLACE} must be a table of whole numbers"),
-        ("map more.json", "must hold nothing else, and holds steps"),
-        ("map neither.json", f"must hold {PLACE} or logical_count"),
+        pytest.param("map ragged.json", f"{PLACE} must be a table of whole numbers", marks=pytest.mark.nightly),
+        pytest.param("map more.json", "must hold nothing else, and holds steps", marks=pytest.mark.nightly),
+        pytest.param("map neither.json", f"must hold {PLACE} or logical_count", marks=pytest.mark.nightly),
         ("map counts.json", "logical_count has 127 experts a layer, and the model has 128"),
         ("heads", "--tp-size 3: its 3 attention ranks do not divide the model's 32 heads"),
         ("blocks", "--tp-size 8 with --ep-size 1: 8 ranks do not divide an expert's 1536 hidden units into blocks of 128"),
         ("experts", "--ep-size 2: does not divide the model's 128 experts and --ep-num-redundant-experts 1"),
         ("chat template", "--chat-template nowhere: is neither a template of SGLang's nor a file"),
-        ("chat template's kind", "template.txt: must end in .jinja or .json"),
-        ("completion template", "--completion-template nowhere: is neither"),
+        pytest.param("chat template's kind", "template.txt: must end in .jinja or .json", marks=pytest.mark.nightly),
+        pytest.param("completion template", "--completion-template nowhere: is neither", marks=pytest.mark.nightly),
         ("adapter", "--lora-paths /nowhere: there is no such folder"),
         ("adapter", "adapter: holds no adapter_config.json"),
         ("token map", "--speculative-token-map /nowhere/map.pt: is neither a file nor OWNER/NAME/FILE"),

@@ -1,0 +1,64 @@
+"""What ``doctor`` says of launch lines that publishers print: ``python benchmarks/published_launches.py JUNIT.xml`` makes
+docs/launches.md of what ``pytest --nightly tests/engine/test_published_launches.py --junitxml JUNIT.xml`` recorded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import xml.etree.ElementTree as xml
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "docs" / "launches.md"
+RECORD = ROOT / "benchmarks" / "results" / "launches" / "launches.json"
+PUBLISHED = ROOT / "tests" / "fixtures" / "published_launches.json"
+
+HEAD = """# Published launch lines, and what becomes of them
+
+Made by `benchmarks/published_launches.py` of the results of `tests/engine/test_published_launches.py`: `sglang-uvm-offload doctor`
+judges each line with two values of `--expert-offload-num-resident`, over a stand-in for eight H200 and 3 TiB of host RAM.
+Nothing here is a statement about a GPU. Checkpoints are of true shape: the tensors' names, types and sizes, without their
+bytes, beside the published configuration. `--trust-remote-code` is left out, because the publishers' code is not there.
+A line is not judged where the tensors of its checkpoint are not known here without its files.
+
+How `plan` counts the weights of these models is in
+[a table of its own](../benchmarks/results/architectures/architectures.md).
+
+| model | its line | residents | verdict |
+| --- | --- | --- | --- |
+"""
+
+Row = dict[str, str]
+
+
+def read(junit: Path) -> list[Row]:
+    """The verdicts that the tests recorded, of those that did not fail."""
+    cases = [case for case in xml.parse(junit).iter("testcase") if case.find("failure") is None and case.find("error") is None]
+    found = [{each.get("name", ""): each.get("value", "") for each in case.iter("property")} for case in cases]
+    return [row for row in found if "verdict" in row]
+
+
+def page(rows: list[Row]) -> str:
+    sources = {(each["model"], each["words"]): each["source"] for each in json.loads(PUBLISHED.read_text())}
+    lines = "".join(
+        f"| {row['model']} | [`{row['words']}`]({sources[row['model'], row['words']]}) | {row['residents']} | "
+        f"{row['verdict'].replace('|', chr(92) + '|')} |\n"
+        for row in rows
+    )
+    launches = len({(row["model"], row["words"]) for row in rows})
+    served = sum(row["verdict"].startswith("served") for row in rows)
+    return f"{HEAD}{lines}\n{launches} of {len(sources)} lines are judged; {served} of {len(rows)} launches are served.\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("junit", type=Path)
+    rows = read(parser.parse_args(arguments).junit)
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    RECORD.write_text(json.dumps(rows, indent=1) + "\n")
+    OUT.write_text(page(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
