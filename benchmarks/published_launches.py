@@ -17,9 +17,10 @@ HEAD = """# Published launch lines, and what becomes of them
 
 Made by `benchmarks/published_launches.py` of the results of `tests/engine/test_published_launches.py`:
 `sglang-uvm-offload doctor` judges each line with two values of `--expert-offload-num-resident`, over a stand-in for
-eight H200 and 3 TiB of host RAM. Nothing here is a statement about a GPU. Checkpoints are of true shape: the tensors' names, types and sizes, without their
-bytes, beside the published configuration. `--trust-remote-code` is left out, because the publishers' code is not there.
-A line is not judged where the tensors of its checkpoint are not known here without its files.
+eight H200 and 3 TiB of host RAM. Nothing here is a statement about a GPU. Checkpoints are of true shape: the tensors'
+names, types and sizes, without their bytes, beside the published configuration. `--trust-remote-code` is left out,
+because the publishers' code is not there. A line is not judged where the tensors of its checkpoint are not known here
+without its files.
 
 How `plan` counts the weights of these models is in
 [a table of its own](../benchmarks/results/architectures/architectures.md).
