@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs" / "launches.md"
 RECORD = ROOT / "benchmarks" / "results" / "launches" / "launches.json"
-PUBLISHED = ROOT / "tests" / "fixtures" / "published_launches.json"
+PUBLISHED = ROOT / "benchmarks" / "published_launches.json"
 
 HEAD = """# Published launch lines, and what becomes of them
 

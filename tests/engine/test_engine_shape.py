@@ -34,6 +34,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckpointShap
     return made
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", SAMPLE)
 def test_the_page_has_what_the_program_makes(model: str, shapes: dict[str, CheckpointShape]) -> None:
     row = model_sizes.row(model, shapes[model])
@@ -41,6 +42,7 @@ def test_the_page_has_what_the_program_makes(model: str, shapes: dict[str, Check
     assert abs(row.difference) <= model_sizes.WITHIN or model == "moonshotai/Kimi-Linear-48B-A3B-Instruct"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-30B-A3B-FP8", "openai/gpt-oss-20b"])
 def test_sglangs_class_and_the_rules_say_the_same(model: str, shapes: dict[str, CheckpointShape]) -> None:
     """Of families that have both: experts to the byte but for scales, which SGLang holds apart for a layer; weights to 1 %."""
@@ -71,6 +73,7 @@ def test_sglangs_class_and_the_rules_say_the_same(model: str, shapes: dict[str, 
         assert mine.feed_forward == pytest.approx(theirs.feed_forward, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_layers_are_what_they_are(shapes: dict[str, CheckpointShape]) -> None:
     nemotron = shapes["nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"]
     pattern = read_json(config_folder(nemotron.name) / "config.json")["hybrid_override_pattern"]
@@ -84,6 +87,7 @@ def test_layers_are_what_they_are(shapes: dict[str, CheckpointShape]) -> None:
     assert linear.shared_parameters == 26 * 3 * config["hidden_size"] * config["moe_intermediate_size"]
 
 
+@pytest.mark.nightly
 def test_draft_layers_are_apart(shapes: dict[str, CheckpointShape]) -> None:
     for model, experts in (("deepseek-ai/DeepSeek-V3", 256), ("Qwen/Qwen3.5-35B-A3B", 256)):
         (draft,) = shapes[model].draft_layers
@@ -92,6 +96,7 @@ def test_draft_layers_are_apart(shapes: dict[str, CheckpointShape]) -> None:
         assert shapes[model].draft_parameters > experts * shapes[model].expert_parameters
 
 
+@pytest.mark.nightly
 def test_packed_weights_are_counted_one_by_one(shapes: dict[str, CheckpointShape]) -> None:
     packed = shapes["nvidia/Qwen3-235B-A22B-NVFP4"]
     assert packed.quantization == "modelopt_fp4"

@@ -109,6 +109,7 @@ CASES = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_a_launch_with_the_remedy_is_served(cases, ends, case):
     assert ends[case]["exit"] == 2, ends[case]["error"]

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from builders.released import released_checkpoint
@@ -18,10 +17,7 @@ from nursery import Starts
 
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 
-LAUNCHES = json.loads((Path(__file__).parents[1] / "fixtures" / "published_launches.json").read_text())
-SAMPLE = ("Qwen/Qwen3-Next-80B-A3B-Thinking", "openai/gpt-oss-120b")
-"""Judged in every run; all others at night."""
-
+LAUNCHES = json.loads((Path(__file__).parents[2] / "benchmarks" / "published_launches.json").read_text())
 EXAMINE = """
 import contextlib, io, json
 from sglang_uvm_offload.cli.main import main
@@ -60,9 +56,9 @@ def written(model: str, folder: Path) -> Path | None:
 
 
 @cache
-def judged(folder: Path, python: Starts, models: tuple[str, ...]) -> dict[tuple[str, str, str], tuple[int, str]]:
+def judged(folder: Path, python: Starts) -> dict[tuple[str, str, str], tuple[int, str]]:
     """By model, line and number of residents: the exit code and the output, of eight H200."""
-    folders = {model: written(model, folder) for model in models}
+    folders = {model: written(model, folder) for model in {each["model"] for each in LAUNCHES}}
     asked = {
         (each["model"], each["words"], number): [
             *("--model-path", str(folders[each["model"]]), "--skip-tokenizer-init", "--expert-offload-num-resident", number),
@@ -70,7 +66,7 @@ def judged(folder: Path, python: Starts, models: tuple[str, ...]) -> dict[tuple[
             *(word for word in each["words"].split() if word != "--trust-remote-code"),
         ]
         for each in LAUNCHES
-        if folders.get(each["model"])
+        if folders[each["model"]]
         for number in ("auto", "16")
     }
     ran = python.run(EXAMINE.format(launches=list(asked.values())), STANDIN_GPUS="8", STANDIN_VRAM=str(H200_BYTES))
@@ -82,7 +78,6 @@ CASES = [
     pytest.param(
         *(each["model"], each["words"], number),
         id=f"{each['model']} {each['words'][:60]} {number}",
-        marks=[] if each["model"] in SAMPLE else pytest.mark.nightly,
     )
     for each in LAUNCHES
     for number in ("auto", "16")
@@ -94,9 +89,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("published")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("model", "words", "number"), CASES)
 def test_a_published_launch_is_judged_by_what_it_takes(
-    request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
     folder: Path,
     sglang_on_standin: Starts,
@@ -104,9 +99,7 @@ def test_a_published_launch_is_judged_by_what_it_takes(
     words: str,
     number: str,
 ) -> None:
-    night: Any = request.config.getoption("--nightly")
-    models = tuple(dict.fromkeys(each["model"] for each in LAUNCHES if night or each["model"] in SAMPLE))
-    found = judged(folder, sglang_on_standin, models)
+    found = judged(folder, sglang_on_standin)
     if (model, words, number) not in found:
         pytest.skip("neither our rules nor transformers know the tensors of its checkpoint")
     code, said = found[model, words, number]

@@ -73,6 +73,7 @@ def test_over_http2_everything_is_served(checkpoint: Path) -> None:
 
 
 @pytest.mark.works("Launch", "SGLANG_RUST_SERVER=1, without status and actions")
+@pytest.mark.nightly
 @TRIED
 def test_the_rust_server_has_the_metrics_alone(checkpoint: Path) -> None:
     with Server(checkpoint, env={"SGLANG_RUST_SERVER": "1"}, **OFFLOAD) as server:

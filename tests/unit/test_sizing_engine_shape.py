@@ -50,28 +50,21 @@ def test_sglang_is_not_asked_for_what_neither_it_nor_transformers_has(tmp_path: 
 
 
 def test_a_program_that_does_not_start_adds_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_shape, "installed", lambda: True)
     monkeypatch.setattr(engine_shape, "PROGRAM", "no.such.program")
     with pytest.raises(CheckpointError, match=r"are not known from its config.*does not start.*No module named 'no'"):
         engine_shape.load_any(UNRULED)
 
 
 def test_a_program_that_does_not_end_adds_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_shape, "installed", lambda: True)
+
     def never(command: list[str], timeout: float, **_: object) -> None:
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(engine_shape.subprocess, "run", never)
     with pytest.raises(CheckpointError, match="did not build the model within 300 seconds"):
         engine_shape.load_any(UNRULED)
-
-
-def test_a_second_file_with_the_quantisation_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rules read the config alone, and would plan 470 GB of BF16 for it."""
-    folder = config_folder("nvidia/Qwen3-235B-A22B-NVFP4")
-    asked: list[Path] = []
-    monkeypatch.setattr(engine_shape, "shape_by_engine", lambda path, name: asked.append(path))
-    engine_shape.load_any(folder)
-    engine_shape.load_any(folder / "config.json")
-    assert asked == [folder / "config.json"] * 2
 
 
 @pytest.mark.parametrize(

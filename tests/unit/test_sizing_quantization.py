@@ -19,7 +19,7 @@ BESIDE = "hf_quant_config.json"
 MACHINE = ["--machine", "8xH20"]
 
 
-@pytest.mark.parametrize("folder", sorted(CONFIGS.glob("nvidia--*")), ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", sorted(CONFIGS.glob("nvidia--*-NVFP4")), ids=lambda folder: folder.name)
 def test_a_checkpoint_of_modelopt_is_what_its_files_state(folder):
     quant = quantization_of(text_config(read_config(folder / "config.json")))
     assert quant["quant_method"] == ("modelopt_mixed" if "Qwen3.6" in folder.name else "modelopt_fp4")
