@@ -72,7 +72,7 @@ def _answer(question: Callable[..., Any], name: str, revision: str | None) -> An
 
 
 def _config_file(name: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
@@ -86,6 +86,7 @@ def _config_file(name: str, revision: str | None) -> Path:
         hf_hub_download(name, BESIDE, revision=revision)
     except Exception as error:  # as above
         absent = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
+        absent = absent or try_to_load_from_cache(name, BESIDE, revision=revision) is _CACHED_NO_EXIST
         if not absent and not quantization_of(read_json(config)):
             raise Unseen(
                 f"{name}: its config.json states no quantisation, and whether it has a {BESIDE}, which would, cannot be read "
