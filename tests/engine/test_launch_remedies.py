@@ -117,6 +117,7 @@ def test_a_launch_with_the_remedy_is_served(cases, ends, case):
     assert ends[f"{case}, cured"]["exit"] is None, ends[f"{case}, cured"]["error"]
 
 
+@pytest.mark.nightly
 def test_an_incomplete_download_is_refused_with_a_number_too_and_no_number_is_asked_for(ends):
     for case in ("incomplete", "incomplete, cured"):
         assert ends[case]["exit"] == 2, ends[case]["error"]

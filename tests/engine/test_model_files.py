@@ -26,6 +26,10 @@ ROOM, SHORT = 40 * GIB, 20 * GIB
 """Of host RAM, for half of the experts."""
 
 
+pytestmark = pytest.mark.nightly
+"""Each case is three starts of SGLang; ``unit/test_sizing_hub.py`` reads from the same Hub in every run."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint(MODEL, tmp_path_factory.mktemp("models") / "model")
