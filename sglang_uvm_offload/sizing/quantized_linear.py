@@ -48,6 +48,8 @@ class QuantizedLinear:
         return [TensorInfo(f"{name}.{suffix}", dtype, shape) for suffix, dtype, shape in rows]
 
     def _is_ignored(self, name: str) -> bool:
+        if not self._ignored:
+            return False
         if str(self.method).startswith("modelopt"):  # ``ModelOptQuantConfig.is_layer_excluded``: or any part of the name
             return self._ignored.name(*_names(name), *name.split("."))
         if self.method == "awq":
@@ -65,6 +67,9 @@ class _Modules:
         self._beginnings = tuple(pattern[:-1] for pattern in globs if pattern.endswith("*") and not _GLOB.search(pattern[:-1]))
         others = [fnmatch.translate(pattern) for pattern in globs if _GLOB.search(pattern[:-1])]
         self._others = [re.compile(pattern) for pattern in [*others, *(p[3:] for p in patterns if p.startswith("re:"))]]
+
+    def __bool__(self) -> bool:
+        return bool(self.exact or self._beginnings or self._others)
 
     def name(self, *names: str) -> bool:
         """Whether a pattern names one of them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
 
@@ -73,7 +74,7 @@ def unloaded(name: str) -> bool:
 
 def place(name: str) -> Place | None:
     """None outside layers. Draft layers count from 0."""
-    if draft := _DRAFT.search(name):
+    if "mtp" in name and (draft := _DRAFT.search(name)):
         return Place("", int(draft.group(1) or 0), name[draft.end() :], draft=True)
     if found := _LAYER.search(name):
         return Place(name[: found.start(1) - 1], int(found.group(1)), name[found.end() :])
@@ -96,8 +97,7 @@ def stacked_projections(paths: Iterable[tuple[str, TensorInfo]], num_experts: in
 def experts_of(path: str, tensor: TensorInfo, num_experts: int, stacked: frozenset[str]) -> Experts | None:
     """None if ``tensor`` is not of routed experts, or not in a form that is known. ``stacked``: ``stacked_projections``."""
     if one := _ONE_EXPERT.search(path):
-        projection, parameter = _projection(one.group(2))
-        return Experts(_part(projection, parameter), int(one.group(1)))
+        return Experts(_part_of_one(one.group(2)), int(one.group(1)))
     projection, parameter = _projection(path)
     if projection in stacked and tensor.shape and tensor.shape[0] == num_experts:
         return Experts(_part(projection.rpartition(".")[2], parameter), None)
@@ -126,6 +126,12 @@ def _projection(path: str) -> tuple[str, str]:
     """(the projection's path, which of its tensors): ``experts.down_proj`` and ``bias`` for ``experts.down_proj_bias``."""
     found = _PARAMETER.search(path)
     return (path[: found.start()], found.group(1)) if found else (path, "weight")
+
+
+@lru_cache(maxsize=256)
+def _part_of_one(path: str) -> str:
+    """Of one expert's tensor: a checkpoint has a hundred thousand of them, of a few names."""
+    return _part(*_projection(path))
 
 
 def _part(projection: str, parameter: str) -> str:
