@@ -17,10 +17,10 @@ HEAD = """# Published launch lines, and what becomes of them
 
 Made by `benchmarks/published_launches.py` of the results of `tests/engine/test_published_launches.py`:
 `sglang-uvm-offload doctor` judges each line with two values of `--expert-offload-num-resident`, over a stand-in for
-eight H200 and 3 TiB of host RAM. Nothing here is a statement about a GPU. Checkpoints are of true shape: the tensors'
-names, types and sizes, without their bytes, beside the published configuration. `--trust-remote-code` is left out,
-because the publishers' code is not there. A line is not judged where the tensors of its checkpoint are not known here
-without its files.
+eight H200, or eight B200 where the line is for Blackwell, and 3 TiB of host RAM. Nothing here is a statement about a
+GPU. Checkpoints are of true shape: the tensors' names, types and sizes, without their bytes, beside the published
+configuration. `--trust-remote-code` is left out, because the publishers' code is not there. A line is not judged where
+the tensors of its checkpoint are not known here without its files.
 
 How `plan` counts the weights of these models is in
 [a table of its own](../benchmarks/results/architectures/architectures.md).
@@ -40,12 +40,14 @@ def read(junit: Path) -> list[Row]:
 
 
 def page(rows: list[Row]) -> str:
-    sources = {(each["model"], each["words"]): each["source"] for each in json.loads(PUBLISHED.read_text())}
-    lines = "".join(
-        f"| {row['model']} | [`{row['words']}`]({sources[row['model'], row['words']]}) | {row['residents']} | "
-        f"{row['verdict'].replace('|', chr(92) + '|')} |\n"
-        for row in rows
-    )
+    sources = {(each["model"], each["words"]): each for each in json.loads(PUBLISHED.read_text())}
+    lines = ""
+    for row in rows:
+        line = sources[row["model"], row["words"]]
+        words = f"{line.get('environment', '')} {line['words']}".strip()
+        gpu = f", on {line['gpu']}" if "gpu" in line else ""
+        verdict = row["verdict"].replace("|", "\\|")
+        lines += f"| {row['model']}{gpu} | [`{words}`]({line['source']}) | {row['residents']} | {verdict} |\n"
     launches = len({(row["model"], row["words"]) for row in rows})
     served = sum(row["verdict"].startswith("served") for row in rows)
     return f"{HEAD}{lines}\n{launches} of {len(sources)} lines are judged; {served} of {len(rows)} launches are served.\n"

@@ -24,6 +24,8 @@ SGLANG_FAILS = "SGLang fails"
 STATUS = {"works": "works", "refused": "refused", "sglang_fails": SGLANG_FAILS}
 """Of a row whose tests have passed, by their marker."""
 STANDIN, SERVED, NO_SERVER = "stand-in driver", "served on a CPU", "SGLang's code, no server"
+LAUNCHED = "test_architecture_launches.py"
+"""The tests by which ``doctor`` judges a launch of each architecture."""
 NAMED = 20
 """The most rows of a group that README names one by one."""
 
@@ -38,7 +40,8 @@ that error; these rows are counted apart.
 Nothing here is a statement about a GPU but the last column. *Served on a CPU*: a real SGLang server or engine over emulated
 unified memory. *Stand-in driver*: SGLang's GPU code with its graphs over a driver that computes nothing and notes every call.
 *SGLang's code, no server*: its own layers, loaders, kernels in an interpreter, or argument checks; an architecture is built so,
-small, and all of its experts are in managed memory, to the byte.
+small, and all of its experts are in managed memory, to the byte. *A launch* of it, with `auto` and with a number, is judged
+by `doctor` over the stand-in driver.
 """
 
 VERSIONS_HEAD = """The rows above are of the versions named at the top. `scripts/try_sglang.sh VERSION` runs the tests that
@@ -101,21 +104,24 @@ def page(record: dict[str, Any], rows: list[Row], versions: Sequence[dict[str, A
     for group in GROUPS:
         mine = [row for row in rows if row.group == group]
         if mine:
-            parts += [f"## {group}", "\n".join(_lines(mine))]
+            parts += [f"## {group}", "\n".join(_lines(mine, launches=group == "Architecture"))]
     parts += ["## SGLang versions", VERSIONS_HEAD, "\n".join(_versions(versions)), *_skipped(versions)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
-def _lines(rows: list[Row]) -> Iterable[str]:
-    yield "| | | shown by | with | on a GPU |"
-    yield "| --- | --- | --- | --- | --- |"
+def _lines(rows: list[Row], launches: bool = False) -> Iterable[str]:
+    """``launches``: with a column of whether ``doctor`` has judged a launch of it."""
+    columns = [*(["a launch"] if launches else []), "shown by", "with", "on a GPU"]
+    yield f"| | | {' | '.join(columns)} |"
+    yield f"| --- | --- {'| --- ' * len(columns)}|"
     for row in rows:
         names = ", ".join(f"[{test.rpartition('::')[2]}](../{test.partition('::')[0]})" for test in row.tests)
         status = f"{row.status}: {_cell(row.reason)}" if row.reason else row.status
         if row.status == "works" and row.evidence == NO_SERVER:
             status = "works, without a server"
         log = "never run" if row.gpu is None else f"[log](../{row.gpu})"
-        yield f"| {row.what} | {status} | {names} | {row.evidence} | {log} |"
+        judged = " judged |" if any(LAUNCHED in test for test in row.tests) else " |"
+        yield f"| {row.what} | {status} |{judged if launches else ''} {names} | {row.evidence} | {log} |"
 
 
 def _versions(entries: Iterable[dict[str, Any]]) -> Iterable[str]:

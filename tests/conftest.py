@@ -95,6 +95,22 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="session")
+def every_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Beside all of SGLang's models, where other tests import those that they serve."""
+    env = {name: value for name, value in environment({}).items() if name != "SGLANG_DISABLED_MODEL_ARCHS"}
+    imports = f"""
+        import sys
+        import sglang.srt.entrypoints.engine
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import architectures.build
+        import architectures.checkpoints
+    """
+    ready = Nursery(tmp_path_factory.mktemp("every_model"), imports, env)
+    yield ready
+    ready.close()
+
+
+@pytest.fixture(scope="session")
 def sglang_on_standin(tmp_path_factory: pytest.TempPathFactory, standin: Standin) -> Starts:
     """The same over the stand-in CUDA, where SGLang finds a GPU and starts CUDA as it is imported."""
     folder = tmp_path_factory.mktemp("sglang_on_standin")

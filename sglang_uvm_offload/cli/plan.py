@@ -12,6 +12,7 @@ from sglang_uvm_offload.config import AUTO, UNRESOLVED
 from sglang_uvm_offload.sizing import hub, planner
 from sglang_uvm_offload.sizing.architectures import unserved_note
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
+from sglang_uvm_offload.sizing.conversion import Conversion, conversion
 from sglang_uvm_offload.sizing.engine_shape import load_any
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
@@ -70,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--prompt-tokens", type=_count, default=4096, help="tokens of a prompt, for prefill (default 4096)")
     work.add_argument("--kv-cache-dtype", choices=tuple(DTYPE_BYTES), default="bfloat16")
     work.add_argument(
-        "--quantization", metavar="METHOD", help="as SGLang's flag, where it names what the checkpoint's files state"
+        "--quantization",
+        metavar="METHOD",
+        help="as SGLang's flag: what the checkpoint's files state, or what it is converted to",
     )
     work.add_argument("--speculative", action="store_true", help="load the model's draft layers (NEXTN)")
     work.add_argument(
@@ -111,7 +114,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         model, unseen = _model(args.model)
         machine = _machine(args)
-        if wrong := contradiction(args.quantization, model.quantization, model.quantization_from):
+        converted = _conversion(args.quantization, model)
+        if converted:
+            model = converted.applied(model, at_least=False)
+        elif wrong := contradiction(args.quantization, model.quantization, model.quantization_from):
             raise CheckpointError(wrong)
     except (CheckpointError, MachineError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -147,10 +153,18 @@ def run(args: argparse.Namespace) -> int:
         result = dataclasses.replace(result, alternatives=planner.alternatives(case, result, args.hit_rate))
     if unserved := unserved_note(model.architectures):
         result = dataclasses.replace(result, notes=(unserved, *result.notes))
-    if unseen:
-        result = dataclasses.replace(result, notes=(unseen, *result.notes))
+    for note in (str(converted or ""), unseen):
+        if note:
+            result = dataclasses.replace(result, notes=(note, *result.notes))
     print(json.dumps(dataclasses.asdict(result), indent=1) if args.json else planner.render(result))
     return 0 if result.fits else 1
+
+
+def _conversion(method: str | None, model: CheckpointShape) -> Conversion | None:
+    """What ``--quantization`` converts. A config alone does not tell that a checkpoint of ModelOpt is quantised."""
+    found = conversion(method, model.quantization)
+    certain = model.from_headers or not str(method).startswith("modelopt")
+    return found if found and found.known and certain else None
 
 
 def _model(name: str) -> tuple[CheckpointShape, str]:

@@ -9,6 +9,7 @@ from typing import Any
 from sglang_uvm_offload.config import AUTO, OffloadConfig
 from sglang_uvm_offload.cuda.device import DriverError
 from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.plugin import expert_bytes
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.planned_launch import free_by_gpu, planned_launch, ranks
 from sglang_uvm_offload.routing.profile import Profile
@@ -35,12 +36,16 @@ def resolved(config: OffloadConfig, server_args: Any, profile: Profile | None = 
     launch = dataclasses.replace(_launch(config, server_args, cfg), slots=slots)
     plan = choose_num_resident(launch)
     assert plan.num_resident is not None
+    chosen = dataclasses.replace(config, num_resident=plan.num_resident, slots=plan.slots, stream_buffers=plan.stream_buffers)
+    more = not launch.one_memory and expert_bytes.is_more_than_planned(server_args)
+    if more and (short := expert_bytes.problems(chosen, server_args)):
+        raise FlagError(short)
     logger.info("%s", _why(plan, launch))
     if plan.slots:
         logger.info("%s", _division(plan, slots))
     if plan.draft_note:
         logger.warning("%s: %s", _AUTO, plan.draft_note)
-    return dataclasses.replace(config, num_resident=plan.num_resident, slots=plan.slots, stream_buffers=plan.stream_buffers)
+    return chosen
 
 
 def _launch(config: OffloadConfig, server_args: Any, cfg: Any) -> Launch:

@@ -158,6 +158,8 @@ def _memory(config: OffloadConfig, args: Any) -> list[str]:
     unknown = "shown by loading only"
     vram = f"{unknown if known is None else size(known.resident)}; --mem-fraction-static {cfg.mem_fraction_static}"
     host = unknown if known is None else size(known.offloaded)
+    if known is not None and known.loading > known.offloaded:
+        host += f", and {size(known.loading)} while they load, before they are quantised"
     host += f", beside {need.beside_experts()}" if need.cache else ""
     host += f"; available: {size(host_available())}"
     host += ", to GPU and host together, which have one memory" if cfg.device == "cuda" and has_one_memory() else ""

@@ -11,11 +11,12 @@ from sglang_uvm_offload.cuda.numa import crowded
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin.compat import as_given, model_config_of, resolving_view
-from sglang_uvm_offload.plugin.planned_launch import hicache, ranks
+from sglang_uvm_offload.plugin.planned_launch import hicache, model_files, ranks
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
+from sglang_uvm_offload.sizing.conversion import conversion
 from sglang_uvm_offload.sizing.host_need import HostNeed
-from sglang_uvm_offload.sizing.model_files import ModelFiles
-from sglang_uvm_offload.sizing.quantization import conversion
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+from sglang_uvm_offload.sizing.launch import stored_model
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, NoExperts
 from sglang_uvm_offload.sizing.verdict import ONE_MEMORY
 from sglang_uvm_offload.units import size
 
@@ -26,23 +27,61 @@ class ExpertBytes:
 
     resident: int
     offloaded: int
+    loading: int
+    """Of the offloaded ones, at the most while the checkpoint loads: before it is converted."""
+
+
+def stored(cfg: Any, model_config: Any) -> CheckpointShape | None:
+    """The model as its files have it; None if they are not here, or cannot be read."""
+    try:
+        return stored_model(model_files(cfg), cfg.load_format, str(model_config.dtype).removeprefix("torch."))
+    except CheckpointError:
+        return None
+
+
+def is_dense(cfg: Any, model_config: Any) -> bool:
+    """Whether no tensor of the checkpoint is an expert's, whatever number its class of configs has by default."""
+    try:
+        stored_model(model_files(cfg), cfg.load_format, str(model_config.dtype).removeprefix("torch."))
+    except NoExperts:
+        return True
+    except CheckpointError:
+        pass
+    return False
+
+
+def conversions(cfg: Any, model_config: Any) -> list[str]:
+    """What the launch converts as it loads."""
+    model = stored(cfg, model_config)
+    found = conversion(model_config.quantization, model.quantization) if model is not None else None
+    return [str(found)] if found else []
+
+
+def is_more_than_planned(server_args: Any) -> bool:
+    """Whether host RAM holds what the planner's case knows nothing of: redundant experts, or a format that is left behind once
+    all is loaded."""
+    cfg = resolving_view(server_args)
+    return bool(cfg.ep_num_redundant_experts or conversions(cfg, model_config_of(server_args)))
 
 
 def expert_bytes(config: OffloadConfig, cfg: Any, model_config: Any) -> ExpertBytes | None:
-    """None if only loading shows it: several machines share the experts, or the headers cannot be read, or a flag quantises the
-    checkpoint while it loads."""
-    if cfg.nnodes > 1:
+    """None if only loading shows it."""
+    model = stored(cfg, model_config)
+    if model is None:
         return None
-    try:
-        model = ModelFiles(cfg.model_path, cfg.revision, cfg.download_dir).shape(str(model_config.dtype).removeprefix("torch."))
-    except CheckpointError:
-        return None
-    if conversion(model_config.quantization, model.quantization):
-        return None
-    places = model.num_experts + cfg.ep_num_redundant_experts
-    total = model.expert_bytes * places // model.num_experts * (1 if cfg.attn_dp_size > 1 else cfg.dp_size)
-    offloaded = total * (places - config.num_resident) // places
-    return ExpertBytes(total - offloaded, offloaded)
+    converted = conversion(model_config.quantization, model.quantization)
+    served = converted.applied(model, at_least=True) if converted else model
+    loading = model if converted and converted.loads_whole else served
+    places, local = model.num_experts + cfg.ep_num_redundant_experts, ranks(cfg)
+    replicas = 1 if cfg.attn_dp_size > 1 else cfg.dp_size
+    everywhere = cfg.tp_size * cfg.pp_size * replicas
+
+    def here(form: CheckpointShape, rows: int) -> int:
+        total = form.expert_bytes * places // form.num_experts * replicas
+        return total * rows // places * len(local) // everywhere
+
+    offloaded = places - config.num_resident
+    return ExpertBytes(here(served, config.num_resident), here(served, offloaded), here(loading, offloaded))
 
 
 def problems(config: OffloadConfig, server_args: Any) -> list[str]:
@@ -56,7 +95,7 @@ def host_need(config: OffloadConfig, server_args: Any) -> HostNeed:
     cfg = resolving_view(server_args)
     known = expert_bytes(config, cfg, model_config_of(server_args))
     cache = hicache(cfg, as_given(server_args)).get("hicache_bytes", 0) if cfg.pp_size == 1 else 0
-    return HostNeed(0 if known is None else max(0, known.offloaded), cache * len(ranks(cfg)))
+    return HostNeed(0 if known is None else max(0, known.loading), cache * len(ranks(cfg)))
 
 
 def crowded_nodes(config: OffloadConfig, server_args: Any) -> list[str]:

@@ -36,7 +36,7 @@ def separate(cfg: Any) -> ModelFiles | None:
     path = cfg.speculative_draft_model_path
     if cfg.speculative_algorithm in (None, "NGRAM") or path is None or from_the_checkpoint(cfg):
         return None
-    return ModelFiles(path, cfg.speculative_draft_model_revision, cfg.download_dir)
+    return ModelFiles(path, cfg.speculative_draft_model_revision, cfg.download_dir, cfg.json_model_override_args or "")
 
 
 def problems(config: OffloadConfig, cfg: Any, num_experts: int | None) -> list[str]:

@@ -27,8 +27,9 @@ def uncounted(cfg: Any, model: Any) -> list[str]:
 
 
 def state(cfg: Any, model: Any) -> LinearState | None:
-    """The state of one request and the number of states that SGLang keeps, None for a model without linear attention."""
-    if mambaish_config(model) is None:
+    """The state of one request and the number of states that SGLang keeps, None where ``uncounted`` names a reason, and for a
+    model without linear attention."""
+    if mambaish_config(model) is None or uncounted(cfg, model):
         return None
     return LinearState(
         state_layer_bytes(hybrid_gdn_config(model), cfg.mamba_ssm_dtype),

@@ -26,13 +26,12 @@ from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES, WINDOW_RATIO
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
 from sglang_uvm_offload.sizing.least_memory import LEAST_TOKENS
 from sglang_uvm_offload.sizing.machine import Machine, MachineError, of_gpus
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Parallel
 from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import Slots
 
 logger = logging.getLogger(__name__)
-
-_LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
 class Rank(NamedTuple):
@@ -71,8 +70,10 @@ def planned_launch(config: OffloadConfig, server_args: Any, *, at_least: bool = 
     """The planner's input, with the VRAM of an empty GPU as free. Raises ``Uncounted``. ``at_least``: for a lower bound of what
     the launch takes, to which what is not counted may add."""
     cfg, model = resolving_view(server_args), model_config_of(server_args)
-    reasons = [*_unknown(server_args, cfg), *([] if at_least else _beside(cfg))]
-    launch = _launch(config, cfg, model, as_given(server_args))
+    reasons = [] if at_least else _beside(server_args, cfg)
+    launch = replace(_launch(config, cfg, model, as_given(server_args)), at_least=at_least)
+    if at_least and post_capture_kv_sizing_planned(server_args):  # then the KV cache takes what graphs leave, of all there is
+        launch = replace(launch, mem_fraction_static=1.0)
     pools = _pools(server_args, launch)
     if pools is None and not at_least:
         reasons += _unasked(cfg, model)
@@ -106,7 +107,7 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
     if not vram:
         raise Uncounted(["SGLang does not know the size of this GPU"])
     return Launch(
-        cfg.model_path,
+        model_files(cfg),
         parallel=Parallel(
             *(cfg.tp_size, cfg.ep_size, cfg.pp_size, cfg.attn_dp_size if grouped else cfg.dp_size, grouped),
             shared_whole=cfg.moe_a2a_backend != "none",
@@ -124,8 +125,6 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
         page_tokens=max(64, cfg.page_size or 1),
         speculative=launch_drafts.from_the_checkpoint(cfg),
         draft_num_resident=config.draft_num_resident,
-        revision=cfg.revision,
-        download_dir=cfg.download_dir,
         draft=launch_drafts.separate(cfg),
         draft_tokens=launch_drafts.tokens_verified(cfg),
         dtype=_name(model.dtype),
@@ -138,20 +137,16 @@ def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
         notes=_notes(config, cfg, given),
         rates=_rates(),
         one_memory=has_one_memory(),
+        load_format=cfg.load_format,
     )
 
 
-def _unknown(server_args: Any, cfg: Any) -> list[str]:
-    """Settings with which a launch may take less than a plan counts."""
-    names = {
-        "--json-model-override-args": cfg.json_model_override_args not in (None, "", "{}"),
-        f"--load-format {cfg.load_format}": cfg.load_format not in _LOAD_FORMATS,
-        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": post_capture_kv_sizing_planned(server_args),
-    }
-    return [f"does not count {name}" for name, enabled in names.items() if enabled]
+def model_files(cfg: Any) -> ModelFiles:
+    """Of the target."""
+    return ModelFiles(cfg.model_path, cfg.revision, cfg.download_dir, cfg.json_model_override_args or "")
 
 
-def _beside(cfg: Any) -> list[str]:
+def _beside(server_args: Any, cfg: Any) -> list[str]:
     """Settings whose bytes no plan counts, so that a plan would promise memory that is not free."""
     names = {
         f"--nnodes {cfg.nnodes}, where each machine would choose its own number": cfg.nnodes > 1,
@@ -161,6 +156,7 @@ def _beside(cfg: Any) -> list[str]:
         f"--moe-dense-tp-size {cfg.moe_dense_tp_size}": cfg.moe_dense_tp_size is not None,
         f"the buffers of --moe-a2a-backend {cfg.moe_a2a_backend}, for which SGLang reserves nothing": cfg.moe_a2a_backend
         not in ("none", "deepep"),
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": post_capture_kv_sizing_planned(server_args),
         "--enable-symm-mem": cfg.enable_symm_mem,
         "the adapters of --enable-lora": cfg.enable_lora,
         f"--ep-num-redundant-experts {cfg.ep_num_redundant_experts}": cfg.ep_num_redundant_experts,

@@ -76,16 +76,19 @@ class _Rank:
         with _as_a_rank(self.server_args):  # each time anew: SGLang writes the number of states that it chose there
             try:
                 configurator = self._configurator()
-                made = self._tokens(configurator, budget)
-                return made >= tokens and configurator.resolve_max_num_reqs(made) >= requests
+                made, each = self._tokens(configurator, budget)
+                # Where tokens take nothing, as without attention, SGLang makes room for one context.
+                return (made >= tokens or not each) and configurator.resolve_max_num_reqs(made) >= requests
             except (RuntimeError, ValueError):  # SGLang's, for a cache or states too small for one request
                 return False
 
-    def _tokens(self, configurator: Any, budget: int) -> int:
+    def _tokens(self, configurator: Any, budget: int) -> tuple[int, int]:
+        """The tokens of the cache, and the bytes that each takes, as far as the configurator has such a number."""
         if configurator.mambaish_config is not None:
             budget = int(configurator._handle_max_mamba_cache(budget / _GIB) * _GIB)
         pools = create_memory_pool_configurator(configurator)
-        return pools.calculate_pool_sizes(budget, self.cfg.page_size).max_total_num_tokens
+        made = pools.calculate_pool_sizes(budget, self.cfg.page_size).max_total_num_tokens
+        return made, getattr(pools, "_cell_size", 1)
 
     def _configurator(self) -> Any:
         model, part = self.model, self._part()

@@ -36,7 +36,7 @@ from sglang.srt.layers.quantization import get_quantization_config
 
 from sglang_uvm_offload.cuda.device import DriverError, device_arch
 from sglang_uvm_offload.plugin import expert_location_file, named_files
-from sglang_uvm_offload.plugin.planned_launch import free_by_gpu, ranks
+from sglang_uvm_offload.plugin.planned_launch import free_by_gpu, model_files, ranks
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
 from sglang_uvm_offload.units import size
 
@@ -119,9 +119,28 @@ def _block(model: Any, quantization: str | None) -> int:
     return int(block[0]) if isinstance(block, (list, tuple)) and block and isinstance(block[0], int) and not plain else 1
 
 
+def _missing_files(cfg: Any, model: Any, name: str) -> list[str]:
+    """The files of which SGLang would read one, for a quantisation that the config does not state
+    (``weight_utils.get_quant_config``). ``modelopt_fp4`` without a file quantises as it loads."""
+    stated = (getattr(config, each, None) for config in (model.hf_config, model.hf_text_config) for each in _STATED)
+    folder = model_files(cfg).on_disk
+    if name == "modelopt_fp4" or any(stated) or folder is None:
+        return []
+    try:
+        files = get_quantization_config(name).get_config_filenames()
+    except ValueError:  # of no such name, which SGLang's arguments refuse
+        return []
+    return [] if any(str(path).endswith(tuple(files)) for path in folder.glob("*.json")) else list(files)
+
+
+_STATED = ("quantization_config", "compression_config")
+
+
 def _quantization(cfg: Any, model: Any) -> Iterator[str]:
     """As ``model_loader.loader`` asks the quantisation; what one tells only of a checkpoint is left to it."""
     name, here = cfg.quantization or model.quantization, ranks(cfg)
+    if name and (files := _missing_files(cfg, model, name)):
+        yield f"--quantization {name}: SGLang needs {' or '.join(files)} among the model's files for it, and there is none"
     if not here:  # more machines than ranks, which SGLang refuses
         return
     try:

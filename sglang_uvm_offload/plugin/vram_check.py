@@ -17,7 +17,7 @@ from sglang_uvm_offload.plugin import expert_bytes
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.planned_launch import Rank, free_by_gpu, planned_launch, ranks
 from sglang_uvm_offload.sizing.draft_cost import draft_note
-from sglang_uvm_offload.sizing.launch import Uncounted
+from sglang_uvm_offload.sizing.launch import NO_DRAFTS, Uncounted
 from sglang_uvm_offload.sizing.least_memory import LeastMemory
 from sglang_uvm_offload.sizing.ranks import shape_problems
 from sglang_uvm_offload.units import size
@@ -46,6 +46,8 @@ def checked(config: OffloadConfig, server_args: Any) -> tuple[OffloadConfig, lis
     except (Uncounted, DriverError) as reason:
         logger.warning("%s %d is not checked against VRAM: %s", _N, config.num_resident, reason)
         return config, expert_bytes.problems(config, server_args)
+    if launch.speculative and not case.model.draft_layers:
+        logger.warning("%s %d: %s", _N, config.num_resident, NO_DRAFTS)
     least = LeastMemory(case, cfg.page_size or 1)
     if least.share <= 0 or _rows(config) > case.model.num_experts:
         return config, []  # the headroom or the number is refused by a check of its own
@@ -68,9 +70,8 @@ def _host_shortage(
     """The refusal for want of host RAM, or of what the GPUs leave of it where they have the same memory."""
     rows, machine = _rows(config), least.case.machine
     need = least.host([rank.stage for rank in ranks], rows)
-    if resolving_view(server_args).ep_num_redundant_experts:  # of which the planner's case knows nothing
-        copies = expert_bytes.host_need(config, server_args)
-        need = dataclasses.replace(need, experts=max(need.experts, copies.experts))
+    if expert_bytes.is_more_than_planned(server_args):
+        need = dataclasses.replace(need, experts=max(need.experts, expert_bytes.host_need(config, server_args).experts))
     if not machine.one_memory:
         return expert_bytes.shortage(config, need, machine.host_bytes)
     taken = sum(least.needed(rank.stage, rows) for rank in ranks)

@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,10 @@ from sglang_uvm_offload.sizing.config_tensors import check_counts, tensors_of
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
 from sglang_uvm_offload.sizing.loaded import as_loaded
 from sglang_uvm_offload.sizing.moe_shape import MoeShape, expert_size, moe_shape
-from sglang_uvm_offload.sizing.quantization import UNQUANTIZED, UNSTATED, quantization_of, read_config, stated_by
-from sglang_uvm_offload.sizing.safetensors_header import FLOATS, CheckpointError, TensorInfo, read_folder
+from sglang_uvm_offload.sizing.overrides import overridden
+from sglang_uvm_offload.sizing.quantization import BESIDE, UNQUANTIZED, UNSTATED, quantization_of, read_config, stated_by
+from sglang_uvm_offload.sizing.quantized_linear import UnknownTensors
+from sglang_uvm_offload.sizing.safetensors_header import FLOATS, CheckpointError, NoExperts, TensorInfo, read_folder
 from sglang_uvm_offload.sizing.tensor_names import (
     Experts,
     divisions,
@@ -138,26 +141,42 @@ class CheckpointShape:
         return sum(layer.expert_bytes for layer in self.layers)
 
 
-def load(path: Path, dtype: str | None = None) -> CheckpointShape:
+def load(path: Path, dtype: str | None = None, overrides: str = "") -> CheckpointShape:
     """The checkpoint in a folder (from its headers), or the one described by a JSON file: a config.json, or an object with it
-    under ``config``. ``dtype``: what a server loads its weights as, None for the bytes that they have on disk. Raises
-    ``CheckpointError`` with the reason."""
+    under ``config``. ``dtype``: what a server loads its weights as, None for the bytes that they have on disk. ``overrides``:
+    ``--json-model-override-args``. Raises ``CheckpointError`` with the reason. What is read is kept while its files stay as
+    they are: a launch asks several times, and the headers of a large model take seconds."""
+    state = _state(path)
+    return _load(path, dtype, overrides, state) if state else _load.__wrapped__(path, dtype, overrides, state)
+
+
+@lru_cache(maxsize=8)
+def _load(path: Path, dtype: str | None, overrides: str, state: tuple[tuple[str, int, int], ...]) -> CheckpointShape:
     if os.path.isdir(path):  # False, not an error, for a path that cannot be examined: reading it says why
-        return from_tensors(
-            str(path), read_config(path / "config.json"), as_loaded(read_folder(path), dtype), from_headers=True
-        )
+        config = overridden(read_config(path / "config.json"), overrides)
+        return from_tensors(str(path), config, as_loaded(read_folder(path), dtype), from_headers=True)
     value = read_config(path)
     config = value.get("config", value)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: its config is not an object")
     name = value.get("name", value.get("_name_or_path"))
     shown = name if isinstance(name, str) and name else str(path)
-    return from_config(shown, config)
+    return from_config(shown, overridden(config, overrides), dtype)
 
 
-def from_config(name: str, config: Mapping[str, Any]) -> CheckpointShape:
+def _state(path: Path) -> tuple[tuple[str, int, int], ...]:
+    """Differs from that before a file that is read was written; empty if that cannot be told."""
+    try:
+        files = list(path.iterdir()) if os.path.isdir(path) else [path, path.with_name(BESIDE)]
+        found = [(file.name, file.stat()) for file in files if os.path.exists(file)]
+    except (OSError, ValueError):  # whatever reads it says why
+        return ()
+    return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found))
+
+
+def from_config(name: str, config: Mapping[str, Any], dtype: str | None = None) -> CheckpointShape:
     text = text_config(config)
-    return from_tensors(name, config, _guard(tensors_of, text), from_headers=False)
+    return from_tensors(name, config, as_loaded(_guard(tensors_of, text), dtype), from_headers=False)
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +204,8 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
     moe = _guard(lambda c: moe_shape(SimpleNamespace(**c)), config)
     num_layers = config.get("num_hidden_layers")
     if moe is None or not isinstance(num_layers, int):
-        raise CheckpointError(f"{name}: the config describes no routed experts, so there is nothing to offload")
+        reason = f"{name}: the config describes no routed experts, so there is nothing to offload"
+        raise UnknownTensors(reason) if any(named_for_experts(tensor.name) for tensor in tensors) else NoExperts(reason)
     top_k = _positive_int(config, moe.top_k, "num_experts_per_tok")
     if top_k > moe.num_experts:
         raise CheckpointError(f"{name}: the config routes a token to {top_k} of {moe.num_experts} experts")
@@ -193,7 +213,7 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
     shapes = [_layer_shape(index, held.layers[index], moe.num_experts) for index in sorted(held.layers)]
     layers = tuple(shape for shape in shapes if shape.index < num_layers)
     if not any(layer.experts for layer in layers):
-        raise CheckpointError(
+        raise UnknownTensors(
             f"{name}: no tensor is named like a routed expert (…experts.0.gate_proj.weight, …experts.down_proj), though its "
             f"config describes {moe.num_experts} experts a layer"
         )

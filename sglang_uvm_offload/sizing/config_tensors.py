@@ -13,7 +13,7 @@ from typing import Any
 from sglang_uvm_offload.sizing.moe_shape import EXPERTS, MoeShape, moe_shape, most, stated_experts
 from sglang_uvm_offload.sizing.quantization import quantization_of
 from sglang_uvm_offload.sizing.quantized_linear import QuantizedLinear, UnknownTensors
-from sglang_uvm_offload.sizing.safetensors_header import DTYPES, CheckpointError, TensorInfo
+from sglang_uvm_offload.sizing.safetensors_header import DTYPES, CheckpointError, NoExperts, TensorInfo
 
 MXFP4_BLOCK = 32
 """Weights that share a scale of one byte."""
@@ -83,7 +83,7 @@ class _Writer:
         self.config = config
         moe = moe_shape(SimpleNamespace(**config))
         if moe is None:
-            raise CheckpointError("the config describes no routed experts")
+            raise NoExperts("the config describes no routed experts")
         self.moe: MoeShape = moe
         self.hidden = self.size("hidden_size")
         self.dtype = DTYPES.get(config.get("torch_dtype") or config.get("dtype") or "bfloat16", "")

@@ -26,6 +26,7 @@ from sglang_uvm_offload.reading import printable
 from sglang_uvm_offload.sizing.architectures import model_files
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, ExpertPart, LayerShape, is_split, load, text_config
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
+from sglang_uvm_offload.sizing.overrides import overridden
 from sglang_uvm_offload.sizing.quantization import BESIDE, quantization_of, stated_by, with_beside
 from sglang_uvm_offload.sizing.quantized_linear import UnknownTensors
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo, read_json
@@ -36,25 +37,26 @@ MOST_SECONDS = 300
 FORMAT = 1
 """Of what the program prints: another number for other contents."""
 LONGEST_REASON = 300
+_failed: dict[Path, str] = {}
 
 
-def load_any(path: Path) -> CheckpointShape:
-    """``checkpoint.load``, and where a checkpoint without weights is of a family or quantisation whose tensors it does not
-    know, the shape by SGLang's class."""
+def load_any(path: Path, dtype: str | None = None, overrides: str = "") -> CheckpointShape:
+    """``checkpoint.load``, and the shape by SGLang's class where it does not know the names of a checkpoint's tensors, or the
+    tensors of a family or quantisation without weights."""
     without_weights = os.path.isdir(path) and not any(path.glob("*.safetensors*")) and (path / "config.json").exists()
     file = path / "config.json" if without_weights else path
     try:
-        return load(file)
+        return load(file, dtype, overrides)
     except UnknownTensors as unknown:
-        return instead(unknown, file, str(path))
+        return instead(unknown, file, str(path), overrides)
 
 
-def instead(refusal: CheckpointError, file: Path, name: str) -> CheckpointShape:
+def instead(refusal: CheckpointError, file: Path, name: str, overrides: str = "") -> CheckpointShape:
     """The shape by SGLang's class, which may know what ``refusal`` says is unknown; raises it without SGLang."""
-    if not installed() or not _may_be_built(_configuration(file)[0]):
+    if not installed() or not _may_be_built(_configuration(file, overrides)[0]):
         raise refusal
     try:
-        return shape_by_engine(file, name)
+        return shape_by_engine(file, name, overrides)
     except CheckpointError as error:
         raise CheckpointError(f"{refusal}; {error}") from error
 
@@ -74,27 +76,28 @@ def installed() -> bool:
     return importlib.util.find_spec("sglang") is not None
 
 
-def shape_by_engine(path: Path, name: str | None = None) -> CheckpointShape:
+def shape_by_engine(path: Path, name: str | None = None, overrides: str = "") -> CheckpointShape:
     """The model that ``path`` configures: a folder with a config.json, or a JSON file as ``checkpoint.load`` reads it. Raises
     ``CheckpointError`` with SGLang's reason where it does not build the model."""
-    (shape,) = shapes_by_engine({name or str(path): path})
+    (shape,) = shapes_by_engine({name or str(path): path}, overrides)
     return shape
 
 
-def shapes_by_engine(paths: Mapping[str, Path]) -> list[CheckpointShape]:
+def shapes_by_engine(paths: Mapping[str, Path], overrides: str = "") -> list[CheckpointShape]:
     """The same for several models, by the names to show: SGLang starts once for those that are not in the cache."""
-    configurations = [_configuration(path) for path in paths.values()]
+    configurations = [_configuration(path, overrides) for path in paths.values()]
     printed = _printed([files for _, files in configurations])
     return [_shape(printable(name), config, one) for name, (config, _), one in zip(paths, configurations, printed, strict=True)]
 
 
-def _configuration(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def _configuration(path: Path, overrides: str = "") -> tuple[dict[str, Any], dict[str, str]]:
     """The config, and the contents of the files that SGLang reads it from."""
     file = path / "config.json" if os.path.isdir(path) else path
     value = read_json(file)
     config = value.get("config", value)
     if not isinstance(config, dict):
         raise CheckpointError(f"{file}: its config is not an object")
+    config = overridden(config, overrides)
     files = {"config.json": json.dumps(config)}
     beside = file.parent / BESIDE
     if file.name == "config.json" and beside.exists():
@@ -104,7 +107,9 @@ def _configuration(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _printed(configurations: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """What the program prints for each, from the cache if it is there. An error is not kept: it may pass."""
+    """What the program prints for each, from the cache if it is there. An error is kept in this process alone: it may pass."""
+    if failed := next((found for files in configurations if (found := _failed.get(_cached(files)))), None):
+        raise CheckpointError(failed)
     known = {number: kept for number, files in enumerate(configurations) if (kept := _kept(_cached(files))) is not None}
     missing = [number for number in range(len(configurations)) if number not in known]
     with tempfile.TemporaryDirectory() as parent:
@@ -115,10 +120,11 @@ def _printed(configurations: Sequence[Mapping[str, str]]) -> list[dict[str, Any]
                 (folder / name).write_text(contents)
         lines = _run([str(folder) for folder in folders]) if missing else []
     for number, line in zip(missing, lines, strict=True):
-        known[number] = json.loads(line)
+        known[number], key = json.loads(line), _cached(configurations[number])
         if error := known[number].get("error"):
-            raise CheckpointError(f"SGLang does not build the model: {' '.join(str(error).split())[:LONGEST_REASON]}")
-        _keep(_cached(configurations[number]), line)
+            _failed[key] = f"SGLang does not build the model: {' '.join(str(error).split())[:LONGEST_REASON]}"
+            raise CheckpointError(_failed[key])
+        _keep(key, line)
     return [known[number] for number in range(len(configurations))]
 
 

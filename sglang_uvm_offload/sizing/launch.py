@@ -6,12 +6,12 @@ import dataclasses
 
 from sglang_uvm_offload.memory.layout import round_up
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
+from sglang_uvm_offload.sizing.conversion import conversion
 from sglang_uvm_offload.sizing.draft_model import load_draft
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.quantization import conversion
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.server_pools import ServerPools
@@ -22,6 +22,19 @@ DEFAULT_KV_TOKENS = 32768
 that the ``plan`` command assumes, or several shorter ones."""
 
 NO_DRAFTS = "the checkpoint has no draft layers of its own to count"
+
+
+_READING_HEADERS = (
+    *("auto", "safetensors", "dummy", "layered", "mistral", "fastsafetensors", "instanttensor", "runai_streamer"),
+    *("presharded", "flash_rl"),
+)
+"""Load formats by which SGLang 0.5.23 reads the safetensors of the folder that is named (``dummy`` reads none). With others the
+config says what there is."""
+
+
+def stored_model(files: ModelFiles, load_format: str, dtype: str | None) -> CheckpointShape:
+    """The model as its checkpoint has it. Raises ``CheckpointError``."""
+    return files.shape(dtype or None) if load_format in _READING_HEADERS else files.described(dtype or None)
 
 
 class Uncounted(Exception):
@@ -36,8 +49,7 @@ class Uncounted(Exception):
 class Launch:
     """Sizes are bytes, of one GPU or of the whole machine."""
 
-    model_path: str
-    """A checkpoint's folder, or an id on the Hugging Face Hub."""
+    files: ModelFiles
     parallel: Parallel
     vram_bytes: int
     """The size of a GPU according to SGLang."""
@@ -59,8 +71,6 @@ class Launch:
     page_tokens: int = 64
     speculative: bool = False
     """The checkpoint's own draft layers are loaded."""
-    revision: str | None = None
-    download_dir: str | None = None
     draft: ModelFiles | None = None
     """A draft model with a checkpoint of its own."""
     draft_num_resident: int | None = None
@@ -88,11 +98,14 @@ class Launch:
     """Of this machine, 0 if unknown: the link's and VRAM's in 1e9 bytes a second, and TFLOPS (``Machine``)."""
     one_memory: bool = False
     """The GPUs have the host's memory."""
+    load_format: str = "auto"
+    at_least: bool = False
+    """Where the bytes of a model that is converted as it loads are not known, count the least."""
 
     def case(self) -> Case:
         """The planner's case for this launch. Raises ``Uncounted``."""
         try:
-            model = ModelFiles(self.model_path, self.revision, self.download_dir).shape(self.dtype or None)
+            model = self._model()
             draft = None if self.draft is None else load_draft(self.draft)
         except CheckpointError as error:
             raise Uncounted([str(error)]) from error
@@ -106,14 +119,26 @@ class Launch:
             one_memory=self.one_memory,
             available_bytes=self.host_bytes if self.one_memory else 0,
         )
+        workload = (
+            self.workload
+            if model.draft_layers
+            else dataclasses.replace(self.workload, speculative=False, draft_num_resident=None)
+        )
+        assumed = Assumptions(accepted_tokens=min(Assumptions.accepted_tokens, workload.draft_tokens))
         return Case(
-            *(model, machine, self.workload, self.parallel, self._reserve(), Assumptions()),
+            *(model, machine, workload, self.parallel, self._reserve(), assumed),
             draft=draft,
             linear=self.linear,
             pools=self.pools,
             slots=self.slots,
             given_stages=self.stages,
         )
+
+    def _model(self) -> CheckpointShape:
+        """As it is served."""
+        stored = stored_model(self.files, self.load_format, self.dtype)
+        converted = conversion(self.quantization, stored.quantization)
+        return converted.applied(stored, at_least=self.at_least) if converted else stored
 
     @property
     def context(self) -> int:
@@ -170,10 +195,8 @@ class Launch:
         """Users of VRAM on this model's ranks that a plan does not count."""
         out = []
         layers = len(model.kv.state_layers)
-        if self.pools is None and bool(layers) != (self.linear is not None):
+        if not self.at_least and self.pools is None and bool(layers) != (self.linear is not None):
             out.append(f"the state of {layers or 'the'} layers with linear attention is not counted: their sizes are unknown")
-        if converted := conversion(self.quantization, model.quantization):
-            out.append(converted)
-        if self.speculative and not model.draft_layers:
+        if self.speculative and not model.draft_layers and not self.at_least:
             out.append(NO_DRAFTS)
         return out

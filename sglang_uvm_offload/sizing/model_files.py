@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from sglang_uvm_offload.reading import printable
 from sglang_uvm_offload.sizing import hub
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_tensors, load
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_tensors
+from sglang_uvm_offload.sizing.engine_shape import instead, load_any
 from sglang_uvm_offload.sizing.loaded import as_loaded
+from sglang_uvm_offload.sizing.overrides import overridden
 from sglang_uvm_offload.sizing.quantization import read_config
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo, read_folder
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, NoExperts, TensorInfo, read_folder
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class ModelFiles:
     revision: str | None = None
     cache: str | None = None
     """``--download-dir``, None for that of ``huggingface_hub``."""
+    overrides: str = ""
+    """``--json-model-override-args``."""
 
     @cached_property
     def folder(self) -> Path | None:
@@ -43,38 +48,33 @@ class ModelFiles:
 
     def config(self) -> dict[str, Any]:
         folder = self.folder
-        return read_config(hub.config_file(self.name, self.revision) if folder is None else folder / "config.json")
+        file = hub.config_file(self.name, self.revision) if folder is None else folder / "config.json"
+        return overridden(read_config(file), self.overrides)
 
     def tensors(self) -> list[TensorInfo]:
         return list(hub.headers(self.name, self.revision)) if self.folder is None else read_folder(self.folder)
 
     def shape(self, dtype: str | None = None) -> CheckpointShape:
-        """``dtype``: what a server loads the weights as, None for the bytes that they have on disk."""
+        """By the headers of its weights, or by SGLang's class where their names are not known. ``dtype``: what a server loads
+        the weights as, None for the bytes that they have on disk."""
         if os.path.lexists(self.name):
-            return _loaded(Path(self.name), dtype)
+            return self._of(Path(self.name), dtype)
         if self.folder is not None:
-            return replace(_loaded(self.folder, dtype), name=self.name)
+            return self._of(self.folder, dtype)
         return from_tensors(self.name, self.config(), as_loaded(self.tensors(), dtype), from_headers=True)
 
+    def described(self, dtype: str | None = None) -> CheckpointShape:
+        """The same by its config alone, for weights that are in no safetensors, or in a server's own form."""
+        file = self.folder / "config.json" if self.folder is not None else hub.config_file(self.name, self.revision)
+        return self._of(file, dtype)
 
-def _loaded(path: Path, dtype: str | None) -> CheckpointShape:
-    """A launch asks several times, and reading all headers of a large model takes seconds."""
-    return _loaded_once(path, dtype, _state(path)) if os.path.isdir(path) else load(path, dtype)
-
-
-@lru_cache(maxsize=4)
-def _loaded_once(path: Path, dtype: str | None, state: tuple[tuple[str, int, int], ...]) -> CheckpointShape:
-    return load(path, dtype)
-
-
-def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Differs from that of the same folder before a file in it was written."""
-    try:
-        with os.scandir(folder) as entries:
-            found = [(entry.name, entry.stat()) for entry in entries if os.path.exists(entry.path)]
-    except OSError:  # whatever reads it says why
-        return ()
-    return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found))
+    def _of(self, path: Path, dtype: str | None) -> CheckpointShape:
+        try:
+            return replace(load_any(path, dtype, self.overrides), name=printable(self.name))
+        except NoExperts as dense:
+            if any(path.glob("*.safetensors")):
+                raise
+            return instead(dense, path, self.name, self.overrides)  # a class of configs may have a number by default
 
 
 def _complete(folder: Path) -> bool:

@@ -57,22 +57,6 @@ def stated_by(config: Mapping[str, Any]) -> str:
     return str(quant.get(_STATED_BY, _CONFIG)) if isinstance(quant, dict) else _CONFIG
 
 
-def conversion(method: str | None, stated: str) -> str:
-    """Why a server that runs ``method`` (SGLang's ``ModelConfig.quantization``) has weights of another size than a checkpoint
-    of ``stated`` quantisation; empty where it does not. SGLang refuses pairs that do not match, takes some for names of
-    the same tensors (``modelopt`` and ``modelopt_fp4``), and quantises in some while it loads
-    (``ModelConfig._verify_quantization``)."""
-    if method is None:
-        return ""
-    if stated == UNQUANTIZED:
-        return (
-            f"--quantization {method} quantises the checkpoint, which is not quantised, while it loads: its size is not known"
-        )
-    if method in _REQUANTIZING or (method, stated) in _REQUANTIZED:
-        return f"--quantization {method} quantises the {stated} checkpoint anew while it loads: its size is not known"
-    return ""
-
-
 def contradiction(flag: str | None, stated: str, by: str) -> str:
     """Why ``--quantization`` ``flag`` does not name the quantisation that the file ``by`` states; empty if it does."""
     if flag is None or stated in (flag, UNSTATED) or stated in _SAME.get(flag, ()):
@@ -95,9 +79,6 @@ _SAME = {
     **dict.fromkeys(("compressed_tensors", "w8a8_int8", "w8a8_fp8"), ("compressed-tensors",)),
 }
 """Names of flags for kernels that read these checkpoints as they are (``override_quantization_method``)."""
-
-_REQUANTIZING = frozenset({"quark_mxfp4"})
-_REQUANTIZED = {("modelopt_fp4", "fp8"), ("nvfp4_online", "fp8"), ("nvfp4_online", "modelopt_fp8")}
 
 
 def _stated(config: Mapping[str, Any]) -> Any:

@@ -18,7 +18,7 @@ MXFP4_GROUP = 32
 
 
 class UnknownTensors(CheckpointError):
-    """A config that may be right, but does not tell which tensors its checkpoint has."""
+    """A config that may be right, but does not tell which tensors its checkpoint has; or tensors whose names are not known."""
 
 
 _Rows = list[tuple[str, str, tuple[int, ...]]]

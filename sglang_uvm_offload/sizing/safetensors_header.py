@@ -37,6 +37,10 @@ class CheckpointError(ValueError):
         super().__init__(reading.printable(reason))  # it quotes file names, tensor names and the config
 
 
+class NoExperts(CheckpointError):
+    """A dense model, by its config and by its tensors."""
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """One tensor of a checkpoint. ``dtype`` is a key of ``DTYPE_BITS``."""

@@ -22,7 +22,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("exc
 no class of configs is used; ``parts``, types of the configs inside it; ``layers``; and ``config``, values by path. For the
 test that builds it: ``expert``, the weights of an expert; ``times``, how often it builds its layers; ``only``, what a config
 must have for SGLang's layer; ``no_experts``; ``not_tried``, the error with which it is not built; and ``sglang_fails``, the
-error with which SGLang cannot build it, whatever its config."""
+error with which SGLang cannot build it, whatever its config. For the launch of it: ``launch``, more values; and
+``not_launched``, why there is none."""
 
 EXPERTS = 8
 LAYERS = 4

@@ -4,27 +4,42 @@ the configuration, on the ``meta`` device, with the conversions undone that tran
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from builders.true_shape import config_folder, write
+from builders.true_shape import checkpoint, config_folder, write
 
-from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
+from sglang_uvm_offload.sizing.checkpoint import text_config
+from sglang_uvm_offload.sizing.config_tensors import tensors_of
+from sglang_uvm_offload.sizing.quantization import read_config
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
+
+_EXPERT = re.compile(r"(.*\.experts\.\d+\.)(\w+)\.weight$")
+
+
+class Untold(Exception):
+    """Neither our rules nor transformers tell a checkpoint's tensors."""
+
+
+def written(model: str, folder: Path) -> Path | None:
+    """The checkpoint of ``owner/name`` in ``folder``; None where nothing tells its tensors."""
+    out = folder / model.replace("/", "--")
+    try:
+        return checkpoint(model, out)
+    except CheckpointError:
+        pass
+    try:
+        return released_checkpoint(model, out.with_name(f"{out.name}-released"))
+    except (AttributeError, KeyError, ValueError, OSError):
+        return None
 
 
 @functools.cache
 def released_tensors(model: str) -> tuple[TensorInfo, ...]:
     """All tensors of ``owner/name``, in the types that its configuration states. Not for quantised ones."""
-    import torch
-    import transformers
-    from safetensors.torch import _TYPES
-    from transformers.core_model_loading import revert_weight_conversion
-
-    config = transformers.AutoConfig.from_pretrained(config_folder(model))
-    with torch.device("meta"):
-        made = getattr(transformers, config.architectures[0])(config).to(config.dtype or torch.bfloat16)
-    names = {dtype: name for name, dtype in _TYPES.items()}
-    state = revert_weight_conversion(made, made.state_dict())
-    return tuple(TensorInfo(name, names[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items())
+    return tuple(_by_transformers(config_folder(model)))
 
 
 def released_checkpoint(model: str, out: Path) -> Path:
@@ -34,3 +49,55 @@ def released_checkpoint(model: str, out: Path) -> Path:
         (out / file.name).write_bytes(file.read_bytes())
     write(out, released_tensors(model))
     return out
+
+
+def tensors_of_folder(folder: Path) -> list[TensorInfo]:
+    """Of the model that ``folder`` configures, by our rules or by transformers' class."""
+    try:
+        return list(tensors_of(text_config(read_config(folder / "config.json"))))
+    except CheckpointError:
+        pass
+    try:
+        return list(_by_transformers(folder))
+    except Exception as error:  # of any type, for a configuration that its class does not suit
+        raise Untold(str(error)) from error
+
+
+def _by_transformers(folder: Path) -> Iterator[TensorInfo]:
+    import torch
+    import transformers
+    from safetensors.torch import _TYPES
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        made = getattr(transformers, config.architectures[0])(config).to(config.dtype or torch.bfloat16)
+    names = {dtype: name for name, dtype in _TYPES.items()}
+    state = revert_weight_conversion(made, made.state_dict())
+    tensors = [TensorInfo(name, names[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()]
+    for tensor in tensors:
+        expert = _EXPERT.match(tensor.name)
+        # LongCat's class has a row for each expert that computes nothing, of which its files have none.
+        if expert is None or f"{expert[1]}down_proj.weight" in state or not expert[2].startswith(("gate", "up")):
+            yield tensor
+    yield from _draft_layer(text_config(read_config(folder / "config.json")), tensors)
+
+
+def _draft_layer(config: dict[str, Any], tensors: list[TensorInfo]) -> Iterator[TensorInfo]:
+    """The draft layer that the files have and transformers' class leaves out: a decoder layer like the last, and what joins it
+    to the model, by the names that SGLang 0.5.23 loads (``qwen3_next.load_weights``, ``deepseek_nextn``)."""
+    layers, hidden, dtype = config["num_hidden_layers"], config["hidden_size"], tensors[0].dtype
+    like = [(found[1], tensor) for tensor in tensors if (found := re.search(rf"\blayers\.{layers - 1}\.(.+)", tensor.name))]
+    if config.get("model_type") == "qwen3_next" or config.get("mtp_num_hidden_layers"):
+        name, joint, norms = "mtp.layers.0", "mtp.fc", ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+        vocabulary: tuple[str, ...] = ()
+    elif config.get("num_nextn_predict_layers") and not any(f"layers.{layers}." in tensor.name for tensor in tensors):
+        name = f"model.layers.{layers}"
+        joint, norms = f"{name}.eh_proj", tuple(f"{name}.{norm}" for norm in ("enorm", "hnorm", "shared_head.norm"))
+        vocabulary = (f"{name}.embed_tokens", f"{name}.shared_head.head")
+    else:
+        return
+    yield from (TensorInfo(f"{name}.{path}", tensor.dtype, tensor.shape) for path, tensor in like)
+    yield TensorInfo(f"{joint}.weight", dtype, (hidden, 2 * hidden))
+    yield from (TensorInfo(f"{norm}.weight", dtype, (hidden,)) for norm in norms)
+    yield from (TensorInfo(f"{each}.weight", dtype, (config["vocab_size"], hidden)) for each in vocabulary)

@@ -6,22 +6,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.server import environment
+from architectures.names import DRAFT, EXCEPTIONS, FOLDER, FOUND, UNBUILDABLE, served
 from nursery import Nursery
 
 from sglang_uvm_offload.plugin.launch_checks import DIRECT_KERNEL_MODELS
 
-FOLDER = Path(__file__).parents[1] / "architectures"
-FOUND: dict[str, Any] = json.loads((FOLDER / "found.json").read_text())
-EXCEPTIONS: dict[str, dict[str, Any]] = json.loads((FOLDER / "exceptions.json").read_text())
-
-DRAFT = re.compile(r"NextN$|MTP$|Draft|Assistant|DSpark|Eagle")
-"""Architectures that draft: nobody names them in a launch."""
 pytestmark = pytest.mark.since("0.5.21", "these tests build models by functions that it does not have")
 EVERY_RUN = (
     "GlmMoeDsaForCausalLM",
@@ -31,7 +23,6 @@ EVERY_RUN = (
     "GptOssForCausalLM",
 )
 """Among those that the tests' other servers import."""
-UNBUILDABLE = {name for name, exception in EXCEPTIONS.items() if "sglang_fails" in exception}
 HIDDEN = 256
 EXPERT_SIZES = (128, 512)
 """Of those that state one for their experts, and of those that state one for all."""
@@ -53,21 +44,6 @@ def built(python: Nursery, *names: str, plugin: bool = True) -> dict[str, Any]:
     ended = python.run(program(*names, plugin=plugin))
     assert ended.code == 0, ended.err[-4000:]
     return json.loads(ended.out.rpartition("RESULT ")[2])
-
-
-@pytest.fixture(scope="module")
-def every_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Beside all of SGLang's models, where other tests import those that they serve."""
-    env = {name: value for name, value in environment({}).items() if name != "SGLANG_DISABLED_MODEL_ARCHS"}
-    imports = f"""
-        import sys
-        import sglang.srt.entrypoints.engine
-        sys.path.insert(0, {str(FOLDER.parent)!r})
-        import architectures.build
-    """
-    ready = Nursery(tmp_path_factory.mktemp("every_model"), imports, env)
-    yield ready
-    ready.close()
 
 
 def assert_accounted(name: str, builds: list[dict[str, Any]]) -> None:
@@ -110,11 +86,6 @@ def cases() -> list[Any]:
     tried = [name for name in FOUND["FusedMoE"] if name not in DIRECT_KERNEL_MODELS | UNBUILDABLE]
     dense = [name for name in tried if "no_experts" in EXCEPTIONS.get(name, {})]
     return [pytest.param(name, marks=() if name in dense or DRAFT.search(name) else served(name)) for name in tried]
-
-
-def served(name: str) -> pytest.MarkDecorator:
-    only = EXCEPTIONS.get(name, {}).get("only")
-    return pytest.mark.works("Architecture", f"{name} ({only})" if only else name)
 
 
 @pytest.mark.nightly

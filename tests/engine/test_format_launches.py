@@ -30,6 +30,8 @@ def launch(sglang_on_standin: Starts, tmp_path_factory: pytest.TempPathFactory) 
         "confirmed": {**few, "model_path": held[PACKED], "quantization": "modelopt_fp4"},
         "found": {**few, "model_path": held[PACKED]},
         "converted": {**few, "model_path": held[PLAIN], "quantization": "fp8"},
+        "converted, auto": {**common, "model_path": held[PLAIN], "quantization": "fp8", "expert_offload_num_resident": "auto"},
+        "not as it comes": {**few, "model_path": held[PLAIN], "quantization": "awq"},
         "float32": {**few, "model_path": held[PLAIN], "dtype": "float16"},
     }
     jobs = {name: {"argv": flags(case), "resolve": True} for name, case in cases.items()}
@@ -47,6 +49,15 @@ def test_residents_that_do_not_fit_are_refused_without_a_dtype_in_the_config(lau
     assert f"{N} 32: does not fit on GPU 0" in launch["no dtype, too many"]["error"]
 
 
-def test_a_quantisation_that_the_launch_makes_is_named_with_what_it_converts(launch):
-    error = launch["converted"]["error"]
-    assert f"{N} 1 is not checked against VRAM: --quantization fp8 quantises the checkpoint, which is not quantised" in error
+@pytest.mark.parametrize("case", ["converted", "converted, auto"])
+def test_a_quantisation_that_the_launch_makes_is_counted_and_named(launch, case):
+    assert launch[case]["exit"] is None, launch[case]["error"]
+    assert "--quantization fp8 converts the checkpoint as it loads: its experts are counted at 8 bits" in launch[case]["error"]
+    assert "not checked" not in launch[case]["error"]
+
+
+def test_a_quantisation_that_needs_a_file_which_is_not_there_ends_the_launch(launch):
+    """As ``model_loader.weight_utils.get_quant_config`` does, behind the start of the ranks."""
+    assert launch["not as it comes"]["exit"] == 2
+    assert "--quantization awq: " in launch["not as it comes"]["error"]
+    assert "quant_config.json" in launch["not as it comes"]["error"]

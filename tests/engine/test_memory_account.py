@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import builders.judged
 import pytest
+from builders.judged import Launch
 from builders.true_shape import checkpoint
 from launches import launched
 from nursery import Starts
@@ -104,6 +106,19 @@ def test_one_memory_serves_what_fits_it_once(spark, case):
 def test_one_memory_of_gpu_and_host_is_counted_once(spark, case):
     assert spark[case]["exit"] == 2, spark[case]["error"]
     assert "share one memory: an offloaded expert takes as much of it as a resident one" in spark[case]["error"]
+
+
+@pytest.mark.nightly
+def test_doctor_counts_one_memory_once(model, sglang_on_standin):
+    rooms = {106: 0, 60: 1}
+    ours = ("--model-path", str(model), "--skip-tokenizer-init", *ON_CUDA, N, "64", *TOKENS)
+    launches = {host: Launch(ours, gpu="integrated", host_gib=host) for host in rooms}
+    said = builders.judged.judged(list(launches.values()), sglang_on_standin)
+    for host, expected in rooms.items():
+        code, out = said[launches[host]]
+        assert code == expected, out
+        assert ("share one memory" in out) == bool(expected)
+    assert "to GPU and host together, which have one memory" in said[launches[106]][1]
 
 
 def test_a_numa_node_with_too_little_room_is_named_and_served(model, sglang_on_standin, tmp_path):

@@ -17,9 +17,9 @@ from builders.true_shape import CONFIGS, config_folder
 from checkpoints import Checkpoints
 
 from sglang_uvm_offload.config import parse
-from sglang_uvm_offload.plugin import launch_drafts, linear_attention, planned_launch
+from sglang_uvm_offload.plugin import expert_bytes, launch_drafts, linear_attention, planned_launch
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
-from sglang_uvm_offload.sizing.checkpoint import text_config
+from sglang_uvm_offload.sizing.checkpoint import load, text_config
 from sglang_uvm_offload.sizing.kv_cache import kv_shape
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounted
 from sglang_uvm_offload.sizing.machine import GIB, GPUS
@@ -171,11 +171,42 @@ def test_what_only_adds_to_a_launch_hinders_auto_and_no_lower_bound(
     assert launch(*words, at_least=True).case().most_in_vram() is not None
 
 
-@pytest.mark.parametrize("words", [("--json-model-override-args", '{"num_hidden_layers": 2}'), ("--load-format", "pt")])
-def test_what_may_take_less_than_the_checkpoint_hinders_both(launch: Planned, words: tuple[object, ...]) -> None:
-    for at_least in (False, True):
-        with pytest.raises(Uncounted, match=f"does not count {words[0]}"):
-            launch(*words, at_least=at_least)
+@pytest.mark.parametrize("at_least", [False, True])
+def test_what_changes_the_checkpoint_is_counted_as_it_becomes(launch: Planned, at_least: bool) -> None:
+    whole = launch(at_least=at_least).case().model
+    fewer = launch("--json-model-override-args", '{"num_hidden_layers": 2}', at_least=at_least).case().model
+    assert fewer.layers == whole.layers[:2]
+    assert launch("--load-format", "pt", at_least=at_least).case().model.layers == whole.layers, "by its config"
+    converted = launch("--quantization", "fp8", at_least=at_least).case().model
+    assert [2 * layer.expert_bytes for layer in converted.layers] == [layer.expert_bytes for layer in whole.layers]
+    attention = whole.layers[0].attention // (2 if at_least else 1)
+    assert converted.layers[0].attention == attention
+
+
+@pytest.mark.parametrize(
+    ("words", "share", "loading"),
+    [
+        ((), 1, 1),
+        (("--ep-num-redundant-experts", 4), 1, 1),
+        (("--quantization", "fp8"), 1 / 2, 1),
+        (("--quantization", "w8a8_fp8"), 1 / 2, 1 / 2),
+        (("--dp-size", 2), 2, 2),
+        (("--tp-size", 4, "--nnodes", 2, "--dist-init-addr", "h:1"), 1 / 2, 1 / 2),
+        (("--tp-size", 4, "--pp-size", 2, "--nnodes", 4, "--node-rank", 1, "--dist-init-addr", "h:1"), 1 / 4, 1 / 4),
+    ],
+)
+def test_the_experts_of_this_machines_ranks_are_counted(
+    cuda_arguments: Arguments, model: Path, words: tuple[object, ...], share: float, loading: float
+) -> None:
+    given = cuda_arguments("--model-path", model, "--device", "cuda", *words)
+    cfg, four = resolving_view(given), parse({"num_resident": 4})
+    assert four is not None
+    found = expert_bytes.expert_bytes(four, cfg, model_config_of(given))
+    assert found is not None
+    one = load(model, "bfloat16").expert_bytes / 16
+    assert found.resident == pytest.approx(4 * one * share, rel=1e-4)
+    assert found.offloaded == pytest.approx((12 + cfg.ep_num_redundant_experts) * one * share, rel=1e-4)
+    assert found.loading == pytest.approx((12 + cfg.ep_num_redundant_experts) * one * loading, rel=1e-4)
 
 
 class TestDrafts:

@@ -99,7 +99,6 @@ def launch(
         "float32": {**given, "model_path": wide},
         "uncounted": {
             **{**given, "nnodes": 2, "dist_init_addr": "127.0.0.1:1", "moe_dense_tp_size": 1},
-            **{"load_format": "sharded_state", "json_model_override_args": '{"num_hidden_layers": 2}'},
         },
         "draft model": {
             **{**given, **drafts, "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": wide},
@@ -127,7 +126,7 @@ def launch(
             "device": "cpu",
             "mem_fraction_static": LEAST_FRACTION,
         },
-        "a number uncounted": {
+        "a number with overrides": {
             **{**number, "mem_fraction_static": LEAST_FRACTION},
             "json_model_override_args": '{"num_hidden_layers": 2}',
         },
@@ -211,10 +210,10 @@ def test_a_hierarchical_cache_for_which_there_is_host_ram_changes_nothing(launch
         ("two GPUs", ["auto: cannot query free VRAM: there is no CUDA device 1: the driver shows 1"]),
         pytest.param(
             "uncounted",
-            ["--nnodes 2", "--moe-dense-tp-size 1", "--json-model-override-args"],
+            ["--nnodes 2", "--moe-dense-tp-size 1"],
             marks=ONE_NODE,
         ),
-        pytest.param("uncounted", ["auto: does not count --load-format sharded_state; give a number"], marks=ONE_NODE),
+        pytest.param("uncounted", ["auto: does not count --moe-dense-tp-size 1; give a number"], marks=ONE_NODE),
         ("slots by a foreign profile", ["foreign.npz: is of another model", "--cpu-offload-gb: cannot"]),
         ("too many slots", ["--expert-offload-slots 9: 8 rows a layer fit in VRAM; give at most as many, or auto"]),
         ("little host RAM for the cache", ["of it for the hierarchical cache", "auto: remedy: host RAM of"]),
@@ -252,10 +251,11 @@ def test_a_number_that_cannot_fit_is_refused_with_what_is_short(launch):
     assert "by --mem-fraction-static 0.0001 less --expert-offload-headroom-gb 0; no number fits" in line
 
 
-def test_a_number_that_cannot_be_checked_is_served_with_the_reason(launch):
-    case = launch["a number uncounted"]
-    assert case["exit"] is None, case["error"]
-    assert f"{N} 8 is not checked against VRAM: does not count --json-model-override-args" in case["error"]
+def test_a_number_is_checked_against_the_model_that_overrides_make(launch):
+    whole, less = (launch[case]["error"] for case in ("a number too large", "a number with overrides"))
+    assert launch["a number with overrides"]["exit"] == 2
+    assert "(18.0 MiB for 8 of 16 experts a layer, " in whole
+    assert "(12.0 MiB for 8 of 16 experts a layer, " in less
 
 
 def test_what_a_number_takes_at_least_is_refused_beside_what_nobody_counts(launch):

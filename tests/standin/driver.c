@@ -17,7 +17,9 @@ const char* standin_kernel_name(const void* stub);
 /* The context of a GPU is an address that only tells which GPU's it is. */
 #define CONTEXT_OF(device) ((void*)(0x9900L + (device)))
 
-EXPORT int cuInit(unsigned flags) { return (int)standin_setting("STANDIN_CUINIT", CUDA_SUCCESS); }
+EXPORT int cuInit(unsigned flags) {
+    return (int)standin_setting("STANDIN_CUINIT", standin_gpus() ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE);
+}
 
 EXPORT int cuDriverGetVersion(int* version) {
     *version = standin_driver_version();

@@ -137,11 +137,14 @@ const char* standin_name(void) {
     return name && *name ? name : "NVIDIA H200";
 }
 
-int standin_gpus(void) { return standin_setting("STANDIN_GPUS", 1); }
+int standin_gpus(void) {
+    const char* visible = getenv("CUDA_VISIBLE_DEVICES");
+    return visible && !*visible ? 0 : standin_setting("STANDIN_GPUS", 1);
+}
 
 EXPORT cudaError_t cudaGetDeviceCount(int* count) {
     *count = standin_gpus();
-    return 0;
+    return *count ? cudaSuccess : cudaErrorNoDevice;
 }
 
 static __thread int current;

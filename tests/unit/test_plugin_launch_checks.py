@@ -17,7 +17,6 @@ from sglang_uvm_offload.plugin import (
     combinations,
     compat,
     devices,
-    expert_bytes,
     launch_checks,
     output_files,
     profiles,
@@ -239,14 +238,6 @@ def test_experts_that_are_rearranged_cannot_be_named(record_property):
     (problem,) = combinations.problems(parse(named), Unset(enable_eplb=True))
     assert problem.startswith("--enable-eplb: cannot be combined with --expert-offload-resident-ids: ")
     record_property("reason", problem)
-
-
-def test_redundant_experts_are_in_host_ram_too(tmp_path, monkeypatch):
-    shape = SimpleNamespace(expert_bytes=8000, num_experts=8, quantization="none")
-    monkeypatch.setattr(expert_bytes, "ModelFiles", lambda *where: SimpleNamespace(shape=lambda dtype: shape))
-    cfg = Unset(model_path=tmp_path, nnodes=1, attn_dp_size=1, dp_size=1, ep_num_redundant_experts=2)
-    found = expert_bytes.expert_bytes(parse({"num_resident": 4}), cfg, Unset(dtype="torch.bfloat16"))
-    assert found == expert_bytes.ExpertBytes(4000, 6000)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from builders.profiles import some
 
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cuda.device import DriverError
-from sglang_uvm_offload.plugin import auto_resident, vram_check
+from sglang_uvm_offload.plugin import auto_resident, expert_bytes, vram_check
 from sglang_uvm_offload.plugin.planned_launch import Rank
 from sglang_uvm_offload.plugin.vram_check import shortages
 from sglang_uvm_offload.routing.profile import Profile
@@ -23,6 +23,7 @@ from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.least_memory import LeastMemory
 from sglang_uvm_offload.sizing.machine import GIB, preset
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 
@@ -122,7 +123,7 @@ def test_where_no_number_fits_larger_gpus_are_the_remedy(free):
 
 
 LAUNCH = Launch(
-    str(MODEL),
+    ModelFiles(str(MODEL)),
     **{"parallel": Parallel(tp=8), "vram_bytes": 96 * GIB, "free_vram_bytes": 96 * GIB, "host_bytes": 4096 * GIB},
     **{"mem_fraction_static": 0.5, "headroom_gb": 1.0, "model_context": 32768},
 )
@@ -141,7 +142,8 @@ def launched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
             return even(8)
 
         # What headers show of a launch that no plan counts: over real arguments, in tests/engine/test_memory_account.py.
-        monkeypatch.setattr(vram_check.expert_bytes, "problems", lambda config, args: [])
+        monkeypatch.setattr(expert_bytes, "is_more_than_planned", lambda args: False)
+        monkeypatch.setattr(expert_bytes, "problems", lambda config, args: [])
         for module in (vram_check, auto_resident):
             monkeypatch.setattr(
                 module, "resolving_view", lambda args: SimpleNamespace(device="cuda", page_size=1, ep_num_redundant_experts=0)
@@ -172,7 +174,11 @@ def test_what_keeps_a_number_from_being_checked_is_a_warning(launched):
     assert launched(20, free="unknown") == ["--expert-offload-num-resident 20 is not checked against VRAM: no driver"]
     (line,) = launched(20, replace(LAUNCH, parallel=Parallel(tp=8, ep=3)))
     assert "--ep-size 3: must divide --tp-size 8" in line
-    assert "no draft layers" in launched(20, replace(LAUNCH, speculative=True))[0]
+
+
+def test_drafts_that_the_checkpoint_lacks_are_a_warning(launched):
+    (line,) = launched(20, replace(LAUNCH, speculative=True, at_least=True))
+    assert line == "--expert-offload-num-resident 20: the checkpoint has no draft layers of its own to count"
 
 
 def test_the_choice_is_logged_with_the_stream_buffers_that_it_leaves_room_for(launched, caplog):

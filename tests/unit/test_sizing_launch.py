@@ -21,6 +21,7 @@ from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.planner import choose_num_resident, plan
 from sglang_uvm_offload.sizing.rank_memory import Case
+from sglang_uvm_offload.sizing.ranks import shape_problems
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
@@ -32,7 +33,7 @@ def launch(path: Path, **changes: Any) -> Launch:
         **{"parallel": Parallel(), "vram_bytes": 24 * GIB, "free_vram_bytes": 24 * GIB, "host_bytes": 64 * GIB},
         **{"mem_fraction_static": 0.8, "headroom_gb": 1.0, "model_context": 4096, "max_total_tokens": 4096},
     }
-    return Launch(str(path), **(values | changes))
+    return Launch(ModelFiles(str(path)), **(values | changes))
 
 
 def case_of(path: Path, parallel: Parallel, **changes: Any) -> Case:
@@ -150,7 +151,7 @@ def test_states_take_their_share_beside_the_cache_and_never_too_little_for_the_r
 
 
 def test_states_of_unknown_size_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sglang_uvm_offload.sizing.model_files.load", lambda path, dtype: linear_model())
+    monkeypatch.setattr("sglang_uvm_offload.sizing.model_files.load_any", lambda path, dtype, overrides: linear_model())
     with pytest.raises(Uncounted, match="the state of 3 layers with linear attention is not counted"):
         launch(DEEPSEEK).case()
     assert launch(DEEPSEEK, linear=LinearState(1, 0.9)).case().linear is not None
@@ -197,6 +198,14 @@ def test_a_plan_notes_the_cost_of_drafts_and_only_of_drafts():
     assert drafting.draft_note in drafting.notes
     assert "drafts are predicted" in drafting.draft_note
     assert not plain.draft_note
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 8])
+def test_of_the_tokens_that_a_launch_verifies_no_more_are_assumed_to_be_kept(tokens: int):
+    """EAGLE with one step verifies two tokens."""
+    case = launch(DEEPSEEK, speculative=True, draft_tokens=tokens).case()
+    assert case.assumed.accepted_tokens == min(2.5, tokens)
+    assert shape_problems(case) == []
 
 
 def test_drafts_without_a_checkpoint_of_their_own_are_weighed_too():

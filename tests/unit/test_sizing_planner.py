@@ -20,6 +20,7 @@ from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.kv_cache import KvShape
 from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.machine import GIB, GPUS, MachineError, describe, of_gpus, preset
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import MEASURED, Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.routing_curves import hit_rates
@@ -975,7 +976,7 @@ def auto(folder, **changes):
         **{"mem_fraction_static": 0.8, "headroom_gb": 1.0, "model_context": 1024, "max_running_requests": 1},
     }
     changes.setdefault("model_context", changes.get("context_length", 1024))
-    return planner.choose_num_resident(Launch(str(folder), **values | changes))
+    return planner.choose_num_resident(Launch(ModelFiles(str(folder)), **values | changes))
 
 
 @pytest.mark.parametrize("wanted", [0, 4, 8, 12, 16])

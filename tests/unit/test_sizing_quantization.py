@@ -11,7 +11,7 @@ from builders.true_shape import CONFIGS, checkpoint, config_folder
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.sizing.checkpoint import load, text_config
 from sglang_uvm_offload.sizing.config_tensors import tensors_of
-from sglang_uvm_offload.sizing.quantization import conversion, quantization_of, read_config
+from sglang_uvm_offload.sizing.quantization import quantization_of, read_config
 from sglang_uvm_offload.sizing.quantized_linear import QuantizedLinear, UnknownTensors
 
 QWEN = "nvidia/Qwen3-235B-A22B-NVFP4"
@@ -70,7 +70,7 @@ def test_the_plan_says_which_file_decided(tmp_path, capsys, packed):
     ("flag", "model", "reason"),
     [
         ("modelopt_fp4", "Qwen/Qwen3-235B-A22B", "nothing states"),
-        ("fp8", "Qwen/Qwen3-235B-A22B", "nothing states"),
+        ("awq", "Qwen/Qwen3-235B-A22B", "nothing states"),
         ("fp8", QWEN, "modelopt_fp4 by hf_quant_config.json"),
     ],
 )
@@ -172,24 +172,3 @@ def test_formats_of_compressed_tensors(form, weights, group, expected):
 def test_a_format_that_is_not_known_is_refused_by_name():
     with pytest.raises(UnknownTensors, match="marlin-24"):
         compressed("marlin-24", {"num_bits": 4}).tensors("a", 256, 512)
-
-
-@pytest.mark.parametrize(
-    ("method", "stated"),
-    [
-        (None, "none"),
-        ("fp8", "fp8"),
-        ("modelopt_fp4", "modelopt_fp4"),
-        ("modelopt_fp4", "not stated"),
-        ("moe_wna16", "gptq"),
-        ("awq_marlin", "awq"),
-        ("w8a8_int8", "compressed-tensors"),
-    ],
-)
-def test_a_method_that_confirms_what_the_checkpoint_is_converts_nothing(method, stated):
-    assert conversion(method, stated) == ""
-
-
-@pytest.mark.parametrize(("method", "stated"), [("fp8", "none"), ("modelopt_fp4", "fp8"), ("quark_mxfp4", "modelopt_fp4")])
-def test_a_method_that_converts_is_named_with_what_it_converts(method, stated):
-    assert conversion(method, stated).startswith(f"--quantization {method} quantises the ")

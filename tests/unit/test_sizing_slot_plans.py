@@ -21,6 +21,7 @@ from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
 from sglang_uvm_offload.sizing.draft_cost import draft_note
 from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.machine import GIB, Machine, preset
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Plan, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.routing_curves import hit_rates
@@ -192,7 +193,7 @@ def test_a_prefill_in_place_is_served_by_chance_whatever_decoding_hits():
 def auto(folder: Path, slots: Slots) -> Plan:
     vram = {"vram_bytes": 96 * GIB, "free_vram_bytes": 94 * GIB, "host_bytes": 4096 * GIB}
     rest = {"mem_fraction_static": 0.7, "headroom_gb": 1.0, "model_context": 8192, "max_running_requests": 1}
-    return planner.choose_num_resident(Launch(str(folder), Parallel(tp=8), **vram, **rest, slots=slots))
+    return planner.choose_num_resident(Launch(ModelFiles(str(folder)), Parallel(tp=8), **vram, **rest, slots=slots))
 
 
 def test_a_launch_divides_as_a_plan_does_and_refuses_as_many_slots_as_do_not_fit():
@@ -209,7 +210,7 @@ def test_where_vram_is_too_small_for_any_slot_residents_have_all_of_it(checkpoin
     room = fraction(folder, 8, 1024, beside=more_blocks * BLOCK_BYTES)
     vram = {"vram_bytes": VRAM, "free_vram_bytes": VRAM, "host_bytes": 64 * GIB, "mem_fraction_static": room, "headroom_gb": 0}
     rest = {"model_context": CONTEXT, "max_running_requests": 1, "max_total_tokens": 1024, "stream_gb": 0}
-    plan = planner.choose_num_resident(Launch(str(folder), Parallel(), **vram, **rest, slots=AUTO))
+    plan = planner.choose_num_resident(Launch(ModelFiles(str(folder)), Parallel(), **vram, **rest, slots=AUTO))
     assert (plan.num_resident, plan.slots) == found
     assert any("more do not fit" in note for note in plan.notes) == (more_blocks == 0)
 

@@ -16,6 +16,7 @@ from sglang_uvm_offload.memory.layout import BLOCK_BYTES, whole_blocks
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
 from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.machine import GIB, preset
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Plan, Reserve, Speed, Workload
 from sglang_uvm_offload.sizing.planner import plan, plan_case, render
 from sglang_uvm_offload.sizing.rank_memory import Case
@@ -191,7 +192,7 @@ def test_less_than_a_buffer_is_noted():
 
 
 def test_a_launch_counts_its_buffers():
-    launch = Launch(str(DEEPSEEK), Parallel(), 96 * GIB, 96 * GIB, GIB, 0.8, 1.0, 4096, stream_gb=3)
+    launch = Launch(ModelFiles(str(DEEPSEEK)), Parallel(), 96 * GIB, 96 * GIB, GIB, 0.8, 1.0, 4096, stream_gb=3)
     assert launch.case().reserve.stream_gb == 3
 
 

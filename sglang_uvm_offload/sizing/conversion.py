@@ -1,0 +1,112 @@
+"""A checkpoint whose weights ``--quantization`` converts as a server loads them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, ExpertPart, LayerShape
+from sglang_uvm_offload.sizing.quantization import UNQUANTIZED
+
+_BITS = {
+    "fp8": 8.0,
+    "mxfp8": 8 + 8 / 32,
+    "quark_mxfp4": 4 + 8 / 32,
+    **dict.fromkeys(("modelopt_fp4", "nvfp4_online"), 4 + 8 / 16),
+    **dict.fromkeys(("w8a8_fp8", "w8a8_int8"), 8.0),
+}
+"""Of a weight and its part of a block's scale, once SGLang 0.5.23 has quantised it (``layers/quantization``). Scales of whole
+experts and channels are nothing beside these."""
+
+_FEWEST_BITS = 4.0
+"""Of any method that SGLang has."""
+
+_EXPERTS_ALONE = ("modelopt_fp4", "nvfp4_online")
+"""Methods that leave all but the experts as they are (``NvFp4OnlineConfig.get_quant_method``)."""
+
+_AS_THEY_COME = ("modelopt_fp4", "nvfp4_online", "w8a8_fp8", "w8a8_int8")
+"""Methods whose experts are never there in the checkpoint's format: weights are converted one by one, into room for the new
+format. The others convert a layer once all layers are loaded (``DefaultModelLoader.load_weights_and_postprocess``)."""
+
+_ANEW = {("modelopt_fp4", "fp8"), ("nvfp4_online", "fp8"), ("nvfp4_online", "modelopt_fp8")}
+"""A method, and the format that it converts. Other pairs that differ SGLang refuses, or takes for names of the same tensors
+(``ModelConfig._verify_quantization``)."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """From the format ``stated`` to that of ``method``."""
+
+    method: str
+    stated: str
+
+    def __str__(self) -> str:
+        counted = f"at {self.bits:g} bits a weight" if self.known else "as they are"
+        return f"--quantization {self.method} converts the checkpoint as it loads: its experts are counted {counted}"
+
+    @property
+    def known(self) -> bool:
+        """Whether this is a method that needs no file beside the checkpoint's, and whose bits are known."""
+        return self.method in _BITS
+
+    @property
+    def bits(self) -> float:
+        return _BITS.get(self.method, _FEWEST_BITS)
+
+    @property
+    def loads_whole(self) -> bool:
+        """Whether all experts are in memory in the checkpoint's format before the first is converted."""
+        return self.method not in _AS_THEY_COME
+
+    def applied(self, model: CheckpointShape, *, at_least: bool) -> CheckpointShape:
+        """``model`` as it is served. Which of its weights beside experts are converted depends on their modules: ``at_least``
+        counts all of them as converted, for a lower bound, and else none. Experts of a method that is not known likewise."""
+        if not (self.known or at_least):
+            return model
+        ratio = min(1.0, self.bits / _stored_bits(model))
+        dense = ratio if at_least and self.method not in _EXPERTS_ALONE else 1.0
+        layers, drafts = (tuple(_scaled(layer, ratio, dense) for layer in part) for part in (model.layers, model.draft_layers))
+        less = sum(map(_bytes, model.layers + model.draft_layers)) - sum(map(_bytes, layers + drafts))
+        return dataclasses.replace(model, layers=layers, draft_layers=drafts, total_bytes=model.total_bytes - less)
+
+
+def conversion(method: str | None, stated: str) -> Conversion | None:
+    """What a server that runs ``method`` (SGLang's ``ModelConfig.quantization``) makes of a checkpoint whose quantisation is
+    ``stated``; None where it serves it as it is."""
+    if method is None:
+        return None
+    anew = (method == "quark_mxfp4" and stated != "quark") or (method, stated) in _ANEW
+    return Conversion(method, stated) if stated == UNQUANTIZED or anew else None
+
+
+_DENSE = ("attention", "keys_values", "feed_forward", "replicated")
+
+
+def _stored_bits(model: CheckpointShape) -> float:
+    """Of a weight of an expert, without scales."""
+    layer = next(layer for layer in model.layers if layer.experts)
+    return 8 * sum(part.nbytes for part in layer.experts if not _is_scale(part)) / max(model.expert_parameters, 1)
+
+
+def _is_scale(part: ExpertPart) -> bool:
+    return "scale" in part.name
+
+
+def _bytes(layer: LayerShape) -> int:
+    return layer.expert_bytes + sum(getattr(layer, kind) for kind in _DENSE)
+
+
+def _scaled(layer: LayerShape, ratio: float, dense: float) -> LayerShape:
+    parts = tuple(
+        dataclasses.replace(part, nbytes=int(part.nbytes * ratio))
+        for part in layer.experts
+        if not _is_scale(part)  # the new format's bits include its scales
+    )
+    kept = sum(part.nbytes for part in parts)
+    stored = sum(part.nbytes for part in layer.experts)
+    return dataclasses.replace(
+        layer,
+        experts=parts,
+        expert_bytes=layer.expert_bytes * kept // stored if stored else 0,
+        **{kind: int(getattr(layer, kind) * dense) for kind in _DENSE},
+    )

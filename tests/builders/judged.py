@@ -1,0 +1,99 @@
+"""What ``doctor`` says of many launches, over the stand-in for a machine with eight GPUs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from launches import BLACKWELL
+from nursery import Starts
+
+from sglang_uvm_offload.sizing.machine import GPUS
+
+PUBLISHED: list[dict[str, str]] = json.loads(
+    (Path(__file__).parents[2] / "benchmarks" / "published_launches.json").read_text(encoding="utf-8")
+)
+"""Lines that publishers print: ``model``, ``words``, ``source``, and maybe ``environment`` and the ``gpu`` that one is for."""
+
+AT_ONCE = 24
+"""Launches that one process looks at."""
+
+_KINDS = {"": {}, "B200": BLACKWELL, "integrated": {"STANDIN_VRAM": str(119 << 30), "STANDIN_ATTRIBUTE_18": "1"}}
+"""The GPUs of a line that says nothing, of one for Blackwell, and one without memory of its own."""
+
+_EXAMINE = """
+import contextlib, io, json, os
+from sglang_uvm_offload.cli.main import main
+from sglang_uvm_offload.plugin import expert_bytes, planned_launch
+said = []
+before = dict(os.environ)
+for words, environment, host in {launches}:
+    expert_bytes.host_available = planned_launch.host_available = lambda: host << 30
+    os.environ.clear()
+    os.environ.update(before | environment)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        try:
+            code = main(["doctor", "--", *words])
+        except SystemExit as exit:
+            code = exit.code
+        except BaseException as error:
+            code = f"{{type(error).__name__}}: {{error}}"
+    said.append((code, out.getvalue()))
+print("RESULT", json.dumps(said))
+"""
+
+UNKNOWN = re.compile(
+    r"SGLang cannot serve|not checked against VRAM|shown by loading only|Traceback|please report|does not count|give a number"
+)
+"""What no launch of a local folder of safetensors may be told."""
+
+NO_CHOICE = re.compile(r"error: (argument --\S+: invalid choice: '\w+'|unrecognized arguments: .+|ambiguous option: .+)")
+"""A flag or a value that this SGLang does not have."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch, and the GPU that it is for."""
+
+    words: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+    gpu: str = ""
+    host_gib: int = 3 << 10
+
+
+def of_line(line: dict[str, str], folder: Path, number: str, *more: str) -> Launch:
+    """A published line, with the model in ``folder``."""
+    ours = ("--model-path", str(folder), "--skip-tokenizer-init", "--expert-offload-num-resident", number)
+    # Code of the publisher's own is not here; SGLang has classes for these models.
+    words = (word for word in shlex.split(line.get("words", "")) if word != "--trust-remote-code")
+    environment = tuple(tuple(pair.split("=", 1)) for pair in line.get("environment", "").split())
+    return Launch((*ours, *words, *more), environment, line.get("gpu", ""))  # type: ignore[arg-type]
+
+
+def judged(launches: Sequence[Launch], python: Starts) -> dict[Launch, tuple[int | str, str]]:
+    """The exit code and the output, or in place of the code the error that ended it."""
+    said: dict[Launch, tuple[int | str, str]] = {}
+    for gpu, same in groupby(sorted(set(launches), key=lambda launch: launch.gpu), key=lambda launch: launch.gpu):
+        rest = list(same)
+        while rest:
+            batch, rest = rest[:AT_ONCE], rest[AT_ONCE:]
+            asked = [(list(launch.words), dict(launch.environment), launch.host_gib) for launch in batch]
+            vram = str(GPUS[gpu if gpu in GPUS else "H200"].memory_mib << 20)
+            ran = python.run(_EXAMINE.format(launches=asked), **{"STANDIN_GPUS": "8", "STANDIN_VRAM": vram, **_KINDS[gpu]})
+            assert ran.code == 0, ran.err[-4000:]
+            found = json.loads(ran.out.rpartition("RESULT ")[2])
+            said.update(zip(batch, map(tuple, found), strict=True))
+    return said
+
+
+def verdict(said: str) -> str:
+    """One line of what ``doctor`` said: its problems, or the residents that it is ready for."""
+    if problems := NO_CHOICE.findall(said) or re.findall(r"PROBLEM +(.+)", said):
+        return f"refused: {'; '.join(problems)}"
+    residents = re.findall(r"--expert-offload-num-resident .*?(\d+ of \d+) experts a layer", said)
+    return f"served: {residents[0]} experts a layer resident"

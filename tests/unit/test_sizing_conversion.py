@@ -1,0 +1,132 @@
+"""What a launch changes of a checkpoint: values of its config, and the format of its weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from builders.true_shape import checkpoint, config_folder
+from checkpoints import Checkpoints
+
+from sglang_uvm_offload.cli.main import main
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.conversion import Conversion, conversion
+from sglang_uvm_offload.sizing.model_files import ModelFiles
+from sglang_uvm_offload.sizing.overrides import overridden
+
+BF16, FP8 = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-FP8"
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("stored")
+    return {model: checkpoint(model, folder / model.rpartition("/")[2]) for model in (BF16, FP8)}
+
+
+@pytest.mark.parametrize(
+    ("method", "stated"),
+    [
+        (None, "none"),
+        ("fp8", "fp8"),
+        ("modelopt_fp4", "modelopt_fp4"),
+        ("modelopt_fp4", "not stated"),
+        ("moe_wna16", "gptq"),
+        ("awq_marlin", "awq"),
+        ("w8a8_int8", "compressed-tensors"),
+    ],
+)
+def test_a_method_that_confirms_what_the_checkpoint_is_converts_nothing(method, stated):
+    assert conversion(method, stated) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "stated"), [("fp8", "none"), ("modelopt_fp4", "fp8"), ("quark_mxfp4", "modelopt_fp4"), ("nvfp4_online", "fp8")]
+)
+def test_a_method_that_converts_is_named(method, stated):
+    assert str(conversion(method, stated)).startswith(f"--quantization {method} converts the checkpoint as it loads")
+
+
+def test_what_is_converted_to_fp8_takes_what_an_fp8_checkpoint_takes(stored):
+    published = load(stored[FP8])
+    made = Conversion("fp8", "none").applied(load(stored[BF16], "bfloat16"), at_least=False)
+    assert made.expert_bytes == pytest.approx(published.expert_bytes, rel=0.001)  # but for the scales of its blocks
+    least = Conversion("fp8", "none").applied(load(stored[BF16], "bfloat16"), at_least=True)
+    assert least.expert_bytes == made.expert_bytes
+    for each, dense, fewest in zip(published.layers, made.layers, least.layers, strict=True):
+        assert fewest.attention <= each.attention <= dense.attention
+        assert fewest.replicated <= each.replicated <= dense.replicated
+    assert least.total_bytes < published.total_bytes < made.total_bytes
+
+
+@pytest.mark.parametrize(("model", "method"), [(BF16, "modelopt_fp4"), (FP8, "nvfp4_online")])
+def test_methods_for_experts_leave_the_rest_as_it_is(stored, model, method):
+    before = load(stored[model], "bfloat16")
+    made = Conversion(method, before.quantization).applied(before, at_least=True)
+    weights = before.expert_parameters * before.num_experts * len(before.moe_layers)
+    assert made.expert_bytes == pytest.approx(weights * 4.5 / 8, rel=0.001)
+    assert [layer.attention for layer in made.layers] == [layer.attention for layer in before.layers]
+    assert before.total_bytes - made.total_bytes == before.expert_bytes - made.expert_bytes
+
+
+def test_of_a_method_that_is_not_known_only_a_lower_bound_is_counted(stored):
+    before = load(stored[BF16], "bfloat16")
+    made = Conversion("some_new_one", "none")
+    assert made.applied(before, at_least=False) == before
+    assert made.applied(before, at_least=True).expert_bytes == pytest.approx(before.expert_bytes / 4, rel=0.001)
+
+
+@pytest.mark.parametrize(("method", "whole"), [("fp8", True), ("mxfp8", True), ("modelopt_fp4", False), ("w8a8_fp8", False)])
+def test_some_methods_load_all_experts_before_they_convert_one(method, whole):
+    assert Conversion(method, "none").loads_whole is whole
+
+
+def test_plan_counts_what_the_flag_converts(stored, capsys):
+    def planned(*flags: str) -> dict[str, object]:
+        assert main(["plan", str(stored[BF16]), "--machine", "1xH200", "--json", *flags]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plain, converted = planned(), planned("--quantization", "fp8")
+    assert converted["expert_bytes"] == pytest.approx(plain["expert_bytes"] / 2, rel=0.001)
+    assert any("--quantization fp8 converts the checkpoint as it loads" in note for note in converted["notes"])
+
+
+def test_plan_takes_a_config_alone_for_no_proof_that_modelopt_left_the_weights_as_they_were(capsys):
+    assert (
+        main(["plan", str(config_folder(BF16) / "config.json"), "--machine", "1xH200", "--quantization", "modelopt_fp4"]) == 2
+    )
+    assert "nothing states that the checkpoint is quantised" in capsys.readouterr().err
+
+
+# Values of the config
+
+
+def test_overrides_are_those_of_sglang():
+    config = {
+        "a": 1,
+        "rope_scaling": {"factor": 2, "type": "yarn"},
+        "text_config": {"b": 1, "c": 2},
+        "quantization_config": {"d": 1},
+    }
+    changed = '{"a": 2, "rope_scaling": {"factor": 4}, "text_config": {"b": 3}, "quantization_config": {"e": 1}, "f": {"g": 1}}'
+    assert overridden(config, changed) == {
+        **{"a": 2, "rope_scaling": {"factor": 4, "type": "yarn"}, "text_config": {"b": 3, "c": 2}},
+        **{"quantization_config": {"e": 1}, "f": {"g": 1}},
+    }
+    assert overridden(config, "") == overridden(config, "{}") == config
+
+
+def test_a_launch_with_fewer_layers_loads_fewer(checkpoints: Checkpoints):
+    folder = checkpoints("qwen3_moe")
+    whole, half = (ModelFiles(str(folder), overrides=text).shape() for text in ("", '{"num_hidden_layers": 2}'))
+    assert half.num_layers == 2 < whole.num_layers
+    assert half.layers == whole.layers[:2]
+
+
+def test_weights_in_a_servers_own_form_are_counted_by_the_config(checkpoints: Checkpoints, tmp_path: Path):
+    folder = checkpoints("qwen3_moe")
+    shutil.copy(folder / "config.json", tmp_path)
+    (tmp_path / "model-rank-0-part-0.safetensors").write_bytes(b"in a form of its own")
+    described = ModelFiles(str(tmp_path)).described("bfloat16")
+    assert described.expert_bytes == load(folder, "bfloat16").expert_bytes
