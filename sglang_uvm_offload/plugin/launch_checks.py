@@ -81,7 +81,7 @@ def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
         *start_checks.problems(cfg, model),
         *(damaged := damage(cfg)),
     ]
-    num_experts, reasons = _experts(config, cfg, model)
+    num_experts, reasons = _experts(config, model, dense=expert_bytes.is_dense(cfg, model))
     redundant = cfg.ep_num_redundant_experts
     problems += reasons + launch_drafts.problems(config, cfg, num_experts)
     profile: Profile | None = None
@@ -128,14 +128,15 @@ def _listed(problems: list[str]) -> Iterator[None]:
         problems += error.problems
 
 
-def _experts(config: OffloadConfig, cfg: Any, model: Any) -> tuple[int | None, list[str]]:
-    """The routed experts per layer that the model's config states, None without any; and why they cannot be served."""
+def _experts(config: OffloadConfig, model: Any, dense: bool = False) -> tuple[int | None, list[str]]:
+    """The routed experts per layer that the model's config states, None without any; and why they cannot be served. ``dense``:
+    its checkpoint has none, whatever its class of configs has by default."""
     architectures = set(model.hf_config.architectures or [])
     out = [
         f"{name}: this model's code computes experts without SGLang's FusedMoE layer, so {_N} cannot serve it"
         for name in sorted(architectures & DIRECT_KERNEL_MODELS)
     ]
-    num_experts = None if expert_bytes.is_dense(cfg, model) else stated_experts(model.hf_text_config)
+    num_experts = None if dense else stated_experts(model.hf_text_config)
     if num_experts is None and not out:
         given = AUTO if config.auto else config.num_resident
         out.append(f"{_N} {given}: the model ({', '.join(sorted(architectures))}) has no routed experts")

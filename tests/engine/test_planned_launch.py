@@ -4,6 +4,7 @@ drafts, and the pools that SGLang's own configurators make."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from unittest import mock
 import pytest
 from arguments import Arguments
 from builders.drafts import eagle
-from builders.true_shape import CONFIGS, config_folder
+from builders.true_shape import CONFIGS, config_folder, write
 from checkpoints import Checkpoints
 
 from sglang_uvm_offload.config import parse
@@ -24,7 +25,7 @@ from sglang_uvm_offload.sizing.kv_cache import kv_shape
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounted
 from sglang_uvm_offload.sizing.machine import GIB, GPUS
 from sglang_uvm_offload.sizing.plan import Parallel
-from sglang_uvm_offload.sizing.safetensors_header import read_json
+from sglang_uvm_offload.sizing.safetensors_header import TensorInfo, read_json
 
 H200 = GPUS["H200"].memory_mib << 20
 CONTEXT = 2048
@@ -181,6 +182,23 @@ def test_what_changes_the_checkpoint_is_counted_as_it_becomes(launch: Planned, a
     assert [2 * layer.expert_bytes for layer in converted.layers] == [layer.expert_bytes for layer in whole.layers]
     attention = whole.layers[0].attention // (2 if at_least else 1)
     assert converted.layers[0].attention == attention
+
+
+def test_a_checkpoint_without_experts_is_dense_whatever_its_class_has_by_default(
+    cuda_arguments: Arguments, model: Path, tmp_path: Path
+) -> None:
+    """The class that transformers has for a dense Qwen3.5 is also that of one with experts."""
+    folder = tmp_path / "dense"
+    folder.mkdir()
+    config = read_json(config_folder("Qwen/Qwen3.5-35B-A3B") / "config.json")
+    text = {name: value for name, value in config["text_config"].items() if "expert" not in name and "moe" not in name}
+    config |= {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]}
+    config["text_config"] = {**text, "model_type": "qwen3_5_text", "intermediate_size": 512}
+    (folder / "config.json").write_text(json.dumps(config))
+    write(folder, [TensorInfo("model.language_model.layers.0.mlp.gate_proj.weight", "BF16", (512, 2048))])
+    for path, dense in ((folder, True), (model, False)):
+        given = cuda_arguments("--model-path", path, "--skip-tokenizer-init", "--device", "cuda")
+        assert expert_bytes.is_dense(resolving_view(given), model_config_of(given)) is dense
 
 
 @pytest.mark.parametrize(

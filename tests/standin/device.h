@@ -15,7 +15,8 @@ const char* standin_name(void);
 /* A device attribute: cudaDeviceAttr and CUdevice_attribute share their numbers. STANDIN_ATTRIBUTE_<number> overrides.
  */
 int standin_attribute(int attribute);
-/* How many GPUs there are: STANDIN_GPUS, or one; none where CUDA_VISIBLE_DEVICES is empty. They are alike and share one memory. */
+/* How many GPUs there are: STANDIN_GPUS, or one; none where CUDA_VISIBLE_DEVICES is empty. They are alike and share one
+ * memory. */
 int standin_gpus(void);
 /* The calling thread's GPU, which decides only what of STANDIN_TAKEN is missing from the free VRAM. */
 int standin_current_gpu(void);
