@@ -6,12 +6,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.utils import get_device_memory_capacity
+
 from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.cuda.numa import crowded
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin.compat import as_given, model_config_of, resolving_view
-from sglang_uvm_offload.plugin.planned_launch import hicache, model_files, ranks
+from sglang_uvm_offload.plugin.planned_launch import has_one_memory, hicache, model_files, ranks
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
 from sglang_uvm_offload.sizing.conversion import conversion
 from sglang_uvm_offload.sizing.host_need import HostNeed
@@ -28,7 +30,8 @@ class ExpertBytes:
     resident: int
     offloaded: int
     loading: int
-    """Of the offloaded ones, at the most while the checkpoint loads: before it is converted."""
+    """In host RAM at the peak of loading, at least: the offloaded ones before they are converted, and of the resident ones what
+    VRAM does not hold in that format."""
 
 
 def stored(cfg: Any, model_config: Any) -> CheckpointShape | None:
@@ -43,10 +46,8 @@ def is_dense(cfg: Any, model_config: Any) -> bool:
     """Whether no tensor of the checkpoint is an expert's, whatever number its class of configs has by default."""
     try:
         stored_model(model_files(cfg), cfg.load_format, str(model_config.dtype).removeprefix("torch."))
-    except NoExperts:
-        return True
-    except CheckpointError:
-        pass
+    except CheckpointError as error:  # any other is told by whoever needs the model's bytes
+        return isinstance(error, NoExperts)
     return False
 
 
@@ -80,8 +81,16 @@ def expert_bytes(config: OffloadConfig, cfg: Any, model_config: Any) -> ExpertBy
         total = form.expert_bytes * places // form.num_experts * replicas
         return total * rows // places * len(local) // everywhere
 
-    offloaded = places - config.num_resident
-    return ExpertBytes(here(served, config.num_resident), here(served, offloaded), here(loading, offloaded))
+    resident, offloaded = (here(served, rows) for rows in (config.num_resident, places - config.num_resident))
+    most = here(loading, places - config.num_resident)
+    if loading is not served and cfg.device == "cuda" and (vram := _vram(cfg)):
+        most = max(most, here(loading, places) - (resident if has_one_memory() else vram))
+    return ExpertBytes(resident, offloaded, most)
+
+
+def _vram(cfg: Any) -> int:
+    """Of all GPUs that have ranks here, at the most; 0 where SGLang does not know their size."""
+    return len({rank.gpu for rank in ranks(cfg)}) * int((get_device_memory_capacity(cfg.device) or 0) * (1 << 20))
 
 
 def problems(config: OffloadConfig, server_args: Any) -> list[str]:

@@ -100,7 +100,7 @@ class Launch:
     """The GPUs have the host's memory."""
     load_format: str = "auto"
     at_least: bool = False
-    """Where the bytes of a model that is converted as it loads are not known, count the least."""
+    """For a lower bound: what is not known of a conversion, of states and of draft layers counts the least."""
 
     def case(self) -> Case:
         """The planner's case for this launch. Raises ``Uncounted``."""

@@ -227,6 +227,21 @@ def test_the_experts_of_this_machines_ranks_are_counted(
     assert found.loading == pytest.approx((12 + cfg.ep_num_redundant_experts) * one * loading, rel=1e-4)
 
 
+@pytest.mark.parametrize(("one_memory", "vram_mib", "peak"), [(False, 1 << 17, 9), (False, 10, 26), (True, 10, 22.5)])
+def test_what_vram_does_not_hold_before_it_is_converted_is_in_host_ram_while_it_loads(
+    monkeypatch: pytest.MonkeyPatch, cuda_arguments: Arguments, model: Path, one_memory: bool, vram_mib: int, peak: float
+) -> None:
+    """36 MiB of experts, of which 12 of 16 become 13.5 MiB of FP8 in VRAM."""
+    monkeypatch.setattr(expert_bytes, "get_device_memory_capacity", lambda device: vram_mib)
+    monkeypatch.setattr(expert_bytes, "has_one_memory", lambda: one_memory)
+    given = cuda_arguments("--model-path", model, "--device", "cuda", "--quantization", "fp8")
+    config = parse({"num_resident": 12})
+    assert config is not None
+    found = expert_bytes.expert_bytes(config, resolving_view(given), model_config_of(given))
+    assert found is not None
+    assert found.loading / (1 << 20) == pytest.approx(peak, rel=1e-3)
+
+
 class TestDrafts:
     @pytest.mark.parametrize(
         ("words", "bundled", "verified"),
