@@ -18,8 +18,8 @@ _BITS = {
 """Of a weight and its part of a block's scale, once SGLang 0.5.23 has quantised it (``layers/quantization``). Scales of whole
 experts and channels are nothing beside these."""
 
-_FEWEST_BITS = 4.0
-"""Of any method that SGLang has."""
+_FEWEST_BITS = 1.0
+"""Of a method that is not known: no weight takes less."""
 
 _EXPERTS_ALONE = ("modelopt_fp4", "nvfp4_online")
 """Methods that leave all but the experts as they are (``NvFp4OnlineConfig.get_quant_method``)."""

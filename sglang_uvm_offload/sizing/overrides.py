@@ -6,7 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-_MERGED = ("rope_scaling", "rope_parameters")
+_MERGED = (
+    *("thinker_config", "llm_config", "language_config", "text_config", "vision_config", "audio_config"),
+    *("rope_scaling", "rope_parameters"),
+)
+"""Parts of a config that have classes of their own, and what SGLang merges beside them."""
 
 
 def overridden(config: Mapping[str, Any], arguments: str) -> dict[str, Any]:
@@ -15,11 +19,6 @@ def overridden(config: Mapping[str, Any], arguments: str) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(arguments or "{}")
     out = dict(config)
     for name, value in values.items():
-        merges = isinstance(value, dict) and isinstance(out.get(name), dict)
-        merges = merges and (name in _MERGED or (name.endswith("_config") and name not in _OF_NO_CLASS))
+        merges = name in _MERGED and isinstance(value, dict) and isinstance(out.get(name), dict)
         out[name] = {**out[name], **value} if merges else value
     return out
-
-
-_OF_NO_CLASS = ("quantization_config", "compression_config")
-"""Parts of a config that stay plain objects."""

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from builders.true_shape import checkpoint, config_folder
 from checkpoints import Checkpoints
+from sglang.srt.utils.hf_transformers_utils import get_config
 
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.conversion import Conversion, conversion
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.overrides import overridden
+from sglang_uvm_offload.sizing.safetensors_header import read_json
 
 BF16, FP8 = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-FP8"
 
@@ -74,7 +76,7 @@ def test_of_a_method_that_is_not_known_only_a_lower_bound_is_counted(stored):
     before = load(stored[BF16], "bfloat16")
     made = Conversion("some_new_one", "none")
     assert made.applied(before, at_least=False) == before
-    assert made.applied(before, at_least=True).expert_bytes == pytest.approx(before.expert_bytes / 4, rel=0.001)
+    assert made.applied(before, at_least=True).expert_bytes == pytest.approx(before.expert_bytes / 16, rel=0.001)
 
 
 @pytest.mark.parametrize(("method", "whole"), [("fp8", True), ("mxfp8", True), ("modelopt_fp4", False), ("w8a8_fp8", False)])
@@ -102,7 +104,25 @@ def test_plan_takes_a_config_alone_for_no_proof_that_modelopt_left_the_weights_a
 # Values of the config
 
 
-def test_overrides_are_those_of_sglang():
+@pytest.mark.parametrize(
+    ("model", "part", "changed"),
+    [
+        ("Qwen/Qwen3.5-35B-A3B", "text_config", {"num_experts_per_tok": 4}),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "linear_attn_config", {"kda_layers": [1, 2]}),
+        ("Qwen/Qwen3-30B-A3B-FP8", "quantization_config", {"quant_method": "fp8"}),
+    ],
+)
+def test_a_part_of_a_config_is_changed_or_replaced_as_by_sglang(model, part, changed):
+    theirs = getattr(get_config(str(config_folder(model)), False, model_override_args={part: changed}), part)
+    ours = overridden(read_json(config_folder(model) / "config.json"), json.dumps({part: changed}))[part]
+    if part == "text_config":
+        assert [ours[name] for name in ("num_experts_per_tok", "num_experts")] == [4, 256]
+        assert (theirs.num_experts_per_tok, theirs.num_experts) == (4, 256)
+    else:
+        assert ours == theirs == changed
+
+
+def test_overrides_are_values_by_name():
     config = {
         "a": 1,
         "rope_scaling": {"factor": 2, "type": "yarn"},
