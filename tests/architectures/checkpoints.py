@@ -19,7 +19,8 @@ OWN_CODE = "from transformers import PretrainedConfig\n\n\nclass AsStated(Pretra
 
 def main(out: str, *names: str) -> None:
     published = published_models()
-    print("RESULT", json.dumps({name: one(name, Path(out), published.get(name)) for name in names}))
+    print("RESULT", json.dumps({name: one(name, Path(out), published.get(name)) for name in names}), flush=True)
+    os._exit(0)  # nothing of SGLang is to be ended in order
 
 
 def published_models() -> dict[str, str]:
@@ -57,8 +58,3 @@ def _configure(config: PretrainedConfig, folder: Path) -> list[str]:
         words = ["--trust-remote-code"]
     (folder / "config.json").write_text(json.dumps(values, default=str))
     return words
-
-
-def run(out: str, *names: str) -> None:
-    main(out, *names)
-    os._exit(0)  # nothing of SGLang is to be ended in order

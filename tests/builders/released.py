@@ -3,6 +3,7 @@ the configuration, on the ``meta`` device, with the conversions undone that tran
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterator
@@ -26,10 +27,8 @@ class Untold(Exception):
 def written(model: str, folder: Path) -> Path | None:
     """The checkpoint of ``owner/name`` in ``folder``; None where nothing tells its tensors."""
     out = folder / model.replace("/", "--")
-    try:
+    with contextlib.suppress(CheckpointError):
         return checkpoint(model, out)
-    except CheckpointError:
-        pass
     try:
         return released_checkpoint(model, out.with_name(f"{out.name}-released"))
     except (AttributeError, KeyError, ValueError, OSError):
@@ -53,10 +52,8 @@ def released_checkpoint(model: str, out: Path) -> Path:
 
 def tensors_of_folder(folder: Path) -> list[TensorInfo]:
     """Of the model that ``folder`` configures, by our rules or by transformers' class."""
-    try:
+    with contextlib.suppress(CheckpointError):
         return list(tensors_of(text_config(read_config(folder / "config.json"))))
-    except CheckpointError:
-        pass
     try:
         return list(_by_transformers(folder))
     except Exception as error:  # of any type, for a configuration that its class does not suit

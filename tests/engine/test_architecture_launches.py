@@ -34,8 +34,8 @@ def written(folder: Path, python: Nursery, chosen: Sequence[str]) -> dict[str, d
         f"""
         import sys
         sys.path.insert(0, {str(FOLDER.parent)!r})
-        from architectures.checkpoints import run
-        run({str(folder)!r}, *{list(chosen)!r})
+        from architectures.checkpoints import main
+        main({str(folder)!r}, *{list(chosen)!r})
         """
     )
     assert ended.code == 0, ended.err[-4000:]
