@@ -32,6 +32,7 @@ from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import SpawnRanks, get_model, publish
 from sglang.srt.server_args import ServerArgs
+from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from sglang_uvm_offload.plugin.meta_tensors import draft_of, shape_of
@@ -178,12 +179,26 @@ def _built(config: ModelConfig, quantised: bool) -> torch.nn.Module:
         method = loader._get_quantization_config(config, load) if quantised else None
         while True:
             try:
-                with torch.device("meta"):
+                with torch.device("meta"), _OnMeta():
                     return loader._initialize_model(config, load, method)
             except AttributeError as error:
                 if not isinstance(error.obj, PretrainedConfig) or error.name not in _SHAPELESS:
                     raise
                 setattr(error.obj, error.name, _SHAPELESS[error.name])
+
+
+class _OnMeta(TorchFunctionMode):
+    """What SGLang's classes do with tensors as they are built, and a tensor without memory cannot: towers of images read numbers
+    that they compute, and move modules to the GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.linspace:
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.to and args[0].is_meta:
+            _, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
+            args, kwargs = (args[0], "meta", dtype), {}
+        return func(*args, **kwargs)
 
 
 @contextmanager
