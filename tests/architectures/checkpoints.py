@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from architectures.tiny import EXCEPTIONS, EXPERTS, USUAL, tiny_config
+from architectures.build import completed, construct, start
+from architectures.tiny import EXCEPTIONS, EXPERTS, tiny_config
 from builders.released import Untold, tensors_of_folder, written
 from builders.true_shape import CONFIGS, write
 from transformers import PretrainedConfig
@@ -19,6 +20,7 @@ OWN_CODE = "from transformers import PretrainedConfig\n\n\nclass AsStated(Pretra
 
 def main(out: str, *names: str) -> None:
     published = published_models()
+    start()
     print("RESULT", json.dumps({name: one(name, Path(out), published.get(name)) for name in names}), flush=True)
     os._exit(0)  # nothing of SGLang is to be ended in order
 
@@ -38,7 +40,9 @@ def one(name: str, out: Path, model: str | None) -> dict[str, Any]:
         return {"folder": str(folder), "model": model, "words": []}
     folder = out / name
     folder.mkdir()
-    words = _configure(tiny_config(name, EXPERTS), folder)
+    config = tiny_config(name, EXPERTS)
+    completed(lambda: construct(name, config))
+    words = _configure(config, folder)
     try:
         write(folder, tensors_of_folder(folder))
     except Untold:
@@ -47,14 +51,27 @@ def one(name: str, out: Path, model: str | None) -> dict[str, Any]:
 
 
 def _configure(config: PretrainedConfig, folder: Path) -> list[str]:
-    values = config.to_dict()
-    values |= {"torch_dtype": "bfloat16", **EXCEPTIONS.get(folder.name, {}).get("launch", {})}
+    exception = EXCEPTIONS.get(folder.name, {})
+    values = config.to_dict() | {"torch_dtype": "bfloat16"}
+    for read, stated in exception.get("stated_as", {}).items():
+        values[stated] = values.pop(read)
+    for path, value in exception.get("launch", {}).items():
+        _state(values, path, value)
     words = []
     if not config.model_type:
         kind = f"as_stated_{folder.name.lower()}"
-        parts = {part: USUAL | held for part, held in values.items() if part.endswith("_config") and isinstance(held, dict)}
-        values = USUAL | values | parts | {"model_type": kind, "auto_map": {"AutoConfig": "configuration_as_stated.AsStated"}}
+        values |= {"model_type": kind, "auto_map": {"AutoConfig": "configuration_as_stated.AsStated"}}
         (folder / "configuration_as_stated.py").write_text(OWN_CODE.format(kind))
         words = ["--trust-remote-code"]
     (folder / "config.json").write_text(json.dumps(values, default=str))
     return words
+
+
+def _state(values: dict[str, Any], path: str, value: Any) -> None:
+    *parts, name = path.split(".")
+    for part in parts:
+        values = values[part]
+    if value is None:
+        del values[name]
+    else:
+        values[name] = value

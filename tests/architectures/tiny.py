@@ -22,8 +22,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("exc
 no class of configs is used; ``parts``, types of the configs inside it; ``layers``; and ``config``, values by path. For the
 test that builds it: ``expert``, the weights of an expert; ``times``, how often it builds its layers; ``only``, what a config
 must have for SGLang's layer; ``no_experts``; ``not_tried``, the error with which it is not built; and ``sglang_fails``, the
-error with which SGLang cannot build it, whatever its config. For the launch of it: ``launch``, more values; and
-``not_launched``, why there is none."""
+error with which SGLang cannot build it, whatever its config. For the launch of it, in a published file's place: ``stated_as``,
+the names that a file has for parts; ``launch``, values by path, null for one that no file has; and ``not_launched``, why there
+is no launch."""
 
 EXPERTS = 8
 LAYERS = 4
