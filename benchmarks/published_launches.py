@@ -1,5 +1,6 @@
 """What ``doctor`` says of launch lines that publishers print: ``python benchmarks/published_launches.py JUNIT.xml`` makes
-docs/launches.md of what ``pytest --nightly tests/engine/test_published_launches.py --junitxml JUNIT.xml`` recorded."""
+docs/launches.md of what ``pytest --nightly tests/engine/test_published_launches.py --junitxml JUNIT.xml`` recorded, and of the
+record for lines that it did not run."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ Made by `benchmarks/published_launches.py` of the results of `tests/engine/test_
 `sglang-uvm-offload doctor` judges each line with two values of `--expert-offload-num-resident`, over a stand-in for
 eight H200, or eight B200 where the line is for Blackwell, and 3 TiB of host RAM. Nothing here is a statement about a
 GPU. Checkpoints are of true shape: the tensors' names, types and sizes, without their bytes, beside the published
-configuration. `--trust-remote-code` is left out, because the publishers' code is not there. A line is not judged where
-the tensors of its checkpoint are not known here without its files.
+configuration. `--trust-remote-code` is left out, because the publishers' code is not there. Where nothing tells the names
+of its tensors, a model is launched with `--load-format dummy`, and its bytes are those of SGLang's class. A line is not
+judged where its draft model is only on the Hub, or SGLang has no class of the name that the configuration states.
 
 How `plan` counts the weights of these models is in
 [a table of its own](../benchmarks/results/architectures/architectures.md).
@@ -37,6 +39,13 @@ def read(junit: Path) -> list[Row]:
     cases = [case for case in xml.parse(junit).iter("testcase") if case.find("failure") is None and case.find("error") is None]
     found = [{each.get("name", ""): each.get("value", "") for each in case.iter("property")} for case in cases]
     return [row for row in found if "verdict" in row]
+
+
+def merged(kept: list[Row], made: list[Row]) -> list[Row]:
+    """In the order of the published lines."""
+    found = {(row["model"], row["words"], row["residents"]): row for row in (*kept, *made)}
+    order = [(each["model"], each["words"]) for each in json.loads(PUBLISHED.read_text())]
+    return [row for line in dict.fromkeys(order) for key, row in found.items() if key[:2] == line]
 
 
 def page(rows: list[Row]) -> str:
@@ -56,7 +65,7 @@ def page(rows: list[Row]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("junit", type=Path)
-    rows = read(parser.parse_args(arguments).junit)
+    rows = merged(json.loads(RECORD.read_text()) if RECORD.exists() else [], read(parser.parse_args(arguments).junit))
     RECORD.parent.mkdir(parents=True, exist_ok=True)
     RECORD.write_text(json.dumps(rows, indent=1) + "\n")
     OUT.write_text(page(rows))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,7 @@ def released_tensors(model: str) -> tuple[TensorInfo, ...]:
 
 def released_checkpoint(model: str, out: Path) -> Path:
     """``out``, with the published configuration of ``model`` and its checkpoint in true shape."""
-    out.mkdir()
-    for file in config_folder(model).iterdir():
-        (out / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(config_folder(model), out)
     write(out, released_tensors(model))
     return out
 
@@ -81,13 +80,18 @@ def _by_transformers(folder: Path) -> Iterator[TensorInfo]:
 
 
 def _draft_layer(config: dict[str, Any], tensors: list[TensorInfo]) -> Iterator[TensorInfo]:
-    """The draft layer that the files have and transformers' class leaves out: a decoder layer like the last, and what joins it
-    to the model, by the names that SGLang 0.5.23 loads (``qwen3_next.load_weights``, ``deepseek_nextn``)."""
+    """The draft layer that the files have and transformers' class leaves out: a decoder layer like the last (MiMo-V2's is dense
+    as the first), and what joins it to the model, by the names that SGLang 0.5.23 loads (``qwen3_next.load_weights``,
+    ``deepseek_nextn``, ``mimo_v2_nextn``)."""
     layers, hidden, dtype = config["num_hidden_layers"], config["hidden_size"], tensors[0].dtype
-    like = [(found[1], tensor) for tensor in tensors if (found := re.search(rf"\blayers\.{layers - 1}\.(.+)", tensor.name))]
+    last = 0 if config.get("model_type") == "mimo_v2_flash" else layers - 1
+    like = [(found[1], tensor) for tensor in tensors if (found := re.search(rf"\blayers\.{last}\.(.+)", tensor.name))]
     if config.get("model_type") == "qwen3_next" or config.get("mtp_num_hidden_layers"):
         name, joint, norms = "mtp.layers.0", "mtp.fc", ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
         vocabulary: tuple[str, ...] = ()
+    elif config.get("model_type") == "mimo_v2_flash":
+        name, vocabulary = "model.mtp.layers.0", ()
+        joint, norms = f"{name}.eh_proj", tuple(f"{name}.{norm}" for norm in ("enorm", "hnorm", "final_layernorm"))
     elif config.get("num_nextn_predict_layers") and not any(f"layers.{layers}." in tensor.name for tensor in tensors):
         name = f"model.layers.{layers}"
         joint, norms = f"{name}.eh_proj", tuple(f"{name}.{norm}" for norm in ("enorm", "hnorm", "shared_head.norm"))

@@ -1,8 +1,10 @@
 """Launch lines that publishers print, judged by ``doctor`` over the stand-in with ``auto`` and with a number: each is
-served, or refused for what it takes. Checkpoints are of true shape, under the published configurations."""
+served, or refused for what it takes. Checkpoints are of true shape, under the published configurations; where nothing tells the
+names of its tensors, a model is launched with ``--load-format dummy``, and its bytes are those of SGLang's class."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,7 +12,10 @@ from pathlib import Path
 import pytest
 from builders.judged import NO_CHOICE, PUBLISHED, UNKNOWN, Launch, judged, of_line, verdict
 from builders.released import written
+from builders.true_shape import config_folder
 from nursery import Starts
+
+from sglang_uvm_offload.sizing.architectures import sglang_architectures
 
 NUMBERS = ("auto", "16")
 CASES = [
@@ -24,32 +29,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def checkpoints(folder: Path) -> dict[str, Path | None]:
-    return {model: written(model, folder) for model in {line["model"] for line in PUBLISHED}}
+def checkpoint(folder: Path, model: str) -> Path | None:
+    return written(model, folder)
 
 
-@cache
-def found(folder: Path, python: Starts) -> dict[Launch, tuple[int | str, str]]:
-    held = checkpoints(folder)
-    launches = [of_line(line, at, number) for line in PUBLISHED if (at := held[line["model"]]) for number in NUMBERS]
-    return judged(launches, python)
+def is_served(model: str) -> bool:
+    """Whether this SGLang has a class for it."""
+    named = json.loads((config_folder(model) / "config.json").read_text()).get("architectures") or []
+    return bool(sglang_architectures().intersection(named))
+
+
+def launch(folder: Path, line: dict[str, str], number: str) -> Launch:
+    at = checkpoint(folder, line["model"])
+    if at is not None:
+        return of_line(line, at, number)
+    return of_line(line, config_folder(line["model"]), number, "--load-format", "dummy")
+
+
+@pytest.fixture(scope="module")
+def said(request: pytest.FixtureRequest, folder: Path, sglang_on_standin: Starts) -> dict[Launch, tuple[int | str, str]]:
+    """Of those that this run has chosen."""
+    chosen = [item.callspec.params for item in request.session.items if item.module is request.module]
+    return judged([launch(folder, each["line"], each["number"]) for each in chosen], sglang_on_standin)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("line", "number"), CASES)
 def test_a_published_launch_is_judged_by_what_it_takes(
-    record_property: Callable[[str, object], None], folder: Path, sglang_on_standin: Starts, line: dict[str, str], number: str
+    record_property: Callable[[str, object], None],
+    folder: Path,
+    said: dict[Launch, tuple[int | str, str]],
+    line: dict[str, str],
+    number: str,
 ) -> None:
-    at = checkpoints(folder)[line["model"]]
-    if at is None:
-        pytest.skip("neither our rules nor transformers know the tensors of its checkpoint")
-    code, said = found(folder, sglang_on_standin)[of_line(line, at, number)]
+    if not is_served(line["model"]):
+        pytest.skip("this SGLang has no class of the name that its config states")
+    code, text = said[launch(folder, line, number)]
     assert isinstance(code, int), code
-    if "couldn't connect" in said:
+    if "couldn't connect" in text:
         pytest.skip("its draft model is on the Hub")
-    if "no draft layers of its own" in said:
-        pytest.skip("transformers' class has no draft layers, so the checkpoint made of it has none")
-    assert not UNKNOWN.search(said) or "cannot be combined with" in said, said
-    assert code == 0 or "PROBLEM" in said or NO_CHOICE.search(said), said
-    for name, value in {"model": line["model"], "words": line["words"], "residents": number, "verdict": verdict(said)}.items():
+    assert not UNKNOWN.search(text) or "cannot be combined with" in text, text
+    assert code == 0 or "PROBLEM" in text or NO_CHOICE.search(text), text
+    for name, value in {"model": line["model"], "words": line["words"], "residents": number, "verdict": verdict(text)}.items():
         record_property(name, value)

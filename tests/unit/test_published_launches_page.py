@@ -22,3 +22,12 @@ def test_a_case_that_failed_is_no_row(tmp_path: Path) -> None:
     assert launches.read(file) == [{"model": "m", "verdict": "served"}]
     file.write_text(CASE.format(properties=properties, failure="<failure/>"))
     assert launches.read(file) == []
+
+
+def test_lines_that_a_run_left_out_keep_their_verdicts() -> None:
+    kept = json.loads(launches.RECORD.read_text())
+    anew = {**kept[1], "verdict": "refused: anew"}
+    assert launches.merged(kept, []) == kept
+    assert launches.merged(kept[:1] + kept[2:], [anew]) == [kept[0], anew, *kept[2:]]
+    gone = {"model": "m", "words": "no longer published", "residents": "auto", "verdict": "served"}
+    assert launches.merged([*kept, gone], []) == kept
