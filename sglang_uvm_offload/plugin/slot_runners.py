@@ -104,15 +104,13 @@ def _by_deep_gemm() -> str | None:
 def _in_blocks(quantization: str, model_config: Any) -> bool:
     """Whether DeepGEMM reads the scales of experts as they are. It is given others, of one number an expert, as a new tensor
     at each call."""
-    stated = getattr(model_config.hf_config, "quantization_config", None) or {}
-    return quantization == "fp8" and stated.get("weight_block_size") == [128, 128]
+    return quantization == "fp8" and _stated(model_config).get("weight_block_size") == [128, 128]
 
 
 def _compressed(model_config: Any, runner: str) -> bool:
     """FP8 is Triton's. Integers are Marlin's, and those of 4 bits Triton's too, unless activations are quantised as well. FP4
     is Marlin's, unless activations are FP4 too and the GPU computes that."""
-    stated = getattr(model_config.hf_config, "quantization_config", None) or {}
-    groups = list(stated.get("config_groups", {}).values())
+    groups = list(_stated(model_config).get("config_groups", {}).values())
     weights = [group.get("weights") or {} for group in groups]
     kinds = {(each.get("type"), each.get("num_bits")) for each in weights}
     activations = any(group.get("input_activations") for group in groups)
@@ -121,6 +119,13 @@ def _compressed(model_config: Any, runner: str) -> bool:
     if kinds == {("float", 4)}:
         return not (activations and get_platform().is_blackwell)
     return bool(kinds) and kinds <= {("int", 4), ("int", 8)} and not activations
+
+
+def _stated(model_config: Any) -> Any:
+    """What the checkpoint states of its quantisation, from where SGLang takes it (``resolve_checkpoint_quant_spec``)."""
+    whole, text = model_config.hf_config, model_config.hf_text_config
+    places = ((whole, "quantization_config"), (text, "quantization_config"), (whole, "compression_config"))
+    return next((stated for config, name in places if (stated := getattr(config, name, None))), {})
 
 
 def no_slots_in(layer: Any) -> str | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from builders.launch import launch
+from builders.true_shape import config_folder
 from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
 from sglang.srt.environ import envs
 from sglang.srt.layers import deep_gemm_wrapper
@@ -24,15 +25,9 @@ from sglang_uvm_offload.plugin import combinations
 from sglang_uvm_offload.plugin.slot_runners import ALWAYS_TRITON, MARLIN, RUNNERS, no_slots, no_slots_in
 
 
-def reason(
-    runner: str = "auto", quantization: str | None = None, fp4: bool = False, stated: Any = None, **values: Any
-) -> str | None:
-    cfg = {"device": "cuda", "moe_runner_backend": runner, "moe_a2a_backend": "none", "quantization": quantization}
-    cfg |= {"enable_lora": False, **values}
-    model = SimpleNamespace(
-        quantization=quantization, is_fp4_experts=fp4, hf_config=SimpleNamespace(quantization_config=stated)
-    )
-    return no_slots(SimpleNamespace(**cfg), model)
+def reason(runner: str = "auto", quantization: str | None = None, stated: Any = None, **fields: Any) -> str | None:
+    given = {"quantization_config": stated} if stated else {}
+    return no_slots(*launch(given, moe_runner_backend=runner, quantization=quantization, **fields))
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8", "modelopt_fp8", *sorted(ALWAYS_TRITON)])
@@ -75,6 +70,12 @@ def test_every_runner_of_sglang_for_cuda_has_a_reason_of_its_own():
 
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+FP4 = {**BLOCKS, "routed_experts_quant_method": "mxfp4"}
+
+
+def compressed(weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
+    group = {"weights": weights, "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
 
 
 @pytest.mark.parametrize(("quantization", "stated"), [(None, None), ("fp8", BLOCKS)])
@@ -105,9 +106,9 @@ def test_deep_gemm_has_no_slots_on_other_gpus():
         ("fp8", None),
         ("fp8", {"quant_method": "fp8"}),
         ("fp8", {**BLOCKS, "weight_block_size": [1, 32]}),
-        ("mxfp8", BLOCKS),
-        ("modelopt_fp8", BLOCKS),
-        ("compressed-tensors", {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8}}}}),
+        ("mxfp8", {"quant_method": "mxfp8", "weight_block_size": [1, 32]}),
+        ("modelopt_fp8", {"quant_method": "modelopt", "quant_algo": "FP8"}),
+        (None, compressed({"type": "float", "num_bits": 8})),
     ],
 )
 def test_what_deep_gemm_converts_at_each_call_has_no_slots(quantization, stated):
@@ -172,8 +173,8 @@ def test_fp8_experts_are_not_marlins():
 
 
 def test_fp4_experts_of_an_fp8_checkpoint_are_marlins_alone():
-    assert reason("marlin", "fp8", fp4=True) is None
-    assert reason("auto", "fp8", fp4=True) == (
+    assert reason("marlin", stated=FP4) is None
+    assert reason("auto", stated=FP4) == (
         "the model's FP4 experts are computed by other kernels than SGLang's Triton and Marlin ones"
     )
 
@@ -195,11 +196,18 @@ def test_fp4_experts_of_an_fp8_checkpoint_are_marlins_alone():
     ],
 )
 def test_compressed_tensors_go_by_the_kind_of_weights(kind, bits, runner, activations, blackwell, served):
-    group = {"weights": {"type": kind, "num_bits": bits}, "input_activations": {"num_bits": bits} if activations else None}
+    stated = compressed({"type": kind, "num_bits": bits}, {"num_bits": bits} if activations else None)
     with override_platform(is_blackwell=blackwell):
-        told = reason(runner, "compressed-tensors", stated={"config_groups": {"group_0": group}})
+        told = reason(runner, stated=stated)
     assert (told is None) == served
     assert told is None or told.startswith("--quantization compressed-tensors: its experts are computed by other kernels")
+
+
+def test_what_the_checkpoint_states_is_read_where_sglang_looks_for_it():
+    integers = compressed({"type": "int", "num_bits": 4})
+    assert no_slots(*launch({"compression_config": integers})) is None
+    of_text, images = {"text_config": {"quantization_config": integers}}, str(config_folder("Qwen/Qwen3-VL-30B-A3B-Instruct"))
+    assert no_slots(*launch(of_text, model_path=images, quantization="compressed-tensors")) is None
 
 
 def test_compressed_tensors_that_state_nothing_have_no_slots():
@@ -231,8 +239,7 @@ def test_the_runners_with_slots_take_tokens_in_the_standard_form_only():
 @pytest.mark.parametrize("flag", ["enable_two_batch_overlap", "enable_pdmux"])
 def test_what_slots_cannot_bear_is_refused_with_offloading_itself(flag):
     """``no_slots`` says nothing of these. Where one is to be allowed, it must."""
-    given = defaultdict(lambda: None, {flag: True})
-    cfg = type("Arguments", (), {"__getattr__": lambda self, name: given[name]})()
+    cfg, _ = launch(**{flag: True})
     [problem] = combinations.problems(parse({"num_resident": 4}), cfg)
     assert flag.replace("_", "-") in problem
 
