@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from builders.launch import launch
+from builders.true_shape import config_folder
 from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.arg_groups.moe_hook import handle_moe_kernel_config
@@ -32,13 +34,9 @@ def config(**values: Any) -> OffloadConfig:
 
 
 def format_of(
-    runner: str = "triton", architecture: str = "M", fp4: bool = False, given: str = "auto", **values: Any
+    runner: str = "triton", given: str = "auto", stated: dict[str, Any] | None = None, **fields: Any
 ) -> RoutingFormat:
-    cfg = {"device": "cuda", "moe_runner_backend": runner, "moe_a2a_backend": "none", "quantization": None, **values}
-    model = SimpleNamespace(
-        quantization=cfg["quantization"], is_fp4_experts=fp4, hf_config=SimpleNamespace(architectures=[architecture])
-    )
-    return routing_format(SimpleNamespace(**cfg), model, given)
+    return routing_format(*launch(stated, moe_runner_backend=runner, **fields), given)
 
 
 @pytest.mark.parametrize("fp4", [False, True])
@@ -49,7 +47,8 @@ def test_each_runner_shows_what_sglang_gives_it(monkeypatch, runner, fp4):
     router = topk.TopK(2, layer_id=0, is_draft=False, is_fp4_experts=fp4)
     router.bind_runner_backend(MoeRunnerBackend(runner), routing_method_type=RoutingMethodType.Renormalize)
     shown = {"STANDARD": Shown.IDS, "TRITON_KERNEL": Shown.TOKENS_PER_EXPERT, "BYPASSED": Shown.NOTHING}
-    assert format_of(runner, fp4=fp4).shown == shown[router.topk_config.output_format.name]
+    stated = {"quantization_config": {"quant_method": "fp8", "routed_experts_quant_method": "mxfp4"}} if fp4 else None
+    assert format_of(runner, stated=stated).shown == shown[router.topk_config.output_format.name]
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8", *COUNTED_RUNNERS])
@@ -124,12 +123,12 @@ def test_tokens_per_expert_suffice_for_all_but_a_trace():
 
 
 @pytest.mark.parametrize(
-    "launch",
+    "fields",
     [
         {"device": "cpu"},
         {"moe_a2a_backend": "flashinfer"},
-        {"architecture": "KimiK3ForConditionalGeneration"},
+        {"model_path": str(config_folder("moonshotai/Kimi-K3"))},
     ],
 )
-def test_a_runner_that_could_route_is_given_ids(launch):
-    assert format_of("flashinfer_mxfp4", **launch).shown is Shown.IDS
+def test_a_runner_that_could_route_is_given_ids(fields):
+    assert format_of("flashinfer_mxfp4", **fields).shown is Shown.IDS
