@@ -1,9 +1,8 @@
 """An exception of this package's own code is never told as SGLang's refusal of a model."""
 
-from types import SimpleNamespace
-
 import pytest
 from sglang.srt.layers.quantization import get_quantization_config
+from transformers import PretrainedConfig
 
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin.whose_error import own_errors_reported
@@ -12,7 +11,7 @@ from sglang_uvm_offload.sizing.moe_shape import moe_shape
 
 def test_a_configuration_that_this_package_cannot_read_is_its_own_problem():
     with pytest.raises(FlagError) as raised, own_errors_reported("maker/model"):
-        moe_shape(SimpleNamespace(num_experts=8, num_hidden_layers=2, moe_layer_freq=[]))
+        moe_shape(PretrainedConfig(num_experts=8, num_hidden_layers=2, moe_layer_freq=[]))
     (problem,) = raised.value.problems
     assert problem.startswith("sglang-uvm-offload cannot read the configuration of maker/model: IndexError in moe_shape.py:")
     assert "SGLang cannot serve" not in problem
