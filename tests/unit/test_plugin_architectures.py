@@ -4,11 +4,11 @@ themselves, so that the launch refuses them."""
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from architectures import registry
+from builders.launch import launch
 
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.plugin import launch_checks
@@ -63,7 +63,8 @@ def test_a_model_reaches_what_it_uses_through_others(name: str, reaches: bool, k
     "name", [pytest.param(name, marks=pytest.mark.refused("Architecture", name)) for name in sorted(DIRECT_KERNEL_MODELS)]
 )
 def test_a_model_with_code_of_its_own_for_experts_ends_the_launch(name: str, record_property: Any) -> None:
-    model = SimpleNamespace(hf_config=SimpleNamespace(architectures=[name]), hf_text_config=SimpleNamespace(num_experts=8))
+    needed = {"layer_types": [], "local_layer_ids": []}  # which SGLang reads of Beam's and Inkling's
+    _, model = launch({"architectures": [name], **needed})
     _, [reason] = launch_checks._experts(parse({"num_resident": 2}), model)
     assert reason.startswith(f"{name}: this model's code computes experts without SGLang's FusedMoE layer")
     record_property("reason", reason)

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from builders.launch import arguments
 from sglang.srt import runtime_context
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -47,5 +48,5 @@ def test_arguments_that_are_published_twice_install_hooks_once(monkeypatch):
     monkeypatch.setattr(runtime_context, "get_lora", lambda: SimpleNamespace(enable_lora=False))
     monkeypatch.setattr(runtime, "install", lambda *args, **kwargs: installed.append(kwargs))
     for _ in range(2):
-        hooks._after_publish(None, SimpleNamespace(), role="scheduler")
+        hooks._after_publish(None, arguments(), role="scheduler")
     assert installed == [{"adapters": False, "memory_saver": False, "compiled": True}]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 import pytest
+from builders.launch import arguments
 
 from sglang_uvm_offload.plugin.doctor import Launch
 from sglang_uvm_offload.plugin.local_checkpoint import unreadable
@@ -34,7 +34,7 @@ def test_a_folder_with_a_file_that_may_be_read_for_ever_is_not_read(tmp_path):
 
 def test_the_doctor_names_the_flag():
     launch = object.__new__(Launch)
-    launch.args = SimpleNamespace(model_path="/nonexistent/m", speculative_draft_model_path=None, tokenizer_path="org/m")
+    launch.args = arguments(model_path="/nonexistent/m", tokenizer_path="org/m")
     assert launch.unreadable_models() == ["--model-path /nonexistent/m: there is no such folder"]
 
 

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import pickle
-from types import SimpleNamespace
 
 import pytest
+from builders.launch import MODEL, arguments
 
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.plugin.server_args import OffloadServerArgs
 from sglang_uvm_offload.plugin.server_config import attach, config_of
 
 
 @pytest.mark.parametrize("values", [{}, {"num_resident": 4, "profile": "a.npz, b.npz", "trace": "t.npz"}])
 def test_what_was_attached_arrives_as_it_is(values):
-    args = SimpleNamespace(expert_offload_num_resident=values.get("num_resident"))
+    args = OffloadServerArgs(model_path=MODEL, expert_offload_num_resident=values.get("num_resident"))
     attach(args, parse(values))
     assert config_of(pickle.loads(pickle.dumps(args))) == parse(values)
 
 
 def test_arguments_that_ask_for_offloading_without_a_config_are_refused():
     with pytest.raises(FlagError, match="--expert-offload-num-resident"):
-        config_of(SimpleNamespace(expert_offload_num_resident="4"))
+        config_of(OffloadServerArgs(model_path=MODEL, expert_offload_num_resident="4"))
 
 
-@pytest.mark.parametrize("args", [SimpleNamespace(), SimpleNamespace(expert_offload_num_resident=None)])
+@pytest.mark.parametrize("args", [arguments(), OffloadServerArgs(model_path=MODEL)], ids=["plain", "ours"])
 def test_plain_arguments_mean_off(args):
     assert config_of(args) is None
