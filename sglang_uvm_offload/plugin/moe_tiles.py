@@ -163,7 +163,7 @@ def _weights(dtype: Any, quantization: Any) -> dict[str, Any] | None:
         case "moe_wna16":
             bits = quantization.weight_bits
             return {"dtype": f"int{bits}_w{bits}a16", "bits": bits, "block_shape": (0, quantization.group_size)}
-        case "compressed-tensors":
+        case "compressed_tensors":
             return _compressed([scheme.get("weights") for scheme in quantization.target_scheme_map.values()])
     return None
 

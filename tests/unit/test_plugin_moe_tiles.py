@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import Checkpoints
 from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
+from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS
+from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 from sglang.srt.runtime_context import create_context, use_context
 from sglang.srt.server_args import ServerArgs
 
@@ -122,13 +123,18 @@ def test_where_the_triton_runner_does_not_serve_nothing_is_known(checkpoints: Ch
     assert launched(checkpoints("qwen3_moe"), **values) is None
 
 
-def quantization(name: str, **values: Any) -> SimpleNamespace:
-    return SimpleNamespace(get_name=lambda: name, **values)
+def quantization(name: str, **stated: Any) -> Any:
+    return BASE_QUANTIZATION_METHODS[name].from_config({"quant_method": name, **stated})
 
 
-def compressed(**weights: Any) -> SimpleNamespace:
-    scheme = {"num_bits": 8, "type": "float", "block_structure": None, "strategy": "tensor", **weights}
-    return quantization("compressed-tensors", target_scheme_map={"Linear": {"weights": SimpleNamespace(**scheme)}})
+def compressed(**weights: Any) -> Any:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", **weights}
+    group = {"targets": ["Linear"], "weights": scheme}
+    return quantization("compressed-tensors", format="float-quantized", ignore=[], config_groups={"group_0": group})
+
+
+BLOCKS = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "lm_head": False}
 
 
 @pytest.mark.parametrize(
@@ -136,9 +142,9 @@ def compressed(**weights: Any) -> SimpleNamespace:
     [
         (quantization("w8a8_int8"), ("int8_w8a8", 8, None, True)),
         (quantization("w8a8_fp8"), ("fp8_w8a8", 8, None, True)),
-        (quantization("modelopt_fp8"), ("fp8_w8a8", 8, None, False)),
-        (quantization("blockwise_int8", weight_block_size=[128, 128]), ("int8_w8a8", 8, (128, 128), False)),
-        (quantization("moe_wna16", weight_bits=4, group_size=32), ("int4_w4a16", 4, (0, 32), False)),
+        (quantization("modelopt_fp8", quant_algo="FP8"), ("fp8_w8a8", 8, None, False)),
+        (quantization("blockwise_int8", **BLOCKS), ("int8_w8a8", 8, (128, 128), False)),
+        (quantization("moe_wna16", **GPTQ), ("int4_w4a16", 4, (0, 32), False)),
         (compressed(strategy="channel"), ("fp8_w8a8", 8, None, True)),
         (compressed(strategy="block", block_structure=[128, 128]), ("fp8_w8a8", 8, (128, 128), False)),
     ],
@@ -149,7 +155,13 @@ def test_each_known_quantisation_is_looked_up_as_sglang_does(given, expected):
 
 
 @pytest.mark.parametrize(
-    "given", [quantization("mxfp4"), quantization("mxfp8"), compressed(type="int"), compressed(num_bits=4)]
+    "given",
+    [
+        Mxfp4Config.from_config({"quant_method": "mxfp4"}),
+        quantization("mxfp8", **BLOCKS),
+        compressed(type="int"),
+        compressed(num_bits=4),
+    ],
 )
 def test_of_other_quantisations_nothing_is_said(given):
     assert moe_tiles._weights(torch.bfloat16, given) is None
