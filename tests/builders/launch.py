@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 from unittest import mock
@@ -27,3 +28,11 @@ def launch(stated: Mapping[str, Any] | None = None, **fields: Any) -> tuple[Any,
     given = arguments(json_model_override_args=json.dumps(stated or {}), **fields)
     with mock.patch.dict(QUANTIZATION_METHODS, mxfp4=Mxfp4Config):  # which SGLang knows only where there is a GPU
         return resolving_view(given), model_config_of(given)
+
+
+def resolved(**fields: Any) -> Any:
+    """The view of these arguments as SGLang resolves them."""
+    given = arguments(skip_tokenizer_init=True, **fields)
+    with mock.patch.dict(os.environ):  # which it sets as it resolves
+        given.resolve_once()
+    return resolving_view(given)

@@ -3,8 +3,10 @@ files, at launch and later."""
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from builders.launch import arguments, launch
 from builders.locations import located
 from builders.profiles import some
 from huggingface_hub import constants
@@ -34,7 +36,7 @@ def gpu_of_100_gib(monkeypatch):
 
 def fraction(headroom_gb: float, device: str = "cuda", given: float | None = 0.9) -> float | None:
     config = parse({"num_resident": 4, "headroom_gb": headroom_gb})
-    return launch_checks.fraction_with_headroom(config, SimpleNamespace(device=device, mem_fraction_static=given))
+    return launch_checks.fraction_with_headroom(config, launch(device=device, mem_fraction_static=given)[0])
 
 
 def test_headroom_is_taken_off_the_fraction_that_weights_and_cache_get():
@@ -51,12 +53,11 @@ def test_a_headroom_that_leaves_nothing_is_refused():
         fraction(95.0)
 
 
-def models(model_path: object, **others: object) -> SimpleNamespace:
-    given = {"tokenizer_path": str(model_path), "speculative_draft_model_path": None, "download_dir": None, **others}
-    return SimpleNamespace(model_path=str(model_path), **given)
+def models(model_path: object, **others: object) -> Any:
+    return arguments(**{"model_path": str(model_path), "tokenizer_path": str(model_path), **others})
 
 
-def file_problems(args: SimpleNamespace, **files: object) -> list[str]:
+def file_problems(args: Any, **files: object) -> list[str]:
     config = parse({"num_resident": 4, **{name: str(path) for name, path in files.items()}})
     return output_files.problems(config, args)
 
@@ -154,13 +155,6 @@ def test_a_rank_saves_no_profile_in_the_models_folder(rank: Path, caplog: pytest
     assert Profile.load(path).seen.steps == profile.seen.steps
 
 
-class Unset(SimpleNamespace):
-    """Server arguments of which all but the given ones are unset."""
-
-    def __getattr__(self, name):
-        return None
-
-
 def test_the_drivers_problem_is_listed_once(monkeypatch):
     monkeypatch.setattr("sglang_uvm_offload.cuda.device.device_problems", lambda gpu: ["no driver"])
     assert devices.gpu_problems([0, 1, 2]) == ["no driver"]
@@ -195,7 +189,7 @@ def test_a_library_that_cannot_be_built_is_a_problem_before_loading(monkeypatch)
     ],
 )
 def test_a_setting_that_does_not_fit_is_refused_by_name(values, name, record_property):
-    found = combinations.problems(parse({"num_resident": 4}), Unset(**values))
+    found = combinations.problems(parse({"num_resident": 4}), launch(**values)[0])
     [problem] = found
     beginning, _, reason = problem.partition(": cannot be combined with --expert-offload-num-resident: ")
     assert beginning == name
@@ -206,20 +200,22 @@ def test_a_setting_that_does_not_fit_is_refused_by_name(values, name, record_pro
 @pytest.mark.refused("Launch", "SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT (Nemotron-H)")
 def test_experts_that_change_their_memory_between_steps_are_refused(monkeypatch, record_property):
     monkeypatch.setenv("SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT", "0")
-    assert combinations.problems(parse({"num_resident": 4}), Unset()) == []
+    assert combinations.problems(parse({"num_resident": 4}), launch()[0]) == []
     monkeypatch.setenv("SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT", "1")
-    [problem] = combinations.problems(parse({"num_resident": 4}), Unset())
+    [problem] = combinations.problems(parse({"num_resident": 4}), launch()[0])
     name, _, reason = problem.partition(": cannot be combined with --expert-offload-num-resident: ")
     assert name == "SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT"
     record_property("reason", reason)
 
 
-@pytest.mark.parametrize(("given", "stated"), [("bitsandbytes", None), (None, "bitsandbytes")])
-def test_a_quantisation_whose_experts_sglang_cannot_load_is_refused(given, stated):
-    model = SimpleNamespace(quantization=stated)
-    (problem,) = combinations.format_problems(Unset(quantization=given), model)
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+@pytest.mark.parametrize("given", [{"quantization": "bitsandbytes"}, {"stated": {"quantization_config": BITSANDBYTES}}])
+def test_a_quantisation_whose_experts_sglang_cannot_load_is_refused(given):
+    (problem,) = combinations.format_problems(*launch(**given))
     assert problem.startswith("--quantization bitsandbytes: cannot be combined with --expert-offload-num-resident: ")
-    assert combinations.format_problems(Unset(quantization="fp8"), model) == []
+    assert combinations.format_problems(*launch(quantization="fp8")) == []
 
 
 ELSEWHERE = {"enable_eplb": True, "ep_num_redundant_experts": 2, "init_expert_location": "map.json"}
@@ -227,15 +223,15 @@ ELSEWHERE = {"enable_eplb": True, "ep_num_redundant_experts": 2, "init_expert_lo
 
 def test_experts_that_lie_elsewhere_are_served_with_ids_profiles_and_traces():
     flags = {"num_resident": 4, "profile": "p", "save_profile": "q", "trace": "t", "adapt": "continuous"}
-    assert combinations.problems(parse(flags), Unset(**ELSEWHERE)) == []
+    assert combinations.problems(parse(flags), launch(**ELSEWHERE)[0]) == []
     named = {"num_resident": 4, "resident_selection": "manual", "resident_ids": "1,2"}
-    assert combinations.problems(parse(named), Unset(**{**ELSEWHERE, "enable_eplb": False})) == []
+    assert combinations.problems(parse(named), launch(**{**ELSEWHERE, "enable_eplb": False})[0]) == []
 
 
 @pytest.mark.refused("Parallel", "--enable-eplb with --expert-offload-resident-ids")
 def test_experts_that_are_rearranged_cannot_be_named(record_property):
     named = {"num_resident": 4, "resident_selection": "manual", "resident_ids": "1,2"}
-    (problem,) = combinations.problems(parse(named), Unset(enable_eplb=True))
+    (problem,) = combinations.problems(parse(named), launch(enable_eplb=True)[0])
     assert problem.startswith("--enable-eplb: cannot be combined with --expert-offload-resident-ids: ")
     record_property("reason", problem)
 
@@ -245,7 +241,7 @@ def test_experts_that_are_rearranged_cannot_be_named(record_property):
     [("flashinfer_trtllm", None, True), ("triton", "flashinfer_cutlass", True), ("triton", None, False)],
 )
 def test_tactics_are_not_timed_over_pcie(caplog, runner, drafts, disabled):
-    cfg = Unset(device="cuda", speculative_moe_runner_backend=drafts)
+    cfg = launch(device="cuda", speculative_moe_runner_backend=drafts)[0]
     with caplog.at_level("INFO"):
         settings = launch_checks._autotuning(cfg, RoutingFormat(runner))
     assert settings == ({"disable_flashinfer_autotune": True} if disabled else {})
@@ -253,7 +249,7 @@ def test_tactics_are_not_timed_over_pcie(caplog, runner, drafts, disabled):
 
 
 def test_autotuning_that_is_off_or_on_a_cpu_is_left_alone():
-    for cfg in (Unset(device="cuda", disable_flashinfer_autotune=True), Unset(device="cpu")):
+    for cfg in (launch(device="cuda", disable_flashinfer_autotune=True)[0], launch(device="cpu")[0]):
         assert launch_checks._autotuning(cfg, RoutingFormat("flashinfer_trtllm")) == {}
 
 

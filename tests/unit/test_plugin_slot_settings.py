@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
+from builders.launch import launch
 
 from sglang_uvm_offload.config import UNRESOLVED, parse
 from sglang_uvm_offload.flags import FlagError
@@ -13,7 +12,7 @@ from sglang_uvm_offload.plugin import slot_settings
 
 def possible(reason: str | None, monkeypatch: pytest.MonkeyPatch, **flags: object) -> int:
     monkeypatch.setattr(slot_settings, "no_slots", lambda cfg, model: reason)
-    return slot_settings.possible(parse(flags), SimpleNamespace(), SimpleNamespace()).slots
+    return slot_settings.possible(parse(flags), *launch()).slots
 
 
 def test_a_launch_that_can_have_slots_keeps_what_was_asked_for(monkeypatch):

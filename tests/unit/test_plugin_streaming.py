@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
+from builders.launch import resolved as sglang_resolved
+from sglang.srt.model_executor.cuda_graph_config import Backend
+from transformers import PretrainedConfig
 
 from sglang_uvm_offload.config import NEVER, OffloadConfig, parse
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
@@ -34,7 +36,7 @@ def config(**flags: Any) -> OffloadConfig:
 
 
 def resolved(num_experts: int = 256, top_k: int | None = 8, **flags: Any) -> int:
-    text = SimpleNamespace(num_experts_per_tok=top_k)
+    text = PretrainedConfig(num_experts_per_tok=top_k)
     tokens = stream_settings.resolved(config(**flags), num_experts, text).stream_tokens
     assert tokens is not None
     return tokens
@@ -57,7 +59,7 @@ def test_a_number_is_taken_as_it_is(given, tokens):
 )
 def test_a_launch_that_has_no_room_for_buffers_is_told_that_long_prompts_are_slow(caplog, planned, flags, told):
     checked = OffloadConfig(**{**vars(config(**flags)), "stream_buffers": planned})
-    stream_settings.resolved(checked, 256, SimpleNamespace())
+    stream_settings.resolved(checked, 256, PretrainedConfig())
     assert caplog.text.count("no room for a stream buffer beside the KV cache: long prompts") == told
 
 
@@ -65,7 +67,7 @@ def test_nothing_streams_without_buffers_or_offloaded_experts():
     assert resolved(stream_buffer_gb=0, stream_tokens=5) == NEVER
     assert resolved(num_resident=256) == NEVER
     planned = config()
-    none = stream_settings.resolved(OffloadConfig(**{**vars(planned), "stream_buffers": 0}), 256, SimpleNamespace())
+    none = stream_settings.resolved(OffloadConfig(**{**vars(planned), "stream_buffers": 0}), 256, PretrainedConfig())
     assert none.stream_tokens == NEVER
     assert not stream_settings.streams(none)
 
@@ -74,12 +76,12 @@ def test_nothing_streams_without_buffers_or_offloaded_experts():
 
 
 def launched(sizes: list[int], dp: int = 1, backend: str = Backend.BREAKABLE) -> Any:
-    prefill = PhaseConfig(backend=backend, max_bs=sizes[-1], bs=sizes)
-    return SimpleNamespace(cuda_graph_config=CudaGraphConfig(PhaseConfig(Backend.FULL, bs=[1, 512]), prefill), attn_dp_size=dp)
+    groups = {"tp_size": dp, "attn_dp_size": dp} if dp > 1 else {}
+    return sglang_resolved(cuda_graph_backend_prefill=backend, cuda_graph_bs_prefill=sizes, **groups)
 
 
 def graphs(cfg: Any, **flags: Any) -> Any:
-    settings = stream_settings.graph_settings(stream_settings.resolved(config(**flags), 256, SimpleNamespace()), cfg)
+    settings = stream_settings.graph_settings(stream_settings.resolved(config(**flags), 256, PretrainedConfig()), cfg)
     assert set(settings) <= {"cuda_graph_config"}
     return settings.get("cuda_graph_config")
 
@@ -142,7 +144,7 @@ LARGEST = 8 * BLOCK_BYTES
 
 
 def made(room: int | None = None, among: list[ExpertLayer] | None = None, planned: int | None = None, **flags: Any) -> Any:
-    checked = stream_settings.resolved(config(**flags), 256, SimpleNamespace())
+    checked = stream_settings.resolved(config(**flags), 256, PretrainedConfig())
     checked = OffloadConfig(**{**vars(checked), "stream_buffers": planned})
     return make_streamer(checked, EmulatedMemory(), among or layers(), room, 0, lambda row, nbytes: None)
 
@@ -209,5 +211,5 @@ def test_layers_too_small_to_place_need_no_buffer():
 
 
 def test_a_stage_of_dense_layers_needs_no_buffer():
-    checked = stream_settings.resolved(config(), 256, SimpleNamespace())
+    checked = stream_settings.resolved(config(), 256, PretrainedConfig())
     assert make_streamer(checked, EmulatedMemory(), [], 0, 0, lambda row, nbytes: None) is None
