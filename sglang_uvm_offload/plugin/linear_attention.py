@@ -11,9 +11,13 @@ from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, 
 from sglang_uvm_offload.sizing.linear_state import LinearState
 
 
+def has_states(model: Any) -> bool:
+    return mambaish_config(model) is not None
+
+
 def uncounted(cfg: Any, model: Any) -> list[str]:
     """Why a plan cannot count the state."""
-    if mambaish_config(model) is None:
+    if not has_states(model):
         return []
     if not hasattr(hybrid_gdn_config(model), "linear_conv_kernel_dim"):
         return ["does not count the state of this model's linear attention, only that of Qwen3-Next and Qwen3.5"]
@@ -29,7 +33,7 @@ def uncounted(cfg: Any, model: Any) -> list[str]:
 def state(cfg: Any, model: Any) -> LinearState | None:
     """The state of one request and the number of states that SGLang keeps, None where ``uncounted`` names a reason, and for a
     model without linear attention."""
-    if mambaish_config(model) is None or uncounted(cfg, model):
+    if not has_states(model) or uncounted(cfg, model):
         return None
     return LinearState(
         state_layer_bytes(hybrid_gdn_config(model), cfg.mamba_ssm_dtype),

@@ -75,17 +75,19 @@ def planned_launch(config: OffloadConfig, server_args: Any, *, at_least: bool = 
     if at_least and post_capture_kv_sizing_planned(server_args):  # then the KV cache takes what graphs leave, of all there is
         launch = replace(launch, mem_fraction_static=1.0)
     pools = _pools(server_args, launch)
-    if pools is None and not at_least:
-        reasons += _unasked(cfg, model)
+    if isinstance(pools, str):
+        reasons += [] if at_least else _unasked(cfg, model, pools)
+        pools = None
     if reasons:
         raise Uncounted(reasons)
     return replace(launch, pools=pools, linear=None if pools else linear_attention.state(cfg, model))
 
 
-def _pools(server_args: Any, launch: Launch) -> ServerPools | None:
-    """The pools that SGLang makes for what the launch asks, for twice that, and at the least; None where it cannot be asked."""
+def _pools(server_args: Any, launch: Launch) -> ServerPools | str:
+    """The pools that SGLang makes for what the launch asks, for twice that, and at the least; else its error, "" where it cannot
+    be asked."""
     if not has_contexts():
-        return None
+        return ""
     from sglang_uvm_offload.plugin.server_pools import server_pools
 
     work, parallel = launch.workload, launch.parallel
@@ -95,7 +97,7 @@ def _pools(server_args: Any, launch: Launch) -> ServerPools | None:
         return server_pools(server_args, parallel, asked)
     except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's code; its rules are restated for most launches
         logger.debug("Expert offload: SGLang sizes no pools before it starts: %s: %s", type(error).__name__, error)
-        return None
+        return f"{type(error).__name__}: {error}"
 
 
 def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
@@ -165,8 +167,10 @@ def _beside(server_args: Any, cfg: Any) -> list[str]:
     return [f"does not count {name}" for name, enabled in names.items() if enabled] + launch_drafts.uncounted(cfg)
 
 
-def _unasked(cfg: Any, model: Any) -> list[str]:
-    """What only SGLang itself can count, where it was not asked."""
+def _unasked(cfg: Any, model: Any, error: str) -> list[str]:
+    """What only SGLang itself can count, where it was not asked, or ended with ``error``."""
+    if error and linear_attention.has_states(model):
+        return [f"does not count the states of this model's layers, which SGLang does not either: {error}"]
     ratio = cfg.swa_full_tokens_ratio
     beside = {
         f"a sliding window's cache of {ratio} of the full one": ratio not in (None, WINDOW_RATIO),
