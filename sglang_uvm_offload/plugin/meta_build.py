@@ -188,8 +188,8 @@ def _built(config: ModelConfig, quantised: bool) -> torch.nn.Module:
 
 
 class _OnMeta(TorchFunctionMode):
-    """What SGLang's classes do with tensors as they are built, and a tensor without memory cannot: towers of images read numbers
-    that they compute, and move modules to the GPU."""
+    """Answers what some towers do as they are built, and a tensor without memory cannot: they read numbers that they compute,
+    and move modules to another device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
