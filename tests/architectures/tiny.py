@@ -23,8 +23,7 @@ no class of configs is used; ``parts``, types of the configs inside it; ``layers
 test that builds it: ``expert``, the weights of an expert; ``times``, how often it builds its layers; ``only``, what a config
 must have for SGLang's layer; ``no_experts``; ``not_tried``, the error with which it is not built; and ``sglang_fails``, the
 error with which SGLang cannot build it, whatever its config. For the launch of it, in a published file's place: ``stated_as``,
-the names that a file has for parts; ``launch``, values by path, null for one that no file has; and ``not_launched``, why there
-is no launch."""
+the names that a file has for parts; and ``launch``, values by path, null for one that no file has."""
 
 EXPERTS = 8
 LAYERS = 4

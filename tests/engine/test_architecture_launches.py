@@ -20,7 +20,7 @@ NUMBERS = ("auto", "2")
 
 
 def names() -> list[str]:
-    left_out = DIRECT_KERNEL_MODELS | UNBUILDABLE | {name for name, each in EXCEPTIONS.items() if "not_launched" in each}
+    left_out = DIRECT_KERNEL_MODELS | UNBUILDABLE
     return [name for name in FOUND["FusedMoE"] if name not in left_out and not DRAFT.search(name)]
 
 
