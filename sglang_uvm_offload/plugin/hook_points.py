@@ -89,6 +89,7 @@ CALLED = {
     "sglang.srt.layers.quantization.get_quantization_config": "quantization",
     "sglang.srt.mem_cache.kv_cache_configurator.mm_runtime_reservation_gb": "*, is_multimodal, mm_feature_transport",
     "sglang.srt.parser.code_completion_parser.completion_template_exists": "template_name",
+    "sglang.srt.model_loader.utils.get_model_architecture": "model_config",
     "sglang.srt.parser.template_detection.resolve_auto_parsers": "server_args",
     "sglang.srt.plugins.hook_registry.HookRegistry._apply_target": "target, hooks",
     "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks": "",

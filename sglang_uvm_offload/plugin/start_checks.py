@@ -15,6 +15,7 @@ SGLang 0.5.23, in order: where, what raises, and whether this file and ``start_r
                                          of a draft model                                doctor makes it
     lora.lora_config                     an adapter that is not there                    ``named_files``
     model_loader.loader                  a quantisation that this GPU or dtype lacks     here
+    model_loader.utils                   no class for the model                          doctor looks for it
     layers, models                       heads, experts, hidden units, blocks of scales
                                          that ranks do not divide                        here
                                          a kernel library that is not installed          no: only the import shows it
