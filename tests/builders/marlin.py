@@ -13,7 +13,7 @@ from sglang.kernels.ops.moe import moe_align_single_token, moe_topk_sum
 from sglang.kernels.ops.quantization import awq_marlin_repack
 from sglang.srt.layers.moe import fused_moe_triton
 from sglang.srt.layers.moe.fused_moe_triton import fused_marlin_moe
-from sglang.srt.layers.quantization import marlin_utils_fp4
+from sglang.srt.layers.quantization import marlin_utils, marlin_utils_fp4
 
 FUSED = fused_marlin_moe.fused_marlin_moe.__wrapped__
 """SGLang's function itself: a CPU is no device of the operator that it is registered as."""
@@ -36,7 +36,8 @@ def on_cpu(patch: pytest.MonkeyPatch, gemm: Callable[..., torch.Tensor], fused: 
     patch.setattr(marlin_utils_fp4, "gptq_marlin_repack", repack, raising=False)
     patch.setattr(awq_marlin_repack, "awq_marlin_repack", lambda weight, *shape: repack(weight, None, *shape))
     patch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=2))
-    patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    for module in (torch.cuda, marlin_utils):
+        patch.setattr(module, "get_device_capability", lambda *_: (9, 0))
 
 
 def repack(b_q_weight: torch.Tensor, perm: Any, size_k: int, size_n: int, num_bits: int) -> torch.Tensor:

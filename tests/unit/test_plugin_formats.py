@@ -14,6 +14,7 @@ import pytest
 import torch
 from builders import rearranged
 from builders.formats import Loaded, build, load, runtime
+from builders.launch import launch
 from sglang.srt.configs.load_config import LoadConfig, LoadFormat
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS
@@ -304,7 +305,7 @@ def reloaded(loaded: Loaded) -> str:
     return "loaded"
 
 
-@pytest.mark.parametrize("stated", [None, {"quant_method": "bitsandbytes"}], ids=["BF16", "4 bits"])
+@pytest.mark.parametrize("stated", [None, {"quant_method": "bitsandbytes", "load_in_4bit": True}], ids=["BF16", "4 bits"])
 def test_sglang_itself_loads_no_experts_of_bitsandbytes(stated, monkeypatch):
     """So a launch with them is refused. When this fails, look at what SGLang's loader has become."""
     quantize = SimpleNamespace(quantize_4bit=lambda weight, **_: (weight, SimpleNamespace(shape=weight.shape)), QuantState=None)
@@ -322,8 +323,6 @@ def test_sglang_itself_loads_no_experts_of_bitsandbytes(stated, monkeypatch):
         model.experts = FusedMoE(2, 64, 64, 0, top_k=1, params_dtype=torch.bfloat16, quant_config=quantization)
         model.load_weights = list
         model.bitsandbytes_stacked_params_mapping = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
-        given = SimpleNamespace(
-            hf_config=SimpleNamespace(quantization_config=stated, model_type=""), model_path="", revision=""
-        )
+        _, given = launch({"quantization_config": stated} if stated else {})
         with pytest.raises(ValueError, match=r"Parameter experts\.0\.gate_up_proj\.q?weight not found in the model"):
             loader._load_weights(given, model)

@@ -18,7 +18,7 @@ from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
-from sglang.srt.layers.quantization import modelopt_quant, mxfp4
+from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS, modelopt_quant, mxfp4
 from sglang.srt.layers.quantization.awq import awq
 from sglang.srt.layers.quantization.awq.schemes import awq_moe
 from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
@@ -67,38 +67,46 @@ class Layer(torch.nn.Module):
         self.dispatcher = SimpleNamespace(local_expert_mapping=None, num_experts=2 * E)
 
 
+def quantization(name: str, **stated: Any) -> Any:
+    return BASE_QUANTIZATION_METHODS[name].from_config({"quant_method": name, **stated})
+
+
 def of_awq(layer: Layer) -> Any:
-    config = awq.AWQMarlinConfig.__new__(awq.AWQMarlinConfig)
-    config.weight_bits, config.pack_factor, config.group_size, config.zero_point = 4, 8, GROUP, True
-    layer.scheme = awq_moe.AWQMoEScheme(config)
     method = awq.AWQMoEMethod.__new__(awq.AWQMoEMethod)
-    method.quant_config = config
+    method.quant_config = config = quantization("awq_marlin", bits=4, group_size=GROUP, zero_point=True)
+    layer.scheme = awq_moe.AWQMoEScheme(config)
     return method
 
 
 def of_gptq(layer: Layer, bits: int = 4, sort: bool = False) -> Any:
-    config = gptq.GPTQMarlinConfig.__new__(gptq.GPTQMarlinConfig)
-    config.weight_bits, config.pack_factor, config.group_size, config.desc_act = bits, 32 // bits, GROUP, sort
+    config = quantization("gptq_marlin", bits=bits, group_size=GROUP, desc_act=sort, sym=True, lm_head=False)
     layer.scheme, layer.moe_tp_size = GPTQMarlinMoEScheme(config), 1 + sort
     return gptq.GPTQMarlinMoEMethod(config)
 
 
+def compressed(weights: dict[str, Any], kind: str) -> Any:
+    group = {"targets": ["Linear"], "weights": weights}
+    return quantization("compressed-tensors", format=kind, ignore=[], config_groups={"group_0": group})
+
+
 def of_compressed(layer: Layer, bits: int = 4, symmetric: bool = True, order: str | None = None) -> Any:
-    config: Any = SimpleNamespace(quant_format="pack-quantized")
-    weights: Any = SimpleNamespace(num_bits=bits, strategy="group", group_size=GROUP, actorder=order, symmetric=symmetric)
-    layer.scheme, layer.moe_tp_size = CompressedTensorsWNA16MoE(config, weights), 1 if order is None else 2
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": GROUP, "actorder": order}
+    config = compressed({**weights, "symmetric": symmetric}, "pack-quantized")
+    layer.scheme = CompressedTensorsWNA16MoE(config, config.target_scheme_map["Linear"]["weights"])
+    layer.moe_tp_size = 1 if order is None else 2
     return compressed_tensors.CompressedTensorsFusedMoEMethod(config)
 
 
 def of_compressed_nvfp4(layer: Layer) -> Any:
+    config = compressed({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}, "nvfp4-pack-quantized")
     layer.scheme = CompressedTensorsW4A16Nvfp4MoE(has_input_global_scale=True)
-    return compressed_tensors.CompressedTensorsFusedMoEMethod(SimpleNamespace())  # type: ignore[arg-type]
+    return compressed_tensors.CompressedTensorsFusedMoEMethod(config)
 
 
 def of_modelopt(layer: Layer) -> Any:
-    config: Any = SimpleNamespace(is_checkpoint_nvfp4_serialized=True, group_size=16, get_name=lambda: "modelopt_fp4")
-    layer.quant_config = config
-    return modelopt_quant.ModelOptNvFp4FusedMoEMethod(config)
+    stated = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": None, "ignore": []}
+    layer.quant_config = quantization("modelopt_fp4", **stated)
+    return modelopt_quant.ModelOptNvFp4FusedMoEMethod(layer.quant_config)
 
 
 def of_mxfp4(layer: Layer) -> Any:

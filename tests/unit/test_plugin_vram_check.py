@@ -8,9 +8,9 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from builders.launch import resolved
 from builders.profiles import some
 
 from sglang_uvm_offload.config import parse
@@ -132,6 +132,7 @@ LAUNCH = Launch(
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
     """Checks a number, or chooses one for ``auto``, on eight GPUs; returns what was warned of."""
+    view = resolved()
 
     def check(
         num_resident: object, launch: Launch = LAUNCH, free: object = None, slots: object = None, profile: Profile | None = None
@@ -145,9 +146,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
         monkeypatch.setattr(expert_bytes, "is_more_than_planned", lambda args: False)
         monkeypatch.setattr(expert_bytes, "problems", lambda config, args: [])
         for module in (vram_check, auto_resident):
-            monkeypatch.setattr(
-                module, "resolving_view", lambda args: SimpleNamespace(device="cuda", page_size=1, ep_num_redundant_experts=0)
-            )
+            monkeypatch.setattr(module, "resolving_view", lambda args: view)
             monkeypatch.setattr(module, "ranks", lambda cfg: [Rank(0, 0, gpu, gpu) for gpu in range(8)])
             monkeypatch.setattr(module, "planned_launch", lambda config, args, **_: launch)
             monkeypatch.setattr(module, "free_by_gpu", free_by_gpu)

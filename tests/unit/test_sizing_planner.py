@@ -6,10 +6,10 @@ import json
 import math
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from builders.true_shape import config_folder
 
 from sglang_uvm_offload.cli import plan as planner_cli
 from sglang_uvm_offload.config import UNRESOLVED, parse
@@ -244,31 +244,16 @@ def test_residents_take_whole_blocks_and_the_rest_is_in_host_ram():
     ],
 )
 def test_sglang_chooses_what_the_plan_says(monkeypatch, gpu_mib, tp, pp, dp, latent, requests, chunk, graphs):
+    from builders.launch import resolved
     from sglang.srt.arg_groups import memory_hook
-    from sglang.srt.arg_groups.model_overrides import qwen3_vl
-    from sglang.srt.model_executor.cuda_graph_config import Backend
 
-    backend = Backend.FULL if graphs else Backend.DISABLED
-    phase = lambda: SimpleNamespace(max_bs=None, bs=None, backend=backend)  # noqa: E731
-    cfg = SimpleNamespace(
-        device="cuda",
-        cuda_graph_config=SimpleNamespace(decode=phase(), prefill=phase()),
-        **{"chunked_prefill_size": chunk, "tp_size": tp, "pp_size": pp, "max_running_requests": requests},
-        **{"max_total_tokens": None, "model_path": "m", "mem_fraction_static": None, "disaggregation_mode": "null"},
-        **{"speculative_algorithm": None, "disable_cuda_graph_padding": False, "enable_symm_mem": False},
-        **{"moe_a2a_backend": "none", "attn_dp_size": dp, "max_prefill_tokens": 16384},
-    )
-    monkeypatch.setattr(memory_hook, "resolving_view", lambda _: cfg)
-    monkeypatch.setattr(memory_hook, "resolved_view", lambda _: cfg)
-    monkeypatch.setattr(memory_hook, "declare_resolution", lambda _, __, **values: cfg.__dict__.update(values))
     monkeypatch.setattr(memory_hook, "get_device_memory_capacity", lambda _: gpu_mib)
-    monkeypatch.setattr(memory_hook, "post_capture_kv_sizing_planned", lambda _: False)
-    monkeypatch.setattr(memory_hook, "model_config_of", lambda _: SimpleNamespace(is_multimodal=False))
-    monkeypatch.setattr(memory_hook, "use_mla_backend", lambda _: latent)
-    monkeypatch.setattr(memory_hook, "attn_dp_enabled_of", lambda _: dp > 1)
-    monkeypatch.setattr(qwen3_vl, "expand_multimodal_decode_graph_to_running_limit", lambda *_: None)
-    monkeypatch.setattr("sglang.srt.arg_groups.cuda_graph_hook.resolving_view", lambda _: cfg)
-    memory_hook.handle_gpu_memory_settings(SimpleNamespace(_cuda_graph_config_locked=set()))
+    cfg = resolved(
+        model_path=str(config_folder("deepseek-ai/DeepSeek-V3" if latent else "Qwen/Qwen3-30B-A3B")),
+        **{"tp_size": tp, "pp_size": pp, "dp_size": dp, "enable_dp_attention": dp > 1, "attention_backend": "fa3"},
+        **{"max_running_requests": requests, "chunked_prefill_size": chunk},
+        **dict.fromkeys(("cuda_graph_backend_decode", "cuda_graph_backend_prefill"), "full" if graphs else "disabled"),
+    )
     ours = sglang_memory.defaults(
         gpu_mib << 20,
         tp=tp,
@@ -279,7 +264,7 @@ def test_sglang_chooses_what_the_plan_says(monkeypatch, gpu_mib, tp, pp, dp, lat
         chunked_prefill_size=chunk,
         cuda_graphs=graphs,
     )
-    assert ours.chunked_prefill_size == cfg.chunked_prefill_size
+    assert ours.chunked_prefill_size == cfg.chunked_prefill_size * dp, "the flag's, which groups share"
     assert ours.mem_fraction_static == cfg.mem_fraction_static
     assert ours.decode_graph_batch == cfg.cuda_graph_config.decode.max_bs
 
