@@ -75,17 +75,19 @@ def planned_launch(config: OffloadConfig, server_args: Any, *, at_least: bool = 
     if at_least and post_capture_kv_sizing_planned(server_args):  # then the KV cache takes what graphs leave, of all there is
         launch = replace(launch, mem_fraction_static=1.0)
     pools = _pools(server_args, launch)
-    if isinstance(pools, str):
+    if isinstance(pools, ServerPools):
+        counted = replace(launch, pools=pools)
+    else:
         reasons += [] if at_least else _unasked(cfg, model, pools)
-        pools = None
+        counted = replace(launch, linear=linear_attention.state(cfg, model))
     if reasons:
         raise Uncounted(reasons)
-    return replace(launch, pools=pools, linear=None if pools else linear_attention.state(cfg, model))
+    return counted
 
 
 def _pools(server_args: Any, launch: Launch) -> ServerPools | str:
-    """The pools that SGLang makes for what the launch asks, for twice that, and at the least; else its error, "" where it cannot
-    be asked."""
+    """The pools that SGLang makes for what the launch asks, for twice that, and at the least; else its error, or "" where it
+    cannot be asked."""
     if not has_contexts():
         return ""
     from sglang_uvm_offload.plugin.server_pools import server_pools

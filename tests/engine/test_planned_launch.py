@@ -414,7 +414,7 @@ def test_a_window_of_another_share_is_counted_and_no_flag_of_the_users_is_named(
 @ASKED
 def test_states_that_sglang_cannot_size_are_told_by_its_error(launch: Planned) -> None:
     words = (*WITHOUT_TOKENIZER, "--json-model-override-args", '{"full_attention_interval": "four"}')
-    with pytest.raises(Uncounted, match="does not count the states .* which SGLang does not either: TypeError: "):
+    with pytest.raises(Uncounted, match=r"does not count the states .* which SGLang does not either: TypeError: "):
         launch(*words, path=config_folder("Qwen/Qwen3-Next-80B-A3B-Thinking"))
 
 
