@@ -101,10 +101,8 @@ def start() -> None:
 
 
 class _Stream:
-    """Of no device."""
-
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        """Of no device."""
 
 
 def _see_no_machine() -> None:
@@ -128,7 +126,7 @@ def described(folder: Path) -> dict[str, Any]:
     transformers or SGLang has does not suit it, the config is read as it stands."""
     try:
         return _described(folder)
-    except Exception as error:
+    except Exception as error:  # of any type, from a model's class; raised in the end if no other reading is built
         model_type = json.loads((folder / "config.json").read_text()).get("model_type")
         if not model_type:
             raise

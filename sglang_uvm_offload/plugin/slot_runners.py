@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_uvm_offload.plugin.compat import deep_gemm_layout, get_platform, moe_runner_backend
 from sglang_uvm_offload.plugin.routing_formats import RUNNER, resolved_runner
+from sglang_uvm_offload.plugin.stated_quantization import stated_quantization
 
 _AS_GROUPS = "takes each expert as a group, by its number, inside its kernels"
 _OTHER_KERNELS = "experts are computed by other kernels than SGLang's Triton and Marlin ones"
@@ -104,13 +105,13 @@ def _by_deep_gemm() -> str | None:
 def _in_blocks(quantization: str, model_config: Any) -> bool:
     """Whether DeepGEMM reads the scales of experts as they are. It is given others, of one number an expert, as a new tensor
     at each call."""
-    return quantization == "fp8" and _stated(model_config).get("weight_block_size") == [128, 128]
+    return quantization == "fp8" and stated_quantization(model_config).get("weight_block_size") == [128, 128]
 
 
 def _compressed(model_config: Any, runner: str) -> bool:
     """FP8 is Triton's. Integers are Marlin's, and those of 4 bits Triton's too, unless activations are quantised as well. FP4
     is Marlin's, unless activations are FP4 too and the GPU computes that."""
-    groups = list(_stated(model_config).get("config_groups", {}).values())
+    groups = list(stated_quantization(model_config).get("config_groups", {}).values())
     weights = [group.get("weights") or {} for group in groups]
     kinds = {(each.get("type"), each.get("num_bits")) for each in weights}
     activations = any(group.get("input_activations") for group in groups)
@@ -119,13 +120,6 @@ def _compressed(model_config: Any, runner: str) -> bool:
     if kinds == {("float", 4)}:
         return not (activations and get_platform().is_blackwell)
     return bool(kinds) and kinds <= {("int", 4), ("int", 8)} and not activations
-
-
-def _stated(model_config: Any) -> Any:
-    """What the checkpoint states of its quantisation, from where SGLang takes it (``resolve_checkpoint_quant_spec``)."""
-    whole, text = model_config.hf_config, model_config.hf_text_config
-    places = ((whole, "quantization_config"), (text, "quantization_config"), (whole, "compression_config"))
-    return next((stated for config, name in places if (stated := getattr(config, name, None))), {})
 
 
 def no_slots_in(layer: Any) -> str | None:

@@ -15,7 +15,7 @@ SGLang 0.5.23, in order: where, what raises, and whether this file and ``start_r
                                          of a draft model                                doctor makes it
     lora.lora_config                     an adapter that is not there                    ``named_files``
     model_loader.loader                  a quantisation that this GPU or dtype lacks     here
-    model_loader.utils                   no class for the model                          doctor looks for it
+    model_loader.utils                   no class for the model                          here
     layers, models                       heads, experts, hidden units, blocks of scales
                                          that ranks do not divide                        here
                                          a kernel library that is not installed          no: only the import shows it
@@ -34,10 +34,13 @@ from typing import Any
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.environ import envs
 from sglang.srt.layers.quantization import get_quantization_config
+from sglang.srt.model_loader.utils import get_model_architecture
 
 from sglang_uvm_offload.cuda.device import DriverError, device_arch
 from sglang_uvm_offload.plugin import expert_location_file, named_files
 from sglang_uvm_offload.plugin.planned_launch import free_by_gpu, model_files, ranks
+from sglang_uvm_offload.plugin.stated_quantization import stated_quantization
+from sglang_uvm_offload.sizing.architectures import sglang_architectures
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
 from sglang_uvm_offload.units import size
 
@@ -47,10 +50,24 @@ BALANCE = 0.9
 
 def problems(cfg: Any, model: Any) -> list[str]:
     """Why SGLang would end before its first weight. ``cfg``: its resolved arguments; ``model``: its config of the model."""
-    out = [*named_files.problems(cfg), *expert_location_file.problems(cfg, model), *_indivisible(cfg, model)]
+    out = [*_classless(cfg, model), *named_files.problems(cfg)]
+    out += [*expert_location_file.problems(cfg, model), *_indivisible(cfg, model)]
     if cfg.device == "cuda":
         out += [*_quantization(cfg, model), *_unbalanced(cfg)]
     return out
+
+
+def _classless(cfg: Any, model: Any) -> Iterator[str]:
+    """A model of which SGLang has no class: its ranks look for one in the transformers library. It is not looked for here where
+    that runs code among the checkpoint's files which the user does not trust."""
+    own_code = getattr(model.hf_config, "auto_map", None) and not cfg.trust_remote_code
+    named = model.hf_config.architectures
+    if own_code or not named or sglang_architectures().intersection(named):
+        return
+    try:
+        get_model_architecture(model)
+    except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's code; it would end each rank
+        yield f"SGLang cannot serve {cfg.model_path}: {type(error).__name__}: {error}"
 
 
 def _unbalanced(cfg: Any) -> Iterator[str]:
@@ -113,8 +130,7 @@ def _expert_units(cfg: Any, model: Any) -> Iterator[str]:
 
 def _block(model: Any, quantization: str | None) -> int:
     """Hidden units of an expert that share a scale, where SGLang cannot cut them (``Fp8MoEMethod.create_weights``)."""
-    configs = (getattr(config, "quantization_config", None) for config in (model.hf_config, model.hf_text_config))
-    found = next((config for config in configs if isinstance(config, dict)), {})
+    found = stated_quantization(model)
     block = found.get("weight_block_size") if quantization == "fp8" else None
     plain = any("expert" in str(name) for name in found.get("modules_to_not_convert") or found.get("ignored_layers") or ())
     return int(block[0]) if isinstance(block, (list, tuple)) and block and isinstance(block[0], int) and not plain else 1
@@ -123,18 +139,14 @@ def _block(model: Any, quantization: str | None) -> int:
 def _missing_files(cfg: Any, model: Any, name: str) -> list[str]:
     """The files of which SGLang would read one, for a quantisation that the config does not state
     (``weight_utils.get_quant_config``). ``modelopt_fp4`` without a file quantises as it loads."""
-    stated = (getattr(config, each, None) for config in (model.hf_config, model.hf_text_config) for each in _STATED)
     folder = model_files(cfg).on_disk
-    if name == "modelopt_fp4" or any(stated) or folder is None:
+    if name == "modelopt_fp4" or stated_quantization(model) or folder is None:
         return []
     try:
         files = get_quantization_config(name).get_config_filenames()
     except ValueError:  # of no such name, which SGLang's arguments refuse
         return []
     return [] if any(str(path).endswith(tuple(files)) for path in folder.glob("*.json")) else list(files)
-
-
-_STATED = ("quantization_config", "compression_config")
 
 
 def _quantization(cfg: Any, model: Any) -> Iterator[str]:

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.model_loader.utils import get_model_architecture
 from sglang.srt.parser.template_detection import resolve_auto_parsers
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from sglang_uvm_offload.plugin import launch_drafts
-from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
+from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.sglang_error import described
-from sglang_uvm_offload.sizing.architectures import sglang_architectures
 
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json"),
@@ -30,8 +28,6 @@ def problems(server_args: Any) -> list[str]:
     """Why the launcher would end, in the words of SGLang. Call it once, on arguments that are resolved."""
     cfg = resolving_view(server_args)
     out = _of(f"SGLang cannot serve {cfg.model_path}", server_args, server_args.check_server_args)
-    if _needs_another_class(cfg, model := model_config_of(server_args)):
-        out += _of(f"SGLang cannot serve {cfg.model_path}", server_args, lambda: get_model_architecture(model))
     out += _of("--reasoning-parser / --tool-call-parser", server_args, lambda: resolve_auto_parsers(server_args))
     draft = cfg.speculative_draft_model_path
     if cfg.speculative_algorithm not in (None, "NGRAM") and draft and not launch_drafts.from_the_checkpoint(cfg):
@@ -40,13 +36,6 @@ def problems(server_args: Any) -> list[str]:
     if not cfg.skip_tokenizer_init and (named or _has_tokenizer(cfg.tokenizer_path)):
         out += _of(f"--tokenizer-path {cfg.tokenizer_path}", server_args, lambda: _tokenizer(cfg))
     return out
-
-
-def _needs_another_class(cfg: Any, model: Any) -> bool:
-    """Whether SGLang has no class of the model's, and looks for one as its ranks load; not where that runs code among the
-    checkpoint's files that the user does not trust."""
-    own_code = getattr(model.hf_config, "auto_map", None) and not cfg.trust_remote_code
-    return not own_code and not sglang_architectures().intersection(model.hf_config.architectures or ())
 
 
 def warnings(server_args: Any) -> list[str]:
