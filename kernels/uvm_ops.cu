@@ -268,15 +268,14 @@ cudaError_t prefetch_stream(uvm_failure* failure, int device, cudaStream_t* stre
     return cudaSuccess;
 }
 
-// Whether a NUMA node is the place of the whole range. The older query below may not name nodes, so this asks for the
-// type of the location, which only ranges on a node need.
-bool on_host_node(int device, const void* start, size_t nbytes, cudaMemRangeAttribute attribute) {
+// Whether the whole range was last prefetched to a NUMA node, which only the type of that location tells. Of the
+// preferred location nothing tells: its type is invalid then (probe numa, driver 580.159.04).
+bool on_host_node(int device, const void* start, size_t nbytes) {
 #if CUDART_VERSION >= 12020
     if (!has_host_node(device)) return false;
-    bool preferred = attribute == cudaMemRangeAttributePreferredLocation;
-    attribute = preferred ? cudaMemRangeAttributePreferredLocationType : cudaMemRangeAttributeLastPrefetchLocationType;
     int type = cudaMemLocationTypeInvalid;
-    if (cudaMemRangeGetAttribute(&type, sizeof type, attribute, start, nbytes) == cudaSuccess) {
+    if (cudaMemRangeGetAttribute(&type, sizeof type, cudaMemRangeAttributeLastPrefetchLocationType, start, nbytes) ==
+        cudaSuccess) {
         return type == cudaMemLocationTypeHostNuma;
     }
     cudaGetLastError();
@@ -292,7 +291,8 @@ int query(uvm_failure* failure, int device, const void* start, size_t nbytes, cu
     cudaError_t error = cudaMemRangeGetAttribute(&answer, sizeof answer, attribute, start, nbytes);
     if (error != cudaSuccess) return fail(failure, "cudaMemRangeGetAttribute", 0, error);
     *place = answer == device ? place_device : answer == cudaCpuDeviceId ? place_host : place_unset;
-    if (*place == place_unset && on_host_node(device, start, nbytes, attribute)) *place = place_host;
+    const bool prefetched = attribute == cudaMemRangeAttributeLastPrefetchLocation;
+    if (*place == place_unset && prefetched && on_host_node(device, start, nbytes)) *place = place_host;
     return cudaSuccess;
 }
 

@@ -99,7 +99,7 @@ class Memory(Protocol):
         serves. Any one thread at a time may."""
 
     def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
-        """The preferred location of the whole span, None if it is mixed or unset."""
+        """The preferred location of the whole span; None if it is mixed, unset, or a NUMA node, which CUDA does not name."""
 
     def last_prefetch(self, managed: ManagedRange, span: Span) -> Location | None:
         """The location of the last requested prefetch of the whole span, or None. CUDA has no query for where pages really are

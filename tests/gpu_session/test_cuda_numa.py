@@ -94,11 +94,11 @@ def moves(ran: Ran) -> list[str]:
     return [f"{call.get('advice', 'prefetch')} {call['location']}" for call in found]
 
 
-def test_host_pages_go_to_the_node_and_queries_call_it_host(standin: Standin, tmp_path: Path):
+def test_host_pages_go_to_the_node_and_the_last_prefetch_is_called_the_host(standin: Standin, tmp_path: Path):
     ran = standin.run(machine(tmp_path, "0-1", 1) + PLACED, attribute_134=1, nodes=2)
     node, places = ran.said
     assert node == 1
-    assert places == [["device", "host", None]] * 2
+    assert places == [["device", None, None], ["device", "host", None]]
     on_gpu = ["SetAccessedBy device", "prefetch device", "SetPreferredLocation device"]
     assert moves(ran) == [*on_gpu, "SetPreferredLocation node 1", "prefetch node 1"]
 

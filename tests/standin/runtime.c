@@ -503,6 +503,7 @@ EXPORT cudaError_t cudaMemRangeGetAttribute(void* data, size_t data_bytes, enum 
                         attribute == cudaMemRangeAttributeLastPrefetchLocationType;
         enum place place = standin_shared_place(start, nbytes, prefetch ? ADVICE_PREFETCHED : ADVICE_PREFERRED);
         int* answer = data;
+        if (!prefetch && place == PLACE_NODE) place = PLACE_NONE; /* no answer names it (probe numa, 580.159.04) */
         if (type) {
             static const int types[] = {cudaMemLocationTypeInvalid, cudaMemLocationTypeHost, cudaMemLocationTypeDevice,
                                         cudaMemLocationTypeHostNuma};
