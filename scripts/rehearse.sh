@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Rehearses sections of the GPU session without a GPU, those that start SGLang's servers among them: over the stand-in driver, with
 # the arguments and the packages of a GPU machine. It shows that every server starts, captures, serves and ends; never a figure.
-# usage: scripts/rehearse.sh [--out DIR] [SECTION...]     all sections if none is named (over an hour on two cores); needs gcc and nvcc
+# usage: scripts/rehearse.sh [--out DIR] [SECTION[:PART]...]     all sections if none is named (over an hour on two cores); needs gcc and nvcc
 # environment: VENV=DIR uses (or makes) that environment instead of .venv-gpu (7 GB); PYTHON makes it, python3 if not set
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -70,14 +70,15 @@ def main(arguments: Sequence[str]) -> int:
     if wanted.list:
         list_sections()
         return 0
-    sections = [SECTIONS[name] for name in wanted.sections or SECTIONS]
+    named = [name.partition(":")[::2] for name in wanted.sections or SECTIONS]
     if wanted.dry_run:
-        return dry_run(sections)
+        return dry_run([SECTIONS[name] for name in dict.fromkeys(name for name, _ in named)])
     failures = []
     call = Call(wanted.seconds)
-    for section in sections:
+    for name, part in named:
+        section = SECTIONS[name]
         try:
-            run_section(section, wanted, call)
+            run_section(section, {part} if part else {each.name for each in section.parts}, wanted, call)
         except SectionFailure as failure:
             failures.append(f"section {section.name}: {failure}")
             print(failures[-1], flush=True)
@@ -92,7 +93,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Measures unified memory on this machine's GPU, section by section (all of them, in order, if none is "
         "named). Results: one JSON and one log a section in --out, else $OUT, else benchmarks/results/DATE-DEVICE.",
     )
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument(
+        "sections", nargs="*", metavar="SECTION[:PART]", help=f"{', '.join(SECTIONS)}; with :PART, one part of it"
+    )
     parser.add_argument("--list", action="store_true", help="say what there is, in order, and how long it takes")
     parser.add_argument("--dry-run", action="store_true", help="everything up to the first CUDA call")
     parser.add_argument("--out", type=Path, help="the folder of the results, relative to the repository's root")
@@ -107,8 +110,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     wanted = parser.parse_args(arguments)
     if wanted.seconds <= 0:
         parser.error(f"--seconds {wanted.seconds:g}: must be more than 0")
-    if unknown := [name for name in wanted.sections if name not in SECTIONS]:
-        parser.error(f"no section {', '.join(unknown)}: there are {', '.join(SECTIONS)}")
+    known = {name: [part.name for part in section.parts] for name, section in SECTIONS.items()}
+    for section, colon, part in (word.partition(":") for word in wanted.sections):
+        if section not in known:
+            parser.error(f"no section {section}: there are {', '.join(known)}")
+        if colon and part not in known[section]:
+            parser.error(f"no part {part!r} of section {section}: there are {', '.join(known[section])}")
     return wanted
 
 
@@ -122,7 +129,8 @@ def list_sections() -> None:
 # ---- one section ----
 
 
-def run_section(section: Section, wanted: argparse.Namespace, call: Call) -> None:
+def run_section(section: Section, names: set[str], wanted: argparse.Namespace, call: Call) -> None:
+    """Runs the parts ``names`` of the section, those of an earlier record left out that are done."""
     started = time.monotonic()
     environment = describe_machine(call)
     out = wanted.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else default_folder(environment))
@@ -149,7 +157,7 @@ def run_section(section: Section, wanted: argparse.Namespace, call: Call) -> Non
         )
         programs = Programs(environment, log)
         for part in section.parts:
-            if record["parts"].get(part.name, {}).get("status") == DONE:
+            if part.name not in names or record["parts"].get(part.name, {}).get("status") == DONE:
                 continue
             if refused[part.name]:
                 say(log, f"-- not started: {refused[part.name]}")
@@ -163,8 +171,9 @@ def run_section(section: Section, wanted: argparse.Namespace, call: Call) -> Non
             write_json(out / f"{section.name}.json", record)
         for text in table(section, record):
             say(log, text)
-    if not record["complete"]:
-        reasons = [f"{name}: {part['status']}" for name, part in record["parts"].items() if part["status"] != DONE]
+    states = {name: part["status"] for name, part in record["parts"].items() if name in names}
+    reasons = [f"{name}: {state}" for name, state in states.items() if state != DONE]
+    if reasons:
         raise SectionFailure("; ".join(reasons) + f" (see {out / f'{section.name}.log'})")
 
 

@@ -93,9 +93,9 @@ class Filled:
         """Milliseconds of a captured step that misses ``count`` experts from the given one on."""
         self.ids = torch.zeros(1, count, dtype=torch.int32, device="cuda")
         self.blocks = torch.zeros(count, dtype=torch.int32, device="cuda")
-        padded = torch.tensor([count * BLOCK_M], dtype=torch.int32).cuda()
+        self.padded = torch.tensor([count * BLOCK_M], dtype=torch.int32).cuda()
         self.counters.begin_step(0, Phase.DECODE)
-        graph = capture(lambda: self._slots.resolve(0, self.ids, self.blocks, padded, BLOCK_M))
+        graph = capture(lambda: self._slots.resolve(0, self.ids, self.blocks, self.padded, BLOCK_M))
 
         def once(first: int) -> float:
             named = torch.arange(first, first + count, dtype=torch.int32)

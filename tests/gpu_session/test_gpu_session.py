@@ -104,6 +104,26 @@ def test_an_unknown_section_is_a_usage_error(session):
     assert "no section prboe: there are ops, stream, slots, server, default, modes, other_modes" in said.stderr
 
 
+def test_an_unknown_part_is_a_usage_error(session):
+    said = session.run("ops:contrakt", over_standin=False)
+    assert said.returncode == 2
+    assert "no part 'contrakt' of section ops: there are contract, counters, recording" in said.stderr
+
+
+def test_a_part_runs_alone_and_the_section_goes_on_from_it(session, tmp_path):
+    def states() -> dict[str, str]:
+        return {name: part["status"] for name, part in json.loads((tmp_path / "miss.json").read_text())["parts"].items()}
+
+    alone = session.run("miss:pages", "--out", str(tmp_path))
+    assert alone.returncode == 0, alone.stdout[-3000:] + alone.stderr[-3000:]
+    assert states() == {"pages": "done"}
+    assert "NOT complete: pages done" in alone.stdout
+    whole = session.run("miss", "--out", str(tmp_path))
+    assert whole.returncode == 0
+    assert states() == {"pages": "done", "link": "done"}
+    assert "-- pages" not in whole.stdout
+
+
 def test_dry_run_compiles_everything_and_starts_no_cuda(session):
     said = session.run("--dry-run", over_standin=False)
     assert said.returncode == 0, said.stdout + said.stderr
@@ -808,7 +828,9 @@ def test_a_part_too_large_for_the_machine_is_left_out_and_the_others_run(modules
     by_size = sorted(section.parts, key=lambda part: part.managed_gib)  # the last one is not recorded by those after it
     monkeypatch.setitem(section.__dict__, "parts", tuple(by_size))
     with pytest.raises(session.SectionFailure, match=r"^bandwidth: too large for this machine \(see"):
-        session.run_section(section, SimpleNamespace(out=tmp_path, again=True, earlier=None), session.Call(570))
+        session.run_section(
+            section, {part.name for part in by_size}, SimpleNamespace(out=tmp_path, again=True, earlier=None), session.Call(570)
+        )
     record = json.loads((tmp_path / "probe.json").read_text())
     assert "a third of the free VRAM is 7.7 GiB" in record["parts"].pop("bandwidth")["error"]
     assert [part["status"] for part in record["parts"].values()] == ["done"] * (len(section.parts) - 1)
@@ -951,7 +973,7 @@ def test_a_part_without_time_keeps_its_earlier_rows(modules, tmp_path, monkeypat
     monkeypatch.setattr(session, "describe_machine", lambda call: machine)
     wanted = SimpleNamespace(out=tmp_path, again=False, earlier=None)
     with pytest.raises(session.SectionFailure, match=r"^copies: cut short"):
-        session.run_section(section, wanted, session.Call(1))
+        session.run_section(section, {"copies"}, wanted, session.Call(1))
     assert json.loads((tmp_path / "stream.json").read_text())["parts"]["copies"] == cut
 
 

@@ -26,24 +26,24 @@ GPU = ROOT / "benchmarks" / "gpu"
 FIRST_EXPERTS = "5,3"
 """Behind the first residents, so that experts are read in place, move and fill slots; others in prompts than in decode steps,
 so that prompts leave some in slots."""
-WAITS_FOR_MARLIN = "modes"
-"""The section with a server whose kernels take minutes to compile."""
+WAITS_FOR_MARLIN = {"modes", "modes:gptq"}
+"""What starts a server whose kernels take minutes to compile."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="rehearse.sh", description="Runs sections of the GPU session, servers too, over a stand-in driver."
     )
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help="of scripts/gpu_session.sh --list; all if none")
+    parser.add_argument("sections", nargs="*", metavar="SECTION[:PART]", help="of scripts/gpu_session.sh --list; all if none")
     parser.add_argument("--out", type=Path, help="the folder of logs and results (a new one below /tmp if not given)")
     wanted = parser.parse_args()
     out = (wanted.out or Path(tempfile.mkdtemp(prefix="rehearsal-"))).absolute()
     variables = os.environ | environment(out)
     known = listed(variables)
-    if unknown := [name for name in wanted.sections if name not in known]:
+    if unknown := [name for name in wanted.sections if name.partition(":")[0] not in known]:
         parser.error(f"no section {', '.join(unknown)}: there are {', '.join(known)}")
     sections = wanted.sections or known
-    if WAITS_FOR_MARLIN in sections:
+    if WAITS_FOR_MARLIN & {*sections}:
         print("compiling SGLang's Marlin kernels ...", flush=True)
         subprocess.run([sys.executable, str(GPU / "marlin_build.py")], env=variables, check=True)
     failed = [name for name in sections if not rehearse(name, out / "results", variables)]
@@ -75,7 +75,7 @@ def rehearse(section: str, results: Path, variables: dict[str, str]) -> bool:
     """Whether the section is complete, and every server that it started has served."""
     started = time.monotonic()
     done = subprocess.run([*session(), "--again", "--out", str(results), section], env=variables).returncode == 0
-    record = results / f"{section}.json"
+    record = results / f"{section.partition(':')[0]}.json"
     failed = failures(json.loads(record.read_text())) if record.exists() else []
     for failure in failed:
         print(f"== {section}: {failure}")
