@@ -1,10 +1,10 @@
 """Telling where pages are by how long the GPU takes to read them: the driver has no query for it.
 
-A read that VRAM answers takes less than half as long as one over the link (measured on an H200: at most 1,275 cycles against at
-least 2,151, ``read_latency`` in benchmarks/results/2026-11-22-nvidia-h200/probe.json). A page that was evicted and prefers the
-GPU faults when it is read, and then is in VRAM again: only its first read shows that, by taking far longer than one that VRAM
-answers (never run). Steps that read offloaded experts fill the link, so reads over it may take as long as a fault: faults are
-compared with VRAM.
+A read that VRAM answers takes less than half as long as one over the link (measured on an H200: at most 1,275 cycles against
+at least 2,151, ``read_latency`` in benchmarks/results/2026-11-22-nvidia-h200/probe.json). A page that was evicted and prefers
+the GPU faults when it is read, and then is in VRAM again: only its first read shows that, by taking far longer than one that
+VRAM answers (an H100 under pressure: 10 million cycles, ``look`` in benchmarks/results/2026-11-26-nvidia-h100/eviction.json).
+Steps that read offloaded experts fill the link, so reads over it may take as long as a fault: faults are compared with VRAM.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sglang_uvm_offload.cuda.ops import CudaOps
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 
 FAULT_OVER_NEAR = 10
-"""A first read that takes this many times as long as one that VRAM answers was a fault: one that only misses the TLB takes some
-four times as long, and the driver needs tens of microseconds for a fault (assumptions, never run)."""
+"""A first read that takes this many times as long as one that VRAM answers was a fault: one that only misses the TLB takes
+twice as long as the next, and a fault takes milliseconds (as above)."""
 REFERENCE_READS = 32
 PLAIN_BYTES = 4 * BLOCK_BYTES
 LAUNCH_BLOCKS = 4096
