@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.patience import patience
+
 LOOP = """
 import json, os, sys
 {imports}
@@ -49,7 +51,7 @@ class Starts:
 
     def run(self, program: str, **env: str) -> Ended:
         command = [sys.executable, "-c", textwrap.dedent(program)]
-        ended = subprocess.run(command, env={**self.env, **env}, capture_output=True, text=True, timeout=600)
+        ended = subprocess.run(command, env={**self.env, **env}, capture_output=True, text=True, timeout=patience(600))
         return Ended(ended.returncode, ended.stdout, ended.stderr)
 
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.patience import patience
 from harness.process import kill_group
 from harness.server import CPU, START_SECONDS, EngineFailed, Server, environment, for_ranks, offload_state
 
@@ -31,7 +32,7 @@ FORKING = {"PYTHONPATH": os.pathsep.join([str(TESTS / "forking"), *filter(None, 
 # The only variables of the tests that must be set before SGLang is imported.
 READ_AT_IMPORT = ("TRITON_INTERPRET",)
 
-RUN_SECONDS = 600
+RUN_SECONDS = patience(600)
 
 PROMPTS = ("hello world", "the quick brown fox jumps over 13 lazy dogs", "def f(x):\n    return x + 1\n")
 
@@ -157,7 +158,7 @@ class Host:
             code = running.wait(seconds)
         except subprocess.TimeoutExpired:
             kill_group(running.pid)
-            running.wait(30)
+            running.wait(patience(30))
             raise EngineFailed(f"the engine took longer than {seconds} s", log) from None
         finally:
             kill_group(running.pid)
@@ -211,7 +212,7 @@ class ForkedServer(Server):
         """At once: SGLang's own way takes seconds, and the tests of it wait for the end themselves."""
         assert self.process is not None
         kill_group(self.process.pid)
-        self.process.wait(30)
+        self.process.wait(patience(30))
 
 
 class Engines:

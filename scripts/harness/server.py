@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from harness.patience import patience
 from harness.process import die_with_parent, kill_group, tail
 
 SHIMS = Path(__file__).parent / "shims"
@@ -45,8 +46,10 @@ CPU: dict[str, Any] = {
 # No compiler for functions that run a few times, no network, no tokenizer threads.
 QUICK = {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-START_SECONDS = 300
-ANSWER_SECONDS = 300
+START_SECONDS = patience(300)
+ANSWER_SECONDS = patience(300)
+END_SECONDS = 10
+"""A server that does not end by itself within this time is killed."""
 
 
 def offload_state(server_info: dict[str, Any], rank: int = 0) -> dict[str, Any]:
@@ -180,7 +183,7 @@ class Server:
             if self.process.poll() is not None:
                 raise EngineFailed(f"the server ended with exit code {self.process.returncode}", self.log_path)
             with contextlib.suppress(OSError):
-                if self.get_text("/health", seconds=5) is not None:
+                if self.get_text("/health", seconds=patience(5)) is not None:
                     return
             time.sleep(0.2)
         raise EngineFailed(f"the server was not ready after {self.seconds} s", self.log_path)
@@ -197,7 +200,7 @@ class Server:
         assert self.process is not None
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(10)
+            self.process.wait(END_SECONDS)
         kill_group(self.process.pid)
         self.process.wait()
 
@@ -219,7 +222,7 @@ class Server:
 
     def wait_until_idle(self, seconds: float = 60) -> None:
         """SGLang answers a request a moment before it has done with it, and refuses meanwhile what needs an idle server."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patience(seconds)
         while True:
             try:
                 self.open("/flush_cache", {}).close()

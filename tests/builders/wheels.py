@@ -9,6 +9,8 @@ import sysconfig
 import venv
 from pathlib import Path
 
+from harness.patience import patience
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -61,7 +63,9 @@ class Installed:
         """Run a program of this environment, by its name in ``bin``."""
         program, *arguments = map(str, command)
         words = [str(self.folder / "bin" / program), *arguments]
-        return subprocess.run(words, env=self.environment, cwd=self.outside, capture_output=True, text=True, timeout=600)
+        return subprocess.run(
+            words, env=self.environment, cwd=self.outside, capture_output=True, text=True, timeout=patience(600)
+        )
 
 
 def pip(*arguments: str) -> None:

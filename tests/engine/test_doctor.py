@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from checkpoints import Checkpoints
+from harness.patience import patience
 from harness.server import environment
 from launches import BLACKWELL
 from nursery import Ended, Nursery, Starts
@@ -18,7 +19,7 @@ from nursery import Ended, Nursery, Starts
 
 def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("sglang-uvm-offload")), "doctor", *arguments]
-    return subprocess.run(command, env=environment(env), capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, env=environment(env), capture_output=True, text=True, timeout=patience(600))
 
 
 def doctor_in(python: Nursery | Starts, *arguments: str, **env: str) -> Ended:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from builders.plugins import IN_SCHEDULER, saboteur
 from checkpoints import Checkpoints
+from harness.patience import patience
 from harness.process import kill_group
 from harness.server import CPU, environment, flags, offload_state
 from nursery import Nursery
@@ -36,11 +37,11 @@ def launch(folder: Path, env: dict[str, str], engines: Engines, **arguments: obj
     log = folder / "log.txt"
     process = engines.start(["-m", "sglang.launch_server", *flags({**CPU, **arguments})], folder, env, log)
     try:
-        code = process.wait(240)
+        code = process.wait(patience(240))
     except subprocess.TimeoutExpired:
         names = running(process.pid)
         os.killpg(process.pid, signal.SIGABRT)  # faulthandler answers with the stacks of all threads
-        process.wait(20)
+        process.wait(patience(20))
         pytest.fail(f"the server did not end; running: {names}\n{log.read_text(errors='replace')}")
     finally:
         left = left_behind(process.pid)
@@ -63,7 +64,7 @@ def running(group: int) -> list[str]:
 
 def left_behind(group: int) -> list[str]:
     """What of a process group still runs after the time that processes which were told to end may take."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + patience(20)
     while (left := running(group)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from checkpoints import Checkpoints
+from harness.patience import patience
 from serving import FORKING
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +32,8 @@ SMALL = {
     "--bench-requests": 2,
     "--bench-lengths": "8,4",
     "--warmup-tokens": 64,
+    "--start-seconds": patience(240),
+    "--point-seconds": patience(300),
 }
 
 
@@ -57,7 +60,7 @@ def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Fini
     contenders = "frequency,paged_experts,page_in_only"
     command = [*SERVE, "--model", str(checkpoint), "--contenders", contenders, "--out", str(out)]
     command += [str(word) for pair in SMALL.items() for word in pair]
-    ended = subprocess.run(command, env=os.environ | FORKING, capture_output=True, text=True, timeout=900)
+    ended = subprocess.run(command, env=os.environ | FORKING, capture_output=True, text=True, timeout=patience(900))
     return Finished(out, ended)
 
 
@@ -152,8 +155,8 @@ def test_a_run_that_is_ended_leaves_no_server(how: signal.Signals, checkpoint: P
     try:
         servers = wait_for_children(run.pid)
         run.send_signal(how)
-        run.wait(60)
-        gone, alive = psutil.wait_procs(servers, timeout=30)
+        run.wait(patience(60))
+        gone, alive = psutil.wait_procs(servers, timeout=patience(30))
         assert not alive
         assert gone
     finally:
@@ -161,7 +164,7 @@ def test_a_run_that_is_ended_leaves_no_server(how: signal.Signals, checkpoint: P
 
 
 def wait_for_children(pid: int) -> list[psutil.Process]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while time.monotonic() < deadline:
         found = [child for child in psutil.Process(pid).children() if "sglang.launch_server" in child.cmdline()]
         if found:

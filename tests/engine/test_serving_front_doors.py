@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from checkpoints import Checkpoints
+from harness.patience import patience
 from harness.server import Server, free_port, offload_state
 from nursery import Nursery
 
@@ -40,14 +41,14 @@ def assert_whole(server: Server) -> None:
 
 def status_of(url: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=60) as answer:
+        with urllib.request.urlopen(url, timeout=patience(60)) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
 
 
 def eventually(ready: Callable[[], bool], seconds: float = 240) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patience(seconds)
     while not ready():
         assert time.monotonic() < end
         time.sleep(0.5)
@@ -94,7 +95,7 @@ def test_the_smg_server_has_the_metrics_on_its_sidecar(checkpoint: Path) -> None
     server.wait_until_ready = lambda deadline: eventually(lambda: "The server is fired up" in server.log)  # type: ignore[method-assign]
     with server:
         sidecar = f"http://127.0.0.1:{port}"
-        with urllib.request.urlopen(f"{sidecar}/metrics", timeout=60) as answer:
+        with urllib.request.urlopen(f"{sidecar}/metrics", timeout=patience(60)) as answer:
             assert METRIC in answer.read().decode()
         assert status_of(f"{sidecar}/expert_offload") == 404
         assert "this server has no /expert_offload, so no status and no actions" in server.log

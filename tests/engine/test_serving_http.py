@@ -17,6 +17,7 @@ from typing import Any
 import openai
 import pytest
 from checkpoints import Checkpoints
+from harness.patience import patience
 from harness.server import Server, environment, flags, offload_state
 from serving import Engines, assert_close, assert_offloaded
 
@@ -87,7 +88,7 @@ def measure(server: Server, checkpoint: Path, out: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url]
     command += flags({"model": checkpoint, "dataset_name": "random-ids", "num_prompts": 8, "max_concurrency": 4})
     command += flags({"random_input_len": 32, "random_output_len": 6, "random_range_ratio": 1, "output_file": out})
-    subprocess.run(command, env=environment({}), check=True, capture_output=True, timeout=300)
+    subprocess.run(command, env=environment({}), check=True, capture_output=True, timeout=patience(300))
     return json.loads(out.read_text())
 
 

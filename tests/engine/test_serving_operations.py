@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoints import HOT, Checkpoints
+from harness.patience import patience
 from harness.server import Server, sglang_version
 from serving import Engines
 
@@ -15,7 +16,7 @@ from sglang_uvm_offload.routing.profile import Profile
 
 PROMPT = {"text": "the quick brown fox", "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
 # Two processes that import SGLang at once may take longer than uvicorn's ten seconds to say that they live.
-PATIENT = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "300"}
+PATIENT = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": f"{patience(300):.0f}"}
 # An older SGLang loads no plugins in them, and more than one is refused.
 HTTP_PROCESSES = 2 if sglang_version() >= (0, 5, 23) else 1
 Status = dict[str, Any]

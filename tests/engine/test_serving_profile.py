@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from builders.plugins import IN_SCHEDULER, saboteur
 from checkpoints import HOT, Checkpoints
+from harness.patience import patience
 from harness.server import Server, free_port, offload_state
 from serving import Engines
 
@@ -28,7 +29,7 @@ def serve_once(engines: Engines, checkpoint: Path, **arguments: Any) -> dict[str
         server.post("/generate", PROMPT)
         assert server.process is not None
         server.process.terminate()
-        server.process.wait(120)
+        server.process.wait(patience(120))
     return state
 
 
@@ -86,7 +87,7 @@ def test_sigterm_saves_at_once_while_a_client_waits_for_a_long_answer(
             assert next(answers, None) is not None, "the answer has ended, and the profile is not there"
         assert server.process.poll() is None
         assert sum(1 for _ in answers) > 0
-        server.process.wait(120)
+        server.process.wait(patience(120))
     assert decoded(path)[1] == 1499, "the last save has the whole answer"
 
 
@@ -116,7 +117,7 @@ def test_sigterm_inside_a_move_ends_the_server_with_its_profile(
     env = saboteur(tmp_path, MOVES_SLOWLY.replace("FOLDER", repr(str(tmp_path))))
     with engines.server(checkpoint, env=env, expert_offload_save_profile=path, **flags) as server:
         first, second = (server.post("/generate", PROMPT)["output_ids"] for _ in range(2))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience(60)
         while not (tmp_path / "moving").exists():
             assert time.monotonic() < deadline, "nothing moves"
             time.sleep(0.1)
@@ -124,7 +125,7 @@ def test_sigterm_inside_a_move_ends_the_server_with_its_profile(
         server.process.terminate()
         if move == "goes on":
             (tmp_path / "go on").touch()
-        server.process.wait(120)
+        server.process.wait(patience(120))
     assert first == second, "steps do not wait for the move"
     assert decoded(path)[1] == 2 * 7
 
@@ -142,7 +143,7 @@ def test_nodes_that_share_a_disk_save_one_profile(checkpoint: Path, profile: Pat
         with first as server:
             answer = server.post("/generate", PROMPT)
             assert server.post("/expert_offload", {"action": "save"})["ranks"][0]["saves"][0]["error"] is None
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + patience(60)
             while not (whole := path.exists() and (decoded(path)[0] == decoded(profile)[0]).all()):
                 assert time.monotonic() < deadline, "the part of a node is missing"
                 time.sleep(0.5)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from builders.plugins import IN_SCHEDULER, saboteur
 from checkpoints import Checkpoints
+from harness.patience import patience
 from harness.server import Server
 from launches import launched
 from nursery import Nursery
@@ -67,12 +68,12 @@ def served(checkpoints: Checkpoints, engines: Engines, tmp_path_factory: pytest.
     with engines.server(checkpoint, env=saboteur(folder, UNREGISTERED), **ARGUMENTS, expert_offload_trace=path) as server:
         with ThreadPoolExecutor(len(TOGETHER)) as clients:
             answers = list(clients.map(lambda request: ask(server, *request), TOGETHER))
-        wait_for(path, PAUSE_SECONDS + 20)
+        wait_for(path, PAUSE_SECONDS + patience(20))
         in_the_pause = Trace.load(path)
         answers.append(ask(server, "one more", 9))
         assert server.process is not None
         server.process.terminate()
-        server.process.wait(120)
+        server.process.wait(patience(120))
         log = server.log
     config = json.loads((checkpoint / "config.json").read_text())
     expected = [decoded_experts(answer, config) for answer in answers]

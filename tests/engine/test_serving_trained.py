@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.plugins import IN_SCHEDULER, saboteur
+from harness.patience import patience
 from harness.server import Server, offload_state
 from serving import Answer, Engines, assert_offloaded
 
@@ -75,7 +76,7 @@ def on(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Said:
         said = ask(server)
         assert server.process is not None
         server.process.terminate()
-        server.process.wait(120)
+        server.process.wait(patience(120))
     return {**said, "trace": Trace.load(folder / "trace.npz")}
 
 

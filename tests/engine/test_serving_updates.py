@@ -17,6 +17,7 @@ import zmq
 from builders import checkpoint_parts
 from builders.plugins import IN_SCHEDULER, saboteur
 from checkpoints import Checkpoints
+from harness.patience import patience
 from harness.server import Server, free_port, offload_state
 from safetensors.torch import load_file
 from serving import PROMPTS, TESTS, Engines
@@ -73,7 +74,7 @@ def from_distributed(server: Server, checkpoint: Path) -> None:
         target=lambda: joined.append(server.post("/init_weights_update_group", {**there, "group_name": GROUP}))
     )
     joining.start()
-    ends = timedelta(seconds=60)  # of waiting for a server that has refused
+    ends = timedelta(seconds=patience(60))  # of waiting for a server that has refused
     group = init_custom_process_group("gloo", f"tcp://127.0.0.1:{port}", ends, world_size=2, rank=0, group_name=GROUP)
     joining.join()
     tensors = weights_of(checkpoint)
@@ -101,7 +102,7 @@ def from_ipc(server: Server, checkpoint: Path) -> None:
     """As the engine of checkpoints sends them, part by part."""
     tensors = list(weights_of(checkpoint).items())
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
-        socket.setsockopt(zmq.RCVTIMEO, 60_000)  # the server has refused
+        socket.setsockopt(zmq.RCVTIMEO, round(1000 * patience(60)))  # the server has refused
         port = socket.bind_to_random_port("tcp://127.0.0.1")
         told = {"zmq_handles": {checkpoint_parts.DEVICE: f"tcp://127.0.0.1:{port}"}}
         updated: list[Any] = []

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.patience import patience
 from harness.server import environment
 
 PROGRAM = Path(__file__).parents[1] / "interpreted" / "slots.py"
@@ -35,7 +36,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     """Triton reads TRITON_INTERPRET as kernels are defined."""
     tiles = str(tmp_path_factory.mktemp("tiles"))
     env = environment({"TRITON_INTERPRET": "1", "SGLANG_MOE_CONFIG_DIR": tiles})
-    ended = subprocess.run([sys.executable, str(PROGRAM)], env=env, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([sys.executable, str(PROGRAM)], env=env, capture_output=True, text=True, timeout=patience(300))
     assert ended.returncode == 0, ended.stderr
     lines = [json.loads(line) for line in ended.stdout.splitlines()]
     return {(line["kind"], line["dtype"]): line for line in lines}

@@ -14,6 +14,7 @@ import pytest
 from builders import pages
 from builders.plugins import saboteur
 from builders.wheels import ROOT, Installed
+from harness.patience import patience
 from harness.process import kill_group
 from harness.server import SHIMS, Server, environment
 from serving import TESTS
@@ -45,7 +46,7 @@ class InstalledServer(Server):
     def stop(self) -> None:
         assert self.process is not None
         kill_group(self.process.pid)
-        self.process.wait(30)
+        self.process.wait(patience(30))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_each_of_its_processes_runs_what_was_installed(server: Server, installed
 
 
 def test_every_flag_is_in_the_help(server: Server, help_text: subprocess.Popen[str]):
-    shown, _ = help_text.communicate(timeout=300)
+    shown, _ = help_text.communicate(timeout=patience(300))
     assert help_text.returncode == 0
     assert [f for f in OffloadFlags.__dataclass_fields__ if f"  {flag_name(f)} " not in shown] == []
 
@@ -92,7 +93,7 @@ def test_every_flag_is_in_the_help(server: Server, help_text: subprocess.Popen[s
 def test_a_request_of_the_documents_is_answered(server: Server, words: list[str]):
     command = [word.replace(DOCUMENTED, server.url) for word in words]
     assert command != words, "the documents' server is there"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(300))
     assert done.returncode == 0, done.stderr
     (rank,) = json.loads(done.stdout)["ranks"]
     assert rank["fault"] is None

@@ -21,6 +21,7 @@ from faults.ranks import Fault, Outcome
 from faults.served import ARMED, MANAGER, code
 from faults.servers import processes_of, shared_memory
 from faults.witness import WRONG, Look, looks
+from harness.patience import patience
 from harness.process import kill_group
 from serving import Host
 from standin import engine
@@ -30,7 +31,7 @@ from standin.serving import GPU
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 
 TESTS = Path(__file__).resolve().parents[1]
-FIRST_SECONDS, ENGINE_SECONDS, END_SECONDS = 600.0, 120.0, 20.0
+FIRST_SECONDS, ENGINE_SECONDS, END_SECONDS = patience(600), patience(120), patience(20)
 """The longest that the first engine may take, which compiles, that the others may, which take about six seconds, and that their
 processes may live on."""
 

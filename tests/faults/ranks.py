@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.patience import patience
 from nursery import Nursery
 from standin.build import build, environment
 
 ROOT = Path(__file__).resolve().parents[2]
-WATCHDOG_SECONDS = 120
+WATCHDOG_SECONDS = patience(120)
 """A rank that takes longer hangs. It takes about two on two cores, with slots four."""
 
 IMPORTS = """

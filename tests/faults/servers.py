@@ -19,11 +19,12 @@ from checkpoints import Checkpoints
 from faults.cases import DECIDE, LOOK, MOVE, SAVE
 from faults.ranks import BAD, Fault, Outcome
 from faults.served import ARMED, code
+from harness.patience import patience
 from harness.server import EngineFailed, Server, offload_state
 from serving import Engines
 
 TESTS = Path(__file__).resolve().parents[1]
-START_SECONDS, ANSWER_SECONDS, END_SECONDS = 240.0, 120.0, 120.0
+START_SECONDS, ANSWER_SECONDS, END_SECONDS = patience(240), patience(120), patience(120)
 """The longest that a server may take to be ready or end with its reason, to answer, and to end once it was asked to or is
 broken."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.patience import patience
 
 from sglang_uvm_offload.cuda import build as cuda_build
 from sglang_uvm_offload.cuda.build import BuildFailure, build
@@ -50,7 +51,7 @@ def compiles(toolkit: Path) -> int:
 
 
 def wait_for(condition, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patience(seconds)
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.05)
@@ -102,7 +103,7 @@ def test_builders_that_race_build_once(cache, toolkit):
     wait_for(lambda: compiles(toolkit))
     time.sleep(1)
     (toolkit / "stall").unlink()
-    answers = {builder.communicate(timeout=600)[0].strip() for builder in builders}
+    answers = {builder.communicate(timeout=patience(600))[0].strip() for builder in builders}
     assert [builder.returncode for builder in builders] == [0, 0, 0]
     assert compiles(toolkit) == 1
     (library,) = answers
@@ -122,7 +123,7 @@ def test_a_killed_builder_blocks_nobody_and_leaves_nothing(cache, toolkit):
         following = subprocess.Popen(BUILDER, stdout=subprocess.PIPE, text=True)
         wait_for(lambda: compiles(toolkit) == 2)
         (toolkit / "stall").unlink()
-        library = Path(following.communicate(timeout=600)[0].strip())
+        library = Path(following.communicate(timeout=patience(600))[0].strip())
     finally:
         (toolkit / "stall").unlink(missing_ok=True)
         for orphan in (toolkit / "compiles").read_text().split()[:1]:

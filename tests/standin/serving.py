@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from builders.plugins import saboteur
+from harness.patience import patience
 from standin.build import sglang_environment
 from standin.engine import run_engine
 
@@ -51,7 +52,7 @@ def serve_and_log(
         folder.mkdir(parents=True, exist_ok=True)
         saboteur(folder, plugin)
         environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment['PYTHONPATH']}"
-    result = run_engine(job, folder, environment, seconds=900) | {"log": (folder / "log.txt").read_text()}
+    result = run_engine(job, folder, environment, seconds=patience(900)) | {"log": (folder / "log.txt").read_text()}
     calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
     # The try of unified memory runs in a process of its own, which captures nothing.
     (served_by,) = {call["pid"] for call in calls if call["call"] == "cudaStreamBeginCapture"}

@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from harness.patience import patience
 from paths import SAFETENSORS, WAYS, direct, hard_link, link_to_the_folder, symbolic_link, with_dots
 
 from sglang_uvm_offload.files import atomic as atomic_file
@@ -97,7 +98,7 @@ def test_a_pipe_named_as_a_killed_writer_names_its_file_is_not_waited_for(tmp_pa
     os.mkfifo(pipe)
     child = os.fork()
     if child == 0:
-        signal.alarm(30)  # ends a child that waits
+        signal.alarm(round(patience(30)))  # ends a child that waits
         atomic_file.replace(tmp_path / "a.note", lambda file: file.write(b"note"), NOTE)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

@@ -4,6 +4,7 @@ import logging
 import threading
 
 import pytest
+from harness.patience import patience
 
 from sglang_uvm_offload.files import autosave
 from sglang_uvm_offload.files.autosave import PAUSE_SECONDS, PERIOD_SECONDS, Saver
@@ -32,7 +33,7 @@ class Learned:
         return None if value == self.saved else lambda: self.write(value)
 
     def write(self, value):
-        assert self.gate.wait(10)
+        assert self.gate.wait(patience(10))
         if self.fails:
             raise OSError(28, "No space left on device")
         self.files.append(value)

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 import numpy as np
 from builders.managers import LAYERS, Rank, config
+from harness.patience import patience
 from simulated_driver import SimulatedDriver
 
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
@@ -179,7 +180,7 @@ def test_code_that_may_replace_tensors_waits_for_a_look():
     waiting.join(0.1)
     assert waiting.is_alive()
     looking.set_result(None)
-    waiting.join(60)
+    waiting.join(patience(60))
     assert not waiting.is_alive()
 
 

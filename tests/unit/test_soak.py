@@ -19,6 +19,7 @@ from faults.lives import LIVES, Life, Planned
 from faults.samples import FEW, GROWTH, flat, grown
 from faults.served import STRUCK
 from faults.traffic import DOMAINS, GREEDY, VARIANTS, Interrupted, Request, alike, answer, requests
+from harness.patience import patience
 
 
 def test_answers_are_alike_but_for_the_last_bits_of_log_probabilities():
@@ -132,7 +133,7 @@ def test_clients_ask_the_life_that_serves(monkeypatch):
         with pytest.raises(TimeoutError):
             waiting.result(0.05)
         soaked.begin(following := Life(SimpleNamespace()))
-        assert waiting.result(10) is following
+        assert waiting.result(patience(10)) is following
     soaked.begin(None)
     assert soaked.life() is None
 
