@@ -1,0 +1,454 @@
+"""What contributors and users of a release meet first: the pages name what exists, their commands work, the workflows run what
+is there, and what is released says where it comes from."""
+
+from __future__ import annotations
+
+import email
+import hashlib
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from builders.wheels import ROOT, pip, tracked
+from harness.patience import patience
+
+from sglang_uvm_offload import __version__
+
+CONTRIBUTING, RELEASING = ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md"
+PAGES = [CONTRIBUTING, RELEASING, ROOT / "SECURITY.md", ROOT / ".github/pull_request_template.md"]
+GITHUB = ROOT / ".github"
+YAML = sorted(path for path in GITHUB.rglob("*") if path.suffix in (".yml", ".yaml"))
+FORMS = [path for path in YAML if path.parent.name == "ISSUE_TEMPLATE" and path.stem != "config"]
+WORKFLOWS = [path for path in YAML if path.parent.name == "workflows"]
+REPOSITORY = "https://github.com/sglang-uvm-offload/sglang-uvm-offload"
+BY_PYTEST = ("scripts/unit.sh", "scripts/test.sh", "scripts/support.sh")
+"""The scripts that take pytest's arguments."""
+NEXT = "9.8.7"
+NEEDS_NETWORK = ("python -m pip install", "python -m build", "python -m twine")
+"""Starts of the commands of a release that are not run here. What they build is."""
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+every_workflow = pytest.mark.parametrize("workflow", WORKFLOWS, ids=name_of)
+
+
+def workflow_of(name: str) -> dict[str, Any]:
+    return yaml.safe_load((GITHUB / f"workflows/{name}.yml").read_text())
+
+
+def steps(workflow: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for job in workflow["jobs"].values():
+        yield from job["steps"]
+
+
+def lines(workflow: dict[str, Any]) -> list[str]:
+    return [line for step in steps(workflow) for line in step.get("run", "").splitlines()]
+
+
+def run(script: str, folder: Path, **environment: str) -> str:
+    words = ["bash", "-eu", "-o", "pipefail", "-c", script]
+    done = subprocess.run(
+        words, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=patience(120)
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# ---- pages ----
+
+
+def shown(page: str) -> list[str]:
+    """The commands of a page: the lines of its indented blocks, and what a sentence has ``bash`` run."""
+    return [line.strip() for line in re.findall(r"^ {4,}\S.*$", page, re.M)] + re.findall(r"`(bash [^`\n]+)`", page)
+
+
+def paths(text: str) -> list[str]:
+    """Files and folders of the repository that a text names in backticks, or links to."""
+    quoted = [word for span in re.findall(r"`([^`\n]+)`", text) for word in span.split()]
+    linked = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("https://")]
+    return [word for word in [*quoted, *linked] if re.fullmatch(r"[\w.]+(/[\w.-]+)+|[\w.-]+\.(py|md|sh|toml|yaml)", word)]
+
+
+def absent(text: str) -> list[str]:
+    """Those that do not exist. A page of ``.github`` may be named without its folder, as GitHub does."""
+    places = (ROOT, GITHUB / "workflows")
+    return [path for path in paths(text) if not any((place / path).exists() for place in places)]
+
+
+@every_page
+def test_every_path_that_is_named_exists(page):
+    text = page.read_text()
+    assert absent(text) == []
+    assert paths(text)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *YAML], ids=name_of)
+def test_addresses_on_github_are_of_this_repository(page):
+    found = re.findall(r"https://github\.com/[^\s)]+", page.read_text())
+    assert [address for address in found if not address.startswith(f"{REPOSITORY}/")] == []
+
+
+@every_page
+def test_lines_are_short(page):
+    assert [line for line in page.read_text().splitlines() if len(line) > 140] == []
+
+
+def sections(page: str) -> list[str]:
+    return re.split(r"^## ", page, flags=re.M)
+
+
+def names_of_code(text: str) -> set[str]:
+    return set(re.findall(r"`(\w*[A-Z_]\w*)`", text))
+
+
+@pytest.mark.parametrize("section", sections(CONTRIBUTING.read_text()), ids=lambda text: text.splitlines()[0])
+def test_a_name_of_the_code_is_in_a_file_that_its_section_names(section):
+    code = "".join((ROOT / path).read_text() for path in paths(section) if path.endswith(".py"))
+    assert [name for name in names_of_code(section) if not re.search(rf"^\s*(def |class )?{name}\b *[(:=]", code, re.M)] == []
+
+
+def test_each_way_to_extend_the_plugin_names_its_tests():
+    ways = [section for section in sections(CONTRIBUTING.read_text()) if section.startswith("Add ")]
+    assert len(ways) == 3
+    for way in ways:
+        assert re.search(r"`tests/(unit|engine)/test_\w+\.py`", way), way.splitlines()[0]
+        assert names_of_code(way), way.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("see `scripts/gone.sh` and `README.md`", ["scripts/gone.sh"]),
+        ("[a page](docs/gone.md), [another](docs/gpu-runs.md), [a site](https://a.b/c.md)", ["docs/gone.md"]),
+        ("`bash scripts/test.sh tests/gone`, `--flag`, `dist`, `~/.cache/x`", ["tests/gone"]),
+        ("the workflow `release.yml`, `scripts/test.sh`", []),
+    ],
+)
+def test_a_path_that_does_not_exist_is_noticed(text, found):
+    assert absent(text) == found
+
+
+# ---- commands ----
+
+
+def problems(command: str) -> list[str]:
+    """What is wrong with a command: a script that is none, an argument that names no test."""
+    words = shlex.split(command, comments=True)
+    scripts = [word for word in words if re.fullmatch(r"(\./)?[\w./-]+\.sh", word)]
+    found = [f"{script}: no such script" for script in scripts if not (ROOT / script).is_file()]
+    if words[:1] == ["bash"] and words[1] in BY_PYTEST:
+        for argument in words[2:]:
+            path, _, test = argument.partition("::")
+            if "/" in path and not (ROOT / path).exists():
+                found.append(f"{path}: no such test")
+            elif test and f"def {test}(" not in (ROOT / path).read_text():
+                found.append(f"{argument}: no such test")
+    return found
+
+
+@every_page
+def test_commands_name_scripts_and_tests_that_exist(page):
+    commands = shown(page.read_text())
+    assert commands
+    assert [problem for command in commands for problem in problems(command)] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("bash scripts/gone.sh", ["scripts/gone.sh: no such script"]),
+        ("bash scripts/test.sh tests/gone -k a", ["tests/gone: no such test"]),
+        ("bash scripts/test.sh tests/unit/test_door.py::test_gone", ["tests/unit/test_door.py::test_gone: no such test"]),
+        ("bash scripts/test.sh tests/unit/test_door.py::test_lines_are_short", []),
+        ("bash scripts/try_sglang.sh 0.5.20", []),
+    ],
+)
+def test_a_command_that_cannot_work_is_noticed(command, found):
+    assert problems(command) == found
+
+
+TAKES_TESTS = sorted(
+    {
+        command
+        for command in [
+            *shown(CONTRIBUTING.read_text()),
+            *(line for path in WORKFLOWS for line in lines(workflow_of(path.stem))),
+        ]
+        if re.match(r"bash scripts/(test|support)\.sh \S", command)
+    }
+)
+
+
+@pytest.mark.parametrize("command", TAKES_TESTS)
+def test_a_script_hands_the_tests_that_are_named_to_pytest(command, tmp_path):
+    """In an environment where nothing is left to install, and whose Python prints its arguments."""
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    stamp = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()[:16]
+    (tmp_path / f".installed-{stamp}").touch()
+    _, _, *arguments = shlex.split(command)
+    handed = run(command, ROOT, VENV=str(tmp_path)).split()
+    assert handed[:2] == ["-m", "pytest"]
+    assert handed[-len(arguments) :] == arguments
+
+
+# ---- .github ----
+
+
+@pytest.mark.parametrize("path", YAML, ids=name_of)
+def test_yaml_parses(path):
+    assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+def test_there_are_the_forms_and_the_workflows():
+    assert {path.stem for path in FORMS} == {"launch", "gpu-run"}
+    assert {path.stem for path in WORKFLOWS} == {"ci", "nightly", "release"}
+
+
+@pytest.mark.parametrize("path", FORMS, ids=name_of)
+def test_a_form_has_what_github_needs(path):
+    form = yaml.safe_load(path.read_text())
+    assert {"name", "description", "body"} <= form.keys()
+    fields = [each for each in form["body"] if each["type"] != "markdown"]
+    assert {each["type"] for each in fields} <= {"input", "textarea", "dropdown"}
+    assert all(each["attributes"]["label"] for each in fields)
+    ids = [each["id"] for each in fields]
+    assert sorted(set(ids)) == sorted(ids)
+    assert any(each.get("validations", {}).get("required") for each in fields)
+
+
+def test_the_forms_ask_for_what_a_report_needs():
+    asked = {path.stem: {each["id"] for each in yaml.safe_load(path.read_text())["body"] if "id" in each} for path in FORMS}
+    assert {"command", "doctor", "log", "versions", "machine"} <= asked["launch"]
+    assert {"device", "driver", "commands", "results"} <= asked["gpu-run"]
+
+
+@every_workflow
+def test_a_workflow_runs_scripts_and_tests_that_exist(workflow):
+    assert [problem for line in lines(workflow_of(workflow.stem)) for problem in problems(line)] == []
+
+
+@every_workflow
+def test_jobs_may_only_read_but_for_the_one_that_publishes(workflow):
+    read = workflow_of(workflow.stem)
+    assert read["permissions"] == {"contents": "read"}
+    more = {name: job["permissions"] for name, job in read["jobs"].items() if "permissions" in job}
+    assert more == ({"publish": {"id-token": "write"}} if workflow.stem == "release" else {})
+
+
+@every_workflow
+def test_python_is_one_that_the_package_supports(workflow):
+    wanted = [
+        step["with"]["python-version"] for step in steps(workflow_of(workflow.stem)) if "setup-python" in step.get("uses", "")
+    ]
+    supported = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert wanted
+    assert set(wanted) <= set(supported)
+
+
+def test_linters_of_every_change_are_those_of_the_test_script():
+    tool = re.compile(r"^(ruff|mypy|codespell|git ls-files .*clang-format)\b.*$", re.M)
+    run = "\n".join(lines(workflow_of("ci")))
+    assert [m.group() for m in tool.finditer(run)] == [m.group() for m in tool.finditer((ROOT / "scripts/test.sh").read_text())]
+    assert "bash scripts/unit.sh" in run.splitlines()
+
+
+def test_each_night_the_tests_that_start_sglang_run():
+    assert "bash scripts/test.sh tests/engine" in lines(workflow_of("nightly"))
+
+
+def test_what_is_published_is_what_was_built_and_checked():
+    release = workflow_of("release")
+    assert release[True] == {"push": {"tags": ["v*"]}}  # YAML reads "on" as a boolean
+    build, publish = release["jobs"]["build"], release["jobs"]["publish"]
+    assert publish["needs"] == "build"
+    kept = [step["with"] for step in build["steps"] if "upload-artifact" in step.get("uses", "")]
+    taken = [step["with"] for step in publish["steps"] if "download-artifact" in step.get("uses", "")]
+    assert [(each["name"], each["path"]) for each in kept] == [(each["name"], each["path"]) for each in taken] != []
+    run = lines(release)
+    assert run.index("python -m build") < run.index("python -m twine check --strict dist/*")
+
+
+# ---- a release ----
+
+
+@pytest.fixture(scope="module")
+def commands() -> list[str]:
+    return shown(RELEASING.read_text())
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with the files of this one that a release changes, and another to which it pushes."""
+    for name, value in (("NAME", "A Maintainer"), ("EMAIL", "maintainer@example.org")):
+        monkeypatch.setenv(f"GIT_AUTHOR_{name}", value)
+        monkeypatch.setenv(f"GIT_COMMITTER_{name}", value)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    folder = tmp_path / "checkout"
+    for name in ("CHANGELOG.md", "README.md", "pyproject.toml", "sglang_uvm_offload/__init__.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    changes = folder / "CHANGELOG.md"
+    if "(unreleased)" not in changes.read_text():  # just after a release
+        changes.write_text(f"# Changelog\n\n## {NEXT} (unreleased)\n\n" + changes.read_text())
+    run("git init --quiet --initial-branch=main && git add . && git commit --quiet --message start", folder)
+    run(f"git init --quiet --bare '{tmp_path}/origin.git' && git remote add origin '{tmp_path}/origin.git'", folder)
+    return folder
+
+
+def released(commands: list[str], checkout: Path) -> None:
+    """Run the commands in one shell, as they stand there but for the version and what needs the network."""
+    first, *others = commands
+    assert re.fullmatch(r"version=\d+\.\d+\.\d+", first)
+    run("\n".join([f"version={NEXT}", *(each for each in others if not each.startswith(NEEDS_NETWORK))]), checkout)
+
+
+def test_the_commands_of_a_release_set_the_version_and_push_its_tag(commands, checkout):
+    before = (checkout / "CHANGELOG.md").read_text()
+    released(commands, checkout)
+    assert f'\n__version__ = "{NEXT}"\n' in (checkout / "sglang_uvm_offload/__init__.py").read_text()
+    changed = [
+        (was, now)
+        for was, now in zip(before.splitlines(), (checkout / "CHANGELOG.md").read_text().splitlines(), strict=True)
+        if was != now
+    ]
+    ((was, now),) = changed
+    assert was.endswith(" (unreleased)")
+    assert re.fullmatch(rf"## {re.escape(NEXT)} \(\d{{4}}-\d\d-\d\d\)", now)
+    assert run("git status --porcelain", checkout) == ""
+    assert run("git log --format=%s", checkout).splitlines() == [f"Release {NEXT}", "start"]
+    assert run(f"git cat-file -t v{NEXT}", checkout) == "tag", "annotated"
+    pushed = dict(line.split()[::-1] for line in run("git ls-remote origin", checkout).splitlines())
+    head = run("git rev-parse HEAD", checkout)
+    assert pushed["refs/heads/main"] == pushed[f"refs/tags/v{NEXT}^{{}}"] == head
+
+
+@pytest.fixture
+def tag_check() -> str:
+    (script,) = (step["run"] for step in steps(workflow_of("release")) if "GITHUB_REF_NAME" in step.get("run", ""))
+    return script
+
+
+def test_the_workflow_takes_the_tag_that_the_commands_make(commands, checkout, tag_check):
+    released(commands, checkout)
+    run(tag_check, checkout, GITHUB_REF_NAME=f"v{NEXT}")
+
+
+@pytest.mark.parametrize("undone", ["sglang_uvm_offload/__init__.py", "CHANGELOG.md"])
+def test_the_workflow_refuses_a_tag_of_another_version_than_either_file_has(commands, checkout, tag_check, undone):
+    released(commands, checkout)
+    run(f"git checkout --quiet HEAD~1 -- {undone}", checkout)
+    with pytest.raises(AssertionError):
+        run(tag_check, checkout, GITHUB_REF_NAME=f"v{NEXT}")
+
+
+def test_the_commands_build_and_check_as_the_workflow_does(commands):
+    building = [each for each in commands if each.startswith(NEEDS_NETWORK)]
+    assert building == [line for line in lines(workflow_of("release")) if line.startswith("python -m")]
+
+
+def test_the_changelog_begins_with_the_version_of_the_package_or_the_next():
+    newest = re.findall(r"^## (\S+) \((unreleased|\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert len(newest) == len(re.findall(r"^## ", (ROOT / "CHANGELOG.md").read_text(), re.M))
+    assert __version__ in [version for version, _ in newest]
+    assert [state for _, state in newest[1:] if state == "unreleased"] == []
+
+
+# ---- what is released ----
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As ``python -m build`` makes it, of what is tracked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    for name in tracked():
+        if name.split("/")[0] in ("sglang_uvm_offload", "kernels") or "/" not in name:
+            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "source" / name)
+    make = "import sys\nfrom setuptools import build_meta\nbuild_meta.build_sdist(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", make, str(folder)], cwd=folder / "source", check=True, capture_output=True, timeout=patience(120)
+    )
+    (path,) = folder.glob("*.tar.gz")
+    return path
+
+
+def metadata(archive: Path) -> Message:
+    if archive.suffix == ".whl":
+        content = zipfile.ZipFile(archive)
+        (name,) = (name for name in content.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_string(content.read(name).decode())
+    with tarfile.open(archive) as content:
+        (name,) = (name for name in content.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", name))
+        return email.message_from_string(content.extractfile(name).read().decode())
+
+
+@pytest.fixture(params=["wheel", "sdist"])
+def archive(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(request.param)
+
+
+def test_what_is_released_says_where_it_comes_from(archive):
+    urls = dict(each.split(", ") for each in metadata(archive).get_all("Project-URL"))
+    assert urls.keys() == {"Homepage", "Repository", "Documentation", "Changelog", "Issues"}
+    assert all(url.split("#")[0] == REPOSITORY or url.startswith(f"{REPOSITORY}/") for url in urls.values())
+    assert (ROOT / urls["Changelog"].removeprefix(f"{REPOSITORY}/blob/main/")).is_file()
+
+
+def test_what_is_released_has_the_readme_as_its_description(archive):
+    found = metadata(archive)
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert found.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+    assert (found["Version"], found["License-Expression"]) == (__version__, "Apache-2.0")
+
+
+def test_classifiers_agree_with_what_is_required(archive):
+    found = metadata(archive)
+    classifiers = found.get_all("Classifier")
+    pythons = re.findall(r"Python :: (3\.\d+)$", "\n".join(classifiers), re.M)
+    assert found["Requires-Python"] == f">={pythons[0]}"
+    assert [f"3.{minor}" for minor in itertools.islice(itertools.count(10), len(pythons))] == pythons
+    assert {"Operating System :: POSIX :: Linux", "Typing :: Typed"} <= set(classifiers)
+    assert not [each for each in classifiers if each.startswith("License ::")], "the licence is an SPDX expression"
+    assert len(found["Keywords"].split(",")) > 3
+
+
+def test_classifiers_are_those_of_pypi(archive):
+    known = pytest.importorskip("trove_classifiers").classifiers
+    assert [each for each in metadata(archive).get_all("Classifier") if each not in known] == []
+
+
+def test_twine_finds_nothing(archive):
+    pytest.importorskip("twine")
+    words = [sys.executable, "-m", "twine", "check", "--strict", str(archive)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=patience(120))
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_a_wheel_that_is_built_from_the_sdist_holds_the_same(sdist, wheel, tmp_path):
+    pip("wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(sdist))
+    (built,) = tmp_path.glob("*.whl")
+    assert built.name == wheel.name
+    ours, theirs = zipfile.ZipFile(wheel), zipfile.ZipFile(built)
+    assert sorted(theirs.namelist()) == sorted(ours.namelist())
+    changed = [name for name in ours.namelist() if not name.endswith("/RECORD") and ours.read(name) != theirs.read(name)]
+    assert changed == []
