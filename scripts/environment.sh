@@ -7,7 +7,7 @@ if [ ! -f "$stamp" ]; then
   echo "Installing SGLang and this checkout into $venv (about 11 GB; some minutes) ..."
   [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[test]" ${2:+"sglang==$2"}
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[dev]" ${2:+"sglang==$2"}
   touch "$stamp"
 fi
 export PATH="$venv/bin:$PATH"

@@ -29,7 +29,6 @@ from typing import Any, NoReturn
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-import setproctitle
 import torch
 from harness.process import die_with_parent
 
@@ -43,6 +42,8 @@ PRELOADED = (
 
 
 def main() -> None:
+    import setproctitle  # comes with SGLang
+
     die_with_parent()
     setproctitle.getproctitle()  # finds where titles go, which it cannot once a job has added to the environment
     for module in PRELOADED:

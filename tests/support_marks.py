@@ -5,6 +5,7 @@ one which shows that a launch with it ends before loading, and ``@pytest.mark.sg
 that SGLang cannot do it, without this plugin. These two give the message: ``record_property("reason", message)``.
 ``@pytest.mark.nightly`` keeps a test out of a plain run. ``--nightly`` runs these too, and ``--support FILE`` writes what
 became of each marked test (``scripts/support.sh``).
+``@pytest.mark.sglang`` is on each unit test that needs SGLang, and ``pytestmark = pytest.mark.sglang`` in each file of them.
 ``@pytest.mark.since(VERSION, WHY)`` skips a test with an older SGLang. ``WHY`` is a fact about that SGLang, or about the test.
 """
 
@@ -16,6 +17,7 @@ import subprocess
 from collections.abc import Generator, Iterable
 from datetime import datetime, timezone
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,12 @@ MARKERS = {
     "sglang_fails(group, what)": "shows that SGLang fails at what is named without this plugin, and records its error",
     "nightly": "runs with --nightly only",
     "since(version, why)": "is skipped with an older SGLang",
+    "sglang": "needs SGLang, and is left out where it is not installed",
+    "slow": "takes seconds, and is left out by scripts/unit.sh",
 }
 OLDER = "with SGLang before"
+HAS_SGLANG = find_spec("sglang") is not None
+WHOLE_FILE = "pytestmark = pytest.mark.sglang"
 KINDS = ("works", "refused", "sglang_fails")
 
 
@@ -40,6 +46,13 @@ def skip_newer(items: Iterable[pytest.Item], installed: str) -> None:
             version, why = mark.args
             if _numbers(installed) < _numbers(version):
                 item.add_marker(pytest.mark.skip(reason=f"{OLDER} {version}: {why}"))
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
+    left = [item for item in items if item.get_closest_marker(marker) is not None]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
 
 
 def _numbers(version: str) -> list[int]:
@@ -67,13 +80,19 @@ class Support:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         self.collected = list(items)
-        skip_newer(items, metadata.version("sglang"))
+        if HAS_SGLANG:
+            skip_newer(items, metadata.version("sglang"))
+        else:
+            leave_out(config, items, "sglang")
         if self.nightly:
             return
-        left = [item for item in items if item.get_closest_marker("nightly") is not None]
-        if left:
-            config.hook.pytest_deselected(items=left)
-            items[:] = [item for item in items if item not in set(left)]
+        leave_out(config, items, "nightly")
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Without SGLang, files all of whose tests need it, which they import."""
+        if HAS_SGLANG or collection_path.suffix != ".py":
+            return None
+        return WHOLE_FILE in collection_path.read_text().splitlines() or None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(

@@ -119,6 +119,7 @@ def test_text_that_a_terminal_cannot_show_is_escaped(tmp_path, monkeypatch):
     assert rb"/\xe9\udcff.npz" in output.buffer.getvalue()
 
 
+@pytest.mark.sglang
 def test_a_models_words_reach_the_terminal_without_their_control_characters(tmp_path, capsys):
     model = json.loads((MODELS / "glm-4.5-air.json").read_text())
     config = {**model.get("config", model), "architectures": ["b\x1b[2J"]}

@@ -24,6 +24,7 @@ from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.cli.report import SourceError, report_of
 
 
+@pytest.mark.slow
 def test_a_report_of_a_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace([0, 2, 2], [2, 2, 1, 2]).save(tmp_path / "trace.npz")
     assert main(["replay", str(tmp_path / "trace.npz"), "--residency", "0.5", "--json"]) == 0
@@ -67,6 +68,7 @@ def served() -> dict:
     return {"internal_states": [{"expert_offload": Rank(config()).status()}]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["{}", "{}/", "{}/server_info"])
 def test_an_address_may_be_that_of_the_server_or_of_its_statistics(answers, form):
     answers["/server_info"] = (200, json.dumps(served()).encode())
@@ -184,6 +186,7 @@ def test_a_report_of_somebody_else_is_not_replaced(statistics, tmp_path):
     assert "</body>" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_report_is_replaced(statistics, tmp_path):
     report = tmp_path / "report.html"
     assert main(["report", statistics, "--out", str(report)]) == 0
@@ -205,6 +208,7 @@ def test_a_file_that_appears_while_the_report_is_made_stays(statistics, tmp_path
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(-5, 1 << 62), st.floats(allow_nan=False), st.text(max_size=5))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_whatever_a_file_holds_gives_a_report_or_a_reason(data, tmp_path):
@@ -251,6 +255,7 @@ class Dripping(http.server.BaseHTTPRequestHandler):
 stopping = threading.Event()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [True, False])
 def test_an_answer_that_drips_is_not_awaited_for_ever(body, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report_cli, "TIMEOUT_SECONDS", 0.3)
@@ -294,6 +299,7 @@ def test_an_answer_that_is_not_whole_or_not_http_is_told_in_words(answer, reason
     assert "(" not in err, "no repr of an exception"
 
 
+@pytest.mark.slow
 def test_an_address_in_capitals_is_one_too(answers):
     answers["/server_info"] = (200, json.dumps(served()).encode())
     assert "Where the experts are" in report_of(answers["url"].replace("http", "HTTP"))
@@ -309,6 +315,7 @@ def test_a_file_that_is_missing_is_not_taken_for_an_address(source, tmp_path, ca
     assert "did you mean" not in refused(source, tmp_path, capsys)
 
 
+@pytest.mark.slow
 def test_an_api_key_is_sent_and_not_shown(answers, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(report_cli.API_KEY, "s3cret")
     sent = []
@@ -319,6 +326,7 @@ def test_an_api_key_is_sent_and_not_shown(answers, tmp_path, capsys, monkeypatch
     assert "s3cret" not in (tmp_path / "report.html").read_text() + "".join(capsys.readouterr())
 
 
+@pytest.mark.slow
 def test_an_api_key_is_not_sent_to_where_the_server_points(answers, monkeypatch):
     monkeypatch.setenv(report_cli.API_KEY, "s3cret")
     sent = []

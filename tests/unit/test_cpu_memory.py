@@ -24,6 +24,7 @@ def resident(memory, nbytes, name):
     return managed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [EmulatedMemory, SimulatedDriver])
 @pytest.mark.parametrize("check", memory_contract.CHECKS, ids=lambda check: check.__name__)
 def test_contract(check, make):
@@ -65,6 +66,7 @@ def test_a_page_placed_in_vram_before_it_was_written_never_takes_host_memory():
     assert (memory.host_peak, memory.device_used) == (0, 2 * MIB)
 
 
+@pytest.mark.slow
 def test_the_range_is_freed_with_its_last_tensor():
     memory = SimulatedDriver()
     managed = resident(memory, 2 * MIB, "w13")
@@ -200,6 +202,7 @@ def test_nothing_moves_when_one_span_is_wrong():
     assert memory.last_prefetch(managed, Span(0, PAGE_BYTES)) is None
 
 
+@pytest.mark.slow
 def test_accounts_match_a_page_by_page_count_after_random_work():
     rng = np.random.default_rng(2)
     memory = SimulatedDriver(device_bytes=10 * BLOCK_BYTES)

@@ -12,6 +12,8 @@ import pytest
 from builders import pages
 from builders.pages import PAGES, ROOT
 
+pytestmark = pytest.mark.sglang
+
 SVG = "{http://www.w3.org/2000/svg}"
 SCRIPT = re.compile(r"\b(?:scripts|benchmarks|tests)/[\w./-]+\.(?:py|sh)\b")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

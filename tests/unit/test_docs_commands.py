@@ -17,10 +17,13 @@ import pytest
 from builders import pages
 from builders.pages import ROOT
 from builders.profiles import MODEL, saved, some
+from harness.patience import patience
 
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.cuda.build import cache_root
 from sglang_uvm_offload.routing.trace import Trace
+
+pytestmark = pytest.mark.sglang
 
 CONFIGS = {"zai-org/GLM-5-FP8": "glm-5-fp8", "MODEL": "glm-5-fp8"}
 """The config file that stands for each model: ``plan`` takes a path where there is one, before it asks the Hub."""
@@ -95,7 +98,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def handed_to_python(words: list[str]) -> list[str]:
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=patience(60)).stdout.split()
 
 
 @every("bash scripts/fuzz.sh")

@@ -74,6 +74,7 @@ def test_loading_peaks_at_the_final_placement():
     assert module.w13.shape == SHAPES["w13"]
 
 
+@pytest.mark.slow
 def test_a_repack_peaks_at_one_more_tensor_and_ends_managed():
     memory = SimulatedDriver()
     layer, module = loaded(memory, 0, 1, 5)

@@ -29,6 +29,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> Iterator:
         del sys.modules[name]
 
 
+@pytest.mark.sglang
 def test_an_empty_package_is_imported_and_says_so_where_it_is_called(modes, tmp_path, monkeypatch):
     monkeypatch.setattr(modes, "importable", lambda package: False)
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
@@ -39,6 +40,7 @@ def test_an_empty_package_is_imported_and_says_so_where_it_is_called(modes, tmp_
     assert "flash_mla is not installed here, and its one was called" in ended.stderr
 
 
+@pytest.mark.sglang
 def test_a_package_that_is_there_or_not_asked_for_is_left_alone(modes, tmp_path, monkeypatch):
     assert modes.with_empty_packages(modes.MODES["cache"], tmp_path) == {}
     monkeypatch.setattr(modes, "importable", lambda package: package == "flash_mla")

@@ -16,6 +16,8 @@ from sglang.srt.layers.moe.moe_runner.deep_gemm import DeepGemmRunnerCore
 
 from sglang_uvm_offload.plugin.slot_seam_deep_gemm import DeepGemmSlotSeam
 
+pytestmark = pytest.mark.sglang
+
 GPU = str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu")
 BATCH = 3
 RUN = DeepGemmRunnerCore.run

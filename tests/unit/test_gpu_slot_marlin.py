@@ -16,6 +16,8 @@ from sglang.kernels.ops.moe import moe_wna16_marlin
 
 from sglang_uvm_offload.plugin.slot_seam_marlin import MarlinSlotSeam
 
+pytestmark = pytest.mark.sglang
+
 GPU = str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu")
 BATCH = 3
 

@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 import sglang_uvm_offload
 from sglang_uvm_offload.flags import flag_table
 
@@ -65,6 +67,7 @@ def test_the_listed_packages_are_the_ones_there_are():
         print(f"rank {r}: " + ", ".join(f"{name or 'root'} ({count} files)" for name, count in files.items()))
 
 
+@pytest.mark.slow
 def test_a_file_imports_from_its_own_folder_or_one_of_lower_rank():
     rank = ranks()
     upward = [
@@ -76,6 +79,7 @@ def test_a_file_imports_from_its_own_folder_or_one_of_lower_rank():
     assert not upward
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle():
     edges, done = graph(), set()
     while ready := [name for name in edges if name not in done and edges[name] <= done]:
@@ -88,6 +92,7 @@ def importers(top: str) -> set[str]:
     return {package(name) for name, path in modules().items() if any(full.split(".")[0] == top for full in imports(path))}
 
 
+@pytest.mark.slow
 def test_only_the_plugin_imports_sglang():
     assert importers("sglang") == {"plugin"}
 
@@ -103,6 +108,7 @@ def test_the_policy_imports_numpy_alone():
     assert found - stdlib <= {"numpy", "policy"}
 
 
+@pytest.mark.slow
 def test_only_the_edges_choose_a_device():
     choosing = {
         package(name) for name, targets in graph().items() for target in targets if package(target) in ("cuda", "cpu")
@@ -147,6 +153,7 @@ def test_every_script_that_a_document_names_exists():
             assert (ROOT / script).exists(), f"{document.name} names {script}"
 
 
+@pytest.mark.slow
 def test_no_test_imports_another_test_file():
     found = {
         f"{path.name} imports {full}"
@@ -157,6 +164,7 @@ def test_no_test_imports_another_test_file():
     assert not found
 
 
+@pytest.mark.slow
 def test_scripts_and_benchmarks_take_nothing_from_the_tests():
     """Neither a module that lies in ``tests``, nor that folder in ``sys.path`` or a command."""
     of_tests = {"tests"} | {path.stem for path in (ROOT / "tests").iterdir() if path.suffix == ".py" or path.is_dir()}
@@ -168,6 +176,7 @@ def test_scripts_and_benchmarks_take_nothing_from_the_tests():
         assert not named, f"{path.relative_to(ROOT)} names {named}"
 
 
+@pytest.mark.slow
 def test_unit_tests_start_no_engine_and_compile_nothing():
     """Neither by a fixture that does, nor by a helper."""
     needing = {"engines", "standin", "sglang", "sglang_on_standin"}

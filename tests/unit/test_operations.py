@@ -18,6 +18,8 @@ from prometheus_client import CollectorRegistry
 from sglang_uvm_offload.plugin.actions import Action
 from sglang_uvm_offload.plugin.metrics import Metrics
 
+pytestmark = pytest.mark.sglang
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs/operations"
 PAGE = (ROOT / "docs/operations.md").read_text()

@@ -60,6 +60,7 @@ def test_the_wheel_leaves_tests_and_scripts_at_home(content):
 # ---- installed, outside the checkout ----
 
 
+@pytest.mark.slow
 def test_what_python_finds_is_what_was_installed(installed: Installed):
     done = installed.run("python", "-c", FOUND)
     assert done.returncode == 0, done.stderr
@@ -81,6 +82,7 @@ def inputs(installed: Installed) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("inputs")
 @pytest.mark.parametrize(
     ("command", "shown"),
@@ -99,6 +101,7 @@ def test_the_command_works(installed: Installed, command: str, shown: str):
     assert shown in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_what_is_uninstalled_is_gone(wheel: Path, tmp_path: Path):
     mine = Installed(wheel, tmp_path)
     assert (mine.folder / "bin/sglang-uvm-offload").exists()

@@ -10,6 +10,8 @@ from builders.managers import Rank, config
 from sglang_uvm_offload.plugin import actions
 from sglang_uvm_offload.plugin.actions import KEY, Action, perform, refusal
 
+pytestmark = pytest.mark.sglang
+
 
 @pytest.fixture(autouse=True)
 def parallel(monkeypatch):

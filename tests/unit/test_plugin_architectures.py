@@ -15,6 +15,8 @@ from sglang_uvm_offload.plugin import launch_checks
 from sglang_uvm_offload.plugin.launch_checks import DIRECT_KERNEL_MODELS
 from sglang_uvm_offload.sizing.architectures import sglang_architectures
 
+pytestmark = pytest.mark.sglang
+
 FOUND = json.loads(registry.FOUND.read_text())
 
 SERVED = {

@@ -20,6 +20,8 @@ from sglang_uvm_offload.plugin.built_model import BuiltModel, EarlierStages
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.placement import InitialPlacement
 
+pytestmark = pytest.mark.sglang
+
 NAME, ARCHITECTURE = "m", "M"
 FIRST_STAGE = ([1, 2], (8, 8), 3)
 

@@ -13,6 +13,8 @@ from sglang.srt.eplb.expert_location import ExpertLocationMetadata
 
 from sglang_uvm_offload.plugin import expert_map
 
+pytestmark = pytest.mark.sglang
+
 
 def sglangs_map(experts: list[list[int]]) -> Any:
     """As SGLang makes it, of as many decoder layers."""

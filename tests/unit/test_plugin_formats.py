@@ -24,6 +24,8 @@ from sglang.srt.model_loader.loader import BitsAndBytesModelLoader
 from sglang_uvm_offload.cpu.staging import CpuStaging
 from sglang_uvm_offload.streaming.replicas import Replicas, buffer_bytes
 
+pytestmark = pytest.mark.sglang
+
 HOPPER = {"is_cuda": True, "is_sm90": True, "is_sm100": False, "is_sm120": False, "is_blackwell": False}
 BLACKWELL = HOPPER | {"is_sm90": False, "is_sm100": True, "is_blackwell": True}
 RTX_5090 = HOPPER | {"is_sm90": False, "is_sm120": True, "is_blackwell": True}

@@ -27,6 +27,8 @@ from sglang_uvm_offload.plugin.routing_formats import counting_flags
 from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase
 from sglang_uvm_offload.routing.recorder import Recorder
 
+pytestmark = pytest.mark.sglang
+
 COUNTING = counting_flags(parse({"num_resident": 4}))
 IDS = torch.tensor([[4, 5], [5, -1]], dtype=torch.int32)
 SIZES = torch.tensor([0, 3, 1, 0], dtype=torch.int32)

@@ -22,6 +22,8 @@ from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.fused_moe import _EXPERTS, LayerHooks
 from sglang_uvm_offload.residency.manager import OffloadManager
 
+pytestmark = pytest.mark.sglang
+
 E, HIDDEN, INTERMEDIATE = 4, 512, 512
 LAYOUTS = {
     "below sm_90": (layouts.StridedLayout(-2), layouts.StridedLayout(-2)),

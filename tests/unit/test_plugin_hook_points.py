@@ -20,6 +20,8 @@ from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin import compat, end_of_serving, enforce, hook_points, hooks, runtime, server_args, weight_writes
 
+pytestmark = pytest.mark.sglang
+
 PLUGIN = Path(hook_points.__file__).parent
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "benchmarks" / "results" / "support"

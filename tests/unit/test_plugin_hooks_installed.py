@@ -9,6 +9,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_uvm_offload.plugin import hooks, runtime
 
+pytestmark = pytest.mark.sglang
+
 
 class Counted:
     def count(self):

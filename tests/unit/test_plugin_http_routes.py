@@ -18,6 +18,8 @@ from sglang_uvm_offload.plugin import actions, http_routes
 from sglang_uvm_offload.plugin.actions import Action
 from sglang_uvm_offload.residency.status import SaveStatus
 
+pytestmark = pytest.mark.sglang
+
 
 class TokenizerManager:
     """Stands for SGLang's, with one rank behind it: keeps what it is asked to set."""

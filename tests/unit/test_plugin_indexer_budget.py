@@ -41,6 +41,7 @@ def test_a_process_without_such_a_model_or_an_sglang_that_does_not_ask_is_left_a
     take_indexer_budget()
 
 
+@pytest.mark.sglang
 def test_this_sglang_keeps_its_budget_there():
     """Read, because importing it takes seconds."""
     spec = importlib.util.find_spec(INDEXER)

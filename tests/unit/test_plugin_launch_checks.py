@@ -28,6 +28,8 @@ from sglang_uvm_offload.plugin.routing_formats import RoutingFormat
 from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.routing.trace import Trace
 
+pytestmark = pytest.mark.sglang
+
 
 @pytest.fixture(autouse=True)
 def gpu_of_100_gib(monkeypatch):

@@ -11,6 +11,8 @@ from sglang_uvm_offload.plugin.doctor import Launch
 from sglang_uvm_offload.plugin.local_checkpoint import unreadable
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 
+pytestmark = pytest.mark.sglang
+
 
 @pytest.mark.parametrize("model", ["/nonexistent/model", "./model", "../model", "~/model", "a/b/c", "/nonexistent/a\udcff"])
 def test_a_path_that_is_not_there_is_no_hub_id(model):

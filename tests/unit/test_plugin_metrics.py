@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.plugin.metrics import Metrics
 
+pytestmark = pytest.mark.sglang
+
 LABELS = {"model_name": "m", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
 
 

@@ -19,6 +19,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang_uvm_offload.plugin import doctor, moe_tiles
 from sglang_uvm_offload.plugin.moe_tiles import Experts, narrow_tiles
 
+pytestmark = pytest.mark.sglang
+
 MIXTRAL = Experts(num_experts=8, width=3584, hidden=4096, top_k=2, dtype="fp8_w8a8", bits=8)
 """Mixtral 8x7B in FP8 on four ranks: SGLang has tuned files for several GPUs."""
 QWEN = Experts(num_experts=128, width=768, hidden=2048, top_k=8, dtype=None, bits=16)

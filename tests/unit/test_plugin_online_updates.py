@@ -13,6 +13,8 @@ from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
 from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.online_updates import UPDATES, OnlineUpdates
 
+pytestmark = pytest.mark.sglang
+
 
 def steps(rank: Rank, ids: list[int], count: int) -> None:
     for _ in range(count):

@@ -13,6 +13,8 @@ from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin.recording import Recording
 from sglang_uvm_offload.routing.recorder import Recorder
 
+pytestmark = pytest.mark.sglang
+
 
 @pytest.fixture
 def recording(tmp_path):

@@ -21,6 +21,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang_uvm_offload.config import OffloadConfig, parse
 from sglang_uvm_offload.plugin.routing_formats import _ELSE, COUNTED_RUNNERS, RoutingFormat, Shown, routing_format
 
+pytestmark = pytest.mark.sglang
+
 SELECTION, ADAPT = "--expert-offload-resident-selection", "--expert-offload-adapt"
 RUNNERS = [name for name in MOE_RUNNER_BACKEND_CHOICES if name != "megamoe"]  # resolved to another runner before it is used
 FIRST_N = {"resident_selection": "first_n"}

@@ -12,6 +12,8 @@ from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.plugin import runtime
 from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase
 
+pytestmark = pytest.mark.sglang
+
 
 def step(monkeypatch, mode, own, everywhere=None, extends=False, a2a="none"):
     monkeypatch.setattr(runtime, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: a2a == "none"))

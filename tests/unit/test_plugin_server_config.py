@@ -12,6 +12,8 @@ from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin.server_args import OffloadServerArgs
 from sglang_uvm_offload.plugin.server_config import attach, config_of
 
+pytestmark = pytest.mark.sglang
+
 
 @pytest.mark.parametrize("values", [{}, {"num_resident": 4, "profile": "a.npz, b.npz", "trace": "t.npz"}])
 def test_what_was_attached_arrives_as_it_is(values):

@@ -12,6 +12,8 @@ from sglang.srt.server_args import prepare_server_args
 from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.sglang_error import described
 
+pytestmark = pytest.mark.sglang
+
 
 @pytest.fixture(scope="module")
 def server_args() -> Any:

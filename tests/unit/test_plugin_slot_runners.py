@@ -24,6 +24,8 @@ from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.plugin import combinations
 from sglang_uvm_offload.plugin.slot_runners import ALWAYS_TRITON, MARLIN, RUNNERS, no_slots, no_slots_in
 
+pytestmark = pytest.mark.sglang
+
 
 def reason(runner: str = "auto", quantization: str | None = None, stated: Any = None, **fields: Any) -> str | None:
     given = {"quantization_config": stated} if stated else {}

@@ -14,6 +14,8 @@ from sglang_uvm_offload.memory.slots import Rows, SlotLayer
 from sglang_uvm_offload.plugin.slot_seam import SlotSeam
 from sglang_uvm_offload.slots.model import LayerSlots
 
+pytestmark = pytest.mark.sglang
+
 E, ROWS = 4, 6
 
 

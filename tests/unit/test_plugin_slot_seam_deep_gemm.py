@@ -38,6 +38,8 @@ from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.routing.counts import Phase
 from sglang_uvm_offload.slots.model import LayerSlots
 
+pytestmark = pytest.mark.sglang
+
 E, S, TOP_K, HIDDEN, INTERMEDIATE = 4, 3, 2, 256, 128
 RUN = DeepGemmRunnerCore.run
 NAMES = DeepGemmSlotSeam.by_expert

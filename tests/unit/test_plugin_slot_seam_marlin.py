@@ -48,6 +48,8 @@ from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.routing.counts import Phase
 from sglang_uvm_offload.slots.model import LayerSlots
 
+pytestmark = pytest.mark.sglang
+
 E, S, TOP_K, HIDDEN, INTERMEDIATE, GROUP = 4, 3, 2, 256, 128, 64
 SETTINGS = MoeRunnerConfig(num_experts=2 * E, num_local_experts=E, top_k=TOP_K, activation="silu", is_gated=True)
 

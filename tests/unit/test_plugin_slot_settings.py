@@ -9,6 +9,8 @@ from sglang_uvm_offload.config import UNRESOLVED, parse
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin import slot_settings
 
+pytestmark = pytest.mark.sglang
+
 
 def possible(reason: str | None, monkeypatch: pytest.MonkeyPatch, **flags: object) -> int:
     monkeypatch.setattr(slot_settings, "no_slots", lambda cfg, model: reason)

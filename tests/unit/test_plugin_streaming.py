@@ -23,6 +23,8 @@ from sglang_uvm_offload.plugin import runtime, stream_settings
 from sglang_uvm_offload.plugin.streaming import make_streamer, room_in_vram
 from sglang_uvm_offload.routing.counts import Phase
 
+pytestmark = pytest.mark.sglang
+
 GIB = 1 << 30
 
 

@@ -27,6 +27,8 @@ from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 
+pytestmark = pytest.mark.sglang
+
 MODEL = Path(__file__).parents[1] / "fixtures" / "models" / "qwen3-235b-a22b.json"
 FREE = 90 * GIB
 

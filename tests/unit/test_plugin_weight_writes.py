@@ -21,6 +21,8 @@ from sglang.srt.utils.weight_checker import WeightChecker
 
 from sglang_uvm_offload.plugin.weight_writes import WRITERS, watch_writes
 
+pytestmark = pytest.mark.sglang
+
 HIDDEN, INTERMEDIATE, EXPERTS = 8, 4, 3
 
 

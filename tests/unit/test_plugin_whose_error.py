@@ -8,6 +8,8 @@ from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin.whose_error import own_errors_reported
 from sglang_uvm_offload.sizing.moe_shape import moe_shape
 
+pytestmark = pytest.mark.sglang
+
 
 def test_a_configuration_that_this_package_cannot_read_is_its_own_problem():
     with pytest.raises(FlagError) as raised, own_errors_reported("maker/model"):

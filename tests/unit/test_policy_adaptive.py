@@ -158,6 +158,7 @@ def skewed(layers=3, experts=16, hot=slice(8, 12)):
 
 
 class TestAdaptive:
+    @pytest.mark.slow
     @pytest.mark.parametrize("interval", [1, 7, 32])
     def test_hot_experts_become_resident_and_then_nothing_moves(self, interval):
         p, chance = adaptive(), skewed()
@@ -166,6 +167,7 @@ class TestAdaptive:
         assert moves <= 15
         assert serve(p, resident, chance, 512, interval, seed=1)[1] == 0
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("pattern", ["all", "none", "in turn", "one by one", "random"])
     def test_all_equal_routing_never_moves_anything(self, pattern):
         p, resident, rng = adaptive(), first(4, (3, 16)), np.random.default_rng(0)
@@ -184,12 +186,14 @@ class TestAdaptive:
             assert not moves.promote.any()
             assert not moves.demote.any()
 
+    @pytest.mark.slow
     def test_a_change_of_traffic_is_followed(self):
         p = adaptive()
         resident, _ = serve(p, first(4, (3, 16)), skewed(), 2000)
         resident, _ = serve(p, resident, skewed(hot=slice(2, 6)), 200)
         assert (resident == (skewed(hot=slice(2, 6)) > 0.5)).all()
 
+    @pytest.mark.slow
     def test_a_burst_of_one_step_moves_nothing(self):
         p = adaptive()
         resident, _ = serve(p, first(4, (3, 16)), skewed(), 1000)
@@ -207,6 +211,7 @@ class TestAdaptive:
         assert (p.decide(cold).promote == twin.decide(cold).promote).all()
         assert p.decide(cold).promote.any()
 
+    @pytest.mark.slow
     def test_one_long_prefill_does_not_outweigh_decode(self):
         p = adaptive()
         resident, _ = serve(p, first(4, (3, 16)), skewed(), 1000)
@@ -223,6 +228,7 @@ class TestAdaptive:
         p.observe(np.zeros((3, 16), dtype=int), 0, prefill)
         assert not p.decide(first(4, (3, 16))).promote.any()
 
+    @pytest.mark.slow
     def test_where_requests_differ_the_prefill_of_one_informs_its_decode(self):
         hits = []
         for hinted in (False, True):
@@ -290,6 +296,7 @@ class TestAdaptive:
         assert (resident == (chance > 0)).all()
         assert moves == 12
 
+    @pytest.mark.slow
     def test_a_layer_without_traffic_keeps_its_floor(self):
         chance = skewed()
         chance[1] = 0
@@ -333,6 +340,7 @@ class TestAdaptive:
         assert (moves.promote == (resident & ~lost)).all()
         assert not moves.demote.any()
 
+    @pytest.mark.slow
     def test_dearer_moves_make_fewer_of_them(self):
         chance = np.random.default_rng(1).uniform(0, 0.6, (3, 16))
         moves = [serve(adaptive(move_cost=cost), first(4, (3, 16)), chance, 1500)[1] for cost in (1e-3, 1.0, 100.0)]
@@ -352,6 +360,7 @@ class TestAdaptive:
         assert (ends[0] == ends[1]).all()
         assert (ends[0] != first(4, (3, 16))).any()
 
+    @pytest.mark.slow
     def test_ranks_with_the_same_counts_decide_alike(self):
         chance = np.random.default_rng(1).uniform(0, 0.6, (3, 16))
         a, b = (serve(adaptive(), first(4, (3, 16)), chance, 300)[0] for _ in range(2))
@@ -410,6 +419,7 @@ class TestGlobalBudget:
         resident, _ = serve(adaptive(layers=2, floor=1), first(4, (2, 16)), chance, 500)
         assert (resident == (chance > 0.5)).all()
 
+    @pytest.mark.slow
     def test_no_layer_falls_below_the_floor(self):
         chance = np.full((2, 16), 0.02)
         chance[0] = 0.9
@@ -419,6 +429,7 @@ class TestGlobalBudget:
             resident, _ = serve(p, resident, chance, 300, max_bytes=max_bytes)
             assert resident.sum(axis=1).tolist() == [5, 3]
 
+    @pytest.mark.slow
     def test_the_budget_is_bytes_where_layers_differ_in_size(self):
         chance = np.full((2, 16), 0.02)
         chance[1, :12] = 0.6

@@ -40,6 +40,7 @@ def told(context: Context, used: int, seen: int) -> np.ndarray:
     return context.activations(0.5)
 
 
+@pytest.mark.slow
 def test_an_expert_that_follows_another_is_foretold_by_it():
     after_3, after_4 = (told(learned(3000, following=True), expert, 3000) for expert in (3, 4))
     assert after_3[7] > 0.2
@@ -47,6 +48,7 @@ def test_an_expert_that_follows_another_is_foretold_by_it():
     assert abs(after_4[7]) < after_3[7] / 3
 
 
+@pytest.mark.slow
 def test_what_has_no_connection_foretells_little():
     after_3 = told(learned(3000, following=False), 3, 3000)
     assert np.abs(after_3).max() < 0.1
@@ -98,6 +100,7 @@ def topics(steps: int, changes: float, seed: int) -> np.ndarray:
     return activated
 
 
+@pytest.mark.slow
 def test_a_topic_that_comes_back_is_known_by_its_first_experts():
     activated = topics(6000, changes=1 / 40, seed=2)
     workload = Workload(1, activated[:4000], activated[4000:])

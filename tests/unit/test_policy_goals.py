@@ -87,6 +87,7 @@ def test_every_variant_is_another_policy(benchmark, written):
         assert link_times(variant) != link_times(SHIPPED), variant
 
 
+@pytest.mark.slow
 def test_the_shipped_policy_is_replayed_as_the_command_replays_it(written):
     report, _ = written
     found = [r for r in report["results"] if (r["trace"], r["policy"], r["batch"]) == ("there", SHIPPED, 1)]

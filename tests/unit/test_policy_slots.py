@@ -244,6 +244,7 @@ def test_what_lies_behind_a_layers_experts_never_counts():
     assert np.array_equal(plain.uses, padded.uses)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -386,6 +387,7 @@ def test_what_was_never_used_counts_as_used_longest_ago():
     assert (policy.classes[0, 0] // (LATELY * LONG)).tolist() == [AGES - 1, 2, 0, AGES - 1]
 
 
+@pytest.mark.slow
 def test_recent_use_is_worth_more_after_learning_where_routing_has_locality():
     """Each run of 16 steps uses two experts, in turns; which come next is random."""
     rng, policy = np.random.default_rng(4), policy_of(32, 0)
@@ -398,6 +400,7 @@ def test_recent_use_is_worth_more_after_learning_where_routing_has_locality():
     assert value[since <= 1].min() > 4 * value[since >= 16].max()
 
 
+@pytest.mark.slow
 def test_frequent_experts_are_worth_more_after_learning_where_recent_use_means_nothing():
     """Eight experts of 32 are used by half of the steps, the others by one in fifty."""
     policy = policy_of(32, 0)
@@ -412,6 +415,7 @@ def misses_of_lru(activated: np.ndarray, slots: int) -> int:
     return sum(int(np.count_nonzero(cache.step(used).moved)) for used in activated)
 
 
+@pytest.mark.slow
 def test_pure_locality_is_served_as_by_lru():
     trace = Law(64, 4).trace(layers=3, requests=2, tokens=1000, seed=0)
     activated = trace.activated(trace.steps(range(2), 1))
@@ -420,6 +424,7 @@ def test_pure_locality_is_served_as_by_lru():
         assert misses == pytest.approx(misses_of_lru(activated, slots), rel=0.03)
 
 
+@pytest.mark.slow
 def test_static_skew_is_served_as_by_a_list_of_the_hottest_experts():
     rng = np.random.default_rng(6)
     chance = np.minimum(6 * rng.dirichlet(np.full(64, 0.5), size=3), 0.9)

@@ -25,6 +25,7 @@ def figure(source: str, **wanted: object) -> published.Figure:
     return found
 
 
+@pytest.mark.slow
 def test_the_table_is_what_the_model_predicts(tmp_path: Path) -> None:
     assert published.main([str(CONFIGS), "--out", str(tmp_path / "published.md")]) == 0
     assert (tmp_path / "published.md").read_text() == published.OUT.read_text()

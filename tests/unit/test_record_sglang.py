@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import record_sglang
 
 JUNIT = """<testsuites><testsuite>
@@ -13,6 +14,7 @@ JUNIT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
+@pytest.mark.sglang
 def test_tests_are_counted_and_those_that_failed_are_named(tmp_path: Path) -> None:
     (tmp_path / "junit.xml").write_text(JUNIT)
     made = record_sglang.entry(tmp_path / "junit.xml", ["engine"])

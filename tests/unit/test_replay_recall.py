@@ -114,6 +114,7 @@ def hot_first_layer() -> Trace:
     return Trace(ids, np.full(8, 100), 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_misses_are_those_of_the_shipped_policy(batch):
     served = replay(hot_first_layer(), "adaptive", 0.5, batch, expert_bytes=1)
@@ -130,6 +131,7 @@ def saved(tmp_path):
     return tmp_path / "trace.npz"
 
 
+@pytest.mark.slow
 def test_the_command_prints_each_predictor_at_each_volume(saved, capsys):
     assert main(["replay", str(saved), "--residency", "0.5", "--recall"]) == 0
     lines = capsys.readouterr().out.split("\n\n")[1].splitlines()
@@ -141,6 +143,7 @@ def test_the_command_prints_each_predictor_at_each_volume(saved, capsys):
         assert f"{100 * one['recall']:.1f} %" in line
 
 
+@pytest.mark.slow
 def test_all_experts_in_vram_miss_nothing(saved, capsys):
     assert main(["replay", str(saved), "--residency", "1", "--recall", "--json"]) == 0
     for one in json.loads(capsys.readouterr().out)["recall"]:

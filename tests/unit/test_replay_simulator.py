@@ -55,6 +55,7 @@ def test_requests_that_run_together_share_a_step():
     assert together.read_bytes_per_step == pytest.approx(4 * MIB), "two tokens on one expert are one activation"
 
 
+@pytest.mark.slow
 def test_the_shipped_policy_is_the_manager_and_learns_the_hot_experts(skewed):
     shipped = replay(skewed, "adaptive", 0.25)
     assert shipped.hit_rate > 0.9
@@ -68,6 +69,7 @@ def test_the_shipped_policy_is_the_manager_and_learns_the_hot_experts(skewed):
     assert status.hit_rate > 0.5
 
 
+@pytest.mark.slow
 def test_a_variant_with_the_shipped_settings_does_as_the_manager_does(skewed):
     workload = Workload.of(skewed, warmup_fraction=0.0)
     managed = serve("it", workload.policy("adaptive", 0.25), workload, 0.25)
@@ -79,6 +81,7 @@ def test_a_variant_with_the_shipped_settings_does_as_the_manager_does(skewed):
     assert managed.moves_per_step > 0
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_on_keeps_its_residents(skewed):
     """What a benchmark of traffic that changes relies on: a policy can be handed from one workload to the next."""
     workload = Workload.of(skewed)
@@ -100,6 +103,7 @@ def seeded(history: np.ndarray | None, workload: Workload) -> Replay:
     return serve("seeded", Variant(policy, start, INTERVAL_STEPS), live, 0.25)
 
 
+@pytest.mark.slow
 def test_a_matching_profile_helps_the_first_steps_and_a_foreign_one_costs_little(skewed):
     workload = Workload.of(skewed)
     cold = seeded(None, workload)
@@ -111,11 +115,13 @@ def test_a_matching_profile_helps_the_first_steps_and_a_foreign_one_costs_little
     assert foreign.moves_per_step <= 2 * cold.moves_per_step
 
 
+@pytest.mark.slow
 def test_nothing_beats_belady(skewed):
     best = replay(skewed, "belady", 0.25).hit_rate
     assert all(replay(skewed, policy, 0.25).hit_rate <= best for policy in POLICIES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("residency", "expected"), [(0.0, 0.0), (1.0, 1.0)])
 def test_nothing_and_everything_resident(skewed, residency, expected):
     for policy in ("first_n", "static", "adaptive"):
@@ -123,6 +129,7 @@ def test_nothing_and_everything_resident(skewed, residency, expected):
         assert (result.hit_rate, result.moves_per_step) == (expected, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_layers_that_never_route_change_nothing(skewed, policy):
     dense = np.full((len(skewed.ids), 2, skewed.ids.shape[2]), -1)
@@ -150,6 +157,7 @@ def saved(skewed, tmp_path):
     return tmp_path / "trace.npz"
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_json_object_a_policy(saved, capsys):
     arguments = ["replay", str(saved), "--residency", "0.25", "--policy", "lru", "--policy", "adaptive", "--json"]
     assert main(arguments) == 0
@@ -170,6 +178,7 @@ def test_the_command_prints_one_json_object_a_policy(saved, capsys):
     assert len(results[0]["per_layer_hit_rate"]) == 3
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_of_every_policy(saved, capsys):
     assert main(["replay", str(saved), "--residency", "0.5"]) == 0
     lines = capsys.readouterr().out.split("\n\n")[1].splitlines()

@@ -85,6 +85,7 @@ def mixed() -> Trace:
     return Trace(np.stack([ids, (ids + 3) % 16], axis=1), np.full(4, 150), 16)
 
 
+@pytest.mark.slow
 def test_a_sweep_splits_the_rows_from_none_to_all_in_slots(mixed):
     splits = slot_splits(mixed, 0.5, expert_bytes=MIB, link_gbps=2)
     assert [split.slot_share for split in splits] == list(SHARES)
@@ -98,6 +99,7 @@ def test_a_sweep_splits_the_rows_from_none_to_all_in_slots(mixed):
         assert split.step_seconds == pytest.approx(crossings * MIB / 2e9)
 
 
+@pytest.mark.slow
 def test_the_ends_of_a_sweep_are_the_policies_static_and_slots(mixed):
     first, *_, last = slot_splits(mixed, 0.375, batch=2)
     for split, name in ((first, "static"), (last, SLOTS)):
@@ -116,6 +118,7 @@ def test_residents_are_the_most_activated_of_the_warm_up():
     assert best_split([none, half, whole]) == half, "residents need no fills"
 
 
+@pytest.mark.slow
 def test_hot_experts_want_residents_and_changing_ones_slots(mixed):
     best = best_split(slot_splits(mixed, 0.5))
     assert best.slots > 0
@@ -145,6 +148,7 @@ def saved(mixed, tmp_path):
     return tmp_path / "trace.npz"
 
 
+@pytest.mark.slow
 def test_the_command_prints_each_split_and_names_the_best(saved, mixed, capsys):
     command = ["replay", str(saved), "--residency", "0.5", "--batch", "2", "--link-gbps", "10", "--expert-mib", "2", "--slots"]
     assert main(command) == 0
@@ -176,6 +180,7 @@ def profile_at(path, layers: int = 2, experts: int = 16):
     return saved_profile(path, some(model=replace(MODEL, moe_layers=tuple(range(layers)), num_experts=experts)))
 
 
+@pytest.mark.slow
 def test_the_best_split_goes_into_a_profile(saved, mixed, tmp_path, capsys):
     path = profile_at(tmp_path / "p.npz")
     before = Profile.load(path)

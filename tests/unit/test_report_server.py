@@ -29,6 +29,8 @@ from sglang_uvm_offload.report.verdict import verdict
 from sglang_uvm_offload.routing.counts import IdFormat, Phase
 from sglang_uvm_offload.routing.recorder import Recorder
 
+pytestmark = pytest.mark.sglang
+
 
 def test_a_report_shows_a_servers_figures():
     said = words(server_report(info(stepped(Rank(config()))), "http://host:30000"))

@@ -161,6 +161,7 @@ def _saves(part):
         save(part[0], RoutingCounts(part[1].counts * times, (times, times)))
 
 
+@pytest.mark.slow
 def test_ranks_that_save_at_the_same_time_lose_nothing(tmp_path):
     with multiprocessing.get_context("fork").Pool(4) as pool:
         pool.map(_saves, parts(tmp_path / "p.npz", "now"), chunksize=1)

@@ -28,6 +28,8 @@ from link_rates import Rates
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config
 from sglang_uvm_offload.sizing.plan import Assumptions
 
+pytestmark = pytest.mark.sglang
+
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 

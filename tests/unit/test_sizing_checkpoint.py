@@ -96,6 +96,7 @@ def test_drafting_layers_are_kept_apart_and_their_vocabulary_is_not_counted_twic
 # Published totals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_totals_are_the_published_ones(name):
     """Tolerances: a published count is rounded to three digits or better; a file is larger than its tensors by the headers."""
@@ -115,6 +116,7 @@ def test_totals_are_the_published_ones(name):
     assert total(shape) == shape.total_bytes
 
 
+@pytest.mark.slow
 def test_deepseek_v3_is_671_gb_of_which_experts_are_97_percent():
     shape = from_config("deepseek", fixture("deepseek-v3")["config"])
     draft = sum(layer.expert_bytes + layer.attention + layer.feed_forward + layer.replicated for layer in shape.draft_layers)
@@ -123,6 +125,7 @@ def test_deepseek_v3_is_671_gb_of_which_experts_are_97_percent():
     assert shape.expert_bytes / served == pytest.approx(0.97, abs=0.005)
 
 
+@pytest.mark.slow
 def test_documents_say_how_large_the_experts_of_deepseek_v3s_draft_layer_are():
     (draft,) = load(MODELS / "deepseek-v3.json").draft_layers
     size = f"{draft.expert_bytes / 2**30:.1f} GiB"
@@ -131,6 +134,7 @@ def test_documents_say_how_large_the_experts_of_deepseek_v3s_draft_layer_are():
     assert f"(DeepSeek-V3's have {size})" in (root / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.slow
 def test_kimi_k2_has_the_number_of_parameters_that_loaders_report():
     assert from_config("kimi", fixture("kimi-k2")["config"]).total_parameters == 1_026_408_232_448
 

@@ -18,6 +18,8 @@ from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.overrides import overridden
 from sglang_uvm_offload.sizing.safetensors_header import read_json
 
+pytestmark = pytest.mark.sglang
+
 BF16, FP8 = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-FP8"
 
 

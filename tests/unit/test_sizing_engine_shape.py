@@ -27,6 +27,7 @@ def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 def test_the_rules_serve_where_they_know_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_shape, "PROGRAM", "no.such.program")
     file = config_folder("Qwen/Qwen3-30B-A3B") / "config.json"
@@ -49,6 +50,7 @@ def test_sglang_is_not_asked_for_what_neither_it_nor_transformers_has(tmp_path: 
         engine_shape.load_any(tmp_path)
 
 
+@pytest.mark.sglang
 def test_a_program_that_does_not_start_adds_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_shape, "installed", lambda: True)
     monkeypatch.setattr(engine_shape, "PROGRAM", "no.such.program")
@@ -56,6 +58,7 @@ def test_a_program_that_does_not_start_adds_its_reason(monkeypatch: pytest.Monke
         engine_shape.load_any(UNRULED)
 
 
+@pytest.mark.sglang
 def test_a_program_that_does_not_end_adds_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_shape, "installed", lambda: True)
 
@@ -67,6 +70,7 @@ def test_a_program_that_does_not_end_adds_its_reason(monkeypatch: pytest.MonkeyP
         engine_shape.load_any(UNRULED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "active", "shared"),
     [
@@ -81,6 +85,7 @@ def test_weights_that_a_token_uses_are_counted_by_the_rules_too(model: str, acti
     assert shape.shared_parameters == shared
 
 
+@pytest.mark.slow
 def test_lists_of_one_number_a_layer_are_read() -> None:
     """As Hunyuan-A13B and ERNIE-4.5-VL write them; the plan takes the most of any layer."""
     config = read_json(config_folder("Qwen/Qwen3-30B-A3B") / "config.json")

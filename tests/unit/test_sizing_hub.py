@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from builders.hub import Hub, cached, serving
 from builders.true_shape import checkpoint, config_folder
+from harness.patience import patience
 
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.sizing import architectures, hub
@@ -50,9 +51,10 @@ def server(models: dict[str, Path]) -> Iterator[Hub]:
 
 def planned(name: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", PLAN, name, "--machine", "1xH200", "--json"]
-    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=patience(120))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["maker/known", "maker/unknown"])
 def test_the_headers_of_any_family_are_read_by_range(name, server, models, tmp_path):
     before = server.bytes_of_weights()
@@ -66,6 +68,7 @@ def test_the_headers_of_any_family_are_read_by_range(name, server, models, tmp_p
     assert 0 < server.bytes_of_weights() - before < 8 << 20
 
 
+@pytest.mark.slow
 def test_a_quantisation_that_no_config_tells_is_in_the_headers(server, models, tmp_path):
     """The config says bfloat16; the experts are of one byte."""
     folder = tmp_path / "bytes"
@@ -76,6 +79,7 @@ def test_a_quantisation_that_no_config_tells_is_in_the_headers(server, models, t
     assert json.loads(ended.stdout)["expert_bytes"] == load(models["maker/known"]).expert_bytes // 2
 
 
+@pytest.mark.slow
 def test_what_is_downloaded_is_read_and_not_asked_for(server, models, tmp_path):
     cached(tmp_path / "hub", "maker/mine", models["maker/known"])
     before = len(server.fetched)
@@ -84,6 +88,7 @@ def test_what_is_downloaded_is_read_and_not_asked_for(server, models, tmp_path):
     assert len(server.fetched) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offline", [False, True])
 def test_without_the_headers_the_config_tells_and_what_was_not_seen_is_noted(server, models, tmp_path, offline):
     """Offline, the cache knows of a file that the model does not have, once it was asked for."""
@@ -99,6 +104,7 @@ def test_without_the_headers_the_config_tells_and_what_was_not_seen_is_noted(ser
     assert f"their headers cannot be read from the Hugging Face Hub ({reason}" in note
 
 
+@pytest.mark.slow
 def test_without_an_answer_whether_it_is_quantised_nothing_is_planned(server, models, tmp_path):
     cached(tmp_path / "hub", "maker/known", models["maker/known"], files="config.json")
     ended = planned("maker/known", server.env(tmp_path) | {"HF_HUB_OFFLINE": "1"})
@@ -108,6 +114,7 @@ def test_without_an_answer_whether_it_is_quantised_nothing_is_planned(server, mo
     )
 
 
+@pytest.mark.slow
 def test_a_quantisation_that_modelopt_states_beside_the_config_is_fetched(server, tmp_path):
     """Its weights are not there, and the config alone would be planned as BF16."""
     name = "nvidia/Qwen3-235B-A22B-NVFP4"
@@ -118,6 +125,7 @@ def test_a_quantisation_that_modelopt_states_beside_the_config_is_fetched(server
     assert plan["weights_bytes"] == load(config_folder(name) / "config.json").total_bytes
 
 
+@pytest.mark.slow
 def test_without_the_headers_of_an_unknown_family_one_line_says_what_to_fetch(server, tmp_path):
     ended = planned("maker/unknown-bare", server.env(tmp_path))
     assert ended.returncode == 2
@@ -125,11 +133,13 @@ def test_without_the_headers_of_an_unknown_family_one_line_says_what_to_fetch(se
     assert "hf download maker/unknown-bare --local-dir DIR" in ended.stderr
 
 
+@pytest.mark.slow
 def test_tensors_of_unknown_types_are_refused(server, tmp_path):
     ended = planned("maker/typed", server.env(tmp_path))
     assert (ended.returncode, "F3" in ended.stderr) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["maker/none", "maker/known"])
 def test_without_the_config_one_line_says_what_to_fetch_elsewhere(name, server, tmp_path):
     gone = {"HF_ENDPOINT": "http://127.0.0.1:9"} if name == "maker/known" else {}
@@ -143,6 +153,7 @@ def test_without_the_config_one_line_says_what_to_fetch_elsewhere(name, server, 
     assert "give DIR/config.json" in line
 
 
+@pytest.mark.slow
 def test_a_path_that_exists_wins(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "zai-org").mkdir()
@@ -158,6 +169,7 @@ def test_what_can_be_no_id_is_a_path(name, capsys):
 # The architecture
 
 
+@pytest.mark.sglang
 def test_an_architecture_that_this_sglang_does_not_have_is_noted(tmp_path, capsys):
     config = json.loads((MODELS / "glm-4.5-air.json").read_text())["config"]
     for named, noted in (("Glm4MoeForCausalLM", False), ("NoSuchMoeForCausalLM", True)):
@@ -166,6 +178,7 @@ def test_an_architecture_that_this_sglang_does_not_have_is_noted(tmp_path, capsy
         assert ("has no NoSuchMoeForCausalLM" in capsys.readouterr().out) == noted
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize("path", sorted(MODELS.glob("*.json")), ids=lambda path: path.stem)
 def test_the_architectures_of_known_models_are_found(path):
     named = load(path).architectures

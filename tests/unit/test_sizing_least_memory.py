@@ -24,6 +24,7 @@ def least(path: Path, parallel: Parallel, reserve: Reserve | None = None, page: 
     return LeastMemory(Case(load(path), preset("8xH20"), workload, parallel, reserve or Reserve(), Assumptions()), page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel", [Parallel(), Parallel(tp=8, ep=8), Parallel(tp=2, pp=2), Parallel(tp=8, dp=8, dp_attention=True)]
 )

@@ -64,6 +64,7 @@ def roomy(machine):
 # What fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream_gb", [None, 0])
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", NAMES)
@@ -231,6 +232,7 @@ def test_residents_take_whole_blocks_and_the_rest_is_in_host_ram():
 # SGLang's own rules
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize("gpu_mib", [16384, 24564, 32607, 49140, 81559, 97871, 143771, 183359])
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "latent", "requests", "chunk", "graphs"),
@@ -277,6 +279,7 @@ def test_prefill_graphs_are_counted_at_once():
     assert sglang_memory._prefill_graphs(1 << 50) == 50 - 8 + (1 << 50) // 512, "without a loop, which would not end"
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize(("layers", "pp"), [(61, 1), (61, 2), (61, 4), (94, 4), (7, 7)])
 def test_pipeline_stages_are_sglangs(layers, pp):
     from sglang.srt.distributed.utils import get_pp_indices
@@ -367,6 +370,7 @@ def test_a_gpu_with_less_than_nothing_to_grant_grants_nothing():
     assert not ask("qwen3-235b-a22b", tiny).fits
 
 
+@pytest.mark.slow
 def test_a_cache_of_as_many_tokens_as_a_remedy_names_fits():
     rng, followed = np.random.default_rng(3), 0
     for _ in range(100):
@@ -446,6 +450,7 @@ def simulate(experts, resident, top_k, hit_rate, tokens, rng):
     return hit[resident:].sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hit_rate", "tokens"), [(0.5, 1), (0.5, 8), (0.8, 8), (0.5, 64)])
 def test_distinct_experts_are_those_of_a_simulation(hit_rate, tokens):
     rng, experts, resident, top_k = np.random.default_rng(2), 64, 32, 4
@@ -659,6 +664,7 @@ def test_a_short_prompt_takes_as_long_as_its_launches_which_hide_reads_over_the_
     assert many.prefill_chunk_s > 10 * 60 * 10**7 / (55e9 * Assumptions().read_efficiency), "the link takes longer"
 
 
+@pytest.mark.slow
 def test_every_assumption_changes_some_figure():
     """An assumption that nothing reads would be shown to people for nothing."""
     for field in dataclasses.fields(Assumptions):

@@ -25,6 +25,7 @@ def test_a_checkpoint_of_modelopt_is_what_its_files_state(folder):
     assert quant["quant_method"] == ("modelopt_mixed" if "Qwen3.6" in folder.name else "modelopt_fp4")
 
 
+@pytest.mark.slow
 def test_nvfp4_that_is_stated_beside_the_config_takes_a_third_of_the_bytes():
     plain, packed = load(config_folder("Qwen/Qwen3-235B-A22B") / "config.json"), load(config_folder(QWEN) / "config.json")
     assert (packed.quantization, packed.quantization_from) == ("modelopt_fp4", BESIDE)
@@ -37,12 +38,14 @@ def test_nvfp4_that_is_stated_beside_the_config_takes_a_third_of_the_bytes():
     assert parts["w13.weight_scale_2"] == 2 * 4
 
 
+@pytest.mark.slow
 def test_kimi_k2_5_takes_the_disk_that_is_stated_of_the_same_layers():
     """Some 600 GB of Kimi-K2-Thinking, in the same format:
     https://github.com/kvcache-ai/ktransformers/blob/15c624dcaeabddcf4cba83756737d9df22a6adf1/doc/en/kt-kernel/Kimi-K2-Thinking-Native.md"""
     assert load(config_folder("moonshotai/Kimi-K2.5") / "config.json").total_bytes == pytest.approx(600e9, rel=0.02)
 
 
+@pytest.mark.slow
 def test_modules_that_are_excluded_keep_their_dtype():
     tensors = {
         t.name: t.dtype for t in tensors_of(text_config(read_config(config_folder("nvidia/GLM-5.1-NVFP4") / "config.json")))
@@ -53,6 +56,7 @@ def test_modules_that_are_excluded_keep_their_dtype():
     assert tensors["model.layers.78.mlp.experts.3.up_proj.weight"] == "BF16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_plan_says_which_file_decided(tmp_path, capsys, packed):
     shutil.copytree(config_folder(QWEN), tmp_path / "model")
@@ -89,6 +93,7 @@ def test_a_flag_that_names_what_the_files_state_changes_nothing(capsys, flag):
     assert out[: len(out) // 2] == out[len(out) // 2 :]
 
 
+@pytest.mark.slow
 def test_headers_decide_where_no_file_states_a_quantisation(tmp_path):
     folder = checkpoint(QWEN, tmp_path / "model")
     stated = load(folder)

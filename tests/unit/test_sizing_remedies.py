@@ -77,6 +77,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "machine", "changes"), SHORT, ids=lambda value: str(value)[:40])
 def test_every_suggestion_to_a_short_machine_is_enough(name, machine, changes):
     case = case_of(name, machine, **changes)

@@ -114,6 +114,7 @@ def small_trace(seed: int, requests: int = 12) -> Trace:
     return Trace(picks, np.full(requests, 8), 8)
 
 
+@pytest.mark.slow
 def test_at_one_request_a_curve_is_what_replay_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made, "RESIDENCIES", (0.25, 0.5))
     trace = small_trace(1)

@@ -99,6 +99,7 @@ def test_every_trace_and_law_has_every_case(written):
     assert text.count("% |") == a_row_for_all_seeds
 
 
+@pytest.mark.slow
 def test_cases_are_what_the_command_replays(written):
     """Of a measured trace every third layer."""
     whole = small_trace(0)
@@ -164,6 +165,7 @@ def test_the_committed_figures_are_of_every_case_of_this_benchmark():
     assert found == {(*trace, *each) for trace, each in product(traces, every)}
 
 
+@pytest.mark.slow
 def test_the_committed_figures_are_those_of_the_present_rules():
     """A rule that changes needs a new run."""
     source: Source = next(s for s in slot_goals.sources([]) if (s.name, s.skew) == ("128/8", 0.3))

@@ -44,6 +44,7 @@ def test_requests_that_run_at_once_are_prefilled_together_and_decoded_together()
     assert slot_prompts.crossings(trace, HALF, 1, 1.0, filling=True) == 1
 
 
+@pytest.mark.slow
 def test_the_command_judges_each_trace_each_law_and_the_traces_of_one_model_together(tmp_path):
     rng, paths = np.random.default_rng(0), []
     for name, layers in (("a", 1), ("b", 1), ("c", 4)):
@@ -65,6 +66,7 @@ def test_the_committed_text_is_that_of_the_committed_figures():
     assert (RESULTS / "prompts.md").read_text() == slot_prompts.markdown(cases_in(RESULTS))
 
 
+@pytest.mark.slow
 def test_the_committed_figures_are_those_of_the_policy():
     """Of one case on generated routing; a changed rule demands a new run."""
     source = next(source for source in slot_goals.sources([]) if source.skew == 0.6)

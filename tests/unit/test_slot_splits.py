@@ -21,6 +21,7 @@ def cases_in(folder: Path) -> list[dict]:
     return json.loads((folder / "splits.json").read_text())
 
 
+@pytest.mark.slow
 def test_cases_are_what_replay_finds_of_each_split(tmp_path):
     rng = np.random.default_rng(0)
     trace = Trace(rng.integers(0, 8, (96, 1, 2)), np.full(8, 12), 8)

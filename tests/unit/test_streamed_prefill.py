@@ -58,6 +58,7 @@ def test_the_figures_are_of_every_model_share_and_size() -> None:
     assert all(len(each.used) == len(each.crossings) == len(bench.STEPS) for each in FOUND.thresholds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [served.name for served in bench.MODELS])
 def test_the_figures_are_those_that_the_program_makes_now(name: str, models: dict[str, bench.Model]) -> None:
     """Those that no trace is needed for, for two chunks of each share."""

@@ -402,6 +402,7 @@ def test_what_the_code_of_a_layer_replaces_stays_replaced():
     assert model.in_buffer(1) == [False] * 5
 
 
+@pytest.mark.slow
 def test_nothing_keeps_replaced_tensors_alive():
     model = Model()
     model.step()

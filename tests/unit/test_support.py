@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import support as table_of
-from support_marks import record, rows, skip_newer, unrecorded
+from harness.patience import patience
+from support_marks import ROOT, record, rows, skip_newer, unrecorded
 
 
 def result(what: str = "TP 2", kind: str = "works", outcome: str = "passed", test: str = "engine/t.py::a", **more: str) -> dict:
@@ -122,6 +125,7 @@ def test_a_test_of_a_newer_sglang_is_skipped_with_its_reason():
     assert skipped("0.5.19") == skipped("0.6.0") == []
 
 
+@pytest.mark.sglang
 def test_a_part_that_is_run_again_replaces_its_own_results():
     def by_test(found: dict[str, Any]) -> dict[str, str]:
         return {row["test"]: row["outcome"] for row in found["rows"]}
@@ -158,3 +162,14 @@ def test_the_record_is_of_these_tests(request: pytest.FixtureRequest):
     if any("::" in argument for argument in request.config.args):
         pytest.skip("single tests were chosen")
     assert unrecorded(marks.collected, json.loads(table_of.TESTS.read_text())["rows"]) == []
+
+
+@pytest.mark.slow
+def test_what_needs_sglang_is_left_out_without_it():
+    """A file that imports SGLang and does not say so ends the collection."""
+    program = "import sys, pytest; sys.modules['sglang'] = None; sys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "--collect-only", "-q", "-p", "no:cacheprovider", "tests/unit"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(300))
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    assert "test_policy_slots.py::" in ended.stdout
+    assert "test_plugin_runtime.py::" not in ended.stdout

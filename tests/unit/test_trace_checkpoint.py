@@ -114,6 +114,7 @@ class TestWalk:
 
 
 class TestFiles:
+    @pytest.mark.slow
     @pytest.mark.parametrize(("shape", "quant"), [*WALKED, ("tiny-glm", "fp8"), ("tiny-deepseek", "fp8")])
     def test_a_config_tells_the_very_tensors_that_the_checkpoint_holds(
         self, walked: WalkedCheckpoints, shape: str, quant: str | None
@@ -123,6 +124,7 @@ class TestFiles:
         held = {tensor.name: tensor for tensor in read_folder(folder)}
         assert {tensor.name: tensor for tensor in tensors_of(config)} == held
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("shape", "quant"), [*WALKED, ("tiny-glm", "fp8")])
     def test_nothing_but_the_embedding_writes_the_code(self, walked: WalkedCheckpoints, shape: str, quant: str | None) -> None:
         tensors = tensors_in(walked(shape, quant))
@@ -168,6 +170,7 @@ class TestFiles:
 
 
 class TestSizes:
+    @pytest.mark.slow
     @pytest.mark.parametrize(("shape", "quant"), [("glm-4.5-air", None), ("deepseek-v3", "fp8"), ("qwen3-30b-a3b", None)])
     def test_more_than_40_gb_are_refused_with_what_fits(
         self, trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, quant: str | None
@@ -187,6 +190,7 @@ class TestSizes:
             trace_checkpoint.check_bytes(MODELS[shape].sized(trace, fitting + 1), 5000, quant, 10**15)
         assert "more than the 0.1 GB that the disk has free: not even one layer" in refusal(free=10**8)
 
+    @pytest.mark.slow
     def test_what_is_wrong_ends_the_command_before_anything_is_written(self, tmp_path: Path) -> None:
         out = tmp_path / "out"
         (tmp_path / "no.npz").write_text("no trace")
@@ -212,6 +216,7 @@ class TestSizes:
         assert [file.name for file in tmp_path.iterdir()] == ["mine"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "glm-4.5-air", "deepseek-v3"])
 def test_routers_of_the_large_shapes_pick_the_walks_experts_in_bfloat16(trace: Trace, shape: str) -> None:
     model = MODELS[shape].sized(trace, 5)

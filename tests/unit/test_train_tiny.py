@@ -7,6 +7,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import pytest
 import torch
 import train_tiny
 import transformers
@@ -43,6 +44,7 @@ def test_the_model_in_the_checkout_is_the_one_that_its_page_is_about() -> None:
     assert json.loads((TINY / "config.json").read_text()) == train_tiny.config()
 
 
+@pytest.mark.slow
 def test_written_tensors_are_read_as_the_same_model(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = train_tiny.make_model().bfloat16()
