@@ -1,10 +1,9 @@
 """The table of what is served and what is refused, made of what became of the tests: ``python benchmarks/support.py`` after
-``scripts/support.sh`` has run them. It writes docs/support.md, and README's summary."""
+``scripts/support.sh`` has run them. It writes docs/support.md."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,10 +13,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "support"
 TESTS, GPU, VERSIONS = RESULTS / "support.json", RESULTS / "gpu.json", RESULTS / "versions.json"
-PAGE, README = ROOT / "docs" / "support.md", ROOT / "README.md"
+PAGE = ROOT / "docs" / "support.md"
 
 GROUPS = ("Launch", "Requests", "Speculation", "Architecture", "Format", "Parallel", "Live change")
-SUMMARY = re.compile(r"(<!-- support -->\n).*?(<!-- /support -->)", re.S)
 REASON = 300
 """Characters of a message that the table shows."""
 SGLANG_FAILS = "SGLang fails"
@@ -26,19 +24,17 @@ STATUS = {"works": "works", "refused": "refused", "sglang_fails": SGLANG_FAILS}
 STANDIN, SERVED, NO_SERVER = "stand-in driver", "served on a CPU", "SGLang's code, no server"
 LAUNCHED = "test_architecture_launches.py"
 """The tests by which ``doctor`` judges a launch of each architecture."""
-NAMED = 20
-"""The most rows of a group that README names one by one."""
 
 HEAD = """# What is served, and what is refused
 
-Made of the results of the tests: `scripts/support.sh` runs them, and `benchmarks/support.py` makes this page. A row
+Generated from the test suite: `scripts/support.sh` runs it, and `benchmarks/support.py` makes this page. A row
 *works* if every test named in it has passed, with the tokens and log-probabilities of the same server without offloading
 wherever a server answers; it is *refused* if a test has seen the launch end before anything loads, with that reason; it is
 *broken* if a test failed. Where *SGLang fails*, a test has seen that this SGLang cannot do it without this plugin either, with
 that error; these rows are counted apart.
 
-Nothing here is a statement about a GPU but the last column. *Served on a CPU*: a real SGLang server or engine over emulated
-unified memory. *Stand-in driver*: SGLang's GPU code with its graphs over a driver that computes nothing and notes every call.
+*Served on a CPU*: a real SGLang server or engine over emulated unified memory. *Stand-in driver*: SGLang's GPU code with its
+graphs over a driver that computes nothing and notes every call.
 *SGLang's code, no server*: its own layers, loaders, kernels in an interpreter, or argument checks; an architecture is built so,
 small, and all of its experts are in managed memory, to the byte. *A launch* of it, with `auto` and with a number, is judged
 by `doctor` over the stand-in driver.
@@ -100,7 +96,7 @@ def page(record: dict[str, Any], rows: list[Row], versions: Sequence[dict[str, A
     """docs/support.md."""
     made_by = sorted({f"SGLang {row['sglang']}, torch {row['torch']}, Python {row['python']}" for row in record["rows"]})
     head = f"By {'; '.join(made_by)}. {summary_line(rows)}"
-    parts = [HEAD, head]
+    parts = [HEAD, head, _on_a_gpu(rows)]
     for group in GROUPS:
         mine = [row for row in rows if row.group == group]
         if mine:
@@ -109,9 +105,14 @@ def page(record: dict[str, Any], rows: list[Row], versions: Sequence[dict[str, A
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
+def _on_a_gpu(rows: Iterable[Row]) -> str:
+    seen = [f"{row.what} ([log](../{row.gpu}))" for row in rows if row.gpu is not None]
+    return f"On a GPU: {'; '.join(seen)}. No other row has a log of a GPU yet." if seen else "No row has a log of a GPU yet."
+
+
 def _lines(rows: list[Row], launches: bool = False) -> Iterable[str]:
     """``launches``: with a column of whether ``doctor`` has judged a launch of it."""
-    columns = [*(["a launch"] if launches else []), "shown by", "with", "on a GPU"]
+    columns = [*(["a launch"] if launches else []), "shown by", "with"]
     yield f"| | | {' | '.join(columns)} |"
     yield f"| --- | --- {'| --- ' * len(columns)}|"
     for row in rows:
@@ -119,9 +120,8 @@ def _lines(rows: list[Row], launches: bool = False) -> Iterable[str]:
         status = f"{row.status}: {_cell(row.reason)}" if row.reason else row.status
         if row.status == "works" and row.evidence == NO_SERVER:
             status = "works, without a server"
-        log = "never run" if row.gpu is None else f"[log](../{row.gpu})"
         judged = " judged |" if any(LAUNCHED in test for test in row.tests) else " |"
-        yield f"| {row.what} | {status} |{judged if launches else ''} {names} | {row.evidence} | {log} |"
+        yield f"| {row.what} | {status} |{judged if launches else ''} {names} | {row.evidence} |"
 
 
 def _versions(entries: Iterable[dict[str, Any]]) -> Iterable[str]:
@@ -159,23 +159,6 @@ def summary_line(rows: list[Row]) -> str:
     return f"{counts['works']} of {possible} rows work ({share:.0f}%){seen}; {named or 'none is refused'}.{beside}"
 
 
-def summary(rows: list[Row]) -> str:
-    """README's table: a line a group."""
-    lines = ["| | works | refused or not tried |", "| --- | --- | --- |"]
-    for group in GROUPS:
-        mine = [row for row in rows if row.group == group]
-        works = [row.what for row in mine if row.status == "works"]
-        if len(works) > NAMED:
-            works = [f"{len(works)} ([all](docs/support.md#{group.lower().replace(' ', '-')}))"]
-        others = [row for row in mine if row.status != "works"]
-        named = [row.what if row.status == "refused" else f"{row.what} ({row.status})" for row in others]
-        if len(named) > NAMED:
-            named = [f"{count} {status}" for status, count in Counter(row.status for row in others).items()]
-        if mine:
-            lines.append(f"| {group} | {'; '.join(works)} | {'; '.join(named)} |")
-    return "\n".join([summary_line(rows), "", *lines]) + "\n"
-
-
 def committed() -> tuple[str, list[Row]]:
     """The page of the committed results, and its rows."""
     record = json.loads(TESTS.read_text())
@@ -186,7 +169,6 @@ def committed() -> tuple[str, list[Row]]:
 def main() -> None:
     made, rows = committed()
     PAGE.write_text(made)
-    README.write_text(SUMMARY.sub(lambda found: found[1] + summary(rows) + found[2], README.read_text()))
     print(summary_line(rows))
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every test of README's table of what is served, those of each night too, and makes the table from their results. About
+# Runs every test of docs/support.md, those of each night too, and makes the table from their results. About
 # half an hour on two cores; without a GPU.
 # usage: scripts/support.sh [PYTEST ARGUMENTS]   with arguments, such as a test file: only what is named, and no table is made
 # environment: VENV=DIR uses (or makes) that environment instead of .venv

@@ -34,7 +34,7 @@ H200_BYTES = GPUS["H200"].memory_mib << 20
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="also run the tests that are marked nightly")
-    parser.addoption("--support", type=Path, metavar="FILE", help="write what became of the tests of README's table to FILE")
+    parser.addoption("--support", type=Path, metavar="FILE", help="write what became of the tests of docs/support.md to FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:

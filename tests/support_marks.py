@@ -1,4 +1,4 @@
-"""What is served and what is refused, as the tests themselves have found: README's table is made of it.
+"""What is served and what is refused, as the tests themselves have found: docs/support.md is made of it.
 
 ``@pytest.mark.works(GROUP, WHAT)`` is on each test that shows that WHAT is served, ``@pytest.mark.refused(GROUP, WHAT)`` on
 one which shows that a launch with it ends before loading, and ``@pytest.mark.sglang_fails(GROUP, WHAT)`` on one which shows
@@ -25,7 +25,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKERS = {
-    "works(group, what)": "shows that what is named is served; a row of README's table",
+    "works(group, what)": "shows that what is named is served; a row of docs/support.md",
     "refused(group, what)": "shows that what is named ends a launch before loading, and records the reason",
     "sglang_fails(group, what)": "shows that SGLang fails at what is named without this plugin, and records its error",
     "nightly": "runs with --nightly only",

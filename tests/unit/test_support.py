@@ -1,4 +1,4 @@
-"""README's table of what is served is made of the recorded results of the tests, and these are of the tests that there are."""
+"""The table of what is served is made of the recorded results of the tests, and these are of the tests that there are."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_a_row_names_its_tests_once_and_its_log():
     served = "tests/engine/test_serving_t.py"
     both = table_of.table([result(test=f"{served}::a[x|y]"), result(test=f"{served}::a[z]")], proofs)
     assert "By SGLang 1, torch 2, Python 3. 1 of 1 rows work (100%); none is refused." in table_of.page(recorded, both)
-    assert f"| TP 2 | works | [a](../{served}) | served on a CPU | [log](../x.log) |" in table_of.page(recorded, both)
+    assert f"| TP 2 | works | [a](../{served}) | served on a CPU |\n" in table_of.page(recorded, both)
+    assert "On a GPU: TP 2 ([log](../x.log)). No other row has a log" in table_of.page(recorded, both)
+    assert "No row has a log of a GPU yet." in table_of.page(recorded, table_of.table([result()]))
     refused = table_of.table([result(kind="refused", reason="a | b\nc")])
     assert "| refused: a \\| b c |" in table_of.page(recorded, refused)
 
@@ -140,10 +142,9 @@ def test_a_part_that_is_run_again_replaces_its_own_results():
     }
 
 
-def test_the_page_and_the_readme_are_made_of_the_committed_results():
-    page, committed = table_of.committed()
+def test_the_page_is_made_of_the_committed_results():
+    page, _ = table_of.committed()
     assert table_of.PAGE.read_text() == page
-    assert f"<!-- support -->\n{table_of.summary(committed)}<!-- /support -->" in table_of.README.read_text()
 
 
 def test_no_row_is_broken_and_every_refusal_has_a_reason():
