@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
-from readme_plan import planned, shown
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from sglang_uvm_offload.config import UNRESOLVED
-from sglang_uvm_offload.sizing.machine import GIB
-from sglang_uvm_offload.sizing.plan import Plan, Reserve
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.machine import GIB, preset
+from sglang_uvm_offload.sizing.plan import Parallel, Plan, Reserve, Workload
 from sglang_uvm_offload.sizing.plan_report import ROWS as LEGEND
-from sglang_uvm_offload.sizing.slots import Slots
+from sglang_uvm_offload.sizing.planner import plan, render
+from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
+
+PARTS = ("It fits", "predicted")
+"""How the parts of a plan begin that a page shows."""
+CONTEXT = 32768
+"""Tokens of a request in every plan that a page shows."""
 
 PLANS = {"8xH20": ("glm-5-fp8", 4), "4x4090": ("gpt-oss-120b", 4), "1xH200": ("glm-4.5-air", 1), "1xGH200": ("glm-4.5-air", 1)}
 """The model and the concurrent requests that ``docs/tuning.md`` plans for on each machine."""
@@ -59,8 +67,33 @@ CASES = (
     ("gpt-oss-120b", "1x4090"),
 )
 """Winners and losers."""
+FIVE = (CASES[0], CASES[2], CASES[11], CASES[8], CASES[4])
+"""Those that README.md shows."""
 
 PREDICTED = ("residents of a layer", "decode, predicted", "of resident", "prefill, of resident")
+
+
+def planned(
+    config: Path,
+    machine: str,
+    requests: int = 1,
+    slots: Slots = NO_SLOTS,
+    speculative: bool = False,
+    reserve: Reserve | None = None,
+) -> Plan:
+    """By the command's defaults: tensor parallelism over all GPUs."""
+    where = preset(machine)
+    work = Workload(CONTEXT, requests=requests, speculative=speculative)
+    return plan(_model(config), where, work, Parallel(tp=where.gpus), reserve, slots=slots)
+
+
+_model = cache(load)
+
+
+def shown(result: Plan) -> str:
+    """``PARTS`` of the rendered plan, as an indented block."""
+    kept = [part for part in render(result).split("\n\n") if part.startswith(PARTS)]
+    return "\n\n".join("\n".join(f"    {line}" for line in part.splitlines()) for part in kept)
 
 
 def expectations(configs: Path) -> str:
@@ -70,6 +103,15 @@ def expectations(configs: Path) -> str:
         result = planned(_config(configs, model), machine)
         host = f"{result.machine.host_bytes // GIB} GiB"
         rows.append((NAMES[model], machine, host, *_cells(result), _verdict(result)))
+    return _table(rows)
+
+
+def fits(configs: Path) -> str:
+    """A short table of ``FIVE``."""
+    rows: list[tuple[str, ...]] = [("model", "machine", "resident", "decode", "of resident speed", "verdict")]
+    for model, machine in FIVE:
+        result = planned(_config(configs, model), machine)
+        rows.append((NAMES[model], machine, *_cells(result)[:3], _verdict(result)))
     return _table(rows)
 
 
@@ -87,7 +129,7 @@ def choices(configs: Path) -> str:
 
 def blocks(configs: Path) -> dict[str, str]:
     """Every block by the name in its markers."""
-    made = {"expectations": expectations(configs), "choices": choices(configs)}
+    made = {"expectations": expectations(configs), "fits": fits(configs), "choices": choices(configs)}
     for machine, (model, requests) in PLANS.items():
         lines = shown(planned(_config(configs, model), machine, requests)).splitlines()
         # The page says once what the rows are.
@@ -97,7 +139,7 @@ def blocks(configs: Path) -> dict[str, str]:
 
 def shown_in(page: str) -> dict[str, str]:
     """The blocks that a page has, of those that this script makes."""
-    return dict(re.findall(r"<!-- (expectations|choices|plan:\w+) -->\n(.*?)\n<!-- /\1 -->", page, re.S))
+    return dict(re.findall(r"<!-- (expectations|fits|choices|plan:\w+) -->\n(.*?)\n<!-- /\1 -->", page, re.S))
 
 
 def refreshed(page: str, made: dict[str, str]) -> str:

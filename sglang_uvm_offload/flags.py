@@ -1,7 +1,7 @@
 """The ``--expert-offload-*`` flags: the name, type, default and help of each, and the error that lists their problems.
 
-``plugin`` adds the fields of ``OffloadFlags`` to SGLang's arguments, and ``flag_table`` generates the README's table from them.
-``config.parse`` checks their values.
+``plugin`` adds the fields of ``OffloadFlags`` to SGLang's arguments, ``flag_table`` makes the table of docs/flags.md of them,
+and ``config.parse`` checks their values.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class OffloadFlags:
 
 
 def flag_table() -> str:
-    """The flags as the Markdown table in README.md."""
+    """The flags as the Markdown table in docs/flags.md."""
     rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
     for f in dataclasses.fields(OffloadFlags):
         choices = f.metadata["choices"]

@@ -1,4 +1,4 @@
-"""Noticing that the driver evicted residents: where VRAM runs short it takes theirs, and tells nobody."""
+"""Noticing evictions: when VRAM runs short, the driver silently evicts resident experts."""
 
 from __future__ import annotations
 

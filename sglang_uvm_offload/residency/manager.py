@@ -43,7 +43,7 @@ POLL_SECONDS = 0.5
 LOOK_SECONDS = 10.0
 """How often a busy rank looks whether residents were evicted."""
 STUCK_SECONDS = 600.0
-"""What the thread beside the steps has not ended after so long is taken to hang, as a call of a broken driver does."""
+"""Background work that takes longer counts as hung."""
 PROFILE_SLACK = 0.05
 """The lead in hit rate that the best set for the live warm-up may have over a profile's residents before they are chosen anew.
 That set is chosen from the tokens that it is measured on, so a small lead means nothing."""

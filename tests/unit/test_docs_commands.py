@@ -57,7 +57,7 @@ def made_by(words: list[str], flag: str) -> list[Path]:
 def test_a_plan_is_made_and_the_page_shows_it(here, words, capsys):
     assert main(words[1:]) == 0
     said = capsys.readouterr().out
-    (shown,) = re.findall(r"<!-- plan -->\n(.*?)\n<!-- /plan -->", (ROOT / "README.md").read_text(), re.S)
+    (shown,) = re.findall(r"<!-- plan:8xH20 -->\n(.*?)\n<!-- /plan:8xH20 -->", (ROOT / "docs/tuning.md").read_text(), re.S)
     assert [line for line in shown.splitlines() if line.strip() not in said] == []
 
 

@@ -130,7 +130,7 @@ def test_documents_say_how_large_the_experts_of_deepseek_v3s_draft_layer_are():
     (draft,) = load(MODELS / "deepseek-v3.json").draft_layers
     size = f"{draft.expert_bytes / 2**30:.1f} GiB"
     root = MODELS.parents[2]
-    assert f"(DeepSeek-V3's take {size})" in (root / "README.md").read_text()
+    assert f"(DeepSeek-V3's take {size})" in (root / "docs/flags.md").read_text()
     assert f"(DeepSeek-V3's have {size})" in (root / "CHANGELOG.md").read_text()
 
 

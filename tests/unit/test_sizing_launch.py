@@ -216,6 +216,6 @@ def test_drafts_without_a_checkpoint_of_their_own_are_weighed_too():
     assert not choose_num_resident(few).draft_note
 
 
-def test_the_readme_names_the_cache_that_auto_leaves_room_for():
-    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
-    assert f"It leaves room for a KV cache of {DEFAULT_KV_TOKENS:,} tokens" in readme
+def test_the_page_names_the_cache_that_auto_leaves_room_for():
+    page = " ".join((Path(__file__).parents[2] / "docs/flags.md").read_text().split())
+    assert f"It leaves room for a KV cache of {DEFAULT_KV_TOKENS:,} tokens" in page
