@@ -52,7 +52,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> N
     left = [item for item in items if item.get_closest_marker(marker) is not None]
     if left:
         config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in set(left)]
+        items[:] = [item for item in items if item.get_closest_marker(marker) is None]
 
 
 def _numbers(version: str) -> list[int]:
