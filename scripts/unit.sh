@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the quick unit tests that need no SGLang, on a CPU build of torch: some minutes from a bare clone.
-# Makes .venv-unit first (1.4 GB, about a minute, once).
+# Makes .venv-unit first (1.4 GB, once).
 # usage: scripts/unit.sh [PYTEST ARGUMENTS]     environment: VENV=DIR uses (or makes) that environment instead of .venv-unit
 #   scripts/unit.sh                                  all of them, but for slow ones
 #   scripts/unit.sh tests/unit/test_policy_slots.py  one file, in seconds
