@@ -31,7 +31,7 @@ from sglang_uvm_offload.policy import ranking
 from sglang_uvm_offload.policy.adaptive import AdaptivePolicy
 from sglang_uvm_offload.policy.extents import Budget, Extents
 from sglang_uvm_offload.replay.simulator import Managed, Workload
-from sglang_uvm_offload.residency.background import BURST_SECONDS, MOVE_BYTES_PER_S
+from sglang_uvm_offload.residency.adaptation import BURST_SECONDS, MOVE_BYTES_PER_S
 from sglang_uvm_offload.residency.model import extents_of
 from sglang_uvm_offload.routing.trace import Trace
 

@@ -13,47 +13,47 @@ Each package's docstring begins with its purpose in one sentence. Five paths mat
 
 Loading, for each MoE layer of the model:
 
-    plugin/fused_moe        FusedMoE.__init__: hooks the layer's quantisation method
-    plugin/expert_map       which of the checkpoint's experts lies where (expert_location)
-    experts/takeover        allocates ``[num_experts, ...]`` tensors from managed memory
-    experts/layer           what of each tensor is resident (residency/placement)
-    experts/tensor          its extents of blocks (memory/layout)
-    cuda/memory, cpu/memory allocate, place: advise, prefetch (memory/protocol)
+    plugin/rank/fused_moe           FusedMoE.__init__: hooks the layer's quantisation method
+    plugin/rank/expert_map          which of the checkpoint's experts lies where (expert_location)
+    experts/takeover                allocates ``[num_experts, ...]`` tensors from managed memory
+    experts/layer                   what of each tensor is resident (residency/placement)
+    experts/tensor                  its extents of blocks (memory/layout)
+    cuda/memory, cpu/memory         allocate, place: advise, prefetch (memory/protocol)
 
 Serving, for each forward step:
 
-    plugin/runtime          ModelRunner.forward: the step's valid rows, tokens and phase
-    residency/manager       between steps: starts to move what was decided
-    plugin/fused_moe        apply: count, then compute
-    cuda/counters, cpu/counters  one kernel per layer, captured in the graph (routing/counts)
-    residency/observer      polls the counts, which arrive some steps late, without waiting
-    residency/background    on a thread beside the steps: decides (policy/adaptive, over policy/extents)
-    residency/mover         on that thread: demotes, then promotes
-    residency/evictions     on that thread, every ten seconds: are residents in VRAM (cuda/read_times)
+    plugin/rank/scheduler_hooks     ModelRunner.forward: the step's valid rows, tokens and phase
+    residency/manager               between steps: what is due (residency/stage), and what was decided (residency/residents)
+    plugin/rank/fused_moe           apply: count, then compute
+    cuda/counters, cpu/counters     one kernel per layer, captured in the graph (routing/counts)
+    residency/observer              polls the counts, which arrive some steps late, without waiting
+    residency/adaptation            on a thread of its own (residency/worker): decides (policy/adaptive, over policy/extents)
+    residency/mover                 on that thread: demotes, then promotes
+    residency/evictions             on that thread, every ten seconds: are residents in VRAM (cuda/read_times)
 
 Operating, while it serves:
 
-    plugin/http_routes      GET and POST /expert_offload, in the process that serves HTTP
-    plugin/actions          readvise, pause, resume, save: on every rank between the same two steps
-    plugin/expert_map       ExpertLocationUpdater.update: experts are rearranged, and counts and residents follow them
-    residency/manager       chooses at once, or leaves residents where they are; files/autosave saves
+    plugin/operate/http_routes      GET and POST /expert_offload, in the process that serves HTTP
+    plugin/operate/actions          readvise, pause, resume, save: on every rank between the same two steps
+    plugin/rank/expert_map          ExpertLocationUpdater.update: experts are rearranged, and counts and residents follow them
+    residency/choosing              chooses at once; residency/rearranging follows; files/autosave saves
 
 Streaming, in a step with many tokens, for each MoE layer:
 
-    plugin/streaming        once, after loading: the stream buffers
-    streaming/streamer      before and after the layer's apply (plugin/fused_moe)
-    streaming/schedule      which layer is copied into which buffer
-    streaming/replicas      points the layer's tensors at a buffer, and back
-    cuda/staging, cpu/staging  copies, and orders copies and readers (memory/staging)
-    slots/model             fills slots from the buffer, before the layer computes
+    plugin/rank/stream_buffers      once, after loading: the stream buffers
+    streaming/streamer              before and after the layer's apply (plugin/rank/fused_moe)
+    streaming/schedule              which layer is copied into which buffer
+    streaming/replicas              points the layer's tensors at a buffer, and back
+    cuda/staging, cpu/staging       copies, and orders copies and readers (memory/staging)
+    slots/model                     fills slots from the buffer, before the layer computes
 
 Slots, in each step that reads experts in place, for each MoE layer:
 
-    plugin/slot_seam, plugin/slot_seam_marlin  between SGLang's list of blocks and its first kernel: what has a copy is
-                            computed from it
-    slots/model             which layer it is; between steps: what is stale, and what is offloaded
-    cuda/slots, cpu/slots   counts, fills and rewrites the list, in one kernel (memory/slots)
-    policy/slots            the rules, which the kernel follows
+    plugin/slots/triton, plugin/slots/marlin  between SGLang's list of blocks and its first kernel: what has a copy is
+                                    computed from it
+    slots/model                     which layer it is; between steps: what is stale, and what is offloaded
+    cuda/slots, cpu/slots           counts, fills and rewrites the list, in one kernel (memory/slots)
+    policy/slots                    the rules, which the kernel follows
 """
 
 __version__ = "0.1.0"

@@ -37,9 +37,9 @@ from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.cli.profile import describe
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.flags import FlagError, OffloadFlags
-from sglang_uvm_offload.plugin import http_routes
-from sglang_uvm_offload.plugin.actions import Action
-from sglang_uvm_offload.plugin.metrics import Metrics
+from sglang_uvm_offload.plugin.operate import http_routes
+from sglang_uvm_offload.plugin.operate.actions import Action
+from sglang_uvm_offload.plugin.operate.metrics import Metrics
 from sglang_uvm_offload.replay import room
 from sglang_uvm_offload.replay.simulator import replay
 from sglang_uvm_offload.report import replay_report, server_report

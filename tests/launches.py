@@ -45,7 +45,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt import server_args
 
     from sglang_uvm_offload.cuda import numa
-    from sglang_uvm_offload.plugin import expert_bytes, planned_launch
+    from sglang_uvm_offload.plugin.launch import expert_bytes, planned_launch
 
     if "system" in case:
         numa.SYSTEM = numa.PROC = Path(case["system"])

@@ -40,7 +40,7 @@ def noticing(rows: Rows) -> None:
         rows.put("noticing", unit, values, figure=figure)
 
     def look() -> int:
-        evictions.look([layer])
+        evictions.check([layer])
         if evictions.evicted_bytes is None:
             raise AssertionError("whether residents were evicted cannot be told")
         return evictions.evicted_bytes

@@ -14,7 +14,7 @@ from slot_function import MoeFunction, RowsRead, Tensors, function_here, matrice
 from slot_moe import Find, without_server
 
 if TYPE_CHECKING:
-    from sglang_uvm_offload.plugin.slot_seam_deep_gemm import DeepGemmSlotSeam
+    from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 
 os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")  # only what a step needs; SGLang reads it as it is imported
 NAMES = ("w13_weight", "w2_weight", "w13_scale", "w2_scale")
@@ -90,7 +90,7 @@ def installed_seam() -> DeepGemmSlotSeam:
     from sglang.srt.layers.moe.moe_runner import deep_gemm
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_uvm_offload.plugin.slot_seam_deep_gemm import DeepGemmSlotSeam
+    from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 
     without_server(deep_gemm, SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False)))
     seam = DeepGemmSlotSeam()

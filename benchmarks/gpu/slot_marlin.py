@@ -16,7 +16,7 @@ from slot_function import MoeFunction, RowsRead, Tensors, function_here, matrice
 from slot_moe import Find
 
 if TYPE_CHECKING:
-    from sglang_uvm_offload.plugin.slot_seam_marlin import MarlinSlotSeam
+    from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
 
 NAMES = tuple(f"{matrix}_weight{what}" for what in ("", "_scale", "_bias") for matrix in ("w13", "w2"))
 GROUP = 32
@@ -88,7 +88,7 @@ def installed_seam() -> MarlinSlotSeam:
     """The plugin's hooks on SGLang's functions."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_uvm_offload.plugin.slot_seam_marlin import MarlinSlotSeam
+    from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
 
     seam = MarlinSlotSeam()
     seam.install(HookRegistry.register)

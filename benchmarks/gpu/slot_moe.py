@@ -18,7 +18,7 @@ from shapes import FP8_BLOCK, MoeShape
 from sglang_uvm_offload.slots.model import LayerSlots
 
 if TYPE_CHECKING:
-    from sglang_uvm_offload.plugin.slot_seam import SlotSeam
+    from sglang_uvm_offload.plugin.slots.triton import SlotSeam
 
 Find = Callable[[int], "LayerSlots | None"]
 
@@ -71,7 +71,7 @@ def installed_seam() -> SlotSeam:
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_config
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_uvm_offload.plugin.slot_seam import SlotSeam
+    from sglang_uvm_offload.plugin.slots.triton import SlotSeam
 
     settings = SimpleNamespace(
         moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False),

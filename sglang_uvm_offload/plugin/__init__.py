@@ -3,6 +3,18 @@
 SGLang logs and swallows a plugin's exceptions, and would then serve *without* offloading. So if offloading is enabled, any
 failure here ends the process: ``SystemExit`` passes through. If it is not, SGLang serves as if the plugin were not installed.
 This module imports nothing, so an installed plugin costs almost nothing.
+
+Files and rooms, by rank; each imports from its own room or from lower ranks only:
+
+    1  compat enforce hook_points hooks server_config sglang_error weight_writes whose_error
+    2  launch meta operate
+    3  slots
+    4  checks rank
+    5  roles
+    6  server_args
+    7  doctor
+
+Rank 1 is the contract with SGLang. ``checks`` runs in the launcher, ``rank`` in each scheduler process.
 """
 
 from __future__ import annotations
@@ -13,9 +25,10 @@ def register() -> None:
     from sglang_uvm_offload.plugin import enforce
 
     try:
-        from sglang_uvm_offload.plugin import hooks, server_args
+        from sglang_uvm_offload.plugin import hooks, roles, server_args
 
         server_args.install(hooks.add)
+        roles.watch_in_children()
         hooks.install()
     except Exception as error:  # noqa: BLE001 -- SGLang would swallow it; ``enforce`` ends the process or warns
         enforce.fail_to_register(error)

@@ -14,21 +14,15 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_uvm_offload.config import OffloadConfig, parse
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.plugin import (
-    compat,
-    devices,
-    hook_points,
-    hooks,
-    runtime,
-    server_args,
-    start_rehearsal,
-    stream_settings,
-)
+from sglang_uvm_offload.plugin import compat, hook_points, hooks, roles, server_args
+from sglang_uvm_offload.plugin.checks import start_rehearsal
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
-from sglang_uvm_offload.plugin.expert_bytes import expert_bytes, host_need
-from sglang_uvm_offload.plugin.local_checkpoint import damage, unreadable
-from sglang_uvm_offload.plugin.planned_launch import has_one_memory
-from sglang_uvm_offload.plugin.routing_formats import routing_format
+from sglang_uvm_offload.plugin.launch import devices, stream_settings
+from sglang_uvm_offload.plugin.launch.expert_bytes import expert_bytes, host_need
+from sglang_uvm_offload.plugin.launch.local_checkpoint import damage, unreadable
+from sglang_uvm_offload.plugin.launch.planned_launch import has_one_memory
+from sglang_uvm_offload.plugin.launch.routing_formats import routing_format
+from sglang_uvm_offload.plugin.rank import scheduler_hooks
 from sglang_uvm_offload.plugin.server_config import config_of
 from sglang_uvm_offload.plugin.sglang_error import described
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
@@ -42,12 +36,12 @@ _PACKAGE = "sglang_uvm_offload"
 def hook_problems() -> list[str]:
     """Load plugins as a launch does, install every hook that a scheduler installs, and name those that fail."""
     load_plugins()
-    if not hooks.installed():  # SGLANG_PLUGINS leaves this plugin out, which is a problem of its own
+    if not server_args.installed():  # SGLANG_PLUGINS leaves this plugin out, which is a problem of its own
         server_args.install(hooks.add)
-    hooks.watch()
+    roles.watch()
     config = parse({"num_resident": "1"})
     assert config is not None
-    runtime.install(config, hooks.add)
+    scheduler_hooks.install(config, hooks.add)
     HookRegistry.apply_hooks()
     reason = hooks.missing()
     return hook_points.problems() + ([f"sglang-uvm-offload {reason}"] if reason else [])
@@ -122,7 +116,7 @@ class Launch:
         """What will be served, but slower than it could be. Call it if ``resolve`` found no problem."""
         found = start_rehearsal.warnings(self.args)
         try:
-            from sglang_uvm_offload.plugin import moe_tiles  # before SGLang 0.5.23 some of what it asks is not there
+            from sglang_uvm_offload.plugin.checks import moe_tiles  # before SGLang 0.5.23 some of what it asks is not there
 
             return [*found, *moe_tiles.warnings(self.args)]
         except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's code; a launch is not judged by it

@@ -14,17 +14,25 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs as PlainServerArgs
 
 from sglang_uvm_offload.flags import PREFIX, FlagError, OffloadFlags
-from sglang_uvm_offload.plugin import compat, enforce, hooks
+from sglang_uvm_offload.plugin import compat, enforce, hooks, roles
 from sglang_uvm_offload.plugin.server_config import attach, config_of, parsed_flags
 
 _NAMESPACE = "exec.expert_offload"
 
 
+_PLAIN = "sglang.srt.server_args.ServerArgs"
+
+
 def install(add: Callable[[str, Any, HookType], None]) -> None:
-    add("sglang.srt.server_args.ServerArgs", OffloadServerArgs, HookType.REPLACE)
+    add(_PLAIN, OffloadServerArgs, HookType.REPLACE)
     if "sglang.srt.entrypoints.engine" in sys.modules:
         add("sglang.srt.entrypoints.engine.Engine.server_args_class", OffloadServerArgs, HookType.REPLACE)
     compat.add_launch_check(_check_launch, add)
+
+
+def installed() -> bool:
+    """Whether this process has our flags."""
+    return hooks.added(_PLAIN)
 
 
 class _Methods:
@@ -43,7 +51,7 @@ class _Methods:
                     hook_points.check()
                 attach(self, config)
         super(OffloadServerArgs, self).resolve_once()  # type: ignore[misc]
-        if config_of(self) is not None and not hooks.watching() and compat.loads_plugins():
+        if config_of(self) is not None and not roles.watching() and compat.loads_plugins():
             enforce.end("sglang-uvm-offload: this plugin is not loaded, or not in place, in a process that must offload")
 
     @staticmethod
@@ -88,9 +96,10 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
     enforce.mark_children(config is not None)
     if config is None:
         return
-    hooks.watch()
+    roles.watch()
     HookRegistry.apply_hooks()
-    from sglang_uvm_offload.plugin import launch_checks, whose_error  # imported only if offloading is on
+    from sglang_uvm_offload.plugin import whose_error
+    from sglang_uvm_offload.plugin.checks import launch_checks  # imported only if offloading is on
 
     with _reported(server_args):
         if reason := hooks.missing():

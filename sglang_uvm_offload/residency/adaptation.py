@@ -1,61 +1,115 @@
-"""Continuous adaptation: feeds the counts to the policy and returns the residents that it chooses."""
+"""Continuous adaptation: the policy chooses residents from the live counts, on a thread of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 
 import numpy as np
 
 from sglang_uvm_offload.policy.adaptive import AdaptivePolicy
-from sglang_uvm_offload.policy.extents import Budget, Extents
+from sglang_uvm_offload.policy.extents import Budget
 from sglang_uvm_offload.policy.forecast import TUNING
 from sglang_uvm_offload.residency.model import ModelExperts
-from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, RoutingCounts
+from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, PendingCounts, Phase, RoutingCounts
 
 INTERVAL_STEPS = 1
 """Steps between two polls of the counts. With fewer, residents follow the traffic better; benchmarks/policy_goals.py measures
 the cost of longer intervals."""
+MOVE_BYTES_PER_S = 4 << 30
+"""The rate limit of promotions: a small part of a PCIe link, so that moves do not starve zero-copy reads."""
+BURST_SECONDS = 0.25
+"""How long an unused allowance accumulates."""
 
 
 class Adaptation:
-    """The policy over one model's layers. It runs only on the rank that decides for its peers."""
+    """The policy over one model's layers, one decision at a time. It runs only on the rank that decides for its peers. A
+    decision submitted at one poll is collected at the next, or at the first poll by which it is ready."""
 
     def __init__(
-        self, model: ModelExperts, start: RoutingCounts, history: Sequence[RoutingCounts] = (), coactivation: bool = True
+        self,
+        model: ModelExperts,
+        start: RoutingCounts,
+        history: Sequence[RoutingCounts] = (),
+        *,
+        coactivation: bool = True,
+        clock: Callable[[], float],
+        executor: Executor,
     ):
         """Counts up to ``start`` are ignored. ``history`` holds earlier counts for these experts, the oldest first (a profile):
         the forecast begins with it, until live traffic outweighs it. The VRAM that is taken now is the budget.
-        ``coactivation``: whether the forecast is from which experts are used together too, or from their own past alone."""
+        ``coactivation``: whether the forecast also uses which experts are used together, or their own past alone. ``executor``
+        runs one task after the other."""
         self._seen = start
         tuning = TUNING if coactivation else replace(TUNING, directions=0)
         self._policy = AdaptivePolicy(_budget_of(model), model.candidates(), tuning=tuning)
         for counts in history:
-            self._policy.seed(*_seen(counts))
+            self._policy.seed(*_policy_input(counts))
+        self._clock, self._executor = clock, executor
+        self._burst = max(BURST_SECONDS * MOVE_BYTES_PER_S, int(self._policy.budget.extents.nbytes.max(initial=1)))
+        self._allowance = 0.0
+        """Bytes that may be promoted now."""
+        self._refilled_at = clock()
+        self._next: Future[np.ndarray | None] | None = None
+        self._dropped = False
+        """Whether ``_next`` was made for residents that have changed since."""
+        self._replaced: ModelExperts | None = None
+        """The model, if its tensors were replaced since ``_next`` was submitted."""
+
+    def collect_and_submit(self, pending: PendingCounts, resident: np.ndarray, may_move: bool = True) -> np.ndarray | None:
+        """Collect the last decision and submit the next one.
+
+        Returns ``bool[extents]``, the residents to move to; None for no change, or while the decision is not ready.
+        The next decision uses the counts ``pending`` and starts from the residents returned, else ``resident``. With
+        ``may_move`` False it observes the counts but moves nothing. Raises what the last decision raised."""
+        after = None
+        if self._next is not None:
+            if not self._next.done():
+                return None
+            after = self._next.result()
+        if self._dropped:
+            after, self._dropped = None, False
+        if after is not None:
+            self._allowance -= self._policy.budget.extents.total(after & ~resident)
+        self._refill()
+        max_bytes = self._allowance if may_move else 0.0
+        replaced, self._replaced = self._replaced, None
+        start = resident if after is None else after
+        self._next = self._executor.submit(self._decide_on, pending, start, max_bytes, replaced)
+        return after
+
+    def drop(self) -> None:
+        """Discard the submitted decision, because residents change for another reason. An error of it is still raised."""
+        self._dropped = self._next is not None
 
     def follow(self, model: ModelExperts) -> None:
-        """Decide on the present extents of ``model``. The forecast is of experts, so it stays."""
-        self._policy.budget = _budget_of(model)
+        """Decide on the present extents of ``model``, whose tensors were replaced."""
+        self.drop()
+        self._replaced = model
 
-    @property
-    def extents(self) -> Extents:
-        """Those that decisions are about."""
-        return self._policy.budget.extents
-
-    @property
-    def max_extent_bytes(self) -> int:
-        return int(self.extents.nbytes.max(initial=1))
+    def _decide_on(
+        self, pending: PendingCounts, resident: np.ndarray, max_bytes: float, replaced: ModelExperts | None
+    ) -> np.ndarray | None:
+        if replaced is not None:
+            self._policy.budget = _budget_of(replaced)  # the forecast is of experts, so it stays
+        return self.decide(pending.wait(), resident, max_bytes)
 
     def decide(self, counts: RoutingCounts, resident: np.ndarray, max_bytes: float) -> np.ndarray | None:
         """The residents to move to after ``counts`` (totals since the start), ``bool[extents]``; None to keep ``resident``.
         Promotes at most ``max_bytes``."""
         new = counts.since(self._seen)
         self._seen = counts
-        self._policy.observe(*_seen(new))
+        self._policy.observe(*_policy_input(new))
         moves = self._policy.decide(resident, max_bytes)
         if not moves.promote.any() and not moves.demote.any():
             return None
         return (resident | moves.promote) & ~moves.demote
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._allowance = min(self._allowance + (now - self._refilled_at) * MOVE_BYTES_PER_S, self._burst)
+        self._refilled_at = now
 
 
 def _budget_of(model: ModelExperts) -> Budget:
@@ -67,6 +121,6 @@ def _budget_of(model: ModelExperts) -> Budget:
     return Budget(extents, movable, int(used.sum()), np.minimum(floor * expert_bytes, used))
 
 
-def _seen(counts: RoutingCounts) -> tuple[np.ndarray, int, np.ndarray]:
-    """The policy's input: activations in decode steps, the number of these steps, and routed prefill tokens."""
+def _policy_input(counts: RoutingCounts) -> tuple[np.ndarray, int, np.ndarray]:
+    """Activations in decode steps, the number of these steps, and routed prefill tokens."""
     return counts.counts[:, Phase.DECODE, ACTIVATIONS], counts.steps[Phase.DECODE], counts.counts[:, Phase.PREFILL, ROUTED]

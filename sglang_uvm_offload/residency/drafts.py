@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from sglang_uvm_offload.residency.ledger import Ledger
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.mover import Mover
 from sglang_uvm_offload.residency.observer import Observer
+from sglang_uvm_offload.residency.residents import BroadcastDecision
 from sglang_uvm_offload.residency.selection import best_residents, hit_rate
 from sglang_uvm_offload.routing.counts import RoutingCounts
 from sglang_uvm_offload.units import size
@@ -39,8 +39,8 @@ class DraftMove:
     seen: RoutingCounts
     after: np.ndarray
 
-    def make(self, mover: Mover) -> None:
-        """Runs where the target's moves do."""
+    def make(self, mover: Mover) -> str | None:
+        """Runs where the target's moves do; returns the fault that ended moving, if any."""
         started = time.perf_counter()
         routed, share = self.seen.routed(), self.model.resident_share
         reached = hit_rate(routed, share(self.model.resident_extents()))
@@ -54,6 +54,7 @@ class DraftMove:
             size(moved),
             time.perf_counter() - started,
         )
+        return mover.fault
 
 
 class Drafts:
@@ -80,13 +81,12 @@ class Drafts:
     def due(self, tokens: int) -> bool:
         return self.any and self.due_at is not None and tokens >= self.due_at
 
-    def choose(self, agree: Callable[[Callable[[], Any]], Any]) -> list[DraftMove]:
-        """The residents for the routing since they were last chosen. Waits for the device. ``agree`` brings what the first
-        rank returns to all of them."""
+    def choose(self, broadcast_decision: BroadcastDecision) -> list[DraftMove]:
+        """The residents for the routing since they were last chosen. Waits for the device."""
         self.due_at = None
-        return [self._chosen(draft, agree) for draft in self._drafts]
+        return [self._chosen(draft, broadcast_decision) for draft in self._drafts]
 
-    def _chosen(self, draft: _Draft, agree: Callable[[Callable[[], Any]], Any]) -> DraftMove:
+    def _chosen(self, draft: _Draft, broadcast_decision: BroadcastDecision) -> DraftMove:
         model, before = draft.model, draft.residents
         now = model.resident_extents()
         if now.shape != before.shape:  # an update of the weights has replaced tensors
@@ -94,7 +94,7 @@ class Drafts:
         draft.observer.catch_up()
         total = draft.observer.ledger.counted
         seen, draft.chosen_at = total.since(draft.chosen_at), total
-        draft.residents = agree(lambda: best_residents(model, seen, before))
+        draft.residents = broadcast_decision(lambda: best_residents(model, seen, before))
         return DraftMove(model, seen, draft.residents)
 
     def ledgers(self) -> Sequence[Ledger]:

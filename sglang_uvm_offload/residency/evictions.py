@@ -20,11 +20,11 @@ FIRST_BLOCKS, MAX_BLOCKS = 64, 4096
 may evict another one for it."""
 ENOUGH_MISSING = 8
 CHANCE_BLOCKS, CHANCE_SHARE = 2, 0.005
-"""So many blocks, or such a share of a look's, may have been read slowly by chance."""
+"""So many blocks, or such a share of a check's, may have been read slowly by chance."""
 
 
 class Evictions:
-    """Looks whether residents are in VRAM, at a random sample of their blocks."""
+    """Checks whether residents are in VRAM, at a random sample of their blocks."""
 
     def __init__(self, memory: Memory, headroom_gb: float):
         self._memory = memory
@@ -34,12 +34,12 @@ class Evictions:
         """The largest share that the log has shown."""
         self._failed = False
         self.evicted_bytes: int | None = None
-        """Bytes of residents that were not in VRAM at the last look, by the share of its sample. None before the first one, and
+        """Bytes of residents that were not in VRAM at the last check, by the share of its sample. None before the first one, or
         where the memory cannot tell."""
 
-    def look(self, layers: Sequence[ExpertLayer]) -> None:
-        """Look once: some reads of the GPU. Waits for them; never raises, because serving does not depend on it. The first
-        failure ends all looks."""
+    def check(self, layers: Sequence[ExpertLayer]) -> None:
+        """Check once: some reads of the GPU. Waits for them; never raises, because serving does not depend on it. The first
+        failure ends all checks."""
         if self._failed:
             return
         try:
@@ -67,15 +67,15 @@ class Evictions:
     def _share(self, layers: Sequence[ExpertLayer]) -> float | None:
         """The share of residents' blocks that are not in VRAM, None where that cannot be told."""
         sample = self._sample([tensor for layer in layers for tensor in layer.tensors])
-        looked = missing = 0
-        while looked < len(sample) and missing < ENOUGH_MISSING:
-            some = sample[looked : max(FIRST_BLOCKS, 2 * looked)]
+        read = missing = 0
+        while read < len(sample) and missing < ENOUGH_MISSING:
+            some = sample[read : max(FIRST_BLOCKS, 2 * read)]
             found = self._memory.in_vram(some)
             if found is None:
                 return None
-            looked += len(some)
+            read += len(some)
             missing += int((~found).sum())
-        return missing / looked if missing > max(CHANCE_BLOCKS, CHANCE_SHARE * looked) else 0.0
+        return missing / read if missing > max(CHANCE_BLOCKS, CHANCE_SHARE * read) else 0.0
 
     def _sample(self, tensors: Sequence[ExpertTensor]) -> list[tuple[ManagedRange, int]]:
         """Blocks of residents at random, no more than ``MAX_BLOCKS``."""

@@ -11,7 +11,7 @@ from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.experts.layer import ChooseExtents
 from sglang_uvm_offload.memory.layout import ExpertLayout
-from sglang_uvm_offload.residency.model import extents_of
+from sglang_uvm_offload.residency.model import ModelExperts, extents_of
 from sglang_uvm_offload.residency.selection import hottest, rank_share
 from sglang_uvm_offload.routing.counts import RoutingCounts
 from sglang_uvm_offload.routing.profile import Profile
@@ -48,6 +48,13 @@ class InitialPlacement:
         self._next: int | None = None
         self._from = 0
         self._layers: list[int] = []
+
+    def profile_counts(self, model: ModelExperts) -> RoutingCounts | None:
+        """The profile's counts for the layers of ``model``, by place; None without a profile."""
+        if self.profile is None:
+            return None
+        rows = self.profile.model.rows([layer.layer_id for layer in model.layers])
+        return self.profile.part(rows, model.locations, model.width)
 
     def of_layer(
         self,

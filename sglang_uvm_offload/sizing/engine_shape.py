@@ -1,6 +1,6 @@
 """The shape of a checkpoint by the model class of the SGLang that is installed, from its config.json alone.
 
-``plugin.meta_model`` builds the model, in a process of its own: this one imports neither SGLang nor torch. It takes some 20
+``plugin.meta.program`` builds the model, in a process of its own: this one imports neither SGLang nor torch. It takes some 20
 seconds, so what it prints is kept, for the same configuration and the same SGLang, in the user's cache.
 """
 
@@ -32,7 +32,7 @@ from sglang_uvm_offload.sizing.quantized_linear import UnknownTensors
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo, read_json
 from sglang_uvm_offload.sizing.tensor_names import Experts
 
-PROGRAM = "sglang_uvm_offload.plugin.meta_model"
+PROGRAM = "sglang_uvm_offload.plugin.meta.program"
 MOST_SECONDS = 300
 FORMAT = 1
 """Of what the program prints: another number for other contents."""

@@ -28,8 +28,8 @@ from transformers import PretrainedConfig
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
-from sglang_uvm_offload.plugin.fused_moe import LayerHooks
-from sglang_uvm_offload.plugin.meta_tensors import draft_of
+from sglang_uvm_offload.plugin.meta.tensors import draft_of
+from sglang_uvm_offload.plugin.rank.fused_moe import LayerHooks
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.sizing.moe_shape import stated_experts, stated_top_k

@@ -28,7 +28,7 @@ from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.plugin.fused_moe import _EXPERTS, LayerHooks
+from sglang_uvm_offload.plugin.rank.fused_moe import _EXPERTS, LayerHooks
 from sglang_uvm_offload.residency.manager import OffloadManager
 
 E, HIDDEN, INTERMEDIATE = 5, 1024, 1024

@@ -29,7 +29,7 @@ _KINDS = {"": {}, "B200": BLACKWELL, "integrated": {"STANDIN_VRAM": str(119 << 3
 _EXAMINE = """
 import contextlib, io, json, os
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.plugin import expert_bytes, planned_launch
+from sglang_uvm_offload.plugin.launch import expert_bytes, planned_launch
 said = []
 before = dict(os.environ)
 for words, environment, host in {launches}:

@@ -12,6 +12,7 @@ from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
+from sglang_uvm_offload.residency.rearranging import Rearranging
 from sglang_uvm_offload.residency.reporting import rank_status
 from sglang_uvm_offload.routing.counts import ALL_ROWS, IdFormat, Phase, RoutingCounts
 from sglang_uvm_offload.routing.profile import Profile, RoutedModel
@@ -49,6 +50,7 @@ class Rank:
             layer.sync_tensors(module)
             self.modules.append(module)
         self.manager.finish_model(self.model)
+        self.rearranging = Rearranging(self.manager)
 
     def step(self, ids, phase=Phase.DECODE, rows=ALL_ROWS, streams=False):
         """One forward step; ``ids`` a list of top-k lists, the same for every layer, or one such list a layer. A step that

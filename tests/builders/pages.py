@@ -16,7 +16,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_uvm_offload.config import OffloadConfig, parse
 from sglang_uvm_offload.flags import PREFIX, OffloadFlags, flag_name
-from sglang_uvm_offload.plugin.http_routes import _Command
+from sglang_uvm_offload.plugin.operate.http_routes import _Command
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

@@ -13,7 +13,7 @@ from architectures.names import DRAFT, EXCEPTIONS, FOLDER, FOUND, UNBUILDABLE, s
 from builders.judged import NO_CHOICE, PUBLISHED, UNKNOWN, Launch, judged, of_line
 from nursery import Nursery, Starts
 
-from sglang_uvm_offload.plugin.launch_checks import DIRECT_KERNEL_MODELS
+from sglang_uvm_offload.plugin.checks.launch_checks import DIRECT_KERNEL_MODELS
 
 pytestmark = pytest.mark.since("0.5.22", "before, a process cannot look at a launch as its ranks will")
 NUMBERS = ("auto", "2")

@@ -12,7 +12,7 @@ import pytest
 from architectures.names import DRAFT, EXCEPTIONS, FOLDER, FOUND, UNBUILDABLE, served
 from nursery import Nursery
 
-from sglang_uvm_offload.plugin.launch_checks import DIRECT_KERNEL_MODELS
+from sglang_uvm_offload.plugin.checks.launch_checks import DIRECT_KERNEL_MODELS
 
 pytestmark = pytest.mark.since("0.5.21", "these tests build models by functions that it does not have")
 EVERY_RUN = (

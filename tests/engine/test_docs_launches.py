@@ -30,7 +30,7 @@ MODELS = {
 EXAMINE = """
 import contextlib, io, json, os
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.plugin import expert_bytes, planned_launch
+from sglang_uvm_offload.plugin.launch import expert_bytes, planned_launch
 expert_bytes.host_available = planned_launch.host_available = lambda: 1 << 40
 os.chdir({folder!r})
 ends = []

@@ -9,8 +9,8 @@ from arguments import Arguments
 from checkpoints import Checkpoints
 
 from sglang_uvm_offload.config import OffloadConfig, parse
-from sglang_uvm_offload.plugin import devices
 from sglang_uvm_offload.plugin.compat import resolving_view
+from sglang_uvm_offload.plugin.launch import devices
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from builders.true_shape import CONFIGS, config_folder, write
 from checkpoints import Checkpoints
 
 from sglang_uvm_offload.config import parse
-from sglang_uvm_offload.plugin import expert_bytes, launch_drafts, linear_attention, planned_launch
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
+from sglang_uvm_offload.plugin.launch import draft_source, expert_bytes, linear_attention, planned_launch
 from sglang_uvm_offload.sizing.checkpoint import load, text_config
 from sglang_uvm_offload.sizing.kv_cache import kv_shape
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounted
@@ -256,10 +256,10 @@ class TestDrafts:
     ) -> None:
         path = checkpoints("glm4_moe")
         cfg = resolving_view(cuda_arguments("--model-path", path, "--device", "cuda", *words))
-        assert launch_drafts.from_the_checkpoint(cfg) == bundled
-        assert launch_drafts.separate(cfg) is None
-        assert launch_drafts.tokens_verified(cfg) == verified
-        assert launch_drafts.uncounted(cfg) == []
+        assert draft_source.from_the_checkpoint(cfg) == bundled
+        assert draft_source.separate(cfg) is None
+        assert draft_source.tokens_verified(cfg) == verified
+        assert draft_source.uncounted(cfg) == []
 
     def test_they_have_a_checkpoint_of_their_own(
         self, cuda_arguments: Arguments, model: Path, checkpoints: Checkpoints, tmp_path: Path
@@ -268,15 +268,15 @@ class TestDrafts:
         for algorithm, path in of.items():
             words = ("--speculative-algorithm", algorithm, *DRAFTS, "--speculative-draft-model-path", path)
             cfg = resolving_view(cuda_arguments("--model-path", model, "--device", "cuda", *words))
-            assert not launch_drafts.from_the_checkpoint(cfg)
-            assert launch_drafts.separate(cfg).name == str(path)
-            assert launch_drafts.uncounted(cfg) == []
+            assert not draft_source.from_the_checkpoint(cfg)
+            assert draft_source.separate(cfg).name == str(path)
+            assert draft_source.uncounted(cfg) == []
 
     def problems(self, cuda_arguments: Arguments, path: Path, number: int | None, *words: object) -> list[str]:
         config = parse({"num_resident": "4", "draft_num_resident": number})
         assert config is not None
         cfg = resolving_view(cuda_arguments("--model-path", path, "--device", "cuda", *words))
-        return launch_drafts.problems(config, cfg, 16)
+        return draft_source.problems(config, cfg, 16)
 
     def test_residents_of_drafts_need_a_draft_model(self, cuda_arguments: Arguments, model: Path) -> None:
         assert self.problems(cuda_arguments, model, None) == []
@@ -315,7 +315,7 @@ class TestDrafts:
 
 def pool(cuda_arguments: Arguments, model: str, *words: object, tokens: int = DEFAULT_KV_TOKENS, requests: int = 1) -> int:
     """Bytes of one rank of the first stage, by SGLang's configurators, on one GPU if ``words`` name no others."""
-    from sglang_uvm_offload.plugin.server_pools import server_pools
+    from sglang_uvm_offload.plugin.launch.server_pools import server_pools
 
     given = cuda_arguments("--model-path", config_folder(model), "--device", "cuda", *WITHOUT_TOKENIZER, *words)
     cfg = resolving_view(given)

@@ -160,8 +160,8 @@ runtime_context.publish(args, role="scheduler", **told)
 TAKE_THEM_WITHOUT_PLUGINS = """
 import pickle
 if {plugin} == "registered":  # and SGLang did not apply it
-    from sglang_uvm_offload.plugin import hooks
-    hooks.watch()
+    from sglang_uvm_offload.plugin import roles
+    roles.watch()
 args = pickle.load(open({given}, "rb"))
 {publish}
 print("SERVES")
@@ -231,6 +231,6 @@ def test_only_a_scheduler_that_offloads_is_hooked_where_it_computes(on, checkpoi
 def test_prometheus_is_needed_by_servers_with_metrics_only(sglang: Nursery):
     """SGLang imports it for them alone, and runs where it is not installed."""
     blocked = "import sys\nsys.modules['prometheus_client'] = None\n"
-    ended = sglang.run(blocked + "import sglang_uvm_offload.plugin.runtime")
+    ended = sglang.run(blocked + "import sglang_uvm_offload.plugin.rank.scheduler_hooks")
     assert ended.code == 0, ended.err
-    assert "prometheus_client" in sglang.run(blocked + "import sglang_uvm_offload.plugin.metrics").err
+    assert "prometheus_client" in sglang.run(blocked + "import sglang_uvm_offload.plugin.operate.metrics").err

@@ -18,7 +18,7 @@ PROGRAM = """
     from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_config
     from sglang.srt.layers.moe.topk import StandardTopKOutput
-    from sglang_uvm_offload.plugin.slot_seam import SlotSeam
+    from sglang_uvm_offload.plugin.slots.triton import SlotSeam
 
     deterministic = SimpleNamespace(enable_deterministic_inference=False)
     fused_moe_triton_config.get_exec = lambda: SimpleNamespace(deterministic=deterministic)

@@ -19,7 +19,7 @@ import contextlib, io, json, os, sys
 sys.path.insert(0, {tests!r})
 from launches import run
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.plugin import expert_bytes, planned_launch
+from sglang_uvm_offload.plugin.launch import expert_bytes, planned_launch
 ends = {{}}
 for name, case in json.loads({cases!r}).items():
     os.environ.update(case["env"])

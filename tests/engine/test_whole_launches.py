@@ -21,7 +21,7 @@ LINE = [
 ]
 DOCTOR = """
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.plugin import expert_bytes, planned_launch
+from sglang_uvm_offload.plugin.launch import expert_bytes, planned_launch
 expert_bytes.host_available = planned_launch.host_available = lambda: 1500 << 30
 raise SystemExit(main(["doctor", "--", *{argv!r}]))
 """

@@ -90,7 +90,7 @@ class Rank:
         slots = CudaSlots if self.cuda else CpuSlots
         self.slots = ModelSlots(self.experts.layers, lambda layers: slots(self.experts.counters, layers))  # type: ignore[arg-type]
         self.streamer.slot_of = self.slots.slot_of
-        self.manager.look_for_evictions()
+        self.manager.check_for_evictions()
         self.manager.wait_for_moves()
         routed = RoutedModel("small", "Small", tuple(range(model.LAYERS)), model.EXPERTS, model.TOP_K)
         layers = self.experts.layers
@@ -125,7 +125,7 @@ class Rank:
                 getattr(module, name).data.copy_(self._weights(index, name))
         self.slots.bytes_written()
 
-    # Serving, as plugin/runtime and plugin/fused_moe do it.
+    # Serving, as plugin/rank/scheduler_hooks and plugin/rank/fused_moe do it.
 
     def answer(self, prompt: int, domain: int, tokens: int, length: int = 1) -> None:
         """Raises ``WrongAnswer``."""
@@ -215,7 +215,7 @@ class Rank:
         self.answer(31, 1, 2, length=24)
 
     def look(self) -> None:
-        self.manager.look_for_evictions()
+        self.manager.check_for_evictions()
         self.settle()
         self.answer(40, 1, 1)
         rank_status(self.manager)

@@ -24,7 +24,7 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutp
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_uvm_offload.plugin.slot_seam import SlotSeam
+from sglang_uvm_offload.plugin.slots.triton import SlotSeam
 
 try:
     from sglang.kernels.ops.moe.moe_align_small_numel import moe_align_small_numel

@@ -14,7 +14,7 @@ from builders import deep_gemm, marlin
 from sglang.srt.environ import envs
 from sglang.srt.layers.moe.moe_runner.deep_gemm import DeepGemmRunnerCore
 
-from sglang_uvm_offload.plugin.slot_seam_deep_gemm import DeepGemmSlotSeam
+from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 
 pytestmark = pytest.mark.sglang
 

@@ -14,7 +14,7 @@ import torch
 from builders import marlin
 from sglang.kernels.ops.moe import moe_wna16_marlin
 
-from sglang_uvm_offload.plugin.slot_seam_marlin import MarlinSlotSeam
+from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
 
 pytestmark = pytest.mark.sglang
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import sglang_uvm_offload
+from sglang_uvm_offload import plugin
 from sglang_uvm_offload.flags import flag_table
 
 ROOT = Path(__file__).parents[2]
@@ -52,10 +53,26 @@ def package(name: str) -> str:
     return name.split(".")[0] if "." in name or (PACKAGE / name).is_dir() else ""
 
 
+def room(name: str) -> str:
+    """The folder of ``plugin`` that one of its files is in, or the file's own name; ``""`` for ``plugin/__init__``."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def listed(docstring: str | None) -> dict[str, int]:
+    """The rank of each name that a docstring lists."""
+    lines = re.findall(r"^    (\d)  ([\w ]+)$", docstring or "", flags=re.M)
+    return {name: int(rank) for rank, names in lines for name in names.split()}
+
+
 def ranks() -> dict[str, int]:
-    """The rank of each folder, as the package's docstring lists them; its own files come first."""
-    listed = re.findall(r"^    (\d)  ([\w ]+)$", sglang_uvm_offload.__doc__, flags=re.M)
-    return {"": 0} | {name: int(rank) for rank, names in listed for name in names.split()}
+    """The rank of each folder; the package's own files come first."""
+    return {"": 0} | listed(sglang_uvm_offload.__doc__)
+
+
+def room_ranks() -> dict[str, int]:
+    """The rank of each file and folder of ``plugin``; ``__init__``, which registers all, comes last."""
+    ranked = listed(plugin.__doc__)
+    return ranked | {"": max(ranked.values()) + 1}
 
 
 def test_the_listed_packages_are_the_ones_there_are():
@@ -75,6 +92,22 @@ def test_a_file_imports_from_its_own_folder_or_one_of_lower_rank():
         for name, targets in graph().items()
         for target in targets
         if package(target) != package(name) and rank[package(target)] >= rank[package(name)]
+    ]
+    assert not upward
+
+
+@pytest.mark.slow
+def test_a_file_of_the_plugin_imports_from_its_own_room_or_one_of_lower_rank():
+    """The files of ``plugin`` itself that have one rank are one room."""
+    rank, edges = room_ranks(), graph()
+    inside = {name for name in edges if package(name) == "plugin"}
+    folders = {path.name for path in (PACKAGE / "plugin").iterdir() if path.is_dir()}
+    assert set(rank) == {room(name) for name in inside}
+    upward = [
+        f"{name} -> {target}"
+        for name in inside
+        for target in edges[name] & inside
+        if (rank[room(target)], room(target) in folders) > (rank[room(name)], False) and room(target) != room(name)
     ]
     assert not upward
 
@@ -125,7 +158,7 @@ def test_every_package_says_in_one_sentence_what_it_is_for():
 
 def test_every_file_of_the_paths_exists():
     files = set(modules())
-    named = re.findall(r"\b([a-z]+/[a-z_]+)\b", sglang_uvm_offload.__doc__)
+    named = re.findall(r"\b([a-z]+(?:/[a-z_]+)+)\b", sglang_uvm_offload.__doc__)
     assert named
     assert {name.replace("/", ".") for name in named} <= files
 
@@ -135,6 +168,7 @@ def test_registering_imports_nothing_before_it_is_called():
         "__future__.annotations",
         "sglang_uvm_offload.plugin.enforce",
         "sglang_uvm_offload.plugin.hooks",
+        "sglang_uvm_offload.plugin.roles",
         "sglang_uvm_offload.plugin.server_args",
     }
     top = ast.parse((PACKAGE / "plugin" / "__init__.py").read_text()).body

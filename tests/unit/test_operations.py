@@ -15,8 +15,8 @@ from builders import pages
 from builders.managers import Rank, config
 from prometheus_client import CollectorRegistry
 
-from sglang_uvm_offload.plugin.actions import Action
-from sglang_uvm_offload.plugin.metrics import Metrics
+from sglang_uvm_offload.plugin.operate.actions import Action
+from sglang_uvm_offload.plugin.operate.metrics import Metrics
 
 pytestmark = pytest.mark.sglang
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from builders.managers import Rank, config
 
-from sglang_uvm_offload.plugin import actions
-from sglang_uvm_offload.plugin.actions import KEY, Action, perform, refusal
+from sglang_uvm_offload.plugin.operate import actions
+from sglang_uvm_offload.plugin.operate.actions import KEY, Action, perform, refusal
 
 pytestmark = pytest.mark.sglang
 

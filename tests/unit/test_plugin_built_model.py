@@ -15,8 +15,8 @@ from builders.managers import config, profile_of
 from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
-from sglang_uvm_offload.plugin import built_model
-from sglang_uvm_offload.plugin.built_model import BuiltModel, EarlierStages
+from sglang_uvm_offload.plugin.rank import built_model
+from sglang_uvm_offload.plugin.rank.built_model import BuiltModel, EarlierStages
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.placement import InitialPlacement
 

@@ -11,7 +11,7 @@ import torch
 from builders.managers import LAYERS, E, Rank, config
 from sglang.srt.eplb.expert_location import ExpertLocationMetadata
 
-from sglang_uvm_offload.plugin import expert_map
+from sglang_uvm_offload.plugin.rank import expert_map
 
 pytestmark = pytest.mark.sglang
 
@@ -71,7 +71,7 @@ def test_layers_follow_the_map_once_sglang_has_rearranged_experts(known: Any) ->
         known.update(sglangs_map([SHIFTED] * 4), kwargs["update_layer_ids"])
         return "missing"
 
-    assert expert_map.around_update(rank.manager, update, "updater", update_layer_ids=[1, 3]) == "missing"
+    assert expert_map.around_update(rank.rearranging, update, "updater", update_layer_ids=[1, 3]) == "missing"
     assert settled == [1], "steps are counted before"
     found = [where.experts.tolist() for where in rank.model.locations]
     assert found == [SHIFTED, BACKWARDS, SHIFTED]

@@ -19,7 +19,7 @@ from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
 from sglang_uvm_offload.plugin import enforce
-from sglang_uvm_offload.plugin.fused_moe import _EXPERTS, LayerHooks
+from sglang_uvm_offload.plugin.rank.fused_moe import _EXPERTS, LayerHooks
 from sglang_uvm_offload.residency.manager import OffloadManager
 
 pytestmark = pytest.mark.sglang

@@ -18,7 +18,9 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.plugin import compat, end_of_serving, enforce, hook_points, hooks, runtime, server_args, weight_writes
+from sglang_uvm_offload.plugin import compat, enforce, hook_points, roles, server_args, weight_writes
+from sglang_uvm_offload.plugin.operate import end_of_serving
+from sglang_uvm_offload.plugin.rank import scheduler_hooks
 
 pytestmark = pytest.mark.sglang
 
@@ -36,9 +38,10 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
 def parsed() -> Iterator[tuple[str, ast.Module]]:
     """The plugin's files, but for those that a launch does without: what only ``doctor`` warns by, what sizes pools, and a
     program that builds models for ``plan``, which says where a name has moved."""
-    for path in PLUGIN.glob("*.py"):
-        if path.name not in ("moe_tiles.py", "server_pools.py", "compat.py", "meta_build.py", "meta_tensors.py"):
-            yield path.name, ast.parse(path.read_text())
+    for path in PLUGIN.rglob("*.py"):
+        name = str(path.relative_to(PLUGIN))
+        if name not in ("checks/moe_tiles.py", "launch/server_pools.py", "compat.py") and path.parent.name != "meta":
+            yield name, ast.parse(path.read_text())
 
 
 def listed() -> set[str]:
@@ -50,9 +53,9 @@ def test_every_function_that_is_hooked_is_listed():
     targets: set[str] = set()
     config = parse({"num_resident": "1", "slots": "1", "draft_num_resident": 1, "trace": "/nowhere.npz"})
     assert config is not None
-    runtime.install(config, lambda target, hook, kind: targets.add(target))
+    scheduler_hooks.install(config, lambda target, hook, kind: targets.add(target))
     end_of_serving.install(lambda target, hook, kind: targets.add(target))
-    assert targets | {hooks._PUBLISH} == {*hook_points.HOOKED, *weight_writes.WRITERS}
+    assert targets | {roles._PUBLISH} == {*hook_points.HOOKED, *weight_writes.WRITERS}
 
 
 def test_every_name_that_is_imported_from_sglang_is_listed():
@@ -76,7 +79,7 @@ def test_every_argument_of_sglangs_that_is_read_is_listed():
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("cfg", "given", "self.cfg")
     }
     fields = set(hook_points.ATTRIBUTES["sglang.srt.server_args.ServerArgs"].split())
-    assert {pair for pair in read if pair[0] not in fields} <= {("get", "slot_seam_calls.py")}  # a dict's
+    assert {pair for pair in read if pair[0] not in fields} <= {("get", "slots/seam.py")}  # a dict's
 
 
 def test_this_sglang_has_all_of_it():

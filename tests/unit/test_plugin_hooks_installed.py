@@ -7,7 +7,8 @@ from builders.launch import arguments
 from sglang.srt import runtime_context
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_uvm_offload.plugin import hooks, runtime
+from sglang_uvm_offload.plugin import hooks, roles
+from sglang_uvm_offload.plugin.rank import scheduler_hooks
 
 pytestmark = pytest.mark.sglang
 
@@ -42,13 +43,13 @@ def test_a_hook_goes_around_those_that_are_in_place(registry):
 def test_arguments_that_are_published_twice_install_hooks_once(monkeypatch):
     installed = []
     features, graph = SimpleNamespace(enable_memory_saver=False), SimpleNamespace(enable_torch_compile=True)
-    monkeypatch.setattr(hooks, "config_of", lambda args: "config")
-    monkeypatch.setattr(hooks, "_roles", set())
+    monkeypatch.setattr(roles, "config_of", lambda args: "config")
+    monkeypatch.setattr(roles, "_installed", set())
     monkeypatch.setattr(hooks, "missing", lambda: None)
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
     monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(features=features, graph=graph))
     monkeypatch.setattr(runtime_context, "get_lora", lambda: SimpleNamespace(enable_lora=False))
-    monkeypatch.setattr(runtime, "install", lambda *args, **kwargs: installed.append(kwargs))
+    monkeypatch.setattr(scheduler_hooks, "install", lambda *args, **kwargs: installed.append(kwargs))
     for _ in range(2):
-        hooks._after_publish(None, arguments(), role="scheduler")
+        roles._after_publish(None, arguments(), role="scheduler")
     assert installed == [{"adapters": False, "memory_saver": False, "compiled": True}]

@@ -14,8 +14,8 @@ from fastapi.testclient import TestClient
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_uvm_offload import __version__
-from sglang_uvm_offload.plugin import actions, http_routes
-from sglang_uvm_offload.plugin.actions import Action
+from sglang_uvm_offload.plugin.operate import actions, http_routes
+from sglang_uvm_offload.plugin.operate.actions import Action
 from sglang_uvm_offload.residency.status import SaveStatus
 
 pytestmark = pytest.mark.sglang

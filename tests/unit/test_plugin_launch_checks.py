@@ -15,16 +15,11 @@ from paths import direct, link_to_the_folder, symbolic_link, with_dots
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cuda.build import BuildFailure
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.plugin import (
-    combinations,
-    compat,
-    devices,
-    launch_checks,
-    output_files,
-    profiles,
-    recording,
-)
-from sglang_uvm_offload.plugin.routing_formats import RoutingFormat
+from sglang_uvm_offload.plugin import compat
+from sglang_uvm_offload.plugin.checks import combinations, launch_checks
+from sglang_uvm_offload.plugin.launch import devices, output_files
+from sglang_uvm_offload.plugin.launch.routing_formats import RoutingFormat
+from sglang_uvm_offload.plugin.rank import profile_saver, recording
 from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.routing.trace import Trace
 
@@ -112,7 +107,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model").mkdir()
     group = SimpleNamespace(rank_in_group=0)
     parallel = SimpleNamespace(tp_rank=0, pp_rank=0, dp_rank=0, attn_dp_enabled=False, moe_tp_group=group, nnodes=1)
-    for module in (profiles, recording):
+    for module in (profile_saver, recording):
         monkeypatch.setattr(module, "get_parallel", lambda: parallel)
         monkeypatch.setattr(module, "get_server_args", lambda: models(tmp_path / "model"))
     monkeypatch.setattr(compat, "get_parallel", lambda: parallel)
@@ -143,10 +138,10 @@ def test_a_rank_saves_no_profile_in_the_models_folder(rank: Path, caplog: pytest
     manager = SimpleNamespace(
         config=parse({"num_resident": 4, "save_profile": str(path)}),
         target=SimpleNamespace(layers=layers),
-        profile=None,
+        placement=SimpleNamespace(profile=None),
         logical_routing=lambda wait: profile.seen,
     )
-    saver = profiles.profile_saver(manager, profile.model)  # type: ignore[arg-type]
+    saver = profile_saver.profile_saver(manager, profile.model)  # type: ignore[arg-type]
     assert saver is not None
     path.symlink_to(rank / "p.npz")
     saver.finish()

@@ -8,7 +8,7 @@ import pytest
 from builders.launch import arguments
 
 from sglang_uvm_offload.plugin.doctor import Launch
-from sglang_uvm_offload.plugin.local_checkpoint import unreadable
+from sglang_uvm_offload.plugin.launch.local_checkpoint import unreadable
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 
 pytestmark = pytest.mark.sglang

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.since("0.5.21", "models are built by functions that it 
 
 @pytest.fixture
 def _on_meta() -> Iterator[None]:
-    from sglang_uvm_offload.plugin.meta_build import _OnMeta
+    from sglang_uvm_offload.plugin.meta.build import _OnMeta
 
     with torch.device("meta"), _OnMeta():
         yield

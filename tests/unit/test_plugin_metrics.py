@@ -9,7 +9,7 @@ from builders.managers import LAYERS, Rank, config
 from prometheus_client import CollectorRegistry
 
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.plugin.metrics import Metrics
+from sglang_uvm_offload.plugin.operate.metrics import Metrics
 
 pytestmark = pytest.mark.sglang
 
@@ -104,7 +104,7 @@ def test_an_operator_sees_bytes_pauses_and_faults(served):
     assert sample("resident_bytes") == 3 * 3 * PAGE_BYTES
     assert sample("offloaded_bytes") == 3 * 5 * PAGE_BYTES
     rank.manager.pause()
-    rank.manager.fault = "a test"
+    rank.manager.worker.fault = "a test"
     metrics.publish()
     assert (sample("paused"), sample("fault", of="moving")) == (1, 1)
     rank.manager.resume()

@@ -16,8 +16,9 @@ from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 from sglang.srt.runtime_context import create_context, use_context
 from sglang.srt.server_args import ServerArgs
 
-from sglang_uvm_offload.plugin import doctor, moe_tiles
-from sglang_uvm_offload.plugin.moe_tiles import Experts, narrow_tiles
+from sglang_uvm_offload.plugin import doctor
+from sglang_uvm_offload.plugin.checks import moe_tiles
+from sglang_uvm_offload.plugin.checks.moe_tiles import Experts, narrow_tiles
 
 pytestmark = pytest.mark.sglang
 

@@ -11,7 +11,7 @@ from builders.managers import Rank, config
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
 from sglang_uvm_offload.plugin import enforce
-from sglang_uvm_offload.plugin.online_updates import UPDATES, OnlineUpdates
+from sglang_uvm_offload.plugin.rank.online_updates import UPDATES, OnlineUpdates
 
 pytestmark = pytest.mark.sglang
 

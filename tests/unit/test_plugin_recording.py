@@ -10,7 +10,7 @@ from builders.locations import located
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.plugin.recording import Recording
+from sglang_uvm_offload.plugin.rank.recording import Recording
 from sglang_uvm_offload.routing.recorder import Recorder
 
 pytestmark = pytest.mark.sglang

@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import ServerArgs
 
 from sglang_uvm_offload.config import OffloadConfig, parse
-from sglang_uvm_offload.plugin.routing_formats import _ELSE, COUNTED_RUNNERS, RoutingFormat, Shown, routing_format
+from sglang_uvm_offload.plugin.launch.routing_formats import _ELSE, COUNTED_RUNNERS, RoutingFormat, Shown, routing_format
 
 pytestmark = pytest.mark.sglang
 

@@ -9,18 +9,18 @@ import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_uvm_offload.config import parse
-from sglang_uvm_offload.plugin import runtime
+from sglang_uvm_offload.plugin.rank import scheduler_hooks
 from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase
 
 pytestmark = pytest.mark.sglang
 
 
 def step(monkeypatch, mode, own, everywhere=None, extends=False, a2a="none"):
-    monkeypatch.setattr(runtime, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: a2a == "none"))
+    monkeypatch.setattr(scheduler_hooks, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: a2a == "none"))
     batch = SimpleNamespace(
         forward_mode=mode, input_ids=[0] * own, global_num_tokens_cpu=everywhere, is_extend_in_batch=extends
     )
-    return runtime._step_of(batch)
+    return scheduler_hooks._step_of(batch)
 
 
 @pytest.mark.parametrize(
@@ -68,15 +68,15 @@ def test_experts_that_are_sent_tokens_count_them_though_their_rank_has_none(monk
 )
 def test_requests_of_a_prefill_end_where_their_rows_do(lengths, everywhere, ends):
     batch = SimpleNamespace(input_ids=[0] * 9, extend_seq_lens_cpu=lengths, global_num_tokens_cpu=everywhere)
-    assert runtime._ends(batch) == ends
+    assert scheduler_hooks._ends(batch) == ends
 
 
 def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
     hooks = []
-    runtime.install(parse({"num_resident": 1, "slots": 2}), lambda target, hook, kind: hooks.append(hook))
+    scheduler_hooks.install(parse({"num_resident": 1, "slots": 2}), lambda target, hook, kind: hooks.append(hook))
     rank = hooks[0].__self__
     slots = SimpleNamespace(at=lambda address: None, slot_of=lambda row: None)
-    monkeypatch.setattr(runtime, "make_slots", lambda model: slots)
+    monkeypatch.setattr(scheduler_hooks, "make_slots", lambda model: slots)
     rank._begin_slots(None)
     assert rank.slots is rank.layer_hooks.slots is slots
     streamer = rank.layer_hooks.streamer = SimpleNamespace()
@@ -88,8 +88,8 @@ def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
 def test_a_step_that_a_graph_of_drafts_replays_counts_the_rows_before_the_padding(monkeypatch, everywhere, rows):
     """Gathered, padding may be anywhere."""
     steps = []
-    rank = runtime._RankHooks(parse({"num_resident": "4", "draft_num_resident": 2}))
-    monkeypatch.setattr(runtime, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: True))
+    rank = scheduler_hooks._RankHooks(parse({"num_resident": "4", "draft_num_resident": 2}))
+    monkeypatch.setattr(scheduler_hooks, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: True))
     rank.manager = SimpleNamespace(
         begin_step=lambda model, rows, tokens, phase: steps.append((model, rows, phase)), end_step=steps.append
     )

@@ -21,8 +21,8 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.runtime_context import override_platform
 
 from sglang_uvm_offload.config import parse
-from sglang_uvm_offload.plugin import combinations
-from sglang_uvm_offload.plugin.slot_runners import ALWAYS_TRITON, MARLIN, RUNNERS, no_slots, no_slots_in
+from sglang_uvm_offload.plugin.checks import combinations
+from sglang_uvm_offload.plugin.slots.runners import ALWAYS_TRITON, MARLIN, RUNNERS, no_slots, no_slots_in
 
 pytestmark = pytest.mark.sglang
 

@@ -11,7 +11,7 @@ import torch
 from sglang.kernels.ops.moe import fused_moe_triton_kernels as kernels
 
 from sglang_uvm_offload.memory.slots import Rows, SlotLayer
-from sglang_uvm_offload.plugin.slot_seam import SlotSeam
+from sglang_uvm_offload.plugin.slots.triton import SlotSeam
 from sglang_uvm_offload.slots.model import LayerSlots
 
 pytestmark = pytest.mark.sglang

@@ -30,9 +30,9 @@ from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.slots import CpuSlots
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.slots import Rows, SlotLayer
-from sglang_uvm_offload.plugin.fused_moe import _EXPERTS, LayerHooks
-from sglang_uvm_offload.plugin.slot_runners import no_slots_in
-from sglang_uvm_offload.plugin.slot_seam_deep_gemm import DeepGemmSlotSeam
+from sglang_uvm_offload.plugin.rank.fused_moe import _EXPERTS, LayerHooks
+from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
+from sglang_uvm_offload.plugin.slots.runners import no_slots_in
 from sglang_uvm_offload.policy.slots import WHOLE
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.routing.counts import Phase

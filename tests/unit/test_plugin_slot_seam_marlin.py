@@ -36,13 +36,13 @@ from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.slots import CpuSlots
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.slots import Rows, SlotLayer
-from sglang_uvm_offload.plugin import runtime
-from sglang_uvm_offload.plugin.fused_moe import _EXPERTS, LayerHooks
-from sglang_uvm_offload.plugin.slot_runners import no_slots_in
-from sglang_uvm_offload.plugin.slot_seam import SlotSeam
-from sglang_uvm_offload.plugin.slot_seam_calls import Seam
-from sglang_uvm_offload.plugin.slot_seam_deep_gemm import DeepGemmSlotSeam
-from sglang_uvm_offload.plugin.slot_seam_marlin import _GEMM_FIRST, MarlinSlotSeam
+from sglang_uvm_offload.plugin.rank import scheduler_hooks
+from sglang_uvm_offload.plugin.rank.fused_moe import _EXPERTS, LayerHooks
+from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
+from sglang_uvm_offload.plugin.slots.marlin import _GEMM_FIRST, MarlinSlotSeam
+from sglang_uvm_offload.plugin.slots.runners import no_slots_in
+from sglang_uvm_offload.plugin.slots.seam import Seam
+from sglang_uvm_offload.plugin.slots.triton import SlotSeam
 from sglang_uvm_offload.policy.slots import WHOLE
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.routing.counts import Phase
@@ -430,11 +430,11 @@ def test_a_caller_that_names_fewer_tensors_is_read_in_place(bench):
 
 def test_all_runners_are_followed_where_there_are_slots(monkeypatch):
     hooks = []
-    runtime.install(parse({"num_resident": 1, "slots": S}), lambda target, hook, kind: hooks.append(hook))
+    scheduler_hooks.install(parse({"num_resident": 1, "slots": S}), lambda target, hook, kind: hooks.append(hook))
     seams = {hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), Seam)}
     assert {type(each) for each in seams} == {SlotSeam, MarlinSlotSeam, DeepGemmSlotSeam}
     slots = SimpleNamespace(at=lambda address: None)
-    monkeypatch.setattr(runtime, "make_slots", lambda model: slots)
+    monkeypatch.setattr(scheduler_hooks, "make_slots", lambda model: slots)
     hooks[0].__self__._begin_slots(None)
     assert {each.find for each in seams} == {slots.at}
 

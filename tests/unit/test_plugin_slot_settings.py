@@ -7,7 +7,7 @@ from builders.launch import launch
 
 from sglang_uvm_offload.config import UNRESOLVED, parse
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.plugin import slot_settings
+from sglang_uvm_offload.plugin.checks import slot_settings
 
 pytestmark = pytest.mark.sglang
 

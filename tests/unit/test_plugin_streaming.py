@@ -19,8 +19,9 @@ from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import MemoryInfo
-from sglang_uvm_offload.plugin import runtime, stream_settings
-from sglang_uvm_offload.plugin.streaming import make_streamer, room_in_vram
+from sglang_uvm_offload.plugin.launch import stream_settings
+from sglang_uvm_offload.plugin.rank import scheduler_hooks
+from sglang_uvm_offload.plugin.rank.stream_buffers import make_streamer, room_in_vram
 from sglang_uvm_offload.routing.counts import Phase
 
 pytestmark = pytest.mark.sglang
@@ -122,7 +123,7 @@ def test_graphs_stay_where_nothing_they_replay_would_stream():
 )
 def test_a_step_streams_only_if_no_graph_replays_it(phase, requests, captured, eager):
     runner, batch = SimpleNamespace(decode_cuda_graph_capture_bs=captured), SimpleNamespace(batch_size=requests)
-    assert runtime._is_eager(runner, batch, phase) == eager
+    assert scheduler_hooks._is_eager(runner, batch, phase) == eager
 
 
 # ---- buffers ----

@@ -15,9 +15,10 @@ from builders.profiles import some
 
 from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cuda.device import DriverError
-from sglang_uvm_offload.plugin import auto_resident, expert_bytes, vram_check
-from sglang_uvm_offload.plugin.planned_launch import Rank
-from sglang_uvm_offload.plugin.vram_check import shortages
+from sglang_uvm_offload.plugin.checks import vram_check
+from sglang_uvm_offload.plugin.checks.vram_check import shortages
+from sglang_uvm_offload.plugin.launch import auto_resident, expert_bytes
+from sglang_uvm_offload.plugin.launch.planned_launch import Rank
 from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.launch import Launch

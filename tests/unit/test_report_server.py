@@ -18,7 +18,7 @@ from builders.reports import FAULT, info, replayed, result, stepped, words
 from sglang_uvm_offload import __version__
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.plugin.recording import Recording
+from sglang_uvm_offload.plugin.rank.recording import Recording
 from sglang_uvm_offload.report import replay_report as replay_module
 from sglang_uvm_offload.report import server_report as module
 from sglang_uvm_offload.report.replay_report import replay_report

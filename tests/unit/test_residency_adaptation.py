@@ -19,7 +19,7 @@ from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError
 from sglang_uvm_offload.policy.forecast import TUNING
-from sglang_uvm_offload.residency import background
+from sglang_uvm_offload.residency import adaptation, worker
 from sglang_uvm_offload.residency import manager as manager_module
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
 from sglang_uvm_offload.residency.manager import OffloadManager
@@ -118,8 +118,8 @@ def test_moves_wait_while_the_link_has_no_time_for_them():
 def test_what_is_promoted_is_bounded_over_time_and_experts_larger_than_a_step_affords_are_promoted_too(monkeypatch):
     step_seconds = 0.01
     rate = 0.2 * PAGE_BYTES / step_seconds  # an expert in five steps
-    monkeypatch.setattr(background, "MOVE_BYTES_PER_S", rate)
-    monkeypatch.setattr(background, "BURST_SECONDS", step_seconds)
+    monkeypatch.setattr(adaptation, "MOVE_BYTES_PER_S", rate)
+    monkeypatch.setattr(adaptation, "BURST_SECONDS", step_seconds)
     seconds = count()
     rank = following(clock=lambda: next(seconds) * step_seconds)
     moved = []
@@ -172,9 +172,11 @@ def test_a_fault_stops_moving_and_not_serving(caplog):
 def test_a_rank_with_a_fault_still_agrees_with_its_peers_and_moves_nothing():
     rank = following()
     asked = []
-    rank.manager.broadcast_decision = lambda decide: (asked.append(1), decide())[1]
-    rank.manager.fault = "injected"
-    rank.manager.background.collect_and_submit = lambda *asked, **more: pytest.fail("its peers would follow what it cannot")
+    rank.manager.residents.broadcast_decision = lambda decide: (asked.append(1), decide())[1]
+    rank.manager.worker.fault = "injected"
+    rank.manager.residents.adaptation.collect_and_submit = lambda *asked, **more: pytest.fail(
+        "its peers would follow what it cannot"
+    )
     serve(rank, [[5, 6, 7]], 40 * INTERVAL_STEPS)
     assert len(asked) == 40
     assert rank.resident() == [[0, 1, 2]] * LAYERS
@@ -214,10 +216,11 @@ def polls_until(ids, history: RoutingCounts | None) -> int:
     """How often adaptation looks at traffic on the experts ``ids`` until it wants them resident."""
     rank = following()
     start, resident = hot(ids, 1000), rank.model.resident_extents()
-    adaptation = Adaptation(rank.model, start, [] if history is None else [history])
+    past = [] if history is None else [history]
+    follows = Adaptation(rank.model, start, past, clock=seconds_pass(), executor=worker.ThisThread())
     for look in range(1, 500):
         now = hot(ids, 1000 + look * INTERVAL_STEPS)
-        wanted = adaptation.decide(now, resident, np.inf)
+        wanted = follows.decide(now, resident, np.inf)
         if wanted is not None and wanted.reshape(LAYERS, E)[:, ids].all():
             return look
     raise AssertionError("it never does")
@@ -233,8 +236,9 @@ def test_a_profile_tells_what_is_hot_and_live_traffic_overrules_it():
 def test_a_profile_of_another_shape_is_refused():
     rank = following()
     start = hot([0], 0)
+    past = RoutingCounts(np.zeros((LAYERS, 2, 2, E + 1), dtype=np.int64), (0, 0))
     with pytest.raises(ValueError, match="activations"):
-        Adaptation(rank.model, start, [RoutingCounts(np.zeros((LAYERS, 2, 2, E + 1), dtype=np.int64), (0, 0))])
+        Adaptation(rank.model, start, [past], clock=seconds_pass(), executor=worker.ThisThread())
 
 
 class Later(Executor):
@@ -269,7 +273,7 @@ class TestDecisionsBesideTheSteps:
             before = rank.resident()
             serve(rank, [[5, 6, 7]], 10 * INTERVAL_STEPS)
             assert rank.resident() == before, "a move on the thread that launches steps"
-            assert len(later.tasks) == 1 + rank.manager.moving
+            assert len(later.tasks) == 1 + rank.manager.worker.moving
             later.run()
         assert rank.resident() == [[5, 6, 7]] * LAYERS
 
@@ -283,10 +287,10 @@ class TestDecisionsBesideTheSteps:
                 later.run()
         stale = np.zeros((LAYERS, E), dtype=bool)
         stale[:, [4, 5, 6]] = True
-        rank.manager.background._next = Future()
-        rank.manager.background._next.set_result(stale.ravel())
+        rank.manager.residents.adaptation._next = Future()
+        rank.manager.residents.adaptation._next.set_result(stale.ravel())
         serve(rank, [[1, 2, 3]], 2 * INTERVAL_STEPS)
-        assert rank.manager.warm
+        assert rank.manager.chooser.warm
         assert rank_status(rank.manager).moving
         later.run()
         assert not rank_status(rank.manager).moving
@@ -295,18 +299,18 @@ class TestDecisionsBesideTheSteps:
     def test_an_error_of_a_decision_that_is_dropped_is_shown(self):
         later = Later()
         rank = Rank(config(adapt="continuous", warmup_tokens=2 * INTERVAL_STEPS), clock=seconds_pass(), executor=later)
-        rank.manager.background.adaptation.decide = lambda *seen: 1 / 0
+        rank.manager.residents.adaptation.decide = lambda *seen: 1 / 0
         serve(rank, [[1, 2, 3]], 3 * INTERVAL_STEPS)
-        assert rank.manager.warm
+        assert rank.manager.chooser.warm
         assert rank.manager.fault is None
         later.run()
         serve(rank, [[1, 2, 3]], INTERVAL_STEPS)
         assert rank.manager.fault == "choosing residents failed: ZeroDivisionError: division by zero"
 
-    def test_an_error_while_following_replaced_tensors_is_shown(self):
+    def test_an_error_while_following_replaced_tensors_is_shown(self, monkeypatch):
         rank = following()
-        rank.manager.background.adaptation.follow = lambda model: 1 / 0
-        rank.manager.background.follow(rank.model)
+        monkeypatch.setattr(adaptation, "_budget_of", lambda model: 1 / 0)
+        rank.manager.residents.adaptation.follow(rank.model)
         serve(rank, [[1, 2, 3]], 2 * INTERVAL_STEPS)
         assert rank.manager.fault == "choosing residents failed: ZeroDivisionError: division by zero"
 
@@ -314,16 +318,16 @@ class TestDecisionsBesideTheSteps:
         later = Later()
         rank = following(executor=later)
         asked = []
-        decide = rank.manager.background.adaptation.decide
+        decide = rank.manager.residents.adaptation.decide
 
         def wanted(counts, resident, max_bytes):
             asked.append(resident)
             return decide(counts, resident, max_bytes)
 
-        rank.manager.background.adaptation.decide = wanted
+        rank.manager.residents.adaptation.decide = wanted
         for _ in range(200):
             serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
-            served = rank.manager._next_resident
+            served = rank.manager.residents.next
             later.run()
             assert (asked[-1] == served).all()
         assert rank.resident() == [[5, 6, 7]] * LAYERS
@@ -332,8 +336,8 @@ class TestDecisionsBesideTheSteps:
         later = Later()
         rank = following(executor=later)
         answers = []
-        rank.manager.broadcast_decision = lambda decide: answers.append(decide()) or answers[-1]
-        rank.manager.background.adaptation.decide = lambda *seen: 1 / 0
+        rank.manager.residents.broadcast_decision = lambda decide: answers.append(decide()) or answers[-1]
+        rank.manager.residents.adaptation.decide = lambda *seen: 1 / 0
         serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
         later.run()
         serve(rank, [[5, 6, 7]], 20 * INTERVAL_STEPS)
@@ -348,12 +352,12 @@ class TestDecisionsBesideTheSteps:
         later = Later()
         rank = following(executor=later)
         if part == "deciding":
-            rank.manager.background.adaptation.decide = lambda *seen: sys.exit("gone")
+            rank.manager.residents.adaptation.decide = lambda *seen: sys.exit("gone")
         elif part == "moving":
             rank.manager.mover.move = lambda *wanted: sys.exit("gone")
         else:
             monkeypatch.setattr(rank.manager.memory, "in_vram", lambda blocks: sys.exit("gone"))
-            rank.manager.look_for_evictions()
+            rank.manager.check_for_evictions()
         for _ in range(40):
             serve(rank, [[5, 6, 7]], 4 * INTERVAL_STEPS)
             later.run()
@@ -365,23 +369,23 @@ class TestDecisionsBesideTheSteps:
     def test_a_thread_that_hangs_is_shown_once_and_does_not_hold_up_an_update_of_the_weights(self, caplog, monkeypatch):
         now = [0.0]
         rank = following(executor=Later(), clock=lambda: now[0])  # runs nothing
-        rank.manager.look_for_evictions()
+        rank.manager.check_for_evictions()
         now[0] = manager_module.STUCK_SECONDS
         rank.manager.poll_if_due()
         assert rank.manager.fault is None
         for _ in range(3):
-            now[0] += manager_module.LOOK_SECONDS
+            now[0] += manager_module.CHECK_SECONDS
             rank.manager.poll_if_due()
         assert rank_status(rank.manager).fault.endswith("a call to the driver has not returned in 600 s")
         assert caplog.text.count("adapting stopped") == 1
-        monkeypatch.setattr(manager_module, "STUCK_SECONDS", 0.01)
+        monkeypatch.setattr(worker, "STUCK_SECONDS", 0.01)
         with pytest.raises(TimeoutError, match="moves of experts have not ended in"):
             rank.manager.wait_for_moves()
 
     def test_what_is_decided_on_the_steps_up_to_one_look_is_taken_at_the_next(self):
         rank = following()
         decided = []
-        decide = rank.manager.background.adaptation.decide
+        decide = rank.manager.residents.adaptation.decide
 
         def wanted(counts, *more):
             after = decide(counts, *more)
@@ -389,7 +393,7 @@ class TestDecisionsBesideTheSteps:
                 decided.append((counts.steps[Phase.DECODE], rank.manager.steps))
             return after
 
-        rank.manager.background.adaptation.decide = wanted
+        rank.manager.residents.adaptation.decide = wanted
         while not decided:
             serve(rank, [[5, 6, 7]], 1)
             assert rank.resident() == [[0, 1, 2]] * LAYERS
@@ -401,7 +405,7 @@ class TestDecisionsBesideTheSteps:
 
 def test_a_profile_seeds_what_follows_the_traffic(monkeypatch):
     given = []
-    monkeypatch.setattr(manager_module, "Adaptation", lambda *args: given.append(args[2]) or Adaptation(*args))
+    monkeypatch.setattr(manager_module, "Adaptation", lambda *args, **more: given.append(args[2]) or Adaptation(*args, **more))
     profile = profile_of([[7, 5, 3], [0, 6, 4], [1, 2, 7]])
     Rank(config(adapt="continuous", profile="p"), profile=profile)
     Rank(config(adapt="continuous", profile="p", num_resident=2), profile=profile, ep_rank=1, ep_size=2)
@@ -433,7 +437,7 @@ class TestPrefetch:
     @pytest.mark.parametrize(("prefetch", "directions"), [("frequency", 0), ("speculative", TUNING.directions)])
     def test_only_speculative_prefetching_learns_what_is_used_together(self, prefetch, directions):
         rank = Rank(config(resident_selection="first_n", prefetch=prefetch), clock=seconds_pass())
-        assert rank.manager.background.adaptation._policy._forecast._tuning.directions == directions
+        assert rank.manager.residents.adaptation._policy._forecast._tuning.directions == directions
         serve(rank, [[5, 6, 7]], 60 * INTERVAL_STEPS)
         assert rank.resident() == [[5, 6, 7]] * LAYERS
 

@@ -35,7 +35,7 @@ class Watched(Rank):
         self.memory.allocate_plain(evict, "KV cache")
 
     def look(self) -> int | None:
-        self.now += manager.LOOK_SECONDS
+        self.now += manager.CHECK_SECONDS
         self.manager.poll_if_due()
         return self.manager.evictions.evicted_bytes
 
@@ -117,7 +117,7 @@ def test_in_a_large_sample_a_small_share_is_taken_for_chance():
     layers = Rank(config(num_resident=8), expert_bytes=64 * PAGE_BYTES).model.layers  # 1536 blocks
     for missing, seen in ((7, False), (8, True)):
         watch = evictions.Evictions(Evicts(layers, missing), 1.0)
-        watch.look(layers)
+        watch.check(layers)
         assert bool(watch.evicted_bytes) == seen
 
 
@@ -125,7 +125,7 @@ def test_a_look_ends_once_it_has_found_some_missing_because_it_brings_each_back(
     layers = Rank(config(num_resident=8), expert_bytes=64 * PAGE_BYTES).model.layers
     memory = Evicts(layers, missing=1536)
     watch = evictions.Evictions(memory, 1.0)
-    watch.look(layers)
+    watch.check(layers)
     assert watch.evicted_bytes == 1536 * PAGE_BYTES
     assert len(memory.asked) == evictions.FIRST_BLOCKS
 
@@ -159,14 +159,14 @@ def test_a_look_is_every_ten_seconds_and_beside_the_steps_and_one_at_a_time():
     rank.manager.poll_if_due()
     assert len(executor.tasks) == 1
     assert rank.manager.evictions.evicted_bytes is None  # the thread that launches steps does not look itself
-    rank.now += manager.LOOK_SECONDS
+    rank.now += manager.CHECK_SECONDS
     rank.manager.poll_if_due()
     assert len(executor.tasks) == 1  # the first is still under way
     future, task, arguments = executor.tasks[0]
     future.set_result(task(*arguments))
     rank.manager.poll_if_due()
     assert len(executor.tasks) == 2
-    rank.now += manager.LOOK_SECONDS / 2
+    rank.now += manager.CHECK_SECONDS / 2
     executor.tasks[1][0].set_result(None)
     rank.manager.poll_if_due()
     assert len(executor.tasks) == 2
@@ -174,7 +174,7 @@ def test_a_look_is_every_ten_seconds_and_beside_the_steps_and_one_at_a_time():
 
 def test_code_that_may_replace_tensors_waits_for_a_look():
     rank = Watched()
-    rank.manager._looking = looking = Future()
+    rank.manager.worker._checking = looking = Future()
     waiting = threading.Thread(target=rank.manager.wait_for_moves)
     waiting.start()
     waiting.join(0.1)

@@ -69,6 +69,6 @@ def test_by_pages_of_64_kib_residents_are_evicted_that_are_taken_for_resident():
 def test_residents_that_would_outgrow_free_vram_are_not_promoted_and_the_reason_is_shown():
     card = FullCard(BLOCK_BYTES)
     everything = np.ones(len(card.rank.model.extents), dtype=bool)
-    card.rank.manager._move(everything, show=False)
+    card.rank.manager.residents.move_to(everything)
     assert "residents would grow by 36.0 MiB, and 0.0 MiB of VRAM is free" in card.rank.manager.fault
     assert card.memory.traffic.to_device_bytes == card.memory.traffic.evicted_bytes == 0

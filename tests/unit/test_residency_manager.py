@@ -58,7 +58,7 @@ def test_after_warmup_the_hot_experts_of_each_layer_are_resident(caplog):
     hot = {0: [[7, 5, 3]] * 4, 1: [[0, 6, 4]] * 4, 2: [[1, 2, 7]] * 4}
     with caplog.at_level(logging.INFO):
         for step in range(11):
-            assert rank.manager.warm == (step > 10)
+            assert rank.manager.chooser.warm == (step > 10)
             rank.step(hot)
     assert rank.resident() == [[3, 5, 7], [0, 4, 6], [1, 2, 7]]
     (line,) = [r.getMessage() for r in caplog.records if "residents chosen" in r.getMessage()]
@@ -143,7 +143,7 @@ def test_all_equal_routing_moves_nothing():
     rank = Rank(config(warmup_tokens=8))
     rank.step([[i] for i in range(E)])
     rank.step([[0]])
-    assert rank.manager.warm
+    assert rank.manager.chooser.warm
     assert rank.resident() == [[0, 1, 2]] * LAYERS
     assert rank.manager.ledger.moves == 0
 
@@ -292,7 +292,7 @@ def test_a_pipeline_stage_without_moe_layers_serves():
     for _ in range(3):
         manager.begin_step(model, 1, 1, Phase.DECODE)
         manager.end_step(model)
-    assert manager.warm
+    assert manager.chooser.warm
     assert rank_status(manager).num_layers == 0
 
 

@@ -111,7 +111,7 @@ def test_residents_that_change_while_counts_are_late_do_not_change_what_was_befo
     peer = np.zeros((LAYERS, 8), dtype=bool)
     peer[:, [5, 6, 7]] = True
     decided = iter([None, None, peer.ravel(), None])
-    rank.manager.broadcast_decision = lambda decide: next(decided)
+    rank.manager.residents.broadcast_decision = lambda decide: next(decided)
     for ids in ([0, 1, 7], [0, 5, 7], [0, 1, 5, 7]):
         rank.step([ids])
     assert rank.resident() == [[5, 6, 7]] * LAYERS

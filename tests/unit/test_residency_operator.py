@@ -141,7 +141,7 @@ def test_where_the_rank_that_decides_has_a_fault_no_rank_moves():
 
     leader = Rank(config(warmup_tokens=10**6), broadcast_decision=first)
     follower = Rank(config(warmup_tokens=10**6), broadcast_decision=lambda decide: decision[-1])
-    leader.manager.fault = "a test"
+    leader.manager.worker.fault = "a test"
     for rank in (leader, follower):
         rank.step([[5, 6, 7]])
         rank.manager.readvise()
@@ -181,7 +181,7 @@ def test_an_operators_choice_is_not_undone_by_what_was_decided_before_it():
     rank = following()
     serve(rank, [1, 2, 3], 100 * INTERVAL_STEPS)
     assert rank.resident() == [[1, 2, 3]] * LAYERS
-    while rank.manager.background._next.result() is None:
+    while rank.manager.residents.adaptation._next.result() is None:
         rank.step([[5, 6, 7]])
     rank.manager.readvise()
     rank.step([[5, 6, 7]])

@@ -23,9 +23,9 @@ def alone(counts):
 
 def rearrange(rank, experts, gather=alone, layers=range(LAYERS)):
     """As a hook of SGLang's updater does."""
-    rank.manager.settle()
+    rank.rearranging.begin()
     located = [rank.located(experts) if index in layers else rank.model.layers[index].location for index in range(LAYERS)]
-    rank.manager.rearranged(located, gather)
+    rank.rearranging.end(located, gather)
     rank.manager.wait_for_moves()
 
 
@@ -115,12 +115,12 @@ class TestResidents:
 
     def test_the_forecast_begins_anew_with_what_was_counted(self, monkeypatch):
         made = []
-        monkeypatch.setattr(manager_module, "Adaptation", lambda *args: made.append(args) or Adaptation(*args))
+        monkeypatch.setattr(manager_module, "Adaptation", lambda *args, **more: made.append(args) or Adaptation(*args, **more))
         rank = Rank(config(adapt="continuous", profile="p"), profile=profile_of([[5, 6, 7]] * LAYERS))
         for _ in range(9):
             rank.step([[1, 2, 3]])
         rearrange(rank, BACKWARDS)
-        _, (_, start, (past, live), _) = made
+        _, (_, start, (past, live)) = made
         assert start.counts[0, Phase.DECODE, ACTIVATIONS].tolist() == [0, 0, 0, 0, 9, 9, 9, 0]
         assert past.counts[0, Phase.DECODE, ACTIVATIONS].tolist() == [100, 100, 100] + [0] * 5
         assert live.counts[0, Phase.DECODE, ACTIVATIONS].tolist() == [0, 0, 0, 0, 9, 9, 9, 0]
@@ -169,7 +169,7 @@ class TestResidents:
         if why == "paused":
             rank.manager.pause()
         else:
-            rank.manager.fault = "the link fell out"
+            rank.manager.worker.fault = "the link fell out"
         rearrange(rank, BACKWARDS)
         assert rank.resident() == [[5, 6, 7]] * LAYERS
         assert decoded(rank)[5] == 9
@@ -199,7 +199,7 @@ def test_a_move_under_way_ends_before_sglang_writes():
     rank, order = Rank(config()), []
     rank.manager.wait_for_moves = lambda: order.append("moves ended")
     rank.manager.observer.catch_up = lambda: order.append("steps counted")
-    rank.manager.settle()
+    rank.rearranging.begin()
     assert order == ["moves ended", "steps counted"]
 
 

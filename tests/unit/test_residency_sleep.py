@@ -135,5 +135,5 @@ def test_residents_follow_the_traffic_again_once_awake():
     rank.manager.wake()
     for _ in range(64):
         rank.step([[5, 6, 7]])
-    assert np.all(rank.manager.target.resident_extents() == rank.manager._next_resident)
+    assert np.all(rank.manager.target.resident_extents() == rank.manager.residents.next)
     assert rank.status()["moves"] > 0

@@ -1,0 +1,85 @@
+"""``--init-expert-location``: what each rank would read before it builds the model, and why it cannot."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import torch
+from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
+
+from sglang_uvm_offload.plugin.checks.named_files import json_of, reason
+
+FLAG = "--init-expert-location"
+MAP, COUNT = "physical_to_logical_map", "logical_count"
+
+
+def problems(cfg: Any, model: Any) -> list[str]:
+    """Why SGLang cannot start from this map. ``cfg``: its resolved arguments; ``model``: its config of the model."""
+    value = cfg.init_expert_location
+    if value == "trivial":
+        return []
+    named = value if len(value) < 200 else f"{value[:60]}..."
+    return [f"{FLAG} {named}: {why}" for why in _why(value, cfg, model)]
+
+
+def _why(value: str, cfg: Any, model: Any) -> list[str]:
+    try:
+        found = _load(value)
+    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        return [reason(error) if value.endswith((".pt", ".json")) else f"is no .pt or .json file, and no JSON: {reason(error)}"]
+    if not isinstance(found, dict) or not {MAP, COUNT} & set(found):
+        return [f"must hold {MAP} or {COUNT}"]
+    if MAP not in found:
+        return _counts(found[COUNT], cfg, model)
+    if more := sorted(set(found) - {MAP}):
+        return [f"beside {MAP} it must hold nothing else, and holds {', '.join(more)}"]
+    return _map(found[MAP], cfg, model)
+
+
+def _load(value: str) -> Any:
+    if value.endswith(".pt"):
+        return torch.load(value, weights_only=True, map_location="cpu")
+    return json_of(value) if value.endswith(".json") else json.loads(value)
+
+
+def _tensor(values: Any) -> torch.Tensor | None:
+    try:
+        return values if isinstance(values, torch.Tensor) else torch.tensor(values)
+    except (ValueError, TypeError, RuntimeError):
+        return None
+
+
+def _map(values: Any, cfg: Any, model: Any) -> list[str]:
+    """A row a decoder layer, dense ones too, with the expert at each place."""
+    places, shape = _tensor(values), ModelConfigForExpertLocation.from_model_config(model)
+    if places is None:
+        return [f"{MAP} must be a table of whole numbers, a row a layer"]
+    if shape is None:  # SGLang does not use the map
+        return []
+    want = shape.num_logical_experts + cfg.ep_num_redundant_experts
+    if places.dim() != 2 or places.is_floating_point():
+        return [f"{MAP} must be a table of whole numbers, a row a layer"]
+    out = []
+    if places.shape[0] < shape.num_layers:
+        out.append(f"{MAP} has {places.shape[0]} rows, and the model has {shape.num_layers} layers")
+    if places.shape[1] != want:
+        redundant = f" and --ep-num-redundant-experts {cfg.ep_num_redundant_experts}" if cfg.ep_num_redundant_experts else ""
+        experts = f"the model has {shape.num_logical_experts} experts a layer{redundant}"
+        out.append(f"{MAP} has {places.shape[1]} places a layer, and {experts}")
+    if places.numel() and (places.min() < 0 or places.max() >= shape.num_logical_experts):
+        out.append(
+            f"{MAP} names experts {places.min()} to {places.max()}, and the model's are 0 to {shape.num_logical_experts - 1}"
+        )
+    return out
+
+
+def _counts(values: Any, cfg: Any, model: Any) -> list[str]:
+    """Tokens by layer and expert, or several such tables."""
+    counts, shape = _tensor(values), ModelConfigForExpertLocation.from_model_config(model)
+    if counts is None or counts.dim() not in (2, 3):
+        return [f"{COUNT} must be a table of numbers by layer and expert"]
+    if shape is not None and counts.shape[-1] != shape.num_logical_experts:
+        return [f"{COUNT} has {counts.shape[-1]} experts a layer, and the model has {shape.num_logical_experts}"]
+    return []

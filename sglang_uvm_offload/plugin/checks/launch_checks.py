@@ -1,0 +1,161 @@
+"""Checks of a launch against this SGLang and this model: every problem, found before anything loads."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.utils import get_device_memory_capacity
+
+from sglang_uvm_offload.config import AUTO, OffloadConfig
+from sglang_uvm_offload.flags import PREFIX, FlagError, flag_name
+from sglang_uvm_offload.plugin import compat
+from sglang_uvm_offload.plugin.checks import combinations, front_doors, slot_settings, start_checks, tracing, vram_check
+from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
+from sglang_uvm_offload.plugin.launch import auto_resident, devices, draft_source, expert_bytes, output_files, stream_settings
+from sglang_uvm_offload.plugin.launch.local_checkpoint import damage
+from sglang_uvm_offload.plugin.launch.profiles import chosen_profile
+from sglang_uvm_offload.plugin.launch.routing_formats import RoutingFormat, routing_format
+from sglang_uvm_offload.routing.profile import Profile
+from sglang_uvm_offload.sizing.moe_shape import stated_experts
+
+logger = logging.getLogger(__name__)
+
+_N = flag_name("num_resident")
+
+DIRECT_KERNEL_MODELS = {
+    "AfmoeForCausalLM",
+    "BeamForCausalLM",
+    "DbrxForCausalLM",
+    "DeepseekForCausalLM",
+    "InklingForConditionalGeneration",
+    "MuseSparkForConditionalGeneration",
+    "QuantMixtralForCausalLM",
+    "UnlimitedOCRForCausalLM",
+    "XverseMoeForCausalLM",
+}
+"""Architectures whose code computes experts itself: it builds no ``FusedMoE`` layer, or passes that layer's weights to kernels,
+where nothing counts. A test compares them with what all of SGLang's models reach; what it cannot tell (a language model that
+the config chooses) ends the launch once it is built, before its weights are read (``built_model``)."""
+
+
+@dataclass(frozen=True)
+class CheckedLaunch:
+    """A launch that can be served."""
+
+    config: OffloadConfig
+    settings: dict[str, Any]
+    """SGLang's arguments that offloading sets, by field."""
+
+
+def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
+    """``config`` with ``auto`` resolved to a number and a backend, and a new launch id. Raises ``FlagError`` with every reason
+    why ``server_args`` cannot be served with offloading."""
+    cfg, model = resolving_view(server_args), model_config_of(server_args)
+    routing = routing_format(cfg, model, compat.as_given(server_args).moe_runner_backend)
+    problems = [
+        *combinations.problems(config, cfg),
+        *combinations.format_problems(cfg, model),
+        *compat.problems(cfg),
+        *devices.problems(config, cfg),
+        *tracing.problems(config, cfg),
+        *output_files.problems(config, server_args),
+        *routing.problems(config),
+        *start_checks.problems(cfg, model),
+        *(damaged := damage(cfg)),
+    ]
+    num_experts, reasons = _experts(config, model, dense=expert_bytes.is_dense(cfg, model))
+    redundant = cfg.ep_num_redundant_experts
+    problems += reasons + draft_source.problems(config, cfg, num_experts)
+    profile: Profile | None = None
+    with _listed(problems):
+        profile = chosen_profile(config, model)
+    settings: dict[str, Any] = {}
+    was_auto, slots = config.auto, config.slots
+    with _listed(problems):
+        settings |= _headroom(config, cfg)
+    with _listed(problems):
+        config = slot_settings.possible(config, cfg, model)
+    if num_experts is not None and not damaged:
+        config, reasons = vram_check.checked(config, server_args)
+        problems += reasons
+        with _listed(problems):
+            config = auto_resident.resolved(config, server_args, profile)
+            problems += config.expert_problems(num_experts, redundant)
+    if problems:
+        raise FlagError(problems)
+    assert num_experts is not None
+    config = stream_settings.resolved(config, num_experts + redundant, model.hf_text_config)
+    settings |= stream_settings.graph_settings(config, cfg)
+    settings |= _autotuning(cfg, routing)
+    if was_auto:
+        settings[f"{PREFIX}num_resident"] = str(config.num_resident)
+    if config.slots != slots:
+        settings[f"{PREFIX}slots"] = str(config.slots)
+    for line in (*combinations.ignored(server_args), *front_doors.lacking(cfg)):
+        logger.warning("%s", line)
+    for line in (*expert_bytes.conversions(cfg, model), *expert_bytes.crowded_nodes(config, server_args)):
+        logger.warning("Expert offload: %s", line)
+    if not routing.counted:
+        logger.warning("Expert offload: the hit rate is not counted: %s", routing.reason)
+    backend = config.backend if config.backend != "auto" else "uvm" if cfg.device == "cuda" else "emulated"
+    return CheckedLaunch(dataclasses.replace(config, backend=backend, launch_id=uuid.uuid4().hex), settings)
+
+
+@contextlib.contextmanager
+def _listed(problems: list[str]) -> Iterator[None]:
+    """Adds those of a ``FlagError`` to ``problems``, and goes on behind the block."""
+    try:
+        yield
+    except FlagError as error:
+        problems += error.problems
+
+
+def _experts(config: OffloadConfig, model: Any, dense: bool = False) -> tuple[int | None, list[str]]:
+    """The routed experts per layer that the model's config states, None without any; and why they cannot be served. ``dense``:
+    its checkpoint has none, whatever its class of configs has by default."""
+    architectures = set(model.hf_config.architectures or [])
+    out = [
+        f"{name}: this model's code computes experts without SGLang's FusedMoE layer, so {_N} cannot serve it"
+        for name in sorted(architectures & DIRECT_KERNEL_MODELS)
+    ]
+    num_experts = None if dense else stated_experts(model.hf_text_config)
+    if num_experts is None and not out:
+        given = AUTO if config.auto else config.num_resident
+        out.append(f"{_N} {given}: the model ({', '.join(sorted(architectures))}) has no routed experts")
+    return num_experts, out
+
+
+def fraction_with_headroom(config: OffloadConfig, cfg: Any) -> float | None:
+    """``mem_fraction_static`` less the headroom, None for no change (a CPU has no VRAM)."""
+    capacity_mib = get_device_memory_capacity(cfg.device) if cfg.device == "cuda" else None
+    if not capacity_mib or not config.headroom_gb or cfg.mem_fraction_static is None:
+        return None
+    fraction = cfg.mem_fraction_static - config.headroom_gb * 1024 / capacity_mib
+    if fraction <= 0:
+        raise FlagError(
+            [
+                f"{flag_name('headroom_gb')} {config.headroom_gb}: leaves nothing of --mem-fraction-static "
+                f"{cfg.mem_fraction_static} on a GPU of {capacity_mib / 1024:.1f} GiB"
+            ]
+        )
+    return fraction
+
+
+def _headroom(config: OffloadConfig, cfg: Any) -> dict[str, Any]:
+    fraction = fraction_with_headroom(config, cfg)
+    return {} if fraction is None else {"mem_fraction_static": fraction}
+
+
+def _autotuning(cfg: Any, routing: RoutingFormat) -> dict[str, Any]:
+    """FlashInfer's autotuning runs each tactic of its MoE kernels at start. It would time the link to the offloaded experts."""
+    runners = (routing.runner, cfg.speculative_moe_runner_backend or "")
+    if cfg.device != "cuda" or cfg.disable_flashinfer_autotune or not any(name.startswith("flashinfer") for name in runners):
+        return {}
+    logger.info("Expert offload: sets --disable-flashinfer-autotune: tactics would be timed over PCIe, at offloaded experts")
+    return {"disable_flashinfer_autotune": True}

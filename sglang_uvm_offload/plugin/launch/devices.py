@@ -1,0 +1,44 @@
+"""The devices of a launch on this machine, and why experts cannot lie there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.plugin.launch.planned_launch import ranks
+
+
+def local_gpus(cfg: Any) -> list[int]:
+    """The GPUs of the ranks on this machine."""
+    return sorted({rank.gpu for rank in ranks(cfg)})
+
+
+def problems(config: OffloadConfig, cfg: Any) -> list[str]:
+    """Why the devices of ``cfg`` (SGLang's resolved arguments) cannot serve with ``config``."""
+    out = []
+    if cfg.device not in ("cuda", "cpu"):
+        out.append(f"--device {cfg.device}: must be cuda or cpu for expert offloading")
+    if config.backend == "uvm" and cfg.device == "cpu":
+        out.append(f"{flag_name('backend')} uvm: needs a CUDA device, not --device cpu")
+    if config.backend == "emulated" and cfg.device == "cuda":
+        out.append(f"{flag_name('backend')} emulated: needs --device cpu; on cuda use uvm or auto")
+    return out + (gpu_problems(local_gpus(cfg)) if cfg.device == "cuda" else [])
+
+
+def gpu_problems(gpus: list[int]) -> list[str]:
+    """Why ``gpus`` cannot keep experts in unified memory, or the library for them cannot be built. A problem of the driver
+    concerns all of them, and is listed once."""
+    from sglang_uvm_offload.cuda.build import BuildFailure, build
+    from sglang_uvm_offload.cuda.canary import canary_problems
+    from sglang_uvm_offload.cuda.device import device_arch, device_problems
+
+    problems = dict.fromkeys(problem for gpu in gpus for problem in device_problems(gpu))
+    if found := list(problems) or canary_problems(tuple(gpus)):
+        return found
+    try:
+        for arch in {device_arch(gpu) for gpu in gpus}:
+            build(arch)
+    except BuildFailure as failure:
+        return [str(failure)]
+    return []

@@ -1,0 +1,135 @@
+"""The bytes of a launch's experts by the headers of its checkpoint, and whether host RAM holds what is to be there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.utils import get_device_memory_capacity
+
+from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.cuda.numa import crowded
+from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.memory.host_ram import host_available
+from sglang_uvm_offload.plugin.compat import as_given, model_config_of, resolving_view
+from sglang_uvm_offload.plugin.launch.planned_launch import has_one_memory, hicache, model_files, ranks
+from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
+from sglang_uvm_offload.sizing.conversion import conversion
+from sglang_uvm_offload.sizing.host_need import HostNeed
+from sglang_uvm_offload.sizing.launch import stored_model
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, NoExperts
+from sglang_uvm_offload.sizing.verdict import ONE_MEMORY
+from sglang_uvm_offload.units import size
+
+
+@dataclass(frozen=True)
+class ExpertBytes:
+    """Over all ranks of all replicas on this machine."""
+
+    resident: int
+    offloaded: int
+    loading: int
+    """In host RAM at the peak of loading, at least: the offloaded ones before they are converted, and of the resident ones what
+    VRAM does not hold in that format."""
+
+
+def stored(cfg: Any, model_config: Any) -> CheckpointShape | None:
+    """The model as its files have it; None if they are not here, or cannot be read."""
+    try:
+        return stored_model(model_files(cfg), cfg.load_format, str(model_config.dtype).removeprefix("torch."))
+    except CheckpointError:
+        return None
+
+
+def is_dense(cfg: Any, model_config: Any) -> bool:
+    """Whether no tensor of the checkpoint is an expert's, whatever number its class of configs has by default."""
+    try:
+        stored_model(model_files(cfg), cfg.load_format, str(model_config.dtype).removeprefix("torch."))
+    except CheckpointError as error:  # any other is told by whoever needs the model's bytes
+        return isinstance(error, NoExperts)
+    return False
+
+
+def conversions(cfg: Any, model_config: Any) -> list[str]:
+    """What the launch converts as it loads."""
+    model = stored(cfg, model_config)
+    found = conversion(model_config.quantization, model.quantization) if model is not None else None
+    return [str(found)] if found else []
+
+
+def is_more_than_planned(server_args: Any) -> bool:
+    """Whether host RAM holds what the planner's case knows nothing of: redundant experts, or a format that is left behind once
+    all is loaded."""
+    cfg = resolving_view(server_args)
+    return bool(cfg.ep_num_redundant_experts or conversions(cfg, model_config_of(server_args)))
+
+
+def expert_bytes(config: OffloadConfig, cfg: Any, model_config: Any) -> ExpertBytes | None:
+    """None if only loading shows it."""
+    model = stored(cfg, model_config)
+    if model is None:
+        return None
+    converted = conversion(model_config.quantization, model.quantization)
+    served = converted.applied(model, at_least=True) if converted else model
+    loading = model if converted and converted.loads_whole else served
+    places, local = model.num_experts + cfg.ep_num_redundant_experts, ranks(cfg)
+    replicas = 1 if cfg.attn_dp_size > 1 else cfg.dp_size
+    everywhere = cfg.tp_size * cfg.pp_size * replicas
+
+    def here(form: CheckpointShape, rows: int) -> int:
+        total = form.expert_bytes * places // form.num_experts * replicas
+        return total * rows // places * len(local) // everywhere
+
+    resident, offloaded = (here(served, rows) for rows in (config.num_resident, places - config.num_resident))
+    most = here(loading, places - config.num_resident)
+    if loading is not served and cfg.device == "cuda" and (vram := _vram(cfg)):
+        most = max(most, here(loading, places) - (resident if has_one_memory() else vram))
+    return ExpertBytes(resident, offloaded, most)
+
+
+def _vram(cfg: Any) -> int:
+    """Of all GPUs that have ranks here, at the most; 0 where SGLang does not know their size."""
+    return len({rank.gpu for rank in ranks(cfg)}) * int((get_device_memory_capacity(cfg.device) or 0) * (1 << 20))
+
+
+def problems(config: OffloadConfig, server_args: Any) -> list[str]:
+    """The shortage of host RAM as far as the checkpoint's headers and the flags show it."""
+    return shortage(config, host_need(config, server_args), host_available())
+
+
+def host_need(config: OffloadConfig, server_args: Any) -> HostNeed:
+    """A lower bound for a launch that no plan counts: its experts, if their headers show them, and the hierarchical caches
+    whose size a flag gives."""
+    cfg = resolving_view(server_args)
+    known = expert_bytes(config, cfg, model_config_of(server_args))
+    cache = hicache(cfg, as_given(server_args)).get("hicache_bytes", 0) if cfg.pp_size == 1 else 0
+    return HostNeed(0 if known is None else max(0, known.loading), cache * len(ranks(cfg)))
+
+
+def crowded_nodes(config: OffloadConfig, server_args: Any) -> list[str]:
+    """A line for each NUMA node that is smaller than what its GPUs' ranks offload to it."""
+    cfg = resolving_view(server_args)
+    known = expert_bytes(config, cfg, model_config_of(server_args)) if cfg.device == "cuda" else None
+    if known is None:
+        return []
+    by_gpu, local = Counter[int](), ranks(cfg)
+    for rank in local:
+        by_gpu[rank.gpu] += known.offloaded // len(local)
+    return crowded(by_gpu)
+
+
+def shortage(config: OffloadConfig, need: HostNeed, available: int, gpus: int = 0) -> list[str]:
+    """Why host RAM cannot hold what the launch needs, of which ``available`` bytes are left, and GPUs take ``gpus`` of the same
+    memory. What is not known here is checked as it is loaded, tensor by tensor."""
+    if not (need.experts or need.cache) or need.total <= available:
+        return []
+    left = size(max(0, available - need.total + need.experts))
+    of = f"of {size(available)} beside {need.beside_experts()}" + (f", after {size(gpus)} for the GPU" if gpus else "")
+    remedy = "keep more resident, or add host RAM"
+    if need.cache:
+        remedy = f"give a smaller --hicache-size or --hicache-ratio, {remedy}"
+    return [
+        f"{flag_name('num_resident')} {config.num_resident}: the offloaded experts need {size(need.experts)} of host RAM, and "
+        f"{left} is left {of}; {ONE_MEMORY if gpus else remedy}"
+    ]

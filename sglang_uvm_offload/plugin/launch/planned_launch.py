@@ -1,0 +1,237 @@
+"""The launch at hand as the planner's input: its ranks and their GPUs, its flags, its checkpoint, and what it cannot count."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from sglang.srt.utils import get_device_memory_capacity
+
+from sglang_uvm_offload.config import NEVER, OffloadConfig
+from sglang_uvm_offload.cuda.device import free_vram, integrated, visible_gpus
+from sglang_uvm_offload.memory.host_ram import host_available
+from sglang_uvm_offload.plugin.compat import (
+    as_given,
+    has_contexts,
+    mm_runtime_reservation_gb,
+    model_config_of,
+    post_capture_kv_sizing_planned,
+    resolving_view,
+)
+from sglang_uvm_offload.plugin.launch import draft_source, linear_attention
+from sglang_uvm_offload.plugin.launch.pipeline import stages
+from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES, WINDOW_RATIO
+from sglang_uvm_offload.sizing.launch import Launch, Uncounted
+from sglang_uvm_offload.sizing.least_memory import LEAST_TOKENS
+from sglang_uvm_offload.sizing.machine import Machine, MachineError, of_gpus
+from sglang_uvm_offload.sizing.model_files import ModelFiles
+from sglang_uvm_offload.sizing.plan import Parallel
+from sglang_uvm_offload.sizing.server_pools import ServerPools
+from sglang_uvm_offload.sizing.slots import Slots
+
+logger = logging.getLogger(__name__)
+
+
+class Rank(NamedTuple):
+    """One rank of this machine. ``replica`` counts independent copies of the model."""
+
+    replica: int
+    stage: int
+    tp_rank: int
+    gpu: int
+
+
+def ranks(cfg: Any) -> list[Rank]:
+    """The ranks on this machine, with the GPUs that SGLang assigns to them. Each of several machines has an equal part of the
+    pipeline's stages (``engine._calculate_rank_ranges``), or of the ranks of each stage, which count from 0 here."""
+    sharing = max(cfg.nnodes // cfg.pp_size, 1)
+    tp, pp = cfg.tp_size // sharing, max(cfg.pp_size // cfg.nnodes, 1)
+    first, group = cfg.node_rank // sharing * pp, tp * pp * cfg.gpu_id_step
+    return [
+        Rank(replica, first + stage, rank, cfg.base_gpu_id + replica * group + stage * tp + rank * cfg.gpu_id_step)
+        for replica in range(cfg.dp_size)
+        for stage in range(pp)
+        for rank in range(tp)
+    ]
+
+
+def free_by_gpu(ranks: Sequence[Rank]) -> dict[int, int]:
+    """Bytes of free VRAM of each GPU that has a rank. Raises ``DriverError``. Of a GPU with the host's memory, SGLang takes
+    what the host has available as free (``get_available_gpu_memory``), because the driver does not count file cache."""
+    gpus = sorted({rank.gpu for rank in ranks})
+    if has_one_memory():
+        return dict.fromkeys(gpus, host_available())
+    return dict(zip(gpus, free_vram(gpus), strict=True))
+
+
+def planned_launch(config: OffloadConfig, server_args: Any, *, at_least: bool = False) -> Launch:
+    """The planner's input, with the VRAM of an empty GPU as free. Raises ``Uncounted``. ``at_least``: for a lower bound of what
+    the launch takes, to which what is not counted may add."""
+    cfg, model = resolving_view(server_args), model_config_of(server_args)
+    reasons = [] if at_least else _beside(server_args, cfg)
+    launch = replace(_launch(config, cfg, model, as_given(server_args)), at_least=at_least)
+    if at_least and post_capture_kv_sizing_planned(server_args):  # then the KV cache takes what graphs leave, of all there is
+        launch = replace(launch, mem_fraction_static=1.0)
+    pools = _pools(server_args, launch)
+    if isinstance(pools, ServerPools):
+        counted = replace(launch, pools=pools)
+    else:
+        reasons += [] if at_least else _unasked(cfg, model, pools)
+        counted = replace(launch, linear=linear_attention.state(cfg, model))
+    if reasons:
+        raise Uncounted(reasons)
+    return counted
+
+
+def _pools(server_args: Any, launch: Launch) -> ServerPools | str:
+    """The pools that SGLang makes for what the launch asks, for twice that, and at the least; else its error, or "" where it
+    cannot be asked."""
+    if not has_contexts():
+        return ""
+    from sglang_uvm_offload.plugin.launch.server_pools import server_pools
+
+    work, parallel = launch.workload, launch.parallel
+    tokens, requests = work.tokens_of_rank(parallel), work.requests_of_rank(parallel)
+    asked = {LEAST_TOKENS: 1, work.page_tokens: 1, tokens: requests, 2 * tokens: requests}
+    try:
+        return server_pools(server_args, parallel, asked)
+    except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's code; its rules are restated for most launches
+        logger.debug("Expert offload: SGLang sizes no pools before it starts: %s: %s", type(error).__name__, error)
+        return f"{type(error).__name__}: {error}"
+
+
+def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
+    """``given``: the arguments before SGLang resolved them. It fills in a number of requests of its own with speculation."""
+    grouped = cfg.attn_dp_size > 1
+    # Each replica takes as many requests as the flag names; the attention groups of one replica share them.
+    requests = given.max_running_requests and given.max_running_requests * (1 if grouped else cfg.dp_size)
+    vram = int((get_device_memory_capacity(cfg.device) or 0) * (1 << 20))
+    if not vram:
+        raise Uncounted(["SGLang does not know the size of this GPU"])
+    return Launch(
+        model_files(cfg),
+        parallel=Parallel(
+            *(cfg.tp_size, cfg.ep_size, cfg.pp_size, cfg.attn_dp_size if grouped else cfg.dp_size, grouped),
+            shared_whole=cfg.moe_a2a_backend != "none",
+        ),
+        vram_bytes=vram,
+        free_vram_bytes=vram,
+        host_bytes=host_available(),
+        mem_fraction_static=cfg.mem_fraction_static,
+        headroom_gb=config.headroom_gb,
+        model_context=model.context_len,
+        context_length=given.context_length,
+        max_running_requests=requests,
+        max_total_tokens=cfg.max_total_tokens,
+        kv_cache_dtype=_kv_dtype(cfg, model),
+        page_tokens=max(64, cfg.page_size or 1),
+        speculative=draft_source.from_the_checkpoint(cfg),
+        draft_num_resident=config.draft_num_resident,
+        draft=draft_source.separate(cfg),
+        draft_tokens=draft_source.tokens_verified(cfg),
+        dtype=_name(model.dtype),
+        quantization=model.quantization,
+        image_bytes=_image_bytes(cfg, model),
+        **hicache(cfg, given),
+        stream_gb=0.0 if config.stream_tokens == NEVER else config.stream_gb,
+        slots=Slots(config.slots),
+        stages=stages(cfg, model),
+        notes=_notes(config, cfg, given),
+        rates=_rates(),
+        one_memory=has_one_memory(),
+        load_format=cfg.load_format,
+    )
+
+
+def model_files(cfg: Any) -> ModelFiles:
+    """Of the target."""
+    return ModelFiles(cfg.model_path, cfg.revision, cfg.download_dir, cfg.json_model_override_args or "")
+
+
+def _beside(server_args: Any, cfg: Any) -> list[str]:
+    """Settings whose bytes no plan counts, so that a plan would promise memory that is not free."""
+    names = {
+        f"--nnodes {cfg.nnodes}, where each machine would choose its own number": cfg.nnodes > 1,
+        f"--moe-dp-size {cfg.moe_dp_size}": cfg.moe_dp_size > 1,
+        f"--attn-cp-size {cfg.attn_cp_size}": cfg.attn_cp_size > 1,
+        f"--dcp-size {cfg.dcp_size}": cfg.dcp_size > 1,
+        f"--moe-dense-tp-size {cfg.moe_dense_tp_size}": cfg.moe_dense_tp_size is not None,
+        f"the buffers of --moe-a2a-backend {cfg.moe_a2a_backend}, for which SGLang reserves nothing": cfg.moe_a2a_backend
+        not in ("none", "deepep"),
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": post_capture_kv_sizing_planned(server_args),
+        "--enable-symm-mem": cfg.enable_symm_mem,
+        "the adapters of --enable-lora": cfg.enable_lora,
+        f"--ep-num-redundant-experts {cfg.ep_num_redundant_experts}": cfg.ep_num_redundant_experts,
+        "--enable-eplb, which copies a layer's experts to VRAM to rearrange them": cfg.enable_eplb,
+    }
+    return [f"does not count {name}" for name, enabled in names.items() if enabled] + draft_source.uncounted(cfg)
+
+
+def _unasked(cfg: Any, model: Any, error: str) -> list[str]:
+    """What only SGLang itself can count, where it was not asked, or ended with ``error``."""
+    if error and linear_attention.has_states(model):
+        return [f"does not count the states of this model's layers, which SGLang does not either: {error}"]
+    ratio = cfg.swa_full_tokens_ratio
+    beside = {
+        f"a sliding window's cache of {ratio} of the full one": ratio not in (None, WINDOW_RATIO),
+        "--disable-hybrid-swa-memory": cfg.disable_hybrid_swa_memory,
+    }
+    return [f"does not count {name}" for name, enabled in beside.items() if enabled] + linear_attention.uncounted(cfg, model)
+
+
+def _kv_dtype(cfg: Any, model: Any) -> str:
+    """The type for predicting speeds, and bytes where SGLang is not asked. Smaller types than these count as one byte."""
+    name = _name(model.dtype) if cfg.kv_cache_dtype == "auto" else cfg.kv_cache_dtype
+    return name if name in DTYPE_BYTES else "fp8_e4m3"
+
+
+def _image_bytes(cfg: Any, model: Any) -> int:
+    if not model.is_multimodal:
+        return 0
+    return int(mm_runtime_reservation_gb(cfg) * (1 << 30))
+
+
+def hicache(cfg: Any, given: Any) -> dict[str, Any]:
+    """The host RAM of the hierarchical cache. Without a size or ratio from the user, SGLang shrinks it to what is left."""
+    if not cfg.enable_hierarchical_cache:
+        return {}
+    if given.hicache_size:
+        return {"hicache_bytes": int(given.hicache_size * 1e9)}
+    return {"hicache_ratio": given.hicache_ratio or 0.0}
+
+
+def _notes(config: OffloadConfig, cfg: Any, given: Any) -> tuple[str, ...]:
+    out = []
+    if config.draft_num_resident is not None and not draft_source.from_the_checkpoint(cfg):
+        out.append("the draft model is counted as if all its experts were in VRAM")
+    if cfg.enable_hierarchical_cache and not (given.hicache_size or given.hicache_ratio):
+        out.append("the hierarchical cache takes what host RAM is left (--hicache-size or --hicache-ratio would be counted)")
+    if cfg.moe_a2a_backend == "deepep":
+        out.append("DeepEP's buffers come out of what --mem-fraction-static leaves, of which SGLang's default is aware")
+    return tuple(out)
+
+
+def _machine() -> Machine | None:
+    """This machine, None where it has no GPU."""
+    try:
+        return of_gpus(visible_gpus(), integrated())
+    except MachineError:
+        return None
+
+
+def has_one_memory() -> bool:
+    """Whether this machine's GPUs have the host's memory."""
+    machine = _machine()
+    return machine is not None and machine.one_memory
+
+
+def _rates() -> tuple[float, float, float]:
+    """The rates of this machine's GPUs, zeros where they are not known."""
+    machine = _machine()
+    return (0.0, 0.0, 0.0) if machine is None else (machine.link_gbps, machine.hbm_gbps, machine.tflops)
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,242 @@
+"""Builds SGLang's models on torch's ``meta`` device, where tensors have shapes and no memory, as one rank that shares nothing.
+
+``start`` comes first, once in a process that does nothing else: SGLang's classes look at the machine as they are built, and
+here they see none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import socket
+import sys
+import tempfile
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sglang
+import torch
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.bootstrap import init_parallel_runtime
+from sglang.srt.layers import quantization
+from sglang.srt.layers.moe.utils import initialize_moe_config
+from sglang.srt.layers.quantization import modelopt_quant
+from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+from sglang.srt.layers.rotary_embedding import factory
+from sglang.srt.model_loader import loader
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.platforms import current_platform
+from sglang.srt.runtime_context import SpawnRanks, get_model, publish
+from sglang.srt.server_args import ServerArgs
+from torch.overrides import TorchFunctionMode
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from sglang_uvm_offload.plugin.meta.tensors import draft_of, shape_of
+from sglang_uvm_offload.sizing.architectures import model_files
+from sglang_uvm_offload.sizing.moe_shape import stated_drafts, stated_top_k
+
+_ANY_MODEL: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    **{"hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 512},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64},
+    **{"num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 512, "torch_dtype": "bfloat16"},
+}
+"""SGLang resolves its arguments for a model; which one plays no part, as none is served."""
+
+_SHAPELESS: dict[str, Any] = {
+    **{"pad_token_id": 0, "hidden_act": "silu", "rope_theta": 1e4, "attention_dropout": 0.0, "initializer_range": 0.02},
+    **dict.fromkeys(("rms_norm_eps", "layernorm_epsilon"), 1e-6),
+    **{"norm_topk_prob": True, "routed_scaling_factor": 1.0, "scoring_func": "sigmoid", "rope_scaling": None},
+}
+"""What SGLang's classes ask of a config that its own class, among the checkpoint's files, would have by default. No shape
+depends on these; without any other, the model is not built."""
+
+_FILES = ("config.json", "hf_quant_config.json")
+
+
+class _Models(Mapping[str, Any]):
+    """SGLang's registry, which imports a model's file when the model is asked for."""
+
+    def __init__(self) -> None:
+        self.files = model_files()
+
+    def __getitem__(self, name: str) -> Any:
+        found = getattr(importlib.import_module(f"sglang.srt.models.{self.files[name]}"), name)
+        if dots3 := sys.modules.get("sglang.srt.models.dots3_common.modeling"):
+            vars(dots3)["_require_cuda"] = lambda: None
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+def start() -> None:
+    """SGLang's runtime of a single rank, as of a scheduler on a CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(_ANY_MODEL))
+        arguments = ServerArgs(
+            model_path=folder,
+            device="cpu",
+            attention_backend="torch_native",
+            mem_fraction_static=0.3,
+            disable_shared_experts_fusion=True,
+        )
+        arguments.resolve_once()
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    init_parallel_runtime(server_args=arguments, device="cpu", dist_port=port)
+    initialize_moe_config()
+    ModelRegistry.models = _Models()
+    _see_no_machine()
+
+
+class _Stream:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Of no device."""
+
+
+def _see_no_machine() -> None:
+    """What SGLang's classes ask of the machine is answered as a recent GPU would: some are made for nothing else."""
+    kernels = types.ModuleType("vllm._custom_ops")
+    vars(kernels)["rotary_embedding"] = None
+    sys.modules.update({"vllm": types.ModuleType("vllm"), kernels.__name__: kernels})
+    factory.get_rope_cpu = lambda *arguments: factory.get_rope(*arguments[:8])
+    answers = {"get_device_capability": lambda *_: (10, 0), "current_device": lambda: "cpu", "Stream": _Stream}
+    vars(torch.cuda).update(answers)
+    current_platform.get_device = lambda *_: "cpu"
+    modelopt_quant.get_platform = lambda: types.SimpleNamespace(is_blackwell=True)
+    quantization.QUANTIZATION_METHODS.setdefault("mxfp4", Mxfp4Config)  # SGLang has it for CUDA alone
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """The shapes of the model and of its draft layers: ``plain``, without quantisation, for its weights are counted there, and
+    ``served``, as it is quantised, for its bytes.
+
+    A checkpoint with code of its own has its own class of configs, which is not run: where the class of the same name that
+    transformers or SGLang has does not suit it, the config is read as it stands."""
+    try:
+        return _described(folder)
+    except Exception as error:  # of any type, from a model's class; raised in the end if no other reading is built
+        model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+        if not model_type:
+            raise
+        _read_as_stated(model_type)
+        try:
+            return _described(folder)
+        except Exception:  # noqa: BLE001 -- the first says more
+            raise error from None
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as copy:
+        _copy_without_code(folder, Path(copy))
+        plain = _read(copy)
+        top_k, drafts = stated_top_k(plain.hf_text_config), stated_drafts(plain.hf_text_config)
+        draft = _read(copy, draft=True) if drafts else None
+        drafted = draft is not None and draft.hf_config.architectures != plain.hf_config.architectures
+        out: dict[str, Any] = {
+            "sglang": sglang.__version__,
+            "class": plain.hf_config.architectures[0],
+            "quantization": plain.quantization,
+            "heads": plain.num_attention_heads,
+            "hidden_size": plain.hidden_size,
+            "context_length": plain.context_len,
+        }
+        for name, quantised in (("plain", False), ("served", True)):
+            model = _built(_read(copy), quantised)
+            out[name] = shape_of(model, top_k)
+            out[name]["drafts"] = []
+            if drafted:
+                config = _read(copy, draft=True)
+                out[name]["drafts"] = [draft_of(_built(config, quantised), top_k)] * drafts
+    return out
+
+
+def _read(folder: str, draft: bool = False) -> ModelConfig:
+    """As SGLang reads it; a base of rotations, on which no shape depends, is where SGLang's classes look for it."""
+    read = ModelConfig(folder, trust_remote_code=False, is_draft_model=draft)
+    for config in (read.hf_config, read.hf_text_config):
+        if getattr(config, "rope_parameters", None) is None and (base := getattr(config, "rope_theta", None)):
+            config.rope_parameters = {"rope_theta": base, "rope_type": "default"}
+    return read
+
+
+def _built(config: ModelConfig, quantised: bool) -> torch.nn.Module:
+    load = LoadConfig(load_format="dummy")
+    with _default_dtype(config.dtype), get_model().override(model_path=config.model_path):
+        method = loader._get_quantization_config(config, load) if quantised else None
+        while True:
+            try:
+                with torch.device("meta"), _OnMeta():
+                    return loader._initialize_model(config, load, method)
+            except AttributeError as error:
+                if not isinstance(error.obj, PretrainedConfig) or error.name not in _SHAPELESS:
+                    raise
+                setattr(error.obj, error.name, _SHAPELESS[error.name])
+
+
+class _OnMeta(TorchFunctionMode):
+    """Answers what some towers do as they are built, and a tensor without memory cannot: they read numbers that they compute,
+    and move modules to another device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.linspace:
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.to and args[0].is_meta:
+            _, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
+            args, kwargs = (args[0], "meta", dtype), {}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _copy_without_code(folder: Path, copy: Path) -> None:
+    """The configuration without its ``auto_map``: nothing that a checkpoint brings is run."""
+    for name in _FILES:
+        if (folder / name).exists():
+            value = json.loads((folder / name).read_text())
+            for part in (value, *(inner for inner in value.values() if isinstance(inner, dict))):
+                part.pop("auto_map", None)
+            (copy / name).write_text(json.dumps(value))
+            if name == "config.json":
+                _make_known(value)
+
+
+def _make_known(config: dict[str, Any]) -> None:
+    """Have transformers read a config whose class is among the checkpoint's own files as it stands."""
+    model_type = config.get("model_type")
+    importlib.import_module("sglang.srt.utils.hf_transformers_utils")  # registers SGLang's own
+    if not isinstance(model_type, str) or not model_type or model_type in CONFIG_MAPPING:
+        return
+    _read_as_stated(model_type)
+
+
+def _read_as_stated(model_type: str) -> None:
+    stated = type("AsStated", (PretrainedConfig,), {"model_type": model_type, "__init__": _keep_as_stated})
+    AutoConfig.register(model_type, stated, exist_ok=True)
+
+
+def _keep_as_stated(self: PretrainedConfig, **values: Any) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict) and name in ("text_config", "vision_config", "audio_config", "llm_config"):
+            values[name] = PretrainedConfig(**value)
+    PretrainedConfig.__init__(self, **values)

@@ -1,0 +1,38 @@
+"""SIGTERM: profile and trace are saved when the signal comes. SGLang first answers the requests that it has, and those that
+keep coming; the last save, once it has, may come minutes later or, where something kills the server before, never."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.io_struct import SetInternalStateReq
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_uvm_offload.plugin.operate.actions import Action
+
+logger = logging.getLogger(__name__)
+
+_HANDLER = "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler"
+_under_way: set[asyncio.Task[None]] = set()
+
+
+def install(add: Callable[[str, Any, HookType], None]) -> None:
+    """Call it in the process that gets the signal."""
+    add(_HANDLER, _after_sigterm, HookType.AFTER)
+
+
+def _after_sigterm(result: Any, handler: Any, *args: Any, **kwargs: Any) -> None:
+    """Called by the event loop."""
+    task = asyncio.get_running_loop().create_task(_save(handler.tokenizer_manager))
+    _under_way.add(task)  # the loop keeps no task alive
+    task.add_done_callback(_under_way.discard)
+
+
+async def _save(manager: Any) -> None:
+    try:
+        await manager.set_internal_state(SetInternalStateReq(server_args=Action.SAVE.message()))
+    except Exception as error:  # noqa: BLE001 -- the server ends, and its ranks save once more as they do
+        logger.warning("Expert offload: nothing could be saved as SIGTERM came: %s: %s", type(error).__name__, error)

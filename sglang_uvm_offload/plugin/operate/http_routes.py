@@ -1,0 +1,150 @@
+"""``GET /expert_offload`` and ``POST /expert_offload`` on SGLang's HTTP server, behind its own rules for API keys.
+
+Actions reach the ranks as SGLang's ``set_internal_state`` does, and the status comes as that of ``/server_info``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from typing import Any
+
+import msgspec
+from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import SetInternalStateReq
+from sglang.srt.runtime_context import get_serving
+from sglang.srt.utils.auth import AuthLevel, auth_level
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang_uvm_offload import __version__
+from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.plugin.operate.actions import KEY, Action, refusal
+from sglang_uvm_offload.plugin.server_config import config_of
+from sglang_uvm_offload.residency.status import RankStatus
+
+PATH = "/expert_offload"
+SERVER = "sglang.srt.entrypoints.http_server"
+WORKERS_APP = "sglang_uvm_offload.plugin.operate.http_app:app"
+WRAPPED = "SGLANG_UVM_OFFLOAD_WRAPPED_APP"
+"""The environment variable that names the app to which ``WORKERS_APP`` adds."""
+MAX_BODY_BYTES = 4096
+SAVE_SECONDS = 30.0
+"""How long an answer waits for a save."""
+
+
+class OffloadStatus(msgspec.Struct, frozen=True):
+    """The answer to both: the status of the first rank of each data-parallel replica, in order."""
+
+    version: str
+    """Of this plugin."""
+    ranks: list[RankStatus]
+
+
+class _Command(msgspec.Struct, forbid_unknown_fields=True):
+    action: Action
+
+
+class Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, reason: str):
+        super().__init__(reason)
+        self.status = status
+
+
+def add_where_served() -> None:
+    """Call it in a launcher that offloads, before it serves. Without an HTTP server (``sglang.Engine``) there is nothing to
+    do."""
+    server = sys.modules.get(SERVER)
+    if server is None:
+        return
+    if get_serving().tokenizer_worker_num == 1:
+        add(server.app)
+    elif (served := envs.SGLANG_HTTP_SERVER_APP_PATH.get()) != WORKERS_APP:
+        # Processes of their own import the app by its name. It may be a user's.
+        os.environ.update({WRAPPED: served, envs.SGLANG_HTTP_SERVER_APP_PATH.name: WORKERS_APP})
+
+
+def add(app: Any) -> None:
+    """Add the routes to SGLang's FastAPI app, once."""
+    if all(getattr(route, "path", None) != PATH for route in app.routes):
+        app.add_api_route(PATH, get_status, methods=["GET"], summary="Experts: where they are, and how they are used")
+        app.add_api_route(PATH, post_action, methods=["POST"], summary="Experts: readvise, pause, resume or save")
+
+
+async def get_status(request: Request) -> Response:
+    """The status, or 404 where experts are not offloaded."""
+    try:
+        manager, _ = _served()
+        return _answer(200, await _status(manager))
+    except Refused as refused:
+        return _answer(refused.status, {"error": str(refused)})
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]  # SGLang's
+async def post_action(request: Request) -> Response:
+    """Do what ``{"action": ...}`` says on all ranks, and answer with the status after it: 400 for a malformed request, 409 for
+    one that this server cannot do, 500 if a save failed."""
+    try:
+        action = action_in(await _body(request))
+        manager, config = _served()
+        if reason := refusal(action, config):
+            raise Refused(409, f"{action}: {reason}")
+        await manager.set_internal_state(SetInternalStateReq(server_args=action.message()))
+        status = await _status(manager)
+        if action is Action.SAVE:
+            status = await _saved(manager, status)
+        return _answer(200, status)
+    except Refused as refused:
+        return _answer(refused.status, {"error": str(refused)})
+
+
+def _served() -> tuple[Any, OffloadConfig]:
+    """SGLang's tokenizer manager of this process, and the config."""
+    manager = sys.modules[SERVER].get_global_state().tokenizer_manager
+    config = config_of(manager.server_args)
+    if config is None:
+        raise Refused(404, "this server does not offload experts: it needs --expert-offload-num-resident")
+    return manager, config
+
+
+async def _status(manager: Any) -> OffloadStatus:
+    ranks = [msgspec.convert(state[KEY], RankStatus) for state in await manager.get_internal_state()]
+    return OffloadStatus(__version__, sorted(ranks, key=lambda rank: rank.replica))
+
+
+async def _saved(manager: Any, status: OffloadStatus) -> OffloadStatus:
+    """The status once saves have ended, or after ``SAVE_SECONDS``. Raises ``Refused`` for those that failed."""
+    end = time.monotonic() + SAVE_SECONDS
+    while any(save.under_way for rank in status.ranks for save in rank.saves) and time.monotonic() < end:
+        await asyncio.sleep(0.1)
+        status = await _status(manager)
+    failed = {f"{save.what}: {save.error}" for rank in status.ranks for save in rank.saves if save.error is not None}
+    if failed:
+        raise Refused(500, f"{Action.SAVE}: {'; '.join(sorted(failed))}")
+    return status
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise Refused(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+    return body
+
+
+def action_in(body: bytes) -> Action:
+    """The action of a request's body. Raises ``Refused``."""
+    try:
+        return msgspec.json.decode(body, type=_Command).action
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        actions = " or ".join(f'{{"action": "{action}"}}' for action in Action)
+        raise Refused(400, f"the body must be {actions}: {error}") from error
+
+
+def _answer(status: int, body: Any) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

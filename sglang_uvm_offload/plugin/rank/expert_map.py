@@ -1,0 +1,46 @@
+"""SGLang's map of which expert lies where: read for the layers that are built, and followed when SGLang rearranges experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+from sglang.srt.runtime_context import get_device, get_parallel
+
+from sglang_uvm_offload.expert_location import ExpertLocation
+from sglang_uvm_offload.plugin import compat
+from sglang_uvm_offload.residency.rearranging import Rearranging
+
+UPDATER = "sglang.srt.eplb.expert_location_updater.ExpertLocationUpdater.update"
+"""Copies rows of expert tensors between ranks and places, then enters the new places in the map."""
+
+
+def location_of(layer: Any) -> ExpertLocation:
+    """Where the routed experts of a ``FusedMoE`` layer lie."""
+    routed = layer.num_local_experts - layer.num_fused_shared_experts
+    places = range(layer.moe_ep_rank * routed, (layer.moe_ep_rank + 1) * routed)
+    if not compat.uses_expert_location(layer) or get_global_expert_location_metadata() is None:
+        return ExpertLocation.trivial(routed * layer.moe_ep_size, places)
+    return ExpertLocation(_experts_at(layer.layer_id), places)
+
+
+def _experts_at(layer_id: int) -> np.ndarray:
+    """A copy: SGLang updates its map in place. It numbers all decoder layers."""
+    at: torch.Tensor = get_global_expert_location_metadata().physical_to_logical_map_cpu[layer_id]
+    return at.numpy().astype(np.int64)
+
+
+def around_update(rearranging: Rearranging, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """SGLang rearranges experts, behind a step of the target model and on all ranks at once."""
+    rearranging.begin()
+    result = update(*args, **kwargs)
+    if get_device().device == "cuda":
+        torch.cuda.current_stream().synchronize()  # its writes have ended before experts move again
+    locations = [
+        ExpertLocation(_experts_at(layer.layer_id), layer.location.places) for layer in rearranging.manager.target.layers
+    ]
+    rearranging.end(locations, get_parallel().moe_ep_group.all_gather_object)
+    return result

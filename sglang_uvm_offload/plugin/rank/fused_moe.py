@@ -1,0 +1,225 @@
+"""Hooks on SGLang's ``FusedMoE``: its experts' memory, and the routing it computes with.
+
+The layer's quantisation method stays the same object, because SGLang checks its class in many places; three of its methods are
+shadowed in the instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_uvm_offload.experts.layer import ExpertLayer, ExpertsLost
+from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError
+from sglang_uvm_offload.plugin import enforce
+from sglang_uvm_offload.plugin.rank import unread_tensors
+from sglang_uvm_offload.plugin.rank.expert_map import location_of
+from sglang_uvm_offload.plugin.rank.recording import Recording
+from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.model import ModelExperts
+from sglang_uvm_offload.routing.counts import IdFormat
+from sglang_uvm_offload.routing.layer_routing import LayerRouting
+from sglang_uvm_offload.slots.model import ModelSlots
+from sglang_uvm_offload.streaming.streamer import Reading, Streamer
+
+_EXPERTS = "_expert_offload"
+_BUILDING = "_expert_offload_building"
+_FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
+
+
+class LayerHooks:
+    """Takes over every routed MoE layer that is built while ``taking_over``."""
+
+    def __init__(self, counting: Mapping[str, str], recording: Recording | None = None, compiled: bool = False):
+        self.counting = counting
+        """The flags that need counted routing, each with what to choose without it."""
+        self.compiled = compiled
+        """Whether ``torch.compile`` traces the model's decode steps."""
+        self.recording = recording
+        self.top_k = 0
+        """The most routed experts per token of a layer in the target model; 0 if its layers have no such attribute (OLMoE)."""
+        self._into: tuple[OffloadManager, ModelExperts] | None = None
+        self._manager: OffloadManager | None = None
+        self.streamer: Streamer | None = None
+        """Of the target model, once it is loaded; None where nothing is streamed."""
+        self.slots: ModelSlots | None = None
+        """Of the target model, once it is loaded; None where no layer has any."""
+        self.uncounted: set[str] = set()
+        """Routing formats without expert ids that were served but not counted."""
+
+    def install(self, add: Callable[[str, Any, HookType], None]) -> None:
+        add(f"{_FUSED_MOE}.__init__", self._around_init, HookType.AROUND)
+        add(f"{_FUSED_MOE}.__setattr__", self._around_setattr, HookType.AROUND)
+
+    @contextmanager
+    def taking_over(self, manager: OffloadManager, model: ModelExperts) -> Iterator[None]:
+        self._into, self._manager = (manager, model), manager
+        try:
+            yield
+        finally:
+            self._into = None
+
+    @contextmanager
+    def leaving_alone(self) -> Iterator[None]:
+        """Layers that are built meanwhile are not those of the model that is served."""
+        into, self._into = self._into, None
+        try:
+            yield
+        finally:
+            self._into = into
+
+    def serves(self, layer: torch.nn.Module) -> bool:
+        """Whether the layer's experts were taken over."""
+        return _EXPERTS in layer.__dict__
+
+    def _around_init(self, original: Callable[..., None], layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if self._into is None or layer.is_shared_fused_moe:
+            original(layer, *args, **kwargs)
+            return
+        layer.__dict__[_BUILDING] = True
+        try:
+            original(layer, *args, **kwargs)
+        finally:
+            del layer.__dict__[_BUILDING]
+        if unread_tensors.free(layer):
+            layer.__dict__[_EXPERTS][0].sync_tensors(layer, layer.quant_method)
+
+    def _around_setattr(self, original: Callable[..., None], layer: torch.nn.Module, name: str, value: Any) -> None:
+        original(layer, name, value)
+        if name == "quant_method" and value is not None and _BUILDING in layer.__dict__:
+            self._shadow(value)
+
+    def _shadow(self, method: Any) -> None:
+        if _EXPERTS in method.__dict__:
+            return
+        create_weights = method.create_weights
+        process_weights_after_loading = method.process_weights_after_loading
+        apply = method.apply
+
+        def create_managed_weights(layer: torch.nn.Module, num_experts: int, *args: Any, **kwargs: Any) -> None:
+            experts = self._add(layer)
+            assert num_experts == experts.num_experts, (num_experts, experts.num_experts)
+            with AllocationMode(num_experts, experts.allocate):
+                create_weights(layer, num_experts, *args, **kwargs)
+            experts.sync_tensors(layer, method)
+
+        def process_managed_weights(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            experts, model, _ = layer.__dict__[_EXPERTS]
+            if self._manager is not None:
+                self._manager.wait_for_moves()  # an update of the weights may replace the tensors that they are about
+            try:
+                with AllocationMode(experts.num_experts, experts.allocate):
+                    result = process_weights_after_loading(layer, *args, **kwargs)
+                experts.sync_tensors(layer, method)
+            except (ExpertsLost, ManagedMemoryError) as fault:
+                if model.counters is not None:  # it is loaded
+                    # In an update of the weights SGLang would catch it, load again, and serve whatever weights came of that.
+                    enforce.end(f"sglang-uvm-offload: an update of the weights failed: {fault}")
+                if isinstance(fault, ManagedMemoryError):
+                    raise
+                raise FlagError([f"{flag_name('num_resident')}: {fault}; choose another --moe-runner-backend"]) from fault
+            return result
+
+        def apply_and_observe(layer: torch.nn.Module, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
+            reading = self._enter(layer)
+            if reading is None:
+                self.observe(layer, dispatch_output, in_place=True)
+                return apply(layer, dispatch_output, *args, **kwargs)
+            assert self.streamer is not None
+            failed = True
+            try:
+                self._keep(layer, self.observe(layer, dispatch_output, in_place=False), reading)
+                result = apply(layer, dispatch_output, *args, **kwargs)
+                failed = False
+                return result
+            finally:
+                self.streamer.leave(reading, failed)
+
+        if self.compiled:
+            # What is traced around the layer calls it, and it computes with its own kernel at any batch: at batch 1 SGLang
+            # would have PyTorch gather the experts of each token into a copy.
+            apply_and_observe = torch.compiler.disable(apply_and_observe)
+            method.__dict__["enter_torch_compile"] = lambda num_tokens: None
+        method.__dict__[_EXPERTS] = True
+        method.__dict__["create_weights"] = create_managed_weights
+        method.__dict__["process_weights_after_loading"] = process_managed_weights
+        method.__dict__["apply"] = apply_and_observe
+
+    def _add(self, layer: Any) -> ExpertLayer:
+        assert self._into is not None, "a MoE layer outside a model"
+        manager, model = self._into
+        index = len(model.layers)
+        experts = manager.add_layer(
+            model,
+            layer.layer_id,
+            layer.num_local_experts,
+            layer.num_fused_shared_experts,
+            layer.moe_ep_rank,
+            layer.moe_ep_size,
+            location_of(layer),
+        )
+        layer.__dict__[_EXPERTS] = (experts, model, index)
+        if not model.draft and layer.top_k is not None:
+            self.top_k = max(self.top_k, layer.top_k - layer.num_fused_shared_experts)
+        return experts
+
+    def _enter(self, layer: torch.nn.Module) -> Reading | None:
+        """Point the layer at a stream buffer, if this step streams."""
+        if self.streamer is None:
+            return None
+        _, model, index = layer.__dict__[_EXPERTS]
+        return None if model.draft else self.streamer.enter(index)
+
+    def observe(self, layer: Any, dispatch_output: Any, *, in_place: bool = True) -> LayerRouting | None:
+        """Count the routing that the layer is about to compute with, reading its experts ``in_place`` or from a copy, and
+        record it if a trace is on. Returns it; None where nothing is counted."""
+        experts, model, index = layer.__dict__[_EXPERTS]
+        if model.counters is None:
+            return None
+        routing = _routing_of(layer, dispatch_output, experts)
+        if not routing.count(model.counters, index, in_place=in_place):
+            self._not_counted(routing.form, model.draft)
+        if self.recording is not None and not model.draft:
+            self.recording.record(index, routing, layer.num_fused_shared_experts)
+        return routing
+
+    def _keep(self, layer: Any, routing: LayerRouting | None, reading: Reading) -> None:
+        """What the layer is about to compute from a stream buffer tells which experts decoding uses next: fill slots with
+        them."""
+        ids = None if routing is None else routing.local_ids
+        if self.slots is not None and ids is not None:
+            _, _, index = layer.__dict__[_EXPERTS]
+            self.slots.keep(index, ids, reading.replicas.addresses(reading.buffer))
+
+    def _not_counted(self, form: str, draft: bool) -> None:
+        """The launch refuses what it recognises (``routing_formats``); here is the rest. A draft model's experts are all
+        resident, whether counted or not."""
+        if self.counting and not draft:
+            raise FlagError(
+                [
+                    f"{flag}: this MoE runner routes inside its kernel ({form}) and shows no expert ids to count; choose "
+                    f"another --moe-runner-backend, or {instead}"
+                    for flag, instead in self.counting.items()
+                ]
+            )
+        self.uncounted.add(form)
+
+
+def _routing_of(layer: Any, dispatch_output: Any, experts: ExpertLayer) -> LayerRouting:
+    """A dispatcher with a top-k output passes tokens on as the router saw them. One without (DeepEP) has exchanged them; in its
+    low-latency form the ids are still those that this rank sent."""
+    shown = getattr(dispatch_output, "topk_output", None) or dispatch_output
+    ids, id_format = getattr(shown, "topk_ids", None), IdFormat.PLAIN
+    if ids is None:
+        ids, id_format = getattr(shown, "packed_topk_ids", None), IdFormat.PACKED
+    received = getattr(shown, "masked_m", None)
+    if received is None and (ragged := getattr(shown, "a_ragged_metadata", None)) is not None:
+        received = ragged.slice_sizes
+    own_numbering = getattr(layer.dispatcher, "skip_local_expert_mapping", False)
+    return LayerRouting(type(shown).__name__, ids, id_format, experts.first_expert if own_numbering else 0, received)

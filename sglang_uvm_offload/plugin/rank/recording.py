@@ -1,0 +1,99 @@
+"""Routing traces in SGLang: which rank records, and which steps and rows are decoded tokens."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.runtime_context import get_device, get_parallel, get_schedule, get_server_args
+
+from sglang_uvm_offload.files.autosave import Saver
+from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.plugin import compat
+from sglang_uvm_offload.plugin.launch import output_files
+from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
+from sglang_uvm_offload.residency.model import ModelExperts
+from sglang_uvm_offload.residency.status import TraceStatus
+from sglang_uvm_offload.routing.layer_routing import LayerRouting
+from sglang_uvm_offload.routing.recorder import Recorder
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_REQUESTS = 4096
+"""SGLang's limit on running requests if no flag sets one."""
+_FLAG = flag_name("trace")
+
+
+class Recording:
+    """``--expert-offload-trace`` in a scheduler. Of the ranks that compute the same tokens only the first records."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.recorder: Recorder | None = None
+
+    def check_built(self, model: BuiltModel) -> None:
+        """Raise ``FlagError`` if the target model cannot be recorded. Call it when the model is built."""
+        if model.top_k is None:
+            raise FlagError([f"{_FLAG}: neither this model's layers nor its config give the number of experts per token"])
+        if len(set(model.moe_layers)) < len(model.moe_layers):
+            raise FlagError([f"{_FLAG}: decoder layers of this model have several routers, of which a token uses one"])
+
+    def begin(self, model: ModelExperts, top_k: int | None) -> Saver | None:
+        """Start recording the target model, whose layers use ``top_k`` routed experts per token, and return the saver; None on
+        a rank that does not record. Call it when the model is loaded."""
+        parallel = get_parallel()
+        if parallel.tp_rank or compat.dp_rank() or not model.layers:
+            return None
+        assert top_k is not None, "check_built was not called"
+        if self.path.exists():
+            logger.warning("Expert offload: trace: the file %s exists and will be replaced", self.path)
+        self.recorder = Recorder(
+            self.path,
+            locations=model.locations,
+            top_k=top_k,
+            max_rows=get_schedule().max_running_requests or DEFAULT_MAX_REQUESTS,
+            device=get_device().device,
+            protected=output_files.model_folders(get_server_args()),
+        )
+        return Saver("trace", self.recorder.pending)
+
+    def record(self, index: int, routing: LayerRouting, num_shared: int) -> None:
+        """Record what the model's MoE layer ``index`` computes with. In ``routing``, the ids of ``num_shared`` fused shared
+        experts follow the routed ones. Raises ``FlagError`` for routing without ids."""
+        recorder = self.recorder
+        if recorder is None:
+            return
+        if routing.ids is None:
+            raise FlagError(
+                [f"{_FLAG}: this MoE runner shows no expert ids ({routing.form}); choose another --moe-runner-backend"]
+            )
+        routed = routing.ids.shape[1] - num_shared
+        if routed > recorder.top_k:
+            raise FlagError([f"{_FLAG}: a layer uses {routed} routed experts per token, but was built for {recorder.top_k}"])
+        recorder.record(index, routing.ids[:, :routed], routing.id_format)
+
+    def after_forward(self, result: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """A step was launched. If it is a decode step of the target model, its rows are decoded tokens."""
+        recorder = self.recorder
+        if recorder is None or runner.is_draft_worker or not batch.forward_mode.is_decode() or not batch.rids:
+            return
+        lengths = batch.seq_lens_cpu
+        if lengths is None or len(lengths) != len(batch.rids):
+            recorder.drop("its requests' lengths are not known on the host")
+            return
+        recorder.end_step(batch.rids, lengths.tolist())
+
+    def status(self) -> TraceStatus | None:
+        """The recording's status in ``/server_info``, None on a rank that does not record."""
+        recorder = self.recorder
+        if recorder is None:
+            return None
+        recorder.poll()
+        return TraceStatus(
+            path=str(self.path),
+            tokens=recorder.log.tokens,
+            requests=recorder.log.requests,
+            dropped_steps=recorder.dropped_steps,
+            stopped=recorder.stopped,
+        )

@@ -1,0 +1,65 @@
+"""Which hooks each process of a server gets, by the role for which SGLang publishes its arguments."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_uvm_offload.plugin import enforce, hooks
+from sglang_uvm_offload.plugin.server_config import config_of
+
+_PUBLISH = "sglang.srt.runtime_context.publish"
+_installed: set[str] = set()
+"""The roles for which this process has installed its hooks."""
+
+
+def watching() -> bool:
+    """Whether this process will install the scheduler's hooks if its arguments enable offloading."""
+    return _PUBLISH in HookRegistry._patched
+
+
+def watch() -> None:
+    """Hook ``publish``, after which a process knows its arguments. A launcher calls it once it has accepted the flags: each
+    target costs a search of all modules."""
+    if not hooks.added(_PUBLISH):
+        hooks.add(_PUBLISH, _after_publish, HookType.AFTER)
+
+
+def watch_in_children() -> None:
+    """``watch`` in a process that SGLang started: it gets its arguments later."""
+    if multiprocessing.parent_process() is not None:
+        watch()
+
+
+def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwargs: Any) -> None:
+    """In a scheduler that must offload, install its hooks, and in the launcher, add the HTTP routes. Other processes get no
+    hooks and pay nothing. Hooks are installed once, however often arguments are published."""
+    config = config_of(server_args)
+    if config is None:
+        return
+    if role == "tokenizer":
+        from sglang_uvm_offload.plugin.operate import http_routes
+
+        http_routes.add_where_served()
+    if role in _installed:
+        return
+    if role == "tokenizer" and (config.save_profile is not None or config.trace is not None):
+        from sglang_uvm_offload.plugin.operate import end_of_serving
+
+        _installed.add(role)
+        end_of_serving.install(hooks.add)
+        HookRegistry.apply_hooks()
+    if role == "scheduler":
+        from sglang.srt.runtime_context import get_exec, get_lora
+
+        from sglang_uvm_offload.plugin.rank import scheduler_hooks
+
+        _installed.add(role)
+        execution, adapters = get_exec(), bool(get_lora().enable_lora)
+        saver, compiled = execution.features.enable_memory_saver, execution.graph.enable_torch_compile
+        scheduler_hooks.install(config, hooks.add, adapters=adapters, memory_saver=bool(saver), compiled=bool(compiled))
+        HookRegistry.apply_hooks()
+        if reason := hooks.missing():  # whether or not its environment says that it must offload: its arguments do
+            enforce.end(f"sglang-uvm-offload {reason}")

@@ -1,0 +1,132 @@
+"""Which launches can compute experts from slots: those whose experts SGLang's Triton or Marlin MoE functions compute
+(``triton``, ``marlin``), or its DeepGEMM runner in the contiguous layout (``deep_gemm``).
+
+What is refused with offloading as a whole (``combinations``) is not repeated here: two-batch overlap among it. Single-batch
+overlap is no reason: it has shared experts on a second stream, not routed ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_uvm_offload.plugin.compat import deep_gemm_layout, get_platform, moe_runner_backend
+from sglang_uvm_offload.plugin.launch.routing_formats import RUNNER, resolved_runner
+from sglang_uvm_offload.plugin.launch.stated_quantization import stated_quantization
+
+_AS_GROUPS = "takes each expert as a group, by its number, inside its kernels"
+_OTHER_KERNELS = "experts are computed by other kernels than SGLang's Triton and Marlin ones"
+
+DEEP_GEMM = "deep_gemm"
+
+RUNNERS = {
+    "triton_kernel": "keeps experts interleaved, not one behind the other",
+    "humming": "does not compute from slots yet",
+    DEEP_GEMM: "computes from slots only BF16 experts, and FP8 ones with a scale for each block of 128 x 128",
+    **dict.fromkeys(
+        [
+            "cutlass",
+            "flashinfer_cutlass",
+            "flashinfer_cutedsl",
+            "flashinfer_trtllm",
+            "flashinfer_trtllm_routed",
+            "flashinfer_mxfp4",
+            "flashinfer_megamoe",
+            "experimental_sgl_trtllm",
+            "hpc_ops",
+        ],
+        _AS_GROUPS,
+    ),
+    **dict.fromkeys(["lora_triton", "lora_marlin", "lora_cutedsl"], "computes experts together with LoRA adapters"),
+}
+"""Why a runner has no slots, or none for other experts than those of ``_by_deep_gemm``."""
+
+AUTO, TRITON = {"auto"}, {"triton"}
+MARLIN = {"marlin", "experimental_sgl_marlin"}
+"""``experimental_sgl_marlin`` is another name of ``marlin`` where there are no LoRA adapters."""
+
+ALWAYS_TRITON = {"moe_wna16", "w8a8_int8", "w8a8_fp8", "blockwise_int8", "auto-round-int8"}
+"""Quantisations whose experts the Triton runner computes, whatever ``--moe-runner-backend``."""
+
+BY_BLOCKS = {
+    **dict.fromkeys([None, "modelopt_fp8"], AUTO | TRITON | MARLIN),
+    "fp8": AUTO | TRITON,
+    "mxfp4": TRITON | MARLIN,
+    **dict.fromkeys(["awq_marlin", "gptq_marlin", "auto-round"], AUTO),
+    **dict.fromkeys(["modelopt_fp4", "modelopt_mixed"], AUTO | MARLIN),
+    "minimax_m3_nvfp4": MARLIN,
+}
+"""By quantisation, the values of ``--moe-runner-backend`` for which the Triton or the Marlin runner computes its experts."""
+
+QUANTIZATIONS = {"w4afp8": f"its runner, cutlass, {_AS_GROUPS}"}
+"""Why a quantisation has no slots, whatever the runner."""
+
+
+def no_slots(cfg: Any, model_config: Any) -> str | None:
+    """Why a launch with SGLang's resolved arguments ``cfg`` has no slots, None if it may have some. ``no_slots_in`` knows more
+    once the layers are built."""
+    quantization = cfg.quantization or model_config.quantization
+    if cfg.moe_a2a_backend != "none":
+        taken = "SGLang's Triton and Marlin runners do not take"
+        return f"--moe-a2a-backend {cfg.moe_a2a_backend} hands tokens over in a form that {taken}"
+    if cfg.device != "cuda":
+        return None
+    if quantization in ALWAYS_TRITON:
+        return None
+    runner = resolved_runner(cfg.moe_runner_backend, quantization)
+    if runner not in AUTO | TRITON | MARLIN | {DEEP_GEMM}:
+        return _by_runner(runner)
+    if cfg.enable_lora and runner not in TRITON:
+        return f"with --enable-lora SGLang computes experts from slots by {RUNNER} triton only"
+    if getattr(model_config, "is_fp4_experts", False):
+        return None if runner in MARLIN else f"the model's FP4 {_OTHER_KERNELS}"
+    if runner == DEEP_GEMM:
+        return _by_deep_gemm() if quantization is None or _in_blocks(quantization, model_config) else _by_runner(runner)
+    if quantization == "compressed-tensors":
+        served = _compressed(model_config, runner)
+    else:
+        served = runner in BY_BLOCKS.get(quantization, set())
+    return None if served else f"--quantization {quantization}: {QUANTIZATIONS.get(quantization, f'its {_OTHER_KERNELS}')}"
+
+
+def _by_runner(runner: str) -> str:
+    return f"{RUNNER} {runner} {RUNNERS.get(runner, 'is not known to compute by blocks of tokens')}"
+
+
+def _by_deep_gemm() -> str | None:
+    """Why DeepGEMM computes nothing from slots, None if it does. Decode steps have the masked layout unless told otherwise."""
+    if not get_platform().is_sm90:
+        return f"{RUNNER} {DEEP_GEMM} computes from slots on Hopper GPUs only; {RUNNER} triton does here"
+    if deep_gemm_layout() != "compact":
+        layout = "computes decode steps in a masked layout, which takes each expert as a group, by its number"
+        return f"{RUNNER} {DEEP_GEMM} {layout}; set SGLANG_DEEPGEMM_STANDARD_LAYOUT=compact, or choose {RUNNER} triton"
+    return None
+
+
+def _in_blocks(quantization: str, model_config: Any) -> bool:
+    """Whether DeepGEMM reads the scales of experts as they are. It is given others, of one number an expert, as a new tensor
+    at each call."""
+    return quantization == "fp8" and stated_quantization(model_config).get("weight_block_size") == [128, 128]
+
+
+def _compressed(model_config: Any, runner: str) -> bool:
+    """FP8 is Triton's. Integers are Marlin's, and those of 4 bits Triton's too, unless activations are quantised as well. FP4
+    is Marlin's, unless activations are FP4 too and the GPU computes that."""
+    groups = list(stated_quantization(model_config).get("config_groups", {}).values())
+    weights = [group.get("weights") or {} for group in groups]
+    kinds = {(each.get("type"), each.get("num_bits")) for each in weights}
+    activations = any(group.get("input_activations") for group in groups)
+    if kinds == {("float", 8)}:
+        return runner not in MARLIN
+    if kinds == {("float", 4)}:
+        return not (activations and get_platform().is_blackwell)
+    return bool(kinds) and kinds <= {("int", 4), ("int", 8)} and not activations
+
+
+def no_slots_in(layer: Any) -> str | None:
+    """Why a MoE layer that is built and loaded computes nothing from slots, None if it does."""
+    backend = moe_runner_backend(layer)
+    if backend is None:
+        return f"{type(layer.quant_method).__name__} computes its experts by kernels of its own"
+    if backend.is_deep_gemm():
+        return _by_deep_gemm()
+    return None if backend.is_triton() or backend.is_marlin() else _by_runner(backend.value)

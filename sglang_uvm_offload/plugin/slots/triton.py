@@ -1,0 +1,56 @@
+"""Hooks on SGLang's Triton MoE functions, by which an expert is computed from its copy in a slot.
+
+Every tensor of a layer with slots has rows behind those of its experts, at the same stride. SGLang makes a list that names the
+expert of each block of tokens; where an expert has a copy, the list is rewritten to name the copy's row. The kernels multiply
+the row by the stride and check no bounds, so nothing else of SGLang sees the additional rows. TMA descriptors do check bounds:
+those of such tensors span all rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_uvm_offload.plugin.slots.seam import ExpertCalls
+
+_EXPERTS = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts"
+_PREPARE = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe._prepare_fused_moe_run"
+_DESCRIPTOR = "sglang.kernels.ops.moe.fused_moe_triton_kernels._get_b_tma_desc_cached"
+
+
+class SlotSeam(ExpertCalls):
+    """The hooks. The calls are those of SGLang's ``fused_experts``."""
+
+    first = ("hidden_states", "w1", "w2", "topk_output", "moe_runner_config")
+    by_expert = ("w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_zp", "w2_zp")
+
+    def install(self, add: Callable[[str, Any, HookType], None]) -> None:
+        add(_EXPERTS, self.around_experts, HookType.AROUND)
+        add(_PREPARE, self._around_prepare, HookType.AROUND)
+        add(_DESCRIPTOR, self._around_descriptor, HookType.AROUND)
+
+    def _around_prepare(
+        self,
+        original: Callable[..., Any],
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_ids: torch.Tensor,
+        **kwargs: Any,
+    ) -> Any:
+        prepared = original(hidden_states, w1, w2, topk_ids, **kwargs)
+        slots = None if self.call is None else self.call.slots
+        if slots is not None and w1.data_ptr() in slots.row_bytes and w2.data_ptr() in slots.row_bytes:
+            config, *_, blocks, padded = prepared
+            slots.resolve(topk_ids, blocks, padded, config["BLOCK_SIZE_M"])
+        return prepared
+
+    def _around_descriptor(self, original: Callable[..., Any], weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """SGLang caches the descriptor of the experts alone, by tensor and address. This widens a copy of it at each call."""
+        descriptor = original(weights, *args, **kwargs)
+        slots = self.find(weights.data_ptr())
+        return descriptor if slots is None else dataclasses.replace(descriptor, shape=[slots.num_rows, *descriptor.shape[1:]])

@@ -1,0 +1,88 @@
+"""A rank's models while they load: their MoE layers are placed one by one, as SGLang builds them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from sglang_uvm_offload.config import UNRESOLVED, OffloadConfig
+from sglang_uvm_offload.expert_location import ExpertLocation
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.memory.protocol import Memory
+from sglang_uvm_offload.residency.model import ModelExperts
+from sglang_uvm_offload.residency.mover import layer_bar
+from sglang_uvm_offload.residency.placement import EVERYTHING, InitialPlacement, LayerPlacement
+from sglang_uvm_offload.residency.selection import rank_share
+
+
+class Loading:
+    """One model after the other: ``begin``, ``add_layer`` for each MoE layer, ``end``."""
+
+    def __init__(self, config: OffloadConfig, memory: Memory, progress: Callable[[], bool]):
+        """``progress``: whether this rank shows progress bars."""
+        self.config = config
+        self.memory = memory
+        self.progress = progress
+        self.models: list[ModelExperts] = []
+        self.placement = InitialPlacement(config, None)
+        """The first residents of the target model."""
+        self._place: Callable[..., LayerPlacement] = self.placement.of_layer
+        """Of the model that is being built."""
+
+    def begin(self, draft: bool, placement: InitialPlacement | None) -> ModelExperts:
+        model = ModelExperts(draft)
+        self.models.append(model)
+        if draft:
+            self._place = self._placement_of_draft()
+        else:
+            self.placement = placement or InitialPlacement(self.config, None)
+            self._place = self.placement.of_layer
+        self._bar = layer_bar("Placing experts", None, self.progress())
+        return model
+
+    def _placement_of_draft(self) -> Callable[..., LayerPlacement]:
+        """The first experts, as many as the flag for drafts says."""
+        number = self.config.draft_num_resident
+        if number is None:
+            return lambda *_: EVERYTHING
+        return InitialPlacement(dataclasses.replace(self.config, num_resident=number, resident_ids=None), None).of_layer
+
+    def add_layer(
+        self,
+        model: ModelExperts,
+        layer_id: int,
+        num_experts: int,
+        num_shared: int,
+        ep_rank: int,
+        ep_size: int,
+        location: ExpertLocation | None = None,
+    ) -> ExpertLayer:
+        """Add decoder layer ``layer_id`` with ``num_experts`` local experts, ``num_shared`` of them fused shared experts, the
+        others those of ``location`` (None: each at the place of its own number)."""
+        routed = num_experts - num_shared
+        first = ep_rank * routed
+        location = location or ExpertLocation.trivial(routed * ep_size, range(first, first + routed))
+        where = (layer_id, num_experts, num_shared, ep_rank, ep_size, location)
+        placement = self._place(*where)
+        slots = 0 if model.draft else self._slots_of_rank(routed, ep_rank, ep_size)
+        chosen = placement.choose, placement.kept
+        layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, first, *chosen, num_slots=slots, location=location)
+        model.layers.append(layer)
+        model.num_experts = max(model.num_experts, routed * ep_size)
+        self._bar.update()
+        return layer
+
+    def _slots_of_rank(self, routed: int, ep_rank: int, ep_size: int) -> int:
+        """Of a layer with ``routed`` local experts: none where nothing is offloaded, or where ``auto`` found no number."""
+        if self.config.slots == UNRESOLVED or self.config.num_resident >= routed * ep_size:
+            return 0
+        return rank_share(self.config.slots, ep_rank, ep_size)
+
+    def end(self, model: ModelExperts, may_be_empty: bool) -> None:
+        """The model is loaded. Raises ``FlagError`` if it has nothing to offload, unless it ``may_be_empty``."""
+        self._bar.close()
+        layers = model.layers
+        if not (model.draft or any(layer.tensors for layer in layers) or (may_be_empty and not layers)):
+            found = "no MoE layer" if not layers else f"{len(layers)} MoE layers, none with experts large enough to place"
+            raise FlagError([f"{flag_name('num_resident')} {self.config.num_resident}: the model has {found}"])
