@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_uvm_offload.config import UNRESOLVED
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
 from sglang_uvm_offload.sizing.slots import Slots
 
@@ -174,7 +173,7 @@ _ALL = (
     Contender(
         "residents_and_slots",
         "this plugin, the rows in VRAM divided as --expert-offload-slots auto does without a profile",
-        with_slots(lambda budget: Slots(UNRESOLVED).of(budget.residents, budget.model.num_experts)),
+        with_slots(lambda budget: Slots(None).of(budget.residents, budget.model.num_experts)),
         offload=True,
         slots=True,
     ),

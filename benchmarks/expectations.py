@@ -13,7 +13,6 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from sglang_uvm_offload.config import UNRESOLVED
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.plan import Parallel, Plan, Reserve, Workload
@@ -33,7 +32,7 @@ CHOICES = {
     "(SGLang's defaults)": {},
     "`--mem-fraction-static 0.9`": {"reserve": Reserve(mem_fraction_static=0.9)},
     "`--chunked-prefill-size 2048`": {"reserve": Reserve(chunked_prefill_size=2048)},
-    "`--expert-offload-slots auto`": {"slots": Slots(UNRESOLVED)},
+    "`--expert-offload-slots auto`": {"slots": Slots(None)},
     "`--speculative-algorithm NEXTN`": {"speculative": True},
 }
 """What else a launch may ask for, as arguments of ``planned``."""

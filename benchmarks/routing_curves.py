@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 from policy_goals import adaptive, residents_at_first
 
-from sglang_uvm_offload.config import UNRESOLVED
 from sglang_uvm_offload.policy.ranking import top
 from sglang_uvm_offload.replay.baselines import Fixed, ReplayPolicy, Variant
 from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, Workload
@@ -98,7 +97,7 @@ def hit_rate(policy: ReplayPolicy, warmup: np.ndarray, scored: np.ndarray, count
 def with_slots(activated: np.ndarray, rows: int) -> SlotCache:
     """``rows`` of VRAM in each layer: slots, and the most activated experts."""
     layers, experts = activated.shape[1:]
-    slots = Slots(UNRESOLVED).of(rows, experts)
+    slots = Slots(None).of(rows, experts)
     return SlotCache((layers, experts), slots, most_used(activated, rows - slots))
 
 

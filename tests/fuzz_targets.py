@@ -35,7 +35,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from sglang_uvm_offload.cli import report as report_cli
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.cli.profile import describe
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.flags import FlagError, OffloadFlags
 from sglang_uvm_offload.plugin.operate import http_routes
 from sglang_uvm_offload.plugin.operate.actions import Action
@@ -44,6 +43,7 @@ from sglang_uvm_offload.replay import room
 from sglang_uvm_offload.replay.simulator import replay
 from sglang_uvm_offload.report import replay_report, server_report
 from sglang_uvm_offload.report.html import element
+from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.resident_ids import ResidentIds
 from sglang_uvm_offload.routing.profile import Profile, ProfileError
 from sglang_uvm_offload.routing.trace import Trace, TraceError

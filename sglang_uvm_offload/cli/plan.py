@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from sglang_uvm_offload.config import AUTO, UNRESOLVED
+from sglang_uvm_offload.config import AUTO
 from sglang_uvm_offload.sizing import hub, planner
 from sglang_uvm_offload.sizing.architectures import unserved_note
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
@@ -210,7 +210,7 @@ def _whole(text: str) -> int:
 
 
 def _slots(text: str) -> Slots:
-    return Slots(UNRESOLVED if text == AUTO else _whole(text))
+    return Slots(None if text == AUTO else _whole(text))
 
 
 def _amount(text: str) -> float:

@@ -11,20 +11,21 @@ import sglang.srt.server_args
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_uvm_offload.config import OffloadConfig, parse
+from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin import compat, hook_points, hooks, roles, server_args
 from sglang_uvm_offload.plugin.checks import start_rehearsal
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
-from sglang_uvm_offload.plugin.launch import devices, stream_settings
+from sglang_uvm_offload.plugin.launch import devices
 from sglang_uvm_offload.plugin.launch.expert_bytes import expert_bytes, host_need
 from sglang_uvm_offload.plugin.launch.local_checkpoint import damage, unreadable
 from sglang_uvm_offload.plugin.launch.planned_launch import has_one_memory
 from sglang_uvm_offload.plugin.launch.routing_formats import routing_format
 from sglang_uvm_offload.plugin.rank import scheduler_hooks
-from sglang_uvm_offload.plugin.server_config import config_of
+from sglang_uvm_offload.plugin.server_config import config_of, requested_of
 from sglang_uvm_offload.plugin.sglang_error import described
+from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
 from sglang_uvm_offload.units import size
 
@@ -39,9 +40,9 @@ def hook_problems() -> list[str]:
     if not server_args.installed():  # SGLANG_PLUGINS leaves this plugin out, which is a problem of its own
         server_args.install(hooks.add)
     roles.watch()
-    config = parse({"num_resident": "1"})
-    assert config is not None
-    scheduler_hooks.install(config, hooks.add)
+    requested = parse({"num_resident": "1", "stream_tokens": "inf"})
+    assert requested is not None
+    scheduler_hooks.install(requested.resolved(), hooks.add)
     HookRegistry.apply_hooks()
     reason = hooks.missing()
     return hook_points.problems() + ([f"sglang-uvm-offload {reason}"] if reason else [])
@@ -82,7 +83,7 @@ class Launch:
             return error.problems
         except Exception as error:  # noqa: BLE001 -- of any type, for a malformed config; listed as a problem, with its type
             return [f"SGLang cannot serve {self.args.model_path}: {described(error, self.args)}"]
-        if config_of(self.args) is None:
+        if requested_of(self.args) is None:
             return [f"{flag_name('num_resident')}: not given, so SGLang would serve this launch without offloading"]
         return start_rehearsal.problems(self.args)
 
@@ -106,7 +107,7 @@ class Launch:
             f"{flag_name('num_resident')} {config.num_resident} of {experts} experts a layer, on {_ranks(cfg)}",
             f"{flag_name('backend')} {config.backend}",
             f"--moe-runner-backend {routing.runner}: {counted}",
-            *([_streaming(config)] if stream_settings.streams(config) else []),
+            *([_streaming(config)] if config.streams else []),
             *_drafts(config, cfg),
             *_memory(config, self.args),
             *self.notes,
@@ -148,7 +149,7 @@ def _drafts(config: OffloadConfig, cfg: Any) -> list[str]:
 
 def _memory(config: OffloadConfig, args: Any) -> list[str]:
     cfg = resolving_view(args)
-    known, need = expert_bytes(config, cfg, model_config_of(args)), host_need(config, args)
+    known, need = expert_bytes(config.num_resident, cfg, model_config_of(args)), host_need(config.num_resident, args)
     unknown = "shown by loading only"
     vram = f"{unknown if known is None else size(known.resident)}; --mem-fraction-static {cfg.mem_fraction_static}"
     host = unknown if known is None else size(known.offloaded)

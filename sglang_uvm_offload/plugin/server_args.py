@@ -15,7 +15,7 @@ from sglang.srt.server_args import ServerArgs as PlainServerArgs
 
 from sglang_uvm_offload.flags import PREFIX, FlagError, OffloadFlags
 from sglang_uvm_offload.plugin import compat, enforce, hooks, roles
-from sglang_uvm_offload.plugin.server_config import attach, config_of, parsed_flags
+from sglang_uvm_offload.plugin.server_config import attach, attach_requested, parsed_flags, requested_of
 
 _NAMESPACE = "exec.expert_offload"
 
@@ -44,14 +44,14 @@ class _Methods:
         plugins."""
         if not getattr(self, "_resolution_finished", False):
             with _reported(self):
-                config = parsed_flags(self)
-                if config is not None:
+                requested = parsed_flags(self)
+                if requested is not None:
                     from sglang_uvm_offload.plugin import hook_points  # imported only if offloading is on
 
                     hook_points.check()
-                attach(self, config)
+                attach_requested(self, requested)
         super(OffloadServerArgs, self).resolve_once()  # type: ignore[misc]
-        if config_of(self) is not None and not roles.watching() and compat.loads_plugins():
+        if requested_of(self) is not None and not roles.watching() and compat.loads_plugins():
             enforce.end("sglang-uvm-offload: this plugin is not loaded, or not in place, in a process that must offload")
 
     @staticmethod
@@ -92,9 +92,9 @@ OffloadServerArgs = compat.derived("OffloadServerArgs", _fields)
 def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
     """The last checks before anything is spawned or loaded, against this SGLang and this model."""
     previous(server_args)
-    config = config_of(server_args)
-    enforce.mark_children(config is not None)
-    if config is None:
+    requested = requested_of(server_args)
+    enforce.mark_children(requested is not None)
+    if requested is None:
         return
     roles.watch()
     HookRegistry.apply_hooks()
@@ -105,7 +105,7 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
         if reason := hooks.missing():
             raise FlagError([f"sglang-uvm-offload {reason}"])
         with whose_error.own_errors_reported(server_args.model_path):
-            checked = launch_checks.check(config, server_args)
+            checked = launch_checks.check(requested, server_args)
     attach(server_args, checked.config)
     compat.declare_resolution(server_args, "sglang-uvm-offload", **checked.settings)
 

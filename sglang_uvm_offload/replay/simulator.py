@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
@@ -24,6 +23,7 @@ from sglang_uvm_offload.replay.baselines import ReplayPolicy, Served
 from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS, SHIPPED, SLOTS
 from sglang_uvm_offload.replay.recall import Recall, recalls
 from sglang_uvm_offload.replay.slots import SHARES, SlotCache, Split
+from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.routing.counts import IdFormat, Phase
 from sglang_uvm_offload.routing.trace import Trace
@@ -158,8 +158,10 @@ class Managed:
     ):
         """``shape``: layers, and experts per layer, of which ``num_resident`` are resident. ``tensors``: bytes of an expert in
         each tensor of a layer; by default an expert is one block."""
-        config = parse({"num_resident": num_resident, "resident_selection": "first_n", "adapt": "continuous", **flags})
-        assert config is not None
+        shipped = {"resident_selection": "first_n", "adapt": "continuous", "stream_tokens": "inf"}
+        requested = parse({"num_resident": num_resident, **shipped, **flags})
+        assert requested is not None
+        config = requested.resolved()
         memory = EmulatedMemory(block_bytes)
         self.manager = OffloadManager(
             config, memory, CpuRoutingCounters, lambda decide: decide(), progress=lambda: False, clock=_Idle()

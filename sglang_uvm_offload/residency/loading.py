@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from sglang_uvm_offload.config import UNRESOLVED, OffloadConfig
+from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
@@ -74,8 +74,8 @@ class Loading:
         return layer
 
     def _slots_of_rank(self, routed: int, ep_rank: int, ep_size: int) -> int:
-        """Of a layer with ``routed`` local experts: none where nothing is offloaded, or where ``auto`` found no number."""
-        if self.config.slots == UNRESOLVED or self.config.num_resident >= routed * ep_size:
+        """Of a layer with ``routed`` local experts: none where nothing is offloaded."""
+        if self.config.num_resident >= routed * ep_size:
             return 0
         return rank_share(self.config.slots, ep_rank, ep_size)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sglang_uvm_offload.config import AUTO, UNRESOLVED, slot_problems
+from sglang_uvm_offload.config import AUTO, slot_problems
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
 from sglang_uvm_offload.sizing.draft_cost import draft_note
@@ -89,9 +89,10 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
     asked = case.slots
     case = case.with_slots_that_fit()
     most = case.most_in_vram()
-    wanted = case.preferred() if num_resident is None else min(num_resident + case.slots.asked, model.num_experts)
-    if num_resident is None and wanted is not None and wanted < min(case.slots.asked, model.num_experts):
-        few = f"{_SLOTS} {case.slots.asked}: {wanted} rows a layer fit in VRAM; give at most as many, or {AUTO}"
+    slots = case.slots.asked or 0
+    wanted = case.preferred() if num_resident is None else min(num_resident + slots, model.num_experts)
+    if num_resident is None and wanted is not None and wanted < min(slots, model.num_experts):
+        few = f"{_SLOTS} {slots}: {wanted} rows a layer fit in VRAM; give at most as many, or {AUTO}"
         return dataclasses.replace(blank, problems=(few,))
     fits = wanted is not None and case.in_vram(wanted) and case.in_host(wanted)
     chosen = wanted if fits else None
@@ -174,7 +175,7 @@ def _number_problems(case: Case, num_resident: int | None) -> list[str]:
         return []
     if not 0 <= num_resident <= experts:
         return [f"--num-resident {num_resident}: the model has {experts} experts a layer"]
-    if slots == UNRESOLVED:
+    if slots is None:
         return [f"{_SLOTS} {AUTO}: divides what fits; give a number beside --num-resident {num_resident}"]
     return slot_problems(slots, num_resident, experts)
 
@@ -195,7 +196,7 @@ def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
     if chosen is None:
         return out
     if chosen == case.model.num_experts:
-        slots = f", and {_SLOTS} is of no use" if asked.asked else ""
+        slots = f", and {_SLOTS} is of no use" if asked.asked != 0 else ""
         needed = "is needed for draft layers only" if case.offloads_drafts else "is not needed"
         out.append(f"every expert fits in VRAM: offloading {needed}{slots}")
     elif case.reserve.stream_gb and not case.stream(chosen).buffers:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 
-from sglang_uvm_offload.config import UNRESOLVED
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout, round_up, whole_blocks
 from sglang_uvm_offload.sizing import sglang_memory
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, LayerShape
@@ -413,7 +412,7 @@ class Case:
     def with_slots_that_fit(self) -> Case:
         """The same, with a number in place of ``auto`` where its share does not fit: the most slots beside which enough experts
         are resident for host RAM to hold the rest; 0 if none help, and where VRAM is too small for any."""
-        if self.slots.asked != UNRESOLVED:
+        if self.slots.asked is not None:
             return self
         chosen = self.largest()
         if chosen is not None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sglang_uvm_offload.config import UNRESOLVED
-
 FINE_EXPERTS = 128
 """Models with so many experts a layer have no experts that most requests use: what traffic uses right now is worth most."""
 FINE_SHARE, COARSE_SHARE = 0.75, 0.5
@@ -22,8 +20,8 @@ def default_share(num_experts: int) -> float:
 class Slots:
     """The slots that a launch asks for. ``rows`` are a layer's residents and slots together, all in VRAM."""
 
-    asked: int = 0
-    """A number, or ``UNRESOLVED`` for ``auto``."""
+    asked: int | None = 0
+    """None for ``auto``."""
     shares: Mapping[float, float] = field(default_factory=dict)
     """For ``auto``, from a profile: by residency (rows as a share of the experts), the best share of the rows in slots."""
 
@@ -32,13 +30,13 @@ class Slots:
         residents, as long as something is offloaded."""
         if rows >= num_experts:
             return 0
-        if self.asked != UNRESOLVED:
+        if self.asked is not None:
             return min(self.asked, rows)
         return int(rows * self._share(rows, num_experts)[0])
 
     def origin(self, rows: int, num_experts: int) -> str:
         """Where the number is from."""
-        if self.asked != UNRESOLVED:
+        if self.asked is not None:
             return "as given"
         share, residency = self._share(rows, num_experts)
         why = f"the default with {num_experts} experts" if residency is None else f"by the profile, for {residency:.0%} in VRAM"

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from architectures.tiny import EXPERTS, TINY, USUAL, text_config, tiny_config
+from builders.configs import served_config
 from sglang.srt.distributed.bootstrap import init_parallel_runtime
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.utils import initialize_moe_config, resolve_shared_experts_config
@@ -25,7 +26,6 @@ from sglang.srt.runtime_context import SpawnRanks, get_model, publish
 from sglang.srt.server_args import ServerArgs
 from transformers import PretrainedConfig
 
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.plugin.meta.tensors import draft_of
@@ -92,7 +92,9 @@ def build(architecture: str, experts: int, hooks: LayerHooks) -> Built:
     stated = stated_experts(text), stated_top_k(text)
 
     def taken_over() -> tuple[OffloadManager, ModelExperts, torch.nn.Module]:
-        manager = OffloadManager(parse({"num_resident": 2}), EmulatedMemory(), CpuRoutingCounters, lambda d: d(), lambda: False)
+        manager = OffloadManager(
+            served_config(num_resident=2), EmulatedMemory(), CpuRoutingCounters, lambda d: d(), lambda: False
+        )
         with hooks.taking_over(manager, model := manager.begin_model(draft=False)):
             return manager, model, construct(architecture, config)
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from architectures.tiny import EXPERTS, tiny_config
+from builders.configs import served_config
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType, initialize_moe_config
 from sglang.srt.runtime_context import SpawnRanks, create_context, get_flags, override_platform, use_context
@@ -24,7 +25,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
@@ -145,7 +145,7 @@ def build(quantization: Callable[[], Any], managed: bool, **arguments: Any) -> L
             for name, around in (("__init__", hooks._around_init), ("__setattr__", hooks._around_setattr)):
                 hooked = functools.partialmethod(_hooked, around, getattr(FusedMoE, name))
                 patch.setattr(FusedMoE, name, hooked)
-            config = parse({"num_resident": 2})
+            config = served_config(num_resident=2)
             manager = OffloadManager(config, memory, CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
             taking = hooks.taking_over(manager, manager.begin_model(draft=False))
         with taking:

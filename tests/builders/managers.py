@@ -3,8 +3,8 @@
 import msgspec
 import numpy as np
 import torch
+from builders.configs import served_config
 
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.expert_location import ExpertLocation
@@ -21,8 +21,7 @@ E, LAYERS = 8, 3
 
 
 def config(**flags):
-    flags = {"num_resident": 3, **flags}
-    return parse(flags)
+    return served_config(**{"num_resident": 3, **flags})
 
 
 class Rank:

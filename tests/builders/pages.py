@@ -14,9 +14,10 @@ from pathlib import Path
 import msgspec
 from sglang.srt.server_args import ServerArgs
 
-from sglang_uvm_offload.config import OffloadConfig, parse
+from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.flags import PREFIX, OffloadFlags, flag_name
 from sglang_uvm_offload.plugin.operate.http_routes import _Command
+from sglang_uvm_offload.requested_config import parse
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -88,7 +89,7 @@ def launched(words: Sequence[str]) -> list[str] | None:
     return list(words[3:]) if python and list(words[1:3]) == ["-m", "sglang.launch_server"] else None
 
 
-def config_of_launch(arguments: Sequence[str]) -> tuple[argparse.Namespace, OffloadConfig | None]:
+def config_of_launch(arguments: Sequence[str]) -> tuple[argparse.Namespace, RequestedConfig | None]:
     """SGLang's arguments and this plugin's config. An ellipsis stands for what the reader has already: a model, and offloading.
     Raises ``ValueError`` or ``FlagError``."""
     given = [argument for argument in arguments if argument != "..."]

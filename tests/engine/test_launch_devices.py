@@ -8,9 +8,10 @@ import pytest
 from arguments import Arguments
 from checkpoints import Checkpoints
 
-from sglang_uvm_offload.config import OffloadConfig, parse
+from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import devices
+from sglang_uvm_offload.requested_config import parse
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,7 @@ def model(checkpoints: Checkpoints) -> Path:
     return checkpoints("qwen3_moe", expert_size=512)
 
 
-def offloading(**flags: object) -> OffloadConfig:
+def offloading(**flags: object) -> RequestedConfig:
     config = parse({"num_resident": 4, **flags})
     assert config is not None
     return config

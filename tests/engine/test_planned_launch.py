@@ -17,9 +17,9 @@ from builders.drafts import eagle
 from builders.true_shape import CONFIGS, config_folder, write
 from checkpoints import Checkpoints
 
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch import draft_source, expert_bytes, linear_attention, planned_launch
+from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.sizing.checkpoint import load, text_config
 from sglang_uvm_offload.sizing.kv_cache import kv_shape
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounted
@@ -217,9 +217,8 @@ def test_the_experts_of_this_machines_ranks_are_counted(
     cuda_arguments: Arguments, model: Path, words: tuple[object, ...], share: float, loading: float
 ) -> None:
     given = cuda_arguments("--model-path", model, "--device", "cuda", *words)
-    cfg, four = resolving_view(given), parse({"num_resident": 4})
-    assert four is not None
-    found = expert_bytes.expert_bytes(four, cfg, model_config_of(given))
+    cfg = resolving_view(given)
+    found = expert_bytes.expert_bytes(4, cfg, model_config_of(given))
     assert found is not None
     one = load(model, "bfloat16").expert_bytes / 16
     assert found.resident == pytest.approx(4 * one * share, rel=1e-4)
@@ -235,9 +234,7 @@ def test_what_vram_does_not_hold_before_it_is_converted_is_in_host_ram_while_it_
     monkeypatch.setattr(expert_bytes, "get_device_memory_capacity", lambda device: vram_mib)
     monkeypatch.setattr(expert_bytes, "has_one_memory", lambda: one_memory)
     given = cuda_arguments("--model-path", model, "--device", "cuda", "--quantization", "fp8")
-    config = parse({"num_resident": 12})
-    assert config is not None
-    found = expert_bytes.expert_bytes(config, resolving_view(given), model_config_of(given))
+    found = expert_bytes.expert_bytes(12, resolving_view(given), model_config_of(given))
     assert found is not None
     assert found.loading / (1 << 20) == pytest.approx(peak, rel=1e-3)
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from faults import model
 
-from sglang_uvm_offload.config import OffloadConfig, parse
+from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.cpu.slots import CpuSlots
@@ -32,6 +32,7 @@ from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.memory.protocol import Memory
+from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.residency.reporting import rank_status
@@ -246,11 +247,17 @@ class WrongAnswer(AssertionError):
 
 
 def config(slots: int) -> OffloadConfig:
-    made = parse(
-        {"num_resident": RESIDENT, "warmup_tokens": WARMUP, "adapt": "continuous", "slots": str(slots) if slots else None}
+    requested = parse(
+        {
+            "num_resident": RESIDENT,
+            "warmup_tokens": WARMUP,
+            "adapt": "continuous",
+            "slots": str(slots) if slots else None,
+            "stream_tokens": STREAM_TOKENS,
+        }
     )
-    assert made is not None
-    return made
+    assert requested is not None
+    return requested.resolved()
 
 
 def start_thread() -> None:

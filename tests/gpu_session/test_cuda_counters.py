@@ -77,13 +77,13 @@ def test_what_is_asked_for_is_of_the_steps_so_far_and_whoever_asks_waits_for_non
 
 def test_reselection_over_cuda_keeps_bytes_and_addresses_and_demotes_a_layer_before_it_promotes(standin):
     ran = standin.run("""
-        from sglang_uvm_offload.config import parse
+        from sglang_uvm_offload.requested_config import parse
         from sglang_uvm_offload.residency.manager import OffloadManager
         from sglang_uvm_offload.residency.reporting import rank_status
         from sglang_uvm_offload.routing.counts import IdFormat, Phase
         from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
         from sglang_uvm_offload.experts.takeover import AllocationMode
-        config = parse({"num_resident": 2, "warmup_tokens": 4})
+        config = parse({"num_resident": 2, "warmup_tokens": 4, "stream_tokens": "inf"}).resolved()
         manager = OffloadManager(config, CudaMemory(), CudaRoutingCounters, lambda decide: decide(), progress=lambda: False)
         model, modules = manager.begin_model(draft=False), []
         for layer_id in range(2):

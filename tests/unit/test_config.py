@@ -1,12 +1,12 @@
 """Flags: what is well-formed, and every problem at once in the words of the flags."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
-from sglang_uvm_offload.config import UNRESOLVED, parse
+from sglang_uvm_offload.config import expert_problems
 from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.resident_ids import ResidentIds
 
 
@@ -222,33 +222,32 @@ def test_ids_beside_residents_that_follow_the_traffic_are_kept():
 
 
 def test_ids_that_are_more_than_the_number_that_fits_are_refused_once_it_is_known():
-    config = parse({"num_resident": "auto", "adapt": "continuous", "resident_ids": "0-3"})
-    (problem,) = dataclasses.replace(config, num_resident=2).expert_problems(8)
+    ids = parse({"num_resident": "auto", "adapt": "continuous", "resident_ids": "0-3"}).resident_ids
+    (problem,) = expert_problems(ids, 2, 0, 8)
     assert problem.startswith("--expert-offload-resident-ids '0-3': names 4 experts")
-    assert not dataclasses.replace(config, num_resident=4).expert_problems(8)
+    assert not expert_problems(ids, 4, 0, 8)
 
 
 @pytest.mark.parametrize(
-    ("given", "slots"), [(None, 0), ("0", 0), (0, 0), ("12", 12), (12, 12), ("999999", 999999), ("auto", UNRESOLVED)]
+    ("given", "slots"), [(None, 0), ("0", 0), (0, 0), ("12", 12), (12, 12), ("999999", 999999), ("auto", None)]
 )
 def test_slots_are_a_number_or_found_later(given, slots):
     assert parse({"num_resident": 4, "slots": given}).slots == slots
 
 
 def test_no_more_slots_than_experts_are_served():
-    (problem,) = parse({"num_resident": 4, "slots": 5}).expert_problems(8)
+    (problem,) = expert_problems(None, 4, 5, 8)
     assert problem.startswith("--expert-offload-slots 5: 4 residents leave 4 of 8 experts a layer offloaded")
-    assert not parse({"num_resident": 8, "slots": 8}).expert_problems(8)
-    assert not parse({"num_resident": 8, "slots": "auto"}).expert_problems(8)
+    assert not expert_problems(None, 8, 8, 8)
 
 
 def test_redundant_experts_count_as_residents_do():
-    assert not parse({"num_resident": 10, "slots": 1}).expert_problems(8, redundant=2)
-    (problem,) = parse({"num_resident": 11}).expert_problems(8, redundant=2)
+    assert not expert_problems(None, 10, 1, 8, redundant=2)
+    (problem,) = expert_problems(None, 11, 0, 8, redundant=2)
     assert problem == (
         "--expert-offload-num-resident 11: the model has 8 routed experts a layer and 2 redundant ones; give at most as many"
     )
-    (problem,) = parse({"num_resident": 9, "resident_selection": "manual", "resident_ids": "8"}).expert_problems(8, redundant=2)
+    (problem,) = expert_problems(ResidentIds.parse("8"), 9, 0, 8, redundant=2)
     assert "expert 8 does not exist; the model's experts are 0-7" in problem
 
 

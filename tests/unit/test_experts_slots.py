@@ -311,7 +311,7 @@ def test_each_rank_gets_its_share_of_the_slots(ep_rank, slots):
     assert rank.status()["slots"]["missing"] is None
 
 
-@pytest.mark.parametrize("flags", [{}, {"slots": "auto"}, {"slots": 4, "num_resident": MODEL_EXPERTS}])
+@pytest.mark.parametrize("flags", [{}, {"slots": 4, "num_resident": MODEL_EXPERTS}])
 def test_without_a_number_or_offloaded_experts_there_are_no_slots(flags):
     rank = Rank(config(**flags))
     assert {layer.num_slots for layer in rank.model.layers} == {0}

@@ -7,12 +7,12 @@ import operator
 import numpy as np
 import pytest
 import torch
+from builders.configs import served_config
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4MoEMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from simulated_driver import SimulatedDriver
 from triton_kernels.tensor_details import layout as layouts
 
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
@@ -48,7 +48,7 @@ def triton_kernel_method() -> Mxfp4MoEMethod:
 
 def created(method: Mxfp4MoEMethod) -> tuple[SimulatedDriver, Layer, ExpertLayer]:
     memory, layer, hooks = SimulatedDriver(), Layer(), LayerHooks({})
-    config = parse({"num_resident": 1})
+    config = served_config(num_resident=1)
     manager = OffloadManager(config, memory, CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
     with hooks.taking_over(manager, manager.begin_model(draft=False)):
         hooks._shadow(method)

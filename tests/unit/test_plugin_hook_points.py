@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import sglang
+from builders.configs import served_config
 from sglang.srt.arg_groups import overrides
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin import compat, enforce, hook_points, roles, server_args, weight_writes
 from sglang_uvm_offload.plugin.operate import end_of_serving
@@ -51,8 +51,7 @@ def listed() -> set[str]:
 
 def test_every_function_that_is_hooked_is_listed():
     targets: set[str] = set()
-    config = parse({"num_resident": "1", "slots": "1", "draft_num_resident": 1, "trace": "/nowhere.npz"})
-    assert config is not None
+    config = served_config(num_resident="1", slots="1", draft_num_resident=1, trace="/nowhere.npz")
     scheduler_hooks.install(config, lambda target, hook, kind: targets.add(target))
     end_of_serving.install(lambda target, hook, kind: targets.add(target))
     assert targets | {roles._PUBLISH} == {*hook_points.HOOKED, *weight_writes.WRITERS}

@@ -16,6 +16,7 @@ from sglang.srt.utils.auth import add_api_key_middleware
 from sglang_uvm_offload import __version__
 from sglang_uvm_offload.plugin.operate import actions, http_routes
 from sglang_uvm_offload.plugin.operate.actions import Action
+from sglang_uvm_offload.plugin.server_config import attach, attach_requested
 from sglang_uvm_offload.residency.status import SaveStatus
 
 pytestmark = pytest.mark.sglang
@@ -25,7 +26,9 @@ class TokenizerManager:
     """Stands for SGLang's, with one rank behind it: keeps what it is asked to set."""
 
     def __init__(self, cfg):
-        self.server_args = SimpleNamespace(_expert_offload=cfg)
+        self.server_args = SimpleNamespace()
+        attach_requested(self.server_args, cfg)
+        attach(self.server_args, cfg)
         self.rank = None if cfg is None else Rank(cfg)
         self.asked, self.saves, self.replicas = [], [], [0]
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from builders.configs import served_config
 from builders.launch import arguments, launch
 from builders.locations import located
 from builders.profiles import some
 from huggingface_hub import constants
 from paths import direct, link_to_the_folder, symbolic_link, with_dots
 
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cuda.build import BuildFailure
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin import compat
@@ -20,6 +20,7 @@ from sglang_uvm_offload.plugin.checks import combinations, launch_checks
 from sglang_uvm_offload.plugin.launch import devices, output_files
 from sglang_uvm_offload.plugin.launch.routing_formats import RoutingFormat
 from sglang_uvm_offload.plugin.rank import profile_saver, recording
+from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.routing.trace import Trace
 
@@ -136,7 +137,7 @@ def test_a_rank_saves_no_profile_in_the_models_folder(rank: Path, caplog: pytest
     path, profile = rank.parent / "p.npz", some()
     layers = [SimpleNamespace(layer_id=number) for number in profile.model.moe_layers]
     manager = SimpleNamespace(
-        config=parse({"num_resident": 4, "save_profile": str(path)}),
+        config=served_config(save_profile=str(path)),
         target=SimpleNamespace(layers=layers),
         placement=SimpleNamespace(profile=None),
         logical_routing=lambda wait: profile.seen,

@@ -18,8 +18,9 @@ from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import ServerArgs
 
-from sglang_uvm_offload.config import OffloadConfig, parse
+from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.plugin.launch.routing_formats import _ELSE, COUNTED_RUNNERS, RoutingFormat, Shown, routing_format
+from sglang_uvm_offload.requested_config import parse
 
 pytestmark = pytest.mark.sglang
 
@@ -29,7 +30,7 @@ FIRST_N = {"resident_selection": "first_n"}
 MANUAL = {"resident_selection": "manual", "resident_ids": "0"}
 
 
-def config(**values: Any) -> OffloadConfig:
+def config(**values: Any) -> RequestedConfig:
     parsed = parse({"num_resident": 4, **values})
     assert parsed is not None
     return parsed

@@ -6,9 +6,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from builders.configs import served_config
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.plugin.rank import scheduler_hooks
 from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase
 
@@ -73,7 +73,7 @@ def test_requests_of_a_prefill_end_where_their_rows_do(lengths, everywhere, ends
 
 def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
     hooks = []
-    scheduler_hooks.install(parse({"num_resident": 1, "slots": 2}), lambda target, hook, kind: hooks.append(hook))
+    scheduler_hooks.install(served_config(num_resident=1, slots=2), lambda target, hook, kind: hooks.append(hook))
     rank = hooks[0].__self__
     slots = SimpleNamespace(at=lambda address: None, slot_of=lambda row: None)
     monkeypatch.setattr(scheduler_hooks, "make_slots", lambda model: slots)
@@ -88,12 +88,12 @@ def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
 def test_a_step_that_a_graph_of_drafts_replays_counts_the_rows_before_the_padding(monkeypatch, everywhere, rows):
     """Gathered, padding may be anywhere."""
     steps = []
-    rank = scheduler_hooks._RankHooks(parse({"num_resident": "4", "draft_num_resident": 2}))
+    rank = scheduler_hooks._RankHooks(served_config(draft_num_resident=2))
     monkeypatch.setattr(scheduler_hooks, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: True))
     rank.manager = SimpleNamespace(
         begin_step=lambda model, rows, tokens, phase: steps.append((model, rows, phase)), end_step=steps.append
     )
-    graphs = SimpleNamespace(model_runner=SimpleNamespace(_expert_offload="draft"))
+    graphs = SimpleNamespace(model_runner=SimpleNamespace(_expert_offload_model="draft"))
     batch = SimpleNamespace(positions=[7, 8, 9], global_num_tokens_cpu=everywhere)
     ran = rank.around_draft_graph(lambda graphs, batch, more: (steps.append("ran"), more), graphs, batch, "more")
     assert ran == (None, "more")

@@ -20,9 +20,9 @@ from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.runtime_context import override_platform
 
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.plugin.checks import combinations
 from sglang_uvm_offload.plugin.slots.runners import ALWAYS_TRITON, MARLIN, RUNNERS, no_slots, no_slots_in
+from sglang_uvm_offload.requested_config import parse
 
 pytestmark = pytest.mark.sglang
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from builders import deep_gemm, marlin
+from builders.configs import served_config
 from sglang.srt.environ import envs
 from sglang.srt.layers.deep_gemm_wrapper import compile_utils
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
@@ -25,7 +26,6 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.runtime_context import override_platform
 from simulated_driver import SimulatedDriver
 
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.slots import CpuSlots
 from sglang_uvm_offload.experts.layer import ExpertLayer
@@ -85,7 +85,7 @@ class Bench:
 
     def _loaded(self) -> ExpertLayer:
         hooks = LayerHooks({})
-        config = parse({"num_resident": 1, "slots": S})
+        config = served_config(num_resident=1, slots=S)
         manager = OffloadManager(config, SimulatedDriver(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
         layer, method = self.layer, self.method
         random = torch.Generator().manual_seed(1)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from builders import marlin
+from builders.configs import served_config
 from sglang.srt.hardware_backend.gpu.quantization import gptq_kernels
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
@@ -31,7 +32,6 @@ from sglang.srt.layers.quantization.gptq.schemes import GPTQMarlinMoEScheme
 from sglang.srt.runtime_context import override_platform
 from simulated_driver import SimulatedDriver
 
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.slots import CpuSlots
 from sglang_uvm_offload.experts.layer import ExpertLayer
@@ -170,7 +170,7 @@ class Bench:
 
     def _loaded(self) -> ExpertLayer:
         hooks = LayerHooks({})
-        config = parse({"num_resident": 1, "slots": S})
+        config = served_config(num_resident=1, slots=S)
         manager = OffloadManager(config, SimulatedDriver(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
         layer, method = self.layer, self.method
         with hooks.taking_over(manager, manager.begin_model(draft=False)), override_platform(is_sm90=True):
@@ -430,7 +430,7 @@ def test_a_caller_that_names_fewer_tensors_is_read_in_place(bench):
 
 def test_all_runners_are_followed_where_there_are_slots(monkeypatch):
     hooks = []
-    scheduler_hooks.install(parse({"num_resident": 1, "slots": S}), lambda target, hook, kind: hooks.append(hook))
+    scheduler_hooks.install(served_config(num_resident=1, slots=S), lambda target, hook, kind: hooks.append(hook))
     seams = {hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), Seam)}
     assert {type(each) for each in seams} == {SlotSeam, MarlinSlotSeam, DeepGemmSlotSeam}
     slots = SimpleNamespace(at=lambda address: None)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from builders.launch import launch
 
-from sglang_uvm_offload.config import UNRESOLVED, parse
+from sglang_uvm_offload.config import expert_problems
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin.checks import slot_settings
+from sglang_uvm_offload.requested_config import parse
 
 pytestmark = pytest.mark.sglang
 
@@ -19,7 +20,7 @@ def possible(reason: str | None, monkeypatch: pytest.MonkeyPatch, **flags: objec
 
 def test_a_launch_that_can_have_slots_keeps_what_was_asked_for(monkeypatch):
     assert possible(None, monkeypatch, num_resident=4, slots=3) == 3
-    assert possible(None, monkeypatch, num_resident="auto", slots="auto") == UNRESOLVED
+    assert possible(None, monkeypatch, num_resident="auto", slots="auto") is None
     assert possible(None, monkeypatch, num_resident=4) == 0
 
 
@@ -40,8 +41,7 @@ def test_auto_beside_a_number_of_residents_is_refused(monkeypatch):
 
 
 def test_more_slots_than_offloaded_experts_are_refused():
-    config = parse({"num_resident": 250, "slots": 7})
-    (problem,) = config.expert_problems(256)
+    (problem,) = expert_problems(None, 250, 7, 256)
     assert problem.startswith("--expert-offload-slots 7: 250 residents leave 6 of 256 experts a layer offloaded")
-    assert parse({"num_resident": 250, "slots": 6}).expert_problems(256) == []
-    assert len(parse({"num_resident": 257, "slots": 6}).expert_problems(256)) == 1
+    assert expert_problems(None, 250, 6, 256) == []
+    assert len(expert_problems(None, 257, 6, 256)) == 1

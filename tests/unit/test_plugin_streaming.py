@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from builders.configs import served_config
 from builders.launch import resolved as sglang_resolved
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from transformers import PretrainedConfig
 
-from sglang_uvm_offload.config import NEVER, OffloadConfig, parse
+from sglang_uvm_offload.config import NEVER, OffloadConfig
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
@@ -22,6 +24,7 @@ from sglang_uvm_offload.memory.protocol import MemoryInfo
 from sglang_uvm_offload.plugin.launch import stream_settings
 from sglang_uvm_offload.plugin.rank import scheduler_hooks
 from sglang_uvm_offload.plugin.rank.stream_buffers import make_streamer, room_in_vram
+from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.routing.counts import Phase
 
 pytestmark = pytest.mark.sglang
@@ -30,30 +33,30 @@ GIB = 1 << 30
 
 
 def config(**flags: Any) -> OffloadConfig:
-    made = parse({"num_resident": 4, **flags})
-    assert made is not None
-    return made
+    return served_config(**flags)
 
 
 # ---- the threshold ----
 
 
-def resolved(num_experts: int = 256, top_k: int | None = 8, **flags: Any) -> int:
+def streamed_from(num_experts: int = 256, top_k: int | None = 8, planned: int | None = None, **flags: Any) -> int:
+    """Tokens. ``planned``: stream buffers."""
     text = PretrainedConfig(num_experts_per_tok=top_k)
-    tokens = stream_settings.resolved(config(**flags), num_experts, text).stream_tokens
-    assert tokens is not None
-    return tokens
+    requested = parse({"num_resident": 4, **flags})
+    assert requested is not None
+    assert requested.num_resident is not None
+    return stream_settings.stream_tokens(requested, requested.num_resident, planned, num_experts, text)
 
 
 def test_auto_streams_from_where_a_step_uses_nearly_all_experts():
-    assert resolved() == 1024
-    assert resolved(128) == 512
-    assert resolved(top_k=None) == 1024, "a model that does not state it"
+    assert streamed_from() == 1024
+    assert streamed_from(128) == 512
+    assert streamed_from(top_k=None) == 1024, "a model that does not state it"
 
 
 @pytest.mark.parametrize(("given", "tokens"), [(0, 0), ("300", 300), ("inf", NEVER)])
 def test_a_number_is_taken_as_it_is(given, tokens):
-    assert resolved(stream_tokens=given) == tokens
+    assert streamed_from(stream_tokens=given) == tokens
 
 
 @pytest.mark.parametrize(
@@ -61,18 +64,15 @@ def test_a_number_is_taken_as_it_is(given, tokens):
     [(0, {}, 1), (1, {}, 0), (0, {"stream_tokens": "inf"}, 0), (0, {"num_resident": 256}, 0), (None, {}, 0)],
 )
 def test_a_launch_that_has_no_room_for_buffers_is_told_that_long_prompts_are_slow(caplog, planned, flags, told):
-    checked = OffloadConfig(**{**vars(config(**flags)), "stream_buffers": planned})
-    stream_settings.resolved(checked, 256, PretrainedConfig())
+    streamed_from(planned=planned, **flags)
     assert caplog.text.count("no room for a stream buffer beside the KV cache: long prompts") == told
 
 
 def test_nothing_streams_without_buffers_or_offloaded_experts():
-    assert resolved(stream_buffer_gb=0, stream_tokens=5) == NEVER
-    assert resolved(num_resident=256) == NEVER
-    planned = config()
-    none = stream_settings.resolved(OffloadConfig(**{**vars(planned), "stream_buffers": 0}), 256, PretrainedConfig())
-    assert none.stream_tokens == NEVER
-    assert not stream_settings.streams(none)
+    assert streamed_from(stream_buffer_gb=0, stream_tokens=5) == NEVER
+    assert streamed_from(num_resident=256) == NEVER
+    assert streamed_from(planned=0) == NEVER
+    assert not config(stream_tokens="inf").streams
 
 
 # ---- prefill graphs ----
@@ -84,7 +84,7 @@ def launched(sizes: list[int], dp: int = 1, backend: str = Backend.BREAKABLE) ->
 
 
 def graphs(cfg: Any, **flags: Any) -> Any:
-    settings = stream_settings.graph_settings(stream_settings.resolved(config(**flags), 256, PretrainedConfig()), cfg)
+    settings = stream_settings.graph_settings(replace(config(**flags), stream_tokens=streamed_from(**flags)), cfg)
     assert set(settings) <= {"cuda_graph_config"}
     return settings.get("cuda_graph_config")
 
@@ -147,8 +147,8 @@ LARGEST = 8 * BLOCK_BYTES
 
 
 def made(room: int | None = None, among: list[ExpertLayer] | None = None, planned: int | None = None, **flags: Any) -> Any:
-    checked = stream_settings.resolved(config(**flags), 256, PretrainedConfig())
-    checked = OffloadConfig(**{**vars(checked), "stream_buffers": planned})
+    tokens = streamed_from(planned=planned, **flags)
+    checked = replace(config(**flags), stream_tokens=tokens, stream_buffers=planned)
     return make_streamer(checked, EmulatedMemory(), among or layers(), room, 0, lambda row, nbytes: None)
 
 
@@ -214,5 +214,5 @@ def test_layers_too_small_to_place_need_no_buffer():
 
 
 def test_a_stage_of_dense_layers_needs_no_buffer():
-    checked = stream_settings.resolved(config(), 256, PretrainedConfig())
+    checked = replace(config(), stream_tokens=streamed_from())
     assert make_streamer(checked, EmulatedMemory(), [], 0, 0, lambda row, nbytes: None) is None

@@ -13,12 +13,12 @@ import pytest
 from builders.launch import resolved
 from builders.profiles import some
 
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.cuda.device import DriverError
 from sglang_uvm_offload.plugin.checks import vram_check
 from sglang_uvm_offload.plugin.checks.vram_check import shortages
 from sglang_uvm_offload.plugin.launch import auto_resident, expert_bytes
 from sglang_uvm_offload.plugin.launch.planned_launch import Rank
+from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.launch import Launch
@@ -157,9 +157,13 @@ def launched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
         assert config is not None
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            config, found = vram_check.checked(config, None)
-            assert found == []
-            check.config = auto_resident.resolved(config, None, profile)
+            if config.num_resident is None:
+                plan = auto_resident.fitting(config, None, profile)
+                check.chosen = plan.num_resident, plan.slots, plan.stream_buffers
+            else:
+                buffers, found = vram_check.checked(config, None)
+                assert found == []
+                check.chosen = config.num_resident, config.slots, buffers
         return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
     return check
@@ -197,7 +201,7 @@ def divided(
     """The residents and the slots of ``auto``, and the log lines of the division."""
     launched("auto", **given)
     lines = [line for record in caplog.records if (line := record.getMessage()).startswith("--expert-offload-slots")]
-    return launched.config.num_resident, launched.config.slots, lines
+    return *launched.chosen[:2], lines
 
 
 def test_auto_divides_the_rows_and_the_log_says_by_what(launched, caplog):
@@ -237,12 +241,12 @@ def test_the_log_says_where_host_ram_keeps_auto_from_its_share(launched, caplog)
 @pytest.mark.parametrize("number", [20, "auto"])
 def test_the_launch_gets_as_many_stream_buffers_as_fit(launched, number):
     launched(number)
-    assert launched.config.stream_buffers == 2
+    assert launched.chosen[2] == 2
     launched(number, replace(LAUNCH, stream_gb=0))
-    assert launched.config.stream_buffers == 0
+    assert launched.chosen[2] == 0
     if number != "auto":  # which chooses fewer residents rather
         launched(number, replace(LAUNCH, mem_fraction_static=0.15))
-        assert launched.config.stream_buffers == 0
+        assert launched.chosen[2] == 0
 
 
 def test_a_size_of_buffers_below_one_is_refused_before_anything_loads(launched, monkeypatch):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from sglang_uvm_offload import reading
-from sglang_uvm_offload.config import parse
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.report.report_file import is_report
+from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.resident_ids import ResidentIds
 from sglang_uvm_offload.routing.profile import Profile, is_profile, load_for
 from sglang_uvm_offload.routing.trace import Trace, is_trace

@@ -12,9 +12,9 @@ import pytest
 from builders.true_shape import config_folder
 
 from sglang_uvm_offload.cli import plan as planner_cli
-from sglang_uvm_offload.config import UNRESOLVED, parse
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
+from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.sizing import planner, sglang_memory
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.kv_cache import KvShape
@@ -673,7 +673,7 @@ def test_every_assumption_changes_some_figure():
         prompt = 512 if field.name.startswith(("prefill", "latent_prefill")) else 1024 if "copy" in field.name else 4096
         workload = Workload(8192, requests=2, prompt_tokens=prompt, speculative=True, draft_tokens=10)
         reserve = Reserve(stream_gb=0) if field.name == "rows_per_read" else None
-        slots = Slots(UNRESOLVED) if "slot" in field.name else NO_SLOTS
+        slots = Slots(None) if "slot" in field.name else NO_SLOTS
         base = ask(name, roomy("8xH20"), workload, reserve=reserve, slots=slots)
         value = getattr(Assumptions(), field.name)
         changed = dataclasses.replace(Assumptions(), **{field.name: type(value)(value * 1.25 if value < 1 else value * 4)})

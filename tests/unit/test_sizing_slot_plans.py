@@ -13,7 +13,6 @@ import pytest
 from builders.rooms import CONTEXT, VRAM, fraction
 
 from sglang_uvm_offload.cli import plan as planner_cli
-from sglang_uvm_offload.config import UNRESOLVED
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.sizing import planner
@@ -29,7 +28,7 @@ from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.speed import StageCost, Stream, predict
 
 MODEL = Path(__file__).parents[1] / "fixtures" / "models" / "deepseek-v3.json"
-AUTO = Slots(UNRESOLVED)
+AUTO = Slots(None)
 MATRIX = 7168 * 2048 // 8
 """One matrix of an expert in FP8 on one of eight ranks; two of three lie in one tensor."""
 
@@ -53,7 +52,7 @@ def test_auto_divides_what_fits_as_a_launch_does():
     assert divided.slots == AUTO.of(divided.rows, 256) > 0
     assert without.num_resident is not None
     assert abs(divided.rows - without.num_resident) <= 1, "but for the blocks that slots round up to"
-    of_profile = ask(Slots(UNRESOLVED, {0.5: 0.25}))
+    of_profile = ask(Slots(None, {0.5: 0.25}))
     assert of_profile.slots == of_profile.rows // 4
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_uvm_offload.config import UNRESOLVED
 from sglang_uvm_offload.sizing.slots import COARSE_SHARE, FINE_EXPERTS, FINE_SHARE, NO_SLOTS, Slots
 
-AUTO = Slots(UNRESOLVED)
-MEASURED = Slots(UNRESOLVED, {0.25: 1.0, 0.5: 0.25})
+AUTO = Slots(None)
+MEASURED = Slots(None, {0.25: 1.0, 0.5: 0.25})
 
 
 def test_auto_takes_its_share_of_the_rows_by_the_number_of_experts():

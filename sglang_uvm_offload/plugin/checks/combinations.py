@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.plugin import compat
 
@@ -29,7 +29,7 @@ QUANTIZATIONS = {"bitsandbytes": NO_EXPERTS}
 """Refused ones, each with the reason."""
 
 
-def problems(config: OffloadConfig, cfg: Any) -> list[str]:
+def problems(config: RequestedConfig, cfg: Any) -> list[str]:
     """Why SGLang's resolved arguments ``cfg`` cannot be served with ``config``."""
     refused = {
         "--enable-paged-experts": (cfg.enable_paged_experts, _OWN_OFFLOAD),
@@ -105,7 +105,7 @@ def _load_format(given: str | None) -> tuple[bool, str]:
     return given in LOAD_FORMATS, LOAD_FORMATS.get(given or "", "")
 
 
-def _named_experts(config: OffloadConfig, cfg: Any) -> list[str]:
+def _named_experts(config: RequestedConfig, cfg: Any) -> list[str]:
     """Experts that a flag names stay in VRAM wherever they lie, so their VRAM must be known at load."""
     if config.resident_ids is None or not cfg.enable_eplb:
         return []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import uuid
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 
 from sglang.srt.utils import get_device_memory_capacity
 
-from sglang_uvm_offload.config import AUTO, OffloadConfig
+from sglang_uvm_offload.config import AUTO, OffloadConfig, RequestedConfig, expert_problems
 from sglang_uvm_offload.flags import PREFIX, FlagError, flag_name
 from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.checks import combinations, front_doors, slot_settings, start_checks, tracing, vram_check
@@ -53,58 +52,78 @@ class CheckedLaunch:
     """SGLang's arguments that offloading sets, by field."""
 
 
-def check(config: OffloadConfig, server_args: Any) -> CheckedLaunch:
-    """``config`` with ``auto`` resolved to a number and a backend, and a new launch id. Raises ``FlagError`` with every reason
-    why ``server_args`` cannot be served with offloading."""
+def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
+    """Every decision from what was requested to what is served, in their order. Raises ``FlagError`` with every reason why
+    ``server_args`` cannot be served with offloading."""
     cfg, model = resolving_view(server_args), model_config_of(server_args)
     routing = routing_format(cfg, model, compat.as_given(server_args).moe_runner_backend)
     problems = [
-        *combinations.problems(config, cfg),
+        *combinations.problems(requested, cfg),
         *combinations.format_problems(cfg, model),
         *compat.problems(cfg),
-        *devices.problems(config, cfg),
-        *tracing.problems(config, cfg),
-        *output_files.problems(config, server_args),
-        *routing.problems(config),
+        *devices.problems(requested, cfg),
+        *tracing.problems(requested, cfg),
+        *output_files.problems(requested, server_args),
+        *routing.problems(requested),
         *start_checks.problems(cfg, model),
         *(damaged := damage(cfg)),
     ]
-    num_experts, reasons = _experts(config, model, dense=expert_bytes.is_dense(cfg, model))
+    num_experts, reasons = _experts(requested, model, dense=expert_bytes.is_dense(cfg, model))
     redundant = cfg.ep_num_redundant_experts
-    problems += reasons + draft_source.problems(config, cfg, num_experts)
+    problems += reasons + draft_source.problems(requested, cfg, num_experts)
     profile: Profile | None = None
     with _listed(problems):
-        profile = chosen_profile(config, model)
+        profile = chosen_profile(requested, model)
     settings: dict[str, Any] = {}
-    was_auto, slots = config.auto, config.slots
     with _listed(problems):
-        settings |= _headroom(config, cfg)
+        settings |= _headroom(requested, cfg)
+    possible = requested
     with _listed(problems):
-        config = slot_settings.possible(config, cfg, model)
+        possible = slot_settings.possible(requested, cfg, model)
+    residents, slots, buffers = possible.num_resident, possible.slots, None
     if num_experts is not None and not damaged:
-        config, reasons = vram_check.checked(config, server_args)
-        problems += reasons
-        with _listed(problems):
-            config = auto_resident.resolved(config, server_args, profile)
-            problems += config.expert_problems(num_experts, redundant)
+        if residents is None:
+            with _listed(problems):
+                plan = auto_resident.fitting(possible, server_args, profile)
+                residents, slots, buffers = plan.num_resident, plan.slots, plan.stream_buffers
+        else:
+            buffers, reasons = vram_check.checked(possible, server_args)
+            problems += reasons
+        if residents is not None:
+            problems += expert_problems(requested.resident_ids, residents, slots or 0, num_experts, redundant)
     if problems:
         raise FlagError(problems)
     assert num_experts is not None
-    config = stream_settings.resolved(config, num_experts + redundant, model.hf_text_config)
+    assert residents is not None
+    config = requested.resolved(
+        num_resident=residents,
+        slots=slots,
+        stream_buffers=buffers,
+        stream_tokens=stream_settings.stream_tokens(
+            requested, residents, buffers, num_experts + redundant, model.hf_text_config
+        ),
+        backend=_backend(requested, cfg),
+        launch_id=uuid.uuid4().hex,
+    )
     settings |= stream_settings.graph_settings(config, cfg)
     settings |= _autotuning(cfg, routing)
-    if was_auto:
+    if requested.num_resident is None:
         settings[f"{PREFIX}num_resident"] = str(config.num_resident)
-    if config.slots != slots:
+    if requested.slots != config.slots:
         settings[f"{PREFIX}slots"] = str(config.slots)
     for line in (*combinations.ignored(server_args), *front_doors.lacking(cfg)):
         logger.warning("%s", line)
-    for line in (*expert_bytes.conversions(cfg, model), *expert_bytes.crowded_nodes(config, server_args)):
+    for line in (*expert_bytes.conversions(cfg, model), *expert_bytes.crowded_nodes(residents, server_args)):
         logger.warning("Expert offload: %s", line)
     if not routing.counted:
         logger.warning("Expert offload: the hit rate is not counted: %s", routing.reason)
-    backend = config.backend if config.backend != "auto" else "uvm" if cfg.device == "cuda" else "emulated"
-    return CheckedLaunch(dataclasses.replace(config, backend=backend, launch_id=uuid.uuid4().hex), settings)
+    return CheckedLaunch(config, settings)
+
+
+def _backend(requested: RequestedConfig, cfg: Any) -> str:
+    if requested.backend != "auto":
+        return requested.backend
+    return "uvm" if cfg.device == "cuda" else "emulated"
 
 
 @contextlib.contextmanager
@@ -116,7 +135,7 @@ def _listed(problems: list[str]) -> Iterator[None]:
         problems += error.problems
 
 
-def _experts(config: OffloadConfig, model: Any, dense: bool = False) -> tuple[int | None, list[str]]:
+def _experts(config: RequestedConfig, model: Any, dense: bool = False) -> tuple[int | None, list[str]]:
     """The routed experts per layer that the model's config states, None without any; and why they cannot be served. ``dense``:
     its checkpoint has none, whatever its class of configs has by default."""
     architectures = set(model.hf_config.architectures or [])
@@ -126,12 +145,12 @@ def _experts(config: OffloadConfig, model: Any, dense: bool = False) -> tuple[in
     ]
     num_experts = None if dense else stated_experts(model.hf_text_config)
     if num_experts is None and not out:
-        given = AUTO if config.auto else config.num_resident
+        given = AUTO if config.num_resident is None else config.num_resident
         out.append(f"{_N} {given}: the model ({', '.join(sorted(architectures))}) has no routed experts")
     return num_experts, out
 
 
-def fraction_with_headroom(config: OffloadConfig, cfg: Any) -> float | None:
+def fraction_with_headroom(config: RequestedConfig, cfg: Any) -> float | None:
     """``mem_fraction_static`` less the headroom, None for no change (a CPU has no VRAM)."""
     capacity_mib = get_device_memory_capacity(cfg.device) if cfg.device == "cuda" else None
     if not capacity_mib or not config.headroom_gb or cfg.mem_fraction_static is None:
@@ -147,7 +166,7 @@ def fraction_with_headroom(config: OffloadConfig, cfg: Any) -> float | None:
     return fraction
 
 
-def _headroom(config: OffloadConfig, cfg: Any) -> dict[str, Any]:
+def _headroom(config: RequestedConfig, cfg: Any) -> dict[str, Any]:
     fraction = fraction_with_headroom(config, cfg)
     return {} if fraction is None else {"mem_fraction_static": fraction}
 

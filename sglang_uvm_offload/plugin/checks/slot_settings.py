@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from typing import Any
 
-from sglang_uvm_offload.config import AUTO, UNRESOLVED, OffloadConfig
+from sglang_uvm_offload.config import AUTO, RequestedConfig
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.plugin.slots.runners import no_slots
 
@@ -15,17 +15,17 @@ logger = logging.getLogger(__name__)
 _SLOTS, _N = flag_name("slots"), flag_name("num_resident")
 
 
-def possible(config: OffloadConfig, cfg: Any, model_config: Any) -> OffloadConfig:
+def possible(config: RequestedConfig, cfg: Any, model_config: Any) -> RequestedConfig:
     """``config``, without slots where ``auto`` finds that none are possible. Raises ``FlagError`` if a number was given then,
     or ``auto`` beside a number of residents."""
-    if not config.slots:
+    if config.slots == 0:
         return config
     reason = no_slots(cfg, model_config)
-    if config.slots == UNRESOLVED:
+    if config.slots is None:
         if reason is not None:
             logger.info("%s %s: no slots: %s", _SLOTS, AUTO, reason)
             return dataclasses.replace(config, slots=0)
-        if not config.auto:
+        if config.num_resident is not None:
             raise FlagError([f"{_SLOTS} {AUTO}: divides what {_N} {AUTO} finds room for; give a number beside a number"])
     elif reason is not None:
         raise FlagError([f"{_SLOTS} {config.slots}: {reason}; leave it out"])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.flags import flag_name
 
 _FLAG = flag_name("trace")
 
 
-def problems(config: OffloadConfig, cfg: Any) -> list[str]:
+def problems(config: RequestedConfig, cfg: Any) -> list[str]:
     """Why ``cfg`` (SGLang's resolved arguments) cannot be served with a trace."""
     if config.trace is None:
         return []

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from typing import Any
 
-from sglang_uvm_offload.config import AUTO, OffloadConfig
+from sglang_uvm_offload.config import AUTO, RequestedConfig
 from sglang_uvm_offload.cuda.device import DriverError
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.plugin.compat import resolving_view
@@ -27,15 +27,13 @@ logger = logging.getLogger(__name__)
 _N = flag_name("num_resident")
 
 
-def checked(config: OffloadConfig, server_args: Any) -> tuple[OffloadConfig, list[str]]:
-    """``config`` with the number of stream buffers that fit beside the KV cache that the launch asks for; and why N residents
-    cannot fit: one line for the GPU that is shortest of VRAM, one for host RAM. Warns if N cannot be checked. ``auto``
-    chooses a number that fits, so nothing is checked; on a CPU, which has no VRAM, host RAM alone is."""
+def checked(config: RequestedConfig, server_args: Any) -> tuple[int | None, list[str]]:
+    """How many stream buffers fit in addition to the KV cache that the launch asks for, None if that is not counted; and why N
+    residents cannot fit: one line for the GPU that is shortest of VRAM, one for host RAM. Warns if N cannot be checked. On a
+    CPU, which has no VRAM, host RAM alone is."""
     cfg = resolving_view(server_args)
-    if config.auto:
-        return config, []
     if cfg.device != "cuda":
-        return config, expert_bytes.problems(config, server_args)
+        return None, expert_bytes.problems(_number(config), server_args)
     all_ranks = ranks(cfg)
     try:
         launch = planned_launch(config, server_args, at_least=True)
@@ -45,43 +43,44 @@ def checked(config: OffloadConfig, server_args: Any) -> tuple[OffloadConfig, lis
             raise Uncounted(reasons)
     except (Uncounted, DriverError) as reason:
         logger.warning("%s %d is not checked against VRAM: %s", _N, config.num_resident, reason)
-        return config, expert_bytes.problems(config, server_args)
+        return None, expert_bytes.problems(_number(config), server_args)
     if launch.speculative and not case.model.draft_layers:
         logger.warning("%s %d: %s", _N, config.num_resident, NO_DRAFTS)
     least = LeastMemory(case, cfg.page_size or 1)
     if least.share <= 0 or _rows(config) > case.model.num_experts:
-        return config, []  # the headroom or the number is refused by a check of its own
+        return None, []  # the headroom or the number is refused by a check of its own
     if case.workload.drafts and (note := draft_note(case, _rows(config))):
         logger.warning("%s %d: %s", _N, config.num_resident, note)
     buffers = case.stream(_rows(config)).buffers
-    if config.stream_gb and not buffers and config.num_resident < case.model.num_experts:
+    if config.stream_gb and not buffers and _number(config) < case.model.num_experts:
         one = size(max(map(case.stream_layer_bytes, range(case.parallel.pp))))
-        return config, [f"{flag_name('stream_buffer_gb')} {config.stream_gb:g}: one buffer takes {one}; give that, auto, or 0"]
-    config = dataclasses.replace(config, stream_buffers=buffers)
+        return None, [f"{flag_name('stream_buffer_gb')} {config.stream_gb:g}: one buffer takes {one}; give that, auto, or 0"]
     vram = shortages(config, least, all_ranks, free)
     host = _host_shortage(config, server_args, least, all_ranks, free)
     # Of one memory, fewer residents leave no more: the line for host RAM says so.
-    return config, host or vram if case.machine.one_memory else [*vram, *host]
+    return buffers, host or vram if case.machine.one_memory else [*vram, *host]
 
 
 def _host_shortage(
-    config: OffloadConfig, server_args: Any, least: LeastMemory, ranks: list[Rank], free: dict[int, int]
+    config: RequestedConfig, server_args: Any, least: LeastMemory, ranks: list[Rank], free: dict[int, int]
 ) -> list[str]:
     """The refusal for want of host RAM, or of what the GPUs leave of it where they have the same memory."""
     rows, machine = _rows(config), least.case.machine
     need = least.host([rank.stage for rank in ranks], rows)
     if expert_bytes.is_more_than_planned(server_args):
-        need = dataclasses.replace(need, experts=max(need.experts, expert_bytes.host_need(config, server_args).experts))
+        need = dataclasses.replace(
+            need, experts=max(need.experts, expert_bytes.host_need(_number(config), server_args).experts)
+        )
     if not machine.one_memory:
-        return expert_bytes.shortage(config, need, machine.host_bytes)
+        return expert_bytes.shortage(_number(config), need, machine.host_bytes)
     taken = sum(least.needed(rank.stage, rows) for rank in ranks)
     # SGLang's part of the memory is of what is available, so experts outside VRAM take of it too.
     granted = sum(least.granted(nbytes, min(free.values())) for nbytes in free.values())
     room = machine.host_bytes if need.cache else min(granted, machine.host_bytes)
-    return expert_bytes.shortage(config, need, max(0, room - taken), taken)
+    return expert_bytes.shortage(_number(config), need, max(0, room - taken), taken)
 
 
-def shortages(config: OffloadConfig, least: LeastMemory, ranks: list[Rank], free: dict[int, int]) -> list[str]:
+def shortages(config: RequestedConfig, least: LeastMemory, ranks: list[Rank], free: dict[int, int]) -> list[str]:
     """The refusal for the rank that is shortest of VRAM, if any is short. ``free``: bytes by GPU."""
     short = []
     for rank in ranks:
@@ -92,7 +91,7 @@ def shortages(config: OffloadConfig, least: LeastMemory, ranks: list[Rank], free
     return [_refusal(config, least, rank, granted, free[rank.gpu])] if spare < 0 else []
 
 
-def _refusal(config: OffloadConfig, least: LeastMemory, rank: Rank, granted: int, free: int) -> str:
+def _refusal(config: RequestedConfig, least: LeastMemory, rank: Rank, granted: int, free: int) -> str:
     case, n = least.case, _rows(config)
     most = least.most()
     buffers = least.stream(rank.stage, n)
@@ -100,7 +99,7 @@ def _refusal(config: OffloadConfig, least: LeastMemory, rank: Rank, granted: int
         f"{size(buffers)} for stream buffers ({flag_name('stream_buffer_gb')} {case.reserve.stream_gb:g}), " if buffers else ""
     )
     remedy = "no number fits: use more or larger GPUs" if most is None else f"give at most {most}, or {AUTO}"
-    remedy += " (residents and slots together)" if config.slots > 0 and most is not None else ""
+    remedy += " (residents and slots together)" if config.slots and most is not None else ""
     return (
         f"{_given(config)}: does not fit on GPU {rank.gpu} "
         f"({_name_of(rank, case.parallel.pp, case.parallel.replicas)}): at least {size(least.needed(rank.stage, n))} are "
@@ -112,13 +111,18 @@ def _refusal(config: OffloadConfig, least: LeastMemory, rank: Rank, granted: int
     )
 
 
-def _rows(config: OffloadConfig) -> int:
+def _rows(config: RequestedConfig) -> int:
     """Residents and slots of a layer, all in VRAM."""
-    return config.num_resident + max(config.slots, 0)
+    return _number(config) + (config.slots or 0)
 
 
-def _given(config: OffloadConfig) -> str:
-    slots = f" and {flag_name('slots')} {config.slots}" if config.slots > 0 else ""
+def _number(config: RequestedConfig) -> int:
+    assert config.num_resident is not None, "auto chooses a number that fits"
+    return config.num_resident
+
+
+def _given(config: RequestedConfig) -> str:
+    slots = f" and {flag_name('slots')} {config.slots}" if config.slots else ""
     return f"{_N} {config.num_resident}{slots}"
 
 

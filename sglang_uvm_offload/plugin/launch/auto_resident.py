@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from typing import Any
 
-from sglang_uvm_offload.config import AUTO, OffloadConfig
+from sglang_uvm_offload.config import AUTO, RequestedConfig
 from sglang_uvm_offload.cuda.device import DriverError
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.plugin.compat import resolving_view
@@ -24,11 +24,9 @@ logger = logging.getLogger(__name__)
 _AUTO, _SLOTS = f"{flag_name('num_resident')} {AUTO}", flag_name("slots")
 
 
-def resolved(config: OffloadConfig, server_args: Any, profile: Profile | None = None) -> OffloadConfig:
-    """``config`` with numbers for ``auto``, of residents and of slots, which are logged with their reasons. Raises
+def fitting(config: RequestedConfig, server_args: Any, profile: Profile | None = None) -> Plan:
+    """The plan with the numbers for ``auto``, of residents and of slots, which are logged with their reasons. Raises
     ``FlagError`` if none fits. ``profile``: the one to start from."""
-    if not config.auto:
-        return config
     cfg = resolving_view(server_args)
     if cfg.device != "cuda":
         raise FlagError([f"{_AUTO}: with --device {cfg.device} there is no VRAM to fit experts in; give a number"])
@@ -36,19 +34,18 @@ def resolved(config: OffloadConfig, server_args: Any, profile: Profile | None = 
     launch = dataclasses.replace(_launch(config, server_args, cfg), slots=slots)
     plan = choose_num_resident(launch)
     assert plan.num_resident is not None
-    chosen = dataclasses.replace(config, num_resident=plan.num_resident, slots=plan.slots, stream_buffers=plan.stream_buffers)
     more = not launch.one_memory and expert_bytes.is_more_than_planned(server_args)
-    if more and (short := expert_bytes.problems(chosen, server_args)):
+    if more and (short := expert_bytes.problems(plan.num_resident, server_args)):
         raise FlagError(short)
     logger.info("%s", _why(plan, launch))
     if plan.slots:
         logger.info("%s", _division(plan, slots))
     if plan.draft_note:
         logger.warning("%s: %s", _AUTO, plan.draft_note)
-    return chosen
+    return plan
 
 
-def _launch(config: OffloadConfig, server_args: Any, cfg: Any) -> Launch:
+def _launch(config: RequestedConfig, server_args: Any, cfg: Any) -> Launch:
     try:
         launch = planned_launch(config, server_args)
         free = free_by_gpu(ranks(cfg))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.plugin.launch.planned_launch import ranks
 
@@ -14,7 +14,7 @@ def local_gpus(cfg: Any) -> list[int]:
     return sorted({rank.gpu for rank in ranks(cfg)})
 
 
-def problems(config: OffloadConfig, cfg: Any) -> list[str]:
+def problems(config: RequestedConfig, cfg: Any) -> list[str]:
     """Why the devices of ``cfg`` (SGLang's resolved arguments) cannot serve with ``config``."""
     out = []
     if cfg.device not in ("cuda", "cpu"):

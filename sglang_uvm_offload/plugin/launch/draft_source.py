@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.sizing.draft_model import draft_experts
 from sglang_uvm_offload.sizing.model_files import ModelFiles
@@ -39,7 +39,7 @@ def separate(cfg: Any) -> ModelFiles | None:
     return ModelFiles(path, cfg.speculative_draft_model_revision, cfg.download_dir, cfg.json_model_override_args or "")
 
 
-def problems(config: OffloadConfig, cfg: Any, num_experts: int | None) -> list[str]:
+def problems(config: RequestedConfig, cfg: Any, num_experts: int | None) -> list[str]:
     """Why ``--expert-offload-draft-num-resident`` does not fit the draft model. ``num_experts``: the target's. A draft model of
     its own whose config cannot be read is not looked at."""
     number = config.draft_num_resident

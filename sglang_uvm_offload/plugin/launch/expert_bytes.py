@@ -8,7 +8,6 @@ from typing import Any
 
 from sglang.srt.utils import get_device_memory_capacity
 
-from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.cuda.numa import crowded
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
@@ -65,7 +64,7 @@ def is_more_than_planned(server_args: Any) -> bool:
     return bool(cfg.ep_num_redundant_experts or conversions(cfg, model_config_of(server_args)))
 
 
-def expert_bytes(config: OffloadConfig, cfg: Any, model_config: Any) -> ExpertBytes | None:
+def expert_bytes(num_resident: int, cfg: Any, model_config: Any) -> ExpertBytes | None:
     """None if only loading shows it."""
     model = stored(cfg, model_config)
     if model is None:
@@ -81,8 +80,8 @@ def expert_bytes(config: OffloadConfig, cfg: Any, model_config: Any) -> ExpertBy
         total = form.expert_bytes * places // form.num_experts * replicas
         return total * rows // places * len(local) // everywhere
 
-    resident, offloaded = (here(served, rows) for rows in (config.num_resident, places - config.num_resident))
-    most = here(loading, places - config.num_resident)
+    resident, offloaded = (here(served, rows) for rows in (num_resident, places - num_resident))
+    most = here(loading, places - num_resident)
     if loading is not served and cfg.device == "cuda" and (vram := _vram(cfg)):
         most = max(most, here(loading, places) - (resident if has_one_memory() else vram))
     return ExpertBytes(resident, offloaded, most)
@@ -93,24 +92,24 @@ def _vram(cfg: Any) -> int:
     return len({rank.gpu for rank in ranks(cfg)}) * int((get_device_memory_capacity(cfg.device) or 0) * (1 << 20))
 
 
-def problems(config: OffloadConfig, server_args: Any) -> list[str]:
+def problems(num_resident: int, server_args: Any) -> list[str]:
     """The shortage of host RAM as far as the checkpoint's headers and the flags show it."""
-    return shortage(config, host_need(config, server_args), host_available())
+    return shortage(num_resident, host_need(num_resident, server_args), host_available())
 
 
-def host_need(config: OffloadConfig, server_args: Any) -> HostNeed:
+def host_need(num_resident: int, server_args: Any) -> HostNeed:
     """A lower bound for a launch that no plan counts: its experts, if their headers show them, and the hierarchical caches
     whose size a flag gives."""
     cfg = resolving_view(server_args)
-    known = expert_bytes(config, cfg, model_config_of(server_args))
+    known = expert_bytes(num_resident, cfg, model_config_of(server_args))
     cache = hicache(cfg, as_given(server_args)).get("hicache_bytes", 0) if cfg.pp_size == 1 else 0
     return HostNeed(0 if known is None else max(0, known.loading), cache * len(ranks(cfg)))
 
 
-def crowded_nodes(config: OffloadConfig, server_args: Any) -> list[str]:
+def crowded_nodes(num_resident: int, server_args: Any) -> list[str]:
     """A line for each NUMA node that is smaller than what its GPUs' ranks offload to it."""
     cfg = resolving_view(server_args)
-    known = expert_bytes(config, cfg, model_config_of(server_args)) if cfg.device == "cuda" else None
+    known = expert_bytes(num_resident, cfg, model_config_of(server_args)) if cfg.device == "cuda" else None
     if known is None:
         return []
     by_gpu, local = Counter[int](), ranks(cfg)
@@ -119,7 +118,7 @@ def crowded_nodes(config: OffloadConfig, server_args: Any) -> list[str]:
     return crowded(by_gpu)
 
 
-def shortage(config: OffloadConfig, need: HostNeed, available: int, gpus: int = 0) -> list[str]:
+def shortage(num_resident: int, need: HostNeed, available: int, gpus: int = 0) -> list[str]:
     """Why host RAM cannot hold what the launch needs, of which ``available`` bytes are left, and GPUs take ``gpus`` of the same
     memory. What is not known here is checked as it is loaded, tensor by tensor."""
     if not (need.experts or need.cache) or need.total <= available:
@@ -130,6 +129,6 @@ def shortage(config: OffloadConfig, need: HostNeed, available: int, gpus: int = 
     if need.cache:
         remedy = f"give a smaller --hicache-size or --hicache-ratio, {remedy}"
     return [
-        f"{flag_name('num_resident')} {config.num_resident}: the offloaded experts need {size(need.experts)} of host RAM, and "
+        f"{flag_name('num_resident')} {num_resident}: the offloaded experts need {size(need.experts)} of host RAM, and "
         f"{left} is left {of}; {ONE_MEMORY if gpus else remedy}"
     ]

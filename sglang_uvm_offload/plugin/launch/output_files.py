@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.files.atomic import Protected, refusal
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.plugin.compat import resolving_view
@@ -17,7 +17,7 @@ from sglang_uvm_offload.routing.profile import PROFILE_FILE
 from sglang_uvm_offload.routing.trace import TRACE_FILE
 
 
-def problems(config: OffloadConfig, server_args: Any) -> list[str]:
+def problems(config: RequestedConfig, server_args: Any) -> list[str]:
     """Why the files that ``config`` names cannot be written."""
     folders, others = model_folders(server_args), {}
     # A profile may be read from and saved to one path: the saved one includes what was read.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.utils import get_device_memory_capacity
 
-from sglang_uvm_offload.config import NEVER, OffloadConfig
+from sglang_uvm_offload.config import NEVER, RequestedConfig
 from sglang_uvm_offload.cuda.device import free_vram, integrated, visible_gpus
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin.compat import (
@@ -66,7 +66,7 @@ def free_by_gpu(ranks: Sequence[Rank]) -> dict[int, int]:
     return dict(zip(gpus, free_vram(gpus), strict=True))
 
 
-def planned_launch(config: OffloadConfig, server_args: Any, *, at_least: bool = False) -> Launch:
+def planned_launch(config: RequestedConfig, server_args: Any, *, at_least: bool = False) -> Launch:
     """The planner's input, with the VRAM of an empty GPU as free. Raises ``Uncounted``. ``at_least``: for a lower bound of what
     the launch takes, to which what is not counted may add."""
     cfg, model = resolving_view(server_args), model_config_of(server_args)
@@ -102,7 +102,7 @@ def _pools(server_args: Any, launch: Launch) -> ServerPools | str:
         return f"{type(error).__name__}: {error}"
 
 
-def _launch(config: OffloadConfig, cfg: Any, model: Any, given: Any) -> Launch:
+def _launch(config: RequestedConfig, cfg: Any, model: Any, given: Any) -> Launch:
     """``given``: the arguments before SGLang resolved them. It fills in a number of requests of its own with speculation."""
     grouped = cfg.attn_dp_size > 1
     # Each replica takes as many requests as the flag names; the attention groups of one replica share them.
@@ -202,7 +202,7 @@ def hicache(cfg: Any, given: Any) -> dict[str, Any]:
     return {"hicache_ratio": given.hicache_ratio or 0.0}
 
 
-def _notes(config: OffloadConfig, cfg: Any, given: Any) -> tuple[str, ...]:
+def _notes(config: RequestedConfig, cfg: Any, given: Any) -> tuple[str, ...]:
     out = []
     if config.draft_num_resident is not None and not draft_source.from_the_checkpoint(cfg):
         out.append("the draft model is counted as if all its experts were in VRAM")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import Settings
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.routing.profile import Profile, load_for, model_name
 
@@ -14,7 +14,7 @@ def named(model_config: Any) -> tuple[str, str]:
     return model_name(model_config.model_path), (model_config.hf_config.architectures or [""])[0]
 
 
-def chosen_profile(config: OffloadConfig, model_config: Any) -> Profile | None:
+def chosen_profile(config: Settings, model_config: Any) -> Profile | None:
     """The profile to start from, None without one. Raises ``FlagError`` for files that cannot be used; ``BuiltModel.check``
     compares their layers with the built model."""
     profile, problems = load_for(*named(model_config), config.profiles)

@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import Settings
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.plugin.compat import get_platform
 
@@ -64,7 +64,7 @@ class RoutingFormat:
     def counted(self) -> bool:
         return self.shown is not Shown.NOTHING
 
-    def problems(self, config: OffloadConfig) -> list[str]:
+    def problems(self, config: Settings) -> list[str]:
         """Why flags of ``config`` cannot work with it."""
         needs = {} if self.counted else counting_flags(config)
         if config.trace is not None and self.shown is not Shown.IDS:
@@ -72,7 +72,7 @@ class RoutingFormat:
         return [f"{flag}: {self.reason}; choose {self.remedy}, or {instead}" for flag, instead in needs.items()]
 
 
-def counting_flags(config: OffloadConfig) -> dict[str, str]:
+def counting_flags(config: Settings) -> dict[str, str]:
     """The flags of ``config`` that need counted routing, each with what to do without it."""
     selection, adapt, save = flag_name("resident_selection"), flag_name("adapt"), flag_name("save_profile")
     needs = {}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import Any
 
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
 
-from sglang_uvm_offload.config import NEVER, OffloadConfig
+from sglang_uvm_offload.config import NEVER, OffloadConfig, RequestedConfig
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.plugin.compat import with_phase
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
@@ -20,23 +19,25 @@ USUAL_TOP_K = 8
 """For a model whose config does not name its own."""
 
 
-def resolved(config: OffloadConfig, num_experts: int, hf_text_config: Any) -> OffloadConfig:
-    """``config`` with a number for ``stream_tokens``: ``NEVER`` where nothing is to be streamed."""
-    tokens = config.stream_tokens
-    if config.stream_gb is None and config.stream_buffers == 0 and tokens != NEVER and config.num_resident < num_experts:
+def stream_tokens(
+    requested: RequestedConfig, num_resident: int, buffers: int | None, num_experts: int, hf_text_config: Any
+) -> int:
+    """From how many tokens on a step streams: ``NEVER`` where nothing is to be streamed. ``buffers``: how many there is room
+    for, None if nobody counted."""
+    if requested.stream_gb is None and buffers == 0 and requested.stream_tokens != NEVER and num_resident < num_experts:
         warn_of_no_room()
-    if config.stream_gb == 0 or config.stream_buffers == 0 or config.num_resident == num_experts:
-        tokens = NEVER
-    elif tokens is None:
-        tokens = break_even_tokens(num_experts, stated_top_k(hf_text_config) or USUAL_TOP_K)
-    return dataclasses.replace(config, stream_tokens=tokens)
+    if requested.stream_gb == 0 or buffers == 0 or num_resident == num_experts:
+        return NEVER
+    if requested.stream_tokens is not None:
+        return requested.stream_tokens
+    return break_even_tokens(num_experts, stated_top_k(hf_text_config) or USUAL_TOP_K)
 
 
 def graph_settings(config: OffloadConfig, cfg: Any) -> dict[str, Any]:
     """Prefill graphs for fewer tokens than those that stream: a replayed graph runs no code that could copy experts first.
     Groups of attention data parallelism each replay a graph for their own tokens, and their experts compute those of all."""
     graphs, tokens = cfg.cuda_graph_config, config.stream_tokens
-    if tokens is None or graphs is None or graphs.prefill.backend == Backend.DISABLED:
+    if graphs is None or graphs.prefill.backend == Backend.DISABLED:
         return {}
     sizes = graphs.prefill.bs or []
     kept = [size for size in sizes if size * cfg.attn_dp_size < tokens]
@@ -60,8 +61,3 @@ def warn_of_no_room() -> None:
         "for each block of rows, and are slow. Fewer resident experts make room; %s sets it.",
         flag_name("stream_buffer_gb"),
     )
-
-
-def streams(config: OffloadConfig) -> bool:
-    """Whether any step may stream."""
-    return config.stream_tokens is not None and config.stream_tokens < NEVER

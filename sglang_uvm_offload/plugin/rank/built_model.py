@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import OffloadConfig, expert_problems
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.placement import InitialPlacement, ids_from
@@ -79,7 +79,7 @@ class BuiltModel:
         config, profile = placement.config, placement.profile
         if not self.moe_layers:
             raise FlagError([f"{flag_name('num_resident')} {config.num_resident}: the model was built without a MoE layer"])
-        problems = config.expert_problems(self.num_experts, self.redundant)
+        problems = expert_problems(config.resident_ids, config.num_resident, config.slots, self.num_experts, self.redundant)
         if config.resident_ids is not None:
             problems += config.resident_ids.layer_problems(self.moe_layers)
             if self.redundant and not problems:

@@ -28,7 +28,7 @@ from sglang_uvm_offload.routing.layer_routing import LayerRouting
 from sglang_uvm_offload.slots.model import ModelSlots
 from sglang_uvm_offload.streaming.streamer import Reading, Streamer
 
-_EXPERTS = "_expert_offload"
+_EXPERTS = "_expert_offload_layer"
 _BUILDING = "_expert_offload_building"
 _FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 

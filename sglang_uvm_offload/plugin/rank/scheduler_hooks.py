@@ -71,7 +71,7 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _BUILD = "sglang.srt.model_loader.loader._initialize_model"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_MODEL = "_expert_offload"
+_MODEL = "_expert_offload_model"
 _DRAFT_GRAPHS = (
     "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner",
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner",

@@ -12,7 +12,7 @@ from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.memory.staging import Staging
-from sglang_uvm_offload.plugin.launch.stream_settings import streams, warn_of_no_room
+from sglang_uvm_offload.plugin.launch.stream_settings import warn_of_no_room
 from sglang_uvm_offload.residency.status import StreamStatus
 from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, buffers_in
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
@@ -34,12 +34,11 @@ def make_streamer(
     """None where nothing is streamed. ``room``: the VRAM that is left for buffers and KV cache, None without a bound. Raises
     ``FlagError`` if the buffers that the user asked for do not fit."""
     nbytes = max(map(buffer_bytes, layers), default=0)
-    if not nbytes or not streams(config) or not (config.residents_change or any(layer.offloaded_bytes for layer in layers)):
+    if not nbytes or not config.streams or not (config.residents_change or any(layer.offloaded_bytes for layer in layers)):
         return None
     count = _number(config, nbytes, room)
     if not count:
         return None
-    assert config.stream_tokens is not None
     return Streamer(layers, _staging(memory, device, nbytes, count), config.stream_tokens, on_copy)
 
 

@@ -1,0 +1,211 @@
+"""Parsing the flags of a launch: every value that is not well-formed is named at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_uvm_offload.config import AUTO, NEVER, RequestedConfig
+from sglang_uvm_offload.flags import PREFETCHES, SELECTIONS, FlagError, OffloadFlags, flag_name
+from sglang_uvm_offload.resident_ids import ResidentIds
+
+MAX_WARMUP_TOKENS = 10**12
+
+
+def parse(values: Mapping[str, Any]) -> RequestedConfig | None:
+    """What ``values`` ask for (by field of ``OffloadFlags``), None if offloading is off.
+
+    Raises ``FlagError`` naming every flag whose value is not well-formed. A number may come as a string or a number (YAML,
+    ``sglang.Engine``). Reads the file of ``resident_ids``.
+    """
+    flags = OffloadFlags(**values)
+    if flags.num_resident is not None:
+        flags = dataclasses.replace(flags, num_resident=str(flags.num_resident))
+    problems = _choice_problems(flags)
+    flags, not_texts = _texts(flags)
+    problems += not_texts
+    if flags.num_resident is None:
+        problems += _without_effect(flags)
+        if problems:
+            raise FlagError(problems)
+        return None
+    problems += _number_problems(flags) + _adapt_problems(flags) + _file_problems(flags)
+    ids, reasons = _resident_ids(flags)
+    if problems := problems + reasons:
+        raise FlagError(problems)
+    return RequestedConfig(
+        num_resident=None if flags.num_resident == AUTO else int(flags.num_resident),
+        resident_selection=flags.resident_selection,  # type: ignore[arg-type]  # one of the choices
+        resident_ids=ids,
+        warmup_tokens=flags.warmup_tokens,
+        adapt="continuous" if _follows_traffic(flags) else flags.adapt,  # type: ignore[arg-type]
+        prefetch=flags.prefetch,  # type: ignore[arg-type]
+        profiles=_paths(flags.profile),
+        save_profile=None if flags.save_profile is None else Path(flags.save_profile),
+        trace=None if flags.trace is None else Path(flags.trace),
+        headroom_gb=flags.headroom_gb,
+        stream_gb=_stream_gb(flags.stream_buffer_gb),
+        stream_tokens=_stream_tokens(flags.stream_tokens),
+        backend=flags.backend,
+        slots=_slots(flags.slots),
+        draft_num_resident=flags.draft_num_resident,
+    )
+
+
+def _choice_problems(flags: OffloadFlags) -> list[str]:
+    out = []
+    for f in dataclasses.fields(flags):
+        choices, value = f.metadata["choices"], getattr(flags, f.name)
+        if choices and value not in choices:
+            out.append(f"{flag_name(f.name)} {value!r}: must be one of {', '.join(choices)}")
+    return out
+
+
+def _without_effect(flags: OffloadFlags) -> list[str]:
+    return [
+        f"{flag_name(f.name)} {getattr(flags, f.name)!r}: has no effect without {flag_name('num_resident')}"
+        for f in dataclasses.fields(flags)
+        if getattr(flags, f.name) != f.default
+    ]
+
+
+def _number_problems(flags: OffloadFlags) -> list[str]:
+    out = []
+    n = flags.num_resident
+    assert n is not None
+    if n == AUTO:
+        if flags.resident_selection == "manual":
+            out.append(f"{flag_name('num_resident')} auto: {flag_name('resident_selection')} manual needs a number")
+    elif not n.isdecimal() or len(n) > 6:
+        out.append(f"{flag_name('num_resident')} {n!r}: must be auto, or a whole number of experts, 0 to 999999")
+    drafts = flags.draft_num_resident
+    if drafts is not None and (type(drafts) is not int or not 0 <= drafts <= 999999):
+        out.append(f"{flag_name('draft_num_resident')} {drafts!r}: must be a whole number of experts, 0 to 999999")
+    if type(flags.warmup_tokens) is not int or not 1 <= flags.warmup_tokens <= MAX_WARMUP_TOKENS:
+        right = f"must be a whole number of tokens, 1 to {MAX_WARMUP_TOKENS}"
+        out.append(f"{flag_name('warmup_tokens')} {flags.warmup_tokens!r}: {right}")
+    try:
+        _slots(flags.slots)
+    except ValueError:
+        out.append(f"{flag_name('slots')} {flags.slots!r}: must be auto, or a whole number of rows, 0 to 999999")
+    try:
+        _stream_gb(flags.stream_buffer_gb)
+    except ValueError:
+        out.append(f"{flag_name('stream_buffer_gb')} {flags.stream_buffer_gb!r}: must be auto, or GiB from 0 to 1024")
+    try:
+        _stream_tokens(flags.stream_tokens)
+    except ValueError:
+        out.append(
+            f"{flag_name('stream_tokens')} {flags.stream_tokens!r}: must be auto, inf, or a whole number, 0 to 999999999"
+        )
+    if type(flags.headroom_gb) not in (int, float) or not 0 <= flags.headroom_gb <= 1024:
+        out.append(f"{flag_name('headroom_gb')} {flags.headroom_gb!r}: must be a number of GiB from 0 to 1024")
+    return out
+
+
+def _slots(value: object) -> int | None:
+    """0 without the flag, None for ``auto``. Raises ``ValueError``."""
+    text = "0" if value is None else str(value)
+    if text == AUTO:
+        return None
+    if not text.isdecimal() or len(text) > 6:
+        raise ValueError(value)
+    return int(text)
+
+
+def _stream_gb(value: object) -> float | None:
+    """None for ``auto``. Raises ``ValueError``."""
+    if value == AUTO:
+        return None
+    gib = float(str(value))
+    if not 0 <= gib <= 1024:
+        raise ValueError(value)
+    return gib
+
+
+def _stream_tokens(value: object) -> int | None:
+    """None for ``auto``. Raises ``ValueError``."""
+    text = str(value)
+    if text in (AUTO, "inf"):
+        return None if text == AUTO else NEVER
+    if not text.isdecimal() or len(text) > 9:
+        raise ValueError(value)
+    return int(text)
+
+
+def _follows_traffic(flags: OffloadFlags) -> bool:
+    return flags.adapt == "continuous" or flags.prefetch in ("frequency", "speculative")
+
+
+def _adapt_problems(flags: OffloadFlags) -> list[str]:
+    out = []
+    if flags.prefetch in PREFETCHES and flags.prefetch != "none" and flags.adapt == "off":
+        out.append(
+            f"{flag_name('prefetch')} {flags.prefetch}: moves experts while serving, and {flag_name('adapt')} off forbids it; "
+            "leave out one of them"
+        )
+    if flags.resident_selection == "frequency" and flags.adapt == "off" and flags.profile is None:
+        out.append(
+            f"{flag_name('adapt')} off: {flag_name('resident_selection')} frequency needs warmup or continuous, or a "
+            f"{flag_name('profile')}; for residents that never change choose first_n or manual"
+        )
+    return out
+
+
+def _file_problems(flags: OffloadFlags) -> list[str]:
+    out = []
+    if flags.profile is not None:
+        if flags.resident_selection in ("first_n", "manual"):
+            out.append(f"{flag_name('profile')} {flags.profile!r}: only {flag_name('resident_selection')} frequency reads it")
+        paths = _paths(flags.profile)
+        if not paths or not all(_is_path(str(path)) for path in paths):
+            out.append(f"{flag_name('profile')} {flags.profile!r}: must be the path of a file, or several, separated by commas")
+    for field in ("save_profile", "trace"):
+        value = getattr(flags, field)
+        if value is not None and not _is_path(value):
+            out.append(f"{flag_name(field)} {value!r}: must be the path of a file")
+    return out
+
+
+def _resident_ids(flags: OffloadFlags) -> tuple[ResidentIds | None, list[str]]:
+    name, text = flag_name("resident_ids"), flags.resident_ids
+    manual = flags.resident_selection == "manual"
+    if text is None:
+        return None, [f"{flag_name('resident_selection')} manual: needs {name}"] if manual else []
+    if not manual and not _follows_traffic(flags):
+        readers = f"{flag_name('resident_selection')} manual or {flag_name('adapt')} continuous"
+        return None, [f"{name} {text!r}: only {readers} reads it"] if flags.resident_selection in SELECTIONS else []
+    try:
+        ids = ResidentIds.parse(text)
+    except ValueError as error:
+        return None, [f"{name} {text!r}: {error}"]
+    n = flags.num_resident or ""
+    return ids, ids.number_problems(int(n)) if n.isdecimal() and len(n) <= 6 else []
+
+
+def _texts(flags: OffloadFlags) -> tuple[OffloadFlags, list[str]]:
+    """``flags`` without values that must be text and are not, and the problems of these. YAML and ``sglang.Engine`` may pass
+    anything."""
+    bad = {
+        name: getattr(flags, name)
+        for name in ("resident_ids", "profile", "save_profile", "trace")
+        if not isinstance(getattr(flags, name), str | None)
+    }
+    problems = [f"{flag_name(name)} {value!r}: must be text" for name, value in bad.items()]
+    absent: dict[str, Any] = dict.fromkeys(bad)
+    return dataclasses.replace(flags, **absent), problems
+
+
+def _is_path(text: str) -> bool:
+    """Whether a file could have this name."""
+    try:
+        return bool(text.strip()) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def _paths(text: str | None) -> tuple[Path, ...]:
+    return tuple(Path(item.strip()) for item in (text or "").split(",") if item.strip())
