@@ -37,6 +37,7 @@ import torch
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.memory.protocol import MemoryInfo
 from sglang_uvm_offload.memory.staging import Part
@@ -253,7 +254,7 @@ def expert_layers(tensors: Sequence[Sequence[int]], num_experts: int, num_reside
     memory, made = Unwritten(BLOCK_BYTES), []
     chosen = np.arange(num_experts) < num_resident
     for index, sizes in enumerate(tensors):
-        layer = ExpertLayer(memory, index, num_experts, 0, 0, lambda layout: layout.holding(chosen))
+        layer = ExpertLayer(memory, LayerShard(index, num_experts), lambda layout: layout.holding(chosen))
         module = torch.nn.Module()
         with AllocationMode(num_experts, layer.allocate):
             for number, nbytes in enumerate(sizes):

@@ -18,6 +18,7 @@ from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.cuda.slots import CudaSlots
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, Phase
 from sglang_uvm_offload.slots.model import ModelSlots
 
@@ -97,7 +98,7 @@ class ServedLayer:
 
     def __init__(self, memory: CudaMemory, plain: Tensors, resident: np.ndarray, num_slots: int):
         experts = len(resident)
-        self._layer = ExpertLayer(memory, 0, experts, 0, 0, lambda layout: layout.holding(resident), num_slots=num_slots)
+        self._layer = ExpertLayer(memory, LayerShard(0, experts), lambda layout: layout.holding(resident), num_slots=num_slots)
         module = torch.nn.Module()
         with AllocationMode(experts, self._layer.allocate):
             for name, tensor in plain.items():

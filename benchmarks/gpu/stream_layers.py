@@ -18,6 +18,7 @@ from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.cuda.staging import CudaStaging
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.memory.staging import Part
 from sglang_uvm_offload.streaming.streamer import Streamer
@@ -33,7 +34,9 @@ class Layer:
         num_experts = plain.w13.shape[0]
         self.plain = plain
         first = np.ones(num_experts, dtype=bool) if resident is None else resident
-        self.experts = ExpertLayer(memory, index, num_experts, 0, 0, lambda layout: layout.holding(first), num_slots=num_slots)
+        self.experts = ExpertLayer(
+            memory, LayerShard(index, num_experts), lambda layout: layout.holding(first), num_slots=num_slots
+        )
         self._names = ("w13", "w2", *(("scale13", "scale2") if num_slots and plain.fp8 else ()))
         self.module = torch.nn.Module()
         with AllocationMode(num_experts, self.experts.allocate):

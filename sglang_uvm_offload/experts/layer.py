@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.experts.plain import PlainTensor
 from sglang_uvm_offload.experts.takeover import HeldTensor, expert_tensors, move_into_managed, one_run_an_expert
 from sglang_uvm_offload.experts.tensor import ExpertTensor
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.memory.layout import ExpertLayout
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Memory, Span
@@ -43,33 +43,26 @@ class ExpertsLost(RuntimeError):
 
 
 class ExpertLayer:
-    """``num_experts`` local experts. The last ``num_shared`` are fused shared experts, which every token uses, so they are
-    always resident. Local expert 0 is the layer's place ``first_expert``."""
+    """Fused shared experts are always resident: every token uses them. Local expert 0 is the layer's place ``first_expert``."""
 
     def __init__(
         self,
         memory: Memory,
-        layer_id: int,
-        num_experts: int,
-        num_shared: int,
-        first_expert: int,
+        shard: LayerShard,
         choose: ChooseExtents,
         kept: np.ndarray | None = None,
         num_slots: int = 0,
-        location: ExpertLocation | None = None,
     ):
         """``kept`` ``bool[num_experts]``: routed experts that are never demoted. ``num_slots``: rows behind the experts of each
-        tensor, in VRAM, for copies of any of them. ``location``: which experts of the checkpoint these are; None: each is
-        at the place of its own number."""
+        tensor, in VRAM, for copies of any of them."""
         self.memory = memory
-        self.layer_id = layer_id
-        self.num_experts = num_experts
+        self.layer_id = shard.layer_id
+        self.num_experts = num_experts = shard.num_experts
         self.num_slots = num_slots
-        self.first_expert = first_expert
-        places = range(first_expert, first_expert + num_experts - num_shared)
-        self.location = location or ExpertLocation.trivial(places.stop, places)
+        self.first_expert = shard.places.start
+        self.location = shard.located()
         """Replaced when SGLang rearranges experts."""
-        self.always_resident = np.arange(num_experts) >= num_experts - num_shared
+        self.always_resident = np.arange(num_experts) >= shard.routed
         self.kept = self.always_resident if kept is None else self.always_resident | kept
         """``bool[num_experts]``: those that stay in VRAM."""
         self._choose = choose

@@ -16,6 +16,7 @@ import torch
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.policy.ranking import top
 from sglang_uvm_offload.replay import baselines
@@ -170,7 +171,7 @@ class Managed:
         self._shape = shape
         self._held: list[torch.Tensor] = []
         for layer_id in range(shape[0]):
-            layer = self.manager.add_layer(self._model, layer_id, shape[1], 0, 0, 1)
+            layer = self.manager.add_layer(self._model, LayerShard(layer_id, shape[1]))
             for nbytes in tensors:
                 flat = layer.allocate(nbytes, torch.device("cpu"), f"{nbytes} bytes an expert")
                 assert flat is not None

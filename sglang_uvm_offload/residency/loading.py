@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable
 
 from sglang_uvm_offload.config import OffloadConfig
-from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.mover import layer_bar
@@ -27,7 +27,7 @@ class Loading:
         self.models: list[ModelExperts] = []
         self.placement = InitialPlacement(config, None)
         """The first residents of the target model."""
-        self._place: Callable[..., LayerPlacement] = self.placement.of_layer
+        self._place: Callable[[LayerShard], LayerPlacement] = self.placement.of_layer
         """Of the model that is being built."""
 
     def begin(self, draft: bool, placement: InitialPlacement | None) -> ModelExperts:
@@ -41,43 +41,27 @@ class Loading:
         self._bar = layer_bar("Placing experts", None, self.progress())
         return model
 
-    def _placement_of_draft(self) -> Callable[..., LayerPlacement]:
+    def _placement_of_draft(self) -> Callable[[LayerShard], LayerPlacement]:
         """The first experts, as many as the flag for drafts says."""
         number = self.config.draft_num_resident
         if number is None:
-            return lambda *_: EVERYTHING
+            return lambda shard: EVERYTHING
         return InitialPlacement(dataclasses.replace(self.config, num_resident=number, resident_ids=None), None).of_layer
 
-    def add_layer(
-        self,
-        model: ModelExperts,
-        layer_id: int,
-        num_experts: int,
-        num_shared: int,
-        ep_rank: int,
-        ep_size: int,
-        location: ExpertLocation | None = None,
-    ) -> ExpertLayer:
-        """Add decoder layer ``layer_id`` with ``num_experts`` local experts, ``num_shared`` of them fused shared experts, the
-        others those of ``location`` (None: each at the place of its own number)."""
-        routed = num_experts - num_shared
-        first = ep_rank * routed
-        location = location or ExpertLocation.trivial(routed * ep_size, range(first, first + routed))
-        where = (layer_id, num_experts, num_shared, ep_rank, ep_size, location)
-        placement = self._place(*where)
-        slots = 0 if model.draft else self._slots_of_rank(routed, ep_rank, ep_size)
-        chosen = placement.choose, placement.kept
-        layer = ExpertLayer(self.memory, layer_id, num_experts, num_shared, first, *chosen, num_slots=slots, location=location)
+    def add_layer(self, model: ModelExperts, shard: LayerShard) -> ExpertLayer:
+        placement = self._place(shard)
+        slots = 0 if model.draft else self._slots_of_rank(shard)
+        layer = ExpertLayer(self.memory, shard, placement.choose, placement.kept, num_slots=slots)
         model.layers.append(layer)
-        model.num_experts = max(model.num_experts, routed * ep_size)
+        model.num_experts = max(model.num_experts, shard.num_places)
         self._bar.update()
         return layer
 
-    def _slots_of_rank(self, routed: int, ep_rank: int, ep_size: int) -> int:
-        """Of a layer with ``routed`` local experts: none where nothing is offloaded."""
-        if self.config.num_resident >= routed * ep_size:
+    def _slots_of_rank(self, shard: LayerShard) -> int:
+        """None where nothing is offloaded."""
+        if self.config.num_resident >= shard.num_places:
             return 0
-        return rank_share(self.config.slots, ep_rank, ep_size)
+        return rank_share(self.config.slots, shard.ep_rank, shard.ep_size)
 
     def end(self, model: ModelExperts, may_be_empty: bool) -> None:
         """The model is loaded. Raises ``FlagError`` if it has nothing to offload, unless it ``may_be_empty``."""

@@ -11,6 +11,7 @@ from concurrent.futures import Executor
 from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
 from sglang_uvm_offload.residency.choosing import Chooser
@@ -123,10 +124,9 @@ class OffloadManager:
         and is for the first pipeline stage."""
         return self._loading.begin(draft, placement)
 
-    @property
-    def add_layer(self) -> Callable[..., ExpertLayer]:
-        """``Loading.add_layer``: call it for each MoE layer of the model that is being built."""
-        return self._loading.add_layer
+    def add_layer(self, model: ModelExperts, shard: LayerShard) -> ExpertLayer:
+        """Call it for each MoE layer of the model that is being built, in their order."""
+        return self._loading.add_layer(model, shard)
 
     def finish_model(self, model: ModelExperts, may_be_empty: bool = False) -> None:
         """The model is loaded: make its counters. Raises ``FlagError`` if it has nothing to offload, unless it ``may_be_empty``

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_uvm_offload.config import OffloadConfig
-from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.experts.layer import ChooseExtents
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import ExpertLayout
 from sglang_uvm_offload.residency.model import ModelExperts, extents_of
 from sglang_uvm_offload.residency.selection import hottest, rank_share
@@ -56,34 +56,22 @@ class InitialPlacement:
         rows = self.profile.model.rows([layer.layer_id for layer in model.layers])
         return self.profile.part(rows, model.locations, model.width)
 
-    def of_layer(
-        self,
-        layer_id: int,
-        num_experts: int,
-        num_shared: int,
-        ep_rank: int,
-        ep_size: int,
-        location: ExpertLocation | None = None,
-    ) -> LayerPlacement:
-        """The placement of decoder layer ``layer_id``, which has ``num_experts`` local experts, the last ``num_shared`` of them
-        fused shared ones, and the others those of ``location`` (None: each at the place of its own number)."""
+    def of_layer(self, shard: LayerShard) -> LayerPlacement:
         if self._next is None:
             earlier = self._earlier()
-            self._next, self._from = len(earlier), ids_from(earlier, layer_id)
+            self._next, self._from = len(earlier), ids_from(earlier, shard.layer_id)
         index, self._next = self._next, self._next + 1
-        layer_id += self._from
+        layer_id, num_experts = shard.layer_id + self._from, shard.num_experts
         nth = self._layers.count(layer_id)
         self._layers.append(layer_id)
-        routed = num_experts - num_shared
-        first, shared = ep_rank * routed, np.arange(num_experts) >= routed
-        where = location or ExpertLocation.trivial(routed * ep_size, range(first, first + routed))
+        shared, where = np.arange(num_experts) >= shard.routed, shard.located()
         chosen, past = self.config.resident_ids, self.profile
         named = np.zeros(num_experts, dtype=bool)
         if chosen is not None and chosen.has_layer(index):
-            named[:routed] = np.isin(where.ids, list(chosen.of_layer(index)))
+            named[: shard.routed] = np.isin(where.ids, list(chosen.of_layer(index)))
             if self.config.adapt != "continuous":
                 return LayerPlacement(lambda layout: layout.holding(named))
-        kept, number = named.copy(), rank_share(self.config.num_resident, ep_rank, ep_size)
+        kept, number = named.copy(), rank_share(self.config.num_resident, shard.ep_rank, shard.ep_size)
         named[np.flatnonzero(~named & ~shared)[: max(number - int(named.sum()), 0)]] = True
         row = None if past is None else past.model.row(layer_id, nth)
         if past is not None and row is not None and where.ids.max(initial=-1) < past.model.num_experts:

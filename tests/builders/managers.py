@@ -9,6 +9,7 @@ from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
@@ -42,7 +43,7 @@ class Rank:
         self.modules = []
         for layer_id in range(1, LAYERS + 1):
             location = None if experts is None else self.located(experts)
-            layer = self.manager.add_layer(self.model, layer_id, local, num_shared, ep_rank, ep_size, location)
+            layer = self.manager.add_layer(self.model, LayerShard(layer_id, local, num_shared, ep_rank, ep_size, location))
             module = torch.nn.Module()
             with AllocationMode(local, layer.allocate):
                 module.w13 = torch.empty(local, expert_bytes, dtype=torch.uint8)
@@ -78,7 +79,7 @@ class Draft:
     def __init__(self, rank):
         self.manager = rank.manager
         self.model = self.manager.begin_model(draft=True)
-        self.layer = self.manager.add_layer(self.model, 0, E, 0, 0, 1)
+        self.layer = self.manager.add_layer(self.model, LayerShard(0, E))
         self.fill(PAGE_BYTES)
         self.manager.finish_model(self.model)
 

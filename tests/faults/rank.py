@@ -30,6 +30,7 @@ from sglang_uvm_offload.cuda.slots import CudaSlots
 from sglang_uvm_offload.cuda.staging import CudaStaging
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.files.autosave import Saver
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.requested_config import parse
@@ -105,7 +106,7 @@ class Rank:
         self.saver = Saver("profile", lambda wait: file.pending(self.manager.logical_routing(wait)), clock=lambda: self.seconds)
 
     def _module(self, index: int) -> torch.nn.Module:
-        layer, module = self.manager.add_layer(self.experts, index, model.EXPERTS, 0, 0, 1), torch.nn.Module()
+        layer, module = self.manager.add_layer(self.experts, LayerShard(index, model.EXPERTS)), torch.nn.Module()
         with AllocationMode(model.EXPERTS, layer.allocate):
             for name, nbytes in model.TENSORS.items():
                 empty = torch.empty(model.EXPERTS, nbytes, dtype=torch.uint8, device=self.device)

@@ -77,6 +77,7 @@ def test_what_is_asked_for_is_of_the_steps_so_far_and_whoever_asks_waits_for_non
 
 def test_reselection_over_cuda_keeps_bytes_and_addresses_and_demotes_a_layer_before_it_promotes(standin):
     ran = standin.run("""
+        from sglang_uvm_offload.layer_shard import LayerShard
         from sglang_uvm_offload.requested_config import parse
         from sglang_uvm_offload.residency.manager import OffloadManager
         from sglang_uvm_offload.residency.reporting import rank_status
@@ -87,7 +88,7 @@ def test_reselection_over_cuda_keeps_bytes_and_addresses_and_demotes_a_layer_bef
         manager = OffloadManager(config, CudaMemory(), CudaRoutingCounters, lambda decide: decide(), progress=lambda: False)
         model, modules = manager.begin_model(draft=False), []
         for layer_id in range(2):
-            layer, module = manager.add_layer(model, layer_id, 6, 0, 0, 1), torch.nn.Module()
+            layer, module = manager.add_layer(model, LayerShard(layer_id, 6)), torch.nn.Module()
             with AllocationMode(6, layer.allocate):
                 module.w13 = torch.nn.Parameter(torch.empty(6, BLOCK, dtype=torch.uint8, device="cuda"), requires_grad=False)
             layer.sync_tensors(module)

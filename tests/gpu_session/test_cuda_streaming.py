@@ -16,10 +16,11 @@ from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 from sglang_uvm_offload.streaming.streamer import Streamer
+from sglang_uvm_offload.layer_shard import LayerShard
 memory, layers, modules = CudaMemory(), [], []
 versions = [[], []]
 for index in range({layers}):
-    layer = ExpertLayer(memory, index, 2, 0, 0, lambda layout: np.zeros(layout.num_extents, dtype=bool))
+    layer = ExpertLayer(memory, LayerShard(index, 2), lambda layout: np.zeros(layout.num_extents, dtype=bool))
     module = torch.nn.Module()
     with AllocationMode(2, layer.allocate):
         module.w13 = torch.nn.Parameter(torch.empty(2, PAGE, dtype=torch.uint8, device="cuda"), requires_grad=False)

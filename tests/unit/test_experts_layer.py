@@ -9,6 +9,7 @@ from simulated_driver import SimulatedDriver
 
 from sglang_uvm_offload.experts.layer import ExpertLayer, ExpertsLost
 from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, MemoryInfo
@@ -48,7 +49,7 @@ class Module(torch.nn.Module):
 
 
 def loaded(memory, *ids, num_shared=0):
-    layer = ExpertLayer(memory, 3, E, num_shared, 0, holding(*ids))
+    layer = ExpertLayer(memory, LayerShard(3, E, num_shared), holding(*ids))
     module = Module()
     module.create(layer)
     module.load()
@@ -236,7 +237,7 @@ def test_weights_that_are_quantised_to_4_bits_after_loading_are_no_error():
 
 
 def test_a_tensor_on_another_device_is_left_there():
-    assert ExpertLayer(SimulatedDriver(), 3, E, 0, 0, holding()).allocate(PAGE_BYTES, torch.device("cuda"), "w13") is None
+    assert ExpertLayer(SimulatedDriver(), LayerShard(3, E), holding()).allocate(PAGE_BYTES, torch.device("cuda"), "w13") is None
 
 
 def test_demoting_takes_host_ram_the_first_time_only():
@@ -251,17 +252,19 @@ def test_demoting_takes_host_ram_the_first_time_only():
 
 def test_too_little_host_memory_is_refused_by_name_before_anything_is_taken():
     memory = PoorMemory()
-    layer = ExpertLayer(memory, 3, E, 0, 0, holding())
+    layer = ExpertLayer(memory, LayerShard(3, E), holding())
     with pytest.raises(ManagedMemoryError, match=r"MoE layer 3.*need .*MiB of host RAM, and .*MiB is left"):
         Module().create(layer)
     assert memory.live_ranges == 0
 
 
 def test_what_fits_because_it_is_resident_is_not_refused():
-    ExpertLayer(PoorMemory(), 3, E, 0, 0, holding(*range(4))).allocate(TENSOR_BYTES["w13"] // E, torch.device("cpu"), "w13")
+    ExpertLayer(PoorMemory(), LayerShard(3, E), holding(*range(4))).allocate(
+        TENSOR_BYTES["w13"] // E, torch.device("cpu"), "w13"
+    )
 
 
 def test_experts_too_small_to_place_are_where_they_were_after_a_fault():
-    layer = ExpertLayer(SimulatedDriver(), 3, E, 0, 0, holding(0, 1))
+    layer = ExpertLayer(SimulatedDriver(), LayerShard(3, E), holding(0, 1))
     layer.reread_residency()
     assert layer.resident.all(), "they are in plain VRAM"

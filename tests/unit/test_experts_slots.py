@@ -17,6 +17,7 @@ from sglang_uvm_offload.cpu.memory import DEVICE, EmulatedMemory
 from sglang_uvm_offload.cpu.staging import CpuStaging
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location
 from sglang_uvm_offload.memory.staging import Part
@@ -57,7 +58,7 @@ class Module(torch.nn.Module):
 def made(experts=E, slots=S, expert_bytes=PAGE_BYTES + 512, memory=None, resident=2):
     chosen = np.arange(experts) < resident
     memory = memory or EmulatedMemory()
-    layer = ExpertLayer(memory, 3, experts, 0, 0, lambda layout: layout.holding(chosen), num_slots=slots)
+    layer = ExpertLayer(memory, LayerShard(3, experts), lambda layout: layout.holding(chosen), num_slots=slots)
     module = Module(layer, expert_bytes)
     module.load()
     return layer, module
@@ -328,7 +329,7 @@ def test_the_status_names_the_first_tensor_without_rows():
 def test_a_draft_model_has_no_slots():
     rank = Rank(config(slots=2))
     draft = rank.manager.begin_model(draft=True)
-    assert rank.manager.add_layer(draft, 0, MODEL_EXPERTS, 0, 0, 1).num_slots == 0
+    assert rank.manager.add_layer(draft, LayerShard(0, MODEL_EXPERTS)).num_slots == 0
 
 
 @pytest.mark.parametrize("adapt", ["warmup", "continuous"])

@@ -14,6 +14,7 @@ from builders.managers import config, profile_of
 
 from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.plugin.rank import built_model
 from sglang_uvm_offload.plugin.rank.built_model import BuiltModel, EarlierStages
@@ -125,7 +126,7 @@ def test_a_stage_gets_the_layers_that_were_built_before_it(monkeypatch, tmp_path
     ids = ids_file(tmp_path, [[0], [1], [2], [3]])
     earlier = EarlierStages(ids)
     placement = InitialPlacement(ids, None, earlier.layers)
-    chosen = [placement.of_layer(layer, 8, 0, 0, 1).choose for layer in own]
+    chosen = [placement.of_layer(LayerShard(layer, 8)).choose for layer in own]
     assert [choose(ExpertLayout(8, BLOCK_BYTES)).nonzero()[0].tolist() for choose in chosen] == [[2], [3]]
     earlier.send_to_next(own)
     numbers = [5, 7] if own == [5, 7] else [3, 4]

@@ -43,22 +43,22 @@ def layer(**changes: Any) -> SimpleNamespace:
 
 
 def test_a_layer_has_the_experts_of_its_rank(known: Any) -> None:
-    where = expert_map.location_of(layer())
+    where = expert_map.shard_of(layer()).located()
     assert where.ids.tolist() == [3, 2, 1, 0]
     known.update(sglangs_map([SHIFTED] * 4), [3])
     assert where.ids.tolist() == [3, 2, 1, 0], "SGLang changes its map in place"
-    assert expert_map.location_of(layer()).ids.tolist() == [5, 6, 7, 0]
+    assert expert_map.shard_of(layer()).located().ids.tolist() == [5, 6, 7, 0]
 
 
 def test_a_draft_models_layer_has_the_experts_of_its_own_numbers(known: Any) -> None:
-    where = expert_map.location_of(layer(uses_expert_location=False, layer_id=61))
+    where = expert_map.shard_of(layer(uses_expert_location=False, layer_id=61)).located()
     assert where.ids.tolist() == [4, 5, 6, 7]
     assert where.is_trivial
 
 
 def test_a_model_without_a_map_has_the_experts_of_their_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_map, "get_global_expert_location_metadata", lambda: None)
-    assert expert_map.location_of(layer()).ids.tolist() == [4, 5, 6, 7]
+    assert expert_map.shard_of(layer()).located().ids.tolist() == [4, 5, 6, 7]
 
 
 def test_layers_follow_the_map_once_sglang_has_rearranged_experts(known: Any) -> None:

@@ -19,6 +19,7 @@ from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import MemoryInfo
 from sglang_uvm_offload.plugin.launch import stream_settings
@@ -134,7 +135,7 @@ def layers(experts: tuple[int, ...] = (4, 8), resident: int = 2) -> list[ExpertL
     made = []
     for index, count in enumerate(experts):
         chosen = np.arange(count) < resident
-        layer = ExpertLayer(EmulatedMemory(), index, count, 0, 0, lambda layout, chosen=chosen: layout.holding(chosen))
+        layer = ExpertLayer(EmulatedMemory(), LayerShard(index, count), lambda layout, chosen=chosen: layout.holding(chosen))
         module = torch.nn.Module()
         with AllocationMode(count, layer.allocate):
             module.w13 = torch.empty(count, BLOCK_BYTES, dtype=torch.uint8)
@@ -209,7 +210,7 @@ def test_the_room_is_what_is_free_but_for_the_share_that_sglang_leaves():
 
 def test_layers_too_small_to_place_need_no_buffer():
     assert PAGE_BYTES < BLOCK_BYTES
-    small = ExpertLayer(EmulatedMemory(), 0, 4, 0, 0, lambda layout: np.zeros(layout.num_extents, dtype=bool))
+    small = ExpertLayer(EmulatedMemory(), LayerShard(0, 4), lambda layout: np.zeros(layout.num_extents, dtype=bool))
     assert made(among=[small]) is None
 
 

@@ -12,6 +12,7 @@ from builders.managers import LAYERS, Rank, config
 
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.residency.history import History, hit_rate_curve
 from sglang_uvm_offload.residency.manager import POLL_SECONDS
@@ -141,7 +142,7 @@ def model_of(activations: list[list[int]], *, pages_of=(1,), shared: int = 0, re
     model = ModelExperts(draft=False)
     for index, pages in enumerate(np.resize(pages_of, len(activations)).tolist()):
         whole = np.isin(np.arange(width), resident)
-        layer = ExpertLayer(memory, index, width, shared, 0, lambda layout, whole=whole: layout.holding(whole))
+        layer = ExpertLayer(memory, LayerShard(index, width, shared), lambda layout, whole=whole: layout.holding(whole))
         model.layers.append(layer)
         HELD.append(layer.allocate(pages * PAGE_BYTES, torch.device("cpu"), "w13"))
     return model

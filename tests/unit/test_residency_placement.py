@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from builders.managers import E, config, profile_of
 
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.residency.placement import InitialPlacement
 
 
 def resident(placement: InitialPlacement, layer_id: int, ep_rank: int = 0, ep_size: int = 1) -> list[int]:
     """With one block an expert."""
-    choose = placement.of_layer(layer_id, E // ep_size, 0, ep_rank, ep_size).choose
+    choose = placement.of_layer(LayerShard(layer_id, E // ep_size, 0, ep_rank, ep_size)).choose
     return np.flatnonzero(choose(ExpertLayout(E // ep_size, BLOCK_BYTES))).tolist()
 
 
@@ -43,7 +44,7 @@ def test_a_layer_or_an_expert_that_a_profile_does_not_know_gets_the_first():
     placement = InitialPlacement(config(), profile_of([[5, 6, 7]] * 3))
     assert resident(placement, 2) == [5, 6, 7]
     assert resident(placement, 9) == [0, 1, 2]
-    choose = placement.of_layer(2, 8, 0, 1, 2).choose
+    choose = placement.of_layer(LayerShard(2, 8, 0, 1, 2)).choose
     assert choose(ExpertLayout(8, BLOCK_BYTES)).nonzero()[0].tolist() == [0, 1], "the profile knows 8 experts, and not 16"
 
 
@@ -66,16 +67,16 @@ def test_a_profile_takes_the_blocks_that_serve_most_in_the_room_of_the_first_exp
     """Experts of one and a half blocks: 0 | 0 1 | 1 | 2 | 2 3 | 3 | ..."""
     layout = ExpertLayout(E, 3 * BLOCK_BYTES // 2)
     manual = InitialPlacement(config(resident_selection="manual", resident_ids="2,5"), None)
-    assert np.flatnonzero(manual.of_layer(1, E, 0, 0, 1).choose(layout)).tolist() == [3, 4, 7, 8], "whole experts"
+    assert np.flatnonzero(manual.of_layer(LayerShard(1, E, 0, 0, 1)).choose(layout)).tolist() == [3, 4, 7, 8], "whole experts"
     hot = InitialPlacement(config(num_resident=2), profile_of([[2, 3, 5]] * 3))
-    assert np.flatnonzero(hot.of_layer(1, E, 0, 0, 1).choose(layout)).tolist() == [3, 4, 5]
+    assert np.flatnonzero(hot.of_layer(LayerShard(1, E, 0, 0, 1)).choose(layout)).tolist() == [3, 4, 5]
     assert layout.budget(2) == 3 * BLOCK_BYTES
 
 
 def test_the_blocks_of_a_fused_shared_expert_are_not_in_the_room_of_a_profile():
     layout = ExpertLayout(E + 1, 3 * BLOCK_BYTES // 2)
     hot = InitialPlacement(config(num_resident=2), profile_of([[6, 7]] * 3))
-    found = hot.of_layer(1, E + 1, 1, 0, 1).choose(layout)
+    found = hot.of_layer(LayerShard(1, E + 1, 1, 0, 1)).choose(layout)
     assert np.flatnonzero(found).tolist() == [9, 10, 11], "6 and 7; the shared expert's two blocks come on top"
 
 
@@ -85,6 +86,6 @@ def test_the_edge_of_slots_is_not_in_the_room_of_a_profile():
     edge = np.flatnonzero(layout.edge)
     assert edge.size == 1
     hot = InitialPlacement(config(num_resident=2), profile_of([[6]] * 3))
-    found = hot.of_layer(1, E - 1, 0, 0, 1).choose(layout)
+    found = hot.of_layer(LayerShard(1, E - 1, 0, 0, 1)).choose(layout)
     assert not found[edge].any(), "it is there already"
     assert layout.taken_by(found | layout.edge) == layout.budget(2)

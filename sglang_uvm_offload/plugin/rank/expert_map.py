@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 from sglang.srt.runtime_context import get_device, get_parallel
 
 from sglang_uvm_offload.expert_location import ExpertLocation
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.residency.rearranging import Rearranging
 
@@ -18,13 +20,14 @@ UPDATER = "sglang.srt.eplb.expert_location_updater.ExpertLocationUpdater.update"
 """Copies rows of expert tensors between ranks and places, then enters the new places in the map."""
 
 
-def location_of(layer: Any) -> ExpertLocation:
-    """Where the routed experts of a ``FusedMoE`` layer lie."""
-    routed = layer.num_local_experts - layer.num_fused_shared_experts
-    places = range(layer.moe_ep_rank * routed, (layer.moe_ep_rank + 1) * routed)
+def shard_of(layer: Any) -> LayerShard:
+    """This rank's shard of a ``FusedMoE`` layer, and where its routed experts lie."""
+    shard = LayerShard(
+        layer.layer_id, layer.num_local_experts, layer.num_fused_shared_experts, layer.moe_ep_rank, layer.moe_ep_size
+    )
     if not compat.uses_expert_location(layer) or get_global_expert_location_metadata() is None:
-        return ExpertLocation.trivial(routed * layer.moe_ep_size, places)
-    return ExpertLocation(_experts_at(layer.layer_id), places)
+        return shard
+    return replace(shard, location=ExpertLocation(_experts_at(layer.layer_id), shard.places))
 
 
 def _experts_at(layer_id: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError
 from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.rank import unread_tensors
-from sglang_uvm_offload.plugin.rank.expert_map import location_of
+from sglang_uvm_offload.plugin.rank.expert_map import shard_of
 from sglang_uvm_offload.plugin.rank.recording import Recording
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
@@ -29,6 +29,7 @@ from sglang_uvm_offload.slots.model import ModelSlots
 from sglang_uvm_offload.streaming.streamer import Reading, Streamer
 
 _EXPERTS = "_expert_offload_layer"
+_HOOKED = "_expert_offload_hooked"
 _BUILDING = "_expert_offload_building"
 _FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 
@@ -96,7 +97,7 @@ class LayerHooks:
             self._shadow(value)
 
     def _shadow(self, method: Any) -> None:
-        if _EXPERTS in method.__dict__:
+        if _HOOKED in method.__dict__:
             return
         create_weights = method.create_weights
         process_weights_after_loading = method.process_weights_after_loading
@@ -146,7 +147,7 @@ class LayerHooks:
             # would have PyTorch gather the experts of each token into a copy.
             apply_and_observe = torch.compiler.disable(apply_and_observe)
             method.__dict__["enter_torch_compile"] = lambda num_tokens: None
-        method.__dict__[_EXPERTS] = True
+        method.__dict__[_HOOKED] = True
         method.__dict__["create_weights"] = create_managed_weights
         method.__dict__["process_weights_after_loading"] = process_managed_weights
         method.__dict__["apply"] = apply_and_observe
@@ -155,15 +156,7 @@ class LayerHooks:
         assert self._into is not None, "a MoE layer outside a model"
         manager, model = self._into
         index = len(model.layers)
-        experts = manager.add_layer(
-            model,
-            layer.layer_id,
-            layer.num_local_experts,
-            layer.num_fused_shared_experts,
-            layer.moe_ep_rank,
-            layer.moe_ep_size,
-            location_of(layer),
-        )
+        experts = manager.add_layer(model, shard_of(layer))
         layer.__dict__[_EXPERTS] = (experts, model, index)
         if not model.draft and layer.top_k is not None:
             self.top_k = max(self.top_k, layer.top_k - layer.num_fused_shared_experts)

@@ -1,0 +1,41 @@
+"""How many experts of a MoE layer one rank has, and which of the checkpoint's they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_uvm_offload.expert_location import ExpertLocation
+
+
+@dataclass(frozen=True)
+class LayerShard:
+    """Of the decoder layer ``layer_id`` on one rank."""
+
+    layer_id: int
+    num_experts: int
+    """Local experts, fused shared ones among them."""
+    num_shared: int = 0
+    """Fused shared experts, which every token uses; they follow the routed ones."""
+    ep_rank: int = 0
+    ep_size: int = 1
+    location: ExpertLocation | None = None
+    """Of the routed experts; None: each at the place of its own number."""
+
+    @property
+    def routed(self) -> int:
+        """Local routed experts."""
+        return self.num_experts - self.num_shared
+
+    @property
+    def places(self) -> range:
+        """Those of the local routed experts, among ``num_places``."""
+        first = self.ep_rank * self.routed
+        return range(first, first + self.routed)
+
+    @property
+    def num_places(self) -> int:
+        """Places for routed experts, over all ranks that share the layer."""
+        return self.routed * self.ep_size
+
+    def located(self) -> ExpertLocation:
+        return self.location or ExpertLocation.trivial(self.num_places, self.places)
