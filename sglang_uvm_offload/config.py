@@ -16,7 +16,7 @@ from sglang_uvm_offload.resident_ids import ResidentIds
 
 AUTO = "auto"
 NEVER = 1 << 62
-"""``stream_tokens`` for ``inf``: more tokens than any step has."""
+"""The value of ``stream_tokens`` for ``inf``: more tokens than any step has."""
 
 Selection = Literal["first_n", "frequency", "manual"]
 Adapt = Literal["off", "warmup", "continuous"]
@@ -29,7 +29,7 @@ class Settings:
 
     resident_selection: Selection
     resident_ids: ResidentIds | None
-    """With ``manual`` selection the residents at load; with ``continuous`` adaptation, those that stay resident for good."""
+    """``manual`` selection: the residents at load. ``continuous`` adaptation: the experts that always stay resident."""
     warmup_tokens: int
     adapt: Adapt
     """``continuous`` if ``prefetch`` is not ``none``."""
@@ -47,7 +47,7 @@ class Settings:
 
     @property
     def coactivation(self) -> bool:
-        """Whether forecasts are from which experts are used together too: ``continuous`` alone means ``speculative``."""
+        """Whether forecasts also use which experts are activated together. ``continuous`` alone means ``speculative``."""
         return self.prefetch != "frequency"
 
     @property
@@ -93,9 +93,9 @@ class OffloadConfig(Settings):
 
     num_resident: int
     """Resident routed experts of each MoE layer, over all ranks that share the layer. Replicas (SGLang's redundant experts)
-    count like others."""
+    count like any other expert."""
     slots: int
-    """Rows beside the experts of each MoE layer, over all ranks that share the layer."""
+    """Slots of each MoE layer, in addition to its residents, over all ranks that share the layer."""
     stream_tokens: int
     """Steps of so many tokens stream; ``NEVER`` where nothing does."""
     stream_buffers: int | None
@@ -127,7 +127,7 @@ def expert_problems(ids: ResidentIds | None, num_resident: int, slots: int, num_
 
 
 def slot_problems(slots: int, num_resident: int, num_experts: int) -> list[str]:
-    """Why a layer has no use for so many slots beside its residents. Where nothing is offloaded, slots are left out."""
+    """Why a layer cannot use this many slots with its residents. Slots are ignored if nothing is offloaded."""
     offloaded = num_experts - num_resident
     if not 0 < offloaded < slots:
         return []

@@ -18,8 +18,8 @@ MAX_WARMUP_TOKENS = 10**12
 def parse(values: Mapping[str, Any]) -> RequestedConfig | None:
     """What ``values`` ask for (by field of ``OffloadFlags``), None if offloading is off.
 
-    Raises ``FlagError`` naming every flag whose value is not well-formed. A number may come as a string or a number (YAML,
-    ``sglang.Engine``). Reads the file of ``resident_ids``.
+    Raises ``FlagError`` with every malformed value. Numbers may be strings or numbers (YAML, ``sglang.Engine``). Reads the
+    file that ``resident_ids`` names.
     """
     flags = OffloadFlags(**values)
     if flags.num_resident is not None:
@@ -90,7 +90,7 @@ def _number_problems(flags: OffloadFlags) -> list[str]:
     try:
         _slots(flags.slots)
     except ValueError:
-        out.append(f"{flag_name('slots')} {flags.slots!r}: must be auto, or a whole number of rows, 0 to 999999")
+        out.append(f"{flag_name('slots')} {flags.slots!r}: must be auto, or a whole number of slots, 0 to 999999")
     try:
         _stream_gb(flags.stream_buffer_gb)
     except ValueError:
@@ -144,13 +144,13 @@ def _adapt_problems(flags: OffloadFlags) -> list[str]:
     out = []
     if flags.prefetch in PREFETCHES and flags.prefetch != "none" and flags.adapt == "off":
         out.append(
-            f"{flag_name('prefetch')} {flags.prefetch}: moves experts while serving, and {flag_name('adapt')} off forbids it; "
-            "leave out one of them"
+            f"{flag_name('prefetch')} {flags.prefetch}: moves experts while serving, which {flag_name('adapt')} off forbids; "
+            "remove one of them"
         )
     if flags.resident_selection == "frequency" and flags.adapt == "off" and flags.profile is None:
         out.append(
             f"{flag_name('adapt')} off: {flag_name('resident_selection')} frequency needs warmup or continuous, or a "
-            f"{flag_name('profile')}; for residents that never change choose first_n or manual"
+            f"{flag_name('profile')}; for residents that never change, use first_n or manual"
         )
     return out
 
@@ -187,8 +187,8 @@ def _resident_ids(flags: OffloadFlags) -> tuple[ResidentIds | None, list[str]]:
 
 
 def _texts(flags: OffloadFlags) -> tuple[OffloadFlags, list[str]]:
-    """``flags`` without values that must be text and are not, and the problems of these. YAML and ``sglang.Engine`` may pass
-    anything."""
+    """``flags`` without the values that must be text but are not, and one problem for each. YAML and ``sglang.Engine`` may
+    pass anything."""
     bad = {
         name: getattr(flags, name)
         for name in ("resident_ids", "profile", "save_profile", "trace")
@@ -200,7 +200,7 @@ def _texts(flags: OffloadFlags) -> tuple[OffloadFlags, list[str]]:
 
 
 def _is_path(text: str) -> bool:
-    """Whether a file could have this name."""
+    """Whether ``text`` is a valid file name."""
     try:
         return bool(text.strip()) and b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:

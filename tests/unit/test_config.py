@@ -59,7 +59,7 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
         ({"num_resident": 4, "stream_tokens": "1.5"}, "--expert-offload-stream-tokens", "1.5"),
         ({"num_resident": 4, "stream_tokens": -2}, "--expert-offload-stream-tokens", "-2"),
         *[
-            ({"num_resident": 4, "slots": wrong}, f"--expert-offload-slots {wrong!r}", "auto, or a whole number of rows")
+            ({"num_resident": 4, "slots": wrong}, f"--expert-offload-slots {wrong!r}", "auto, or a whole number of slots")
             for wrong in ("some", "", "-1", -1, "1.5", 2.0, True, "²", "1000000")
         ],
         ({"num_resident": 4, "headroom_gb": -1.0}, "--expert-offload-headroom-gb", "-1.0"),
@@ -67,7 +67,7 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
         (
             {"num_resident": 4, "prefetch": "frequency", "adapt": "off", "resident_selection": "first_n"},
             "--expert-offload-prefetch frequency",
-            "--expert-offload-adapt off forbids it",
+            "which --expert-offload-adapt off forbids",
         ),
         ({"num_resident": 4, "prefetch": "guess"}, "--expert-offload-prefetch", "none, frequency, speculative"),
         ({"num_resident": 4, "backend": "gpu"}, "--expert-offload-backend", "auto, uvm, emulated"),
