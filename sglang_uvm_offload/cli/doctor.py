@@ -22,7 +22,7 @@ OK, WARNING, PROBLEM = "ok", "WARNING", "PROBLEM"
 
 @dataclass
 class Diagnosis:
-    """Lines of output in order, each with its kind; only ``problems`` keep the launch from being served."""
+    """The output lines in order, each with its kind. Only ``problems`` prevent the launch."""
 
     lines: list[tuple[str, str]] = field(default_factory=list)
 
@@ -33,7 +33,7 @@ class Diagnosis:
         self.lines.append((WARNING, text))
 
     def bad(self, *texts: str) -> None:
-        """Two checks may find the same problem; it is listed once."""
+        """Lists a problem once, even if two checks find it."""
         self.lines += [(PROBLEM, text) for text in dict.fromkeys(texts) if (PROBLEM, text) not in self.lines]
 
     @property
@@ -51,19 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "launch",
         nargs="*",
         metavar="-- LAUNCH ARGUMENTS",
-        help="judge this launch: the arguments of sglang.launch_server; without them, only this machine and this SGLang",
+        help="check a launch with these arguments of sglang.launch_server; without them, check only this machine and SGLang",
     )
     parser.add_argument(
         "--device",
         choices=("auto", "cuda", "cpu"),
-        help="of the machine, without a launch (default auto: cuda if PyTorch sees a GPU)",
+        help="the device to check without a launch (default auto: cuda if PyTorch sees a GPU)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the diagnosis. Returns 0 if everything is ready to serve, 1 if not, 2 for arguments that cannot be parsed."""
+    """Print the diagnosis. Returns 0 if the server can start, 1 if not, 2 for arguments that cannot be parsed."""
     if args.launch and args.device:
-        print(f"--device {args.device}: give it behind --, as an argument of the launch", file=sys.stderr)
+        print(f"--device {args.device}: give it after --, as an argument of the launch", file=sys.stderr)
         return 2
     if args.launch:
         return _report(examine_launch(args.launch), "this launch")
@@ -95,13 +95,13 @@ def examine(device: str) -> Diagnosis:
 
         _gpus(found, list(range(len(visible_gpus()))) or [0])
     else:
-        found.good("device cpu: unified memory is emulated in host memory; for trial, not for speed")
+        found.good("device cpu: unified memory is emulated in host memory; for testing, not for speed")
     found.good(f"host RAM available to this process: {size(host_available())}")
     return found
 
 
 def examine_launch(arguments: list[str]) -> Diagnosis:
-    """Check everything for the launch with these arguments. Ends the process with 2 where SGLang cannot parse them."""
+    """Check everything for the launch with these arguments. Exits with 2 if SGLang cannot parse them."""
     found = Diagnosis()
     if not _installation(found):
         return found
@@ -124,7 +124,7 @@ def examine_launch(arguments: list[str]) -> Diagnosis:
 
 
 def _installation(found: Diagnosis) -> bool:
-    """Returns whether SGLang can be imported with this plugin."""
+    """Check the packages and the plugin. Returns whether SGLang can be imported with this plugin."""
     _packages(found)
     _plugin(found)
     try:
@@ -194,6 +194,6 @@ def _gpus(found: Diagnosis, gpus: list[int]) -> None:
         found.good(f"CUDA compiler {find_nvcc()}")
         for arch in sorted(set(arches.values())):
             found.good(f"CUDA library {build(arch)}")
-        found.good(f"free VRAM, on the GPU that has least: {size(min(free_vram(gpus)))}")
+        found.good(f"free VRAM on the GPU with the least: {size(min(free_vram(gpus)))}")
     except (BuildFailure, DriverError) as failure:
         found.bad(str(failure))

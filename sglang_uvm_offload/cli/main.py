@@ -21,17 +21,17 @@ SUBCOMMANDS = {
 """Each is a module of this package with ``add_arguments`` and ``run``."""
 
 INTERRUPTED, PIPE_CLOSED = 130, 141
-"""Exit codes as of a shell's command that SIGINT or SIGPIPE ended."""
+"""The exit codes that a shell reports for SIGINT and SIGPIPE."""
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Without the usage, which is longer than a screen."""
+        """Leaves out the usage, which is longer than a screen."""
         self.exit(2, f"{self.prog}: error: {message}\nsee `{self.prog} --help`\n")
 
 
 class Subcommand(Parser):
-    """Imports its module only when it is selected."""
+    """Imports its module only if the user selects it."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         command = importlib.import_module(f"sglang_uvm_offload.cli.{self.prog.split()[-1]}")
@@ -42,7 +42,7 @@ class Subcommand(Parser):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns its exit code: 0 for success, 1 for a negative result, 2 for errors."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files and models may hold what the terminal's encoding lacks
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file and model names may hold characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
@@ -52,12 +52,12 @@ def main(argv: list[str] | None = None) -> int:
                 sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # who read the output, such as `head`, has enough
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         _drop_output()
         return PIPE_CLOSED
     except ImportError as error:
         return _failed(_missing(error))
-    except OSError as error:  # of the output, or of a file that no command names, such as a library's cache
+    except OSError as error:  # from the output, or from a file that no argument names, such as a library's cache
         _drop_output()
         where = "" if error.filename is None else f"{error.filename}: "
         return _failed(f"{where}{error.strerror or error}")
@@ -88,7 +88,7 @@ def _missing(error: ImportError) -> str:
 
 
 def _drop_output() -> None:
-    """What is still buffered goes nowhere, so that Python does not fail to flush it at exit."""
+    """Discard buffered output, so that Python does not fail to flush it at exit."""
     try:
         output = sys.stdout.fileno()
     except (AttributeError, OSError, ValueError):  # closed, or not a file

@@ -25,62 +25,69 @@ from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 
 MAX_COUNT = (1 << 31) - 1
-"""Of anything that is counted: more than any machine or model has."""
+"""The upper limit of every count: more than any machine or model has."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``plan``."""
     parser.add_argument(
         "model",
-        help="a checkpoint's folder, a config.json (or an object with it under 'config'), or an id on the Hugging Face Hub",
+        help="a checkpoint folder, a config.json (or a JSON object with it under 'config'), or a Hugging Face id (only "
+        "metadata is downloaded)",
     )
     machine = parser.add_argument_group("machine", "default: this machine")
     machine.add_argument(
         "--machine",
         metavar="NAME",
-        help=f"such as {', '.join(EXAMPLES)}: a count of {', '.join(GPUS)}; the flags below adjust it",
+        help=f"such as {', '.join(EXAMPLES)}: a number of {', '.join(GPUS)}; the flags below override parts of it",
     )
     machine.add_argument("--gpus", type=_count, help="number of GPUs")
-    machine.add_argument("--vram-gb", type=_amount, help="memory of one GPU in GiB, as nvidia-smi shows it")
-    machine.add_argument("--host-gb", type=_amount, help="host RAM in GiB that the server may take")
-    machine.add_argument("--link-gbps", type=_amount, help="GB/s of copies from host memory over each GPU's link")
-    machine.add_argument("--hbm-gbps", type=_amount, help="GB/s of a GPU's memory")
-    machine.add_argument("--host-gbps", type=_amount, help="nominal GB/s of the host's memory, to compare with a CPU engine")
-    machine.add_argument("--tflops", type=_amount, help="dense bfloat16 TFLOPS of a GPU")
-    ranks = parser.add_argument_group("ranks, as SGLang's flags of the same names")
+    machine.add_argument("--vram-gb", type=_amount, help="GiB of memory of one GPU, as in nvidia-smi")
+    machine.add_argument("--host-gb", type=_amount, help="GiB of host RAM that the server may use")
+    machine.add_argument("--link-gbps", type=_amount, help="GB/s of host-to-device copies over each GPU's link")
+    machine.add_argument("--hbm-gbps", type=_amount, help="GB/s of one GPU's memory")
+    machine.add_argument("--host-gbps", type=_amount, help="nominal GB/s of host memory, to compare with a CPU engine")
+    machine.add_argument("--tflops", type=_amount, help="dense bfloat16 TFLOPS of one GPU")
+    ranks = parser.add_argument_group("parallelism (SGLang's flags of the same names)")
     ranks.add_argument("--tp-size", type=_count, help="default: all GPUs, divided by --pp-size and replicas")
     ranks.add_argument("--ep-size", type=_count, default=1)
     ranks.add_argument("--pp-size", type=_count, default=1)
     ranks.add_argument("--dp-size", type=_count, default=1)
     ranks.add_argument("--enable-dp-attention", action="store_true")
     work = parser.add_argument_group("workload")
-    work.add_argument("--num-resident", type=_whole, metavar="N", help="residents of each layer; default: the most that fit")
+    work.add_argument(
+        "--num-resident", type=_whole, metavar="N", help="resident experts per MoE layer; default: the most that fit"
+    )
     work.add_argument(
         "--slots",
         type=_slots,
         metavar="auto|S",
         default=NO_SLOTS,
-        help="--expert-offload-slots: of each layer, beside N; without --num-resident part of what fits; auto: as at launch "
-        "without a profile",
+        help="--expert-offload-slots: slots per MoE layer, in addition to N, or a part of what fits without --num-resident; "
+        "auto: what a launch without a profile chooses",
     )
     work.add_argument(
-        "--context-length", type=_count, help=f"tokens of a request; default: the model's limit, at most {DEFAULT_KV_TOKENS}"
+        "--context-length", type=_count, help=f"tokens per request; default: the model's limit, at most {DEFAULT_KV_TOKENS}"
     )
-    work.add_argument("--requests", type=_count, default=1, help="concurrent requests, each as long as the context (default 1)")
-    work.add_argument("--max-total-tokens", type=_count, help="KV cache tokens per rank, in place of requests x context")
-    work.add_argument("--prompt-tokens", type=_count, default=4096, help="tokens of a prompt, for prefill (default 4096)")
+    work.add_argument("--requests", type=_count, default=1, help="concurrent requests, each with a full context (default 1)")
+    work.add_argument("--max-total-tokens", type=_count, help="KV cache tokens per rank, instead of requests x context")
+    work.add_argument(
+        "--prompt-tokens", type=_count, default=4096, help="prompt tokens for the prefill estimate (default 4096)"
+    )
     work.add_argument("--kv-cache-dtype", choices=tuple(DTYPE_BYTES), default="bfloat16")
     work.add_argument(
         "--quantization",
         metavar="METHOD",
-        help="as SGLang's flag: what the checkpoint's files state, or what it is converted to",
+        help="SGLang's flag: the method that the checkpoint states, or one that SGLang converts it to",
     )
     work.add_argument("--speculative", action="store_true", help="load the model's draft layers (NEXTN)")
     work.add_argument(
-        "--draft-num-resident", type=_whole, help="--expert-offload-draft-num-resident (default: all experts of draft layers)"
+        "--draft-num-resident",
+        type=_whole,
+        help="--expert-offload-draft-num-resident (default: all experts of the draft layers)",
     )
     work.add_argument(
-        "--speculative-num-draft-tokens", type=_count, default=4, help="draft tokens that a step verifies (default 4)"
+        "--speculative-num-draft-tokens", type=_count, default=4, help="draft tokens verified per step (default 4)"
     )
     kept = parser.add_argument_group("reserved memory")
     kept.add_argument("--mem-fraction-static", type=_positive_share, help="default: SGLang's choice")
@@ -91,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stream-buffer-gb",
         type=_stream_gb,
         metavar="auto|GB",
-        help="--expert-offload-stream-buffer-gb: GiB of a rank for stream buffers, or 0; auto (default): two, where they fit",
+        help="--expert-offload-stream-buffer-gb: GiB per rank for stream buffers, or 0; auto (default): two if they fit",
     )
     kept.add_argument("--chunked-prefill-size", type=_count, help="default: SGLang's choice")
     kept.add_argument("--disable-cuda-graph", action="store_true")
@@ -99,12 +106,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     assumed.add_argument(
         "--hit-rate",
         type=_share,
-        help="share of your routing that residents and slots serve (0 to 1), in place of measured routing",
+        help="share of routed tokens that residents and slots serve (0 to 1), instead of measured routing",
     )
-    assumed.add_argument(
-        "--read-efficiency", type=_positive_share, help="rate of zero-copy reads by kernels, as a share of --link-gbps"
-    )
-    assumed.add_argument("--accepted-tokens", type=_amount, help="tokens per request from a step with draft tokens")
+    assumed.add_argument("--read-efficiency", type=_positive_share, help="rate of zero-copy reads, as a share of --link-gbps")
+    assumed.add_argument("--accepted-tokens", type=_amount, help="accepted tokens per request and step with draft tokens")
     assumed.add_argument("--rows-per-read", type=_count, help="rows that share one read of an expert in prefill")
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
 
@@ -161,15 +166,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _conversion(method: str | None, model: CheckpointShape) -> Conversion | None:
-    """What ``--quantization`` converts. A config alone does not tell that a checkpoint of ModelOpt is quantised."""
+    """The conversion that ``--quantization`` asks for. A config alone does not show whether a ModelOpt checkpoint is
+    quantised."""
     found = conversion(method, model.quantization)
     certain = model.from_headers or not str(method).startswith("modelopt")
     return found if found and found.known and certain else None
 
 
 def _model(name: str) -> tuple[CheckpointShape, str]:
-    """By a path, or else by its name on the Hugging Face Hub; and what of it could not be seen. Without the headers of its
-    weights, its config tells the tensors of most families."""
+    """The model at a path or with a Hugging Face id, and what of it could not be read. Without the headers of its weights,
+    the config determines the tensors of most families."""
     path = Path(name)
     if path.exists() or not hub.is_id(name):
         return load_any(path), ""

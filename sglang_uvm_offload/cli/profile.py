@@ -1,4 +1,4 @@
-"""The ``profile`` command: shows saved profiles and merges them."""
+"""The ``profile`` command: shows and merges saved profiles."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "profiles", nargs="+", type=Path, metavar="PROFILE.npz", help="files from --expert-offload-save-profile"
     )
-    parser.add_argument("--out", type=Path, metavar="MERGED.npz", help="merge them into this profile")
-    parser.add_argument("--model", metavar="NAME", help="the model's name in --out, if its folder was renamed")
+    parser.add_argument("--out", type=Path, metavar="MERGED.npz", help="write the merged profile to this file")
+    parser.add_argument("--model", metavar="NAME", help="the model name to store in --out, if the model's folder was renamed")
 
 
 def run(args: argparse.Namespace) -> int:
     problems = ["--model: needs --out"] if args.model is not None and args.out is None else []
     if args.model is not None and not args.model.isprintable():
-        problems.append(f"--model {args.model!a}: cannot be printed")
-    sources = {path: f"{path}, which is read" for path in args.profiles}
+        problems.append(f"--model {args.model!a}: has characters that cannot be printed")
+    sources = {path: f"{path}, an input" for path in args.profiles}
     if args.out is not None and (refused := atomic_file.refusal(args.out, PROFILE_FILE, sources)):
         problems.append(f"--out {args.out}: {refused}")
     profiles = []
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write(profiles: list[Profile], path: Path, name: str | None, sources: atomic_file.Protected) -> Profile:
-    """Write the merged profile, and return it."""
+    """Write the merged profile and return it."""
     merged = merge(profiles)
     if name is not None:
         merged = dataclasses.replace(merged, model=dataclasses.replace(merged.model, name=name))

@@ -1,7 +1,7 @@
-"""The ``replay`` command: a routing trace through the shipped policy and the baselines, as a table or JSON.
+"""The ``replay`` command: replays a routing trace through the shipped policy and the baselines, as a table or JSON.
 
-With ``--recall``: how many of the shipped policy's misses could be predicted while a step runs. With ``--slots``: how to split
-the VRAM between residents and slots; ``--into`` puts the best split into a profile.
+``--recall`` shows how many of the shipped policy's misses could be predicted while a step runs. ``--slots`` shows how to split
+the VRAM between residents and slots; ``--into`` stores the best split in a profile.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ if TYPE_CHECKING:
     from sglang_uvm_offload.replay.slots import Split
 
 MAX_BATCH = 4096
-"""More requests than a server runs at once. Each slot takes memory in every step of the replay, idle or not."""
+"""More requests than a server runs at once. Each one takes memory in every step of the replay, idle or not."""
 SMALLEST, LARGEST = 1e-6, 1e6
-"""Limits of --link-gbps and --expert-mib: beyond any hardware, and results stay finite and in whole bytes."""
+"""Limits of --link-gbps and --expert-mib: beyond any hardware, and they keep results finite and in whole bytes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", type=Path, metavar="TRACE.npz", help="ids[token, layer, k], seq_len, num_experts")
+    parser.add_argument(
+        "trace", type=Path, metavar="TRACE.npz", help="a trace with ids[token, layer, k], seq_len and num_experts"
+    )
     parser.add_argument("--residency", type=float, required=True, help="share of each layer's experts in VRAM, 0 to 1")
-    parser.add_argument("--policy", action="append", choices=POLICIES, help="repeatable (default: all)")
+    parser.add_argument("--policy", action="append", choices=POLICIES, help="a policy to replay; repeatable (default: all)")
     parser.add_argument("--batch", type=int, default=1, help="concurrent requests (default 1)")
-    parser.add_argument("--warmup-fraction", type=float, default=0.5, help="share of requests for the warm-up (default 0.5)")
+    parser.add_argument(
+        "--warmup-fraction", type=float, default=0.5, help="share of requests used for the warm-up (default 0.5)"
+    )
     parser.add_argument(
         "--link-gbps", type=float, help=f"10^9 bytes a second over PCIe (default {LINK_GBPS:g}, assumed: PCIe 5 x16)"
     )
@@ -44,18 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recall",
         action="store_true",
-        help=f"print instead which share of the misses of {SHIPPED} could be predicted when the layer before has routed",
+        help=f"print the share of the misses of {SHIPPED} that could be predicted once the previous layer has routed",
     )
     parser.add_argument(
         "--slots",
         action="store_true",
-        help="print instead the link time of each split of the VRAM between residents and slots, and the best",
+        help="print the link time of each split of the VRAM between residents and slots, and the best split",
     )
     parser.add_argument(
         "--into",
         type=Path,
         metavar="PROFILE.npz",
-        help="with --slots: put the best split for --residency into this profile, for --expert-offload-slots auto",
+        help="with --slots: store the best split for --residency in this profile, for --expert-offload-slots auto",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -97,7 +101,7 @@ def _recall(args: argparse.Namespace, trace: Trace) -> str:
 
     room.check(trace, args.batch, recall=True)
     scored = _scope(args, trace)
-    _progress(f"replaying {SHIPPED} beside the predictors, {scored.steps + scored.warmup_steps} steps")
+    _progress(f"replaying {SHIPPED} with the predictors, {scored.steps + scored.warmup_steps} steps")
     found = recall_of_misses(trace, args.residency, args.batch, args.warmup_fraction)
     return _json(args, scored, "recall", found) if args.json else f"{described(scored)}\n\n{recall_table(found)}"
 
@@ -129,7 +133,7 @@ def _setting(args: argparse.Namespace, scored: Scope) -> tuple[float, int, float
 
 
 def _progress(text: str) -> None:
-    """Show ``text`` in place of what was shown before; on a terminal only, and beside the output."""
+    """Replace the progress line with ``text``, on stderr and only if it is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -150,18 +154,18 @@ def described(scored: Scope) -> str:
 
 
 def legend(policies: Sequence[str]) -> str:
-    """Which of ``policies`` a server offers, and by which flag."""
-    shipped = " (the policy that adapts; this plugin's own)"
+    """Which of ``policies`` a server offers, and the flag for each."""
+    shipped = " (this plugin's adaptive policy)"
     lines = [f"{policy}{shipped if policy == SHIPPED else ''}: {OFFERED[policy]}" for policy in policies if policy in OFFERED]
     ahead = [policy for policy in policies if policy in AHEAD]
     others = [policy for policy in policies if policy not in (*OFFERED, *AHEAD)]
     lines += [f"for comparison, offered by no server: {', '.join(others)}"] if others else []
-    lines += [f"know the future, so bounds: {', '.join(ahead)}"] if ahead else []
+    lines += [f"upper bounds, which know the future: {', '.join(ahead)}"] if ahead else []
     return "\n".join(lines)
 
 
 def _check_into(args: argparse.Namespace, trace: Trace) -> None:
-    """Raise ``ValueError`` unless ``--into`` names a profile of a model of the trace's shape, and there is VRAM to split."""
+    """Raise ``ValueError`` unless ``--into`` names a profile whose model has the trace's shape, and there is VRAM to split."""
     try:
         model = Profile.load(args.into).model
     except (ProfileError, OSError) as error:
@@ -169,11 +173,11 @@ def _check_into(args: argparse.Namespace, trace: Trace) -> None:
     has, wanted = (len(model.moe_layers), model.num_experts), (trace.num_layers, trace.num_experts)
     if has != wanted:
         shapes = [f"{layers} MoE layers of {experts} experts" for layers, experts in (has, wanted)]
-        raise ValueError(f"--into {args.into}: is of a model with {shapes[0]}, and the trace has {shapes[1]}")
+        raise ValueError(f"--into {args.into}: its model has {shapes[0]}, but the trace has {shapes[1]}")
     rows = round(args.residency * trace.num_experts)
     if not 0 < rows < trace.num_experts:
         split = f"{rows} of {trace.num_experts} experts in VRAM, which leaves nothing to split"
-        raise ValueError(f"--into {args.into}: --residency {args.residency:g} has {split}; give another one")
+        raise ValueError(f"--into {args.into}: --residency {args.residency:g} has {split}; give another value")
 
 
 def _put_into(args: argparse.Namespace, found: Sequence[Split]) -> None:
@@ -202,11 +206,11 @@ def problems(args: argparse.Namespace) -> list[str]:
     ]
     found = [f"{flag} {right}, not {value}" for flag, value, good, right in checks if not good]
     if args.into is not None and not args.slots:
-        found.append(f"--into {args.into}: takes what --slots finds; give --slots")
+        found.append(f"--into {args.into}: needs --slots")
     if args.slots and (args.policy or args.recall):
-        found.append("--slots replays its own splits of the VRAM; leave --policy and --recall out")
+        found.append("--slots replays its own splits of the VRAM; remove --policy and --recall")
     elif args.recall and set(args.policy or [SHIPPED]) != {SHIPPED}:
-        found.append(f"--recall is of the misses of {SHIPPED}; leave --policy out")
+        found.append(f"--recall covers only the misses of {SHIPPED}; remove --policy")
     return found
 
 
@@ -264,7 +268,7 @@ def slots_table(found: Sequence[Split]) -> str:
     ]
     best = best_split(found)
     least = f"{100 * best.slot_share:.0f} % of the VRAM in slots ({best.residents} residents and {best.slots} slots a layer)"
-    return f"{_aligned(rows)}\n\nThe least link time: {least}."
+    return f"{_aligned(rows)}\n\nLowest link time: {least}."
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:

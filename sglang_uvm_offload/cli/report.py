@@ -1,4 +1,4 @@
-"""The ``report`` command: an HTML report on a server's statistics or a replay's results."""
+"""The ``report`` command: an HTML report on a server's statistics or on a replay."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from sglang_uvm_offload.report.source import ReplayResults, ServerInfo
 
 MAX_BYTES = 64 << 20
 TIMEOUT_SECONDS = 30
-"""For the whole answer, from the look-up of the name to the last byte."""
+"""For the whole request, from the DNS lookup to the last byte."""
 API_KEY = "SGLANG_UVM_OFFLOAD_API_KEY"
-"""The environment variable with the server's ``--api-key``: a flag would show it to everyone who lists processes."""
+"""The environment variable with the server's ``--api-key``. A flag would show the key in the process list."""
 
 
 class SourceError(ValueError):
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="URL of a running server, or a file with its /server_info or with the output of replay --json; the environment "
-        f"variable {API_KEY} is sent to a server that needs an API key",
+        help="URL of a running server, or a file with its /server_info or with the output of replay --json; if the server "
+        f"needs an API key, set {API_KEY} in the environment",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="REPORT.html", help="HTML file to write; needs no network")
 
@@ -97,7 +97,7 @@ def _fetched(source: str) -> bytes:
     url = source if source.endswith("/server_info") else source.rstrip("/") + "/server_info"
     request = _request(url, source)
     answer: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
-    # On a thread that is left behind: the timeouts of sockets are for single bytes, and a look-up of a name has none.
+    # On a thread that may be abandoned: socket timeouts apply to each read, and a DNS lookup has none.
     threading.Thread(target=_fetch, args=(request, answer), daemon=True).start()
     try:
         found = answer.get(timeout=TIMEOUT_SECONDS)
@@ -116,26 +116,26 @@ def _request(url: str, source: str) -> urllib.request.Request:
     except ValueError as error:
         raise SourceError(f"{source} does not answer: {error}") from error
     if key := os.environ.get(API_KEY):
-        if not re.fullmatch("[!-~]+", key):  # the error of http.client would show it
-            raise SourceError(f"{source}: {API_KEY} is no API key: it holds characters that a header cannot hold")
-        request.add_unredirected_header("Authorization", f"Bearer {key}")  # for no other server
+        if not re.fullmatch("[!-~]+", key):  # http.client's error would show the key
+            raise SourceError(f"{source}: {API_KEY} is not an API key: it has characters that an HTTP header cannot hold")
+        request.add_unredirected_header("Authorization", f"Bearer {key}")  # never sent to another server
     return request
 
 
 def _fetch(request: urllib.request.Request, answer: queue.SimpleQueue[bytes | Exception]) -> None:
-    """Put the answer, of which at most ``MAX_BYTES`` + 1 are read, or what kept it from coming."""
+    """Put the answer (at most ``MAX_BYTES`` + 1 bytes of it) or the exception."""
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
             data = response.read(MAX_BYTES + 1)
-        if len(data) <= MAX_BYTES and response.length:  # what was announced and did not come; ``read`` does not tell
+        if len(data) <= MAX_BYTES and response.length:  # bytes are missing; ``read`` does not raise
             raise http.client.IncompleteRead(data, response.length)
         answer.put(data)
-    except Exception as error:  # noqa: BLE001 -- of any type, for a malformed address or answer; told by whoever waits
+    except Exception as error:  # noqa: BLE001 -- of any type, for a malformed address or answer; the waiting thread reports it
         answer.put(error)
 
 
 def _why(error: Exception) -> str:
-    """Why there is no answer, to be read after the address."""
+    """Why there is no answer, to append to the address."""
     if isinstance(error, urllib.error.HTTPError):
         hint = f": give its API key in the environment variable {API_KEY}" if error.code in (401, 403) else ""
         return f": /server_info answers {error.code} {error.reason}{hint}"
@@ -144,9 +144,9 @@ def _why(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f" does not answer within {TIMEOUT_SECONDS} seconds"
     if isinstance(error, http.client.IncompleteRead | http.client.RemoteDisconnected):
-        return " does not answer: the connection ends before the answer does"
+        return " does not answer: the connection closed before the answer was complete"
     if isinstance(error, http.client.HTTPException) and not isinstance(error, http.client.InvalidURL):
-        return " does not answer: what it sends is not HTTP"
+        return " does not answer in HTTP"
     reason = error.reason if isinstance(error, urllib.error.URLError) else getattr(error, "strerror", None) or error
     return f" does not answer: {reason}"
 

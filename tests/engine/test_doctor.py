@@ -185,7 +185,7 @@ def test_without_a_launch_the_machine_is_checked(sglang: Nursery):
 def test_the_device_of_a_launch_is_the_launchs(sglang: Nursery):
     said = doctor_in(sglang, "--device", "cpu", "--", "--model-path", "m")
     assert (said.code, said.out) == (2, "")
-    assert "--device cpu: give it behind --" in said.err
+    assert "--device cpu: give it after --" in said.err
 
 
 def test_every_problem_is_named_at_once(checkpoints: Checkpoints, sglang: Nursery):
@@ -214,7 +214,7 @@ def test_auto_is_told_as_a_number_where_there_is_a_gpu(checkpoints: Checkpoints,
     assert "--expert-offload-num-resident 16 of 16 experts a layer" in said.out
     assert "--expert-offload-num-resident auto: 16 of 16 experts a layer fit in VRAM" in said.out, "why"
     assert "GPU 0 (sm_90) can keep experts in unified memory" in said.out
-    assert "free VRAM, on the GPU that has least: " in said.out
+    assert "free VRAM on the GPU with the least: " in said.out
     without = doctor_in(sglang, "--", "--device", "cpu", *launch)
     assert without.code == 1
     assert "--expert-offload-num-resident auto: with --device cpu there is no VRAM to fit experts in" in without.out

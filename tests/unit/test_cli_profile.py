@@ -61,7 +61,7 @@ def test_a_name_without_a_file_to_write_is_refused(tmp_path, capsys):
 def test_a_name_that_could_not_be_read_again_is_refused(tmp_path, capsys):
     good = str(saved(tmp_path / "p.npz", some()))
     assert main(["profile", good, "--out", str(tmp_path / "all"), "--model", "m\udcff"]) == 2
-    assert r"--model 'm\udcff': cannot be printed" in capsys.readouterr().err
+    assert r"--model 'm\udcff': has characters that cannot be printed" in capsys.readouterr().err
     assert not (tmp_path / "all").exists()
 
 
@@ -105,7 +105,7 @@ def test_a_profile_is_not_merged_into_itself(folders, capsys, way):
     profile = saved(folders[0] / "a.npz", some())
     before = profile.read_bytes()
     assert main(["profile", str(profile), "--out", str(way(profile, folders[1]))]) == 2
-    assert "a.npz, which is read" in capsys.readouterr().err
+    assert "a.npz, an input" in capsys.readouterr().err
     assert profile.read_bytes() == before
 
 

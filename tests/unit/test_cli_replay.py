@@ -81,8 +81,8 @@ def test_the_table_says_what_was_scored_and_what_was_assumed(saved, capsys):
     ]
     assert table.splitlines()[0].split("  ")[-1] == "link time/step"
     lines = dict(line.split(": ") for line in legend.strip().splitlines())
-    assert lines["adaptive (the policy that adapts; this plugin's own)"] == "--expert-offload-adapt continuous"
-    assert lines["know the future, so bounds"] == "static-oracle, belady"
+    assert lines["adaptive (this plugin's adaptive policy)"] == "--expert-offload-adapt continuous"
+    assert lines["upper bounds, which know the future"] == "static-oracle, belady"
     assert lines["for comparison, offered by no server"] == "lru, lfu, lfru"
 
 

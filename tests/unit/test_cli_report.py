@@ -277,10 +277,13 @@ def test_an_answer_that_drips_is_not_awaited_for_ever(body, tmp_path, capsys, mo
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "what it sends is not HTTP"),
-        (b"", "the connection ends before the answer does"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc", "the connection ends before the answer does"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "the connection ends before the answer does"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "does not answer in HTTP"),
+        (b"", "the connection closed before the answer was complete"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc", "the connection closed before the answer was complete"),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+            "the connection closed before the answer was complete",
+        ),
     ],
 )
 def test_an_answer_that_is_not_whole_or_not_http_is_told_in_words(answer, reason, tmp_path, capsys):

@@ -152,7 +152,7 @@ def test_all_experts_in_vram_miss_nothing(saved, capsys):
 
 def test_the_recall_of_another_policy_is_refused(saved, capsys):
     assert main(["replay", str(saved), "--residency", "0.5", "--recall", "--policy", "lru"]) == 2
-    assert "--recall is of the misses of adaptive; leave --policy out" in capsys.readouterr().err
+    assert "--recall covers only the misses of adaptive; remove --policy" in capsys.readouterr().err
 
 
 def test_a_trace_of_one_layer_has_no_next_one(tmp_path, capsys):

@@ -173,7 +173,7 @@ def test_the_command_prints_each_split_and_names_the_best(saved, mixed, capsys):
 def test_a_sweep_with_another_question_is_refused_in_one_line(saved, capsys, flags):
     assert main(["replay", str(saved), "--residency", "0.5", "--slots", *flags]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert said == [f"cannot replay {saved}: --slots replays its own splits of the VRAM; leave --policy and --recall out"]
+    assert said == [f"cannot replay {saved}: --slots replays its own splits of the VRAM; remove --policy and --recall"]
 
 
 def profile_at(path, layers: int = 2, experts: int = 16):
@@ -190,15 +190,15 @@ def test_the_best_split_goes_into_a_profile(saved, mixed, tmp_path, capsys):
     assert read.slot_shares == {residency: best_split(slot_splits(mixed, residency)).slot_share for residency in (0.25, 0.5)}
     assert (read.model, read.run) == (before.model, before.run)
     assert np.array_equal(read.seen.counts, before.seen.counts)
-    assert "The least link time" in capsys.readouterr().out, "the sweep is printed as without"
+    assert "Lowest link time" in capsys.readouterr().out, "the sweep is printed as without"
 
 
 @pytest.mark.parametrize(
     ("shape", "flags", "problem"),
     [
-        ((3, 16), ["--slots"], "is of a model with 3 MoE layers of 16 experts, and the trace has 2 MoE layers of 16 experts"),
-        ((2, 8), ["--slots"], "is of a model with 2 MoE layers of 8 experts, and the trace has 2 MoE layers of 16 experts"),
-        ((2, 16), [], "takes what --slots finds; give --slots"),
+        ((3, 16), ["--slots"], "its model has 3 MoE layers of 16 experts, but the trace has 2 MoE layers of 16 experts"),
+        ((2, 8), ["--slots"], "its model has 2 MoE layers of 8 experts, but the trace has 2 MoE layers of 16 experts"),
+        ((2, 16), [], "needs --slots"),
         (
             (2, 16),
             ["--slots", "--residency", "0.01"],
