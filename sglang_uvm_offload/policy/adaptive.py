@@ -1,7 +1,7 @@
 """Which experts should be resident. Pure: arrays and state in, moves out; no clock, no device, no log.
 
-Counts are ``[layers, experts]``, residency is ``bool[extents]`` (``policy/extents``). Results depend on the arguments alone, so
-every rank with the same counts makes the same decision.
+Counts are ``[layers, experts]``, residency is ``bool[extents]`` (``policy/extents``). Results depend only on the arguments, so
+ranks with the same counts make the same decision.
 
 The policy minimises bytes over the link. Each decode step that activates an offloaded expert reads it once, and moving bytes
 into VRAM costs ``move_cost`` reads of them. So a promotion must save more reads than it costs.
@@ -18,27 +18,27 @@ from sglang_uvm_offload.policy.forecast import TUNING, Forecast, Tuning
 from sglang_uvm_offload.policy.ranking import within_floor
 
 SEED_STEPS = 256.0
-"""The weight of a profile in decode steps, however many it counted: live traffic outweighs it after about as many."""
+"""The weight of a profile in decode steps, however many it counted. Live traffic outweighs it after about that many."""
 
 
 @dataclass(frozen=True)
 class Moves:
-    """Extents to promote and to demote, ``bool[extents]``; none is in both."""
+    """Extents to promote and to demote, ``bool[extents]``. They are disjoint."""
 
     promote: np.ndarray
     demote: np.ndarray
 
 
 class AdaptivePolicy:
-    """Follows the traffic: promotes extents when the reads they should save outweigh the move, else moves nothing.
+    """Follows the traffic: promotes extents if the reads that they should save outweigh the cost of the move.
 
-    ``observe`` takes the counts since the last call. ``decide`` returns the moves to make now: it compares forecast activations
+    ``observe`` takes the counts since the last call. ``decide`` returns the moves to make now. It compares forecast activations
     over the time in which an average expert is activated ``horizon_activations`` times.
     """
 
     def __init__(self, budget: Budget, candidate: np.ndarray, move_cost: float = 1.0, tuning: Tuning = TUNING):
-        """``candidate`` ``bool[layers, experts]``: the experts whose activations are forecast, without always-resident ones and
-        empty slots. ``move_cost``: the cost of promoting a byte and demoting another, in reads of it. Raises ``ValueError`` for
+        """``candidate`` ``bool[layers, experts]``: the experts to forecast, without always-resident ones and padding.
+        ``move_cost``: the cost of promoting one byte and demoting another, in reads of a byte. Raises ``ValueError`` for
         arguments that do not match."""
         if candidate.shape != budget.extents.shape or not move_cost > 0:
             raise ValueError(f"candidate {candidate.shape} must be {budget.extents.shape}, and move_cost above 0")
@@ -48,13 +48,13 @@ class AdaptivePolicy:
         self._forecast = Forecast(candidate, tuning)
 
     def seed(self, activations: np.ndarray, steps: float, prefill_routed: np.ndarray) -> None:
-        """Observe the counts of an earlier run, before any others. They weigh at most ``SEED_STEPS`` decode steps."""
+        """Observe the counts of an earlier run first. They weigh at most ``SEED_STEPS`` decode steps."""
         weight = min(1.0, SEED_STEPS / steps) if steps > 0 else 1.0
         self.observe(activations * weight, steps * weight, prefill_routed)
 
     def observe(self, activations: np.ndarray, steps: float, prefill_routed: np.ndarray | None = None) -> None:
-        """Take the counts since the last call: ``activations`` of each expert in ``steps`` decode steps, and the prefill
-        tokens routed to it. Without either nothing changes: idle time forgets nothing."""
+        """Take the counts since the last call: the ``activations`` of each expert in ``steps`` decode steps, and the prefill
+        tokens routed to it. Without either, nothing changes: idle time does not decay the counts."""
         if activations.shape != self._candidate.shape:
             raise ValueError(f"activations {activations.shape} are not {self._candidate.shape}")
         if prefill_routed is not None and prefill_routed.any():
@@ -63,7 +63,7 @@ class AdaptivePolicy:
             self._forecast.observe(activations, steps)
 
     def decide(self, resident: np.ndarray, max_bytes: float = np.inf) -> Moves:
-        """The moves to make while the extents ``resident`` are in VRAM. Promotes at most ``max_bytes``, the best first."""
+        """The moves to make, given that the extents ``resident`` are in VRAM. Promotes at most ``max_bytes``, best first."""
         resident = resident & self.budget.movable
         saved = self.budget.extents.density(self._forecast.activations(self._forecast.horizon()))
         chosen = self._choose(saved, resident)
@@ -74,16 +74,16 @@ class AdaptivePolicy:
         return Moves(chosen & ~resident, resident & ~chosen)
 
     def _choose(self, saved: np.ndarray, resident: np.ndarray) -> np.ndarray:
-        """The extents that save most a byte. A resident's savings count ``threshold`` more, so an extent must save that much
-        more than the resident it replaces, and that much to fill a free place."""
+        """The extents that save most per byte. A resident's savings count ``threshold`` more, so an extent must save that much
+        more than the resident it replaces, and at least that much to use free VRAM."""
         worthy = self.budget.movable & (resident | (saved > self._threshold))
         return self._pack(np.where(resident, saved + self._threshold, saved), worthy, resident)
 
     def _pack(self, key: np.ndarray, candidate: np.ndarray, resident: np.ndarray) -> np.ndarray:
         """The candidates with the largest keys that fit the budget. ``resident`` is a subset of the candidates.
 
-        Sorting all extents would take most of a decision's time, so only contested ones are sorted: residents that some
-        newcomer beats, and newcomers that beat some resident or find room."""
+        Sorting all extents would take most of a decision's time, so this sorts only contested ones: residents that some
+        newcomer beats, and newcomers that beat some resident or fit in free VRAM."""
         extents = self.budget.extents
         newcomer = candidate & ~resident
         room = self.budget.nbytes - extents.total(resident)
@@ -97,15 +97,15 @@ class AdaptivePolicy:
         return chosen if (kept >= np.minimum(self.budget.floor, most)).all() else self._pack_floors(key, candidate)
 
     def _pack_floors(self, key: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-        """``_pack`` where floors bind: the best of each layer, up to its floor, come before all others."""
+        """``_pack`` if floors bind: the best extents of each layer, up to its floor, come before all others."""
         first = within_floor(self.budget.extents, key, self.budget.floor, candidate)
         chosen = np.zeros_like(candidate)
         self._fill(chosen, np.where(first, np.inf, key), candidate)
         return chosen
 
     def _fill(self, chosen: np.ndarray, key: np.ndarray, candidate: np.ndarray) -> None:
-        """Add candidates to ``chosen``, the largest key first, until the next one exceeds the budget; then smaller ones that
-        still fit."""
+        """Add candidates to ``chosen``, largest key first, until the next one exceeds the budget; then smaller ones that still
+        fit."""
         nbytes = self.budget.extents.nbytes
         index = np.flatnonzero(candidate)
         order, left = index[np.argsort(-key[index], kind="stable")], self.budget.nbytes - self.budget.extents.total(chosen)
@@ -116,7 +116,7 @@ class AdaptivePolicy:
             order = order[~fits]
 
     def _affordable(self, promote: np.ndarray, saved: np.ndarray, max_bytes: float) -> np.ndarray:
-        """The extents of ``promote`` that save most a byte, at most ``max_bytes`` together."""
+        """The extents of ``promote`` that save most per byte, at most ``max_bytes`` together."""
         index = np.flatnonzero(promote)
         ranking = index[np.argsort(-saved[index], kind="stable")]
         kept = np.zeros_like(promote)

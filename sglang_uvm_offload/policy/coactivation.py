@@ -1,7 +1,7 @@
-"""Forecasting an expert's activations from the other experts in use: experts of one topic are activated together, and the
-experts of one token predict those of the next.
+"""Forecasts an expert's activations from the other experts in use: experts of one topic are activated together, and the experts
+of one token predict those of the next.
 
-Pure: arrays in, arrays out. Experts are numbered over all layers, ``0..size``.
+Pure: arrays in, arrays out. Experts are numbered across all layers, ``0..size``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Context:
     """
 
     def __init__(self, size: int, directions: int):
-        """With 0 ``directions`` there is no context."""
+        """0 ``directions``: no context."""
         self._signs = 2 * np.random.default_rng(0).integers(0, 2, (size, directions), dtype=np.int8) - np.int8(1)
         self._scales = np.array([*SCALES, MEAN_STEPS])
         self._means = np.zeros((len(self._scales), directions))
@@ -36,7 +36,7 @@ class Context:
         self._now_now = np.zeros((width, width))
         self._now_next = np.zeros((width, width))
         self._now_activation = np.zeros((size, width), dtype=np.float32)
-        """For each expert, the sum of the contexts before its activations; to be multiplied by ``_weight``."""
+        """For each expert, the sum of the contexts before its activations, divided by ``_weight``."""
         self._weight = 1.0
         self._transitions = 0.0
 
@@ -61,8 +61,8 @@ class Context:
         self._now_activation[used] += (rate[used] / self._weight).astype(np.float32)[:, None] * before.astype(np.float32)
 
     def activations(self, discount: float) -> np.ndarray:
-        """float32 ``[size]``: how far future activations deviate from the long-run mean, averaged over transitions; each later
-        transition is discounted by ``discount``."""
+        """float32 ``[size]``: how far future activations deviate from the long-run mean, averaged over transitions, with each
+        later transition discounted by ``discount``."""
         if not self._transitions or not self._now.size:
             return np.zeros(len(self._signs), dtype=np.float32)
         square = self._now_now - discount * self._now_next

@@ -1,7 +1,7 @@
-"""What residency is chosen from: extents, runs of memory blocks that hold parts of the same experts. Pure: arrays alone.
+"""Extents, the units of residency: runs of memory blocks that hold parts of the same experts. Pure: arrays only.
 
-One extent serves each step that activates an expert in it. So it is worth the activations of its experts, weighted by the bytes
-of each, and it costs its own bytes of VRAM.
+An extent serves each step that activates an expert in it. So its value is the activations of its experts, weighted by the bytes
+of each, and its cost is its own bytes of VRAM.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Extents:
-    """The extents of all layers of a model on one rank. ``layer`` and ``nbytes`` are int64 ``[extents]``, in order of layers.
+    """The extents of all layers of a model on one rank. ``layer`` and ``nbytes`` are int64 ``[extents]``, in layer order.
 
-    A *part* is the bytes of one expert in one extent; ``part_*`` are int64 ``[parts]``, in order of extents. Experts are
-    numbered over all layers: ``layer * width + expert``, where ``shape`` is (layers, width).
+    A *part* is the bytes of one expert in one extent; ``part_*`` are int64 ``[parts]``, in extent order. Experts are numbered
+    across all layers: ``layer * width + expert``, where ``shape`` is (layers, width).
     """
 
     shape: tuple[int, int]
@@ -34,7 +34,7 @@ class Extents:
 
     @classmethod
     def whole(cls, shape: tuple[int, int], expert_bytes: np.ndarray) -> Extents:
-        """Each expert in one extent of its own; ``expert_bytes`` is int ``[layers]``."""
+        """One extent per expert; ``expert_bytes`` is int ``[layers]``."""
         layers, width = shape
         experts = np.arange(layers * width)
         nbytes = np.repeat(np.asarray(expert_bytes, dtype=np.int64), width)
@@ -49,14 +49,14 @@ class Extents:
         return self.part_expert[self._first_part]
 
     def density(self, activations: np.ndarray) -> np.ndarray:
-        """float ``[extents]``: the activations (``[layers, width]``) that each extent serves for each byte of VRAM, times bytes
-        of experts: for an extent filled by one expert, that expert's activations."""
+        """float ``[extents]``: the activations (``[layers, width]``) that each extent serves, weighted by the share of its
+        bytes that each expert takes. For an extent that one expert fills, that expert's activations."""
         if not len(self):
             return np.zeros(0, dtype=np.float32)
         return np.add.reduceat(activations.ravel()[self.part_expert] * self._weight, self._first_part)
 
     def holding(self, experts: np.ndarray) -> np.ndarray:
-        """``bool[extents]``: those with a byte of an expert in ``experts`` (``bool[layers, width]``)."""
+        """``bool[extents]``: those that hold a byte of an expert in ``experts`` (``bool[layers, width]``)."""
         held = np.zeros(len(self), dtype=bool)
         held[self.part_extent[experts.ravel()[self.part_expert]]] = True
         return held
@@ -78,8 +78,8 @@ class Extents:
 
 @dataclass(frozen=True)
 class Budget:
-    """VRAM for the ``movable`` extents (``bool[extents]``) of all layers: ``nbytes`` in total, of which each layer keeps at
-    least ``floor`` (int64 ``[layers]``) in use."""
+    """VRAM for the ``movable`` extents (``bool[extents]``) of all layers: ``nbytes`` in total, of which each layer uses at
+    least ``floor`` (int64 ``[layers]``)."""
 
     extents: Extents
     movable: np.ndarray
@@ -88,7 +88,7 @@ class Budget:
 
     @classmethod
     def of_experts(cls, capacity: np.ndarray, expert_bytes: np.ndarray, candidate: np.ndarray, floor: int = 1) -> Budget:
-        """For whole experts: ``capacity`` int ``[layers]`` residents of each layer, of which any layer keeps at least
+        """The budget for whole experts: ``capacity`` int ``[layers]`` residents per layer, of which each layer keeps at least
         ``floor``. ``expert_bytes`` int ``[layers]``. ``candidate`` ``bool[layers, experts]``: those to choose from. Raises
         ``ValueError`` for arguments that do not match."""
         layers = candidate.shape[:1]
@@ -97,7 +97,7 @@ class Budget:
                 f"capacity {capacity.shape}, expert_bytes {expert_bytes.shape} and candidate {candidate.shape} do not match"
             )
         if (capacity < 0).any() or (expert_bytes <= 0).any() or floor < 0:
-            raise ValueError("capacity and floor must be at least 0, expert_bytes more")
+            raise ValueError("capacity and floor must be at least 0, expert_bytes above 0")
         capacity = np.minimum(capacity, candidate.sum(axis=1))
         extents = Extents.whole(candidate.shape, expert_bytes)
         return cls(extents, candidate.ravel().copy(), int(capacity @ expert_bytes), np.minimum(floor, capacity) * expert_bytes)

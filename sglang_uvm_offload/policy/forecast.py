@@ -1,4 +1,4 @@
-"""Forecasting each expert's activations from its past ones. Pure: arrays in, arrays out.
+"""Forecasts each expert's activations from its past ones. Pure: arrays in, arrays out.
 
 Arrays are ``[layers, experts]`` unless stated.
 """
@@ -29,33 +29,33 @@ PRIOR_STEPS = 32.0
 
 @dataclass(frozen=True)
 class Tuning:
-    """The constants that matter most, chosen by measurement. benchmarks/policy_goals.py halves and doubles each."""
+    """The most important constants, chosen by measurement. benchmarks/policy_goals.py halves and doubles each."""
 
     hysteresis: float = 1.5
     """A promotion must save this many times its cost."""
     horizon_activations: float = 2.0
-    """The horizon: the time in which an average expert is activated this often."""
+    """The horizon is the time in which an average expert is activated this many times."""
     memory_steps: float = 4096.0
     """The time constant, in decode steps, of the learned weights."""
     directions: int = 64
-    """The width of the context; a larger one makes each decision slower."""
+    """The width of the context. A larger one makes each decision slower."""
 
 
 TUNING = Tuning()
 
 
 def spread(per_step: np.ndarray, routed: np.ndarray) -> np.ndarray:
-    """A layer's activations per step (``[layers, 1]``) spread over its experts by their share of ``routed`` tokens: the
-    probability of at least one token, if a step's tokens on an expert are Poisson."""
+    """A layer's activations per step (``[layers, 1]``), spread over its experts by their share of ``routed`` tokens: the
+    probability of at least one token if a step's tokens per expert are Poisson."""
     return -np.expm1(-per_step * routed / np.maximum(routed.sum(axis=1, keepdims=True), 1.0))
 
 
 class Forecast:
     """Forecasts activations from activation rates over several time scales and from the ``Context``.
 
-    The weight of each is learned from the traffic, by least-squares temporal differences (Bradtke and Barto, Machine Learning
-    22, 1996) pooled over all experts. So routing that follows the request and stationary routing need no different settings.
-    The sums are kept separate by power of the discount, so the horizon may change.
+    It learns the weight of each from the traffic, by least-squares temporal differences (Bradtke and Barto, Machine Learning
+    22, 1996) pooled over all experts. So request-dependent and stationary routing need no different settings. It keeps the sums
+    separate by power of the discount, so the horizon may change.
     """
 
     def __init__(self, candidate: np.ndarray, tuning: Tuning = TUNING):
@@ -72,7 +72,7 @@ class Forecast:
         self._now_next = np.zeros((features, features))
         self._now_rate = np.zeros(features)
         self._transitions = np.zeros(2)
-        """Decayed: the number of observed transitions, and of their steps."""
+        """The decayed number of observed transitions, and of their steps."""
 
     def observe(self, activations: np.ndarray, steps: float) -> None:
         rate = (np.where(self._candidate, activations, 0).ravel() / steps).astype(np.float32)
@@ -121,7 +121,7 @@ class Forecast:
             reward = self._now_rate * (1.0 - discount) * horizon
             weights = np.linalg.solve(square + ridge * np.eye(len(square)), reward)
         activations = weights.astype(np.float32) @ self._features
-        # True values lie in 0..horizon. Negative ones stay: their order shows which resident is worth least.
+        # True values lie in 0..horizon. Keep negative ones: their order shows which resident is worth least.
         return np.clip(activations, -horizon, horizon).reshape(self._candidate.shape)
 
     def _describe(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Scoring experts by their counts, and choosing the best of each layer, by the extent or by the expert. Pure.
+"""Scores experts by their counts, and chooses the best extents or experts of each layer. Pure.
 
 Arrays are ``[layers, experts]`` unless stated.
 """
@@ -14,10 +14,10 @@ from sglang_uvm_offload.policy.forecast import PREFILL_PRIOR_STEPS, spread
 def score(decode_activations: np.ndarray, decode_steps: float, prefill_routed: np.ndarray) -> np.ndarray:
     """Expected activations of each expert per decode step, float64.
 
-    ``decode_activations`` counts the decode steps, of ``decode_steps``, that read the expert; ``prefill_routed`` counts the
-    prefill tokens routed to it. The decode rate is mixed with a prior that weighs ``PREFILL_PRIOR_STEPS`` steps: a layer's
-    activations per step, spread over its experts by their share of the prefill tokens. Without decode steps the ranking is
-    that of the prefill tokens; with many, the prior vanishes.
+    ``decode_activations`` counts the decode steps, out of ``decode_steps``, that read the expert. ``prefill_routed`` counts the
+    prefill tokens routed to it. The score mixes the decode rate with a prior that weighs ``PREFILL_PRIOR_STEPS`` steps: the
+    layer's activations per step, spread over its experts by their share of the prefill tokens. Without decode steps, the
+    prefill tokens alone rank the experts; with many, the prior vanishes.
     """
     activations = np.asarray(decode_activations, dtype=np.float64)
     routed = np.asarray(prefill_routed, dtype=np.float64)
@@ -30,9 +30,9 @@ def score(decode_activations: np.ndarray, decode_steps: float, prefill_routed: n
 def best(
     extents: Extents, density: np.ndarray, capacity: np.ndarray, resident: np.ndarray, candidate: np.ndarray
 ) -> np.ndarray:
-    """``bool[extents]``: of each layer the candidates with the largest density, as many as fit its ``capacity`` (int64
-    ``[layers]``, bytes); then smaller ones that still fit. Ties prefer residents, so equal densities move nothing, then the
-    lower expert, so that experts come whole. Raises ``ValueError`` for arguments whose shapes differ, or a density that is NaN.
+    """``bool[extents]``: the candidates of each layer with the largest density that fit its ``capacity`` (int64 ``[layers]``,
+    bytes), then smaller ones that still fit. Ties prefer residents, so that equal densities move nothing, and then the lower
+    expert, so that experts are resident as a whole. Raises ``ValueError`` if shapes differ or a density is NaN.
     """
     if not density.shape == resident.shape == candidate.shape == extents.layer.shape or capacity.shape != extents.shape[:1]:
         raise ValueError(
@@ -53,7 +53,7 @@ def best(
 
 
 def _running_bytes(extents: Extents, order: np.ndarray) -> np.ndarray:
-    """The bytes of each extent of ``order`` (sorted by layer) and of those before it in its layer."""
+    """The bytes of each extent of ``order`` (sorted by layer), plus those before it in its layer."""
     layer, total = extents.layer[order], np.cumsum(extents.nbytes[order])
     before = np.concatenate([[0], total])[np.searchsorted(layer, np.arange(extents.shape[0]))]
     return total - before[layer]
@@ -69,7 +69,7 @@ def top(key: np.ndarray, capacity: np.ndarray, resident: np.ndarray, candidate: 
 
 
 def within_floor(extents: Extents, key: np.ndarray, floor: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-    """``bool[extents]``: of each layer the candidates with the largest key, until they take ``floor`` bytes (int64
+    """``bool[extents]``: the candidates of each layer with the largest key, until they take ``floor`` bytes (int64
     ``[layers]``). Ties prefer the lower offset."""
     order = np.lexsort((-key, extents.layer))
     order = order[candidate[order]]

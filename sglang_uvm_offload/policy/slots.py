@@ -1,18 +1,17 @@
-"""Which experts the slots of each layer hold: the rules, which the kernels of ``kernels/uvm_ops.cu`` follow to the last bit.
+"""Which experts the slots of each layer hold. The kernels in ``kernels/uvm_ops.cu`` follow these rules bit for bit.
 
-A slot is a row in VRAM beside a layer's experts that holds a copy of one of them. A step that uses an offloaded expert reads it
-over the link once, whether it is read in place or copied into a slot, so filling a slot costs nothing but the expert that it
-held before. The one to evict is the one that is least likely to be used next, and a miss takes its place only if it is more
-likely to be.
+A slot is a row in VRAM, next to a layer's experts, that holds a copy of one of them. A step reads an offloaded expert over the
+link once, whether in place or into a slot, so filling a slot costs nothing but the expert that it held before. The policy
+evicts the expert that is least likely to be used next, and only for a miss that is more likely to be used.
 
-How likely that is, is counted: after every step each expert is in a *class*, by the time since its last use and by how often it
-was used lately and long ago; how many experts of a class were used in the next ``WINDOW`` steps is its *value*. So routing with
-strong locality is served as by LRU, and routing with hot experts as by LFU, without a setting (ranking by measured hit density,
-after LHD, Beckmann et al., NSDI 2018). All layers share the counts, which learns faster. All is integer arithmetic in a fixed
-order, so ranks that see the same routing decide alike.
+It estimates that likelihood by counting. After every step each expert is in a *class*, by the time since its last use and by
+its use rates over a short and a long time. The *value* of a class is the share of its experts that were used in the next
+``WINDOW`` steps. So the policy acts like LRU on routing with strong locality and like LFU on routing with hot experts, without
+a setting (ranking by measured hit density, after LHD, Beckmann et al., NSDI 2018). All layers share the counts, which learns
+faster. All arithmetic is on integers in a fixed order, so ranks that see the same routing make the same decisions.
 
-A prefill uses nearly all experts, which says little. But its last tokens use those that decoding is about to use: for the
-experts of each request's *tail* they count as so many decode steps just past.
+A prefill uses nearly all experts, which says little about decoding. But its last tokens use the experts that decoding is about
+to use, so the tokens of each request's *tail* count as the most recent decode steps.
 
 Arrays are ``[layers, experts]`` or ``[layers, slots]``. Pure: no clock, no device, no log.
 """
@@ -26,34 +25,35 @@ from itertools import pairwise
 import numpy as np
 
 WINDOW = 2
-"""Steps in which a use counts. With one, experts that every other token uses would seem worthless right after a use."""
+"""Steps in which a use counts. With 1, experts that every other token uses would seem worthless right after a use."""
 
 AGES, LATELY, LONG = 24, 4, 16
-"""Buckets of the time since the last use, of the rate of the last steps, and of that of the last thousands."""
+"""Buckets of the time since the last use, of the rate over the last steps, and of the rate over the last thousands."""
 CLASSES = AGES * LATELY * LONG
 RATE_BITS = 20
-"""A rate of ``1 << RATE_BITS`` is one use in every step."""
+"""A rate of ``1 << RATE_BITS`` is one use per step."""
 LATELY_SHIFT, LONG_SHIFT, LEAST_SHIFT = 4, 11, 2
-"""Binary logarithms of the time constants, in steps: 16, and 2048 (fewer, from 4 on, in the first 2048 steps)."""
+"""Binary logarithms of the time constants, in steps: 16, and 2048 (which grows from 4 during the first 2048 steps)."""
 USE = 16
-"""A use counts as much, so that half a use can be assumed before anything is known."""
+"""The count of one use, so that half a use can be assumed before anything is known."""
 MAX_EVENTS = 1 << 16
-"""A class with so many events forgets half of them."""
+"""A class with this many events halves its counts."""
 VALUE_BITS = 16
-"""A value is ``uses << VALUE_BITS`` by events: below ``1 << 21``."""
+"""A value is ``uses << VALUE_BITS`` divided by events: below ``1 << 21``."""
 WHOLE = 16
-"""The share of an expert that is offloaded, when all of it is."""
+"""The offloaded share of an expert that is wholly offloaded."""
 MAX_FILLS = 64
-"""Fills of a layer in one step. Fewer slow the change of traffic, and save nothing: what is not filled is read in place."""
+"""The most fills of a layer in one step. A lower limit adapts more slowly to new traffic and saves nothing: an expert that is
+not filled is read in place."""
 ASSUMED_EVENTS = 4
 TAIL = 64
-"""Tokens at the end of each request of a prefill that count: four time constants of the rate that they enter."""
+"""Tokens at the end of each request of a prefill that count: four time constants of the short rate."""
 
 EMPTY = -1
 
 
 def floor_log2(x: np.ndarray) -> np.ndarray:
-    """Of integers from 1 to 2^52."""
+    """For integers from 1 to 2^52."""
     return np.frexp(x.astype(np.float64))[1] - 1
 
 
@@ -64,7 +64,7 @@ def half_octaves(x: np.ndarray) -> np.ndarray:
 
 
 def assumed_counts() -> tuple[np.ndarray, np.ndarray]:
-    """int64 ``[CLASSES]`` each: the events and uses to begin with. What was used lately and often is likely to be again."""
+    """int64 ``[CLASSES]`` each: the initial events and uses. Experts used recently and often are likely to be used again."""
     age, lately, long = np.indices((AGES, LATELY, LONG)).reshape(3, CLASSES)
     share = 2.0 ** -(age / 4 + (LATELY - 1 - lately) / 4 + (LONG - 1 - long) / 8)
     return np.full(CLASSES, ASSUMED_EVENTS), np.rint(USE * ASSUMED_EVENTS * share).astype(np.int64)
@@ -72,17 +72,17 @@ def assumed_counts() -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class Tails:
-    """How the tails of a prefill's requests use each expert, int of equal shapes."""
+    """How the tails of a prefill's requests use each expert: int arrays of equal shapes."""
 
     distance: np.ndarray
-    """From the end of a request to the last use in it, in tokens, the smallest of all requests; ``TAIL`` without a use."""
+    """Tokens from the last use in a request to its end, the smallest over all requests; ``TAIL`` without a use."""
     rate: np.ndarray
-    """As if each token were a decode step (as ``SlotPolicy.lately``), the sum of all requests."""
+    """The rate, as ``SlotPolicy.lately``, if each token were a decode step; the sum over all requests."""
 
     @classmethod
     def of(cls, ids: np.ndarray, ends: Sequence[int], experts: int) -> Tails:
-        """``[experts]``, by int ``ids[rows, k]``, of which others than 0 to ``experts - 1`` do not count. ``ends``: behind the
-        last row of each request, ascending; rows behind ``ids`` are none."""
+        """``[experts]`` arrays from int ``ids[rows, k]``; ids outside 0 to ``experts - 1`` do not count. ``ends``: the index
+        after the last row of each request, ascending; may exceed the rows of ``ids``."""
         distance, rate = np.full(experts, TAIL), np.zeros(experts, dtype=np.int64)
         for begin, end in pairwise([0, *(min(end, len(ids)) for end in ends)]):
             weight = 1 << (RATE_BITS - LATELY_SHIFT)
@@ -96,20 +96,20 @@ class Tails:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a step does in each layer. A fill copies expert ``expert`` of layer ``layer`` into slot ``slot``, and evicts what
-    was there; all fills come before the layer computes."""
+    """What a step does in each layer. A fill copies expert ``expert`` of layer ``layer`` into slot ``slot`` and evicts the
+    expert there. All fills come before the layer computes."""
 
     hit: np.ndarray
-    """``bool[layers, experts]``: read by the step, and in a slot before it."""
+    """``bool[layers, experts]``: the experts that the step reads and that were in a slot before it."""
     fills: list[tuple[int, int, int]]
     """(layer, expert, slot)"""
 
 
 class SlotPolicy:
-    """The state of one model's slots on one rank. A step begins with ``begin_step``; then each layer is resolved."""
+    """The state of one model's slots on one rank. Each step calls ``begin_step``, then resolves each layer."""
 
     def __init__(self, present: np.ndarray, slots: int, max_fills: int = MAX_FILLS):
-        """``present``: ``bool[layers, experts]``, False behind the experts of a layer that has fewer than others."""
+        """``present``: ``bool[layers, experts]``, False past the experts of a layer that has fewer than others."""
         self.present = present
         self.max_fills = max_fills
         self.now = 0
@@ -121,12 +121,12 @@ class SlotPolicy:
         self.lately = np.zeros(present.shape, dtype=np.int64)
         self.long = np.zeros(present.shape, dtype=np.int64)
         self.classes = np.full((WINDOW, *present.shape), EMPTY)
-        """Those after the last step, and after the one before."""
+        """The class of each expert after the last step, and after the one before."""
         self.events, self.uses = assumed_counts()
         self._values = np.zeros(CLASSES, dtype=np.int64)
 
     def begin_step(self) -> None:
-        """A step begins: its values are by the counts of the steps before."""
+        """Begin a step. Its values come from the counts of earlier steps."""
         full = self.events >= MAX_EVENTS
         self.events[full] >>= 1
         self.uses[full] >>= 1
@@ -134,24 +134,24 @@ class SlotPolicy:
         self.now += 1
 
     def resolve(self, used: np.ndarray, share: np.ndarray, layers: slice = slice(None)) -> Resolved:
-        """The decode step uses the experts ``used`` of ``layers``. ``share``: int, how much of each of their experts is
+        """Resolve ``layers`` of a decode step that uses the experts ``used``. ``share``: int, how much of each expert is
         offloaded, 0 (nothing) to ``WHOLE``. Both are ``[layers, experts]``."""
         self._observe(used, layers)
         return self._fill(used, used, share, layers)
 
     def resolve_prefill(self, read: np.ndarray, tails: Tails, share: np.ndarray, layers: slice = slice(None)) -> Resolved:
-        """A prefill's ``tails`` use experts of ``layers``. ``read``: bool, those that it reads where they lie or in slots; none
-        if it computes from copies. All are ``[layers, experts]``."""
+        """Resolve ``layers`` of a prefill with ``tails``. ``read``: bool, the experts that it reads in place or from slots;
+        none if it computes from stream buffers. All are ``[layers, experts]``."""
         used = tails.distance < TAIL
         last, lately = self.last[layers], self.lately[layers]
         last[used] = np.maximum(last[used], np.maximum(self.now - tails.distance[used], 1))
         lately[:] = np.maximum(lately, tails.rate)
-        self.classes[1:, layers] = EMPTY  # of those before, the tails would count as uses
+        self.classes[1:, layers] = EMPTY  # the tails would count as uses of the earlier classes
         self.classes[0, layers] = self._classes(layers)
         return self._fill(used, read, share, layers)
 
     def reset(self) -> None:
-        """The experts' bytes may have changed: the slots hold nothing. What was learned stays."""
+        """Empty the slots, because the experts' bytes may have changed. The learned counts stay."""
         self.slot_of[:], self.owner[:] = EMPTY, EMPTY
 
     def _observe(self, used: np.ndarray, layers: slice) -> None:
@@ -174,7 +174,7 @@ class SlotPolicy:
         return np.where(self.present[layers], classes, EMPTY)
 
     def _fill(self, wanted: np.ndarray, read: np.ndarray, share: np.ndarray, layers: slice) -> Resolved:
-        """Fill slots with those of ``wanted`` that are worth it. ``read`` ones stay where they are."""
+        """Fill slots with those of ``wanted`` that are worth it. Slots of ``read`` experts stay."""
         slot_of, owner = self.slot_of[layers], self.owner[layers]
         value = self._values[self.classes[0, layers]] * share // WHOLE
         hit = read & (slot_of != EMPTY)
@@ -198,9 +198,9 @@ def _classes(since: np.ndarray, ever: np.ndarray, lately: np.ndarray, long: np.n
 def _fills(
     miss: np.ndarray, read: np.ndarray, value: np.ndarray, last: np.ndarray, owner: np.ndarray, most: int
 ) -> list[tuple[int, int, int]]:
-    """(layer, expert, slot): the misses of the highest value, of equal ones the lower ids, each for the slot that is worth
-    least, as long as it is worth more than that. Slots that the step reads stay. Of two that are worth the same, the one goes
-    that was used longer ago, then the lower one."""
+    """(layer, expert, slot): pairs the misses of the highest value (ties: lower ids) with the slots of the lowest value, as
+    long as the miss is worth more. Slots that the step reads stay. Between slots of equal value, the one used longer ago goes
+    first, then the lower one."""
     if not owner.shape[1]:
         return []
     held, free = np.maximum(owner, 0), owner == EMPTY

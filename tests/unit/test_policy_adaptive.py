@@ -493,7 +493,7 @@ class TestAdaptiveRefuses:
         ("options", "message"),
         [
             ({"capacity": -1}, "at least 0"),
-            ({"expert_bytes": [0, 10, 10]}, "more"),
+            ({"expert_bytes": [0, 10, 10]}, "above 0"),
             ({"expert_bytes": [10]}, "do not match"),
             ({"floor": -1}, "at least 0"),
             ({"move_cost": 0.0}, "above 0"),
