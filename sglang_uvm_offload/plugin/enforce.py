@@ -1,7 +1,7 @@
 """Ends a process that must offload but cannot.
 
-A launcher that accepted the flags sets an environment variable for the processes that it starts, which know it before they
-have read their arguments. They must offload, or end.
+A launcher that accepted the flags sets an environment variable for the processes that it starts. So they know that they must
+offload before they have read their arguments; if they cannot, they end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FLAGS = flag_name("")
 
 
 def mark_children(enabled: bool) -> None:
-    """Called in the launcher: sets whether processes that it starts from now on must offload."""
+    """Set, in the launcher, whether processes that it starts from now on must offload."""
     if enabled:
         os.environ[_VARIABLE] = "1"
     else:
@@ -29,7 +29,7 @@ def mark_children(enabled: bool) -> None:
 
 
 def fail(reason: str) -> None:
-    """The plugin does not work here: end the process if it must offload, else log a warning."""
+    """The plugin does not work here. End the process if it must offload, otherwise log a warning."""
     message = f"sglang-uvm-offload {reason}"
     if os.environ.get(_VARIABLE):
         end(message)
@@ -37,7 +37,7 @@ def fail(reason: str) -> None:
 
 
 def fail_to_register(error: Exception) -> None:
-    """The plugin could not add its flags to this SGLang. A command that gives one ends here, before SGLang calls it unknown."""
+    """The plugin could not add its flags to this SGLang. End a command that gives one, before SGLang calls the flag unknown."""
     from sglang_uvm_offload.plugin import hook_points
 
     reason = "\n  - ".join([f"cannot register with this SGLang: {type(error).__name__}: {error}", *hook_points.problems()])
@@ -47,8 +47,8 @@ def fail_to_register(error: Exception) -> None:
 
 
 def end(message: str) -> NoReturn:
-    """End this process with the reason. A process that SGLang started exits at once: Python's exit handlers can wait for
-    threads and peers that no longer answer, and the launcher would wait too."""
+    """End this process with the reason. A process that SGLang started exits at once: Python's exit handlers may wait for
+    threads and peers that no longer respond, and the launcher would wait too."""
     if multiprocessing.parent_process() is None:
         raise SystemExit(message)
     print(message, file=sys.stderr, flush=True)

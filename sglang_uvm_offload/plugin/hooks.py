@@ -1,4 +1,4 @@
-"""Installing hooks, and verifying them: SGLang only logs a target that it cannot patch."""
+"""Installs hooks and verifies them: SGLang only logs a target that it cannot patch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _targets: list[str] = []
 
 
 def add(target: str, hook: Callable[..., Any], kind: HookType) -> None:
-    """Register ``hook`` on the dotted ``target``; it is applied, and checked, with the next ``HookRegistry.apply_hooks``. That
-    passes over a target which has hooks of another plugin by now: there the hook goes around these at once."""
+    """Register ``hook`` on the dotted ``target``. The next ``HookRegistry.apply_hooks`` applies and checks it. That call skips
+    targets that another plugin has already patched, so there the hook is applied at once, around the other plugin's."""
     if target in HookRegistry._patched:
         HookRegistry._apply_target(target, [(kind, hook, None)])
     else:
@@ -28,7 +28,7 @@ def added(target: str) -> bool:
 
 
 def missing() -> str | None:
-    """An error that names our targets without a hook, None if all are hooked."""
+    """An error that names our targets without a hook, or None if all are hooked."""
     absent = [target for target in _targets if target not in HookRegistry._patched]
     if not absent:
         return None

@@ -34,8 +34,8 @@ def watch_in_children() -> None:
 
 
 def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwargs: Any) -> None:
-    """In a scheduler that must offload, install its hooks, and in the launcher, add the HTTP routes. Other processes get no
-    hooks and pay nothing. Hooks are installed once, however often arguments are published."""
+    """Install the hooks of a scheduler that must offload, and add the HTTP routes in the launcher. Other processes get no hooks
+    and pay nothing. Hooks are installed once, however often SGLang publishes arguments."""
     config = config_of(server_args)
     if config is None:
         return

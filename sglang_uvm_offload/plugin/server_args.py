@@ -1,4 +1,4 @@
-"""SGLang's arguments with our flags: command line, YAML, ``sglang.Engine`` keywords, pickling, ``/server_info``."""
+"""SGLang's arguments plus our flags: command line, YAML, ``sglang.Engine`` keywords, pickling, ``/server_info``."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def installed() -> bool:
 
 
 class _Methods:
-    """The overrides of ``OffloadServerArgs``. ``super(OffloadServerArgs, ...)`` names the class so that it is resolved late:
-    SGLang rebinds every name of the replaced class, here too."""
+    """The overrides of ``OffloadServerArgs``. ``super(OffloadServerArgs, ...)`` names the class to resolve it late: SGLang
+    rebinds every name of the replaced class, also here."""
 
     def resolve_once(self) -> None:
-        """Each process calls it on its arguments before use; only the first one resolves them. Some processes load no
+        """Each process calls this before it uses its arguments; only the first call resolves them. Some processes load no
         plugins."""
         if not getattr(self, "_resolution_finished", False):
             with _reported(self):
@@ -52,7 +52,7 @@ class _Methods:
                 attach_requested(self, requested)
         super(OffloadServerArgs, self).resolve_once()  # type: ignore[misc]
         if requested_of(self) is not None and not roles.watching() and compat.loads_plugins():
-            enforce.end("sglang-uvm-offload: this plugin is not loaded, or not in place, in a process that must offload")
+            enforce.end("sglang-uvm-offload: this process must offload, but the plugin is not loaded or not hooked in it")
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +90,7 @@ OffloadServerArgs = compat.derived("OffloadServerArgs", _fields)
 
 
 def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """The last checks before anything is spawned or loaded, against this SGLang and this model."""
+    """The last checks before SGLang spawns or loads anything, against this SGLang and this model."""
     previous(server_args)
     requested = requested_of(server_args)
     enforce.mark_children(requested is not None)
@@ -112,7 +112,7 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 @contextmanager
 def _reported(server_args: Any) -> Iterator[None]:
-    """A ``FlagError`` ends a command as an argparse error does; callers of ``sglang.Engine`` get the exception."""
+    """A ``FlagError`` ends a command like an argparse error. Callers of ``sglang.Engine`` get the exception."""
     try:
         yield
     except FlagError as error:

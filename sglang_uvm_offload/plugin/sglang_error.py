@@ -1,5 +1,5 @@
-"""An exception of SGLang's as one line. Some have no text (a bare ``assert``): their line of source says what it wanted, and
-which flags decided."""
+"""Formats an exception of SGLang's as one line. For one without a text (a bare ``assert``), shows the source line and the flags
+that it depends on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROOT = Path(sglang.__file__).parents[1]
 
 
 def described(error: Exception, server_args: Any) -> str:
-    """Type and text; without a text, the statement that raised, and the flags that it and the conditions around it read."""
+    """Type and text. Without a text, the statement that raised, and the flags that it and its enclosing conditions read."""
     kind, text = type(error).__name__, " ".join(str(error).split())
     return f"{kind}: {text}" if text else f"{kind} at {_raised(error, server_args)}"
 
@@ -43,7 +43,7 @@ def _raised(error: Exception, server_args: Any) -> str:
 
 
 def _around(tree: ast.AST, line: int) -> Iterator[ast.stmt]:
-    """The conditions around the statement at ``line``, from outside, and the statement."""
+    """The conditions around the statement at ``line``, outermost first, then the statement."""
     spanning = [
         node
         for node in ast.walk(tree)
@@ -55,7 +55,7 @@ def _around(tree: ast.AST, line: int) -> Iterator[ast.stmt]:
 
 
 def _head(node: ast.stmt) -> ast.AST:
-    """Of a statement with a body, what decides on it."""
+    """The condition of a statement with a body, else the statement."""
     return node.test if isinstance(node, (ast.If, ast.While)) else node
 
 

@@ -1,4 +1,4 @@
-"""Whose code raised an exception: what this plugin raises is no refusal of SGLang's."""
+"""Tells whose code raised an exception, so that a bug of this plugin does not look like SGLang refusing the model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def raised_here(error: BaseException) -> bool:
-    """Whether ``error`` comes from a line of this package: its innermost frame of this package or of SGLang decides, whatever
-    library that one called."""
+    """Whether ``error`` comes from this package: the innermost frame in this package or in SGLang decides, whatever library it
+    called."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _PACKAGE in Path(frame.filename).parents:
             return True
@@ -25,8 +25,7 @@ def raised_here(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def own_errors_reported(model: str) -> Iterator[None]:
-    """Turns an exception of this package's own code, for a configuration that it cannot read, into a ``FlagError`` that says
-    so."""
+    """Turn an exception of this package's own code, for a configuration that it cannot read, into a ``FlagError``."""
     try:
         yield
     except FlagError:

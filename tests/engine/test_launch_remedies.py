@@ -71,7 +71,7 @@ def cases(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
         "CPU": (["--model-path", str(model), "--device", "cpu", N, "auto"], "; give a number", number),
         "slots beside auto": ([*auto, SLOTS, "9"], "give at most as many", told(SLOTS, r"(\d+) rows a layer fit in VRAM")),
         "slots beside auto, auto": ([*auto, SLOTS, "9"], ", or auto", given(SLOTS, "auto")),
-        "slots auto": ([*eight, SLOTS, "auto"], "give a number beside a number", given(SLOTS, "1")),
+        "slots auto": ([*eight, SLOTS, "auto"], "give a number or auto for both", given(SLOTS, "1")),
         "too many residents": (everything, "give at most ", told(N, r"give at most (\d+)")),
         "too many residents, auto": (everything, ", or auto", given(N, "auto")),
         "more than the model": ([*plain, N, "17"], "the model has 16", told(N, r"the model has (\d+)")),

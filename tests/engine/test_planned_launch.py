@@ -144,7 +144,7 @@ def test_only_a_hierarchical_cache_of_given_size_is_counted(launch: Planned) -> 
     assert launch(enabled, "--hicache-ratio", 1.5).hicache_ratio == 1.5
     shrinking = launch(enabled)
     assert (shrinking.hicache_bytes, shrinking.hicache_ratio) == (0, 0)
-    assert "takes what host RAM is left" in shrinking.notes[0]
+    assert "takes the remaining host RAM" in shrinking.notes[0]
 
 
 def test_with_deepep_every_rank_holds_shared_experts_whole(launch: Planned) -> None:
@@ -304,7 +304,7 @@ class TestDrafts:
     ) -> None:
         own = launch(*STANDALONE, checkpoints("olmoe"), draft_num_resident=4)
         assert own.case().workload.draft_num_resident is None
-        assert "the draft model is counted as if all its experts were in VRAM" in own.notes
+        assert "the plan counts all experts of the draft model as if they were in VRAM" in own.notes
         bundled = launch("--speculative-algorithm", "NEXTN", *DRAFTS, path=checkpoints("glm4_moe"), draft_num_resident=4)
         assert bundled.case().workload.draft_num_resident == 4
         assert not bundled.notes
@@ -411,7 +411,7 @@ def test_a_window_of_another_share_is_counted_and_no_flag_of_the_users_is_named(
 @ASKED
 def test_states_that_sglang_cannot_size_are_told_by_its_error(launch: Planned) -> None:
     words = (*WITHOUT_TOKENIZER, "--json-model-override-args", '{"full_attention_interval": "four"}')
-    with pytest.raises(Uncounted, match=r"does not count the states .* which SGLang does not either: TypeError: "):
+    with pytest.raises(Uncounted, match=r"does not count the states .* and SGLang cannot either: TypeError: "):
         launch(*words, path=config_folder("Qwen/Qwen3-Next-80B-A3B-Thinking"))
 
 

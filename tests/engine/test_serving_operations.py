@@ -113,5 +113,5 @@ def test_nonsense_is_refused(said: Status) -> None:
 def test_the_log_says_what_was_asked_for_and_no_step_logs(said: Status) -> None:
     lines = [line for line in said["log"].splitlines() if "Expert offload:" in line]
     for action in ("pause", "resume", "readvise", "save"):
-        assert any(f"{action}, as an operator asked" in line for line in lines)
+        assert any(f"{action} requested by an operator" in line for line in lines)
     assert len(lines) < 30

@@ -121,7 +121,7 @@ def test_a_list_stays_where_any_tensor_at_its_rows_is_not_the_layers(layer: Laye
         compute(seam, layer.w1, layer.w2, **{name: layer.scale.clone()})
         compute(seam, layer.w1, layer.w2, **{name: layer.scale.clone()})
         assert not layer.resolved
-        assert caplog.text.count(f"{name} (4, 3) is none of the layer's tensors") == 1
+        assert caplog.text.count(f"{name} (4, 3) is not one of the layer's tensors") == 1
     compute(seam, layer.w1, layer.w2, w1_scale=torch.tensor(1.0))
     compute(seam, layer.w1, layer.w2, w1_scale=layer.scale[:, ::3].t().t()[:, :1].expand(E, 2)[0:1].expand(E, 2))
     assert not layer.resolved

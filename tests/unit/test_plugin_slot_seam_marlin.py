@@ -365,7 +365,7 @@ def test_a_list_stays_where_any_tensor_at_its_rows_is_not_the_layers(bench, capl
         caplog.clear()
         for _ in range(2):
             assert call(it, **{**right, name: strange}) <= set(range(E)), name
-        assert caplog.text.count(f"{name} {tuple(strange.shape)} is none of the layer's tensors") == 1
+        assert caplog.text.count(f"{name} {tuple(strange.shape)} is not one of the layer's tensors") == 1
     assert call(it, **{**right, "w1": right["w1"].clone()}) <= set(range(E)), "another layer, or a stream buffer"
     assert max(call(it, **right)) >= E
 

@@ -36,7 +36,7 @@ def test_auto_has_none_where_none_are_possible_and_a_number_is_refused_with_the_
 
 
 def test_auto_beside_a_number_of_residents_is_refused(monkeypatch):
-    with pytest.raises(FlagError, match="--expert-offload-slots auto: divides what --expert-offload-num-resident auto finds"):
+    with pytest.raises(FlagError, match="--expert-offload-slots auto: needs --expert-offload-num-resident auto"):
         possible(None, monkeypatch, num_resident=4, slots="auto")
 
 

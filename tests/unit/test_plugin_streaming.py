@@ -66,7 +66,7 @@ def test_a_number_is_taken_as_it_is(given, tokens):
 )
 def test_a_launch_that_has_no_room_for_buffers_is_told_that_long_prompts_are_slow(caplog, planned, flags, told):
     streamed_from(planned=planned, **flags)
-    assert caplog.text.count("no room for a stream buffer beside the KV cache: long prompts") == told
+    assert caplog.text.count("no room for a stream buffer next to the KV cache: long prompts") == told
 
 
 def test_nothing_streams_without_buffers_or_offloaded_experts():

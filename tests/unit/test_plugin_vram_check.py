@@ -72,7 +72,8 @@ def test_the_line_has_the_flag_the_value_the_gpu_the_need_and_the_remedy():
     assert line.startswith("--expert-offload-num-resident 128: does not fit on GPU 2 (rank 2): at least ")
     assert "for 128 of 128 experts a layer" in line
     assert "a KV cache of 64 tokens, without which SGLang does not start" in line
-    assert "of 89.00 GiB free VRAM, by --mem-fraction-static 0.9 less --expert-offload-headroom-gb 1; give at most " in line
+    assert "of 89.00 GiB free VRAM are available, by --mem-fraction-static 0.9 minus --expert-offload-headroom-gb 1; " in line
+    assert "give at most " in line
     assert "auto" in line.split("; ")[-1]
 
 
@@ -190,7 +191,7 @@ def test_drafts_that_the_checkpoint_lacks_are_a_warning(launched):
 def test_the_choice_is_logged_with_the_stream_buffers_that_it_leaves_room_for(launched, caplog):
     launched("auto")
     (line,) = [record.getMessage() for record in caplog.records if "experts a layer fit in VRAM" in record.getMessage()]
-    assert re.search(r"beside [\d.]+ GiB of other weights, 1.12 GiB of stream buffers and [\d.]+ GiB of KV cache for ", line)
+    assert re.search(r"next to [\d.]+ GiB of other weights, 1.12 GiB of stream buffers and [\d.]+ GiB of KV cache for ", line)
     launched("auto", replace(LAUNCH, stream_gb=0))
     assert "stream" not in caplog.text
 
@@ -235,7 +236,7 @@ def test_the_log_says_where_host_ram_keeps_auto_from_its_share(launched, caplog)
     few = replace(LAUNCH, mem_fraction_static=0.3, host_bytes=320 * GIB)
     residents, slots, (line,) = divided(launched, caplog, launch=few, slots="auto")
     assert 0 < slots < int(0.75 * (residents + slots))
-    assert line.endswith("(75%, the default with 128 experts; fewer, because more do not fit)")
+    assert line.endswith("(75%, the default with 128 experts; reduced to what fits)")
 
 
 @pytest.mark.parametrize("number", [20, "auto"])

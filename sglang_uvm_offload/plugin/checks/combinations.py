@@ -23,10 +23,10 @@ LOAD_FORMATS = {
     "gguf": "GGUF experts get their memory one by one as they are read, of sizes that are not known before",
     "remote_instance": "it sends weights from addresses registered for RDMA, and CUDA registers no unified memory for that",
 }
-"""Refused ones, each with the reason: GPUDirect RDMA's documentation leaves unified memory out."""
+"""The refused ones, each with the reason. GPUDirect RDMA's documentation does not list unified memory."""
 
 QUANTIZATIONS = {"bitsandbytes": NO_EXPERTS}
-"""Refused ones, each with the reason."""
+"""The refused ones, each with the reason."""
 
 
 def problems(config: RequestedConfig, cfg: Any) -> list[str]:
@@ -78,24 +78,22 @@ def problems(config: RequestedConfig, cfg: Any) -> list[str]:
 
 
 OWN_FLAGS = {"kt_": "kt_weight_path", "paged_experts_": "enable_paged_experts", "offload_": "offload_group_size"}
-"""SGLang's own kinds of offloading: how their arguments begin, and the one without which the others have no effect."""
+"""SGLang's own kinds of offloading: the prefix of their arguments, and the argument that turns each on."""
 
 
 def ignored(server_args: Any) -> list[str]:
-    """What the command line says of SGLang's own kinds of offloading, and has no effect. The others are refused."""
+    """Arguments of SGLang's own kinds of offloading that have no effect. The others are refused."""
     differing, out = compat.given(server_args), []
     for prefix, turns_on in OWN_FLAGS.items():
         named = [f"--{name.replace('_', '-')} {value}" for name, value in differing.items() if name.startswith(prefix)]
         if named and turns_on not in differing:
             needs = turns_on.replace("_", "-")
-            out.append(
-                f"{', '.join(named)}: SGLang ignores it without --{needs}, and this plugin does not read it; leave it out"
-            )
+            out.append(f"{', '.join(named)}: SGLang ignores it without --{needs}, and this plugin does not read it; remove it")
     return out
 
 
 def format_problems(cfg: Any, model_config: Any) -> list[str]:
-    """Why SGLang cannot load the experts of the launch's quantisation."""
+    """Why SGLang cannot load experts with the launch's quantisation."""
     quantization = cfg.quantization or model_config.quantization
     reason = QUANTIZATIONS.get(quantization)
     return [] if reason is None else [f"--quantization {quantization}: cannot be combined with {_N}: {reason}"]
@@ -106,7 +104,7 @@ def _load_format(given: str | None) -> tuple[bool, str]:
 
 
 def _named_experts(config: RequestedConfig, cfg: Any) -> list[str]:
-    """Experts that a flag names stay in VRAM wherever they lie, so their VRAM must be known at load."""
+    """Experts that a flag names stay in VRAM on whichever rank has them, so their VRAM must be known at load."""
     if config.resident_ids is None or not cfg.enable_eplb:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Checks of a launch against this SGLang and this model: every problem, found before anything loads."""
+"""Checks a launch against this SGLang and this model, and finds every problem before anything loads."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ DIRECT_KERNEL_MODELS = {
     "UnlimitedOCRForCausalLM",
     "XverseMoeForCausalLM",
 }
-"""Architectures whose code computes experts itself: it builds no ``FusedMoE`` layer, or passes that layer's weights to kernels,
-where nothing counts. A test compares them with what all of SGLang's models reach; what it cannot tell (a language model that
-the config chooses) ends the launch once it is built, before its weights are read (``built_model``)."""
+"""Architectures whose code computes experts itself: it builds no ``FusedMoE`` layer, or passes that layer's weights to kernels
+without its ``apply``. A test compares them with what all of SGLang's models call. What the test cannot see (a language model
+that the config chooses) fails the launch once the model is built, before its weights are read (``built_model``)."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     for line in (*expert_bytes.conversions(cfg, model), *expert_bytes.crowded_nodes(residents, server_args)):
         logger.warning("Expert offload: %s", line)
     if not routing.counted:
-        logger.warning("Expert offload: the hit rate is not counted: %s", routing.reason)
+        logger.warning("Expert offload: no hit rate is measured: %s", routing.reason)
     return CheckedLaunch(config, settings)
 
 
@@ -128,7 +128,7 @@ def _backend(requested: RequestedConfig, cfg: Any) -> str:
 
 @contextlib.contextmanager
 def _listed(problems: list[str]) -> Iterator[None]:
-    """Adds those of a ``FlagError`` to ``problems``, and goes on behind the block."""
+    """Add the problems of a ``FlagError`` to ``problems``, and continue after the block."""
     try:
         yield
     except FlagError as error:
@@ -136,8 +136,8 @@ def _listed(problems: list[str]) -> Iterator[None]:
 
 
 def _experts(config: RequestedConfig, model: Any, dense: bool = False) -> tuple[int | None, list[str]]:
-    """The routed experts per layer that the model's config states, None without any; and why they cannot be served. ``dense``:
-    its checkpoint has none, whatever its class of configs has by default."""
+    """The routed experts per layer in the model's config, or None; and why they cannot be served. ``dense``: the checkpoint has
+    no experts, whatever the defaults of its config class."""
     architectures = set(model.hf_config.architectures or [])
     out = [
         f"{name}: this model's code computes experts without SGLang's FusedMoE layer, so {_N} cannot serve it"
@@ -151,7 +151,7 @@ def _experts(config: RequestedConfig, model: Any, dense: bool = False) -> tuple[
 
 
 def fraction_with_headroom(config: RequestedConfig, cfg: Any) -> float | None:
-    """``mem_fraction_static`` less the headroom, None for no change (a CPU has no VRAM)."""
+    """``mem_fraction_static`` minus the headroom, None for no change (a CPU has no VRAM)."""
     capacity_mib = get_device_memory_capacity(cfg.device) if cfg.device == "cuda" else None
     if not capacity_mib or not config.headroom_gb or cfg.mem_fraction_static is None:
         return None
@@ -172,9 +172,10 @@ def _headroom(config: RequestedConfig, cfg: Any) -> dict[str, Any]:
 
 
 def _autotuning(cfg: Any, routing: RoutingFormat) -> dict[str, Any]:
-    """FlashInfer's autotuning runs each tactic of its MoE kernels at start. It would time the link to the offloaded experts."""
+    """FlashInfer's autotuner runs each tactic of its MoE kernels at start. It would time reads of offloaded experts over
+    PCIe."""
     runners = (routing.runner, cfg.speculative_moe_runner_backend or "")
     if cfg.device != "cuda" or cfg.disable_flashinfer_autotune or not any(name.startswith("flashinfer") for name in runners):
         return {}
-    logger.info("Expert offload: sets --disable-flashinfer-autotune: tactics would be timed over PCIe, at offloaded experts")
+    logger.info("Expert offload: sets --disable-flashinfer-autotune, which would time reads of offloaded experts over PCIe")
     return {"disable_flashinfer_autotune": True}

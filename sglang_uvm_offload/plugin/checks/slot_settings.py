@@ -16,8 +16,8 @@ _SLOTS, _N = flag_name("slots"), flag_name("num_resident")
 
 
 def possible(config: RequestedConfig, cfg: Any, model_config: Any) -> RequestedConfig:
-    """``config``, without slots where ``auto`` finds that none are possible. Raises ``FlagError`` if a number was given then,
-    or ``auto`` beside a number of residents."""
+    """``config``, without slots if ``auto`` finds that none are possible. Raises ``FlagError`` for a number in that case, or
+    for ``auto`` with a number of residents."""
     if config.slots == 0:
         return config
     reason = no_slots(cfg, model_config)
@@ -26,7 +26,7 @@ def possible(config: RequestedConfig, cfg: Any, model_config: Any) -> RequestedC
             logger.info("%s %s: no slots: %s", _SLOTS, AUTO, reason)
             return dataclasses.replace(config, slots=0)
         if config.num_resident is not None:
-            raise FlagError([f"{_SLOTS} {AUTO}: divides what {_N} {AUTO} finds room for; give a number beside a number"])
+            raise FlagError([f"{_SLOTS} {AUTO}: needs {_N} {AUTO}, whose result it divides; give a number or auto for both"])
     elif reason is not None:
         raise FlagError([f"{_SLOTS} {config.slots}: {reason}; leave it out"])
     return config

@@ -1,7 +1,7 @@
 """Checks ``--expert-offload-num-resident N`` against the VRAM of every rank's GPU and against host RAM, before anything loads.
 
-Only what certainly does not fit is refused: the lower bounds of ``sizing/least_memory`` against what SGLang grants, and against
-what this machine has.
+It refuses only what certainly does not fit: it compares the lower bounds of ``sizing/least_memory`` with what SGLang allows and
+with what this machine has.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def checked(config: RequestedConfig, server_args: Any) -> tuple[int | None, list
         return None, [f"{flag_name('stream_buffer_gb')} {config.stream_gb:g}: one buffer takes {one}; give that, auto, or 0"]
     vram = shortages(config, least, all_ranks, free)
     host = _host_shortage(config, server_args, least, all_ranks, free)
-    # Of one memory, fewer residents leave no more: the line for host RAM says so.
+    # If GPU and host share one memory, fewer residents free nothing: the line for host RAM says so.
     return buffers, host or vram if case.machine.one_memory else [*vram, *host]
 
 
 def _host_shortage(
     config: RequestedConfig, server_args: Any, least: LeastMemory, ranks: list[Rank], free: dict[int, int]
 ) -> list[str]:
-    """The refusal for want of host RAM, or of what the GPUs leave of it where they have the same memory."""
+    """The refusal for lack of host RAM, or of what the GPUs leave of it if they share one memory."""
     rows, machine = _rows(config), least.case.machine
     need = least.host([rank.stage for rank in ranks], rows)
     if expert_bytes.is_more_than_planned(server_args):
@@ -74,14 +74,14 @@ def _host_shortage(
     if not machine.one_memory:
         return expert_bytes.shortage(_number(config), need, machine.host_bytes)
     taken = sum(least.needed(rank.stage, rows) for rank in ranks)
-    # SGLang's part of the memory is of what is available, so experts outside VRAM take of it too.
+    # SGLang takes its share of the available memory, so experts outside VRAM also count against it.
     granted = sum(least.granted(nbytes, min(free.values())) for nbytes in free.values())
     room = machine.host_bytes if need.cache else min(granted, machine.host_bytes)
     return expert_bytes.shortage(_number(config), need, max(0, room - taken), taken)
 
 
 def shortages(config: RequestedConfig, least: LeastMemory, ranks: list[Rank], free: dict[int, int]) -> list[str]:
-    """The refusal for the rank that is shortest of VRAM, if any is short. ``free``: bytes by GPU."""
+    """The refusal for the rank that is shortest of VRAM, if any. ``free``: bytes by GPU."""
     short = []
     for rank in ranks:
         least_free = min(free[other.gpu] for other in ranks if other.replica == rank.replica)
@@ -106,7 +106,7 @@ def _refusal(config: RequestedConfig, least: LeastMemory, rank: Rank, granted: i
         f"needed ({size(least.experts(rank.stage, n))} for {n} of "
         f"{case.model.num_experts} experts a layer, {size(least.weights(rank.stage))} for other weights, {stream}"
         f"{size(least.cache(rank.stage))} for a KV cache of {least.tokens} tokens, without which SGLang does not start), and "
-        f"{size(granted)} are granted of {size(free)} free VRAM, by --mem-fraction-static {case.fraction:g} less "
+        f"{size(granted)} of {size(free)} free VRAM are available, by --mem-fraction-static {case.fraction:g} minus "
         f"{flag_name('headroom_gb')} {case.reserve.headroom_gb:g}; {remedy}"
     )
 

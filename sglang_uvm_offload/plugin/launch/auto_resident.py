@@ -29,7 +29,7 @@ def fitting(config: RequestedConfig, server_args: Any, profile: Profile | None =
     ``FlagError`` if none fits. ``profile``: the one to start from."""
     cfg = resolving_view(server_args)
     if cfg.device != "cuda":
-        raise FlagError([f"{_AUTO}: with --device {cfg.device} there is no VRAM to fit experts in; give a number"])
+        raise FlagError([f"{_AUTO}: with --device {cfg.device} there is no VRAM to size for; give a number"])
     slots = Slots(config.slots, profile.slot_shares if profile is not None else {})
     launch = dataclasses.replace(_launch(config, server_args, cfg), slots=slots)
     plan = choose_num_resident(launch)
@@ -64,13 +64,13 @@ def _why(plan: Plan, launch: Launch) -> str:
     taken = size(most.resident_bytes + most.slot_bytes)
     return (
         f"{_AUTO}: {plan.rows} of {plan.num_experts} experts a layer fit in VRAM: {taken} on a "
-        f"rank, beside {size(most.plain_weights)} of other weights{stream} and {size(most.kv_bytes)} of KV cache for "
+        f"rank, next to {size(most.plain_weights)} of other weights{stream} and {size(most.kv_bytes)} of KV cache for "
         f"{plan.kv_tokens} tokens on each rank ({launch.demand}){notes}"
     )
 
 
 def _division(plan: Plan, slots: Slots) -> str:
-    """One line: how residents and slots share the VRAM, and where that is from."""
+    """One line: how residents and slots share the VRAM, and what decided it."""
     divided = f"of {plan.rows} rows a layer in VRAM, {plan.slots} are slots and {plan.num_resident} residents"
-    fewer = "; fewer, because more do not fit" if plan.slots < slots.of(plan.rows, plan.num_experts) else ""
+    fewer = "; reduced to what fits" if plan.slots < slots.of(plan.rows, plan.num_experts) else ""
     return f"{_SLOTS}: {divided} ({slots.origin(plan.rows, plan.num_experts)}{fewer})"

@@ -1,4 +1,4 @@
-"""The launch at hand as the planner's input: its ranks and their GPUs, its flags, its checkpoint, and what it cannot count."""
+"""Turns this launch into the planner's input: its ranks and their GPUs, its flags, its checkpoint, and what it cannot count."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Rank(NamedTuple):
 
 def ranks(cfg: Any) -> list[Rank]:
     """The ranks on this machine, with the GPUs that SGLang assigns to them. Each of several machines has an equal part of the
-    pipeline's stages (``engine._calculate_rank_ranges``), or of the ranks of each stage, which count from 0 here."""
+    pipeline stages (``engine._calculate_rank_ranges``), or of the ranks of each stage, which are numbered from 0 here."""
     sharing = max(cfg.nnodes // cfg.pp_size, 1)
     tp, pp = cfg.tp_size // sharing, max(cfg.pp_size // cfg.nnodes, 1)
     first, group = cfg.node_rank // sharing * pp, tp * pp * cfg.gpu_id_step
@@ -58,8 +58,8 @@ def ranks(cfg: Any) -> list[Rank]:
 
 
 def free_by_gpu(ranks: Sequence[Rank]) -> dict[int, int]:
-    """Bytes of free VRAM of each GPU that has a rank. Raises ``DriverError``. Of a GPU with the host's memory, SGLang takes
-    what the host has available as free (``get_available_gpu_memory``), because the driver does not count file cache."""
+    """Bytes of free VRAM of each GPU that has a rank. Raises ``DriverError``. For a GPU that shares the host's memory, SGLang
+    takes the host's available memory as free (``get_available_gpu_memory``), because the driver ignores the file cache."""
     gpus = sorted({rank.gpu for rank in ranks})
     if has_one_memory():
         return dict.fromkeys(gpus, host_available())
@@ -67,12 +67,12 @@ def free_by_gpu(ranks: Sequence[Rank]) -> dict[int, int]:
 
 
 def planned_launch(config: RequestedConfig, server_args: Any, *, at_least: bool = False) -> Launch:
-    """The planner's input, with the VRAM of an empty GPU as free. Raises ``Uncounted``. ``at_least``: for a lower bound of what
-    the launch takes, to which what is not counted may add."""
+    """The planner's input, with the VRAM of an empty GPU as free. Raises ``Uncounted``. ``at_least``: for a lower bound of the
+    launch's memory, which may omit what the planner cannot count."""
     cfg, model = resolving_view(server_args), model_config_of(server_args)
     reasons = [] if at_least else _beside(server_args, cfg)
     launch = replace(_launch(config, cfg, model, as_given(server_args)), at_least=at_least)
-    if at_least and post_capture_kv_sizing_planned(server_args):  # then the KV cache takes what graphs leave, of all there is
+    if at_least and post_capture_kv_sizing_planned(server_args):  # the KV cache then takes all that the graphs leave
         launch = replace(launch, mem_fraction_static=1.0)
     pools = _pools(server_args, launch)
     if isinstance(pools, ServerPools):
@@ -86,8 +86,8 @@ def planned_launch(config: RequestedConfig, server_args: Any, *, at_least: bool 
 
 
 def _pools(server_args: Any, launch: Launch) -> ServerPools | str:
-    """The pools that SGLang makes for what the launch asks, for twice that, and at the least; else its error, or "" where it
-    cannot be asked."""
+    """SGLang's pools for what the launch asks for, for twice that, and for the minimum. If SGLang cannot size them, its error;
+    "" if this version has no way to ask."""
     if not has_contexts():
         return ""
     from sglang_uvm_offload.plugin.launch.server_pools import server_pools
@@ -97,13 +97,13 @@ def _pools(server_args: Any, launch: Launch) -> ServerPools | str:
     asked = {LEAST_TOKENS: 1, work.page_tokens: 1, tokens: requests, 2 * tokens: requests}
     try:
         return server_pools(server_args, parallel, asked)
-    except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's code; its rules are restated for most launches
-        logger.debug("Expert offload: SGLang sizes no pools before it starts: %s: %s", type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's code; the planner has its own rules
+        logger.debug("Expert offload: SGLang cannot size its pools before it starts: %s: %s", type(error).__name__, error)
         return f"{type(error).__name__}: {error}"
 
 
 def _launch(config: RequestedConfig, cfg: Any, model: Any, given: Any) -> Launch:
-    """``given``: the arguments before SGLang resolved them. It fills in a number of requests of its own with speculation."""
+    """``given``: the arguments before SGLang resolved them. With speculation, SGLang fills in its own number of requests."""
     grouped = cfg.attn_dp_size > 1
     # Each replica takes as many requests as the flag names; the attention groups of one replica share them.
     requests = given.max_running_requests and given.max_running_requests * (1 if grouped else cfg.dp_size)
@@ -146,12 +146,12 @@ def _launch(config: RequestedConfig, cfg: Any, model: Any, given: Any) -> Launch
 
 
 def model_files(cfg: Any) -> ModelFiles:
-    """Of the target."""
+    """The files of the target model."""
     return ModelFiles(cfg.model_path, cfg.revision, cfg.download_dir, cfg.json_model_override_args or "")
 
 
 def _beside(server_args: Any, cfg: Any) -> list[str]:
-    """Settings whose bytes no plan counts, so that a plan would promise memory that is not free."""
+    """Settings whose memory the planner does not count, so that a plan would promise memory that is not free."""
     names = {
         f"--nnodes {cfg.nnodes}, where each machine would choose its own number": cfg.nnodes > 1,
         f"--moe-dp-size {cfg.moe_dp_size}": cfg.moe_dp_size > 1,
@@ -170,9 +170,9 @@ def _beside(server_args: Any, cfg: Any) -> list[str]:
 
 
 def _unasked(cfg: Any, model: Any, error: str) -> list[str]:
-    """What only SGLang itself can count, where it was not asked, or ended with ``error``."""
+    """What only SGLang can count, if it was not asked or failed with ``error``."""
     if error and linear_attention.has_states(model):
-        return [f"does not count the states of this model's layers, which SGLang does not either: {error}"]
+        return [f"does not count the states of this model's layers, and SGLang cannot either: {error}"]
     ratio = cfg.swa_full_tokens_ratio
     beside = {
         f"a sliding window's cache of {ratio} of the full one": ratio not in (None, WINDOW_RATIO),
@@ -182,7 +182,7 @@ def _unasked(cfg: Any, model: Any, error: str) -> list[str]:
 
 
 def _kv_dtype(cfg: Any, model: Any) -> str:
-    """The type for predicting speeds, and bytes where SGLang is not asked. Smaller types than these count as one byte."""
+    """The type for predicting speed, and bytes if SGLang is not asked. Smaller types than these count as one byte."""
     name = _name(model.dtype) if cfg.kv_cache_dtype == "auto" else cfg.kv_cache_dtype
     return name if name in DTYPE_BYTES else "fp8_e4m3"
 
@@ -194,7 +194,7 @@ def _image_bytes(cfg: Any, model: Any) -> int:
 
 
 def hicache(cfg: Any, given: Any) -> dict[str, Any]:
-    """The host RAM of the hierarchical cache. Without a size or ratio from the user, SGLang shrinks it to what is left."""
+    """The host RAM of the hierarchical cache. Without a size or ratio from the user, SGLang shrinks it to what is free."""
     if not cfg.enable_hierarchical_cache:
         return {}
     if given.hicache_size:
@@ -205,16 +205,16 @@ def hicache(cfg: Any, given: Any) -> dict[str, Any]:
 def _notes(config: RequestedConfig, cfg: Any, given: Any) -> tuple[str, ...]:
     out = []
     if config.draft_num_resident is not None and not draft_source.from_the_checkpoint(cfg):
-        out.append("the draft model is counted as if all its experts were in VRAM")
+        out.append("the plan counts all experts of the draft model as if they were in VRAM")
     if cfg.enable_hierarchical_cache and not (given.hicache_size or given.hicache_ratio):
-        out.append("the hierarchical cache takes what host RAM is left (--hicache-size or --hicache-ratio would be counted)")
+        out.append("the hierarchical cache takes the remaining host RAM (the plan counts --hicache-size or --hicache-ratio)")
     if cfg.moe_a2a_backend == "deepep":
-        out.append("DeepEP's buffers come out of what --mem-fraction-static leaves, of which SGLang's default is aware")
+        out.append("DeepEP's buffers come from the VRAM that --mem-fraction-static leaves; SGLang's default allows for them")
     return tuple(out)
 
 
 def _machine() -> Machine | None:
-    """This machine, None where it has no GPU."""
+    """This machine, None if it has no GPU."""
     try:
         return of_gpus(visible_gpus(), integrated())
     except MachineError:
@@ -222,13 +222,13 @@ def _machine() -> Machine | None:
 
 
 def has_one_memory() -> bool:
-    """Whether this machine's GPUs have the host's memory."""
+    """Whether this machine's GPUs share the host's memory."""
     machine = _machine()
     return machine is not None and machine.one_memory
 
 
 def _rates() -> tuple[float, float, float]:
-    """The rates of this machine's GPUs, zeros where they are not known."""
+    """The rates of this machine's GPUs, zeros if they are unknown."""
     machine = _machine()
     return (0.0, 0.0, 0.0) if machine is None else (machine.link_gbps, machine.hbm_gbps, machine.tflops)
 

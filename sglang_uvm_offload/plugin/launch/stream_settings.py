@@ -1,4 +1,4 @@
-"""What streaming means for a launch: from how many tokens on, and for which sizes SGLang may still capture prefill graphs."""
+"""Resolves streaming for a launch: the minimum tokens of a step, and the sizes for which SGLang may capture prefill graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_uvm_offload.sizing.streaming import break_even_tokens
 logger = logging.getLogger(__name__)
 
 USUAL_TOP_K = 8
-"""For a model whose config does not name its own."""
+"""For a model whose config does not state its own."""
 
 
 def stream_tokens(
@@ -34,8 +34,8 @@ def stream_tokens(
 
 
 def graph_settings(config: OffloadConfig, cfg: Any) -> dict[str, Any]:
-    """Prefill graphs for fewer tokens than those that stream: a replayed graph runs no code that could copy experts first.
-    Groups of attention data parallelism each replay a graph for their own tokens, and their experts compute those of all."""
+    """Limit prefill graphs to fewer tokens than steps that stream: a replayed graph cannot copy experts first. With attention
+    data parallelism, each group replays a graph for its own tokens, and its experts compute the tokens of all groups."""
     graphs, tokens = cfg.cuda_graph_config, config.stream_tokens
     if graphs is None or graphs.prefill.backend == Backend.DISABLED:
         return {}
@@ -45,7 +45,7 @@ def graph_settings(config: OffloadConfig, cfg: Any) -> dict[str, Any]:
         return {}
     logger.info(
         "Expert offload: prefill CUDA graphs are captured for up to %s tokens, not %d: steps of %d tokens or more copy experts "
-        "into the stream buffers, which no graph could do (%s inf keeps the graphs)",
+        "into the stream buffers, which a graph cannot do (%s inf keeps the graphs)",
         max(kept, default="no"),
         max(sizes),
         tokens,
@@ -57,7 +57,7 @@ def graph_settings(config: OffloadConfig, cfg: Any) -> dict[str, Any]:
 
 def warn_of_no_room() -> None:
     logger.warning(
-        "Expert offload: no room for a stream buffer beside the KV cache: long prompts read offloaded experts in place, once "
-        "for each block of rows, and are slow. Fewer resident experts make room; %s sets it.",
+        "Expert offload: no room for a stream buffer next to the KV cache: long prompts read offloaded experts in place, once "
+        "for each block of rows, and are slow. Keep fewer experts resident to make room; %s sets the size.",
         flag_name("stream_buffer_gb"),
     )

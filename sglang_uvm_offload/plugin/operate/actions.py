@@ -1,4 +1,4 @@
-"""What an operator may tell a running server, which servers can do it, and how a rank does it."""
+"""The actions that an operator may request, which servers support them, and how a rank performs them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.residency.manager import OffloadManager
 
 KEY = "expert_offload"
-"""Of ``SetInternalStateReq.server_args``, by which SGLang brings an action to every rank between the same two steps."""
+"""The key in ``SetInternalStateReq.server_args``, which SGLang delivers to every rank between the same two steps."""
 
 
 class Action(str, enum.Enum):
     """The value of ``action`` in ``POST /expert_offload``."""
 
     READVISE = "readvise"
-    """Choose residents at once, from the routing since they were last chosen so."""
+    """Choose residents now, from the routing since the last such choice."""
     PAUSE = "pause"
     """Residents stay where they are."""
     RESUME = "resume"
@@ -32,19 +32,19 @@ class Action(str, enum.Enum):
         return self.value
 
     def message(self) -> dict[str, int]:
-        """As SGLang carries it: numbers only."""
+        """The form in which SGLang carries it: numbers only."""
         return {KEY: list(Action).index(self)}
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Action | None:
-        """The action of a message that ``message`` made, None of another."""
+        """The action of a message that ``message`` made, None for any other."""
         number = message.get(KEY)
         actions = dict(enumerate(cls))
         return actions.get(number) if len(message) == 1 and type(number) is int else None
 
 
 def refusal(action: Action, config: OffloadConfig) -> str | None:
-    """Why this server cannot do it, None if it can."""
+    """Why this server cannot perform the action, None if it can."""
     if action is Action.SAVE:
         if config.save_profile or config.trace:
             return None
@@ -56,14 +56,14 @@ def refusal(action: Action, config: OffloadConfig) -> str | None:
         )
     if get_parallel().enable_dp_attention_local_control_broadcast:
         return (
-            "the ranks of this server would do it between different steps, and wait for one another: it has "
+            "the ranks of this server would act between different steps and wait for each other: it has "
             "--enable-dp-attention-local-control-broadcast"
         )
     return None
 
 
 def perform(action: Action, manager: OffloadManager, savers: Sequence[Saver]) -> None:
-    """Call it between steps, on every rank between the same two."""
+    """Call this on every rank, between the same two steps."""
     match action:
         case Action.READVISE:
             manager.readvise()

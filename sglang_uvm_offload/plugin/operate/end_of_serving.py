@@ -1,5 +1,5 @@
-"""SIGTERM: profile and trace are saved when the signal comes. SGLang first answers the requests that it has, and those that
-keep coming; the last save, once it has, may come minutes later or, where something kills the server before, never."""
+"""Saves the profile and the trace on SIGTERM. SGLang first answers its pending requests, and those that keep coming. The final
+save comes after them: minutes later, or never if something kills the server before."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _under_way: set[asyncio.Task[None]] = set()
 
 
 def install(add: Callable[[str, Any, HookType], None]) -> None:
-    """Call it in the process that gets the signal."""
+    """Call this in the process that gets the signal."""
     add(_HANDLER, _after_sigterm, HookType.AFTER)
 
 
 def _after_sigterm(result: Any, handler: Any, *args: Any, **kwargs: Any) -> None:
-    """Called by the event loop."""
+    """The event loop calls this."""
     task = asyncio.get_running_loop().create_task(_save(handler.tokenizer_manager))
-    _under_way.add(task)  # the loop keeps no task alive
+    _under_way.add(task)  # the event loop keeps only weak references to tasks
     task.add_done_callback(_under_way.discard)
 
 
 async def _save(manager: Any) -> None:
     try:
         await manager.set_internal_state(SetInternalStateReq(server_args=Action.SAVE.message()))
-    except Exception as error:  # noqa: BLE001 -- the server ends, and its ranks save once more as they do
-        logger.warning("Expert offload: nothing could be saved as SIGTERM came: %s: %s", type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001 -- the server is ending, and its ranks save once more at exit
+        logger.warning("Expert offload: could not save on SIGTERM: %s: %s", type(error).__name__, error)

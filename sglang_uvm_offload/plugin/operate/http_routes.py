@@ -1,6 +1,6 @@
-"""``GET /expert_offload`` and ``POST /expert_offload`` on SGLang's HTTP server, behind its own rules for API keys.
+"""``GET /expert_offload`` and ``POST /expert_offload`` on SGLang's HTTP server, with SGLang's own rules for API keys.
 
-Actions reach the ranks as SGLang's ``set_internal_state`` does, and the status comes as that of ``/server_info``.
+Actions reach the ranks through SGLang's ``set_internal_state``; the status comes the same way as that of ``/server_info``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ PATH = "/expert_offload"
 SERVER = "sglang.srt.entrypoints.http_server"
 WORKERS_APP = "sglang_uvm_offload.plugin.operate.http_app:app"
 WRAPPED = "SGLANG_UVM_OFFLOAD_WRAPPED_APP"
-"""The environment variable that names the app to which ``WORKERS_APP`` adds."""
+"""The environment variable that names the app to which ``WORKERS_APP`` adds the routes."""
 MAX_BODY_BYTES = 4096
 SAVE_SECONDS = 30.0
-"""How long an answer waits for a save."""
+"""How long a request waits for a save."""
 
 
 class OffloadStatus(msgspec.Struct, frozen=True):
-    """The answer to both: the status of the first rank of each data-parallel replica, in order."""
+    """The response of both routes: the status of the first rank of each data-parallel replica, in order."""
 
     version: str
     """Of this plugin."""
@@ -48,7 +48,7 @@ class _Command(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Refused(Exception):
-    """A request that is answered with an error."""
+    """A request that gets an error response."""
 
     def __init__(self, status: int, reason: str):
         super().__init__(reason)
@@ -56,23 +56,22 @@ class Refused(Exception):
 
 
 def add_where_served() -> None:
-    """Call it in a launcher that offloads, before it serves. Without an HTTP server (``sglang.Engine``) there is nothing to
-    do."""
+    """Call this in a launcher that offloads, before it serves. Does nothing without an HTTP server (``sglang.Engine``)."""
     server = sys.modules.get(SERVER)
     if server is None:
         return
     if get_serving().tokenizer_worker_num == 1:
         add(server.app)
     elif (served := envs.SGLANG_HTTP_SERVER_APP_PATH.get()) != WORKERS_APP:
-        # Processes of their own import the app by its name. It may be a user's.
+        # Separate processes import the app by its name. It may be the user's own.
         os.environ.update({WRAPPED: served, envs.SGLANG_HTTP_SERVER_APP_PATH.name: WORKERS_APP})
 
 
 def add(app: Any) -> None:
     """Add the routes to SGLang's FastAPI app, once."""
     if all(getattr(route, "path", None) != PATH for route in app.routes):
-        app.add_api_route(PATH, get_status, methods=["GET"], summary="Experts: where they are, and how they are used")
-        app.add_api_route(PATH, post_action, methods=["POST"], summary="Experts: readvise, pause, resume or save")
+        app.add_api_route(PATH, get_status, methods=["GET"], summary="Where experts are, and how they are used")
+        app.add_api_route(PATH, post_action, methods=["POST"], summary="Act on experts: readvise, pause, resume or save")
 
 
 async def get_status(request: Request) -> Response:
@@ -103,7 +102,7 @@ async def post_action(request: Request) -> Response:
 
 
 def _served() -> tuple[Any, OffloadConfig]:
-    """SGLang's tokenizer manager of this process, and the config."""
+    """This process's tokenizer manager and the config."""
     manager = sys.modules[SERVER].get_global_state().tokenizer_manager
     config = config_of(manager.server_args)
     if config is None:
@@ -117,7 +116,7 @@ async def _status(manager: Any) -> OffloadStatus:
 
 
 async def _saved(manager: Any, status: OffloadStatus) -> OffloadStatus:
-    """The status once saves have ended, or after ``SAVE_SECONDS``. Raises ``Refused`` for those that failed."""
+    """The status once the saves end, or after ``SAVE_SECONDS``. Raises ``Refused`` if a save failed."""
     end = time.monotonic() + SAVE_SECONDS
     while any(save.under_way for rank in status.ranks for save in rank.saves) and time.monotonic() < end:
         await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Prometheus metrics, on ``/metrics`` with SGLang's own, by group of layers rather than by expert."""
+"""Prometheus metrics, on ``/metrics`` with SGLang's own, per group of layers rather than per expert."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Metrics:
         savers: Sequence[Saver],
         registry: CollectorRegistry = REGISTRY,
     ):
-        """``faults``: for each of what this rank does beside computing, whether a fault has ended it. ``savers`` may grow."""
+        """``faults``: for each background task of this rank, whether a fault has ended it. ``savers`` may grow."""
         self.manager = manager
         self.labels = dict(labels)
         self.faults, self.savers = faults, savers
@@ -45,10 +45,12 @@ class Metrics:
         self.hit_rate = gauge("hit_rate", "Share of routed tokens on resident experts or slots since the last report.", layered)
         self.byte_hit_rate = gauge(
             "byte_hit_rate",
-            "Share of the bytes of experts that steps read in place, each once a step, served from VRAM since the last report.",
+            "Share of expert bytes read in place, counted once per step, that came from VRAM since the last report.",
             layered,
         )
-        self.zero_copy = counter("zero_copy_bytes", "Bytes of offloaded experts read in place over PCIe, at least.", layered)
+        self.zero_copy = counter(
+            "zero_copy_bytes", "Bytes of offloaded experts read in place over PCIe (lower bound).", layered
+        )
         self.streamed = counter(
             "streamed_bytes", "Bytes of offloaded experts copied over PCIe into VRAM for steps with many tokens.", layered
         )
@@ -59,12 +61,14 @@ class Metrics:
             "place (bypass).",
             [*layered, "by"],
         )
-        self.moves = counter("moves", "Promotions to VRAM, each of blocks that hold the same experts.")
+        self.moves = counter("moves", "Promotions to VRAM; each moves the blocks that hold the same experts.")
         self.moved = counter("moved_bytes", "Bytes promoted and demoted.")
         self.moving = counter("moving_seconds", "Seconds spent moving experts.")
         self.evicted = gauge("evicted_bytes", "Bytes of resident experts that the driver has evicted, estimated from a sample.")
-        self.paused = gauge("paused", "1 while an operator has residents stay where they are.")
-        self.fault = gauge("fault", "1 once a fault has ended it (moving, streaming, trace); serving goes on.", [*labels, "of"])
+        self.paused = gauge("paused", "1 while an operator has paused moves.")
+        self.fault = gauge(
+            "fault", "1 once a fault has ended moving, streaming or the trace; serving continues.", [*labels, "of"]
+        )
         self.save_failures = counter("save_failures", "Failed saves of the profile or the trace.", [*labels, "of"])
         layers = manager.target.layers
         self._groups = [g for g in np.array_split(np.arange(len(layers)), GROUPS) if g.size]
@@ -76,12 +80,12 @@ class Metrics:
         self._published_steps = 0
 
     def publish_if_due(self) -> None:
-        """``publish`` if the last one is ``PERIOD_SECONDS`` ago. Call it between steps; it never waits for the device."""
+        """``publish`` if the last one is ``PERIOD_SECONDS`` ago. Call this between steps; it never waits for the device."""
         if time.monotonic() >= self._next:
             self.publish()
 
     def publish_when_idle(self) -> None:
-        """``publish`` until the last step before the idle time is included, so that metrics do not stay stale."""
+        """``publish`` until the last step before the idle time is included, so that metrics do not go stale."""
         if self.manager.ledger.steps < self.manager.steps or self._published_steps < self.manager.steps:
             self.publish()
 

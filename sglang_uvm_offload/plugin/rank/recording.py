@@ -1,4 +1,4 @@
-"""Routing traces in SGLang: which rank records, and which steps and rows are decoded tokens."""
+"""Records routing traces in SGLang: which rank records, and which steps and rows are decoded tokens."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _FLAG = flag_name("trace")
 
 
 class Recording:
-    """``--expert-offload-trace`` in a scheduler. Of the ranks that compute the same tokens only the first records."""
+    """``--expert-offload-trace`` in a scheduler. Only the first of the ranks that compute the same tokens records."""
 
     def __init__(self, path: Path):
         self.path = path
         self.recorder: Recorder | None = None
 
     def check_built(self, model: BuiltModel) -> None:
-        """Raise ``FlagError`` if the target model cannot be recorded. Call it when the model is built."""
+        """Raise ``FlagError`` if the target model cannot be recorded. Call this when the model is built."""
         if model.top_k is None:
             raise FlagError([f"{_FLAG}: neither this model's layers nor its config give the number of experts per token"])
         if len(set(model.moe_layers)) < len(model.moe_layers):
-            raise FlagError([f"{_FLAG}: decoder layers of this model have several routers, of which a token uses one"])
+            raise FlagError([f"{_FLAG}: decoder layers of this model have several routers, and a token uses only one of them"])
 
     def begin(self, model: ModelExperts, top_k: int | None) -> Saver | None:
         """Start recording the target model, whose layers use ``top_k`` routed experts per token, and return the saver; None on
-        a rank that does not record. Call it when the model is loaded."""
+        a rank that does not record. Call this when the model is loaded."""
         parallel = get_parallel()
         if parallel.tp_rank or compat.dp_rank() or not model.layers:
             return None
@@ -59,8 +59,8 @@ class Recording:
         return Saver("trace", self.recorder.pending)
 
     def record(self, index: int, routing: LayerRouting, num_shared: int) -> None:
-        """Record what the model's MoE layer ``index`` computes with. In ``routing``, the ids of ``num_shared`` fused shared
-        experts follow the routed ones. Raises ``FlagError`` for routing without ids."""
+        """Record the routing of the model's MoE layer ``index``. In ``routing``, the ids of ``num_shared`` fused shared experts
+        follow the routed ones. Raises ``FlagError`` for routing without ids."""
         recorder = self.recorder
         if recorder is None:
             return
@@ -74,7 +74,7 @@ class Recording:
         recorder.record(index, routing.ids[:, :routed], routing.id_format)
 
     def after_forward(self, result: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-        """A step was launched. If it is a decode step of the target model, its rows are decoded tokens."""
+        """A step was launched. The rows of a decode step of the target model are decoded tokens."""
         recorder = self.recorder
         if recorder is None or runner.is_draft_worker or not batch.forward_mode.is_decode() or not batch.rids:
             return

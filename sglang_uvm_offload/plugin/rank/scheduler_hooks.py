@@ -76,8 +76,8 @@ _DRAFT_GRAPHS = (
     "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner",
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner",
 )
-"""They replay a draft model's steps without its ``forward``. So do those of multi-layer drafts and of drafts that share the
-target's KV cache, of which the steps that prefill alone are counted."""
+"""These replay a draft model's steps without calling its ``forward``. So do the graph runners of multi-layer drafts and of
+drafts that share the target's KV cache; of those drafts, only the prefill steps are counted."""
 
 
 def install(
@@ -88,9 +88,9 @@ def install(
     memory_saver: bool = True,
     compiled: bool = False,
 ) -> None:
-    """Install the hooks that feed this process's manager, which is made when the first model loads. ``adapters``: whether the
-    server has LoRA adapters; ``memory_saver``: whether it may give up its memory; ``compiled``: whether its steps are traced by
-    ``torch.compile``."""
+    """Install the hooks that feed this process's manager, which is created when the first model loads. ``adapters``: whether
+    the server has LoRA adapters. ``memory_saver``: whether it may release its memory. ``compiled``: whether ``torch.compile``
+    traces its steps."""
     compat.install(add)
     rank = _RankHooks(config, compiled)
     add(f"{_RUNNER}.load_model", rank.around_load_model, HookType.AROUND)
@@ -128,13 +128,13 @@ class _RankHooks:
         self.layer_hooks = LayerHooks(counting_flags(config), self.recording, compiled)
         self.seams: tuple[Seam, ...] = (SlotSeam(), MarlinSlotSeam(), DeepGemmSlotSeam())
         self.slots: ModelSlots | None = None
-        """Of the target model, once it is loaded; None where no layer has any."""
+        """The target model's slots, once it is loaded; None if no layer has any."""
         self.metrics: Metrics | None = None
         self.savers: list[Saver] = []
         self.routed_model: RoutedModel | None = None
         """The identity of the target model, once it is built."""
         self._on_build: Callable[[], None] | None = None
-        """Runs once, when the target model is built."""
+        """Called once, when the target model is built."""
 
     @cached_property
     def on_cuda(self) -> bool:
@@ -142,7 +142,7 @@ class _RankHooks:
 
     @cached_property
     def manager(self) -> OffloadManager:
-        """Made when the first model loads: before that the process is not bound to its GPU."""
+        """Created when the first model loads: before that, the process is not bound to its GPU."""
         return OffloadManager(
             self.config,
             _memory(self.config),
@@ -157,8 +157,8 @@ class _RankHooks:
         return Rearranging(self.manager)
 
     def _begin_target(self) -> ModelExperts:
-        """Call before the target model is built. The flags are checked against it once it is: before its weights are read, or
-        after, with a loader that builds and reads in one call."""
+        """Call this before the target model is built. Once it is, the flags are checked against it: before its weights are
+        read, or after, with a loader that builds and reads in one call."""
         earlier = EarlierStages(self.config)
         placement = InitialPlacement(self.config, chosen_profile(self.config, compat.process_model_config()), earlier.layers)
         model = self.manager.begin_model(False, placement)
@@ -179,8 +179,8 @@ class _RankHooks:
         return self.layer_hooks.top_k or stated_top_k(compat.process_model_config().hf_text_config)
 
     def around_build(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The modules of a model come to exist; none of its weights is read. ``--load-format presharded`` builds another one
-        before, on meta, only to see the shapes of its tensors."""
+        """SGLang builds the modules of a model and reads no weights. ``--load-format presharded`` first builds another one on
+        the meta device, only for the shapes of its tensors."""
         if torch.get_default_device().type == "meta":
             with self.layer_hooks.leaving_alone():
                 return original(*args, **kwargs)
@@ -202,10 +202,10 @@ class _RankHooks:
                 result = original(runner, *args, **kwargs)
                 self._built()
             for layer in model.layers:
-                layer.sync_tensors(*layer.holders)  # loaders may put other tensors there after post-load processing
+                layer.sync_tensors(*layer.holders)  # loaders may replace tensors after post-load processing
             manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
             if not model.draft:
-                # A server that gives up the memory of its weights gives up that of the buffers too, and has it back as large.
+                # A server that releases its weights then also releases the buffers, and gets them back at the same size.
                 with runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_WEIGHTS):
                     self.layer_hooks.streamer = self._streamer(model, runner.pre_model_load_memory)
                 self._begin_slots(model)
@@ -222,8 +222,8 @@ class _RankHooks:
         return make_streamer(self.config, memory, model.layers, room, compat.gpu_id(), self.manager.ledger.add_streamed)
 
     def around_forward(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """A step's rows count while it is launched; nothing counts outside (capture, warm-up kernels)."""
-        if self.on_cuda and torch.cuda.is_current_stream_capturing():  # a draft model's steps are captured by calling this
+        """Counts a step's rows while it is launched, and nothing outside of steps (capture, warm-up kernels)."""
+        if self.on_cuda and torch.cuda.is_current_stream_capturing():  # SGLang calls this to capture a draft model
             return original(runner, batch, *args, **kwargs)
         model = runner.__dict__[_MODEL]
         valid_rows, tokens, phase = _step_of(batch)
@@ -264,7 +264,7 @@ class _RankHooks:
                 self.layer_hooks.streamer.slot_of = self.slots.slot_of
 
     def experts_written(self) -> None:
-        """Bytes of experts may have changed."""
+        """The bytes of experts may have changed."""
         if self.slots is not None:
             self.slots.bytes_written()
 
@@ -287,7 +287,7 @@ class _RankHooks:
         self.manager.wait_for_moves()
         if self.layer_hooks.uncounted:
             logger.warning(
-                "Expert offload: hit rate is not counted: the routing formats %s have no expert ids",
+                "Expert offload: no hit rate is measured: the routing formats %s have no expert ids",
                 sorted(self.layer_hooks.uncounted),
             )
         if get_observability().enable_metrics:
@@ -314,7 +314,7 @@ class _RankHooks:
         return result
 
     def _faults(self) -> dict[str, bool]:
-        """Whether what this rank does beside computing was ended by a fault."""
+        """For each background task of this rank, whether a fault has ended it."""
         streamer = self.layer_hooks.streamer
         found = {"moving": self.manager.fault is not None}
         if streamer is not None:
@@ -324,18 +324,18 @@ class _RankHooks:
         return found
 
     def around_set_internal_state(self, original: Callable[..., Any], scheduler: Any, request: Any, *args: Any) -> Any:
-        """SGLang brings it to all ranks between the same two steps."""
+        """SGLang delivers the request to all ranks between the same two steps."""
         action = Action.of(request.server_args)
         if action is None:
             return original(scheduler, request, *args)
         refused = refusal(action, self.config)
         if refused is None:
-            logger.info("Expert offload: %s, as an operator asked", action)
+            logger.info("Expert offload: %s requested by an operator", action)
             perform(action, self.manager, self.savers)
         return SetInternalStateReqOutput(updated=refused is None)
 
     def _status(self) -> RankStatus:
-        """Up to the last step launched. Waits for the device."""
+        """The status up to the last step launched. Waits for the device."""
         trace = None if self.recording is None else self.recording.status()
         streaming = stream_status(self.layer_hooks.streamer)
         saves = [SaveStatus(s.what, s.under_way, s.saved_at, s.failures, s.error) for s in self.savers]
@@ -371,32 +371,32 @@ class _RankHooks:
 
 
 def _step_of(batch: Any) -> tuple[int, int, Phase]:
-    """A step's valid rows, its tokens on all ranks that compute it together, and its phase."""
+    """A step's valid batch rows, its tokens on all ranks that compute it together, and its phase."""
     mode = batch.forward_mode
     own = 0 if mode.is_idle() else len(batch.input_ids)
     phase = Phase.DECODE if mode.is_decode_or_idle() or mode.is_target_verify() else Phase.PREFILL
     everywhere = batch.global_num_tokens_cpu
     if everywhere is not None and batch.is_extend_in_batch:
-        phase = Phase.PREFILL  # of another rank, whose tokens this one computes too
+        phase = Phase.PREFILL  # another rank prefills, and this one computes its tokens too
     if not get_moe_a2a_backend().is_none():
-        # Experts compute tokens from other ranks, whose number this rank does not know beforehand.
+        # Experts compute tokens from other ranks; this rank does not know their number in advance.
         return ALL_ROWS, max(1, own, sum(everywhere or ())), phase
     if everywhere is None:
         return own, own, phase
-    # Gathered: padding is no longer at the end of the rows.
+    # Rows are gathered from all ranks, so padding is not at their end.
     tokens = int(sum(everywhere))
     return ALL_ROWS if tokens else 0, tokens, phase
 
 
 def _ends(batch: Any) -> list[int]:
-    """Behind the last row of each request of a step that prefills; gathered, of each rank's."""
+    """The row after the last row of each request of a prefill step; if rows are gathered, of each rank."""
     tokens = batch.global_num_tokens_cpu or batch.extend_seq_lens_cpu or [1] * len(batch.input_ids)  # each one decoded
     return list(accumulate(tokens))
 
 
 def _is_eager(runner: Any, batch: Any, phase: Phase) -> bool:
-    """Whether no graph replays the step, if it has as many tokens as steps that stream: prefill graphs are captured for fewer
-    (``stream_settings.graph_settings``)."""
+    """Whether the step runs without a CUDA graph, given that it has enough tokens to stream: prefill graphs are captured for
+    fewer (``stream_settings.graph_settings``)."""
     return phase is Phase.PREFILL or batch.batch_size > max(compat.decode_graph_sizes(runner), default=0)
 
 
@@ -420,7 +420,8 @@ def _counters(num_layers: int, num_experts: int) -> RoutingCounters:
 
 
 def _executor() -> ThreadPoolExecutor:
-    """A thread on this rank's GPU. A new thread starts on GPU 0, where its first call would take VRAM for a context."""
+    """An executor whose thread uses this rank's GPU. A new thread starts on GPU 0, where its first call would take VRAM for a
+    context."""
     gpu, on_cuda = compat.gpu_id(), get_device().device == "cuda"
 
     def begin() -> None:
@@ -433,7 +434,7 @@ def _executor() -> ThreadPoolExecutor:
 
 
 def _broadcast_decision(decide: Callable[[], Any]) -> Any:
-    """The decision of the first of the ranks that hold shards of the same experts."""
+    """The decision of the first rank among those that hold shards of the same experts."""
     group = get_parallel().moe_tp_group
     return group.broadcast_object(decide() if group.rank_in_group == 0 else None, src=0)
 

@@ -1,4 +1,4 @@
-"""Making a rank's stream buffers, once its experts are loaded and before SGLang sizes the KV cache."""
+"""Creates a rank's stream buffers, once its experts are loaded and before SGLang sizes the KV cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_streamer(
     device: int,
     on_copy: Callable[[int, int], None],
 ) -> Streamer | None:
-    """None where nothing is streamed. ``room``: the VRAM that is left for buffers and KV cache, None without a bound. Raises
+    """The streamer, or None if nothing streams. ``room``: the VRAM left for buffers and KV cache, None for no limit. Raises
     ``FlagError`` if the buffers that the user asked for do not fit."""
     nbytes = max(map(buffer_bytes, layers), default=0)
     if not nbytes or not config.streams or not (config.residents_change or any(layer.offloaded_bytes for layer in layers)):
@@ -57,7 +57,7 @@ def _number(config: OffloadConfig, nbytes: int, room: int | None) -> int:
         count = config.stream_buffers
     elif room is None:
         count = MOST_BUFFERS
-    else:  # nobody counted what the KV cache needs: half of what is left is its
+    else:  # the need of the KV cache is unknown: leave it half
         count = min(MOST_BUFFERS, max(room, 0) // 2 // nbytes)
     if room is not None:
         count = min(count, max(room, 0) // nbytes)
@@ -84,8 +84,8 @@ def stream_status(streamer: Streamer | None) -> StreamStatus | None:
 
 
 def room_in_vram(memory: Memory, before_load: float, fraction: float) -> int | None:
-    """What SGLang may still give to buffers and KV cache, in bytes; ``before_load``: GiB that were free before the weights.
-    None on a CPU."""
+    """The bytes that SGLang may still give to buffers and KV cache, None on a CPU. ``before_load``: GiB that were free before
+    the weights were loaded."""
     if memory.device_type == "cpu":
         return None
     return memory.info().device_free - int(before_load * _GIB * (1 - fraction))

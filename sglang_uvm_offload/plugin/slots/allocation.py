@@ -1,4 +1,4 @@
-"""Making a rank's slots, once its experts are loaded."""
+"""Creates a rank's slots, once its experts are loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_slots(model: ModelExperts) -> ModelSlots | None:
-    """None where no layer has any. Call it after the counters were made."""
+    """The slots, or None if no layer has any. Call this after the counters are created."""
     counters = model.counters
     if counters is None or not any(layer.num_slots for layer in model.layers):
         return None

@@ -1,16 +1,18 @@
-"""A hook on SGLang's DeepGEMM runner, by which an expert is computed from its copy in a slot.
+"""A hook on SGLang's DeepGEMM runner that computes an expert from its copy in a slot.
 
-In the contiguous layout ``m_indices`` names the expert of each row, and both GEMMs share it. It is rewritten before the first,
-and both are given the weights and scales of all rows, experts and slots, since TMA descriptors check bounds. The masked layout
-gives each expert a group of rows by its number, so it is computed in place. What DeepGEMM's kernels for Hopper do is taken from
-the source that it ships (``scheduler/gemm.cuh``, ``sm90_fp8_gemm_1d2d.cuh``, ``sm90_bf16_gemm.cuh``), and never ran on a GPU:
+In the contiguous layout, ``m_indices`` holds the expert of each row, and both GEMMs share it. The hook rewrites it before the
+first GEMM and gives both GEMMs the weights and scales of all rows, experts and slots, because TMA descriptors check bounds. The
+masked layout gives each expert a group of rows by its number, so it is computed in place. These properties of DeepGEMM's Hopper
+kernels come from its source (``scheduler/gemm.cuh``, ``sm90_fp8_gemm_1d2d.cuh``, ``sm90_bf16_gemm.cuh``) and were never run on
+a GPU:
 
-- A block of rows has the expert of its first row. Weights are read by TMA from row ``expert * N`` on, scales of 128 x 128
+- A block of rows has the expert of its first row. TMA reads its weights from row ``expert * N`` on. Scales of 128 x 128 are
+read
   without bounds at base + expert * stride.
-- A block of no expert (-1) is not computed, yet weights are read for it: expert 0's, which may be in host RAM. SGLang pads each
-  step to as many blocks as its worst routing needs. Here the padding has the row of the first slot, which is in VRAM. SGLang
-  drops what is computed for padding, and no row depends on another.
-- The number of groups is part of a compiled kernel's name, and of nothing that the kernel does in this layout.
+- A block without an expert (-1) is not computed, but its weights are still read: those of expert 0, which may be in host RAM.
+  SGLang pads each step to as many blocks as its worst routing needs. Here the padding points to the first slot, which is in
+  VRAM. SGLang drops what is computed for padding, and no row depends on another.
+- The number of groups is part of a compiled kernel's name, but changes nothing that the kernel does in this layout.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class DeepGemmSlotSeam(Seam):
         return original(core, rows, experts, state, **kwargs)
 
     def _all_rows(self, slots: LayerSlots, experts: Any) -> dict[str, torch.Tensor]:
-        """The tensors of ``experts``, with the rows of slots behind their own."""
+        """The tensors of ``experts``, extended by the slot rows."""
         tensors = {name: getattr(experts, name) for name in self.by_expert}
         return {
             name: tensor.as_strided((slots.num_rows, *tensor.shape[1:]), tensor.stride())
@@ -58,19 +60,20 @@ class DeepGemmSlotSeam(Seam):
 
 
 def _resolve(slots: LayerSlots, ids: torch.Tensor, indices: torch.Tensor, num_experts: int) -> None:
-    """Rewrite ``indices``, int32 ``[rows]``: to the rows of copies, and of the first slot where there is no expert."""
+    """Rewrite ``indices``, int32 ``[rows]``: experts with a copy to the copy's row, and padding to the first slot."""
     slots.resolve(ids, indices, indices.new_full((1,), len(indices)), 1)
     indices.masked_fill_(indices < 0, num_experts)
 
 
 def _compile_without_slots(experts: Any) -> None:
-    """SGLang compiles kernels for a number of groups when it is first called with that: as it warms up, with experts and slots.
-    A prefill that streams has the experts alone, and their kernels would be compiled while it serves."""
-    from sglang.srt.layers.deep_gemm_wrapper import compile_utils  # looks at the GPU, so not before the process has one
+    """Compile the kernels for the experts without slots now. SGLang compiles kernels for a number of groups on the first call
+    with it, and warms up with experts and slots. A prefill that streams has only the experts, so it would compile while
+    serving."""
+    from sglang.srt.layers.deep_gemm_wrapper import compile_utils  # queries the GPU on import, so imported late
 
     kinds = compile_utils.DeepGemmKernelType
     bf16 = experts.w13_weight.dtype == torch.bfloat16
     kind = kinds.GROUPED_GEMM_NT_BF16_CONTIG if bf16 else kinds.GROUPED_GEMM_NT_F8F8BF16_CONTIG
     for num_experts, n, k in (experts.w13_weight.shape, experts.w2_weight.shape):
         with compile_utils.deep_gemm_execution_hook(1, n, k, num_experts, kind):
-            pass  # to enter it is what compiles
+            pass  # entering it compiles

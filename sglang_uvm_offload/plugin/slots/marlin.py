@@ -1,15 +1,15 @@
-"""Hooks on SGLang's Marlin MoE functions, by which an expert is computed from its copy in a slot.
+"""Hooks on SGLang's Marlin MoE functions that compute an expert from its copy in a slot.
 
 As for the Triton functions (``triton``), the list that names the expert of each block of tokens is rewritten; here before
 the first of the two GEMMs, which share it. What SGLang's Marlin kernels do with the list is taken from their source
 (``kernels/jit/csrc/gemm/marlin_moe``), and never ran on a GPU:
 
 - They read weights, scales, global scales, zero points, biases, group indices and permutations at base + row * stride, in 64
-  bits, with the stride of the shapes that they are given, and no bounds. None is given the number of experts.
-- SGLang certifies a list in ascending order, blocks of no expert (-1) first. Of that order they use only the sign: where the
-  blocks of -1 end, which they search, or read beside ``num_tokens_post_padded``. Rewriting keeps every sign.
-- How they split the work follows the number of blocks and the shapes, which stay. Where the partial sums of a split are added
-  atomically (from sm_90 on but for MXFP4, and in float16), outputs vary from run to run by themselves.
+  bits, with the stride of the given shapes and without bounds. None receives the number of experts.
+- SGLang certifies a list in ascending order, blocks without an expert (-1) first. They use only the sign: they search where the
+  blocks of -1 end, or read it next to ``num_tokens_post_padded``. Rewriting keeps every sign.
+- They split the work by the number of blocks and the shapes, which do not change. Where they add the partial sums of a split
+  atomically (from sm_90 on except for MXFP4, and in float16), outputs vary from run to run anyway.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GEMM_FIRST = (
     *("a", "c_or_none", "b_q_weight", "b_bias_or_none", "b_scales", "global_scale_or_none", "b_zeros_or_none"),
     *("g_idx_or_none", "perm_or_none", "workspace", "sorted_token_ids", "expert_ids", "num_tokens_post_padded"),
 )
-"""The first parameters of SGLang's ``moe_wna16_marlin_gemm``. Its caller names ``moe_block_size``."""
+"""The positional parameters of SGLang's ``moe_wna16_marlin_gemm``. Its caller passes ``moe_block_size`` by name."""
 
 
 class MarlinSlotSeam(ExpertCalls):
@@ -48,7 +48,7 @@ class MarlinSlotSeam(ExpertCalls):
         call = self.call
         if call is not None:
             given = dict(zip(_GEMM_FIRST, args, strict=False)) | kwargs
-            if given["b_q_weight"].data_ptr() == call.given["w1"].data_ptr():  # the second is given the same list
+            if given["b_q_weight"].data_ptr() == call.given["w1"].data_ptr():  # the second GEMM gets the same list
                 call.slots.resolve(
                     call.given["topk_ids"], given["expert_ids"], given["num_tokens_post_padded"], given["moe_block_size"]
                 )

@@ -1,4 +1,5 @@
-"""What the hooks on every runner's functions share: whose experts a call computes, and whether slots can serve all of it."""
+"""Common code of the hooks on the runners: which layer's experts a call computes, and whether slots can serve the whole
+call."""
 
 from __future__ import annotations
 
@@ -21,18 +22,18 @@ class Call(NamedTuple):
 
     slots: LayerSlots
     given: dict[str, Any]
-    """The arguments that the call was given, by name."""
+    """The arguments of the call, by name."""
 
 
 class Seam(ABC):
-    """What the hooks of any runner ask. ``find`` tells the slots of the layer that has a tensor at an address.
+    """Base class of the hooks of any runner. ``find`` returns the slots of the layer that has a tensor at an address.
 
-    A layer that computes from a stream buffer, or from a tensor that is not its own, keeps its list: the same list serves the
-    weights, their scales, zero points and biases, and each of these must have the rows.
+    A layer that computes from a stream buffer, or from a tensor that is not its own, keeps its list: the same list indexes the
+    weights, scales, zero points and biases, and each of them must have the slot rows.
     """
 
     by_expert: ClassVar[tuple[str, ...]]
-    """The names of what the runner's kernels read at the row of an expert."""
+    """The names of the tensors that the runner's kernels index by expert."""
 
     def __init__(self) -> None:
         self.find: Callable[[int], LayerSlots | None] = _nothing
@@ -43,7 +44,7 @@ class Seam(ABC):
         """Add the hooks."""
 
     def serving(self, weights: torch.Tensor, given: dict[str, Any]) -> LayerSlots | None:
-        """The slots of the layer that has ``weights``, if they can serve all that is ``given`` by name."""
+        """The slots of the layer that has ``weights``, if all tensors in ``given`` have the slot rows."""
         slots = self.find(weights.data_ptr())
         return slots if slots is not None and self._all_have_rows(slots, given) else None
 
@@ -51,7 +52,7 @@ class Seam(ABC):
         for name in self.by_expert:
             tensor = given.get(name)
             if tensor is not None and not _has_rows(slots, tensor):
-                self._tell(f"{name} {tuple(tensor.shape)} is none of the layer's tensors, so its experts are read in place")
+                self._tell(f"{name} {tuple(tensor.shape)} is not one of the layer's tensors, so its experts are read in place")
                 return False
         return True
 
@@ -62,15 +63,15 @@ class Seam(ABC):
 
 
 class ExpertCalls(Seam):
-    """Follows the calls of one function of SGLang's that computes a layer's experts. ``by_expert`` are parameters of it."""
+    """Tracks calls of one SGLang function that computes a layer's experts. ``by_expert`` are its parameters."""
 
     first: ClassVar[tuple[str, ...]]
-    """The first parameters of the function. Its callers name all others."""
+    """The positional parameters of the function. Its callers pass all others by name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.call: Call | None = None
-        """The one under way, if slots can serve it."""
+        """The call in progress, if slots can serve it."""
 
     def around_experts(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = kwargs | dict(zip(self.first, args, strict=False))
@@ -88,7 +89,7 @@ def _nothing(address: int) -> None:
 
 
 def _has_rows(slots: LayerSlots, tensor: torch.Tensor) -> bool:
-    """Whether the rows behind the experts of ``tensor`` are those of slots. One without bytes needs none."""
+    """Whether ``tensor`` has slot rows after its experts. An empty tensor needs none."""
     if not tensor.numel():
         return True
     nbytes = slots.row_bytes.get(tensor.untyped_storage().data_ptr())

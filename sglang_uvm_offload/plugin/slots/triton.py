@@ -1,9 +1,9 @@
-"""Hooks on SGLang's Triton MoE functions, by which an expert is computed from its copy in a slot.
+"""Hooks on SGLang's Triton MoE functions that compute an expert from its copy in a slot.
 
-Every tensor of a layer with slots has rows behind those of its experts, at the same stride. SGLang makes a list that names the
-expert of each block of tokens; where an expert has a copy, the list is rewritten to name the copy's row. The kernels multiply
-the row by the stride and check no bounds, so nothing else of SGLang sees the additional rows. TMA descriptors do check bounds:
-those of such tensors span all rows.
+Every tensor of a layer with slots has rows after those of its experts, at the same stride. SGLang builds a list with the expert
+of each block of tokens; the hook rewrites entries of experts that have a copy to the copy's row. The kernels multiply the row
+by the stride and check no bounds, so nothing else in SGLang sees the additional rows. TMA descriptors do check bounds: those of
+such tensors span all rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SlotSeam(ExpertCalls):
         return prepared
 
     def _around_descriptor(self, original: Callable[..., Any], weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """SGLang caches the descriptor of the experts alone, by tensor and address. This widens a copy of it at each call."""
+        """SGLang caches the descriptor of the experts only, by tensor and address. This widens a copy of it on each call."""
         descriptor = original(weights, *args, **kwargs)
         slots = self.find(weights.data_ptr())
         return descriptor if slots is None else dataclasses.replace(descriptor, shape=[slots.num_rows, *descriptor.shape[1:]])
