@@ -1,15 +1,14 @@
-"""What differs between the SGLang versions that are served. All other files are written for the newest of them.
+"""The differences between the supported SGLang versions. All other files are written for the newest one.
 
-What an older version has under another name, or not at all, is here under its newest name, with its newest meaning:
+What an older version has under another name, or not at all, is here under its newest name and with its newest meaning:
 
-    0.5.18  reads its arguments through views; what decides them declares it
-    0.5.19  resolves its arguments once, when a launch asks for it; before, as they were made
-    0.5.20  keeps them in a msgspec struct, lets plugins override steps of their resolution, and gives some of them a value when
-            they are read
-    0.5.21  tells every process its ranks as it publishes the arguments
-    0.5.22  has a flag for the number of attention groups, loads plugins in the detokenizer too, and keeps a rank's settings in
-            contexts of which a process may have several
-    0.5.23  loads the app of each HTTP process by a name that can be set
+    0.5.18  reads its arguments through views; code that changes them declares it
+    0.5.19  resolves its arguments once, when a launch asks for it; before, when they were created
+    0.5.20  keeps them in a msgspec struct, lets plugins override steps of their resolution, and computes some of them on read
+    0.5.21  passes every process its ranks when it publishes the arguments
+    0.5.22  has a flag for the number of attention groups, loads plugins also in the detokenizer, and keeps a rank's settings in
+            contexts, several of which may exist in a process
+    0.5.23  loads the app of each HTTP process by a configurable name
 """
 
 from __future__ import annotations
@@ -63,13 +62,13 @@ SINCE = {
     "sglang.srt.environ.Envs.SGLANG_HTTP_SERVER_APP_PATH": (0, 5, 23),
     "sglang.srt.environ.Envs.SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT": (0, 5, 23),
     "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase.get_moe_runner_backend": (0, 5, 23),
-    # Before, a wrapper hid its parameters, which are the same.
+    # In older versions, a wrapper hid the same parameters.
     "sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe.fused_marlin_moe": (0, 5, 23),
 }
-"""Hook points that are not to be looked for in a version older than these, where this file does without them."""
+"""The version since which each hook point exists. In older versions, this file works without it."""
 
 LaunchCheck = Callable[[Any, Callable[[Any], None]], None]
-"""Called with SGLang's arguments and its own last step of resolving them."""
+"""Called with SGLang's arguments and its own last resolution step."""
 
 
 # --- The arguments ---
@@ -79,7 +78,7 @@ _launch_check: LaunchCheck | None = None
 
 
 class _ResolvingOnce(ServerArgs):
-    """``resolve_once`` for a version that resolves its arguments as they are made."""
+    """``resolve_once`` for a version that resolves its arguments when they are created."""
 
     def __post_init__(self) -> None:
         if not _unresolved:
@@ -100,11 +99,11 @@ class _ResolvingOnce(ServerArgs):
 
 
 BaseArgs = ServerArgs if VERSION >= (0, 5, 19) else _ResolvingOnce
-"""SGLang's arguments, to derive from."""
+"""SGLang's arguments, as a base class."""
 
 
 def derived(name: str, body: Callable[[dict[str, Any]], None]) -> Any:
-    """A class of arguments with the fields and methods that ``body`` adds."""
+    """A subclass of SGLang's arguments with the fields and methods that ``body`` adds."""
     if VERSION >= (0, 5, 20):
         return types.new_class(name, (BaseArgs,), {"dict": True}, body)
     return dataclasses.dataclass(types.new_class(name, (BaseArgs,), {}, body))
@@ -112,7 +111,7 @@ def derived(name: str, body: Callable[[dict[str, Any]], None]) -> Any:
 
 @contextlib.contextmanager
 def unresolved() -> Iterator[None]:
-    """Arguments that are made in this block wait for ``resolve_once``, in every version."""
+    """Arguments created in this block are not resolved before ``resolve_once``, in every version."""
     global _unresolved
     before, _unresolved = _unresolved, True
     try:
@@ -122,13 +121,13 @@ def unresolved() -> Iterator[None]:
 
 
 def resolve_if_made_so(server_args: Any) -> None:
-    """Call it behind ``unresolved``, on what a caller expects as this version makes it."""
+    """Call this after ``unresolved``, on arguments that the caller expects in this version's usual form."""
     if VERSION < (0, 5, 19) and not _unresolved:
         server_args.resolve_once()
 
 
 def add_launch_check(check: LaunchCheck, add: Callable[[str, Any, HookType], None]) -> None:
-    """``check`` wraps the last step that judges the arguments."""
+    """Wrap SGLang's last validation step in ``check``."""
     global _launch_check
     _launch_check = check
     if VERSION >= (0, 5, 20):
@@ -188,12 +187,12 @@ def _fallbacks(kind: type) -> Mapping[str, Any]:
 
 
 def as_given(server_args: Any) -> Any:
-    """SGLang's arguments as they were before they were resolved, which wrote into them before 0.5.19."""
+    """SGLang's arguments before resolution, which changed them in place before 0.5.19."""
     return server_args._as_given if VERSION < (0, 5, 19) else server_args
 
 
 def given(server_args: Any) -> dict[str, Any]:
-    """Those arguments that differ from SGLang's defaults, as they were before they were resolved."""
+    """The arguments that differ from SGLang's defaults, before resolution."""
     fields = msgspec.structs.fields(ServerArgs) if VERSION >= (0, 5, 20) else dataclasses.fields(ServerArgs)
     defaults = {f.name: f.default for f in fields}
     was = as_given(server_args)
@@ -201,27 +200,27 @@ def given(server_args: Any) -> dict[str, Any]:
 
 
 def model_config_of(server_args: Any) -> Any:
-    """SGLang's config of the model that the arguments name."""
+    """SGLang's model config for the arguments."""
     return server_args.get_model_config() if VERSION < (0, 5, 19) else overrides.model_config_of(server_args)
 
 
 def process_model_config() -> Any:
-    """SGLang's config of the model that this process serves."""
+    """SGLang's model config of this process."""
     return model_config_of(get_server_args())
 
 
 def with_phase(graphs: Any, phase: str, **changes: Any) -> Any:
-    """A copy of SGLang's config of CUDA graphs with changes to one phase."""
+    """A copy of SGLang's CUDA graph config with changes to one phase."""
     return dataclasses.replace(graphs, **{phase: dataclasses.replace(getattr(graphs, phase), **changes)})
 
 
 def has_contexts() -> bool:
-    """Whether a process may look at a launch as its ranks will (``server_pools``)."""
+    """Whether a process can see a launch as its ranks will (``server_pools``)."""
     return VERSION >= (0, 5, 22)
 
 
 def post_capture_kv_sizing_planned(server_args: Any) -> bool:
-    """Whether SGLang sizes the KV cache once its graphs are captured."""
+    """Whether SGLang sizes the KV cache after it captures its graphs."""
     if VERSION < (0, 5, 19):
         return server_args.post_capture_kv_sizing_planned()
     return overrides.post_capture_kv_sizing_planned(server_args)
@@ -237,7 +236,7 @@ def mm_runtime_reservation_gb(cfg: Any) -> float:
 
 
 def has_chat_template(name: str) -> bool:
-    """Whether ``name`` is a chat template of SGLang's own, of which those in Python are newer."""
+    """Whether ``name`` is one of SGLang's chat templates. Those in Python are newer."""
     from sglang.srt.parser.conversation import chat_template_exists
 
     if VERSION >= (0, 5, 23):
@@ -248,7 +247,7 @@ def has_chat_template(name: str) -> bool:
 
 
 def problems(cfg: Any) -> list[str]:
-    """What a launch with the resolved arguments ``cfg`` asks for and this version cannot have together with offloading."""
+    """What a launch with the resolved arguments ``cfg`` asks for that this version cannot combine with offloading."""
     if VERSION < (0, 5, 23) and cfg.tokenizer_worker_num > 1:
         return [
             f"--tokenizer-worker-num {cfg.tokenizer_worker_num}: the HTTP processes of SGLang {sglang.__version__} load no "
@@ -261,13 +260,13 @@ def problems(cfg: Any) -> list[str]:
 
 
 def loads_plugins() -> bool:
-    """Whether SGLang loads plugins in every process that reads the arguments, and this may be one of them that it missed.
-    Before 0.5.22 it loaded them in its launcher and its schedulers."""
+    """Whether SGLang should have loaded plugins in this process. Before 0.5.22 it loaded them only in its launcher and its
+    schedulers; since then, in every process that reads the arguments."""
     return VERSION >= (0, 5, 22) or multiprocessing.parent_process() is None
 
 
 class _Spawned:
-    """Where the launcher placed this process. Before 0.5.21 only the scheduler is told."""
+    """Where the launcher placed this process. Before 0.5.21, only the scheduler receives it."""
 
     gpu_id = 0
     dp_rank: int | None = None
@@ -282,7 +281,7 @@ _spawned = _Spawned()
 
 
 def install(add: Callable[[str, Any, HookType], None]) -> None:
-    """The hooks of a scheduler that only older versions need."""
+    """Install the scheduler hooks that only older versions need."""
     if VERSION < (0, 5, 21):
         add("sglang.srt.managers.scheduler.Scheduler.__init__", _spawned.before_scheduler_init, HookType.BEFORE)
 
@@ -293,7 +292,7 @@ def gpu_id() -> int:
 
 
 def dp_rank() -> int:
-    """The data-parallel replica of this process, or its attention group."""
+    """The data-parallel replica or the attention group of this process."""
     return (_spawned.dp_rank if VERSION < (0, 5, 21) else get_parallel().dp_rank) or 0
 
 
@@ -304,7 +303,7 @@ def attn_dp_enabled() -> bool:
 
 
 def uses_expert_location(layer: Any) -> bool:
-    """Whether the experts of a ``FusedMoE`` layer lie where SGLang's map has them. Before 0.5.23 all did."""
+    """Whether SGLang's map applies to the experts of a ``FusedMoE`` layer. Before 0.5.23 it applied to all."""
     return bool(layer.uses_expert_location) if VERSION >= (0, 5, 23) else True
 
 
@@ -330,7 +329,7 @@ def decode_graph_sizes(runner: Any) -> list[int]:
 
 
 def deep_gemm_layout() -> str:
-    """How SGLang's DeepGEMM runner lays out the rows of decode steps: auto, masked or compact."""
+    """The layout that SGLang's DeepGEMM runner uses for decode steps: auto, masked or compact."""
     return "masked" if VERSION < (0, 5, 18) else envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.get().lower()
 
 
@@ -340,7 +339,7 @@ def swaps_expert_memory() -> bool:
 
 
 def moe_runner_backend(layer: Any) -> Any:
-    """SGLang's runner of the experts of a MoE layer that is built, None where its method calls a kernel itself."""
+    """SGLang's MoE runner of a built layer, None if its method calls a kernel itself."""
     if VERSION < (0, 5, 23):
         runners = (getattr(owner, "runner", None) for owner in (layer.quant_method, getattr(layer, "scheme", None)))
         return next((runner.runner_backend for runner in runners if runner is not None), None)
@@ -348,9 +347,9 @@ def moe_runner_backend(layer: Any) -> Any:
 
 
 def writers(newest: tuple[str, ...]) -> tuple[str, ...]:
-    """Of ``weight_writes.WRITERS``, or ``online_updates.UPDATES``, those that this version has. Before 0.5.21 one function
-    received and loaded weights from a process group, and there were no sessions; before 0.5.18 no weights were loaded while
-    graphs are captured."""
+    """The targets of ``weight_writes.WRITERS``, or ``online_updates.UPDATES``, that this version has. Before 0.5.21, one
+    function received and loaded weights from a process group, and there were no sessions. Before 0.5.18, SGLang loaded no
+    weights while capturing graphs."""
     later: tuple[str, ...] = (".begin_weight_update", ".end_weight_update") if VERSION < (0, 5, 21) else ()
     later += (".finalize_startup_weight_load",) if VERSION < (0, 5, 18) else ()
     found = tuple(target for target in newest if not target.endswith(later))

@@ -1,4 +1,4 @@
-"""Checks that need SGLang: whether this version has every hook point, and whether it can serve a launch with offloading."""
+"""The checks of ``doctor`` that need SGLang: whether this version has every hook point, and whether a launch can offload."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PACKAGE = "sglang_uvm_offload"
 
 
 def hook_problems() -> list[str]:
-    """Load plugins as a launch does, install every hook that a scheduler installs, and name those that fail."""
+    """Load plugins as a launch does, install every hook of a scheduler, and name those that fail."""
     load_plugins()
     if not server_args.installed():  # SGLANG_PLUGINS leaves this plugin out, which is a problem of its own
         server_args.install(hooks.add)
@@ -49,13 +49,13 @@ def hook_problems() -> list[str]:
 
 
 class Launch:
-    """A launch by its arguments, parsed as ``sglang.launch_server`` parses them: what cannot be parsed ends the process with 2.
-    Its steps are those of the launch; nothing is spawned or loaded. Call ``hook_problems`` first."""
+    """A launch with these arguments, parsed as by ``sglang.launch_server``: arguments that cannot be parsed end the process
+    with 2. Takes the steps of the launch, but spawns and loads nothing. Call ``hook_problems`` first."""
 
     def __init__(self, arguments: Sequence[str]):
         with compat.unresolved():
             self.args = sglang.srt.server_args.prepare_server_args(list(arguments))
-        self.args._from_command_line = False  # a FlagError is listed with the other problems instead of ending the process
+        self.args._from_command_line = False  # list a FlagError with the other problems instead of ending the process
         self.notes: list[str] = []
         """What the plugin logged while it resolved the arguments."""
 
@@ -65,8 +65,8 @@ class Launch:
         return resolving_view(self.args)
 
     def unreadable_models(self) -> list[str]:
-        """Problems of the local models that the arguments name: one is not there, or its folder holds a file that may be read
-        for ever. Call it before ``resolve``, which reads them."""
+        """Problems of the local models in the arguments: one is missing, or its folder has a file whose reading may never end.
+        Call this before ``resolve``, which reads them."""
         named = {
             "--model-path": self.args.model_path,
             "--speculative-draft-model-path": self.args.speculative_draft_model_path,
@@ -92,11 +92,11 @@ class Launch:
         return devices.local_gpus(self.cfg) if self.cfg.device == "cuda" else []
 
     def damage(self) -> list[str]:
-        """Problems of the weights that the launch reads, also where ``resolve`` ended before it looked."""
+        """Damage in the weights that the launch reads, also if ``resolve`` ended before it checked them."""
         return damage(self.cfg)
 
     def facts(self) -> list[str]:
-        """What the arguments were resolved to, a line a fact. Call it if ``resolve`` found no problem."""
+        """What the arguments resolved to, one fact per line. Call this if ``resolve`` found no problem."""
         config = config_of(self.args)
         assert config is not None
         cfg, model = self.cfg, model_config_of(self.args)
@@ -114,14 +114,14 @@ class Launch:
         ]
 
     def warnings(self) -> list[str]:
-        """What will be served, but slower than it could be. Call it if ``resolve`` found no problem."""
+        """What makes the launch slower than it could be, or may end it. Call this if ``resolve`` found no problem."""
         found = start_rehearsal.warnings(self.args)
         try:
             from sglang_uvm_offload.plugin.checks import moe_tiles  # before SGLang 0.5.23 some of what it asks is not there
 
             return [*found, *moe_tiles.warnings(self.args)]
-        except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's code; a launch is not judged by it
-            logger.debug("Expert offload: the tiles of the MoE kernel are not checked: %s: %s", type(error).__name__, error)
+        except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's code; it says nothing about the launch
+            logger.debug("Expert offload: cannot check the tiles of the MoE kernel: %s: %s", type(error).__name__, error)
             return found
 
 
@@ -134,7 +134,7 @@ def _ranks(cfg: Any) -> str:
 def _streaming(config: OffloadConfig) -> str:
     buffers = "auto" if config.stream_gb is None else f"{config.stream_gb:g}"
     return (
-        f"{flag_name('stream_tokens')} {config.stream_tokens}: steps of so many tokens copy experts into stream buffers "
+        f"{flag_name('stream_tokens')} {config.stream_tokens}: steps of this many tokens or more use stream buffers "
         f"({flag_name('stream_buffer_gb')} {buffers})"
     )
 
@@ -143,28 +143,28 @@ def _drafts(config: OffloadConfig, cfg: Any) -> list[str]:
     if cfg.speculative_algorithm is None:
         return []
     model, number = cfg.speculative_draft_model_path or cfg.model_path, config.draft_num_resident
-    where = "which stay in VRAM" if number is None else f"of whose experts {number} a layer stay in VRAM"
+    where = "which stay in VRAM" if number is None else f"with {number} experts a layer in VRAM"
     return [f"--speculative-algorithm {cfg.speculative_algorithm} with the draft layers of {model}, {where}"]
 
 
 def _memory(config: OffloadConfig, args: Any) -> list[str]:
     cfg = resolving_view(args)
     known, need = expert_bytes(config.num_resident, cfg, model_config_of(args)), host_need(config.num_resident, args)
-    unknown = "shown by loading only"
+    unknown = "known only after loading"
     vram = f"{unknown if known is None else size(known.resident)}; --mem-fraction-static {cfg.mem_fraction_static}"
     host = unknown if known is None else size(known.offloaded)
     if known is not None and known.loading > known.offloaded:
-        host += f", and {size(known.loading)} while they load, before they are quantised"
-    host += f", beside {need.beside_experts()}" if need.cache else ""
+        host += f", and {size(known.loading)} while loading, before SGLang quantises them"
+    host += f", in addition to {need.beside_experts()}" if need.cache else ""
     host += f"; available: {size(host_available())}"
-    host += ", to GPU and host together, which have one memory" if cfg.device == "cuda" and has_one_memory() else ""
+    host += ", for GPU and host together, which use the same memory" if cfg.device == "cuda" and has_one_memory() else ""
     out = [f"VRAM for the resident experts, over all ranks: {vram}"] if cfg.device == "cuda" else []
     return [*out, f"host RAM for the offloaded experts, over all ranks: {host}"]
 
 
 @contextlib.contextmanager
 def _logged(lines: list[str]) -> Iterator[None]:
-    """Adds the plugin's log to ``lines``, whatever ``--log-level`` the launch was given."""
+    """Add the plugin's log to ``lines``, whatever the launch's ``--log-level``."""
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger(_PACKAGE)

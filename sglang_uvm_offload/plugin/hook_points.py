@@ -1,6 +1,6 @@
-"""What this plugin needs of SGLang, as the newest version that was tried has it, and whether the installed one has it too.
+"""What this plugin needs from SGLang, as in the newest tested version, and whether the installed version has it.
 
-A version that was tried is not looked at. Another one is, in a launch that offloads, before anything is hooked or loaded.
+Tested versions are not checked. Any other is, in a launch that offloads, before anything is hooked or loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang_uvm_offload.flags import FlagError
 logger = logging.getLogger(__name__)
 
 TRIED = ("0.5.17", "0.5.20", "0.5.23")
-"""The versions with which all tests of ``scripts/try_sglang.sh`` pass, each in an environment of its own."""
+"""The versions with which all tests of ``scripts/try_sglang.sh`` pass, each in a separate environment."""
 
 HOOKED = {
     "sglang.srt.runtime_context.publish": "server_args, *, role",
@@ -68,8 +68,8 @@ HOOKED = {
     ),
     "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmRunnerCore.run": "self, runner_input, quant_info, running_state",
 }
-"""The functions that are hooked, and the parameters that a hook reads: those before ``*`` are the first, those behind it may be
-given by name. Beside them: ``weight_writes.WRITERS``, of which no hook reads a parameter."""
+"""The hooked functions, and the parameters that a hook reads: those before ``*`` come first, those after it may be given by
+name. ``weight_writes.WRITERS`` are also hooked, but no hook reads their parameters."""
 
 CALLED = {
     "sglang.srt.arg_groups.overrides.declare_resolution": "server_args, source",
@@ -110,7 +110,7 @@ CALLED = {
         "tokenizer_name, *, tokenizer_mode, trust_remote_code, tokenizer_backend"
     ),
 }
-"""The functions that are called, and the parameters that they are given, likewise."""
+"""The functions that this plugin calls, and the parameters that it passes, in the same form."""
 
 ATTRIBUTES = {
     "sglang.srt.server_args.ServerArgs": (
@@ -187,12 +187,12 @@ ATTRIBUTES = {
     "sglang.srt.plugins.hook_registry.HookType": "AFTER AROUND BEFORE REPLACE",
     "sglang.srt.utils.auth.AuthLevel": "ADMIN_OPTIONAL",
 }
-"""The names that are read, by module or class. Not among them is what a launch does without: that by which only ``doctor``
-warns (``moe_tiles``), and that which sizes pools where it is there (``server_pools``)."""
+"""The names that this plugin reads, by module or class. Excludes what a launch can do without: what only ``doctor``'s warnings
+need (``moe_tiles``), and what sizes pools if it exists (``server_pools``)."""
 
 
 def check() -> None:
-    """Of a version that was not tried, raise ``FlagError`` with each hook point that moved, or warn if none did."""
+    """For a version that was not tested, raise ``FlagError`` with each hook point that changed, or warn if none did."""
     if found := problems():
         raise FlagError(found)
     if warning := untried():
@@ -200,25 +200,25 @@ def check() -> None:
 
 
 def problems() -> list[str]:
-    """Why this version of SGLang cannot be served: first the versions that can, then each hook point that moved."""
+    """Why this version of SGLang is not supported: first the versions that are, then each hook point that changed."""
     found = [] if untried() is None else moved()
     if not found:
         return []
     return [
-        f"SGLang {sglang.__version__} does not fit (tried: {', '.join(TRIED)}); of what is hooked and used, this moved:",
+        f"SGLang {sglang.__version__} is not supported (tested: {', '.join(TRIED)}); these hook points changed:",
         *found,
     ]
 
 
 def untried() -> str | None:
-    """A warning of a version that has every hook point, but was never tried; None of one that was."""
+    """A warning about a version that has every hook point but was never tested; None for a tested one."""
     if sglang.__version__ in TRIED:
         return None
-    return f"never tried with SGLang {sglang.__version__}, only with {', '.join(TRIED)}; every hook point is in place"
+    return f"never tested with SGLang {sglang.__version__}, only with {', '.join(TRIED)}; every hook point exists"
 
 
 def moved() -> list[str]:
-    """What of SGLang is not where this plugin needs it, or takes other parameters, each by name."""
+    """The names in SGLang that are missing or take other parameters than this plugin needs."""
     from sglang_uvm_offload.plugin.weight_writes import WRITERS
 
     out = []
@@ -227,21 +227,21 @@ def moved() -> list[str]:
             continue
         found = _resolved(target)
         if found is None:
-            out.append(f"{target} is gone")
+            out.append(f"{target} does not exist")
         elif not _takes(found, parameters, is_called=target in CALLED):
             out.append(f"{target}{_signature(found)} does not take ({parameters})")
     for owner, names in ATTRIBUTES.items():
         found = _resolved(owner)
         if found is None and not _is_newer(owner):
-            out.append(f"{owner} is gone")
+            out.append(f"{owner} does not exist")
         elif found is not None:
             absent = [f"{owner}.{name}" for name in names.split() if not _has(found, name)]
-            out += [f"{name} is gone" for name in absent if not _is_newer(name)]
+            out += [f"{name} does not exist" for name in absent if not _is_newer(name)]
     return out
 
 
 def _is_newer(target: str) -> bool:
-    """Whether this version is one that is served without ``target``."""
+    """Whether this version is supported without ``target``."""
     from sglang_uvm_offload.plugin import compat
 
     return compat.SINCE.get(target, (0,)) > compat.VERSION
@@ -251,7 +251,7 @@ def _resolved(target: str) -> Any:
     """None if there is no such name, or if its module cannot be imported."""
     try:
         return pkgutil.resolve_name(target)
-    except Exception:  # noqa: BLE001 -- of any type, from a module of SGLang's as it is imported; it is reported as gone
+    except Exception:  # noqa: BLE001 -- of any type, from importing an SGLang module; reported as missing
         return None
 
 
@@ -260,8 +260,8 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _takes(function: Any, parameters: str, *, is_called: bool) -> bool:
-    """Whether the parameters before ``*`` are the first of ``function``, it knows those behind by name, and, if this plugin
-    calls it, needs no others."""
+    """Whether the parameters before ``*`` come first in ``function``, it has those after ``*`` by name, and, if this plugin
+    calls it, it needs no others."""
     first, _, named = (part.strip(" ,") for part in parameters.partition("*"))
     positional, by_name = _names(first), _names(named)
     own = _signature(function).parameters
@@ -276,8 +276,8 @@ def _names(text: str) -> list[str]:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether a module or a class has the name, declares it as a field, or names it in one of its methods, as an
-    ``__init__`` does which sets it."""
+    """Whether a module or a class has the name, declares it as a field, or uses it in one of its methods, such as an
+    ``__init__`` that sets it."""
     return hasattr(owner, name) or name in _mentioned(owner)
 
 

@@ -118,7 +118,7 @@ def test_doctor_counts_one_memory_once(model, sglang_on_standin):
         code, out = said[launches[host]]
         assert code == expected, out
         assert ("share one memory" in out) == bool(expected)
-    assert "to GPU and host together, which have one memory" in said[launches[106]][1]
+    assert "for GPU and host together, which use the same memory" in said[launches[106]][1]
 
 
 def test_a_numa_node_with_too_little_room_is_named_and_served(model, sglang_on_standin, tmp_path):

@@ -172,26 +172,26 @@ def test_what_sglang_starts_with_is_ready(ends, case):
             "map inline", f"--init-expert-location [1]: must hold {PLACE} or logical_count", marks=pytest.mark.nightly
         ),
         pytest.param(
-            "map no file", "--init-expert-location somewhere: is no .pt or .json file, and no JSON", marks=pytest.mark.nightly
+            "map no file", "--init-expert-location somewhere: is neither a .pt, a .json nor JSON", marks=pytest.mark.nightly
         ),
         pytest.param("map cut.json", "cut.json: Expecting property name", marks=pytest.mark.nightly),
         pytest.param("map cut.pt", "cut.pt: ", marks=pytest.mark.nightly),
-        ("map few layers.json", f"{PLACE} has 47 rows, and the model has 48 layers"),
+        ("map few layers.json", f"{PLACE} has 47 rows, but the model has 48 layers"),
         pytest.param(
             "map few places.json",
-            f"{PLACE} has 64 places a layer, and the model has 128 experts a layer",
+            f"{PLACE} has 64 physical experts a layer, but the model has 128 experts a layer",
             marks=pytest.mark.nightly,
         ),
         pytest.param(
             "map no such expert.json",
-            f"{PLACE} names experts 1 to 128, and the model's are 0 to 127",
+            f"{PLACE} names experts 1 to 128, but the model's are 0 to 127",
             marks=pytest.mark.nightly,
         ),
         pytest.param("map ragged.json", f"{PLACE} must be a table of whole numbers", marks=pytest.mark.nightly),
-        pytest.param("map more.json", "must hold nothing else, and holds steps", marks=pytest.mark.nightly),
+        pytest.param("map more.json", "and also holds steps", marks=pytest.mark.nightly),
         pytest.param("map neither.json", f"must hold {PLACE} or logical_count", marks=pytest.mark.nightly),
         pytest.param(
-            "map counts.json", "logical_count has 127 experts a layer, and the model has 128", marks=pytest.mark.nightly
+            "map counts.json", "logical_count has 127 experts a layer, but the model has 128", marks=pytest.mark.nightly
         ),
         ("heads", "--tp-size 3: its 3 attention ranks do not divide the model's 32 heads"),
         pytest.param(
@@ -205,8 +205,8 @@ def test_what_sglang_starts_with_is_ready(ends, case):
         ),
         pytest.param("chat template's kind", "template.txt: must end in .jinja or .json", marks=pytest.mark.nightly),
         pytest.param("completion template", "--completion-template nowhere: is neither", marks=pytest.mark.nightly),
-        ("adapter", "--lora-paths /nowhere: there is no such folder"),
-        ("adapter", "adapter: holds no adapter_config.json"),
+        ("adapter", "--lora-paths /nowhere: no such folder"),
+        ("adapter", "adapter: has no adapter_config.json"),
         pytest.param(
             "token map",
             "--speculative-token-map /nowhere/map.pt: is neither a file nor OWNER/NAME/FILE",
@@ -254,4 +254,4 @@ def test_an_exception_without_a_text_is_told_by_its_line_and_the_flags_it_reads(
 def test_a_model_without_a_tokenizer_is_warned_of(ends):
     _, said, _ = ends["equal"]
     (warning,) = [line for line in said.splitlines() if "WARNING" in line and "tokenizer" in line]
-    assert "Qwen3-30B-A3B holds no tokenizer" in warning
+    assert "Qwen3-30B-A3B has no tokenizer" in warning

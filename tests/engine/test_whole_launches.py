@@ -57,7 +57,7 @@ def test_doctor_is_ready_for_glm_5_on_eight_h20(diagnosis: Ended) -> None:
     ):
         assert f"  ok       {fact}" in diagnosis.out, diagnosis.out
     assert "not checked" not in diagnosis.out
-    assert "shown by loading only" not in diagnosis.out
+    assert "known only after loading" not in diagnosis.out
     assert diagnosis.out.splitlines()[-1] == "ready to serve this launch"
 
 

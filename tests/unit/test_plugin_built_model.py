@@ -102,7 +102,7 @@ def test_named_experts_take_the_room_of_all_their_replicas(monkeypatch, ids, fit
     if fits:
         model.check(placement, model.routed_model(NAME, ARCHITECTURE))
         return
-    with pytest.raises(FlagError, match=r"names 10 experts over 2 layers, if replicas .* allows 8"):
+    with pytest.raises(FlagError, match=r"names 10 experts over 2 layers, including replicas .* allows 8"):
         model.check(placement, model.routed_model(NAME, ARCHITECTURE))
 
 
@@ -113,7 +113,7 @@ def test_two_moe_layers_in_a_decoder_layer_have_lists_of_their_own(monkeypatch, 
     path = tmp_path / "ids.json"
     path.write_text("[[0, 1], [5]]")
     placement = InitialPlacement(config(num_resident=2, resident_selection="manual", resident_ids=f"@{path}"), None)
-    with pytest.raises(FlagError, match=r"names 5 experts over 2 layers, if replicas .* allows 4"):
+    with pytest.raises(FlagError, match=r"names 5 experts over 2 layers, including replicas .* allows 4"):
         model.check(placement, model.routed_model(NAME, ARCHITECTURE))
 
 

@@ -89,7 +89,7 @@ def test_another_version_with_all_of_it_is_served_with_one_warning(untried, capl
     hook_points.check()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "never tried with SGLang 0.9.0, only with" in record.message
+    assert "never tested with SGLang 0.9.0, only with" in record.message
     assert hook_points.TRIED[-1] in record.message
 
 
@@ -113,7 +113,7 @@ def with_another_parameter_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("doctor", "named"),
     [
-        (without_it, f"{FORWARD} is gone"),
+        (without_it, f"{FORWARD} does not exist"),
         (with_another_parameter_first, f"{FORWARD}(self, mode, forward_batch) does not take (self, forward_batch)"),
     ],
 )
@@ -125,7 +125,7 @@ def test_another_version_that_moved_a_hook_point_is_refused_by_its_name(doctor, 
     first, *others = refused.value.problems
     assert "SGLang 0.9.0" in first
     assert ", ".join(hook_points.TRIED) in first
-    assert sorted(others) == sorted([named, "sglang.srt.managers.scheduler.Scheduler.on_idle is gone"])
+    assert sorted(others) == sorted([named, "sglang.srt.managers.scheduler.Scheduler.on_idle does not exist"])
 
 
 def needs_more(server_args: Any, reason: str) -> None: ...
@@ -161,7 +161,7 @@ def test_a_field_that_an_object_is_given_as_it_is_made_counts():
 def test_an_older_version_may_lack_what_is_done_without(monkeypatch):
     gone = "sglang.srt.runtime_context.get_platform"
     monkeypatch.delattr(gone)
-    assert hook_points.moved() == [f"{gone} is gone"]
+    assert hook_points.moved() == [f"{gone} does not exist"]
     monkeypatch.setattr(compat, "VERSION", (0, 5, 18))
     assert hook_points.moved() == []
 
@@ -182,7 +182,7 @@ def arguments(**given: Any) -> Any:
 def test_a_launch_is_refused_before_sglang_resolves_its_arguments(untried, monkeypatch):
     monkeypatch.delattr(overrides, "post_capture_kv_sizing_planned")
     args = arguments(expert_offload_num_resident="4")
-    with pytest.raises(FlagError, match=r"overrides\.post_capture_kv_sizing_planned is gone"):
+    with pytest.raises(FlagError, match=r"overrides\.post_capture_kv_sizing_planned does not exist"):
         args.resolve_once()
     assert not getattr(args, "_resolution_finished", False)
 
@@ -203,7 +203,7 @@ def test_a_command_with_flags_ends_with_what_moved_where_they_cannot_be_added(un
     register = registering_fails(monkeypatch)
     monkeypatch.setattr(sys, "argv", ["sglang", "--expert-offload-num-resident", "4"])
     with pytest.raises(
-        SystemExit, match=r"ImportError: cannot import name[^$]*tried: [^$]*overrides.declare_resolution is gone"
+        SystemExit, match=r"ImportError: cannot import name[^$]*tested: [^$]*overrides.declare_resolution does not exist"
     ):
         register()
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.sglang
 
 @pytest.mark.parametrize("model", ["/nonexistent/model", "./model", "../model", "~/model", "a/b/c", "/nonexistent/a\udcff"])
 def test_a_path_that_is_not_there_is_no_hub_id(model):
-    assert unreadable(model) == "there is no such folder"
+    assert unreadable(model) == "no such folder"
 
 
 @pytest.mark.parametrize("model", ["org/model", "model", "s3://bucket/models/m", "redis://host:1/a/b", "https://host/a/b"])
@@ -30,14 +30,14 @@ def test_a_folder_with_a_file_that_may_be_read_for_ever_is_not_read(tmp_path):
     (tmp_path / "gone").symlink_to("nowhere")
     assert unreadable(str(tmp_path)) is None
     os.mkfifo(tmp_path / "tokenizer.json")
-    assert unreadable(str(tmp_path)) == "holds tokenizer.json, which is a pipe and not a regular file"
+    assert unreadable(str(tmp_path)) == "has tokenizer.json, which is a pipe and not a regular file"
     assert unreadable(str(tmp_path / "config.json")) is None, "a file is judged elsewhere"
 
 
 def test_the_doctor_names_the_flag():
     launch = object.__new__(Launch)
     launch.args = arguments(model_path="/nonexistent/m", tokenizer_path="org/m")
-    assert launch.unreadable_models() == ["--model-path /nonexistent/m: there is no such folder"]
+    assert launch.unreadable_models() == ["--model-path /nonexistent/m: no such folder"]
 
 
 def test_a_path_that_no_file_can_have_is_no_folder():

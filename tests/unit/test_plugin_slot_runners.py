@@ -51,7 +51,7 @@ def test_experts_on_a_cpu_are_not_refused():
     ("runner", "words"),
     [
         ("humming", "does not compute from slots yet"),
-        ("triton_kernel", "keeps experts interleaved, not one behind the other"),
+        ("triton_kernel", "keeps experts interleaved, not one after the other"),
         ("cutlass", "takes each expert as a group, by its number, inside its kernels"),
         ("flashinfer_cutlass", "takes each expert as a group, by its number, inside its kernels"),
         ("flashinfer_cutedsl", "takes each expert as a group, by its number, inside its kernels"),
@@ -135,8 +135,8 @@ def test_auto_is_deep_gemm_only_where_tokens_are_exchanged(monkeypatch):
     ("quantization", "words"),
     [
         ("w4afp8", "its runner, cutlass, takes each expert as a group, by its number, inside its kernels"),
-        ("quark", "its experts are computed by other kernels than SGLang's Triton and Marlin ones"),
-        ("mxfp4", "its experts are computed by other kernels than SGLang's Triton and Marlin ones"),
+        ("quark", "its experts use other kernels than SGLang's Triton and Marlin ones"),
+        ("mxfp4", "its experts use other kernels than SGLang's Triton and Marlin ones"),
     ],
 )
 def test_another_quantisation_is_named_with_the_reason(quantization, words):
@@ -169,16 +169,12 @@ def test_what_the_marlin_runner_leaves_to_triton_has_slots(quantization):
 
 
 def test_fp8_experts_are_not_marlins():
-    assert reason("marlin", "fp8") == (
-        "--quantization fp8: its experts are computed by other kernels than SGLang's Triton and Marlin ones"
-    )
+    assert reason("marlin", "fp8") == ("--quantization fp8: its experts use other kernels than SGLang's Triton and Marlin ones")
 
 
 def test_fp4_experts_of_an_fp8_checkpoint_are_marlins_alone():
     assert reason("marlin", stated=FP4) is None
-    assert reason("auto", stated=FP4) == (
-        "the model's FP4 experts are computed by other kernels than SGLang's Triton and Marlin ones"
-    )
+    assert reason("auto", stated=FP4) == ("the model's FP4 experts use other kernels than SGLang's Triton and Marlin ones")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +198,7 @@ def test_compressed_tensors_go_by_the_kind_of_weights(kind, bits, runner, activa
     with override_platform(is_blackwell=blackwell):
         told = reason(runner, stated=stated)
     assert (told is None) == served
-    assert told is None or told.startswith("--quantization compressed-tensors: its experts are computed by other kernels")
+    assert told is None or told.startswith("--quantization compressed-tensors: its experts use other kernels")
 
 
 def test_what_the_checkpoint_states_is_read_where_sglang_looks_for_it():
@@ -227,7 +223,7 @@ def test_with_adapters_only_the_triton_runner_has_slots(runner, told):
 @pytest.mark.parametrize("backend", [each.value for each in MoeA2ABackend if not each.is_none()])
 def test_tokens_that_are_exchanged_have_no_slots(backend):
     assert reason(moe_a2a_backend=backend) == (
-        f"--moe-a2a-backend {backend} hands tokens over in a form that SGLang's Triton and Marlin runners do not take"
+        f"--moe-a2a-backend {backend} passes tokens on in a form that SGLang's Triton and Marlin runners do not take"
     )
 
 
@@ -285,4 +281,4 @@ def test_a_method_with_kernels_of_its_own_is_named():
         def get_moe_runner_backend(self, layer: Any) -> None:
             return None
 
-    assert no_slots_in(SimpleNamespace(quant_method=Own())) == "Own computes its experts by kernels of its own"
+    assert no_slots_in(SimpleNamespace(quant_method=Own())) == "Own computes its experts with its own kernels"

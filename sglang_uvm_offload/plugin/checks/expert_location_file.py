@@ -1,4 +1,4 @@
-"""``--init-expert-location``: what each rank would read before it builds the model, and why it cannot."""
+"""Checks ``--init-expert-location``, which each rank reads before it builds the model."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _why(value: str, cfg: Any, model: Any) -> list[str]:
     try:
         found = _load(value)
     except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        return [reason(error) if value.endswith((".pt", ".json")) else f"is no .pt or .json file, and no JSON: {reason(error)}"]
+        return [reason(error) if value.endswith((".pt", ".json")) else f"is neither a .pt, a .json nor JSON: {reason(error)}"]
     if not isinstance(found, dict) or not {MAP, COUNT} & set(found):
         return [f"must hold {MAP} or {COUNT}"]
     if MAP not in found:
         return _counts(found[COUNT], cfg, model)
     if more := sorted(set(found) - {MAP}):
-        return [f"beside {MAP} it must hold nothing else, and holds {', '.join(more)}"]
+        return [f"must hold nothing but {MAP}, and also holds {', '.join(more)}"]
     return _map(found[MAP], cfg, model)
 
 
@@ -52,7 +52,7 @@ def _tensor(values: Any) -> torch.Tensor | None:
 
 
 def _map(values: Any, cfg: Any, model: Any) -> list[str]:
-    """A row a decoder layer, dense ones too, with the expert at each place."""
+    """One row per decoder layer, including dense ones, with the logical expert of each physical expert."""
     places, shape = _tensor(values), ModelConfigForExpertLocation.from_model_config(model)
     if places is None:
         return [f"{MAP} must be a table of whole numbers, a row a layer"]
@@ -63,14 +63,14 @@ def _map(values: Any, cfg: Any, model: Any) -> list[str]:
         return [f"{MAP} must be a table of whole numbers, a row a layer"]
     out = []
     if places.shape[0] < shape.num_layers:
-        out.append(f"{MAP} has {places.shape[0]} rows, and the model has {shape.num_layers} layers")
+        out.append(f"{MAP} has {places.shape[0]} rows, but the model has {shape.num_layers} layers")
     if places.shape[1] != want:
         redundant = f" and --ep-num-redundant-experts {cfg.ep_num_redundant_experts}" if cfg.ep_num_redundant_experts else ""
         experts = f"the model has {shape.num_logical_experts} experts a layer{redundant}"
-        out.append(f"{MAP} has {places.shape[1]} places a layer, and {experts}")
+        out.append(f"{MAP} has {places.shape[1]} physical experts a layer, but {experts}")
     if places.numel() and (places.min() < 0 or places.max() >= shape.num_logical_experts):
         out.append(
-            f"{MAP} names experts {places.min()} to {places.max()}, and the model's are 0 to {shape.num_logical_experts - 1}"
+            f"{MAP} names experts {places.min()} to {places.max()}, but the model's are 0 to {shape.num_logical_experts - 1}"
         )
     return out
 
@@ -81,5 +81,5 @@ def _counts(values: Any, cfg: Any, model: Any) -> list[str]:
     if counts is None or counts.dim() not in (2, 3):
         return [f"{COUNT} must be a table of numbers by layer and expert"]
     if shape is not None and counts.shape[-1] != shape.num_logical_experts:
-        return [f"{COUNT} has {counts.shape[-1]} experts a layer, and the model has {shape.num_logical_experts}"]
+        return [f"{COUNT} has {counts.shape[-1]} experts a layer, but the model has {shape.num_logical_experts}"]
     return []

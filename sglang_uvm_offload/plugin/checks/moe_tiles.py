@@ -1,10 +1,10 @@
-"""Warns where SGLang's Triton kernel would read offloaded experts in pieces too short for PCIe.
+"""Warns if SGLang's Triton kernel would read offloaded experts in pieces too short for PCIe.
 
-The kernel reads a weight row ``BLOCK_SIZE_K`` elements at a time, by the configuration that SGLang finds for the experts' shape
-and this GPU. Reads of host memory under ``LINE_BYTES`` waste the link. Nothing is changed: another ``BLOCK_SIZE_K`` accumulates
-in another order, so the output's last bits differ.
+The kernel reads a weight row ``BLOCK_SIZE_K`` elements at a time, as set by SGLang's configuration for the experts' shape and
+this GPU. Reads of host memory under ``LINE_BYTES`` waste the link. This module changes nothing: another ``BLOCK_SIZE_K``
+accumulates in another order, so the output's last bits differ.
 
-The shape is read from the model's config; for a model or a quantisation that is not known here, nothing is said.
+The shape comes from the model's config. There is no warning for models and quantisations that this module does not know.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 307
 
 @dataclass(frozen=True)
 class Experts:
-    """What SGLang chooses a configuration by: the experts of a layer on one rank, as its Triton runner gets them."""
+    """The experts of a layer on one rank, as SGLang's Triton runner gets them. SGLang chooses its configuration by these."""
 
     num_experts: int
     """Routed, redundant and fused shared ones."""
     width: int
-    """Elements of a row of the down projection, as stored: two 4-bit weights are one."""
+    """Elements of a row of the down projection, as stored: two 4-bit weights are one element."""
     hidden: int
     top_k: int
     dtype: str | None
-    """SGLang's word for the kernel's input types."""
+    """SGLang's name for the kernel's input types."""
     bits: int
-    """Of a weight."""
+    """Bits of a weight."""
     block_shape: tuple[int, int] | None = None
     per_channel: bool = False
 
 
 def warnings(server_args: Any) -> list[str]:
-    """What to warn of in the launch with the resolved ``server_args``, on a machine with its GPU."""
+    """The warnings for a launch with the resolved ``server_args``, on a machine with its GPU."""
     config = config_of(server_args)
     in_place = NEVER if config is None else config.stream_tokens
     with use_context(create_context(server_args, role="scheduler")):
@@ -64,8 +64,8 @@ def warnings(server_args: Any) -> list[str]:
 
 
 def narrow_tiles(experts: Experts, in_place: int = NEVER) -> list[str]:
-    """One line for each configuration whose tiles are too narrow at some number of tokens below ``in_place``, from which on
-    steps stream. Needs SGLang's context."""
+    """One line for each configuration whose tiles are too narrow at some number of tokens below ``in_place``, at which steps
+    begin to stream. Needs SGLang's context."""
     lines: list[str] = []
     for source, blocks in _configurations(experts):
         read = {rows: block for rows, block in blocks.items() if rows < in_place}
@@ -74,7 +74,7 @@ def narrow_tiles(experts: Experts, in_place: int = NEVER) -> list[str]:
 
 
 def _configurations(experts: Experts) -> Iterator[tuple[str, dict[int, int]]]:
-    """The files, or the rule, by which SGLang launches the two matrix products, each with ``BLOCK_SIZE_K`` by tokens."""
+    """The files, or the rule, by which SGLang configures the two GEMMs, each with ``BLOCK_SIZE_K`` by tokens."""
     block = experts.block_shape or (0, 0)
     key = (experts.num_experts, experts.width, experts.dtype)
     up, down = (
@@ -86,7 +86,7 @@ def _configurations(experts: Experts) -> Iterator[tuple[str, dict[int, int]]]:
         yield f"SGLang's default rule, as there is no {_file(experts, False)}", _blocks(rule)
     else:
         yield _file(experts, False), _blocks(up)
-    if down is not None and down != up:  # without a file of its own, the second product goes by the first one's
+    if down is not None and down != up:  # without its own file, the second GEMM uses the first one's
         yield _file(experts, True), _blocks(down)
 
 
@@ -116,8 +116,8 @@ def _warning(source: str, blocks: dict[int, int], bits: int) -> str | None:
 
 
 def launched_experts(server_args: Any) -> Experts | None:
-    """What the launch gives to SGLang's Triton runner, None if another runner serves the experts, or if it is not known here.
-    Needs SGLang's context."""
+    """The experts that the launch gives to SGLang's Triton runner; None if another runner computes them, or if this module does
+    not know the format. Needs SGLang's context."""
     cfg, model = resolving_view(server_args), model_config_of(server_args)
     runner = routing_format(cfg, model, server_args.moe_runner_backend).runner
     text = model.hf_text_config
@@ -144,7 +144,7 @@ def launched_experts(server_args: Any) -> Experts | None:
 
 
 def _weights(dtype: Any, quantization: Any) -> dict[str, Any] | None:
-    """How ``quantization``, SGLang's config of it or None, gives weights to the Triton runner; None if not known here."""
+    """How ``quantization`` (SGLang's config of it, or None) passes weights to the Triton runner; None if unknown here."""
     block = getattr(quantization, "weight_block_size", None)
     blocks = {"block_shape": tuple(block) if block else None}
     match quantization.get_name() if quantization is not None else None:
@@ -169,7 +169,7 @@ def _weights(dtype: Any, quantization: Any) -> dict[str, Any] | None:
 
 
 def _compressed(schemes: list[Any]) -> dict[str, Any] | None:
-    """FP8 weights alone: integers go to Marlin."""
+    """FP8 weights only: integers go to Marlin."""
     if not schemes or any(scheme != schemes[0] for scheme in schemes) or schemes[0] is None:
         return None
     weights = schemes[0]

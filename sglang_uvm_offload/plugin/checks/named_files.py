@@ -1,4 +1,4 @@
-"""The files that a launch's flags name: those which SGLang opens only in a rank, or once all weights are loaded."""
+"""Checks the files in a launch's flags that SGLang opens only in a rank, or once all weights are loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Reader = Callable[[str], Any]
 
 
 def problems(cfg: Any) -> list[str]:
-    """Why SGLang cannot use a file that its resolved arguments ``cfg`` name, a line a flag."""
+    """Why SGLang cannot use a file that its resolved arguments ``cfg`` name, one line per flag."""
     out = [*_templates(cfg), *_adapters(cfg), *_token_map(cfg)]
     for flag, path, read in _read(cfg):
         try:
@@ -28,7 +28,7 @@ def problems(cfg: Any) -> list[str]:
 
 
 def reason(error: Exception) -> str:
-    """Of a file that cannot be read, in one line."""
+    """Why a file cannot be read, in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return " ".join(str(error).split()) or type(error).__name__
@@ -44,7 +44,7 @@ def _yaml_of(path: str) -> Any:
 
 
 def _read(cfg: Any) -> Iterator[tuple[str, str, Reader]]:
-    """The flag, the file and how SGLang reads it, of each flag that has an effect in this launch."""
+    """The flag, the file and how SGLang reads it, for each flag that has an effect in this launch."""
     if cfg.speculative_algorithm == "NGRAM" and cfg.speculative_ngram_external_corpus_path:
         yield "--speculative-ngram-external-corpus-path", cfg.speculative_ngram_external_corpus_path, _open
     if cfg.dllm_algorithm and cfg.dllm_algorithm_config:
@@ -67,7 +67,7 @@ def _by_suffix(path: str) -> Any:
 
 
 def _templates(cfg: Any) -> Iterator[str]:
-    """Names of SGLang's own, or files, which it reads beside the ranks that load weights."""
+    """SGLang's own template names, or files, which it reads while ranks load weights."""
     if cfg.chat_template and not compat.has_chat_template(cfg.chat_template):
         yield from _template("--chat-template", cfg.chat_template, (".jinja", ".json"))
     if cfg.completion_template and not completion_template_exists(cfg.completion_template):
@@ -87,7 +87,7 @@ def _template(flag: str, named: str, suffixes: tuple[str, ...]) -> Iterator[str]
 
 
 def _adapters(cfg: Any) -> Iterator[str]:
-    """Each is a folder or the id of a model on a hub, as in ``NAME=PATH``, in JSON, or as SGLang has parsed them."""
+    """Each adapter is a folder or a model id, as ``NAME=PATH``, in JSON, or as SGLang has parsed it."""
     named = cfg.lora_paths or []
     for adapter in named.values() if isinstance(named, dict) else named:
         path = adapter.get("lora_path") if isinstance(adapter, dict) else getattr(adapter, "lora_path", adapter)
@@ -95,11 +95,11 @@ def _adapters(cfg: Any) -> Iterator[str]:
         if path and (why := unreadable(path)):
             yield f"--lora-paths {path}: {why}"
         elif path and Path(path).is_dir() and not (Path(path) / "adapter_config.json").is_file():
-            yield f"--lora-paths {path}: holds no adapter_config.json"
+            yield f"--lora-paths {path}: has no adapter_config.json"
 
 
 def _token_map(cfg: Any) -> Iterator[str]:
-    """A file, or one in a repository of a hub: ``OWNER/NAME/FILE``. EAGLE3's draft models have a map of their own."""
+    """A file, or one in a Hugging Face repository: ``OWNER/NAME/FILE``. EAGLE3's draft models bring their own map."""
     named = cfg.speculative_token_map
     if cfg.speculative_algorithm != "EAGLE" or not named or Path(named).exists():
         return

@@ -1,4 +1,4 @@
-"""What ends SGLang's start behind its resolved arguments, repeated before anything is spawned where it can be known.
+"""Repeats, before SGLang spawns anything, the checks that would end its start after it has resolved its arguments.
 
 SGLang 0.5.23, in order: where, what raises, and whether this file and ``start_rehearsal`` (``doctor`` only) repeat it.
 
@@ -45,11 +45,12 @@ from sglang_uvm_offload.sizing.moe_shape import stated_experts
 from sglang_uvm_offload.units import size
 
 BALANCE = 0.9
-"""Of a rank's free VRAM that the rank with the least must have (``distributed.bootstrap._check_tp_memory_balance``)."""
+"""The share of any rank's free VRAM that the rank with the least must have
+(``distributed.bootstrap._check_tp_memory_balance``)."""
 
 
 def problems(cfg: Any, model: Any) -> list[str]:
-    """Why SGLang would end before its first weight. ``cfg``: its resolved arguments; ``model``: its config of the model."""
+    """Why SGLang would end before it loads weights. ``cfg``: its resolved arguments; ``model``: its config of the model."""
     out = [*_classless(cfg, model), *named_files.problems(cfg)]
     out += [*expert_location_file.problems(cfg, model), *_indivisible(cfg, model)]
     if cfg.device == "cuda":
@@ -58,8 +59,8 @@ def problems(cfg: Any, model: Any) -> list[str]:
 
 
 def _classless(cfg: Any, model: Any) -> Iterator[str]:
-    """A model of which SGLang has no class: its ranks look for one in the transformers library. It is not looked for here where
-    that runs code among the checkpoint's files which the user does not trust."""
+    """A model for which SGLang has no class: its ranks look for one in the transformers library. This check skips models whose
+    class would run code from the checkpoint that the user does not trust."""
     own_code = getattr(model.hf_config, "auto_map", None) and not cfg.trust_remote_code
     named = model.hf_config.architectures
     if own_code or not named or sglang_architectures().intersection(named):
@@ -71,14 +72,14 @@ def _classless(cfg: Any, model: Any) -> Iterator[str]:
 
 
 def _unbalanced(cfg: Any) -> Iterator[str]:
-    """Each rank compares its free VRAM with the least of its replica's, behind the same context on each GPU. Ranks on other
-    machines are not seen."""
+    """Each rank compares its free VRAM with the least in its replica, after creating the same context on each GPU. This check
+    does not see ranks on other machines."""
     if cfg.tp_size < 2 or cfg.gated_launch_port is not None or not envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK.get():
         return
     here = ranks(cfg)
     try:
         free = free_by_gpu(here)
-    except DriverError:  # told by ``devices``
+    except DriverError:  # ``devices`` reports it
         return
     for replica in sorted({rank.replica for rank in here}):
         gpus = sorted({rank.gpu for rank in here if rank.replica == replica})
@@ -86,7 +87,7 @@ def _unbalanced(cfg: Any) -> Iterator[str]:
         if free[least] < BALANCE * free[most]:
             yield (
                 f"--tp-size {cfg.tp_size}: GPU {least} has {size(free[least])} of free VRAM and GPU {most} has "
-                f"{size(free[most])}, and SGLang ends where they differ by over a tenth: end what else runs on GPU {least}, or "
+                f"{size(free[most])}; SGLang refuses a difference of over a tenth: end what else runs on GPU {least}, or "
                 "set SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0"
             )
 
@@ -129,7 +130,7 @@ def _expert_units(cfg: Any, model: Any) -> Iterator[str]:
 
 
 def _block(model: Any, quantization: str | None) -> int:
-    """Hidden units of an expert that share a scale, where SGLang cannot cut them (``Fp8MoEMethod.create_weights``)."""
+    """Hidden units of an expert that share a scale, so that SGLang cannot split them (``Fp8MoEMethod.create_weights``)."""
     found = stated_quantization(model)
     block = found.get("weight_block_size") if quantization == "fp8" else None
     plain = any("expert" in str(name) for name in found.get("modules_to_not_convert") or found.get("ignored_layers") or ())
@@ -137,24 +138,24 @@ def _block(model: Any, quantization: str | None) -> int:
 
 
 def _missing_files(cfg: Any, model: Any, name: str) -> list[str]:
-    """The files of which SGLang would read one, for a quantisation that the config does not state
-    (``weight_utils.get_quant_config``). ``modelopt_fp4`` without a file quantises as it loads."""
+    """For a quantisation that the config does not state, the files of which SGLang needs one
+    (``weight_utils.get_quant_config``). ``modelopt_fp4`` without a file quantises while loading."""
     folder = model_files(cfg).on_disk
     if name == "modelopt_fp4" or stated_quantization(model) or folder is None:
         return []
     try:
         files = get_quantization_config(name).get_config_filenames()
-    except ValueError:  # of no such name, which SGLang's arguments refuse
+    except ValueError:  # an unknown name, which SGLang refuses when it parses its arguments
         return []
     return [] if any(str(path).endswith(tuple(files)) for path in folder.glob("*.json")) else list(files)
 
 
 def _quantization(cfg: Any, model: Any) -> Iterator[str]:
-    """As ``model_loader.loader`` asks the quantisation; what one tells only of a checkpoint is left to it."""
+    """The checks of ``model_loader.loader``. What depends on the checkpoint is left to SGLang."""
     name, here = cfg.quantization or model.quantization, ranks(cfg)
     if name and (files := _missing_files(cfg, model, name)):
-        yield f"--quantization {name}: SGLang needs {' or '.join(files)} among the model's files for it, and there is none"
-    if not here:  # more machines than ranks, which SGLang refuses
+        yield f"--quantization {name}: SGLang needs {' or '.join(files)} in the model's folder, and it is missing"
+    if not here:  # SGLang refuses more machines than ranks
         return
     try:
         kind = get_quantization_config(name) if name else None
@@ -163,7 +164,7 @@ def _quantization(cfg: Any, model: Any) -> Iterator[str]:
     except (ValueError, TypeError, DriverError):
         return
     if arch < least:
-        yield f"--quantization {name}: SGLang needs a GPU of sm_{least} or newer for it, and this one is sm_{arch}"
+        yield f"--quantization {name}: SGLang needs a GPU of sm_{least} or newer for it, but this one is sm_{arch}"
     if model.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         yield f"--dtype {str(model.dtype).removeprefix('torch.')}: SGLang computes {name} in {names} only"

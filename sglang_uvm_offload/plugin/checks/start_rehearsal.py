@@ -1,5 +1,5 @@
-"""What SGLang's launcher itself does between its resolved arguments and the first spawn, or beside ranks that load: done by
-``doctor`` with SGLang's own functions. A launch does it anyway, so it is not done twice there."""
+"""Runs, for ``doctor``, the steps that SGLang's launcher takes between resolving its arguments and the first spawn, or while
+ranks load, with SGLang's own functions. A launch takes them anyway, so it does not run them twice."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json"),
     *("tiktoken.model", "qwen.tiktoken", "spiece.model", "sentencepiece.bpe.model"),
 )
-"""Files of which a model's folder has at least one if it has a tokenizer."""
+"""A model's folder with a tokenizer has at least one of these files."""
 
 
 def problems(server_args: Any) -> list[str]:
-    """Why the launcher would end, in the words of SGLang. Call it once, on arguments that are resolved."""
+    """Why the launcher would end, with SGLang's messages. Call this once, on resolved arguments."""
     cfg = resolving_view(server_args)
     out = _of(f"SGLang cannot serve {cfg.model_path}", server_args, server_args.check_server_args)
     out += _of("--reasoning-parser / --tool-call-parser", server_args, lambda: resolve_auto_parsers(server_args))
@@ -39,11 +39,11 @@ def problems(server_args: Any) -> list[str]:
 
 
 def warnings(server_args: Any) -> list[str]:
-    """What ends the start if it is still so then."""
+    """Conditions that would end the start if they still hold then."""
     cfg, out = resolving_view(server_args), []
     if not cfg.skip_tokenizer_init and Path(cfg.tokenizer_path).is_dir() and not _has_tokenizer(cfg.tokenizer_path):
         out.append(
-            f"{cfg.tokenizer_path} holds no tokenizer: SGLang does not start without one (--tokenizer-path, or "
+            f"{cfg.tokenizer_path} has no tokenizer: SGLang does not start without one (--tokenizer-path, or "
             "--skip-tokenizer-init)"
         )
     if cfg.node_rank == 0 and (why := _taken(cfg.host, cfg.port)):
@@ -60,13 +60,13 @@ def _of(what: str, server_args: Any, step: Callable[[], Any]) -> list[str]:
 
 
 def _draft(server_args: Any, cfg: Any) -> None:
-    """As the draft worker of each rank makes it."""
+    """Build the draft model's config as each rank's draft worker does."""
     path, revision = cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision
     ModelConfig.from_server_args(server_args, model_path=path, model_revision=revision, is_draft_model=True)
 
 
 def _tokenizer(cfg: Any) -> None:
-    """As the launcher loads it, beside ranks that load weights; of a multimodal model, whose processor has it too."""
+    """Load the tokenizer as the launcher does while ranks load weights. A multimodal model's processor includes it."""
     get_tokenizer(
         cfg.tokenizer_path,
         tokenizer_mode=cfg.tokenizer_mode,
@@ -77,13 +77,13 @@ def _tokenizer(cfg: Any) -> None:
 
 
 def _has_tokenizer(path: str) -> bool:
-    """Whether the folder has one. Of the id of a model on a hub nothing is fetched here, and nothing is known."""
+    """Whether the folder has a tokenizer. False for a Hugging Face id, for which this downloads nothing."""
     folder = Path(path)
     return folder.is_file() or (folder.is_dir() and any((folder / name).exists() for name in TOKENIZERS))
 
 
 def _taken(host: str, port: int) -> str | None:
-    """Why nothing can listen there now."""
+    """Why no server can listen on this address now."""
     with contextlib.suppress(OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as tried:

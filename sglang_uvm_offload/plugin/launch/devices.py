@@ -1,4 +1,4 @@
-"""The devices of a launch on this machine, and why experts cannot lie there."""
+"""The devices of a launch on this machine, and why they cannot hold offloaded experts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def problems(config: RequestedConfig, cfg: Any) -> list[str]:
 
 
 def gpu_problems(gpus: list[int]) -> list[str]:
-    """Why ``gpus`` cannot keep experts in unified memory, or the library for them cannot be built. A problem of the driver
-    concerns all of them, and is listed once."""
+    """Why ``gpus`` cannot keep experts in unified memory, or why the library for them cannot be built. A driver problem
+    concerns all GPUs and is listed once."""
     from sglang_uvm_offload.cuda.build import BuildFailure, build
     from sglang_uvm_offload.cuda.canary import canary_problems
     from sglang_uvm_offload.cuda.device import device_arch, device_problems

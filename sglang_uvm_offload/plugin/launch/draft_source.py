@@ -1,4 +1,4 @@
-"""Where a launch's drafts come from: the model's own checkpoint, one of their own, or no checkpoint at all."""
+"""Where a launch's draft model comes from: the target's checkpoint, a separate one, or none."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 
 _SEPARATE = ("EAGLE", "EAGLE3", "STANDALONE", "DFLASH")
-"""Algorithms with which SGLang 0.5.23 loads a draft model, and makes a KV cache for it (``pool_configurator``)."""
+"""Algorithms for which SGLang 0.5.23 loads a draft model and allocates a KV cache for it (``pool_configurator``)."""
 
 
 def uncounted(cfg: Any) -> list[str]:
-    """Why a plan cannot count these drafts."""
+    """Why the planner cannot count these drafts."""
     algorithm = cfg.speculative_algorithm
     if algorithm in (None, "NGRAM") or from_the_checkpoint(cfg):
         return []
@@ -32,7 +32,7 @@ def from_the_checkpoint(cfg: Any) -> bool:
 
 
 def separate(cfg: Any) -> ModelFiles | None:
-    """The draft model with a checkpoint of its own, None without one."""
+    """The draft model with a separate checkpoint, None without one."""
     path = cfg.speculative_draft_model_path
     if cfg.speculative_algorithm in (None, "NGRAM") or path is None or from_the_checkpoint(cfg):
         return None
@@ -40,8 +40,8 @@ def separate(cfg: Any) -> ModelFiles | None:
 
 
 def problems(config: RequestedConfig, cfg: Any, num_experts: int | None) -> list[str]:
-    """Why ``--expert-offload-draft-num-resident`` does not fit the draft model. ``num_experts``: the target's. A draft model of
-    its own whose config cannot be read is not looked at."""
+    """Why ``--expert-offload-draft-num-resident`` does not fit the draft model. ``num_experts``: the target's. Skips a separate
+    draft model whose config cannot be read."""
     number = config.draft_num_resident
     if number is None:
         return []
@@ -64,5 +64,5 @@ def problems(config: RequestedConfig, cfg: Any, num_experts: int | None) -> list
 
 
 def tokens_verified(cfg: Any) -> int:
-    """Tokens that a step verifies for a request, 0 without drafts."""
+    """Tokens that a step verifies per request, 0 without drafts."""
     return (cfg.speculative_num_draft_tokens or 0) if cfg.speculative_algorithm is not None else 0

@@ -1,4 +1,5 @@
-"""The bytes of a launch's experts by the headers of its checkpoint, and whether host RAM holds what is to be there."""
+"""Computes the bytes of a launch's experts from its checkpoint's headers, and checks that host RAM can hold the offloaded
+ones."""
 
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ from sglang_uvm_offload.units import size
 
 @dataclass(frozen=True)
 class ExpertBytes:
-    """Over all ranks of all replicas on this machine."""
+    """Totals over all ranks of all replicas on this machine."""
 
     resident: int
     offloaded: int
     loading: int
-    """In host RAM at the peak of loading, at least: the offloaded ones before they are converted, and of the resident ones what
-    VRAM does not hold in that format."""
+    """A lower bound of the peak host RAM while loading: the offloaded experts before conversion, plus the resident ones that do
+    not fit in VRAM in that format."""
 
 
 def stored(cfg: Any, model_config: Any) -> CheckpointShape | None:
-    """The model as its files have it; None if they are not here, or cannot be read."""
+    """The model as stored in its files; None if they are not on this machine or cannot be read."""
     try:
         return stored_model(model_files(cfg), cfg.load_format, str(model_config.dtype).removeprefix("torch."))
     except CheckpointError:
@@ -42,30 +43,30 @@ def stored(cfg: Any, model_config: Any) -> CheckpointShape | None:
 
 
 def is_dense(cfg: Any, model_config: Any) -> bool:
-    """Whether no tensor of the checkpoint is an expert's, whatever number its class of configs has by default."""
+    """Whether the checkpoint has no expert tensors, whatever the defaults of its config class."""
     try:
         stored_model(model_files(cfg), cfg.load_format, str(model_config.dtype).removeprefix("torch."))
-    except CheckpointError as error:  # any other is told by whoever needs the model's bytes
+    except CheckpointError as error:  # whoever needs the model's bytes reports any other
         return isinstance(error, NoExperts)
     return False
 
 
 def conversions(cfg: Any, model_config: Any) -> list[str]:
-    """What the launch converts as it loads."""
+    """What the launch converts while loading."""
     model = stored(cfg, model_config)
     found = conversion(model_config.quantization, model.quantization) if model is not None else None
     return [str(found)] if found else []
 
 
 def is_more_than_planned(server_args: Any) -> bool:
-    """Whether host RAM holds what the planner's case knows nothing of: redundant experts, or a format that is left behind once
-    all is loaded."""
+    """Whether host RAM holds more than the planner's case knows of: redundant experts, or a format that is dropped after
+    loading."""
     cfg = resolving_view(server_args)
     return bool(cfg.ep_num_redundant_experts or conversions(cfg, model_config_of(server_args)))
 
 
 def expert_bytes(num_resident: int, cfg: Any, model_config: Any) -> ExpertBytes | None:
-    """None if only loading shows it."""
+    """The bytes of the launch's experts, None if only loading shows them."""
     model = stored(cfg, model_config)
     if model is None:
         return None
@@ -88,18 +89,18 @@ def expert_bytes(num_resident: int, cfg: Any, model_config: Any) -> ExpertBytes 
 
 
 def _vram(cfg: Any) -> int:
-    """Of all GPUs that have ranks here, at the most; 0 where SGLang does not know their size."""
+    """An upper bound of the VRAM of all GPUs with ranks here; 0 if SGLang does not know their size."""
     return len({rank.gpu for rank in ranks(cfg)}) * int((get_device_memory_capacity(cfg.device) or 0) * (1 << 20))
 
 
 def problems(num_resident: int, server_args: Any) -> list[str]:
-    """The shortage of host RAM as far as the checkpoint's headers and the flags show it."""
+    """The shortage of host RAM, as far as the checkpoint's headers and the flags show it."""
     return shortage(num_resident, host_need(num_resident, server_args), host_available())
 
 
 def host_need(num_resident: int, server_args: Any) -> HostNeed:
-    """A lower bound for a launch that no plan counts: its experts, if their headers show them, and the hierarchical caches
-    whose size a flag gives."""
+    """A lower bound for a launch that the planner cannot count: its experts, if their headers show them, and the hierarchical
+    caches whose size a flag gives."""
     cfg = resolving_view(server_args)
     known = expert_bytes(num_resident, cfg, model_config_of(server_args))
     cache = hicache(cfg, as_given(server_args)).get("hicache_bytes", 0) if cfg.pp_size == 1 else 0
@@ -119,12 +120,12 @@ def crowded_nodes(num_resident: int, server_args: Any) -> list[str]:
 
 
 def shortage(num_resident: int, need: HostNeed, available: int, gpus: int = 0) -> list[str]:
-    """Why host RAM cannot hold what the launch needs, of which ``available`` bytes are left, and GPUs take ``gpus`` of the same
-    memory. What is not known here is checked as it is loaded, tensor by tensor."""
+    """Why ``available`` bytes of host RAM cannot hold what the launch needs. ``gpus``: bytes that GPUs take of the same memory.
+    What is not known yet is checked while loading, tensor by tensor."""
     if not (need.experts or need.cache) or need.total <= available:
         return []
     left = size(max(0, available - need.total + need.experts))
-    of = f"of {size(available)} beside {need.beside_experts()}" + (f", after {size(gpus)} for the GPU" if gpus else "")
+    of = f"of {size(available)} after {need.beside_experts()}" + (f", after {size(gpus)} for the GPU" if gpus else "")
     remedy = "keep more resident, or add host RAM"
     if need.cache:
         remedy = f"give a smaller --hicache-size or --hicache-ratio, {remedy}"

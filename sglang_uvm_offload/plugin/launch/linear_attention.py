@@ -1,4 +1,4 @@
-"""The state that models with linear attention keep for each request, by SGLang's own shapes."""
+"""The per-request state of models with linear attention, in SGLang's own shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def has_states(model: Any) -> bool:
 
 
 def uncounted(cfg: Any, model: Any) -> list[str]:
-    """Why a plan cannot count the state."""
+    """Why the planner cannot count the state."""
     if not has_states(model):
         return []
     if not hasattr(hybrid_gdn_config(model), "linear_conv_kernel_dim"):
@@ -31,8 +31,8 @@ def uncounted(cfg: Any, model: Any) -> list[str]:
 
 
 def state(cfg: Any, model: Any) -> LinearState | None:
-    """The state of one request and the number of states that SGLang keeps, None where ``uncounted`` names a reason, and for a
-    model without linear attention."""
+    """The state of one request and the number of states that SGLang keeps; None if ``uncounted`` names a reason, or for a model
+    without linear attention."""
     if not has_states(model) or uncounted(cfg, model):
         return None
     return LinearState(
@@ -44,8 +44,8 @@ def state(cfg: Any, model: Any) -> LinearState | None:
 
 
 def state_layer_bytes(config: Any, ssm_dtype: str | None) -> int:
-    """Bytes of one request in one layer over all ranks, for a config with Qwen3-Next's names. Their
-    ``mamba2_cache_params`` cannot be asked before ranks exist."""
+    """Bytes of one request in one layer over all ranks, for a config with Qwen3-Next's names. Its ``mamba2_cache_params`` is
+    not available before ranks exist."""
     shape = Mamba2StateShape.create(
         tp_world_size=1,
         intermediate_size=config.linear_value_head_dim * config.linear_num_value_heads,
@@ -62,7 +62,7 @@ def state_layer_bytes(config: Any, ssm_dtype: str | None) -> int:
 
 
 def _slots(cfg: Any) -> int | None:
-    """The states of one rank, if flags set their number."""
+    """The number of states of one rank, if flags set it."""
     if cfg.max_mamba_cache_size is not None:
         return cfg.max_mamba_cache_size // cfg.attn_dp_size
     if cfg.disable_radix_cache and cfg.max_running_requests is not None:

@@ -1,4 +1,4 @@
-"""Whether the local checkpoint that a flag names can be read."""
+"""Checks whether the local checkpoint that a flag names can be read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_f
 
 
 def unreadable(model: str) -> str | None:
-    """Why the local model ``model`` cannot be read; None if it can, or if it is the id of a model on a hub."""
+    """Why the local model ``model`` cannot be read; None if it can, or if it is a Hugging Face id."""
     if os.path.isdir(model):
         return _special_file(model)
     if os.path.lexists(model) or not re.match(r"[./~]|[^/:]*/[^/]*/", model):
         return None
-    return "there is no such folder"
+    return "no such folder"
 
 
 def _special_file(folder: str) -> str | None:
@@ -30,16 +30,16 @@ def _special_file(folder: str) -> str | None:
     for name in entries:
         try:
             mode = os.stat(os.path.join(folder, name)).st_mode
-        except OSError:  # such as a link to a file that was not downloaded; what reads it gives the reason
+        except OSError:  # such as a link to a file that was not downloaded; whoever reads it reports that
             continue
         if not stat.S_ISDIR(mode) and (kind := reading.special_kind(mode)):
-            return f"holds {name}, which is {kind} and not a regular file"
+            return f"has {name}, which is {kind} and not a regular file"
     return None
 
 
 def read_models(cfg: Any) -> list[Path]:
-    """The models whose safetensors a launch reads: the target, and a draft model of its own. ``--load-format dummy`` reads
-    none, other formats are left to SGLang."""
+    """The models whose safetensors files a launch reads: the target, and a separate draft model. ``--load-format dummy`` reads
+    none; SGLang checks other formats."""
     if cfg.load_format not in ("auto", "safetensors"):
         return []
     named = {cfg.model_path: cfg.revision, cfg.speculative_draft_model_path: cfg.speculative_draft_model_revision}
@@ -48,8 +48,8 @@ def read_models(cfg: Any) -> list[Path]:
 
 
 def damage(cfg: Any) -> list[str]:
-    """Problems of the weights of local checkpoints, which a launch would find only while loading them, or not at all. Files
-    other than safetensors are not checked."""
+    """Damage in the weights of local checkpoints, which a launch would find only while loading, or not at all. Checks only
+    safetensors files."""
     return [problem for model in read_models(cfg) for problem in _damage(model)]
 
 

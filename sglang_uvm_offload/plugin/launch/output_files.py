@@ -1,4 +1,4 @@
-"""Checks of a server's output files: what they must not replace."""
+"""Checks that a server's output files replace nothing that they must not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_uvm_offload.routing.trace import TRACE_FILE
 def problems(config: RequestedConfig, server_args: Any) -> list[str]:
     """Why the files that ``config`` names cannot be written."""
     folders, others = model_folders(server_args), {}
-    # A profile may be read from and saved to one path: the saved one includes what was read.
+    # A profile may be read from and saved to the same path: the saved profile includes the one that was read.
     for path in config.profiles:
         others[path] = f"a file of {flag_name('profile')}"
     wanted = []
@@ -37,7 +37,7 @@ def problems(config: RequestedConfig, server_args: Any) -> list[str]:
 
 
 def model_folders(server_args: Any) -> Protected:
-    """The folders of the model, its draft model and its tokenizer: nothing may be written there."""
+    """The folders of the model, its draft model and its tokenizer, where nothing may be written."""
     cfg = resolving_view(server_args)
     models = {
         "the tokenizer's folder": cfg.tokenizer_path,
@@ -48,8 +48,8 @@ def model_folders(server_args: Any) -> Protected:
 
 
 def _folders(model: str, download_dir: str | None) -> Iterator[Path]:
-    """The folder of a local model, or the (future) entry of a hub id in the Hugging Face cache. A snapshot there links to files
-    beside it, so the whole entry counts."""
+    """The folder of a local model, or the (future) entry of a Hugging Face id in the cache. A snapshot there links to files
+    outside its folder, so the whole entry counts."""
     folder = Path(model)
     if not folder.exists():
         yield Path(download_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")

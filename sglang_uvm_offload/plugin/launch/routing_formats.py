@@ -1,8 +1,9 @@
 """The routing format of a launch: what its MoE runner shows of the router's choices, as far as the launcher can know.
 
-SGLang decides layer by layer, when it binds a router to its runner (``TopK.bind_runner_backend``). A model whose routing such a
-kernel cannot do keeps its ids. Of these only ``ASKS_FOR_IDS`` are known here; the others are refused without need, but
-``flashinfer_trtllm_routed`` runs the same kernels with ids. ``LayerHooks`` refuses what is not recognised here.
+SGLang decides layer by layer, when it binds a router to its runner (``TopK.bind_runner_backend``). A model whose routing the
+kernel does not support keeps its ids. This module knows only ``ASKS_FOR_IDS`` of those models; it refuses the others
+needlessly, but ``flashinfer_trtllm_routed`` runs the same kernels with ids. ``LayerHooks`` refuses what this module does not
+recognise.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from sglang_uvm_offload.plugin.compat import get_platform
 RUNNER = "--moe-runner-backend"
 
 IN_KERNEL = {"flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4"}
-"""Runners that route in their kernel, from the router's logits."""
+"""Runners that route inside their kernel, from the router's logits."""
 
 ASKS_FOR_IDS = {"XllmForCausalLM", "K2HorizonForCausalLM", "KimiK3ForConditionalGeneration", "KimiK3LinearForCausalLM"}
-"""Architectures whose code has every runner take ids."""
+"""Architectures whose code passes ids to every runner."""
 
 NVFP4 = {"modelopt_fp4", "modelopt_mixed"}
-"""Quantisations for which ``auto`` is settled layer by layer: Marlin before Blackwell, flashinfer_trtllm on it."""
+"""Quantisations for which SGLang resolves ``auto`` layer by layer: Marlin before Blackwell, flashinfer_trtllm on it."""
 
 DEEPEP_LAYER_A2A = {"deepep", "mooncake", "nixl", "mori", "pplx"}
-"""All-to-all backends that compute W4AFP8 experts by ``apply_deepep_normal`` or ``apply_deepep_ll``, not ``apply``."""
+"""All-to-all backends that compute W4AFP8 experts with ``apply_deepep_normal`` or ``apply_deepep_ll``, not ``apply``."""
 
 COUNTED_RUNNERS = {
     "mxfp8": "flashinfer_trtllm_routed or deep_gemm",
@@ -38,12 +39,12 @@ COUNTED_RUNNERS = {
     "compressed-tensors": "triton",
     "mxfp4": "triton_kernel or marlin",
 }
-"""By quantisation, the runners that SGLang accepts and whose routing is counted."""
+"""For each quantisation, the runners that SGLang accepts and whose routing is counted."""
 _ELSE = "triton or flashinfer_trtllm_routed"
 
 
 class Shown(enum.Enum):
-    """What a runner's input holds of the router's choices."""
+    """What a runner's input contains of the router's choices."""
 
     IDS = "expert ids"
     TOKENS_PER_EXPERT = "tokens per expert"
@@ -52,10 +53,10 @@ class Shown(enum.Enum):
 
 @dataclass(frozen=True)
 class RoutingFormat:
-    """What a launch shows of its routing, and if not all, why and what to choose instead."""
+    """What a launch shows of its routing; if not everything, why, and what to choose instead."""
 
     runner: str
-    """SGLang's resolved ``--moe-runner-backend``, or what its layers make of ``auto``."""
+    """SGLang's resolved ``--moe-runner-backend``, or what its layers resolve ``auto`` to."""
     shown: Shown = Shown.IDS
     reason: str = ""
     remedy: str = ""
@@ -65,7 +66,7 @@ class RoutingFormat:
         return self.shown is not Shown.NOTHING
 
     def problems(self, config: Settings) -> list[str]:
-        """Why flags of ``config`` cannot work with it."""
+        """Why flags of ``config`` cannot work with this format."""
         needs = {} if self.counted else counting_flags(config)
         if config.trace is not None and self.shown is not Shown.IDS:
             needs[f"{flag_name('trace')} {str(config.trace)!r}"] = "leave it out"
@@ -73,7 +74,7 @@ class RoutingFormat:
 
 
 def counting_flags(config: Settings) -> dict[str, str]:
-    """The flags of ``config`` that need counted routing, each with what to do without it."""
+    """The flags of ``config`` that need counted routing, each with the alternative without it."""
     selection, adapt, save = flag_name("resident_selection"), flag_name("adapt"), flag_name("save_profile")
     needs = {}
     if config.resident_selection == "frequency":
@@ -88,13 +89,13 @@ def counting_flags(config: Settings) -> dict[str, str]:
 
 
 def routing_format(cfg: Any, model_config: Any, given_runner: str = "auto") -> RoutingFormat:
-    """The format of a launch with the resolved arguments ``cfg``, which was given ``--moe-runner-backend given_runner``."""
+    """The format of a launch with the resolved arguments ``cfg``. ``given_runner``: the user's ``--moe-runner-backend``."""
     quantization = cfg.quantization or model_config.quantization
     runner = resolved_runner(cfg.moe_runner_backend, quantization)
-    if cfg.device != "cuda":  # routes in torch, whatever the runner
+    if cfg.device != "cuda":  # torch computes the routing, whatever the runner
         return RoutingFormat(runner)
     if quantization == "w4afp8" and cfg.moe_a2a_backend in DEEPEP_LAYER_A2A:
-        reason = f"--moe-a2a-backend {cfg.moe_a2a_backend} computes W4AFP8 experts by kernels of its own, which are not counted"
+        reason = f"--moe-a2a-backend {cfg.moe_a2a_backend} computes W4AFP8 experts with its own kernels, which are not counted"
         return RoutingFormat(runner, Shown.NOTHING, reason, "--moe-a2a-backend none")
     if cfg.moe_a2a_backend != "none":  # exchanges tokens by their experts' ids
         return RoutingFormat(runner)
@@ -109,7 +110,7 @@ def routing_format(cfg: Any, model_config: Any, given_runner: str = "auto") -> R
 
 
 def resolved_runner(resolved: str, quantization: str | None) -> str:
-    """``--moe-runner-backend``, or what layers make of ``auto``, as far as it is known before they are built."""
+    """``--moe-runner-backend``, or what layers resolve ``auto`` to, as far as it is known before they are built."""
     if resolved == "auto" and quantization in NVFP4 and get_platform().is_blackwell:
         return "flashinfer_trtllm"
     return resolved

@@ -1,6 +1,6 @@
 """Asks SGLang's own configurators how much VRAM a launch's KV cache and states take, before any rank exists.
 
-From 0.5.22 on SGLang keeps a rank's settings in a context of its own, so a launcher can look at them as a rank would.
+Since 0.5.22, SGLang keeps a rank's settings in a separate context, so a launcher can see them as a rank would.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _GIB = 1 << 30
 
 def server_pools(server_args: Any, parallel: Parallel, asked: Mapping[int, int]) -> ServerPools:
     """The pools of each pipeline stage for two or more numbers of tokens (KV cache of one rank), each with the number of
-    requests that a rank serves at once. ``server_args`` are resolved. Raises what SGLang raises for a launch that its
-    configurators refuse, or ``ValueError`` where no GPU is large enough."""
+    requests that a rank serves at once. ``server_args`` are resolved. Raises SGLang's exception for a launch that its
+    configurators refuse, or ``ValueError`` if no GPU is large enough."""
     with _silent():
         ranks = [_Rank(server_args, stage) for stage in range(parallel.pp)]
         points = tuple(tuple(_point(rank, *each) for each in sorted(asked.items())) for rank in ranks)
@@ -50,14 +50,14 @@ def _point(rank: _Rank, tokens: int, requests: int) -> Point:
 
 
 def _least(enough: Callable[[int], bool]) -> int:
-    """The least budget that is enough, to a millionth. With more, SGLang never makes less."""
+    """The smallest sufficient budget, to within a millionth. A larger budget never gives smaller pools."""
     if enough(0):
         return 0
     low, high = 0, 1 << 20
     while not enough(high):
         low, high = high, high * 2
         if high > _MOST_BYTES:
-            raise ValueError("SGLang makes no such KV cache on any GPU")
+            raise ValueError("SGLang cannot make a KV cache of this size on any GPU")
     while high - low > 1 + (high >> 20):
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
@@ -65,25 +65,25 @@ def _least(enough: Callable[[int], bool]) -> int:
 
 
 class _Rank:
-    """One rank of a pipeline stage, as far as SGLang's configurators look at it."""
+    """One rank of a pipeline stage, as SGLang's configurators see it."""
 
     def __init__(self, server_args: Any, stage: int):
         self.server_args, self.stage = server_args, stage
         self.cfg, self.model = resolving_view(server_args), model_config_of(server_args)
 
     def serves(self, budget: int, tokens: int, requests: int) -> bool:
-        """Whether ``budget`` bytes beside the weights are enough for a cache of ``tokens`` and the states of ``requests``."""
-        with _as_a_rank(self.server_args):  # each time anew: SGLang writes the number of states that it chose there
+        """Whether ``budget`` bytes after the weights are enough for a cache of ``tokens`` and the states of ``requests``."""
+        with _as_a_rank(self.server_args):  # a new context each time: SGLang stores its number of states in it
             try:
                 configurator = self._configurator()
                 made, each = self._tokens(configurator, budget)
-                # Where tokens take nothing, as without attention, SGLang makes room for one context.
+                # If tokens take no memory, as without attention, SGLang makes room for one context.
                 return (made >= tokens or not each) and configurator.resolve_max_num_reqs(made) >= requests
-            except (RuntimeError, ValueError):  # SGLang's, for a cache or states too small for one request
+            except (RuntimeError, ValueError):  # from SGLang, for a cache or states too small for one request
                 return False
 
     def _tokens(self, configurator: Any, budget: int) -> tuple[int, int]:
-        """The tokens of the cache, and the bytes that each takes, as far as the configurator has such a number."""
+        """The tokens of the cache, and the bytes of each if the configurator has that number (else 1)."""
         if configurator.mambaish_config is not None:
             budget = int(configurator._handle_max_mamba_cache(budget / _GIB) * _GIB)
         pools = create_memory_pool_configurator(configurator)
@@ -124,7 +124,7 @@ class _Rank:
         )
 
     def _part(self) -> SimpleNamespace:
-        """What the configurators read of the stage's model."""
+        """The attributes of the stage's model that the configurators read."""
         if self.cfg.pp_size == 1:
             return SimpleNamespace()
         layers = stages(self.cfg, self.model)[self.stage]
@@ -142,19 +142,19 @@ class _Rank:
 
     @cached_property
     def quantization(self) -> Any:
-        """A checkpoint's quantisation may set the type of the KV cache. SGLang writes into the config that it reads."""
+        """The checkpoint's quantisation, which may set the KV cache's dtype. A copy, because SGLang writes into the config."""
         if self.cfg.kv_cache_dtype != "auto" or self.model.quantization is None:
             return None
         model = copy.copy(self.model)
         model.hf_config = copy.deepcopy(model.hf_config)
-        with contextlib.suppress(Exception):  # of any type, from SGLang's readers; then the cache is as wide as the model
+        with contextlib.suppress(Exception):  # of any type, from SGLang; the cache then has the model's dtype
             return get_quant_config(model, LoadConfig(download_dir=self.cfg.download_dir), {})
         return None
 
 
 @contextlib.contextmanager
 def _as_a_rank(server_args: Any) -> Iterator[None]:
-    """In this block SGLang's settings are those that ``server_args`` publish in a rank, but for groups and devices."""
+    """In this block, SGLang's settings are those that a rank has with ``server_args``, except for groups and devices."""
     context = RuntimeContext(parallel=ParallelContext())
     context.set_server_args(server_args)
     with use_context(context):
@@ -164,7 +164,7 @@ def _as_a_rank(server_args: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Without SGLang's log, which would tell of a cache for each budget that is tried."""
+    """Silence SGLang's log, which would report a cache for each budget tried."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

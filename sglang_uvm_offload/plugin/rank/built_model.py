@@ -1,6 +1,6 @@
-"""The target model as it was built, and whether the ids and profiles for its layers fit it.
+"""The target model as built, and whether the ids and profiles for its layers fit it.
 
-Which layers route is only a guess from the config: a model family may have rules of its own. The built layers are the truth.
+The config only suggests which layers route, because a model family may have its own rules. The built layers decide.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sglang_uvm_offload.routing.profile import RoutedModel
 
 
 class EarlierStages:
-    """The MoE layers of earlier pipeline stages. Each stage sends them to the next, which waits before it places its first
-    layer. Only ids by layer and profiles need this; without them all stages are built at the same time."""
+    """The MoE layers of earlier pipeline stages. Each stage sends them to the next, which waits for them before it places its
+    first layer. Only per-layer ids and profiles need this; without them all stages are built at the same time."""
 
     def __init__(self, config: OffloadConfig):
         ids, parallel = config.resident_ids, get_parallel()
@@ -26,14 +26,14 @@ class EarlierStages:
         self._layers: list[int] | None = None if self._is_sent and parallel.pp_rank > 0 else []
 
     def layers(self) -> list[int]:
-        """Waits until the stage before is built."""
+        """Wait until the previous stage is built."""
         if self._layers is None:
             parallel = get_parallel()
             self._layers = parallel.pp_group.recv_object(src=parallel.pp_rank - 1)
         return self._layers
 
     def send_to_next(self, own: list[int]) -> None:
-        """Call once this stage is built; ``own`` are the ids that its MoE layers were built with."""
+        """Call this once this stage is built. ``own``: the ids that its MoE layers were built with."""
         parallel = get_parallel()
         if self._is_sent and parallel.pp_rank + 1 < parallel.pp_size:
             parallel.pp_group.send_object(_followed(self.layers(), own), dst=parallel.pp_rank + 1)
@@ -48,7 +48,7 @@ class BuiltModel:
 
     def __init__(self, model: ModelExperts, top_k: int | None):
         """``top_k``: the most routed experts per token of a layer on this rank, None if unknown. Renumbers the layers of
-        ``model`` as they count in the whole model."""
+        ``model`` by their position in the whole model."""
         parallel = get_parallel()
         part = ([layer.layer_id for layer in model.layers], (model.num_logical, model.num_experts), top_k)
         stages = parallel.pp_group.all_gather_object(part) if parallel.pp_size > 1 else [part]
@@ -91,7 +91,7 @@ class BuiltModel:
             raise FlagError(problems)
 
     def _replica_problems(self, config: OffloadConfig, chosen: ResidentIds) -> list[str]:
-        """Why the named experts of this stage, with all their replicas, are more than N a layer."""
+        """Why the named experts of this stage, with all their replicas, exceed N per layer."""
         named = sum(
             int(np.isin(layer.location.experts, list(chosen.of_layer(row))).sum())
             for row, layer in zip(self._rows, self._layers, strict=True)
@@ -100,6 +100,6 @@ class BuiltModel:
         if named <= allowed:
             return []
         return [
-            f"{flag_name('resident_ids')} {chosen.text!r}: names {named} experts over {len(self._layers)} layers, if replicas "
-            f"(--ep-num-redundant-experts) count, and {flag_name('num_resident')} {config.num_resident} allows {allowed}"
+            f"{flag_name('resident_ids')} {chosen.text!r}: names {named} experts over {len(self._layers)} layers, including "
+            f"replicas (--ep-num-redundant-experts), but {flag_name('num_resident')} {config.num_resident} allows {allowed}"
         ]

@@ -1,4 +1,4 @@
-"""SGLang's map of which expert lies where: read for the layers that are built, and followed when SGLang rearranges experts."""
+"""SGLang's map of physical to logical experts: read for the built layers, and followed when SGLang rearranges experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.residency.rearranging import Rearranging
 
 UPDATER = "sglang.srt.eplb.expert_location_updater.ExpertLocationUpdater.update"
-"""Copies rows of expert tensors between ranks and places, then enters the new places in the map."""
+"""Copies rows of expert tensors within and between ranks, then updates the map."""
 
 
 def shard_of(layer: Any) -> LayerShard:
@@ -31,17 +31,17 @@ def shard_of(layer: Any) -> LayerShard:
 
 
 def _experts_at(layer_id: int) -> np.ndarray:
-    """A copy: SGLang updates its map in place. It numbers all decoder layers."""
+    """A copy, because SGLang updates its map in place. The map has a row for every decoder layer."""
     at: torch.Tensor = get_global_expert_location_metadata().physical_to_logical_map_cpu[layer_id]
     return at.numpy().astype(np.int64)
 
 
 def around_update(rearranging: Rearranging, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """SGLang rearranges experts, behind a step of the target model and on all ranks at once."""
+    """SGLang rearranges experts, after a step of the target model and on all ranks at once."""
     rearranging.begin()
     result = update(*args, **kwargs)
     if get_device().device == "cuda":
-        torch.cuda.current_stream().synchronize()  # its writes have ended before experts move again
+        torch.cuda.current_stream().synchronize()  # SGLang's writes must end before experts move again
     locations = [
         ExpertLocation(_experts_at(layer.layer_id), layer.location.places) for layer in rearranging.manager.target.layers
     ]

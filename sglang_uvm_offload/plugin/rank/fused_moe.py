@@ -1,7 +1,7 @@
-"""Hooks on SGLang's ``FusedMoE``: its experts' memory, and the routing it computes with.
+"""Hooks on SGLang's ``FusedMoE``: the memory of its experts, and the routing that it computes with.
 
-The layer's quantisation method stays the same object, because SGLang checks its class in many places; three of its methods are
-shadowed in the instance.
+The layer's quantisation method stays the same object, because SGLang checks its class in many places. The hooks shadow three of
+its methods in the instance.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 
 
 class LayerHooks:
-    """Takes over every routed MoE layer that is built while ``taking_over``."""
+    """Takes over every routed MoE layer that is built inside ``taking_over``."""
 
     def __init__(self, counting: Mapping[str, str], recording: Recording | None = None, compiled: bool = False):
         self.counting = counting
@@ -48,9 +48,9 @@ class LayerHooks:
         self._into: tuple[OffloadManager, ModelExperts] | None = None
         self._manager: OffloadManager | None = None
         self.streamer: Streamer | None = None
-        """Of the target model, once it is loaded; None where nothing is streamed."""
+        """The target model's streamer, once it is loaded; None if nothing streams."""
         self.slots: ModelSlots | None = None
-        """Of the target model, once it is loaded; None where no layer has any."""
+        """The target model's slots, once it is loaded; None if no layer has any."""
         self.uncounted: set[str] = set()
         """Routing formats without expert ids that were served but not counted."""
 
@@ -68,7 +68,7 @@ class LayerHooks:
 
     @contextmanager
     def leaving_alone(self) -> Iterator[None]:
-        """Layers that are built meanwhile are not those of the model that is served."""
+        """Ignore layers that are built in this block: they do not belong to the served model."""
         into, self._into = self._into, None
         try:
             yield
@@ -113,14 +113,14 @@ class LayerHooks:
         def process_managed_weights(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             experts, model, _ = layer.__dict__[_EXPERTS]
             if self._manager is not None:
-                self._manager.wait_for_moves()  # an update of the weights may replace the tensors that they are about
+                self._manager.wait_for_moves()  # a weight update may replace the tensors being moved
             try:
                 with AllocationMode(experts.num_experts, experts.allocate):
                     result = process_weights_after_loading(layer, *args, **kwargs)
                 experts.sync_tensors(layer, method)
             except (ExpertsLost, ManagedMemoryError) as fault:
                 if model.counters is not None:  # it is loaded
-                    # In an update of the weights SGLang would catch it, load again, and serve whatever weights came of that.
+                    # In a weight update, SGLang would catch the error, load again, and serve whatever weights result.
                     enforce.end(f"sglang-uvm-offload: an update of the weights failed: {fault}")
                 if isinstance(fault, ManagedMemoryError):
                     raise
@@ -143,8 +143,8 @@ class LayerHooks:
                 self.streamer.leave(reading, failed)
 
         if self.compiled:
-            # What is traced around the layer calls it, and it computes with its own kernel at any batch: at batch 1 SGLang
-            # would have PyTorch gather the experts of each token into a copy.
+            # The traced code around the layer calls this untraced, and the layer keeps its own kernel at any batch size: at
+            # batch 1, SGLang would have PyTorch gather the experts of each token into a copy.
             apply_and_observe = torch.compiler.disable(apply_and_observe)
             method.__dict__["enter_torch_compile"] = lambda num_tokens: None
         method.__dict__[_HOOKED] = True
@@ -183,16 +183,16 @@ class LayerHooks:
         return routing
 
     def _keep(self, layer: Any, routing: LayerRouting | None, reading: Reading) -> None:
-        """What the layer is about to compute from a stream buffer tells which experts decoding uses next: fill slots with
-        them."""
+        """Fill slots with the experts that decoding is likely to use next, from the stream buffer that the layer is about to
+        compute from."""
         ids = None if routing is None else routing.local_ids
         if self.slots is not None and ids is not None:
             _, _, index = layer.__dict__[_EXPERTS]
             self.slots.keep(index, ids, reading.replicas.addresses(reading.buffer))
 
     def _not_counted(self, form: str, draft: bool) -> None:
-        """The launch refuses what it recognises (``routing_formats``); here is the rest. A draft model's experts are all
-        resident, whether counted or not."""
+        """Refuse what the launch did not recognise (``routing_formats``). A draft model's experts are all resident, counted or
+        not."""
         if self.counting and not draft:
             raise FlagError(
                 [
@@ -205,8 +205,8 @@ class LayerHooks:
 
 
 def _routing_of(layer: Any, dispatch_output: Any, experts: ExpertLayer) -> LayerRouting:
-    """A dispatcher with a top-k output passes tokens on as the router saw them. One without (DeepEP) has exchanged them; in its
-    low-latency form the ids are still those that this rank sent."""
+    """The routing in a dispatcher's output. A dispatcher with a top-k output passes tokens on as the router saw them. One
+    without (DeepEP) has exchanged them; in its low-latency form, the ids are still those that this rank sent."""
     shown = getattr(dispatch_output, "topk_output", None) or dispatch_output
     ids, id_format = getattr(shown, "topk_ids", None), IdFormat.PLAIN
     if ids is None:

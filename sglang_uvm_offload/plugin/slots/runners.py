@@ -1,8 +1,8 @@
 """Which launches can compute experts from slots: those whose experts SGLang's Triton or Marlin MoE functions compute
 (``triton``, ``marlin``), or its DeepGEMM runner in the contiguous layout (``deep_gemm``).
 
-What is refused with offloading as a whole (``combinations``) is not repeated here: two-batch overlap among it. Single-batch
-overlap is no reason: it has shared experts on a second stream, not routed ones.
+This does not repeat what offloading as a whole refuses (``combinations``), such as two-batch overlap. Single-batch overlap is
+allowed: it runs shared experts on a second stream, not routed ones.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from sglang_uvm_offload.plugin.launch.routing_formats import RUNNER, resolved_ru
 from sglang_uvm_offload.plugin.launch.stated_quantization import stated_quantization
 
 _AS_GROUPS = "takes each expert as a group, by its number, inside its kernels"
-_OTHER_KERNELS = "experts are computed by other kernels than SGLang's Triton and Marlin ones"
+_OTHER_KERNELS = "experts use other kernels than SGLang's Triton and Marlin ones"
 
 DEEP_GEMM = "deep_gemm"
 
 RUNNERS = {
-    "triton_kernel": "keeps experts interleaved, not one behind the other",
+    "triton_kernel": "keeps experts interleaved, not one after the other",
     "humming": "does not compute from slots yet",
     DEEP_GEMM: "computes from slots only BF16 experts, and FP8 ones with a scale for each block of 128 x 128",
     **dict.fromkeys(
@@ -38,11 +38,11 @@ RUNNERS = {
     ),
     **dict.fromkeys(["lora_triton", "lora_marlin", "lora_cutedsl"], "computes experts together with LoRA adapters"),
 }
-"""Why a runner has no slots, or none for other experts than those of ``_by_deep_gemm``."""
+"""Why a runner has no slots, or has none for experts outside ``_by_deep_gemm``."""
 
 AUTO, TRITON = {"auto"}, {"triton"}
 MARLIN = {"marlin", "experimental_sgl_marlin"}
-"""``experimental_sgl_marlin`` is another name of ``marlin`` where there are no LoRA adapters."""
+"""``experimental_sgl_marlin`` is another name for ``marlin`` without LoRA adapters."""
 
 ALWAYS_TRITON = {"moe_wna16", "w8a8_int8", "w8a8_fp8", "blockwise_int8", "auto-round-int8"}
 """Quantisations whose experts the Triton runner computes, whatever ``--moe-runner-backend``."""
@@ -62,12 +62,12 @@ QUANTIZATIONS = {"w4afp8": f"its runner, cutlass, {_AS_GROUPS}"}
 
 
 def no_slots(cfg: Any, model_config: Any) -> str | None:
-    """Why a launch with SGLang's resolved arguments ``cfg`` has no slots, None if it may have some. ``no_slots_in`` knows more
-    once the layers are built."""
+    """Why a launch with SGLang's resolved arguments ``cfg`` cannot have slots, None if it may. ``no_slots_in`` knows more once
+    the layers are built."""
     quantization = cfg.quantization or model_config.quantization
     if cfg.moe_a2a_backend != "none":
         taken = "SGLang's Triton and Marlin runners do not take"
-        return f"--moe-a2a-backend {cfg.moe_a2a_backend} hands tokens over in a form that {taken}"
+        return f"--moe-a2a-backend {cfg.moe_a2a_backend} passes tokens on in a form that {taken}"
     if cfg.device != "cuda":
         return None
     if quantization in ALWAYS_TRITON:
@@ -93,7 +93,7 @@ def _by_runner(runner: str) -> str:
 
 
 def _by_deep_gemm() -> str | None:
-    """Why DeepGEMM computes nothing from slots, None if it does. Decode steps have the masked layout unless told otherwise."""
+    """Why DeepGEMM computes nothing from slots, None if it does. Decode steps use the masked layout by default."""
     if not get_platform().is_sm90:
         return f"{RUNNER} {DEEP_GEMM} computes from slots on Hopper GPUs only; {RUNNER} triton does here"
     if deep_gemm_layout() != "compact":
@@ -103,14 +103,14 @@ def _by_deep_gemm() -> str | None:
 
 
 def _in_blocks(quantization: str, model_config: Any) -> bool:
-    """Whether DeepGEMM reads the scales of experts as they are. It is given others, of one number an expert, as a new tensor
-    at each call."""
+    """Whether DeepGEMM reads the experts' scales as they are. With one scale per expert, it gets a new tensor on each call."""
     return quantization == "fp8" and stated_quantization(model_config).get("weight_block_size") == [128, 128]
 
 
 def _compressed(model_config: Any, runner: str) -> bool:
-    """FP8 is Triton's. Integers are Marlin's, and those of 4 bits Triton's too, unless activations are quantised as well. FP4
-    is Marlin's, unless activations are FP4 too and the GPU computes that."""
+    """Whether Triton or Marlin computes compressed-tensors experts. Triton computes FP8. Marlin computes integers, and Triton
+    those of 4 bits, unless activations are quantised as well. Marlin computes FP4, unless activations are FP4 and the GPU
+    supports that."""
     groups = list(stated_quantization(model_config).get("config_groups", {}).values())
     weights = [group.get("weights") or {} for group in groups]
     kinds = {(each.get("type"), each.get("num_bits")) for each in weights}
@@ -123,10 +123,10 @@ def _compressed(model_config: Any, runner: str) -> bool:
 
 
 def no_slots_in(layer: Any) -> str | None:
-    """Why a MoE layer that is built and loaded computes nothing from slots, None if it does."""
+    """Why a built and loaded MoE layer computes nothing from slots, None if it does."""
     backend = moe_runner_backend(layer)
     if backend is None:
-        return f"{type(layer.quant_method).__name__} computes its experts by kernels of its own"
+        return f"{type(layer.quant_method).__name__} computes its experts with its own kernels"
     if backend.is_deep_gemm():
         return _by_deep_gemm()
     return None if backend.is_triton() or backend.is_marlin() else _by_runner(backend.value)
