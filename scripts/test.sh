@@ -6,7 +6,7 @@
 #   long, instead of as the load suggests
 #   scripts/test.sh                    linters, then all three tiers
 #   scripts/test.sh tests/unit         needs no engine
-#   scripts/test.sh tests/gpu_session  compiles with nvcc, and runs the GPU session over a stand-in for CUDA
+#   scripts/test.sh tests/compiled     compiles with nvcc, and runs the GPU session over a stand-in for CUDA
 #   scripts/test.sh tests/engine       starts SGLang
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -28,7 +28,7 @@ apart="tests/engine/test_cuda_serving.py tests/engine/test_cuda_serving_slots.py
 apart+=" tests/engine/test_serve_benchmark.py tests/engine/test_wheel.py"
 first=$(mktemp)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$first"' EXIT
-python -m pytest --durations=25 tests/unit tests/gpu_session $apart > "$first" 2>&1 &
+python -m pytest --durations=25 tests/unit tests/compiled $apart > "$first" 2>&1 &
 engine=0 others=0
 python -m pytest --durations=25 tests/engine $(printf -- '--ignore=%s ' $apart) || engine=$?
 wait $! || others=$?

@@ -1,13 +1,15 @@
 """Serve Mixture-of-Experts models that do not fit in VRAM: experts in CUDA unified memory, as an SGLang plugin.
 
-Packages, by rank; a package imports from lower ranks only, and no file of it imports in a circle:
+Packages, by rank; a package imports from lower ranks only, and no file of it imports in a circle. The files next to this one,
+facts that every package uses, have rank 1.
 
-    1  memory policy files
-    2  experts routing sizing
-    3  residency streaming slots cuda cpu
-    4  plugin replay
-    5  report
-    6  cli
+    0  files
+    2  memory policy
+    3  experts routing sizing
+    4  residency streaming cuda cpu
+    5  plugin replay
+    6  report
+    7  cli
 
 Each package's docstring begins with its purpose in one sentence. Five paths matter most, file by file.
 
@@ -45,13 +47,13 @@ Streaming, in a step with many tokens, for each MoE layer:
     streaming/schedule              which layer is copied into which buffer
     streaming/replicas              points the layer's tensors at a buffer, and back
     cuda/staging, cpu/staging       copies, and orders copies and readers (memory/staging)
-    slots/model                     fills slots from the buffer, before the layer computes
+    streaming/slots                     fills slots from the buffer, before the layer computes
 
 Slots, in each step that reads experts in place, for each MoE layer:
 
     plugin/slots/triton, plugin/slots/marlin  between SGLang's list of blocks and its first kernel: what has a copy is
                                     computed from it
-    slots/model                     which layer it is; between steps: what is stale, and what is offloaded
+    streaming/slots                     which layer it is; between steps: what is stale, and what is offloaded
     cuda/slots, cpu/slots           counts, fills and rewrites the list, in one kernel (memory/slots)
     policy/slots                    the rules, which the kernel follows
 """

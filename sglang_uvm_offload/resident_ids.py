@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_uvm_offload import reading
+from sglang_uvm_offload.files import reading
 from sglang_uvm_offload.flags import flag_name
 
 MAX_IDS_FILE_BYTES = 16 << 20

@@ -20,7 +20,7 @@ from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, Phase
-from sglang_uvm_offload.slots.model import ModelSlots
+from sglang_uvm_offload.streaming.slots import ModelSlots
 
 Tensors = Mapping[str, torch.Tensor]
 """A layer's tensors by their names in SGLang's module, ``[experts, ...]`` each."""

@@ -23,8 +23,8 @@ from sglang_uvm_offload.memory.slots import SlotLayer
 from sglang_uvm_offload.policy.slots import WHOLE, SlotPolicy, Tails
 from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, SLOT_KEPT, Phase
 from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS
-from sglang_uvm_offload.slots.model import ModelSlots
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
+from sglang_uvm_offload.streaming.slots import ModelSlots
 from sglang_uvm_offload.streaming.streamer import Streamer
 
 REPLACED = 4

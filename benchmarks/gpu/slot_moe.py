@@ -15,7 +15,7 @@ from environment import computes
 from moe import MoeStep, Tiles, Weights, align
 from shapes import FP8_BLOCK, MoeShape
 
-from sglang_uvm_offload.slots.model import LayerSlots
+from sglang_uvm_offload.streaming.slots import LayerSlots
 
 if TYPE_CHECKING:
     from sglang_uvm_offload.plugin.slots.triton import SlotSeam

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_uvm_offload import reading
 from sglang_uvm_offload.files import atomic as atomic_file
+from sglang_uvm_offload.files import reading
 from sglang_uvm_offload.report.report_file import REPORT_FILE
 from sglang_uvm_offload.report.source import ReplayResults, ServerInfo
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from sglang_uvm_offload import reading
+from sglang_uvm_offload.files import reading
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import IO
 import numpy as np
 from numpy.lib import format as npy
 
-from sglang_uvm_offload import reading
+from sglang_uvm_offload.files import reading
 
 
 class NpzError(ValueError):

@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from sglang_uvm_offload.reading import printable
+from sglang_uvm_offload.files.reading import printable
 from sglang_uvm_offload.report.html import element
 from sglang_uvm_offload.report.units import Axis
 

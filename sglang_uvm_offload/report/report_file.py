@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sglang_uvm_offload import reading
 from sglang_uvm_offload.files import atomic as atomic_file
+from sglang_uvm_offload.files import reading
 
 GENERATOR = "sglang-uvm-offload"
 DOCTYPE = "<!doctype html>"

@@ -20,7 +20,7 @@ import numpy as np
 from sglang_uvm_offload.expert_location import ExpertLocation, by_place
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.files import npz
-from sglang_uvm_offload.reading import printable
+from sglang_uvm_offload.files.reading import printable
 from sglang_uvm_offload.routing.counts import Phase, RoutingCounts
 
 FORMAT = "sglang-uvm-offload profile"

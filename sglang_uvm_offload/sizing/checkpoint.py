@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_uvm_offload.reading import printable
+from sglang_uvm_offload.files.reading import printable
 from sglang_uvm_offload.sizing.config_tensors import check_counts, tensors_of
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
 from sglang_uvm_offload.sizing.loaded import as_loaded

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_uvm_offload.reading import printable
+from sglang_uvm_offload.files.reading import printable
 from sglang_uvm_offload.sizing.architectures import model_files
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, ExpertPart, LayerShape, is_split, load, text_config
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sglang_uvm_offload.reading import printable
+from sglang_uvm_offload.files.reading import printable
 from sglang_uvm_offload.sizing import hub
 from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_tensors
 from sglang_uvm_offload.sizing.engine_shape import instead, load_any

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from sglang_uvm_offload import reading
+from sglang_uvm_offload.files import reading
 
 MAX_JSON_BYTES = 64 << 20
 

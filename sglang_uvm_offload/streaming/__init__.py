@@ -1,1 +1,1 @@
-"""Steps with many tokens read each offloaded expert once: layer by layer, experts are copied into VRAM, one layer ahead."""
+"""Copies of offloaded experts in VRAM: one layer ahead of a step with many tokens, or in slots that decode steps fill."""

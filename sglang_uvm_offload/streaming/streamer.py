@@ -40,7 +40,7 @@ class Streamer:
         self.fault: str | None = None
         """Why steps no longer stream, None while they do."""
         self.slot_of: Callable[[int], torch.Tensor | None] = lambda row: None
-        """As ``slots.model.ModelSlots.slot_of``."""
+        """As ``slots.ModelSlots.slot_of``."""
         self._layers = layers
         self._staging = staging
         self._on_copy = on_copy

@@ -67,7 +67,7 @@ RUN_BY = {
     **dict.fromkeys(("sglang serve", "python -m sglang.launch_server"), "engine/test_docs_launches.py"),
     "sglang-uvm-offload doctor": "engine/test_docs_launches.py",
     **dict.fromkeys(("sglang-uvm-offload report", "curl"), "engine/test_wheel.py"),
-    "scripts/gpu_session.sh": "gpu_session/test_gpu_session.py",
+    "scripts/gpu_session.sh": "compiled/test_gpu_session.py",
 }
 """The tests that run each kind of command."""
 NOT_RUN = {"llama-server": "another project's, shown to compare its flags"}

@@ -65,8 +65,8 @@ def listed(docstring: str | None) -> dict[str, int]:
 
 
 def ranks() -> dict[str, int]:
-    """The rank of each folder; the package's own files come first."""
-    return {"": 0} | listed(sglang_uvm_offload.__doc__)
+    """The rank of each folder, and of the package's own files."""
+    return {"": 1} | listed(sglang_uvm_offload.__doc__)
 
 
 def room_ranks() -> dict[str, int]:

@@ -36,7 +36,7 @@ from sglang_uvm_offload.plugin.slots.runners import no_slots_in
 from sglang_uvm_offload.policy.slots import WHOLE
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.routing.counts import Phase
-from sglang_uvm_offload.slots.model import LayerSlots
+from sglang_uvm_offload.streaming.slots import LayerSlots
 
 pytestmark = pytest.mark.sglang
 

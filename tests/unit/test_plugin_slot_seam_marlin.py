@@ -46,7 +46,7 @@ from sglang_uvm_offload.plugin.slots.triton import SlotSeam
 from sglang_uvm_offload.policy.slots import WHOLE
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.routing.counts import Phase
-from sglang_uvm_offload.slots.model import LayerSlots
+from sglang_uvm_offload.streaming.slots import LayerSlots
 
 pytestmark = pytest.mark.sglang
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_uvm_offload import reading
+from sglang_uvm_offload.files import reading
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.report.report_file import is_report
 from sglang_uvm_offload.requested_config import parse

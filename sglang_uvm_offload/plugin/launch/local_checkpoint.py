@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from sglang_uvm_offload import reading
+from sglang_uvm_offload.files import reading
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_folder
 

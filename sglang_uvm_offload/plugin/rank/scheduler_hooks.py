@@ -59,7 +59,7 @@ from sglang_uvm_offload.residency.table import residency_table
 from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase, RoutingCounters
 from sglang_uvm_offload.routing.profile import RoutedModel
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
-from sglang_uvm_offload.slots.model import ModelSlots
+from sglang_uvm_offload.streaming.slots import ModelSlots
 from sglang_uvm_offload.streaming.streamer import Streamer
 
 if TYPE_CHECKING:

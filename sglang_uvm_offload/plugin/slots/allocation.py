@@ -14,7 +14,7 @@ from sglang_uvm_offload.memory.slots import ExpertSlots, SlotLayer
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import RoutingCounters
-from sglang_uvm_offload.slots.model import ModelSlots
+from sglang_uvm_offload.streaming.slots import ModelSlots
 
 logger = logging.getLogger(__name__)
 

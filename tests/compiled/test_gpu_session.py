@@ -399,7 +399,7 @@ SERVING_SLOTS = {
 SLOTS_EACH_IN_A_PROCESS = EACH_IN_A_PROCESS.replace("from stream_parts import *", "from slots_parts import *").replace(
     "from sglang_uvm_offload.streaming.schedule import BufferSchedule",
     """
-from sglang_uvm_offload.slots import model
+from sglang_uvm_offload.streaming import slots
 from runner_parts import *
 zeros_by_copies()
 def split():
