@@ -24,7 +24,7 @@ Loading, for each MoE layer of the model:
 
 Serving, for each forward step:
 
-    plugin/rank/scheduler_hooks     ModelRunner.forward: the step's valid rows, tokens and phase
+    plugin/rank/step_hooks          ModelRunner.forward: the step's valid rows, tokens and phase
     residency/manager               between steps: what is due (residency/stage), and what was decided (residency/residents)
     plugin/rank/fused_moe           apply: count, then compute
     cuda/counters, cpu/counters     one kernel per layer, captured in the graph (routing/counts)

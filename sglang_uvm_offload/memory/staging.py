@@ -1,4 +1,4 @@
-"""The ``Staging`` protocol: buffers in plain VRAM into which the experts of whole layers are copied, beside the steps.
+"""The ``Staging`` protocol: buffers in plain VRAM into which the experts of whole layers are copied, alongside the steps.
 
 Two modules implement it: ``cuda/staging`` (a copying kernel on a CUDA stream of its own) and ``cpu/staging`` (copies at once).
 """

@@ -14,6 +14,7 @@ from typing import Any
 import sglang
 
 from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.plugin.since import SINCE
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +245,7 @@ def _is_newer(target: str) -> bool:
     """Whether this version is supported without ``target``."""
     from sglang_uvm_offload.plugin import compat
 
-    return compat.SINCE.get(target, (0,)) > compat.VERSION
+    return SINCE.get(target, (0,)) > compat.VERSION
 
 
 def _resolved(target: str) -> Any:

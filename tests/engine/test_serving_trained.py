@@ -33,9 +33,9 @@ EXPERTS, RESIDENT = 16, 6
 
 DECIDED_BETWEEN_STEPS = (
     f"{IN_SCHEDULER}"
-    "    from sglang_uvm_offload.plugin.rank import scheduler_hooks\n"
+    "    from sglang_uvm_offload.plugin.rank.backend import Emulated\n"
     "    from sglang_uvm_offload.residency.worker import ThisThread\n"
-    "    scheduler_hooks._executor = ThisThread\n"
+    "    Emulated.executor = lambda self: ThisThread()\n"
 )
 Said = dict[str, Any]
 

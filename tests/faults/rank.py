@@ -127,7 +127,7 @@ class Rank:
                 getattr(module, name).data.copy_(self._weights(index, name))
         self.slots.bytes_written()
 
-    # Serving, as plugin/rank/scheduler_hooks and plugin/rank/fused_moe do it.
+    # Serving, as plugin/rank/step_hooks and plugin/rank/fused_moe do it.
 
     def answer(self, prompt: int, domain: int, tokens: int, length: int = 1) -> None:
         """Raises ``WrongAnswer``."""

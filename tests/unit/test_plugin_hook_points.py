@@ -18,7 +18,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.plugin import compat, enforce, hook_points, roles, server_args, weight_writes
+from sglang_uvm_offload.plugin import compat, enforce, hook_points, roles, server_args, since, weight_writes
 from sglang_uvm_offload.plugin.operate import end_of_serving
 from sglang_uvm_offload.plugin.rank import scheduler_hooks
 
@@ -167,7 +167,7 @@ def test_an_older_version_may_lack_what_is_done_without(monkeypatch):
 
 
 def test_what_is_done_without_is_a_hook_point():
-    assert set(compat.SINCE) <= listed()
+    assert set(since.SINCE) <= listed()
 
 
 def test_a_version_that_was_tried_is_not_looked_at(monkeypatch):

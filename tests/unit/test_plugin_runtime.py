@@ -9,18 +9,20 @@ import pytest
 from builders.configs import served_config
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_uvm_offload.plugin.rank import scheduler_hooks
+from sglang_uvm_offload.plugin.rank import loading_hooks, scheduler_hooks, step_hooks
+from sglang_uvm_offload.plugin.rank.backend import Emulated
+from sglang_uvm_offload.plugin.rank.state import RankState
 from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase
 
 pytestmark = pytest.mark.sglang
 
 
 def step(monkeypatch, mode, own, everywhere=None, extends=False, a2a="none"):
-    monkeypatch.setattr(scheduler_hooks, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: a2a == "none"))
+    monkeypatch.setattr(step_hooks, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: a2a == "none"))
     batch = SimpleNamespace(
         forward_mode=mode, input_ids=[0] * own, global_num_tokens_cpu=everywhere, is_extend_in_batch=extends
     )
-    return scheduler_hooks._step_of(batch)
+    return step_hooks.step_of(batch)
 
 
 @pytest.mark.parametrize(
@@ -68,19 +70,21 @@ def test_experts_that_are_sent_tokens_count_them_though_their_rank_has_none(monk
 )
 def test_requests_of_a_prefill_end_where_their_rows_do(lengths, everywhere, ends):
     batch = SimpleNamespace(input_ids=[0] * 9, extend_seq_lens_cpu=lengths, global_num_tokens_cpu=everywhere)
-    assert scheduler_hooks._ends(batch) == ends
+    assert step_hooks.request_ends(batch) == ends
 
 
 def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
     hooks = []
     scheduler_hooks.install(served_config(num_resident=1, slots=2), lambda target, hook, kind: hooks.append(hook))
-    rank = hooks[0].__self__
+    loading = next(hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), loading_hooks.LoadingHooks))
+    rank = loading.rank
+    rank.backend = Emulated()
     slots = SimpleNamespace(at=lambda address: None, slot_of=lambda row: None)
-    monkeypatch.setattr(scheduler_hooks, "make_slots", lambda model: slots)
-    rank._begin_slots(None)
+    monkeypatch.setattr(loading_hooks, "make_slots", lambda model, backend: slots)
+    loading._begin_slots(None)
     assert rank.slots is rank.layer_hooks.slots is slots
     streamer = rank.layer_hooks.streamer = SimpleNamespace()
-    rank._begin_slots(None)
+    loading._begin_slots(None)
     assert streamer.slot_of is slots.slot_of
 
 
@@ -88,13 +92,15 @@ def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
 def test_a_step_that_a_graph_of_drafts_replays_counts_the_rows_before_the_padding(monkeypatch, everywhere, rows):
     """Gathered, padding may be anywhere."""
     steps = []
-    rank = scheduler_hooks._RankHooks(served_config(draft_num_resident=2))
-    monkeypatch.setattr(scheduler_hooks, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: True))
+    rank = RankState(served_config(draft_num_resident=2))
+    monkeypatch.setattr(step_hooks, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: True))
     rank.manager = SimpleNamespace(
         begin_step=lambda model, rows, tokens, phase: steps.append((model, rows, phase)), end_step=steps.append
     )
     graphs = SimpleNamespace(model_runner=SimpleNamespace(_expert_offload_model="draft"))
     batch = SimpleNamespace(positions=[7, 8, 9], global_num_tokens_cpu=everywhere)
-    ran = rank.around_draft_graph(lambda graphs, batch, more: (steps.append("ran"), more), graphs, batch, "more")
+    ran = step_hooks.StepHooks(rank).around_draft_graph(
+        lambda graphs, batch, more: (steps.append("ran"), more), graphs, batch, "more"
+    )
     assert ran == (None, "more")
     assert steps == [("draft", rows, Phase.DECODE), "ran", "draft"]

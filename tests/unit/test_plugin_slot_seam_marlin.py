@@ -36,7 +36,8 @@ from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.slots import CpuSlots
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.slots import Rows, SlotLayer
-from sglang_uvm_offload.plugin.rank import scheduler_hooks
+from sglang_uvm_offload.plugin.rank import loading_hooks, scheduler_hooks
+from sglang_uvm_offload.plugin.rank.backend import Emulated
 from sglang_uvm_offload.plugin.rank.fused_moe import _EXPERTS, LayerHooks
 from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 from sglang_uvm_offload.plugin.slots.marlin import _GEMM_FIRST, MarlinSlotSeam
@@ -434,8 +435,10 @@ def test_all_runners_are_followed_where_there_are_slots(monkeypatch):
     seams = {hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), Seam)}
     assert {type(each) for each in seams} == {SlotSeam, MarlinSlotSeam, DeepGemmSlotSeam}
     slots = SimpleNamespace(at=lambda address: None)
-    monkeypatch.setattr(scheduler_hooks, "make_slots", lambda model: slots)
-    hooks[0].__self__._begin_slots(None)
+    monkeypatch.setattr(loading_hooks, "make_slots", lambda model, backend: slots)
+    loading = next(hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), loading_hooks.LoadingHooks))
+    loading.rank.backend = Emulated()
+    loading._begin_slots(None)
     assert {each.find for each in seams} == {slots.at}
 
 

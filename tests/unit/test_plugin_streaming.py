@@ -23,7 +23,8 @@ from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import MemoryInfo
 from sglang_uvm_offload.plugin.launch import stream_settings
-from sglang_uvm_offload.plugin.rank import scheduler_hooks
+from sglang_uvm_offload.plugin.rank.backend import Emulated
+from sglang_uvm_offload.plugin.rank.step_hooks import is_eager
 from sglang_uvm_offload.plugin.rank.stream_buffers import make_streamer, room_in_vram
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.routing.counts import Phase
@@ -124,7 +125,7 @@ def test_graphs_stay_where_nothing_they_replay_would_stream():
 )
 def test_a_step_streams_only_if_no_graph_replays_it(phase, requests, captured, eager):
     runner, batch = SimpleNamespace(decode_cuda_graph_capture_bs=captured), SimpleNamespace(batch_size=requests)
-    assert scheduler_hooks._is_eager(runner, batch, phase) == eager
+    assert is_eager(runner, batch, phase) == eager
 
 
 # ---- buffers ----
@@ -150,7 +151,7 @@ LARGEST = 8 * BLOCK_BYTES
 def made(room: int | None = None, among: list[ExpertLayer] | None = None, planned: int | None = None, **flags: Any) -> Any:
     tokens = streamed_from(planned=planned, **flags)
     checked = replace(config(**flags), stream_tokens=tokens, stream_buffers=planned)
-    return make_streamer(checked, EmulatedMemory(), among or layers(), room, 0, lambda row, nbytes: None)
+    return make_streamer(checked, Emulated(), EmulatedMemory(), among or layers(), room, lambda row, nbytes: None)
 
 
 def buffers(*arguments: Any, **named: Any) -> int:
@@ -216,4 +217,4 @@ def test_layers_too_small_to_place_need_no_buffer():
 
 def test_a_stage_of_dense_layers_needs_no_buffer():
     checked = replace(config(), stream_tokens=streamed_from())
-    assert make_streamer(checked, EmulatedMemory(), [], 0, 0, lambda row, nbytes: None) is None
+    assert make_streamer(checked, Emulated(), EmulatedMemory(), [], 0, lambda row, nbytes: None) is None

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 
 from sglang_uvm_offload.config import OffloadConfig
-from sglang_uvm_offload.cpu.staging import CpuStaging
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.memory.staging import Staging
 from sglang_uvm_offload.plugin.launch.stream_settings import warn_of_no_room
+from sglang_uvm_offload.plugin.rank.backend import Emulated
 from sglang_uvm_offload.residency.status import StreamStatus
 from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, buffers_in
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
@@ -25,10 +25,10 @@ _GIB = 1 << 30
 
 def make_streamer(
     config: OffloadConfig,
+    backend: Emulated,
     memory: Memory,
     layers: list[ExpertLayer],
     room: int | None,
-    device: int,
     on_copy: Callable[[int, int], None],
 ) -> Streamer | None:
     """The streamer, or None if nothing streams. ``room``: the VRAM left for buffers and KV cache, None for no limit. Raises
@@ -39,7 +39,7 @@ def make_streamer(
     count = _number(config, nbytes, room)
     if not count:
         return None
-    return Streamer(layers, _staging(memory, device, nbytes, count), config.stream_tokens, on_copy)
+    return Streamer(layers, _staging(backend, memory, nbytes, count), config.stream_tokens, on_copy)
 
 
 def _number(config: OffloadConfig, nbytes: int, room: int | None) -> int:
@@ -66,13 +66,9 @@ def _number(config: OffloadConfig, nbytes: int, room: int | None) -> int:
     return count
 
 
-def _staging(memory: Memory, device: int, nbytes: int, count: int) -> Staging:
-    if memory.device_type == "cpu":
-        return CpuStaging(memory, nbytes, count)
-    from sglang_uvm_offload.cuda.staging import CudaStaging
-
+def _staging(backend: Emulated, memory: Memory, nbytes: int, count: int) -> Staging:
     try:
-        return CudaStaging(device, nbytes, count)
+        return backend.staging(memory, nbytes, count)
     except torch.OutOfMemoryError as full:
         raise FlagError([f"{_GB}: {count} buffers of {size(nbytes)} could not be allocated: {full}"]) from full
 

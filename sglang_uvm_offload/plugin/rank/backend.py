@@ -1,0 +1,97 @@
+"""What a rank's device decides: CUDA unified memory, or its emulation on a CPU, and all that works with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+import torch
+
+from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
+from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.cpu.slots import CpuSlots
+from sglang_uvm_offload.cpu.staging import CpuStaging
+from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.memory.protocol import Memory
+from sglang_uvm_offload.memory.slots import ExpertSlots, SlotLayer
+from sglang_uvm_offload.memory.staging import Staging
+from sglang_uvm_offload.routing.counts import RoutingCounters
+
+_THREAD = "expert offload"
+
+
+class Emulated:
+    """On a CPU."""
+
+    on_cuda = False
+
+    def memory(self) -> Memory:
+        return EmulatedMemory()
+
+    def counters(self, num_layers: int, num_experts: int) -> RoutingCounters:
+        return CpuRoutingCounters(num_layers, num_experts)
+
+    def slots(self, counters: RoutingCounters, layers: Sequence[SlotLayer | None]) -> ExpertSlots:
+        assert isinstance(counters, CpuRoutingCounters)
+        return CpuSlots(counters, layers)
+
+    def staging(self, memory: Memory, nbytes: int, count: int) -> Staging:
+        """``count`` stream buffers of ``nbytes``."""
+        return CpuStaging(memory, nbytes, count)
+
+    def executor(self) -> Executor:
+        """A thread for work alongside the steps."""
+        return ThreadPoolExecutor(1, _THREAD)
+
+
+class Cuda(Emulated):
+    """On a GPU. Each method imports what it needs: a CPU server needs no CUDA."""
+
+    on_cuda = True
+
+    def __init__(self, gpu: int):
+        self._gpu = gpu
+
+    def memory(self) -> Memory:
+        """Raises ``FlagError``."""
+        from sglang_uvm_offload.cuda.memory import CudaMemory
+
+        try:
+            return CudaMemory(self._gpu)
+        except RuntimeError as error:
+            raise FlagError([str(error)]) from error
+
+    def counters(self, num_layers: int, num_experts: int) -> RoutingCounters:
+        from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
+
+        return CudaRoutingCounters(num_layers, num_experts)
+
+    def slots(self, counters: RoutingCounters, layers: Sequence[SlotLayer | None]) -> ExpertSlots:
+        from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
+        from sglang_uvm_offload.cuda.slots import CudaSlots
+
+        assert isinstance(counters, CudaRoutingCounters)
+        return CudaSlots(counters, layers)
+
+    def staging(self, memory: Memory, nbytes: int, count: int) -> Staging:
+        """Raises ``torch.OutOfMemoryError``."""
+        from sglang_uvm_offload.cuda.staging import CudaStaging
+
+        return CudaStaging(self._gpu, nbytes, count)
+
+    def executor(self) -> Executor:
+        """On this rank's GPU. A new thread starts on GPU 0, where its first call would take VRAM for a context."""
+
+        def begin() -> None:
+            from sglang_uvm_offload.cuda.device import relax_capture
+
+            torch.cuda.set_device(self._gpu)
+            relax_capture()
+
+        return ThreadPoolExecutor(1, _THREAD, initializer=begin)
+
+
+def backend_of(config: OffloadConfig, gpu: int) -> Emulated:
+    """``gpu``: that of this process."""
+    return Cuda(gpu) if config.backend == "uvm" else Emulated()

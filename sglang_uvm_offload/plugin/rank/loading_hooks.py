@@ -1,0 +1,107 @@
+"""Hooks on building and loading a model: its experts are placed, then streams, slots and recording begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.runtime_context import get_parallel, get_schedule
+
+from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError
+from sglang_uvm_offload.plugin import compat, enforce
+from sglang_uvm_offload.plugin.launch.profiles import chosen_profile, named
+from sglang_uvm_offload.plugin.rank.built_model import BuiltModel, EarlierStages
+from sglang_uvm_offload.plugin.rank.slots import make_slots
+from sglang_uvm_offload.plugin.rank.state import MODEL, RankState
+from sglang_uvm_offload.plugin.rank.stream_buffers import make_streamer, room_in_vram
+from sglang_uvm_offload.residency.model import ModelExperts
+from sglang_uvm_offload.residency.placement import InitialPlacement
+from sglang_uvm_offload.sizing.moe_shape import stated_top_k
+from sglang_uvm_offload.streaming.streamer import Streamer
+
+
+class LoadingHooks:
+    def __init__(self, rank: RankState):
+        self.rank = rank
+        self._on_build: Callable[[], None] | None = None
+        """Called once, when the target model is built."""
+
+    def _begin_target(self) -> ModelExperts:
+        """Call this before the target model is built. Once it is, the flags are checked against it: before its weights are
+        read, or after, with a loader that builds and reads in one call."""
+        earlier = EarlierStages(self.rank.config)
+        placement = InitialPlacement(
+            self.rank.config, chosen_profile(self.rank.config, compat.process_model_config()), earlier.layers
+        )
+        model = self.rank.manager.begin_model(False, placement)
+
+        def check_built() -> None:
+            earlier.send_to_next([layer.layer_id for layer in model.layers])
+            built = BuiltModel(model, self._top_k())
+            self.rank.routed_model = built.routed_model(*named(compat.process_model_config()))
+            built.check(placement, self.rank.routed_model)
+            if self.rank.recording is not None:
+                self.rank.recording.check_built(built)
+
+        self._on_build = check_built
+        return model
+
+    def _top_k(self) -> int | None:
+        """Routed experts per token of the target model: from its layers, else from its config."""
+        return self.rank.layer_hooks.top_k or stated_top_k(compat.process_model_config().hf_text_config)
+
+    def around_build(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """SGLang builds the modules of a model and reads no weights. ``--load-format presharded`` first builds another one on
+        the meta device, only for the shapes of its tensors."""
+        if torch.get_default_device().type == "meta":
+            with self.rank.layer_hooks.leaving_alone():
+                return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        self._built()
+        return result
+
+    def _built(self) -> None:
+        check_built, self._on_build = self._on_build, None
+        if check_built is not None:
+            check_built()
+
+    def around_load_model(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            manager = self.rank.manager
+            model = manager.begin_model(True) if runner.is_draft_worker else self._begin_target()
+            runner.__dict__[MODEL] = model
+            with self.rank.layer_hooks.taking_over(manager, model):
+                result = original(runner, *args, **kwargs)
+                self._built()
+            for layer in model.layers:
+                layer.sync_tensors(*layer.holders)  # loaders may replace tensors after post-load processing
+            manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
+            if not model.draft:
+                # A server that releases its weights then also releases the buffers, and gets them back at the same size.
+                with runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_WEIGHTS):
+                    self.rank.layer_hooks.streamer = self._streamer(model, runner.pre_model_load_memory)
+                self._begin_slots(model)
+            if self.rank.recording is not None and not model.draft:
+                self.rank.savers += filter(None, [self.rank.recording.begin(model, self._top_k())])
+        except (FlagError, ManagedMemoryError) as error:
+            enforce.end(f"sglang-uvm-offload: {error}")
+        return result
+
+    def _streamer(self, model: ModelExperts, free_before_load: float) -> Streamer | None:
+        """``free_before_load``: GiB of VRAM."""
+        memory = self.rank.manager.memory
+        room = room_in_vram(memory, free_before_load, get_schedule().mem_fraction_static)
+        return make_streamer(
+            self.rank.config, self.rank.backend, memory, model.layers, room, self.rank.manager.ledger.add_streamed
+        )
+
+    def _begin_slots(self, model: ModelExperts) -> None:
+        self.rank.slots = self.rank.layer_hooks.slots = make_slots(model, self.rank.backend)
+        if self.rank.slots is not None:
+            for seam in self.rank.seams:
+                seam.find = self.rank.slots.at
+            if self.rank.layer_hooks.streamer is not None:
+                self.rank.layer_hooks.streamer.slot_of = self.rank.slots.slot_of

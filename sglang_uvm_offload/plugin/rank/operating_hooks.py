@@ -1,0 +1,132 @@
+"""Hooks on a scheduler while it serves: status, metrics, actions, saving, and giving up memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
+
+from sglang_uvm_offload.plugin import compat
+from sglang_uvm_offload.plugin.operate.actions import Action, perform, refusal
+from sglang_uvm_offload.plugin.rank.indexer_budget import take_indexer_budget
+from sglang_uvm_offload.plugin.rank.profile_saver import profile_saver
+from sglang_uvm_offload.plugin.rank.state import RankState
+from sglang_uvm_offload.plugin.rank.stream_buffers import stream_status
+from sglang_uvm_offload.plugin.rank.torch_bound import bound_torch
+from sglang_uvm_offload.residency.reporting import rank_status
+from sglang_uvm_offload.residency.status import RankStatus, SaveStatus
+from sglang_uvm_offload.residency.table import residency_table
+
+if TYPE_CHECKING:
+    from sglang_uvm_offload.plugin.operate.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+class OperatingHooks:
+    def __init__(self, rank: RankState):
+        self.rank = rank
+        self.metrics: Metrics | None = None
+
+    def after_scheduler_init(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        logger.info(
+            "Expert offload, rank %d:\n%s",
+            get_parallel().tp_rank,
+            residency_table(self._status(), self.rank.manager.memory.info(), scheduler.max_total_num_tokens),
+        )
+        if self.rank.backend.on_cuda:
+            bound_torch(self.rank.config.headroom_gb)
+            if self.rank.config.residents_change:
+                take_indexer_budget()
+        self.rank.manager.begin_serving()
+        # The KV cache was allocated after the experts. Check now, so that no check allocates during the first steps.
+        self.rank.manager.check_for_evictions()
+        self.rank.manager.wait_for_moves()
+        if self.rank.layer_hooks.uncounted:
+            logger.warning(
+                "Expert offload: no hit rate is measured: the routing formats %s have no expert ids",
+                sorted(self.rank.layer_hooks.uncounted),
+            )
+        if get_observability().enable_metrics:
+            from sglang_uvm_offload.plugin.operate.metrics import Metrics  # like SGLang, imports prometheus_client only here
+
+            parallel = get_parallel()
+            self.metrics = Metrics(
+                self.rank.manager,
+                {
+                    "model_name": get_serving().served_model_name or "",
+                    "tp_rank": str(parallel.tp_rank),
+                    "pp_rank": str(parallel.pp_rank),
+                    "dp_rank": str(compat.dp_rank()),
+                },
+                self._faults,
+                self.rank.savers,
+            )
+            self.metrics.publish()
+        if self.rank.routed_model is not None:
+            self.rank.savers += filter(None, [profile_saver(self.rank.manager, self.rank.routed_model)])
+
+    def after_internal_state(self, result: Any, *args: Any, **kwargs: Any) -> Any:
+        result.internal_state["expert_offload"] = msgspec.to_builtins(self._status())
+        return result
+
+    def _faults(self) -> dict[str, bool]:
+        """For each background task of this rank, whether a fault has ended it."""
+        streamer = self.rank.layer_hooks.streamer
+        found = {"moving": self.rank.manager.fault is not None}
+        if streamer is not None:
+            found["streaming"] = streamer.fault is not None
+        if self.rank.recording is not None and self.rank.recording.recorder is not None:
+            found["trace"] = self.rank.recording.recorder.stopped
+        return found
+
+    def around_set_internal_state(self, original: Callable[..., Any], scheduler: Any, request: Any, *args: Any) -> Any:
+        """SGLang delivers the request to all ranks between the same two steps."""
+        action = Action.of(request.server_args)
+        if action is None:
+            return original(scheduler, request, *args)
+        refused = refusal(action, self.rank.config)
+        if refused is None:
+            logger.info("Expert offload: %s requested by an operator", action)
+            perform(action, self.rank.manager, self.rank.savers)
+        return SetInternalStateReqOutput(updated=refused is None)
+
+    def _status(self) -> RankStatus:
+        """The status up to the last step launched. Waits for the device."""
+        trace = None if self.rank.recording is None else self.rank.recording.status()
+        streaming = stream_status(self.rank.layer_hooks.streamer)
+        saves = [SaveStatus(s.what, s.under_way, s.saved_at, s.failures, s.error) for s in self.rank.savers]
+        replica = compat.dp_rank()
+        own = rank_status(self.rank.manager)
+        return msgspec.structs.replace(own, trace=trace, streaming=streaming, saves=saves, replica=replica)
+
+    def after_release(self, result: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        if GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags:
+            self.rank.manager.sleep()
+
+    def after_resume(self, result: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        if GPU_MEMORY_TYPE_WEIGHTS not in updater.offload_tags:
+            self.rank.manager.wake()
+
+    def after_batch(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.publish_if_due()
+        self.rank.manager.poll_if_due()
+        for saver in self.rank.savers:
+            saver.save_if_due()
+
+    def after_idle(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.publish_when_idle()
+        self.rank.manager.poll_when_idle()
+        for saver in self.rank.savers:
+            saver.save_when_idle()
+
+    def after_shutdown(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        for saver in self.rank.savers:
+            saver.finish()

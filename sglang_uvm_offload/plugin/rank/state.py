@@ -1,0 +1,78 @@
+"""What one scheduler process holds while it offloads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.files.autosave import Saver
+from sglang_uvm_offload.plugin import compat
+from sglang_uvm_offload.plugin.launch.routing_formats import counting_flags
+from sglang_uvm_offload.plugin.rank.backend import Emulated, backend_of
+from sglang_uvm_offload.plugin.rank.fused_moe import LayerHooks
+from sglang_uvm_offload.plugin.rank.recording import Recording
+from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
+from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
+from sglang_uvm_offload.plugin.slots.seam import Seam
+from sglang_uvm_offload.plugin.slots.triton import SlotSeam
+from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.rearranging import Rearranging
+from sglang_uvm_offload.routing.profile import RoutedModel
+from sglang_uvm_offload.streaming.slots import ModelSlots
+
+MODEL = "_expert_offload_model"
+"""The attribute of SGLang's model runners that holds their ``ModelExperts``."""
+
+
+class RankState:
+    def __init__(self, config: OffloadConfig, compiled: bool = False):
+        """``compiled``: whether ``torch.compile`` traces the steps."""
+        self.config = config
+        self.recording = Recording(config.trace) if config.trace is not None else None
+        self.layer_hooks = LayerHooks(counting_flags(config), self.recording, compiled)
+        self.seams: tuple[Seam, ...] = (SlotSeam(), MarlinSlotSeam(), DeepGemmSlotSeam())
+        self.slots: ModelSlots | None = None
+        """The target model's slots, once it is loaded; None if no layer has any."""
+        self.savers: list[Saver] = []
+        self.routed_model: RoutedModel | None = None
+        """The identity of the target model, once it is built."""
+
+    @cached_property
+    def backend(self) -> Emulated:
+        return backend_of(self.config, compat.gpu_id())
+
+    @cached_property
+    def manager(self) -> OffloadManager:
+        """Created when the first model loads: before that the process is not bound to its GPU."""
+        return OffloadManager(
+            self.config,
+            self.backend.memory(),
+            self.backend.counters,
+            _broadcast_decision,
+            progress=_is_first_rank,
+            executor=self.backend.executor(),
+        )
+
+    def experts_written(self) -> None:
+        """The bytes of experts may have changed."""
+        if self.slots is not None:
+            self.slots.bytes_written()
+
+    @cached_property
+    def rearranging(self) -> Rearranging:
+        return Rearranging(self.manager)
+
+
+def _broadcast_decision(decide: Callable[[], Any]) -> Any:
+    """The decision of the first rank among those that hold shards of the same experts."""
+    group = get_parallel().moe_tp_group
+    return group.broadcast_object(decide() if group.rank_in_group == 0 else None, src=0)
+
+
+def _is_first_rank() -> bool:
+    parallel = get_parallel()
+    return parallel.tp_rank == 0 and parallel.pp_rank == 0
