@@ -32,12 +32,12 @@ def attach(server_args: Any, config: OffloadConfig) -> None:
 
 def requested_of(server_args: Any) -> RequestedConfig | None:
     """What was requested, None if offloading is off. Raises ``FlagError`` if the flags enable offloading but nothing is
-    attached: a process must not silently serve without it."""
+    attached: a process must not silently serve without offloading."""
     if hasattr(server_args, _REQUESTED):
         requested: RequestedConfig | None = getattr(server_args, _REQUESTED)
         return requested
     if getattr(server_args, PREFIX + "num_resident", None) is not None:
-        raise FlagError([f"{flag_name('num_resident')}: SGLang did not resolve these arguments before it used them"])
+        raise FlagError([f"{flag_name('num_resident')}: SGLang used these arguments before it resolved them"])
     return None
 
 

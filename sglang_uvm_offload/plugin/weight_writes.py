@@ -1,10 +1,10 @@
-"""What of SGLang writes experts once they are loaded: after it, every copy of an expert is stale.
+"""The SGLang functions that write experts after loading. After each, every copy of an expert is stale.
 
-online updates      from disk, tensors, a process group or IPC; a session of them begins by unpacking weights and ends by
-                    packing them, and a trainer that writes by RDMA does so inside it
-weight checker      fills weights with noise, to see that an update overwrites it
+online updates      from disk, tensors, a process group or IPC; a session begins by unpacking weights and ends by packing
+                    them, and a trainer that writes by RDMA does so inside it
+weight checker      fills weights with noise, to check that an update overwrites it
 expert placement    EPLB, and experts of a lost rank from their backup
-sleep               weights may be given up, and other ones are there afterwards
+sleep               weights may be released, and different ones are there afterwards
 loading             while graphs are captured, and code that calls a model's ``load_weights`` itself
 """
 
@@ -40,8 +40,8 @@ WRITERS = (
 
 
 def watch_writes(on_write: Callable[[], None], add: Callable[[str, Any, HookType], None]) -> None:
-    """Call ``on_write`` after each of ``WRITERS``, also where it fails: some weights may have been written. A writer calls
-    others, for each tensor of each expert and from several threads, so ``on_write`` should do no more than to note it."""
+    """Call ``on_write`` after each of ``WRITERS``, even if it fails: some weights may have been written. Writers call each
+    other for each tensor of each expert and from several threads, so ``on_write`` should only set a flag."""
 
     def around_writer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

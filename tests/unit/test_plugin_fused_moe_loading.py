@@ -146,7 +146,7 @@ def test_a_fault_of_memory_in_an_update_ends_the_server_before_sglang_loads_agai
     with pytest.raises(SystemExit):
         method.process_weights_after_loading(layer)
     (message,) = told
-    assert "an update of the weights failed" in message
+    assert "a weight update failed" in message
     assert "no host RAM" in message
 
 

@@ -70,7 +70,7 @@ def test_another_checkpoint_ends_saving_with_what_was_counted_before_it(caplog):
     server.update("disk", model_path="/models/b")
     assert server.events == ["saved", "updated", "chosen anew"]
     assert server.savers == []
-    assert "the profile is of the checkpoint before the weights of /models/b" in caplog.text
+    assert "stops saving the profile, which is of the checkpoint before the weights of /models/b" in caplog.text
 
 
 @pytest.mark.parametrize("source", [target.rpartition("_")[2] for target in UPDATES])
@@ -98,5 +98,5 @@ def test_a_fault_of_memory_ends_the_server_with_its_reason(monkeypatch):
     server = Server(ManagedMemoryError("allocate", "w13", Span(0, 8), "no host RAM"))
     with pytest.raises(SystemExit):
         server.update("disk", model_path="/models/a")
-    assert "an update of the weights failed" in ended[0]
+    assert "a weight update failed" in ended[0]
     assert "no host RAM" in ended[0]

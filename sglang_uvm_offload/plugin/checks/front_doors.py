@@ -1,5 +1,5 @@
-"""SGLang's servers other than its HTTP server in Python. With that one, also as HTTP/2 and beside native gRPC, everything is
-served; the others have routes of their own, and none of this plugin's."""
+"""SGLang's servers other than its Python HTTP server. The Python server, also with HTTP/2 or with native gRPC, has all of this
+plugin's routes; the others have their own routes and none of this plugin's."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _ACTIONS = "readvise, pause, resume and save"
 
 
 def lacking(cfg: Any) -> Iterator[str]:
-    """What of status, actions and metrics the server of this launch does not have, and where the others are."""
+    """Which of status, actions and metrics this launch's server lacks, and where the others are."""
     metrics = "" if cfg.enable_metrics else ", with --enable-metrics"
     lacks = f"this server has no /expert_offload, so no status and no actions ({_ACTIONS})"
     if cfg.smg_grpc_mode or cfg.grpc_mode:
         port = cfg.smg_http_sidecar_port or cfg.port + 1
         yield (
-            f"--smg-grpc-mode: {lacks}; the metrics are on /metrics of port {port}{metrics}; --grpc-port serves gRPC beside "
-            "HTTP, which has all"
+            f"--smg-grpc-mode: {lacks}; the metrics are on /metrics of port {port}{metrics}; --grpc-port serves gRPC in "
+            "addition to HTTP, which has everything"
         )
-    elif envs.SGLANG_RUST_SERVER.get():  # of the state of schedulers, its /server_info passes on what it knows by name
+    elif envs.SGLANG_RUST_SERVER.get():  # its /server_info passes on only the scheduler fields that it knows
         yield (
             f"SGLANG_RUST_SERVER: {lacks}, not in /server_info either; the metrics are on /metrics{metrics}; without "
-            "SGLANG_RUST_SERVER, SGLang's HTTP server has all"
+            "SGLANG_RUST_SERVER, SGLang's HTTP server has everything"
         )

@@ -1,4 +1,4 @@
-"""How SGLang divides a launch's decoder layers among its pipeline stages."""
+"""How SGLang splits a launch's decoder layers among its pipeline stages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from sglang.srt.distributed.utils import get_pp_indices
 
 
 def stages(cfg: Any, model: Any) -> tuple[range, ...]:
-    """The decoder layers of each stage: even parts, or those of ``SGLANG_PP_LAYER_PARTITION``."""
+    """The decoder layers of each stage: equal parts, or those in ``SGLANG_PP_LAYER_PARTITION``."""
     layers = model.hf_text_config.num_hidden_layers
     return tuple(range(*get_pp_indices(layers, stage, cfg.pp_size)) for stage in range(cfg.pp_size))

@@ -1,4 +1,4 @@
-"""What a checkpoint states of its quantisation."""
+"""The quantisation config that a checkpoint states."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def stated_quantization(model_config: Any) -> dict[str, Any]:
-    """From where SGLang 0.5.23 takes it (``resolve_checkpoint_quant_spec``); empty for a checkpoint that states nothing."""
+    """From the same sources as SGLang 0.5.23 (``resolve_checkpoint_quant_spec``); empty for a checkpoint that states none."""
     whole, text = model_config.hf_config, model_config.hf_text_config
     places = ((whole, "quantization_config"), (text, "quantization_config"), (whole, "compression_config"))
     found = (getattr(config, name, None) for config, name in places)

@@ -1,7 +1,7 @@
-"""Builds SGLang's models on torch's ``meta`` device, where tensors have shapes and no memory, as one rank that shares nothing.
+"""Builds SGLang's models on torch's ``meta`` device, where tensors have shapes but no memory, as a single rank.
 
-``start`` comes first, once in a process that does nothing else: SGLang's classes look at the machine as they are built, and
-here they see none.
+Call ``start`` first, once, in a process that does nothing else: SGLang's classes query the machine while they are built, and
+``start`` hides it from them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ANY_MODEL: dict[str, Any] = {
     **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64},
     **{"num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 512, "torch_dtype": "bfloat16"},
 }
-"""SGLang resolves its arguments for a model; which one plays no part, as none is served."""
+"""SGLang needs a model to resolve its arguments. Any will do, because none is served."""
 
 _SHAPELESS: dict[str, Any] = {
     **{"pad_token_id": 0, "hidden_act": "silu", "rope_theta": 1e4, "attention_dropout": 0.0, "initializer_range": 0.02},
@@ -60,7 +60,7 @@ _FILES = ("config.json", "hf_quant_config.json")
 
 
 class _Models(Mapping[str, Any]):
-    """SGLang's registry, which imports a model's file when the model is asked for."""
+    """A replacement for SGLang's registry that imports a model's file on first use."""
 
     def __init__(self) -> None:
         self.files = model_files()
@@ -79,7 +79,7 @@ class _Models(Mapping[str, Any]):
 
 
 def start() -> None:
-    """SGLang's runtime of a single rank, as of a scheduler on a CPU."""
+    """Start SGLang's runtime for a single rank, as in a scheduler on a CPU."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(_ANY_MODEL))
         arguments = ServerArgs(
@@ -102,11 +102,11 @@ def start() -> None:
 
 class _Stream:
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Of no device."""
+        """A stream without a device."""
 
 
 def _see_no_machine() -> None:
-    """What SGLang's classes ask of the machine is answered as a recent GPU would: some are made for nothing else."""
+    """Answer SGLang's queries about the machine as a recent GPU would, because some classes support nothing else."""
     kernels = types.ModuleType("vllm._custom_ops")
     vars(kernels)["rotary_embedding"] = None
     sys.modules.update({"vllm": types.ModuleType("vllm"), kernels.__name__: kernels})
@@ -115,25 +115,25 @@ def _see_no_machine() -> None:
     vars(torch.cuda).update(answers)
     current_platform.get_device = lambda *_: "cpu"
     modelopt_quant.get_platform = lambda: types.SimpleNamespace(is_blackwell=True)
-    quantization.QUANTIZATION_METHODS.setdefault("mxfp4", Mxfp4Config)  # SGLang has it for CUDA alone
+    quantization.QUANTIZATION_METHODS.setdefault("mxfp4", Mxfp4Config)  # SGLang registers it for CUDA only
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """The shapes of the model and of its draft layers: ``plain``, without quantisation, for its weights are counted there, and
-    ``served``, as it is quantised, for its bytes.
+    """The shapes of the model and of its draft layers: ``plain``, without quantisation, to count weights, and ``served``, as
+    quantised, to count bytes.
 
-    A checkpoint with code of its own has its own class of configs, which is not run: where the class of the same name that
-    transformers or SGLang has does not suit it, the config is read as it stands."""
+    A checkpoint with its own code has its own config class, which is never run. If the class of the same model type in
+    transformers or SGLang does not fit, the config is read as it stands."""
     try:
         return _described(folder)
-    except Exception as error:  # of any type, from a model's class; raised in the end if no other reading is built
+    except Exception as error:  # of any type, from a model's class; raised below if the second attempt fails too
         model_type = json.loads((folder / "config.json").read_text()).get("model_type")
         if not model_type:
             raise
         _read_as_stated(model_type)
         try:
             return _described(folder)
-        except Exception:  # noqa: BLE001 -- the first says more
+        except Exception:  # noqa: BLE001 -- the first error is more useful
             raise error from None
 
 
@@ -222,7 +222,7 @@ def _copy_without_code(folder: Path, copy: Path) -> None:
 
 
 def _make_known(config: dict[str, Any]) -> None:
-    """Have transformers read a config whose class is among the checkpoint's own files as it stands."""
+    """Make transformers read a config as it stands if its class is part of the checkpoint's own code."""
     model_type = config.get("model_type")
     importlib.import_module("sglang.srt.utils.hf_transformers_utils")  # registers SGLang's own
     if not isinstance(model_type, str) or not model_type or model_type in CONFIG_MAPPING:

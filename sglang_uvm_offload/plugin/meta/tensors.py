@@ -1,4 +1,5 @@
-"""What a model of SGLang's holds, by the classes of its modules: how ranks divide it, and which of it are routed experts."""
+"""Classifies the parameters of an SGLang model by the classes of its modules: how ranks shard them, and which are routed
+experts."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 
 _ATTENTION = (RadixAttention, RadixLinearAttention, MambaMixer2)
 _SHARED = re.compile(r"shared_(expert|mlp)|\.shared\b")
-"""Beside routed experts: what every token uses."""
+"""Shared experts: every token uses them."""
 _TOWER = re.compile(r"vis(ual|ion)|audio|tower|projector|mm_proj")
 
 
 def shape_of(model: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
-    """The decoder layers of ``model``, and what is outside of them: bytes of a rank that shares nothing, and ``…_parameters``,
-    weights. ``top_k`` is the config's, for layers that have none."""
+    """The decoder layers of ``model`` and everything outside them: bytes on a single rank, and ``…_parameters``, the number of
+    weights. ``top_k``: from the config, for layers that have none."""
     name, layers = _decoder_layers(model)
     out: dict[str, Any] = {
         "layers": [_layer(layer, top_k) for layer in layers],
@@ -44,12 +45,12 @@ def shape_of(model: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
 
 
 def draft_of(model: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
-    """A draft model as one layer, without the embedding and the head that it shares with the model."""
+    """A draft model as one layer, without the embedding and the head that it shares with the target."""
     return _layer(model, top_k)
 
 
 def _decoder_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
-    """The list of modules with most of the routed experts, the outermost of several that have as many, and its path."""
+    """The path and the module list with the most routed experts; the outermost one if several are equal."""
     lists = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)]
     held = [sum(isinstance(part, FusedMoE) for part in parts.modules()) for _, parts in lists]
     if not any(held):
@@ -58,7 +59,7 @@ def _decoder_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
 
 
 def _layer(layer: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
-    """One decoder layer. Of several sets of routed experts, such as one for images, a token of text uses the first."""
+    """One decoder layer. If it has several sets of routed experts, such as one for images, text tokens use the first."""
     routed = [part for part in layer.modules() if isinstance(part, FusedMoE)]
     sums: dict[str, int] = defaultdict(int)
     parts: dict[str, dict[str, Any]] = {}
@@ -84,16 +85,16 @@ def _layer(layer: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
 
 
 def _loaded(module: FusedMoE, parameter: torch.nn.Parameter) -> bool:
-    """Whether a checkpoint has it. Beside those that it loads SGLang has others, which it makes of these; all of a model of the
-    transformers library are loaded, without a loader of their own."""
+    """Whether the checkpoint contains the parameter. SGLang also has parameters that it derives from loaded ones. Models of the
+    transformers library load all parameters, without per-parameter loaders."""
     return hasattr(parameter, "weight_loader") or not any(hasattr(one, "weight_loader") for one in module.parameters())
 
 
 def _add_experts(
     sums: dict[str, int], parts: dict[str, dict[str, Any]], name: str, parameter: torch.nn.Parameter, module: FusedMoE
 ) -> None:
-    """A parameter with a row for each expert, shared ones last, as SGLang names it: ``w13_weight_scale``. Of several sets of
-    experts in a layer, the largest expert counts."""
+    """Add a parameter with a row for each expert, shared ones last, under SGLang's name: ``w13_weight_scale``. If a layer has
+    several sets of experts, the largest expert counts."""
     rows, fused = parameter.shape[0], int(module.num_fused_shared_experts)
     one, weights = parameter.nbytes // rows, parameter.numel() // rows
     part = parts.setdefault(name, {"name": name, "shape": list(parameter.shape), "expert_bytes": 0, "bytes": 0})
@@ -106,13 +107,13 @@ def _add_experts(
 
 
 def _top_k(module: FusedMoE, stated: int | None) -> int:
-    """Of the routed experts alone."""
+    """The top-k of the routed experts only."""
     chosen = stated if module.top_k is None else module.top_k - module.num_fused_shared_experts
     return min(chosen or 0, module.num_local_experts)
 
 
 def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Parameter]]:
-    """Each parameter once, with its full name, its module and its name there: those that are tied have one module."""
+    """Each parameter once, with its full name, its module and its name there. Tied parameters appear with one module."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -128,7 +129,7 @@ def _vocabulary(module: torch.nn.Module) -> str:
 
 
 def _divisions(layer: torch.nn.Module, path: str, module: torch.nn.Module) -> dict[str, float]:
-    """The shares of a parameter of ``module`` that count as a field of ``LayerShape``, by how ranks divide it."""
+    """The share of a parameter of ``module`` that counts towards each field of ``LayerShape``, by how ranks shard it."""
     if isinstance(module, QKVParallelLinear):
         queries = module.total_num_heads * module.head_size
         keys_values = module.total_num_kv_heads * (module.head_size + module.v_head_size)
@@ -139,7 +140,8 @@ def _divisions(layer: torch.nn.Module, path: str, module: torch.nn.Module) -> di
 
 
 def _attends(layer: torch.nn.Module, path: str) -> bool:
-    """Whether the module that holds the linear layer at ``path`` also holds the attention; a decoder layer, directly."""
+    """Whether the module with the linear layer at ``path`` also contains the attention; for a decoder layer, as a direct
+    child."""
     owner = path.rpartition(".")[0].rpartition(".")[0]
     holder = layer.get_submodule(owner)
     parts = holder.modules() if owner else [holder, *holder.children()]
@@ -147,7 +149,8 @@ def _attends(layer: torch.nn.Module, path: str) -> bool:
 
 
 def _heads(layer: torch.nn.Module) -> list[int]:
-    """Heads of keys, their size and that of values, and the window (-1 without) of the layer's KV cache; empty without one."""
+    """The KV heads, the head sizes of keys and values, and the window (-1 without) of the layer's KV cache; empty without
+    one."""
     for part in layer.modules():
         if isinstance(part, RadixAttention):
             return [part.tp_k_head_num, part.head_dim, part.v_head_dim, part.sliding_window_size]

@@ -1,5 +1,5 @@
 """LoRA adapters of routed experts. SGLang wraps such a layer and computes it without its quantisation method's ``apply``, where
-routing is counted and streaming begins; adapters of other modules leave layers as they are."""
+routing is counted and streaming begins. Adapters of other modules do not change MoE layers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 _WRAPPER = "sglang.srt.lora.layers.FusedMoEWithLoRA"
 _RUNNERS = ("_lora_runner", "_moe_lora_runner")
-"""Attributes of the wrapper, of which it has one: what computes the layer, from what was dispatched."""
+"""Attributes of the wrapper, which has one of them: the runner that computes the layer from the dispatched tokens."""
 
 
 class ExpertAdapters:
-    """Counts the routing of layers with adapters. Such layers always read their experts in place: the tensors that they compute
-    from are noted once, at the addresses that stay, and by functions that know no slots."""
+    """Counts the routing of layers with adapters. Such layers always read their experts in place: SGLang records the addresses
+    of their tensors once, and its functions for them do not support slots."""
 
     def __init__(self, layers: LayerHooks):
         self._layers = layers
@@ -40,7 +40,7 @@ class ExpertAdapters:
     def _read_in_place(self) -> None:
         if self._layers.streamer is not None or self._layers.slots is not None:
             logger.warning(
-                "Expert offload: SGLang computes experts together with their adapters, from the experts' own rows: no step "
+                "Expert offload: SGLang computes experts together with their LoRA adapters and reads them in place: no step "
                 "streams, and slots are not used"
             )
         self._layers.streamer = self._layers.slots = None

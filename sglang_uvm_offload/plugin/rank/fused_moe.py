@@ -121,7 +121,7 @@ class LayerHooks:
             except (ExpertsLost, ManagedMemoryError) as fault:
                 if model.counters is not None:  # it is loaded
                     # In a weight update, SGLang would catch the error, load again, and serve whatever weights result.
-                    enforce.end(f"sglang-uvm-offload: an update of the weights failed: {fault}")
+                    enforce.end(f"sglang-uvm-offload: a weight update failed: {fault}")
                 if isinstance(fault, ManagedMemoryError):
                     raise
                 raise FlagError([f"{flag_name('num_resident')}: {fault}; choose another --moe-runner-backend"]) from fault

@@ -1,7 +1,8 @@
-"""Online updates of the weights: what was counted with the weights before them.
+"""Online weight updates, and what was counted with the old weights.
 
-Residents that a warm-up chose are chosen anew, after a warm-up with the new weights (``OffloadManager.weights_updated``). A
-profile or trace is of the checkpoint that the server was started with: with another one from disk, saving ends.
+Residents that a warm-up chose are chosen again, after a warm-up with the new weights (``OffloadManager.weights_updated``). A
+profile or trace belongs to the checkpoint that the server started with, so an update from another checkpoint on disk ends
+saving.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ UPDATES = (
     *(f"{_UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
     f"{_UPDATER}.end_weight_update",
 )
-"""A session may end without an update in it: its trainer has written weights by itself."""
+"""A session may end without an update: its trainer may have written the weights itself."""
 
 
 class OnlineUpdates:
     def __init__(self, manager: Callable[[], OffloadManager], savers: list[Saver], model_path: Callable[[], str]):
-        """``savers`` are emptied where saving ends. ``model_path``: of the checkpoint whose weights are served."""
+        """``savers`` is emptied if saving ends. ``model_path``: of the checkpoint whose weights are served."""
         self._manager = manager
         self._savers = savers
         self._model_path = model_path
@@ -40,24 +41,25 @@ class OnlineUpdates:
             add(target, self._around_update, HookType.AROUND)
 
     def _around_update(self, original: Callable[..., Any], updater: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Between steps, on every rank."""
+        """SGLang calls this between steps, on every rank."""
         path = getattr(request, "model_path", None)
         if path is not None and path != self._model_path():
             self._end_saving(path)
         try:
             result = original(updater, request, *args, **kwargs)
         except (FlagError, ManagedMemoryError) as error:
-            enforce.end(f"sglang-uvm-offload: an update of the weights failed: {error}")
+            enforce.end(f"sglang-uvm-offload: a weight update failed: {error}")
         if result.success:
             self._manager().weights_updated()
         return result
 
     def _end_saving(self, path: str) -> None:
-        """Before the update, with what was counted until then; also if it fails, for then nobody knows which weights serve."""
+        """Save a last time, before the update, what was counted so far. Saving also ends if the update fails, because it is
+        then unknown which weights the server has."""
         saved: Sequence[Saver] = list(self._savers)
         self._savers.clear()
         for saver in saved:
             saver.finish()
             logger.warning(
-                "Expert offload: the %s is of the checkpoint before the weights of %s, and is saved no more", saver.what, path
+                "Expert offload: stops saving the %s, which is of the checkpoint before the weights of %s", saver.what, path
             )

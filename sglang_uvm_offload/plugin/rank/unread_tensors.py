@@ -1,4 +1,4 @@
-"""Expert tensors that SGLang's layers hold and that no kernel of their runner reads."""
+"""Frees expert tensors of SGLang's layers that no kernel of their runner reads."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from sglang_uvm_offload.plugin.compat import moe_runner_backend
 
 _FOR_FLASHINFER = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
-"""NVFP4's scales in the order of FlashInfer's kernels. Every layer is built with room for them."""
+"""NVFP4 scales in the order of FlashInfer's kernels. SGLang allocates them in every layer."""
 
 
 def free(layer: Any) -> bool:
-    """Take the room from a layer that Marlin computes: a byte for each 16 weights of 4 bits, which is never written. Returns
-    whether there was any."""
+    """Free these tensors of a layer that Marlin computes: one byte per 16 4-bit weights, never written. Returns whether there
+    were any."""
     names = [name for name in _FOR_FLASHINFER if getattr(layer, name, None) is not None]
     backend = moe_runner_backend(layer) if names else None
     if backend is None or not backend.is_marlin():
