@@ -20,13 +20,13 @@ ChooseExtents = Callable[[ExpertLayout], np.ndarray]
 """A tensor's layout -> ``bool[extents]``, those to place in VRAM at load."""
 
 MAX_SHRINK_FACTOR = 8
-"""How far post-load processing may shrink a layer's bytes: 16 bits may become 4, with scales. If 4-bit weights went elsewhere,
-the scales that remain are a ninth."""
+"""How far post-load processing may shrink a layer's bytes: 16 bits may become 4, with scales. If 4-bit weights moved elsewhere,
+the remaining scales are a ninth."""
 
 
 def check_host_ram(memory: Memory, call: str, name: str, needed: int) -> None:
-    """Raise ``ManagedMemoryError`` if ``call`` needs ``needed`` bytes of host RAM that are not free: the kernel would kill some
-    process for them."""
+    """Raise ``ManagedMemoryError`` if ``call`` needs ``needed`` bytes of host RAM and they are not free: the kernel would kill
+    some process to get them."""
     room = memory.info().host_available - host_margin(needed) if needed else 0
     if needed > room:
         raise ManagedMemoryError(
@@ -34,12 +34,12 @@ def check_host_ram(memory: Memory, call: str, name: str, needed: int) -> None:
             name,
             Span(0, needed),
             f"offloaded experts need {size(needed)} of host RAM, and {size(max(room, 0))} is left "
-            f"({size(host_margin(needed))} is kept for other uses)",
+            f"({size(host_margin(needed))} is reserved for other uses)",
         )
 
 
 class ExpertsLost(RuntimeError):
-    """A layer's weights are no longer found in its modules, so they can be neither offloaded nor counted."""
+    """A layer's weights are no longer in its modules, so they can be neither offloaded nor counted."""
 
 
 class ExpertLayer:
@@ -64,30 +64,31 @@ class ExpertLayer:
         """Replaced when SGLang rearranges experts."""
         self.always_resident = np.arange(num_experts) >= shard.routed
         self.kept = self.always_resident if kept is None else self.always_resident | kept
-        """``bool[num_experts]``: those that stay in VRAM."""
+        """``bool[num_experts]``: the experts that stay in VRAM."""
         self._choose = choose
         self.tensors: list[ExpertTensor] = []
         self.layouts: tuple[ExpertLayout, ...] = ()
-        """Those of ``tensors``; the same object until they change."""
+        """The layouts of ``tensors``; the same object until they change."""
         self.offloaded_bytes_by_expert = np.zeros(num_experts, dtype=np.int64)
         """int64 ``[num_experts]``: the bytes of each expert that steps read from host RAM. Replaced whenever it changes."""
         self.plain_bytes = 0
-        """Bytes of expert tensors left in ordinary VRAM: too small to place, or with interleaved experts. Without slots."""
+        """Bytes of expert tensors left in ordinary VRAM because they are too small to place, or have interleaved experts.
+        Excludes slots."""
         self.slots_missing: str | None = None
-        """An expert tensor without rows for the slots: a kernel that reads row ``num_experts + s`` of it would read something
-        else. None where every one has them."""
+        """An expert tensor without slot rows: a kernel that reads its row ``num_experts + s`` would read something else. None
+        if every tensor has them."""
         self.holders: tuple[object, ...] = ()
-        """What holds the tensors: the layer's module and its quantisation method."""
+        """The objects that hold the tensors: the layer's module and its quantisation method."""
         self.generation = 0
-        """Another number whenever tensors may have been replaced, or rewritten by post-load processing: what the slots hold is
-        stale then. An update of the weights that writes into the tensors and processes nothing does not change it."""
+        """Changes whenever tensors may have been replaced, or rewritten by post-load processing, which makes slots stale. A
+        weight update that writes into the tensors without post-load processing does not change it."""
         self._plain: list[PlainTensor] = []
         self._rows: list[tuple[int, int]] = []
         self._synced_bytes = 0
         """Bytes of all expert tensors at the last ``sync_tensors``."""
 
     def allocate(self, expert_bytes: int, device: torch.device, description: str) -> torch.Tensor | None:
-        """``takeover.Allocate`` for this layer: managed and placed. Where an expert is too small to place, ordinary memory with
+        """``takeover.Allocate`` for this layer: managed and placed memory. For experts too small to place, ordinary memory with
         slots, or None without slots."""
         layout = ExpertLayout(self.num_experts, expert_bytes, self.memory.block_bytes, self.num_slots)
         if device.type != self.memory.device_type:
@@ -110,13 +111,14 @@ class ExpertLayer:
         return whole[: layout.nbytes]
 
     def _initial(self, layout: ExpertLayout) -> np.ndarray:
-        """``bool[extents]``: as in an equal tensor, which this one may be about to replace; else as chosen at load."""
+        """``bool[extents]``: the residency of a tensor with the same layout, which this one may be about to replace; else as
+        chosen at load."""
         equal = (tensor.resident for tensor in self._live_tensors() if tensor.layout == layout)
         return next(equal, self._choose(layout) | layout.holding(self.kept))
 
     def sync_tensors(self, *holders: object) -> None:
-        """Call it after code that may have replaced tensors of the ``holders`` (the layer's module and its quantisation
-        method): takes over new tensors and drops freed ones. Raises ``ExpertsLost`` if nearly all bytes are gone."""
+        """Take over new tensors and drop freed ones. Call this after code that may have replaced tensors of the ``holders``
+        (the layer's module and its quantisation method). Raises ``ExpertsLost`` if nearly all bytes are gone."""
         self.holders = holders
         move_into_managed(holders, self.num_experts, lambda tensor: self._of(tensor) is not None, self.allocate, self.num_slots)
         found = [held for held in expert_tensors(holders, self.num_experts) if held.tensor.device.type != "meta"]
@@ -137,7 +139,7 @@ class ExpertLayer:
         self._synced_bytes = sum(tensor.layout.nbytes for tensor in self.tensors) + self.plain_bytes
         if self._synced_bytes < before / MAX_SHRINK_FACTOR:
             lost, experts = size(before - self._synced_bytes), f"the experts of MoE layer {self.layer_id}"
-            raise ExpertsLost(f"after loading, {lost} of the {size(before)} of {experts} are not found in the layer")
+            raise ExpertsLost(f"after loading, {lost} of the {size(before)} of {experts} are missing from the layer")
 
     def _note_rows(self, found: Iterable[HeldTensor]) -> None:
         """``found``: all expert tensors."""
@@ -152,9 +154,8 @@ class ExpertLayer:
         self._rows = list(rows.items()) if self.num_slots and not missing else []
 
     def slot_rows(self) -> list[tuple[int, int]]:
-        """The address of row 0 and the bytes of a row, for each storage that holds expert tensors: slot ``s`` is row
-        ``num_experts + s``. In the order in which the layer holds them. Empty without slots, and where ``slots_missing``. As of
-        the last ``sync_tensors``."""
+        """The address of row 0 and the bytes of a row, for each storage with expert tensors, in the layer's order. Slot ``s``
+        is row ``num_experts + s``. Empty without slots, or with ``slots_missing``. As of the last ``sync_tensors``."""
         return self._rows.copy()
 
     def _note_tensors(self) -> None:
@@ -165,14 +166,14 @@ class ExpertLayer:
         self._note_residency()
 
     def _note_residency(self) -> None:
-        """Counts on the thread that moves, so that the one that launches steps need not."""
+        """Computed on the thread that moves experts, so that the thread that launches steps does not have to."""
         none = np.zeros(self.num_experts, dtype=np.int64)
         self.offloaded_bytes_by_expert = sum((tensor.offloaded_bytes for tensor in self.tensors), start=none)
 
-    # The extents of all tensors, one after the other. Arrays are ``bool[extents]``.
+    # The extents of all tensors, concatenated. Arrays are ``bool[extents]``.
 
     def resident_extents(self) -> np.ndarray:
-        """Those in VRAM."""
+        """The extents in VRAM."""
         return np.concatenate([np.zeros(0, dtype=bool), *(tensor.resident for tensor in self.tensors)])
 
     def host_bytes_to_demote(self, after: np.ndarray) -> int:
@@ -194,7 +195,7 @@ class ExpertLayer:
             self._note_residency()
 
     def place_slots(self, location: Location) -> None:
-        """Move the slots, with what of experts shares a block with them."""
+        """Move the slots, and the expert bytes that share a block with them."""
         try:
             for tensor in self.tensors:
                 tensor.place_slots(location)
@@ -202,7 +203,7 @@ class ExpertLayer:
             self._note_residency()
 
     def reread_residency(self) -> None:
-        """After a fault, read back what is in VRAM. An extent that moved in part counts as offloaded."""
+        """After a fault, read back which extents are in VRAM. A partly moved extent counts as offloaded."""
         for tensor in self.tensors:
             tensor.reread()
         self._note_residency()
@@ -213,7 +214,7 @@ class ExpertLayer:
             raise ValueError(f"MoE layer {self.layer_id} has {ends[-1]} extents, not {extents.shape}")
         return [(tensor, extents[a:b]) for tensor, a, b in zip(self.tensors, ends[:-1], ends[1:], strict=True)]
 
-    # Its experts.
+    # The layer's experts.
 
     @property
     def resident(self) -> np.ndarray:
@@ -232,7 +233,7 @@ class ExpertLayer:
 
     @property
     def slot_bytes(self) -> int:
-        """VRAM that the slots take beside the experts: whole blocks of managed ranges, and rows of ordinary tensors."""
+        """VRAM that the slots take in addition to the experts: whole blocks of managed ranges, and rows of ordinary tensors."""
         return sum(tensor.layout.slot_bytes for tensor in self.tensors) + sum(tensor.slot_bytes for tensor in self._plain)
 
     @property
@@ -241,11 +242,11 @@ class ExpertLayer:
         return int(self.offloaded_bytes_by_expert.sum())
 
     def _of(self, tensor: torch.Tensor) -> ExpertTensor | PlainTensor | None:
-        """The one of the layer's own whose bytes ``tensor`` shows."""
+        """The layer's own tensor that ``tensor`` is a view of."""
         address = tensor.untyped_storage().data_ptr()
         managed = (mine for mine in self._live_tensors() if mine.address == address)
         return next(managed, None) or next((mine for mine in self._plain if mine.holds(tensor)), None)
 
     def _live_tensors(self) -> list[ExpertTensor]:
-        """Without tensors that were already freed: a new one may have their address."""
+        """The tensors that are not freed. A new tensor may have the address of a freed one."""
         return [tensor for tensor in self.tensors if self.memory.holds(tensor.managed)]

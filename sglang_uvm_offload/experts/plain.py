@@ -1,4 +1,4 @@
-"""One tensor ``[E, ...]`` of a MoE layer in ordinary memory, too small to place, with slots behind its experts."""
+"""One tensor ``[E, ...]`` of a MoE layer in ordinary memory, too small to place, with slots after its experts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from sglang_uvm_offload.memory.layout import ExpertLayout
 
 
 class PlainTensor:
-    """Knows the storage of ``whole`` (``uint8[layout.range_bytes]``), and does not keep it alive."""
+    """Identifies the storage of ``whole`` (``uint8[layout.range_bytes]``) without keeping it alive."""
 
     def __init__(self, layout: ExpertLayout, whole: torch.Tensor):
         self.layout = layout
-        # While the reference lives, no other storage has this identity, even if this one is freed.
+        # While the weak reference exists, no other storage gets this identity, even if this one is freed.
         self._storage = StorageWeakRef(whole.untyped_storage())
 
     def holds(self, tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Taking over a layer's expert memory: PyTorch's allocations come from managed memory instead.
+"""Takes over a layer's expert memory: serves PyTorch's allocations from managed memory.
 
 A tensor belongs to the experts if its first dimension is the layer's number of local experts. That holds for every
 quantisation, so this module depends on no format, model or runner.
@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Allocate = Callable[[int, torch.device, str], torch.Tensor | None]
-"""(bytes of one expert, device, description) -> ``uint8[E * bytes]``, the first bytes of a storage in managed memory or of one
-with slots, or None to leave it alone."""
+"""(bytes of one expert, device, description) -> ``uint8[E * bytes]``, the first bytes of a storage in managed memory or with
+slots, or None to leave the allocation to PyTorch."""
 
 _aten = torch.ops.aten
 _SIZED = {_aten.empty.memory_format, _aten.zeros.default, _aten.ones.default, _aten.full.default}
@@ -33,9 +33,9 @@ _UNINITIALISED = {
 
 
 class AllocationMode(TorchDispatchMode):
-    """While active, allocations of contiguous tensors ``[num_experts, ...]`` come from ``allocate``.
+    """While active, contiguous tensors ``[num_experts, ...]`` come from ``allocate``.
 
-    Allocations inside an operator (a clone, a repack) are not intercepted; ``move_into_managed`` moves those afterwards.
+    This does not intercept allocations inside an operator (a clone, a repack); ``move_into_managed`` moves those afterwards.
     """
 
     def __init__(self, num_experts: int, allocate: Allocate):
@@ -55,7 +55,7 @@ class AllocationMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if not size or size[0] != self.num_experts or kwargs.get("pin_memory"):
             return func(*args, **kwargs)
-        # A meta tensor shows this call's dtype and strides without taking memory.
+        # A meta tensor gives this call's dtype and strides without taking memory.
         template = func(*(_meta(a) for a in args), **{**kwargs, "device": "meta"})
         device = torch.device(kwargs.get("device") or (like.device if like is not None else "cpu"))
         if device.type == "meta" or template.layout is not torch.strided or not template.is_contiguous():
@@ -84,14 +84,14 @@ class AllocationMode(TorchDispatchMode):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeldTensor:
-    """A place that holds an expert tensor. It keeps the place alive, not the tensor."""
+    """A reference to an attribute that holds an expert tensor. It keeps the holder alive, not the tensor."""
 
     get: Callable[[], torch.Tensor]
-    """The tensor that is there now; an error if there is none any more."""
+    """Returns the current tensor; raises if there is none any more."""
     put: Callable[[torch.Tensor], None]
-    """Puts another tensor there; a parameter stays the same object."""
+    """Replaces the tensor; a parameter stays the same object."""
     name: str = ""
-    """As its holder calls it."""
+    """The name of the attribute."""
 
     def __str__(self) -> str:
         return f"{self.name} ({describe(self.tensor)})"
@@ -109,8 +109,8 @@ def expert_tensors(holders: Sequence[object], num_experts: int) -> Iterator[Held
 
 
 def held_tensors(holders: Sequence[object]) -> Iterator[HeldTensor]:
-    """The parameters, buffers and attributes of the holders (a layer and its quantisation method) that are tensors. Dataclasses
-    that they hold are searched too: Triton's MXFP4 kernels keep weights in them."""
+    """The parameters, buffers and tensor attributes of the holders (a layer and its quantisation method). Also searches their
+    dataclasses: Triton's MXFP4 kernels keep weights in them."""
     seen: set[int] = set()
 
     def held(
@@ -124,7 +124,7 @@ def held_tensors(holders: Sequence[object]) -> Iterator[HeldTensor]:
         elif dataclasses.is_dataclass(value) and not isinstance(value, type) and id(value) not in seen:
             seen.add(id(value))
             for name in [field.name for field in dataclasses.fields(value)]:
-                # Frozen ones are changed too: the values stay the same, only their address changes.
+                # Frozen dataclasses are changed too: the values stay the same, only their address changes.
                 put = functools.partial(object.__setattr__, value, name)
                 yield from held(getattr(value, name, None), functools.partial(getattr, value, name), put, f"{at}.{name}")
 
@@ -145,16 +145,16 @@ def move_into_managed(
 ) -> None:
     """Move each of the ``expert_tensors`` that is not managed yet into memory from ``allocate``, one storage at a time.
 
-    Shapes, strides, parameter objects and shared storages are preserved. A tensor whose experts are not separate runs of bytes
-    (experts interleaved by a transposed first dimension) is left alone. A storage has rows of one size for the experts, and
-    maybe for the slots behind them, as a deep copy of one from ``allocate`` has.
+    Preserves shapes, strides, parameter objects and shared storages. Skips a tensor whose experts are not separate runs of
+    bytes (experts interleaved by a transposed first dimension). A storage has rows of one size for the experts, and may have
+    rows for slots after them, as a deep copy of a storage from ``allocate`` does.
     """
     by_storage: dict[int, list[HeldTensor]] = {}
     for held in expert_tensors(holders, num_experts):
         if held.tensor.device.type != "meta" and held.tensor.numel() and not is_managed(held.tensor):
             by_storage.setdefault(held.tensor.untyped_storage().data_ptr(), []).append(held)
     while by_storage:
-        # In a function of its own: no name keeps the old storage while the next one is moved.
+        # A separate function, so that no local variable keeps the old storage alive while the next one moves.
         _move(by_storage.popitem()[1], num_experts, allocate, num_slots)
 
 
@@ -180,7 +180,7 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 def one_run_an_expert(tensor: torch.Tensor, expert_bytes: int) -> bool:
-    """Whether expert ``e`` of ``tensor`` is in the bytes ``[e * expert_bytes, (e + 1) * expert_bytes)`` of its storage."""
+    """Whether expert ``e`` of ``tensor`` lies in the bytes ``[e * expert_bytes, (e + 1) * expert_bytes)`` of its storage."""
     item = tensor.element_size()
     inner = sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)) + 1
     first = tensor.storage_offset() * item

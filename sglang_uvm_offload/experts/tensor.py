@@ -10,9 +10,9 @@ from sglang_uvm_offload.memory.protocol import Location, ManagedRange, Memory
 
 
 class ExpertTensor:
-    """``num_experts`` experts of ``expert_bytes`` bytes in one managed range whose address never changes, slots behind them.
+    """``num_experts`` experts of ``expert_bytes`` bytes, and slots after them, in one managed range with a fixed address.
 
-    The torch tensors over the range (``bytes``) keep it alive; it is freed with the last of them.
+    The torch tensors over the range (``bytes``) keep it alive. It is freed with the last of them.
     """
 
     def __init__(self, memory: Memory, name: str, layout: ExpertLayout):
@@ -20,7 +20,7 @@ class ExpertTensor:
         self.layout = layout
         self.managed: ManagedRange = memory.allocate(layout.range_bytes, name)
         self.resident = np.zeros(layout.num_extents, dtype=bool)
-        """``bool[extents]``: those in VRAM."""
+        """``bool[extents]``: the extents in VRAM."""
         self._has_host_room = np.zeros(layout.num_extents, dtype=bool)
 
     @property
@@ -28,13 +28,13 @@ class ExpertTensor:
         return self.managed.address
 
     def bytes(self) -> torch.Tensor:
-        """The experts as ``uint8[num_experts * expert_bytes]``. The slots are behind them in the same storage."""
+        """The experts as ``uint8[num_experts * expert_bytes]``. The slots follow them in the same storage."""
         return self.memory.tensor(self.managed)[: self.layout.nbytes]
 
     def place(self, resident: np.ndarray) -> None:
-        """Populate every extent in its location by ``resident`` (``bool[extents]``), and the slots in VRAM, zeroed. Call it
-        before the first byte is written, so that offloaded bytes never pass through VRAM and resident ones never take host
-        RAM."""
+        """Populate every extent in VRAM or host RAM, as ``resident`` (``bool[extents]``) says, and the slots in VRAM, all
+        zeroed. Call this before the first byte is written, so that offloaded bytes never pass through VRAM and resident ones
+        never take host RAM."""
         if spans := self.layout.slot_spans:
             self.memory.place(self.managed, spans, Location.DEVICE)
         resident = resident | self.layout.edge
@@ -48,7 +48,7 @@ class ExpertTensor:
         self._bring(self.layout.edge, location)
 
     def demote(self, after: np.ndarray) -> int:
-        """Move the extents that ``after`` lacks to host RAM, but for the edge. Returns the bytes moved."""
+        """Move the extents that ``after`` lacks to host RAM, except the edge. Returns the bytes moved."""
         return self._bring(self._to_demote(after), Location.HOST)
 
     def promote(self, after: np.ndarray) -> int:
@@ -56,7 +56,7 @@ class ExpertTensor:
         return self._bring(after & ~self.resident, Location.DEVICE)
 
     def host_bytes_to_demote(self, after: np.ndarray) -> int:
-        """Host RAM that ``demote`` takes. An extent keeps its room there when it moves back to VRAM."""
+        """Host RAM that ``demote`` takes. An extent keeps its host pages when it moves back to VRAM."""
         return self.layout.taken_by(self._to_demote(after) & ~self._has_host_room)
 
     def reread(self) -> None:
