@@ -1,9 +1,9 @@
-// CUDA unified memory and the routing counters of sglang-uvm-offload, behind a plain C ABI.
+// CUDA unified memory, routing counters and slots of sglang-uvm-offload, behind a plain C ABI.
 //
-// Python loads this with ctypes, so every call releases the GIL, and without torch headers a cold build takes seconds.
-// Python validates all arguments; this file checks every CUDA return code. A function that can fail returns its
-// cudaError_t and fills a uvm_failure with the call, the span, and the driver's description. It then clears the
-// runtime's "last error", because its next reader (torch, after its next launch) would take that for its own.
+// Python loads this with ctypes, so every call releases the GIL, and a cold build takes seconds because it includes no
+// torch headers. Python validates all arguments; this file checks every CUDA return code. A function that can fail
+// returns its cudaError_t and fills a uvm_failure with the call, the span, and the driver's description. It then clears
+// the runtime's "last error", because the next reader (torch, after its next launch) would take it for its own.
 //
 // Launches use cudaLaunchKernel rather than <<<>>>: it returns its own error, and a host compiler accepts it, so the
 // tests run these same kernels on a CPU.
@@ -32,7 +32,7 @@ struct uvm_failure {
 
 struct uvm_read_time {
     unsigned int first;  // cycles
-    unsigned int later;  // cycles of the shortest of the reads after it
+    unsigned int later;  // cycles of the fastest read after it
 };
 
 struct uvm_copy {
@@ -40,7 +40,7 @@ struct uvm_copy {
     char* to;
     size_t nbytes;
     size_t row;          // bytes of an expert
-    const int* slot_of;  // [nbytes / row] as of uvm_slots, whose rows follow the experts; null: no slots
+    const int* slot_of;  // [nbytes / row] of uvm_slots, whose rows follow the experts; null: no slots
 };
 
 // The slots of one layer, all in VRAM. E experts, S slots.
@@ -48,34 +48,34 @@ struct uvm_slots {
     int num_experts;
     int num_slots;
     int width;                   // of counts
-    int* slot_of;                // [E] the slot that holds a copy, plus one; 0: none
-    int* owner;                  // [S] the expert that a slot holds, plus one; 0: none
+    int* slot_of;                // [E] the slot with a copy of the expert, plus one; 0: none
+    int* owner;                  // [S] the expert in the slot, plus one; 0: none
     unsigned* last;              // [E]
     unsigned* lately;            // [E]
     unsigned* long_;             // [E]
     int* classes;                // [2][E] after the last step and the one before, plus one; 0: none yet
-    int* fills;                  // [1 + 2 * max_fills] how many, then expert and slot of each
-    unsigned* turn;              // [2] blocks that have arrived, and the launch whose fills are chosen
+    int* fills;                  // [1 + 2 * max_fills] the number of fills, then expert and slot of each
+    unsigned* turn;              // [2] blocks arrived so far, and the launch whose fills are chosen
     const unsigned char* share;  // [E] how much of each expert is offloaded
     unsigned long long* counts;  // [2 phases][slot_kinds][width]
 };
 
 // The routing of one layer in one step, and how its rows are computed.
 struct uvm_routing {
-    const void* ids;  // [rows][k] contiguous, of local experts; others do not count
+    const void* ids;  // [rows][k] contiguous local expert ids; any other id does not count
     int kind;         // of ids
     int rows;
     int k;
-    int* blocks;  // [num_blocks] the expert of each block of rows, -1 for none; null: computed from copies
+    int* blocks;  // [num_blocks] the expert of each block of rows, -1 for none; null: computed from stream buffers
     int num_blocks;
-    const int* padded;  // [1] rows of the blocks that are computed
+    const int* padded;  // [1] rows in computed blocks
     int block_size;
     const long long* control;  // as for the counters
-    const int* ends;           // [1 + max_requests] of a prefill, its requests and the row behind each
+    const int* ends;           // [1 + max_requests] for a prefill: the number of requests, then the end row of each
 };
 
 // A layer's per-expert tensors: row r of tensor i is at base[i] + r * nbytes[i]. Rows from E on are slots. They are
-// filled from equal rows of experts at from[i].
+// filled from expert rows of the same size at from[i].
 struct uvm_rows {
     int count;
     char* base[16];
@@ -84,7 +84,7 @@ struct uvm_rows {
 };
 }
 
-// ---- values that Python reads from here -----------------------------------------------------------------------------
+// ---- constants that Python reads ------------------------------------------------------------------------------------
 
 namespace {
 enum place { place_device, place_host, place_unset };
@@ -93,15 +93,15 @@ constexpr int max_experts = 4096;
 constexpr int max_devices = 64;
 constexpr int timing_blocks = 64;
 constexpr int timing_lines = 3;
-constexpr int timing_stride = 1 << 10;  // another cache line of the same page
+constexpr int timing_stride = 1 << 10;  // to another cache line of the same page
 constexpr int max_copies = 32;          // tensors of one layer
 constexpr int copy_blocks = 16;
 constexpr int copy_threads = 256;
-constexpr int copy_loads = 8;  // of 16 bytes, that a thread has in flight
+constexpr int copy_loads = 8;  // 16-byte loads in flight per thread
 constexpr size_t copy_unit = (size_t)copy_threads * copy_loads * sizeof(uint4);
 constexpr size_t copy_chunk = 4 * copy_unit;
 constexpr int max_rows = sizeof(uvm_rows::base) / sizeof(char*);
-constexpr int max_slot_experts = 1024;  // and slots, of one layer
+constexpr int max_slot_experts = 1024;  // the limit for experts and for slots of one layer
 constexpr int max_fills = 64;
 constexpr int max_requests = 256;
 constexpr int slot_blocks = 32;  // a power of two
@@ -134,8 +134,8 @@ cudaError_t fail(uvm_failure* failure, const char* call, int span, cudaError_t e
     return error;
 }
 
-// Prefetch and advice have no graph node type. During capture they would break it, or worse, act once at capture and
-// never at replay.
+// Prefetch and advice have no graph node type. During capture they would break the graph or, worse, act once at capture
+// and never at replay.
 cudaError_t refuse_capture(uvm_failure* failure, cudaStream_t caller) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     cudaError_t error = cudaStreamIsCapturing(caller, &status);
@@ -172,8 +172,8 @@ class on_device {
     bool moved_ = false;
 };
 
-// Lets the calling thread make calls, until the end of the scope, that would end a capture by another thread (one in
-// global mode, which is torch's).
+// Lets the calling thread make calls, until the end of the scope, that would invalidate another thread's capture (in
+// global mode, which torch uses).
 class relaxed_capture {
   public:
     explicit relaxed_capture(uvm_failure* failure) {
@@ -193,12 +193,12 @@ class relaxed_capture {
 };
 
 // ---- advice and prefetch across CUDA versions -----------------------------------------------------------------------
-// CUDA 13 takes a cudaMemLocation (and prefetch a flags word), CUDA 12.2 to 12.9 the same under the suffix _v2, and
-// before that an int, with cudaCpuDeviceId (-1) for the host. The host is a location *type*: cudaCpuDeviceId as the id
-// of a device-type location names no device.
+// CUDA 13 takes a cudaMemLocation (and prefetch also a flags word), CUDA 12.2 to 12.9 take the same in functions with
+// the suffix _v2, and older versions take an int, with cudaCpuDeviceId (-1) for the host. In a cudaMemLocation, the
+// host is a location *type*: cudaCpuDeviceId as the id of a device-type location is not a valid device.
 
-// The NUMA node for each device's host pages, plus one; 0: wherever the calling thread runs. Set before any range
-// exists.
+// The NUMA node for each device's host pages, plus one; 0: the node that the calling thread runs on. Set before any
+// range exists.
 int host_nodes[max_devices];
 
 bool has_host_node(int device) { return device >= 0 && device < max_devices && host_nodes[device] > 0; }
@@ -236,7 +236,7 @@ cudaError_t prefetch(const void* start, size_t nbytes, int place, int device, cu
 #endif
 }
 
-// Advises the spans, in order. On a failure `count` becomes the number of those before it.
+// Advises the spans, in order. On failure, `count` becomes the number of spans before the one that failed.
 cudaError_t advise_all(uvm_failure* failure, char* address, const uvm_span* spans, int* count, int place, int device) {
     for (int i = 0; i < *count; i++) {
         cudaError_t error =
@@ -248,8 +248,8 @@ cudaError_t advise_all(uvm_failure* failure, char* address, const uvm_span* span
     return cudaSuccess;
 }
 
-// One non-blocking stream per device, for the life of the process: a prefetch on the caller's stream would delay its
-// kernels, and one on the legacy stream would wait for all of them.
+// One non-blocking stream per device, for the life of the process: a prefetch on the caller's stream would delay the
+// caller's kernels, and one on the legacy stream would wait for all kernels.
 cudaError_t prefetch_stream(uvm_failure* failure, int device, cudaStream_t* stream) {
     static std::mutex mutex;
     static cudaStream_t streams[max_devices];
@@ -268,8 +268,8 @@ cudaError_t prefetch_stream(uvm_failure* failure, int device, cudaStream_t* stre
     return cudaSuccess;
 }
 
-// Whether the whole range was last prefetched to a NUMA node, which only the type of that location tells. Of the
-// preferred location nothing tells: its type is invalid then (probe numa, driver 580.159.04).
+// Whether the whole range was last prefetched to a NUMA node, which only the type of that location shows. Nothing shows
+// a preferred NUMA location: its type is reported as invalid (probe numa, driver 580.159.04).
 bool on_host_node(int device, const void* start, size_t nbytes) {
 #if CUDART_VERSION >= 12020
     if (!has_host_node(device)) return false;
@@ -283,8 +283,8 @@ bool on_host_node(int device, const void* start, size_t nbytes) {
     return false;
 }
 
-// The place of the whole of [start, start + nbytes), or place_unset. The driver returns a device ordinal,
-// cudaCpuDeviceId, or cudaInvalidDeviceId if pages differ or nothing was requested.
+// The location of all of [start, start + nbytes), or place_unset. The driver returns a device ordinal, cudaCpuDeviceId,
+// or cudaInvalidDeviceId if pages differ or nothing was requested.
 int query(uvm_failure* failure, int device, const void* start, size_t nbytes, cudaMemRangeAttribute attribute,
           int* place) {
     int answer = cudaInvalidDeviceId;
@@ -302,13 +302,13 @@ cudaError_t launch(uvm_failure* failure, const void* kernel, const char* name, i
     return error == cudaSuccess ? error : fail(failure, name, -1, error);
 }
 
-// The tests' host build brings a read of its own, whose time depends on where the page is.
+// The tests' host build defines its own read, whose time depends on where the page is.
 #ifndef UVM_READ_NOW
 __device__ unsigned int read_now(const char* from) { return *(const volatile unsigned int*)from; }
 #endif
 
-// Cycles of one read. The store to shared memory waits for the word, and the clock for the store; without it the
-// compiler looks at the clock while the read is under way.
+// Cycles of one read. The store to shared memory waits for the word, and the clock read waits for the store; without
+// the store, the compiler reads the clock while the load is in flight.
 __device__ unsigned int time_read(const char* from) {
     __shared__ volatile unsigned int arrived;
     const long long before = clock64();
@@ -329,17 +329,17 @@ extern "C" __global__ void uvm_time_reads_kernel(const unsigned long long* addre
     }
 }
 
-// Puts the host pages of `device` on a NUMA node from now on, or with -1 wherever the calling thread runs.
+// Puts future host pages of `device` on a NUMA node, or with -1 on the node that the calling thread runs on.
 UVM_API void uvm_use_host_node(int device, int node) {
     if (device >= 0 && device < max_devices) host_nodes[device] = node + 1;
 }
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
-// Reserves nbytes at a multiple of `align`, with AccessedBy for the device over all of them: pages are then mapped for
-// the GPU wherever they live, and moving an expert later takes one advice and one prefetch per span. `base` is the
+// Reserves nbytes at a multiple of `align` and advises AccessedBy the device for all of them: the GPU then has its
+// pages mapped wherever they are, and moving an expert takes one advice and one prefetch per span. `base` is the
 // argument for uvm_free. If the driver's address is not aligned, the range is allocated again with room to align it:
-// address space that is never touched costs no memory.
+// untouched address space costs no memory.
 UVM_API int uvm_allocate(int device, size_t nbytes, size_t align, cudaStream_t caller, void** base, void** address,
                          uvm_failure* failure) {
     on_device guard(device, failure);
@@ -367,7 +367,7 @@ UVM_API int uvm_allocate(int device, size_t nbytes, size_t align, cudaStream_t c
     return cudaSuccess;
 }
 
-// Runs when the last tensor dies, maybe while a stream captures a graph: the relaxed mode keeps the calling thread's
+// Runs when the last tensor is freed, perhaps while a stream captures a graph: relaxed mode keeps the calling thread's
 // capture valid.
 UVM_API int uvm_free(int device, void* base, uvm_failure* failure) {
     on_device guard(device, failure);
@@ -378,13 +378,13 @@ UVM_API int uvm_free(int device, void* base, uvm_failure* failure) {
     return error == cudaSuccess ? error : fail(failure, "cudaFree", -1, error);
 }
 
-// Makes `place` the preferred location of the spans, moves them there, and returns when they have arrived. What a step
-// in flight reads stays mapped for the GPU, by the order of the calls (read in the open kernel modules):
-// To the GPU: prefetch, wait, advise. Advice to prefer the GPU drops the mapping of pages in host RAM at once, so that
-// kernels fault until the prefetch has come by (measured for 16 MiB: 0.04 ms lost, against 0.004 in this order).
+// Makes `place` the preferred location of the spans, moves them there, and returns when they have arrived. The order of
+// the calls keeps what a step in flight reads mapped for the GPU (as read in the open kernel modules):
+// To the GPU: prefetch, wait, advise. Advice to prefer the GPU drops the mapping of pages in host RAM at once, so
+// kernels fault until the prefetch reaches the page (measured for 16 MiB: 0.04 ms lost, against 0.004 in this order).
 // To the host: advise, prefetch, wait. Pages that arrive in host RAM while they prefer the GPU are not mapped for it,
-// and its reads would bring them back.
-// If a call fails, those after it are not made, but what is under way still arrives. The first failure is reported.
+// and the GPU's reads would migrate them back.
+// If a call fails, later calls are skipped, but moves in flight still complete. The first failure is reported.
 UVM_API int uvm_place(int device, char* address, const uvm_span* spans, int count, int place, cudaStream_t caller,
                       uvm_failure* failure) {
     on_device guard(device, failure);
@@ -431,8 +431,8 @@ UVM_API int uvm_last_prefetch(int device, const void* start, size_t nbytes, int*
     return query(failure, device, start, nbytes, cudaMemRangeAttributeLastPrefetchLocation, place);
 }
 
-// Times one read at each of `count` addresses, and then `timing_lines` more beside it. Returns when all are done. The
-// GPU uses both arrays in place: pinned memory will do.
+// Times one read at each of `count` addresses, and then `timing_lines` more on the same page. Returns when all are
+// done. The GPU uses both arrays in place, so pinned memory is enough.
 UVM_API int uvm_time_reads(int device, const unsigned long long* addresses, int count, uvm_read_time* times,
                            uvm_failure* failure) {
     on_device guard(device, failure);
@@ -444,7 +444,7 @@ UVM_API int uvm_time_reads(int device, const unsigned long long* addresses, int 
     cudaError_t error = prefetch_stream(failure, device, &stream);
     if (error != cudaSuccess) return error;
     void* arguments[] = {&addresses, &count, &times};
-    // One thread a block: a warp waits for the slowest of its reads. Few of them, so that steps hardly notice.
+    // One thread per block, because a warp waits for its slowest read. Few blocks, so that steps barely slow down.
     int blocks = count < timing_blocks ? count : timing_blocks;
     error = launch(failure, (const void*)uvm_time_reads_kernel, "uvm_time_reads", blocks, 1, arguments, stream);
     if (error != cudaSuccess) return error;
@@ -467,9 +467,9 @@ UVM_API int uvm_versions(int* runtime, int* driver, uvm_failure* failure) {
 }
 
 // ---- copies of a layer's experts into plain VRAM --------------------------------------------------------------------
-// By a kernel, not the copy engine: on an H200, beside a memory-bound kernel, 16 blocks copy at 50 GB/s over the link
-// where cudaMemcpyAsync reaches 28 to 31, and more blocks only slow the other kernel (benchmarks/results/
-// 2026-11-22-nvidia-h200-2/stream.json). A kernel also reads each byte wherever it lies, so experts may move meanwhile.
+// By a kernel, not the copy engine: on an H200, while a memory-bound kernel runs, 16 blocks copy at 50 GB/s over the
+// link, cudaMemcpyAsync at 28 to 31, and more blocks only slow the other kernel (benchmarks/results/
+// 2026-11-22-nvidia-h200-2/stream.json). A kernel also reads each byte wherever it is, so experts may move meanwhile.
 
 namespace {
 struct layer_copies {
@@ -499,7 +499,7 @@ __device__ void copy_row(const char* from, char* to, size_t nbytes) {
     for (size_t i = threadIdx.x; i < nbytes; i += copy_threads) to[i] = from[i];
 }
 
-// Copies bytes of experts, of each one from its slot if it is in one.
+// Copies bytes of experts; reads an expert from its slot if it has one.
 __device__ void copy_experts(const uvm_copy& part, size_t at, size_t end) {
     while (at < end) {
         const size_t expert = at / part.row, begin = expert * part.row;
@@ -512,8 +512,8 @@ __device__ void copy_experts(const uvm_copy& part, size_t at, size_t end) {
 }
 }  // namespace
 
-// Blocks claim one chunk after the other, in an order that spreads neighbours: chunks in VRAM and chunks behind the
-// link mix, so the link is busy all the time, and no block needs to know where a byte lies.
+// Blocks claim one chunk at a time, in an order that spreads neighbours: chunks in VRAM and chunks in host RAM mix, so
+// the link is always busy, and no block needs to know where a byte is.
 extern "C" __global__ void __launch_bounds__(copy_threads, 2)
     uvm_copy_kernel(layer_copies copies, unsigned int stride, unsigned int* claimed) {
     __shared__ unsigned int claim;
@@ -538,7 +538,7 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 2)
 }
 
 namespace {
-// A step through `total` chunks that visits each, and puts neighbours far from each other.
+// A stride that visits each of `total` chunks once and puts neighbours far apart.
 unsigned int spreading_stride(unsigned int total) {
     auto divisor = [](unsigned int a, unsigned int b) {
         while (b) {
@@ -554,7 +554,7 @@ unsigned int spreading_stride(unsigned int total) {
 }
 }  // namespace
 
-// Copies `count` tensors, in stream order. `claimed`: a word of VRAM that no other copy under way uses. Refused while
+// Copies `count` tensors, in stream order. `claimed`: a word of VRAM that no other copy in flight uses. Refused while
 // the caller's stream captures: a graph would copy at each replay.
 UVM_API int uvm_copy_layer(int device, const uvm_copy* parts, int count, unsigned int* claimed, cudaStream_t caller,
                            cudaStream_t stream, uvm_failure* failure) {
@@ -587,8 +587,8 @@ UVM_API int uvm_copy_layer(int device, const uvm_copy* parts, int count, unsigne
 // ---- routing counters -----------------------------------------------------------------------------------------------
 // control[0]: valid rows of this step (0: a dummy or capture run, nothing counts). control[1]: phase, 0 prefill, 1
 // decode. counts: [2 phases][2 kinds: routed tokens, activations][num_experts]. Several streams may add to one array.
-// in_place: whether the layer reads its experts where they lie; if not, routed tokens count, and no activations. It is
-// passed by value, so a graph keeps what it was captured with. Graphs read in place: theirs is always 1.
+// in_place: whether the layer reads its experts in place; if not, only routed tokens count, not activations. It is
+// passed by value, so a graph keeps the captured value. Graphs read in place, so theirs is always 1.
 
 namespace {
 __device__ long long read_id(const void* ids, int kind, long long at) {
@@ -605,8 +605,8 @@ __device__ void add(unsigned long long* counts, int num_experts, long long phase
 }
 }  // namespace
 
-// One block: the bins of a layer fit in its shared memory, and whether an expert is activated is known once all rows
-// are binned.
+// One block: the bins of a layer fit in its shared memory, and the activated experts are known once all rows are
+// binned.
 extern "C" __global__ void uvm_count_routing_kernel(const void* ids, int kind, int rows, int k, long long row_stride,
                                                     int first_expert, int num_experts, int in_place,
                                                     const long long* control, unsigned long long* counts) {
@@ -663,8 +663,8 @@ UVM_API int uvm_count_routing(const void* ids, int kind, long long rows, int k, 
                   stream);
 }
 
-// The same from a histogram of tokens per expert (its first `length` experts; the others got none), for runners that
-// show no ids.
+// The same from a histogram of tokens per expert (for the first `length` experts; the others got none), for runners
+// that show no ids.
 UVM_API int uvm_count_histogram(const int* histogram, int length, int num_experts, int in_place,
                                 const long long* control, unsigned long long* counts, cudaStream_t stream,
                                 uvm_failure* failure) {
@@ -687,9 +687,9 @@ UVM_API int uvm_set_control(long long* control, long long valid, long long phase
     return launch(failure, (const void*)uvm_set_control_kernel, "uvm_set_control", 1, 1, arguments, stream);
 }
 
-// ---- slots: rows beside the experts of a layer, filled by the misses of the step at hand ----------------------------
-// The rules are those of sglang_uvm_offload/policy/slots.py, to the last bit. All sums are of integers, so their order
-// does not matter.
+// ---- slots: rows after the experts of a layer, filled by the misses of the current step -----------------------------
+// The rules are those of sglang_uvm_offload/policy/slots.py, bit for bit. All sums are of integers, so their order does
+// not matter.
 
 namespace {
 enum slot_kind { slot_tokens, slot_hits, slot_fills, slot_kept, slot_streamed, slot_kinds };
@@ -704,7 +704,7 @@ struct slot_table {
     unsigned step;
     unsigned events[classes];
     unsigned uses[classes];
-    unsigned values[classes];  // of the step at hand, by the counts of the steps before
+    unsigned values[classes];  // of the current step, from the counts of earlier steps
 };
 
 __device__ int floor_log2(unsigned x) {
@@ -727,11 +727,11 @@ __device__ int class_of(unsigned since, bool ever, unsigned lately, unsigned lon
     return (age * lately_bits + a) * long_bits + b;
 }
 
-// What the blocks of one launch share. Whatever their order, the first one to arrive decides for all.
+// The choices of one launch. The first block to arrive decides for all, in whatever order they run.
 struct slot_choice {
     unsigned tokens[max_slot_experts];            // of each expert that this step reads
-    unsigned distance[max_slot_experts];          // of each expert in a prefill, and
-    unsigned rates[max_slot_experts];             // as policy.slots.Tails
+    unsigned distance[max_slot_experts];          // of each expert in a prefill, and its
+    unsigned rates[max_slot_experts];             // rate, as in policy.slots.Tails
     unsigned values[max_slot_experts];            // of each expert
     unsigned long long misses[max_slot_experts];  // key of each expert: the largest is filled first, 0 for none
     unsigned long long slots[max_slot_experts];   // key of each slot: the smallest is evicted first
@@ -783,7 +783,7 @@ __device__ unsigned expect(const uvm_slots& layer, const slot_table* table, int 
     return value_of(layer, table, expert);
 }
 
-// How the last tokens of a prefill's requests use each expert.
+// Reads how the last tokens of a prefill's requests use each expert.
 __device__ void read_tails(const uvm_slots& layer, const uvm_routing& step, int rows, slot_choice& choice) {
     __shared__ unsigned weights[tail];
     if (threadIdx.x == 0) {
@@ -811,7 +811,7 @@ __device__ void read_tails(const uvm_slots& layer, const uvm_routing& step, int 
     __syncthreads();
 }
 
-// Puts the experts to fill and the slots to evict in order, by counting what comes before each. Keys differ.
+// Sorts the experts to fill and the slots to evict, by counting the keys before each. All keys differ.
 __device__ void rank_candidates(const uvm_slots& layer, slot_choice& choice) {
     for (int expert = threadIdx.x; expert < layer.num_experts; expert += blockDim.x) {
         const unsigned long long key = choice.misses[expert];
@@ -831,7 +831,7 @@ __device__ void rank_candidates(const uvm_slots& layer, slot_choice& choice) {
     }
 }
 
-// Chooses this step's fills, counts them, and makes the slots' owners those after them. Returns how many.
+// Chooses this step's fills, counts them, and updates the slots' owners. Returns the number of fills.
 __device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, unsigned long long* counts) {
     for (int slot = threadIdx.x; slot < layer.num_slots; slot += blockDim.x) {
         const int owner = layer.owner[slot] - 1;
@@ -868,8 +868,8 @@ __device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, unsigne
     return fills;
 }
 
-// What one block does for all: counts the step, chooses the fills, and sends blocks of rows to the slots of their
-// experts. A layer that is computed from copies reads no slot.
+// One block does this for all: counts the step, chooses the fills, and redirects blocks of rows to the slots of their
+// experts. A layer that is computed from stream buffers reads no slot.
 __device__ void resolve(const uvm_slots& layer, slot_table* table, const uvm_routing& step) {
     __shared__ slot_choice choice;
     const long long valid = step.control[0], phase = step.control[1];
@@ -916,10 +916,10 @@ __device__ void resolve(const uvm_slots& layer, slot_table* table, const uvm_rou
     }
 }
 
-// Copies the chosen experts into their slots, a unit of a row at a time, all blocks by turns.
+// Copies the chosen experts into their slots, one unit of a row at a time, round-robin over the blocks.
 __device__ void fill_slots(const uvm_slots& layer, const uvm_rows& tensors, unsigned first) {
     const int fills = *(const volatile int*)layer.fills;
-    unsigned unit = first;  // from the first unit of the tensor at hand
+    unsigned unit = first;  // relative to the first unit of the current tensor
     for (int fill = 0; fill < fills; fill++) {
         const size_t expert = ((const volatile int*)layer.fills)[1 + 2 * fill];
         const size_t row = layer.num_experts + ((const volatile int*)layer.fills)[2 + 2 * fill];
@@ -937,8 +937,8 @@ __device__ void fill_slots(const uvm_slots& layer, const uvm_rows& tensors, unsi
 }
 }  // namespace
 
-// One launch a layer. The first block to arrive decides, and the others wait for it: none waits for a block that has
-// not begun.
+// One launch per layer. The first block to arrive decides, and the others wait for it, so no block waits for one that
+// has not started.
 extern "C" __global__ void __launch_bounds__(copy_threads)
     uvm_resolve_slots_kernel(uvm_slots layer, uvm_rows tensors, slot_table* table, uvm_routing step) {
     if (step.control[0] <= 0) return;
@@ -965,7 +965,7 @@ extern "C" __global__ void __launch_bounds__(copy_threads)
     fill_slots(layer, tensors, place);
 }
 
-// A step begins: old counts fade, and its values are by the counts of the steps before.
+// Begins a step: halves large counts, and computes the step's values from the counts of earlier steps.
 extern "C" __global__ void uvm_begin_slots_kernel(slot_table* table) {
     for (int i = threadIdx.x; i < classes; i += blockDim.x) {
         const int halve = table->events[i] >= max_events;
