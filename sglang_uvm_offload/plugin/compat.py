@@ -104,7 +104,7 @@ def add_launch_check(check: LaunchCheck, add: Callable[[str, Any, HookType], Non
 
 
 def declare_resolution(server_args: Any, source: str, **fields: Any) -> None:
-    """Decide arguments of a launch that is being resolved."""
+    """Set arguments of a launch during its resolution."""
     if VERSION >= (0, 5, 19):
         overrides.declare_resolution(server_args, source, **fields)
     else:
@@ -112,8 +112,8 @@ def declare_resolution(server_args: Any, source: str, **fields: Any) -> None:
 
 
 class _View:
-    """SGLang's view of its arguments, with the newest fields, as a rank will read them: one that nothing has decided has its
-    fallback. Before 0.5.22 ``dp_size`` counted attention groups too."""
+    """SGLang's view of its arguments with the newest fields, as a rank will read them: unset arguments have their fallback.
+    Before 0.5.22, ``dp_size`` also counted attention groups."""
 
     def __init__(self, view: Any, fallbacks: Mapping[str, Any]):
         self._view, self._fallbacks = view, fallbacks

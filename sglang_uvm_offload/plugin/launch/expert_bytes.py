@@ -125,7 +125,7 @@ def shortage(num_resident: int, need: HostNeed, available: int, gpus: int = 0) -
     if not (need.experts or need.cache) or need.total <= available:
         return []
     left = size(max(0, available - need.total + need.experts))
-    of = f"of {size(available)} after {need.beside_experts()}" + (f", after {size(gpus)} for the GPU" if gpus else "")
+    of = f"of {size(available)} after {need.beside_experts()}" + (f" and {size(gpus)} for the GPU" if gpus else "")
     remedy = "keep more resident, or add host RAM"
     if need.cache:
         remedy = f"give a smaller --hicache-size or --hicache-ratio, {remedy}"

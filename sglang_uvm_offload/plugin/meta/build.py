@@ -53,8 +53,8 @@ _SHAPELESS: dict[str, Any] = {
     **dict.fromkeys(("rms_norm_eps", "layernorm_epsilon"), 1e-6),
     **{"norm_topk_prob": True, "routed_scaling_factor": 1.0, "scoring_func": "sigmoid", "rope_scaling": None},
 }
-"""What SGLang's classes ask of a config that its own class, among the checkpoint's files, would have by default. No shape
-depends on these; without any other, the model is not built."""
+"""Config values that SGLang's classes read, and that the checkpoint's own config class would have as defaults. No shape depends
+on these; if any other value is missing, the model is not built."""
 
 _FILES = ("config.json", "hf_quant_config.json")
 
@@ -163,7 +163,7 @@ def _described(folder: Path) -> dict[str, Any]:
 
 
 def _read(folder: str, draft: bool = False) -> ModelConfig:
-    """As SGLang reads it; a base of rotations, on which no shape depends, is where SGLang's classes look for it."""
+    """The config as SGLang reads it, with the RoPE base, on which no shape depends, where SGLang's classes expect it."""
     read = ModelConfig(folder, trust_remote_code=False, is_draft_model=draft)
     for config in (read.hf_config, read.hf_text_config):
         if getattr(config, "rope_parameters", None) is None and (base := getattr(config, "rope_theta", None)):
@@ -186,7 +186,7 @@ def _built(config: ModelConfig, quantised: bool) -> torch.nn.Module:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Answers what some towers do as they are built, and a tensor without memory cannot: they read numbers that they compute,
+    """Replaces operations that some towers run while they are built and that fail without memory: they read computed numbers,
     and move modules to another device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -210,7 +210,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _copy_without_code(folder: Path, copy: Path) -> None:
-    """The configuration without its ``auto_map``: nothing that a checkpoint brings is run."""
+    """Copy the configuration without its ``auto_map``, so that no code of the checkpoint runs."""
     for name in _FILES:
         if (folder / name).exists():
             value = json.loads((folder / name).read_text())

@@ -75,7 +75,7 @@ def add(app: Any) -> None:
 
 
 async def get_status(request: Request) -> Response:
-    """The status, or 404 where experts are not offloaded."""
+    """The status, or 404 if experts are not offloaded."""
     try:
         manager, _ = _served()
         return _answer(200, await _status(manager))
@@ -85,8 +85,8 @@ async def get_status(request: Request) -> Response:
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]  # SGLang's
 async def post_action(request: Request) -> Response:
-    """Do what ``{"action": ...}`` says on all ranks, and answer with the status after it: 400 for a malformed request, 409 for
-    one that this server cannot do, 500 if a save failed."""
+    """Perform ``{"action": ...}`` on all ranks and return the status after it: 400 for a malformed request, 409 for an action
+    that this server does not support, 500 if a save failed."""
     try:
         action = action_in(await _body(request))
         manager, config = _served()

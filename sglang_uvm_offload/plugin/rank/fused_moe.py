@@ -170,8 +170,8 @@ class LayerHooks:
         return None if model.draft else self.streamer.enter(index)
 
     def observe(self, layer: Any, dispatch_output: Any, *, in_place: bool = True) -> LayerRouting | None:
-        """Count the routing that the layer is about to compute with, reading its experts ``in_place`` or from a copy, and
-        record it if a trace is on. Returns it; None where nothing is counted."""
+        """Count the routing of the layer's next computation, which reads its experts ``in_place`` or from a stream buffer, and
+        record it if a trace is on. Returns the routing; None if nothing is counted."""
         experts, model, index = layer.__dict__[_EXPERTS]
         if model.counters is None:
             return None
