@@ -1,5 +1,5 @@
-# Sourced with a folder, and the version of SGLang if not the newest: makes a virtual environment there that holds this checkout,
-# SGLang and the tools of the tests, once for each pyproject.toml, and puts it first in PATH.
+# Source this with a folder and, unless it is the newest, a version of SGLang. Creates a virtual environment there with this
+# checkout, SGLang and the test tools, once per pyproject.toml, and puts it first in PATH.
 case $1 in /*) venv=$1 ;; *) venv=$PWD/$1 ;; esac
 stamp=$venv/.installed-${2:+$2-}$(sha256sum pyproject.toml | cut -c1-16)
 if [ ! -f "$stamp" ]; then

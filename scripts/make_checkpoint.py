@@ -198,7 +198,7 @@ def glm4_moe_layer(weights: Weights, name: str, layer: int) -> None:
 
 
 def mlp_after_dense(weights: Weights, name: str, layer: int, shared_experts: int, correction: bool) -> None:
-    """GLM-4.5's and DeepSeek's: the first layer is dense, the others have shared experts beside the routed ones."""
+    """GLM-4.5's and DeepSeek's: the first layer is dense, the others have shared experts in addition to routed ones."""
     if layer == 0:
         return weights.mlp(name, weights.shape.dense_size)
     weights.router(f"{name}.gate", layer, f"{name}.gate.e_score_correction_bias" if correction else None)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Serve a mixture-of-experts model with offloaded experts, and show that it answers as it does without offloading.
+"""Serve a mixture-of-experts model with offloaded experts, and show that its answers match those without offloading.
 
-Takes the tiny model of this checkout, which has learned English prose and Python code (or a local one, or writes one with
-random weights), starts the real server with offloading, asks it over HTTP, shows where the experts are before and after warm-up
-and what the metrics say, and asks the same server without offloading the same things.
-On the GPU where there is one; on a CPU over an emulation of unified memory, with the harness's hooks for SGLang on a CPU.
+Takes the tiny model of this checkout, trained on English prose and Python code (or a local model, or writes one with random
+weights). Starts the real server with offloading, sends it prompts over HTTP, shows where the experts are before and after
+warm-up and the metrics, then sends the same prompts to the same server without offloading.
+Runs on the GPU if there is one; otherwise on the CPU, with emulated unified memory and the harness's hooks for SGLang on a CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRAINED = "glm4_moe"
 LEARNED = Path(__file__).parent / "tiny"
 WRITTEN = ("deepseek_v3", "qwen3_moe")
 HOT = [3, 6, 9, 10, 12, 15]  # the experts that get most tokens in a checkpoint with random weights, in every layer
-# Of the two topics of the trained model in turn.
+# The two topics of the trained model alternate.
 PROMPTS = (
     "If the argument is",
     "def read(self",
@@ -58,15 +58,15 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="quickstart.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", default=TRAINED, help=f"{', '.join((TRAINED, *WRITTEN))}, or a checkpoint's folder")
-    parser.add_argument("--num-resident", metavar="N", help="experts of each layer to keep in VRAM (default: 3 of 8)")
+    parser.add_argument("model", nargs="?", default=TRAINED, help=f"{', '.join((TRAINED, *WRITTEN))}, or a checkpoint folder")
+    parser.add_argument("--num-resident", metavar="N", help="experts per layer to keep in VRAM (default: 3 of 8)")
     parser.add_argument("--warmup-tokens", type=int, default=128, metavar="N", help="default: 128")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     parser.add_argument("--start-seconds", type=float, default=600, metavar="S", help="how long to wait for a server")
     parser.add_argument("server", nargs="*", metavar="-- SERVER FLAGS", help="more flags for both servers: -- --tp-size 2")
     args = parser.parse_args()
     if args.model not in (TRAINED, *WRITTEN) and not (Path(args.model) / "config.json").is_file():
-        parser.error(f"{args.model} is none of {', '.join((TRAINED, *WRITTEN))} and no folder with a config.json")
+        parser.error(f"{args.model} is neither one of {', '.join((TRAINED, *WRITTEN))} nor a folder with a config.json")
     return args
 
 
@@ -123,15 +123,15 @@ def number_of_experts(checkpoint: Path) -> int:
     for name in ("n_routed_experts", "num_experts", "num_local_experts"):
         if config.get(name):
             return int(config[name])
-    raise SystemExit(f"{checkpoint} is no mixture-of-experts model: its config.json names no number of experts")
+    raise SystemExit(f"{checkpoint} is not a mixture-of-experts model: its config.json has no number of experts")
 
 
 def server_options(args: argparse.Namespace, on_cpu: bool, checkpoint: Path) -> dict[str, Any]:
-    """What both servers are started with."""
+    """The options of both servers."""
     command = [sys.executable, "-m", "sglang.launch_server", *args.server]
     options: dict[str, Any] = {"command": command, "on_cpu": on_cpu, "seconds": args.start_seconds, "waiting": progress}
     if args.model == "deepseek_v3" and not on_cpu:
-        options["attention_backend"] = "triton"  # others know only the sizes of the real model's attention
+        options["attention_backend"] = "triton"  # other backends support only the real model's attention sizes
     return options
 
 
@@ -150,11 +150,11 @@ def conclude(answers: list[str], plain: list[str], state: dict[str, Any], reside
     for number in different:
         print(f"  {PROMPTS[number]!r}\n    offloaded  {answers[number]!r}\n    plain      {plain[number]!r}")
     if different:
-        print(f"\nNot shown: {len(different)} of {len(answers)} answers differ with and without offloading.")
+        print(f"\nFailed: {len(different)} of {len(answers)} answers differ with and without offloading.")
         return 1
     print(
         f"\nShown: {len(answers)} answers are the same with {resident} of {experts} experts a layer resident and without "
-        f"offloading; {state['offloaded_bytes'] / 2**20:.1f} MiB of experts were out of VRAM, and {state['moves']} promotions "
+        f"offloading; {state['offloaded_bytes'] / 2**20:.1f} MiB of experts were offloaded, and {state['moves']} promotions "
         "followed the warm-up."
     )
     return 0
@@ -204,7 +204,7 @@ def ranges(ids: list[int]) -> str:
 
 
 def metrics(text: str) -> None:
-    print("  Metrics of the plugin beside SGLang's own, those above zero:")
+    print("  The plugin's metrics above zero, in addition to SGLang's own:")
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if "expert_offload" in sample.name and sample.value and not sample.name.endswith("_created"):

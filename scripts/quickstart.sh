@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Serves a small mixture-of-experts model with offloaded experts, and shows that it answers as it does without. See quickstart.py.
+# Serves a small mixture-of-experts model with offloaded experts, and shows that its answers match those without. See quickstart.py.
 # usage: scripts/quickstart.sh [glm4_moe|deepseek_v3|qwen3_moe|FOLDER OF A CHECKPOINT] [--help and other options]
 # environment: VENV=DIR uses (or makes) that environment instead of .venv; PYTHON=FILE uses that interpreter and installs nothing
 set -euo pipefail

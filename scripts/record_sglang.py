@@ -1,5 +1,4 @@
-"""Writes what came of a run of the tests with the SGLang of this environment to ``versions.json``, in the place of that
-version's entry."""
+"""Writes the results of a test run with this environment's SGLang to ``versions.json``, replacing that version's entry."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ VERSIONS = ROOT / "benchmarks" / "results" / "support" / "versions.json"
 
 
 def outcomes(junit: Path) -> dict[str, list[str]]:
-    """The names of the tests by what came of them, passed or failed, and why the others were skipped."""
+    """The names of the passed and the failed tests, and the reasons of the skipped ones."""
     found: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
     for case in ElementTree.parse(junit).iter("testcase"):
         kinds = {child.tag for child in case}
@@ -30,7 +29,7 @@ def outcomes(junit: Path) -> dict[str, list[str]]:
 
 
 def entry(junit: Path, ran: list[str]) -> dict[str, Any]:
-    """Of the run with the results ``junit``, which was given ``ran``."""
+    """The entry for the run with the results ``junit`` and the arguments ``ran``."""
     found = outcomes(junit)
     return {
         "sglang": version("sglang"),

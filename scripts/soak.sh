@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Mixed traffic against a server of two ranks for some minutes, in which faults strike it, end it and it is started again: every
-# answer beside that of a server without this plugin, and whether memory, handles and threads grow.
+# Sends mixed traffic to a server of two ranks for some minutes, injects faults, and restarts the server after those that end it.
+# Compares every answer with a server without this plugin, and checks whether memory, handles and threads grow.
 # Writes benchmarks/results/reliability/soak.json and benchmarks/reliability.md, or only --out FILE.json.
 # usage: scripts/soak.sh MINUTES [--out FILE.json]     environment: PYTHON=INTERPRETER instead of python
 set -euo pipefail

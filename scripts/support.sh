@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs every test of docs/support.md, those of each night too, and makes the table from their results. About
-# half an hour on two cores; without a GPU.
-# usage: scripts/support.sh [PYTEST ARGUMENTS]   with arguments, such as a test file: only what is named, and no table is made
-# environment: VENV=DIR uses (or makes) that environment instead of .venv
+# Runs every test of docs/support.md, including the nightly ones, and generates the table from their results. Takes about half an
+# hour on two cores, without a GPU.
+# usage: scripts/support.sh [PYTEST ARGUMENTS]   with arguments, such as a test file: runs only these, and generates no table
+# environment: VENV=DIR uses (or creates) that environment instead of .venv
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh "${VENV:-.venv}"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs the test suite but for what runs at night (scripts/support.sh), or the tests that are named. Makes .venv with SGLang and
-# this checkout first (about 11 GB, some minutes, once).
+# Runs the test suite except the nightly tests (scripts/support.sh), or the given tests. First creates .venv with SGLang and this
+# checkout (about 11 GB, some minutes, once).
 # usage: scripts/test.sh [PYTEST ARGUMENTS]
-# environment: VENV=DIR uses (or makes) that environment instead of .venv; TEST_PATIENCE=N makes the limits for hangs N times as
-#   long, instead of as the load suggests
+# environment: VENV=DIR uses (or creates) that environment instead of .venv; TEST_PATIENCE=N multiplies the limits for hangs by N,
+#   instead of by a factor from the load
 #   scripts/test.sh                    linters, then all three tiers
 #   scripts/test.sh tests/unit         needs no engine
 #   scripts/test.sh tests/compiled     compiles with nvcc, and runs the GPU session over a stand-in for CUDA
@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh "${VENV:-.venv}"
-# Limits for hangs suit an idle machine (scripts/harness/patience.py). The suite itself keeps this one busy, and others may.
+# Limits for hangs suit an idle machine (scripts/harness/patience.py). The suite itself keeps the machine busy, and others may too.
 read -r load _ < /proc/loadavg
 export TEST_PATIENCE="${TEST_PATIENCE:-$((2 + (${load%.*} + 1) / $(nproc)))}"
 if [ $# -gt 0 ]; then
@@ -23,7 +23,7 @@ mypy
 codespell
 git ls-files '*.cu' '*.c' '*.h' | xargs clang-format --dry-run -Werror
 
-# Two runs at a time, of about the same length, since neither keeps two cores busy. The first one's output follows the other's.
+# Two runs of about the same length in parallel, since neither keeps two cores busy. The first one's output follows the other's.
 apart="tests/engine/test_cuda_serving.py tests/engine/test_cuda_serving_slots.py"
 apart+=" tests/engine/test_serve_benchmark.py tests/engine/test_wheel.py"
 first=$(mktemp)

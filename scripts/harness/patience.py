@@ -1,6 +1,6 @@
-"""How long tests wait before they call something hung.
+"""How long tests wait before they consider something hung.
 
-Their limits suit an idle machine. ``TEST_PATIENCE`` is the factor for a busy one; ``scripts/test.sh`` sets it from the load.
+The limits suit an idle machine. ``TEST_PATIENCE`` is the factor for a busy one; ``scripts/test.sh`` sets it from the load.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ FACTOR = parse_factor(os.environ.get(VARIABLE, "1"))
 
 
 def patience(seconds: float) -> float:
-    """The limit on this machine for what may take ``seconds`` on an idle one."""
+    """The limit on this machine for something that may take ``seconds`` on an idle one."""
     return seconds * FACTOR

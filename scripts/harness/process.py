@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, and the end of what they wrote."""
+"""Helpers for processes: end them with their parent, kill their group, and read the tail of their logs."""
 
 from __future__ import annotations
 

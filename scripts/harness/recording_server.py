@@ -1,7 +1,7 @@
 """``sglang.launch_server`` with ``--enable-return-routed-experts`` on a machine without a GPU.
 
-SGLang registers the memory it records into with CUDA, and asks a GPU for it even where it computes on a CPU. Its child
-processes run this file too before they begin, as spawned processes do with the main program.
+SGLang registers its recording memory with CUDA, which needs a GPU, even if it computes on a CPU. Its child processes also run
+this file first, as spawned processes do with the main program.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run a real SGLang server from a script, a benchmark or a test, in processes that always end.
 
-``Server`` takes SGLang's own arguments. Where it is to serve on a CPU, it adds ``CPU``, what a small machine needs, and runs
-SGLang over the plugin in ``shims/``.
+``Server`` takes SGLang's own arguments. To serve on a CPU, it adds ``CPU``, the settings for a small machine, and runs SGLang
+with the plugin in ``shims/``.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ CPU: dict[str, Any] = {
     "skip_server_warmup": True,
 }
 
-# No compiler for functions that run a few times, no network, no tokenizer threads.
+# Do not compile functions that run a few times; no network, no tokenizer threads.
 QUICK = {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 START_SECONDS = patience(300)
 ANSWER_SECONDS = patience(300)
 END_SECONDS = 10
-"""A server that does not end by itself within this time is killed."""
+"""A server that does not end within this time is killed."""
 
 
 def offload_state(server_info: dict[str, Any], rank: int = 0) -> dict[str, Any]:
-    """What the plugin reports of itself in ``/server_info``; empty where offloading is off."""
+    """The plugin's status in ``/server_info``; empty if offloading is off."""
     return server_info["internal_states"][rank].get("expert_offload") or {}
 
 
@@ -64,12 +64,12 @@ def environment(env: dict[str, str]) -> dict[str, str]:
 
 
 def for_ranks(arguments: dict[str, Any]) -> dict[str, str]:
-    """The environment that an engine with these arguments needs on a CPU where it is of several ranks: a core for each (SGLang
-    gives each a NUMA node, and ends where there are fewer), and no NCCL to look for."""
+    """The environment that an engine with several ranks needs on a CPU: a core for each rank (SGLang gives each a NUMA node,
+    and ends if there are too few), and no search for NCCL."""
     tp, pp, dp = (int(arguments.get(name) or 1) for name in ("tp_size", "pp_size", "dp_size"))
     if tp * pp * dp == 1:
         return {}
-    # Up to 0.5.18 SGLang wants a core for each rank of a TP group, and gives the other groups the same ones.
+    # Up to 0.5.18, SGLang wants a core for each rank of one TP group, and gives the other groups the same cores.
     bound = tp if sglang_version() < (0, 5, 19) else tp * pp * dp
     cores = sorted(os.sched_getaffinity(0))
     return {
@@ -83,7 +83,7 @@ def sglang_version() -> tuple[int, ...]:
 
 
 class EngineFailed(AssertionError):
-    """An engine that did not start, died, or took too long. Ends with its log's tail; all of it is in ``log``."""
+    """An engine did not start, died, or took too long. The message ends with the tail of its log; ``log`` has all of it."""
 
     def __init__(self, what: str, log: Path):
         super().__init__(f"{what}; its log ends:\n{tail(log)}")
@@ -91,8 +91,8 @@ class EngineFailed(AssertionError):
 
 
 def free_port() -> int:
-    """A port that nothing listens on, below those that the kernel gives to clients: a server binds it only once it has loaded,
-    and until then one of the many connections on a busy machine could be given it."""
+    """A port that nothing listens on, below the kernel's ephemeral ports: a server binds its port only once it has loaded, and
+    until then the kernel could assign an ephemeral port to one of the connections of a busy machine."""
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port := 10_000 + secrets.randbelow(10_000)))
@@ -111,10 +111,10 @@ def flags(arguments: dict[str, Any]) -> list[str]:
 
 
 class Server:
-    """A real HTTP server on a free port of this machine, from ``with`` to the end of its block.
+    """A real HTTP server on a free local port, for the duration of a ``with`` block.
 
-    ``command`` is what is run (``sglang serve`` or ``python -m sglang.launch_server``); with ``config_file``, all arguments but
-    the model are handed over in a YAML file instead of as flags. ``waiting`` is called with the seconds since the start, until
+    ``command``: the command to run (``sglang serve`` or ``python -m sglang.launch_server``). With ``config_file``, it gets all
+    arguments except the model in a YAML file instead of as flags. ``waiting`` is called with the seconds since the start, until
     the server is ready.
     """
 
@@ -158,7 +158,7 @@ class Server:
         self.process = self.start()
         try:
             self.wait_until_ready(time.monotonic() + self.seconds)
-        except BaseException:  # an interrupt too must not leave the server; it goes on from here
+        except BaseException:  # also stop the server on an interrupt, which is re-raised
             self.stop()
             raise
         return self
@@ -172,7 +172,7 @@ class Server:
                 env=self.env,
                 cwd=self.folder,
                 start_new_session=True,
-                preexec_fn=die_with_parent,  # SGLang's own processes likewise die with theirs
+                preexec_fn=die_with_parent,  # SGLang's own processes do the same
             )
 
     def wait_until_ready(self, deadline: float) -> None:
@@ -196,7 +196,7 @@ class Server:
             print(f"the server's log ends:\n{tail(self.log_path)}", file=sys.stderr)
 
     def stop(self) -> None:
-        """Ask it to end, and end its whole process group either way."""
+        """Ask the server to end, then kill its whole process group."""
         assert self.process is not None
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -221,7 +221,8 @@ class Server:
             return json.loads(response.read())
 
     def wait_until_idle(self, seconds: float = 60) -> None:
-        """SGLang answers a request a moment before it has done with it, and refuses meanwhile what needs an idle server."""
+        """Wait until the server is idle: SGLang answers a request shortly before it finishes it, and until then refuses actions
+        that need an idle server."""
         deadline = time.monotonic() + patience(seconds)
         while True:
             try:
@@ -233,7 +234,7 @@ class Server:
                 time.sleep(0.1)
 
     def stream(self, path: str, body: Any) -> Iterator[Any]:
-        """The events of a streamed answer."""
+        """The events of a streamed response."""
         with self.open(path, {**body, "stream": True}) as response:
             for line in response:
                 if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
