@@ -14,8 +14,9 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.inputs import Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import GIB, preset
-from sglang_uvm_offload.sizing.plan import Parallel, Plan, Reserve, Workload
+from sglang_uvm_offload.sizing.plan import Plan
 from sglang_uvm_offload.sizing.plan_report import ROWS as LEGEND
 from sglang_uvm_offload.sizing.planner import plan, render
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots

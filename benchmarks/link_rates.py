@@ -9,7 +9,7 @@ from typing import Any
 
 import serve_report
 
-from sglang_uvm_offload.sizing.plan import Assumptions
+from sglang_uvm_offload.sizing.inputs import Assumptions
 
 COPIED_BY = "kernel, 16 blocks"
 """How stream buffers are filled, as the section ``stream`` names it."""

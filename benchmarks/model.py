@@ -31,12 +31,15 @@ import serve_report
 from link_rates import Rates, beside, rates_of, section
 from serve_report import Record, Row
 
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config, load
+from sglang_uvm_offload.sizing.checkpoint import from_config, load
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import GPUS, Machine
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Speed, Workload
+from sglang_uvm_offload.sizing.plan import Speed
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
-from sglang_uvm_offload.sizing.speed import IN_PLACE, Stream, predict
+from sglang_uvm_offload.sizing.speed import predict
+from sglang_uvm_offload.sizing.stage_cost import IN_PLACE, Stream
 
 GIGA = 1e9
 WITHIN = 0.10

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.engine_shape import shapes_by_engine
 
 HERE = Path(__file__).resolve().parent

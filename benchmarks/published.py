@@ -23,9 +23,11 @@ from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config, load
+from sglang_uvm_offload.sizing.checkpoint import from_config, load
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import preset
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Speed, Workload
+from sglang_uvm_offload.sizing.plan import Speed
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.routing_curves import hit_rates
 from sglang_uvm_offload.sizing.speed import predict

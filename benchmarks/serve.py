@@ -29,8 +29,8 @@ from contenders import CONTENDERS
 from serve_client import PromptIds, Sizes
 from serve_run import Run, environment, run
 
-from sglang_uvm_offload.sizing.checkpoint import text_config
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+from sglang_uvm_offload.sizing.text_config import text_config
 
 BENCHMARKS = Path(__file__).resolve().parent
 TINY = {"family": "qwen3_moe", "layers": 6}

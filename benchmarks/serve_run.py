@@ -30,7 +30,8 @@ from contenders import CONTENDERS, RESIDENT, Budget, CannotServe, Contender, cel
 from harness.server import EngineFailed, Server, flags  # noqa: E402
 from serve_client import Client, PointFailed, PromptIds, Sizes  # noqa: E402
 
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load  # noqa: E402
+from sglang_uvm_offload.sizing.checkpoint import load  # noqa: E402
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape  # noqa: E402
 
 Row = dict[str, Any]
 NO_TIME = "no time left in this run"

@@ -42,11 +42,14 @@ from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.memory.protocol import MemoryInfo
 from sglang_uvm_offload.memory.staging import Part
 from sglang_uvm_offload.routing.trace import Trace
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config
+from sglang_uvm_offload.sizing.checkpoint import from_config
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import Machine, preset
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Speed, Workload
+from sglang_uvm_offload.sizing.plan import Speed
 from sglang_uvm_offload.sizing.rank_memory import Case
-from sglang_uvm_offload.sizing.speed import GIGA, Stream, distinct, predict
+from sglang_uvm_offload.sizing.speed import GIGA, distinct, predict
+from sglang_uvm_offload.sizing.stage_cost import Stream
 from sglang_uvm_offload.sizing.streaming import break_even_tokens
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 from sglang_uvm_offload.streaming.streamer import Streamer

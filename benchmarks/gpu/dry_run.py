@@ -13,7 +13,7 @@ from sections import SECTIONS
 if TYPE_CHECKING:
     from server_parts import Written
 
-    from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
+    from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 
 HERE = Path(__file__).resolve().parent
 sys.path[1:1] = [str(HERE.parent), str(HERE.parents[1]), str(HERE.parents[1] / "scripts")]

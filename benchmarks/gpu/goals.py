@@ -33,7 +33,7 @@ from stream_goals import (
     starts_beside,
 )
 
-from sglang_uvm_offload.sizing.plan import Assumptions
+from sglang_uvm_offload.sizing.inputs import Assumptions
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from pathlib import Path
 from sglang_uvm_offload.config import AUTO
 from sglang_uvm_offload.sizing import hub, planner
 from sglang_uvm_offload.sizing.architectures import unserved_note
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.conversion import Conversion, conversion
 from sglang_uvm_offload.sizing.engine_shape import load_any
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.machine import EXAMPLES, GPUS, Machine, MachineError, describe, of_gpus, preset
 from sglang_uvm_offload.sizing.model_files import ModelFiles
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.quantization import contradiction
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError

@@ -22,7 +22,8 @@ from sglang_uvm_offload.units import size
 
 if TYPE_CHECKING:
     from sglang_uvm_offload.replay.recall import Recall
-    from sglang_uvm_offload.replay.simulator import Replay, Scope
+    from sglang_uvm_offload.replay.scope import Scope
+    from sglang_uvm_offload.replay.simulator import Replay
     from sglang_uvm_offload.replay.slots import Split
 
 MAX_BATCH = 4096
@@ -121,7 +122,7 @@ def _slots(args: argparse.Namespace, trace: Trace) -> str:
 
 
 def _scope(args: argparse.Namespace, trace: Trace) -> Scope:
-    from sglang_uvm_offload.replay.simulator import scope
+    from sglang_uvm_offload.replay.scope import scope
 
     expert_bytes = None if args.expert_mib is None else int(args.expert_mib * 2**20)
     return scope(trace, args.residency, args.batch, args.warmup_fraction, args.link_gbps, expert_bytes)

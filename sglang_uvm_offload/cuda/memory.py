@@ -19,8 +19,9 @@ import torch
 
 from sglang_uvm_offload.cuda.device import device_problems
 from sglang_uvm_offload.cuda.numa import nearest_host_node
-from sglang_uvm_offload.cuda.ops import CudaFailure, CudaOps, device_ops
+from sglang_uvm_offload.cuda.ops import CudaOps, device_ops
 from sglang_uvm_offload.cuda.read_times import ReadTimes
+from sglang_uvm_offload.cuda.structs import CudaFailure
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, check_block, check_spans, whole_blocks
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
-from sglang_uvm_offload.cuda.ops import SlotState, SlotStep, device_ops
+from sglang_uvm_offload.cuda.ops import device_ops
+from sglang_uvm_offload.cuda.structs import SlotState, SlotStep
 from sglang_uvm_offload.memory.slots import MAX_REQUESTS, SlotLayer
 from sglang_uvm_offload.policy.slots import assumed_counts
 

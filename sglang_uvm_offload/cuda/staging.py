@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_uvm_offload.cuda.ops import CudaFailure, device_ops
+from sglang_uvm_offload.cuda.ops import device_ops
+from sglang_uvm_offload.cuda.structs import CudaFailure
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
 from sglang_uvm_offload.memory.staging import Part
 

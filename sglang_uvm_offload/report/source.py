@@ -68,7 +68,7 @@ class Result(Struct, frozen=True):
 
 
 class Scored(Struct, frozen=True):
-    """The part of ``simulator.Scope`` that a report shows."""
+    """The part of ``scope.Scope`` that a report shows."""
 
     requests: Count
     steps: Count

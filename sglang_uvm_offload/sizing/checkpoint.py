@@ -10,15 +10,15 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from sglang_uvm_offload.files.reading import printable
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape, ExpertPart, LayerShape
 from sglang_uvm_offload.sizing.config_tensors import check_counts, tensors_of
-from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
+from sglang_uvm_offload.sizing.kv_cache import kv_shape
 from sglang_uvm_offload.sizing.loaded import as_loaded
 from sglang_uvm_offload.sizing.moe_shape import MoeShape, expert_size, moe_shape
 from sglang_uvm_offload.sizing.overrides import overridden
@@ -34,111 +34,14 @@ from sglang_uvm_offload.sizing.tensor_names import (
     stacked_projections,
     unloaded,
 )
+from sglang_uvm_offload.sizing.text_config import text_config
 from sglang_uvm_offload.units import size
 
 _VOCABULARY = re.compile(r"(embed_tokens|word_embeddings|lm_head|shared_head\.head)\.")
 _TOWER = re.compile(r"vis(ual|ion)|audio|mm_proj")
 _SHARED = re.compile(r"shared_(expert|mlp)|share_expert")
-_OF_THE_WHOLE = ("quantization_config", "compression_config", "torch_dtype", "dtype")
-_ALIASES = {
-    "num_hidden_layers": ("num_layers", "n_layers", "n_layer"),
-    "hidden_size": ("d_model", "n_embd"),
-    "num_attention_heads": ("n_heads", "n_head"),
-    "num_key_value_heads": ("num_attention_groups",),
-    "max_position_embeddings": ("max_seq_len", "max_sequence_length", "seq_length", "model_max_length"),
-}
-"""Other names of what every model has, as SGLang's config classes map them."""
 _PACKED = {"I32": 8, "U8": 2}
 """Four-bit weights in one element of a packed tensor."""
-
-
-@dataclass(frozen=True)
-class ExpertPart:
-    """One tensor ``[experts, ...]`` of a layer as a server holds it: gate and up projections together, or down."""
-
-    name: str
-    nbytes: int
-    """Bytes of the largest expert, undivided."""
-    split: bool
-    """Whether tensor parallelism divides it. An output bias or a single scale is whole on every rank."""
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """The bytes of one decoder layer, by how ranks divide them."""
-
-    index: int
-    experts: tuple[ExpertPart, ...] = ()
-    expert_bytes: int = 0
-    """All routed experts of the layer together."""
-    attention: int = 0
-    """Divided by the ranks that share the attention."""
-    keys_values: int = 0
-    """Divided likewise, but at most into single heads."""
-    feed_forward: int = 0
-    """Dense MLP and shared experts, divided by all tensor-parallel ranks."""
-    replicated: int = 0
-    unknown: int = 0
-    """The part of ``replicated`` that is so only for want of a known name."""
-    parameters: int = 0
-    """Weights outside the routed experts."""
-
-
-@dataclass(frozen=True)
-class CheckpointShape:
-    """The planner's view of a model. Bytes are those of the checkpoint."""
-
-    name: str
-    from_headers: bool
-    num_layers: int
-    num_experts: int
-    top_k: int
-    context_length: int
-    layers: tuple[LayerShape, ...]
-    draft_layers: tuple[LayerShape, ...]
-    embedding: int
-    head: int
-    other: int
-    draft_vocabulary: int
-    """The draft layers' copies of embedding and head, which a server does not keep."""
-    total_bytes: int
-    total_parameters: int
-    expert_parameters: int
-    """Weights of one routed expert in one layer."""
-    kv: KvShape
-    heads: int
-    quantization: str
-    expert_size: int
-    hidden_size: int
-    scale_block: int
-    """The block size of a block-quantised weight's scales, 1 without."""
-    family: str = ""
-    """The config's ``model_type``."""
-    architectures: tuple[str, ...] = ()
-    """The config's names of the model's class."""
-    draft_parameters: int = 0
-    """Of ``total_parameters``, those of draft layers."""
-    active_parameters: int = 0
-    """Weights that one token of text is computed with: all but draft layers, towers for images and sounds, and the routed
-    experts that it is not sent to. Embedding and head count, as with most publishers (OpenAI leaves the embedding out)."""
-    shared_parameters: int = 0
-    """Of shared experts, which every token uses, beside routed ones."""
-    tower_parameters: int = 0
-    """Of towers for images and sounds."""
-    embedding_parameters: int = 0
-    quantization_from: str = ""
-    """The file that decided the quantisation."""
-    notes: tuple[str, ...] = ()
-    """What was counted without being understood."""
-
-    @property
-    def moe_layers(self) -> tuple[int, ...]:
-        return tuple(layer.index for layer in self.layers if layer.experts)
-
-    @property
-    def expert_bytes(self) -> int:
-        """All routed experts, draft layers left out."""
-        return sum(layer.expert_bytes for layer in self.layers)
 
 
 def load(path: Path, dtype: str | None = None, overrides: str = "") -> CheckpointShape:
@@ -177,23 +80,6 @@ def _state(path: Path) -> tuple[tuple[str, int, int], ...]:
 def from_config(name: str, config: Mapping[str, Any], dtype: str | None = None) -> CheckpointShape:
     text = text_config(config)
     return from_tensors(name, config, as_loaded(_guard(tensors_of, text), dtype), from_headers=False)
-
-
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of config.json for the language model (SGLang's ``get_hf_text_config``), by the usual names; a quantisation or
-    dtype beside it applies to it."""
-    outer = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
-    for name in ("thinker_config", "llm_config", "language_config", "text_config"):
-        if isinstance(inner := config.get(name), dict):
-            return text_config(outer | {key: value for key, value in inner.items() if value is not None or key not in outer})
-    aliases = {
-        usual: config[name]
-        for usual, names in _ALIASES.items()
-        if config.get(usual) is None
-        for name in names
-        if name in config
-    }
-    return {**config, **aliases}
 
 
 def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorInfo], *, from_headers: bool) -> CheckpointShape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, ExpertPart, LayerShape
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape, ExpertPart, LayerShape
 from sglang_uvm_offload.sizing.quantization import UNQUANTIZED
 
 _BITS = {

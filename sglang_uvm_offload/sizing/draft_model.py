@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from sglang_uvm_offload.sizing.checkpoint import text_config
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
 from sglang_uvm_offload.sizing.tensor_names import divisions, named_for_experts
+from sglang_uvm_offload.sizing.text_config import text_config
 
 
 @dataclass(frozen=True)

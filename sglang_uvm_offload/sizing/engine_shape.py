@@ -24,13 +24,15 @@ from typing import Any
 
 from sglang_uvm_offload.files.reading import printable
 from sglang_uvm_offload.sizing.architectures import model_files
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, ExpertPart, LayerShape, is_split, load, text_config
+from sglang_uvm_offload.sizing.checkpoint import is_split, load
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape, ExpertPart, LayerShape
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
 from sglang_uvm_offload.sizing.overrides import overridden
 from sglang_uvm_offload.sizing.quantization import BESIDE, quantization_of, stated_by, with_beside
 from sglang_uvm_offload.sizing.quantized_linear import UnknownTensors
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo, read_json
 from sglang_uvm_offload.sizing.tensor_names import Experts
+from sglang_uvm_offload.sizing.text_config import text_config
 
 PROGRAM = "sglang_uvm_offload.plugin.meta.program"
 MOST_SECONDS = 300

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from sglang_uvm_offload.memory.layout import round_up
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.conversion import conversion
 from sglang_uvm_offload.sizing.draft_model import load_draft
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.model_files import ModelFiles
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.server_pools import ServerPools

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, round_up
-from sglang_uvm_offload.sizing.checkpoint import LayerShape
+from sglang_uvm_offload.sizing.checkpoint_shape import LayerShape
 from sglang_uvm_offload.sizing.host_need import HostNeed
 from sglang_uvm_offload.sizing.machine import GIB
 from sglang_uvm_offload.sizing.rank_memory import Case

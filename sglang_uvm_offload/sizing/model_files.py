@@ -11,7 +11,8 @@ from typing import Any
 
 from sglang_uvm_offload.files.reading import printable
 from sglang_uvm_offload.sizing import hub
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_tensors
+from sglang_uvm_offload.sizing.checkpoint import from_tensors
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.engine_shape import instead, load_any
 from sglang_uvm_offload.sizing.loaded import as_loaded
 from sglang_uvm_offload.sizing.overrides import overridden

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from sglang_uvm_offload.flags import flag_name
-from sglang_uvm_offload.sizing.plan import MEASURED, Alternative, Assumptions, Plan, RankMemory, Speed
+from sglang_uvm_offload.sizing.inputs import MEASURED, Assumptions
+from sglang_uvm_offload.sizing.plan import Alternative, Plan, RankMemory, Speed
 from sglang_uvm_offload.sizing.routing_curves import source_of
 from sglang_uvm_offload.sizing.speed import HIDING_CHUNKS
 from sglang_uvm_offload.units import size

@@ -11,11 +11,12 @@ import dataclasses
 
 from sglang_uvm_offload.config import AUTO, slot_problems
 from sglang_uvm_offload.flags import FlagError, flag_name
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.draft_cost import draft_note
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
 from sglang_uvm_offload.sizing.machine import Machine
-from sglang_uvm_offload.sizing.plan import Alternative, Assumptions, Parallel, Plan, Reserve, Speed, Workload
+from sglang_uvm_offload.sizing.plan import Alternative, Plan, Speed
 from sglang_uvm_offload.sizing.plan_report import render
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.ranks import dividing, named, ranks_that_fit, shape_problems

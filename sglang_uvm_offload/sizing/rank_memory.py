@@ -10,17 +10,18 @@ from functools import cached_property
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout, round_up, whole_blocks
 from sglang_uvm_offload.sizing import sglang_memory
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, LayerShape
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape, LayerShape
 from sglang_uvm_offload.sizing.draft_model import DraftModel
 from sglang_uvm_offload.sizing.host_need import HostNeed
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import GIB, Machine
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, RankMemory, Reserve, Vram, Workload
+from sglang_uvm_offload.sizing.plan import RankMemory, Vram
 from sglang_uvm_offload.sizing.routing_curves import HitRates, hit_rates
 from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
-from sglang_uvm_offload.sizing.speed import StageCost, Stream
+from sglang_uvm_offload.sizing.stage_cost import StageCost, Stream
 from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, break_even_tokens, buffers_in
 from sglang_uvm_offload.sizing.verdict import LEAST_RESIDENTS
 

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from sglang_uvm_offload.sizing.inputs import Parallel
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.launch import NO_DRAFTS
-from sglang_uvm_offload.sizing.plan import Parallel
 from sglang_uvm_offload.sizing.rank_memory import Case
 
 SUGGESTED = 2

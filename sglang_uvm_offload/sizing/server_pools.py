@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_uvm_offload.sizing.plan import Parallel
+from sglang_uvm_offload.sizing.inputs import Parallel
 
 Point = tuple[int, int]
 """Tokens of KV cache, and the bytes of one rank with which SGLang makes so many, and serves the requests that are asked for."""

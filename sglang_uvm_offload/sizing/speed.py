@@ -35,50 +35,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Workload
 from sglang_uvm_offload.sizing.machine import Machine
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Speed, Workload
+from sglang_uvm_offload.sizing.plan import Speed
+from sglang_uvm_offload.sizing.stage_cost import IN_PLACE, StageCost, Stream
 
 GIGA = 1e9
 
-
-@dataclass(frozen=True)
-class StageCost:
-    """Reads and compute of one rank of a pipeline stage: bytes, and floating-point operations for one token."""
-
-    layers: int
-    dense_bytes: int
-    """Weights beside routed experts, read in every step."""
-    dense_flops: float
-    expert_layers: tuple[int, ...]
-    """For each MoE layer, the bytes of one expert that one rank of the layer's expert-parallel group reads."""
-    expert_flops: float
-    """One expert for one token, on one rank that holds a slice of it."""
-    kv_read_bytes: int
-    """One request, for one token at the end of the context."""
-    latent_attention: bool = False
-    gemm_rate: float = 1.0
-    """The rate of the weights' number format, relative to bfloat16."""
-    draft_layers: int = 0
-    draft_bytes: int = 0
-    """Weights that one pass of the draft layers reads, routed experts left out."""
-    draft_expert_bytes: int = 0
-    """One routed expert of every draft layer."""
-    draft_residents: int | None = None
-    """Of each draft layer; None: all."""
-    draft_hit_rate: float = 1.0
-    """The share of their uses that they serve."""
-
-
-@dataclass(frozen=True)
-class Stream:
-    """Chunks of at least ``tokens`` tokens stream through so many ``buffers``."""
-
-    buffers: int
-    tokens: int
-
-
-IN_PLACE = Stream(buffers=0, tokens=0)
-"""No chunk streams."""
 
 HIDING_CHUNKS = range(256, 65536 + 1, 256)
 """The sizes among which the smallest is sought that hides its copies."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from builders.true_shape import checkpoint, config_folder, write
 
-from sglang_uvm_offload.sizing.checkpoint import text_config
 from sglang_uvm_offload.sizing.config_tensors import tensors_of
 from sglang_uvm_offload.sizing.quantization import read_config
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
+from sglang_uvm_offload.sizing.text_config import text_config
 
 _EXPERT = re.compile(r"(.*\.experts\.\d+\.)(\w+)\.weight$")
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.inputs import Assumptions
 from sglang_uvm_offload.sizing.machine import GIB
-from sglang_uvm_offload.sizing.plan import Assumptions
 
 VRAM = 16 * GIB
 LAYERS, CONTEXT = 3, 2048

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from sglang_uvm_offload.sizing.checkpoint import text_config
 from sglang_uvm_offload.sizing.config_tensors import tensors_of
 from sglang_uvm_offload.sizing.quantization import read_config
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
+from sglang_uvm_offload.sizing.text_config import text_config
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 SHARD_BYTES = 5 << 30

@@ -10,7 +10,8 @@ import pytest
 from builders.true_shape import CONFIGS, config_folder
 
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config
+from sglang_uvm_offload.sizing.checkpoint import from_config
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.engine_shape import shapes_by_engine
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_json
 

@@ -20,12 +20,13 @@ from checkpoints import Checkpoints
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch import draft_source, expert_bytes, linear_attention, planned_launch
 from sglang_uvm_offload.requested_config import parse
-from sglang_uvm_offload.sizing.checkpoint import load, text_config
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.inputs import Parallel
 from sglang_uvm_offload.sizing.kv_cache import kv_shape
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounted
 from sglang_uvm_offload.sizing.machine import GIB, GPUS
-from sglang_uvm_offload.sizing.plan import Parallel
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo, read_json
+from sglang_uvm_offload.sizing.text_config import text_config
 
 H200 = GPUS["H200"].memory_mib << 20
 CONTEXT = 2048

@@ -10,8 +10,8 @@ from serving import Engines
 
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import GIB, Machine
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 
 RESIDENT = 3

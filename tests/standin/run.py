@@ -16,7 +16,7 @@ IMPORTS = """
 import gc
 import numpy as np
 import torch
-from sglang_uvm_offload.cuda.ops import CudaFailure
+from sglang_uvm_offload.cuda.structs import CudaFailure
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout
 from sglang_uvm_offload.memory.protocol import Location, ManagedRange, ManagedMemoryError, Span
 from sglang_uvm_offload.cuda.memory import CudaMemory

@@ -21,11 +21,11 @@ from sglang_uvm_offload.plugin.launch.planned_launch import Rank
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.least_memory import LeastMemory
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.model_files import ModelFiles
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 
 pytestmark = pytest.mark.sglang

@@ -10,8 +10,8 @@ import published
 import pytest
 
 from sglang_uvm_offload.sizing import plan_report
+from sglang_uvm_offload.sizing.inputs import Assumptions
 from sglang_uvm_offload.sizing.machine import preset
-from sglang_uvm_offload.sizing.plan import Assumptions
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "models"
 CONTENT = json.loads((published.HERE / "published.json").read_text())

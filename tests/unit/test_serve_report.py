@@ -25,8 +25,9 @@ import serve_run
 from contenders import CONTENDERS, Budget, CannotServe
 from link_rates import Rates
 
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_config
-from sglang_uvm_offload.sizing.plan import Assumptions
+from sglang_uvm_offload.sizing.checkpoint import from_config
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
+from sglang_uvm_offload.sizing.inputs import Assumptions
 
 pytestmark = pytest.mark.sglang
 

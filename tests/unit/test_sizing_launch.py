@@ -14,11 +14,11 @@ from sglang_uvm_offload.sizing.checkpoint import from_tensors, load
 from sglang_uvm_offload.sizing.draft_cost import draft_note
 from sglang_uvm_offload.sizing.draft_model import load_draft
 from sglang_uvm_offload.sizing.host_need import HICACHE_RESERVE_BYTES
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounted
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.model_files import ModelFiles
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.planner import choose_num_resident, plan
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.ranks import shape_problems

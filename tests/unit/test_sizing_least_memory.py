@@ -10,9 +10,9 @@ from checkpoints import Checkpoints
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.least_memory import LeastMemory
 from sglang_uvm_offload.sizing.machine import GIB, preset
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"

@@ -17,15 +17,16 @@ from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.sizing import planner, sglang_memory
 from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.inputs import MEASURED, Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.kv_cache import KvShape
 from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.machine import GIB, GPUS, MachineError, describe, of_gpus, preset
 from sglang_uvm_offload.sizing.model_files import ModelFiles
-from sglang_uvm_offload.sizing.plan import MEASURED, Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.routing_curves import hit_rates
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
-from sglang_uvm_offload.sizing.speed import StageCost, distinct, predict
+from sglang_uvm_offload.sizing.speed import distinct, predict
+from sglang_uvm_offload.sizing.stage_cost import StageCost
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.json"))

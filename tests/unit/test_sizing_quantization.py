@@ -9,10 +9,11 @@ import pytest
 from builders.true_shape import CONFIGS, checkpoint, config_folder
 
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.sizing.checkpoint import load, text_config
+from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.config_tensors import tensors_of
 from sglang_uvm_offload.sizing.quantization import quantization_of, read_config
 from sglang_uvm_offload.sizing.quantized_linear import QuantizedLinear, UnknownTensors
+from sglang_uvm_offload.sizing.text_config import text_config
 
 QWEN = "nvidia/Qwen3-235B-A22B-NVFP4"
 BESIDE = "hf_quant_config.json"

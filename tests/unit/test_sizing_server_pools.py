@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.least_memory import LEAST_TOKENS, LeastMemory
 from sglang_uvm_offload.sizing.machine import preset
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.server_pools import ServerPools
 

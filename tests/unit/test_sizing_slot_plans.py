@@ -16,16 +16,19 @@ from sglang_uvm_offload.cli import plan as planner_cli
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.sizing import planner
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.draft_cost import draft_note
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.machine import GIB, Machine, preset
 from sglang_uvm_offload.sizing.model_files import ModelFiles
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Plan, Reserve, Workload
+from sglang_uvm_offload.sizing.plan import Plan
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.routing_curves import hit_rates
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
-from sglang_uvm_offload.sizing.speed import StageCost, Stream, predict
+from sglang_uvm_offload.sizing.speed import predict
+from sglang_uvm_offload.sizing.stage_cost import StageCost, Stream
 
 MODEL = Path(__file__).parents[1] / "fixtures" / "models" / "deepseek-v3.json"
 AUTO = Slots(None)

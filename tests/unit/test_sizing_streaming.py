@@ -13,14 +13,17 @@ import pytest
 
 from sglang_uvm_offload.cli import plan as planner_cli
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, whole_blocks
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, load
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.model_files import ModelFiles
-from sglang_uvm_offload.sizing.plan import Assumptions, Parallel, Plan, Reserve, Speed, Workload
+from sglang_uvm_offload.sizing.plan import Plan, Speed
 from sglang_uvm_offload.sizing.planner import plan, plan_case, render
 from sglang_uvm_offload.sizing.rank_memory import Case
-from sglang_uvm_offload.sizing.speed import IN_PLACE, StageCost, Stream, distinct, hiding_chunk, predict
+from sglang_uvm_offload.sizing.speed import distinct, hiding_chunk, predict
+from sglang_uvm_offload.sizing.stage_cost import IN_PLACE, StageCost, Stream
 from sglang_uvm_offload.sizing.streaming import break_even_tokens, buffers_in
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape, from_tensors
+from sglang_uvm_offload.sizing.checkpoint import from_tensors
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
 
 EXPERTS, HIDDEN, SIZE = 8, 64, 32

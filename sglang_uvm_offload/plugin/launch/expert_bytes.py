@@ -14,7 +14,7 @@ from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin.compat import as_given, model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch.planned_launch import has_one_memory, hicache, model_files, ranks
-from sglang_uvm_offload.sizing.checkpoint import CheckpointShape
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.conversion import conversion
 from sglang_uvm_offload.sizing.host_need import HostNeed
 from sglang_uvm_offload.sizing.launch import stored_model

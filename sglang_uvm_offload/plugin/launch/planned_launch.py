@@ -22,12 +22,12 @@ from sglang_uvm_offload.plugin.compat import (
 )
 from sglang_uvm_offload.plugin.launch import draft_source, linear_attention
 from sglang_uvm_offload.plugin.launch.pipeline import stages
+from sglang_uvm_offload.sizing.inputs import Parallel
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES, WINDOW_RATIO
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
 from sglang_uvm_offload.sizing.least_memory import LEAST_TOKENS
 from sglang_uvm_offload.sizing.machine import Machine, MachineError, of_gpus
 from sglang_uvm_offload.sizing.model_files import ModelFiles
-from sglang_uvm_offload.sizing.plan import Parallel
 from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import Slots
 

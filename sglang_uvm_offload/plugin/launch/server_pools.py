@@ -26,7 +26,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch.pipeline import stages
-from sglang_uvm_offload.sizing.plan import Parallel
+from sglang_uvm_offload.sizing.inputs import Parallel
 from sglang_uvm_offload.sizing.server_pools import Point, ServerPools
 
 _MOST_BYTES = 1 << 42

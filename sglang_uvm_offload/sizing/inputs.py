@@ -1,0 +1,148 @@
+"""What the planner is given in addition to the model and the machine: work, ranks, reserved VRAM and assumptions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_uvm_offload.memory.layout import round_up
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The concurrent requests to serve. Without ``max_total_tokens``, every request may be as long as the context."""
+
+    context_length: int
+    requests: int = 1
+    prompt_tokens: int = 4096
+    """Tokens of one prompt, for the prefill figures."""
+    max_total_tokens: int | None = None
+    """Tokens of KV cache on each rank, in place of requests x context."""
+    page_tokens: int = 64
+    """Tokens in a page of the KV cache (``--page-size``): 64 is the largest that SGLang's attention backends choose by
+    themselves."""
+    kv_cache_dtype: str = "bfloat16"
+    speculative: bool = False
+    """NEXTN: the model's draft layers are loaded too."""
+    draft_num_resident: int | None = None
+    """Residents of each draft layer; None: all its experts."""
+    draft_tokens: int = 4
+    """Tokens that one step verifies for a request, with drafts."""
+    other_drafts: bool = False
+    """Drafts that come from elsewhere: a draft model of its own, or n-grams."""
+    tokens_are_least: bool = False
+    """``max_total_tokens`` is what is needed, and no flag: SGLang makes the KV cache of all that is left."""
+
+    @property
+    def fills_vram(self) -> bool:
+        return self.max_total_tokens is None or self.tokens_are_least
+
+    @property
+    def drafts(self) -> bool:
+        return self.speculative or self.other_drafts
+
+    def requests_of_rank(self, parallel: Parallel) -> int:
+        return -(-self.requests // parallel.dp)
+
+    def tokens_of_rank(self, parallel: Parallel) -> int:
+        """Tokens of KV cache that a rank needs."""
+        if self.max_total_tokens is not None:
+            return self.max_total_tokens
+        return round_up(self.context_length, self.page_tokens) * self.requests_of_rank(parallel)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """SGLang's parallel sizes. Without ``dp_attention``, ``dp`` counts whole replicas; with it, groups of the ``tp`` ranks."""
+
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    dp: int = 1
+    dp_attention: bool = False
+    shared_whole: bool = False
+    """With DeepEP, every rank holds shared experts whole."""
+
+    @property
+    def attn_tp(self) -> int:
+        return self.tp // self.dp if self.dp_attention else self.tp
+
+    @property
+    def moe_tp(self) -> int:
+        return self.tp // self.ep
+
+    @property
+    def replicas(self) -> int:
+        return 1 if self.dp_attention else self.dp
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.replicas
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Memory that the plan must leave free. None: SGLang's choice."""
+
+    mem_fraction_static: float | None = None
+    headroom_gb: float = 1.0
+    chunked_prefill_size: int | None = None
+    cuda_graphs: bool = True
+    free_vram_bytes: int | None = None
+    """Free VRAM of every GPU before the server's processes start, None if unknown: then all of it."""
+    image_bytes: int = 0
+    """VRAM of each rank that SGLang reserves for images."""
+    hicache_bytes: int = 0
+    """Host RAM of each rank's hierarchical cache (``--hicache-size``)."""
+    hicache_ratio: float = 0.0
+    """The same in terms of the rank's KV cache (``--hicache-ratio``), without ``hicache_bytes``."""
+    stream_gb: float | None = None
+    """GiB of each rank for stream buffers, of which whole ones are allocated; 0: none. None: those for which there is room."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Every number that is neither in the checkpoint nor in a flag; ``MEASURED`` names those that this project measured."""
+
+    context_gib: float = 0.8
+    """assumed: CUDA context, libraries and kernels of one rank"""
+    collectives_gib: float = 0.7
+    """assumed: NCCL and all-reduce buffers of a rank that has peers"""
+    driver_batch_mib: int = 128
+    """VRAM that the driver may hold beyond managed pages: measured, it takes VRAM in batches of 128 MiB"""
+    process_gib: float = 4.0
+    """assumed: host RAM of one rank's process beside experts"""
+    read_efficiency: float = 0.94
+    """zero-copy reads by kernels against the copy engine: measured, 51.1 of 54.5 GB/s over PCIe 5 x16"""
+    copy_efficiency: float = 0.92
+    """the kernel that fills stream buffers against the copy engine: measured, 50.4 of 54.5 GB/s over PCIe 5 x16"""
+    hbm_efficiency: float = 0.7
+    """assumed: share of VRAM bandwidth that decoding reaches"""
+    compute_efficiency: float = 0.5
+    """assumed: share of dense bfloat16 rate that prefill reaches"""
+    layer_overhead_us: float = 55.0
+    """launches and small kernels of one decoder layer, on top of reading its weights: fits a decode step that was measured with
+    all experts in VRAM (an H200, 16 layers of Qwen3-30B-A3B's shape)"""
+    latent_overhead_us: float = 105.0
+    """the same for a layer with latent attention (DeepSeek, Kimi, GLM-5): fits SGLang's DeepSeek-R1 on 8 B200"""
+    prefill_layer_ms: float = 1.0
+    """launching one layer's kernels in prefill: fits SGLang's Qwen3-235B and gpt-oss-120b on 8 B200, 600 tokens"""
+    latent_prefill_layer_ms: float = 2.0
+    """the same with latent attention: fits SGLang's DeepSeek-R1 on 8 B200, 600 tokens"""
+    collective_us: float = 15.0
+    """assumed: one of a layer's two all-reduces at small batches, where ranks share layers"""
+    slot_layer_us: float = 5.0
+    """assumed: the kernel that chooses what slots hold and redirects to them, in each MoE layer, beyond what it copies"""
+    draft_token_weight: float = 0.75
+    """a drafted token activates as many further experts as this share of an independent one: .59 to .86 in measured routing"""
+    accepted_tokens: float = 2.5
+    """assumed: mean tokens per request from a step that verifies draft tokens"""
+    rows_per_read: int = 128
+    """assumed: rows that share one read of an expert's tile in prefill; host memory is mapped uncached, so each further block
+    of rows reads it over the link again. 128, and half a block more, fit the one prefill that was measured (an H200, SGLang's
+    Triton experts); no other model has tested them"""
+    cpu_efficiency: float = 0.5
+    """assumed: share of the host memory's nominal rate at which a CPU engine reads experts"""
+
+
+MEASURED = ("driver_batch_mib", "read_efficiency", "copy_efficiency")
+"""On an H200 (GPU_STATUS.md has the logs); other GPUs may differ."""
