@@ -216,7 +216,7 @@ class ForkedServer(Server):
 
 
 class Engines:
-    """Runs engines one after the other, and remembers what the ones without offloading answered."""
+    """Runs engines one after the other, and remembers what those answered that several tests ask for."""
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -49,7 +49,7 @@ def test_offloaded_experts_give_the_same_tokens_and_logprobs(
     checkpoint = checkpoints(family)
     off = engines.baseline(checkpoint, **needed)
     # Warm-up ends within the first request: the others are answered after experts have moved.
-    on = engines.run(
+    on = engines.baseline(
         checkpoint,
         expert_offload_num_resident=resident,
         expert_offload_warmup_tokens=16,
@@ -70,7 +70,7 @@ def test_with_one_stream_buffer_long_steps_stream_and_short_ones_read_in_place(
     checkpoint = checkpoints("glm4_moe")
     off = engines.baseline(checkpoint)
     flags = {"expert_offload_num_resident": 8, "expert_offload_warmup_tokens": 16, "expert_offload_stream_tokens": 8}
-    two = engines.run(checkpoint, **flags)
+    two = engines.baseline(checkpoint, **flags)  # glm4_moe-half-8, as above
     one = engines.run(checkpoint, **flags, expert_offload_stream_buffer_gb=two.offload["streaming"]["nbytes"] * 0.75 / 2**30)
     assert (two.offload["streaming"]["buffers"], one.offload["streaming"]["buffers"]) == (2, 1)
     for on in (one, two):
