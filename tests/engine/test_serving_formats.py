@@ -36,7 +36,7 @@ def test_offloaded_quantised_experts_give_the_same_tokens_and_logprobs(
     checkpoint = checkpoints("qwen3_moe", quant=quant)
     off = engines.baseline(checkpoint, **FORMATS[quant])
     flags = {"expert_offload_warmup_tokens": 16, "expert_offload_stream_tokens": tokens}
-    on = engines.run(checkpoint, expert_offload_num_resident=resident, **flags, **FORMATS[quant])
+    on = engines.baseline(checkpoint, expert_offload_num_resident=resident, **flags, **FORMATS[quant])
     assert_offloaded(on.server_info, everything_resident=resident == EXPERTS)
     assert_streamed(on, some=tokens != "inf" and resident < EXPERTS)
     assert_same_answers(on, off)
@@ -46,5 +46,6 @@ def test_the_bytes_offloaded_are_those_of_the_format(checkpoints: Checkpoints, e
     """Experts of the same shape take half the bytes in 8 bits that they take in 16."""
     sizes = {"layers": 2, "hidden": 512, "experts": EXPERTS, "top_k": TOP_K, "expert_size": 128, "dense_size": 512}
     plain = engines.run(checkpoints("qwen3_moe", **sizes), ["hello"], max_new_tokens=1, expert_offload_num_resident=4)
-    fp8 = engines.run(checkpoints("qwen3_moe", quant="fp8"), ["hello"], max_new_tokens=1, expert_offload_num_resident=4)
+    flags = {"expert_offload_warmup_tokens": 16, "expert_offload_stream_tokens": SHORT}  # as of fp8-4-8, above
+    fp8 = engines.baseline(checkpoints("qwen3_moe", quant="fp8"), expert_offload_num_resident=4, **flags)
     assert plain.offload["offloaded_bytes"] == 2 * fp8.offload["offloaded_bytes"]
