@@ -2,10 +2,11 @@
 # Runs every test of docs/support.md, including the nightly ones, and generates the table from their results. Takes about half an
 # hour on two cores, without a GPU.
 # usage: scripts/support.sh [PYTEST ARGUMENTS]   with arguments, such as a test file: runs only these, and generates no table
-# environment: VENV=DIR uses (or creates) that environment instead of .venv
+# environment: VENV=DIR and TEST_PATIENCE=N, as for scripts/test.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh "${VENV:-.venv}"
+source scripts/patience.sh
 if [ $# -gt 0 ]; then
   exec python -m pytest --nightly "$@"
 fi

@@ -11,9 +11,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh "${VENV:-.venv}"
-# Limits for hangs suit an idle machine (scripts/harness/patience.py). The suite itself keeps the machine busy, and others may too.
-read -r load _ < /proc/loadavg
-export TEST_PATIENCE="${TEST_PATIENCE:-$((2 + (${load%.*} + 1) / $(nproc)))}"
+source scripts/patience.sh
 if [ $# -gt 0 ]; then
   exec python -m pytest --durations=25 "$@"
 fi

@@ -1,6 +1,6 @@
 """How long tests wait before they consider something hung.
 
-The limits suit an idle machine. ``TEST_PATIENCE`` is the factor for a busy one; ``scripts/test.sh`` sets it from the load.
+The limits suit an idle machine. ``TEST_PATIENCE`` is the factor for a busy one; ``scripts/patience.sh`` sets it from the load.
 """
 
 from __future__ import annotations
