@@ -307,8 +307,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     changes = folder / "CHANGELOG.md"
-    if "(unreleased)" not in changes.read_text():  # just after a release
-        changes.write_text(f"# Changelog\n\n## {NEXT} (unreleased)\n\n" + changes.read_text())
+    if "- Unreleased" not in changes.read_text():  # just after a release
+        changes.write_text(f"# Changelog\n\n## [{NEXT}] - Unreleased\n\n" + changes.read_text())
     run("git init --quiet --initial-branch=main && git add . && git commit --quiet --message start", folder)
     run(f"git init --quiet --bare '{tmp_path}/origin.git' && git remote add origin '{tmp_path}/origin.git'", folder)
     return folder
@@ -331,8 +331,8 @@ def test_the_commands_of_a_release_set_the_version_and_push_its_tag(commands, ch
         if was != now
     ]
     ((was, now),) = changed
-    assert was.endswith(" (unreleased)")
-    assert re.fullmatch(rf"## {re.escape(NEXT)} \(\d{{4}}-\d\d-\d\d\)", now)
+    assert was.endswith(" - Unreleased")
+    assert re.fullmatch(rf"## \[{re.escape(NEXT)}\] - \d{{4}}-\d\d-\d\d", now)
     assert run("git status --porcelain", checkout) == ""
     assert run("git log --format=%s", checkout).splitlines() == [f"Release {NEXT}", "start"]
     assert run(f"git cat-file -t v{NEXT}", checkout) == "tag", "annotated"
@@ -366,10 +366,10 @@ def test_the_commands_build_and_check_as_the_workflow_does(commands):
 
 
 def test_the_changelog_begins_with_the_version_of_the_package_or_the_next():
-    newest = re.findall(r"^## (\S+) \((unreleased|\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    newest = re.findall(r"^## \[(\S+)\] - (Unreleased|\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert len(newest) == len(re.findall(r"^## ", (ROOT / "CHANGELOG.md").read_text(), re.M))
     assert __version__ in [version for version, _ in newest]
-    assert [state for _, state in newest[1:] if state == "unreleased"] == []
+    assert [state for _, state in newest[1:] if state == "Unreleased"] == []
 
 
 # ---- what is released ----
