@@ -248,7 +248,7 @@ def test_a_number_that_cannot_fit_is_refused_with_what_is_short(launch):
     (line,) = [text for text in launch["a number too large"]["error"].splitlines() if N in text]
     assert f"{N} 8: does not fit on GPU 0 (rank 0): at least " in line
     assert "(18.0 MiB for 8 of 16 experts a layer, " in line
-    assert "by --mem-fraction-static 0.0001 less --expert-offload-headroom-gb 0; no number fits" in line
+    assert "by --mem-fraction-static 0.0001 minus --expert-offload-headroom-gb 0; no number fits" in line
 
 
 def test_a_number_is_checked_against_the_model_that_overrides_make(launch):
