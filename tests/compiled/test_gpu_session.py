@@ -356,8 +356,8 @@ def test_steps_over_the_standin_hit_and_fill_slots_and_read_in_place(ran):
 
 
 ONE_TENSOR = """
-whole = model._slot_layer
-model._slot_layer = lambda layer: whole(layer)._replace(rows=whole(layer).rows[:1])
+whole = slots._slot_layer
+slots._slot_layer = lambda layer: whole(layer)._replace(rows=whole(layer).rows[:1])
 """
 OTHER_SLOTS = """
 whole = CudaSlots.resolve
