@@ -1,7 +1,6 @@
 """The ``replay`` command: replays a routing trace through the shipped policy and the baselines, as a table or JSON.
 
-``--recall`` shows how many of the shipped policy's misses could be predicted while a step runs. ``--slots`` shows how to split
-the VRAM between residents and slots; ``--into`` stores the best split in a profile.
+``--slots`` shows how to split the VRAM between residents and slots; ``--into`` stores the best split in a profile.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.units import size
 
 if TYPE_CHECKING:
-    from sglang_uvm_offload.replay.recall import Recall
     from sglang_uvm_offload.replay.scope import Scope
     from sglang_uvm_offload.replay.simulator import Replay
     from sglang_uvm_offload.replay.slots import Split
@@ -47,11 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--expert-mib", type=float, help=f"MiB per expert (default {EXPERT_BYTES / 2**20:g}, assumed)")
     parser.add_argument(
-        "--recall",
-        action="store_true",
-        help=f"print the share of the misses of {SHIPPED} that could be predicted once the previous layer has routed",
-    )
-    parser.add_argument(
         "--slots",
         action="store_true",
         help="print the link time of each split of the VRAM between residents and slots, and the best split",
@@ -72,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         trace = Trace.load(args.trace)
-        found = _recall(args, trace) if args.recall else _slots(args, trace) if args.slots else _replay(args, trace)
+        found = _slots(args, trace) if args.slots else _replay(args, trace)
     except (ValueError, OSError, MemoryError) as error:
         text = error.strerror if isinstance(error, OSError) else str(error)
         print(f"cannot replay {args.trace}: {text or type(error).__name__}", file=sys.stderr)
@@ -95,16 +88,6 @@ def _replay(args: argparse.Namespace, trace: Trace) -> str:
     if args.json:
         return _json(args, scored, "results", results)
     return f"{described(scored)}\n\n{table(results)}\n\n{legend(policies)}"
-
-
-def _recall(args: argparse.Namespace, trace: Trace) -> str:
-    from sglang_uvm_offload.replay.simulator import recall_of_misses
-
-    room.check(trace, args.batch, recall=True)
-    scored = _scope(args, trace)
-    _progress(f"replaying {SHIPPED} with the predictors, {scored.steps + scored.warmup_steps} steps")
-    found = recall_of_misses(trace, args.residency, args.batch, args.warmup_fraction)
-    return _json(args, scored, "recall", found) if args.json else f"{described(scored)}\n\n{recall_table(found)}"
 
 
 def _slots(args: argparse.Namespace, trace: Trace) -> str:
@@ -190,7 +173,7 @@ def _put_into(args: argparse.Namespace, found: Sequence[Split]) -> None:
         raise ValueError(f"--into {args.into}: {reason(error)}") from error
 
 
-def _json(args: argparse.Namespace, scored: Scope, name: str, results: Sequence[Replay | Recall | Split]) -> str:
+def _json(args: argparse.Namespace, scored: Scope, name: str, results: Sequence[Replay | Split]) -> str:
     content = {"trace": str(args.trace), "scored": scored.as_json(), name: [result.as_json() for result in results]}
     return json.dumps(content, indent=1)
 
@@ -208,10 +191,8 @@ def problems(args: argparse.Namespace) -> list[str]:
     found = [f"{flag} {right}, not {value}" for flag, value, good, right in checks if not good]
     if args.into is not None and not args.slots:
         found.append(f"--into {args.into}: needs --slots")
-    if args.slots and (args.policy or args.recall):
-        found.append("--slots replays its own splits of the VRAM; remove --policy and --recall")
-    elif args.recall and set(args.policy or [SHIPPED]) != {SHIPPED}:
-        found.append(f"--recall covers only the misses of {SHIPPED}; remove --policy")
+    if args.slots and args.policy:
+        found.append("--slots replays its own splits of the VRAM; remove --policy")
     return found
 
 
@@ -231,22 +212,6 @@ def table(results: list[Replay]) -> str:
             f"{1e3 * result.step_seconds:.3f} ms",
         )
         for result in results
-    ]
-    return _aligned(rows)
-
-
-def recall_table(found: Sequence[Recall]) -> str:
-    rows = [("predictor", "volume", "recall", "by chance", "brought/step", "missed/step")]
-    rows += [
-        (
-            result.predictor,
-            f"{result.volume:g}x",
-            f"{100 * result.recall:.1f} %",
-            f"{100 * result.chance:.1f} %",
-            f"{result.brought_per_step:.3f}",
-            f"{result.missed_per_step:.3f}",
-        )
-        for result in found
     ]
     return _aligned(rows)
 

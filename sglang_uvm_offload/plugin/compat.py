@@ -173,11 +173,6 @@ def process_model_config() -> Any:
     return model_config_of(get_server_args())
 
 
-def with_phase(graphs: Any, phase: str, **changes: Any) -> Any:
-    """A copy of SGLang's CUDA graph config with changes to one phase."""
-    return dataclasses.replace(graphs, **{phase: dataclasses.replace(getattr(graphs, phase), **changes)})
-
-
 def has_contexts() -> bool:
     """Whether a process can see a launch as its ranks will (``server_pools``)."""
     return VERSION >= (0, 5, 22)

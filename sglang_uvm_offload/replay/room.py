@@ -12,18 +12,15 @@ _REQUEST_BYTES = 256
 """Of a request, while the steps are laid out."""
 _EXPERT_BYTES = 4096
 """Of an expert in a layer: a policy's state, most of it what the forecasts learn of the expert."""
-_PAIR_BYTES = 20
-"""Of two experts in adjacent layers: what ``--recall`` learns of them, and temporary arrays."""
 
 
 class NoRoom(ValueError):
     """The replay does not fit in host RAM; the message says what it takes and what there is."""
 
 
-def check(trace: Trace, batch: int, policies: Collection[str] = (), recall: bool = False) -> None:
-    """Raise ``NoRoom`` if replaying ``trace``, with ``batch`` requests at once, may take more host RAM than is available.
-    ``recall``: as ``recall_of_misses`` does."""
-    need, available = needed(trace, batch, policies, recall), host_available()
+def check(trace: Trace, batch: int, policies: Collection[str] = ()) -> None:
+    """Raise ``NoRoom`` if replaying ``trace``, with ``batch`` requests at once, may take more host RAM than is available."""
+    need, available = needed(trace, batch, policies), host_available()
     if need <= available:
         return
     steps = f"up to {_steps(trace, batch)} steps of {trace.num_layers} layers with {trace.num_experts} experts"
@@ -31,14 +28,13 @@ def check(trace: Trace, batch: int, policies: Collection[str] = (), recall: bool
     raise NoRoom(f"{steps} take up to {size(need)} of host RAM, and {size(available)} are available; {remedy}")
 
 
-def needed(trace: Trace, batch: int, policies: Collection[str] = (), recall: bool = False) -> int:
+def needed(trace: Trace, batch: int, policies: Collection[str] = ()) -> int:
     """Bytes, at most, beside the trace itself."""
     cells = trace.num_layers * (trace.num_experts + 1)
     # In each step, each expert has a flag and its copy without layers that route nothing, belady its next use (int32).
     of_step = 8 * batch + 64 * trace.num_layers + (6 if "belady" in policies else 2) * cells
     indices = 16 * trace.ids.size  # of the ids, while the flags are set
-    pairs = _PAIR_BYTES * cells * trace.num_experts if recall else 0
-    return _steps(trace, batch) * of_step + indices + pairs + _EXPERT_BYTES * cells + _REQUEST_BYTES * trace.num_requests
+    return _steps(trace, batch) * of_step + indices + _EXPERT_BYTES * cells + _REQUEST_BYTES * trace.num_requests
 
 
 def _steps(trace: Trace, batch: int) -> int:

@@ -6,9 +6,9 @@ up, the rest is scored, and state persists. Policies that read a miss in place p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from sglang_uvm_offload.policy.ranking import top
 from sglang_uvm_offload.replay import baselines
 from sglang_uvm_offload.replay.baselines import ReplayPolicy, Served
 from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS, SHIPPED, SLOTS
-from sglang_uvm_offload.replay.recall import Recall, recalls
 from sglang_uvm_offload.replay.slots import SHARES, SlotCache, Split
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.residency.manager import OffloadManager
@@ -223,20 +222,6 @@ def _check(residency: float, link_gbps: float) -> None:
         raise ValueError(f"the residency must be 0..1, not {residency}")
     if not link_gbps > 0:
         raise ValueError(f"the link's bandwidth must be above 0 GB/s, not {link_gbps}")
-
-
-def recall_of_misses(trace: Trace, residency: float, batch: int = 1, warmup_fraction: float = 0.5) -> list[Recall]:
-    """How many of the misses that the shipped policy leaves could be predicted when the layer before has routed. Raises
-    ``ValueError`` for what cannot be replayed."""
-    workload = Workload.of(trace, batch, warmup_fraction)
-    managed = Managed(workload.shape, int(workload.capacity(residency)[0]))
-
-    def steps() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for activated in chain(workload.warmup, workload.scored):
-            managed.step(activated)
-            yield activated, managed.resident
-
-    return recalls(steps(), workload.shape, len(workload.warmup))
 
 
 def serve(

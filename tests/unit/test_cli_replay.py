@@ -93,7 +93,7 @@ def test_figures_that_were_given_are_not_called_assumed(saved, capsys):
     assert "assumed" not in out
 
 
-@pytest.mark.parametrize("flags", [(), ("--slots",), ("--recall",)])
+@pytest.mark.parametrize("flags", [(), ("--slots",)])
 def test_json_says_so_too(saved, capsys, flags):
     assert main(["replay", str(saved), "--residency", "0.5", "--json", *flags]) == 0
     scored = json.loads(capsys.readouterr().out)["scored"]

@@ -10,7 +10,7 @@ import pytest
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.replay import room
 from sglang_uvm_offload.replay.policies import POLICIES
-from sglang_uvm_offload.replay.simulator import recall_of_misses, replay
+from sglang_uvm_offload.replay.simulator import replay
 from sglang_uvm_offload.routing.trace import Trace, TraceError
 
 
@@ -36,19 +36,18 @@ def test_no_replay_takes_more_than_estimated_or_much_less(requests, batch, polic
     assert peak < room.needed(trace, batch, [policy]) < 12 * peak + (1 << 20)
 
 
-def test_nor_does_the_policy_that_learns_of_each_expert_and_pair():
+def test_nor_does_the_policy_that_learns_of_each_expert():
     trace = routed([3, 3], layers=6, experts=256)
     assert taken(lambda: replay(trace, "adaptive", 0.5)) < room.needed(trace, 1, ["adaptive"])
-    assert taken(lambda: recall_of_misses(trace, 0.5)) < room.needed(trace, 1, recall=True)
 
 
-@pytest.mark.parametrize("flags", [[], ["--recall"], ["--slots"]])
+@pytest.mark.parametrize("flags", [[], ["--slots"]])
 def test_what_does_not_fit_is_refused_before_it_is_allocated(tmp_path, capsys, monkeypatch, flags):
     path = tmp_path / "t.npz"
     trace = routed([500, 500])
     trace.save(path)
     policies = () if flags else POLICIES
-    need = room.needed(trace, 1, policies, recall=flags == ["--recall"])
+    need = room.needed(trace, 1, policies)
     monkeypatch.setattr(room, "host_available", lambda: need - 1)
     assert main(["replay", str(path), "--residency", "0.5", *flags]) == 2
     err = capsys.readouterr().err
@@ -56,7 +55,7 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tmp_path, capsys, m
     assert "host RAM" in err
     assert "1000 steps of 3 layers with 64 experts" in err
     monkeypatch.setattr(room, "host_available", lambda: need)
-    room.check(trace, 1, policies, recall=flags == ["--recall"])
+    room.check(trace, 1, policies)
 
 
 def test_a_trace_of_more_layers_than_any_model_is_refused():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
-from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
+from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_uvm_offload.config import NEVER, OffloadConfig, RequestedConfig
 from sglang_uvm_offload.flags import flag_name
-from sglang_uvm_offload.plugin.compat import with_phase
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
 from sglang_uvm_offload.sizing.streaming import break_even_tokens
 
@@ -52,7 +52,8 @@ def graph_settings(config: OffloadConfig, cfg: Any) -> dict[str, Any]:
         flag_name("stream_tokens"),
     )
     changes: dict[str, Any] = {"bs": kept, "max_bs": max(kept)} if kept else {"backend": Backend.DISABLED}
-    return {"cuda_graph_config": with_phase(graphs, Phase.PREFILL, **changes)}
+    prefill = dataclasses.replace(graphs.prefill, **changes)
+    return {"cuda_graph_config": dataclasses.replace(graphs, prefill=prefill)}
 
 
 def warn_of_no_room() -> None:
