@@ -188,7 +188,7 @@ def test_the_readme_quotes_the_results(committed):
     mean = link[1].split()[1]
     said = " ".join((ROOT / "docs/benchmarks.md").read_text().split())
     assert (
-        f"in each of {cases} cases with at most {most} of its moves, and brings {mean} of its bytes over the link on average"
+        f"in each of {cases} cases with at most {most} of its moves, and reads {mean} of its bytes over the link on average"
         in said
     )
 
