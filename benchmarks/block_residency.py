@@ -1,13 +1,13 @@
 """How much of the traffic VRAM serves where experts share 2 MiB blocks: the real manager beside the best that a budget allows.
 
-    python benchmarks/block_residency.py FOLDER_OF_TRACES [--out results/blocks]
+    python -m benchmarks.block_residency FOLDER_OF_TRACES [--out results/blocks]
 
 For each shape of experts (bytes in each of a layer's tensors on a rank), trace and budget, over the counts of the whole trace:
 the best experts at any byte, the best blocks, the best experts rounded to blocks, and what the manager keeps after a warm-up
 over that trace. Then, over its second half: the manager with continuous adaptation, beside the best fixed choice for that half,
 with these experts and with experts of one block. All figures are shares of the bytes that steps use, each expert once a step.
 
-    OMP_NUM_THREADS=1 python benchmarks/block_residency.py --decisions [--out results/blocks]
+    OMP_NUM_THREADS=1 python -m benchmarks.block_residency --decisions [--out results/blocks]
 
 Instead measures how long a decision of continuous adaptation takes, for ``DECISION_LAYERS`` layers of 256 experts, 8 of them
 used by a token. Run it while the machine does nothing else.

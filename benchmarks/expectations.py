@@ -1,17 +1,10 @@
-"""What to expect where, by the planner: ``python benchmarks/expectations.py CONFIGS [PAGE...]``.
-
-CONFIGS is a folder of config files by model. Prints every block that pages show between markers, as ``<!-- plan:8xH20 -->`` and
-``<!-- /plan:8xH20 -->``; with pages, writes those that each has into it.
-"""
+"""What to expect where, by the planner: the tables of ``docs/tuning.md`` and the short one of README."""
 
 from __future__ import annotations
 
-import re
-import sys
 from functools import cache
 from pathlib import Path
-
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+from typing import Any
 
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.inputs import Parallel, Reserve, Workload
@@ -29,7 +22,7 @@ CONTEXT = 32768
 PLANS = {"8xH20": ("glm-5-fp8", 4), "4x4090": ("gpt-oss-120b", 4), "1xH200": ("glm-4.5-air", 1), "1xGH200": ("glm-4.5-air", 1)}
 """The model and the concurrent requests that ``docs/tuning.md`` plans for on each machine."""
 
-CHOICES = {
+CHOICES: dict[str, dict[str, Any]] = {
     "(SGLang's defaults)": {},
     "`--mem-fraction-static 0.9`": {"reserve": Reserve(mem_fraction_static=0.9)},
     "`--chunked-prefill-size 2048`": {"reserve": Reserve(chunked_prefill_size=2048)},
@@ -137,22 +130,6 @@ def blocks(configs: Path) -> dict[str, str]:
     return made
 
 
-def shown_in(page: str) -> dict[str, str]:
-    """The blocks that a page has, of those that this script makes."""
-    return dict(re.findall(r"<!-- (expectations|fits|choices|plan:\w+) -->\n(.*?)\n<!-- /\1 -->", page, re.S))
-
-
-def refreshed(page: str, made: dict[str, str]) -> str:
-    """The page with its blocks as they are ``made``."""
-    for name, old in shown_in(page).items():
-        page = page.replace(_between(name, old), _between(name, made[name]))
-    return page
-
-
-def _between(name: str, text: str) -> str:
-    return f"<!-- {name} -->\n{text}\n<!-- /{name} -->"
-
-
 def _config(configs: Path, model: str) -> Path:
     return configs / f"{model}.json"
 
@@ -185,16 +162,3 @@ def _range(least: str, most: str) -> str:
 def _table(rows: list[tuple[str, ...]]) -> str:
     rows.insert(1, ("---",) * len(rows[0]))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def main(arguments: list[str]) -> None:
-    configs, *pages = map(Path, arguments)
-    made = blocks(configs)
-    for page in pages:
-        page.write_text(refreshed(page.read_text(), made))
-    if not pages:
-        print("\n\n".join(_between(name, text) for name, text in made.items()))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

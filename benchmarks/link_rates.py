@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import serve_report
-
+from benchmarks import serve_report
 from sglang_uvm_offload.sizing.inputs import Assumptions
 
 COPIED_BY = "kernel, 16 blocks"

@@ -1,6 +1,6 @@
 """The planner's cost model against a run of ``serve.py``: predicted and measured time over the resident server's.
 
-    python benchmarks/model.py RUN [--rates SECTION.json ...] [--out FOLDER]
+    python -m benchmarks.model RUN [--rates SECTION.json ...] [--out FOLDER]
 
 RUN is a run's folder or a section of a GPU session. The rates of the link are those that it or the sections ``probe``,
 ``stream`` and ``layer`` beside it measured, or other sections of a session on the same machine. ``sizing.speed`` predicts each
@@ -25,12 +25,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-
-import serve_report
-from link_rates import Rates, beside, rates_of, section
-from serve_report import Record, Row
-
+from benchmarks import serve_report
+from benchmarks.link_rates import Rates, beside, rates_of, section
+from benchmarks.serve_report import Record, Row
 from sglang_uvm_offload.sizing.checkpoint import from_config, load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
@@ -114,9 +111,20 @@ class Figure:
         assumed = replace(assumed, read_efficiency=rates.read, copy_efficiency=rates.copy)
         stage = Case(model, machine, workload, Parallel(), Reserve(), assumed).cost(0)
         return predict(
-            *("counted", served.single_hit_rate if self.decoding else served.hit_rate, served.rows - served.slots),
-            *(model.num_experts, model.top_k, [stage], machine, workload, Parallel(), workload.requests),
-            *(served.chunk, assumed, served.stream, served.slots),
+            "counted",
+            served.single_hit_rate if self.decoding else served.hit_rate,
+            served.rows - served.slots,
+            model.num_experts,
+            model.top_k,
+            [stage],
+            machine,
+            workload,
+            Parallel(),
+            workload.requests,
+            served.chunk,
+            assumed,
+            served.stream,
+            served.slots,
         )
 
     def as_resident(self, seconds: float, rates: Rates, machine: Machine) -> tuple[Machine, Assumptions]:
@@ -191,8 +199,8 @@ def compare(record: Record, model: CheckpointShape, rates: Rates, machine: Machi
                 resident = serve_report.samples(record, serve_report.RESIDENT, kind, size)
                 measured = serve_report.samples(record, cell, kind, size)
                 if served and resident and measured:
-                    figure, seconds = Figure(kind, size, context, served, model), map(statistics.median, (resident, measured))
-                    found.append(one(record, cell, figure, *seconds, rates, machine))
+                    figure, median = Figure(kind, size, context, served, model), statistics.median
+                    found.append(one(record, cell, figure, median(resident), median(measured), rates, machine))
     return found
 
 

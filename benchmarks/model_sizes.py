@@ -1,4 +1,4 @@
-"""What ``plan`` makes of published configurations, against what is stated of them: ``python benchmarks/model_sizes.py
+"""What ``plan`` makes of published configurations, against what is stated of them: ``python -m benchmarks.model_sizes
 CONFIGS`` writes the page. CONFIGS has a folder ``OWNER--NAME`` for each model of ``model_sizes.json``."""
 
 from __future__ import annotations

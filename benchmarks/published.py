@@ -1,4 +1,4 @@
-"""The planner's speed model against published figures: ``python benchmarks/published.py CONFIGS``.
+"""The planner's speed model against published figures: ``python -m benchmarks.published CONFIGS``.
 
 CONFIGS is a folder with a config.json of each model, as ``deepseek-v3.json``. ``published.json`` holds the figures, each with
 its source and what it states of its configuration. Writes ``results/published/published.md``: predicted and published, and the
@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from sglang_uvm_offload.sizing.checkpoint import from_config, load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
@@ -76,13 +74,13 @@ class Models:
         return self._read[name]
 
 
-def speed(figure: Figure, models: Models, hit_rate: float, **assumed: float) -> Speed:
+def speed(figure: Figure, models: Models, hit_rate: float, **assumed: Any) -> Speed:
     """What the planner predicts for the configuration of ``figure``."""
     model, machine = models[figure["model"]], preset(figure["machine"])
     machine = dataclasses.replace(machine, host_gbps=figure.get("host_gbps", 0) / figure.get("expert_bytes", 1))
     drafts, prompt = figure.get("drafts", 0), figure.get("prompt", 4096)
     work = Workload(
-        figure.get("context", prompt),
+        figure.get("context") or prompt,
         figure.get("requests", 1),
         prompt_tokens=prompt,
         speculative=drafts > 0,
@@ -278,7 +276,7 @@ def report(compared: Sequence[Compared], sources: dict[str, str], models: Models
     out = [
         "# Predicted and published",
         "",
-        "Made by `python benchmarks/published.py CONFIGS` from `benchmarks/published.json`. Predictions are those of "
+        "Made by `python -m benchmarks.published CONFIGS` from `benchmarks/published.json`. Predictions are those of "
         "`sglang-uvm-offload plan`; nothing here was measured by this project but the last section.",
         "",
         summary(compared),
@@ -310,14 +308,19 @@ NOT_COMPARED = (
 )
 
 
+def read(configs: Path) -> tuple[dict[str, Any], Models, list[Compared]]:
+    """``published.json``, its models, and each of its figures with the prediction."""
+    content = json.loads((HERE / "published.json").read_text())
+    models = Models(configs, content["models"])
+    return content, models, [compare(figure, models) for figure in content["figures"]]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", type=Path)
     parser.add_argument("--out", type=Path, default=OUT)
     wanted = parser.parse_args(arguments)
-    content = json.loads((HERE / "published.json").read_text())
-    models = Models(wanted.configs, content["models"])
-    compared = [compare(figure, models) for figure in content["figures"]]
+    content, models, compared = read(wanted.configs)
     missing = unexplained(compared)
     if missing:
         print(f"published.py: off by more than {MISS:.0%} without a reason: {'; '.join(missing)}", file=sys.stderr)

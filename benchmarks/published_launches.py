@@ -1,4 +1,4 @@
-"""What ``doctor`` says of launch lines that publishers print: ``python benchmarks/published_launches.py JUNIT.xml`` makes
+"""What ``doctor`` says of launch lines that publishers print: ``python -m benchmarks.published_launches JUNIT.xml`` makes
 docs/launches.md of what ``pytest --nightly tests/engine/test_published_launches.py --junitxml JUNIT.xml`` recorded, and of the
 record for lines that it did not run."""
 

@@ -1,5 +1,5 @@
 """The page on faults, long runs and bad input, made of what ``scripts/faults.sh``, ``scripts/soak.sh`` and ``scripts/fuzz.sh``
-have tried; ``python benchmarks/reliability.py`` makes it again."""
+have tried; ``python -m benchmarks.reliability`` makes it again."""
 
 from __future__ import annotations
 

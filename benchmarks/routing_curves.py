@@ -1,4 +1,4 @@
-"""Hit rates of measured routing, for the planner: ``python benchmarks/routing_curves.py TRACE.npz...``
+"""Hit rates of measured routing, for the planner: ``python -m benchmarks.routing_curves TRACE.npz...``
 
 Writes ``sglang_uvm_offload/sizing/routing_curves.json``, which ships with the package: for each trace and number of concurrent
 requests, the share of a layer's activations that residents serve, by the share of experts that is resident. Traces that
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from policy_goals import adaptive, residents_at_first
 
+from benchmarks.policy.residents import adaptive, residents_at_first
 from sglang_uvm_offload.policy.ranking import top
 from sglang_uvm_offload.replay.baselines import Fixed, ReplayPolicy, Variant
 from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, Workload

@@ -50,8 +50,3 @@ def drawn(ids: np.ndarray, picks: int, lots: np.random.Generator) -> np.ndarray:
         return ids
     chosen = np.sort(lots.random(ids.shape).argsort(axis=-1)[..., :picks], axis=-1)
     return np.take_along_axis(ids, chosen, axis=-1)
-
-
-def layers_followed(measured_layers: int, trace_experts: int, layers: int, experts: int) -> int:
-    """How many measured layers, from the first on, ``lay_over`` uses."""
-    return min(measured_layers, layers * (experts // trace_experts))

@@ -1,7 +1,7 @@
 """Measures a whole server beside every other way to serve the same checkpoint in the same VRAM.
 
-    python benchmarks/serve.py                                   # a tiny checkpoint on a CPU: equality and accounting only
-    python benchmarks/serve.py --model FOLDER --device cuda --residency 0.78,0.5 --repeats 2
+    python -m benchmarks.serve                                   # a tiny checkpoint on a CPU: equality and accounting only
+    python -m benchmarks.serve --model FOLDER --device cuda --residency 0.78,0.5 --repeats 2
 
 For each contender of ``contenders.py`` and each residency a real server in turn, and again for each repeat (A B A B), with
 the same requests in the same order. A contender that cannot serve is a row with its reason. The result is a folder:
@@ -23,17 +23,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import serve_client
-import serve_report
-from contenders import CONTENDERS
-from serve_client import PromptIds, Sizes
-from serve_run import Run, environment, run
-
+from benchmarks import serve_client, serve_report
+from benchmarks.contenders import CONTENDERS
+from benchmarks.serve_client import PromptIds, Sizes
+from benchmarks.serve_run import Run, environment, run
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.text_config import text_config
 
 BENCHMARKS = Path(__file__).resolve().parent
-TINY = {"family": "qwen3_moe", "layers": 6}
 CPU_SIZES = {"batches": (1, 4, 16, 64), "prompts": (64, 512, 1024)}
 GPU_SIZES = {"batches": (1, 4, 16, 64), "prompts": (512, 4096, 16384, 32768)}
 
@@ -142,16 +139,15 @@ def default_out(device: str) -> Path:
 
 
 def tiny_checkpoint(folder: Path) -> Path:
-    from make_checkpoint import make_checkpoint
+    from scripts.make_checkpoint import make_checkpoint
 
-    made: Path = make_checkpoint(TINY["family"], folder, layers=TINY["layers"])
-    return made
+    return make_checkpoint("qwen3_moe", folder, layers=6)
 
 
 def prompts_for(model: Path, seed: int) -> PromptIds:
     """Requests that walk different parts of the trace that a checkpoint of ``trace_checkpoint.py`` replays; else random."""
     if (model / "walk.npz").is_file():
-        from trace_walk import Walk
+        from benchmarks.trace_walk import Walk
 
         return Walk.load(model).prompt_ids
     vocabulary = text_config(json.loads((model / "config.json").read_text()))["vocab_size"]

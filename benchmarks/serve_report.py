@@ -1,7 +1,7 @@
 """The report of a run of ``serve.py``: tables in Markdown and plots. Pure: JSON in, files out.
 
-    python benchmarks/serve_report.py FOLDER              # writes FOLDER/report.md and plots beside its run.json
-    python benchmarks/serve_report.py SECTION.json OUT    # the same from a section of a GPU session
+    python -m benchmarks.serve_report FOLDER              # writes FOLDER/report.md and plots beside its run.json
+    python -m benchmarks.serve_report SECTION.json OUT    # the same from a section of a GPU session
 
 Ratios are of medians: every repeat and sample of a contender against those of the resident server in the same run.
 """

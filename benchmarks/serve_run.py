@@ -17,21 +17,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = Path(__file__).resolve().parent
-ROOT = BENCHMARKS.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "scripts")]
+from benchmarks import serve_client, serve_engine, serve_log, serve_meter, serve_report
+from benchmarks.contenders import CONTENDERS, RESIDENT, Budget, CannotServe, Contender, cells
+from benchmarks.serve_client import Client, PointFailed, PromptIds, Sizes
+from scripts.harness.server import EngineFailed, Server, flags
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 
-import serve_client  # noqa: E402
-import serve_engine  # noqa: E402
-import serve_log  # noqa: E402
-import serve_meter  # noqa: E402
-import serve_report  # noqa: E402
-from contenders import CONTENDERS, RESIDENT, Budget, CannotServe, Contender, cells  # noqa: E402
-from harness.server import EngineFailed, Server, flags  # noqa: E402
-from serve_client import Client, PointFailed, PromptIds, Sizes  # noqa: E402
-
-from sglang_uvm_offload.sizing.checkpoint import load  # noqa: E402
-from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 Row = dict[str, Any]
 NO_TIME = "no time left in this run"
@@ -135,7 +128,7 @@ def serve_cell(wanted: Run, contender: Contender, budget: Budget, repeat: int) -
     row: Row = {"contender": contender.name, "residency": budget.residency, "repeat": repeat, "error": None, "points": []}
     row["note"] = contender.on_cpu if wanted.on_cpu else ""
     try:
-        own = contender.flags(budget)
+        own: dict[str, Any] = contender.flags(budget)
     except CannotServe as reason:
         return row | {"error": str(reason)}
     row["flags"] = flags(own)
@@ -163,7 +156,7 @@ def serve_cell(wanted: Run, contender: Contender, budget: Budget, repeat: int) -
 
 def start_of(wanted: Run, own: dict[str, Any]) -> Server:
     """The server of one cell, not yet started. All contenders get the same arguments beside their own."""
-    common = {
+    common: dict[str, Any] = {
         "max_total_tokens": wanted.sizes.most_tokens + 256,
         "max_running_requests": max(wanted.sizes.batches),
         "disable_radix_cache": True,
@@ -335,7 +328,9 @@ def write_record(out: Path, record: dict[str, Any]) -> None:
 
 def environment(device: str) -> dict[str, Any]:
     if device != "cpu":
-        answer = subprocess.run([sys.executable, str(BENCHMARKS / "gpu" / "environment.py")], stdout=subprocess.PIPE, text=True)
+        answer = subprocess.run(
+            [sys.executable, "-m", "benchmarks.gpu.environment"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
         if answer.returncode:
             raise SystemExit("serve.py: --device cuda: the GPU cannot be described; on a machine without one give --device cpu")
         described: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])

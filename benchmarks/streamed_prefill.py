@@ -1,6 +1,6 @@
 """A chunk of a prompt, streamed and read in place, on a modelled GPU that runs the shipped ``Streamer``.
 
-    python benchmarks/streamed_prefill.py CONFIGS FOLDER_OF_TRACES [--out results/prefill]
+    python -m benchmarks.streamed_prefill CONFIGS FOLDER_OF_TRACES [--out results/prefill]
 
 CONFIGS is a folder with a config.json of each model, as for ``published.py``. The layers are real ``ExpertLayer`` objects of
 the models' sizes whose bytes are never written, so they take no memory. The buffers are a ``ModelledStaging``: its copies take
@@ -8,7 +8,7 @@ modelled seconds on a stream of their own, and ``begin_step``, ``acquire`` and `
 events do. So what is judged is the order that ships. Seconds of computing, launching and reading come from the planner; nothing
 here was measured on a GPU but what the page names as measured.
 
-    python benchmarks/streamed_prefill.py --host [--out results/prefill]
+    python -m benchmarks.streamed_prefill --host [--out results/prefill]
 
 Instead measures what the ``Streamer`` adds to the host's work for a layer. Run it while the machine does nothing else.
 """
@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import serve_report
 import torch
 
+from benchmarks import serve_report
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode

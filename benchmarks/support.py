@@ -1,4 +1,4 @@
-"""The table of what is served and what is refused, made of what became of the tests: ``python benchmarks/support.py`` after
+"""The table of what is served and what is refused, made of what became of the tests: ``python -m benchmarks.support`` after
 ``scripts/support.sh`` has run them. It writes docs/support.md."""
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def table(found: Iterable[dict[str, Any]], proofs: Iterable[dict[str, str]] = ()
         by_name.setdefault((each["group"], each["what"]), []).append(each)
     if unknown := [f"{group}: {what}" for group, what in by_name if group not in GROUPS]:
         raise ValueError(f"of no group {GROUPS}: {unknown}")
-    if unknown := logs.keys() - by_name.keys():
-        raise ValueError(f"logs of what is in no test: {sorted(unknown)}")
+    if untested := logs.keys() - by_name.keys():
+        raise ValueError(f"logs of what is in no test: {sorted(untested)}")
     rows = [_row(*name, results, logs.get(name)) for name, results in by_name.items()]
     return sorted(rows, key=lambda row: (GROUPS.index(row.group), row.status != "works", row.what.lower()))
 

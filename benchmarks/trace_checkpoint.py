@@ -1,12 +1,11 @@
-#!/usr/bin/env python3
 """Write a checkpoint that real servers load like a real one, and whose routing replays a measured trace.
 
-    python benchmarks/trace_checkpoint.py qwen3-30b-a3b benchmarks/gpu/routing_trace.npz OUT --quant fp8 --layers 16
+    python -m benchmarks.trace_checkpoint qwen3-30b-a3b benchmarks/gpu/routing_trace.npz OUT --quant fp8 --layers 16
 
 Decoding walks the trace: each token stands for one of its positions, routes in every layer to the experts recorded there,
 and is followed by a token of the next position. ``trace_weights.py`` has the method; ``trace_walk.py`` chooses the part of
-the trace and makes prompts; ``routing_overlay.py`` lays a trace over a model of other sizes; ``trace_checkpoint_check.py``
-shows on a running server that it holds. Beside the checkpoint, ``walk.npz`` is what is replayed, itself a trace.
+the trace and makes prompts; ``routing_overlay.py`` lays a trace over a model of other sizes. Beside the checkpoint,
+``walk.npz`` is what is replayed, itself a trace.
 
 Weights are random and vocabularies small, as the walk needs them; there is no drafting layer, and experts are not chosen from
 groups of experts (``n_group`` is 1). The other sizes are the models', of DeepSeek-V3 those of one of 8 tensor-parallel ranks.
@@ -19,23 +18,19 @@ import argparse
 import dataclasses
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[1:1] = [str(HERE.parent / "scripts"), str(HERE), str(HERE.parent)]
+import torch
+from safetensors.torch import save_file
 
-import make_checkpoint  # noqa: E402
-import torch  # noqa: E402
-from make_checkpoint import Shape  # noqa: E402
-from routing_overlay import OverlayError, lay_over  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from trace_walk import STRETCH, Walk, WalkError, available, cut, read  # noqa: E402
-from trace_weights import CODE_BLOCK, TraceWeights, code_size  # noqa: E402
-
-from sglang_uvm_offload.routing.trace import Trace  # noqa: E402
-from sglang_uvm_offload.sizing.config_tensors import tensors_of  # noqa: E402
+from benchmarks.routing_overlay import OverlayError, lay_over
+from benchmarks.trace_walk import STRETCH, Walk, WalkError, available, cut, read
+from benchmarks.trace_weights import CODE_BLOCK, TraceWeights, code_size
+from scripts import make_checkpoint
+from scripts.make_checkpoint import Shape
+from sglang_uvm_offload.routing.trace import Trace
+from sglang_uvm_offload.sizing.config_tensors import tensors_of
 
 MAX_BYTES = 40 * 10**9
 SHARD_BYTES = 1 << 30

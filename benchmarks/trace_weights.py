@@ -22,9 +22,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from make_checkpoint import block_fp8
-from trace_walk import ALIASES, TEXT_TOKENS, Walk
 
+from benchmarks.trace_walk import ALIASES, TEXT_TOKENS, Walk
+from scripts.make_checkpoint import block_fp8
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
 
 CODE_BLOCK = 128  # the code takes whole blocks of FP8, whose other rows then keep their precision

@@ -6,5 +6,5 @@
 # environment: PYTHON=INTERPRETER instead of python; needs this checkout, SGLang, gcc and nvcc, but no GPU
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export PYTHONPATH="$PWD:$PWD/scripts:$PWD/tests:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
 exec nice -n 5 "${PYTHON:-python}" -m faults.run "$@"

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Write a tiny random mixture-of-experts checkpoint that real serving code loads like a real one.
 
-    python scripts/make_checkpoint.py glm4_moe /tmp/glm --dtype bfloat16
-    python scripts/make_checkpoint.py qwen3_moe /tmp/gptq --quant gptq
-    python scripts/make_checkpoint.py deepseek_v3 /tmp/skewed --skew 1,5,9,12
+    python -m scripts.make_checkpoint glm4_moe /tmp/glm --dtype bfloat16
+    python -m scripts.make_checkpoint qwen3_moe /tmp/gptq --quant gptq
+    python -m scripts.make_checkpoint deepseek_v3 /tmp/skewed --skew 1,5,9,12
 
 The layout is Hugging Face's (config.json, model.safetensors, a byte-level tokenizer with a chat template). Every tensor is
 drawn from a generator seeded by the seed and the tensor's name, so the same arguments give the same files. No network.
@@ -596,9 +595,8 @@ def hot_by_layer(hot: list[int] | list[list[int]] | None, layers: int, experts: 
     """One list of hot experts for each layer (and the drafting one): ``hot`` as given, or the same for all."""
     if not hot:
         return None
-    if all(isinstance(item, int) for item in hot):
-        hot = [hot] * layers  # type: ignore[list-item]
-    per_layer: list[list[int]] = list(hot)  # type: ignore[arg-type]
+    alike = [item for item in hot if isinstance(item, int)]
+    per_layer = [alike] * layers if alike else [item for item in hot if not isinstance(item, int)]
     if len(per_layer) != layers:
         raise ValueError(f"hot experts are given for {len(per_layer)} layers, and there are {layers}")
     for ids in per_layer:

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Serve a mixture-of-experts model with offloaded experts, and show that its answers match those without offloading.
 
 Takes the tiny model of this checkout, trained on English prose and Python code (or a local model, or writes one with random
@@ -19,9 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness.server import EngineFailed, Server, offload_state
-from make_checkpoint import make_checkpoint
 from prometheus_client.parser import text_string_to_metric_families
+
+from scripts.harness.server import EngineFailed, Server, offload_state
+from scripts.make_checkpoint import make_checkpoint
 
 TRAINED = "glm4_moe"
 LEARNED = Path(__file__).parent / "tiny"

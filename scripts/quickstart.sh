@@ -13,4 +13,4 @@ if [ -z "${PYTHON:-}" ]; then
   source scripts/environment.sh "${VENV:-.venv}"
   PYTHON=python
 fi
-exec "$PYTHON" scripts/quickstart.py "$@"
+exec "$PYTHON" -m scripts.quickstart "$@"

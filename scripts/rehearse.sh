@@ -19,5 +19,5 @@ if [ ! -f "$stamp" ]; then
   find "$venv" -path '*/sgl_kernel/*' -name '*.so' ! -path '*/sm90/*' ! -name 'spatial_ops*' -delete
   touch "$stamp"
 fi
-export PYTHONPATH="$PWD:$PWD/scripts:$PWD/tests:$PWD/benchmarks"
+export PYTHONPATH="$PWD:$PWD/tests"
 exec "$venv/bin/python" -m standin.rehearse "$@"

@@ -5,5 +5,5 @@
 # usage: scripts/soak.sh MINUTES [--out FILE.json]     environment: PYTHON=INTERPRETER instead of python
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export PYTHONPATH="$PWD:$PWD/scripts:$PWD/tests:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
 exec nice -n 5 "${PYTHON:-python}" -m faults.soak "$@"

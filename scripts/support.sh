@@ -12,5 +12,5 @@ if [ $# -gt 0 ]; then
 fi
 results=benchmarks/results/support/support.json
 python -m pytest --nightly -m "works or refused or sglang_fails or nightly" --support "$results" --durations=25 || failed=$?
-python benchmarks/support.py
+python -m benchmarks.support
 exit "${failed:-0}"

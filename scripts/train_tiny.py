@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Train the tiny model of GLM-4.5 architecture that the quickstart and the tests serve, on one core of a CPU, in minutes.
 
-    python scripts/train_tiny.py scripts/tiny
+    python -m scripts.train_tiny scripts/tiny
 
 It learns two topics, English prose and Python code, from the standard library of the Python that runs it (PSF licence). Prose
 is the sentences of docstrings and of ``pydoc_data.topics``; code is functions and classes without docstrings and comments. Half
@@ -38,9 +37,10 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
-from make_checkpoint import END, ROLES, Shape, glm4_moe_config, save_tokenizer
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from scripts.make_checkpoint import END, ROLES, Shape, glm4_moe_config, save_tokenizer
 
 SHAPE = Shape(layers=3, hidden=128, heads=2, kv_heads=1, experts=16, top_k=2, expert_size=256, dense_size=256)
 DENSE_LAYERS = 1  # the first

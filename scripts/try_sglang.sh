@@ -12,5 +12,5 @@ results=$(mktemp)
 trap 'rm -f "$results"' EXIT
 code=0
 python -m pytest --junitxml="$results" $tests || code=$?
-python scripts/record_sglang.py "$results" $tests
+python -m scripts.record_sglang "$results" $tests
 exit $code

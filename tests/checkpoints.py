@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from make_checkpoint import make_checkpoint
-
+from scripts.make_checkpoint import make_checkpoint
 from sglang_uvm_offload.routing.trace import Trace
 
 ROOT = Path(__file__).parents[1]
@@ -66,10 +65,10 @@ class WalkedCheckpoints:
         if out.exists():
             return out
         if quant:  # by the command, which takes as long again to import torch
-            command = [sys.executable, str(ROOT / "benchmarks" / "trace_checkpoint.py"), shape, str(self.trace), str(out)]
+            command = [sys.executable, "-m", "benchmarks.trace_checkpoint", shape, str(self.trace), str(out)]
             subprocess.run([*command, "--quant", quant], check=True)
         else:
-            import trace_checkpoint
+            from benchmarks import trace_checkpoint
 
             trace_checkpoint.write(trace_checkpoint.MODELS[shape], Trace.load(self.trace), out)
         return out

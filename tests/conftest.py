@@ -14,7 +14,6 @@ import pytest
 from arguments import Arguments
 from builders.wheels import Installed, build_wheel
 from checkpoints import MEASURED, Checkpoints, WalkedCheckpoints, unserved_models
-from harness.server import environment
 from nursery import Nursery, Starts
 from serving import Engines
 from serving_host import PRELOADED
@@ -22,6 +21,7 @@ from standin.build import sglang_environment
 from standin.run import Standin
 from support_marks import MARKERS, Support
 
+from scripts.harness.server import environment
 from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.sizing.machine import GPUS
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.patience import patience
+from scripts.harness.patience import patience
 
 LOOP = """
 import json, os, sys

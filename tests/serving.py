@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.patience import patience
-from harness.process import kill_group
-from harness.server import CPU, START_SECONDS, EngineFailed, Server, environment, for_ranks, offload_state
+from scripts.harness.patience import patience
+from scripts.harness.process import kill_group
+from scripts.harness.server import CPU, START_SECONDS, EngineFailed, Server, environment, for_ranks, offload_state
 
 TESTS = Path(__file__).parent
 

@@ -27,10 +27,11 @@ from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "scripts"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from harness.process import die_with_parent
+
+from scripts.harness.process import die_with_parent
 
 # What a spawned child imports before plugins are loaded in it, so that hooks find the same modules in the same state.
 PRELOADED = (

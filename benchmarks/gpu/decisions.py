@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rows import PartRows, Row, best, find, one, show
+from benchmarks.gpu.rows import PartRows, Row, best, find, one, show
 
 PREFER_CPU = "prefer CPU for all, prefetch both ways"
 PREFER_GPU = "prefer GPU for residents"

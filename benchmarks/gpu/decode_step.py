@@ -10,10 +10,10 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from moe import MoeStep, Tiles, Weights, align
-from rows import Rows
-from shapes import MoeShape
 
+from benchmarks.gpu.moe import MoeStep, Tiles, Weights, align
+from benchmarks.gpu.rows import Rows
+from benchmarks.gpu.shapes import MoeShape
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.experts.tensor import ExpertTensor
@@ -40,7 +40,7 @@ class Managed:
     @property
     def offloaded_bytes(self) -> np.ndarray:
         """``int64[E]``: the bytes of each expert in host RAM."""
-        return sum(tensor.offloaded_bytes for tensor in self.tensors)
+        return np.sum([tensor.offloaded_bytes for tensor in self.tensors], axis=0)
 
     def keep(self, after: np.ndarray) -> None:
         """Make these experts (``bool[E]``) resident, and nothing beyond their blocks."""

@@ -5,18 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sections import SECTIONS
+from benchmarks.gpu.sections import SECTIONS
 
 if TYPE_CHECKING:
-    from server_parts import Written
-
+    from benchmarks.gpu.server_parts import Written
     from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-
-HERE = Path(__file__).resolve().parent
-sys.path[1:1] = [str(HERE.parent), str(HERE.parents[1]), str(HERE.parents[1] / "scripts")]
 
 H200 = 90
 SHARED_MEMORY_BYTES = 232_448
@@ -30,8 +25,8 @@ def check_plan(program: str, parts: Collection[str]) -> None:
 
 
 def ops_parts() -> None:
-    from ops_parts import CHECKS, PARTS
-
+    from benchmarks.gpu.ops_parts import PARTS
+    from scripts.harness.memory_contract import CHECKS
     from sglang_uvm_offload.cuda.build import build
 
     check_plan("ops_parts", PARTS)
@@ -39,7 +34,7 @@ def ops_parts() -> None:
 
 
 def eviction_parts() -> None:
-    from eviction_parts import PARTS
+    from benchmarks.gpu.eviction_parts import PARTS
 
     check_plan("eviction_parts", PARTS)
     print(f"{len(PARTS)} part that evicts")
@@ -47,10 +42,10 @@ def eviction_parts() -> None:
 
 def stream_parts() -> None:
     """The block shapes of long steps too: one that took too much shared memory would show at its launch only."""
-    from moe import compile_for
-    from shapes import GLM_45_AIR
-    from stream_layers import tiles_for
-    from stream_parts import PARTS
+    from benchmarks.gpu.moe import compile_for
+    from benchmarks.gpu.shapes import GLM_45_AIR
+    from benchmarks.gpu.stream_layers import tiles_for
+    from benchmarks.gpu.stream_parts import PARTS
 
     check_plan("stream_parts", PARTS)
     for tiles in dict.fromkeys(tiles_for(GLM_45_AIR, tokens) for tokens in (64, 512, 2048, 8192, 32768)):
@@ -60,7 +55,7 @@ def stream_parts() -> None:
 
 
 def miss_parts() -> None:
-    from miss_parts import PARTS
+    from benchmarks.gpu.miss_parts import PARTS
 
     check_plan("miss_parts", PARTS)
     print(f"{len(PARTS)} part that misses")
@@ -70,9 +65,8 @@ def slots_parts() -> None:
     """The shapes that the parts serve from slots, and how SGLang calls what the plugin hooks."""
     from importlib.util import find_spec
 
-    from shapes import DEEPSEEK_V3
-    from slots_parts import PARTS, SPLITS
-
+    from benchmarks.gpu.shapes import DEEPSEEK_V3
+    from benchmarks.gpu.slots_parts import PARTS, SPLITS
     from sglang_uvm_offload.memory.slots import MAX_EXPERTS
 
     check_plan("slots_parts", PARTS)
@@ -81,7 +75,7 @@ def slots_parts() -> None:
     if find_spec("sglang") is None:
         print("no SGLang here: its functions would not be computed through slots, but this folder's kernels")
         return
-    import slot_moe
+    from benchmarks.gpu import slot_moe
 
     slot_moe.installed_seam()
     print("the plugin's hooks are on SGLang's Triton MoE functions")
@@ -92,16 +86,16 @@ def runner_parts() -> None:
     from importlib.util import find_spec
     from inspect import signature
 
-    from runner_parts import PARTS
+    from benchmarks.gpu.runner_parts import PARTS
 
     check_plan("runner_parts", PARTS)
     if find_spec("sglang") is None:
         print("no SGLang here, whose runners are to compute")
         return
-    import slot_deep_gemm
-    import slot_marlin
-    from marlin_build import VARIANTS
     from sglang.kernels.ops.moe.moe_wna16_marlin import _jit_moe_wna16_marlin_module
+
+    from benchmarks.gpu import slot_deep_gemm, slot_marlin
+    from benchmarks.gpu.marlin_build import VARIANTS
 
     for variant in VARIANTS:
         signature(_jit_moe_wna16_marlin_module).bind(variant.dtype, False, variant.has_bias, True, variant.second_gemm, True)
@@ -112,10 +106,10 @@ def runner_parts() -> None:
 
 def layer_parts() -> None:
     """The kernels are compiled for sm_90, and what they compute is checked by Triton's interpreter on small shapes."""
-    from layer_parts import PARTS
-    from moe import Tiles, compile_for
-    from routing_trace import for_shape, load
-    from shapes import SHAPES
+    from benchmarks.gpu.layer_parts import PARTS
+    from benchmarks.gpu.moe import Tiles, compile_for
+    from benchmarks.gpu.routing_trace import for_shape, load
+    from benchmarks.gpu.shapes import SHAPES
 
     check_plan("layer_parts", PARTS)
     print(f"the trace holds {load().shape} ids [step, request, layer, k]")
@@ -131,9 +125,9 @@ def layer_parts() -> None:
 
 def server_parts() -> None:
     """The checkpoints' sizes, and every contender's flags in the words of the SGLang that is installed here."""
-    from contenders import CONTENDERS, Budget, CannotServe, cells
-    from harness.server import flags
-    from server_parts import PARTS, PLAN, add_contenders, server_args, sizes
+    from benchmarks.contenders import CONTENDERS, Budget, CannotServe, cells
+    from benchmarks.gpu.server_parts import PARTS, PLAN, add_contenders, server_args, sizes
+    from scripts.harness.server import flags
 
     add_contenders()
     check_plan("server_parts", PARTS)
@@ -158,8 +152,8 @@ def server_parts() -> None:
 
 def modes_parts() -> None:
     """Each mode's flags, of both servers, in the words of the SGLang that is installed here."""
-    from harness.server import flags
-    from modes_parts import MODES, ON_GPU, PARTS
+    from benchmarks.gpu.modes_parts import MODES, ON_GPU, PARTS
+    from scripts.harness.server import flags
 
     check_plan("modes_parts", PARTS)
     parse = sglang_parser()
@@ -172,10 +166,9 @@ def modes_parts() -> None:
 
 def planned_checkpoint(written: Written) -> CheckpointShape:
     """What ``trace_checkpoint.py`` would write, from its config alone."""
-    from server_parts import TRACE
-    from trace_checkpoint import MODELS, STRETCH, walk_for
-    from trace_walk import read
-
+    from benchmarks.gpu.server_parts import TRACE
+    from benchmarks.trace_checkpoint import MODELS, walk_for
+    from benchmarks.trace_walk import STRETCH, read
     from sglang_uvm_offload.sizing.checkpoint import from_config
 
     trace = read(TRACE)
@@ -206,8 +199,9 @@ def interpreted_moe() -> None:
 
     import numpy as np
     import torch
-    from moe import MoeStep, Tiles, align, random_weights, reference
-    from shapes import GLM_45_AIR
+
+    from benchmarks.gpu.moe import MoeStep, Tiles, align, random_weights, reference
+    from benchmarks.gpu.shapes import GLM_45_AIR
 
     shape = replace(GLM_45_AIR.toy, experts=8, top_k=2)
     for fp8 in (False, True):
@@ -239,4 +233,4 @@ if __name__ == "__main__":
         others[sys.argv[1]]()
     else:
         layer_parts()
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})
+        os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]], os.environ | {"TRITON_INTERPRET": "1"})

@@ -9,14 +9,11 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
 STAND_IN = [name for name in os.environ if name.startswith("STANDIN_")]
 """Set where the tests' stand-in driver is loaded in place of a real one."""
 REHEARSED = "STANDIN_FIRST_EXPERT" in STAND_IN

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-HERE = Path(__file__).resolve().parent
-sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parents[1] / "scripts")]
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from environment import computes  # noqa: E402
-from rows import Rows, run_part  # noqa: E402
-
-from sglang_uvm_offload.cuda.memory import CudaMemory  # noqa: E402
-from sglang_uvm_offload.experts.layer import ExpertLayer  # noqa: E402
-from sglang_uvm_offload.experts.tensor import ExpertTensor  # noqa: E402
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout  # noqa: E402
-from sglang_uvm_offload.residency.evictions import Evictions  # noqa: E402
+from benchmarks.gpu.environment import computes
+from benchmarks.gpu.rows import Rows, run_part
+from sglang_uvm_offload.cuda.memory import CudaMemory
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.experts.tensor import ExpertTensor
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
+from sglang_uvm_offload.residency.evictions import Evictions
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from link_bound import link_rate, over_the_bound
-from rows import PartRows, Row, best, find, one, show
-from runner_bounds import in_place_over_the_bound, other_runner_counts, other_runner_outputs
-from slot_bounds import (
+from benchmarks.gpu.link_bound import link_rate, over_the_bound
+from benchmarks.gpu.rows import PartRows, Row, best, find, one, show
+from benchmarks.gpu.runner_bounds import in_place_over_the_bound, other_runner_counts, other_runner_outputs
+from benchmarks.gpu.slot_bounds import (
     filling,
     other_decisions,
     other_outputs,
@@ -22,7 +22,7 @@ from slot_bounds import (
     resolving,
     slots_in_vram,
 )
-from stream_goals import (
+from benchmarks.gpu.stream_goals import (
     gained,
     host_time,
     miss,
@@ -32,7 +32,6 @@ from stream_goals import (
     partly_resident,
     starts_beside,
 )
-
 from sglang_uvm_offload.sizing.inputs import Assumptions
 
 

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(1, str(HERE.parents[1]))
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import routing_trace  # noqa: E402
-import torch  # noqa: E402
-from decode_step import COUNTED, UNCOUNTED, CountedStep, Decode, Managed, elapsed_ms  # noqa: E402
-from environment import computes  # noqa: E402
-from moe import MoeStep, Tiles, align, random_weights, reference  # noqa: E402
-from one_expert import IN_TURN, OneExpert  # noqa: E402
-from rows import Rows, run_part  # noqa: E402
-from shapes import DEEPSEEK_V3, GLM_45_AIR, SHAPES, MoeShape  # noqa: E402
-
-from sglang_uvm_offload.cuda.memory import CudaMemory  # noqa: E402
-from sglang_uvm_offload.routing.counts import Phase  # noqa: E402
+from benchmarks.gpu import routing_trace
+from benchmarks.gpu.decode_step import COUNTED, UNCOUNTED, CountedStep, Decode, Managed, elapsed_ms
+from benchmarks.gpu.environment import computes
+from benchmarks.gpu.moe import MoeStep, Tiles, align, random_weights, reference
+from benchmarks.gpu.one_expert import IN_TURN, OneExpert
+from benchmarks.gpu.rows import Rows, run_part
+from benchmarks.gpu.shapes import DEEPSEEK_V3, GLM_45_AIR, SHAPES, MoeShape
+from sglang_uvm_offload.cuda.memory import CudaMemory
+from sglang_uvm_offload.routing.counts import Phase
 
 BATCHES = (1, 8, 32)
 RESIDENCY = (1.0, 0.78, 0.5)

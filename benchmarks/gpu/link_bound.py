@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rows import PartRows, Row, best, find, show
+from benchmarks.gpu.rows import PartRows, Row, best, find, show
 
 Ratio = tuple[float, str]
 

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(1, str(HERE.parents[1]))
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from decode_step import capture, elapsed_ms  # noqa: E402
-from layer_parts import SWEEP  # noqa: E402
-from moe import MoeStep, Tiles, Weights, align  # noqa: E402
-from one_expert import IN_TURN, OneExpert  # noqa: E402
-from rows import Rows, run_part  # noqa: E402
-from shapes import DEEPSEEK_V3, GLM_45_AIR  # noqa: E402
-from stream_layers import Parts  # noqa: E402
-
-from sglang_uvm_offload.cuda.staging import CudaStaging  # noqa: E402
-from sglang_uvm_offload.memory.layout import whole_blocks  # noqa: E402
-from sglang_uvm_offload.memory.protocol import ManagedRange  # noqa: E402
-from sglang_uvm_offload.memory.staging import Part  # noqa: E402
+from benchmarks.gpu.decode_step import capture, elapsed_ms
+from benchmarks.gpu.layer_parts import SWEEP
+from benchmarks.gpu.moe import MoeStep, Tiles, Weights, align
+from benchmarks.gpu.one_expert import IN_TURN, OneExpert
+from benchmarks.gpu.rows import Rows, run_part
+from benchmarks.gpu.shapes import DEEPSEEK_V3, GLM_45_AIR
+from benchmarks.gpu.stream_layers import Parts
+from sglang_uvm_offload.cuda.staging import CudaStaging
+from sglang_uvm_offload.memory.layout import whole_blocks
+from sglang_uvm_offload.memory.protocol import ManagedRange
+from sglang_uvm_offload.memory.staging import Part
 
 
 class Pinned:

@@ -7,7 +7,6 @@ stand-in driver that is ready for them.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,13 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parents[1] / "scripts")]
-
-from harness.server import Server, offload_state  # noqa: E402
-from make_checkpoint import make_checkpoint  # noqa: E402
-from rows import Rows, run_part  # noqa: E402
-from server_parts import (  # noqa: E402
+from benchmarks.gpu.rows import Rows, run_part
+from benchmarks.gpu.server_parts import (
     BLOCKS_OF_EXPERTS,
     SGLANG_SETTINGS,
     SUBSTITUTES,
@@ -30,6 +24,8 @@ from server_parts import (  # noqa: E402
     leave_the_stand_in,
     on_cpu,
 )
+from scripts.harness.server import Server, offload_state
+from scripts.make_checkpoint import make_checkpoint
 
 RESIDENT = 4
 STREAM_TOKENS = 256

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from shapes import FP8_BLOCK, MoeShape
+
+from benchmarks.gpu.shapes import FP8_BLOCK, MoeShape
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from decode_step import Managed, capture, elapsed_ms
-from moe import MoeStep, Tiles, Weights, align, random_weights
-from shapes import MoeShape
 
+from benchmarks.gpu.decode_step import Managed, capture, elapsed_ms
+from benchmarks.gpu.moe import MoeStep, Tiles, Weights, align, random_weights
+from benchmarks.gpu.shapes import MoeShape
 from sglang_uvm_offload.cuda.memory import CudaMemory
 
 IN_TURN = 8

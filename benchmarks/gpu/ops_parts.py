@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import gc
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parents[1] / "scripts")]
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from environment import computes  # noqa: E402
-from harness.memory_contract import CHECKS  # noqa: E402
-from rows import Rows, run_part  # noqa: E402
-from shapes import GLM_45_AIR  # noqa: E402
-
-from sglang_uvm_offload.cuda.counters import CudaRoutingCounters  # noqa: E402
-from sglang_uvm_offload.cuda.memory import CudaMemory  # noqa: E402
-from sglang_uvm_offload.expert_location import ExpertLocation  # noqa: E402
-from sglang_uvm_offload.experts.tensor import ExpertTensor  # noqa: E402
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout  # noqa: E402
-from sglang_uvm_offload.memory.protocol import Location, Span  # noqa: E402
-from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, IdFormat, Phase  # noqa: E402
-from sglang_uvm_offload.routing.recorder import Recorder  # noqa: E402
+from benchmarks.gpu.environment import computes
+from benchmarks.gpu.rows import Rows, run_part
+from benchmarks.gpu.shapes import GLM_45_AIR
+from scripts.harness.memory_contract import CHECKS
+from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
+from sglang_uvm_offload.cuda.memory import CudaMemory
+from sglang_uvm_offload.expert_location import ExpertLocation
+from sglang_uvm_offload.experts.tensor import ExpertTensor
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
+from sglang_uvm_offload.memory.protocol import Location, Span
+from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, IdFormat, Phase
+from sglang_uvm_offload.routing.recorder import Recorder
 
 MIB = 1 << 20
 

@@ -9,10 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
+from sglang_uvm_offload.cuda.build import cache_root, code_flags, find_nvcc, nvcc_release, runtime_flags
 
-from sglang_uvm_offload.cuda.build import cache_root, code_flags, find_nvcc, nvcc_release, runtime_flags  # noqa: E402
+HERE = Path(__file__).resolve().parent
 
 
 def build(arch: str = "sm_90") -> Path:

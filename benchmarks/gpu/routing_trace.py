@@ -7,20 +7,16 @@ README.md). ``routing_overlay.py`` lays it over models with more experts.
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[1:1] = [str(HERE.parent), str(HERE.parents[1])]
+import numpy as np
 
-import numpy as np  # noqa: E402
-from routing_overlay import lay_over  # noqa: E402
-from shapes import MoeShape  # noqa: E402
+from benchmarks.gpu.shapes import MoeShape
+from benchmarks.routing_overlay import lay_over
+from sglang_uvm_offload.routing.trace import Trace
 
-from sglang_uvm_offload.routing.trace import Trace  # noqa: E402
-
-FIXTURE = HERE / "routing_trace.npz"
+FIXTURE = Path(__file__).with_name("routing_trace.npz")
 
 
 @cache

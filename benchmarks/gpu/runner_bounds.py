@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from link_bound import link_rate
-from rows import PartRows, find, one, show
+from benchmarks.gpu.link_bound import link_rate
+from benchmarks.gpu.rows import PartRows, find, one, show
 
 Ratio = tuple[float, str]
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(1, str(HERE.parents[1]))
+import numpy as np
+import torch
 
-import marlin_build  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from decode_step import capture, elapsed_ms  # noqa: E402
-from environment import STAND_IN, zeros_by_copies  # noqa: E402
-from rows import Rows, run_part  # noqa: E402
-from shapes import MoeShape  # noqa: E402
-from slot_deep_gemm import CONTIGUOUS, deep_gemm_here  # noqa: E402
-from slot_function import MoeFunction, Replayed, ServedLayer, Tensors  # noqa: E402
-from slot_marlin import marlin_here  # noqa: E402
-
-from sglang_uvm_offload.cuda.memory import CudaMemory  # noqa: E402
+from benchmarks.gpu import marlin_build
+from benchmarks.gpu.decode_step import capture, elapsed_ms
+from benchmarks.gpu.environment import STAND_IN, zeros_by_copies
+from benchmarks.gpu.rows import Rows, run_part
+from benchmarks.gpu.shapes import MoeShape
+from benchmarks.gpu.slot_deep_gemm import CONTIGUOUS, deep_gemm_here
+from benchmarks.gpu.slot_function import MoeFunction, Replayed, ServedLayer, Tensors
+from benchmarks.gpu.slot_marlin import marlin_here
+from sglang_uvm_offload.cuda.memory import CudaMemory
 
 FUNCTION = MoeShape("one layer", 1, experts=32, top_k=4, hidden=2048, intermediate=1024)
 UNUSED, COPIED, RESIDENT = np.arange(1), np.arange(10, 22), np.arange(24, 32)

@@ -23,24 +23,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parents[1] / "scripts")]
+from benchmarks import serve_engine, serve_log, serve_report, serve_run
+from benchmarks.contenders import CONTENDERS, Budget, Contender, Flags, this_plugin
+from benchmarks.gpu.environment import REHEARSED
+from benchmarks.gpu.rows import Rows, run_part
+from benchmarks.serve import prompts_for
+from benchmarks.serve_client import Sizes
+from scripts.make_checkpoint import make_checkpoint
+from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS
 
-import serve_engine  # noqa: E402
-import serve_log  # noqa: E402
-import serve_report  # noqa: E402
-import serve_run  # noqa: E402
-from contenders import CONTENDERS, Budget, Contender, Flags, this_plugin  # noqa: E402
-from environment import REHEARSED  # noqa: E402
-from make_checkpoint import make_checkpoint  # noqa: E402
-from rows import Rows, run_part  # noqa: E402
-from serve import prompts_for  # noqa: E402
-from serve_client import Sizes  # noqa: E402
-
-from sglang_uvm_offload.sizing.checkpoint import load  # noqa: E402
-from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS  # noqa: E402
-
-TRACE = HERE / "routing_trace.npz"
+TRACE = Path(__file__).with_name("routing_trace.npz")
 CHUNK_TOKENS = 8192
 """Of a prompt, in one step."""
 SERVER_ARGS = (
@@ -58,7 +51,7 @@ SUBSTITUTES = {
 """What SGLang has to be given where a package of its defaults cannot be imported."""
 SGLANG_SETTINGS = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python", "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
 """Needed beside torch 2.11; without effect on what is computed."""
-BLOCKS_OF_EXPERTS = {"expert_size": 2048}
+BLOCKS_OF_EXPERTS: dict[str, Any] = {"expert_size": 2048}
 """With 256 or 512 hidden units a block of 2 MiB holds one expert's projection, or few."""
 
 
@@ -197,8 +190,8 @@ def write_checkpoint(written: Written, folder: Path, small: bool) -> None:
     if small:
         make_checkpoint(written.family, folder, layers=6, **(BLOCKS_OF_EXPERTS if REHEARSED else {}))
         return
-    from trace_checkpoint import MODELS, write
-    from trace_walk import read
+    from benchmarks.trace_checkpoint import MODELS, write
+    from benchmarks.trace_walk import read
 
     write(MODELS[written.shape], read(TRACE), folder, layers=written.layers)
 

@@ -21,15 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-import child
-from decisions import DECISIONS
-from environment import STAND_IN
-from goals import GOALS
-from rows import Row, read_rows
-from sections import SECTION_SECONDS, SECTIONS, Part, Section, too_much
+from benchmarks.gpu import child
+from benchmarks.gpu.decisions import DECISIONS
+from benchmarks.gpu.environment import STAND_IN
+from benchmarks.gpu.goals import GOALS
+from benchmarks.gpu.rows import Row, read_rows
+from benchmarks.gpu.sections import SECTION_SECONDS, SECTIONS, Part, Section, too_much
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 30
 """A part that begins nothing more still has to end what it began."""
 PATIENCE = 4
@@ -227,7 +226,7 @@ class Programs:
     def command(self, part: Part, left: float) -> list[str]:
         """Raises ``ChildFailure`` where it does not compile in time."""
         if part.program != "probe":
-            return [sys.executable, str(HERE / f"{part.program}.py")]
+            return started(part.program)
         if self._probe is None:
             self._probe = self._compiled(min(left, BUILD_SECONDS * self._patience))
         if isinstance(self._probe, child.ChildFailure):
@@ -236,7 +235,7 @@ class Programs:
 
     def _compiled(self, seconds: float) -> list[str] | child.ChildFailure:
         try:
-            return [child.output([sys.executable, str(HERE / "probe_build.py"), self._arch], seconds, self._log).strip()]
+            return [child.output([*started("probe_build"), self._arch], seconds, self._log).strip()]
         except child.ChildFailure as failure:
             return child.ChildFailure(f"probe.cu was not compiled: probe_build.py {failure} (see {self._log.name})")
 
@@ -290,7 +289,7 @@ def dry_run(sections: Sequence[Section]) -> int:
     programs = dict.fromkeys(part.program for section in sections for part in section.parts)
     failed = []
     for name in programs:
-        command = [sys.executable, str(HERE / ("probe_build.py" if name == "probe" else "dry_run.py"))]
+        command = started("probe_build" if name == "probe" else "dry_run")
         command += [] if name == "probe" else [name]
         print(f"== {name}: {' '.join(command)}", flush=True)
         if subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}).returncode != 0:
@@ -306,6 +305,11 @@ def dry_run(sections: Sequence[Section]) -> int:
 # ---- small things ----
 
 
+def started(program: str) -> list[str]:
+    """The command that runs a program of this folder, from the root of the repository."""
+    return [sys.executable, "-m", f"benchmarks.gpu.{program}"]
+
+
 def say(log: TextIO, text: str) -> None:
     """To the log and to whoever watches."""
     print(text, flush=True)
@@ -318,7 +322,7 @@ def describe_machine(call: Call) -> dict[str, Any]:
         raise SectionFailure("not started: no time left in this call")
     seconds = min(ENVIRONMENT_SECONDS * call.patience, call.left())
     try:
-        told = child.output([sys.executable, str(HERE / "environment.py")], seconds)
+        told = child.output(started("environment"), seconds)
     except child.ChildFailure as failure:
         raise SectionFailure(f"not started: the environment cannot be described: environment.py {failure}") from None
     described: dict[str, Any] = json.loads(told.splitlines()[-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rows import PartRows, best, find, show
+from benchmarks.gpu.rows import PartRows, best, find, show
 
 Ratio = tuple[float, str]
 

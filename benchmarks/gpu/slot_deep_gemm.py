@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from shapes import FP8_BLOCK, MoeShape
-from slot_function import MoeFunction, RowsRead, Tensors, function_here, matrices, random_bytes
-from slot_moe import Find, without_server
+
+from benchmarks.gpu.shapes import FP8_BLOCK, MoeShape
+from benchmarks.gpu.slot_function import MoeFunction, RowsRead, Tensors, function_here, matrices, random_bytes
+from benchmarks.gpu.slot_moe import Find, without_server
 
 if TYPE_CHECKING:
     from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
@@ -25,7 +26,7 @@ CONTIGUOUS, MASKED = LAYOUTS = ("compact", "masked")
 class SglangDeepGemm:
     """SGLang's runner with the plugin's hook, as a server without tensor parallelism calls it, at one batch size."""
 
-    kernels = "DeepGEMM's kernels"
+    kernels: ClassVar[str] = "DeepGEMM's kernels"
     layout: ClassVar[str] = CONTIGUOUS
 
     def __init__(self, shape: MoeShape, tokens: int, find: Find, device: str = "cuda"):

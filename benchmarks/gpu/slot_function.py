@@ -8,11 +8,11 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
-from environment import computes
-from moe import align, max_tiles
-from shapes import MoeShape
-from slot_moe import Find, rows_read
 
+from benchmarks.gpu.environment import computes
+from benchmarks.gpu.moe import align, max_tiles
+from benchmarks.gpu.shapes import MoeShape
+from benchmarks.gpu.slot_moe import Find, rows_read
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.cuda.slots import CudaSlots
@@ -50,7 +50,7 @@ class MoeFunction(Protocol):
 class RowsRead:
     """Where no kernel runs: the bytes of the rows that a step would read, of tensors as large as SGLang's."""
 
-    kernels = "no kernel: the rows that it would read"
+    kernels: ClassVar[str] = "no kernel: the rows that it would read"
     block: ClassVar[int]
     """Rows of tokens that the function's list names an expert for."""
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from decode_step import capture, elapsed_ms
-from environment import computes
-from moe import MoeStep, Tiles, Weights, align
-from shapes import MoeShape
-from slot_moe import Find, moe_here
-from stream_layers import Layer
 
+from benchmarks.gpu.decode_step import capture, elapsed_ms
+from benchmarks.gpu.environment import computes
+from benchmarks.gpu.moe import MoeStep, Tiles, Weights, align
+from benchmarks.gpu.shapes import MoeShape
+from benchmarks.gpu.slot_moe import Find, moe_here
+from benchmarks.gpu.stream_layers import Layer
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.cuda.slots import CudaSlots

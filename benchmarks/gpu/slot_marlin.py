@@ -6,14 +6,15 @@ MXFP4, because SGLang's kernels add nothing atomically there: the outputs of a c
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
-from moe import Tiles
-from shapes import MoeShape
-from slot_function import MoeFunction, RowsRead, Tensors, function_here, matrices, random_bytes
-from slot_moe import Find
+
+from benchmarks.gpu.moe import Tiles
+from benchmarks.gpu.shapes import MoeShape
+from benchmarks.gpu.slot_function import MoeFunction, RowsRead, Tensors, function_here, matrices, random_bytes
+from benchmarks.gpu.slot_moe import Find
 
 if TYPE_CHECKING:
     from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
@@ -26,7 +27,7 @@ GROUP = 32
 class SglangMarlin:
     """SGLang's ``fused_marlin_moe`` with the plugin's hooks, at one batch size."""
 
-    kernels = "SGLang's Marlin kernels"
+    kernels: ClassVar[str] = "SGLang's Marlin kernels"
 
     def __init__(self, shape: MoeShape, tokens: int, find: Find, device: str = "cuda"):
         from sglang.srt.layers.quantization.marlin_utils import marlin_make_workspace

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from environment import computes
-from moe import MoeStep, Tiles, Weights, align
-from shapes import FP8_BLOCK, MoeShape
 
+from benchmarks.gpu.environment import computes
+from benchmarks.gpu.moe import MoeStep, Tiles, Weights, align
+from benchmarks.gpu.shapes import FP8_BLOCK, MoeShape
 from sglang_uvm_offload.streaming.slots import LayerSlots
 
 if TYPE_CHECKING:

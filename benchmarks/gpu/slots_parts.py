@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(1, str(HERE.parents[1]))
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import routing_trace  # noqa: E402
-import torch  # noqa: E402
-from decode_step import capture, elapsed_ms  # noqa: E402
-from environment import STAND_IN, computes, zeros_by_copies  # noqa: E402
-from moe import Weights, random_weights  # noqa: E402
-from rows import Rows, run_part  # noqa: E402
-from shapes import DEEPSEEK_V3, MoeShape  # noqa: E402
-from slot_layers import ResolvedStep, SlotDecode, SlotModel, Streamed, used  # noqa: E402
-from stream_layers import Beside  # noqa: E402
-
-from sglang_uvm_offload.cuda.counters import CudaRoutingCounters  # noqa: E402
-from sglang_uvm_offload.cuda.memory import CudaMemory  # noqa: E402
-from sglang_uvm_offload.cuda.slots import CudaSlots  # noqa: E402
-from sglang_uvm_offload.cuda.staging import CudaStaging  # noqa: E402
-from sglang_uvm_offload.experts.tensor import ExpertTensor  # noqa: E402
-from sglang_uvm_offload.memory.layout import ExpertLayout  # noqa: E402
-from sglang_uvm_offload.memory.protocol import ManagedRange  # noqa: E402
-from sglang_uvm_offload.memory.slots import Rows as TensorRows  # noqa: E402
-from sglang_uvm_offload.memory.slots import SlotLayer  # noqa: E402
-from sglang_uvm_offload.memory.staging import Part  # noqa: E402
-from sglang_uvm_offload.policy.slots import WHOLE  # noqa: E402
-from sglang_uvm_offload.routing.counts import Phase  # noqa: E402
+from benchmarks.gpu import routing_trace
+from benchmarks.gpu.decode_step import capture, elapsed_ms
+from benchmarks.gpu.environment import STAND_IN, computes, zeros_by_copies
+from benchmarks.gpu.moe import Weights, random_weights
+from benchmarks.gpu.rows import Rows, run_part
+from benchmarks.gpu.shapes import DEEPSEEK_V3, MoeShape
+from benchmarks.gpu.slot_layers import ResolvedStep, SlotDecode, SlotModel, Streamed, used
+from benchmarks.gpu.stream_layers import Beside
+from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
+from sglang_uvm_offload.cuda.memory import CudaMemory
+from sglang_uvm_offload.cuda.slots import CudaSlots
+from sglang_uvm_offload.cuda.staging import CudaStaging
+from sglang_uvm_offload.experts.tensor import ExpertTensor
+from sglang_uvm_offload.memory.layout import ExpertLayout
+from sglang_uvm_offload.memory.protocol import ManagedRange
+from sglang_uvm_offload.memory.slots import Rows as TensorRows
+from sglang_uvm_offload.memory.slots import SlotLayer
+from sglang_uvm_offload.memory.staging import Part
+from sglang_uvm_offload.policy.slots import WHOLE
+from sglang_uvm_offload.routing.counts import Phase
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_M = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rows import PartRows, Row, best, find, one, show
+from benchmarks.gpu.rows import PartRows, Row, best, find, one, show
 
 Ratio = tuple[float, str]
 

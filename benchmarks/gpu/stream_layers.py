@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from decode_step import elapsed_ms
-from moe import MoeStep, Tiles, Weights, align
-from shapes import MoeShape
 
+from benchmarks.gpu.decode_step import elapsed_ms
+from benchmarks.gpu.moe import MoeStep, Tiles, Weights, align
+from benchmarks.gpu.shapes import MoeShape
 from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.cuda.staging import CudaStaging
 from sglang_uvm_offload.experts.layer import ExpertLayer

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import gc
 import statistics
-import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
+from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(1, str(HERE.parents[1]))
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from decode_step import elapsed_ms  # noqa: E402
-from environment import computes  # noqa: E402
-from moe import Weights, random_weights  # noqa: E402
-from rows import Rows, run_part  # noqa: E402
-from shapes import DEEPSEEK_V3, GLM_45_AIR, MoeShape  # noqa: E402
-from stream_layers import Beside, Layer, Parts, Stack, copy_ms, uniform_step  # noqa: E402
-
-from sglang_uvm_offload.cuda.memory import CudaMemory  # noqa: E402
-from sglang_uvm_offload.cuda.staging import CudaStaging  # noqa: E402
-from sglang_uvm_offload.experts.tensor import ExpertTensor  # noqa: E402
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout  # noqa: E402
-from sglang_uvm_offload.memory.protocol import Location, Span  # noqa: E402
-from sglang_uvm_offload.memory.staging import Part  # noqa: E402
-from sglang_uvm_offload.sizing.streaming import break_even_tokens  # noqa: E402
-from sglang_uvm_offload.streaming.replicas import Replicas, buffer_bytes  # noqa: E402
-from sglang_uvm_offload.streaming.streamer import Streamer  # noqa: E402
+from benchmarks.gpu.decode_step import elapsed_ms
+from benchmarks.gpu.environment import computes
+from benchmarks.gpu.moe import Weights, random_weights
+from benchmarks.gpu.rows import Rows, run_part
+from benchmarks.gpu.shapes import DEEPSEEK_V3, GLM_45_AIR, MoeShape
+from benchmarks.gpu.stream_layers import Beside, Layer, Parts, Stack, copy_ms, uniform_step
+from sglang_uvm_offload.cuda.memory import CudaMemory
+from sglang_uvm_offload.cuda.staging import CudaStaging
+from sglang_uvm_offload.experts.tensor import ExpertTensor
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
+from sglang_uvm_offload.memory.protocol import Location, Span
+from sglang_uvm_offload.memory.staging import Part
+from sglang_uvm_offload.sizing.streaming import break_even_tokens
+from sglang_uvm_offload.streaming.replicas import Replicas, buffer_bytes
+from sglang_uvm_offload.streaming.streamer import Streamer
 
 KIB, MIB = 1 << 10, 1 << 20
 ODD_SIZES = (16, 17, 15, 128 * KIB, 128 * KIB + 5, 128 * KIB - 16, MIB + 48, 5 * BLOCK_BYTES + 7, 8 * BLOCK_BYTES - 16)
@@ -183,8 +179,8 @@ def own_bytes(rows: Rows, memory: CudaMemory, buffers: int) -> None:
         for row, layer in enumerate(held):
             reading = streamer.enter(row)
             for _ in range(random.integers(1, 8)):  # shorter or longer than the copy beside it
-                read(layer.module.w13.data, seen[row][0])
-                read(layer.module.w2.data, seen[row][1])
+                read(layer.module.get_parameter("w13").data, seen[row][0])
+                read(layer.module.get_parameter("w2").data, seen[row][1])
             if reading is not None:
                 streamer.leave(reading)
                 streamed += 1
@@ -224,7 +220,7 @@ def copies_of_a_layer(rows: Rows, shape: MoeShape, name: str) -> None:
     short = memory.allocate(BLOCK_BYTES, "a chunk")
     memory.place(short, [Span(0, BLOCK_BYTES)], Location.HOST)
     for what, beside in others.items():
-        labels = {"shape": name, "beside": what}
+        labels: dict[str, Any] = {"shape": name, "beside": what}
         if beside:
             beside.last(10)
         found = [copy_ms(staging, [Part(short, BLOCK_BYTES, 0)], side, beside)[0] for _ in range(rows.pick(12, 2))][1:]

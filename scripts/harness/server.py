@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from harness.patience import patience
-from harness.process import die_with_parent, kill_group, tail
+from scripts.harness.patience import patience
+from scripts.harness.process import die_with_parent, kill_group, tail
 
 SHIMS = Path(__file__).parent / "shims"
 

@@ -29,7 +29,7 @@ PRIOR_STEPS = 32.0
 
 @dataclass(frozen=True)
 class Tuning:
-    """The most important constants, chosen by measurement. benchmarks/policy_goals.py halves and doubles each."""
+    """The most important constants, chosen by measurement. benchmarks/policy/residents.py halves and doubles each."""
 
     hysteresis: float = 1.5
     """A promotion must save this many times its cost."""

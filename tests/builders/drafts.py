@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import torch
-from make_checkpoint import VOCAB, Shape, Weights, base_config
 from safetensors.torch import load_file, save_file
+
+from scripts.make_checkpoint import VOCAB, Shape, Weights, base_config
 
 SHAPE = Shape(layers=1)
 AUXILIARY = 3

@@ -54,14 +54,14 @@ def broken(link: str, page: Path) -> str | None:
 
 def commands(page: str) -> Iterator[list[str]]:
     """The words of each command of a page: of each line of its code blocks, indented or fenced, without comments and with the
-    lines behind a backslash, and of ``python FILE`` in a sentence. Output is no command: it is fenced as ``text``, or between
-    the markers of what a script makes."""
+    lines behind a backslash, and of ``python -m MODULE ARGUMENTS`` in a sentence. Output is no command: it is fenced as
+    ``text``, or between the markers of what a script makes."""
     page = re.sub(r"^<!-- ([\w:]+) -->\n.*?^<!-- /\1 -->$", "", page, flags=re.M | re.S)
     fences = re.findall(r"^```([^\n]*)\n(.*?)^```", page, re.M | re.S)
     fenced = [body for language, body in fences if language != "text"]
     unfenced = re.sub(r"^```[^\n]*\n.*?^```", "", page, flags=re.M | re.S)
     indented = re.findall(r"(?:^ {4,}\S.*\n?)+", unfenced, re.M)
-    inline = re.findall(r"`(python [\w/]+\.py[^`]*)`", unfenced)
+    inline = re.findall(r"`(python -m [\w.]+ [^`]*)`", unfenced)
     for line in re.sub(r"\\\n\s*", " ", "\n".join(indented + fenced + inline)).splitlines():
         if words := shlex.split(line, comments=True):
             yield words

@@ -6,7 +6,7 @@ import os
 import textwrap
 from pathlib import Path
 
-from harness.server import environment
+from scripts.harness.server import environment
 
 
 def saboteur(folder: Path, code: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
-from harness.patience import patience
+from scripts.harness.patience import patience
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.patience import patience
 
+from scripts.harness.patience import patience
 from sglang_uvm_offload.cuda import build as cuda_build
 from sglang_uvm_offload.cuda.build import BuildFailure, build
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import memory_contract
 
+from scripts.harness import memory_contract
 from sglang_uvm_offload.cuda.read_times import told_apart
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -42,7 +42,7 @@ def steps(ran, *more: str) -> list[str]:
 def contract(standin) -> dict[str, str]:
     ran = standin.run("""
         import traceback
-        from harness import memory_contract
+        from scripts.harness import memory_contract
         memory, failed = CudaMemory(), {}
         for check in memory_contract.CHECKS:
             try:

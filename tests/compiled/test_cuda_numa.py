@@ -116,7 +116,7 @@ def test_where_the_node_is_refused_or_alone_pages_go_to_the_host_as_before(stand
 
 def test_every_promise_of_memory_is_kept_on_a_node(standin: Standin, tmp_path: Path):
     program = """
-        from harness import memory_contract
+        from scripts.harness import memory_contract
         memory = CudaMemory()
         for check in memory_contract.CHECKS:
             check(memory)

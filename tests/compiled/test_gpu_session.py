@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from serving import FORKING
 from standin.build import build, cuda_include, environment
 
 ROOT = Path(__file__).resolve().parents[2]
-GPU = ROOT / "benchmarks" / "gpu"
 SECTIONS = ("ops", "stream", "slots", "probe", "runners", "miss", "layer", "eviction")
 SERVING = (
     *("server", "default", "modes", "other_modes", "serving_slots", "peers_slots", "cpu_offload", "bounds", "offloader"),
@@ -46,7 +44,7 @@ class Session:
     def probe(self, part: str, rows: Path, preload: Path, **settings: object) -> None:
         """One measurement of the probe at toy sizes, with a library before the stand-in."""
         variables = os.environ | self._caches | {name: str(value) for name, value in settings.items()}
-        command = [sys.executable, str(GPU / "probe_build.py")]
+        command = [sys.executable, "-m", "benchmarks.gpu.probe_build"]
         program = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.strip()
         variables |= self._standin | {"LD_PRELOAD": f"{preload}:{self._standin['LD_PRELOAD']}"}
         subprocess.run([program, part, str(rows), "60", "--small"], env=variables, check=True)
@@ -74,18 +72,11 @@ def ran(session) -> Session:
 
 
 @pytest.fixture(scope="module")
-def modules() -> Iterator[dict]:
+def modules() -> dict:
     """The modules of the session itself, which import no torch."""
-    sys.path.insert(0, str(GPU))
-    import child
-    import decisions
-    import goals
-    import rows
-    import sections
-    import session
+    from benchmarks.gpu import child, decisions, goals, rows, sections, session
 
-    yield {"child": child, "decisions": decisions, "goals": goals, "rows": rows, "sections": sections, "session": session}
-    sys.path.remove(str(GPU))
+    return {"child": child, "decisions": decisions, "goals": goals, "rows": rows, "sections": sections, "session": session}
 
 
 # ---- what can be asked without a GPU ----
@@ -313,10 +304,9 @@ COPYING = {
 EACH_IN_A_PROCESS = """
 import json, os, sys
 from pathlib import Path
-folder, path, *cases = sys.argv[1:]
-sys.path.insert(0, folder)
-from rows import Rows
-from stream_parts import *
+path, *cases = sys.argv[1:]
+from benchmarks.gpu.rows import Rows
+from benchmarks.gpu.stream_parts import *
 from sglang_uvm_offload.streaming.schedule import BufferSchedule
 for number, case in enumerate(cases):
     part, change = json.loads(case)
@@ -337,7 +327,7 @@ for number, case in enumerate(cases):
 @pytest.fixture(scope="module")
 def ends(session, tmp_path_factory) -> dict[tuple[str, str], str]:
     cases = [json.dumps(case) for case in COPYING]
-    said = session.python(EACH_IN_A_PROCESS, str(GPU), str(tmp_path_factory.mktemp("copying") / "rows"), *cases)
+    said = session.python(EACH_IN_A_PROCESS, str(tmp_path_factory.mktemp("copying") / "rows"), *cases)
     told = dict(json.loads(line) for line in said.splitlines())
     return {case: told[number] for number, case in enumerate(COPYING)}
 
@@ -400,7 +390,7 @@ SLOTS_EACH_IN_A_PROCESS = EACH_IN_A_PROCESS.replace("from stream_parts import *"
     "from sglang_uvm_offload.streaming.schedule import BufferSchedule",
     """
 from sglang_uvm_offload.streaming import slots
-from runner_parts import *
+from benchmarks.gpu.runner_parts import *
 zeros_by_copies()
 def split():
     shape = DEEPSEEK_V3.toy
@@ -412,7 +402,7 @@ def split():
 @pytest.fixture(scope="module")
 def slot_ends(session, tmp_path_factory) -> dict[tuple[str, str], str]:
     cases = [json.dumps(case) for case in SERVING_SLOTS]
-    said = session.python(SLOTS_EACH_IN_A_PROCESS, str(GPU), str(tmp_path_factory.mktemp("slots") / "rows"), *cases)
+    said = session.python(SLOTS_EACH_IN_A_PROCESS, str(tmp_path_factory.mktemp("slots") / "rows"), *cases)
     told = dict(json.loads(line) for line in said.splitlines())
     return {case: told[number] for number, case in enumerate(SERVING_SLOTS)}
 
@@ -500,7 +490,7 @@ def test_servers_are_run_and_nothing_is_called_a_measurement(served, modules):
 
 def test_the_report_is_made_from_the_section_alone(served, tmp_path):
     section = served.out.with_name("served") / "server.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "serve_report.py"), str(section), str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.serve_report", str(section), str(tmp_path)]
     assert subprocess.run(command).returncode == 0
     text = (tmp_path / "report.md").read_text()
     assert "speed means nothing here" in text
@@ -540,7 +530,7 @@ ENGINE = {"decode_graph_batches": [1, 2], "batches": {"decode": {"graph": 3, "ea
 
 
 def test_a_part_fails_where_moves_stop_or_steps_run_without_graphs(modules):
-    import server_parts
+    from benchmarks.gpu import server_parts
 
     cell = {"contender": "continuous", "offload": {"fault": None}, "engine": ENGINE}
     server_parts.check_moves([cell, {"contender": "resident"}])
@@ -552,7 +542,7 @@ def test_a_part_fails_where_moves_stop_or_steps_run_without_graphs(modules):
 
 
 def test_a_part_fails_where_a_server_streams_against_its_name(modules):
-    import server_parts
+    from benchmarks.gpu import server_parts
 
     def cell(contender: str, streamed: int, fault: str | None = None) -> dict:
         streaming = {"fault": fault} if contender != "in_place" else None
@@ -569,7 +559,7 @@ def test_a_part_fails_where_a_server_streams_against_its_name(modules):
 
 
 def test_a_part_fails_where_a_server_left_out_a_way_to_use_its_slots(modules):
-    import server_parts
+    from benchmarks.gpu import server_parts
 
     used = {"missing": None, "hits": 5, "fills": 4, "kept": 3}
     prompt = {"kind": "prefill", "size": 4096, "error": None, "read_bytes": 90}
@@ -593,7 +583,7 @@ def test_a_part_fails_where_a_server_left_out_a_way_to_use_its_slots(modules):
 
 
 def test_the_vram_of_residents_is_divided_between_them_and_slots(modules):
-    from contenders import CONTENDERS, Budget, CannotServe
+    from benchmarks.contenders import CONTENDERS, Budget, CannotServe
 
     model = SimpleNamespace(num_experts=128, expert_bytes=128)
 
@@ -610,8 +600,8 @@ def test_the_vram_of_residents_is_divided_between_them_and_slots(modules):
 
 
 def test_peers_get_the_vram_of_the_stream_buffers_too(modules):
-    import server_parts
-    from contenders import CONTENDERS, Budget
+    from benchmarks.contenders import CONTENDERS, Budget
+    from benchmarks.gpu import server_parts
 
     layers = {index: SimpleNamespace(expert_bytes=1 << 30) for index in range(16)}
     model = SimpleNamespace(num_experts=128, top_k=8, moe_layers=[*layers], layers=layers, num_layers=16, expert_bytes=16 << 30)
@@ -627,7 +617,7 @@ def test_peers_get_the_vram_of_the_stream_buffers_too(modules):
 
 
 def test_sglang_is_given_backends_only_where_it_cannot_have_its_own(modules, monkeypatch):
-    import server_parts
+    from benchmarks.gpu import server_parts
 
     plan = server_parts.PLAN
     assert [name for name, served in plan.items() if served.own_defaults] == ["continuous", "fixed"]
@@ -648,7 +638,7 @@ def test_sglang_is_given_backends_only_where_it_cannot_have_its_own(modules, mon
     ],
 )
 def test_every_size_that_a_goal_over_a_peer_names_is_served(modules, section, part):
-    import server_parts
+    from benchmarks.gpu import server_parts
 
     served = server_parts.PLAN[part]
     sizes = server_parts.sizes(False, served.judged_only, served.own_defaults, served.decoding)
@@ -678,7 +668,7 @@ def test_every_size_that_a_goal_over_a_peer_names_is_served(modules, section, pa
     ],
 )
 def test_a_part_fails_where_the_reference_or_the_plugin_does(modules, contender, error, same, told):
-    import server_parts
+    from benchmarks.gpu import server_parts
 
     cell = {"contender": contender, "residency": 0.5, "error": error, "outputs": {"same": same, "first_difference": None}}
     if told is None:
@@ -703,7 +693,7 @@ ALIKE = {"fault": None, "offloaded_bytes": 1, "streamed_bytes": 1, "zero_copy_by
     ],
 )
 def test_a_mode_fails_where_answers_differ_or_would_say_nothing(modules, mode, same, state, told):
-    import modes_parts
+    from benchmarks.gpu import modes_parts
 
     assert modes_parts.problems(modes_parts.MODES[mode], same, ALIKE | state) == told
 
@@ -1249,7 +1239,7 @@ def test_a_node_that_is_refused_and_a_kernel_that_says_nothing_are_told(modules)
 
 @pytest.mark.parametrize("number", [3, 4])
 def test_ways_that_are_compared_take_every_place_in_turn(modules, number):
-    from decode_step import in_turn
+    from benchmarks.gpu.decode_step import in_turn
 
     names = [str(each) for each in range(number)]
     orders = [in_turn(names, turn) for turn in range(2 * number)]

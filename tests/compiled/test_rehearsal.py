@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import model
 import pytest
-import serve_client
-from link_rates import Rates
-from standin.rehearse import GPU, ROOT, environment, failures
+from standin.rehearse import ROOT, environment, failures
 
+from benchmarks import model, serve_client
+from benchmarks.link_rates import Rates
 from sglang_uvm_offload.sizing.checkpoint import from_config
 
 
@@ -42,7 +41,7 @@ def test_a_server_that_fails_is_told_though_its_section_is_complete(served, told
 
 
 def test_an_unknown_section_is_named_before_any_runs(tmp_path: Path) -> None:
-    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "scripts", "tests", "benchmarks"))
+    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests"))
     command = [sys.executable, "-m", "standin.rehearse", "--out", str(tmp_path), "ops", "prboe"]
     said = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert said.returncode == 2
@@ -53,7 +52,7 @@ def test_an_unknown_section_is_named_before_any_runs(tmp_path: Path) -> None:
 def test_servers_run_on_the_device_that_is_played(tmp_path: Path) -> None:
     """As on a GPU: real backends, decode graphs, experts in managed memory; prompts stream and experts move."""
     rows = tmp_path / "rows"
-    command = [sys.executable, str(GPU / "server_parts.py"), "frequency", str(rows), "900", "--small"]
+    command = [sys.executable, "-m", "benchmarks.gpu.server_parts", "frequency", str(rows), "900", "--small"]
     done = subprocess.run(command, env=os.environ | environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     found = [json.loads(line) for line in rows.read_text().splitlines()]

@@ -13,18 +13,18 @@ from standin.serving import captures, serve_and_log
 
 from sglang_uvm_offload.cuda.build import find_nvcc
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
+ROOT = Path(__file__).resolve().parents[2]
 E, SLOTS, HIDDEN, INTERMEDIATE = 8, 3, 512, 256
 ROWS = {"w13_weight": 2 * INTERMEDIATE, "w2_weight": HIDDEN}
 """Of an expert."""
 PROGRAM = f"""
     import json, sys
-    sys.path.insert(0, {str(BENCHMARKS)!r})
+    sys.path.insert(0, {str(ROOT)!r})
     import numpy as np
-    from decode_step import capture
-    from shapes import MoeShape
-    from slot_deep_gemm import CONTIGUOUS, MASKED, MaskedDeepGemm, SglangDeepGemm
-    from slot_function import Replayed, ServedLayer
+    from benchmarks.gpu.decode_step import capture
+    from benchmarks.gpu.shapes import MoeShape
+    from benchmarks.gpu.slot_deep_gemm import CONTIGUOUS, MASKED, MaskedDeepGemm, SglangDeepGemm
+    from benchmarks.gpu.slot_function import Replayed, ServedLayer
     from sglang_uvm_offload.cuda.memory import CudaMemory
 
     shape = MoeShape("small", 1, experts={E}, top_k=2, hidden={HIDDEN}, intermediate={INTERMEDIATE})

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from checkpoints import Checkpoints
-from harness.patience import patience
-from harness.server import environment
 from launches import BLACKWELL
 from nursery import Ended, Nursery, Starts
+
+from scripts.harness.patience import patience
+from scripts.harness.server import environment
 
 
 def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import model_sizes
 import pytest
 from builders.true_shape import CONFIGS, config_folder
 
+from benchmarks import model_sizes
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.sizing.checkpoint import from_config
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from builders.true_shape import checkpoint
-from harness.server import flags
 from launches import BLACKWELL, launched
 from nursery import Starts
+
+from scripts.harness.server import flags
 
 N = "--expert-offload-num-resident"
 GPU = {"device": "cuda", "sampling_backend": "pytorch", "grammar_backend": "none", "skip_tokenizer_init": True}

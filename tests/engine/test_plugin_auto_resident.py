@@ -10,10 +10,10 @@ import pytest
 from builders.profiles import saved, some
 from builders.rooms import VRAM, fraction
 from checkpoints import Checkpoints
-from harness.server import flags
 from launches import launched
 from nursery import Starts
 
+from scripts.harness.server import flags
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.routing.profile import RoutedModel
 from sglang_uvm_offload.sizing.draft_model import load_draft

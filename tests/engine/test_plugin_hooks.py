@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 from builders.plugins import IN_SCHEDULER, saboteur
 from checkpoints import Checkpoints
-from harness.patience import patience
-from harness.process import kill_group
-from harness.server import CPU, environment, flags, offload_state
 from nursery import Nursery
 from serving import PROMPTS, Engines
+
+from scripts.harness.patience import patience
+from scripts.harness.process import kill_group
+from scripts.harness.server import CPU, environment, flags, offload_state
 
 OFFLOAD = {"expert_offload_num_resident": 4}
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quickstart
 from builders import pages
 from builders.pages import ROOT
-from harness.server import EngineFailed, Server
 from serving import Engines
+
+from scripts import quickstart
+from scripts.harness.server import EngineFailed, Server
 
 WORDS = pages.of_kind("bash scripts/quickstart.sh")
 

@@ -14,11 +14,12 @@ from typing import Any
 import psutil
 import pytest
 from checkpoints import Checkpoints
-from harness.patience import patience
 from serving import FORKING
 
+from scripts.harness.patience import patience
+
 ROOT = Path(__file__).resolve().parents[2]
-SERVE = [sys.executable, str(ROOT / "benchmarks" / "serve.py"), "--device", "cpu"]
+SERVE = [sys.executable, "-m", "benchmarks.serve", "--device", "cpu"]
 TOO_LONG = 4096
 """Tokens, of a prompt for a model whose context is 2048."""
 SMALL = {
@@ -140,9 +141,7 @@ def test_no_file_names_a_path_of_this_machine(finished: Finished, checkpoint: Pa
 
 @pytest.mark.nightly
 def test_the_model_has_nothing_to_compare_on_a_cpu(finished: Finished) -> None:
-    said = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "model.py"), str(finished.out)], capture_output=True, text=True
-    )
+    said = subprocess.run([sys.executable, "-m", "benchmarks.model", str(finished.out)], capture_output=True, text=True)
     assert said.returncode == 0
     assert "nothing to compare: the run is of CPU" in said.stdout
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from checkpoints import Checkpoints
-from harness.server import EngineFailed
 from serving import Engines, assert_offloaded, assert_same_answers
+
+from scripts.harness.server import EngineFailed
 
 # Not in order, and none of them where first_n starts.
 IDS = [[4, 15, 9, 12], [10, 5], [7, 8, 13, 14, 11, 6]]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from builders.plugins import saboteur
 from checkpoints import Checkpoints
-from harness.server import Server, free_port, offload_state
 from serving import PROMPTS, TESTS, Engines
+
+from scripts.harness.server import Server, free_port, offload_state
 
 FLAGS: dict[str, Any] = {
     **{"dtype": "float32", "expert_offload_num_resident": 6, "expert_offload_warmup_tokens": 16},

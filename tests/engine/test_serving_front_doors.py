@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 from checkpoints import Checkpoints
-from harness.patience import patience
-from harness.server import Server, free_port, offload_state
 from nursery import Nursery
+
+from scripts.harness.patience import patience
+from scripts.harness.server import Server, free_port, offload_state
 
 N = "--expert-offload-num-resident"
 OFFLOAD: dict[str, Any] = {"dtype": "float32", "expert_offload_num_resident": 8, "enable_metrics": True}

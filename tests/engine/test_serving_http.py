@@ -17,9 +17,10 @@ from typing import Any
 import openai
 import pytest
 from checkpoints import Checkpoints
-from harness.patience import patience
-from harness.server import Server, environment, flags, offload_state
 from serving import Engines, assert_close, assert_offloaded
+
+from scripts.harness.patience import patience
+from scripts.harness.server import Server, environment, flags, offload_state
 
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 OPENAI = {"model": "default", "temperature": 0, "max_tokens": 12, "ignore_eos": True}

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from builders.plugins import IN_SCHEDULER, saboteur
 from checkpoints import Checkpoints
-from harness.server import offload_state
 from serving import PROMPTS, Engines, assert_offloaded, assert_same_answers
+
+from scripts.harness.server import offload_state
 
 FLAGS: dict[str, Any] = {
     **{"expert_offload_num_resident": 6, "expert_offload_warmup_tokens": 16},

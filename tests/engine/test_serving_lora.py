@@ -10,8 +10,9 @@ import pytest
 from builders.adapters import ATTENTION, EXPERTS, adapter
 from builders.plugins import saboteur
 from checkpoints import Checkpoints
-from harness.server import offload_state
 from serving import Engines, assert_offloaded
+
+from scripts.harness.server import offload_state
 
 # SGLang's LoRA code pins host tensors, which needs a GPU, and has a kernel that lists blocks of experts, or on an XPU a loop.
 WITHOUT_GPU = """if multiprocessing.parent_process() is not None and 'sglang.srt.managers.scheduler' in sys.modules:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from checkpoints import HOT, Checkpoints
-from harness.patience import patience
-from harness.server import Server, sglang_version
 from serving import Engines
 
+from scripts.harness.patience import patience
+from scripts.harness.server import Server, sglang_version
 from sglang_uvm_offload.routing.profile import Profile
 
 PROMPT = {"text": "the quick brown fox", "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from builders.plugins import IN_SCHEDULER, saboteur
 from checkpoints import HOT, Checkpoints
-from harness.patience import patience
-from harness.server import Server, free_port, offload_state
 from serving import Engines
 
+from scripts.harness.patience import patience
+from scripts.harness.server import Server, free_port, offload_state
 from sglang_uvm_offload.routing.counts import ROUTED, Phase
 from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.routing.trace import Trace

@@ -14,8 +14,9 @@ from urllib.error import HTTPError
 import openai
 import pytest
 from checkpoints import Checkpoints
-from harness.server import Server, offload_state
 from serving import Engines
+
+from scripts.harness.server import Server, offload_state
 
 OFFLOAD: dict[str, Any] = {
     **{"expert_offload_num_resident": 6, "expert_offload_adapt": "continuous", "expert_offload_stream_tokens": 16},

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from builders.plugins import saboteur
 from checkpoints import Checkpoints
-from harness.server import Server, offload_state
 from serving import PROMPTS, Engines
+
+from scripts.harness.server import Server, offload_state
 
 # SGLang's library gives up CUDA memory only. Here it keeps it, so that the other weights are there afterwards.
 KEPT = """from sglang.srt.utils import torch_memory_saver_adapter as saver

@@ -10,8 +10,9 @@ import pytest
 from builders.drafts import eagle, eagle3
 from builders.plugins import saboteur
 from checkpoints import Checkpoints
-from harness.server import offload_state
 from serving import PROMPTS, Engines, Result, assert_offloaded, assert_same_answers, assert_streamed
+
+from scripts.harness.server import offload_state
 
 # Under Triton's interpreter, which is exact in float32 only.
 pytestmark = pytest.mark.since("0.5.23", "it has no kernel for drafts without a GPU")

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from builders.plugins import IN_SCHEDULER, saboteur
 from checkpoints import Checkpoints
-from harness.patience import patience
-from harness.server import Server
 from launches import launched
 from nursery import Nursery
 from serving import Engines
 
+from scripts.harness.patience import patience
+from scripts.harness.server import Server
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.files.autosave import PAUSE_SECONDS
 from sglang_uvm_offload.routing.trace import Trace

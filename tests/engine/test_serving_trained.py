@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.plugins import IN_SCHEDULER, saboteur
-from harness.patience import patience
-from harness.server import Server, offload_state
 from serving import Answer, Engines, assert_offloaded
 
+from scripts.harness.patience import patience
+from scripts.harness.server import Server, offload_state
 from sglang_uvm_offload.routing.trace import Trace
 
 TINY = Path(__file__).parents[2] / "scripts" / "tiny"

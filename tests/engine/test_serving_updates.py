@@ -17,10 +17,11 @@ import zmq
 from builders import checkpoint_parts
 from builders.plugins import IN_SCHEDULER, saboteur
 from checkpoints import Checkpoints
-from harness.patience import patience
-from harness.server import Server, free_port, offload_state
 from safetensors.torch import load_file
 from serving import PROMPTS, TESTS, Engines
+
+from scripts.harness.patience import patience
+from scripts.harness.server import Server, free_port, offload_state
 
 FLAGS: dict[str, Any] = {
     **{"dtype": "float32", "expert_offload_num_resident": 6, "expert_offload_warmup_tokens": 16},

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.patience import patience
-from harness.server import environment
+
+from scripts.harness.patience import patience
+from scripts.harness.server import environment
 
 PROGRAM = Path(__file__).parents[1] / "interpreted" / "slots.py"
 ROWS = {

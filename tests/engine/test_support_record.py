@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import pytest
-import support as table_of
 from support_marks import unrecorded
+
+from benchmarks import support as table_of
 
 
 def test_the_record_is_of_these_tests(request: pytest.FixtureRequest):

@@ -14,11 +14,11 @@ import pytest
 from builders import pages
 from builders.plugins import saboteur
 from builders.wheels import ROOT, Installed
-from harness.patience import patience
-from harness.process import kill_group
-from harness.server import SHIMS, Server, environment
 from serving import TESTS
 
+from scripts.harness.patience import patience
+from scripts.harness.process import kill_group
+from scripts.harness.server import SHIMS, Server, environment
 from sglang_uvm_offload.flags import OffloadFlags, flag_name
 
 DOCUMENTED = "http://127.0.0.1:30000"

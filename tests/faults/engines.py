@@ -21,13 +21,13 @@ from faults.ranks import Fault, Outcome
 from faults.served import ARMED, MANAGER, code
 from faults.servers import processes_of, shared_memory
 from faults.witness import WRONG, Look, looks
-from harness.patience import patience
-from harness.process import kill_group
 from serving import Host
 from standin import engine
 from standin.build import build, sglang_environment
 from standin.serving import GPU
 
+from scripts.harness.patience import patience
+from scripts.harness.process import kill_group
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 
 TESTS = Path(__file__).resolve().parents[1]

@@ -17,7 +17,8 @@ from faults.cases import DECIDE, MOVE, SAVE
 from faults.samples import grown, sample
 from faults.served import STRUCK
 from faults.servers import END_SECONDS, PEER_DIED, processes_of
-from harness.server import Server
+
+from scripts.harness.server import Server
 
 BROKEN = (OSError, http.client.HTTPException, ValueError)
 """What a client meets whose server ends."""

@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.patience import patience
 from nursery import Nursery
 from standin.build import build, environment
+
+from scripts.harness.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_SECONDS = patience(120)
@@ -86,7 +87,7 @@ class Ranks:
         cuda = self.cuda or self.folder / "cuda"
         if not (cuda / "libcuda.so.1").exists():
             build(cuda)
-        path = os.pathsep.join(map(str, (ROOT, ROOT / "scripts", ROOT / "tests")))
+        path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
         ours = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(cuda.parent / "cache"), "OMP_NUM_THREADS": "1"}
         out = self.folder / f"output {self.name}"
         out.mkdir()

@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import reliability
 from checkpoints import unserved_models
 from faults import cases, engines, servers
 from faults.ranks import BAD, Fault, Outcome, Ranks, as_json
+
+from benchmarks import reliability
 
 Tried = tuple[str, str, str, str]
 """Where, kind, phase and what."""

@@ -19,9 +19,10 @@ from checkpoints import Checkpoints
 from faults.cases import DECIDE, LOOK, MOVE, SAVE
 from faults.ranks import BAD, Fault, Outcome
 from faults.served import ARMED, code
-from harness.patience import patience
-from harness.server import EngineFailed, Server, offload_state
 from serving import Engines
+
+from scripts.harness.patience import patience
+from scripts.harness.server import EngineFailed, Server, offload_state
 
 TESTS = Path(__file__).resolve().parents[1]
 START_SECONDS, ANSWER_SECONDS, END_SECONDS = patience(240), patience(120), patience(120)

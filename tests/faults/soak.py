@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import reliability
 from builders.plugins import saboteur
 from checkpoints import unserved_models
 from faults.lives import BROKEN, LIVES, Life, Planned
@@ -27,6 +26,8 @@ from faults.samples import flat
 from faults.served import code
 from faults.servers import END_SECONDS, FLAGS, TESTS, Servers, shared_memory
 from faults.traffic import DOMAINS, Request, alike, answer, requests
+
+from benchmarks import reliability
 
 CLIENTS = 4
 DOMAIN_SECONDS = 20.0

@@ -7,7 +7,7 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from harness.server import Server
+from scripts.harness.server import Server
 
 DOMAINS = ("the weather in the north", "def f(x):\n    return x", "once upon a time in a far country", "1 2 3 4 5 6 7 8")
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}

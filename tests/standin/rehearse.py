@@ -17,12 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from serve_client import NOT_RESOLVED
-from serve_run import reasons
 from standin.build import build, sglang_environment
 
+from benchmarks.serve_client import NOT_RESOLVED
+from benchmarks.serve_run import reasons
+
 ROOT = Path(__file__).resolve().parents[2]
-GPU = ROOT / "benchmarks" / "gpu"
 FIRST_EXPERTS = "5,3"
 """Behind the first residents, so that experts are read in place, move and fill slots; others in prompts than in decode steps,
 so that prompts leave some in slots."""
@@ -45,7 +45,7 @@ def main() -> int:
     sections = wanted.sections or known
     if WAITS_FOR_MARLIN & {*sections}:
         print("compiling SGLang's Marlin kernels ...", flush=True)
-        subprocess.run([sys.executable, str(GPU / "marlin_build.py")], env=variables, check=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.gpu.marlin_build"], env=variables, check=True)
     failed = [name for name in sections if not rehearse(name, out / "results", variables)]
     print(f"{len(sections) - len(failed)} of {len(sections)} sections are good; logs and JSON: {out / 'results'}")
     return 1 if failed else 0

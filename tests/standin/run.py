@@ -51,7 +51,7 @@ class Standin:
     def __init__(self, folder: Path):
         self.library = build(folder / "cuda")
         self._folder = folder
-        ours = {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
+        ours = {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
         self._nursery = Nursery(folder, IMPORTS, os.environ | environment(self.library.parent) | ours)
 
     def close(self) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from builders.plugins import saboteur
-from harness.patience import patience
 from standin.build import sglang_environment
 from standin.engine import run_engine
+
+from scripts.harness.patience import patience
 
 GPU: dict[str, Any] = {
     "device": "cuda",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import block_residency
 import numpy as np
 import pytest
 
+from benchmarks import block_residency
 from sglang_uvm_offload.replay.simulator import Workload
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "blocks"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from builders.managers import Rank, config
 from builders.profiles import saved, some
-from harness.patience import patience
 
+from scripts.harness.patience import patience
 from sglang_uvm_offload.cli.main import SUBCOMMANDS
 
 HEAVY = ("torch", "sglang", "matplotlib")

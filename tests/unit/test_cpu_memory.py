@@ -4,9 +4,9 @@ import gc
 
 import numpy as np
 import pytest
-from harness import memory_contract
 from simulated_driver import LinkModel, SimulatedDriver
 
+from scripts.harness import memory_contract
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Span

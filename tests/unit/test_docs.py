@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import xml.etree.ElementTree as ET
 
-import expectations
 import pytest
 from builders import pages
 from builders.pages import PAGES, ROOT
+
+from benchmarks import docs_tables, expectations
+from benchmarks.gpu.sections import SECTIONS
 
 pytestmark = pytest.mark.sglang
 
@@ -61,7 +62,7 @@ def test_bodies_of_requests_are_valid(page):
 RUN_BY = {
     **dict.fromkeys(("pip install", "pip uninstall"), "unit/test_packaging.py"),
     **dict.fromkeys(("sglang-uvm-offload plan", "sglang-uvm-offload profile"), "unit/test_docs_commands.py"),
-    **dict.fromkeys(("sglang-uvm-offload replay", "python benchmarks/expectations.py"), "unit/test_docs_commands.py"),
+    **dict.fromkeys(("sglang-uvm-offload replay", "python -m benchmarks.docs_tables"), "unit/test_docs_commands.py"),
     **dict.fromkeys(("bash scripts/test.sh", "bash scripts/fuzz.sh", "rm"), "unit/test_docs_commands.py"),
     "bash scripts/quickstart.sh": "engine/test_quickstart.py",
     **dict.fromkeys(("sglang serve", "python -m sglang.launch_server"), "engine/test_docs_launches.py"),
@@ -104,7 +105,7 @@ def test_a_command_is_of_the_kind_of_what_it_runs(command, kind):
         ("```text\na b\n```\n", []),
         ("```text\n    a b\n```\n", []),
         ("<!-- made -->\n    a b\n<!-- /made -->\n", []),
-        ("See `python a/b.py c` and `python -m d`, `e f`.\n", [["python", "a/b.py", "c"]]),
+        ("See `python -m a.b c` and `python -m d`, `e f`.\n", [["python", "-m", "a.b", "c"]]),
     ],
 )
 def test_commands_are_found_in_both_kinds_of_code_block(block, commands):
@@ -162,18 +163,23 @@ def test_links_to_no_file_and_to_no_heading_are_noticed(tmp_path):
 
 @pytest.fixture(scope="module")
 def made() -> dict[str, str]:
-    return expectations.blocks(ROOT / "tests/fixtures/models")
+    return docs_tables.blocks(ROOT / "tests/fixtures/models")
 
 
 @every_page
-def test_tables_are_what_the_planner_predicts(page, made):
-    for name, text in expectations.shown_in(page.read_text()).items():
-        assert text == made[name], f"python benchmarks/expectations.py tests/fixtures/models {page.relative_to(ROOT)}"
+def test_tables_are_what_the_planner_predicts_and_the_log_shows(page, made):
+    for name, text in docs_tables.shown_in(page.read_text()).items():
+        assert text == made[name], f"python -m benchmarks.docs_tables tests/fixtures/models {page.relative_to(ROOT)}"
 
 
 def test_every_table_is_on_one_page(made):
-    shown = [name for page in PAGES for name in expectations.shown_in(page.read_text())]
+    shown = [name for page in PAGES for name in docs_tables.shown_in(page.read_text())]
     assert sorted(shown) == sorted(made)
+
+
+def test_the_readme_links_to_the_log_of_its_times():
+    (log,) = re.findall(r"\[logs\]\((\S+)\.log\)", (ROOT / "README.md").read_text())
+    assert (ROOT / log).with_suffix(".json") == docs_tables.MEASURED
 
 
 def test_the_table_has_plans_that_are_useful_useless_and_none(made):
@@ -184,7 +190,7 @@ def test_the_table_has_plans_that_are_useful_useless_and_none(made):
 
 def test_only_blocks_that_a_page_has_are_refreshed(tmp_path):
     page = "a\n<!-- choices -->\nold\n<!-- /choices -->\nb\n<!-- other -->\nkept\n<!-- /other -->\n"
-    assert expectations.refreshed(page, {"choices": "new", "expectations": "none"}) == page.replace("old", "new")
+    assert docs_tables.refreshed(page, {"choices": "new", "expectations": "none"}) == page.replace("old", "new")
 
 
 # ---- figures from elsewhere ----
@@ -205,14 +211,12 @@ def test_figures_are_in_the_log_or_the_publication_behind_them():
     assert checked > 10
 
 
-def test_the_sections_to_run_are_those_that_there_are(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/gpu"))
-    sections = importlib.import_module("sections").SECTIONS
+def test_the_sections_to_run_are_those_that_there_are():
     page = (ROOT / "docs/gpu-runs.md").read_text()
     named = re.findall(r"scripts/gpu_session\.sh ([a-z]\w*)", page)
     named += re.search(r"for section in ([\w ]+);", page).group(1).split()
     named += re.findall(r"`(\w+)`", re.search(r"real servers \((.*?)\)", page, re.S).group(1))
-    assert set(named) == set(sections)
+    assert set(named) == set(SECTIONS)
 
 
 # ---- drawings ----

@@ -17,8 +17,8 @@ import pytest
 from builders import pages
 from builders.pages import ROOT
 from builders.profiles import MODEL, saved, some
-from harness.patience import patience
 
+from scripts.harness.patience import patience
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.cuda.build import cache_root
 from sglang_uvm_offload.routing.trace import Trace
@@ -75,14 +75,14 @@ def test_a_trace_is_replayed(here, words, capsys):
     assert ("--into" in words) == (Path("MODEL.npz").read_bytes() != before)
 
 
-@every("python benchmarks/expectations.py")
+@every("python -m benchmarks.docs_tables")
 def test_the_page_that_a_script_writes_stays_as_it_is(here, words, monkeypatch):
     (here / "tests").symlink_to(ROOT / "tests")
     (here / "docs").mkdir()
     *_, page = words
     shutil.copy(ROOT / page, here / page)
-    monkeypatch.setattr(sys, "argv", words[1:])
-    runpy.run_path(str(ROOT / words[1]), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", words[2:])
+    runpy.run_module(words[2], run_name="__main__")
     assert (here / page).read_text() == (ROOT / page).read_text()
 
 

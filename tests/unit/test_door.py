@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 import yaml
 from builders.wheels import ROOT, pip, tracked
-from harness.patience import patience
 
+from scripts.harness.patience import patience
 from sglang_uvm_offload import __version__
 
 CONTRIBUTING, RELEASING = ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md"

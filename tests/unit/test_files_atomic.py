@@ -6,9 +6,9 @@ import stat
 from pathlib import Path
 
 import pytest
-from harness.patience import patience
 from paths import SAFETENSORS, WAYS, direct, hard_link, link_to_the_folder, symbolic_link, with_dots
 
+from scripts.harness.patience import patience
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.files.atomic import Kind, WriteRefused, refusal
 

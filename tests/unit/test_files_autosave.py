@@ -4,8 +4,8 @@ import logging
 import threading
 
 import pytest
-from harness.patience import patience
 
+from scripts.harness.patience import patience
 from sglang_uvm_offload.files import autosave
 from sglang_uvm_offload.files.autosave import PAUSE_SECONDS, PERIOD_SECONDS, Saver
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-GPU = str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu")
 USE = """
 from flash_mla import one
 from flash_mla.flash_mla_interface import Two
@@ -20,13 +18,10 @@ one()
 
 
 @pytest.fixture
-def modes(monkeypatch: pytest.MonkeyPatch) -> Iterator:
-    monkeypatch.syspath_prepend(GPU)
-    import modes_parts
+def modes() -> ModuleType:
+    from benchmarks.gpu import modes_parts
 
-    yield modes_parts
-    for name in [name for name, each in sys.modules.items() if str(getattr(each, "__file__", "")).startswith(GPU)]:
-        del sys.modules[name]
+    return modes_parts
 
 
 @pytest.mark.sglang

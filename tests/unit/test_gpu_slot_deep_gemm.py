@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,28 +15,24 @@ from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 
 pytestmark = pytest.mark.sglang
 
-GPU = str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu")
 BATCH = 3
 RUN = DeepGemmRunnerCore.run
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator:
-    monkeypatch.syspath_prepend(GPU)
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setenv("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
-    import slot_deep_gemm
+    from benchmarks.gpu import slot_deep_gemm
 
     seam = DeepGemmSlotSeam()
     monkeypatch.setattr(DeepGemmRunnerCore, "run", lambda *a, **k: seam.around_run(RUN, *a, **k))
     monkeypatch.setattr(slot_deep_gemm, "installed_seam", lambda: seam)
-    slot_deep_gemm.kernels = deep_gemm.Kernels(monkeypatch)
-    yield slot_deep_gemm
-    for name in [name for name, each in sys.modules.items() if str(getattr(each, "__file__", "")).startswith(GPU)]:
-        del sys.modules[name]
+    monkeypatch.setattr(slot_deep_gemm, "kernels", deep_gemm.Kernels(monkeypatch), raising=False)
+    return slot_deep_gemm
 
 
 def shape(module):
-    from shapes import MoeShape
+    from benchmarks.gpu.shapes import MoeShape
 
     return MoeShape("small", 1, experts=4, top_k=2, hidden=256, intermediate=128)
 
@@ -84,7 +77,7 @@ def test_where_no_kernel_runs_the_tensors_are_as_large(module):
 
 
 def test_a_gpu_without_deep_gemm_is_told_what_it_lacks(module, monkeypatch):
-    import slot_function
+    from benchmarks.gpu import slot_function
 
     monkeypatch.setattr(slot_function, "computes", lambda: True)
     monkeypatch.setattr(slot_function, "find_spec", lambda name: None if name == "deep_gemm" else object())

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -18,14 +16,12 @@ from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
 
 pytestmark = pytest.mark.sglang
 
-GPU = str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu")
 BATCH = 3
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator:
-    monkeypatch.syspath_prepend(GPU)
-    import slot_marlin
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    from benchmarks.gpu import slot_marlin
 
     seam = MarlinSlotSeam()
     marlin.on_cpu(
@@ -34,13 +30,11 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator:
         lambda *a, **k: seam.around_experts(marlin.FUSED, *a, **k),
     )
     monkeypatch.setattr(slot_marlin, "installed_seam", lambda: seam)
-    yield slot_marlin
-    for name in [name for name, each in sys.modules.items() if str(getattr(each, "__file__", "")).startswith(GPU)]:
-        del sys.modules[name]
+    return slot_marlin
 
 
 def shape(module):
-    from shapes import MoeShape
+    from benchmarks.gpu.shapes import MoeShape
 
     return MoeShape("small", 1, experts=4, top_k=2, hidden=256, intermediate=128)
 
@@ -70,7 +64,7 @@ def test_where_no_kernel_runs_the_tensors_are_as_large(module):
 
 
 def test_a_gpu_without_sglangs_kernels_is_told_what_it_lacks(module, monkeypatch):
-    import slot_function
+    from benchmarks.gpu import slot_function
 
     monkeypatch.setattr(slot_function, "computes", lambda: True)
     monkeypatch.setattr(slot_function, "find_spec", lambda name: None if name == "sgl_kernel" else object())
@@ -84,9 +78,10 @@ def test_a_gpu_without_sglangs_kernels_is_told_what_it_lacks(module, monkeypatch
 
 @pytest.mark.parametrize("biases", [True, False])
 def test_the_variants_that_are_compiled_ahead_are_those_that_sglang_asks_for(module, monkeypatch, biases):
-    from marlin_build import VARIANTS
-    from modes_parts import MODES as modes
     from sglang.srt.layers.moe.fused_moe_triton import fused_marlin_moe
+
+    from benchmarks.gpu.marlin_build import VARIANTS
+    from benchmarks.gpu.modes_parts import MODES as modes
 
     asked = []
     gemm = fused_marlin_moe.moe_wna16_marlin_gemm
@@ -112,7 +107,7 @@ def test_the_variants_that_are_compiled_ahead_are_those_that_sglang_asks_for(mod
 
 
 def test_a_variant_that_cannot_be_compiled_is_named(module, monkeypatch):
-    import marlin_build
+    from benchmarks.gpu import marlin_build
 
     monkeypatch.setattr(marlin_build, "ONE", "")
     assert [*marlin_build.build()] == marlin_build.VARIANTS

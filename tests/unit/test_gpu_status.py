@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks.gpu.sections import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 STATES = {"proven", "refuted", "read in source", "never run"}
@@ -24,12 +25,6 @@ def table(text: str, heading: str) -> list[list[str]]:
 
 def parts() -> set[str]:
     """Such as "probe bandwidth"."""
-    folder = str(ROOT / "benchmarks" / "gpu")
-    sys.path.insert(0, folder)
-    try:
-        from sections import SECTIONS
-    finally:
-        sys.path.remove(folder)
     return {f"{section.name} {part.name}" for section in SECTIONS.values() for part in section.parts}
 
 

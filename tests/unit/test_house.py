@@ -217,4 +217,4 @@ def test_unit_tests_start_no_engine_and_compile_nothing():
         arguments = {node.arg for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.arg)}
         assert not arguments & needing, path.name
         helpers = {full for full in imports(path) if full.split(".")[0] in ("serving", "standin", "nursery", "launches")}
-        assert not helpers | ({"harness.server.Server"} & imports(path)), path.name
+        assert not helpers | ({"scripts.harness.server.Server"} & imports(path)), path.name

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import patience
+
+from scripts.harness import patience
 
 ROOT = Path(__file__).parents[2]
 

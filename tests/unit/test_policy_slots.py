@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from locality_law import Law
 
+from benchmarks.policy.law import Law
 from sglang_uvm_offload.policy.slots import (
     AGES,
     CLASSES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import published_launches as launches
+from benchmarks import published_launches as launches
 
 CASE = """<testsuites><testsuite>
 <testcase name="a"><properties>{properties}</properties>{failure}</testcase>

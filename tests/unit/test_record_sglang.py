@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-import record_sglang
+
+from scripts import record_sglang
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="engine.test_a" name="test_serves"/>

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-import reliability
 from faults import soak
+
+from benchmarks import reliability
 
 COMMITTED = json.loads(reliability.RESULTS.read_text())
 SOAK = json.loads(reliability.SOAK.read_text())

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 
 import numpy as np
 from builders.managers import LAYERS, Rank, config
-from harness.patience import patience
 from simulated_driver import SimulatedDriver
 
+from scripts.harness.patience import patience
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span

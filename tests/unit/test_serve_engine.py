@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import serve_engine
+
+from benchmarks import serve_engine
 
 DECODED = (
     "[2026-01-02 03:04:05] Decode batch [40], #running-req: 1, #token: 88, cuda graph: {}, gen throughput (token/s): 9.00\n"

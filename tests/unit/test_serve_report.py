@@ -4,27 +4,27 @@ cost model."""
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import contenders
-import link_rates
-import make_checkpoint
-import model
 import pytest
-import readme_table
-import serve_client
-import serve_log
-import serve_meter
-import serve_report
-import serve_run
-from contenders import CONTENDERS, Budget, CannotServe
-from link_rates import Rates
 
+from benchmarks import (
+    contenders,
+    link_rates,
+    model,
+    serve_client,
+    serve_log,
+    serve_meter,
+    serve_report,
+    serve_run,
+)
+from benchmarks.contenders import CONTENDERS, Budget, CannotServe
+from benchmarks.link_rates import Rates
+from scripts import make_checkpoint
 from sglang_uvm_offload.sizing.checkpoint import from_config
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.inputs import Assumptions
@@ -475,13 +475,6 @@ def test_rates_come_from_the_session_where_it_measured_them() -> None:
 def test_the_copy_rate_is_found_in_a_real_log() -> None:
     log = ROOT / "benchmarks" / "results" / "2026-11-22-nvidia-h200-2" / "stream.json"
     assert link_rates.rates_of([link_rates.section(log)], 55.0, Assumptions()).assumed == ("read", "link")
-
-
-def test_the_table_in_the_readme_is_made_from_its_log() -> None:
-    readme = (ROOT / "README.md").read_text()
-    shown = readme.split("<!-- measured -->\n")[1].split("<!-- /measured -->")[0].strip()
-    (log,) = re.findall(r"\[logs\]\((\S+)\.log\)", readme)
-    assert shown == readme_table.table(serve_report.load(ROOT / f"{log}.json"))
 
 
 def test_the_link_is_measured_by_a_run_and_the_sections_beside_it(tmp_path: Path) -> None:

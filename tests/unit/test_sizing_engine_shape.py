@@ -6,10 +6,10 @@ import json
 import subprocess
 from pathlib import Path
 
-import model_sizes
 import pytest
 from builders.true_shape import config_folder
 
+from benchmarks import model_sizes
 from sglang_uvm_offload.sizing import engine_shape
 from sglang_uvm_offload.sizing.checkpoint import from_config, load
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_json

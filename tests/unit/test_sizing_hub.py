@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from builders.hub import Hub, cached, serving
 from builders.true_shape import checkpoint, config_folder
-from harness.patience import patience
 
+from scripts.harness.patience import patience
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.sizing import architectures, hub
 from sglang_uvm_offload.sizing.checkpoint import load

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import routing_curves as made
 
+from benchmarks import routing_curves as made
 from sglang_uvm_offload.replay.simulator import replay, slot_splits
 from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.sizing import routing_curves

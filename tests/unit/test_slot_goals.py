@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import slot_goals
-from locality_law import LAST_TOKEN, POINTS, Law
-from slot_goals import Case, Source
 
+from benchmarks.policy import __main__ as benchmark
+from benchmarks.policy import slots, sources
+from benchmarks.policy.law import LAST_TOKEN, POINTS, Law
+from benchmarks.policy.slots import Case
+from benchmarks.policy.sources import Source
 from sglang_uvm_offload.replay.baselines import Cache, lru
 from sglang_uvm_offload.replay.policies import SHIPPED, SLOTS
 from sglang_uvm_offload.replay.simulator import replay
@@ -28,7 +30,7 @@ def hit_rate_of_lru(trace: Trace, slots: int) -> float:
     return sum(int(one.hit.sum()) for one in served[200:]) / int(activated[200:].sum())
 
 
-@pytest.mark.parametrize(("experts", "top_k"), slot_goals.SIZES)
+@pytest.mark.parametrize(("experts", "top_k"), sources.SIZES)
 def test_a_law_goes_through_its_points(experts, top_k):
     places = np.cumsum(Law(experts, top_k).places())
     assert places[-1] == pytest.approx(1)
@@ -77,11 +79,11 @@ def written(tmp_path_factory) -> tuple[list[Case], str]:
     folder = tmp_path_factory.mktemp("slots")
     small_trace(0).save(folder / "here.npz")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slot_goals, "SIZES", ((16, 2),))
-        patch.setattr(slot_goals, "TOKENS", 8)
-        slot_goals.main([str(folder / "here.npz"), "--out", str(folder / "out")])
+        patch.setattr(sources, "SIZES", ((16, 2),))
+        patch.setattr(sources, "TOKENS", 8)
+        benchmark.main(["slots", str(folder / "here.npz"), "--out", str(folder / "out")])
         cases, text = read(folder / "out"), (folder / "out" / "slots.md").read_text()
-        assert text == slot_goals.markdown(cases)
+        assert text == slots.markdown(cases)
     return cases, text
 
 
@@ -91,11 +93,11 @@ def read(folder: Path) -> list[Case]:
 
 def test_every_trace_and_law_has_every_case(written):
     cases, text = written
-    laws = list(product(("16/2",), [skew for skew, _ in slot_goals.SKEWS], slot_goals.SEEDS))
-    expected = product([("here", None, 0), *laws], slot_goals.BATCHES, slot_goals.RESIDENCIES)
+    laws = list(product(("16/2",), [skew for skew, _ in sources.SKEWS], sources.SEEDS))
+    expected = product([("here", None, 0), *laws], slots.BATCHES, slots.RESIDENCIES)
     assert [((c.trace, c.skew, c.seed), c.batch, c.residency) for c in cases] == list(expected)
-    assert all(set(c.hit_rate) == set(c.crossings) == set(slot_goals.POLICIES) for c in cases)
-    a_row_for_all_seeds = (1 + len(laws) // len(slot_goals.SEEDS)) * len(slot_goals.BATCHES) * len(slot_goals.RESIDENCIES)
+    assert all(set(c.hit_rate) == set(c.crossings) == set(slots.POLICIES) for c in cases)
+    a_row_for_all_seeds = (1 + len(laws) // len(sources.SEEDS)) * len(slots.BATCHES) * len(slots.RESIDENCIES)
     assert text.count("% |") == a_row_for_all_seeds
 
 
@@ -105,7 +107,7 @@ def test_cases_are_what_the_command_replays(written):
     whole = small_trace(0)
     thinned = Trace(whole.ids[:, [0, 3]], whole.seq_len, 16)
     for case in [c for c in written[0] if c.skew is None]:
-        for name in slot_goals.POLICIES:
+        for name in slots.POLICIES:
             alone = replay(thinned, name, case.residency, case.batch, expert_bytes=1)
             assert case.hit_rate[name] == pytest.approx(alone.hit_rate, abs=1e-5), name
             assert case.crossings[name] == pytest.approx(alone.read_bytes_per_step + alone.moved_bytes_per_step, abs=1e-5)
@@ -119,7 +121,7 @@ def case(skew: float | None, slots: float, shipped: float = 2.0) -> Case:
 
 
 def met(cases: list[Case]) -> list[tuple[object, object]]:
-    return [(each["met"], each["all"]) for each in slot_goals.judge(cases)]
+    return [(each["met"], each["all"]) for each in slots.judge(cases)]
 
 
 def test_means_are_judged_by_the_kind_of_routing_and_bounds_by_every_case():
@@ -132,42 +134,54 @@ def test_means_are_judged_by_the_kind_of_routing_and_bounds_by_every_case():
 
 
 def test_the_text_names_each_missed_goal_with_its_worst_case():
-    text = slot_goals.markdown([case(0.0, 1.0), case(0.3, 0.96)])
+    text = slots.markdown([case(0.0, 1.0), case(0.3, 0.96)])
     missed = text.split("Missed:\n")[1].split("\n#")[0].strip().splitlines()
     assert len(missed) == 2, "skew is judged together and alone, and what has no case is not missed"
     assert all(line.endswith("by 0.010") for line in missed)
-    above = slot_goals.markdown([case(None, 1.05), case(None, 1.03), case(None, 0.1)])
+    above = slots.markdown([case(None, 1.05), case(None, 1.03), case(None, 0.1)])
     assert "in every case: in 2 of 3 cases, by 0.020 on average and 0.030 at most" in above
-    assert "No goal is missed." in slot_goals.markdown([case(None, 0.8), case(0.0, 1.0), case(0.3, 0.9), case(0.6, 0.9)])
+    assert "No goal is missed." in slots.markdown([case(None, 0.8), case(0.0, 1.0), case(0.3, 0.9), case(0.6, 0.9)])
 
 
-def test_files_that_are_no_traces_are_all_named(tmp_path, capsys):
+@pytest.mark.parametrize("study", ["residents", "slots"])
+def test_files_that_are_no_traces_are_all_named_with_what_else_is_wrong(study, tmp_path, capsys):
     (tmp_path / "broken.npz").write_bytes(b"PK not a zip")
     with pytest.raises(SystemExit):
-        slot_goals.main([str(tmp_path / "broken.npz"), str(tmp_path / "missing.npz"), "--out", str(tmp_path)])
+        benchmark.main(
+            [study, str(tmp_path / "broken.npz"), str(tmp_path / "missing.npz"), "--out", str(tmp_path), "--jobs", "0"]
+        )
     message = capsys.readouterr().err
-    assert "broken.npz" in message
-    assert "missing.npz" in message
+    for named in ("broken.npz", "missing.npz", "--jobs must be at least 1, not 0"):
+        assert named in message
     assert not (tmp_path / "slots.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"), [(["residents"], "needs a trace"), (["slots", "--tunings"], "options of residents")]
+)
+def test_a_study_takes_its_own_arguments(words, said, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main([*words, "--out", str(tmp_path)])
+    assert said in capsys.readouterr().err
+
+
 def test_the_committed_text_is_that_of_the_committed_figures():
-    assert (RESULTS / "slots.md").read_text() == slot_goals.markdown(read(RESULTS))
+    assert (RESULTS / "slots.md").read_text() == slots.markdown(read(RESULTS))
 
 
 def test_the_committed_figures_are_of_every_case_of_this_benchmark():
     cases = read(RESULTS)
     found = {(c.trace, c.skew, c.seed, c.batch, c.residency) for c in cases}
-    every = list(product(slot_goals.BATCHES, slot_goals.RESIDENCIES))
+    every = list(product(slots.BATCHES, slots.RESIDENCIES))
     traces = {(c.trace, c.skew, c.seed) for c in cases if c.skew is None}
     assert len(traces) >= 4
-    traces |= {(source.name, source.skew, source.seed) for source in slot_goals.sources([])}
+    traces |= {(source.name, source.skew, source.seed) for source in sources.sources([])}
     assert found == {(*trace, *each) for trace, each in product(traces, every)}
 
 
 @pytest.mark.slow
 def test_the_committed_figures_are_those_of_the_present_rules():
     """A rule that changes needs a new run."""
-    source: Source = next(s for s in slot_goals.sources([]) if (s.name, s.skew) == ("128/8", 0.3))
+    source: Source = next(s for s in sources.sources([]) if (s.name, s.skew) == ("128/8", 0.3))
     committed = [c for c in read(RESULTS) if (c.trace, c.skew, c.seed, c.batch) == ("128/8", 0.3, source.seed, 8)]
-    assert [asdict(c) for c in slot_goals.run(source, 8)] == [asdict(c) for c in committed]
+    assert [asdict(c) for c in slots.run(source, 8)] == [asdict(c) for c in committed]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import slot_goals
-import slot_splits
 
+from benchmarks.policy import __main__ as benchmark
+from benchmarks.policy import sources, splits
 from sglang_uvm_offload.replay.simulator import slot_splits as splits_of
 from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.sizing.slots import COARSE_SHARE, FINE_SHARE
@@ -17,8 +17,8 @@ from sglang_uvm_offload.sizing.slots import COARSE_SHARE, FINE_SHARE
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "slots"
 
 
-def cases_in(folder: Path) -> list[dict]:
-    return json.loads((folder / "splits.json").read_text())
+def cases_in(folder: Path) -> list[splits.Case]:
+    return [splits.Case(**case) for case in json.loads((folder / "splits.json").read_text())]
 
 
 @pytest.mark.slow
@@ -27,26 +27,26 @@ def test_cases_are_what_replay_finds_of_each_split(tmp_path):
     trace = Trace(rng.integers(0, 8, (96, 1, 2)), np.full(8, 12), 8)
     trace.save(tmp_path / "here.npz")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slot_goals, "SIZES", ((16, 2),))
-        patch.setattr(slot_goals, "TOKENS", 8)
-        slot_splits.main([str(tmp_path / "here.npz"), "--out", str(tmp_path)])
+        patch.setattr(sources, "SIZES", ((16, 2),))
+        patch.setattr(sources, "TOKENS", 8)
+        benchmark.main(["splits", str(tmp_path / "here.npz"), "--out", str(tmp_path)])
     cases = cases_in(tmp_path)
-    per_source = len(slot_splits.BATCHES) * len(slot_splits.RESIDENCIES)
-    assert len(cases) == per_source * (1 + len(slot_goals.SKEWS)), "of the seeds one"
+    per_source = len(splits.BATCHES) * len(splits.RESIDENCIES)
+    assert len(cases) == per_source * (1 + len(sources.SKEWS)), "of the seeds one"
     for case in cases[:per_source]:
-        seconds = [split.step_seconds for split in splits_of(trace, case["residency"], case["batch"])]
-        assert case["splits"] == pytest.approx([one / min(seconds) for one in seconds], abs=1e-3)
-        assert min(case["splits"]) == 1
-    assert (tmp_path / "splits.md").read_text() == slot_splits.markdown(cases)
+        seconds = [split.step_seconds for split in splits_of(trace, case.residency, case.batch)]
+        assert case.splits == pytest.approx([one / min(seconds) for one in seconds], abs=1e-3)
+        assert min(case.splits) == 1
+    assert (tmp_path / "splits.md").read_text() == splits.markdown(cases)
 
 
 def test_the_committed_text_is_that_of_the_committed_figures():
-    assert (RESULTS / "splits.md").read_text() == slot_splits.markdown(cases_in(RESULTS))
+    assert (RESULTS / "splits.md").read_text() == splits.markdown(cases_in(RESULTS))
 
 
 @pytest.mark.parametrize(("fine", "share"), [(True, FINE_SHARE), (False, COARSE_SHARE)])
 def test_the_share_that_auto_takes_is_within_five_percent_of_the_best_split_on_average(fine, share):
     """Measured routing is of models with fewer than 128 experts, the laws are of more."""
-    chosen = slot_splits.SHARES.index(share)
-    relative = [case["splits"][chosen] for case in cases_in(RESULTS) if (case["skew"] is not None) == fine]
+    chosen = splits.SHARES.index(share)
+    relative = [case.splits[chosen] for case in cases_in(RESULTS) if (case.skew is not None) == fine]
     assert np.mean(relative) <= 1.05

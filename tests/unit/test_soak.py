@@ -13,13 +13,14 @@ from types import SimpleNamespace
 from urllib.error import HTTPError
 
 import pytest
-import reliability
 from faults import lives, samples, soak
 from faults.lives import LIVES, Life, Planned
 from faults.samples import FEW, GROWTH, flat, grown
 from faults.served import STRUCK
 from faults.traffic import DOMAINS, GREEDY, VARIANTS, Interrupted, Request, alike, answer, requests
-from harness.patience import patience
+
+from benchmarks import reliability
+from scripts.harness.patience import patience
 
 
 def test_answers_are_alike_but_for_the_last_bits_of_log_probabilities():

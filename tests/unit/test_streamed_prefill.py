@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import streamed_prefill as bench
 
+from benchmarks import streamed_prefill as bench
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.memory.staging import Part
 from sglang_uvm_offload.routing.trace import Trace

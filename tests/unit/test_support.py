@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import support as table_of
-from harness.patience import patience
 from support_marks import ROOT, record, rows, skip_newer, unrecorded
+
+from benchmarks import support as table_of
+from scripts.harness.patience import patience
 
 
 def result(what: str = "TP 2", kind: str = "works", outcome: str = "passed", test: str = "engine/t.py::a", **more: str) -> dict:

@@ -14,17 +14,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import trace_checkpoint
-import trace_checkpoint_check as check
-from checkpoints import MEASURED, ROOT, WALKED, WalkedCheckpoints
-from routing_overlay import OverlayError, lay_over
+from builders import walks
+from checkpoints import MEASURED, WALKED, WalkedCheckpoints
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from trace_checkpoint import MODELS, Refused
-from trace_walk import ALIASES, TEXT_TOKENS, Walk, WalkError, cut
-from trace_weights import TraceWeights
 
+from benchmarks import trace_checkpoint
+from benchmarks.routing_overlay import OverlayError, lay_over
+from benchmarks.trace_checkpoint import MODELS, Refused
+from benchmarks.trace_walk import ALIASES, TEXT_TOKENS, Walk, WalkError, cut
+from benchmarks.trace_weights import TraceWeights
 from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.sizing.config_tensors import tensors_of
 from sglang_uvm_offload.sizing.safetensors_header import read_folder
@@ -62,9 +62,9 @@ class TestLayingOver:
         by_id = Trace(np.sort(trace.ids, axis=-1), trace.seq_len, trace.num_experts)
         ids = lay_over(by_id.ids, 32, 6, 128, 8)
         laid = Trace(ids, trace.seq_len, 128)
-        measured = check.hit_rate(by_id)
-        assert np.abs(check.hit_rate(laid)[::4] - measured).max() < 0.01
-        assert check.lift(laid, 1) == pytest.approx(check.lift(by_id, 1), rel=0.05)
+        measured = walks.hit_rate(by_id)
+        assert np.abs(walks.hit_rate(laid)[::4] - measured).max() < 0.01
+        assert walks.lift(laid, 1) == pytest.approx(walks.lift(by_id, 1), rel=0.05)
 
     @pytest.mark.parametrize(("experts", "top_k"), [(12, 3), (4, 2), (16, 1), (16, 7)])
     def test_what_cannot_be_laid_over_is_refused(self, experts: int, top_k: int) -> None:
@@ -203,7 +203,7 @@ class TestSizes:
             ([tmp_path / "no.npz"], "no.npz: not a readable npz file"),
         ):
             trace, *options = arguments
-            command = [sys.executable, ROOT / "benchmarks" / "trace_checkpoint.py", "tiny-qwen3", trace, out, *options]
+            command = [sys.executable, "-m", "benchmarks.trace_checkpoint", "tiny-qwen3", trace, out, *options]
             ended = subprocess.run([str(part) for part in command], capture_output=True, text=True)
             assert ended.returncode == 2
             assert message in ended.stderr

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import train_tiny
 import transformers
+
+from scripts import train_tiny
 
 TINY = Path(train_tiny.__file__).parent / "tiny"
 

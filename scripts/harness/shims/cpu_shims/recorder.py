@@ -25,4 +25,4 @@ def cpu_is_the_default_device_module() -> None:
 
     torch.cpu.is_current_stream_capturing = lambda: False  # type: ignore[attr-defined]
     torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
-    torch.get_device_module = get_device_module
+    torch.get_device_module = get_device_module  # type: ignore[assignment]

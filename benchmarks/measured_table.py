@@ -1,4 +1,4 @@
-"""The README's table of measured times, from a section of a GPU session: ``python benchmarks/readme_table.py SECTION.json``.
+"""The README's table of measured times, from a section of a GPU session.
 
 Medians of every sample, in milliseconds; in brackets the ratio to the server with all experts in VRAM. Below, what each held.
 """
@@ -6,11 +6,9 @@ Medians of every sample, in milliseconds; in brackets the ratio to the server wi
 from __future__ import annotations
 
 import statistics
-import sys
-from pathlib import Path
 
-import serve_report
-from serve_report import Cell, Record
+from benchmarks import serve_report
+from benchmarks.serve_report import Cell, Record
 
 NAMES = {
     "resident": "all experts in VRAM",
@@ -50,7 +48,3 @@ def entry(record: Record, cell: Cell, kind: str, size: int) -> str:
 def held(record: Record, cell: Cell, name: str) -> str:
     found = [row["memory"][name] for row in serve_report.rows_of(record, cell) if row.get("memory", {}).get(name) is not None]
     return f"{statistics.median(found) / 2**30:.1f}" if found else "-"
-
-
-if __name__ == "__main__":
-    print(table(serve_report.load(Path(sys.argv[1]))))

@@ -1,34 +1,28 @@
 """Replays requests as a prompt and an answer, and tables what filling slots after a prefill is worth.
 
-    python benchmarks/slot_prompts.py [TRACE.npz ...]
-
-Writes ``prompts.json`` and ``prompts.md`` below ``benchmarks/results/slots``, in some minutes on one core. Routing is that of
-``slot_goals.py``, with one seed; traces of one model are also mixed, their requests in random order. All VRAM is in slots. Each
-request is cut into a prompt, which is one prefill, and the rest, which is decoded; ``batch`` requests run at once, and when one
-ends the next is prefilled. The first half of the requests warms up. A prompt that streams brings all experts, whatever slots
-hold, so the link time is that of decode steps; one that reads in place counts too, each expert once.
+Takes some minutes on one core. Routing has one seed; traces of one model are also mixed, their requests in random order. All
+VRAM is in slots. Each request is cut into a prompt, which is one prefill, and the rest, which is decoded; ``batch`` requests
+run at once, and when one ends the next is prefilled. The first half of the requests warms up. A prompt that streams brings all
+experts, whatever slots hold, so the link time is that of decode steps; one that reads in place counts too, each expert once.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import chain, product
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from policy_goals import goal, grid, ratio
-from slot_goals import OUT, Source, measured, sources
 
+from benchmarks.policy.sources import SEED, Source, mixed, sources
+from benchmarks.policy.verdicts import goal, grid, ratio
 from sglang_uvm_offload.policy.slots import WHOLE, SlotPolicy, Tails
 from sglang_uvm_offload.routing.trace import Trace
 
 BATCHES = (1, 8)
 RESIDENCIES = (0.125, 0.25, 0.5, 0.78)
-SEED = 0
 SHORT_TOKENS = 48
 GOAL = 1.01
 """Link time with filling, relative to that without."""
@@ -68,6 +62,10 @@ class Case:
     @property
     def relative(self) -> float:
         return ratio(self.filling, self.without)
+
+    @property
+    def shown(self) -> str:
+        return f"{self.relative:.3f}"
 
     def __str__(self) -> str:
         law = "" if self.skew is None else f" skew {self.skew:g}"
@@ -134,32 +132,19 @@ def crossings(trace: Trace, cut: Cut, batch: int, residency: float, filling: boo
     return server.crossed / steps / trace.num_layers
 
 
-def run(source: Source) -> Iterator[Case]:
-    trace = source.trace()
+def work(paths: Sequence[Path]) -> list[tuple[Source]]:
+    return [(source,) for source in (*mixed(paths), *(each for each in sources(paths) if each.seed == SEED))]
+
+
+def run(source: Source) -> list[Case]:
+    trace, cases = source.trace(), []
     for cut, batch, residency in product(CUTS, BATCHES, RESIDENCIES):
         without, filling = (round(crossings(trace, cut, batch, residency, on), 5) for on in (False, True))
-        yield Case(source.name, source.skew, cut.name, batch, residency, without, filling)
+        cases.append(Case(source.name, source.skew, cut.name, batch, residency, without, filling))
+    return cases
 
 
-def mixed(paths: Sequence[Path]) -> list[Source]:
-    """The traces of one shape, if there are several, as one."""
-    same: dict[tuple[int, ...], list[Path]] = {}
-    for path in paths:
-        trace = Trace.load(path)
-        same.setdefault((trace.num_experts, *trace.ids.shape[1:]), []).append(path)
-    groups = [group for group in same.values() if len(group) > 1]
-    return [Source("mix of " + ", ".join(p.stem for p in group), None, SEED, partial(mix, group)) for group in groups]
-
-
-def mix(paths: Sequence[Path]) -> Trace:
-    traces = [measured(path) for path in paths]
-    requests = list(chain(*(np.split(trace.ids, np.cumsum(trace.seq_len)[:-1]) for trace in traces)))
-    order = np.random.default_rng(SEED).permutation(len(requests))
-    shuffled = [requests[i] for i in order]
-    return Trace(np.concatenate(shuffled), np.array([len(ids) for ids in shuffled]), traces[0].num_experts)
-
-
-def judge(cases: Sequence[Case]) -> list[dict[str, object]]:
+def judge(cases: Sequence[Case]) -> list[dict[str, Any]]:
     worst = max(cases, key=lambda case: case.relative)
     mean = float(np.mean([case.relative for case in cases]))
     return [
@@ -175,8 +160,8 @@ def judge(cases: Sequence[Case]) -> list[dict[str, object]]:
 def markdown(cases: Sequence[Case]) -> str:
     return "\n".join([
         "# Slots filled after a prefill\n",
-        "Made by `benchmarks/slot_prompts.py`, which explains the terms. Link time relative to that of slots that only decode\n"
-        "steps fill.\n",
+        "Made by `python -m benchmarks.policy prompts`, whose module explains the terms. Link time relative to that of slots\n"
+        "that only decode steps fill.\n",
         grid(["goal", "met", "worst case"], [[g["goal"], g["met"], g["worst"]] for g in judge(cases)]),
         "## By kind of routing\n",
         "Mean over traces, laws and residencies.\n",
@@ -211,23 +196,3 @@ def grouped(cases: Sequence[Case], of: Callable[[Case], tuple[object, ...]]) -> 
 
 
 CUT_NAMES = [cut.name for cut in CUTS]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="*", type=Path)
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args(arguments)
-    cases = []
-    for source in [*mixed(args.traces), *(source for source in sources(args.traces) if source.seed == SEED)]:
-        for case in run(source):
-            cases.append(case)
-            print(f"{case}: {case.relative:.3f}", flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(asdict(case)) for case in cases)
-    (args.out / "prompts.json").write_text(f"[\n{lines}\n]\n")
-    (args.out / "prompts.md").write_text(markdown(cases))
-
-
-if __name__ == "__main__":
-    main()

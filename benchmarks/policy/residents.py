@@ -1,18 +1,14 @@
 """Replays routing traces through the shipped policy and its rivals, and lists which goals are met.
 
-    python benchmarks/policy_goals.py TRACE.npz [TRACE.npz ...] [--jobs 2] [--tunings] [--decisions]
-
-Writes ``goals.md`` below ``benchmarks/results/policy``; with ``--tunings`` also ``tunings.md`` (what the policy's constants are
-worth: hours), with ``--decisions`` also ``decisions.md`` (what a decision takes; needs a quiet machine). The simulator serves
-each trace: a step has one token of each of ``batch`` requests, the first half of the requests warms up, the second half is
-scored, and state persists.
-The shipped policy is the real manager with ``--expert-offload-adapt continuous``. Step seconds are bytes read and moved over
-one link; expert size and bandwidth only scale them.
+Writes ``goals.md``; with ``--tunings`` also ``tunings.md`` (what the policy's constants are worth: hours), with
+``--decisions`` also ``decisions.md`` (what a decision takes; needs a quiet machine). The simulator serves each trace: a step
+has one token of each of ``batch`` requests, the first half of the requests warms up, the second half is scored, and state
+persists. The shipped policy is the real manager with ``--expert-offload-adapt continuous``. Step seconds are bytes read and
+moved over one link; expert size and bandwidth only scale them.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -24,17 +20,20 @@ from dataclasses import asdict, fields, replace
 from itertools import permutations, product
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from decayed_counts import DecayedCounts
 
+from benchmarks.policy.decayed_counts import DecayedCounts
+from benchmarks.policy.verdicts import goal, grid, ratio
 from sglang_uvm_offload.policy.forecast import TUNING, Tuning
 from sglang_uvm_offload.replay import baselines
 from sglang_uvm_offload.replay.baselines import Variant
-from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, EXPERT_BYTES, SHIPPED, Replay, Workload, serve
+from sglang_uvm_offload.replay.policies import EXPERT_BYTES, SHIPPED
+from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, Replay, Workload, serve
 from sglang_uvm_offload.replay.whole_experts import WholeExperts
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
-from sglang_uvm_offload.routing.trace import Trace, TraceError
+from sglang_uvm_offload.routing.trace import Trace
 
 RESIDENCIES = (0.25, 0.5, 0.78)
 BATCHES = (1, 8)
@@ -133,10 +132,10 @@ def run_cases(traces: dict[str, Trace], jobs: int, with_tunings: bool) -> Table:
     return table
 
 
-def switch(traces: dict[str, Trace]) -> list[dict[str, object]]:
+def switch(traces: dict[str, Trace]) -> list[dict[str, Any]]:
     """Hit rate after the traffic changes from one trace to another, against an LRU that starts empty at the change: over the
     first ``SWITCH_STEPS`` steps, and over as many after them. Traces of different models have no switch."""
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     for (before, after), batch, residency in product(permutations(traces, 2), BATCHES, RESIDENCIES):
         first, second = traces[before], traces[after]
         if (first.num_layers, first.num_experts, first.ids.shape[2]) != (
@@ -145,7 +144,7 @@ def switch(traces: dict[str, Trace]) -> list[dict[str, object]]:
         old, new = Workload.of(first, batch).warmup, Workload.of(second, batch, 0.0).scored
         during = Workload(batch, new[:0], new[:SWITCH_STEPS])
         then = Workload(batch, new[:0], new[SWITCH_STEPS : 2 * SWITCH_STEPS])
-        row: dict[str, object] = {"before": before, "after": after, "batch": batch, "residency": residency}
+        row: dict[str, Any] = {"before": before, "after": after, "batch": batch, "residency": residency}
         for name in (SHIPPED, "lru"):
             policy = during.policy(name, residency)
             warm = Workload(batch, old if name == SHIPPED else old[:0], during.scored)
@@ -204,10 +203,10 @@ def left_out(table: Table, names: Sequence[str]) -> dict[str, str]:
     return chosen
 
 
-def beside_decayed(table: Table) -> list[dict[str, object]]:
+def beside_decayed(table: Table) -> list[dict[str, Any]]:
     """For each trace and batch: the shipped policy beside ``DecayedCounts`` with the constants that are best on the *other*
     traces, and with those that are best on this trace and batch."""
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     chosen = left_out(table, list(decays()))
     for trace, batch in dict.fromkeys(case[:2] for case in table):
         cells = [row for case, row in table.items() if case[:2] == (trace, batch)]
@@ -230,22 +229,13 @@ def beside_decayed(table: Table) -> list[dict[str, object]]:
     return rows
 
 
-def goal(text: str, met: list[bool], worst: str) -> dict[str, object]:
-    return {"goal": text, "met": f"{sum(met)} of {len(met)}", "all": all(met), "worst": worst}
-
-
-def ratio(ours: float, theirs: float) -> float:
-    """``ours / theirs``, where nothing on both sides is as good as equal."""
-    return ours / theirs if theirs else float("inf") if ours else 1.0
-
-
 def closed(row: dict[str, Replay], name: str) -> float:
     """The share of the gap in hit rate between the static oracle and Belady that ``name`` closes."""
     oracle = row["static-oracle"].hit_rate
     return (row[name].hit_rate - oracle) / (row["belady"].hit_rate - oracle)
 
 
-def judge(table: Table, switches: list[dict[str, object]]) -> list[dict[str, object]]:
+def judge(table: Table, switches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     cells = list(table.values())
     behind = [row["lru"].hit_rate - row[SHIPPED].hit_rate for row in cells]
     moves = [ratio(row[SHIPPED].moves_per_step, row["lru"].moves_per_step) for row in cells]
@@ -287,7 +277,7 @@ def judge(table: Table, switches: list[dict[str, object]]) -> list[dict[str, obj
     ]  # fmt: skip
 
 
-def markdown(table: Table, goals: list[dict[str, object]], switches: list[dict[str, object]]) -> str:
+def markdown(table: Table, goals: list[dict[str, Any]], switches: list[dict[str, Any]]) -> str:
     parts = [
         "# Residency policies on measured routing\n",
         "Constants and intervals: [tunings.md](tunings.md). Decision times: [decisions.md](decisions.md).\n",
@@ -343,11 +333,6 @@ def decisions_markdown(times: Sequence[dict[str, float]]) -> str:
         grid(["layers", "experts", "median", "p99"],
              [[t["layers"], t["experts"], f"{1e3 * t['median']:.2f}", f"{1e3 * t['p99']:.2f}"] for t in times]),
     ])  # fmt: skip
-
-
-def grid(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
 
 
 def hit_rate_table(table: Table) -> str:
@@ -418,7 +403,7 @@ def short(name: str) -> str:
     return "as shipped" if name == SHIPPED else name
 
 
-def switch_table(switches: list[dict[str, object]]) -> str:
+def switch_table(switches: list[dict[str, Any]]) -> str:
     keys = (f"{SHIPPED}_during", "lru_during", f"{SHIPPED}_after_512", "lru_after_512")
     rows = [
         [row["before"], row["after"], row["batch"], f"{row['residency']:.0%}", *(f"{100 * row[key]:.1f}" for key in keys)]
@@ -427,44 +412,27 @@ def switch_table(switches: list[dict[str, object]]) -> str:
     return grid(["from", "to", "batch", "resident", SHIPPED, "fresh LRU", f"{SHIPPED}, then", "fresh LRU, then"], rows)
 
 
-def as_json(case: Case, result: Replay) -> dict[str, object]:
+def as_json(case: Case, result: Replay) -> dict[str, Any]:
     """``result`` without what is long, rounded."""
     kept = {key: value for key, value in asdict(result).items() if key not in ("per_layer_hit_rate", "hit_rate_over_time")}
     return {"trace": case[0], **{key: float(f"{v:.7g}") if isinstance(v, float) else v for key, v in kept.items()}}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "policy")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
-    parser.add_argument("--tunings", action="store_true", help="also with other constants and intervals: takes hours")
-    parser.add_argument("--decisions", action="store_true", help="also time decisions, which needs a quiet machine")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to this file too")
-    args = parser.parse_args(arguments)
-    if args.jobs < 1:
-        parser.error(f"--jobs must be at least 1, not {args.jobs}")
-    traces, problems = {}, []
-    for path in args.traces:
-        try:
-            traces[path.stem] = Trace.load(path)
-        except (TraceError, OSError) as error:
-            problems.append(f"{path}: {error}")
-    if problems:
-        parser.error("; ".join(problems))
-    times = decision_times() if args.decisions else []
-    table = run_cases(traces, args.jobs, args.tunings)
+def write(
+    traces: dict[str, Trace], out: Path, jobs: int, with_tunings: bool, with_decisions: bool, every_figure: Path | None
+) -> None:
+    times = decision_times() if with_decisions else []
+    table = run_cases(traces, jobs, with_tunings)
     switches = switch(traces)
     goals = judge(table, switches)
     for line in goals:
         print(f"{line['met']:>9}  {line['goal']}  (worst: {line['worst']})")
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "goals.md").write_text(markdown(table, goals, switches))
-    if args.tunings:
-        (args.out / "tunings.md").write_text(tunings_markdown(table))
-    if args.decisions:
-        (args.out / "decisions.md").write_text(decisions_markdown(times))
-    if args.json is not None:
+    (out / "goals.md").write_text(markdown(table, goals, switches))
+    if with_tunings:
+        (out / "tunings.md").write_text(tunings_markdown(table))
+    if with_decisions:
+        (out / "decisions.md").write_text(decisions_markdown(times))
+    if every_figure is not None:
         report = {
             "machine": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}",
             "goals": goals,
@@ -473,8 +441,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "decision_seconds": times,
             "results": [as_json(case, result) for case, row in table.items() for result in row.values()],
         }
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        every_figure.write_text(json.dumps(report, indent=1) + "\n")
