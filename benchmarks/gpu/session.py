@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from benchmarks.gpu import child
-from benchmarks.gpu.decisions import DECISIONS
 from benchmarks.gpu.environment import STAND_IN
+from benchmarks.gpu.figures import lines_of
 from benchmarks.gpu.goals import GOALS
 from benchmarks.gpu.rows import Row, read_rows
 from benchmarks.gpu.sections import SECTION_SECONDS, SECTIONS, Part, Section, too_much
@@ -244,7 +244,6 @@ def judge(section: Section, record: dict[str, Any]) -> None:
     parts = record["parts"]
     rows: dict[str, list[Row]] = {name: part["rows"] for name, part in parts.items()}
     record["goals"] = [goal.judge(rows, record["measured"]) for goal in GOALS[section.name]]
-    record["decisions"] = [decision.report(rows) for decision in DECISIONS[section.name]]
     record["complete"] = all(parts.get(part.name, {}).get("status") == DONE for part in section.parts)
 
 
@@ -252,8 +251,10 @@ def table(section: Section, record: dict[str, Any]) -> list[str]:
     lines = [f"== {section.name}: {section.question}"]
     if not record["measured"]:
         lines.append(NOTHING_MEASURED)
-    for decision in record["decisions"]:
-        lines += [f"{decision['question']}:", *(f"    {figure}" for figure in decision["figures"])]
+    for part in section.parts:
+        if part.name in record["parts"]:
+            figures = lines_of(record["parts"][part.name]["rows"])
+            lines += [f"{part.name}: {part.says}", *(f"    {figure}" for figure in figures)]
     for goal in record["goals"]:
         verdict = {True: "met", False: "MISSED", None: "not judged"}[goal["met"]]
         ratio = "no figure" if goal["ratio"] is None else f"{goal['ratio']:.4g}"

@@ -74,9 +74,9 @@ def ran(session) -> Session:
 @pytest.fixture(scope="module")
 def modules() -> dict:
     """The modules of the session itself, which import no torch."""
-    from benchmarks.gpu import child, decisions, goals, rows, sections, session
+    from benchmarks.gpu import child, figures, goals, rows, sections, session
 
-    return {"child": child, "decisions": decisions, "goals": goals, "rows": rows, "sections": sections, "session": session}
+    return {"child": child, "figures": figures, "goals": goals, "rows": rows, "sections": sections, "session": session}
 
 
 # ---- what can be asked without a GPU ----
@@ -180,12 +180,15 @@ def test_a_result_says_where_it_is_from_and_keeps_every_repeat(ran, section):
             assert not row["values"] or row["low"] <= row["median"] <= row["high"]
 
 
-def test_every_decision_has_figures(ran):
-    for section in SECTIONS:
-        for decision in ran.record(section)["decisions"]:
+def test_the_log_tells_the_figures_of_every_part(ran, modules):
+    for name in SECTIONS:
+        log = (ran.out / f"{name}.log").read_text().splitlines()
+        for part in modules["sections"].SECTIONS[name].parts:
+            assert f"{part.name}: {part.says}" in log
+            figures = modules["figures"].lines_of(ran.record(name)["parts"][part.name]["rows"])
+            assert {f"    {line}" for line in figures} <= {*log}, part.name
             # What a kernel computes cannot be compared where none runs.
-            if decision["question"] != "whether the Triton MoE is right":
-                assert decision["figures"] != ["no figures yet"], decision["question"]
+            assert figures != modules["figures"].NOTHING or part.name == "check", part.name
 
 
 TENSOR_MAPS = """
@@ -522,8 +525,6 @@ def test_residents_follow_the_traffic_of_a_server_with_its_own_defaults(served, 
         assert cell["engine"]["batches"]["prefill"]["eager"] > 0
     (promotions,) = [goal for goal in record["goals"] if goal["goal"].startswith("promotions")]
     assert promotions["ratio"] is not None
-    (followed,) = [each for each in record["decisions"] if each["question"].startswith("whether residents follow")]
-    assert len(followed["figures"]) == 5, "a head, and each server before and after"
 
 
 ENGINE = {"decode_graph_batches": [1, 2], "batches": {"decode": {"graph": 3, "eager": 0}}}
@@ -736,13 +737,6 @@ def test_slots_are_judged_by_servers_in_the_same_vram(modules):
     assert judged(modules, "peers_slots", 2, paged)["ratio"] == pytest.approx(2.25)
     other = [row("same_answers", [0], contender=name) for name in ("slots_only", "residents_and_slots")]
     assert judged(modules, "serving_slots", 0, {"split": other})["ratio"] == 2
-    uses = [
-        row("slots_use", [share], figure=figure, contender="slots_only", resident=0.25, batch=1)
-        for figure, share in (("hits", 0.7), ("fills", 0.2), ("bypasses", 0.1))
-    ]
-    rows = [modules["rows"].summarise(each) for each in uses]
-    _, line = modules["decisions"].slots_served("split")({"split": rows})
-    assert line.split() == ["slots_only", "25%,", "batch", "1", "0.7", "0.2", "0.1"]
 
 
 def test_a_server_is_judged_by_what_the_link_allows(modules):
@@ -1135,7 +1129,6 @@ def test_slots_are_judged_by_equality_before_speed(modules):
     assert judged(modules, "slots", 2, {"fill": bytes_})["met"] is False
     assert judged(modules, "slots", 2, {"fill": bytes_[:1]})["met"] is True
     assert judged(modules, "slots", 0, {})["ratio"] is None
-    assert "other outputs than from plain VRAM: 1, in 2" in told(modules, "slots_right", layer(1, 0))
     streams = [row("slot_stream", [each], done=9, from_slots=4) for each in (0, 2)]
     assert judged(modules, "slots", 6, {"layer": streams})["ratio"] == 2
 
@@ -1148,9 +1141,6 @@ def test_the_other_runners_are_judged_by_outputs_counts_and_the_links_rate(modul
         assert (verdict["ratio"], verdict["met"]) == (3, False)
         assert verdict["from"] == "10 replays of Marlin's; 1 differ between two runs over plain VRAM"
     assert judged(modules, "runners", 0, {"marlin": replays[:1]})["met"] is True
-    assert "Marlin, slots: 3 of 10 replays with other outputs, by Marlin's" in told(
-        modules, "runners_right", {"marlin": replays}
-    )
     counts = [row("function_counts", [each], hits=4) for each in (0, 2)]
     assert judged(modules, "runners", 2, {"marlin": counts[:1], "deep_gemm": counts[1:]})["met"] is False
     assert judged(modules, "runners", 2, {"marlin": counts[:1], "deep_gemm": counts[:1]})["met"] is True
@@ -1169,7 +1159,6 @@ def test_a_step_in_place_is_judged_by_its_missed_bytes_and_the_links_rate(module
     assert (verdict["met"], verdict["ratio"]) == (met, pytest.approx(ms / 2))
     assert verdict["from"].startswith("DeepGEMM, masked, batch 4: ")
     assert judged(modules, "runners", 4, {"deep_gemm": steps})["ratio"] is None, "the link was not measured"
-    assert "DeepGEMM, masked, batch 4, 0.05 GB missed" in told(modules, "runner_steps", {"deep_gemm": steps})
 
 
 def test_the_worst_of_the_slots_costs_and_rates_decides(modules):
@@ -1191,50 +1180,6 @@ def test_the_worst_of_the_slots_costs_and_rates_decides(modules):
     assert judged(modules, "slots", 4, {"fill": found[:2]})["ratio"] is None
     reads = [row("slot_read", [rate], what=what, expert_mib=3.0) for what, rate in (("slots", 50.0), ("plain VRAM", 3000.0))]
     assert judged(modules, "slots", 5, {"fill": reads})["met"] is False, "such slots are in host RAM"
-
-
-def told(modules, figures: str, parts: dict[str, list[dict]]) -> str:
-    """What a decision says of these rows."""
-    rows = {part: [modules["rows"].summarise(row) for row in found] for part, found in parts.items()}
-    return "\n".join(getattr(modules["decisions"], figures)(rows))
-
-
-def test_wrong_bytes_while_an_expert_moves_are_told_by_load_and_direction(modules):
-    def arm(move: str, wrong: int) -> list[dict]:
-        figures = (("replays", 1200), ("replays that read other bytes", wrong))
-        return [row("stall_tma", [value], load="bulk", move=move, figure=figure) for figure, value in figures]
-
-    refused = row("load_left_out", [], load="TMA", memory="managed", reason="cuTensorMapEncodeTiled returned 1")
-    text = told(modules, "moving_design", {"stall_tma": [*arm("promotion", 0), *arm("demotion", 3), refused]})
-    assert text.count("WRONG BYTES") == 1
-    assert "WRONG BYTES in 3 replays: bulk, demotion" in text
-    assert "TMA of managed memory is left out: cuTensorMapEncodeTiled returned 1" in text
-
-
-def test_two_reads_tell_faults_from_reads_over_the_link(modules):
-    def look(memory: str, read: str, cycles: list[float]) -> dict:
-        return row("look", cycles, design="prefer GPU for residents", memory=memory, read=read)
-
-    known = [look("prefers the host", "second", [2800.0, 2900.0]), look("plain VRAM", "second", [680.0])]
-    residents = [
-        look("residents", "first", [700.0, 3000.0, 60000.0, 50000.0]),
-        look("residents", "second", [680, 690, 700, 2900]),
-    ]
-    text = told(modules, "look_design", {"eviction": [*known, *residents]})
-    assert "2 of 4 first reads were faults, whose second read takes 700 to 2900" in text
-
-
-def test_a_node_that_is_refused_and_a_kernel_that_says_nothing_are_told(modules):
-    rows = [
-        row("numa", [1], prefers="node 0", figure="advice accepted"),
-        row("numa", [0], prefers="node 1", figure="advice accepted", reason="cudaErrorInvalidValue"),
-        row("numa_pages", [0.25], prefers="node 0", node=1),
-        row("numa_pages", [1.0], prefers="node 1", node=-1),
-    ]
-    text = told(modules, "numa_design", {"numa": rows})
-    assert "node 0: 25% of its pages on node 1" in text
-    assert "node 1: 100% of its pages at a place that the kernel does not tell (error 1)" in text
-    assert "node 1: advice accepted: cudaErrorInvalidValue" in text
 
 
 @pytest.mark.parametrize("number", [3, 4])
