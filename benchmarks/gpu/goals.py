@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu.link_bound import link_rate, over_the_bound
+from benchmarks.gpu.link_bound import over_the_bound
 from benchmarks.gpu.rows import PartRows, Row, best, find, one, show
 from benchmarks.gpu.runner_bounds import in_place_over_the_bound, other_runner_counts, other_runner_outputs
 from benchmarks.gpu.slot_bounds import (
@@ -92,15 +92,6 @@ def wrong_replays(rows: PartRows) -> tuple[float, str] | None:
 def false_alarms(rows: PartRows) -> tuple[float, str] | None:
     found = one(rows, "noticing", "noticing", figure="noticed with room")
     return (found["high"], f"{len(found['values'])} looks") if found else None
-
-
-def zero_copy(rows: PartRows) -> tuple[float, str] | None:
-    ceiling = link_rate(rows)
-    found = best(find(rows.get("break_even", ()), "zero_copy", tokens=1))
-    ratio = over(found, ceiling)
-    if ratio is None or not found or not ceiling:
-        return None
-    return ratio, f"{found['shape']}, {found['tiles']}: {show(found)}; {ceiling['memory']} {show(ceiling)}"
 
 
 def resident_step(rows: PartRows) -> tuple[float, str] | None:
@@ -254,7 +245,6 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("copies that brought, or streamed layers that read, other bytes", "<=", 0, other_bytes),
     ),
     "layer": (
-        Goal("zero-copy of one expert over the best zero-copy read", ">=", 0.9, zero_copy),
         Goal("decode step, all resident in managed over plain memory (worst case)", "<=", 1.01, resident_step),
         Goal("routing counters' share of a step of 75 layers (worst case)", "<=", 0.01, counting),
     ),

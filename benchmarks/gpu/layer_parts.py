@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,7 +14,6 @@ from benchmarks.gpu import routing_trace
 from benchmarks.gpu.decode_step import COUNTED, UNCOUNTED, CountedStep, Decode, Managed, elapsed_ms
 from benchmarks.gpu.environment import computes
 from benchmarks.gpu.moe import MoeStep, Tiles, align, random_weights, reference
-from benchmarks.gpu.one_expert import IN_TURN, OneExpert
 from benchmarks.gpu.rows import Rows, run_part
 from benchmarks.gpu.shapes import DEEPSEEK_V3, GLM_45_AIR, SHAPES, MoeShape
 from sglang_uvm_offload.cuda.memory import CudaMemory
@@ -112,40 +110,6 @@ def check(rows: Rows) -> None:
                 raise AssertionError(f"the Triton MoE is off by {error:.2g} ({labels})")
 
 
-SWEEP = (
-    Tiles(n=64, k=128, stages=3, warps=4),
-    Tiles(n=128, k=64, stages=4, warps=8),
-    Tiles(n=32, k=128, stages=4, warps=4),
-    Tiles(n=64, k=64, stages=6, warps=4),
-    Tiles(n=16, k=128, stages=5, warps=4),
-)
-
-
-def break_even(rows: Rows) -> None:
-    """All tokens on one expert: its weights in VRAM, read in place (zero-copy), or copied into VRAM first, by block shape."""
-    for full in (GLM_45_AIR, DEEPSEEK_V3):
-        one = OneExpert(full.toy if rows.small else full)
-        one.offload(True)
-        times = [elapsed_ms(partial(one.copy_in, i % IN_TURN)) for i in range(3 * IN_TURN)][IN_TURN:]
-        rows.put("copy_in", "GB/s", [one.nbytes / ms / 1e6 for ms in times], shape=full.name)
-        for tokens in (1, 64) if rows.small else (1, 4, 16, 64, 256, 4096):
-            # Compiling takes longer than measuring: with many tokens, only block shapes that could win there.
-            tried = SWEEP[:1] if rows.small else SWEEP if tokens <= 16 else SWEEP[:3]
-            for tiles in tried:
-                if rows.late():
-                    return
-                tiles = replace(tiles, m=16 if tokens <= 16 else 64 if tokens <= 256 else 128)
-                labels = {"shape": full.name, "tokens": tokens, "tiles": tiles.name}
-                arms = one.arms(tokens, tiles, repeats=rows.pick(3, 1))
-                for arm, found in arms.items():
-                    rows.put("one_expert", "ms", found, arm=arm, **labels)
-                through = [one.nbytes / ms / 1e6 for ms in arms["zero-copy"]]
-                rows.put("zero_copy", "GB/s", through, **labels)
-        del one
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
 def counters(rows: Rows) -> None:
     """75 MoE layers in one graph, with and without the routing counters, and with two other ways to count. A real step has
     attention too, so the shares here are larger than there."""
@@ -169,7 +133,7 @@ def counters(rows: Rows) -> None:
         rows.put("begin_step", "ms", begin, **labels)
 
 
-PARTS: dict[str, Callable[[Rows], None]] = {"check": check, "break_even": break_even, "counters": counters}
+PARTS: dict[str, Callable[[Rows], None]] = {"check": check, "counters": counters}
 PARTS |= {shape.name: partial(decode, shape=shape) for shape in SHAPES.values()}
 
 if __name__ == "__main__":

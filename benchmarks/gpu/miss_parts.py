@@ -10,17 +10,40 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks.gpu.decode_step import capture, elapsed_ms
-from benchmarks.gpu.layer_parts import SWEEP
-from benchmarks.gpu.moe import MoeStep, Tiles, Weights, align
-from benchmarks.gpu.one_expert import IN_TURN, OneExpert
+from benchmarks.gpu.decode_step import Managed, capture, elapsed_ms
+from benchmarks.gpu.moe import MoeStep, Tiles, Weights, align, random_weights
 from benchmarks.gpu.rows import Rows, run_part
-from benchmarks.gpu.shapes import DEEPSEEK_V3, GLM_45_AIR
+from benchmarks.gpu.shapes import DEEPSEEK_V3, GLM_45_AIR, MoeShape
 from benchmarks.gpu.stream_layers import Parts
+from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.cuda.staging import CudaStaging
 from sglang_uvm_offload.memory.layout import whole_blocks
 from sglang_uvm_offload.memory.protocol import ManagedRange
 from sglang_uvm_offload.memory.staging import Part
+
+SWEEP = (
+    Tiles(n=64, k=128, stages=3, warps=4),
+    Tiles(n=128, k=64, stages=4, warps=8),
+    Tiles(n=32, k=128, stages=4, warps=4),
+    Tiles(n=64, k=64, stages=6, warps=4),
+    Tiles(n=16, k=128, stages=5, warps=4),
+)
+IN_TURN = 8
+"""Experts that are used one after the other, so that the L2 cache does not hold the weights."""
+
+
+class OneExpert:
+    """One of ``IN_TURN`` experts of a layer: managed, and a scratch in plain memory that one is copied into."""
+
+    def __init__(self, full: MoeShape):
+        self.shape = MoeShape(full.name, 1, IN_TURN, 1, full.hidden, full.intermediate)
+        plain = random_weights(self.shape, False, "cuda", 1)
+        self.managed = Managed(CudaMemory(), plain, full.name)
+        self.scratch = Weights(plain.w13[:1].clone(), plain.w2[:1].clone(), plain.scale13, plain.scale2)
+        self.nbytes = self.shape.expert_bytes(False)
+
+    def offload(self) -> None:
+        self.managed.keep(np.zeros(IN_TURN, dtype=bool))
 
 
 class Pinned:
@@ -67,7 +90,7 @@ def pages(rows: Rows) -> None:
     for full in (GLM_45_AIR, DEEPSEEK_V3):
         one = OneExpert(full.toy if rows.small else full)
         pinned = Pinned(one.managed.weights)
-        one.offload(True)
+        one.offload()
         for memory, weights in (("managed", one.managed.weights), ("pinned", pinned.weights)):
             stretch = mean_stretch_kib(weights.w13)
             rows.put("host_stretch", "KiB", [] if stretch is None else [stretch], shape=full.name, memory=memory)

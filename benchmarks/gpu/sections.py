@@ -61,7 +61,7 @@ PROBE = Section(
         Part("bandwidth", "probe", 95, 170, 24, 26, "zero-copy reads by memory, size and load (measurement 1)"),
         Part("amplification", "probe", 2, 30, 0.1, 1, "many readers of one tile (measurement 2)"),
         Part("residency", "probe", 2, 30, 2, 3, "telling residents by the latency of one read"),
-        Part("alignment", "probe", 10, 60, 2.2, 3, "experts of several sizes, packed or padded to 2 MiB; host page sizes"),
+        Part("alignment", "probe", 10, 60, 2.2, 3, "experts of several sizes side by side; host page sizes"),
         Part("advice", "probe", 17, 60, 1, 4, "advice by number of ranges; copies into new pages (measurement 8)"),
         Part("accounting", "probe", 3, 30, 4, 4, "free VRAM as the driver reports it (measurement 6)"),
         Part("host_memory", "probe", 3, 30, 4, 5, "host RAM along an expert's life (measurement 9)"),
@@ -98,9 +98,7 @@ LAYER = Section(
     "layer",
     "what offloading costs a MoE layer under graph replay",
     (
-        LINK,
         Part("check", "layer_parts", 8, 60, 0.1, 1, "the Triton MoE against torch"),
-        Part("break_even", "layer_parts", 18, 130, 1, 2, "one expert, 1 to 4096 tokens: zero-copy or copy in first"),
         Part("glm-4.5-air", "layer_parts", 25, 100, 9, 6, "GLM-4.5-Air, bf16 and FP8, by residency and batch"),
         Part("deepseek-v3", "layer_parts", 18, 100, 9, 6, "DeepSeek-V3, one rank of 8, likewise"),
         Part("glm-5", "layer_parts", 16, 100, 8, 6, "GLM-5, one rank of 8, likewise"),

@@ -72,7 +72,7 @@ class Layer:
 
 
 def tiles_for(shape: MoeShape, tokens: int) -> Tiles:
-    """The block shapes that were fastest by the rows of an expert (part ``break_even`` of section ``layer``)."""
+    """The block shapes that were fastest by the rows of an expert (``benchmarks/results/2026-11-22-nvidia-h200/layer.log``)."""
     rows = tokens * shape.top_k / shape.experts
     return Tiles(m=16) if rows <= 16 else Tiles(m=64) if rows <= 64 else Tiles(m=128, n=128, k=64, stages=4, warps=8)
 

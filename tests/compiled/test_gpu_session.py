@@ -1199,13 +1199,10 @@ def test_the_worst_case_decides_for_a_layer(modules):
         return row("decode", [ms], arm=arm, resident=1.0, shape="glm-5", weights="fp8", batch=batch)
 
     good = [step("plain", 1, 1.0), step("managed", 1, 1.005)]
-    assert judged(modules, "layer", 1, {"glm-5": good})["met"] is True
+    assert judged(modules, "layer", 0, {"glm-5": good})["met"] is True
     bad = [step("plain", 8, 1.0), step("managed", 8, 1.02)]
-    verdict = judged(modules, "layer", 1, {"glm-5": [*good, *bad]})
+    verdict = judged(modules, "layer", 0, {"glm-5": [*good, *bad]})
     assert verdict["met"] is False
     assert verdict["from"].startswith("glm-5 fp8 8")
     shares = [row("counters_share", [0.002], batch=1), row("counters_share", [0.02], batch=32)]
-    assert judged(modules, "layer", 2, {"counters": shares})["met"] is False
-    through = {"break_even": [row("zero_copy", [45.0], tokens=1, shape="glm-4.5-air", tiles="")]}
-    ceiling = [row("zero_copy", [50.0], memory="pinned"), row("zero_copy", [4000.0], memory="plain")]
-    assert judged(modules, "layer", 0, through | {"link": ceiling})["ratio"] == pytest.approx(0.9)
+    assert judged(modules, "layer", 1, {"counters": shares})["met"] is False

@@ -212,78 +212,69 @@ inline void measure_amplification(session& it) {
 }
 
 // Every second of `experts`, in one launch: `slices` blocks an expert.
-__global__ void __launch_bounds__(threads, 2)
-    read_every_second(const char* start, size_t stride, size_t nbytes, unsigned* result) {
-    const char* mine = start + blockIdx.y * 2 * stride;
+__global__ void __launch_bounds__(threads, 2) read_every_second(const char* start, size_t nbytes, unsigned* result) {
+    const char* mine = start + blockIdx.y * 2 * nbytes;
     publish(read_share<4>(reinterpret_cast<const uint4*>(mine), nbytes / 16, blockIdx.x, gridDim.x), result);
 }
 
-// Experts side by side, or padded to 2 MiB; every second one resident. The sizes are those of one rank of eight (GLM-5,
-// DeepSeek-V3: 1.5 to 3.5 MiB a tensor) and of a whole GLM-4.5-Air. Read before and after moves back and forth, which
-// split the driver's blocks where experts end inside them.
+// Experts side by side, every second one resident. The sizes are those of one rank of eight (GLM-5, DeepSeek-V3: 1.5
+// to 3.5 MiB a tensor) and of a whole GLM-4.5-Air. Read before and after moves back and forth, which split the driver's
+// blocks where experts end inside them.
 inline void measure_alignment(session& it) {
     const size_t total = it.pick(gib, 16 * mib);
     for (size_t expert : {1536 * kib, 1792 * kib, 3 * mib, 3584 * kib, 5632 * kib}) {
-        for (bool padded : {false, true}) {
-            if (it.late()) return;
-            size_t stride = padded ? (expert + block_bytes - 1) / block_bytes * block_bytes : expert;
-            const int experts = static_cast<int>(total / stride / 2 * 2);
-            const size_t half = expert * (experts / 2);
-            reader read(it);
-            double before = double(free_vram());
-            managed_range range(stride * experts, it.device);
-            auto label = [&](row& line) -> row& {
-                line.label("stride", padded ? "padded to 2 MiB" : "packed");
-                return line.label("expert_mib", expert / double(mib));
-            };
-            auto move = [&](int parity, cudaMemLocation where) {
-                double start = now();
-                for (int e = parity; e < experts; e += 2) {
-                    advise(range.start + e * stride, expert, cudaMemAdviseSetPreferredLocation, where);
-                }
-                for (int e = parity; e < experts; e += 2) {
-                    prefetch(range.start + e * stride, expert, where, it.stream);
-                }
-                CHECK(cudaStreamSynchronize(it.stream));
-                return gb_per_s(half, now() - start);
-            };
-            auto put_reads = [&](int parity, const char* state) {
-                stopwatch watch;
-                std::vector<double> values;
-                for (int i = -1; i < 5; i++) {
-                    double ms = watch.ms(it.stream, [&] {
-                        read_every_second<<<dim3(16, experts / 2), threads, 0, it.stream>>>(
-                            range.start + parity * stride, stride, expert, read.result());
-                        CHECK(cudaGetLastError());
-                    });
-                    if (i >= 0) values.push_back(gb_per_s(half, ms / 1e3));
-                }
-                row line("aligned_read");
-                it.put(label(line).label("experts", state), "GB/s", values);
-            };
-            move(1, on_host());
-            move(0, on_device(it.device));
-            fill_pattern(it, range.start, stride * experts);
-            row taken("vram_over_residents");
-            it.put(label(taken), "ratio", {(before - double(free_vram())) / half});
-            put_reads(0, "resident");
-            put_reads(1, "offloaded");
-            std::vector<double> up, down;
-            for (int i = 0; i < 5; i++) {
-                down.push_back(move(0, on_host()));
-                up.push_back(move(0, on_device(it.device)));
+        if (it.late()) return;
+        const int experts = static_cast<int>(total / expert / 2 * 2);
+        const size_t half = expert * (experts / 2);
+        reader read(it);
+        double before = double(free_vram());
+        managed_range range(expert * experts, it.device);
+        auto label = [&](row& line) -> row& { return line.label("expert_mib", expert / double(mib)); };
+        auto move = [&](int parity, cudaMemLocation where) {
+            double start = now();
+            for (int e = parity; e < experts; e += 2) {
+                advise(range.start + e * expert, expert, cudaMemAdviseSetPreferredLocation, where);
             }
-            row to_device("aligned_move"), to_host("aligned_move");
-            it.put(label(to_device).label("direction", "to_device"), "GB/s", up);
-            it.put(label(to_host).label("direction", "to_host"), "GB/s", down);
-            put_reads(0, "resident, after the moves");
-            put_reads(1, "offloaded, after the moves");
-            host_pages pages = look_at_host_pages(range.start + stride, expert / 4096 * 4096);
-            row host("host_pages");
-            label(host).label("memory", "managed").label("figure", "mean contiguous stretch of one offloaded expert");
-            it.put(host, "KiB", {pages.mean_run_kib});
-            row cost("padding");
-            it.put(label(cost), "x bytes", {double(stride) / expert});
+            for (int e = parity; e < experts; e += 2) {
+                prefetch(range.start + e * expert, expert, where, it.stream);
+            }
+            CHECK(cudaStreamSynchronize(it.stream));
+            return gb_per_s(half, now() - start);
+        };
+        auto put_reads = [&](int parity, const char* state) {
+            stopwatch watch;
+            std::vector<double> values;
+            for (int i = -1; i < 5; i++) {
+                double ms = watch.ms(it.stream, [&] {
+                    read_every_second<<<dim3(16, experts / 2), threads, 0, it.stream>>>(range.start + parity * expert,
+                                                                                        expert, read.result());
+                    CHECK(cudaGetLastError());
+                });
+                if (i >= 0) values.push_back(gb_per_s(half, ms / 1e3));
+            }
+            row line("aligned_read");
+            it.put(label(line).label("experts", state), "GB/s", values);
+        };
+        move(1, on_host());
+        move(0, on_device(it.device));
+        fill_pattern(it, range.start, expert * experts);
+        row taken("vram_over_residents");
+        it.put(label(taken), "ratio", {(before - double(free_vram())) / half});
+        put_reads(0, "resident");
+        put_reads(1, "offloaded");
+        std::vector<double> up, down;
+        for (int i = 0; i < 5; i++) {
+            down.push_back(move(0, on_host()));
+            up.push_back(move(0, on_device(it.device)));
         }
+        row to_device("aligned_move"), to_host("aligned_move");
+        it.put(label(to_device).label("direction", "to_device"), "GB/s", up);
+        it.put(label(to_host).label("direction", "to_host"), "GB/s", down);
+        put_reads(0, "resident, after the moves");
+        put_reads(1, "offloaded, after the moves");
+        host_pages pages = look_at_host_pages(range.start + expert, expert / 4096 * 4096);
+        row host("host_pages");
+        label(host).label("memory", "managed").label("figure", "mean contiguous stretch of one offloaded expert");
+        it.put(host, "KiB", {pages.mean_run_kib});
     }
 }

@@ -92,16 +92,7 @@ inline void measure_copies(session& it) {
                 if (gpu[0] == 'b') put("copies_slow_others", "x the time alone", slower);
             }
         };
-        for (size_t size : {768 * kib, 1536 * kib, 3 * mib, 16 * mib, total}) {
-            std::string pieces = size == total ? "one call" : std::to_string(size / kib) + " KiB a call";
-            one("copy engine, " + pieces, [&] {
-                for (size_t at = 0; at < total; at += size) {
-                    CHECK(cudaMemcpyAsync(buffer.start() + at, from + at, std::min(size, total - at), cudaMemcpyDefault,
-                                          copier));
-                }
-            });
-        }
-        // With the direction named, the driver does not take managed memory for pageable memory.
+        // Told no direction, the driver takes managed memory for pageable memory.
         for (size_t size : {768 * kib, 1536 * kib, 3 * mib, 16 * mib, total}) {
             std::string pieces = size == total ? "one call" : std::to_string(size / kib) + " KiB a call";
             one("copy engine, device to device, " + pieces, [&] {

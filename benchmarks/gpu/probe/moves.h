@@ -75,17 +75,16 @@ inline void measure_prefetch(session& it) {
 }
 
 // The ways to hold residents that are compared.
-enum class design { prefer_host, prefer_gpu, read_mostly, prefetch_first };
+enum class design { prefer_host, prefer_gpu, prefetch_first };
 
 inline const char* name_of(design it) {
     const char* const names[] = {"prefer CPU for all, prefetch both ways", "prefer GPU for residents",
-                                 "prefer CPU, ReadMostly to promote", "prefetch, then prefer GPU"};
+                                 "prefetch, then prefer GPU"};
     return names[static_cast<int>(it)];
 }
 
 inline void promote(session& it, design how, char* start, size_t nbytes, cudaStream_t stream) {
     if (how == design::prefer_gpu) advise(start, nbytes, cudaMemAdviseSetPreferredLocation, on_device(it.device));
-    if (how == design::read_mostly) advise(start, nbytes, cudaMemAdviseSetReadMostly, on_device(it.device));
     prefetch(start, nbytes, on_device(it.device), stream);
     if (how == design::prefetch_first) {
         CHECK(cudaStreamSynchronize(stream));
@@ -94,10 +93,6 @@ inline void promote(session& it, design how, char* start, size_t nbytes, cudaStr
 }
 
 inline void demote(session& it, design how, char* start, size_t nbytes, cudaStream_t stream) {
-    if (how == design::read_mostly) {
-        advise(start, nbytes, cudaMemAdviseUnsetReadMostly, on_device(it.device));
-        return;
-    }
     if (how == design::prefer_gpu || how == design::prefetch_first) {
         advise(start, nbytes, cudaMemAdviseSetPreferredLocation, on_host());
     }
@@ -112,7 +107,7 @@ inline void measure_demotion(session& it) {
     const size_t total = expert * experts;
     const unsigned expected = it.computes ? expected_checksum(total) : 0;
     reader read(it);
-    for (design how : {design::prefer_host, design::prefer_gpu, design::read_mostly}) {
+    for (design how : {design::prefer_host, design::prefer_gpu}) {
         managed_range range(total, it.device);
         range.prefer(on_host());
         range.bring(on_host(), it.stream);
@@ -160,7 +155,7 @@ inline void measure_stall(session& it) {
     reader read(it);
     cudaStream_t mover = nullptr;
     CHECK(cudaStreamCreateWithFlags(&mover, cudaStreamNonBlocking));
-    for (design how : {design::prefer_host, design::prefer_gpu, design::read_mostly, design::prefetch_first}) {
+    for (design how : {design::prefer_host, design::prefer_gpu, design::prefetch_first}) {
         for (bool reads_it : {true, false}) {
             for (bool helper : {false, true}) {
                 if (it.late()) break;
