@@ -98,7 +98,7 @@ def runtime_flags(nvcc: Path, release: str) -> list[str]:
     name = f"libcudart.so.{release.split('.')[0]}"
     libraries = dict.fromkeys(place for place in places if (place / name).exists())
     if not libraries:
-        raise BuildFailure(f"no {name} beside {nvcc}: install the cudart package of the CUDA toolkit {release}")
+        raise BuildFailure(f"no {name} next to {nvcc}: install the cudart package of the CUDA toolkit {release}")
     flags = ["-cudart", "none", f"-l:{name}"]
     for place in libraries:
         flags += ["-L", str(place), "-Xlinker", "-rpath", "-Xlinker", str(place)]

@@ -73,7 +73,7 @@ def integrated() -> bool:
 
 
 def free_vram(devices: Sequence[int]) -> list[int]:
-    """Bytes of VRAM that are free on each GPU of ``devices``, beside the context of the querying process."""
+    """Bytes of VRAM that are free on each GPU of ``devices``, not counting the context of the querying process."""
     command = [sys.executable, "-m", __name__, *map(str, devices)]
     try:
         queried = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_SECONDS)

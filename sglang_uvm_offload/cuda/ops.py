@@ -115,7 +115,7 @@ class CudaOps:
 
     def time_reads(self, device: int, addresses: torch.Tensor, times: torch.Tensor) -> None:
         """Write to ``times`` (32 bits, ``[n, 2]``) the GPU's cycles of the first read at each of ``addresses`` (int64 ``[n]``)
-        and of the shortest of three more beside it. Both are pinned. Waits for the reads, on the stream of ``place``."""
+        and of the shortest of three more with it. Both are pinned. Waits for the reads, on the stream of ``place``."""
         self._call("uvm_time_reads", device, addresses.data_ptr(), len(addresses), times.data_ptr())
 
     def copy_layer(

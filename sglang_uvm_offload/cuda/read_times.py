@@ -28,7 +28,7 @@ READ_BYTES = 4 << 10
 
 
 class ReadTimes:
-    """Times reads of blocks, beside reads of plain VRAM and of a block that stays in host RAM. Clocks, links and what else the
+    """Times reads of blocks, next to reads of plain VRAM and of a block that stays in host RAM. Clocks, links and what else the
     GPU does differ; within one launch they are the same for all."""
 
     def __init__(self, ops: CudaOps, device: int, in_host_ram: int):

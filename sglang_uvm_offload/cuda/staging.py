@@ -1,4 +1,4 @@
-"""``Staging`` on a GPU: a kernel of few blocks copies beside the steps, on a CUDA stream of its own.
+"""``Staging`` on a GPU: a kernel of few blocks copies during the steps, on a CUDA stream of its own.
 
 The order of copies and readers is kept by events alone. The stream has a high priority: the few blocks of a copy start when
 some block of another kernel ends, not when all of that kernel's blocks have started.

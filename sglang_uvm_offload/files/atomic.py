@@ -62,7 +62,7 @@ def replace(path: Path, write: Callable[[IO[bytes]], object], kind: Kind, protec
 
     Raises ``WriteRefused`` if ``refusal`` gives a reason, checked before ``write`` and again just before the rename, and
     ``OSError`` if writing fails; the old file then stays. A symbolic link stays, and its target is replaced. Other hard links
-    of a replaced file keep its old contents. What a writer that was killed left beside ``path`` is removed.
+    of a replaced file keep its old contents. What a writer that was killed left next to ``path`` is removed.
     """
     target = _followed(path)
     _check(path, target, kind, protected)
@@ -81,7 +81,7 @@ def replace(path: Path, write: Callable[[IO[bytes]], object], kind: Kind, protec
 
 
 def _open_temporary(target: Path) -> tuple[Path, IO[bytes]]:
-    """A new file beside ``target``, locked until it is closed: so nobody takes it for abandoned."""
+    """A new file next to ``target``, locked until it is closed: so nobody takes it for abandoned."""
     while True:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(_RANDOM_BYTES)}")
         file = open(temporary, "xb")  # noqa: SIM115 -- the caller closes it

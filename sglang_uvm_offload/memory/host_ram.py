@@ -25,7 +25,7 @@ BOOKKEEPING_SHARE = 0.005
 
 
 def host_margin(offloaded_bytes: int) -> int:
-    """Bytes of host RAM to leave beside ``offloaded_bytes`` of experts."""
+    """Bytes of host RAM to leave in addition to ``offloaded_bytes`` of experts."""
     return HOST_MARGIN_BYTES + int(BOOKKEEPING_SHARE * offloaded_bytes)
 
 

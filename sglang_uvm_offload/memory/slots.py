@@ -1,4 +1,4 @@
-"""The ``ExpertSlots`` protocol: slots beside the experts of a model's layers, resolved and filled within a step.
+"""The ``ExpertSlots`` protocol: extra rows next to the experts of a model's layers, resolved and filled within a step.
 
 A *slot* is a row in VRAM behind the rows of a layer's experts, in each of its tensors. Two modules implement the protocol:
 ``cuda/slots`` (a kernel that a graph captures with its layer) and ``cpu/slots`` (``policy/slots`` itself).

@@ -29,7 +29,7 @@ def check(trace: Trace, batch: int, policies: Collection[str] = ()) -> None:
 
 
 def needed(trace: Trace, batch: int, policies: Collection[str] = ()) -> int:
-    """Bytes, at most, beside the trace itself."""
+    """Bytes, at most, in addition to the trace itself."""
     cells = trace.num_layers * (trace.num_experts + 1)
     # In each step, each expert has a flag and its copy without layers that route nothing, belady its next use (int32).
     of_step = 8 * batch + 64 * trace.num_layers + (6 if "belady" in policies else 2) * cells

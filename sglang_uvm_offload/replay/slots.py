@@ -1,4 +1,4 @@
-"""Slots on a trace: the real policy of the rows in VRAM beside a layer's experts, and VRAM split between them and residents.
+"""Slots on a trace: the real policy of a layer's extra rows in VRAM, and VRAM split between them and residents.
 
 A miss crosses the link once, whether it is read in place or fills a slot. Arrays are ``bool[layers, experts]``.
 """
@@ -19,7 +19,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class SlotCache:
-    """``slots`` slots in each layer of ``shape``, beside ``residents`` that never change. Other experts are offloaded whole."""
+    """``slots`` slots in each layer of ``shape``, and ``residents`` that never change. Other experts are offloaded whole."""
 
     def __init__(self, shape: tuple[int, int], slots: int, residents: np.ndarray):
         self._residents = residents

@@ -14,7 +14,7 @@ from sglang_uvm_offload.routing.counts import PendingCounts, RoutingCounters, Ro
 class Observer:
     """Adds the counts of one model's steps to its ledger. Before residents change, call ``poll``, or ``catch_up`` if that
     returns False: each step is then accounted for under the residents that it had, however late its counts arrive. Steps that
-    run beside a move count for what is resident at the next request."""
+    run during a move count for what is resident at the next request."""
 
     def __init__(self, counters: RoutingCounters, model: ModelExperts):
         self._counters = counters

@@ -164,7 +164,7 @@ class TraceStatus(Struct, frozen=True):
 
 
 class SaveStatus(Struct, frozen=True):
-    """What a rank saves to a file beside serving."""
+    """What a rank saves to a file while it serves."""
 
     what: str
     """``profile`` or ``trace``."""
@@ -189,7 +189,7 @@ class StreamStatus(Struct, frozen=True):
 
 
 class SlotStatus(Struct, frozen=True):
-    """The slots beside a rank's experts. Activations are those of experts that are offloaded, in whole or in part."""
+    """A rank's slots. Activations are those of experts that are offloaded, in whole or in part."""
 
     a_layer: Count
     nbytes: Count

@@ -20,7 +20,7 @@ def residency_table(status: RankStatus, memory: MemoryInfo, kv_tokens: int) -> s
         ("expert tensors left in plain VRAM", "", size(status.plain_bytes)),
     ]
     if (slots := status.slots) is not None:
-        rows.append((f"{slots.a_layer} slots beside the experts of a layer", "", size(slots.nbytes)))
+        rows.append((f"{slots.a_layer} slots a layer", "", size(slots.nbytes)))
     if status.draft_layers:
         offloaded = status.draft_offloaded_bytes
         part = "in VRAM" if offloaded else "all resident"

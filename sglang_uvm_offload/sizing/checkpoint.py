@@ -137,7 +137,7 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
 
 
 class _Tensors:
-    """A checkpoint's tensors, sorted into the layers of the language model, its vocabulary, and what is beside them: vision and
+    """A checkpoint's tensors, sorted into the layers of the language model, its vocabulary, and the rest: vision and
     audio towers number layers of their own, but have no experts in them."""
 
     def __init__(self, tensors: list[TensorInfo], num_layers: int, moe: MoeShape, vocabulary: Any):

@@ -77,7 +77,7 @@ class CheckpointShape:
     """Weights that one token of text is computed with: all but draft layers, towers for images and sounds, and the routed
     experts that it is not sent to. Embedding and head count, as with most publishers (OpenAI leaves the embedding out)."""
     shared_parameters: int = 0
-    """Of shared experts, which every token uses, beside routed ones."""
+    """Of shared experts, which every token uses."""
     tower_parameters: int = 0
     """Of towers for images and sounds."""
     embedding_parameters: int = 0

@@ -16,7 +16,7 @@ _BITS = {
     **dict.fromkeys(("w8a8_fp8", "w8a8_int8"), 8.0),
 }
 """Of a weight and its part of a block's scale, once SGLang 0.5.23 has quantised it (``layers/quantization``). Scales of whole
-experts and channels are nothing beside these."""
+experts and channels are nothing next to these."""
 
 _FEWEST_BITS = 1.0
 """Of a method that is not known: no weight takes less."""
@@ -46,7 +46,7 @@ class Conversion:
 
     @property
     def known(self) -> bool:
-        """Whether this is a method that needs no file beside the checkpoint's, and whose bits are known."""
+        """Whether this is a method that needs no file other than the checkpoint's, and whose bits are known."""
         return self.method in _BITS
 
     @property
@@ -59,7 +59,7 @@ class Conversion:
         return self.method not in _AS_THEY_COME
 
     def applied(self, model: CheckpointShape, *, at_least: bool) -> CheckpointShape:
-        """``model`` as it is served. Which of its weights beside experts are converted depends on their modules: ``at_least``
+        """``model`` as it is served. Which of its other weights are converted depends on their modules: ``at_least``
         counts all of them as converted, for a lower bound, and else none. Experts of a method that is not known likewise."""
         if not (self.known or at_least):
             return model

@@ -8,7 +8,7 @@ from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.units import size
 
 HICACHE_RESERVE_BYTES = 10 << 30
-"""Host RAM that SGLang 0.5.23 leaves free beside hierarchical caches (``pool_host/base.py``)."""
+"""Host RAM that SGLang 0.5.23 keeps free next to hierarchical caches (``pool_host/base.py``)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class HostNeed:
         """The other terms, for a message."""
         terms = {
             "hierarchical caches": self.cache,
-            "what SGLang leaves free beside them": self.beside_cache,
+            "what SGLang keeps free besides": self.beside_cache,
             "processes": self.processes,
             "other uses": self.margin,
         }

@@ -45,7 +45,7 @@ def offline() -> bool:
 
 
 def config_file(name: str, revision: str | None = None) -> Path:
-    """The model's config.json, with the other files beside it that say how its weights are stored. Raises ``Unseen``."""
+    """The model's config.json, with the other files that say how its weights are stored. Raises ``Unseen``."""
     found: Path = _asked(_config_file, name, revision)
     return found
 

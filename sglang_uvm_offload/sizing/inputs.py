@@ -110,7 +110,7 @@ class Assumptions:
     driver_batch_mib: int = 128
     """VRAM that the driver may hold beyond managed pages: measured, it takes VRAM in batches of 128 MiB"""
     process_gib: float = 4.0
-    """assumed: host RAM of one rank's process beside experts"""
+    """assumed: host RAM of one rank's process without its experts"""
     read_efficiency: float = 0.94
     """zero-copy reads by kernels against the copy engine: measured, 51.1 of 54.5 GB/s over PCIe 5 x16"""
     copy_efficiency: float = 0.92

@@ -51,7 +51,7 @@ class KvShape:
         if not self.latent:
             return -(-self.heads // attn_tp) * (self.head_dim + self.value_dim) * itemsize
         if self.index_dim and itemsize == 1:
-            # Sparse attention over FP8: scales beside the latent, and the rotary part kept in two bytes.
+            # Sparse attention over FP8: scales next to the latent, and the rotary part kept in two bytes.
             main = self.latent + self.latent // INDEX_BLOCK * 4 + self.rope * 2
         else:
             main = (self.latent + self.rope) * itemsize

@@ -1,10 +1,10 @@
-"""The least VRAM and host RAM that a launch can take: what does not fit beside this certainly fails to start.
+"""The least VRAM and host RAM that a launch can take: a launch that has less certainly fails to start.
 
 The planner rounds up, because it promises that a number fits. A refusal needs the opposite, so what is uncertain counts as
 nothing here: CUDA contexts, buffers of collectives, the driver's batches, scales, padding, and towers for images; in host RAM
 the processes, and blocks that offloaded experts share with residents. Certain there are the experts that are in no block of a
 resident, the margin without which offloading ends a launch as it loads, a hierarchical cache of the size that a flag gives and
-what SGLang wants free beside it (both checked as the cache is made, ``pool_host/base.py``), and of one that a flag gives as a
+what SGLang keeps free as well (both checked as the cache is made, ``pool_host/base.py``), and of one that a flag gives as a
 ratio, its ratio to the KV cache that the planner promises.
 """
 
@@ -38,7 +38,7 @@ class LeastMemory:
         return round_up(LEAST_TOKENS, self.page_tokens)
 
     def weights(self, stage: int) -> int:
-        """Weights beside routed experts, and the experts of draft layers: whole, or as many as the flag for drafts says."""
+        """Weights other than routed experts, and the experts of draft layers: whole, or as many as the flag for drafts says."""
         case, p = self.case, self.case.parallel
         last = stage == p.pp - 1
         drafts = case.drafts() if last else ()
@@ -115,7 +115,7 @@ class LeastMemory:
         return free - int(least_free * (1 - self.share)) - self.case.reserve.image_bytes
 
     def most(self) -> int | None:
-        """The most residents and slots that certainly fit beside the least KV cache, by the planner's upper bounds."""
+        """The most residents and slots that certainly fit with the least KV cache, by the planner's upper bounds."""
         tokens = replace(self.case.workload, max_total_tokens=self.tokens)
         return replace(self.case, workload=tokens).most_in_vram()
 

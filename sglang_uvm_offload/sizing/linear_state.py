@@ -19,7 +19,7 @@ class LinearState:
     """States that SGLang keeps for a running request: at most 5 (``_calculate_mamba_ratio``), 1 without a radix cache."""
 
     def bytes_beside(self, pool_bytes: int, slot_bytes: int, requests: int) -> int:
-        """VRAM of one rank that must be free beside a KV cache of ``pool_bytes``, so that SGLang gives that cache its bytes and
+        """VRAM of one rank that must stay free next to a KV cache of ``pool_bytes``, so that SGLang gives it its bytes and
         ``requests`` have their states. ``slot_bytes`` is one state on this rank. The pool has one slot more, for padding."""
         if self.slots is not None:
             return (self.slots + 1) * slot_bytes

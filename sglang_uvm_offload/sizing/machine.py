@@ -18,7 +18,7 @@ class Gpu:
     """One kind of GPU. ``memory_mib`` is the total that nvidia-smi shows; rates are in 1e9 bytes a second.
 
     ``link_gbps`` is the rate at which this GPU reads host memory over its link: of PCIe, that of a copy engine, below the
-    nominal rate; of NVLink-C2C, the nominal rate of one direction. ``host_gbps`` is the nominal rate of the host memory beside
+    nominal rate; of NVLink-C2C, the nominal rate of one direction. ``host_gbps`` is the nominal rate of the host memory of
     one GPU, 0 where it belongs to the host and not to the GPU. ``tflops`` is for dense bfloat16 with accumulation in float32.
     ``source`` cites the figures.
     """
@@ -30,7 +30,7 @@ class Gpu:
     source: str
     host_gbps: float = 0.0
     host_gib: int = 0
-    """Host RAM beside one GPU where it belongs to the GPU, else 0: assumed, as it is for machines."""
+    """Host RAM of one GPU where it belongs to the GPU, else 0: assumed, as it is for machines."""
     one_memory: bool = False
     """GPU and CPU have the same memory."""
     desktop: bool = False

@@ -10,7 +10,7 @@ _MERGED = (
     *("thinker_config", "llm_config", "language_config", "text_config", "vision_config", "audio_config"),
     *("rope_scaling", "rope_parameters"),
 )
-"""Parts of a config that have classes of their own, and what SGLang merges beside them."""
+"""Parts of a config that have classes of their own, and what SGLang merges with them."""
 
 
 def overridden(config: Mapping[str, Any], arguments: str) -> dict[str, Any]:

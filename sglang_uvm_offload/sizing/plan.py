@@ -139,7 +139,7 @@ class Plan:
     quantization_from: str = ""
     """What decided it."""
     slots: int = 0
-    """Of each layer, beside its residents."""
+    """Of each layer."""
     mem_fraction_static: float = 0.0
     """The flag's value: before the headroom is subtracted."""
     headroom_gb: float = 0.0

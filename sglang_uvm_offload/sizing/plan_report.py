@@ -113,7 +113,7 @@ def _memory(plan: Plan) -> str:
     )
     rows += [(f"  {label}", *(size(nbytes) for _ in columns)) for label, nbytes in outside if nbytes]
     lines = (
-        ("  weights beside placed experts", "plain_weights"),
+        ("  weights other than placed experts", "plain_weights"),
         ("  resident experts", "resident_bytes"),
         *((("  slots", "slot_bytes"),) if plan.slots else ()),
         ("  stream buffers", "stream_bytes"),

@@ -51,7 +51,7 @@ def plan(
     slots: Slots = NO_SLOTS,
 ) -> Plan:
     """The plan for serving ``model``. ``hit_rate``: the measured share of routing that residents and slots serve, None if
-    unknown. ``num_resident``: the residents of a layer to plan with, None for the most that fit beside ``slots``."""
+    unknown. ``num_resident``: the residents of a layer to plan with, None for the most that fit with ``slots``."""
     case = Case(model, machine, workload, parallel, reserve or Reserve(), assumed or Assumptions(), slots=slots)
     return plan_case(case, hit_rate, num_resident)
 
@@ -155,7 +155,7 @@ def alternatives(case: Case, planned: Plan, hit_rate: float | None = None) -> tu
 
 
 def choose_num_resident(launch: Launch) -> Plan:
-    """The plan behind ``--expert-offload-num-resident auto``: the most residents and slots beside the KV cache that ``launch``
+    """The plan behind ``--expert-offload-num-resident auto``: the most residents and slots with the KV cache that ``launch``
     asks for. Raises ``FlagError`` with the shortages and the remedies."""
     auto = f"{_N} auto"
     try:
@@ -170,14 +170,14 @@ def choose_num_resident(launch: Launch) -> Plan:
 
 
 def _number_problems(case: Case, num_resident: int | None) -> list[str]:
-    """Why the given residents cannot be of this model, or its slots cannot be beside them."""
+    """Why the model cannot have the given residents, or slots with them."""
     experts, slots = case.model.num_experts, case.slots.asked
     if num_resident is None:
         return []
     if not 0 <= num_resident <= experts:
         return [f"--num-resident {num_resident}: the model has {experts} experts a layer"]
     if slots is None:
-        return [f"{_SLOTS} {AUTO}: divides what fits; give a number beside --num-resident {num_resident}"]
+        return [f"{_SLOTS} {AUTO}: divides what fits; give a number with --num-resident {num_resident}"]
     return slot_problems(slots, num_resident, experts)
 
 

@@ -1,4 +1,4 @@
-"""Which quantisation a checkpoint states, and where: in its config.json, or beside it in ModelOpt's hf_quant_config.json.
+"""Which quantisation a checkpoint states, and where: in its config.json, or in ModelOpt's hf_quant_config.json.
 
 As SGLang 0.5.23 finds it (``ModelConfig._parse_quant_hf_config``, ``_parse_modelopt_quant_config``).
 """
@@ -22,7 +22,7 @@ _STATED_BY = "stated_by"
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The config.json ``file``, with the quantisation that ``hf_quant_config.json`` beside it states."""
+    """The config.json ``file``, with the quantisation that ``hf_quant_config.json`` next to it states."""
     beside = file.with_name(BESIDE)
     return with_beside(read_json(file), read_json(beside) if os.path.lexists(beside) else None)
 
@@ -64,7 +64,7 @@ def contradiction(flag: str | None, stated: str, by: str) -> str:
     if stated == UNQUANTIZED:
         return (
             f"--quantization {flag}: nothing states that the checkpoint is quantised, nor which of its modules: give its "
-            f"folder, or put its {BESIDE} beside {_CONFIG}; without the flag, "
+            f"folder, or put its {BESIDE} next to {_CONFIG}; without the flag, "
             f"the plan is for the checkpoint as {_CONFIG} describes it"
         )
     return f"--quantization {flag}: the checkpoint is {stated} by {by}; leave out the flag"

@@ -85,7 +85,7 @@ class RankExperts(GrantedVram):
         return -(-number // self.parallel.ep)
 
     def plain_bytes(self, stage: int) -> int:
-        """VRAM beside placed experts: dense weights, and expert tensors too small to place."""
+        """VRAM other than placed experts: dense weights, and expert tensors too small to place."""
         p = self.parallel
         total = self.model.other
         layers = [*self.decoder_layers(stage), *self.drafts()]
@@ -126,7 +126,7 @@ class RankExperts(GrantedVram):
         return sum(count * self._layout(n, rows).budget(residents) for n, count in self.placed[stage].items())
 
     def slot_bytes(self, stage: int, rows: int) -> int:
-        """VRAM of the slots: whole blocks beside the experts, and rows of tensors too small to place."""
+        """VRAM of the slots: whole blocks after the experts, and rows of tensors too small to place."""
         placed = sum(count * self._layout(n, rows).slot_bytes for n, count in self.placed[stage].items())
         return placed + self.local(self.slots_of(rows)) * self._unplaced_bytes[stage]
 

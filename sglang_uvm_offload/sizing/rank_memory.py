@@ -26,7 +26,7 @@ class Case(RankExperts):
     of expert-parallel ones, it is the one that takes most. ``rows`` are the residents and slots of a layer, all in VRAM."""
 
     def stream_buffers(self, stage: int, rows: int) -> int:
-        """The stream buffers of a rank: those that were asked for, else as many as fit on every rank beside ``rows``."""
+        """The stream buffers of a rank: those that were asked for, else as many as fit on every rank with ``rows``."""
         room = next((count for count in range(MOST_BUFFERS, 0, -1) if self.in_vram(rows, count)), 0)
         return self._buffers(stage, rows, room)
 
@@ -99,12 +99,12 @@ class Case(RankExperts):
         return int(self.reserve.hicache_ratio * (self.kv_bytes(stage) + left))
 
     def left_in_vram(self, stage: int, rows: int) -> int:
-        """The budget of one rank beside all that it counts, below 0 if that is more."""
+        """What is left of one rank's budget after all that it counts, below 0 if that is more."""
         return self._room[stage] - self._placed_bytes(stage, rows, self.stream_buffers(stage, rows))
 
     @cached_property
     def fixed_bytes(self) -> list[int]:
-        """For each stage, the VRAM of one rank beside placed experts, slots and stream buffers."""
+        """For each stage, the VRAM of one rank other than placed experts, slots and stream buffers."""
         driver = self.assumed.driver_batch_mib << 20
         return [self.plain_bytes(stage) + self.kv_bytes(stage) + driver for stage in range(self.parallel.pp)]
 
@@ -155,7 +155,7 @@ class Case(RankExperts):
     # Choosing
 
     def in_vram(self, rows: int, buffers: int = 0) -> bool:
-        """Whether every rank holds its residents and slots beside the stream buffers that were asked for, or beside ``buffers``
+        """Whether every rank holds its residents and slots with the stream buffers that were asked for, or with ``buffers``
         if their number is free."""
         return all(self._placed_bytes(stage, rows, buffers) <= room for stage, room in enumerate(self._room))
 
@@ -183,7 +183,7 @@ class Case(RankExperts):
         return low if low >= 0 else None
 
     def preferred(self) -> int | None:
-        """The rows to choose: the most that VRAM holds beside two stream buffers; beside one or none if two leave too few rows
+        """The rows to choose: the most that VRAM holds with two stream buffers; with one or none if two leave too few rows
         to be useful, or too many experts for host RAM. None if VRAM is too small even without any."""
         for buffers in range(MOST_BUFFERS, 0, -1):
             most = self.most_in_vram(buffers)
@@ -198,7 +198,7 @@ class Case(RankExperts):
         return chosen if chosen is not None and self.in_host(chosen) else None
 
     def with_slots_that_fit(self) -> Case:
-        """The same, with a number in place of ``auto`` where its share does not fit: the most slots beside which enough experts
+        """The same, with a number in place of ``auto`` where its share does not fit: the most slots with which enough experts
         are resident for host RAM to hold the rest; 0 if none help, and where VRAM is too small for any."""
         if self.slots.asked is not None:
             return self
@@ -245,7 +245,7 @@ class Case(RankExperts):
         )
 
     def _draft_bytes(self, layer: LayerShape) -> int:
-        """The weights of a draft layer beside its routed experts, on one rank."""
+        """The weights of a draft layer other than its routed experts, on one rank."""
         p = self.parallel
         keys_values = -(-layer.keys_values // min(p.attn_tp, self.model.kv.heads))
         return -(-layer.attention // p.attn_tp) + keys_values + -(-layer.feed_forward // p.tp) + layer.replicated

@@ -30,7 +30,7 @@ def shortages(case: Case) -> list[str]:
         out.append(_nothing_granted(case))
     elif worst.spare_bytes < 0:
         out.append(
-            f"VRAM: with no expert resident{_beside_buffers(worst)} a rank needs {size(worst.used_bytes)} "
+            f"VRAM: with no expert resident{_with_buffers(worst)} a rank needs {size(worst.used_bytes)} "
             f"({size(worst.plain_weights)} of weights beside experts, {size(worst.kv_bytes)} of KV cache for {case.kv_tokens} "
             f"tokens), and its budget is {size(case.budget)} of {size(case.machine.vram_bytes)}"
         )
@@ -45,8 +45,8 @@ def refusals(case: Case, rows: int, most: int) -> list[str]:
     if not case.in_vram(rows):
         what = f"{rows - slots} residents and {slots} slots for the {case.model.num_experts} experts of a layer"
         what = what if slots else f"{rows} of {case.model.num_experts} experts a layer"
-        beside = _beside_buffers(tightest(case, rows))
-        out.append(f"VRAM: {what} do not fit{beside}; at most {most} do" + (" together" if slots else ""))
+        buffers = _with_buffers(tightest(case, rows))
+        out.append(f"VRAM: {what} do not fit{buffers}; at most {most} do" + (" together" if slots else ""))
     held = min(rows, most)
     if not case.in_host(held):
         short = _host_shortage(case, held, "")
@@ -67,12 +67,12 @@ def tightest(case: Case, rows: int) -> RankMemory:
 def _host_shortage(case: Case, rows: int, which: str) -> str:
     need = case.host_need(rows)
     cache = need.cache + need.beside_cache
-    beside = f" ({size(cache)} of it for the hierarchical cache and what SGLang leaves free beside it)" if cache else ""
+    cached = f" ({size(cache)} of it for the hierarchical cache and what SGLang keeps free besides)" if cache else ""
     slots = f" and {case.slots_of(rows)} slots" if case.slots_of(rows) else ""
     resident = f"{case.residents_of(rows)} of {case.model.num_experts} experts a layer resident{slots}{which}"
     return (
         f"host RAM: with {resident if rows else 'no expert resident'} "
-        f"{size(need.total)} are needed{beside}, and {_host_room(case, rows)}"
+        f"{size(need.total)} are needed{cached}, and {_host_room(case, rows)}"
     )
 
 
@@ -81,17 +81,17 @@ def _host_room(case: Case, rows: int) -> str:
     if not case.machine.one_memory:
         return f"{room} are available"
     taken, pool = size(case.gpus_take(rows)), size(case.machine.pool_bytes)
-    return f"{room} are left beside {taken} for the GPU, which has the same memory ({pool} are available to both)"
+    return f"{room} are left after {taken} for the GPU, which has the same memory ({pool} are available to both)"
 
 
 def _least_for_host(case: Case) -> int:
-    """The fewest residents beside which host RAM holds the other experts; more take less of it."""
+    """The fewest residents with which host RAM holds the other experts; more take less of it."""
     rows = bisect_left(range(case.model.num_experts), True, key=case.in_host)
     return case.residents_of(rows)
 
 
-def _beside_buffers(rank: RankMemory) -> str:
-    return f" beside {size(rank.stream_bytes)} of stream buffers" if rank.stream_buffers else ""
+def _with_buffers(rank: RankMemory) -> str:
+    return f" with {size(rank.stream_bytes)} of stream buffers" if rank.stream_buffers else ""
 
 
 def _nothing_granted(case: Case) -> str:
@@ -107,7 +107,7 @@ def _nothing_granted(case: Case) -> str:
         taken.append(f"{size(vram - reserve.free_vram_bytes)} in use before the start")
     if reserve.image_bytes:
         taken.append(f"{size(reserve.image_bytes)} for images")
-    return f"VRAM: a GPU of {size(vram)} is too small: nothing is left for weights beside {', '.join(taken)}"
+    return f"VRAM: a GPU of {size(vram)} is too small: nothing is left for weights after {', '.join(taken)}"
 
 
 def _changes(case: Case) -> Iterator[tuple[str, Case]]:
@@ -167,7 +167,7 @@ def _whole_gib(nbytes: int) -> int:
 
 
 def _tokens_that_fit(case: Case) -> int:
-    """Of the KV cache, beside no resident; fewer than the workload needs."""
+    """Of the KV cache, without any resident; fewer than the workload needs."""
     stages = range(case.parallel.pp)
     room = {stage: case.budget - case.rank(stage, 0).used_bytes + case.pool_bytes(stage) for stage in stages}
     fewer = range(case.kv_tokens)

@@ -11,7 +11,7 @@ class StageCost:
 
     layers: int
     dense_bytes: int
-    """Weights beside routed experts, read in every step."""
+    """Weights other than routed experts, read in every step."""
     dense_flops: float
     expert_layers: tuple[int, ...]
     """For each MoE layer, the bytes of one expert that one rank of the layer's expert-parallel group reads."""

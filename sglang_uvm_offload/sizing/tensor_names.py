@@ -18,7 +18,7 @@ _DRAFT = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.(?:(?:layers?|blocks?)\.)?(?:(\d{1,5
 """Draft layers that have numbers of their own: ``mtp.layers.0.`` (Qwen3-Next), ``mtp.0.`` (DeepSeek-V4), ``mtp_block.0.``
 (ERNIE 4.5), ``mtp_layers.0.`` (MiMo)."""
 _UNLOADED = re.compile(r"^(?:talker|code2wav|token2wav)\.")
-"""The speech models beside Qwen's omni models, which SGLang skips (``models/qwen3_omni_moe.py``)."""
+"""The speech models other than Qwen's omni models, which SGLang skips (``models/qwen3_omni_moe.py``)."""
 
 _ONE_EXPERT = re.compile(r"(?:^|\.)(?!\w*shared)\w*experts?\.(\d{1,6})\.(.+)$")
 _EXPERT_MODULE = re.compile(r"(?:^|\.)(?!\w*shared)\w*experts?[._]")

@@ -18,7 +18,7 @@ _ALIASES = {
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of config.json for the language model (SGLang's ``get_hf_text_config``), by the usual names; a quantisation or
-    dtype beside it applies to it."""
+    dtype next to it applies to it."""
     outer = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
     for name in ("thinker_config", "llm_config", "language_config", "text_config"):
         if isinstance(inner := config.get(name), dict):

@@ -351,7 +351,7 @@ def test_a_gpu_below_its_own_reserve_is_told_what_takes_it_and_what_would_do():
     tiny = dataclasses.replace(roomy("1x5090"), vram_bytes=2 * GIB)
     refused = ask("gpt-oss-120b", tiny)
     assert refused.problems == (
-        "VRAM: a GPU of 2.00 GiB is too small: nothing is left for weights beside 3.96 GiB that SGLang keeps for "
+        "VRAM: a GPU of 2.00 GiB is too small: nothing is left for weights after 3.96 GiB that SGLang keeps for "
         "--chunked-prefill-size 2048 and CUDA graphs, --expert-offload-headroom-gb 1.0, 819.2 MiB that CUDA takes",
     )
     each = int(refused.needs[0].split()[2])

@@ -95,7 +95,7 @@ def test_a_number_of_slots_is_taken_from_what_fits():
             {"num_resident": 200},
             "--expert-offload-slots 57: 200 residents leave 56 of 256 experts a layer offloaded",
         ),
-        (AUTO, {"num_resident": 60}, "--expert-offload-slots auto: divides what fits; give a number beside --num-resident 60"),
+        (AUTO, {"num_resident": 60}, "--expert-offload-slots auto: divides what fits; give a number with --num-resident 60"),
         (Slots(100), {"num_resident": 150}, "VRAM: 150 residents and 100 slots for the 256 experts of a layer do not fit"),
         (
             Slots(100),

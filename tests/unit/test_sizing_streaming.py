@@ -122,7 +122,7 @@ def test_buffers_that_are_asked_for_can_make_a_number_not_fit_and_others_cannot(
     assert planned(most).stream_buffers == 0
     refused = planned(most, stream_gb=4)
     assert refused.problems == (
-        f"VRAM: {most} of 256 experts a layer do not fit beside 2.62 GiB of stream buffers; at most "
+        f"VRAM: {most} of 256 experts a layer do not fit with 2.62 GiB of stream buffers; at most "
         f"{planned(stream_gb=4).num_resident} do",
     )
 
@@ -184,7 +184,7 @@ def test_a_hierarchical_cache_in_ratio_to_what_is_left_is_smaller_beside_buffers
 def test_what_is_short_names_the_buffers_and_that_doing_without_is_enough():
     tight = spacious(2, 0).reserve
     refused = planned(stream_gb=100, mem_fraction_static=tight.mem_fraction_static)
-    assert refused.problems[0].startswith("VRAM: with no expert resident beside 2.62 GiB of stream buffers a rank needs ")
+    assert refused.problems[0].startswith("VRAM: with no expert resident with 2.62 GiB of stream buffers a rank needs ")
     assert refused.needs[0] == "no stream buffers (--expert-offload-stream-buffer-gb 0)"
     assert planned(stream_gb=0, mem_fraction_static=tight.mem_fraction_static).num_resident == 2
 
