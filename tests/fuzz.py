@@ -138,7 +138,7 @@ def shown(outcomes: Iterable[Outcome], wanted: int) -> Iterator[Outcome]:
 def write(out: Path, seed: int, counts: dict[str, dict[str, int]], order: Sequence[str]) -> None:
     """What the file has of other targets stays, if its inputs were made with the same seed."""
     kept = json.loads(out.read_text()) if out.exists() else {"seed": seed, "targets": {}}
-    counts = (kept["targets"] if kept["seed"] == seed else {}) | counts
+    counts = (kept["targets"] if kept["seed"] == seed else {}) | counts  # type: ignore[operator]
     out.write_text(
         json.dumps({"seed": seed, "targets": {name: counts[name] for name in order if name in counts}}, indent=1) + "\n"
     )

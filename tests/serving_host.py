@@ -110,7 +110,7 @@ def log_to(path: str) -> None:
 def fork_children_from_here() -> None:
     """Start multiprocessing's fork server as a fork of this process as it is now, and have SGLang use it for spawning."""
     listener = socket.socket(socket.AF_UNIX)
-    address = connection.arbitrary_address("AF_UNIX")
+    address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     listener.bind(address)
     listener.listen()
     alive_read, alive_write = os.pipe()
@@ -128,7 +128,7 @@ def fork_children_from_here() -> None:
         os._exit(0)
     listener.close()
     os.close(alive_read)
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_write, pid
     reuse_fork_server()
 

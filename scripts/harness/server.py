@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -233,7 +233,7 @@ class Server:
                     raise EngineFailed(f"the server is never idle: {refused}", self.log_path) from refused
                 time.sleep(0.1)
 
-    def stream(self, path: str, body: Any) -> Iterator[Any]:
+    def stream(self, path: str, body: Any) -> Generator[Any, None, None]:
         """The events of a streamed response."""
         with self.open(path, {**body, "stream": True}) as response:
             for line in response:

@@ -70,7 +70,7 @@ def start() -> None:
     # Attention plays no part here, and not every model's is made for a CPU.
     factory.get_rope_cpu = lambda *arguments: factory.get_rope(*arguments[:8])
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[return-value]
     torch.cuda.Stream = lambda *_, **__: None
     current_platform.get_device = lambda *_: "cpu"
     if dots3 := sys.modules.get("sglang.srt.models.dots3_common.modeling"):

@@ -22,7 +22,7 @@ def install() -> None:
     from sglang.srt.checkpoint_engine import checkpoint_engine_worker
 
     checkpoint_engine_worker.SGLangCheckpointEngineWorkerExtensionImpl.get_device_uuid = lambda self: DEVICE
-    torch.cpu.current_device = lambda: 0  # type: ignore[assignment]
+    torch.cpu.current_device = lambda: 0  # type: ignore[return-value]
 
 
 def receive(context: zmq.Context, address: str, device_id: int, *, run: Any, post_hook: Any = None) -> None:

@@ -65,7 +65,7 @@ class Sender(FakeKVSender):
         written = self.folder / f"{self.bootstrap_room}.writing"
         with written.open("wb") as file:
             file.writelines(memoryview(rows[self.pages]) for rows in pools(args))
-            file.writelines(memoryview(rows[[self.aux_index]]) for rows in aux(args))
+            file.writelines(memoryview(rows[[self.aux_index]]) for rows in aux(args))  # type: ignore[index]
         os.replace(written, self.folder / str(self.bootstrap_room))
         super().send(kv_indices, state_indices)
 

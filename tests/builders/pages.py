@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 from sglang.srt.server_args import ServerArgs
@@ -26,7 +27,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 class _Strict(argparse.ArgumentParser):
     """Raises ``ValueError`` where another parser ends the process."""
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 

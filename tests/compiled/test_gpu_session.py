@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from serving import FORKING
@@ -22,7 +23,7 @@ SERVING = (
     "peers",
 )
 FILE_BYTES = 16 << 20
-CAPTURED = {"stdout": subprocess.PIPE, "text": True}
+CAPTURED: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
 
 
 class Session:
@@ -844,7 +845,7 @@ class Runs:
 def test_how_a_part_ended_is_told_apart(modules, tmp_path, monkeypatch, finished, then, status):
     session, part = modules["session"], modules["sections"].OPS.parts[0]
 
-    def until_it_sleeps(process: subprocess.Popen[bytes], seconds: float) -> int:
+    def until_it_sleeps(process: Any, seconds: float) -> int:
         while process.poll() is None:
             if "sleep" in then and Path(process.args[4]).exists() and Path(process.args[4]).read_text().endswith("\n"):
                 raise subprocess.TimeoutExpired(process.args, seconds)
@@ -880,7 +881,7 @@ LEAVES_ONE = "setsid sleep 1000 & echo $! > %s.part; mv %s.part %s; %s"
 def test_nothing_that_a_part_started_outlives_it(modules, tmp_path, monkeypatch, then):
     child, told = modules["child"], tmp_path / "pid"
 
-    def ended(process: subprocess.Popen[bytes], seconds: float) -> int:
+    def ended(process: Any, seconds: float) -> int:
         while not told.exists() or (then == "true" and process.poll() is None):
             time.sleep(0.01)
         if process.poll() is None:

@@ -97,7 +97,8 @@ def said(
     request: pytest.FixtureRequest, folder: Path, every_model: Nursery, on_standin: Starts
 ) -> dict[tuple[str, str], tuple[Launch, int | str, str]]:
     """Of those that this run has chosen."""
-    chosen = {item.callspec.params["name"] for item in request.session.items if item.module is request.module}
+    items: list[Any] = request.session.items
+    chosen = {item.callspec.params["name"] for item in items if item.module is request.module}
     return found(folder, every_model, on_standin, sorted(chosen))
 
 

@@ -86,7 +86,7 @@ def launch(
         "neither": {**given, "max_total_tokens": None, "mem_fraction_static": fraction(model, 8, DEFAULT_KV_TOKENS)},
         "headroom": {
             **{**given, "expert_offload_headroom_gb": 2.0},
-            "mem_fraction_static": given["mem_fraction_static"] + 2 * GIB / VRAM,
+            "mem_fraction_static": given["mem_fraction_static"] + 2 * GIB / VRAM,  # type: ignore[operator]
         },
         "everything": {**given, "mem_fraction_static": 0.5},
         "cached": {**given, "model_path": REPOSITORY},

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders.judged import NO_CHOICE, PUBLISHED, UNKNOWN, Launch, judged, of_line, verdict
@@ -49,7 +50,8 @@ def launch(folder: Path, line: dict[str, str], number: str) -> Launch:
 @pytest.fixture(scope="module")
 def said(request: pytest.FixtureRequest, folder: Path, sglang_on_standin: Starts) -> dict[Launch, tuple[int | str, str]]:
     """Of those that this run has chosen."""
-    chosen = [item.callspec.params for item in request.session.items if item.module is request.module]
+    items: list[Any] = request.session.items
+    chosen = [item.callspec.params for item in items if item.module is request.module]
     return judged([launch(folder, each["line"], each["number"]) for each in chosen], sglang_on_standin)
 
 

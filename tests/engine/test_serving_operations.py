@@ -37,7 +37,7 @@ def said(checkpoints: Checkpoints, engines: Engines, tmp_path_factory: pytest.Te
     """What the server answered, step by step."""
     folder = tmp_path_factory.mktemp("state")
     path = folder / "profile.npz"
-    arguments = {"expert_offload_num_resident": len(HOT[0]), "expert_offload_warmup_tokens": 24}
+    arguments: dict[str, Any] = {"expert_offload_num_resident": len(HOT[0]), "expert_offload_warmup_tokens": 24}
     arguments |= {"expert_offload_save_profile": path, "dp_size": 2, "tokenizer_worker_num": HTTP_PROCESSES}
     checkpoint = checkpoints("qwen3_moe", hot=HOT, dtype="float32")
     said: Status = {}

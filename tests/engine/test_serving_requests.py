@@ -101,7 +101,7 @@ def chats(server: Server) -> list[str]:
     async def one(client: openai.AsyncOpenAI, number: int) -> str:
         said: dict[str, Any] = {"role": "user", "content": f"{number} bottles of beer on the wall"}
         more: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
-        stream = await client.chat.completions.create(model="default", messages=[said], stream=True, **more)
+        stream = await client.chat.completions.create(model="default", messages=[said], stream=True, **more)  # type: ignore[list-item]
         return "".join([event.choices[0].delta.content or "" async for event in stream])
 
     async def all_at_once() -> list[str]:

@@ -86,7 +86,7 @@ def faults() -> Iterator[Fault]:
         ("SIGKILL", saving, 0, 12),
         ("SIGTERM", moving, 1, 4),
     ):
-        job = {"action": "signal", "call": call, "k": 1, "value": name, "rank": rank, "at": at}
+        job = {"action": "signal", "call": call, "k": 1, "value": name, "rank": rank, "at": at}  # type: ignore[dict-item]
         phase = "load" if at == "load" else "save" if call == saving else "stream" if "enter" in call else "re-advise"
         what = f"{name} in {call.rpartition('.')[2]}, rank {rank}"
         yield Fault("signal", phase, what, job, PEER_DIED, ends=1, restarts=True)

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nursery import Nursery
 from standin.build import build, environment
@@ -36,7 +37,7 @@ class Ran:
     calls: list[dict]
 
     @property
-    def said(self) -> object:
+    def said(self) -> Any:
         """The JSON on the last line of the output."""
         assert self.code == 0, self.err
         return json.loads(self.out.splitlines()[-1])

@@ -396,9 +396,11 @@ def metadata(archive: Path) -> Message:
         content = zipfile.ZipFile(archive)
         (name,) = (name for name in content.namelist() if name.endswith(".dist-info/METADATA"))
         return email.message_from_string(content.read(name).decode())
-    with tarfile.open(archive) as content:
-        (name,) = (name for name in content.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", name))
-        return email.message_from_string(content.extractfile(name).read().decode())
+    with tarfile.open(archive) as source:
+        (name,) = (name for name in source.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", name))
+        held = source.extractfile(name)
+        assert held is not None
+        return email.message_from_string(held.read().decode())
 
 
 @pytest.fixture(params=["wheel", "sdist"])

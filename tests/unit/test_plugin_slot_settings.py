@@ -15,7 +15,7 @@ pytestmark = pytest.mark.sglang
 
 def possible(reason: str | None, monkeypatch: pytest.MonkeyPatch, **flags: object) -> int:
     monkeypatch.setattr(slot_settings, "no_slots", lambda cfg, model: reason)
-    return slot_settings.possible(parse(flags), *launch()).slots
+    return slot_settings.possible(parse(flags), *launch()).slots  # type: ignore[return-value]
 
 
 def test_a_launch_that_can_have_slots_keeps_what_was_asked_for(monkeypatch):

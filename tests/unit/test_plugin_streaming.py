@@ -43,7 +43,7 @@ def config(**flags: Any) -> OffloadConfig:
 
 def streamed_from(num_experts: int = 256, top_k: int | None = 8, planned: int | None = None, **flags: Any) -> int:
     """Tokens. ``planned``: stream buffers."""
-    text = PretrainedConfig(num_experts_per_tok=top_k)
+    text = PretrainedConfig(**{"num_experts_per_tok": top_k})
     requested = parse({"num_resident": 4, **flags})
     assert requested is not None
     assert requested.num_resident is not None

@@ -160,11 +160,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
         with caplog.at_level(logging.INFO):
             if config.num_resident is None:
                 plan = auto_resident.fitting(config, None, profile)
-                check.chosen = plan.num_resident, plan.slots, plan.stream_buffers
+                vars(check)["chosen"] = plan.num_resident, plan.slots, plan.stream_buffers
             else:
                 buffers, found = vram_check.checked(config, None)
                 assert found == []
-                check.chosen = config.num_resident, config.slots, buffers
+                vars(check)["chosen"] = config.num_resident, config.slots, buffers
         return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
     return check
@@ -202,7 +202,7 @@ def divided(
     """The residents and the slots of ``auto``, and the log lines of the division."""
     launched("auto", **given)
     lines = [line for record in caplog.records if (line := record.getMessage()).startswith("--expert-offload-slots")]
-    return *launched.chosen[:2], lines
+    return *vars(launched)["chosen"][:2], lines
 
 
 def test_auto_divides_the_rows_and_the_log_says_by_what(launched, caplog):

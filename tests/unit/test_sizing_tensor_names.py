@@ -24,7 +24,7 @@ def numbered(gate: str | None, up: str, down: str) -> Tensors:
 
 def stacked(*gate_up: str, down: str) -> Tensors:
     width = 2 * SIZE // len(gate_up)
-    return dict.fromkeys(gate_up, (EXPERTS, width, HIDDEN)) | {down: (EXPERTS, HIDDEN, SIZE)}
+    return dict.fromkeys(gate_up, (EXPERTS, width, HIDDEN)) | {down: (EXPERTS, HIDDEN, SIZE)}  # type: ignore[return-value]
 
 
 def usual(module: str) -> Tensors:

@@ -121,7 +121,7 @@ def test_a_test_of_a_newer_sglang_is_skipped_with_its_reason():
     def skipped(installed: str) -> list[str]:
         added: list[Any] = []
         newer = SimpleNamespace(iter_markers=lambda name: [pytest.mark.since("0.5.19", "cannot").mark], add_marker=added.append)
-        skip_newer([newer], installed)
+        skip_newer([newer], installed)  # type: ignore[list-item]
         return [mark.kwargs["reason"] for mark in added]
 
     assert skipped("0.5.9.post1") == ["with SGLang before 0.5.19: cannot"]
