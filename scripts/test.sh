@@ -3,7 +3,7 @@
 # checkout (about 11 GB, some minutes, once).
 # usage: scripts/test.sh [PYTEST ARGUMENTS]
 # environment: VENV=DIR uses (or creates) that environment instead of .venv; TEST_PATIENCE=N multiplies the limits for hangs by N,
-#   instead of by a factor from the load
+#   instead of by a factor from the load; TEST_JOBS=N runs N processes of all tests, instead of one more than there are cores
 #   scripts/test.sh                    linters, then all three tiers
 #   scripts/test.sh tests/unit         needs no engine
 #   scripts/test.sh tests/compiled     compiles with nvcc, and runs the GPU session over a stand-in for CUDA
@@ -21,14 +21,8 @@ mypy
 codespell
 git ls-files '*.cu' '*.c' '*.h' | xargs clang-format --dry-run -Werror
 
-# Two runs of about the same length in parallel, since neither keeps two cores busy. The first one's output follows the other's.
-apart="tests/engine/test_cuda_serving.py tests/engine/test_cuda_serving_slots.py"
-apart+=" tests/engine/test_serve_benchmark.py tests/engine/test_wheel.py"
-first=$(mktemp)
-trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$first"' EXIT
-python -m pytest --durations=25 tests/unit tests/compiled $apart > "$first" 2>&1 &
-engine=0 others=0
-python -m pytest --durations=25 tests/engine $(printf -- '--ignore=%s ' $apart) || engine=$?
-wait $! || others=$?
-cat "$first"
-exit $((engine > others ? engine : others))
+# More processes than cores, because servers that start wait more than they compute, and each process takes up to 5 GB. Each
+# file goes to one of them: its tests share servers.
+read -r _ available _ < <(grep MemAvailable /proc/meminfo)
+jobs=$((available / 5000000)) most=$(($(nproc) + 1))
+exec python -m pytest --durations=25 --dist loadfile --numprocesses "${TEST_JOBS:-$((jobs < 1 ? 1 : jobs < most ? jobs : most))}"
