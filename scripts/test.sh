@@ -25,4 +25,9 @@ git ls-files '*.cu' '*.c' '*.h' | xargs clang-format --dry-run -Werror
 # file goes to one of them: its tests share servers.
 read -r _ available _ < <(grep MemAvailable /proc/meminfo)
 jobs=$((available / 5000000)) most=$(($(nproc) + 1))
-exec python -m pytest --durations=25 --dist loadfile --numprocesses "${TEST_JOBS:-$((jobs < 1 ? 1 : jobs < most ? jobs : most))}"
+run=(python -m pytest --durations=25 --dist loadfile
+  --numprocesses "${TEST_JOBS:-$((jobs < 1 ? 1 : jobs < most ? jobs : most))}")
+quick=0 slow=0
+"${run[@]}" tests/unit || quick=$?
+"${run[@]}" tests/compiled tests/engine || slow=$?
+exit $((quick > slow ? quick : slow))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mutation
 import numpy as np
@@ -259,8 +260,8 @@ def plan(chance: random.Random, folder: Path) -> bool:
     valid: Any = chance.choice(CONFIGS)
     path.write_bytes(mutation.document({"name": "m", "config": valid} if chance.random() < 0.3 else valid, chance))
     machine = chance.choice(("8xH20", "1x5090", "1xSPARK"))
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        engine_shape.installed = lambda: False  # which starts SGLang for half a minute
+    without_sglang = mock.patch.object(engine_shape, "installed", return_value=False)  # which would start it for half a minute
+    with without_sglang, contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = main(["plan", str(path), "--machine", machine, *chance.choice(([], ["--json"], ["--slots", "auto"]))])
     said = out.getvalue() + err.getvalue()
     _expect_printable(said)
@@ -374,17 +375,18 @@ def url(chance: random.Random, folder: Path) -> bool:
     address = mutation.damaged(chance.choice(URLS).encode(), chance).decode(
         errors=chance.choice(("replace", "surrogateescape"))
     )
-    os.environ[report_cli.API_KEY] = chance.choice(("", "s3cret", "s3cret\r\nHost: x", "s3cré"))
-    before, report_cli.urllib.request.urlopen = urllib.request.urlopen, _answer
+    key = {report_cli.API_KEY: chance.choice(("", "s3cret", "s3cret\r\nHost: x", "s3cré"))}
+    with mock.patch.dict(os.environ, key), mock.patch.object(urllib.request, "urlopen", _answer):
+        return _reported(address)
+
+
+def _reported(address: str) -> bool:
     try:
         report_cli.report_of(address)
     except report_cli.SourceError as error:
         said = str(error)
         _expect("s3cr" not in said and "Error(" not in said, f"a key, or the repr of an exception: {said}")
         return "Connection refused" in said
-    finally:
-        urllib.request.urlopen = before
-        del os.environ[report_cli.API_KEY]
     raise AssertionError("an answer without a server")
 
 

@@ -44,7 +44,7 @@ def test_the_script_hands_its_arguments_over(tmp_path: Path):
     words = ["bash", str(ROOT / "scripts/quickstart.sh"), "model", "--device", "cpu"]
     env = {"PATH": "/usr/bin:/bin", "PYTHON": str(python)}
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(ROOT), "scripts/quickstart.py", str(model), "--device", "cpu"]
+    assert done.stdout.split() == [str(ROOT), "-m", "scripts.quickstart", str(model), "--device", "cpu"]
 
 
 def test_a_server_that_fails_ends_it_with_the_reason(tmp_path: Path, monkeypatch, capsys):
