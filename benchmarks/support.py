@@ -27,7 +27,7 @@ LAUNCHED = "test_architecture_launches.py"
 
 HEAD = """# What is served, and what is refused
 
-Generated from the test suite: `scripts/support.sh` runs it, and `benchmarks/support.py` makes this page. A row
+Generated from the test suite: `scripts/support.sh` runs it, and `python -m benchmarks.support` makes this page. A row
 *works* if every test named in it has passed, with the tokens and log-probabilities of the same server without offloading
 wherever a server answers; it is *refused* if a test has seen the launch end before anything loads, with that reason; it is
 *broken* if a test failed. Where *SGLang fails*, a test has seen that this SGLang cannot do it without this plugin either, with
