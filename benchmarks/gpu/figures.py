@@ -65,7 +65,7 @@ def values(rows: Iterable[Row], label: str) -> dict[Any, None]:
 
 def named(row: Row, labels: Sequence[str]) -> str:
     """Such as "batch 4, in place": a word says for itself what it is, a number does not."""
-    found = [(name, row[name]) for name in labels if name in row]
+    found = [(name, row[name]) for name in labels if row.get(name) is not None]
     return ", ".join(value if isinstance(value, str) else f"{name} {text(value)}" for name, value in found)
 
 

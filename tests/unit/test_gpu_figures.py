@@ -41,6 +41,15 @@ def test_a_label_that_all_lines_share_makes_the_columns():
     assert lines == ["slots     1.5        2.5", "host      1.5 / 3.5  2.5"], "what was measured again stands beside it"
 
 
+def test_a_label_that_only_some_rows_have_is_left_out_of_the_others():
+    rows = [
+        row("numa", [rate], "GB/s", node=node, **asked)
+        for node in (0, 1)
+        for asked, rate in (({}, 1.0), ({"prefers": "CPU"}, 2.0))
+    ]
+    assert lines_of(rows) == ["numa, GB/s     CPU", "node 0      1  2", "node 1      1  2"]
+
+
 def test_units_that_differ_stand_beside_their_figures():
     figures = (("read", "GB/s"), ("move", "ms"))
     rows = [row("swap", [2.0, 4.0], unit, figure=figure, mib=mib) for mib in (1, 8) for figure, unit in figures]

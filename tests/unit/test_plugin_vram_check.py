@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders.launch import resolved
@@ -160,11 +161,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
         with caplog.at_level(logging.INFO):
             if config.num_resident is None:
                 plan = auto_resident.fitting(config, None, profile)
-                vars(check)["chosen"] = plan.num_resident, plan.slots, plan.stream_buffers
+                check.chosen = plan.num_resident, plan.slots, plan.stream_buffers  # type: ignore[attr-defined]
             else:
                 buffers, found = vram_check.checked(config, None)
                 assert found == []
-                vars(check)["chosen"] = config.num_resident, config.slots, buffers
+                check.chosen = config.num_resident, config.slots, buffers  # type: ignore[attr-defined]
         return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
     return check
@@ -196,13 +197,11 @@ def test_the_choice_is_logged_with_the_stream_buffers_that_it_leaves_room_for(la
     assert "stream" not in caplog.text
 
 
-def divided(
-    launched: Callable[..., list[str]], caplog: pytest.LogCaptureFixture, **given: object
-) -> tuple[int, int, list[str]]:
+def divided(launched: Any, caplog: pytest.LogCaptureFixture, **given: object) -> tuple[int, int, list[str]]:
     """The residents and the slots of ``auto``, and the log lines of the division."""
     launched("auto", **given)
     lines = [line for record in caplog.records if (line := record.getMessage()).startswith("--expert-offload-slots")]
-    return *vars(launched)["chosen"][:2], lines
+    return *launched.chosen[:2], lines
 
 
 def test_auto_divides_the_rows_and_the_log_says_by_what(launched, caplog):
