@@ -357,7 +357,7 @@ def test_a_gpu_below_its_own_reserve_is_told_what_takes_it_and_what_would_do():
     each = int(refused.needs[0].split()[2])
     assert ask("gpt-oss-120b", dataclasses.replace(tiny, vram_bytes=each * GIB)).fits
     given = ask("gpt-oss-120b", tiny, reserve=Reserve(mem_fraction_static=0.5))
-    assert "beside 50.0% that --mem-fraction-static 0.5 keeps" in given.problems[0]
+    assert "after 50.0% that --mem-fraction-static 0.5 keeps" in given.problems[0]
     assert given.needs
     shared = Reserve(0.9, headroom_gb=0.1, free_vram_bytes=GIB, image_bytes=GIB)
     assert (
