@@ -325,7 +325,7 @@ inline void measure_swap(session& it) {
             for (int i = 0; i < 4; i++) {
                 double ms = watch.ms(it.stream, [&] {
                     read_every_second<<<dim3(16, half / 2), threads, 0, it.stream>>>(range.start + first * expert,
-                                                                                     expert, expert, read.result());
+                                                                                     expert, read.result());
                     CHECK(cudaGetLastError());
                 });
                 rates.push_back(gb_per_s(expert * (half / 2), ms / 1e3));
