@@ -68,11 +68,11 @@ def test_what_host_ram_holds_is_served(launch, case):
     ("case", "parts"),
     [
         ("plain, short", [f"{N} 64: the offloaded experts need 27.00 GiB of host RAM", "keep more resident"]),
-        ("cache, short", ["18.63 GiB for hierarchical caches, 10.00 GiB for what SGLang leaves free", "--hicache-size"]),
-        ("cache alone, short", ["18.63 GiB for hierarchical caches, 10.00 GiB for what SGLang leaves free"]),
+        ("cache, short", ["18.63 GiB for hierarchical caches, 10.00 GiB for what SGLang keeps free", "--hicache-size"]),
+        ("cache alone, short", ["18.63 GiB for hierarchical caches, 10.00 GiB for what SGLang keeps free"]),
         ("cache, auto", [f"{N} auto: host RAM: with ", "for the hierarchical cache"]),
-        ("ratio, short", ["6.00 GiB for hierarchical caches, 10.00 GiB for what SGLang leaves free", "--hicache-ratio"]),
-        ("uncounted, short", ["18.63 GiB for hierarchical caches, 10.00 GiB for what SGLang leaves free"]),
+        ("ratio, short", ["6.00 GiB for hierarchical caches, 10.00 GiB for what SGLang keeps free", "--hicache-ratio"]),
+        ("uncounted, short", ["18.63 GiB for hierarchical caches, 10.00 GiB for what SGLang keeps free"]),
     ],
 )
 def test_what_host_ram_does_not_hold_is_refused_whoever_chose_the_number(launch, case, parts):
