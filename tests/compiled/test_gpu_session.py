@@ -188,8 +188,8 @@ def test_the_log_tells_the_figures_of_every_part(ran, modules):
             assert f"{part.name}: {part.says}" in log
             figures = modules["figures"].lines_of(ran.record(name)["parts"][part.name]["rows"])
             assert {f"    {line}" for line in figures} <= {*log}, part.name
-            # What a kernel computes cannot be compared where none runs.
-            assert figures != modules["figures"].NOTHING or part.name == "check", part.name
+            # One part compares what kernels compute, and none runs here; one only compiles.
+            assert (figures == modules["figures"].NOTHING) == (part.name in ("check", "compiled")), part.name
 
 
 TENSOR_MAPS = """
