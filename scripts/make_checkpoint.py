@@ -596,7 +596,7 @@ def hot_by_layer(hot: list[int] | list[list[int]] | None, layers: int, experts: 
     if not hot:
         return None
     alike = [item for item in hot if isinstance(item, int)]
-    per_layer = [alike] * layers if alike else [item for item in hot if not isinstance(item, int)]
+    per_layer = [alike] * layers if len(alike) == len(hot) else [item for item in hot if not isinstance(item, int)]
     if len(per_layer) != layers:
         raise ValueError(f"hot experts are given for {len(per_layer)} layers, and there are {layers}")
     for ids in per_layer:
