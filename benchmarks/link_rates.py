@@ -12,8 +12,8 @@ from sglang_uvm_offload.sizing.inputs import Assumptions
 
 COPIED_BY = "kernel, 16 blocks"
 """How stream buffers are filled, as the section ``stream`` names it."""
-SECTIONS = ("probe", "stream", "layer")
-"""Of a GPU session, that measure the link."""
+SECTIONS = ("probe", "stream", "miss", "runners", "layer")
+"""Of a GPU session, that measure the link (``layer`` did in November 2026)."""
 
 
 @dataclass(frozen=True)

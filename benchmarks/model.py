@@ -3,10 +3,10 @@
     python -m benchmarks.model RUN [--rates SECTION.json ...] [--out FOLDER]
 
 RUN is a run's folder or a section of a GPU session. The rates of the link are those that it or the sections ``probe``,
-``stream`` and ``layer`` beside it measured, or other sections of a session on the same machine. ``sizing.speed`` predicts each
-figure of this plugin: its decode step or its prefill, by the residents, slots and stream buffers that the server had, and the
-time of what it moved meanwhile. What does not cross the link is taken as fast as makes the prediction for the resident server
-what was measured, so only the cost of offloading is judged.
+``stream``, ``miss`` and ``runners`` next to it measured, or other sections of a session on the same machine. ``sizing.speed``
+predicts each figure of this plugin: its decode step or its prefill, by the residents, slots and stream buffers that the server
+had, and the time of what it moved meanwhile. What does not cross the link is taken as fast as makes the prediction for the
+resident server what was measured, so only the cost of offloading is judged.
 
 The hit rate of decode is that of batch 1, where each expert read is one use; prompts take the one that the server counted over
 all its traffic. Rates that nothing measured are the planner's assumptions. Where other bytes crossed the link than predicted,

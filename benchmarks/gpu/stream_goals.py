@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from benchmarks.gpu.link_bound import link_rate
 from benchmarks.gpu.rows import PartRows, Row, best, find, one, show
 
 Ratio = tuple[float, str]
@@ -106,3 +107,13 @@ def miss(rows: PartRows) -> Ratio | None:
             text = f"{shape}, {memory}: {kernel['way']}: {show(kernel)}; {copy['way']} {show(copy)}"
             found.append((kernel["median"] / copy["median"], text))
     return min(found, default=None)
+
+
+def zero_copy(rows: PartRows) -> Ratio | None:
+    """The best block shape of the MoE kernel, out of managed memory, over the best zero-copy read."""
+    ceiling, read = link_rate(rows), find(rows.get("pages", ()), "miss", memory="managed")
+    found = best([row for row in read if row["way"].startswith("MoE kernel")])
+    if not ceiling or not found:
+        return None
+    words = f"{found['shape']}, {found['way']}: {show(found)}; {ceiling['memory']} {show(ceiling)}"
+    return found["median"] / ceiling["median"], words

@@ -1113,6 +1113,9 @@ def test_the_worst_of_host_time_copies_and_misses_decides(modules):
     assert judged(modules, "miss", 0, {"pages": large})["ratio"] == pytest.approx(0.98), "the best block shape"
     small = [miss("pinned", "MoE kernel, a", 40.0), miss("pinned", "copy kernel", 30.0), miss("pinned", "copy engine", 50.0)]
     assert judged(modules, "miss", 0, {"pages": [*large, *small]})["ratio"] == pytest.approx(0.8)
+    ceiling = [row("zero_copy", [50.0], memory="pinned"), row("zero_copy", [4000.0], memory="plain")]
+    assert judged(modules, "miss", 1, {"pages": large, "link": ceiling})["ratio"] == pytest.approx(0.98)
+    assert judged(modules, "miss", 1, {"pages": large})["ratio"] is None, "the link was not measured"
 
 
 def test_slots_are_judged_by_equality_before_speed(modules):

@@ -23,6 +23,7 @@ from benchmarks import (
     serve_run,
 )
 from benchmarks.contenders import CONTENDERS, Budget, CannotServe
+from benchmarks.gpu.sections import SECTIONS
 from benchmarks.link_rates import Rates
 from scripts import make_checkpoint
 from sglang_uvm_offload.sizing.checkpoint import from_config
@@ -470,6 +471,14 @@ def test_rates_come_from_the_session_where_it_measured_them() -> None:
     assert (none.read, none.copy, none.link) == (60 * assumed.read_efficiency, 60 * assumed.copy_efficiency, 60)
     assert none.assumed == ("read", "copy", "link")
     assert "copy rate 50 GB/s, measured by the session; link rate 54 GB/s" in str(Rates(44.0, 50.0, 54.0, ("read",)))
+
+
+def test_every_section_whose_probe_measures_the_link_is_read() -> None:
+    measuring = {"bandwidth", "prefetch", "link", "copies"}
+    serving = {name for name, section in SECTIONS.items() if any(part.program == "server_parts" for part in section.parts)}
+    parts = [(name, part) for name, section in SECTIONS.items() for part in section.parts]
+    found = {name for name, part in parts if part.program == "probe" and part.name in measuring}
+    assert found - serving <= {*link_rates.SECTIONS}
 
 
 def test_the_copy_rate_is_found_in_a_real_log() -> None:
