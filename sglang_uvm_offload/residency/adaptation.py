@@ -16,8 +16,7 @@ from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, PendingCounts
 
 INTERVAL_STEPS = 1
 """Steps between two polls of the counts. With fewer, residents follow the traffic better; benchmarks/policy/residents.py
-measures
-the cost of longer intervals."""
+measures the cost of longer intervals."""
 MOVE_BYTES_PER_S = 4 << 30
 """The rate limit of promotions: a small part of a PCIe link, so that moves do not starve zero-copy reads."""
 BURST_SECONDS = 0.25
