@@ -119,20 +119,11 @@ SERVER = Section(
 
 SERVING_SLOTS = Section(
     "serving_slots",
-    "what slots gain a whole server, by how its VRAM is divided between them and residents",
+    "what slots gain a whole server, beside residents, alone, and against SGLang's paged experts in the same VRAM",
     (
         CHECKPOINT,
-        Part("split", "server_parts", 300, 340, 23, 50, "all resident, then 25 % in VRAM: slots, both, residents"),
         LINK,
-    ),
-)
-
-PEERS_SLOTS = Section(
-    "peers_slots",
-    "SGLang's paged experts against slots in the same VRAM",
-    (
-        Part("paged_slots", "server_parts", 270, 340, 23, 60, "all resident, residents and slots, paged experts at 25 %"),
-        LINK,
+        Part("split", "server_parts", 350, 400, 23, 60, "all resident, then 25 % in VRAM: both, paged experts, either"),
     ),
 )
 
@@ -264,7 +255,7 @@ EVICTION = Section(
 SECTIONS = {
     section.name: section
     for section in (
-        *(OPS, STREAM, SLOTS, SERVER, DEFAULT, MODES, OTHER_MODES, SERVING_SLOTS, PEERS_SLOTS),
+        *(OPS, STREAM, SLOTS, SERVER, DEFAULT, MODES, OTHER_MODES, SERVING_SLOTS),
         *(CPU_OFFLOAD, BOUNDS, OFFLOADER, PEERS, PROBE, RUNNERS, MISS, LAYER, EVICTION),
     )
 }

@@ -84,7 +84,7 @@ class Served:
     own_defaults: bool = False
     """SGLang's own backends and graphs, and traffic that changes."""
     decoding: bool = False
-    """All batches and one prompt, without SGLang's load generator, so that four servers end in time."""
+    """All batches and one prompt, without SGLang's load generator, so that five servers end in time."""
 
 
 IN_PLACE = Contender(
@@ -120,8 +120,7 @@ PLAN = {
     "paged_experts": Served(QWEN, ("frequency", "paged_experts"), (0.5,), judged_only=True),
     "cpu_offload_gb": Served(QWEN, ("frequency", "cpu_offload_gb"), (0.5,), judged_only=True),
     "offloader_v2": Served(DEEPSEEK, ("frequency", "offloader_v2"), (0.5,), judged_only=True),
-    "split": Served(QWEN, ("slots_only", "residents_and_slots", "frequency"), (0.25,), decoding=True),
-    "paged_slots": Served(QWEN, ("residents_and_slots", "paged_experts"), (0.25,), decoding=True),
+    "split": Served(QWEN, ("residents_and_slots", "paged_experts", "frequency", "slots_only"), (0.25,), decoding=True),
     "continuous": Served(QWEN, ("continuous",), (0.5,), judged_only=True, own_defaults=True),
     "fixed": Served(QWEN, ("frequency",), (0.5,), judged_only=True, own_defaults=True),
 }

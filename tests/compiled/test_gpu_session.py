@@ -18,10 +18,7 @@ from standin.build import build, cuda_include, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = ("ops", "stream", "slots", "probe", "runners", "miss", "layer", "eviction")
-SERVING = (
-    *("server", "default", "modes", "other_modes", "serving_slots", "peers_slots", "cpu_offload", "bounds", "offloader"),
-    "peers",
-)
+SERVING = (*("server", "default", "modes", "other_modes", "serving_slots", "cpu_offload", "bounds", "offloader", "peers"),)
 FILE_BYTES = 16 << 20
 CAPTURED: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
 
@@ -634,7 +631,7 @@ def test_sglang_is_given_backends_only_where_it_cannot_have_its_own(modules, mon
     ("section", "part"),
     [
         ("peers", "paged_experts"),
-        ("peers_slots", "paged_slots"),
+        ("serving_slots", "split"),
         ("cpu_offload", "cpu_offload_gb"),
         ("offloader", "offloader_v2"),
     ],
@@ -733,9 +730,9 @@ def test_slots_are_judged_by_servers_in_the_same_vram(modules):
     ours = decode("residents_and_slots", 10, 20, 40, 80)
     verdict = judged(modules, "serving_slots", 1, {"split": [*ours, *decode("frequency", 20, 30, 44, 160)]})
     assert (verdict["ratio"], verdict["met"]) == (pytest.approx(1.1), True)
-    paged = {"paged_slots": [*ours, *decode("paged_experts", 12, 20, 90, 240)]}
-    assert judged(modules, "peers_slots", 1, paged)["ratio"] == pytest.approx(1.2)
-    assert judged(modules, "peers_slots", 2, paged)["ratio"] == pytest.approx(2.25)
+    paged = {"split": [*ours, *decode("paged_experts", 12, 20, 90, 240)]}
+    assert judged(modules, "serving_slots", 2, paged)["ratio"] == pytest.approx(1.2)
+    assert judged(modules, "serving_slots", 3, paged)["ratio"] == pytest.approx(2.25)
     other = [row("same_answers", [0], contender=name) for name in ("slots_only", "residents_and_slots")]
     assert judged(modules, "serving_slots", 0, {"split": other})["ratio"] == 2
 
