@@ -201,14 +201,12 @@ class relaxed_capture {
 // range exists.
 int host_nodes[max_devices];
 
-bool has_host_node(int device) { return device >= 0 && device < max_devices && host_nodes[device] > 0; }
-
 #if CUDART_VERSION >= 12020
 cudaMemLocation location(int place, int device) {
     cudaMemLocation result = {};
     result.type = place == place_host ? cudaMemLocationTypeHost : cudaMemLocationTypeDevice;
     result.id = place == place_host ? 0 : device;
-    if (place == place_host && has_host_node(device)) {
+    if (place == place_host && host_nodes[device] > 0) {
         result.type = cudaMemLocationTypeHostNuma;
         result.id = host_nodes[device] - 1;
     }
@@ -265,34 +263,6 @@ cudaError_t prefetch_stream(uvm_failure* failure, int device, cudaStream_t* stre
         }
     }
     *stream = streams[device];
-    return cudaSuccess;
-}
-
-// Whether the whole range was last prefetched to a NUMA node, which only the type of that location shows. Nothing shows
-// a preferred NUMA location: its type is reported as invalid (probe numa, driver 580.159.04).
-bool on_host_node(int device, const void* start, size_t nbytes) {
-#if CUDART_VERSION >= 12020
-    if (!has_host_node(device)) return false;
-    int type = cudaMemLocationTypeInvalid;
-    if (cudaMemRangeGetAttribute(&type, sizeof type, cudaMemRangeAttributeLastPrefetchLocationType, start, nbytes) ==
-        cudaSuccess) {
-        return type == cudaMemLocationTypeHostNuma;
-    }
-    cudaGetLastError();
-#endif
-    return false;
-}
-
-// The location of all of [start, start + nbytes), or place_unset. The driver returns a device ordinal, cudaCpuDeviceId,
-// or cudaInvalidDeviceId if pages differ or nothing was requested.
-int query(uvm_failure* failure, int device, const void* start, size_t nbytes, cudaMemRangeAttribute attribute,
-          int* place) {
-    int answer = cudaInvalidDeviceId;
-    cudaError_t error = cudaMemRangeGetAttribute(&answer, sizeof answer, attribute, start, nbytes);
-    if (error != cudaSuccess) return fail(failure, "cudaMemRangeGetAttribute", 0, error);
-    *place = answer == device ? place_device : answer == cudaCpuDeviceId ? place_host : place_unset;
-    const bool prefetched = attribute == cudaMemRangeAttributeLastPrefetchLocation;
-    if (*place == place_unset && prefetched && on_host_node(device, start, nbytes)) *place = place_host;
     return cudaSuccess;
 }
 
@@ -423,12 +393,16 @@ UVM_API int uvm_place(int device, char* address, const uvm_span* spans, int coun
     return error;
 }
 
+// The preferred location of all of [start, start + nbytes), or place_unset: the driver returns a device ordinal,
+// cudaCpuDeviceId, or cudaInvalidDeviceId if pages differ, nothing was requested, or it is a NUMA node (probe numa,
+// driver 580.159.04).
 UVM_API int uvm_preferred(int device, const void* start, size_t nbytes, int* place, uvm_failure* failure) {
-    return query(failure, device, start, nbytes, cudaMemRangeAttributePreferredLocation, place);
-}
-
-UVM_API int uvm_last_prefetch(int device, const void* start, size_t nbytes, int* place, uvm_failure* failure) {
-    return query(failure, device, start, nbytes, cudaMemRangeAttributeLastPrefetchLocation, place);
+    int answer = cudaInvalidDeviceId;
+    cudaError_t error =
+        cudaMemRangeGetAttribute(&answer, sizeof answer, cudaMemRangeAttributePreferredLocation, start, nbytes);
+    if (error != cudaSuccess) return fail(failure, "cudaMemRangeGetAttribute", 0, error);
+    *place = answer == device ? place_device : answer == cudaCpuDeviceId ? place_host : place_unset;
+    return cudaSuccess;
 }
 
 // Times one read at each of `count` addresses, and then `timing_lines` more on the same page. Returns when all are

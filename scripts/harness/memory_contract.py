@@ -39,14 +39,16 @@ def refuses(action: Callable[[], object], error: type[Exception] = ValueError) -
 
 
 def expect_location(memory: Memory, it: ManagedRange, spans: list[Span], location: Location) -> None:
-    """Of each span, what is asked for and what was last moved. A host preference that names a NUMA node is not answered."""
+    """Of each span and each of its blocks, what is asked for, and where reads find them. A host preference that names a NUMA
+    node is not answered."""
     wanted = None if location is HOST and getattr(memory, "host_node", None) is not None else location
-    found = {span: (memory.preferred(it, span), memory.last_prefetch(it, span)) for span in spans}
-    if wrong := {span: told for span, told in found.items() if told != (wanted, location)}:
-        block = memory.block_bytes
-        starts = [Span(at, min(block, span.end - at)) for span in wrong for at in range(span.offset, span.end, block)]
-        blocks = [(each.offset // block, memory.preferred(it, each), memory.last_prefetch(it, each)) for each in starts]
-        raise AssertionError(f"{it.name}, placed at {location}: (preferred, last prefetch) {wrong}; by block {blocks}")
+    block = memory.block_bytes
+    each = [Span(at, min(block, span.end - at)) for span in spans for at in range(span.offset, span.end, block)]
+    found = {span: memory.preferred(it, span) for span in [*spans, *each]}
+    there = memory.in_vram([(it, span.offset) for span in each])
+    wrong = {span: told for span, told in found.items() if told is not wanted}
+    if wrong or (there is not None and (there != (location is DEVICE)).any()):
+        raise AssertionError(f"{it.name}, placed at {location} in {spans}: preferred {wrong}; blocks found in VRAM {there}")
 
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
@@ -117,7 +119,6 @@ def check_a_freed_range_is_refused_everywhere(memory: Memory) -> None:
         lambda: memory.tensor(it),
         lambda: memory.place(it, [span], HOST),
         lambda: memory.preferred(it, span),
-        lambda: memory.last_prefetch(it, span),
         lambda: memory.in_vram([(it, 0)]),
     ):
         assert "w2_scale" in refuses(action)
@@ -141,9 +142,7 @@ def check_bad_spans_are_refused_before_anything_happens(memory: Memory) -> None:
         for span in bad:
             refuses(lambda span=span: memory.place(it, [Span(0, block), span], DEVICE))
             refuses(lambda span=span: memory.preferred(it, span))
-            refuses(lambda span=span: memory.last_prefetch(it, span))
         assert memory.preferred(it, Span(0, block)) is None
-        assert memory.last_prefetch(it, Span(0, block)) is None
 
 
 def check_a_span_may_end_with_the_range(memory: Memory) -> None:
@@ -160,7 +159,6 @@ def check_no_spans_is_no_work(memory: Memory) -> None:
     with managed(memory, block) as it:
         memory.place(it, [], DEVICE)
         assert memory.preferred(it, Span(0, block)) is None
-        assert memory.last_prefetch(it, Span(0, block)) is None
 
 
 def check_spans_are_placed_by_block(memory: Memory) -> None:
@@ -172,7 +170,7 @@ def check_spans_are_placed_by_block(memory: Memory) -> None:
         memory.place(it, [Span(0, block), Span(2 * block, block)], DEVICE)
         for i, location in enumerate((DEVICE, HOST, DEVICE, HOST)):
             expect_location(memory, it, [Span(i * block, block)], location)
-        assert memory.preferred(it, whole) is memory.last_prefetch(it, whole) is None
+        assert memory.preferred(it, whole) is None
 
 
 def check_reads_tell_which_blocks_are_in_vram(memory: Memory) -> None:
@@ -196,7 +194,6 @@ def check_two_ranges_do_not_influence_each_other(memory: Memory) -> None:
     with managed(memory, block) as a, managed(memory, block) as b:
         memory.place(a, [Span(0, block)], DEVICE)
         assert memory.preferred(b, Span(0, block)) is None
-        assert memory.last_prefetch(b, Span(0, block)) is None
 
 
 def check_a_placed_range_is_zeroed(memory: Memory) -> None:

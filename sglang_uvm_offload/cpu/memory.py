@@ -76,9 +76,6 @@ class EmulatedMemory:
             placed[units_of(span, self.block_bytes)] = CODE[location]
 
     def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
-        return self.last_prefetch(managed, span)
-
-    def last_prefetch(self, managed: ManagedRange, span: Span) -> Location | None:
         placed = self._find(managed).placed
         check_spans(managed, [span], self.block_bytes)
         return shared_location(placed[units_of(span, self.block_bytes)])

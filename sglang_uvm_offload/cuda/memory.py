@@ -124,9 +124,6 @@ class CudaMemory:
     def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
         return self._query(self._ops.preferred, managed, span)
 
-    def last_prefetch(self, managed: ManagedRange, span: Span) -> Location | None:
-        return self._query(self._ops.last_prefetch, managed, span)
-
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
         owners = [self._find(managed).owner() for managed, _ in blocks]
         for managed, offset in blocks:

@@ -24,7 +24,6 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_free": [c_int, c_void_p],
     "uvm_place": [c_int, c_void_p, POINTER(_Span), c_int, c_int, c_void_p],
     "uvm_preferred": [c_int, c_void_p, c_size_t, POINTER(c_int)],
-    "uvm_last_prefetch": [c_int, c_void_p, c_size_t, POINTER(c_int)],
     "uvm_time_reads": [c_int, c_void_p, c_int, c_void_p],
     "uvm_copy_layer": [c_int, POINTER(_Copy), c_int, c_void_p, c_void_p, c_void_p],
     "uvm_memory_info": [c_int, POINTER(c_size_t), POINTER(c_size_t)],
@@ -106,11 +105,6 @@ class CudaOps:
     def preferred(self, device: int, start: int, nbytes: int) -> Location | None:
         place = c_int()
         self._call("uvm_preferred", device, start, nbytes, place)
-        return self._locations.get(place.value)
-
-    def last_prefetch(self, device: int, start: int, nbytes: int) -> Location | None:
-        place = c_int()
-        self._call("uvm_last_prefetch", device, start, nbytes, place)
         return self._locations.get(place.value)
 
     def time_reads(self, device: int, addresses: torch.Tensor, times: torch.Tensor) -> None:

@@ -60,9 +60,10 @@ class ExpertTensor:
         return self.layout.taken_by(self._to_demote(after) & ~self._has_host_room)
 
     def reread(self) -> None:
-        """After a fault, read back from the driver which extents were last moved to VRAM."""
+        """After a fault, read back from the driver which extents prefer VRAM. Those have arrived there: what moves down
+        prefers host RAM first, and what moves up prefers VRAM last."""
         one_by_one = (self.layout.spans(extent)[0] for extent in np.eye(self.layout.num_extents, dtype=bool))
-        self.resident = np.array([self.memory.last_prefetch(self.managed, s) is Location.DEVICE for s in one_by_one])
+        self.resident = np.array([self.memory.preferred(self.managed, s) is Location.DEVICE for s in one_by_one])
 
     @property
     def offloaded_bytes(self) -> np.ndarray:

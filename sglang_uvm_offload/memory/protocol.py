@@ -99,11 +99,10 @@ class Memory(Protocol):
         serves. Any one thread at a time may."""
 
     def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
-        """The preferred location of the whole span; None if it is mixed, unset, or a NUMA node, which CUDA does not name."""
+        """The preferred location of the whole span; None if it is mixed, unset, or a NUMA node, which CUDA does not name.
 
-    def last_prefetch(self, managed: ManagedRange, span: Span) -> Location | None:
-        """The location of the last requested prefetch of the whole span, or None. CUDA has no query for where pages really are
-        (``cudaMemRangeGetAttribute`` returns advice and the last requested prefetch)."""
+        CUDA has no query for where pages really are. The one for the last requested prefetch errs where a span's blocks had
+        been prefetched to different places before: some keep the old answer (``ops contract``, driver 580.159.04)."""
 
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
         """``bool[len(blocks)]``: whether the GPU finds each block (a range, and the offset of the block in it) in VRAM when it

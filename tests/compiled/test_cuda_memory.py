@@ -385,7 +385,7 @@ def test_what_moved_before_a_failure_is_known_and_no_page_prefers_the_gpu_that_d
             memory.place(it, spans, DEVICE)
         except ManagedMemoryError as error:
             failed = error.span.offset
-        there = [block for block in range(8) if memory.last_prefetch(it, Span(block * BLOCK, BLOCK)) is DEVICE]
+        there = np.flatnonzero(memory.in_vram([(it, block * BLOCK) for block in range(8)])).tolist()
         advised = [block for block in range(8) if memory.preferred(it, Span(block * BLOCK, BLOCK)) is DEVICE]
         memory.free(it)
         print(json.dumps([failed // BLOCK, there, advised]))

@@ -82,7 +82,7 @@ staging.begin_step()
 staging.copy(0, [Part(one, one.nbytes, 0)])
 staging.acquire(0)
 torch.cuda.synchronize()
-places = [str(memory.last_prefetch(one, Span(i * BLOCK, BLOCK))) for i in range(3)]
+places = [str(memory.preferred(one, Span(i * BLOCK, BLOCK))) for i in range(3)]
 print(json.dumps([same(staging.buffers[0], [Part(one, one.nbytes, 0)], [held]), places]))
 """
     )

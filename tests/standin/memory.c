@@ -132,6 +132,18 @@ void standin_set_place(const void* start, size_t nbytes, enum advice advice, enu
     pthread_mutex_unlock(&lock);
 }
 
+/* Only the first pages of the span with one answer get the new one: seen on an H200 (`ops contract`, 2026-11-26). */
+void standin_set_prefetched(const void* start, size_t nbytes, enum place place) {
+    size_t count;
+    pthread_mutex_lock(&lock);
+    struct page* pages = pages_of(start, nbytes, &count);
+    enum place before = pages[0].advice[ADVICE_PREFETCHED];
+    for (size_t i = 0; i < count && pages[i].advice[ADVICE_PREFETCHED] == before; i++) {
+        pages[i].advice[ADVICE_PREFETCHED] = place;
+    }
+    pthread_mutex_unlock(&lock);
+}
+
 void standin_set_accessed_by(const void* start, size_t nbytes, bool accessed) {
     size_t count;
     pthread_mutex_lock(&lock);

@@ -483,7 +483,7 @@ EXPORT cudaError_t cudaMemPrefetchAsync(const void* start, size_t nbytes, struct
     if (result == 0 && flags != 0) result = cudaErrorInvalidValue;
     if (result == 0 && standin_capturing(stream)) result = cudaErrorStreamCaptureUnsupported;
     if (result == 0) {
-        standin_set_place(start, nbytes, ADVICE_PREFETCHED, place_of(location));
+        standin_set_prefetched(start, nbytes, place_of(location));
         standin_move(start, nbytes, place_of(location));
     }
     standin_log("cudaMemPrefetchAsync", result,

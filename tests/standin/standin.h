@@ -38,6 +38,7 @@ enum kind standin_kind(const void* address);
 /* Whether all of [start, start + nbytes) is one managed range. */
 bool standin_is_managed(const void* start, size_t nbytes);
 void standin_set_place(const void* start, size_t nbytes, enum advice advice, enum place place);
+void standin_set_prefetched(const void* start, size_t nbytes, enum place place);
 void standin_set_accessed_by(const void* start, size_t nbytes, bool accessed);
 void standin_move(const void* start, size_t nbytes, enum place place);
 /* What every page of the range shares, else PLACE_NONE. */

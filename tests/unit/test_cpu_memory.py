@@ -180,8 +180,8 @@ def test_the_spans_before_one_that_has_no_room_have_moved():
     with pytest.raises(ManagedMemoryError, match="out of VRAM") as refusal:
         memory.place(managed, [fits, too_much], Location.DEVICE)
     assert refusal.value.span == too_much
-    assert memory.location(managed, fits) is memory.last_prefetch(managed, fits) is Location.DEVICE
-    assert memory.location(managed, too_much) is memory.last_prefetch(managed, too_much) is None
+    assert memory.location(managed, fits) is Location.DEVICE
+    assert memory.location(managed, too_much) is None
 
 
 def test_emulated_vram_that_is_used_is_what_was_placed_in_it():
@@ -199,7 +199,7 @@ def test_nothing_moves_when_one_span_is_wrong():
     with pytest.raises(ValueError, match="w13"):
         memory.place(managed, [Span(0, PAGE_BYTES), Span(0, 5 * PAGE_BYTES)], Location.DEVICE)
     assert memory.device_used == 0
-    assert memory.last_prefetch(managed, Span(0, PAGE_BYTES)) is None
+    assert memory.preferred(managed, Span(0, PAGE_BYTES)) is None
 
 
 @pytest.mark.slow

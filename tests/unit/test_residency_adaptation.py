@@ -166,7 +166,7 @@ def test_a_fault_stops_moving_and_not_serving(caplog):
     for layer in rank.model.layers:
         (tensor,) = layer.tensors
         for span in tensor.layout.spans(tensor.resident):
-            assert memory.last_prefetch(tensor.managed, span) is Location.DEVICE, "taken for resident, and is not"
+            assert memory.preferred(tensor.managed, span) is Location.DEVICE, "taken for resident, and is not"
 
 
 def test_a_rank_with_a_fault_still_agrees_with_its_peers_and_moves_nothing():

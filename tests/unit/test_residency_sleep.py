@@ -31,7 +31,7 @@ def in_vram(rank: Rank) -> list[str]:
     for layer in rank.model.layers:
         for tensor in layer.tensors:
             blocks = range(0, tensor.layout.range_bytes, PAGE_BYTES)
-            places = [rank.manager.memory.last_prefetch(tensor.managed, Span(begin, PAGE_BYTES)) for begin in blocks]
+            places = [rank.manager.memory.preferred(tensor.managed, Span(begin, PAGE_BYTES)) for begin in blocks]
             found.append("".join("V" if place is Location.DEVICE else "h" for place in places))
     return found
 

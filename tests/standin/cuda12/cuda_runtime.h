@@ -37,12 +37,7 @@ enum cudaStreamCaptureMode {
     cudaStreamCaptureModeRelaxed
 };
 enum cudaMemoryAdvise { cudaMemAdviseSetPreferredLocation = 3, cudaMemAdviseSetAccessedBy = 5 };
-enum cudaMemRangeAttribute {
-    cudaMemRangeAttributePreferredLocation = 2,
-    cudaMemRangeAttributeLastPrefetchLocation = 4,
-    cudaMemRangeAttributePreferredLocationType = 5,
-    cudaMemRangeAttributeLastPrefetchLocationType = 7
-};
+enum cudaMemRangeAttribute { cudaMemRangeAttributePreferredLocation = 2 };
 
 #define cudaMemAttachGlobal 1
 #define cudaStreamNonBlocking 1
