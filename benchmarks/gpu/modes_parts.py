@@ -1,7 +1,7 @@
 """Parts that serve what a launch may have besides: drafts, live updates, quantised experts, a hierarchical cache. Each is a
-pair of servers of one small checkpoint, with SGLang's own backends and decode graphs: one without offloading, then one with.
-They must answer alike; no time is measured. With ``--small`` the servers run on the CPU, where not all modes can, or over a
-stand-in driver that is ready for them.
+pair of servers of one small checkpoint, with SGLang's own backends and decode graphs: one without offloading, and one with.
+They must answer alike. No time is measured, so both run at once: importing SGLang takes most of it. With ``--small`` the
+servers run on the CPU, where not all modes can, or over a stand-in driver that is ready for them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -162,8 +163,9 @@ def mode_part(rows: Rows, mode: Mode) -> None:
             make_checkpoint(mode.family, path, quant=mode.quant, seed=seed, **size)
         flags = {"expert_offload_num_resident": RESIDENT, "expert_offload_warmup_tokens": 64}
         flags |= {"expert_offload_stream_tokens": STREAM_TOKENS, **mode.offload}
-        expected, _ = serve(rows, mode, made, {})
-        found, state = serve(rows, mode, made, flags)
+        with ThreadPoolExecutor(2) as pool:
+            plain, offloading = (pool.submit(serve, rows, mode, made, each) for each in ({}, flags))
+        (expected, _), (found, state) = plain.result(), offloading.result()
     report(rows, mode, expected, found, state)
 
 

@@ -162,10 +162,10 @@ class SlotDecode:
         self._moe = moe_here()(shape, tokens, find)
         self._weights = weights
         random = torch.Generator("cuda").manual_seed(tokens)
-        x = torch.empty(tokens, shape.hidden, dtype=torch.bfloat16, device="cuda").normal_(generator=random)
+        self._x = torch.empty(tokens, shape.hidden, dtype=torch.bfloat16, device="cuda").normal_(generator=random)
 
         def step() -> None:
-            out = x
+            out = self._x
             for layer, each in enumerate(weights):
                 out = self._moe.run(layer, each, out)
 

@@ -73,13 +73,15 @@ def host_time(rows: PartRows) -> Ratio | None:
 
 
 def partly_resident(rows: PartRows) -> Ratio | None:
-    """The worst rate of offloaded bytes of a layer half or 78 % resident over that of one that is wholly offloaded."""
+    """The worst rate of offloaded bytes of a layer half or 78 % resident over that of one that is wholly offloaded, alone and
+    beside the same kernel."""
     found = []
     for share in (0.5, 0.78):
-        for whole in find(rows.get("rates", ()), "layer_copy", resident=0.0, beside="nothing"):
-            part = one(rows, "rates", "layer_copy", shape=whole["shape"], resident=share, beside="nothing")
+        for whole in find(rows.get("rates", ()), "layer_copy", resident=0.0):
+            same: dict[str, str | float] = {name: whole[name] for name in ("shape", "beside")}
+            part = one(rows, "rates", "layer_copy", resident=share, **same)
             if part and whole["median"]:
-                text = f"{whole['shape']}, {share:.0%} resident: {show(part)}, none {show(whole)}"
+                text = f"{same['shape']}, beside {same['beside']}, {share:.0%} resident: {show(part)}, none {show(whole)}"
                 found.append((part["median"] / whole["median"], text))
     return min(found, default=None)
 

@@ -346,6 +346,29 @@ def test_steps_over_the_standin_hit_and_fill_slots_and_read_in_place(ran):
     assert ("residents only", "fills") not in seen
 
 
+def test_nothing_takes_the_memory_of_a_captured_steps_input(session):
+    """As happened on an H200: each replay read what other tensors had left there."""
+    said = session.python("""
+import torch
+from benchmarks.gpu import slot_layers
+from benchmarks.gpu.environment import zeros_by_copies
+from benchmarks.gpu.shapes import DEEPSEEK_V3 as shape
+inputs = []
+class Moe:
+    def __init__(self, shape, tokens, find): pass
+    def route(self, ids): pass
+    def run(self, layer, weights, x):
+        inputs.append(x.data_ptr())
+        return x
+zeros_by_copies()
+slot_layers.moe_here = lambda: Moe
+step = slot_layers.SlotDecode(shape.toy, 4, [None], None)
+others = [torch.empty(4, shape.toy.hidden, dtype=torch.bfloat16, device="cuda").data_ptr() for _ in range(8)]
+print(len(set(inputs) & set(others)))
+""")
+    assert said.split()[-1] == "0"
+
+
 ONE_TENSOR = """
 whole = slots._slot_layer
 slots._slot_layer = lambda layer: whole(layer)._replace(rows=whole(layer).rows[:1])
@@ -1084,9 +1107,10 @@ def test_the_worst_of_host_time_copies_and_misses_decides(modules):
     assert judged(modules, "stream", 3, {"steps": held})["met"] is False
     assert judged(modules, "stream", 3, {"steps": held[:1]})["met"] is True
 
-    beside = copied(0.5, 1.0, beside="the MoE at 2048 tokens")
-    rates = [copied(0.0, 50.0), copied(0.5, 49.0), copied(0.78, 46.0), beside, copied(0.95, 1.0)]
+    rates = [copied(0.0, 50.0), copied(0.5, 49.0), copied(0.78, 46.0), copied(0.95, 1.0)]
     assert judged(modules, "stream", 4, {"rates": rates})["ratio"] == pytest.approx(0.92)
+    rates += [copied(share, rate, beside="the MoE at 2048 tokens") for share, rate in ((0.0, 40.0), (0.78, 20.0))]
+    assert judged(modules, "stream", 4, {"rates": rates})["ratio"] == pytest.approx(0.5), "beside the same kernel"
 
     def short(what: str, ms: float) -> dict:
         return row("short_copy", [ms], shape="glm-4.5-air", beside=what)
