@@ -13,8 +13,11 @@ from pathlib import Path
 
 from benchmarks import expectations, measured_table, published, serve_report
 
-MEASURED = Path(__file__).with_name("results") / "2026-11-22-nvidia-h200-2" / "peers.json"
+RESULTS = Path(__file__).with_name("results")
+MEASURED = RESULTS / "2026-11-26-nvidia-h200" / "serving_slots.json"
 """The log of README's measured times."""
+EARLIER = RESULTS / "2026-11-22-nvidia-h200-2" / "peers.json"
+"""That of other residents, before prompts streamed."""
 PAGE_COLUMNS = 140
 
 
@@ -23,6 +26,7 @@ def blocks(configs: Path) -> dict[str, str]:
     _, _, compared = published.read(configs)
     return expectations.blocks(configs) | {
         "measured": measured_table.table(serve_report.load(MEASURED)),
+        "earlier": measured_table.table(serve_report.load(EARLIER)),
         "published": textwrap.fill(published.summary(compared), PAGE_COLUMNS),
     }
 
@@ -30,7 +34,7 @@ def blocks(configs: Path) -> dict[str, str]:
 def shown_in(page: str) -> dict[str, str]:
     """The blocks that a page has."""
     return dict(
-        re.findall(r"<!-- (expectations|fits|choices|measured|published|plan:\w+) -->\n(.*?)\n<!-- /\1 -->", page, re.S)
+        re.findall(r"<!-- (expectations|fits|choices|measured|earlier|published|plan:\w+) -->\n(.*?)\n<!-- /\1 -->", page, re.S)
     )
 
 

@@ -13,6 +13,8 @@ from benchmarks.serve_report import Cell, Record
 NAMES = {
     "resident": "all experts in VRAM",
     "frequency": "this plugin",
+    "residents_and_slots": "this plugin with slots",
+    "slots_only": "this plugin, slots alone",
     "paged_experts": "SGLang's paged experts",
     "cpu_offload_gb": "SGLang's `--cpu-offload-gb`",
     "offloader_v2": "SGLang's OffloaderV2",
@@ -22,7 +24,7 @@ HELD = {"vram_bytes": "VRAM held, GiB", "host_available_lost_bytes": "host RAM h
 
 
 def table(record: Record) -> str:
-    cells = [cell for cell in serve_report.cells(record) if cell[0] in NAMES]
+    cells = [cell for cell in serve_report.cells(record) if cell[0] in NAMES and served(record, cell)]
     head = ["milliseconds", *(column(cell) for cell in cells)]
     lines = [head, ["---"] * len(head)]
     for kind, words in UNITS.items():
@@ -30,6 +32,11 @@ def table(record: Record) -> str:
             lines.append([f"{words} {size:,}", *(entry(record, cell, kind, size) for cell in cells)])
     lines += [[words, *(held(record, cell, name) for cell in cells)] for name, words in HELD.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def served(record: Record, cell: Cell) -> bool:
+    """Whether it has a figure: a server that found no time left has none."""
+    return any(row["points"] for row in serve_report.rows_of(record, cell))
 
 
 def column(cell: Cell) -> str:

@@ -182,6 +182,12 @@ def test_the_readme_links_to_the_log_of_its_times():
     assert (ROOT / log).with_suffix(".json") == docs_tables.MEASURED
 
 
+@pytest.mark.parametrize("name", ["measured", "earlier"])
+def test_servers_without_figures_have_no_column(made, name):
+    columns = zip(*(row.strip("| ").split(" | ") for row in made[name].splitlines()[2:]), strict=True)
+    assert all(set(column) != {"-"} for column in columns)
+
+
 def test_the_table_has_plans_that_are_useful_useless_and_none(made):
     verdicts = [row.split("|")[-2].split(":")[0].strip() for row in made["expectations"].splitlines()[2:]]
     assert len(verdicts) == len(expectations.CASES)
