@@ -55,7 +55,7 @@ struct uvm_slots {
     unsigned* long_;             // [E]
     int* classes;                // [2][E] after the last step and the one before, plus one; 0: none yet
     int* fills;                  // [1 + 2 * max_fills] the number of fills, then expert and slot of each
-    unsigned* turn;              // [2] blocks arrived so far, and the launch whose fills are chosen
+    unsigned* turn;              // [2] blocks arrived so far; the launch whose fills are chosen, and how many
     const unsigned char* share;  // [E] how much of each expert is offloaded
     unsigned long long* counts;  // [2 phases][slot_kinds][width]
 };
@@ -105,6 +105,8 @@ constexpr int max_slot_experts = 1024;  // the limit for experts and for slots o
 constexpr int max_fills = 64;
 constexpr int max_requests = 256;
 constexpr int slot_blocks = 32;  // a power of two
+constexpr int fills_bits = 7;    // of a number of fills
+static_assert(max_fills < 1 << fills_bits, "they share a word with the number of the launch");
 }  // namespace
 
 UVM_API int uvm_place_device() { return place_device; }
@@ -703,10 +705,12 @@ __device__ int class_of(unsigned since, bool ever, unsigned lately, unsigned lon
 
 // The choices of one launch. The first block to arrive decides for all, in whatever order they run.
 struct slot_choice {
+    unsigned class_values[classes];               // of the table
     unsigned tokens[max_slot_experts];            // of each expert that this step reads
     unsigned distance[max_slot_experts];          // of each expert in a prefill, and its
     unsigned rates[max_slot_experts];             // rate, as in policy.slots.Tails
     unsigned values[max_slot_experts];            // of each expert
+    int slot_of[max_slot_experts];                // of each expert, plus one, as of the layer
     unsigned long long misses[max_slot_experts];  // key of each expert: the largest is filled first, 0 for none
     unsigned long long slots[max_slot_experts];   // key of each slot: the smallest is evicted first
     int fill[max_fills];                          // experts, in order
@@ -716,45 +720,90 @@ struct slot_choice {
 };
 constexpr unsigned long long in_use = ~0ULL;
 
-__device__ unsigned value_of(const uvm_slots& layer, const slot_table* table, int expert) {
-    const unsigned last = layer.last[expert];
-    const int now = class_of(table->step - last, last != 0, layer.lately[expert], layer.long_[expert]);
-    layer.classes[expert] = now + 1;
-    return table->values[now] * layer.share[expert] / whole;
+// One expert's state, and what else of it a step reads.
+struct slot_expert {
+    unsigned last, lately, long_rate, share;
+    int slot, now, before;  // slot_of and both classes of the layer
+};
+constexpr int experts_each = max_slot_experts / copy_threads, classes_each = classes / copy_threads;
+static_assert(max_slot_experts % copy_threads == 0 && classes % copy_threads == 0, "each thread has as many");
+
+// What a thread of the deciding block reads first, all at once: each read that waits for another costs a round trip to
+// the L2 cache, or to VRAM where a step's experts have taken the cache (with a dozen in a row: 7 to 10 us a layer).
+struct slot_inputs {
+    long long valid, phase, id;  // control, and the first expert id of this thread
+    int padded, block;           // the first block of rows of this thread
+    unsigned now;
+    slot_expert experts[experts_each];
+};
+
+__device__ void read_inputs(const uvm_slots& layer, const slot_table* table, const uvm_routing& step,
+                            slot_inputs& inputs, slot_choice& choice) {
+    const int thread = threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < experts_each; i++) {
+        const int expert = thread + i * copy_threads;
+        if (expert >= layer.num_experts) break;
+        inputs.experts[i] = {layer.last[expert],
+                             layer.lately[expert],
+                             layer.long_[expert],
+                             layer.share[expert],
+                             layer.slot_of[expert],
+                             layer.classes[expert],
+                             layer.classes[layer.num_experts + expert]};
+    }
+    inputs.now = table->step;
+    const bool computes = step.blocks != nullptr;
+    inputs.id = computes && thread < step.rows * step.k ? read_id(step.ids, step.kind, thread) : -1;
+    inputs.padded = computes ? *step.padded : 0;
+    inputs.block = computes && thread < step.num_blocks ? step.blocks[thread] : -1;
+    unsigned values[classes_each];
+#pragma unroll
+    for (int i = 0; i < classes_each; i++) values[i] = table->values[thread + i * copy_threads];
+#pragma unroll
+    for (int i = 0; i < classes_each; i++) choice.class_values[thread + i * copy_threads] = values[i];
+}
+
+// Classes an expert anew. Returns its value.
+__device__ unsigned value_of(slot_expert& it, unsigned now, const slot_choice& choice) {
+    const int found = class_of(now - it.last, it.last != 0, it.lately, it.long_rate);
+    it.now = found + 1;
+    return choice.class_values[found] * it.share / whole;
 }
 
 // Counts a decode step for one expert. Returns its value.
-__device__ unsigned observe(const uvm_slots& layer, slot_table* table, int expert, bool used) {
-    const unsigned now = table->step;
-    const int before = layer.classes[layer.num_experts + expert] - 1;
-    const unsigned last = layer.last[expert];
+__device__ unsigned observe(slot_expert& it, slot_table* table, unsigned now, bool used, const slot_choice& choice) {
+    const int before = it.before - 1;
     if (before >= 0) {
         atomicAdd(&table->events[before], 1u);
-        if (used || (last && last + 1 >= now)) atomicAdd(&table->uses[before], use);
+        if (used || (it.last && it.last + 1 >= now)) atomicAdd(&table->uses[before], use);
     }
-    if (used) layer.last[expert] = now;
-    unsigned lately = layer.lately[expert], long_rate = layer.long_[expert];
+    if (used) it.last = now;
     const int shift = clamp(floor_log2(now + 1), least_shift, long_shift);
-    lately = lately - (lately >> lately_shift) + (used ? 1u << (rate_bits - lately_shift) : 0);
-    long_rate = long_rate - (long_rate >> shift) + (used ? 1u << (rate_bits - shift) : 0);
-    layer.lately[expert] = lately;
-    layer.long_[expert] = long_rate;
-    layer.classes[layer.num_experts + expert] = layer.classes[expert];
-    return value_of(layer, table, expert);
+    it.lately = it.lately - (it.lately >> lately_shift) + (used ? 1u << (rate_bits - lately_shift) : 0);
+    it.long_rate = it.long_rate - (it.long_rate >> shift) + (used ? 1u << (rate_bits - shift) : 0);
+    it.before = it.now;
+    return value_of(it, now, choice);
 }
 
 // Counts the tails of a prefill for one expert. Returns its value.
-__device__ unsigned expect(const uvm_slots& layer, const slot_table* table, int expert, unsigned distance,
-                           unsigned rate) {
-    const unsigned now = table->step;
+__device__ unsigned expect(slot_expert& it, unsigned now, unsigned distance, unsigned rate, const slot_choice& choice) {
     if (distance < tail) {
         const unsigned last = now > distance ? now - distance : 1;
-        if (layer.last[expert] < last) layer.last[expert] = last;
+        if (it.last < last) it.last = last;
     }
     if (rate > 1u << rate_bits) rate = 1u << rate_bits;
-    if (layer.lately[expert] < rate) layer.lately[expert] = rate;
-    layer.classes[layer.num_experts + expert] = 0;  // the tails would count as uses
-    return value_of(layer, table, expert);
+    if (it.lately < rate) it.lately = rate;
+    it.before = 0;  // the tails would count as uses
+    return value_of(it, now, choice);
+}
+
+__device__ void write_expert(const uvm_slots& layer, int expert, const slot_expert& it) {
+    layer.last[expert] = it.last;
+    layer.lately[expert] = it.lately;
+    layer.long_[expert] = it.long_rate;
+    layer.classes[expert] = it.now;
+    layer.classes[layer.num_experts + expert] = it.before;
 }
 
 // Reads how the last tokens of a prefill's requests use each expert.
@@ -831,9 +880,9 @@ __device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, unsigne
     for (int i = threadIdx.x; i < fills; i += blockDim.x) {
         const int expert = choice.fill[i], slot = choice.evict[i];
         const int evicted = layer.owner[slot] - 1;
-        if (evicted >= 0) layer.slot_of[evicted] = 0;
+        if (evicted >= 0) layer.slot_of[evicted] = choice.slot_of[evicted] = 0;
         layer.owner[slot] = expert + 1;
-        layer.slot_of[expert] = slot + 1;
+        layer.slot_of[expert] = choice.slot_of[expert] = slot + 1;
         layer.fills[1 + 2 * i] = expert;
         layer.fills[2 + 2 * i] = slot;
         counts[expert]++;
@@ -842,36 +891,46 @@ __device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, unsigne
     return fills;
 }
 
+// Lets the other blocks of the launch go on. They read the fills, if there are any, after the number of these.
+__device__ void publish(const uvm_slots& layer, unsigned launch, int fills) {
+    if (threadIdx.x != 0) return;
+    layer.fills[0] = fills;
+    if (fills)
+        __threadfence();  // after a barrier, so it covers what the other threads wrote (PTX ISA, causality order)
+    *(volatile unsigned*)&layer.turn[1] = launch << fills_bits | fills;
+}
+
 // One block does this for all: counts the step, chooses the fills, and redirects blocks of rows to the slots of their
-// experts. A layer that is computed from stream buffers reads no slot.
-__device__ void resolve(const uvm_slots& layer, slot_table* table, const uvm_routing& step) {
-    __shared__ slot_choice choice;
-    const long long valid = step.control[0], phase = step.control[1];
-    const bool decode = phase == 1;
-    unsigned long long* counts = layer.counts + phase * slot_kinds * layer.width;
-    for (int expert = threadIdx.x; expert < layer.num_experts; expert += blockDim.x) choice.tokens[expert] = 0;
-    if (threadIdx.x == 0) choice.num_misses = choice.num_slots = 0;
-    __syncthreads();
-    const int rows = valid < step.rows ? (int)valid : step.rows;
-    for (int i = threadIdx.x; step.blocks && i < rows * step.k; i += blockDim.x) {
-        const long long expert = read_id(step.ids, step.kind, i);
+// experts. A layer that is computed from stream buffers reads no slot. Returns the number of fills.
+__device__ int resolve(const uvm_slots& layer, slot_table* table, const uvm_routing& step, slot_inputs& inputs,
+                       slot_choice& choice, unsigned launch) {
+    const bool decode = inputs.phase == 1;
+    unsigned long long* counts = layer.counts + inputs.phase * slot_kinds * layer.width;
+    const int rows = inputs.valid < step.rows ? (int)inputs.valid : step.rows;
+    for (int i = threadIdx.x; step.blocks && i < rows * step.k; i += copy_threads) {
+        const long long expert = i < copy_threads ? inputs.id : read_id(step.ids, step.kind, i);
         if (expert >= 0 && expert < layer.num_experts) atomicAdd(&choice.tokens[expert], 1u);
     }
     if (!decode) read_tails(layer, step, rows, choice);
     __syncthreads();
     int any = 0;
-    for (int expert = threadIdx.x; expert < layer.num_experts; expert += blockDim.x) {
+#pragma unroll
+    for (int i = 0; i < experts_each; i++) {
+        const int expert = threadIdx.x + i * copy_threads;
+        if (expert >= layer.num_experts) break;
+        slot_expert& it = inputs.experts[i];
         const unsigned tokens = choice.tokens[expert];
-        if (tokens && layer.slot_of[expert]) {
-            counts[slot_tokens * layer.width + expert] += tokens;
-            counts[slot_hits * layer.width + expert]++;
+        if (tokens && it.slot) {
+            atomicAdd(&counts[slot_tokens * layer.width + expert], (unsigned long long)tokens);
+            atomicAdd(&counts[slot_hits * layer.width + expert], 1ULL);
         }
-        if (!step.blocks && layer.share[expert] && !layer.slot_of[expert])
-            counts[slot_streamed * layer.width + expert]++;
+        if (!step.blocks && it.share && !it.slot) atomicAdd(&counts[slot_streamed * layer.width + expert], 1ULL);
         const bool wanted = decode ? tokens != 0 : choice.distance[expert] < tail;
-        const bool miss = wanted && !layer.slot_of[expert] && layer.share[expert];
-        const unsigned value = decode ? observe(layer, table, expert, wanted)
-                                      : expect(layer, table, expert, choice.distance[expert], choice.rates[expert]);
+        const bool miss = wanted && !it.slot && it.share;
+        const unsigned value = decode ? observe(it, table, inputs.now, wanted, choice)
+                                      : expect(it, inputs.now, choice.distance[expert], choice.rates[expert], choice);
+        write_expert(layer, expert, it);
+        choice.slot_of[expert] = it.slot;
         choice.values[expert] = value;
         choice.misses[expert] = miss ? (unsigned long long)(value + 1) << 10 | (max_slot_experts - 1 - expert) : 0;
         any |= miss;
@@ -879,20 +938,20 @@ __device__ void resolve(const uvm_slots& layer, slot_table* table, const uvm_rou
     int fills = 0;
     if (__syncthreads_or(any))
         fills = choose_fills(layer, choice, counts + (step.blocks ? slot_fills : slot_kept) * layer.width);
-    if (threadIdx.x == 0) layer.fills[0] = fills;
-    if (!step.blocks) return;
-    const int computed = *step.padded / step.block_size;
+    publish(layer, launch, fills);
+    if (!step.blocks) return fills;
+    const int computed = inputs.padded / step.block_size;
     const int count = computed < step.num_blocks ? computed : step.num_blocks;
-    for (int i = threadIdx.x; i < count; i += blockDim.x) {
-        const int expert = step.blocks[i];
-        const int slot = expert >= 0 && expert < layer.num_experts ? layer.slot_of[expert] - 1 : -1;
+    for (int i = threadIdx.x; i < count; i += copy_threads) {
+        const int expert = i < copy_threads ? inputs.block : step.blocks[i];
+        const int slot = expert >= 0 && expert < layer.num_experts ? choice.slot_of[expert] - 1 : -1;
         if (slot >= 0) step.blocks[i] = layer.num_experts + slot;
     }
+    return fills;
 }
 
 // Copies the chosen experts into their slots, one unit of a row at a time, round-robin over the blocks.
-__device__ void fill_slots(const uvm_slots& layer, const uvm_rows& tensors, unsigned first) {
-    const int fills = *(const volatile int*)layer.fills;
+__device__ void fill_slots(const uvm_slots& layer, const uvm_rows& tensors, unsigned first, int fills) {
     unsigned unit = first;  // relative to the first unit of the current tensor
     for (int fill = 0; fill < fills; fill++) {
         const size_t expert = ((const volatile int*)layer.fills)[1 + 2 * fill];
@@ -912,31 +971,45 @@ __device__ void fill_slots(const uvm_slots& layer, const uvm_rows& tensors, unsi
 }  // namespace
 
 // One launch per layer. The first block to arrive decides, and the others wait for it, so no block waits for one that
-// has not started.
-extern "C" __global__ void __launch_bounds__(copy_threads)
+// has not started. With a bound of one block a multiprocessor, what is read first stays in registers.
+extern "C" __global__ void __launch_bounds__(copy_threads, 1)
     uvm_resolve_slots_kernel(uvm_slots layer, uvm_rows tensors, slot_table* table, uvm_routing step) {
-    if (step.control[0] <= 0) return;
-    __shared__ unsigned arrived;
-    if (threadIdx.x == 0) arrived = atomicAdd(&layer.turn[0], 1u);
+    __shared__ slot_choice choice;
+    __shared__ unsigned arrived, published;
+    const unsigned taken = threadIdx.x == 0 ? atomicAdd(&layer.turn[0], 1u) : 0;
+    slot_inputs inputs;
+    inputs.valid = step.control[0];
+    inputs.phase = step.control[1];
+    const bool first = blockIdx.x == 0;  // which arrives first, as a rule
+    if (first) read_inputs(layer, table, step, inputs, choice);
+    for (int expert = threadIdx.x; expert < layer.num_experts; expert += copy_threads) choice.tokens[expert] = 0;
+    if (threadIdx.x == 0) {
+        arrived = taken;
+        choice.num_misses = choice.num_slots = 0;
+    }
     __syncthreads();
     const unsigned launch = arrived / slot_blocks + 1;
     const unsigned place = arrived % slot_blocks;
+    if (inputs.valid <= 0) {  // told all the same, so that no later launch finds its own number here
+        if (place == 0) publish(layer, launch, 0);
+        return;
+    }
+    int fills;
     if (place == 0) {
-        resolve(layer, table, step);
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            __threadfence();  // after the barrier, so it covers what the other threads wrote (PTX ISA, causality order)
-            *(volatile unsigned*)&layer.turn[1] = launch;
-        }
+        if (!first) read_inputs(layer, table, step, inputs, choice);
+        fills = resolve(layer, table, step, inputs, choice, launch);
     } else {
         if (threadIdx.x == 0) {
-            while (*(const volatile unsigned*)&layer.turn[1] != launch) {
-            }
+            unsigned told;
+            do told = *(const volatile unsigned*)&layer.turn[1];
+            while ((told ^ launch << fills_bits) >> fills_bits);
             __threadfence();
+            published = told & ((1u << fills_bits) - 1);
         }
         __syncthreads();
+        fills = published;
     }
-    fill_slots(layer, tensors, place);
+    fill_slots(layer, tensors, place, fills);
 }
 
 // Begins a step: halves large counts, and computes the step's values from the counts of earlier steps.

@@ -118,11 +118,17 @@ SAME = """
 """
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_kernels_decide_and_copy_as_the_policy_does(standin, seed):
-    shapes = [(20, 6, [64, 48, 4, 70000]), (24, 6, [33, 100]), (7, 6, [16])]
+SMALL = [(20, 6, [64, 48, 4, 70000]), (24, 6, [33, 100]), (7, 6, [16])]
+MORE_THAN_THREADS = [(600, 70, [16])]
+"""Experts, and in long steps ids and blocks of rows too."""
+
+
+@pytest.mark.parametrize(
+    ("shapes", "seed", "first_block"), [(SMALL, 0, 0), (SMALL, 1, 0), (SMALL, 2, 7), (MORE_THAN_THREADS, 3, 0)]
+)
+def test_kernels_decide_and_copy_as_the_policy_does(standin, shapes, seed, first_block):
     program = SAME.replace("SHAPES", repr(shapes)).replace("SEED", str(seed)).replace("STEPS", "250")
-    same, counted, remapped, fills = standin.run(program).said
+    same, counted, remapped, fills = standin.run(program, first_block=first_block).said
     assert (same, counted) == (True, True)
     assert remapped > 500
     prefill, decode, kept, never = fills
