@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +13,8 @@ import torch
 
 from benchmarks.gpu.environment import computes
 from benchmarks.gpu.rows import Rows, run_part
+from benchmarks.gpu.stream_layers import Beside
+from sglang_uvm_offload.cuda import read_times
 from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.tensor import ExpertTensor
@@ -18,6 +22,7 @@ from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.residency.evictions import Evictions
 
 MIB, GIB = 1 << 20, 1 << 30
+QUANTILES = (0, 5, 50, 95, 100)
 
 
 def noticing(rows: Rows) -> None:
@@ -55,6 +60,7 @@ def noticing(rows: Rows) -> None:
     found, took = looks(20)
     put("noticed with room", "MiB", *found)
     put("one look with room", "ms", *took)
+    put("noticed with room, beside reads that fill the link", "MiB", *beside_a_full_link(rows, memory, look))
     plain: list[Any] = []
 
     def take(nbytes: int) -> bool:
@@ -89,6 +95,37 @@ def noticing(rows: Rows) -> None:
     put("the bytes stayed", "bool", *same)
     if not all(same) and computes():
         raise AssertionError("bytes changed under pressure")
+
+
+def beside_a_full_link(rows: Rows, memory: CudaMemory, look: Callable[[], int]) -> list[float]:
+    """MiB that are taken for evicted while another stream reads host RAM in place, as decode steps do, and the cycles of the
+    looks' reads."""
+    offloaded = ExpertTensor(memory, "offloaded", ExpertLayout(64, rows.pick(8 * MIB, BLOCK_BYTES)))
+    offloaded.place(np.zeros(offloaded.layout.num_extents, dtype=bool))
+    words = offloaded.bytes().view(torch.int64)
+    words.zero_()
+    beside, side = Beside(partial(torch.sum, words)), torch.cuda.Stream()
+    beside.last(200)
+    found, timed = [], []
+    told_apart = read_times.told_apart
+
+    def keep(first: np.ndarray, later: np.ndarray, near: np.ndarray, far: np.ndarray) -> np.ndarray | None:
+        timed.append({"first": first, "later": later, "in VRAM": near, "over the link": far})
+        return told_apart(first, later, near, far)
+
+    read_times.told_apart = keep
+    try:
+        for _ in range(rows.pick(10, 2)):
+            with torch.cuda.stream(side):
+                beside.run()
+            found.append(look() / MIB)
+            side.synchronize()
+    finally:
+        read_times.told_apart = told_apart
+    for read in timed[0]:
+        cycles = np.concatenate([each[read] for each in timed])
+        rows.put("look_beside", "cycles", np.percentile(cycles, QUANTILES), read=read, quantiles="0, 5, 50, 95, 100 %")
+    return found
 
 
 PARTS = {noticing.__name__: noticing}

@@ -91,8 +91,10 @@ def wrong_replays(rows: PartRows) -> tuple[float, str] | None:
 
 
 def false_alarms(rows: PartRows) -> tuple[float, str] | None:
-    found = one(rows, "noticing", "noticing", figure="noticed with room")
-    return (found["high"], f"{len(found['values'])} looks") if found else None
+    rooms = ("noticed with room", "noticed with room, beside reads that fill the link")
+    found = [row for figure in rooms for row in find(rows.get("noticing", ()), "noticing", figure=figure)]
+    looks = sum(len(row["values"]) for row in found)
+    return (max(row["high"] for row in found), f"{looks} looks") if found else None
 
 
 def resident_step(rows: PartRows) -> tuple[float, str] | None:

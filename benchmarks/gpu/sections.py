@@ -248,7 +248,7 @@ EVICTION = Section(
         Part("swap", "probe", 10, 60, 2.1, 3, "a re-selection on a full card: is the VRAM of demoted experts used again"),
         Part("churn", "probe", 15, 60, 2.1, 3, "six re-selections on a full card: split blocks against whole ones"),
         Part("eviction", "probe", 6, 60, 2, 2, "a plain allocation near capacity; which headroom (measurement 7)"),
-        Part("noticing", "eviction_parts", 15, 60, 1.1, 2, "whether this plugin notices that residents were evicted"),
+        Part("noticing", "eviction_parts", 15, 60, 1.6, 3, "whether this plugin notices that residents were evicted"),
     ),
 )
 

@@ -1048,6 +1048,8 @@ def test_goals_are_judged_by_medians_of_one_run(modules):
 
     assert judged(modules, "eviction", 0, with_room(0, 0, 0))["met"] is True
     assert judged(modules, "eviction", 0, with_room(0, 0, 5))["met"] is False, "one false alarm is one too many"
+    beside = row("noticing", [0, 7], figure="noticed with room, beside reads that fill the link")
+    assert judged(modules, "eviction", 0, {"noticing": [*with_room(0)["noticing"], beside]})["ratio"] == 7
     assert judged(modules, "eviction", 0, {})["ratio"] is None
 
     moves = {"moves": 1000, "captures": 1, "moved_gb": 1.0}
