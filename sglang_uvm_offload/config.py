@@ -97,7 +97,7 @@ class OffloadConfig(Settings):
     slots: int
     """Slots of each MoE layer, in addition to its residents, over all ranks that share the layer."""
     stream_tokens: int
-    """Steps of so many tokens stream; ``NEVER`` where nothing does."""
+    """Steps of this many tokens or more stream; ``NEVER`` if none do."""
     stream_buffers: int | None
     """How many buffers the planner has room for; None if a flag gives their size, or the planner could not count: then each
     rank takes what its VRAM has room for."""

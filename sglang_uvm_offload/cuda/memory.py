@@ -67,7 +67,7 @@ class CudaMemory:
         self._bases: dict[int, int] = {}
         """By address: the base pointer for the driver's free. A range freed under a live tensor is here, not in ``_live``."""
         self.host_node = self._use_host_node(nearest_host_node(device))
-        """The NUMA node of the host pages, None for that of whichever thread touches a page first."""
+        """The NUMA node of the host pages. None: that of whichever thread touches a page first."""
 
     def _use_host_node(self, node: int | None) -> int | None:
         """``node``, or None where the driver refuses it, as a sandbox may."""

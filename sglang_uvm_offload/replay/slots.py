@@ -42,7 +42,7 @@ class SlotCache:
 
 @dataclass(frozen=True)
 class Split:
-    """The result of one split of each layer's VRAM over the scored steps. Seconds are those of the link: reads plus fills."""
+    """The result of one split of each layer's VRAM over the scored steps. Seconds are link time: reads plus fills."""
 
     slot_share: float
     """The share of VRAM in slots that was asked for; ``residents`` and ``slots`` are whole experts."""

@@ -15,7 +15,7 @@ from sglang_uvm_offload.report.units import PERCENT, Axis, axis_to, byte_unit, p
 from sglang_uvm_offload.units import size
 
 FEW_LAYERS = 12
-"""Up to so many layers are points: a line between two would look like a trend."""
+"""Up to this many layers are drawn as points: a line between two would look like a trend."""
 
 
 def replay_report(replay: ReplayResults, source: str) -> str:

@@ -94,7 +94,7 @@ class ReplayResults(Struct, frozen=True):
 
 
 def budget(ranks: Sequence[RankStatus]) -> float:
-    """Routed residents a layer on each rank, as many as fill its VRAM: the mean over layers that can be offloaded."""
+    """How many routed experts a layer fill the VRAM of residents on each rank: the mean over layers that can be offloaded."""
     placed = [layer for rank in ranks for layer in rank.layers if layer.expert_bytes]
     counts = [min(layer.resident_bytes / layer.expert_bytes, layer.experts) for layer in placed]
     return sum(counts) / len(counts) if counts else 0.0

@@ -47,6 +47,6 @@ def byte_unit(most: float) -> tuple[float, str]:
 
 
 def duration(seconds: float) -> str:
-    """In the largest unit of which there are two."""
+    """In the largest unit that gives at least 2."""
     units = ((86400, "days"), (3600, "hours"), (60, "minutes"))
     return next((f"{seconds / each:.1f} {unit}" for each, unit in units if seconds >= 2 * each), f"{seconds:.0f} seconds")

@@ -1,4 +1,4 @@
-"""Draft models of which some experts are offloaded: once their experts are chosen, after the warm-up, from what drafts use."""
+"""Draft models with offloaded experts. Their residents are chosen once, after the warm-up, from what drafts use."""
 
 from __future__ import annotations
 

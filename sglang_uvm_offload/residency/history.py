@@ -98,7 +98,7 @@ def hit_rate_curve(seen: RoutingCounts, model: ModelExperts) -> Curve | None:
 
 
 def _movable_budget(layer: ExpertLayer, num_resident: int) -> int:
-    """Bytes of VRAM for the movable extents of so many residents."""
+    """VRAM that the movable extents of this many residents take."""
     return sum(layout.budget(num_resident) - layout.edge_bytes for layout in layer.layouts)
 
 

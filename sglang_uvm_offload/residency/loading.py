@@ -42,7 +42,7 @@ class Loading:
         return model
 
     def _placement_of_draft(self) -> Callable[[LayerShard], LayerPlacement]:
-        """The first experts, as many as the flag for drafts says."""
+        """The first experts, as many as the draft flag keeps resident."""
         number = self.config.draft_num_resident
         if number is None:
             return lambda shard: EVERYTHING

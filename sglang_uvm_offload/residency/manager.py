@@ -64,7 +64,7 @@ class OffloadManager:
         self.worker = Worker(executor)
         self.evictions = Evictions(memory, config.headroom_gb)
         self.drafts = Drafts()
-        """The draft models of which experts are offloaded, once the server serves."""
+        """The draft models with offloaded experts, once the server serves."""
         self.tokens = 0
         self.steps = 0
         self.paused = False
@@ -251,7 +251,7 @@ class OffloadManager:
         self.paused = False
 
     def sleep(self) -> None:
-        """All experts leave VRAM, those of draft models too, until ``wake``. Call it while no step runs."""
+        """All experts leave VRAM, draft models' too, until ``wake``. Call it while no step runs."""
         self.residents.drop_decision()
         self.wait_for_moves()
         self._sleep.begin(self._layers())
@@ -298,7 +298,7 @@ class OffloadManager:
             self.history.add(self.tokens)
 
     def routing(self, wait: bool) -> RoutingCounts:
-        """The target model's routing counts, slightly stale; with ``wait``, those of all steps so far."""
+        """The target model's routing counts, slightly stale; with ``wait``, up to the last step."""
         if wait:
             self.observer.catch_up()
         elif self.ledger.steps < self.steps:

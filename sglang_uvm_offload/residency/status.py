@@ -183,13 +183,13 @@ class StreamStatus(Struct, frozen=True):
     nbytes: Count
     """VRAM of all together."""
     min_tokens: Count
-    """Steps of so many tokens stream."""
+    """Steps of this many tokens or more stream."""
     fault: str | None
     """Why they no longer do, None while they do."""
 
 
 class SlotStatus(Struct, frozen=True):
-    """A rank's slots. Activations are those of experts that are offloaded, in whole or in part."""
+    """A rank's slots. Activations count experts that are offloaded, in whole or in part."""
 
     a_layer: Count
     nbytes: Count
@@ -272,7 +272,7 @@ class RankStatus(Struct, frozen=True):
     from a sample of blocks; None before the first look, and where it cannot tell."""
     draft_offloaded_bytes: Count = 0
     draft_hit_rate: Share | None = None
-    """As ``hit_rate``, of draft models of which experts are offloaded; None without."""
+    """As ``hit_rate``, for draft models with offloaded experts; None without any."""
     draft_zero_copy_bytes: Count = 0
     """As ``zero_copy_bytes``."""
     plugin_version: str = ""

@@ -41,7 +41,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class CheckpointShape:
-    """The planner's view of a model. Bytes are those of the checkpoint."""
+    """The planner's view of a model, with bytes as in the checkpoint."""
 
     name: str
     from_headers: bool
@@ -72,7 +72,7 @@ class CheckpointShape:
     architectures: tuple[str, ...] = ()
     """The config's names of the model's class."""
     draft_parameters: int = 0
-    """Of ``total_parameters``, those of draft layers."""
+    """The part of ``total_parameters`` in draft layers."""
     active_parameters: int = 0
     """Weights that one token of text is computed with: all but draft layers, towers for images and sounds, and the routed
     experts that it is not sent to. Embedding and head count, as with most publishers (OpenAI leaves the embedding out)."""

@@ -96,12 +96,12 @@ class Reserve:
     hicache_ratio: float = 0.0
     """The same in terms of the rank's KV cache (``--hicache-ratio``), without ``hicache_bytes``."""
     stream_gb: float | None = None
-    """GiB of each rank for stream buffers, of which whole ones are allocated; 0: none. None: those for which there is room."""
+    """GiB for each rank's stream buffers, rounded down to whole ones. 0: none. None: as many as fit."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Every number that is neither in the checkpoint nor in a flag; ``MEASURED`` names those that this project measured."""
+    """Every number that comes from neither the checkpoint nor a flag. ``MEASURED`` names the measured ones."""
 
     context_gib: float = 0.8
     """assumed: CUDA context, libraries and kernels of one rank"""

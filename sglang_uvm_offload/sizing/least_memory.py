@@ -38,7 +38,7 @@ class LeastMemory:
         return round_up(LEAST_TOKENS, self.page_tokens)
 
     def weights(self, stage: int) -> int:
-        """Weights other than routed experts, and the experts of draft layers: whole, or as many as the flag for drafts says."""
+        """Weights other than routed experts, plus draft layers' experts: all, or as many as the draft flag keeps resident."""
         case, p = self.case, self.case.parallel
         last = stage == p.pp - 1
         drafts = case.drafts() if last else ()

@@ -251,7 +251,7 @@ def _kind(name: str) -> str | None:
 
 
 def known_gpu(name: str, nbytes: int) -> Gpu | None:
-    """The figures of a GPU by the name that the driver gives it; of several sizes of one kind, those of the nearest."""
+    """The figures of the GPU that the driver names; where a kind has several sizes, the nearest."""
     words = re.split(r"\W+", name)
     same = [gpu for kind, gpu in GPUS.items() if kind.split("-")[0] in words]
     return min(same, key=lambda gpu: abs((gpu.memory_mib << 20) - nbytes), default=None)

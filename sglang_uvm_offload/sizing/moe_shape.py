@@ -91,7 +91,7 @@ def _named_layer(config: Any, index: int) -> bool | None:
 
 
 def _in_pattern(config: Any, index: int) -> bool | None:
-    """By the kinds of Nemotron-H's layers, of which one is the MoE: a letter or a word each."""
+    """Reads Nemotron-H's list of layer kinds (a letter or a word each), one of which is MoE."""
     for name, kind in (("hybrid_override_pattern", "E"), ("layers_block_type", "moe")):
         pattern = getattr(config, name, None)
         if isinstance(pattern, (str, list, tuple)) and kind in pattern:
@@ -100,7 +100,7 @@ def _in_pattern(config: Any, index: int) -> bool | None:
 
 
 def _in_step(config: Any, index: int) -> bool:
-    """Whether the layer is one of every so many."""
+    """Whether the layer falls on the config's period of MoE layers."""
     period = getattr(config, "expert_layer_period", None)
     if period:
         return bool(index % period == (getattr(config, "expert_layer_offset", None) or 0))

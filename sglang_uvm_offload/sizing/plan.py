@@ -154,7 +154,7 @@ class Plan:
     """Host RAM of the machine: offloaded experts of all ranks, and their processes."""
     host_needed_after_moves: int = 0
     stream_tokens: int = 0
-    """Steps of at least as many tokens stream, where there are stream buffers."""
+    """Steps of this many tokens or more stream, if there are stream buffers."""
     hiding_chunk: int = 0
     """The tokens of the smallest chunk whose computing hides its copies but for the first layer's; 0 if there is none, or no
     stream buffer."""

@@ -15,7 +15,7 @@ from sglang_uvm_offload.sizing.granted_vram import GrantedVram
 
 @dataclasses.dataclass(frozen=True)
 class RankExperts(GrantedVram):
-    """``rank_memory.Case`` without KV cache and stream buffers, which take what is left."""
+    """``rank_memory.Case`` without the KV cache and stream buffers, which take the rest."""
 
     @cached_property
     def stages(self) -> list[range]:

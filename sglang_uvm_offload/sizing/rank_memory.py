@@ -26,7 +26,7 @@ class Case(RankExperts):
     of expert-parallel ones, it is the one that takes most. ``rows`` are the residents and slots of a layer, all in VRAM."""
 
     def stream_buffers(self, stage: int, rows: int) -> int:
-        """The stream buffers of a rank: those that were asked for, else as many as fit on every rank with ``rows``."""
+        """Stream buffers per rank: the requested number, or as many as fit on every rank with ``rows``."""
         room = next((count for count in range(MOST_BUFFERS, 0, -1) if self.in_vram(rows, count)), 0)
         return self._buffers(stage, rows, room)
 

@@ -55,7 +55,7 @@ def refusals(case: Case, rows: int, most: int) -> list[str]:
 
 
 def remedies(case: Case) -> list[str]:
-    """Changes any one of which is enough: each was planned with."""
+    """Changes that are each enough alone: the planner tried each."""
     return [text for text, changed in _changes(case) if _fits(changed)]
 
 

@@ -59,7 +59,7 @@ class TensorInfo:
 
 
 def read_folder(folder: Path) -> list[TensorInfo]:
-    """The tensors of the checkpoint in ``folder``: those in its index, or those of all safetensors files."""
+    """The tensors of the checkpoint in ``folder``, from its index or from all safetensors files."""
     index = folder / "model.safetensors.index.json"
     if os.path.lexists(index):
         return _indexed(folder, index)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 FINE_EXPERTS = 128
-"""Models with so many experts a layer have no experts that most requests use: what traffic uses right now is worth most."""
+"""In models with this many experts a layer, most requests share none: recent use predicts best."""
 FINE_SHARE, COARSE_SHARE = 0.75, 0.5
 """The share of the VRAM that becomes slots without a trace to choose it by. More would take a few percent less of the link for
 decode steps (benchmarks/results/slots/splits.md), and more host RAM: what a slot holds stays there too."""

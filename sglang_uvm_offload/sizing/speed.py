@@ -234,7 +234,7 @@ class _Model:
         return hit / ep, missed / ep
 
     def in_vram(self, stage: StageCost, hit: float, batch: _Batch) -> float:
-        """Seconds of a stage of which ``hit`` experts a layer are read, all from VRAM."""
+        """Seconds of a stage that reads ``hit`` experts a layer, all from VRAM."""
         read = stage.dense_bytes + hit * sum(stage.expert_layers) + batch.attending * stage.kv_read_bytes
         choices = self.top_k / self.parallel.ep * len(stage.expert_layers)
         flops = batch.rows() * (stage.dense_flops + choices * stage.expert_flops)

@@ -35,7 +35,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Stream:
-    """Chunks of at least ``tokens`` tokens stream through so many ``buffers``."""
+    """Chunks of ``tokens`` tokens or more stream through ``buffers`` buffers."""
 
     buffers: int
     tokens: int

@@ -29,5 +29,5 @@ def break_even_tokens(num_experts: int, top_k: int) -> int:
 
 
 def buffers_in(gib: float, layer_bytes: int) -> int:
-    """How many whole buffers of ``layer_bytes`` fit in ``gib`` GiB; none where there is no layer to stream."""
+    """How many whole buffers of ``layer_bytes`` fit in ``gib`` GiB; 0 if no layer streams."""
     return min(MOST_BUFFERS, int(gib * GIB) // layer_bytes) if layer_bytes else 0
