@@ -95,7 +95,7 @@ constexpr int timing_blocks = 64;
 constexpr int timing_lines = 3;
 constexpr int timing_stride = 1 << 10;  // to another cache line of the same page
 constexpr int max_copies = 32;          // tensors of one layer
-constexpr int copy_blocks = 16;
+constexpr int copy_blocks = 24;
 constexpr int copy_threads = 256;
 constexpr int copy_loads = 8;  // 16-byte loads in flight per thread
 constexpr size_t copy_unit = (size_t)copy_threads * copy_loads * sizeof(uint4);
@@ -443,9 +443,10 @@ UVM_API int uvm_versions(int* runtime, int* driver, uvm_failure* failure) {
 }
 
 // ---- copies of a layer's experts into plain VRAM --------------------------------------------------------------------
-// By a kernel, not the copy engine: on an H200, while a memory-bound kernel runs, 16 blocks copy at 50 GB/s over the
-// link, cudaMemcpyAsync at 28 to 31, and more blocks only slow the other kernel (benchmarks/results/
-// 2026-11-22-nvidia-h200-2/stream.json). A kernel also reads each byte wherever it is, so experts may move meanwhile.
+// By a kernel, not the copy engine: on an H200, while a memory-bound kernel runs, 24 blocks copy at 50 GB/s over the
+// link, cudaMemcpyAsync at 26 to 31. Where half of the bytes are in VRAM, 24 blocks copy 100 GB/s and 16 copy 92; 32
+// only slow the other kernel more (benchmarks/results/2026-11-26-nvidia-h200/stream.json). A kernel also reads each
+// byte wherever it is, so experts may move meanwhile.
 
 namespace {
 struct layer_copies {
