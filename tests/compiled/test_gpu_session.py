@@ -523,6 +523,7 @@ def test_the_report_is_made_from_the_section_alone(served, tmp_path):
         assert f"| frequency {share}% | {what} | 1 of 1 | yes |" in text
 
 
+@pytest.mark.nightly
 def test_residents_follow_the_traffic_of_a_server_with_its_own_defaults(served, tmp_path):
     """The other parts of the section are taken as done: their servers are like those of the section before."""
     record = json.loads((served.out.with_name("served") / "server.json").read_text())

@@ -49,6 +49,7 @@ def test_an_unknown_section_is_named_before_any_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.nightly
 def test_servers_run_on_the_device_that_is_played(tmp_path: Path) -> None:
     """As on a GPU: real backends, decode graphs, experts in managed memory; prompts stream and experts move."""
     rows = tmp_path / "rows"
