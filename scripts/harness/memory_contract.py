@@ -17,6 +17,8 @@ from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.memory.protocol import Location, ManagedRange, Memory, Span
 
 DEVICE, HOST = Location.DEVICE, Location.HOST
+READS = 3
+"""A read may be slow by chance. A block counts as elsewhere if all of these say so."""
 
 
 @contextmanager
@@ -45,10 +47,16 @@ def expect_location(memory: Memory, it: ManagedRange, spans: list[Span], locatio
     block = memory.block_bytes
     each = [Span(at, min(block, span.end - at)) for span in spans for at in range(span.offset, span.end, block)]
     found = {span: memory.preferred(it, span) for span in [*spans, *each]}
-    there = memory.in_vram([(it, span.offset) for span in each])
     wrong = {span: told for span, told in found.items() if told is not wanted}
-    if wrong or (there is not None and (there != (location is DEVICE)).any()):
-        raise AssertionError(f"{it.name}, placed at {location} in {spans}: preferred {wrong}; blocks found in VRAM {there}")
+    elsewhere = each
+    for _ in range(READS):
+        there = memory.in_vram([(it, span.offset) for span in elsewhere])
+        if there is None:
+            elsewhere = []
+            break
+        elsewhere = [span for span, in_vram in zip(elsewhere, there, strict=True) if in_vram != (location is DEVICE)]
+    if wrong or elsewhere:
+        raise AssertionError(f"{it.name}, placed at {location} in {spans}: preferred {wrong}; found elsewhere {elsewhere}")
 
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
