@@ -36,7 +36,7 @@ def table(record: Record) -> str:
 
 def served(record: Record, cell: Cell) -> bool:
     """Whether it has a figure: a server that found no time left has none."""
-    return any(row["points"] for row in serve_report.rows_of(record, cell))
+    return any(not point["error"] for row in serve_report.rows_of(record, cell) for point in row["points"])
 
 
 def column(cell: Cell) -> str:

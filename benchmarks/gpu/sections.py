@@ -142,10 +142,10 @@ MODES = Section(
     "modes",
     "whether a server answers alike in the modes that a launch may have besides",
     (
-        Part("drafts", "modes_parts", 70, 330, 1, 4, "NEXTN, experts of draft layers offloaded, under graphs"),
-        Part("updates", "modes_parts", 60, 330, 1, 4, "other weights from disk, after experts have moved"),
-        Part("fp8", "modes_parts", 60, 330, 1, 4, "block-FP8 experts, and other weights from disk"),
-        Part("gptq", "modes_parts", 60, 330, 1, 4, "GPTQ experts, by the runner that SGLang chooses"),
+        Part("drafts", "modes_parts", 70, 330, 1, 8, "NEXTN, experts of draft layers offloaded, under graphs"),
+        Part("updates", "modes_parts", 60, 330, 1, 8, "other weights from disk, after experts have moved"),
+        Part("fp8", "modes_parts", 60, 330, 1, 8, "block-FP8 experts, and other weights from disk"),
+        Part("gptq", "modes_parts", 60, 330, 1, 8, "GPTQ experts, by the runner that SGLang chooses"),
     ),
 )
 
@@ -153,10 +153,10 @@ OTHER_MODES = Section(
     "other_modes",
     "likewise, in modes that fewer have",
     (
-        Part("ngrams", "modes_parts", 60, 330, 1, 4, "drafts of n-grams"),
-        Part("cache", "modes_parts", 60, 330, 1, 8, "a hierarchical cache"),
-        Part("compiled", "modes_parts", 150, 500, 1, 4, "decode steps compiled by torch.compile, but for their experts"),
-        Part("sleep", "modes_parts", 60, 330, 1, 4, "the server gives its memory up and has it back, with other weights"),
+        Part("ngrams", "modes_parts", 60, 330, 1, 8, "drafts of n-grams"),
+        Part("cache", "modes_parts", 60, 330, 1, 16, "a hierarchical cache"),
+        Part("compiled", "modes_parts", 150, 500, 1, 8, "decode steps compiled by torch.compile, but for their experts"),
+        Part("sleep", "modes_parts", 60, 330, 1, 8, "the server gives its memory up and has it back, with other weights"),
     ),
 )
 

@@ -1,5 +1,6 @@
 """Emulated memory, and the driver simulated over it: locations, accounting, eviction and refusals are the driver's."""
 
+import contextlib
 import gc
 
 import numpy as np
@@ -200,6 +201,23 @@ def test_nothing_moves_when_one_span_is_wrong():
         memory.place(managed, [Span(0, PAGE_BYTES), Span(0, 5 * PAGE_BYTES)], Location.DEVICE)
     assert memory.device_used == 0
     assert memory.preferred(managed, Span(0, PAGE_BYTES)) is None
+
+
+@pytest.mark.parametrize(("wrong", "kept"), [(1, True), (memory_contract.READS, False)])
+def test_one_slow_read_breaks_no_promise_and_a_block_that_is_elsewhere_does(wrong, kept):
+    class Slow(EmulatedMemory):
+        reads = 0
+
+        def in_vram(self, blocks):
+            found = super().in_vram(blocks)
+            if found is not None and len(found):
+                found[0] ^= self.reads % memory_contract.READS < wrong
+            self.reads += 1
+            return found
+
+    broken = pytest.raises(AssertionError, match="found elsewhere")
+    with contextlib.nullcontext() if kept else broken:
+        memory_contract.check_bytes_and_addresses_survive_any_moves(Slow())
 
 
 @pytest.mark.slow
