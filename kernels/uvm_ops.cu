@@ -730,7 +730,8 @@ constexpr int experts_each = max_slot_experts / copy_threads, classes_each = cla
 static_assert(max_slot_experts % copy_threads == 0 && classes % copy_threads == 0, "each thread has as many");
 
 // What a thread of the deciding block reads first, all at once: each read that waits for another costs a round trip to
-// the L2 cache, or to VRAM where a step's experts have taken the cache (with a dozen in a row: 7 to 10 us a layer).
+// the L2 cache, or to VRAM where a step's experts have taken the cache (reads in a row took 7 to 10 us a layer). The
+// first block reads it before it knows whether it decides. If another one does, which writes meanwhile, it is not used.
 struct slot_inputs {
     long long valid, phase, id;  // control, and the first expert id of this thread
     int padded, block;           // the first block of rows of this thread
