@@ -42,6 +42,8 @@ class Settings:
     """VRAM to leave free, GiB."""
     stream_gb: float | None
     """``--expert-offload-stream-buffer-gb``; None for ``auto``: as much as the planner, or else a rank, finds room for."""
+    tma: bool
+    """Whether kernels may load weights by TMA."""
     draft_num_resident: int | None
     """Resident routed experts of each MoE layer of a draft model, over all ranks that share the layer; None: all."""
 

@@ -136,6 +136,13 @@ class OffloadFlags:
         "VRAM in GiB to leave free besides weights and KV cache, so that the driver never has to evict a resident expert. "
         "Subtracted from what --mem-fraction-static allows.",
     )
+    tma: str = flag(
+        "on",
+        str,
+        "off: SGLang's Triton MoE kernels load weights without TMA, whatever their tile configurations say. For a GPU on which "
+        "such a load of an expert that moves ends the server; see docs/operations.md.",
+        ("on", "off"),
+    )
     backend: str = flag(
         "auto",
         str,

@@ -8,6 +8,8 @@ documentation and the open kernel modules (tag 580.95.05, kernel-open/nvidia-uvm
 - A block whose pages have all moved to the host goes to the list of unused ones, which is taken back first
   (``uvm_va_block.c:3515``, ``uvm_pmm_gpu.c:1460``), and comes off it when a page moves in. Then come the least recently
   populated.
+- A span of several blocks is moved in two passes: the first unmaps and copies each block, the second maps them
+  (``uvm_migrate.c``, ``uvm_migrate``). A span in one block takes one pass.
 - Advice with an edge inside a block splits it for good (``uvm_va_range.c:1243``). A split block neither goes to that list nor
   comes off it (``uvm_va_block.c:3515,3546``), and populating it again does not renew its age (``:5097``).
 """
@@ -16,14 +18,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sglang_uvm_offload.cpu.memory import CODE, DEVICE, HOST, UNSET, EmulatedMemory, shared_location, units_of
 from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, check_block, check_spans, round_up
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, batches, check_block, check_spans, round_up
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
 from sglang_uvm_offload.sizing.inputs import Assumptions
 from sglang_uvm_offload.sizing.machine import PCIE5_GBPS
@@ -58,13 +60,15 @@ class Traffic:
     to_host_bytes: int = 0
     evicted_bytes: int = 0
     faulted_bytes: int = 0
+    unmapped_blocks: int = 0
+    """Reads of a block between the two passes of its move."""
     advise_calls: int = 0
     prefetch_calls: int = 0
     seconds: float = 0.0
 
 
 class _Pages:
-    """The driver's view of one range. Arrays are ``[pages]``, the last three ``[blocks]``."""
+    """The driver's view of one range. Arrays are ``[pages]``, the last four ``[blocks]``."""
 
     def __init__(self, managed: ManagedRange):
         count = round_up(managed.nbytes, PAGE_BYTES) // PAGE_BYTES
@@ -75,7 +79,7 @@ class _Pages:
         self.holds_device = np.zeros(count, dtype=bool)
         blocks = -(-count // _PAGES_PER_BLOCK)
         self.populated = np.zeros(blocks, dtype=np.int64)
-        self.split, self.unused = np.zeros((2, blocks), dtype=bool)
+        self.split, self.unused, self.unmapped = np.zeros((3, blocks), dtype=bool)
 
 
 class SimulatedDriver(EmulatedMemory):
@@ -96,6 +100,8 @@ class SimulatedDriver(EmulatedMemory):
         self.host_used = 0
         """Bytes of host RAM that managed pages hold. A page keeps its host copy's room after it moved to the GPU."""
         self.host_peak = 0
+        self.between_passes: Callable[[], None] = lambda: None
+        """Called when a move's blocks have been copied and are not mapped yet: what a kernel does meanwhile."""
         self._plain = 0
         self._clock = 0
         self._ranges: dict[int, _Pages] = {}
@@ -109,18 +115,14 @@ class SimulatedDriver(EmulatedMemory):
         pages = self._pages(managed)
         check_spans(managed, spans, self.block_bytes)
         self._notice_writes(pages)
-        if location is Location.HOST:
-            self.prefer(managed, spans, location)
-        for span in spans:
-            self.traffic.prefetch_calls += 1
-            self.traffic.seconds += self.link.call_seconds
+        for batch in batches(spans):
+            if location is Location.HOST:
+                self.prefer(managed, batch, location)
+            for span in batch:
+                self._prefetch(pages, span, location)
+                super().place(managed, [span], location)
             if location is Location.DEVICE:
-                self._to_device(pages, pages_of(span), "place")
-            else:
-                self._to_host(pages, pages_of(span))
-            super().place(managed, [span], location)
-        if location is Location.DEVICE:
-            self.prefer(managed, spans, location)
+                self.prefer(managed, batch, location)
 
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
         for managed, offset in blocks:
@@ -163,6 +165,7 @@ class SimulatedDriver(EmulatedMemory):
         self._notice_writes(pages)
         for span in spans:
             where = pages_of(span)
+            self.traffic.unmapped_blocks += int(pages.unmapped[units_of(span, BLOCK_BYTES)].sum())
             away = pages.where[where] != DEVICE
             thrashing = away & (pages.preferred[where] == DEVICE)
             through = int((away & ~thrashing).sum()) * PAGE_BYTES
@@ -200,6 +203,19 @@ class SimulatedDriver(EmulatedMemory):
     @property
     def live_ranges(self) -> int:
         return len(self._ranges)
+
+    def _prefetch(self, pages: _Pages, span: Span, location: Location) -> None:
+        self.traffic.prefetch_calls += 1
+        self.traffic.seconds += self.link.call_seconds
+        if location is Location.DEVICE:
+            self._to_device(pages, pages_of(span), "place")
+        else:
+            self._to_host(pages, pages_of(span))
+        blocks = units_of(span, BLOCK_BYTES)
+        if blocks.stop - blocks.start > 1:
+            pages.unmapped[blocks] = True
+            self.between_passes()
+            pages.unmapped[blocks] = False
 
     def _pages(self, managed: ManagedRange) -> _Pages:
         self._find(managed)

@@ -23,7 +23,7 @@ from sglang_uvm_offload.cuda.ops import CudaOps, device_ops
 from sglang_uvm_offload.cuda.read_times import ReadTimes
 from sglang_uvm_offload.cuda.structs import CudaFailure
 from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, check_block, check_spans, whole_blocks
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, batches, check_block, check_spans, whole_blocks
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class CudaMemory:
         try:
             base, address = self._ops.allocate(self.device, whole_blocks(nbytes), BLOCK_BYTES, self._caller())
         except CudaFailure as failure:
-            raise ManagedMemoryError(failure.call, name, Span(0, nbytes), failure.reason) from failure
+            raise failure.on(name, Span(0, nbytes)) from failure
         managed = ManagedRange(address, nbytes, name)
         self._live[address] = _Live(managed, lambda: None)
         self._bases[address] = base
@@ -111,15 +111,14 @@ class CudaMemory:
     def place(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
         self._find(managed)
         check_spans(managed, spans, BLOCK_BYTES)
-        if not spans:
-            return
-        try:
-            whole = [_whole(span) for span in spans]
-            self._ops.place(self.device, managed.address, whole, location, self._caller())
-        except CudaFailure as failure:
-            # A failure without a span concerns all of them.
-            span = spans[failure.span] if failure.span is not None else Span(spans[0].offset, spans[-1].end - spans[0].offset)
-            raise ManagedMemoryError(f"{failure.call} to {location.value}", managed.name, span, failure.reason) from failure
+        for batch in batches(spans):
+            try:
+                self._ops.place(self.device, managed.address, [_whole(span) for span in batch], location, self._caller())
+            except CudaFailure as failure:
+                # A failure without a span concerns the whole batch.
+                everything = Span(batch[0].offset, batch[-1].end - batch[0].offset)
+                span = everything if failure.span is None else batch[failure.span]
+                raise failure.on(managed.name, span, f"{failure.call} to {location.value}") from failure
 
     def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
         return self._query(self._ops.preferred, managed, span)
@@ -131,7 +130,7 @@ class CudaMemory:
         try:
             found = self._read_times.in_vram([managed.address + offset for managed, offset in blocks])
         except CudaFailure as failure:
-            raise ManagedMemoryError(failure.call, "a look at blocks", Span(0, 0), failure.reason) from failure
+            raise failure.on("a look at blocks", Span(0, 0)) from failure
         del owners  # they kept the ranges while the GPU read them
         return found
 
@@ -150,7 +149,7 @@ class CudaMemory:
         try:
             free, total = self._ops.memory_info(self.device)
         except CudaFailure as failure:
-            raise ManagedMemoryError(failure.call, "the device", Span(0, 0), failure.reason) from failure
+            raise failure.on("the device", Span(0, 0)) from failure
         return MemoryInfo(free, total, host_available())
 
     @cached_property
@@ -170,7 +169,7 @@ class CudaMemory:
         try:
             return call(self.device, managed.address + span.offset, _whole(span).nbytes)
         except CudaFailure as failure:
-            raise ManagedMemoryError(failure.call, managed.name, span, failure.reason) from failure
+            raise failure.on(managed.name, span) from failure
 
     def _caller(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream
@@ -188,7 +187,7 @@ class CudaMemory:
         try:
             self._ops.free(self.device, base)
         except CudaFailure as failure:
-            raise ManagedMemoryError(failure.call, managed.name, Span(0, managed.nbytes), failure.reason) from failure
+            raise failure.on(managed.name, Span(0, managed.nbytes)) from failure
 
 
 def _whole(span: Span) -> Span:

@@ -237,7 +237,7 @@ class CudaOps:
         failure = _Failure()
         if getattr(self._lib, name)(*arguments, failure) != 0:
             span = None if failure.span < 0 else failure.span
-            raise CudaFailure(failure.call.decode(), failure.reason.decode(errors="replace"), span)
+            raise CudaFailure(failure.call.decode(), failure.error, failure.reason.decode(errors="replace"), span)
 
 
 def _array(spans: Sequence[Span]) -> ctypes.Array[_Span]:

@@ -12,7 +12,7 @@ import torch
 
 from sglang_uvm_offload.cuda.ops import device_ops
 from sglang_uvm_offload.cuda.structs import CudaFailure
-from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
+from sglang_uvm_offload.memory.protocol import Span
 from sglang_uvm_offload.memory.staging import Part
 
 
@@ -45,7 +45,7 @@ class CudaStaging:
         except CudaFailure as failure:
             names = ", ".join(part.managed.name for part in parts)
             span = Span(0, sum(part.nbytes for part in parts))
-            raise ManagedMemoryError(failure.call, names, span, failure.reason) from failure
+            raise failure.on(names, span) from failure
         self._copied[buffer].record(self._stream)
 
     def acquire(self, buffer: int) -> None:

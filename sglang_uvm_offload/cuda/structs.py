@@ -11,17 +11,29 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
 from sglang_uvm_offload.memory.slots import MAX_TENSORS, Rows
+
+ENDS_PROCESS = (700, 702, 710, 714, 715, 716, 717, 718, 719)
+"""Errors of a kernel after which every call of the process fails, as the CUDA runtime's documentation of each says: illegal
+address, launch timeout, assert, hardware stack, illegal instruction, misaligned address, address space, program counter,
+launch failure."""
 
 
 class CudaFailure(RuntimeError):
-    """A CUDA call returned an error. ``span`` is the index of the failing span, or None."""
+    """A CUDA call returned ``error``, the driver's description of which is ``reason``. ``span`` is the index of the failing
+    span, or None."""
 
-    def __init__(self, call: str, reason: str, span: int | None):
+    def __init__(self, call: str, error: int, reason: str, span: int | None):
         super().__init__(f"{call} failed: {reason}")
         self.call = call
         self.reason = reason
         self.span = span
+        self.error = error
+
+    def on(self, name: str, span: Span, call: str = "") -> ManagedMemoryError:
+        """As an error on the bytes ``span`` of the range ``name``. ``call``: what to name instead of the CUDA function."""
+        return ManagedMemoryError(call or self.call, name, span, self.reason, ends_process=self.error in ENDS_PROCESS)
 
 
 class _Span(ctypes.Structure):

@@ -10,7 +10,7 @@ neither reclaimed when its pages have moved to the host nor kept in order of use
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +23,11 @@ PAGE_BYTES = 64 << 10
 
 BLOCK_BYTES = 2 << 20
 """The unit that the driver allocates, maps with one entry, and evicts (``uvm_va_block``)."""
+
+MOVE_BYTES = 16 << 20
+"""The most that is on its way at a time. The driver moves a span of several blocks in two passes: the first unmaps and copies
+every block, the second maps them again (``uvm_migrate.c``, ``uvm_migrate``). A kernel that reads a block between the two
+waits for a fault. A span in one block takes one pass."""
 
 
 def round_up(nbytes: int, unit: int) -> int:
@@ -159,6 +164,25 @@ class ExpertLayout:
         """The offset at which each part begins, and the end of the last expert."""
         experts = np.arange(self.num_experts + 1) * self.expert_bytes
         return np.union1d(self._edges[:-1], experts)
+
+
+def batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """The bytes of ``spans``, in order, in batches of at most ``MOVE_BYTES`` of whole blocks. Spans are cut between blocks."""
+    batch: list[Span] = []
+    room = MOVE_BYTES // BLOCK_BYTES
+    for span in spans:
+        offset = span.offset
+        while offset < span.end:
+            block = offset // BLOCK_BYTES
+            end = min(span.end, (block + room) * BLOCK_BYTES)
+            batch.append(Span(offset, end - offset))
+            room -= whole_blocks(end) // BLOCK_BYTES - block
+            offset = end
+            if not room:
+                yield batch
+                batch, room = [], MOVE_BYTES // BLOCK_BYTES
+    if batch:
+        yield batch
 
 
 def check_block(managed: ManagedRange, offset: int, block_bytes: int) -> None:

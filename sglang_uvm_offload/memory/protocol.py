@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from sglang_uvm_offload.flags import flag_name
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -53,11 +55,22 @@ class ManagedMemoryError(RuntimeError):
     The message names the call, the tensor, the span in bytes, and the driver's reason.
     """
 
-    def __init__(self, call: str, name: str, span: Span, reason: str):
+    def __init__(self, call: str, name: str, span: Span, reason: str, *, ends_process: bool = False):
+        """``ends_process``: a kernel has failed, so that this process can run no other on its GPU."""
         super().__init__(f"{call} failed on {name} [{span.offset}, {span.end}) ({span.nbytes} bytes): {reason}")
         self.call = call
         self.span = span
         self.reason = reason
+        self.ends_process = ends_process
+
+    def with_outlook(self, goes_on: str) -> str:
+        """The message, and what follows: the process ends, or ``goes_on``."""
+        if not self.ends_process:
+            return f"{self}. {goes_on}"
+        return (
+            f"{self}. A kernel of this process has failed, so SGLang will end. If its log says that MoE TMA is enabled, "
+            f"{flag_name('tma')} off serves without it."
+        )
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ HOOKED = {
     ),
     "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe._prepare_fused_moe_run": "hidden_states, w1, w2, topk_ids",
     "sglang.kernels.ops.moe.fused_moe_triton_kernels._get_b_tma_desc_cached": "B",
+    "sglang.kernels.ops.moe.fused_moe_triton_kernels.support_tensor_descriptor": "",
     "sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe.fused_marlin_moe": (
         "hidden_states, w1, w2, w1_scale, w2_scale, gating_output, topk_weights, topk_ids, *, w1_global_scale, "
         "w2_global_scale, w1_zeros, w2_zeros, g_idx1, g_idx2, sort_indices1, sort_indices2, w1_bias, w2_bias"

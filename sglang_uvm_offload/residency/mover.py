@@ -69,9 +69,10 @@ class Mover:
             layer.reread_residency()
         self.fault = str(fault)
         logger.error(
-            "Expert offload: moving experts stopped: %s. Serving goes on with the experts where they are; outputs are not "
-            "affected, decoding may be slower.",
-            fault,
+            "Expert offload: moving experts stopped: %s",
+            fault.with_outlook(
+                "Serving goes on with the experts where they are; outputs are not affected, decoding may be slower."
+            ),
         )
 
 

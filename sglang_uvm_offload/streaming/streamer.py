@@ -16,6 +16,8 @@ from sglang_uvm_offload.streaming.schedule import BufferSchedule, Copy
 
 logger = logging.getLogger(__name__)
 
+_GOES_ON = "Serving goes on; outputs are not affected, long prompts read offloaded experts in place and are slower."
+
 
 class Reading(NamedTuple):
     """A layer that computes from a stream buffer."""
@@ -113,7 +115,8 @@ class Streamer:
         if not failed and self._references(reading.buffer) > reading.references:
             # Nothing is copied any more, so the buffer keeps this layer's experts, and whoever keeps them is right.
             layer_id = self._layers[reading.row].layer_id
-            self._stop(f"the code of MoE layer {layer_id} keeps a tensor in the stream buffer")
+            reason = f"the code of MoE layer {layer_id} keeps a tensor in the stream buffer"
+            self._stop(reason, f"{reason}. {_GOES_ON}")
         self._copy(self._schedule.leave(reading.buffer, self._following(reading.row)))
 
     def _copy(self, copies: Sequence[Copy]) -> bool:
@@ -125,19 +128,16 @@ class Streamer:
                 slots = self.slot_of(row)
                 self._staging.copy(buffer, self._replicas_of(row).parts, slots)
             except ManagedMemoryError as failure:
-                self._stop(str(failure))
+                self._stop(str(failure), failure.with_outlook(_GOES_ON))
                 return False
             if slots is None:
                 self._on_copy(row, self._layers[row].offloaded_bytes)
         return True
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, told: str) -> None:
+        """``told``: the reason, and what follows."""
         self.fault, self._active = reason, False
-        logger.error(
-            "Expert offload: streaming stopped: %s. Serving goes on; outputs are not affected, long prompts read offloaded "
-            "experts in place and are slower.",
-            reason,
-        )
+        logger.error("Expert offload: streaming stopped: %s", told)
 
     def _following(self, row: int) -> int | None:
         return next((after for after in range(row + 1, len(self._layers)) if self._brings(after)), None)

@@ -98,6 +98,26 @@ def test_a_move_takes_one_advice_and_one_prefetch_for_neighbours_in_the_order_th
     ]
 
 
+def test_a_long_move_goes_in_batches_of_16_mib_each_of_which_has_arrived_before_the_next(standin):
+    ran = standin.run("""
+        memory = CudaMemory()
+        it = memory.allocate(23 * BLOCK + PAGE, "w13")
+        for location in (DEVICE, HOST):
+            memory.place(it, [Span(0, 3 * BLOCK), Span(4 * BLOCK, 13 * BLOCK), Span(18 * BLOCK, 5 * BLOCK + PAGE)], location)
+    """)
+    assert ran.code == 0, ran.err
+    cuts = [[(0, 3), (4, 9)], [(9, 17)], [(18, 24)]]
+    spans = [[f"[{a * BLOCK}, {b * BLOCK})" for a, b in batch] for batch in cuts]
+    expected = []
+    for batch in spans:
+        expected += [*(f"prefetch device {span}" for span in batch), "wait"]
+        expected += [f"SetPreferredLocation device {span}" for span in batch]
+    for batch in spans:
+        expected += [f"SetPreferredLocation host {span}" for span in batch]
+        expected += [*(f"prefetch host {span}" for span in batch), "wait"]
+    assert steps(ran, "cudaStreamSynchronize")[2:] == expected
+
+
 def test_prefetches_go_to_one_non_blocking_stream_of_their_own_and_are_waited_for(standin):
     ran = standin.run("""
         memory, other = CudaMemory(), CudaMemory()
@@ -420,6 +440,25 @@ def test_what_moved_before_a_failure_is_known_and_no_page_prefers_the_gpu_that_d
     )
     failed, there, advised = ran.said
     assert (failed, there, advised) == (failing, moved, prefer)
+
+
+@pytest.mark.parametrize(("error", "ends"), [("2", False), ("719!", True)])
+def test_an_error_of_a_kernel_says_that_the_process_ends_and_names_the_way_out(standin, error, ends):
+    ran = standin.run(
+        """
+        memory = CudaMemory()
+        it = memory.allocate(16 * BLOCK, "w13")
+        try:
+            memory.place(it, [Span(0, 16 * BLOCK)], DEVICE)
+        except ManagedMemoryError as failure:
+            print(json.dumps([failure.span.offset // BLOCK, failure.ends_process, failure.with_outlook("It goes on.")]))
+        """,
+        fail=f"cudaMemPrefetchAsync:2:{error}",
+    )
+    block, ends_process, told = ran.said
+    assert (block, ends_process) == (8, ends)
+    assert ("--expert-offload-tma off" in told) == ends
+    assert ("It goes on." in told) == (not ends)
 
 
 # ---- graphs ----

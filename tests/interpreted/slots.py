@@ -128,7 +128,7 @@ def weights(kind: str, dtype: torch.dtype, random: torch.Generator) -> tuple[dic
     out, flags = {}, {}
     for name, weight in quantised.items():
         if kind in ("fp8", "fp8 with TMA"):
-            out[f"{name}_weight"], out[f"{name}_scale"] = in_fp8_blocks(weight)
+            out[f"{name}_weight"], out[f"{name}_scale"] = in_fp8_blocks(weight, GROUP)
             flags = {"use_fp8_w8a8": True, "block_shape": [GROUP, GROUP]}
         elif kind == "fp8 per tensor":
             scale = weight.abs().amax((1, 2)) / 448
@@ -152,9 +152,9 @@ def weights(kind: str, dtype: torch.dtype, random: torch.Generator) -> tuple[dic
     return out, flags
 
 
-def in_fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def in_fp8_blocks(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     experts, rows, columns = weight.shape
-    blocks = weight.view(experts, rows // GROUP, GROUP, columns // GROUP, GROUP)
+    blocks = weight.view(experts, rows // group, group, columns // group, group)
     scale = blocks.abs().amax((2, 4)) / 448
     return (blocks / scale[:, :, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn), scale
 
@@ -253,14 +253,16 @@ def outcome(seam: SlotSeam, kind: str, dtype: torch.dtype) -> dict[str, Any]:
     return {"equal": found, "other layers equal": others, "own rows poisoned": poisoned}
 
 
-def tile_files(kind: str) -> None:
-    """Down projections are read by TMA where a file says so; up projections only in files of their own."""
+def tile_files(kind: str, shape: tuple[int, int, int] = (EXPERTS, INTERMEDIATE, GROUP), tile: dict[str, int] = TILE) -> None:
+    """Down projections are read by TMA where a file says so; up projections only in files of their own. ``shape``: experts,
+    their intermediate size, and the rows and columns of a block with one scale."""
+    experts, intermediate, group = shape
     folder = Path(os.environ["SGLANG_MOE_CONFIG_DIR"]) / "configs" / f"triton_{triton.__version__.replace('.', '_')}"
     folder.mkdir(parents=True, exist_ok=True)
     for down in (False, True):
-        name = fused_moe_triton_config.get_config_file_name(EXPERTS, INTERMEDIATE, "fp8_w8a8", [GROUP, GROUP], down_moe=down)
+        name = fused_moe_triton_config.get_config_file_name(experts, intermediate, "fp8_w8a8", [group, group], down_moe=down)
         if kind == "fp8 with TMA":
-            (folder / name).write_text(json.dumps({"1": {**TILE, "USE_TMA": True}}))
+            (folder / name).write_text(json.dumps({"1": {**tile, "USE_TMA": True}}))
         else:
             (folder / name).unlink(missing_ok=True)
     fused_moe_triton_config.get_moe_configs.cache_clear()

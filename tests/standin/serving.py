@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,16 @@ def captures(calls: list[dict]) -> Iterator[list[dict]]:
 
 
 def serve_and_log(
-    job: dict[str, Any], first: int, library: Path, folder: Path, plugin: str = ""
+    job: dict[str, Any],
+    first: int,
+    library: Path,
+    folder: Path,
+    plugin: str = "",
+    env: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Any], list[dict]]:
     """What an engine answers whose tokens pick the experts from ``first`` on, with its ``log``, and the CUDA calls of the
-    process that serves. ``plugin``: code of one more SGLang plugin."""
-    environment = sglang_environment(library.parent, folder / "calls.jsonl", library.parent / "caches")
+    process that serves. ``plugin``: code of one more SGLang plugin. ``env``: more environment variables."""
+    environment = sglang_environment(library.parent, folder / "calls.jsonl", library.parent / "caches") | dict(env or {})
     environment |= {"STANDIN_FIRST_EXPERT": str(first), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment["STANDIN_LATE"] = "2"  # the stream of SGLang's steps, and that of the copies of counts
     if plugin:

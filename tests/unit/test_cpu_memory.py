@@ -9,7 +9,8 @@ from simulated_driver import LinkModel, SimulatedDriver
 
 from scripts.harness import memory_contract
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
+from sglang_uvm_offload.memory import layout
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, MOVE_BYTES, PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Span
 
 MIB = 1 << 20
@@ -115,6 +116,26 @@ def test_a_block_that_moved_to_the_host_keeps_its_vram_until_something_needs_it_
     memory.place(second, [Span(0, BLOCK_BYTES)], Location.DEVICE)
     assert memory.traffic.evicted_bytes == 0, "what was demoted makes room for what is promoted"
     assert memory.device_used == memory.device_bytes == memory.device_resident + BLOCK_BYTES
+
+
+@pytest.mark.parametrize(("at_a_time", "met"), [(1 << 30, 64), (MOVE_BYTES, 8)])
+def test_a_step_meets_few_unmapped_blocks_of_a_long_move(monkeypatch, at_a_time, met):
+    """In one call, the driver would unmap all of it."""
+    monkeypatch.setattr(layout, "MOVE_BYTES", at_a_time)
+    memory, found = SimulatedDriver(), []
+    managed = memory.allocate(64 * BLOCK_BYTES, "w13")
+
+    def step():
+        before = memory.traffic.unmapped_blocks
+        memory.read(managed, whole(managed))
+        found.append(memory.traffic.unmapped_blocks - before)
+
+    memory.between_passes = step
+    for location in (Location.DEVICE, Location.HOST):
+        memory.place(managed, whole(managed), location)
+    assert found == [met] * (2 * 64 // met)
+    memory.place(managed, [Span(block * BLOCK_BYTES, BLOCK_BYTES) for block in range(64)], Location.DEVICE)
+    assert memory.traffic.unmapped_blocks == sum(found), "a block by itself is never unmapped"
 
 
 def test_a_split_block_that_moved_to_the_host_waits_behind_older_residents():

@@ -5,7 +5,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, ExpertLayout, check_spans, whole_blocks
+from sglang_uvm_offload.memory.layout import (
+    BLOCK_BYTES,
+    MOVE_BYTES,
+    PAGE_BYTES,
+    ExpertLayout,
+    batches,
+    check_spans,
+    whole_blocks,
+)
 from sglang_uvm_offload.memory.protocol import ManagedRange, Span
 
 MIB = 1 << 20
@@ -210,3 +218,19 @@ def test_slots_inside_the_edge_take_no_block_of_their_own():
     layout = ExpertLayout(3, BLOCK_BYTES // 8, num_slots=2)
     assert (layout.slot_spans, layout.slot_bytes, layout.edge_bytes) == ([], 0, BLOCK_BYTES)
     assert layout.spans(layout.edge) == [Span(0, 5 * BLOCK_BYTES // 8)]
+
+
+def test_batches_hold_all_bytes_in_order_and_few_blocks():
+    random = np.random.default_rng(1)
+    for _ in range(200):
+        edges = np.cumsum(random.integers(1, 40, size=2 * random.integers(1, 6))) * 8 * PAGE_BYTES
+        spans = [Span(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        found = list(batches(spans))
+        covered = [page for batch in found for piece in batch for page in range(piece.offset, piece.end, PAGE_BYTES)]
+        assert covered == [page for span in spans for page in range(span.offset, span.end, PAGE_BYTES)]
+        for batch in found:
+            blocks = [block for it in batch for block in range(it.offset // BLOCK_BYTES, -(-it.end // BLOCK_BYTES))]
+            assert len(blocks) <= MOVE_BYTES // BLOCK_BYTES
+            ends = {span.end for span in spans}
+            assert all(piece.end % BLOCK_BYTES == 0 or piece.end in ends for piece in batch)
+    assert list(batches([])) == []

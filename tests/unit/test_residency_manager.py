@@ -221,22 +221,26 @@ def test_hit_rate_is_counted_under_the_residency_that_served_it():
 
 class FailingMemory(EmulatedMemory):
     fail = False
+    ends_process = False
 
     def place(self, managed, spans, location):
         if self.fail and location is Location.DEVICE:
-            raise ManagedMemoryError("place", managed.name, spans[0], "injected")
+            raise ManagedMemoryError("place", managed.name, spans[0], "injected", ends_process=self.ends_process)
         super().place(managed, spans, location)
 
 
-def test_a_failed_move_serves_on_and_says_so(caplog):
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_failed_move_serves_on_and_says_so_unless_a_kernel_failed(caplog, ends):
     memory = FailingMemory()
     rank = Rank(config(warmup_tokens=2), memory)
-    memory.fail = True
+    memory.fail, memory.ends_process = True, ends
     rank.step([[7, 6, 5]] * 2)
     rank.step([[7, 6, 5]])
     rank.step([[7, 6, 5]])
     assert "injected" in rank_status(rank.manager).fault
     assert [r.levelname for r in caplog.records if "moving experts stopped" in r.getMessage()] == ["ERROR"]
+    assert ("Serving goes on" in caplog.text) == (not ends)
+    assert ("SGLang will end" in caplog.text) == ends
     assert rank.resident() == [[], [0, 1, 2], [0, 1, 2]], "what was demoted before the fault is known to be offloaded"
 
 

@@ -14,7 +14,7 @@ from sglang.srt.utils import get_device_memory_capacity
 from sglang_uvm_offload.config import AUTO, OffloadConfig, RequestedConfig, expert_problems
 from sglang_uvm_offload.flags import PREFIX, FlagError, flag_name
 from sglang_uvm_offload.plugin import compat
-from sglang_uvm_offload.plugin.checks import combinations, front_doors, slot_settings, start_checks, tracing, vram_check
+from sglang_uvm_offload.plugin.checks import combinations, front_doors, slot_settings, start_checks, tma, tracing, vram_check
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch import auto_resident, devices, draft_source, expert_bytes, output_files, stream_settings
 from sglang_uvm_offload.plugin.launch.local_checkpoint import damage
@@ -65,6 +65,7 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
         *tracing.problems(requested, cfg),
         *output_files.problems(requested, server_args),
         *routing.problems(requested),
+        *tma.problems(requested, cfg, model),
         *start_checks.problems(cfg, model),
         *(damaged := damage(cfg)),
     ]
@@ -115,6 +116,8 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
         logger.warning("%s", line)
     for line in (*expert_bytes.conversions(cfg, model), *expert_bytes.crowded_nodes(residents, server_args)):
         logger.warning("Expert offload: %s", line)
+    if not config.tma:
+        logger.info("Expert offload: SGLang's Triton MoE kernels load no weights by TMA")
     if not routing.counted:
         logger.warning("Expert offload: no hit rate is measured: %s", routing.reason)
     return CheckedLaunch(config, settings)

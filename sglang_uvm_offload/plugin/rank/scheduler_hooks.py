@@ -9,6 +9,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.plugin import compat
+from sglang_uvm_offload.plugin.rank import tma
 from sglang_uvm_offload.plugin.rank.expert_adapters import ExpertAdapters
 from sglang_uvm_offload.plugin.rank.expert_map import UPDATER, around_update
 from sglang_uvm_offload.plugin.rank.loading_hooks import LoadingHooks
@@ -55,6 +56,7 @@ def install(
     add(f"{_SCHEDULER}.handle_shutdown", operating.after_shutdown, HookType.AFTER)
     add(UPDATER, lambda *args, **kwargs: around_update(rank.rearranging, *args, **kwargs), HookType.AROUND)
     rank.layer_hooks.install(add)
+    tma.install(add, allowed=config.tma)
     OnlineUpdates(lambda: rank.manager, rank.savers, lambda: compat.process_model_config().model_path).install(add)
     if memory_saver:
         for moment, hook in (("release", operating.after_release), ("resume", operating.after_resume)):

@@ -88,6 +88,12 @@ def no_slots(cfg: Any, model_config: Any) -> str | None:
     return None if served else f"--quantization {quantization}: {QUANTIZATIONS.get(quantization, f'its {_OTHER_KERNELS}')}"
 
 
+def other_kernels(cfg: Any, model_config: Any) -> bool:
+    """Whether kernels other than SGLang's Triton and Marlin ones may compute the experts of a launch."""
+    runner = resolved_runner(cfg.moe_runner_backend, cfg.quantization or model_config.quantization)
+    return runner == DEEP_GEMM or no_slots(cfg, model_config) is not None
+
+
 def _by_runner(runner: str) -> str:
     return f"{RUNNER} {runner} {RUNNERS.get(runner, 'is not known to compute by blocks of tokens')}"
 

@@ -1,0 +1,40 @@
+"""``--expert-offload-tma off``: which launches it is refused for, before anything loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from builders.launch import launch
+from builders.true_shape import config_folder
+
+from sglang_uvm_offload.plugin.checks import tma
+from sglang_uvm_offload.requested_config import parse
+
+pytestmark = pytest.mark.sglang
+
+
+def problems(requested: str = "off", drafts: int | None = None, **fields: Any) -> list[str]:
+    return tma.problems(parse({"num_resident": 4, "tma": requested, "draft_num_resident": drafts}), *launch(**fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("runner", ["auto", "triton"])
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-FP8", "zai-org/GLM-5-FP8"])
+def test_experts_that_tritons_kernels_compute_can_do_without(runner: str, model: str) -> None:
+    assert problems(moe_runner_backend=runner, model_path=str(config_folder(model))) == []
+
+
+@pytest.mark.parametrize("runner", ["deep_gemm", "cutlass", "flashinfer_cutlass", "triton_kernel"])
+def test_other_kernels_are_named_with_what_would_be_right(runner: str) -> None:
+    model = str(config_folder("Qwen/Qwen3-30B-A3B-FP8"))
+    (problem,) = problems(moe_runner_backend=runner, model_path=model)
+    assert problem.startswith(f"--expert-offload-tma off: --moe-runner-backend {runner} has kernels that may load")
+    assert "choose --moe-runner-backend triton" in problem
+    assert problems("on", moe_runner_backend=runner, model_path=model) == []
+
+
+def test_the_kernels_of_drafts_count_where_drafts_are_offloaded() -> None:
+    given = {"moe_runner_backend": "triton", "speculative_moe_runner_backend": "deep_gemm"}
+    (problem,) = problems(drafts=2, **given)
+    assert "--speculative-moe-runner-backend deep_gemm" in problem
+    assert problems(**given) == []
