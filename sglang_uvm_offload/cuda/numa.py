@@ -17,6 +17,7 @@ from pathlib import Path
 from cuda.bindings import driver
 
 from sglang_uvm_offload.cuda.device import DriverError, call_driver, start_driver
+from sglang_uvm_offload.cuda.pci import bus_id
 from sglang_uvm_offload.memory.host_ram import nodes_available
 from sglang_uvm_offload.units import size
 
@@ -74,8 +75,7 @@ def _of_driver(handle: object) -> int:
 
 
 def _of_pci_device(handle: object, system: Path) -> int:
-    name = call_driver(driver.cuDeviceGetPCIBusId, 32, handle)
     try:
-        return int((system / "bus/pci/devices" / name.split(b"\0")[0].decode().lower() / "numa_node").read_text())
+        return int((system / "bus/pci/devices" / bus_id(handle) / "numa_node").read_text())
     except (OSError, ValueError):
         return -1

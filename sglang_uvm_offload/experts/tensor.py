@@ -75,6 +75,10 @@ class ExpertTensor:
         """VRAM that resident extents take here, in whole blocks."""
         return self.layout.taken_by(self.resident)
 
+    def offloaded_blocks(self) -> np.ndarray:
+        """int64: the addresses of the blocks in host RAM."""
+        return self.address + self.layout.blocks(~self.resident)
+
     def _to_demote(self, after: np.ndarray) -> np.ndarray:
         return self.resident & ~after & ~self.layout.edge
 

@@ -19,9 +19,11 @@ NODES = Path("/sys/devices/system/node")
 HOST_MARGIN_BYTES = 1 << 30
 """Host RAM that offloading leaves free for everything else on the machine."""
 
-BOOKKEEPING_SHARE = 0.005
+BOOKKEEPING_SHARE = 0.005 + 96 / 4096
 """Host RAM for what the kernel and the driver keep of offloaded pages, as a share of their bytes: page tables of the CPU take
-0.2 % with pages of 4 KiB, the driver's state of each 2 MiB block 0.1 to 0.3 % (read in NVIDIA's open kernel modules, 580)."""
+0.2 % with pages of 4 KiB, the driver's state of each 2 MiB block 0.1 to 0.3 %, and its state of each physical stretch 96 bytes.
+Stretches are of 2 MiB where the kernel has them, and of 4 KiB at worst (``memory/host_pages``); how long they will be is not
+known before they are taken. (Read in NVIDIA's open kernel modules, 580, and 595: ``uvm_cpu_physical_chunk_t``.)"""
 
 
 def host_margin(offloaded_bytes: int) -> int:
@@ -38,7 +40,7 @@ def host_available(proc: Path = PROC, cgroup: Path = CGROUP, nodes: Path = NODES
 def nodes_available(proc: Path = PROC, nodes: Path = NODES) -> dict[int, int]:
     """Bytes available on each NUMA node that is host RAM and that this process may use; empty where the kernel shows no
     nodes."""
-    host = _host_nodes(nodes) & (_allowed_nodes(proc) or _host_nodes(nodes))
+    host = host_nodes(nodes) & (_allowed_nodes(proc) or host_nodes(nodes))
     found = {node: _node_available(nodes / f"node{node}" / "meminfo") for node in sorted(host)}
     return {node: nbytes for node, nbytes in found.items() if nbytes is not None}
 
@@ -57,7 +59,7 @@ def _node_rooms(proc: Path, nodes: Path) -> list[int]:
     return [] if not rooms or rooms.keys() >= _memory_nodes(nodes) else [sum(rooms.values())]
 
 
-def _host_nodes(nodes: Path) -> set[int]:
+def host_nodes(nodes: Path = NODES) -> set[int]:
     """The nodes that have both memory and CPUs."""
     return _memory_nodes(nodes) & _listed(nodes / "has_cpu")
 

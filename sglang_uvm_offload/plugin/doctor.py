@@ -13,6 +13,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.memory.host_pages import fragmentation
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin import compat, hook_points, hooks, roles, server_args
 from sglang_uvm_offload.plugin.checks import start_rehearsal
@@ -115,7 +116,7 @@ class Launch:
 
     def warnings(self) -> list[str]:
         """What makes the launch slower than it could be, or may end it. Call this if ``resolve`` found no problem."""
-        found = start_rehearsal.warnings(self.args)
+        found = start_rehearsal.warnings(self.args) + self._host_pages()
         try:
             from sglang_uvm_offload.plugin.checks import moe_tiles  # before SGLang 0.5.23 some of what it asks is not there
 
@@ -123,6 +124,13 @@ class Launch:
         except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's code; it says nothing about the launch
             logger.debug("Expert offload: cannot check the tiles of the MoE kernel: %s: %s", type(error).__name__, error)
             return found
+
+    def _host_pages(self) -> list[str]:
+        config, cfg = config_of(self.args), self.cfg
+        assert config is not None
+        known = expert_bytes(config.num_resident, cfg, model_config_of(self.args)) if cfg.device == "cuda" else None
+        warning = None if known is None else fragmentation(known.offloaded)
+        return [] if warning is None else [warning]
 
 
 def _ranks(cfg: Any) -> str:

@@ -15,8 +15,9 @@ def machine(folder: Path, online: str, node: int) -> str:
     """Lines that show programs this machine's nodes and the node of the GPU's PCI device."""
     (folder / "devices/system/node").mkdir(parents=True)
     (folder / "devices/system/node/online").write_text(online)
-    (folder / "bus/pci/devices/0000:ab:00.0").mkdir(parents=True)
-    (folder / "bus/pci/devices/0000:ab:00.0/numa_node").write_text(f"{node}\n")
+    for name in ("0000:ab:00.0", "0000:ac:00.0"):
+        (folder / "bus/pci/devices" / name).mkdir(parents=True)
+        (folder / "bus/pci/devices" / name / "numa_node").write_text(f"{node}\n")
     return f"""
         from pathlib import Path
         from sglang_uvm_offload.cuda import numa

@@ -4,6 +4,8 @@ The number of residents is the one that fits."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from builders.rooms import fraction
 from standin.serving import GPU, captures, serve_and_log
@@ -75,6 +77,14 @@ def test_the_experts_are_managed_and_placed_before_they_are_written(calls):
 
 def kernels(calls: list[dict]) -> list[str]:
     return [call["kernel"] for call in calls if "kernel" in call]
+
+
+def test_the_log_has_the_physical_stretches_of_offloaded_experts_once(served):
+    result, _ = served
+    told = re.findall(
+        r"lie in physical stretches of [\d.]+ KiB|does not show this process how long the stretches", result["log"]
+    )
+    assert len(told) == 1
 
 
 @pytest.mark.works("Launch", "default decode and prefill CUDA graphs, overlap scheduling, radix cache")

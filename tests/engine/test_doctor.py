@@ -245,6 +245,28 @@ def test_a_gpu_that_cannot_page_is_a_problem(sglang_on_standin: Starts):
     assert said.code == 1
 
 
+SLOW_MACHINE = """
+from pathlib import Path
+from sglang_uvm_offload.cli.main import main
+from sglang_uvm_offload.cuda import pci
+from sglang_uvm_offload.memory import host_pages
+pci.SYSTEM, host_pages.BUDDYINFO = Path({folder!r}), Path({folder!r}, "buddyinfo")
+raise SystemExit(main(["doctor", *{arguments!r}]))
+"""
+
+
+def test_what_slows_reads_of_host_memory_is_warned_of(checkpoints: Checkpoints, sglang_on_standin: Starts, tmp_path: Path):
+    (tmp_path / "buddyinfo").write_text("Node 0, zone Normal 9999 0 0 0 0 0 0 0 0 0 0\n")
+    group = tmp_path / "bus/pci/devices/0000:ab:00.0/iommu_group"
+    group.mkdir(parents=True)
+    (group / "type").write_text("DMA-FQ\n")
+    launch = ("--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "4")
+    said = sglang_on_standin.run(SLOW_MACHINE.format(folder=str(tmp_path), arguments=["--", *ON_A_GPU, *launch]))
+    assert said.code == 0, said.out + said.err[-2000:]
+    assert "WARNING  the IOMMU translates reads of host memory by GPU 0 (its group has type DMA-FQ)" in said.out
+    assert "WARNING  0.0 MiB of host RAM is free in stretches of 2 MiB, for " in said.out
+
+
 def test_routing_in_the_kernels_of_blackwell_is_told(checkpoints: Checkpoints, sglang_on_standin: Starts):
     launch = ("--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "4")
     first_n = (*launch, "--expert-offload-resident-selection", "first_n")

@@ -42,7 +42,7 @@ EXPORT int cuDeviceGetName(char* name, int length, int device) {
 }
 
 EXPORT int cuDeviceGetPCIBusId(char* name, int length, int device) {
-    snprintf(name, length, "0000:AB:00.0");
+    snprintf(name, length, "0000:%02X:00.0", 0xAB + device);
     return CUDA_SUCCESS;
 }
 

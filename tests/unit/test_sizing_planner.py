@@ -13,6 +13,7 @@ from builders.true_shape import config_folder
 
 from sglang_uvm_offload.cli import plan as planner_cli
 from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.sizing import planner, sglang_memory
@@ -164,7 +165,7 @@ def test_host_ram_is_that_of_all_ranks_their_processes_and_the_margin():
     plan = ask("qwen3-235b-a22b", roomy("8xH20"), parallel=Parallel(tp=4, dp=2))
     for needed, of_rank in (("host_needed", "host_bytes"), ("host_needed_after_moves", "host_bytes_after_moves")):
         experts = getattr(plan.ranks[0], of_rank) * 8
-        assert getattr(plan, needed) == experts + 8 * 4 * GIB + GIB + int(0.005 * experts)
+        assert getattr(plan, needed) == experts + 8 * 4 * GIB + host_margin(experts)
     assert plan.ranks[0].host_bytes_after_moves > plan.ranks[0].host_bytes
 
 
