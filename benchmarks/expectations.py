@@ -11,6 +11,7 @@ from sglang_uvm_offload.sizing.inputs import Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.plan import Plan
 from sglang_uvm_offload.sizing.plan_report import ROWS as LEGEND
+from sglang_uvm_offload.sizing.plan_report import between
 from sglang_uvm_offload.sizing.planner import plan, render
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 
@@ -138,14 +139,14 @@ def _cells(result: Plan) -> tuple[str, ...]:
     """Under ``PREDICTED``."""
     if not result.fits:
         return ("-",) * len(PREDICTED)
-    speeds = sorted(result.speeds, key=lambda speed: speed.decode_tokens_s)
-    least, most = speeds[0], speeds[-1]
+    most = max(result.speeds, key=lambda speed: speed.decode_tokens_s)
+    least = min((speed.least for speed in result.speeds), key=lambda speed: speed.decode_tokens_s)
     slots = f", {result.slots} slots" if result.slots else ""
     return (
         f"{result.num_resident} of {result.num_experts}{slots}",
-        f"{_range(f'{least.decode_tokens_s:.1f}', f'{most.decode_tokens_s:.1f}')} tok/s",
-        _range(f"{least.decode_ratio:.0%}", f"{most.decode_ratio:.0%}"),
-        f"{least.prefill_tokens_s / least.resident_prefill_tokens_s:.0%}",
+        f"{between(least.decode_tokens_s, most.decode_tokens_s, '.1f')} tok/s",
+        between(least.decode_ratio, most.decode_ratio, ".0%"),
+        between(least.prefill_ratio, most.prefill_ratio, ".0%"),
     )
 
 
@@ -153,10 +154,6 @@ def _verdict(result: Plan) -> str:
     """The reasons without their figures."""
     kind, reasons = ("useless", result.useless) if result.fits else ("does not fit", result.problems)
     return f"{kind}: {'; '.join(reason.split(':')[0] for reason in reasons)}" if reasons else "useful"
-
-
-def _range(least: str, most: str) -> str:
-    return least if least == most else f"{least} to {most}"
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

@@ -48,7 +48,7 @@ from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Wor
 from sglang_uvm_offload.sizing.machine import Machine, preset
 from sglang_uvm_offload.sizing.plan import Speed
 from sglang_uvm_offload.sizing.rank_memory import Case
-from sglang_uvm_offload.sizing.speed import GIGA, distinct, predict
+from sglang_uvm_offload.sizing.speed import GIGA, distinct, over_link, predict, read_rate
 from sglang_uvm_offload.sizing.stage_cost import Stream
 from sglang_uvm_offload.sizing.streaming import break_even_tokens
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
@@ -129,11 +129,11 @@ class Model:
 
     @property
     def copy_rate(self) -> float:
-        return self.machine.link_gbps * GIGA * self.assumed.copy_efficiency
+        return over_link(self.machine, self.parallel, self.assumed, self.assumed.copy_efficiency)
 
     @property
     def read_rate(self) -> float:
-        return self.machine.link_gbps * GIGA * self.assumed.read_efficiency
+        return read_rate(self.machine, self.parallel, self.assumed)
 
     @property
     def launching(self) -> float:
@@ -160,7 +160,7 @@ class Model:
         """The planner's, for one chunk. ``launched``: with the time of launching; ``experts``: with the routed experts."""
         unlaunched = replace(self.assumed, prefill_layer_ms=0.0, latent_prefill_layer_ms=0.0)
         assumed = self.assumed if launched else unlaunched
-        machine = self.machine if link is None else replace(self.machine, link_gbps=link)
+        machine = self.machine if link is None else replace(self.machine, link_gbps=link, host_gbps=0.0)
         cost = self.cost if experts else replace(self.cost, expert_layers=())
         shape, work = self.shape, Workload(tokens, prompt_tokens=tokens)
         return predict(

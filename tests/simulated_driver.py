@@ -28,7 +28,7 @@ from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, batches, check_block, check_spans, round_up
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
 from sglang_uvm_offload.sizing.inputs import Assumptions
-from sglang_uvm_offload.sizing.machine import PCIE5_GBPS
+from sglang_uvm_offload.sizing.links import PCIE5
 
 _PAGES_PER_BLOCK = BLOCK_BYTES // PAGE_BYTES
 _OS_PAGE = mmap.PAGESIZE
@@ -39,8 +39,8 @@ class LinkModel:
     """What PCIe costs, in bytes a second and seconds. The rates are those that a plan takes for PCIe 5 x16, measured on an
     H200; the two latencies are assumptions."""
 
-    copy_bytes_per_s: float = PCIE5_GBPS * 1e9
-    read_bytes_per_s: float = PCIE5_GBPS * 1e9 * Assumptions.read_efficiency
+    copy_bytes_per_s: float = PCIE5.rate * 1e9
+    read_bytes_per_s: float = PCIE5.rate * 1e9 * Assumptions.read_efficiency
     call_seconds: float = 10e-6
     fault_seconds: float = 30e-6
 

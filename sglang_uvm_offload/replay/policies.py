@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_uvm_offload.replay.baselines import NAMES
-from sglang_uvm_offload.sizing.machine import PCIE5_GBPS
+from sglang_uvm_offload.sizing.links import PCIE5
 
 SLOTS = "slots"
 """All VRAM as slots, without residents."""
@@ -21,6 +21,6 @@ AHEAD = ("static-oracle", "belady")
 """Policies that know the future."""
 
 EXPERT_BYTES = 4 << 20
-LINK_GBPS = PCIE5_GBPS
+LINK_GBPS = PCIE5.rate
 """The assumed bytes of an expert, and rate of the link (10^9 bytes a second). They scale the bytes and seconds of all policies
 alike."""

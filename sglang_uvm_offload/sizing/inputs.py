@@ -115,6 +115,9 @@ class Assumptions:
     """zero-copy reads by kernels against the copy engine: measured, 51.1 of 54.5 GB/s over PCIe 5 x16"""
     copy_efficiency: float = 0.92
     """the kernel that fills stream buffers against the copy engine: measured, 50.4 of 54.5 GB/s over PCIe 5 x16"""
+    host_efficiency: float = 0.7
+    """assumed: share of the host memory's nominal rate that the reads of all GPUs reach together. Published shares of GH200's
+    546 GB/s: .63 (https://github.com/NVIDIA/nvbandwidth/issues/23) to .77 (https://github.com/NVIDIA/Megatron-LM/issues/6491)"""
     hbm_efficiency: float = 0.7
     """assumed: share of VRAM bandwidth that decoding reaches"""
     compute_efficiency: float = 0.5

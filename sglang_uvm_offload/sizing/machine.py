@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_uvm_offload.memory.host_ram import host_available
+from sglang_uvm_offload.sizing.links import GB10, GB200, GH200, PCIE4, PCIE5, Link
 
 GIB = 1 << 30
 
@@ -17,17 +18,15 @@ GIB = 1 << 30
 class Gpu:
     """One kind of GPU. ``memory_mib`` is the total that nvidia-smi shows; rates are in 1e9 bytes a second.
 
-    ``link_gbps`` is the rate at which this GPU reads host memory over its link: of PCIe, that of a copy engine, below the
-    nominal rate; of NVLink-C2C, the nominal rate of one direction. ``host_gbps`` is the nominal rate of the host memory of
-    one GPU, 0 where it belongs to the host and not to the GPU. ``tflops`` is for dense bfloat16 with accumulation in float32.
-    ``source`` cites the figures.
+    ``host_gbps`` is the nominal rate of the host memory of one GPU, 0 where it belongs to the host and not to the GPU.
+    ``tflops`` is for dense bfloat16 with accumulation in float32. ``cited`` is the source of the figures but the link's.
     """
 
     memory_mib: int
     hbm_gbps: float
-    link_gbps: float
+    link: Link
     tflops: float
-    source: str
+    cited: str
     host_gbps: float = 0.0
     host_gib: int = 0
     """Host RAM of one GPU where it belongs to the GPU, else 0: assumed, as it is for machines."""
@@ -36,116 +35,108 @@ class Gpu:
     desktop: bool = False
     """One or two of them are assumed to be in a desktop computer."""
 
+    @property
+    def link_gbps(self) -> float:
+        return self.link.rate
 
-PCIE4_GBPS = 25.0
-PCIE5_GBPS = 55.0
-"""The rate of a copy engine over 16 lanes: assumed wherever the link's rate was neither given nor measured. Measured on an H200
-over PCIe 5: 54.5 in copies of 64 MiB, 55.4 in one of 1 GiB (GPU_STATUS.md); reported over PCIe 4: 25.1 GB/s on an A100
-(https://github.com/NVIDIA/nvbandwidth/issues/42, a kernel's copies). NVIDIA states the nominal rate of the lanes, which is
-higher."""
-_LINK4 = f"link: {PCIE4_GBPS:g} GB/s assumed for PCIe 4 x16 (reported: 25.1 on an A100)"
-_LINK5 = f"link: {PCIE5_GBPS:g} GB/s for PCIe 5 x16 (54.5 measured on an H200)"
+    @property
+    def source(self) -> str:
+        """Of the rates."""
+        return f"{self.cited}; link: {self.link.source}"
+
 
 GRACE_GBPS = 546
 """NVIDIA's "up to" for the LPDDR5X of one Grace CPU, from the same page as the GH200's figures."""
 
 _GA102 = "NVIDIA Ampere GA102 GPU Architecture: https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
-_A100 = f"NVIDIA's, as on https://glennklockwood.com/garden/processors/A100 (SXM); {_LINK4}"
+_A100 = "NVIDIA's, as on https://glennklockwood.com/garden/processors/A100 (SXM)"
 
 # Rates are NVIDIA's where it publishes them, and dense: half of a figure "with sparsity" where there is no other. Memory is the
 # total that nvidia-smi shows, which is undocumented and below the nominal size of most cards.
 GPUS = {
     # BFLOAT16 Tensor Core: 312 TFLOPS, 624 with sparsity. The PCIe card of 80 GB has 1935 GB/s.
-    "A100-40GB": Gpu(40960, 1555, PCIE4_GBPS, 312, _A100),
-    "A100-80GB": Gpu(81920, 2039, PCIE4_GBPS, 312, _A100),
+    "A100-40GB": Gpu(40960, 1555, PCIE4, 312, _A100),
+    "A100-80GB": Gpu(81920, 2039, PCIE4, 312, _A100),
     # BFLOAT16 Tensor Core of the H100 SXM: 1,979 TFLOPS, with sparsity.
     "H100": Gpu(
         81559,
         3350,
-        PCIE5_GBPS,
+        PCIE5,
         989,
-        f"NVIDIA H100 SXM, as on https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html; {_LINK5}",
+        "NVIDIA H100 SXM, as on https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
     ),
     # No specification of the H20 by NVIDIA was found; these figures are third-party.
-    "H20": Gpu(97871, 4000, PCIE5_GBPS, 148, f"not NVIDIA's own: https://willitrunai.com/es/gpus/h20-96gb; {_LINK5}"),
+    "H20": Gpu(97871, 4000, PCIE5, 148, "not NVIDIA's own: https://willitrunai.com/es/gpus/h20-96gb"),
     # No rate of its HBM3e was found: taken as that of the other H20. The total is the H200's, also of 141 GB.
     "H20-141GB": Gpu(
         143771,
         4000,
-        PCIE5_GBPS,
+        PCIE5,
         148,
         "not NVIDIA's own, and those of the H20 with 96 GB: https://willitrunai.com/es/gpus/h20-96gb; VRAM as of an H200, "
-        f"assumed; {_LINK5}",
+        "assumed",
     ),
     # BFLOAT16 Tensor Core of the H200 SXM: 1,979 TFLOPS, with sparsity.
-    "H200": Gpu(
-        143771, 4800, PCIE5_GBPS, 989, f"NVIDIA H200 Tensor Core GPU: https://www.nvidia.com/en-us/data-center/h200/; {_LINK5}"
-    ),
-    "B200": Gpu(183359, 8000, PCIE5_GBPS, 2250, f"NVIDIA's, as on https://glennklockwood.com/garden/processors/B200; {_LINK5}"),
+    "H200": Gpu(143771, 4800, PCIE5, 989, "NVIDIA H200 Tensor Core GPU: https://www.nvidia.com/en-us/data-center/h200/"),
+    "B200": Gpu(183359, 8000, PCIE5, 2250, "NVIDIA's, as on https://glennklockwood.com/garden/processors/B200"),
     # BFLOAT16 Tensor Core: 362.05 TFLOPS, 733 with sparsity. ECC takes a part of its 48 GB.
     "L40S": Gpu(
         46068,
         864,
-        PCIE4_GBPS,
+        PCIE4,
         362,
-        f"NVIDIA's, as on https://www.mullet.se/product.html?product_id=355414; {_LINK4}",
+        "NVIDIA's, as on https://www.mullet.se/product.html?product_id=355414",
     ),
     # Appendix C: peak BF16 Tensor TFLOPS with FP32 accumulate 154.8. Without ECC, which takes a part of the memory.
-    "A6000": Gpu(49140, 768, PCIE4_GBPS, 155, f"{_GA102}; {_LINK4}"),
+    "A6000": Gpu(49140, 768, PCIE4, 155, _GA102),
     # Appendix A: peak BF16 Tensor TFLOPS with FP32 accumulate 71.
-    "3090": Gpu(24576, 936, PCIE4_GBPS, 71, f"{_GA102}; {_LINK4}", desktop=True),
+    "3090": Gpu(24576, 936, PCIE4, 71, _GA102, desktop=True),
     # Appendix A, Table 2: peak BF16 Tensor TFLOPS with FP32 accumulate 165.2.
     "4090": Gpu(
         24564,
         1008,
-        PCIE4_GBPS,
+        PCIE4,
         165,
-        "NVIDIA Ada GPU Architecture: https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf; "
-        f"{_LINK4}",
+        "NVIDIA Ada GPU Architecture: https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
         desktop=True,
     ),
     # Appendix A, Table 3: peak BF16 Tensor TFLOPS with FP32 accumulate 209.5.
     "5090": Gpu(
         32607,
         1792,
-        PCIE5_GBPS,
+        PCIE5,
         209,
         "NVIDIA RTX Blackwell GPU Architecture: "
-        f"https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf; {_LINK5}",
+        "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf",
         desktop=True,
     ),
     "GH200": Gpu(
         97871,
         4000,
-        450,
+        GH200,
         989,
         "NVIDIA Grace Hopper Superchip Architecture In-Depth, as quoted by "
-        "https://datacrunch.io/blog/data-movement-in-the-nvidia-gh200-grace-hopper-superchip; link: NVLink-C2C, 900 GB/s in "
-        "both directions together (nominal, never measured by this project)",
+        "https://datacrunch.io/blog/data-movement-in-the-nvidia-gh200-grace-hopper-superchip",
         GRACE_GBPS,
         host_gib=480,
     ),
-    # One Grace has two GPUs: each gets half of the link and of the CPU's memory. 186 GB a GPU.
+    # One Grace has two GPUs: each gets half of the CPU's memory. 186 GB a GPU.
     "GB200": Gpu(
         177_383,
         8000,
-        225,
+        GB200,
         2500,
-        "NVIDIA's, as on https://glennklockwood.com/garden/processors/B200 and "
-        "https://www.elprocus.com/nvidia-gb200-ai-chip; link: NVLink-C2C, 900 GB/s in both directions together, for the two "
-        "GPUs of a superchip (nominal, never measured by this project)",
+        "NVIDIA's, as on https://glennklockwood.com/garden/processors/B200 and https://www.elprocus.com/nvidia-gb200-ai-chip",
         GRACE_GBPS / 2,
         host_gib=240,
     ),
-    # 1 PFLOP of FP4 with sparsity is 125 TFLOPS of dense bfloat16. The link (600 GB/s in both directions) is wider than the
-    # memory, so reads of host memory run at the memory's rate. Of its 128 GB, 8 GiB stay with the host.
+    # 1 PFLOP of FP4 with sparsity is 125 TFLOPS of dense bfloat16. Of its 128 GB, 8 GiB stay with the host.
     "GB10": Gpu(
         113_878,
         273,
-        273,
+        GB10,
         125,
-        "NVIDIA DGX Spark, as quoted by https://ai-infrastructure.net/dgx-spark/; link: NVLink-C2C to one memory of 273 GB/s "
-        "that GPU and CPU share (nominal, never measured by this project)",
+        "NVIDIA DGX Spark, as quoted by https://ai-infrastructure.net/dgx-spark/",
         273,
         host_gib=8,
         one_memory=True,
@@ -207,6 +198,15 @@ class Machine:
     """GPU and CPU have the same memory, so an offloaded expert takes as much of it as a resident one."""
     available_bytes: int = 0
     """Of that one memory, what GPU and CPU may take together; 0: VRAM and host RAM are parts of it that add up."""
+    read_gbps: float = 0.0
+    """At which kernels read host memory; 0: a share of ``link_gbps``."""
+    link: Link | None = None
+    """What is published of links of this kind; None where ``link_gbps`` is this machine's own."""
+
+    @property
+    def slowest(self) -> Machine | None:
+        """This machine with the worst published rate, None if none is known."""
+        return dataclasses.replace(self, read_gbps=self.link.slowest, link=None) if self.link and self.link.slowest else None
 
     @property
     def pool_bytes(self) -> int:
@@ -240,6 +240,7 @@ def preset(name: str) -> Machine:
         f"{gpu.source}; host RAM of {host} GiB{'' if gpu.host_gbps else f' at {host_gbps:.0f} GB/s'} assumed",
         host_gbps,
         gpu.one_memory,
+        link=gpu.link,
     )
 
 
@@ -279,6 +280,7 @@ def of_gpus(gpus: Sequence[tuple[str, int]], integrated: bool = False) -> Machin
         known.host_gbps * len(gpus) if known else 0,
         one_memory,
         host if one_memory else 0,
+        link=known.link if known else None,
     )
 
 
@@ -309,7 +311,7 @@ def describe(
         base = Machine("given by its figures", 0, 0, 0, 0, 0, 0, "given")
     elif values:
         base = dataclasses.replace(base, name=f"{base.name}, adjusted", source=f"{base.source}; as given: {', '.join(values)}")
-    machine = dataclasses.replace(base, **values)
+    machine = dataclasses.replace(base, **values, link=base.link if link_gbps is None else None)
     missing = [flag for flag, name in zip(FIGURES, given, strict=False) if not getattr(machine, name) > 0]
     if missing:
         raise MachineError(f"{', '.join(missing)}: not known for this machine; give numbers above 0")

@@ -90,6 +90,18 @@ class Speed:
     """The decode step of an engine that computes all routed experts on the CPU, 0 if the host memory's rate is unknown."""
     measured_on: HitRate | None = None
     """What the hit rate was measured on, None if it was given."""
+    slowest: Speed | None = None
+    """The same over a link of the worst published rate, None if none is known."""
+
+    @property
+    def least(self) -> Speed:
+        """The worse of the two."""
+        return self.slowest or self
+
+    @property
+    def prefill_ratio(self) -> float:
+        """Prefill speed relative to fully resident, at most 1."""
+        return self.prefill_tokens_s / self.resident_prefill_tokens_s
 
     @property
     def cpu_engine_tokens_s(self) -> float:
@@ -158,6 +170,8 @@ class Plan:
     hiding_chunk: int = 0
     """The tokens of the smallest chunk whose computing hides its copies but for the first layer's; 0 if there is none, or no
     stream buffer."""
+    slowest_hiding_chunk: int = 0
+    """The same over a link of the worst published rate, or over this one where none is known."""
     speeds: tuple[Speed, ...] = ()
     useless: tuple[str, ...] = ()
     """Reasons not to serve with a plan that fits."""

@@ -9,7 +9,7 @@ from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.sizing.inputs import MEASURED, Assumptions
 from sglang_uvm_offload.sizing.plan import Alternative, Plan, RankMemory, Speed
 from sglang_uvm_offload.sizing.routing_curves import source_of
-from sglang_uvm_offload.sizing.speed import HIDING_CHUNKS
+from sglang_uvm_offload.sizing.speed import HIDING_CHUNKS, read_rate
 from sglang_uvm_offload.units import size
 
 CPU_ENGINES = (
@@ -151,17 +151,20 @@ def _speed(speeds: Sequence[Speed]) -> str:
                 str(speed.requests),
                 f"{speed.hit_rate:.1%}",
                 f"{speed.missed_bytes / 1e6:.0f} MB",
-                f"{speed.decode_tokens_s:.1f} tok/s",
-                f"{speed.decode_ratio:.1%}",
-                f"{speed.prefill_tokens_s:.0f} tok/s",
-                f"{speed.prefill_tokens_s / speed.resident_prefill_tokens_s:.1%}",
+                f"{between(speed.least.decode_tokens_s, speed.decode_tokens_s, '.1f')} tok/s",
+                between(speed.least.decode_ratio, speed.decode_ratio, ".0%"),
+                f"{between(speed.least.prefill_tokens_s, speed.prefill_tokens_s, '.0f')} tok/s",
+                between(speed.least.prefill_ratio, speed.prefill_ratio, ".0%"),
             )
         )
     return _table(rows)
 
 
 def _rows(plan: Plan) -> list[str]:
-    return list(ROWS) if any(speed.measured_on for speed in plan.speeds) else []
+    rows = list(ROWS) if any(speed.measured_on for speed in plan.speeds) else []
+    if plan.machine.link and any(speed.slowest for speed in plan.speeds):
+        rows.append(f"ranges: from the worst published rate of such a link, {plan.machine.link.slowest:g} GB/s, to that below.")
+    return rows
 
 
 def _alternatives(plan: Plan) -> str:
@@ -183,9 +186,16 @@ def _range(speeds: Sequence[Speed]) -> tuple[str, str]:
     if not speeds:
         return "", ""
     most = max(speed.requests for speed in speeds)
-    decode = [speed.decode_tokens_s for speed in speeds if speed.requests == most]
-    prefill = min(speed.prefill_tokens_s for speed in speeds if speed.requests == most)
-    return f"{min(decode):.1f} to {max(decode):.1f} tok/s", f"{prefill:.0f} tok/s"
+    served = [speed for speed in speeds if speed.requests == most]
+    decode = [rate for speed in served for rate in (speed.least.decode_tokens_s, speed.decode_tokens_s)]
+    prefill = [min(rates) for rates in zip(*((s.least.prefill_tokens_s, s.prefill_tokens_s) for s in served), strict=True)]
+    return f"{between(min(decode), max(decode), '.1f')} tok/s", f"{between(prefill[0], prefill[1], '.0f')} tok/s"
+
+
+def between(least: float, most: float, form: str) -> str:
+    """A range, or one number where both look the same."""
+    low, high = format(least, form), format(most, form)
+    return low if low == high else f"{low} to {high}"
 
 
 def _streaming(plan: Plan) -> list[str]:
@@ -196,25 +206,30 @@ def _streaming(plan: Plan) -> list[str]:
         return ["Without stream buffers, prefill reads offloaded experts in place, once for each block of rows."]
     through = _counted(plan.stream_buffers, "stream buffer")
     hidden = f"No chunk of up to {HIDING_CHUNKS[-1]} tokens hides the copying."
-    if plan.hiding_chunk:
-        short = plan.hiding_chunk > plan.chunked_prefill_size
+    if plan.slowest_hiding_chunk:
+        short = plan.slowest_hiding_chunk > plan.chunked_prefill_size
         beyond = f"; --chunked-prefill-size is {plan.chunked_prefill_size}" if short else ""
-        hidden = f"A chunk of {plan.hiding_chunk} tokens or more hides its stream after the first layer{beyond}."
+        tokens = between(plan.hiding_chunk, plan.slowest_hiding_chunk, "d")
+        hidden = f"A chunk of {tokens} tokens or more hides its stream after the first layer{beyond}."
+    elif plan.hiding_chunk:
+        hidden = f"A chunk of {plan.hiding_chunk} tokens or more hides its stream after the first layer, on a fast link only."
     return [f"Prefill of {plan.stream_tokens} tokens or more streams, through {through}. {hidden}"]
 
 
 def _basis(plan: Plan) -> str:
-    machine, a = plan.machine, plan.assumptions
-    read = machine.link_gbps * a.read_efficiency
+    machine, link, a = plan.machine, plan.machine.link, plan.assumptions
+    read = read_rate(machine, plan.parallel, a) / 1e9
     values = {field.name: f"{field.name} {getattr(a, field.name)}" for field in dataclasses.fields(a)}
     measured = [name for name in MEASURED if getattr(a, name) == getattr(Assumptions, name)]  # not where one was given
     lines = [
         *FORMULA,
         *(WITH_SLOTS if plan.slots else ()),
         *_hit_rates(plan.speeds),
-        f"read rate {machine.link_gbps:g} GB/s x {a.read_efficiency} = {read:.1f} GB/s; copy rate {machine.link_gbps:g} GB/s x "
+        f"read rate {machine.link_gbps:g} GB/s x {a.read_efficiency}, and at most a rank's share of host memory's "
+        f"{machine.host_gbps:g} x {a.host_efficiency}: {read:.1f} GB/s; copy rate {machine.link_gbps:g} GB/s x "
         f"{a.copy_efficiency}; VRAM rate {machine.hbm_gbps:g} GB/s x {a.hbm_efficiency}; {machine.tflops:g} TFLOPS x "
         f"{a.compute_efficiency}",
+        *([f"worst published read rate {link.slowest:g} GB/s: {link.slowest_source}"] if link and link.slowest else []),
         f"an offloaded expert crosses the link {plan.speeds[0].reread:.1f} times in a prefill chunk: {_crossings(plan)}",
         f"rates: {machine.source}",
         *_cpu_engine(plan),

@@ -124,8 +124,13 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         return dataclasses.replace(sized, problems=tuple(shortages(case)), needs=tuple(remedies(case)))
     served = dataclasses.replace(sized, flags=_flags(case, chosen))
     if case.machine.link_gbps:
-        speeds, chunk = _speeds(case, chosen, hit_rate), _hiding_chunk(case, chosen)
-        served = dataclasses.replace(served, speeds=speeds, hiding_chunk=chunk)
+        machine = case.machine
+        served = dataclasses.replace(
+            served,
+            speeds=_speeds(case, chosen, hit_rate),
+            hiding_chunk=_hiding_chunk(case, chosen, machine),
+            slowest_hiding_chunk=_hiding_chunk(case, chosen, machine.slowest or machine),
+        )
     return dataclasses.replace(served, useless=uselessness(served))
 
 
@@ -269,16 +274,21 @@ def _speeds(case: Case, chosen: int, hit_rate: float | None) -> tuple[Speed, ...
 
 def _speed(case: Case, chosen: int, requests: int, name: str, hit_rate: float) -> Speed:
     stages = [case.cost(stage) for stage in range(case.parallel.pp)]
-    return predict(
-        *(name, hit_rate, case.residents_of(chosen), case.model.num_experts, case.model.top_k, stages, case.machine),
-        *(case.workload, case.parallel, requests, case.defaults.chunked_prefill_size, case.assumed, case.stream(chosen)),
-        slots=case.slots_of(chosen),
-    )
+
+    def over(machine: Machine) -> Speed:
+        return predict(
+            *(name, hit_rate, case.residents_of(chosen), case.model.num_experts, case.model.top_k, stages, machine),
+            *(case.workload, case.parallel, requests, case.defaults.chunked_prefill_size, case.assumed, case.stream(chosen)),
+            slots=case.slots_of(chosen),
+        )
+
+    slowest = case.machine.slowest if chosen < case.model.num_experts or case.offloads_drafts else None
+    return dataclasses.replace(over(case.machine), slowest=None if slowest is None else over(slowest))
 
 
-def _hiding_chunk(case: Case, chosen: int) -> int:
+def _hiding_chunk(case: Case, chosen: int, machine: Machine) -> int:
     stages = [case.cost(stage) for stage in range(case.parallel.pp)]
     return hiding_chunk(
-        *(chosen, case.model.num_experts, case.model.top_k, stages, case.machine, case.parallel, case.assumed),
+        *(chosen, case.model.num_experts, case.model.top_k, stages, machine, case.parallel, case.assumed),
         case.stream(chosen),
     )

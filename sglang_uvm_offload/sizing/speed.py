@@ -33,6 +33,7 @@ experts, plus the bytes of all active experts over the rate that a CPU engine re
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Workload
@@ -111,6 +112,19 @@ def predict(
         streamed=streamed,
         cpu_engine_step_s=model.cpu_engine_step(batch),
     )
+
+
+def read_rate(machine: Machine, parallel: Parallel, assumed: Assumptions) -> float:
+    """Bytes a second at which each rank's kernels read host memory in place, all at the same time."""
+    return over_link(machine, parallel, assumed, assumed.read_efficiency)
+
+
+def over_link(machine: Machine, parallel: Parallel, assumed: Assumptions, efficiency: float) -> float:
+    """The same where a kernel alone reaches ``efficiency`` of ``link_gbps``. Each rank has at most its share of what the host's
+    memory gives."""
+    link = min(machine.read_gbps or math.inf, machine.link_gbps * efficiency)
+    host = machine.host_gbps * assumed.host_efficiency / parallel.ranks
+    return min(link, host or math.inf) * GIGA
 
 
 def hiding_chunk(
@@ -274,11 +288,11 @@ class _Model:
 
     @property
     def read_rate(self) -> float:
-        return self.machine.link_gbps * GIGA * self.assumed.read_efficiency
+        return read_rate(self.machine, self.parallel, self.assumed)
 
     @property
     def copy_rate(self) -> float:
-        return self.machine.link_gbps * GIGA * self.assumed.copy_efficiency
+        return over_link(self.machine, self.parallel, self.assumed, self.assumed.copy_efficiency)
 
     def layer_overhead(self, stage: StageCost) -> float:
         """Seconds of one layer beyond its reads and computing."""

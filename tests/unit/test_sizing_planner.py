@@ -26,7 +26,7 @@ from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.routing_curves import hit_rates
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
-from sglang_uvm_offload.sizing.speed import distinct, predict
+from sglang_uvm_offload.sizing.speed import distinct, predict, read_rate
 from sglang_uvm_offload.sizing.stage_cost import StageCost
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
@@ -681,6 +681,8 @@ def test_every_assumption_changes_some_figure():
         changed = dataclasses.replace(Assumptions(), **{field.name: type(value)(value * 1.25 if value < 1 else value * 4)})
         if field.name == "rows_per_read":
             changed = dataclasses.replace(Assumptions(), rows_per_read=16)
+        if field.name == "host_efficiency":  # more is more than the link brings
+            changed = dataclasses.replace(Assumptions(), host_efficiency=0.3)
         other = ask(name, roomy("8xH20"), workload, reserve=reserve, slots=slots, assumed=changed)
         assert (other.ranks, other.host_needed, other.speeds) != (base.ranks, base.host_needed, base.speeds), field.name
 
@@ -694,7 +696,8 @@ def test_the_report_says_what_it_rests_on():
     assert f"It fits: {plan.num_resident} of 256 experts a layer resident" in text
     for flag in plan.flags:
         assert flag in text
-    assert "55 GB/s x 0.94 = 51.7 GB/s" in text
+    assert "read rate 55 GB/s x 0.94, and at most a rank's share of host memory's 614.4 x 0.7: 51.7 GB/s" in text
+    assert "worst published read rate 35 GB/s: kernels on each GPU of a machine with eight H100" in text
     (measured,) = [line for line in text.splitlines() if line.startswith("measured on an H200")]
     (assumed,) = [line for line in text.splitlines() if line.startswith("assumed, not measured")]
     for field in dataclasses.fields(Assumptions):
@@ -753,6 +756,57 @@ def test_every_known_gpu_is_a_machine_in_any_number_and_case(name, gpu, mib):
     assert min(machine.host_bytes, machine.link_gbps, machine.hbm_gbps, machine.tflops, machine.host_gbps) > 0
     assert "http" in machine.source
     assert "assumed" in machine.source
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_no_link_is_planned_as_if_it_were_better_than_published(name):
+    """Each rate with an address; where none is published, the source says that ours is nominal."""
+    link = preset(f"1x{name}").link
+    assert link == GPUS[name].link
+    assert 0 <= link.slowest < link.rate
+    assert ("http" in link.slowest_source) == bool(link.slowest)
+    assert link.slowest or "nominal, never measured" in link.source
+
+
+def test_predictions_range_from_the_worst_published_rate_of_such_a_link():
+    plan = ask("glm-5-fp8", "8xH20")
+    machine = preset("8xH20")
+    worst = ask("glm-5-fp8", dataclasses.replace(machine, read_gbps=machine.link.slowest, link=None))
+    assert worst.num_resident == plan.num_resident
+    for speed, least in zip(plan.speeds, worst.speeds, strict=True):
+        assert speed.slowest == speed.least == dataclasses.replace(least, measured_on=None)
+        assert least.slowest is None
+        assert least.decode_tokens_s < speed.decode_tokens_s
+        assert least.prefill_ratio < speed.prefill_ratio
+        shown = f"{least.decode_tokens_s:.1f} to {speed.decode_tokens_s:.1f} tok/s"
+        assert shown in planner.render(plan)
+    assert plan.slowest_hiding_chunk == worst.hiding_chunk > plan.hiding_chunk
+    assert "ranges: from the worst published rate of such a link, 35 GB/s" in planner.render(plan)
+    other = plan.alternatives or (plan,)
+    assert all(speed.slowest for each in other for speed in each.speeds)
+
+
+def test_a_rate_that_was_given_is_this_machines_own_and_no_range():
+    figures = dict.fromkeys(("gpus", "vram_gb", "host_gb", "hbm_gbps", "tflops"))
+    machine = describe(preset("8xH20"), link_gbps=40.0, **figures)
+    assert machine.slowest is None
+    plan = ask("glm-5-fp8", machine)
+    assert all(speed.slowest is None and speed.least is speed for speed in plan.speeds)
+    assert "ranges:" not in planner.render(plan)
+    assert describe(preset("8xH20"), link_gbps=None, **{**figures, "host_gb": 900.0}).slowest is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "rate"),
+    [
+        *(("1xGH200", 1, 546 * 0.7), ("2xGB200", 2, 273 * 0.7), ("2x5090", 2, 89.6 * 0.7 / 2), ("8x5090", 8, 307.2 * 0.7 / 8)),
+        *(("1x5090", 1, 55 * 0.94), ("8xH20", 8, 55 * 0.94), ("8x5090", 2, 55 * 0.94)),
+    ],
+)
+def test_all_ranks_together_read_no_faster_than_the_hosts_memory(name, ranks, rate):
+    assert read_rate(preset(name), Parallel(ranks), Assumptions()) == pytest.approx(rate * 1e9)
+    unknown = dataclasses.replace(preset(name), host_gbps=0)
+    assert read_rate(unknown, Parallel(ranks), Assumptions()) == pytest.approx(unknown.link_gbps * 0.94e9)
 
 
 def test_host_ram_is_that_of_a_desktop_a_server_or_the_superchip():

@@ -302,17 +302,19 @@ def test_the_report_says_how_prefill_streams_and_which_chunk_hides_it():
     two, one, none = (planned(150, stream_gb=gib) for gib in (None, 1.5, 0))
     text = render(two)
     assert re.search(r"stream buffers +2\.62 GiB", text)
-    chunk = f"A chunk of {two.hiding_chunk} tokens or more hides its stream after the first layer"
+    chunk = f"A chunk of {two.hiding_chunk} to {two.slowest_hiding_chunk} tokens or more hides its stream after the first layer"
+    assert 0 < two.hiding_chunk < two.slowest_hiding_chunk
     assert f"streams, through 2 stream buffers. {chunk}" in text
     assert "through 1 stream buffer. " in render(one)
     assert "Without stream buffers, prefill reads offloaded experts in place" in render(none)
     assert "reads of an offloaded expert" not in text
     assert "it is copied once" in text
     assert "it is read for each block of 128 rows" in render(none)
-    small = replace(two, chunked_prefill_size=two.hiding_chunk - 1)
-    assert f"after the first layer; --chunked-prefill-size is {two.hiding_chunk - 1}.\n" in render(small)
-    assert "--chunked-prefill-size is" not in render(replace(two, chunked_prefill_size=two.hiding_chunk))
-    assert "No chunk of up to 65536 tokens hides the copying." in render(replace(two, hiding_chunk=0))
+    small = replace(two, chunked_prefill_size=two.slowest_hiding_chunk - 1)
+    assert f"after the first layer; --chunked-prefill-size is {two.slowest_hiding_chunk - 1}.\n" in render(small)
+    assert "--chunked-prefill-size is" not in render(replace(two, chunked_prefill_size=two.slowest_hiding_chunk))
+    assert "after the first layer, on a fast link only." in render(replace(two, slowest_hiding_chunk=0))
+    assert "No chunk of up to 65536 tokens hides the copying." in render(replace(two, hiding_chunk=0, slowest_hiding_chunk=0))
 
 
 def test_the_flags_name_buffers_that_were_asked_for_and_no_others():
