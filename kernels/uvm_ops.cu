@@ -355,7 +355,7 @@ UVM_API int uvm_free(int device, void* base, uvm_failure* failure) {
 // kernel modules): a span in one block is unmapped while that block is copied, a longer one from its first copy until
 // the driver passes over it again to map it. So the caller gives few bytes at a time.
 // To the GPU: prefetch, wait, advise. Advice to prefer the GPU drops the mapping of pages in host RAM at once, so
-// kernels fault until the prefetch reaches the page (measured for 16 MiB: 0.04 ms lost, against 0.004 in this order).
+// kernels fault until the prefetch reaches the page (measured for 16 MiB: at least 0.04 ms lost, 0.004 in this order).
 // To the host: advise, prefetch, wait. Pages that arrive in host RAM while they prefer the GPU are not mapped for it,
 // and the GPU's reads would migrate them back.
 // If a call fails, later calls are skipped, but moves in flight still complete. The first failure is reported.

@@ -9,6 +9,7 @@
 #include "kernels.h"
 #include "memory.h"
 #include "reader.h"
+#include "stalls.h"
 
 inline std::vector<piece> every(size_t nbytes, size_t step) {
     std::vector<piece> pieces;
@@ -172,22 +173,26 @@ inline void measure_stall(session& it) {
                 read.launch(range.start + resident, expert, loads::plain_4, 8, it.stream);
                 CHECK(cudaStreamEndCapture(it.stream, &graph));
                 CHECK(cudaGraphInstantiate(&executable, graph, 0));
-                std::vector<double> before, worst, lost, blocked, after;
+                std::vector<double> before, worst, lost, control, blocked, after;
                 for (int repeat = 0; repeat < 5 && !it.late(); repeat++) {
                     std::vector<double> times;
                     double call_ms = 0;
+                    int meanwhile = 0;
+                    std::atomic<bool> called{false};
                     std::thread thread;
                     for (int i = 0; i < replays; i++) {
                         if (i == moment) {
                             auto work = [&] {
                                 CHECK(cudaSetDevice(it.device));
                                 call_ms = host_seconds([&] { promote(it, how, moved, expert, mover); }) * 1e3;
+                                called = true;
                             };
                             if (helper)
                                 thread = std::thread(work);
                             else
                                 work();
                         }
+                        if (i >= moment && (!called || cudaStreamQuery(mover) == cudaErrorNotReady)) meanwhile++;
                         // The wall clock: what the server's step suffers, with what the launch waits for.
                         times.push_back(host_seconds([&] {
                                             CHECK(cudaGraphLaunch(executable, it.stream));
@@ -197,14 +202,12 @@ inline void measure_stall(session& it) {
                     }
                     if (helper) thread.join();
                     CHECK(cudaStreamSynchronize(mover));
-                    double usual = median({times.begin() + 1, times.begin() + moment});
-                    double settled = median({times.end() - replays / 4, times.end()});
-                    double excess = 0;
-                    for (int i = moment; i < replays; i++) excess += std::max(0.0, times[i] - usual);
-                    before.push_back(usual);
-                    after.push_back(settled);
-                    worst.push_back(*std::max_element(times.begin() + moment, times.end()));
-                    lost.push_back(excess + (helper ? 0 : call_ms));
+                    const stall seen = stall_of(times, moment, meanwhile);
+                    before.push_back(seen.before);
+                    after.push_back(seen.after);
+                    worst.push_back(seen.slowest);
+                    lost.push_back(seen.lost + (helper ? 0 : call_ms));
+                    control.push_back(seen.control);
                     blocked.push_back(call_ms);
                     demote(it, how, moved, expert, mover);
                     CHECK(cudaStreamSynchronize(mover));
@@ -218,6 +221,7 @@ inline void measure_stall(session& it) {
                 put("replay before", before);
                 put("slowest replay", worst);
                 put("time lost to one promotion", lost);
+                put("time lost without one", control);
                 put("promoting calls", blocked);
                 put("replay after", after);
                 CHECK(cudaGraphExecDestroy(executable));

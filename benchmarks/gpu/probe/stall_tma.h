@@ -10,6 +10,7 @@
 #include "memory.h"
 #include "moves.h"
 #include "reader.h"
+#include "stalls.h"
 
 // A graph that reads a range, and leaves the checksum in host memory.
 class checked_graph {
@@ -49,17 +50,18 @@ constexpr unsigned seeds[] = {0x2265b1f5, 0x91b7584a, 0xd8f16adf, 0xcd613e30};
 
 // What the moves of one expert did to the replays around them.
 struct moves_seen {
-    std::vector<double> before, slowest, lost, move, beside, after;
+    std::vector<double> before, slowest, lost, control, move, beside, after;
     double replays = 0, wrong = 0;
 };
 
 // One move by a helper thread while the graph is replayed, in the product's order of calls.
 inline void replay_around_move(session& it, checked_graph& graph, bool promoting, char* expert, size_t nbytes,
                                cudaStream_t mover, unsigned expected, moves_seen& all) {
-    const int replays = 24, moment = replays / 4;
+    const int replays = 32, moment = replays / 4;
     std::vector<double> times;
     std::atomic<bool> moved{false};
-    double move_ms = 0, beside = 0;
+    double move_ms = 0;
+    int beside = 0;
     std::thread helper;
     for (int i = 0; i < replays; i++) {
         if (i == moment) {
@@ -79,14 +81,12 @@ inline void replay_around_move(session& it, checked_graph& graph, bool promoting
         if (it.computes && graph.seen() != expected) all.wrong++;
     }
     helper.join();
-    double usual = median({times.begin() + 1, times.begin() + moment}), lost = 0;
-    double settled = median({times.end() - moment, times.end()});
-    // Before a promotion and after a demotion a replay takes longer: nothing is lost up to that.
-    for (int i = moment; i < replays; i++) lost += std::max(0.0, times[i] - std::max(usual, settled));
-    all.before.push_back(usual);
-    all.after.push_back(settled);
-    all.slowest.push_back(*std::max_element(times.begin() + moment, times.end()));
-    all.lost.push_back(lost);
+    const stall seen = stall_of(times, moment, beside);
+    all.before.push_back(seen.before);
+    all.after.push_back(seen.after);
+    all.slowest.push_back(seen.slowest);
+    all.lost.push_back(seen.lost);
+    all.control.push_back(seen.control);
     all.move.push_back(move_ms);
     all.beside.push_back(beside);
 }
@@ -140,6 +140,7 @@ inline void measure_stall_tma(session& it) {
             put("replay before", "ms", all.before);
             put("slowest replay", "ms", all.slowest);
             put("time lost to one move", "ms", all.lost);
+            put("time lost without a move", "ms", all.control);
             put("the move", "ms", all.move);
             put("replay after", "ms", all.after);
             put("replays begun beside one move", "replays", all.beside);
