@@ -26,6 +26,14 @@ HOT = (2, 1)
 """These blocks; at first only the first one of each tensor is resident."""
 
 
+IN_PIECES = """
+from pathlib import Path
+from sglang_uvm_offload.memory import host_pages
+host_pages.BUDDYINFO = Path({file!r})
+"""
+"""A machine whose free memory has no stretch of 2 MiB."""
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
     """An engine that answered a short and a long prompt, for which it needed prefill and decode steps, and its CUDA calls."""
@@ -40,7 +48,8 @@ def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
         "prompts": [SHORT, LONG],
         "max_new_tokens": 24,
     }
-    return serve_and_log(job, FIRST, standin.library, folder)
+    (folder / "buddyinfo").write_text("Node 0, zone Normal 9999 0 0 0 0 0 0 0 0 0 0\n")
+    return serve_and_log(job, FIRST, standin.library, folder / "run", plugin=IN_PIECES.format(file=str(folder / "buddyinfo")))
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +86,11 @@ def test_the_experts_are_managed_and_placed_before_they_are_written(calls):
 
 def kernels(calls: list[dict]) -> list[str]:
     return [call["kernel"] for call in calls if "kernel" in call]
+
+
+def test_the_file_cache_of_the_checkpoint_is_given_back_where_moves_would_get_small_pages(served):
+    result, _ = served
+    assert len(re.findall(r"the file cache of the checkpoint \([\d.]+ [MG]iB\) was given back", result["log"])) == 1
 
 
 def test_the_log_has_the_physical_stretches_of_offloaded_experts_once(served):

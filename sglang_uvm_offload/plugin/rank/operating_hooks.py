@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.io_struct import SetInternalStateReqOutput
-from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
+from sglang.srt.runtime_context import get_observability, get_parallel, get_server_args, get_serving
 
 from sglang_uvm_offload.plugin import compat
+from sglang_uvm_offload.plugin.launch.local_checkpoint import read_models
 from sglang_uvm_offload.plugin.operate.actions import Action, perform, refusal
+from sglang_uvm_offload.plugin.rank.checkpoint_cache import make_room
 from sglang_uvm_offload.plugin.rank.indexer_budget import take_indexer_budget
 from sglang_uvm_offload.plugin.rank.profile_saver import profile_saver
-from sglang_uvm_offload.plugin.rank.state import RankState
+from sglang_uvm_offload.plugin.rank.state import RankState, is_first_rank
 from sglang_uvm_offload.plugin.rank.stream_buffers import stream_status
 from sglang_uvm_offload.plugin.rank.torch_bound import bound_torch
 from sglang_uvm_offload.residency.reporting import rank_status
@@ -43,6 +45,9 @@ class OperatingHooks:
             bound_torch(self.rank.config.headroom_gb)
             if self.rank.config.residents_change:
                 take_indexer_budget()
+                if is_first_rank():
+                    ranks = get_parallel().tp_size * get_parallel().pp_size
+                    make_room(ranks * self._status().resident_bytes, read_models(get_server_args()))
         self.rank.manager.begin_serving()
         # The KV cache was allocated after the experts. Check now, so that no check allocates during the first steps.
         self.rank.manager.check_for_evictions()

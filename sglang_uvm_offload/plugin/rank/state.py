@@ -53,7 +53,7 @@ class RankState:
             self.backend.memory(),
             self.backend.counters,
             _broadcast_decision,
-            progress=_is_first_rank,
+            progress=is_first_rank,
             executor=self.backend.executor(),
         )
 
@@ -73,6 +73,6 @@ def _broadcast_decision(decide: Callable[[], Any]) -> Any:
     return group.broadcast_object(decide() if group.rank_in_group == 0 else None, src=0)
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
     parallel = get_parallel()
     return parallel.tp_rank == 0 and parallel.pp_rank == 0
