@@ -16,8 +16,10 @@
 #include "probe/moves.h"
 #include "probe/numa.h"
 #include "probe/pressure.h"
+#include "probe/reach.h"
 #include "probe/reader.h"
 #include "probe/stall_tma.h"
+#include "probe/sustained.h"
 
 namespace {
 struct measurement {
@@ -28,6 +30,7 @@ struct measurement {
 constexpr measurement measurements[] = {
     {"link", measure_link},
     {"bandwidth", measure_bandwidth},
+    {"reach", measure_reach},
     {"amplification", measure_amplification},
     {"copies", measure_copies},
     {"prefetch", measure_prefetch},
@@ -42,6 +45,7 @@ constexpr measurement measurements[] = {
     {"swap", measure_swap},
     {"churn", measure_churn},
     {"stall_tma", measure_stall_tma},
+    {"sustained", measure_sustained},
     {"numa", measure_numa},
 };
 }  // namespace

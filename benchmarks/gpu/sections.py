@@ -59,6 +59,7 @@ PROBE = Section(
         Part("prefetch", "probe", 36, 75, 1, 3, "prefetch against the copy engine; who waits (measurement 3)"),
         Part("stall", "probe", 15, 70, 0.6, 1, "what a running replay suffers from a promotion (measurement 5)"),
         Part("bandwidth", "probe", 95, 170, 24, 26, "zero-copy reads by memory, size and load (measurement 1)"),
+        Part("reach", "probe", 45, 90, 24, 26, "reads of experts that lie far apart, also while all cores copy memory"),
         Part("amplification", "probe", 2, 30, 0.1, 1, "many readers of one tile (measurement 2)"),
         Part("residency", "probe", 2, 30, 2, 3, "telling residents by the latency of one read"),
         Part("alignment", "probe", 10, 60, 2.2, 3, "experts of several sizes side by side; host page sizes"),
@@ -68,7 +69,8 @@ PROBE = Section(
         Part("extension", "ops_parts", 11, 40, 2, 3, "the same moves through the project's own extension and Python"),
         Part("numa", "probe", 8, 40, 1, 2, "managed memory on each NUMA node: accepted, where its pages lie, GB/s"),
         # Last: a fault that ends the context ends this part alone, and nothing after it meets the GPU in that state.
-        Part("stall_tma", "probe", 20, 60, 0.6, 1, "bytes and time of reads by bulk copy and TMA while their expert moves"),
+        Part("stall_tma", "probe", 25, 60, 0.6, 1, "bytes and time of reads by bulk copy and TMA while their expert moves"),
+        Part("sustained", "probe", 25, 60, 0.7, 1, "p50 and p99 of a graph whose experts move all the time, by bytes a call"),
     ),
 )
 
