@@ -133,8 +133,9 @@ class Assumptions:
     """the same with latent attention: fits SGLang's DeepSeek-R1 on 8 B200, 600 tokens"""
     collective_us: float = 15.0
     """assumed: one of a layer's two all-reduces at small batches, where ranks share layers"""
-    slot_layer_us: float = 5.0
-    """assumed: the kernel that chooses what slots hold and redirects to them, in each MoE layer, beyond what it copies"""
+    slot_layer_us: float = 9.0
+    """the kernel that chooses what slots hold and redirects to them, in each MoE layer, beyond what it copies: measured, 8.4 to
+    10.1 beside the MoE, before it read its inputs at once"""
     draft_token_weight: float = 0.75
     """a drafted token activates as many further experts as this share of an independent one: .59 to .86 in measured routing"""
     accepted_tokens: float = 2.5
@@ -147,5 +148,5 @@ class Assumptions:
     """assumed: share of the host memory's nominal rate at which a CPU engine reads experts"""
 
 
-MEASURED = ("driver_batch_mib", "read_efficiency", "copy_efficiency")
+MEASURED = ("driver_batch_mib", "read_efficiency", "copy_efficiency", "slot_layer_us")
 """On an H200 (GPU_STATUS.md has the logs); other GPUs may differ."""

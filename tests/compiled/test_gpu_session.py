@@ -825,21 +825,22 @@ def test_no_plan_takes_a_third_of_a_card_of_80_gb(modules):
     assert "host RAM" in reason
 
 
-def test_a_part_too_large_for_the_machine_is_left_out_and_the_others_run(modules, tmp_path, monkeypatch):
+def test_parts_too_large_for_the_machine_are_left_out_and_the_others_run(modules, tmp_path, monkeypatch):
     session, section = modules["session"], modules["sections"].PROBE
     here = dict.fromkeys(("device", "driver", "cuda_of_torch", "torch"), "some")
     here |= {"measured": True, "vram_free_bytes": 23 << 30, "host_available_bytes": 120 << 30}
     monkeypatch.setattr(session, "describe_machine", lambda call: here | {"compute_capability": [9, 0]})
     monkeypatch.setattr(session, "run_part", lambda *arguments: {"status": "done", "rows": []})
-    by_size = sorted(section.parts, key=lambda part: part.managed_gib)  # the last one is not recorded by those after it
+    by_size = sorted(section.parts, key=lambda part: part.managed_gib)  # the last ones are not recorded by those after them
     monkeypatch.setitem(section.__dict__, "parts", tuple(by_size))
-    with pytest.raises(session.SectionFailure, match=r"^bandwidth: too large for this machine \(see"):
+    with pytest.raises(session.SectionFailure, match=r"^bandwidth: too large for this machine; reach: too large for"):
         session.run_section(
             section, {part.name for part in by_size}, SimpleNamespace(out=tmp_path, again=True, earlier=None), session.Call(570)
         )
     record = json.loads((tmp_path / "probe.json").read_text())
-    assert "a third of the free VRAM is 7.7 GiB" in record["parts"].pop("bandwidth")["error"]
-    assert [part["status"] for part in record["parts"].values()] == ["done"] * (len(section.parts) - 1)
+    for name in ("bandwidth", "reach"):
+        assert "a third of the free VRAM is 7.7 GiB" in record["parts"].pop(name)["error"]
+    assert [part["status"] for part in record["parts"].values()] == ["done"] * (len(section.parts) - 2)
 
 
 PART = """

@@ -41,7 +41,7 @@ inline void measure_sustained(session& it) {
             continue;
         }
         checked_graph graph(it, read, range, how);
-        for (size_t piece : {size_t{0}, 2 * mib, 16 * mib, moving}) {
+        for (size_t piece : {size_t{0}, 2 * mib, it.pick(16 * mib, 4 * mib), moving}) {
             for (bool kept : {false, true}) {
                 if (piece != 0 && kept) continue;  // without moves: all where they are, first in host RAM, then in VRAM
                 if (it.late()) break;
