@@ -14,6 +14,7 @@ from sglang_uvm_offload.sizing.plan_report import ROWS as LEGEND
 from sglang_uvm_offload.sizing.plan_report import between
 from sglang_uvm_offload.sizing.planner import plan, render
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
+from sglang_uvm_offload.sizing.verdict import useless_on_a_slow_link
 
 PARTS = ("It fits", "predicted")
 """How the parts of a plan begin that a page shows."""
@@ -153,7 +154,9 @@ def _cells(result: Plan) -> tuple[str, ...]:
 def _verdict(result: Plan) -> str:
     """The reasons without their figures."""
     kind, reasons = ("useless", result.useless) if result.fits else ("does not fit", result.problems)
-    return f"{kind}: {'; '.join(reason.split(':')[0] for reason in reasons)}" if reasons else "useful"
+    if reasons:
+        return f"{kind}: {'; '.join(reason.split(':')[0] for reason in reasons)}"
+    return "useful, but for a slow link" if useless_on_a_slow_link(result) else "useful"
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

@@ -61,7 +61,8 @@ def _choice_problems(flags: OffloadFlags) -> list[str]:
     for f in dataclasses.fields(flags):
         choices, value = f.metadata["choices"], getattr(flags, f.name)
         if choices and value not in choices:
-            out.append(f"{flag_name(f.name)} {value!r}: must be one of {', '.join(choices)}")
+            quoted = "; in YAML, put quotes around on and off" if str(value).lower() in ("true", "false") else ""
+            out.append(f"{flag_name(f.name)} {value!r}: must be one of {', '.join(choices)}{quoted}")
     return out
 
 

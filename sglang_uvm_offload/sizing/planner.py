@@ -25,7 +25,7 @@ from sglang_uvm_offload.sizing.routing_curves import OTHER
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.speed import hiding_chunk, predict
 from sglang_uvm_offload.sizing.streaming import break_even_tokens
-from sglang_uvm_offload.sizing.verdict import ONE_MEMORY, uselessness
+from sglang_uvm_offload.sizing.verdict import ONE_MEMORY, useless_on_a_slow_link, uselessness
 from sglang_uvm_offload.units import size
 
 __all__ = ["choose_num_resident", "plan", "render"]
@@ -131,7 +131,8 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
             hiding_chunk=_hiding_chunk(case, chosen, machine),
             slowest_hiding_chunk=_hiding_chunk(case, chosen, machine.slowest or machine),
         )
-    return dataclasses.replace(served, useless=uselessness(served))
+    notes = (*served.notes, *filter(None, [useless_on_a_slow_link(served)]))
+    return dataclasses.replace(served, useless=uselessness(served), notes=notes)
 
 
 def _one_memory_shortage(case: Case) -> str:

@@ -27,12 +27,31 @@ def uselessness(plan: Plan) -> tuple[str, ...]:
             "is read over the link"
         )
     best = _best(plan)
-    if best and best.cpu_engine_step_s and best.decode_step_s > best.cpu_engine_step_s:
-        out.append(
-            f"an engine that computes the experts on the CPU would be faster: {best.cpu_engine_tokens_s:.1f} tok/s against "
-            f"{best.decode_tokens_s:.1f} at the best hit rate ({best.requests} at once)"
-        )
+    if best and _slower_than_a_cpu(best):
+        out.append(_faster_on_a_cpu(best))
     return tuple(out)
+
+
+def useless_on_a_slow_link(plan: Plan) -> str:
+    """Why nobody should serve with this plan where the link is as slow as the slowest of its kind; empty if there is no such
+    reason, or the plan is useless on any link."""
+    best = _best(plan)
+    if best is None or plan.num_resident in (None, plan.num_experts) or _slower_than_a_cpu(best):
+        return ""
+    return (
+        f"at the worst published rate of such a link, {_faster_on_a_cpu(best.least)}" if _slower_than_a_cpu(best.least) else ""
+    )
+
+
+def _slower_than_a_cpu(speed: Speed) -> bool:
+    return 0 < speed.cpu_engine_step_s < speed.decode_step_s
+
+
+def _faster_on_a_cpu(speed: Speed) -> str:
+    return (
+        f"an engine that computes the experts on the CPU would be faster: {speed.cpu_engine_tokens_s:.1f} tok/s against "
+        f"{speed.decode_tokens_s:.1f} at the best hit rate ({speed.requests} at once)"
+    )
 
 
 def _best(plan: Plan) -> Speed | None:

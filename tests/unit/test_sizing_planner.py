@@ -976,6 +976,24 @@ def test_a_useless_plan_is_called_useless():
     assert "useless" not in planner.render(enough)
 
 
+def test_a_plan_that_a_cpu_engine_beats_on_a_slow_link_only_says_so():
+    machine = preset("4x4090")
+    plan = ask("glm-4.5-air", machine, Workload(32768), Parallel(4))
+    (note,) = [each for each in plan.notes if "worst published rate" in each]
+    best = max(plan.speeds, key=lambda speed: speed.decode_tokens_s)
+    figures = f"{best.least.cpu_engine_tokens_s:.1f} tok/s against {best.least.decode_tokens_s:.1f}"
+    assert note.startswith(
+        "at the worst published rate of such a link, an engine that computes the experts on the CPU would be"
+    )
+    assert figures in note
+    assert plan.useless == ()
+    assert not any(
+        "worst published" in each
+        for each in ask("glm-4.5-air", dataclasses.replace(machine, link=None), Workload(32768), Parallel(4)).notes
+    )
+    assert not any("worst published" in each for each in ask("gpt-oss-120b", machine, Workload(32768), Parallel(4)).notes)
+
+
 def test_a_plan_slower_than_a_cpu_engine_is_useless():
     fast_host = dataclasses.replace(roomy("1x5090"), host_gbps=2000)
     slower = ask("gpt-oss-120b", fast_host, num_resident=16)
