@@ -118,7 +118,7 @@ def examine_launch(arguments: list[str]) -> Diagnosis:
     if not found.problems:
         for fact in launch.facts():
             found.good(fact)
-        for warning in launch.warnings():
+        for warning in (*launch.short_pages(), *launch.warnings()):
             found.warn(warning)
     return found
 

@@ -116,7 +116,7 @@ class Launch:
 
     def warnings(self) -> list[str]:
         """What makes the launch slower than it could be, or may end it. Call this if ``resolve`` found no problem."""
-        found = start_rehearsal.warnings(self.args) + self._host_pages()
+        found = start_rehearsal.warnings(self.args)
         try:
             from sglang_uvm_offload.plugin.checks import moe_tiles  # before SGLang 0.5.23 some of what it asks is not there
 
@@ -125,7 +125,8 @@ class Launch:
             logger.debug("Expert offload: cannot check the tiles of the MoE kernel: %s: %s", type(error).__name__, error)
             return found
 
-    def _host_pages(self) -> list[str]:
+    def short_pages(self) -> list[str]:
+        """What makes the launch's offloaded experts lie in small host pages. Call this if ``resolve`` found no problem."""
         config, cfg = config_of(self.args), self.cfg
         assert config is not None
         known = expert_bytes(config.num_resident, cfg, model_config_of(self.args)) if cfg.device == "cuda" else None

@@ -400,7 +400,7 @@ def test_a_decode_step_whose_misses_fill_slots_takes_the_rate_of_copies() -> Non
     slots = {"a_layer": 32, "missing": None}
     found = compared(measured_run(0.02, None, size=1, resident=0.0015, slots=slots))
     assert found.way == "slots"
-    assert found.predicted == pytest.approx(0.0015 + 16 * (4 * EXPERT / 50e9 + 5e-6), rel=1e-3)
+    assert found.predicted == pytest.approx(0.0015 + 16 * (4 * EXPERT / 50e9 + Assumptions.slot_layer_us * 1e-6), rel=1e-3)
     assert compared(measured_run(1.0, None, size=1, slots=slots), replace(RATES, assumed=("copy",))).worst() == "copy rate"
 
 
