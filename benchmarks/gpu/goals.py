@@ -86,8 +86,9 @@ def demotion_rate(rows: PartRows) -> tuple[float, str] | None:
 
 
 def wrong_replays(rows: PartRows) -> tuple[float, str] | None:
-    found = find(rows.get("stall_tma", ()), "stall_tma", figure="replays that read other bytes")
-    return (sum(row["median"] for row in found), f"{len(found)} arms of loads and directions") if found else None
+    parts = ("stall_tma", "sustained")
+    found = [row for part in parts for row in find(rows.get(part, ()), part, figure="replays that read other bytes")]
+    return (sum(row["median"] for row in found), f"{len(found)} arms of loads and moves") if found else None
 
 
 def false_alarms(rows: PartRows) -> tuple[float, str] | None:

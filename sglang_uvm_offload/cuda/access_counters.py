@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cuda.bindings import driver
 
-from sglang_uvm_offload.cuda.device import call_driver
+from sglang_uvm_offload.cuda.device import DriverError, call_driver
 
 SYSTEM = Path("/sys")
 PARAMETER = "uvm_perf_access_counter_migration_enable"
@@ -23,15 +23,21 @@ _COHERENT = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
 
 def warning(devices: Sequence[int], system: Path | None = None) -> str | None:
     """One where the counters migrate pages on a GPU of ``devices``: by default on coherent machines, elsewhere if the module's
-    parameter says so. Raises ``DriverError``."""
+    parameter says so. A driver that does not know of coherence has none."""
     try:
         setting = int(((system or SYSTEM) / "module/nvidia_uvm/parameters" / PARAMETER).read_text())
     except (OSError, ValueError):
         return None  # an older module, or one without this parameter
-    coherent = any(call_driver(driver.cuDeviceGetAttribute, _COHERENT, call_driver(driver.cuDeviceGet, it)) for it in devices)
-    if setting == 0 or (setting < 0 and not coherent):
+    if setting == 0 or (setting < 0 and not any(map(_is_coherent, devices))):
         return None
     return (
         f"the driver counts reads of host memory and migrates pages by them ({PARAMETER} is {setting}): experts stay where "
         f"they are, but each notification takes time; to turn it off, load the module with: options nvidia-uvm {PARAMETER}=0"
     )
+
+
+def _is_coherent(device: int) -> bool:
+    try:
+        return bool(call_driver(driver.cuDeviceGetAttribute, _COHERENT, call_driver(driver.cuDeviceGet, device)))
+    except DriverError:
+        return False

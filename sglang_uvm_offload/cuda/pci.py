@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from cuda.bindings import driver
 
-from sglang_uvm_offload.cuda.device import call_driver
+from sglang_uvm_offload.cuda.device import DriverError, call_driver
 from sglang_uvm_offload.memory.host_ram import host_nodes
 
 SYSTEM = Path("/sys")
@@ -21,8 +22,12 @@ def bus_id(handle: object) -> str:
 
 
 def bus_ids(devices: Iterable[int]) -> dict[int, str]:
-    """The same by the number of the GPU."""
-    return {device: bus_id(call_driver(driver.cuDeviceGet, device)) for device in devices}
+    """The same by the number of the GPU, without those that the driver does not name."""
+    found = {}
+    for device in devices:
+        with contextlib.suppress(DriverError):  # only what sysfs shows of the GPU is not known then
+            found[device] = bus_id(call_driver(driver.cuDeviceGet, device))
+    return found
 
 
 def warnings(gpus: Mapping[int, str], system: Path | None = None) -> list[str]:

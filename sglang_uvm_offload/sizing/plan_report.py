@@ -9,7 +9,7 @@ from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.sizing.inputs import MEASURED, Assumptions
 from sglang_uvm_offload.sizing.plan import Alternative, Plan, RankMemory, Speed
 from sglang_uvm_offload.sizing.routing_curves import source_of
-from sglang_uvm_offload.sizing.speed import HIDING_CHUNKS, read_rate
+from sglang_uvm_offload.sizing.speed import GIGA, HIDING_CHUNKS, read_rate
 from sglang_uvm_offload.units import size
 
 CPU_ENGINES = (
@@ -162,7 +162,9 @@ def _speed(speeds: Sequence[Speed]) -> str:
 
 def _rows(plan: Plan) -> list[str]:
     rows = list(ROWS) if any(speed.measured_on for speed in plan.speeds) else []
-    if plan.machine.link and any(speed.slowest for speed in plan.speeds):
+    pairs = [(speed, speed.least) for speed in plan.speeds]
+    slower = any(low.decode_step_s > s.decode_step_s or low.prefill_chunk_s > s.prefill_chunk_s for s, low in pairs)
+    if plan.machine.link and slower:
         rows.append(f"ranges: from the worst published rate of such a link, {plan.machine.link.slowest:g} GB/s, to that below.")
     return rows
 
@@ -218,17 +220,17 @@ def _streaming(plan: Plan) -> list[str]:
 
 def _basis(plan: Plan) -> str:
     machine, link, a = plan.machine, plan.machine.link, plan.assumptions
-    read = read_rate(machine, plan.parallel, a) / 1e9
+    read = read_rate(machine, plan.parallel, a) / GIGA
+    host = f", and at most a rank's share of host memory's {machine.host_gbps:g} x {a.host_efficiency}"
     values = {field.name: f"{field.name} {getattr(a, field.name)}" for field in dataclasses.fields(a)}
     measured = [name for name in MEASURED if getattr(a, name) == getattr(Assumptions, name)]  # not where one was given
     lines = [
         *FORMULA,
         *(WITH_SLOTS if plan.slots else ()),
         *_hit_rates(plan.speeds),
-        f"read rate {machine.link_gbps:g} GB/s x {a.read_efficiency}, and at most a rank's share of host memory's "
-        f"{machine.host_gbps:g} x {a.host_efficiency}: {read:.1f} GB/s; copy rate {machine.link_gbps:g} GB/s x "
-        f"{a.copy_efficiency}; VRAM rate {machine.hbm_gbps:g} GB/s x {a.hbm_efficiency}; {machine.tflops:g} TFLOPS x "
-        f"{a.compute_efficiency}",
+        f"read rate {machine.link_gbps:g} GB/s x {a.read_efficiency}{host if machine.host_gbps else ''}: {read:.1f} GB/s; "
+        f"copy rate {machine.link_gbps:g} GB/s x {a.copy_efficiency}; VRAM rate {machine.hbm_gbps:g} GB/s x "
+        f"{a.hbm_efficiency}; {machine.tflops:g} TFLOPS x {a.compute_efficiency}",
         *([f"worst published read rate {link.slowest:g} GB/s: {link.slowest_source}"] if link and link.slowest else []),
         f"an offloaded expert crosses the link {plan.speeds[0].reread:.1f} times in a prefill chunk: {_crossings(plan)}",
         f"rates: {machine.source}",

@@ -1044,6 +1044,8 @@ def test_goals_are_judged_by_medians_of_one_run(modules):
     assert judged(modules, "probe", 2, moving(0, 0))["met"] is True
     assert judged(modules, "probe", 2, moving(0, 1))["met"] is False
     assert judged(modules, "probe", 2, moving())["ratio"] is None
+    sustained = {"sustained": [row("sustained", [2], figure="replays that read other bytes")]}
+    assert judged(modules, "probe", 2, moving(0, 1) | sustained)["ratio"] == 3
 
     def with_room(*found: float) -> dict:
         return {"noticing": [row("noticing", list(found), figure="noticed with room")]}

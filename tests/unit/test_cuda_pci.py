@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_uvm_offload.cuda import pci
+from sglang_uvm_offload.cuda.device import DriverError
 from sglang_uvm_offload.cuda.pci import warnings
 
 
@@ -83,6 +85,16 @@ def test_sockets_that_are_divided_are_told(sysfs: Sysfs, sockets: int, nodes: in
     told = sysfs.sockets(sockets, nodes, without_cpus).warnings()
     assert len(told) == split
     assert all(f"divided into {nodes} NUMA nodes" in line for line in told)
+
+
+def test_a_gpu_that_the_driver_does_not_name_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(function: object, *arguments: object) -> object:
+        if arguments == (1,):
+            raise DriverError("no such device")
+        return arguments[0] if len(arguments) == 1 else b"0000:AB:00.0\0\0"
+
+    monkeypatch.setattr(pci, "call_driver", call)
+    assert pci.bus_ids([0, 1]) == {0: "0000:ab:00.0"}
 
 
 def test_what_sysfs_does_not_show_is_taken_to_be_fine(tmp_path: Path) -> None:

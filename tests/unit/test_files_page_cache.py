@@ -41,6 +41,14 @@ def test_the_weights_are_given_back_and_no_other_file(checkpoint: Path, advised:
     assert advised == [(checkpoint / f"model-{i}.safetensors").stat().st_ino for i in (1, 2)]
 
 
+def test_a_file_system_that_takes_no_advice_ends_nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(page_cache.os, "posix_fadvise", refuses)
+    assert page_cache.give_back(checkpoint) == 0
+
+
 def test_nothing_is_given_back_while_enough_is_free_in_large_pages(
     checkpoint: Path, advised: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

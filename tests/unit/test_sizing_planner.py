@@ -786,6 +786,17 @@ def test_predictions_range_from_the_worst_published_rate_of_such_a_link():
     assert all(speed.slowest for each in other for speed in each.speeds)
 
 
+def test_where_host_memory_is_the_limit_no_range_is_told():
+    """Eight GPUs over PCIe 5 read less together than the worst published rate of one."""
+    plan = ask("gpt-oss-120b", "8x5090", num_resident=96)
+    assert all(speed.slowest == dataclasses.replace(speed, slowest=None, measured_on=None) for speed in plan.speeds)
+    text = planner.render(plan)
+    assert "ranges:" not in text
+    assert "a rank's share of host memory's 307.2 x 0.7: 26.9 GB/s" in text
+    unknown = dataclasses.replace(preset("8x5090"), host_gbps=0)
+    assert "read rate 55 GB/s x 0.94: 51.7 GB/s" in planner.render(ask("gpt-oss-120b", unknown, num_resident=96))
+
+
 def test_a_rate_that_was_given_is_this_machines_own_and_no_range():
     figures = dict.fromkeys(("gpus", "vram_gb", "host_gb", "hbm_gbps", "tflops"))
     machine = describe(preset("8xH20"), link_gbps=40.0, **figures)

@@ -58,8 +58,7 @@ def _read(cfg: Any) -> Iterator[tuple[str, str, Reader]]:
 
 
 def _open(path: str) -> None:
-    with open(path, "rb"):
-        pass
+    open(path, "rb").close()
 
 
 def _by_suffix(path: str) -> Any:

@@ -1,7 +1,8 @@
 """Gives back the checkpoint's file cache where moves will want the memory in large pages.
 
-Experts have their host pages before the first byte is read, so the cache of this start does not break them up. But an expert
-that is demoted takes new ones, and the driver does not wait for the kernel to free large pages (``memory/host_pages``).
+Experts have their host pages before the first byte is read, so the cache of this start does not break them up (those that
+SGLang converts get theirs layer by layer). But an expert that is demoted takes new ones, and the driver does not wait for the
+kernel to free large pages (``memory/host_pages``).
 """
 
 from __future__ import annotations
