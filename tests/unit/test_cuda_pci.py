@@ -78,7 +78,8 @@ def test_a_translating_iommu_is_named_with_the_remedy(sysfs: Sysfs, group: str |
 
 
 @pytest.mark.parametrize(
-    ("sockets", "nodes", "without_cpus", "split"), [(2, 2, 0, False), (2, 8, 0, True), (1, 4, 0, True), (1, 1, 8, False)]
+    ("sockets", "nodes", "without_cpus", "split"),
+    [(2, 2, 0, False), (2, 8, 0, True), (1, 2, 0, True), (1, 4, 0, True), (1, 1, 8, False)],
 )
 def test_sockets_that_are_divided_are_told(sysfs: Sysfs, sockets: int, nodes: int, without_cpus: int, split: bool) -> None:
     """Nodes without CPUs are a GPU's memory, as on GH200."""

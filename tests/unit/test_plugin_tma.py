@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 from builders.launch import launch
 from builders.true_shape import config_folder
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import override_platform
 
 from sglang_uvm_offload.plugin.checks import tma
+from sglang_uvm_offload.plugin.slots.runners import no_slots
 from sglang_uvm_offload.requested_config import parse
 
 pytestmark = pytest.mark.sglang
@@ -31,6 +34,13 @@ def test_other_kernels_are_named_with_what_would_be_right(runner: str) -> None:
     assert problem.startswith(f"--expert-offload-tma off: --moe-runner-backend {runner} has kernels that may load")
     assert "choose --moe-runner-backend triton" in problem
     assert problems("on", moe_runner_backend=runner, model_path=model) == []
+
+
+def test_deep_gemm_loads_by_tma_where_it_has_slots_too() -> None:
+    model = str(config_folder("zai-org/GLM-5-FP8"))
+    with override_platform(is_sm90=True), envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.override("compact"):
+        assert no_slots(*launch(moe_runner_backend="deep_gemm", model_path=model)) is None
+        assert len(problems(moe_runner_backend="deep_gemm", model_path=model)) == 1
 
 
 def test_the_kernels_of_drafts_count_where_drafts_are_offloaded() -> None:
