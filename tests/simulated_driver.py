@@ -8,8 +8,8 @@ documentation and the open kernel modules (tag 580.95.05, kernel-open/nvidia-uvm
 - A block whose pages have all moved to the host goes to the list of unused ones, which is taken back first
   (``uvm_va_block.c:3515``, ``uvm_pmm_gpu.c:1460``), and comes off it when a page moves in. Then come the least recently
   populated.
-- A span of several blocks is moved in two passes: the first unmaps and copies each block, the second maps them
-  (``uvm_migrate.c``, ``uvm_migrate``). A span in one block takes one pass.
+- A span of several blocks is moved in two passes: the first unmaps and copies each block that is elsewhere, the second maps
+  them (``uvm_migrate.c``, ``uvm_migrate``). A span in one block takes one pass.
 - Advice with an edge inside a block splits it for good (``uvm_va_range.c:1243``). A split block neither goes to that list nor
   comes off it (``uvm_va_block.c:3515,3546``), and populating it again does not renew its age (``:5097``).
 """
@@ -207,15 +207,16 @@ class SimulatedDriver(EmulatedMemory):
     def _prefetch(self, pages: _Pages, span: Span, location: Location) -> None:
         self.traffic.prefetch_calls += 1
         self.traffic.seconds += self.link.call_seconds
+        where, blocks = pages_of(span), units_of(span, BLOCK_BYTES)
+        away = (np.flatnonzero(pages.where[where] != CODE[location]) + where.start) // _PAGES_PER_BLOCK
         if location is Location.DEVICE:
-            self._to_device(pages, pages_of(span), "place")
+            self._to_device(pages, where, "place")
         else:
-            self._to_host(pages, pages_of(span))
-        blocks = units_of(span, BLOCK_BYTES)
+            self._to_host(pages, where)
         if blocks.stop - blocks.start > 1:
-            pages.unmapped[blocks] = True
+            pages.unmapped[away] = True
             self.between_passes()
-            pages.unmapped[blocks] = False
+            pages.unmapped[away] = False
 
     def _pages(self, managed: ManagedRange) -> _Pages:
         self._find(managed)

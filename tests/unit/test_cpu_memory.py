@@ -136,6 +136,8 @@ def test_a_step_meets_few_unmapped_blocks_of_a_long_move(monkeypatch, at_a_time,
     assert found == [met] * (2 * 64 // met)
     memory.place(managed, [Span(block * BLOCK_BYTES, BLOCK_BYTES) for block in range(64)], Location.DEVICE)
     assert memory.traffic.unmapped_blocks == sum(found), "a block by itself is never unmapped"
+    memory.place(managed, whole(managed), Location.DEVICE)
+    assert memory.traffic.unmapped_blocks == sum(found[: 2 * 64 // met]), "nor is one that is there already"
 
 
 def test_a_split_block_that_moved_to_the_host_waits_behind_older_residents():
