@@ -30,8 +30,9 @@ from benchmarks.link_rates import Rates, beside, rates_of, section
 from benchmarks.serve_report import Record, Row
 from sglang_uvm_offload.sizing.checkpoint import from_config, load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
+from sglang_uvm_offload.sizing.gpus import GPUS
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.machine import GPUS, Machine
+from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.plan import Speed
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError

@@ -100,6 +100,7 @@ constexpr int copy_threads = 256;
 constexpr int copy_loads = 8;  // 16-byte loads in flight per thread
 constexpr size_t copy_unit = (size_t)copy_threads * copy_loads * sizeof(uint4);
 constexpr size_t copy_chunk = 4 * copy_unit;
+constexpr int read_blocks = 264;  // two for each SM of an H100
 constexpr int max_rows = sizeof(uvm_rows::base) / sizeof(char*);
 constexpr int max_slot_experts = 1024;  // the limit for experts and for slots of one layer
 constexpr int max_fills = 64;
@@ -561,6 +562,42 @@ UVM_API int uvm_copy_layer(int device, const uvm_copy* parts, int count, unsigne
     void* arguments[] = {&copies, &stride, &claimed};
     int blocks = total < copy_blocks ? (int)total : copy_blocks;
     return launch(failure, (const void*)uvm_copy_kernel, "uvm_copy_layer", blocks, copy_threads, arguments, stream);
+}
+
+// ---- reads in place, to measure the link ----------------------------------------------------------------------------
+
+// Reads `count` pieces of `nbytes` wherever they lie, as MoE kernels do: plain loads of 16 bytes, by blocks on all SMs.
+// One store depends on all loads, so that none is left out.
+extern "C" __global__ void __launch_bounds__(copy_threads, 2)
+    uvm_read_kernel(const unsigned long long* pieces, int count, size_t nbytes, unsigned* sink) {
+    const size_t words = nbytes / sizeof(uint4), unit = (size_t)copy_threads * copy_loads;
+    const size_t units = (words + unit - 1) / unit, total = units * count;
+    unsigned seen = 0;
+    for (size_t at = blockIdx.x; at < total; at += gridDim.x) {
+        const uint4* from = (const uint4*)pieces[at / units];
+        const size_t first = at % units * unit + threadIdx.x;
+        uint4 values[copy_loads];
+#pragma unroll
+        for (int i = 0; i < copy_loads; i++) {
+            const size_t word = first + i * copy_threads;
+            values[i] = word < words ? from[word] : uint4{};
+        }
+#pragma unroll
+        for (int i = 0; i < copy_loads; i++) seen ^= values[i].x ^ values[i].y ^ values[i].z ^ values[i].w;
+    }
+    if (seen == 1) *sink = seen;
+}
+
+// In stream order. `pieces`, in VRAM or pinned: addresses that are multiples of 16, as `nbytes` is. `sink`: a word of
+// VRAM.
+UVM_API int uvm_read_pieces(const unsigned long long* pieces, int count, size_t nbytes, unsigned* sink,
+                            cudaStream_t stream, uvm_failure* failure) {
+    if (count <= 0 || nbytes == 0 || nbytes % sizeof(uint4)) {
+        return fail(failure, "uvm_read_pieces", -1, cudaErrorInvalidValue);
+    }
+    void* arguments[] = {&pieces, &count, &nbytes, &sink};
+    return launch(failure, (const void*)uvm_read_kernel, "uvm_read_pieces", read_blocks, copy_threads, arguments,
+                  stream);
 }
 
 // ---- routing counters -----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from support_marks import MARKERS, Support
 
 from scripts.harness.server import environment
 from sglang_uvm_offload.routing.trace import Trace
-from sglang_uvm_offload.sizing.machine import GPUS
+from sglang_uvm_offload.sizing.gpus import GPUS
 
 # Of whatever the tests start. Two runs of tests share two cores: threads that wait for each other only take the others' time.
 os.environ["OMP_NUM_THREADS"] = "1"

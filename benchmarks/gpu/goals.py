@@ -129,6 +129,19 @@ BATCH_GIB = Assumptions.driver_batch_mib / 1024
 """The driver takes VRAM for managed pages in batches."""
 
 
+def engine_at_start(rows: PartRows) -> tuple[float, str] | None:
+    measured, pinned = one(rows, "start_link", "start_link", of="engine"), one(rows, "start_link", "start_link_pinned")
+    ratio = over(measured, pinned)
+    return (ratio, f"{show(measured)}; pinned {show(pinned)}") if ratio is not None and measured and pinned else None
+
+
+def seconds_at_start(rows: PartRows) -> tuple[float, str] | None:
+    alone, together = (one(rows, "start_link", "start_link_seconds", of=of) for of in ("one rank alone", "all at once"))
+    if alone is None or together is None:
+        return None
+    return 8 * alone["median"] + together["median"], f"one alone {show(alone)}; all at once {show(together)}"
+
+
 def used_after_load(rows: PartRows) -> tuple[float, str] | None:
     """The worst load's error, in batches: of the free VRAM it would be a small share whatever the error."""
     found = best(find(rows.get("load", ()), "load", figure="error of VRAM used"))
@@ -246,6 +259,8 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("replays that differ or are captured anew in 1,000 random moves", "<=", 0, replays_that_differ),
         Goal("VRAM used after a load off the prediction, in batches of 128 MiB", "<=", 1, used_after_load),
         Goal("copies that brought, or streamed layers that read, other bytes", "<=", 0, other_bytes),
+        Goal("the copy engine's rate as a server measures it over that from pinned memory", ">=", 0.9, engine_at_start),
+        Goal("seconds in which eight ranks measure their links, in turn and at once", "<=", 2, seconds_at_start),
     ),
     "layer": (
         Goal("decode step, all resident in managed over plain memory (worst case)", "<=", 1.01, resident_step),

@@ -9,7 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from sglang_uvm_offload.cuda.build import cache_root, code_flags, find_nvcc, nvcc_release, runtime_flags
+from sglang_uvm_offload.cuda.build import code_flags, find_nvcc, nvcc_release, runtime_flags
+from sglang_uvm_offload.files.cache import cache_root
 
 HERE = Path(__file__).resolve().parent
 

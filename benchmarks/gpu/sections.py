@@ -84,6 +84,7 @@ OPS = Section(
         Part("moves", "ops_parts", 14, 80, 0.5, 1, "1,000 random moves under graph replay: same bits, no new capture"),
         Part("identity", "ops_parts", 9, 60, 2, 3, "bytes after random promotions and demotions"),
         Part("load", "ops_parts", 14, 80, 14, 8, "free VRAM and host RAM after a load against the prediction"),
+        Part("start_link", "link_parts", 12, 50, 8, 10, "the link as a server measures it at start, and how long that takes"),
         Part(
             "copies",
             "stream_parts",

@@ -190,6 +190,7 @@ def _gpus(found: Diagnosis, gpus: list[int]) -> None:
         return
     for warning in filter(None, [*pci.warnings(pci.bus_ids(gpus)), access_counters.warning(gpus)]):
         found.warn(warning)
+    _link(found, gpus)
     arches = {gpu: device_arch(gpu) for gpu in gpus}
     for gpu, arch in arches.items():
         found.good(f"GPU {gpu} ({arch}) can keep experts in unified memory")
@@ -200,3 +201,18 @@ def _gpus(found: Diagnosis, gpus: list[int]) -> None:
         found.good(f"free VRAM on the GPU with the least: {size(min(free_vram(gpus)))}")
     except (BuildFailure, DriverError) as failure:
         found.bad(str(failure))
+
+
+def _link(found: Diagnosis, gpus: list[int]) -> None:
+    """What earlier servers measured."""
+    from sglang_uvm_offload.cuda.device import visible_gpus
+    from sglang_uvm_offload.cuda.kept_link import kept_link
+    from sglang_uvm_offload.sizing.gpus import known_gpu
+    from sglang_uvm_offload.sizing.measured_link import described
+
+    if (link := kept_link(len(gpus), gpus)) is None:
+        return
+    found.good(f"the link to host memory: {described(link)}")
+    known = known_gpu(*visible_gpus()[gpus[0]])
+    for reason in link.link.why_slow(known.link_gbps if known else 0.0):
+        found.warn(f"reads of offloaded experts are slow: {reason}")

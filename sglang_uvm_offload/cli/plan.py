@@ -14,10 +14,12 @@ from sglang_uvm_offload.sizing.architectures import unserved_note
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.conversion import Conversion, conversion
 from sglang_uvm_offload.sizing.engine_shape import load_any
+from sglang_uvm_offload.sizing.gpus import GPUS
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
-from sglang_uvm_offload.sizing.machine import EXAMPLES, GPUS, Machine, MachineError, describe, of_gpus, preset
+from sglang_uvm_offload.sizing.machine import EXAMPLES, Machine, MachineError, describe, of_gpus, preset
+from sglang_uvm_offload.sizing.measured_link import with_measured_link
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.quantization import contradiction
 from sglang_uvm_offload.sizing.rank_memory import Case
@@ -200,9 +202,12 @@ def _machine(args: argparse.Namespace) -> Machine:
         base = None
     else:
         from sglang_uvm_offload.cuda.device import integrated, visible_gpus
+        from sglang_uvm_offload.cuda.kept_link import kept_link
 
         base = of_gpus(visible_gpus(), integrated())
-    return describe(base, **figures)
+        base = with_measured_link(base, kept_link(args.tp_size or base.gpus))
+    machine = describe(base, **figures)
+    return machine if args.read_efficiency is None else dataclasses.replace(machine, measured=None)
 
 
 def _count(text: str) -> int:

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+from sglang_uvm_offload.files.cache import cache_root
+
 LIBRARY = "uvm_ops.so"
 DEFAULT_HOME = Path("/usr/local/cuda")
 PIP_HOMES = Path(torch.__file__).parents[1] / "nvidia"
@@ -103,11 +105,6 @@ def runtime_flags(nvcc: Path, release: str) -> list[str]:
     for place in libraries:
         flags += ["-L", str(place), "-Xlinker", "-rpath", "-Xlinker", str(place)]
     return flags
-
-
-def cache_root() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "sglang-uvm-offload"
 
 
 def build(arch: str) -> Path:

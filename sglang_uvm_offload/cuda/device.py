@@ -61,6 +61,14 @@ def visible_gpus() -> list[tuple[str, int]]:
         return []
 
 
+def gpu_ids(devices: Sequence[int] | None = None) -> list[str]:
+    """The UUIDs of ``devices``, of all GPUs that this process sees by default. Raises ``DriverError``."""
+    start_driver()
+    query = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)  # cuda-python 13 gives the one the other's name
+    handles = [call_driver(driver.cuDeviceGet, index) for index in devices or range(call_driver(driver.cuDeviceGetCount))]
+    return [bytes(call_driver(query, handle).bytes).hex() for handle in handles]
+
+
 def integrated() -> bool:
     """Whether a GPU that this process sees has no memory but the host's, as in a DGX Spark; False without a driver."""
     try:

@@ -26,6 +26,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_preferred": [c_int, c_void_p, c_size_t, POINTER(c_int)],
     "uvm_time_reads": [c_int, c_void_p, c_int, c_void_p],
     "uvm_copy_layer": [c_int, POINTER(_Copy), c_int, c_void_p, c_void_p, c_void_p],
+    "uvm_read_pieces": [c_void_p, c_int, c_size_t, c_void_p, c_void_p],
     "uvm_memory_info": [c_int, POINTER(c_size_t), POINTER(c_size_t)],
     "uvm_versions": [POINTER(c_int), POINTER(c_int)],
     "uvm_count_routing": [
@@ -125,6 +126,11 @@ class CudaOps:
         two are multiples of 16. ``claimed``: int32 ``[1]`` in VRAM, used by no other copy under way."""
         array = (_Copy * len(parts))(*(_Copy(*part) for part in parts))
         self._call("uvm_copy_layer", device, array, len(parts), claimed.data_ptr(), caller, stream)
+
+    def read_pieces(self, pieces: torch.Tensor, nbytes: int, sink: torch.Tensor) -> None:
+        """Read ``nbytes`` at each of ``pieces`` (int64 ``[n]``) by a kernel, wherever they lie, in the order of torch's current
+        stream. Addresses and ``nbytes`` are multiples of 16. ``sink``: int32 ``[1]`` in VRAM."""
+        self._call("uvm_read_pieces", pieces.data_ptr(), len(pieces), nbytes, sink.data_ptr(), _stream(sink))
 
     def memory_info(self, device: int) -> tuple[int, int]:
         """(free, total) bytes of VRAM."""

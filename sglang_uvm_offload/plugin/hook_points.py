@@ -151,7 +151,7 @@ ATTRIBUTES = {
         "model_path num_attention_heads quantization"
     ),
     "sglang.srt.distributed.parallel_state.GroupCoordinator": (
-        "all_gather_object broadcast_object rank_in_group recv_object send_object"
+        "all_gather_object barrier broadcast_object rank_in_group recv_object send_object world_size"
     ),
     "sglang.srt.entrypoints.engine.Engine": "server_args_class",
     "sglang.srt.entrypoints.http_server": "app get_global_state",

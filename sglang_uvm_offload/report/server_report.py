@@ -24,7 +24,6 @@ from sglang_uvm_offload.residency.status import (
     MAX_EXPERTS,
     Curve,
     LayerStatus,
-    Past,
     ProfileVerdict,
     RankStatus,
     SlotStatus,
@@ -71,7 +70,7 @@ def server_report(info: ServerInfo, source: str) -> str:
                 "a prefill may read one more often. Streamed: bytes of offloaded experts that were copied over the link into "
                 "VRAM for steps with many tokens, each byte once a step. Into slots: bytes of offloaded experts that steps "
                 "copied over the link into slots, where later steps read them. Link time: of all these bytes and those moved, "
-                f"at an assumed {LINK_GBPS:g} GB/s (PCIe 5 x16; PCIe 4 takes about twice as long).",
+                f"{_link_rate(ranks)}.",
             ),
             *_notes(info),
         ),
@@ -103,6 +102,8 @@ def _facts(info: ServerInfo, source: str) -> Element:
             pairs.append((_of("slots", name, info.ranks), _slots(shown.slots)))
         if shown.profile is not None:
             pairs.append((_of("profile", name, info.ranks), _profile(shown.profile)))
+        if shown.link is not None:
+            pairs.append((_of("link", name, info.ranks), "; ".join([shown.link.verdict(), *shown.link.because])))
         if shown.trace is not None:
             pairs.append((_of("trace", name, info.ranks), _trace(shown.trace)))
     return facts(pairs)
@@ -168,14 +169,22 @@ def _served(rank: RankStatus) -> list[str]:
         "none" if rank.slots is None else size(past.filled_bytes[-1]),
         str(past.moves[-1]),
         size(past.moved_bytes[-1]),
-        _link_time(past),
+        _link_time(rank),
     ]
 
 
-def _link_time(past: Past) -> str:
-    """At an assumed rate, since the model was loaded and on average over steps."""
+def _link_rate(ranks: Sequence[RankStatus]) -> str:
+    if all(rank.link for rank in ranks):
+        return "at the rate that the server measured for scattered reads when it started"
+    return f"at an assumed {LINK_GBPS:g} GB/s (PCIe 5 x16; PCIe 4 takes about twice as long) where the server measured no rate"
+
+
+def _link_time(rank: RankStatus) -> str:
+    """Since the model was loaded, and on average over steps."""
+    past = rank.history
+    gbps = LINK_GBPS if rank.link is None else rank.link.measured.together.scattered
     nbytes = past.zero_copy_bytes[-1] + past.streamed_bytes[-1] + past.filled_bytes[-1] + past.moved_bytes[-1]
-    seconds = nbytes / (LINK_GBPS * 1e9)
+    seconds = nbytes / (gbps * 1e9)
     each = f", {1e3 * seconds / past.steps[-1]:.3g} ms a step" if past.steps[-1] else ""
     return f"{seconds:.3g} s{each}"
 

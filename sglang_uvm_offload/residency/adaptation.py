@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from sglang_uvm_offload.memory.link import LinkRates
 from sglang_uvm_offload.policy.adaptive import AdaptivePolicy
 from sglang_uvm_offload.policy.extents import Budget
 from sglang_uvm_offload.policy.forecast import TUNING
@@ -19,6 +20,8 @@ INTERVAL_STEPS = 1
 measures the cost of longer intervals."""
 MOVE_BYTES_PER_S = 4 << 30
 """The rate limit of promotions: a small part of a PCIe link, so that moves do not starve zero-copy reads."""
+MOVE_SHARE = 0.08
+"""The same as a share of the copy engine's measured rate, where that is less: of PCIe 5 x16 it is as much."""
 BURST_SECONDS = 0.25
 """How long an unused allowance accumulates."""
 
@@ -34,20 +37,22 @@ class Adaptation:
         history: Sequence[RoutingCounts] = (),
         *,
         coactivation: bool = True,
+        link: LinkRates | None = None,
         clock: Callable[[], float],
         executor: Executor,
     ):
         """Counts up to ``start`` are ignored. ``history`` holds earlier counts for these experts, the oldest first (a profile):
         the forecast begins with it, until live traffic outweighs it. The VRAM that is taken now is the budget.
-        ``coactivation``: whether the forecast also uses which experts are used together, or their own past alone. ``executor``
-        runs one task after the other."""
+        ``coactivation``: whether the forecast also uses which experts are used together, or their own past alone. ``link``: as
+        measured. ``executor`` runs one task after the other."""
         self._seen = start
         tuning = TUNING if coactivation else replace(TUNING, directions=0)
         self._policy = AdaptivePolicy(_budget_of(model), model.candidates(), tuning=tuning)
         for counts in history:
             self._policy.seed(*_policy_input(counts))
         self._clock, self._executor = clock, executor
-        self._burst = max(BURST_SECONDS * MOVE_BYTES_PER_S, int(self._policy.budget.extents.nbytes.max(initial=1)))
+        self._bytes_per_s = MOVE_BYTES_PER_S if link is None else min(MOVE_BYTES_PER_S, MOVE_SHARE * link.engine * 1e9)
+        self._burst = max(BURST_SECONDS * self._bytes_per_s, int(self._policy.budget.extents.nbytes.max(initial=1)))
         self._allowance = 0.0
         """Bytes that may be promoted now."""
         self._refilled_at = clock()
@@ -108,7 +113,7 @@ class Adaptation:
 
     def _refill(self) -> None:
         now = self._clock()
-        self._allowance = min(self._allowance + (now - self._refilled_at) * MOVE_BYTES_PER_S, self._burst)
+        self._allowance = min(self._allowance + (now - self._refilled_at) * self._bytes_per_s, self._burst)
         self._refilled_at = now
 
 

@@ -12,6 +12,7 @@ from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.layer_shard import LayerShard
+from sglang_uvm_offload.memory.link import LinkStatus
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
 from sglang_uvm_offload.residency.choosing import Chooser
@@ -65,6 +66,8 @@ class OffloadManager:
         self.evictions = Evictions(memory, config.headroom_gb)
         self.drafts = Drafts()
         """The draft models with offloaded experts, once the server serves."""
+        self.link: LinkStatus | None = None
+        """As measured when the target model was loaded, before ``finish_model``; None where it was not."""
         self.tokens = 0
         self.steps = 0
         self.paused = False
@@ -151,6 +154,7 @@ class OffloadManager:
             self.ledger.counted,
             history,
             coactivation=self.config.coactivation,
+            link=None if self.link is None else self.link.measured.together,
             clock=self.clock,
             executor=self.worker.executor,
         )

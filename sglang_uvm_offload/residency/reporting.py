@@ -60,6 +60,7 @@ def rank_status(manager: OffloadManager) -> RankStatus:
         curve=hit_rate_curve(ledger.counted, manager.target),
         profile=manager.chooser.profile_verdict,
         evicted_bytes=manager.evictions.evicted_bytes,
+        link=manager.link,
         plugin_version=__version__,
     )
 

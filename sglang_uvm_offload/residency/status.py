@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from sglang_uvm_offload.memory.link import LinkStatus
+
 MAX_LAYERS, MAX_EXPERTS = 1 << 10, 1 << 13
 
 Count = Annotated[int, Meta(ge=0, le=1 << 60)]
@@ -275,6 +277,8 @@ class RankStatus(Struct, frozen=True):
     """As ``hit_rate``, for draft models with offloaded experts; None without any."""
     draft_zero_copy_bytes: Count = 0
     """As ``zero_copy_bytes``."""
+    link: LinkStatus | None = None
+    """None where nothing was measured."""
     plugin_version: str = ""
     """Empty in statistics that earlier versions saved."""
 

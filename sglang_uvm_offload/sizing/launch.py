@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from sglang_uvm_offload.memory.kept_links import KeptLink
 from sglang_uvm_offload.memory.layout import round_up
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.conversion import conversion
@@ -11,6 +12,7 @@ from sglang_uvm_offload.sizing.draft_model import load_draft
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import Machine
+from sglang_uvm_offload.sizing.measured_link import with_measured_link
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
@@ -96,6 +98,8 @@ class Launch:
     """What the user should know of memory that is counted elsewhere."""
     rates: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Of this machine, 0 if unknown: the link's and VRAM's in 1e9 bytes a second, and TFLOPS (``Machine``)."""
+    measured: KeptLink | None = None
+    """The link as an earlier server measured it."""
     one_memory: bool = False
     """The GPUs have the host's memory."""
     load_format: str = "auto"
@@ -124,6 +128,8 @@ class Launch:
             if model.draft_layers
             else dataclasses.replace(self.workload, speculative=False, draft_num_resident=None)
         )
+        if all(self.rates):
+            machine = with_measured_link(machine, self.measured)
         assumed = Assumptions(accepted_tokens=min(Assumptions.accepted_tokens, workload.draft_tokens))
         return Case(
             *(model, machine, workload, self.parallel, self._reserve(), assumed),

@@ -220,16 +220,13 @@ def _streaming(plan: Plan) -> list[str]:
 
 def _basis(plan: Plan) -> str:
     machine, link, a = plan.machine, plan.machine.link, plan.assumptions
-    read = read_rate(machine, plan.parallel, a) / GIGA
-    host = f", and at most a rank's share of host memory's {machine.host_gbps:g} x {a.host_efficiency}"
     values = {field.name: f"{field.name} {getattr(a, field.name)}" for field in dataclasses.fields(a)}
     measured = [name for name in MEASURED if getattr(a, name) == getattr(Assumptions, name)]  # not where one was given
     lines = [
         *FORMULA,
         *(WITH_SLOTS if plan.slots else ()),
         *_hit_rates(plan.speeds),
-        f"read rate {machine.link_gbps:g} GB/s x {a.read_efficiency}{host if machine.host_gbps else ''}: {read:.1f} GB/s; "
-        f"copy rate {machine.link_gbps:g} GB/s x {a.copy_efficiency}; VRAM rate {machine.hbm_gbps:g} GB/s x "
+        f"{_over_link(plan)}; VRAM rate {machine.hbm_gbps:g} GB/s x "
         f"{a.hbm_efficiency}; {machine.tflops:g} TFLOPS x {a.compute_efficiency}",
         *([f"worst published read rate {link.slowest:g} GB/s: {link.slowest_source}"] if link and link.slowest else []),
         f"an offloaded expert crosses the link {plan.speeds[0].reread:.1f} times in a prefill chunk: {_crossings(plan)}",
@@ -239,6 +236,19 @@ def _basis(plan: Plan) -> str:
         f"assumed, not measured by this project: {', '.join(text for name, text in values.items() if name not in measured)}",
     ]
     return "\n".join(lines)
+
+
+def _over_link(plan: Plan) -> str:
+    """At which rates experts are read and copied, and why."""
+    machine, a = plan.machine, plan.assumptions
+    if machine.measured:
+        return f"read rate {machine.measured.scattered:.1f} GB/s, copy rate {machine.measured.copied:.1f} GB/s: measured here"
+    read = read_rate(machine, plan.parallel, a) / GIGA
+    host = f", and at most a rank's share of host memory's {machine.host_gbps:g} x {a.host_efficiency}"
+    return (
+        f"read rate {machine.link_gbps:g} GB/s x {a.read_efficiency}{host if machine.host_gbps else ''}: {read:.1f} GB/s; "
+        f"copy rate {machine.link_gbps:g} GB/s x {a.copy_efficiency}"
+    )
 
 
 def _crossings(plan: Plan) -> str:

@@ -24,7 +24,6 @@ from sglang_uvm_offload.sizing.remedies import refusals, remedies, shortages
 from sglang_uvm_offload.sizing.routing_curves import OTHER
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.speed import hiding_chunk, predict
-from sglang_uvm_offload.sizing.streaming import break_even_tokens
 from sglang_uvm_offload.sizing.verdict import ONE_MEMORY, useless_on_a_slow_link, uselessness
 from sglang_uvm_offload.units import size
 
@@ -105,7 +104,7 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         slots=0 if chosen is None else case.slots_of(chosen),
         mem_fraction_static=case.fraction,
         headroom_gb=case.reserve.headroom_gb,
-        stream_tokens=break_even_tokens(model.num_experts, model.top_k),
+        stream_tokens=case.stream_tokens,
         chunked_prefill_size=case.defaults.chunked_prefill_size,
         kv_tokens=case.kv_tokens,
         kv_token_bytes=max(case.kv_token_bytes(stage) for stage in range(parallel.pp)),

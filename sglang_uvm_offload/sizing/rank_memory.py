@@ -44,7 +44,12 @@ class Case(RankExperts):
         """How prefill streams. The stage with fewest buffers stands for all."""
         stages = [stage for stage in range(self.parallel.pp) if self.placed[stage]]
         buffers = min((self.stream_buffers(stage, rows) for stage in stages), default=0)
-        return Stream(buffers, break_even_tokens(self.model.num_experts, self.model.top_k))
+        return Stream(buffers, self.stream_tokens)
+
+    @property
+    def stream_tokens(self) -> int:
+        """From how many tokens on prefill streams."""
+        return break_even_tokens(self.model.num_experts, self.model.top_k, self.machine.measured)
 
     @cached_property
     def kv_tokens(self) -> int:

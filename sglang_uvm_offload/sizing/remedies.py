@@ -7,7 +7,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from sglang_uvm_offload.flags import flag_name
-from sglang_uvm_offload.sizing.machine import GIB, GPUS
+from sglang_uvm_offload.sizing.gpus import GPUS
+from sglang_uvm_offload.sizing.machine import GIB
 from sglang_uvm_offload.sizing.plan import RankMemory
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.ranks import rank_flags, shape_problems

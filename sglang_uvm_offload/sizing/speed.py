@@ -116,12 +116,21 @@ def predict(
 
 def read_rate(machine: Machine, parallel: Parallel, assumed: Assumptions) -> float:
     """Bytes a second at which each rank's kernels read host memory in place, all at the same time."""
+    if machine.measured:
+        return machine.measured.scattered * GIGA
     return over_link(machine, parallel, assumed, assumed.read_efficiency)
 
 
+def copy_rate(machine: Machine, parallel: Parallel, assumed: Assumptions) -> float:
+    """The same of the kernel that copies it to VRAM."""
+    if machine.measured:
+        return machine.measured.copied * GIGA
+    return over_link(machine, parallel, assumed, assumed.copy_efficiency)
+
+
 def over_link(machine: Machine, parallel: Parallel, assumed: Assumptions, efficiency: float) -> float:
-    """The same where a kernel alone reaches ``efficiency`` of ``link_gbps``. Each rank has at most its share of what the host's
-    memory gives."""
+    """Bytes a second at which each rank's kernels cross the link, all at the same time, if one alone reaches ``efficiency`` of
+    ``link_gbps``. Each rank has at most its share of what the host's memory gives."""
     link = min(machine.read_gbps or math.inf, machine.link_gbps * efficiency)
     host = machine.host_gbps * assumed.host_efficiency / parallel.ranks
     return min(link, host or math.inf) * GIGA
@@ -292,7 +301,7 @@ class _Model:
 
     @property
     def copy_rate(self) -> float:
-        return over_link(self.machine, self.parallel, self.assumed, self.assumed.copy_efficiency)
+        return copy_rate(self.machine, self.parallel, self.assumed)
 
     def layer_overhead(self, stage: StageCost) -> float:
         """Seconds of one layer beyond its reads and computing."""

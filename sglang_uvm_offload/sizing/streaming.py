@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from itertools import count
 
+from sglang_uvm_offload.memory.link import LinkRates
 from sglang_uvm_offload.sizing.machine import GIB
 from sglang_uvm_offload.sizing.speed import distinct
 
@@ -20,12 +21,13 @@ routing, streaming from so many times the tokens on costs 2 % at most where read
 (benchmarks/results/prefill/prefill.md)."""
 
 
-def break_even_tokens(num_experts: int, top_k: int) -> int:
+def break_even_tokens(num_experts: int, top_k: int, measured: LinkRates | None = None) -> int:
     """From how many tokens on a step streams: ``SKEW`` times the smallest power of two that is expected to use
-    ``USED_SHARE`` of ``num_experts`` experts if routing is uniform."""
+    ``USED_SHARE`` of ``num_experts`` experts if routing is uniform. A smaller share is enough on a link that was
+    ``measured`` to read experts in place more slowly than it copies them; a slower copy is still hidden by what computes."""
     choices = max(1, top_k)
-    sizes = (1 << power for power in count())
-    return SKEW * next(tokens for tokens in sizes if distinct(num_experts, choices, tokens) >= USED_SHARE * num_experts)
+    used = USED_SHARE * num_experts * (min(1.0, measured.scattered / measured.copied) if measured else 1.0)
+    return SKEW * next(tokens for tokens in (1 << power for power in count()) if distinct(num_experts, choices, tokens) >= used)
 
 
 def buffers_in(gib: float, layer_bytes: int) -> int:

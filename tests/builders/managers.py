@@ -31,9 +31,10 @@ class Rank:
 
     def __init__(
         self, cfg, memory=None, broadcast_decision=lambda decide: decide(), ep_rank=0, ep_size=1, num_shared=0, profile=None,
-        make_counters=CpuRoutingCounters, expert_bytes=PAGE_BYTES, experts=None, **more,
+        make_counters=CpuRoutingCounters, expert_bytes=PAGE_BYTES, experts=None, link=None, **more,
     ):  # fmt: skip
-        """``experts``: that of each place of every layer, over all ranks; None: each at the place of its own number."""
+        """``experts``: that of each place of every layer, over all ranks; None: each at the place of its own number. ``link``:
+        as measured."""
         self.manager = OffloadManager(
             cfg, memory or EmulatedMemory(), make_counters, broadcast_decision, progress=lambda: False, **more
         )
@@ -49,6 +50,7 @@ class Rank:
                 module.w13 = torch.empty(local, expert_bytes, dtype=torch.uint8)
             layer.sync_tensors(module)
             self.modules.append(module)
+        self.manager.link = link
         self.manager.finish_model(self.model)
         self.rearranging = Rearranging(self.manager)
 

@@ -259,6 +259,8 @@ def test_every_way_to_copy_and_every_arm_of_a_step_is_run(ran):
     assert values("layer", "counters", "counted_step", "counters") == ways
     assert values("miss", "pages", "miss", "memory") == {"managed", "pinned"}
     assert values("ops", "copies", "copies_wrong", "what") >= {f"layers that stream, buffers: {n}" for n in (1, 2)}
+    assert values("ops", "start_link", "start_link", "of") == {"sequential", "scattered", "copied", "engine"}
+    assert values("ops", "start_link", "start_link_seconds", "of") == {"one rank alone", "all at once"}
     assert values("slots", "empty", "resolved_step", "graph") == {"with", "without", "alone"}
     assert values("slots", "empty", "resolve_share", "slots") == {64, 192}
     ways = {"slots", "copy kernel", "copy engine, device to device", "a kernel of torch"}
@@ -1128,6 +1130,16 @@ def test_the_worst_of_host_time_copies_and_misses_decides(modules):
     wrong = [row("copies_wrong", [count], what="", done=10) for count in (0, 2)]
     assert judged(modules, "ops", 2, {"copies": wrong})["met"] is False
     assert judged(modules, "ops", 2, {"copies": wrong[:1]})["met"] is True
+
+    def start_link(engine: float, alone: float) -> dict:
+        pinned, together = row("start_link_pinned", [50.0]), row("start_link_seconds", [0.2], of="all at once")
+        took = row("start_link_seconds", [alone], of="one rank alone")
+        return {"start_link": [row("start_link", [engine], of="engine"), pinned, took, together]}
+
+    assert judged(modules, "ops", 3, start_link(46.0, 0.2))["met"] is True
+    assert judged(modules, "ops", 3, start_link(44.0, 0.2))["met"] is False
+    assert judged(modules, "ops", 4, start_link(46.0, 0.2))["ratio"] == pytest.approx(1.8)
+    assert judged(modules, "ops", 4, start_link(46.0, 0.3))["met"] is False
 
     def miss(memory: str, way: str, rate: float) -> dict:
         return row("miss", [rate], shape="glm-4.5-air", memory=memory, way=way)

@@ -4,11 +4,13 @@ The number of residents is the one that fits."""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 
 import pytest
 from builders.rooms import fraction
-from standin.serving import GPU, captures, serve_and_log
+from standin.serving import GPU, captures, kept_links, serve_and_log
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 
@@ -49,7 +51,8 @@ def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
         "max_new_tokens": 24,
     }
     (folder / "buddyinfo").write_text("Node 0, zone Normal 9999 0 0 0 0 0 0 0 0 0 0\n")
-    return serve_and_log(job, FIRST, standin.library, folder / "run", plugin=IN_PIECES.format(file=str(folder / "buddyinfo")))
+    pieces = IN_PIECES.format(file=str(folder / "buddyinfo"))
+    return serve_and_log(job, FIRST, standin.library, folder / "run", plugin=pieces, env={"STANDIN_LINK": "36,35,33,52"})
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +85,24 @@ def test_the_experts_are_managed_and_placed_before_they_are_written(calls):
         assert moved == {"device": BLOCK_BYTES, "host": EXPERTS * expert_bytes - BLOCK_BYTES}
         preferred = [call for call in mine if call.get("advice") == "SetPreferredLocation"]
         assert {call["location"]: call["nbytes"] for call in preferred} == moved
+
+
+def test_the_link_is_measured_once_loaded_and_is_in_the_log_the_status_and_the_cache(served, calls, standin):
+    result, _ = served
+    told = "this machine reads offloaded experts at 35.0 GB/s, 51.7 expected: scattered reads 35.0 GB/s, sequential 36.0, "
+    assert result["log"].count(told) == 1
+    assert result["log"].count("reads of offloaded experts are slow: kernels read more slowly than the copy engine") == 1
+    link = result["server_info"]["internal_states"][0]["expert_offload"]["link"]
+    assert link["measured"]["together"]["scattered"] == pytest.approx(35.0, rel=1e-4)
+    assert (link["measured"]["ranks"], len(link["because"])) == (1, 1)
+    folder = kept_links({"XDG_CACHE_HOME": str(standin.library.parent / "caches")})
+    (file,) = folder.iterdir()
+    assert json.loads(file.read_text())["link"] == link["measured"]
+    timed = [call for call in calls if call.get("kernel") == "uvm_read_kernel"]
+    loaded = calls.index(named(calls, "cudaStreamBeginCapture")[0])
+    assert timed
+    assert calls.index(timed[-1]) < loaded
+    shutil.rmtree(folder)  # later tests serve on other machines
 
 
 def kernels(calls: list[dict]) -> list[str]:
@@ -143,9 +164,15 @@ def test_graphs_read_the_experts_where_they_stay(calls):
     assert not [call for call in named(calls[:end], "cudaFree") if call["managed"]]
     first = calls.index(replays[0])
     assert not named(calls[first:end], "cudaMallocManaged")
-    long_prompt = [i for i, call in enumerate(calls) if call.get("kernel") == "uvm_copy_kernel"]
+    long_prompt = copies_at(calls)
     decoding = next(i for i in replays_at(calls) if i > long_prompt[-1])
     assert not named(calls[decoding:end], "cudaMalloc")
+
+
+def copies_at(calls: list[dict]) -> list[int]:
+    """Of layers, into stream buffers. Before the first capture the link is timed."""
+    begin = calls.index(named(calls, "cudaStreamBeginCapture")[0])
+    return [i for i, call in enumerate(calls) if i > begin and call.get("kernel") == "uvm_copy_kernel"]
 
 
 def replays_at(calls: list[dict]) -> list[int]:
@@ -157,7 +184,7 @@ def test_a_long_prompt_computes_from_buffers_one_layer_ahead_of_the_copies(serve
     result, _ = served
     state = result["server_info"]["internal_states"][0]["expert_offload"]
     assert state["streaming"] == {"buffers": 2, "nbytes": BUFFERS, "min_tokens": STREAM_TOKENS, "fault": None}
-    copies = [i for i, call in enumerate(calls) if call.get("kernel") == "uvm_copy_kernel"]
+    copies = copies_at(calls)
     assert len(copies) == LAYERS
     eager = [call for call in calls[copies[0] :] if call.get("kernel") == "fused_moe_kernel"]
     read = [call["arguments"][1] for call in eager]

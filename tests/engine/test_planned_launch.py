@@ -13,18 +13,21 @@ from unittest import mock
 
 import pytest
 from arguments import Arguments
+from builders import links
 from builders.drafts import eagle
 from builders.true_shape import CONFIGS, config_folder, write
 from checkpoints import Checkpoints
 
+from sglang_uvm_offload.memory.kept_links import KeptLink
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch import draft_source, expert_bytes, linear_attention, planned_launch
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.gpus import GPUS
 from sglang_uvm_offload.sizing.inputs import Parallel
 from sglang_uvm_offload.sizing.kv_cache import kv_shape
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounted
-from sglang_uvm_offload.sizing.machine import GIB, GPUS
+from sglang_uvm_offload.sizing.machine import GIB
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo, read_json
 from sglang_uvm_offload.sizing.text_config import text_config
 
@@ -136,6 +139,25 @@ def test_rates_are_those_of_a_known_gpu_and_zeros_of_others(launch: Planned, mon
     assert launch().rates == (0, 0, 0)
     monkeypatch.setattr(planned_launch, "visible_gpus", list)
     assert launch().rates == (0, 0, 0)
+
+
+def test_a_link_that_a_server_measured_counts_in_place_of_the_published_one(
+    launch: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def kept_link(ranks: int) -> KeptLink:
+        asked.append(ranks)
+        return links.kept(ranks, scattered=35.0, engine=52.0)
+
+    published = launch().case().machine
+    monkeypatch.setattr(planned_launch, "kept_link", kept_link)
+    machine = launch("--tp-size", 2).case().machine
+    assert asked == [2]
+    assert (published.measured, published.link_gbps) == (None, GPUS["H200"].link_gbps)
+    assert (machine.measured, machine.link_gbps) == (links.rates(scattered=35.0, engine=52.0), 52.0)
+    monkeypatch.setattr(planned_launch, "visible_gpus", lambda: [("NVIDIA Nothing", H200)])
+    assert launch().case().machine.measured is None, "nothing is predicted for it"
 
 
 def test_only_a_hierarchical_cache_of_given_size_is_counted(launch: Planned) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "kernels"
 SITE = Path(sysconfig.get_paths()["purelib"])
-SOURCES = ["record.c", "memory.c", "stream.c", "runtime.c", "driver.c", "libraries.c", "symbols.c"]
+SOURCES = ["record.c", "memory.c", "stream.c", "link.c", "runtime.c", "driver.c", "libraries.c", "symbols.c"]
 USERS = ["torch/lib", "torchaudio", "torchvision", "sgl_kernel", "tvm_ffi", "xgrammar"]
 """Folders whose libraries leave CUDA symbols undefined."""
 WHOLE = ["libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13"]

@@ -102,6 +102,13 @@ EXPORT int cuGetErrorName(int error, const char** text) {
     return CUDA_SUCCESS;
 }
 
+/* A GPU's number, as its identity. */
+EXPORT int cuDeviceGetUuid(unsigned char uuid[16], int device) {
+    memset(uuid, 0x5d, 16);
+    uuid[15] = (unsigned char)device;
+    return CUDA_SUCCESS;
+}
+
 /* ---- modules and kernels (Triton, whose kernels end with two scratch pointers: two arguments always exist) ---- */
 
 static void* new_handle(void) { return calloc(1, 16); }
@@ -236,6 +243,10 @@ EXPORT int cuMemcpyDtoD(void* to, const void* from, size_t nbytes) {
     cudaMemcpy(to, from, nbytes, cudaMemcpyDefault);
     if (standin_setting("STANDIN_CORRUPT", 0)) ((char*)to)[nbytes / 2] ^= 1;
     return CUDA_SUCCESS;
+}
+
+EXPORT int cuMemcpyDtoDAsync(void* to, const void* from, size_t nbytes, void* stream) {
+    return cudaMemcpyAsync(to, from, nbytes, cudaMemcpyDefault, stream);
 }
 
 EXPORT int cuMemcpyDtoH(void* to, const void* from, size_t nbytes) {

@@ -36,6 +36,7 @@ extern "C" void* standin_bind(const char* name, void** arguments) {
     if (!strcmp(name, "uvm_time_reads_kernel"))
         return new bound_kernel(with_arguments(uvm_time_reads_kernel, arguments));
     if (!strcmp(name, "uvm_copy_kernel")) return new bound_kernel(with_arguments(uvm_copy_kernel, arguments));
+    if (!strcmp(name, "uvm_read_kernel")) return new bound_kernel(with_arguments(uvm_read_kernel, arguments));
     if (!strcmp(name, "uvm_begin_slots_kernel"))
         return new bound_kernel(with_arguments(uvm_begin_slots_kernel, arguments));
     if (!strcmp(name, "uvm_resolve_slots_kernel"))

@@ -343,6 +343,7 @@ static cudaError_t copy(void* stream, struct copy it) {
     int result = standin_injected("cudaMemcpyAsync");
     if (result) return remembered(result);
     bool from_pageable = standin_kind(it.from) == KIND_NONE, to_pageable = standin_kind(it.to) == KIND_NONE;
+    if (on_device(it.to)) standin_link_copy(it.from, it.width * it.height);
     enqueue_copy(stream, "cudaMemcpyAsync", it, to_pageable);
     if (from_pageable || to_pageable) standin_finish(stream);
     return 0;

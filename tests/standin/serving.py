@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ def captures(calls: list[dict]) -> Iterator[list[dict]]:
             yield calls[start : i + 1]
 
 
+def kept_links(environment: Mapping[str, str]) -> Path:
+    """The folder with what servers have measured of their link."""
+    return Path(environment["XDG_CACHE_HOME"]) / "sglang-uvm-offload" / "links"
+
+
 def serve_and_log(
     job: dict[str, Any],
     first: int,
@@ -52,6 +58,7 @@ def serve_and_log(
     """What an engine answers whose tokens pick the experts from ``first`` on, with its ``log``, and the CUDA calls of the
     process that serves. ``plugin``: code of one more SGLang plugin. ``env``: more environment variables."""
     environment = sglang_environment(library.parent, folder / "calls.jsonl", library.parent / "caches") | dict(env or {})
+    shutil.rmtree(kept_links(environment), ignore_errors=True)  # what another server measured
     environment |= {"STANDIN_FIRST_EXPERT": str(first), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment["STANDIN_LATE"] = "2"  # the stream of SGLang's steps, and that of the copies of counts
     if plugin:

@@ -67,6 +67,13 @@ bool standin_capturing(void* stream);
 void standin_finish(void* stream);
 void standin_finish_all(void);
 
+/* ---- link.c: how long what crosses the link takes ---- */
+
+void standin_link_kernel(const char* kernel, void** arguments);
+void standin_link_copy(const void* from, size_t nbytes);
+double standin_link_time(void); /* milliseconds */
+float standin_link_elapsed(double start, double end);
+
 /* ---- symbols.c ---- */
 
 /* What a lookup by name finds: our function, its _v2, or one that returns success. */

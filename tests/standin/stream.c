@@ -51,6 +51,7 @@ struct event {
     struct graph* graph; /* that was being captured where it was recorded */
     struct moment recorded;
     bool asked;
+    double link_time;
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -257,6 +258,7 @@ void standin_launch(void* stream, const char* kernel, void** arguments, int show
     for (int i = 0; i < shown; i++) memcpy(&words[i], arguments[i], sizeof words[i]);
     /* Kernels read their arguments' values at the launch, and a graph keeps the values of the capture. */
     struct bound_launch launch = {bind_kernel ? bind_kernel(kernel, arguments) : NULL, blocks, threads};
+    if (launch.kernel) standin_link_kernel(kernel, arguments);
     pthread_mutex_lock(&running);
     standin_log(call, 0, "\"kernel\": \"%.200s\", \"stream\": \"%p\", \"graph\": %d, \"arguments\": [%zu, %zu]", kernel,
                 shown_stream(stream), graph ? graph->id : 0, words[0], words[1]);
@@ -393,7 +395,7 @@ static int record(void* event, void* stream) {
     int result = standin_injected("cudaEventRecord");
     if (result) return result;
     pthread_mutex_lock(&running);
-    *(struct event*)event = (struct event){of(stream)->graph, now(of(stream)), false};
+    *(struct event*)event = (struct event){of(stream)->graph, now(of(stream)), false, standin_link_time()};
     log_event("cudaEventRecord", 0, event, stream);
     if (shuffled()) run_some();
     pthread_mutex_unlock(&running);
@@ -450,7 +452,7 @@ EXPORT int cudaStreamWaitEvent(void* stream, void* event, unsigned flags) { retu
 EXPORT int cuStreamWaitEvent(void* stream, void* event, unsigned flags) { return wait_event(stream, event); }
 
 EXPORT int cudaEventElapsedTime(float* milliseconds, void* start, void* end) {
-    *milliseconds = 1;
+    *milliseconds = standin_link_elapsed(((struct event*)start)->link_time, ((struct event*)end)->link_time);
     return 0;
 }
 

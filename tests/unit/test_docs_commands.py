@@ -20,7 +20,7 @@ from builders.profiles import MODEL, saved, some
 
 from scripts.harness.patience import patience
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.cuda.build import cache_root
+from sglang_uvm_offload.files.cache import cache_root
 from sglang_uvm_offload.routing.trace import Trace
 
 pytestmark = pytest.mark.sglang

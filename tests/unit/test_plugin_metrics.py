@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from builders import links
 from builders.managers import LAYERS, Rank, config
 from prometheus_client import CollectorRegistry
 
@@ -55,6 +56,16 @@ def test_streamed_bytes_are_counted_by_group_of_layers_apart_from_reads_in_place
     assert streamed == [0, 10 * PAGE_BYTES, 0]
     assert read == [0, 0, 0]
     assert sample("byte_hit_rate", layers="1-1") is None
+
+
+def test_a_measured_link_is_shown_in_bytes_a_second_and_another_is_not(served):
+    rank, metrics = served
+    metrics.publish()
+    assert sample("link_bytes_per_second", by="scattered") is None
+    rank.manager.link = links.status(scattered=35.0, engine=52.0)
+    metrics.publish()
+    shown = {by: sample("link_bytes_per_second", by=by) for by in ("sequential", "scattered", "copied", "engine")}
+    assert shown == {"sequential": 51e9, "scattered": 35e9, "copied": 50e9, "engine": 52e9}
 
 
 def test_moves_are_counted(served):

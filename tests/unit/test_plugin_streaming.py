@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import links
 from builders.configs import served_config
 from builders.launch import resolved as sglang_resolved
 from sglang.srt.model_executor.cuda_graph_config import Backend
@@ -41,19 +42,26 @@ def config(**flags: Any) -> OffloadConfig:
 # ---- the threshold ----
 
 
-def streamed_from(num_experts: int = 256, top_k: int | None = 8, planned: int | None = None, **flags: Any) -> int:
+def streamed_from(num_experts: int = 256, top_k: int | None = 8, planned: int | None = None, link=None, **flags: Any) -> int:
     """Tokens. ``planned``: stream buffers."""
     text = PretrainedConfig(**{"num_experts_per_tok": top_k})
     requested = parse({"num_resident": 4, **flags})
     assert requested is not None
     assert requested.num_resident is not None
-    return stream_settings.stream_tokens(requested, requested.num_resident, planned, num_experts, text)
+    return stream_settings.stream_tokens(requested, requested.num_resident, planned, num_experts, text, link)
 
 
 def test_auto_streams_from_where_a_step_uses_nearly_all_experts():
     assert streamed_from() == 1024
     assert streamed_from(128) == 512
     assert streamed_from(top_k=None) == 1024, "a model that does not state it"
+
+
+@pytest.mark.parametrize(("reads", "tokens"), [(50.0, 1024), (60.0, 1024), (35.0, 512), (20.0, 128)])
+def test_a_link_that_was_measured_to_read_slowly_streams_earlier(reads, tokens):
+    """It copies at 50 GB/s. A step of 64 tokens is expected to use 87 % of 256 experts, one of 16 tokens 40 %."""
+    assert streamed_from(link=links.kept(scattered=reads, copied=50.0)) == tokens
+    assert streamed_from(link=links.kept(scattered=reads, copied=50.0), stream_tokens="300") == 300
 
 
 @pytest.mark.parametrize(("given", "tokens"), [(0, 0), ("300", 300), ("inf", NEVER)])

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from builders import links
 from builders.charts import cells_of
 from builders.locations import located
 from builders.managers import LAYERS, E, Rank, config, profile_of
@@ -70,6 +71,18 @@ def test_a_report_of_a_server_that_served_nothing_has_every_section(section):
     said = words(server_report(info(Rank(config()).status()), "s"))
     assert section in said
     assert "not counted" in said
+
+
+def test_a_report_shows_the_measured_link_and_takes_its_rate():
+    reason = "4 GPUs share <b>it</b>"
+    status = stepped(Rank(config(), link=links.status(scattered=0.035, because=(reason,))))
+    said = words(server_report(info(status), "s"))
+    assert f"link this machine reads offloaded experts at 0.0 GB/s, 51.7 expected; {reason}" in said
+    assert "at the rate that the server measured for scattered reads" in said
+    assert "assumed 55 GB/s" not in said
+    nbytes = 15 * PAGE_BYTES
+    assert f"{nbytes / 0.035e9:.3g} s, {1e3 * nbytes / 0.035e9 / 5:.3g} ms a step" in said
+    assert "at an assumed 55 GB/s" in words(server_report(info(stepped(Rank(config()))), "s"))
 
 
 def test_a_report_shows_what_slots_served_and_what_prompts_left_in_them():

@@ -10,6 +10,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
+from builders import links
 from builders.managers import LAYERS, E, Rank, config, profile_of
 from simulated_driver import SimulatedDriver
 
@@ -33,9 +34,9 @@ def seconds_pass() -> Callable[[], float]:
     return lambda: float(next(seconds))
 
 
-def following(memory=None, clock=None, executor=None, make_counters=CpuRoutingCounters, **flags) -> Rank:
+def following(memory=None, clock=None, executor=None, make_counters=CpuRoutingCounters, link=None, **flags) -> Rank:
     cfg = config(resident_selection="first_n", adapt="continuous", **flags)
-    return Rank(cfg, memory, make_counters=make_counters, clock=clock or seconds_pass(), executor=executor)
+    return Rank(cfg, memory, make_counters=make_counters, clock=clock or seconds_pass(), executor=executor, link=link)
 
 
 def serve(rank: Rank, ids, steps: int) -> None:
@@ -115,13 +116,18 @@ def test_moves_wait_while_the_link_has_no_time_for_them():
     assert rank.resident() == [[0, 1, 2]] * LAYERS
 
 
-def test_what_is_promoted_is_bounded_over_time_and_experts_larger_than_a_step_affords_are_promoted_too(monkeypatch):
+@pytest.mark.parametrize("measured", [False, True])
+def test_what_is_promoted_is_bounded_over_time_and_experts_larger_than_a_step_affords_are_promoted_too(monkeypatch, measured):
+    """By the constant, or by a measured link of which it would be too much."""
     step_seconds = 0.01
     rate = 0.2 * PAGE_BYTES / step_seconds  # an expert in five steps
-    monkeypatch.setattr(adaptation, "MOVE_BYTES_PER_S", rate)
     monkeypatch.setattr(adaptation, "BURST_SECONDS", step_seconds)
+    slow = rate / 0.08e9
+    link = links.status(sequential=slow, scattered=slow, copied=slow, engine=slow) if measured else None
+    if not measured:
+        monkeypatch.setattr(adaptation, "MOVE_BYTES_PER_S", rate)
     seconds = count()
-    rank = following(clock=lambda: next(seconds) * step_seconds)
+    rank = following(clock=lambda: next(seconds) * step_seconds, link=link)
     moved = []
     for _ in range(200):
         serve(rank, [[5, 6, 7]], 1)

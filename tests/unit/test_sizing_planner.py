@@ -18,10 +18,11 @@ from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.sizing import planner, sglang_memory
 from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.gpus import GPUS
 from sglang_uvm_offload.sizing.inputs import MEASURED, Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.kv_cache import KvShape
 from sglang_uvm_offload.sizing.launch import Launch
-from sglang_uvm_offload.sizing.machine import GIB, GPUS, MachineError, describe, of_gpus, preset
+from sglang_uvm_offload.sizing.machine import GIB, MachineError, describe, of_gpus, preset
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.routing_curves import hit_rates

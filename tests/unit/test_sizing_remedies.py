@@ -9,8 +9,9 @@ import pytest
 
 from sglang_uvm_offload.sizing import planner
 from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.gpus import GPUS
 from sglang_uvm_offload.sizing.inputs import Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.machine import GIB, GPUS, preset
+from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.planner import plan_case
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots

@@ -11,7 +11,9 @@ from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import NEVER, RequestedConfig
 from sglang_uvm_offload.cuda.device import free_vram, integrated, visible_gpus
+from sglang_uvm_offload.cuda.kept_link import kept_link
 from sglang_uvm_offload.memory.host_ram import host_available
+from sglang_uvm_offload.memory.kept_links import KeptLink
 from sglang_uvm_offload.plugin.compat import (
     as_given,
     has_contexts,
@@ -140,6 +142,7 @@ def _launch(config: RequestedConfig, cfg: Any, model: Any, given: Any) -> Launch
         stages=stages(cfg, model),
         notes=_notes(config, cfg, given),
         rates=_rates(),
+        measured=measured_link(cfg),
         one_memory=has_one_memory(),
         load_format=cfg.load_format,
     )
@@ -231,6 +234,11 @@ def _rates() -> tuple[float, float, float]:
     """The rates of this machine's GPUs, zeros if they are unknown."""
     machine = _machine()
     return (0.0, 0.0, 0.0) if machine is None else (machine.link_gbps, machine.hbm_gbps, machine.tflops)
+
+
+def measured_link(cfg: Any) -> KeptLink | None:
+    """What earlier servers measured of the link of this launch's GPUs, None if nothing is kept."""
+    return kept_link(len(ranks(cfg))) if cfg.device == "cuda" else None
 
 
 def _name(dtype: Any) -> str:

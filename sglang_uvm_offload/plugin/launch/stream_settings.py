@@ -10,6 +10,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_uvm_offload.config import NEVER, OffloadConfig, RequestedConfig
 from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.memory.kept_links import KeptLink
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
 from sglang_uvm_offload.sizing.streaming import break_even_tokens
 
@@ -20,17 +21,23 @@ USUAL_TOP_K = 8
 
 
 def stream_tokens(
-    requested: RequestedConfig, num_resident: int, buffers: int | None, num_experts: int, hf_text_config: Any
+    requested: RequestedConfig,
+    num_resident: int,
+    buffers: int | None,
+    num_experts: int,
+    hf_text_config: Any,
+    link: KeptLink | None,
 ) -> int:
     """From how many tokens on a step streams: ``NEVER`` where nothing is to be streamed. ``buffers``: how many there is room
-    for, None if nobody counted."""
+    for, None if nobody counted. ``link``: as measured."""
     if requested.stream_gb is None and buffers == 0 and requested.stream_tokens != NEVER and num_resident < num_experts:
         warn_of_no_room()
     if requested.stream_gb == 0 or buffers == 0 or num_resident == num_experts:
         return NEVER
     if requested.stream_tokens is not None:
         return requested.stream_tokens
-    return break_even_tokens(num_experts, stated_top_k(hf_text_config) or USUAL_TOP_K)
+    measured = None if link is None else link.link.together
+    return break_even_tokens(num_experts, stated_top_k(hf_text_config) or USUAL_TOP_K, measured)
 
 
 def graph_settings(config: OffloadConfig, cfg: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -65,6 +66,12 @@ class Metrics:
         self.moved = counter("moved_bytes", "Bytes promoted and demoted.")
         self.moving = counter("moving_seconds", "Seconds spent moving experts.")
         self.evicted = gauge("evicted_bytes", "Bytes of resident experts that the driver has evicted, estimated from a sample.")
+        self.link = gauge(
+            "link_bytes_per_second",
+            "Rates of the link when the model was loaded, while all GPUs used it: reads in place (scattered, sequential), "
+            "copies (copied, engine).",
+            [*labels, "by"],
+        )
         self.paused = gauge("paused", "1 while an operator has paused moves.")
         self.fault = gauge(
             "fault", "1 once a fault has ended moving, streaming or the trace; serving continues.", [*labels, "of"]
@@ -123,6 +130,9 @@ class Metrics:
         self.resident_bytes.labels(**self.labels).set(sum(layer.resident_bytes for layer in layers))
         self.offloaded_bytes.labels(**self.labels).set(sum(layer.offloaded_bytes for layer in layers))
         self.paused.labels(**self.labels).set(self.manager.paused)
+        if (link := self.manager.link) is not None:
+            for by, rate in dataclasses.asdict(link.measured.together).items():
+                self.link.labels(**self.labels, by=by).set(rate * 1e9)
         if (evicted := self.manager.evictions.evicted_bytes) is not None:
             self.evicted.labels(**self.labels).set(evicted)
         for what, ended in self.faults().items():

@@ -13,6 +13,7 @@ from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.cpu.slots import CpuSlots
 from sglang_uvm_offload.cpu.staging import CpuStaging
 from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.memory.link import LinkTimer, Offloaded
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.memory.slots import ExpertSlots, SlotLayer
 from sglang_uvm_offload.memory.staging import Staging
@@ -39,6 +40,10 @@ class Emulated:
     def staging(self, memory: Memory, nbytes: int, count: int) -> Staging:
         """``count`` stream buffers of ``nbytes``."""
         return CpuStaging(memory, nbytes, count)
+
+    def link_timer(self, offloaded: Sequence[Offloaded]) -> LinkTimer | None:
+        """None: nothing crosses a link. Raises ``RuntimeError``."""
+        return None
 
     def executor(self) -> Executor:
         """A thread for work alongside the steps."""
@@ -79,6 +84,11 @@ class Cuda(Emulated):
         from sglang_uvm_offload.cuda.staging import CudaStaging
 
         return CudaStaging(self._gpu, nbytes, count)
+
+    def link_timer(self, offloaded: Sequence[Offloaded]) -> LinkTimer:
+        from sglang_uvm_offload.cuda.link import CudaLinkTimer
+
+        return CudaLinkTimer(self._gpu, offloaded)
 
     def executor(self) -> Executor:
         """On this rank's GPU. A new thread starts on GPU 0, where its first call would take VRAM for a context."""

@@ -13,6 +13,7 @@ from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError
 from sglang_uvm_offload.plugin import compat, enforce
 from sglang_uvm_offload.plugin.launch.profiles import chosen_profile, named
+from sglang_uvm_offload.plugin.rank import link
 from sglang_uvm_offload.plugin.rank.built_model import BuiltModel, EarlierStages
 from sglang_uvm_offload.plugin.rank.slots import make_slots
 from sglang_uvm_offload.plugin.rank.state import MODEL, RankState
@@ -78,6 +79,8 @@ class LoadingHooks:
                 self._built()
             for layer in model.layers:
                 layer.sync_tensors(*layer.holders)  # loaders may replace tensors after post-load processing
+            if not model.draft:
+                manager.link = link.measure(self.rank.backend, compat.gpu_id(), model.layers)
             manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
             if not model.draft:
                 # A server that releases its weights then also releases the buffers, and gets them back at the same size.

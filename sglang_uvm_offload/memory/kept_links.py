@@ -1,0 +1,54 @@
+"""What servers have measured of the links of this machine's GPUs, kept for later launches and for plans."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from sglang_uvm_offload.files.cache import cache_root
+from sglang_uvm_offload.memory.link import MeasuredLink
+
+
+@dataclass(frozen=True)
+class KeptLink:
+    """``gpus``: the ids of those that were measured at the same time. ``at``: in seconds since 1970."""
+
+    gpus: tuple[str, ...]
+    at: float
+    link: MeasuredLink
+
+
+def keep(gpus: Collection[str], link: MeasuredLink) -> None:
+    """In place of what was kept of the same GPUs. Raises ``OSError``."""
+    kept = KeptLink(tuple(sorted(gpus)), time.time(), link)
+    name = hashlib.sha256(" ".join(kept.gpus).encode()).hexdigest()[:20]
+    folder = _folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    written = folder / f".{secrets.token_hex(4)}"
+    written.write_bytes(msgspec.json.encode(kept))
+    os.replace(written, folder / f"{name}.json")
+
+
+def kept(gpus: Collection[str], ranks: int) -> KeptLink | None:
+    """What says most of ``ranks`` ranks on ``gpus``, None if nothing does: the newest of the fewest GPUs that are as many, else
+    of the most. A damaged file counts as none."""
+    found = [one for one in map(_read, _folder().glob("*.json")) if one is not None and set(one.gpus) <= set(gpus)]
+    return min(found, key=lambda one: (abs(one.link.ranks - ranks), one.link.ranks < ranks, -one.at), default=None)
+
+
+def _folder() -> Path:
+    return cache_root() / "links"
+
+
+def _read(file: Path) -> KeptLink | None:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=KeptLink)
+    except (OSError, msgspec.MsgspecError):
+        return None

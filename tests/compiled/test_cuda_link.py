@@ -1,0 +1,71 @@
+"""Timing the link on the stand-in driver: which bytes are read and copied, at the rates that it plays."""
+
+from __future__ import annotations
+
+import pytest
+from standin.run import Standin
+
+PREPARE = """
+import dataclasses
+from sglang_uvm_offload.cuda.link import CudaLinkTimer
+from sglang_uvm_offload.memory.link import Offloaded
+memory, random = CudaMemory(), np.random.default_rng(0)
+def tensor(blocks, offloaded, expert_bytes):
+    made = memory.allocate(blocks * BLOCK, "w13")
+    held, values = memory.tensor(made), random.integers(0, 255, blocks * BLOCK, dtype=np.uint8)
+    for block in range(blocks):
+        memory.place(made, [Span(block * BLOCK, BLOCK)], HOST if block in offloaded else DEVICE)
+    held.copy_(torch.from_numpy(values))
+    return made, held, values, Offloaded(made.address + BLOCK * np.array(sorted(offloaded), dtype=np.int64), expert_bytes)
+"""
+
+
+@pytest.mark.parametrize("link", ["51,50,49,54", "35,35,33,52", "25,16.5,24,25.1", "375,340,330,420"])
+@pytest.mark.parametrize("expert_bytes", [3 << 19, 3 << 20, (200 << 10) + 8])
+def test_each_rate_is_the_links(standin: Standin, link: str, expert_bytes: int) -> None:
+    ran = standin.run(
+        PREPARE
+        + f"""
+made = [tensor(12, range(3, 12), {expert_bytes}), tensor(5, {{0, 2, 4}}, {expert_bytes})]
+waits = []
+rates = CudaLinkTimer(0, [one[3] for one in made]).rates(0.001, lambda: waits.append(1))
+print(json.dumps([dataclasses.astuple(rates), len(waits)]))
+""",
+        link=link,
+    )
+    rates, waits = ran.said
+    assert rates == pytest.approx([float(rate) for rate in link.split(",")], rel=1e-4)
+    assert waits == 4
+
+
+def test_no_byte_changes_and_only_offloaded_ones_are_used(standin: Standin) -> None:
+    """The longest run of neighbours ends with its tensor: a copy of two ranges fails."""
+    ran = standin.run(
+        PREPARE
+        + """
+made = [tensor(6, {0, 4, 5}, 1 << 20), tensor(6, {0, 1, 2}, 1 << 20), tensor(2, set(), 1 << 20)]
+timer = CudaLinkTimer(0, [one[3] for one in made])
+timer.rates(0.001, lambda: None)
+same = [bool((held.cpu().numpy() == values).all()) for _, held, values, _ in made]
+used = {int(address) // BLOCK for address in timer._blocks}
+print(json.dumps([same, len(used), timer._run.size, int(timer._run[0]) == made[1][0].address]))
+"""
+    )
+    assert ran.said == [[True] * 3, 6, 3, True]
+    assert [call for call in ran.calls if call["result"] != 0] == []
+
+
+def test_want_of_vram_is_an_error_of_the_timer(standin: Standin) -> None:
+    ran = standin.run(
+        PREPARE
+        + """
+offloaded = [tensor(4, range(4), 1 << 20)[3]]
+try:
+    CudaLinkTimer(0, offloaded)
+    print(json.dumps("measured"))
+except RuntimeError:
+    print(json.dumps("an error"))
+""",
+        fail="cudaMalloc:1:2!",
+    )
+    assert ran.said == "an error"

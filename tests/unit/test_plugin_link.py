@@ -1,0 +1,167 @@
+"""Ranks measure their link alone in turn and then together; none waits for ever for one that cannot."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from builders import links
+
+from scripts.harness.patience import patience
+from sglang_uvm_offload.memory.kept_links import kept
+from sglang_uvm_offload.memory.link import TIMED
+from sglang_uvm_offload.plugin.rank import link
+from sglang_uvm_offload.plugin.rank.backend import Cuda, Emulated
+
+pytestmark = pytest.mark.sglang
+
+BLOCKS = np.array([2 << 20], dtype=np.int64)
+
+
+class World:
+    """Ranks as threads, with what SGLang's group of all ranks has."""
+
+    def __init__(self, size):
+        self.world_size = size
+        self._barrier = threading.Barrier(size)
+        self._told = [None] * size
+        self._rank = threading.local()
+
+    @property
+    def rank_in_group(self):
+        return self._rank.number
+
+    def barrier(self):
+        self._barrier.wait(patience(20))
+
+    def all_gather_object(self, own):
+        self._told[self.rank_in_group] = own
+        self.barrier()
+        return list(self._told)
+
+    def run(self, rank, call):
+        self._rank.number = rank
+        return call()
+
+
+class Timer:
+    """Rates that depend on who else times at the moment. ``fails``: the number of the call that raises."""
+
+    def __init__(self, busy, alone, together, fails=None):
+        self.busy, self.alone, self.together, self.fails = busy, alone, together, fails
+        self.calls = 0
+        self.beside = []
+
+    def rates(self, seconds, wait):
+        self.calls += 1
+        for _ in range(TIMED):
+            wait()
+            self.busy.add(self)
+            if self.calls == self.fails:
+                self.busy.discard(self)
+                raise RuntimeError("no VRAM")
+        self.beside.append(len(self.busy))
+        if self.calls > 1:
+            return self.together
+        self.busy.discard(self)
+        return self.alone
+
+
+def measured_by(monkeypatch, tmp_path, timers, hosts=None):
+    """What each rank measures; None in ``timers``: it has nothing offloaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    world = World(len(timers))
+    monkeypatch.setattr(link, "get_world_group", lambda: world)
+    monkeypatch.setattr(link, "gpu_ids", lambda devices: [f"gpu {devices[0]}"])
+    monkeypatch.setattr(link, "visible_gpus", lambda: [("NVIDIA H200", 150 << 30)] * len(timers))
+    monkeypatch.setattr(link, "_host", lambda: (hosts or [""] * len(timers))[world.rank_in_group])
+    monkeypatch.setattr(Cuda, "link_timer", lambda self, offloaded: timers[self._gpu])
+    tensor = SimpleNamespace(offloaded_blocks=lambda: BLOCKS, layout=SimpleNamespace(expert_bytes=1 << 20))
+
+    def one(rank):
+        layers = [] if timers[rank] is None else [SimpleNamespace(tensors=[tensor])]
+        return world.run(rank, lambda: link.measure(Cuda(rank), rank, layers))
+
+    with ThreadPoolExecutor(len(timers)) as threads:
+        return list(threads.map(one, range(len(timers))))
+
+
+def of_four(busy, **more):
+    fast, slow = links.rates(), links.rates(scattered=35.0)
+    return [Timer(busy, fast, slow, **more) for _ in range(4)]
+
+
+def test_each_is_alone_in_its_turn_and_then_all_are_together(monkeypatch, tmp_path):
+    timers = of_four(set())
+    found = measured_by(monkeypatch, tmp_path, timers)
+    assert [timer.beside for timer in timers] == [[1, 4]] * 4
+    assert found[0].measured == links.measured(4, links.rates(), scattered=35.0)
+    assert found == [found[0]] * 4
+
+
+def test_the_slowest_rank_decides(monkeypatch, tmp_path):
+    timers = of_four(set())
+    timers[2].together = links.rates(scattered=12.0)
+    found = measured_by(monkeypatch, tmp_path, timers)
+    assert [status.measured.together.scattered for status in found] == [12.0] * 4
+
+
+def test_one_rank_alone_is_measured_once(monkeypatch, tmp_path):
+    timer = Timer(set(), links.rates(), None)
+    (found,) = measured_by(monkeypatch, tmp_path, [timer])
+    assert timer.calls == 1
+    assert found.measured == links.measured()
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_a_rank_that_fails_holds_up_nobody_and_is_left_out(monkeypatch, tmp_path, caplog, fails):
+    timers = of_four(set())
+    timers[0].fails = fails
+    found = measured_by(monkeypatch, tmp_path, timers)
+    assert [status.measured.ranks for status in found] == [3] * 4
+    assert "the link is not measured: no VRAM" in caplog.text
+
+
+def test_a_rank_without_offloaded_experts_takes_part_and_is_left_out(monkeypatch, tmp_path):
+    timers = of_four(set())
+    timers[1] = None
+    found = measured_by(monkeypatch, tmp_path, timers)
+    assert [status.measured.ranks for status in found] == [3] * 4
+
+
+def test_nothing_is_measured_where_no_rank_can(monkeypatch, tmp_path):
+    assert measured_by(monkeypatch, tmp_path, [None, None]) == [None, None]
+    assert kept(["gpu 0", "gpu 1"], 2) is None
+
+
+def test_each_machine_has_its_own_link(monkeypatch, tmp_path):
+    timers = of_four(set())
+    for timer in timers[2:]:
+        timer.together = links.rates(scattered=20.0)
+    found = measured_by(monkeypatch, tmp_path, timers, hosts=["a", "a", "b", "b"])
+    assert [(status.measured.ranks, status.measured.together.scattered) for status in found] == [(2, 35.0)] * 2 + [
+        (2, 20.0)
+    ] * 2
+
+
+def test_what_was_measured_is_told_once_and_kept(monkeypatch, tmp_path, caplog):
+    caplog.set_level("INFO")
+    (found, *_) = measured_by(monkeypatch, tmp_path, of_four(set()))
+    assert caplog.text.count("this machine reads offloaded experts at 35.0 GB/s, 51.7 expected: scattered reads 35.0") == 1
+    assert caplog.text.count("slow: 4 GPUs share what one alone reads at 50.0 GB/s") == 1
+    assert kept([f"gpu {rank}" for rank in range(4)], 4).link == found.measured
+
+
+def test_a_cache_that_cannot_be_written_only_warns(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    (found,) = measured_by(monkeypatch, tmp_path / "file", [Timer(set(), links.rates(), None)])
+    assert found.measured.ranks == 1
+    assert "not kept for later launches" in caplog.text
+
+
+def test_a_cpu_measures_nothing_and_waits_for_nobody(monkeypatch):
+    monkeypatch.setattr(link, "get_world_group", lambda: pytest.fail("a collective on a CPU server"))
+    assert link.measure(Emulated(), 0, []) is None
