@@ -74,9 +74,10 @@ class Models:
         return self._read[name]
 
 
-def speed(figure: Figure, models: Models, hit_rate: float, **assumed: Any) -> Speed:
-    """What the planner predicts for the configuration of ``figure``."""
+def speed(figure: Figure, models: Models, hit_rate: float, slow_link: bool = False, **assumed: Any) -> Speed:
+    """What the planner predicts for the configuration of ``figure``, with the usual rate of its link or the worst published."""
     model, machine = models[figure["model"]], preset(figure["machine"])
+    machine = machine.slowest or machine if slow_link else machine
     machine = dataclasses.replace(machine, host_gbps=figure.get("host_gbps", 0) / figure.get("expert_bytes", 1))
     drafts, prompt = figure.get("drafts", 0), figure.get("prompt", 4096)
     work = Workload(
@@ -113,13 +114,14 @@ def value(figure: Figure, predicted: Speed) -> float:
 
 
 def compare(figure: Figure, models: Models) -> Compared:
-    """With all experts resident one number, else those for the lowest and the highest measured hit rate."""
+    """With all experts resident one number, else a range: from the lowest measured hit rate at the worst published rate of the
+    link to the highest at the usual one."""
     model = models[figure["model"]]
     if "residents" not in figure:
         return Compared(figure, (value(figure, speed(figure, models, 1.0)),))
     found = hit_rates(model.family, figure.get("requests", 1), figure["residents"] / model.num_experts)
-    rates = (found.lowest.rate, found.highest.rate)
-    return Compared(figure, tuple(sorted(value(figure, speed(figure, models, rate)) for rate in rates)))
+    ends = (speed(figure, models, found.lowest.rate, slow_link=True), speed(figure, models, found.highest.rate))
+    return Compared(figure, tuple(sorted(value(figure, end) for end in ends)))
 
 
 def implied_share(figure: Figure, models: Models) -> float:
@@ -277,7 +279,8 @@ def report(compared: Sequence[Compared], sources: dict[str, str], models: Models
         "# Predicted and published",
         "",
         "Made by `python -m benchmarks.published CONFIGS` from `benchmarks/published.json`. Predictions are those of "
-        "`sglang-uvm-offload plan`; nothing here was measured by this project but the last section.",
+        "`sglang-uvm-offload plan`; nothing here was measured by this project but the last section. A range begins with the "
+        "worst published rate of the link and the lowest measured hit rate, and ends with the usual rate and the highest.",
         "",
         summary(compared),
     ]

@@ -14,7 +14,14 @@ LOG_BYTES = 8 << 10
 
 _RAISED = re.compile(r"^(?:\[[^\]]*\]\s*)?((?:\w+\.)*\w*(?:Error|Exception|Exit|Failure): .+)$")
 _REFUSED = re.compile(r"\berror: (.+)$")
+_LOADED = re.compile(r"Load weight end\. elapsed=([\d.]+) s")
 _ECHO = re.compile(r"scheduler died|exit ?code|Received sigquit|resource_tracker", re.IGNORECASE)
+
+
+def load_seconds(log: str) -> float | None:
+    """How long the first rank that says so read its weights, by SGLang's account; None where none does."""
+    found = _LOADED.search(log)
+    return float(found[1]) if found else None
 
 
 def last_meaningful_line(log: str) -> str:

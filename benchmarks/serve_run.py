@@ -141,6 +141,7 @@ def serve_cell(wanted: Run, contender: Contender, budget: Budget, repeat: int) -
         with server:
             try:
                 row["startup_seconds"] = bill.startup_seconds()
+                row["load_seconds"] = serve_log.load_seconds(server.log)
                 measure(wanted, contender, budget, server, bill, row)
             except PointFailed as failure:
                 row["error"] = str(failure)

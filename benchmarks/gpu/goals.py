@@ -129,6 +129,16 @@ BATCH_GIB = Assumptions.driver_batch_mib / 1024
 """The driver takes VRAM for managed pages in batches."""
 
 
+def loading(rows: PartRows) -> tuple[float, str] | None:
+    worst = None
+    for part in SERVED["server"]:
+        resident, ours = (one(rows, part, "load", contender=name) for name in ("resident", "frequency"))
+        ratio = over(ours, resident)
+        if ratio is not None and ours and resident and (worst is None or ratio > worst[0]):
+            worst = ratio, f"{part}: {show(ours)}; resident {show(resident)}"
+    return worst
+
+
 def engine_at_start(rows: PartRows) -> tuple[float, str] | None:
     measured, pinned = one(rows, "start_link", "start_link", of="engine"), one(rows, "start_link", "start_link_pinned")
     ratio = over(measured, pinned)
@@ -271,6 +281,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("a server's decode time, 50 % resident over all (worst batch)", "<=", 1.25, served_decode(0.5)),
         Goal("a server's decode time, 78 % resident over all (worst batch)", "<=", 1.04, served_decode(0.78)),
         *reachable("frequency", *SERVED["server"]),
+        Goal("a server's seconds of loading a GiB, with offloading over without (worst)", "<=", 1.1, loading),
     ),
     "default": (
         Goal("servers of this plugin with other answers", "<=", 0, other_answers("default")),

@@ -230,7 +230,7 @@ def serve_part(rows: Rows, served: Served) -> None:
             point_seconds=60,
             busy_seconds=0 if served.decoding or served.judged_only else 5,
             deadline=time.monotonic() + rows.left() - serve_run.GRACE_SECONDS / 2,
-            served=partial(put_cell, rows, Path(out)),
+            served=partial(put_cell, rows, Path(out), load(model).total_bytes / 2**30),
         )
         head = serve_run.describe(run, load(model))
         rows.put("run", "", [], run={name: value for name, value in head.items() if name != "rows"})
@@ -257,8 +257,8 @@ def leave_the_stand_in() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def put_cell(rows: Rows, out: Path, row: dict[str, Any]) -> None:
-    """One server's figures, and the end of its log where it failed."""
+def put_cell(rows: Rows, out: Path, gib: float, row: dict[str, Any]) -> None:
+    """One server's figures on a checkpoint of ``gib`` GiB, and the end of its log where it failed."""
     print(serve_report.line(row), flush=True)
     if row["error"] and "log" in row:
         print(serve_log.read(out / row["log"])[-6000:], flush=True)
@@ -269,6 +269,8 @@ def put_cell(rows: Rows, out: Path, row: dict[str, Any]) -> None:
         rows.put(point["kind"], "ms", [1e3 * sample for sample in point.get("samples", ())], **labels, **size)
     if "startup_seconds" in row:
         rows.put("startup", "s", [row["startup_seconds"]], **labels)
+    if row.get("load_seconds") is not None:
+        rows.put("load", "s a GiB", [row["load_seconds"] / gib], **labels)
     for name, nbytes in row.get("memory", {}).items():
         rows.put(name, "GiB", [] if nbytes is None else [nbytes / 2**30], **labels)
     if "offload" in row:

@@ -806,6 +806,14 @@ def test_one_server_with_other_answers_fails_the_goal(modules):
     same = [row("same_answers", [1], contender=name) for name in ("resident", "frequency")]
     assert judged(modules, "server", 0, {"frequency": same})["met"] is True
     other = [row("same_answers", [0], contender=name) for name in ("frequency", "paged_experts")]
+
+    def loading(resident: float, ours: float) -> list[dict]:
+        return [row("load", [seconds], contender=name) for name, seconds in (("resident", resident), ("frequency", ours))]
+
+    assert judged(modules, "server", 5, {"frequency": loading(1.0, 1.05), "most": loading(1.0, 0.5)})["met"] is True
+    assert judged(modules, "server", 5, {"frequency": loading(1.0, 1.05), "most": loading(1.0, 1.2)})["met"] is False
+    assert judged(modules, "server", 5, {"frequency": same})["ratio"] is None, "no load was timed"
+
     verdict = judged(modules, "server", 0, {"frequency": same, "most": other})
     assert (verdict["ratio"], verdict["met"]) == (1, False)
 

@@ -66,6 +66,16 @@ def test_a_range_misses_only_if_all_of_it_does() -> None:
     assert not published.unexplained([published.Compared(each.figure | {"miss": "because"}, (8.0,))])
 
 
+def test_a_range_begins_with_the_worst_published_link() -> None:
+    seed = figure("seed", residents=200)
+    machine, found = preset(seed["machine"]), published.hit_rates(MODELS[seed["model"]].family, 1, 200 / 256)
+    usual, slow = (published.speed(seed, MODELS, found.lowest.rate, slow_link=slow) for slow in (False, True))
+    missed = usual.missed_bytes / 1e9
+    gained = missed / machine.link.slowest - missed / (machine.link_gbps * Assumptions.read_efficiency)
+    assert slow.decode_step_s - usual.decode_step_s == pytest.approx(gained, rel=0.01)
+    assert max(published.compare(seed, MODELS).predicted) == slow.decode_step_s / slow.resident_step_s
+
+
 def test_each_unit_is_the_predictions_own() -> None:
     seed, r1 = figure("seed", residents=200), figure("R1 B200", requests=16)
     found = published.speed(r1, MODELS, 1.0)

@@ -126,6 +126,12 @@ def test_the_reason_in_a_log_is_its_last_exception_and_no_echo_of_it() -> None:
     assert serve_log.last_meaningful_line("") == "its log is empty"
 
 
+def test_the_seconds_of_loading_are_the_first_ranks_by_sglangs_account():
+    told = "[2026-11-26 03:04:05 TP{}] Load weight end. elapsed={} s, type=Qwen3MoeForCausalLM, avail mem=9.00 GB.\n"
+    assert serve_log.load_seconds("begin\n" + told.format(1, "12.34") + told.format(0, "12.50")) == 12.34
+    assert serve_log.load_seconds("Load weight begin. avail mem=9.00 GB\n") is None
+
+
 def test_large_logs_are_kept_compressed_and_read_alike(tmp_path: Path) -> None:
     text = f"{sys.prefix}/lib/x.py: {tmp_path}/server/y\n"
     for times, name in ((1, "a.log"), (2000, "a.log.gz")):
