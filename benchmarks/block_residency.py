@@ -106,8 +106,9 @@ def any_byte(counts: np.ndarray, num_resident: int) -> float:
 
 def after_warmup(shape: Shape, workload: Workload, counts: np.ndarray) -> float:
     """Of what the manager keeps after a warm-up over the whole trace."""
-    flags = {"resident_selection": "frequency", "adapt": "warmup"}
-    managed = Managed(workload.shape, shape.num_resident, shape.tensors, BLOCK_BYTES, **flags)
+    managed = Managed(
+        *(workload.shape, shape.num_resident, shape.tensors, BLOCK_BYTES), resident_selection="frequency", adapt="warmup"
+    )
     for activated in (*workload.warmup, *workload.scored):
         managed.serve(activated)
     managed.manager.reselect()

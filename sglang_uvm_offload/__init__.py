@@ -30,9 +30,9 @@ Serving, for each forward step:
     plugin/rank/fused_moe           apply: count, then compute
     cuda/counters, cpu/counters     one kernel per layer, captured in the graph (routing/counts)
     residency/observer              polls the counts, which arrive some steps late, without waiting
-    residency/adaptation            on a thread of its own (residency/worker): decides (policy/adaptive, over policy/extents)
-    residency/mover                 on that thread: demotes, then promotes
-    residency/evictions             on that thread, every ten seconds: are residents in VRAM (cuda/read_times)
+    residency/adaptation            on a thread of its own: decides (policy/adaptive, over policy/extents)
+    residency/mover                 on another one (residency/worker): demotes, then promotes
+    residency/evictions             on that one, every ten seconds: are residents in VRAM (cuda/read_times)
 
 Operating, while it serves:
 

@@ -1,9 +1,10 @@
 """Replays routing, and writes the figures and tables of one study below ``benchmarks/results``.
 
     python -m benchmarks.policy residents TRACE.npz [TRACE.npz ...] [--jobs 2] [--tunings] [--decisions]
-    python -m benchmarks.policy slots|splits|prompts [TRACE.npz ...] [--jobs 2]
+    python -m benchmarks.policy slots|splits|prompts|moving [TRACE.npz ...] [--jobs 2]
 
-The module of a study says what it compares. `residents` takes traces only; the others also generate routing.
+The module of a study says what it compares. `residents` and `moving` take traces only; the others also
+generate routing.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.policy import prompts, residents, slots, splits
+from benchmarks.policy import moving, prompts, residents, slots, splits
 from sglang_uvm_offload.routing.trace import Trace, TraceError
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-STUDIES: dict[str, Any] = {"slots": slots, "splits": splits, "prompts": prompts}
+STUDIES: dict[str, Any] = {"slots": slots, "splits": splits, "prompts": prompts, "moving": moving}
 
 
 def study(name: str, paths: Sequence[Path], jobs: int, out: Path) -> None:
@@ -50,8 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     of_residents = args.study == "residents"
     problems = [] if args.jobs > 0 else [f"--jobs must be at least 1, not {args.jobs}"]
-    if of_residents and not args.traces:
-        problems.append("residents needs a trace: give TRACE.npz")
+    of_policy = of_residents or args.study == "moving"
+    if of_policy and not args.traces:
+        problems.append(f"{args.study} needs a trace: give TRACE.npz")
     if not of_residents and (args.tunings or args.decisions or args.json):
         problems.append("--tunings, --decisions and --json are options of residents")
     for path in args.traces:
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             problems.append(f"{path}: {error}")
     if problems:
         parser.error("; ".join(problems))
-    out = args.out or RESULTS / ("policy" if of_residents else "slots")
+    out = args.out or RESULTS / ("policy" if of_policy else "slots")
     out.mkdir(parents=True, exist_ok=True)
     if of_residents:
         traces = {path.stem: Trace.load(path) for path in args.traces}

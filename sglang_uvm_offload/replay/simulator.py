@@ -6,7 +6,8 @@ up, the rest is scored, and state persists. Policies that read a miss in place p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -106,17 +107,28 @@ class Managed:
         num_resident: int,
         tensors: Sequence[int] = (PAGE_BYTES,),
         block_bytes: int = PAGE_BYTES,
+        memory: EmulatedMemory | None = None,
+        clock: Callable[[], float] | None = None,
+        executor: Executor | None = None,
+        decider: Executor | None = None,
         **flags: Any,
     ):
         """``shape``: layers, and experts per layer, of which ``num_resident`` are resident. ``tensors``: bytes of an expert in
-        each tensor of a layer; by default an expert is one block."""
+        each tensor of a layer; by default an expert is one block. By default moves and decisions take no time, and a move may
+        follow each decision; ``memory``, ``clock``, ``executor`` and ``decider`` are as the manager's."""
         shipped = {"resident_selection": "first_n", "adapt": "continuous", "stream_tokens": "inf"}
         requested = parse({"num_resident": num_resident, **shipped, **flags})
         assert requested is not None
         config = requested.resolved()
-        memory = EmulatedMemory(block_bytes)
         self.manager = OffloadManager(
-            config, memory, CpuRoutingCounters, lambda decide: decide(), progress=lambda: False, clock=_Idle()
+            config,
+            memory or EmulatedMemory(block_bytes),
+            CpuRoutingCounters,
+            lambda decide: decide(),
+            progress=lambda: False,
+            clock=clock or _Idle(),
+            executor=executor,
+            decider=decider,
         )
         self._model = self.manager.begin_model(draft=False)
         self._shape = shape
@@ -128,14 +140,14 @@ class Managed:
                 assert flat is not None
                 self._held.append(flat)
         self.manager.finish_model(self._model)
-        self.resident = self._residency()
+        self.resident = self.residency()
 
     def step(self, activated: np.ndarray) -> Served:
         """Serve a decode step. Tokens that share an expert make one activation of it, so the step is fed as one token that uses
         all experts."""
         before = self.resident
         self.serve(activated)
-        self.resident = self._residency()
+        self.resident = self.residency()
         return Served(activated & self.resident, activated & ~self.resident, self.resident & ~before)
 
     def serve(self, activated: np.ndarray) -> None:
@@ -149,7 +161,7 @@ class Managed:
             self._model.counters.count(layer, ids[:, begin:end], 0, IdFormat.PLAIN)
         self.manager.end_step(self._model)
 
-    def _residency(self) -> np.ndarray:
+    def residency(self) -> np.ndarray:
         """``bool[layers, experts]``: the experts that are wholly resident."""
         resident = self._model.resident_extents()
         if resident.size == self._shape[0] * self._shape[1]:  # an expert is one block

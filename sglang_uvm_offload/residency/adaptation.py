@@ -1,4 +1,5 @@
-"""Continuous adaptation: the policy chooses residents from the live counts, on a thread of its own."""
+"""Continuous adaptation: the policy chooses residents from the live counts, on a thread of its own, and goes on while experts
+move on another one."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ MOVE_BYTES_PER_S = 4 << 30
 """The rate limit of promotions: a small part of a PCIe link, so that moves do not starve zero-copy reads."""
 MOVE_SHARE = 0.08
 """The same as a share of the copy engine's measured rate, where that is less: of PCIe 5 x16 it is as much."""
-BURST_SECONDS = 0.25
-"""How long an unused allowance accumulates."""
+BURST_SECONDS = 0.02
+"""How long an unused allowance accumulates. Long bursts move what a later decision would not; benchmarks/policy/moving.py
+measures them."""
 
 
 class Adaptation:
@@ -57,32 +59,39 @@ class Adaptation:
         """Bytes that may be promoted now."""
         self._refilled_at = clock()
         self._next: Future[np.ndarray | None] | None = None
+        self._due = False
+        """Whether the last decision was collected, and the next one is to be submitted."""
         self._dropped = False
         """Whether ``_next`` was made for residents that have changed since."""
         self._replaced: ModelExperts | None = None
         """The model, if its tensors were replaced since ``_next`` was submitted."""
 
-    def collect_and_submit(self, pending: PendingCounts, resident: np.ndarray, may_move: bool = True) -> np.ndarray | None:
-        """Collect the last decision and submit the next one.
-
-        Returns ``bool[extents]``, the residents to move to; None for no change, or while the decision is not ready.
-        The next decision uses the counts ``pending`` and starts from the residents returned, else ``resident``. With
-        ``may_move`` False it observes the counts but moves nothing. Raises what the last decision raised."""
+    def collect(self, resident: np.ndarray) -> np.ndarray | None:
+        """``bool[extents]``: the residents to move to from ``resident``; None for no change, or while the decision is not
+        ready. Raises what the decision raised."""
         after = None
         if self._next is not None:
             if not self._next.done():
                 return None
-            after = self._next.result()
+            after, self._next = self._next.result(), None
         if self._dropped:
             after, self._dropped = None, False
         if after is not None:
             self._allowance -= self._policy.budget.extents.total(after & ~resident)
-        self._refill()
-        max_bytes = self._allowance if may_move else 0.0
-        replaced, self._replaced = self._replaced, None
-        start = resident if after is None else after
-        self._next = self._executor.submit(self._decide_on, pending, start, max_bytes, replaced)
+        self._due = True
         return after
+
+    def submit(self, pending: PendingCounts, resident: np.ndarray, may_move: bool, moving: bool) -> None:
+        """Begin the next decision, once the last one was collected: on the counts ``pending``, from the residents that the last
+        move makes. Without ``may_move``, or while experts are ``moving``, it observes the counts and moves nothing: residents
+        that wait for other moves would be late when they arrive. The budget of new tensors is known once nothing moves."""
+        if not self._due or (moving and self._replaced is not None):
+            return
+        self._due = False
+        self._refill()
+        replaced, self._replaced = self._replaced, None
+        max_bytes = self._allowance if may_move and not moving else 0.0
+        self._next = self._executor.submit(self._decide_on, pending, resident, max_bytes, replaced)
 
     def drop(self) -> None:
         """Discard the submitted decision, because residents change for another reason. An error of it is still raised."""

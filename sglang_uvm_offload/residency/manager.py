@@ -55,9 +55,11 @@ class OffloadManager:
         progress: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
+        decider: Executor | None = None,
     ):
-        """``progress``: whether this rank shows progress bars. ``executor`` runs decisions and moves, one after the other, so
-        that the thread that launches steps waits for neither; None: they run on the calling thread."""
+        """``progress``: whether this rank shows progress bars. ``executor`` runs moves, one after the other, and ``decider``
+        decisions, so that the thread that launches steps waits for neither. None: moves run on the calling thread, and
+        decisions where moves do."""
         self.config = config
         self.memory = memory
         self.clock = clock
@@ -73,6 +75,7 @@ class OffloadManager:
         self.paused = False
         """Whether an operator has residents stay where they are."""
         self._make_counters = make_counters
+        self._decider = decider
         self._broadcast_decision = broadcast_decision
         self._loading = Loading(config, memory, progress)
         self._sleep = Sleep(memory, self.mover)
@@ -156,7 +159,7 @@ class OffloadManager:
             coactivation=self.config.coactivation,
             link=None if self.link is None else self.link.measured.together,
             clock=self.clock,
-            executor=self.worker.executor,
+            executor=self._decider or self.worker.executor,
         )
 
     # Serving
@@ -206,12 +209,12 @@ class OffloadManager:
         """Poll the counts, and start the moves that were decided on the steps before the last poll. It waits for no step and no
         move: both go on together. Every rank that holds a shard of the same experts must call it before the same step."""
         polled = self.observer.poll()
-        after = self.residents.adapt(self.observer.pending, may_move=self.stage is Stage.FOLLOW)
-        if after is None:
-            return
-        if not polled:
-            self.observer.catch_up()
-        self.residents.move_to(after)
+        after = self.residents.adapt()
+        if after is not None:
+            if not polled:
+                self.observer.catch_up()
+            self.residents.move_to(after)
+        self.residents.decide_next(self.observer.pending, may_move=self.stage is Stage.FOLLOW)
 
     def _choose_for_drafts(self) -> None:
         for move in self.drafts.choose(self.residents.broadcast_decision):

@@ -60,19 +60,23 @@ class Residents:
         if self.adaptation is not None:
             self.adaptation.drop()
 
-    def adapt(self, pending: PendingCounts, may_move: bool) -> np.ndarray | None:
-        """The residents that continuous adaptation moves to, ``bool[extents]``, decided before the counts ``pending``; None for
-        no change."""
+    def adapt(self) -> np.ndarray | None:
+        """The residents that continuous adaptation has decided to move to, ``bool[extents]``; None for no change."""
         self._follow_tensors()
         before = self.next
-        after: np.ndarray | None = self.broadcast_decision(lambda: self._collect_and_submit(pending, before, may_move))
+        after: np.ndarray | None = self.broadcast_decision(lambda: self._collect(before))
         return None if self._worker.fault is not None else after
 
-    def _collect_and_submit(self, pending: PendingCounts, resident: np.ndarray, may_move: bool) -> np.ndarray | None:
+    def decide_next(self, pending: PendingCounts, may_move: bool) -> None:
+        """After ``adapt``, and the move that it asked for: the next decision, on the counts ``pending``."""
+        if self.adaptation is not None and self._worker.fault is None:
+            self.adaptation.submit(pending, self.next, may_move, self._worker.moving)
+
+    def _collect(self, resident: np.ndarray) -> np.ndarray | None:
         if self.adaptation is None or self._worker.fault is not None:
             return None
         try:
-            return self.adaptation.collect_and_submit(pending, resident, may_move)
+            return self.adaptation.collect(resident)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- logged with its trace and shown as the fault
             # Steps do not depend on decisions, and peers wait for this rank's answer. A GPU error recurs at the next kernel and
             # ends the process there. The exit of another thread is none of this one's.

@@ -3,6 +3,7 @@ and on ranks that exchange tokens. And what of a rank learns of its slots."""
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +87,13 @@ def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
     streamer = rank.layer_hooks.streamer = SimpleNamespace()
     loading._begin_slots(None)
     assert streamer.slot_of is slots.slot_of
+
+
+def test_a_rank_decides_and_moves_on_two_threads():
+    rank = RankState(served_config(adapt="continuous"))
+    rank.backend = Emulated()
+    moves, decides = (one.submit(threading.get_ident).result() for one in (rank.manager.worker.executor, rank.manager._decider))
+    assert len({moves, decides, threading.get_ident()}) == 3
 
 
 @pytest.mark.parametrize(("everywhere", "rows"), [(None, 3), ([3, 4], ALL_ROWS)])

@@ -34,9 +34,14 @@ def seconds_pass() -> Callable[[], float]:
     return lambda: float(next(seconds))
 
 
-def following(memory=None, clock=None, executor=None, make_counters=CpuRoutingCounters, link=None, **flags) -> Rank:
-    cfg = config(resident_selection="first_n", adapt="continuous", **flags)
-    return Rank(cfg, memory, make_counters=make_counters, clock=clock or seconds_pass(), executor=executor, link=link)
+OF_RANK = ("executor", "decider", "make_counters", "link")
+
+
+def following(memory=None, clock=None, **more) -> Rank:
+    """``more``: flags, and what ``Rank`` takes."""
+    given = {name: more.pop(name) for name in OF_RANK if name in more}
+    cfg = config(resident_selection="first_n", adapt="continuous", **more)
+    return Rank(cfg, memory, clock=clock or seconds_pass(), **given)
 
 
 def serve(rank: Rank, ids, steps: int) -> None:
@@ -136,6 +141,18 @@ def test_what_is_promoted_is_bounded_over_time_and_experts_larger_than_a_step_af
     gained = np.diff(np.array(moved)[4::5])
     assert gained.max() <= 2, "more than the link is to carry in five steps, and one expert"
     assert moved[-1] == 3 * LAYERS
+
+
+def test_after_idle_time_no_more_moves_at_once_than_in_a_fiftieth_of_a_second():
+    """Two experts."""
+    slow = 2 * PAGE_BYTES / 0.02 / 0.08e9
+    rank = following(clock=seconds_pass(), link=links.status(sequential=slow, scattered=slow, copied=slow, engine=slow))
+    moves = [0]
+    for _ in range(60):
+        serve(rank, [[5, 6, 7]], 1)
+        moves.append(rank.manager.ledger.moves)
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+    assert np.diff(moves).max() == 2
 
 
 def test_a_stage_without_moe_layers_decides_nothing_and_has_no_fault():
@@ -269,6 +286,61 @@ class Later(Executor):
         for task in self.tasks:
             task()
         self.tasks = []
+
+
+class TestDecisionsBesideMoves:
+    """Experts move on one thread, which a test lets run, while decisions are made on another."""
+
+    def following(self) -> tuple[Rank, Later, list[float]]:
+        """And what each decision may promote, in bytes."""
+        moves, given = Later(), []
+        rank = following(executor=moves, decider=worker.ThisThread())
+        decide = rank.manager.residents.adaptation.decide
+        rank.manager.residents.adaptation.decide = lambda counts, resident, most: (
+            given.append(most) or decide(counts, resident, most)
+        )
+        return rank, moves, given
+
+    def until_a_move(self, rank: Rank) -> None:
+        for _ in range(60):
+            serve(rank, [[5, 6, 7]], 1)
+            if rank.manager.worker.moving:
+                return
+        pytest.fail("nothing moves")
+
+    def test_decisions_go_on_while_experts_move_and_add_no_move(self):
+        rank, moves, given = self.following()
+        self.until_a_move(rank)
+        decided, residents = len(given), rank.resident()
+        serve(rank, [[1, 2, 3]], 20)
+        assert len(given) == decided + 20
+        assert given[decided:] == [0.0] * 20
+        assert len(moves.tasks) == 1
+        assert rank.resident() == residents
+
+    def test_once_the_move_is_over_residents_go_where_the_traffic_went_meanwhile(self):
+        rank, moves, given = self.following()
+        self.until_a_move(rank)
+        serve(rank, [[1, 2, 3]], 80)
+        for _ in range(6):
+            moves.run()
+            serve(rank, [[1, 2, 3]], 2)
+        moves.run()
+        assert rank.resident() == [[1, 2, 3]] * LAYERS
+        assert max(given[-6:]) > 0
+
+    def test_the_budget_of_replaced_tensors_is_taken_when_nothing_moves(self, monkeypatch):
+        rank, moves, _ = self.following()
+        self.until_a_move(rank)
+        moving = []
+        budget = adaptation._budget_of
+        monkeypatch.setattr(adaptation, "_budget_of", lambda model: moving.append(rank.manager.worker.moving) or budget(model))
+        rank.manager.residents.adaptation.follow(rank.model)
+        serve(rank, [[1, 2, 3]], 3)
+        assert moving == []
+        moves.run()
+        serve(rank, [[1, 2, 3]], 3)
+        assert moving == [False]
 
 
 class TestDecisionsBesideTheSteps:

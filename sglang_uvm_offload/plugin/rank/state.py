@@ -55,6 +55,7 @@ class RankState:
             _broadcast_decision,
             progress=is_first_rank,
             executor=self.backend.executor(),
+            decider=self.backend.executor(),
         )
 
     def experts_written(self) -> None:
