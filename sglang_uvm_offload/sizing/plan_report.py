@@ -200,6 +200,13 @@ def between(least: float, most: float, form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+VRAM_COPIES = (
+    "Buffers take residents too, which these figures leave out: an H200 brought a layer at 105 to 200 GB/s in all beside its "
+    "MoE, so expect slower prompts."
+)
+"""With 78 and 95 % resident (``rates`` in benchmarks/results/2026-11-26-nvidia-h200/stream.log)."""
+
+
 def _streaming(plan: Plan) -> list[str]:
     """Whether prefill streams, and in which chunks that costs nothing."""
     if plan.num_resident == plan.num_experts:
@@ -215,7 +222,8 @@ def _streaming(plan: Plan) -> list[str]:
         hidden = f"A chunk of {tokens} tokens or more hides its stream after the first layer{beyond}."
     elif plan.hiding_chunk:
         hidden = f"A chunk of {plan.hiding_chunk} tokens or more hides its stream after the first layer, on a fast link only."
-    return [f"Prefill of {plan.stream_tokens} tokens or more streams, through {through}. {hidden}"]
+    lines = [f"Prefill of {plan.stream_tokens} tokens or more streams, through {through}. {hidden}"]
+    return lines if plan.rows < plan.num_experts / 2 else [*lines, VRAM_COPIES]
 
 
 def _basis(plan: Plan) -> str:

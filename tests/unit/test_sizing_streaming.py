@@ -298,6 +298,12 @@ def test_a_plan_streams_by_its_own_buffers_and_its_models_experts():
     assert (two.hiding_chunk > 0, none.hiding_chunk) == (True, 0)
 
 
+@pytest.mark.parametrize(("residents", "told"), [(100, 0), (127, 0), (128, 1), (150, 1)])
+def test_a_plan_with_most_experts_resident_says_that_their_copies_are_left_out(residents, told):
+    assert render(planned(residents)).count("Buffers take residents too, which these figures leave out") == told
+    assert "Buffers take residents" not in render(planned(residents, stream_gb=0))
+
+
 def test_the_report_says_how_prefill_streams_and_which_chunk_hides_it():
     two, one, none = (planned(150, stream_gb=gib) for gib in (None, 1.5, 0))
     text = render(two)
