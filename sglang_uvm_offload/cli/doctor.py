@@ -207,12 +207,10 @@ def _link(found: Diagnosis, gpus: list[int]) -> None:
     """What earlier servers measured."""
     from sglang_uvm_offload.cuda.device import visible_gpus
     from sglang_uvm_offload.cuda.kept_link import kept_link
-    from sglang_uvm_offload.sizing.gpus import known_gpu
-    from sglang_uvm_offload.sizing.measured_link import described
+    from sglang_uvm_offload.sizing.measured_link import described, expected_rates
 
     if (link := kept_link(len(gpus), gpus)) is None:
         return
     found.good(f"the link to host memory: {described(link)}")
-    known = known_gpu(*visible_gpus()[gpus[0]])
-    for reason in link.link.why_slow(known.link_gbps if known else 0.0):
+    for reason in link.link.why_slow(expected_rates(visible_gpus())[gpus[0]]):
         found.warn(f"reads of offloaded experts are slow: {reason}")

@@ -51,6 +51,10 @@ class CudaLinkTimer:
         ways = (self._read_in_sequence, self._read_scattered, self._copy_by_kernel, self._copy_by_engine)
         return LinkRates(*(self._rate(way, seconds, wait) for way in ways))
 
+    def close(self) -> None:
+        del self._target
+        torch.cuda.empty_cache()  # before anybody asks how much is free
+
     def _rate(self, prepared: Callable[[int], _Call], seconds: float, wait: Callable[[], object]) -> float:
         """1e9 bytes a second: the median."""
         warm = max(self._once(prepared(LEAST_BYTES)) for _ in range(2))

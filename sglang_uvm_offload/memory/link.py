@@ -112,6 +112,9 @@ class LinkTimer(Protocol):
     def rates(self, seconds: float, wait: Callable[[], object]) -> LinkRates:
         """Each of the ``TIMED`` rates takes about ``seconds``, and ``wait`` is called before it. Raises ``RuntimeError``."""
 
+    def close(self) -> None:
+        """Give back its VRAM."""
+
 
 TIMED = len(dataclasses.fields(LinkRates))
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from sglang_uvm_offload.memory.kept_links import KeptLink
+from sglang_uvm_offload.sizing.gpus import Gpu, known_gpu
+from sglang_uvm_offload.sizing.inputs import Assumptions
 from sglang_uvm_offload.sizing.machine import Machine
 
 
@@ -16,6 +19,18 @@ def with_measured_link(machine: Machine, kept: KeptLink | None) -> Machine:
     source = f"{machine.source}; link: {described(kept)}"
     rates = kept.link.together
     return dataclasses.replace(machine, link_gbps=rates.engine, measured=rates, link=None, source=source)
+
+
+def expected_rates(gpus: Sequence[tuple[str, int]]) -> list[float]:
+    """At which the copy engine of each GPU, by its name and bytes, should cross the link: 1e9 bytes a second, 0 if unknown."""
+    return [_expected(known_gpu(name, nbytes)) for name, nbytes in gpus]
+
+
+def _expected(gpu: Gpu | None) -> float:
+    """A link that is wider than the memory behind it brings what that gives."""
+    if gpu is None:
+        return 0.0
+    return min(gpu.link_gbps, gpu.host_gbps * Assumptions.host_efficiency or gpu.link_gbps)
 
 
 def described(kept: KeptLink) -> str:

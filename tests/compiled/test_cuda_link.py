@@ -48,11 +48,31 @@ timer = CudaLinkTimer(0, [one[3] for one in made])
 timer.rates(0.001, lambda: None)
 same = [bool((held.cpu().numpy() == values).all()) for _, held, values, _ in made]
 used = {int(address) // BLOCK for address in timer._blocks}
-print(json.dumps([same, len(used), timer._run.size, int(timer._run[0]) == made[1][0].address]))
+target = timer._target.data_ptr()
+timer.close()
+print(json.dumps([same, len(used), timer._run.size, int(timer._run[0]) == made[1][0].address, target]))
 """
     )
-    assert ran.said == [[True] * 3, 6, 3, True]
+    *said, target = ran.said
+    assert said == [[True] * 3, 6, 3, True]
+    assert [call for call in ran.named("cudaFree") if call["address"] == target], "its VRAM is given back to the driver"
     assert [call for call in ran.calls if call["result"] != 0] == []
+
+
+def test_scattered_reads_are_of_everything_that_is_offloaded(standin: Standin) -> None:
+    ran = standin.run(
+        PREPARE
+        + """
+made = [tensor(40, range(40), 1 << 21), tensor(6, {1, 4}, 1 << 21)]
+timer = CudaLinkTimer(0, [one[3] for one in made])
+read = set()
+timer._ops.read_pieces = lambda pieces, nbytes, word: read.update(int(at) // BLOCK for at in pieces.cpu())
+for _ in range(60):
+    timer._read_scattered(8 * BLOCK).make()
+print(json.dumps([len(read), sorted(read) == sorted(int(at) // BLOCK for one in made for at in one[3].blocks)]))
+"""
+    )
+    assert ran.said == [42, True]
 
 
 def test_want_of_vram_is_an_error_of_the_timer(standin: Standin) -> None:

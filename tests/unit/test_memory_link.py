@@ -6,6 +6,7 @@ import pytest
 from builders import links
 
 from sglang_uvm_offload.memory.link import LinkRates
+from sglang_uvm_offload.sizing.measured_link import expected_rates
 
 FAST = links.rates()
 
@@ -31,6 +32,13 @@ def test_each_reason_for_slow_reads_is_told_where_it_holds(link, engine, told):
     reasons = link.why_slow(engine)
     assert len(reasons) == len(told)
     assert all(part in reason for part, reason in zip(told, reasons, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "gbps"), [("NVIDIA H20", 55), ("NVIDIA GeForce RTX 4090", 25), ("NVIDIA GH200 480GB", 382.2), ("Thing", 0)]
+)
+def test_a_link_is_expected_to_bring_no_more_than_the_memory_behind_it_gives(name, gbps):
+    assert expected_rates([(name, 96 << 30), ("Thing", 1)]) == pytest.approx([gbps, 0])
 
 
 def test_the_slowest_of_several_has_the_lowest_of_each_rate():

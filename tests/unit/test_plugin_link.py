@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -54,6 +55,10 @@ class Timer:
         self.busy, self.alone, self.together, self.fails = busy, alone, together, fails
         self.calls = 0
         self.beside = []
+        self.closed = False
+
+    def close(self):
+        self.closed = True
 
     def rates(self, seconds, wait):
         self.calls += 1
@@ -63,6 +68,8 @@ class Timer:
             if self.calls == self.fails:
                 self.busy.discard(self)
                 raise RuntimeError("no VRAM")
+        if self.calls == 1:
+            time.sleep(0.02)  # for those that do not wait for their turn
         self.beside.append(len(self.busy))
         if self.calls > 1:
             return self.together
@@ -70,13 +77,14 @@ class Timer:
         return self.alone
 
 
-def measured_by(monkeypatch, tmp_path, timers, hosts=None):
+def measured_by(monkeypatch, tmp_path, timers, hosts=None, gpus=None, ids=lambda devices: [f"gpu {devices[0]}"]):
     """What each rank measures; None in ``timers``: it has nothing offloaded."""
+    h200s = [("NVIDIA H200", 150 << 30)] * len(timers)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     world = World(len(timers))
     monkeypatch.setattr(link, "get_world_group", lambda: world)
-    monkeypatch.setattr(link, "gpu_ids", lambda devices: [f"gpu {devices[0]}"])
-    monkeypatch.setattr(link, "visible_gpus", lambda: [("NVIDIA H200", 150 << 30)] * len(timers))
+    monkeypatch.setattr(link, "gpu_ids", ids)
+    monkeypatch.setattr(link, "visible_gpus", gpus or (lambda: h200s))
     monkeypatch.setattr(link, "_host", lambda: (hosts or [""] * len(timers))[world.rank_in_group])
     monkeypatch.setattr(Cuda, "link_timer", lambda self, offloaded: timers[self._gpu])
     tensor = SimpleNamespace(offloaded_blocks=lambda: BLOCKS, layout=SimpleNamespace(expert_bytes=1 << 20))
@@ -98,6 +106,7 @@ def test_each_is_alone_in_its_turn_and_then_all_are_together(monkeypatch, tmp_pa
     timers = of_four(set())
     found = measured_by(monkeypatch, tmp_path, timers)
     assert [timer.beside for timer in timers] == [[1, 4]] * 4
+    assert all(timer.closed for timer in timers)
     assert found[0].measured == links.measured(4, links.rates(), scattered=35.0)
     assert found == [found[0]] * 4
 
@@ -153,6 +162,23 @@ def test_what_was_measured_is_told_once_and_kept(monkeypatch, tmp_path, caplog):
     assert caplog.text.count("this machine reads offloaded experts at 35.0 GB/s, 51.7 expected: scattered reads 35.0") == 1
     assert caplog.text.count("slow: 4 GPUs share what one alone reads at 50.0 GB/s") == 1
     assert kept([f"gpu {rank}" for rank in range(4)], 4).link == found.measured
+
+
+@pytest.mark.parametrize(("name", "expected"), [("NVIDIA H200", 55 * 0.94), ("NVIDIA Thing", 0), (None, 0)])
+def test_what_is_expected_is_that_of_the_gpu_where_it_is_known(monkeypatch, tmp_path, name, expected):
+    """None: the driver shows no GPU."""
+    monkeypatch.setattr(link, "visible_gpus", lambda: [(name, 150 << 30)] if name else [])
+    timer = Timer(set(), links.rates(), None)
+    (found,) = measured_by(monkeypatch, tmp_path, [timer], gpus=link.visible_gpus)
+    assert found.expected == pytest.approx(expected)
+
+
+def test_a_driver_that_names_no_gpu_holds_up_nobody(monkeypatch, tmp_path):
+    def refuses(devices):
+        raise link.DriverError("no")
+
+    found = measured_by(monkeypatch, tmp_path, of_four(set()), ids=refuses)
+    assert [status.measured.ranks for status in found] == [4] * 4
 
 
 def test_a_cache_that_cannot_be_written_only_warns(monkeypatch, tmp_path, caplog):

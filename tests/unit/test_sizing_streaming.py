@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from builders import links
 
 from sglang_uvm_offload.cli import plan as planner_cli
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, whole_blocks
@@ -44,6 +45,16 @@ def case_of(path: Path = DEEPSEEK, parallel: Parallel = TP8, **reserve: float | 
 def planned(num_resident: int | None = None, prompt: int = 4096, requests: int = 1, **reserve: float | None) -> Plan:
     work = Workload(4096, requests, prompt_tokens=prompt)
     return plan(model(DEEPSEEK), MACHINE, work, TP8, Reserve(**reserve), num_resident=num_resident)  # type: ignore[arg-type]
+
+
+def test_a_stream_on_a_measured_link_runs_at_the_copy_kernels_rate():
+    def chunk(**rates: float) -> float:
+        machine = replace(MACHINE, measured=links.rates(**rates))
+        (found, *_) = plan(model(DEEPSEEK), machine, Workload(4096), TP8, Reserve(), num_resident=60).speeds
+        assert found.streamed
+        return found.prefill_chunk_s
+
+    assert chunk(copied=50.0) == chunk(copied=50.0, engine=30.0, scattered=20.0, sequential=25.0) < chunk(copied=40.0)
 
 
 # From how many tokens

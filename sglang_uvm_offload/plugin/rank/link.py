@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sglang.srt.distributed.parallel_state import get_world_group
 
-from sglang_uvm_offload.cuda.device import gpu_ids, visible_gpus
+from sglang_uvm_offload.cuda.device import DriverError, gpu_ids, visible_gpus
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory import kept_links
 from sglang_uvm_offload.memory.link import (
@@ -23,8 +23,8 @@ from sglang_uvm_offload.memory.link import (
     Offloaded,
 )
 from sglang_uvm_offload.plugin.rank.backend import Emulated
-from sglang_uvm_offload.sizing.gpus import known_gpu
 from sglang_uvm_offload.sizing.inputs import Assumptions
+from sglang_uvm_offload.sizing.measured_link import expected_rates
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,9 @@ def measure(backend: Emulated, gpu: int, layers: Sequence[ExpertLayer]) -> LinkS
             alone = _rates(timer, ALONE_SECONDS, lambda: None)
         world.barrier()
     together = _rates(timer, TOGETHER_SECONDS, world.barrier) if world.world_size > 1 else alone
-    own = _Measured(_host(), gpu_ids([gpu])[0], alone, together)
+    if timer is not None:
+        timer.close()
+    own = _Measured(_host(), _id(gpu), alone, together)
     here = [one for one in world.all_gather_object(own) if one.host == own.host and one.alone and one.together]
     if not here:
         return None
@@ -108,10 +110,16 @@ def _host() -> str:
         return ""
 
 
+def _id(gpu: int) -> str:
+    try:
+        return gpu_ids([gpu])[0]
+    except DriverError:  # peers wait for this rank
+        return ""
+
+
 def _expected(gpu: int) -> float:
     """Of the copy engine, 1e9 bytes a second; 0 if this GPU's is unknown."""
-    known = known_gpu(*visible_gpus()[gpu])
-    return known.link_gbps if known else 0.0
+    return dict(enumerate(expected_rates(visible_gpus()))).get(gpu, 0.0)
 
 
 def _tell(status: LinkStatus) -> None:
