@@ -58,7 +58,7 @@ class MeasuredLink:
         unknown."""
         alone, together = self.alone, self.together
         found = []
-        if engine and alone.engine < NEAR * engine:
+        if alone.engine < NEAR * engine:
             found.append(
                 f"the copy engine alone reaches {alone.engine:.1f} of {engine:g} GB/s: the link may have fewer lanes or an "
                 "older generation than the GPU (nvidia-smi -q -d PCIE), or host memory is on another socket"

@@ -45,7 +45,8 @@ for name, rates in {links}.items():
         os.environ["STANDIN_LINK"] = rates
         assert link.measure(Cuda(0), 0, [Made(tensors=[tensor])]).measured.ranks == 1
     answers[name] = (said("doctor", "--", *{launch}), said("plan", *{plan}), said("plan", *{plan}, "--json"),
-                     said("plan", *{plan}, "--json", "--link-gbps", "55"))
+                     said("plan", *{plan}, "--json", "--link-gbps", "55"),
+                     said("plan", *{plan}, "--json", "--read-efficiency", "0.5"))
 print("RESULT", json.dumps(answers))
 """
 
@@ -58,7 +59,7 @@ def answers(checkpoints: Checkpoints, sglang_on_standin: Starts) -> dict[str, di
     ended = sglang_on_standin.run(PROGRAM.format(links=LINKS, launch=launch, plan=[model, "--num-resident", "4"]))
     assert ended.code == 0, ended.err[-4000:]
     answers = json.loads(ended.out.rpartition("RESULT ")[2])
-    names = ("doctor", "plan", "json", "given")
+    names = ("doctor", "plan", "json", "given", "share")
     return {name: dict(zip(names, told, strict=True)) for name, told in answers.items()}
 
 
@@ -109,3 +110,6 @@ def test_a_plan_says_that_its_rates_were_measured_here(answers) -> None:
 def test_a_given_rate_overrules_the_measured_one(answers) -> None:
     assert speed(answers["slow"], "given") == speed(answers["fast"], "given")
     assert speed(answers["slow"], "given")["decode_step_s"] < speed(answers["slow"])["decode_step_s"]
+    half = speed(answers["fast"], "share")
+    later = half["missed_bytes"] / (0.5 * 54e9) - half["missed_bytes"] / 50e9
+    assert half["decode_step_s"] - speed(answers["fast"])["decode_step_s"] == pytest.approx(later)

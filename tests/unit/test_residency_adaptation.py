@@ -121,15 +121,17 @@ def test_moves_wait_while_the_link_has_no_time_for_them():
     assert rank.resident() == [[0, 1, 2]] * LAYERS
 
 
-@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("measured", [None, "slow", "fast"])
 def test_what_is_promoted_is_bounded_over_time_and_experts_larger_than_a_step_affords_are_promoted_too(monkeypatch, measured):
     """By the constant, or by a measured link of which it would be too much."""
     step_seconds = 0.01
     rate = 0.2 * PAGE_BYTES / step_seconds  # an expert in five steps
     monkeypatch.setattr(adaptation, "BURST_SECONDS", step_seconds)
     slow = rate / 0.08e9
-    link = links.status(sequential=slow, scattered=slow, copied=slow, engine=slow) if measured else None
-    if not measured:
+    link = links.status(sequential=slow, scattered=slow, copied=slow, engine=slow) if measured == "slow" else None
+    if measured == "fast":
+        link = links.status(sequential=400, scattered=400, copied=400, engine=450)
+    if measured != "slow":
         monkeypatch.setattr(adaptation, "MOVE_BYTES_PER_S", rate)
     seconds = count()
     rank = following(clock=lambda: next(seconds) * step_seconds, link=link)
