@@ -22,6 +22,8 @@ CALL_SECONDS = 0.005
 """About how long one takes on a link that is too slow for ``MOST_BYTES``."""
 COPY_BYTES = 64 << 20
 """VRAM for copies."""
+RESOLUTION_MS = 5e-4
+"""Of events (``cudaEventElapsedTime``)."""
 
 
 class _Call(NamedTuple):
@@ -71,7 +73,7 @@ class CudaLinkTimer:
         call.make()
         self._ended.record()
         self._ended.synchronize()
-        return call.nbytes / (self._began.elapsed_time(self._ended) * 1e6)
+        return call.nbytes / (max(self._began.elapsed_time(self._ended), RESOLUTION_MS) * 1e6)
 
     def _read_in_sequence(self, nbytes: int) -> _Call:
         return self._reading(self._run[: nbytes // BLOCK_BYTES], BLOCK_BYTES)

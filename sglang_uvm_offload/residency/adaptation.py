@@ -89,9 +89,11 @@ class Adaptation:
             return
         self._due = False
         self._refill()
-        replaced, self._replaced = self._replaced, None
+        if self._replaced is not None:
+            # No decision runs here, and nothing moves. The forecast is of experts, so it stays.
+            self._policy.budget, self._replaced = _budget_of(self._replaced), None
         max_bytes = self._allowance if may_move and not moving else 0.0
-        self._next = self._executor.submit(self._decide_on, pending, resident, max_bytes, replaced)
+        self._next = self._executor.submit(self._decide_on, pending, resident, max_bytes)
 
     def drop(self) -> None:
         """Discard the submitted decision, because residents change for another reason. An error of it is still raised."""
@@ -102,11 +104,7 @@ class Adaptation:
         self.drop()
         self._replaced = model
 
-    def _decide_on(
-        self, pending: PendingCounts, resident: np.ndarray, max_bytes: float, replaced: ModelExperts | None
-    ) -> np.ndarray | None:
-        if replaced is not None:
-            self._policy.budget = _budget_of(replaced)  # the forecast is of experts, so it stays
+    def _decide_on(self, pending: PendingCounts, resident: np.ndarray, max_bytes: float) -> np.ndarray | None:
         return self.decide(pending.wait(), resident, max_bytes)
 
     def decide(self, counts: RoutingCounts, resident: np.ndarray, max_bytes: float) -> np.ndarray | None:

@@ -64,19 +64,21 @@ class Residents:
         """The residents that continuous adaptation has decided to move to, ``bool[extents]``; None for no change."""
         self._follow_tensors()
         before = self.next
-        after: np.ndarray | None = self.broadcast_decision(lambda: self._collect(before))
+        after: np.ndarray | None = self.broadcast_decision(
+            lambda: self._of_adaptation(lambda adaptation: adaptation.collect(before))
+        )
         return None if self._worker.fault is not None else after
 
     def decide_next(self, pending: PendingCounts, may_move: bool) -> None:
         """After ``adapt``, and the move that it asked for: the next decision, on the counts ``pending``."""
-        if self.adaptation is not None and self._worker.fault is None:
-            self.adaptation.submit(pending, self.next, may_move, self._worker.moving)
+        self._of_adaptation(lambda adaptation: adaptation.submit(pending, self.next, may_move, self._worker.moving))
 
-    def _collect(self, resident: np.ndarray) -> np.ndarray | None:
+    def _of_adaptation(self, ask: Callable[[Adaptation], np.ndarray | None]) -> np.ndarray | None:
+        """What it answers; None where it is off, or fails."""
         if self.adaptation is None or self._worker.fault is not None:
             return None
         try:
-            return self.adaptation.collect(resident)
+            return ask(self.adaptation)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- logged with its trace and shown as the fault
             # Steps do not depend on decisions, and peers wait for this rank's answer. A GPU error recurs at the next kernel and
             # ends the process there. The exit of another thread is none of this one's.

@@ -75,6 +75,22 @@ print(json.dumps([len(read), sorted(read) == sorted(int(at) // BLOCK for one in 
     assert ran.said == [42, True]
 
 
+def test_a_call_shorter_than_events_resolve_has_a_rate(standin: Standin) -> None:
+    """Peers wait for a rank that measures, so it must not end."""
+    ran = standin.run(
+        PREPARE
+        + """
+timer = CudaLinkTimer(0, [tensor(2, {0, 1}, 1 << 20)[3]])
+class AtOnce:
+    def record(self): pass
+    def elapsed_time(self, end): return 0.0
+timer._began = AtOnce()
+print(json.dumps(timer._once(timer._read_in_sequence(2 * BLOCK)) < 1e6))
+"""
+    )
+    assert ran.said is True
+
+
 def test_want_of_vram_is_an_error_of_the_timer(standin: Standin) -> None:
     ran = standin.run(
         PREPARE
