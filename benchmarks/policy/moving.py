@@ -2,7 +2,8 @@
 
 A step takes ``COMPUTE_SECONDS``, and the time of its reads over the link. The real manager decides and moves, on threads that
 this study plays: what a thread has begun is over when its time has passed, and steps see residents as they were until then. A
-step waits for neither. Moves take as long as those of a server took by its own account, decisions as in ``decisions.md``.
+step waits for neither. Moves take as long as those of a server took by its own account, decisions
+about as in ``decisions.md``.
 """
 
 from __future__ import annotations

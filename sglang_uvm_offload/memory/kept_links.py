@@ -37,8 +37,8 @@ def keep(gpus: Collection[str], link: MeasuredLink) -> None:
 
 
 def kept(gpus: Collection[str], ranks: int) -> KeptLink | None:
-    """What says most of ``ranks`` ranks on ``gpus``, None if nothing does: the newest of the fewest GPUs that are as many, else
-    of the most. A damaged file counts as none."""
+    """What was measured of ``gpus``, or some of them, by the number of ranks that is nearest to ``ranks``; of two the larger,
+    of the same the newest. None if nothing was. A damaged file counts as none."""
     found = [one for one in map(_read, _folder().glob("*.json")) if one is not None and set(one.gpus) <= set(gpus)]
     return min(found, key=lambda one: (abs(one.link.ranks - ranks), one.link.ranks < ranks, -one.at), default=None)
 
