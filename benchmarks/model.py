@@ -134,9 +134,9 @@ class Figure:
         assumed = Assumptions()
         speed = self.predict(rates, machine, assumed)
         times = (speed.resident_step_s if self.decoding else self.size / speed.resident_prefill_tokens_s) / seconds
-        faster = {name: getattr(machine, name) * times for name in ("hbm_gbps", "tflops")}
         shorter = {name: getattr(assumed, name) / times for name in OVERHEADS}
-        return replace(machine, **faster), replace(assumed, **shorter)
+        assumed = replace(assumed, hbm_efficiency=assumed.hbm_efficiency * times, **shorter)
+        return replace(machine, tflops=machine.tflops * times), assumed
 
     def seconds(self, speed: Speed) -> float:
         return speed.decode_step_s if self.decoding else self.size / speed.prefill_tokens_s

@@ -25,7 +25,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,20 +45,20 @@ from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.sizing.checkpoint import from_config
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.sizing.layer_copy import LayerCopy, layer_copy, vram_copy_rate
 from sglang_uvm_offload.sizing.machine import Machine, preset
 from sglang_uvm_offload.sizing.plan import Speed
 from sglang_uvm_offload.sizing.rank_memory import Case
-from sglang_uvm_offload.sizing.speed import GIGA, distinct, over_link, predict, read_rate
+from sglang_uvm_offload.sizing.speed import distinct, over_link, predict, read_rate
 from sglang_uvm_offload.sizing.stage_cost import Stream
-from sglang_uvm_offload.sizing.streaming import break_even_tokens
+from sglang_uvm_offload.sizing.streaming import break_even_tokens, stream_rates
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 from sglang_uvm_offload.streaming.streamer import Streamer
 
 HERE = Path(__file__).resolve().parent
-COPIES = HERE / "results" / "2026-11-22-nvidia-h200-2" / "stream.json"
 SERVED = HERE / "results" / "2026-11-22-nvidia-h200" / "server.json"
 CHUNKS = (512, 2048, 4096, 8192, 16384, 32768)
-SHARES = (0.78, 0.5)
+SHARES = (0.95, 0.78, 0.5)
 SWEEP = tuple(1 << power for power in range(4, 16))
 TRACES = ("dsv2lite-intent", "dsv2lite-summary", "dsv2lite-translation", "gpt-oss-20b-decode")
 LIKE_CHUNKS = TRACES[:3]
@@ -122,7 +122,10 @@ class Model:
         self.assumed = Assumptions()
         self.case = Case(shape, self.machine, Workload(max(CHUNKS)), self.parallel, Reserve(), self.assumed)
         self.cost = self.case.cost(0)
-        self.break_even = break_even_tokens(shape.num_experts, shape.top_k)
+
+    def break_even(self, num_resident: int) -> int:
+        rates = stream_rates(self.machine, self.parallel, self.assumed)
+        return break_even_tokens(self.shape.num_experts, self.shape.top_k, num_resident, rates)
 
     def residents(self, share: float) -> int:
         return round(share * self.shape.num_experts)
@@ -211,11 +214,11 @@ class Gpu:
 class ModelledStaging:
     """``Staging`` on a ``Gpu``. Raises if bytes are overwritten while they are read, or read before they are there."""
 
-    def __init__(self, gpu: Gpu, layers: Sequence[ExpertLayer], count: int, copy_rate: float, vram_rate: float = math.inf):
-        """A copy brings offloaded bytes at ``copy_rate`` and resident ones at ``vram_rate``, one after the other."""
+    def __init__(self, gpu: Gpu, layers: Sequence[ExpertLayer], count: int, copy_rate: float, vram_rate: float):
+        """A copy brings offloaded bytes at ``copy_rate``, and meanwhile resident ones at ``vram_rate``."""
         self._gpu = gpu
         self._seconds = {
-            tensor.managed: tensor.offloaded_bytes.sum() / copy_rate + tensor.resident_bytes / vram_rate
+            tensor.managed: np.array([tensor.offloaded_bytes.sum() / copy_rate, tensor.resident_bytes / vram_rate])
             for layer in layers
             for tensor in layer.tensors
         }
@@ -229,11 +232,15 @@ class ModelledStaging:
     def begin_step(self) -> None:
         self._gpu.copied = max(self._gpu.copied, self._gpu.computed)
 
-    def copy(self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None) -> None:
+    def copy(
+        self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None, in_vram: Sequence[np.ndarray] = ()
+    ) -> None:
         begin = max(self._gpu.copied, self._gpu.host)
         if begin < self._read[buffer]:
             raise RuntimeError(f"buffer {buffer} is filled from {begin} s on, and read until {self._read[buffer]} s")
-        self._gpu.copied = self._filled[buffer] = begin + float(sum(self._seconds[part.managed] for part in parts))
+        self._gpu.copied = self._filled[buffer] = begin + float(
+            np.sum([self._seconds[part.managed] for part in parts], axis=0).max()
+        )
         self._read[buffer] = math.inf  # until its reader has left
         self.copies += 1
 
@@ -302,19 +309,23 @@ class Offloaded:
         sizes = [[n for n, placed in case.expert_tensors(layer) if placed] for layer in case.decoder_layers(0) if layer.experts]
         return expert_layers(sizes, self.model.shape.num_experts, self.num_resident)
 
-    @property
-    def copy_s(self) -> float:
-        """Of all offloaded bytes."""
-        return sum(layer.offloaded_bytes for layer in self.layers) / self.model.copy_rate
+    @cached_property
+    def copies(self) -> list[LayerCopy]:
+        model = self.model
+        return [
+            layer_copy(layer.offloaded_bytes, layer.resident_bytes, model.copy_rate, model.machine, model.assumed)
+            for layer in self.layers
+        ]
 
     def resident(self, tokens: int) -> float:
         return chunk_seconds(self.model, tokens, self.model.experts_resident(tokens))
 
-    def streamed(self, tokens: int, buffers: int, vram_rate: float = math.inf) -> float:
-        gpu = Gpu()
-        staging = ModelledStaging(gpu, self.layers, buffers, self.model.copy_rate, vram_rate)
+    def streamed(self, tokens: int, buffers: int) -> float:
+        gpu, model = Gpu(), self.model
+        staging = ModelledStaging(gpu, self.layers, buffers, model.copy_rate, vram_copy_rate(model.machine, model.assumed))
         streamer = Streamer(self.layers, staging, 1, lambda row, nbytes: None)
-        return chunk_seconds(self.model, tokens, self.model.experts_resident(tokens), streamer, gpu)
+        experts = model.experts_resident(tokens) + statistics.fmean(copy.slows(model.assumed) for copy in self.copies)
+        return chunk_seconds(model, tokens, experts, streamer, gpu)
 
     def in_place(self, tokens: int, routing: Routing) -> float:
         return chunk_seconds(self.model, tokens, self.model.experts_in_place(tokens, self.num_resident, routing))
@@ -395,10 +406,10 @@ class Row:
     resident: float
     copying: float
     """All offloaded bytes over the copy's rate."""
+    in_vram: float
+    """All resident bytes over the rate of copies in VRAM."""
     two: float
     one: float
-    busy: float
-    """Two buffers, with resident bytes copied as slowly as beside a memory-bound kernel."""
     in_place: float
     traced: float | None
     """In place, by measured routing; None where no trace is long enough."""
@@ -410,41 +421,30 @@ class Row:
         return self.two / max(self.resident, self.copying)
 
 
-def row(offloaded: Offloaded, share: float, tokens: int, traced: Routing | None, vram_rate: float) -> Row:
+def row(offloaded: Offloaded, share: float, tokens: int, traced: Routing | None) -> Row:
     model, residents = offloaded.model, offloaded.num_resident
     uniform = residents / model.shape.num_experts
     seconds = {
         "resident": offloaded.resident(tokens),
-        "copying": offloaded.copy_s,
+        "copying": sum(copy.link for copy in offloaded.copies),
+        "in_vram": sum(copy.vram for copy in offloaded.copies),
         "two": offloaded.streamed(tokens, 2),
         "one": offloaded.streamed(tokens, 1),
-        "busy": offloaded.streamed(tokens, 2, vram_rate),
         "in_place": offloaded.in_place(tokens, model.routing(residents, uniform, tokens)),
         "traced": None if traced is None else offloaded.in_place(tokens, traced),
         "planned": model.predicted(tokens, residents, uniform, Stream(2, 0)).prefill_chunk_s,
     }
     milliseconds: dict[str, Any] = {name: None if value is None else round(1e3 * value, 3) for name, value in seconds.items()}
-    return Row(model.served.name, share, tokens, tokens >= model.break_even, **milliseconds)
+    return Row(model.served.name, share, tokens, tokens >= model.break_even(residents), **milliseconds)
 
 
-def rows_of(model: Model, traces: Sequence[Measured], vram_rate: float) -> list[Row]:
+def rows_of(model: Model, traces: Sequence[Measured]) -> list[Row]:
     found = []
     for share in SHARES:
         offloaded = Offloaded(model, share)
         for tokens in sorted({*SWEEP, *CHUNKS}):
-            found.append(row(offloaded, share, tokens, like_chunk(traces, model, tokens, share), vram_rate))
+            found.append(row(offloaded, share, tokens, like_chunk(traces, model, tokens, share)))
     return found
-
-
-def busy_vram_rate(section: dict[str, Any]) -> float:
-    """Bytes a second at which the measured kernel of 16 blocks copied what lay in VRAM, beside a memory-bound kernel: of what
-    is half resident, the time beyond that of the offloaded half."""
-    rates = {
-        each["source"]: each["median"] * GIGA
-        for each in section["parts"]["copies"]["rows"]
-        if (each["row"], each.get("way"), each.get("gpu")) == ("copies", "kernel, 16 blocks", "busy")
-    }
-    return float(0.5 / (1 / rates["managed, half resident"] - 0.5 / rates["managed"]))
 
 
 @dataclass(frozen=True)
@@ -511,40 +511,44 @@ def threshold(trace: Measured, share: float, spread: bool) -> Threshold:
 
 
 @dataclass(frozen=True)
+class Auto:
+    """From how many tokens on a model streams by default."""
+
+    model: str
+    share: float
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Figures:
     """All of the page."""
 
-    vram_gbps: float
     rows: tuple[Row, ...]
     checks: tuple[Check, ...]
     thresholds: tuple[Threshold, ...]
-    auto: dict[str, int]
-    """By model, the tokens from which on it streams by default."""
+    auto: tuple[Auto, ...]
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Figures:
         return cls(
-            record["vram_gbps"],
             tuple(Row(**each) for each in record["rows"]),
             tuple(Check(**each) for each in record["checks"]),
             tuple(
                 Threshold(**each | {name: tuple(each[name]) for name in ("used", "crossings")}) for each in record["thresholds"]
             ),
-            record["auto"],
+            tuple(Auto(**each) for each in record["auto"]),
         )
 
 
 def figures(configs: Path, folder: Path) -> Figures:
     traces = [Measured(name, Trace.load(folder / f"{name}.npz")) for name in TRACES]
     models = [Model(served, served.shape(configs)) for served in MODELS]
-    vram_rate = busy_vram_rate(json.loads(COPIES.read_text()))
     like = [trace for trace in traces if trace.name in LIKE_CHUNKS]
     return Figures(
-        round(vram_rate / GIGA, 3),
-        tuple(each for model in models for each in rows_of(model, like, vram_rate)),
+        tuple(each for model in models for each in rows_of(model, like)),
         tuple(checks(next(model for model in models if model.served == QWEN))),
         tuple(threshold(trace, share, spread) for trace in traces for share in SHARES for spread in (False, True)),
-        {model.served.name: model.break_even for model in models},
+        tuple(Auto(model.served.name, share, model.break_even(model.residents(share))) for model in models for share in SHARES),
     )
 
 
@@ -581,7 +585,6 @@ def goals(found: Figures) -> list[Goal]:
     slower = "never slower than in place from `auto` on"
     return [
         goal(bound, [(each, each.over_bound) for each in long], WITHIN, False),
-        goal("the same, `busy`", [(each, each.busy / max(each.resident, each.copying)) for each in long], WITHIN, False),
         goal(f"{slower}, uniform routing", [(each, each.in_place / each.two) for each in auto], 1, True),
         goal("the same, `traced`", gains(auto), 1, True),
         goal(f"{faster}, uniform routing", [(each, each.in_place / each.two) for each in at], FASTER, True),
@@ -596,11 +599,11 @@ def gains(rows: Sequence[Row]) -> list[tuple[Row, float]]:
 
 def worst_choice(found: Figures, times: int, traced: bool) -> float:
     """If chunks streamed from ``times`` as many tokens as ``auto`` asks for: the longest time over the better of the two."""
-    worst = 1.0
+    worst, auto = 1.0, {(each.model, each.share): each.tokens for each in found.auto}
     for each in found.rows:
         in_place = each.traced if traced else each.in_place
         if in_place is not None:
-            chosen = each.two if each.tokens >= times * found.auto[each.model] else in_place
+            chosen = each.two if each.tokens >= times * auto[each.model, each.share] else in_place
             worst = max(worst, chosen / min(each.two, in_place))
     return worst
 
@@ -630,8 +633,8 @@ def page(found: Figures) -> str:
         "",
         *wrapped(
             "Made by `benchmarks/streamed_prefill.py`: a modelled GPU runs the shipped order of copies. Nothing here was "
-            "measured but the traces, the rate of `busy` and the columns that say so. Computing, launching and the "
-            "link's rates are the planner's. In place, an offloaded expert is read once for each block of "
+            "measured but the traces and the columns that say so. Computing, launching, the rates of copies and what a copy "
+            "takes from a MoE are the planner's. In place, an offloaded expert is read once for each block of "
             f"{rows_per_read} rows: the planner's assumption, fitted to one measured prefill. Each chunk finds an idle "
             "GPU, so that the copy for its first layer is waited for."
         ),
@@ -656,24 +659,22 @@ def page(found: Figures) -> str:
         "## Milliseconds of a chunk",
         "",
         *wrapped(
-            "`resident`: every expert in VRAM. `copying`: all offloaded bytes at the copy's rate. `two`, `one`: streamed "
-            "with so many buffers. `busy`: two, and resident bytes, which the same kernel copies, take a time of their "
-            f"own at {found.vram_gbps:.0f} GB/s: what an H200 showed beside a memory-bound kernel with half of the bytes "
-            "resident (on the idle GPU they cost nothing). It is used for every GPU and share: a pessimistic bound. `in "
-            f"place`: by uniform routing; `traced`: by that of the traces {', '.join(LIKE_CHUNKS)}, in steps with as many "
-            "rows an expert, while the half of a trace is long enough."
+            "`resident`: every expert in VRAM. `copying`: all offloaded bytes at the copy's rate. `in VRAM`: all resident "
+            "bytes at the rate of copies in VRAM. `two`, `one`: streamed with so many buffers. `in place`: by uniform "
+            f"routing; `traced`: by that of the traces {', '.join(LIKE_CHUNKS)}, in steps with as many rows an expert, "
+            "while the half of a trace is long enough."
         ),
     ]
-    for name, auto in found.auto.items():
+    for name in dict.fromkeys(each.model for each in found.auto):
         mine = [each for each in found.rows if each.model == name]
-        lines += ["", f"### {name}", "", f"`auto` streams from {auto} tokens on.", ""]
+        lines += ["", f"### {name}", ""]
         lines += [
-            "| resident | tokens | resident | copying | two | one | busy | in place | traced | two / max(resident, copying) "
+            "| resident | tokens | resident | copying | in VRAM | two | one | in place | traced | two / max(resident, copying) "
             "| in place / two |",
             "| --- " * 11 + "|",
         ]
         for each in (each for each in mine if each.tokens in CHUNKS):
-            times = (each.resident, each.copying, each.two, each.one, each.busy, each.in_place, each.traced)
+            times = (each.resident, each.copying, each.in_vram, each.two, each.one, each.in_place, each.traced)
             ratios = f"{each.over_bound:.2f} | {each.in_place / each.two:.2f}"
             lines.append(f"| {each.share:.0%} | {each.tokens} | {' | '.join(map(ms, times))} | {ratios} |")
     return "\n".join([*lines, *threshold_part(found), *measured_part(found)]) + "\n"
@@ -692,17 +693,16 @@ def threshold_part(found: Figures) -> list[str]:
         "| model | resident | `auto` | uniform | traced | at `auto`, uniform | at `auto`, traced |",
         "| --- " * 7 + "|",
     ]
-    for name, auto in found.auto.items():
-        for share in SHARES:
-            mine = [each for each in found.rows if (each.model, each.share) == (name, share)]
-            at = next(each for each in mine if each.tokens == auto)
-            ratios = f"{at.two / at.in_place:.2f} | {'-' if at.traced is None else f'{at.two / at.traced:.2f}'}"
-            lines.append(f"| {name} | {share:.0%} | {auto} | {wins_from(mine, False)} | {wins_from(mine, True)} | {ratios} |")
+    for name, share, auto in map(astuple, found.auto):
+        mine = [each for each in found.rows if (each.model, each.share) == (name, share)]
+        at = next(each for each in mine if each.tokens == auto)
+        ratios = f"{at.two / at.in_place:.2f} | {'-' if at.traced is None else f'{at.two / at.traced:.2f}'}"
+        lines.append(f"| {name} | {share:.0%} | {auto} | {wins_from(mine, False)} | {wins_from(mine, True)} | {ratios} |")
     lines += [
         "",
         *wrapped(
             f"If `auto` were so many times what it is: the worst time over that of the better way, from {min(SWEEP)} "
-            "tokens on, over all models and both shares."
+            "tokens on, over all models and shares."
         ),
         "",
         "| times | uniform | traced |",
@@ -764,7 +764,9 @@ class NoStaging:
 
     def begin_step(self) -> None: ...
 
-    def copy(self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None) -> None: ...
+    def copy(
+        self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None, in_vram: Sequence[np.ndarray] = ()
+    ) -> None: ...
 
     def acquire(self, buffer: int) -> None: ...
 

@@ -95,11 +95,13 @@ constexpr int timing_blocks = 64;
 constexpr int timing_lines = 3;
 constexpr int timing_stride = 1 << 10;  // to another cache line of the same page
 constexpr int max_copies = 32;          // tensors of one layer
-constexpr int copy_blocks = 24;
+constexpr int max_pieces = 1 << 14;     // of one copy, whose place can be told
+constexpr size_t copy_piece = 2 << 20;  // what the driver keeps in one place
 constexpr int copy_threads = 256;
 constexpr int copy_loads = 8;  // 16-byte loads in flight per thread
 constexpr size_t copy_unit = (size_t)copy_threads * copy_loads * sizeof(uint4);
 constexpr size_t copy_chunk = 4 * copy_unit;
+constexpr unsigned int piece_chunks = copy_piece / copy_chunk;
 constexpr int read_blocks = 264;  // two for each SM of an H100
 constexpr int max_rows = sizeof(uvm_rows::base) / sizeof(char*);
 constexpr int max_slot_experts = 1024;  // the limit for experts and for slots of one layer
@@ -446,17 +448,24 @@ UVM_API int uvm_versions(int* runtime, int* driver, uvm_failure* failure) {
 }
 
 // ---- copies of a layer's experts into plain VRAM --------------------------------------------------------------------
-// By a kernel, not the copy engine: on an H200, while a memory-bound kernel runs, 24 blocks copy at 50 GB/s over the
-// link, cudaMemcpyAsync at 26 to 31. Where half of the bytes are in VRAM, 24 blocks copy 100 GB/s and 16 copy 92; 32
-// only slow the other kernel more (benchmarks/results/2026-11-26-nvidia-h200/stream.json). A kernel also reads each
+// By a kernel, not the copy engine: on an H200, while a memory-bound kernel runs, 16 blocks copy at 51 GB/s over the
+// link, cudaMemcpyAsync at 26 to 31 (benchmarks/results/2026-11-26-nvidia-h200/stream.json). A kernel also reads each
 // byte wherever it is, so experts may move meanwhile.
+//
+// What is in VRAM has blocks of its own. The same 16 copied it at 130 to 210 GB/s beside a MoE, so a layer that was
+// mostly resident kept them from the link.
 
 namespace {
 struct layer_copies {
     uvm_copy part[max_copies];
-    unsigned int chunks[max_copies];  // of the parts up to each one
+    unsigned int pieces[max_copies];        // of the parts up to each one
+    unsigned int in_vram[max_pieces / 32];  // a bit for each piece
+    unsigned int near;                      // pieces in VRAM
     int count;
+    bool slots;  // of any part
 };
+
+enum class take { all, in_slots, out_of_slots };
 
 __device__ void copy_bytes(const char* from, char* to, size_t nbytes) {
     const uint4* source = (const uint4*)from;
@@ -480,63 +489,80 @@ __device__ void copy_row(const char* from, char* to, size_t nbytes) {
 }
 
 // Copies bytes of experts; reads an expert from its slot if it has one.
-__device__ void copy_experts(const uvm_copy& part, size_t at, size_t end) {
+__device__ void copy_experts(const uvm_copy& part, size_t at, size_t end, take which) {
     while (at < end) {
         const size_t expert = at / part.row, begin = expert * part.row;
         const size_t stop = begin + part.row < end ? begin + part.row : end;
         const int slot = part.slot_of[expert];
         const char* row = slot ? part.from + part.nbytes + (slot - 1) * part.row : part.from + begin;
-        copy_row(row + (at - begin), part.to + at, stop - at);
+        if (which != (slot ? take::out_of_slots : take::in_slots))
+            copy_row(row + (at - begin), part.to + at, stop - at);
         at = stop;
     }
 }
+
+// The number of the piece that has `before` others of its kind before it.
+__device__ unsigned int find_piece(const layer_copies& copies, bool in_vram, unsigned int before) {
+    for (int word = 0; word < max_pieces / 32; word++) {
+        unsigned int bits = in_vram ? copies.in_vram[word] : ~copies.in_vram[word];
+        const unsigned int here = __popc(bits);
+        if (before < here) {
+            for (; before; before--) bits &= bits - 1;
+            return word * 32 + __ffs(bits) - 1;
+        }
+        before -= here;
+    }
+    return max_pieces + before;  // where those lie is not known
+}
 }  // namespace
 
-// Blocks claim one chunk at a time, in an order that spreads neighbours: chunks in VRAM and chunks in host RAM mix, so
-// the link is always busy, and no block needs to know where a byte is.
+// Blocks claim one chunk at a time. The first `link_blocks` take what is behind the link, so that it is busy all the
+// time, and help with VRAM after that. The others take what is in VRAM: pieces there, and experts that are in slots.
+// Which pieces those are may have changed meanwhile; then only the time is another.
 extern "C" __global__ void __launch_bounds__(copy_threads, 2)
-    uvm_copy_kernel(layer_copies copies, unsigned int stride, unsigned int* claimed) {
-    __shared__ unsigned int claim;
-    const unsigned int total = copies.chunks[copies.count - 1];
+    uvm_copy_kernel(layer_copies copies, int link_blocks, unsigned int* claimed) {
+    __shared__ unsigned int claim, found;
+    const unsigned int total = copies.pieces[copies.count - 1], near = copies.near, far = total - near;
+    bool link = (int)blockIdx.x < link_blocks;
     for (;;) {
-        if (threadIdx.x == 0) claim = atomicAdd(claimed, 1u);
+        const unsigned int end = piece_chunks * (link ? far : copies.slots ? total : near);
+        if (threadIdx.x == 0) {
+            claim = atomicAdd(&claimed[link ? 0 : 1], 1u);
+            const unsigned int nth = claim / piece_chunks;
+            if (claim < end) {
+                found = link         ? find_piece(copies, false, nth)
+                        : nth < near ? find_piece(copies, true, nth)
+                                     : find_piece(copies, false, nth - near);
+            }
+        }
         __syncthreads();
-        const unsigned int mine = claim;
+        const unsigned int mine = claim, piece = found;
         __syncthreads();
-        if (mine >= total) return;
-        const unsigned int chunk = (unsigned int)((unsigned long long)mine * stride % total);
+        if (mine >= end) {
+            if (!link) return;
+            link = false;
+            continue;
+        }
         int i = 0;
-        while (copies.chunks[i] <= chunk) i++;
+        while (copies.pieces[i] <= piece) i++;
         const uvm_copy& part = copies.part[i];
-        const size_t offset = (chunk - (i ? copies.chunks[i - 1] : 0)) * copy_chunk;
+        const size_t offset = (piece - (i ? copies.pieces[i - 1] : 0)) * copy_piece + mine % piece_chunks * copy_chunk;
+        if (offset >= part.nbytes) continue;
         const size_t left = part.nbytes - offset, nbytes = left < copy_chunk ? left : copy_chunk;
+        const take which = link ? take::out_of_slots : mine / piece_chunks < near ? take::all : take::in_slots;
         if (part.slot_of)
-            copy_experts(part, offset, offset + nbytes);
-        else
+            copy_experts(part, offset, offset + nbytes, which);
+        else if (which != take::in_slots)
             copy_bytes(part.from + offset, part.to + offset, nbytes);
     }
 }
 
-namespace {
-// A stride that visits each of `total` chunks once and puts neighbours far apart.
-unsigned int spreading_stride(unsigned int total) {
-    auto divisor = [](unsigned int a, unsigned int b) {
-        while (b) {
-            const unsigned int rest = a % b;
-            a = b;
-            b = rest;
-        }
-        return a;
-    };
-    unsigned int stride = (unsigned int)(total * 0.6180339887) | 1;
-    while (divisor(stride, total) != 1) stride++;
-    return stride;
-}
-}  // namespace
-
-// Copies `count` tensors, in stream order. `claimed`: a word of VRAM that no other copy in flight uses. Refused while
-// the caller's stream captures: a graph would copy at each replay.
-UVM_API int uvm_copy_layer(int device, const uvm_copy* parts, int count, unsigned int* claimed, cudaStream_t caller,
+// Copies `count` tensors, in stream order, by up to `link_blocks` blocks what is behind the link, and by up to
+// `vram_blocks` what is in VRAM. `in_vram`: a bit for each 2 MiB of each tensor, where they are now; `known` of them,
+// the rest counts as behind the link. `claimed`: two words of VRAM that no other copy in flight uses. Refused while the
+// caller's stream captures: a graph would copy at each replay.
+UVM_API int uvm_copy_layer(int device, const uvm_copy* parts, int count, const unsigned char* in_vram, int known,
+                           int link_blocks, int vram_blocks, unsigned int* claimed, cudaStream_t caller,
                            cudaStream_t stream, uvm_failure* failure) {
     on_device guard(device, failure);
     if (guard.error != cudaSuccess) return guard.error;
@@ -544,24 +570,32 @@ UVM_API int uvm_copy_layer(int device, const uvm_copy* parts, int count, unsigne
     if (error != cudaSuccess) return error;
     layer_copies copies = {};
     size_t total = 0;
-    bool valid = count > 0 && count <= max_copies;
+    bool valid = count > 0 && count <= max_copies && link_blocks > 0 && vram_blocks > 0;
     for (int i = 0; valid && i < count; i++) {
         const uvm_copy& part = parts[i];
         valid = part.nbytes > 0 && ((size_t)part.from | (size_t)part.to) % sizeof(uint4) == 0;
         valid = valid && (!part.slot_of || (part.row > 0 && part.nbytes % part.row == 0));
-        total += (part.nbytes + copy_chunk - 1) / copy_chunk;
-        valid = valid && total < INT_MAX;
+        total += (part.nbytes + copy_piece - 1) / copy_piece;
+        valid = valid && total < INT_MAX / piece_chunks;
         copies.part[i] = part;
-        copies.chunks[i] = (unsigned int)total;
+        copies.pieces[i] = (unsigned int)total;
+        copies.slots = copies.slots || part.slot_of;
     }
     if (!valid) return fail(failure, "uvm_copy_layer", -1, cudaErrorInvalidValue);
     copies.count = count;
-    error = cudaMemsetAsync(claimed, 0, sizeof *claimed, stream);
+    for (size_t i = 0; i < total && i < max_pieces && (int)i < known; i++) {
+        const unsigned int bit = in_vram[i / 8] >> i % 8 & 1;
+        copies.in_vram[i / 32] |= bit << i % 32;
+        copies.near += bit;
+    }
+    error = cudaMemsetAsync(claimed, 0, 2 * sizeof *claimed, stream);
     if (error != cudaSuccess) return fail(failure, "cudaMemsetAsync", -1, error);
-    unsigned int stride = spreading_stride((unsigned int)total);
-    void* arguments[] = {&copies, &stride, &claimed};
-    int blocks = total < copy_blocks ? (int)total : copy_blocks;
-    return launch(failure, (const void*)uvm_copy_kernel, "uvm_copy_layer", blocks, copy_threads, arguments, stream);
+    const unsigned int far = (unsigned int)total - copies.near, near = copies.slots ? (unsigned int)total : copies.near;
+    if ((unsigned int)link_blocks > far * piece_chunks) link_blocks = (int)(far * piece_chunks);
+    if ((unsigned int)vram_blocks > near * piece_chunks) vram_blocks = (int)(near * piece_chunks);
+    void* arguments[] = {&copies, &link_blocks, &claimed};
+    return launch(failure, (const void*)uvm_copy_kernel, "uvm_copy_layer", link_blocks + vram_blocks, copy_threads,
+                  arguments, stream);
 }
 
 // ---- reads in place, to measure the link ----------------------------------------------------------------------------

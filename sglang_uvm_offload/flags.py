@@ -128,7 +128,8 @@ class OffloadFlags:
         "auto",
         str,
         "Steps of this many tokens or more copy experts into the stream buffers; inf: no step does. Prefill CUDA graphs are "
-        "captured for fewer tokens only. auto: the smallest number at which copying is no slower than reading in place.",
+        "captured for fewer tokens only. auto: the smallest number at which copying should be no slower than reading in place, "
+        "which grows with what is resident.",
     )
     headroom_gb: float = flag(
         1.0,

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from benchmarks.gpu.link_bound import link_rate
 from benchmarks.gpu.rows import PartRows, Row, best, find, one, show
+from sglang_uvm_offload.memory.staging import VRAM_BLOCKS
+from sglang_uvm_offload.sizing.inputs import Assumptions
 
 Ratio = tuple[float, str]
 
@@ -33,7 +35,8 @@ def over_the_longer(rows: PartRows) -> Ratio | None:
         offloaded = one(rows, "steps", "offloaded", resident=share)
         if not computed or not offloaded:
             return None
-        rate = one(rows, "rates", "layer_copy", shape=offloaded["shape"], resident=share, beside="nothing")
+        labels = {"shape": offloaded["shape"], "resident": share, "beside": "nothing", "vram_blocks": VRAM_BLOCKS}
+        rate = one(rows, "rates", "layer_copy", **labels)
         if not rate or not rate["median"]:
             return None
         copying = 1e3 * offloaded["median"] / rate["median"]
@@ -73,17 +76,27 @@ def host_time(rows: PartRows) -> Ratio | None:
 
 
 def partly_resident(rows: PartRows) -> Ratio | None:
-    """The worst rate of offloaded bytes of a layer half or 78 % resident over that of one that is wholly offloaded, alone and
+    """The worst rate of offloaded bytes of a layer 50 to 90 % resident over that of one that is wholly offloaded, alone and
     beside the same kernel."""
     found = []
-    for share in (0.5, 0.78):
+    for share in (0.5, 0.78, 0.9):
         for whole in find(rows.get("rates", ()), "layer_copy", resident=0.0):
-            same: dict[str, str | float] = {name: whole[name] for name in ("shape", "beside")}
+            same: dict[str, str | float] = {name: whole[name] for name in ("shape", "beside", "vram_blocks")}
             part = one(rows, "rates", "layer_copy", resident=share, **same)
             if part and whole["median"]:
                 text = f"{same['shape']}, beside {same['beside']}, {share:.0%} resident: {show(part)}, none {show(whole)}"
                 found.append((part["median"] / whole["median"], text))
     return min(found, default=None)
+
+
+def in_vram(rows: PartRows) -> Ratio | None:
+    """The least rate of resident bytes of a layer that is 95 % resident beside a MoE, over what the planner takes."""
+    found = find(rows.get("rates", ()), "layer_copy_vram", resident=0.95, vram_blocks=VRAM_BLOCKS)
+    beside = [(row["median"] / Assumptions.vram_copy_gbps, row) for row in found if row["beside"].startswith("the MoE")]
+    if not beside:
+        return None
+    ratio, row = min(beside, key=lambda each: each[0])
+    return ratio, f"{row['shape']}, beside {row['beside']}: {show(row)}"
 
 
 def starts_beside(rows: PartRows) -> Ratio | None:

@@ -142,8 +142,10 @@ class Beside:
             self._work()
 
 
-def copy_ms(staging: CudaStaging, parts: Parts, side: torch.cuda.Stream, beside: Beside | None = None) -> tuple[float, float]:
-    """Milliseconds of a copy that begins while ``beside`` runs, and of ``beside``."""
+def copy_ms(
+    copy: Callable[[], object], staging: CudaStaging, side: torch.cuda.Stream, beside: Beside | None = None
+) -> tuple[float, float]:
+    """Milliseconds of a ``copy`` of ``staging`` to its buffer 0 that begins while ``beside`` runs, and of ``beside``."""
     began, ended, start, end = (torch.cuda.Event(enable_timing=True) for _ in range(4))
     torch.cuda.synchronize()
     began.record()
@@ -153,7 +155,7 @@ def copy_ms(staging: CudaStaging, parts: Parts, side: torch.cuda.Stream, beside:
     with torch.cuda.stream(side):
         start.record()
         staging.begin_step()
-        staging.copy(0, parts)
+        copy()
         staging.acquire(0)
         end.record()
     torch.cuda.synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from sglang_uvm_offload.memory.protocol import Memory
@@ -23,7 +24,9 @@ class CpuStaging:
     def begin_step(self) -> None:
         """All that was launched is over."""
 
-    def copy(self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None) -> None:
+    def copy(
+        self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None, in_vram: Sequence[np.ndarray] = ()
+    ) -> None:
         for part in parts:
             source = self._memory.tensor(part.managed)
             target = self.buffers[buffer][part.offset : part.offset + part.nbytes]

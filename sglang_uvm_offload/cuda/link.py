@@ -15,6 +15,7 @@ from sglang_uvm_offload.cuda.device import call_driver
 from sglang_uvm_offload.cuda.ops import device_ops
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
 from sglang_uvm_offload.memory.link import LinkRates, Offloaded
+from sglang_uvm_offload.memory.staging import LINK_BLOCKS, VRAM_BLOCKS
 
 LEAST_BYTES, MOST_BYTES = 16 << 20, 256 << 20
 """Of one timed call."""
@@ -22,6 +23,7 @@ CALL_SECONDS = 0.005
 """About how long one takes on a link that is too slow for ``MOST_BYTES``."""
 COPY_BYTES = 64 << 20
 """VRAM for copies."""
+NONE_IN_VRAM = np.zeros(0, dtype=bool)
 RESOLUTION_MS = 5e-4
 """Of events (``cudaEventElapsedTime``)."""
 
@@ -45,7 +47,7 @@ class CudaLinkTimer:
         self._piece = min(max(smallest, PAGE_BYTES), BLOCK_BYTES) // 16 * 16
         self._run = max((_longest_run(one.blocks) for one in offloaded if one.blocks.size), key=len)
         self._target = torch.empty(min(COPY_BYTES, self._run.size * BLOCK_BYTES), dtype=torch.uint8, device=where)
-        self._word = torch.zeros(1, dtype=torch.int32).to(where)
+        self._words = torch.zeros(2, dtype=torch.int32).to(where)
         self._random = np.random.default_rng(0)
         self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
@@ -84,14 +86,15 @@ class CudaLinkTimer:
         return self._reading(blocks + places * self._piece, self._piece)
 
     def _reading(self, addresses: np.ndarray, nbytes: int) -> _Call:
-        pieces = torch.from_numpy(addresses).to(self._word.device)
-        return _Call(len(pieces) * nbytes, lambda: self._ops.read_pieces(pieces, nbytes, self._word))
+        pieces = torch.from_numpy(addresses).to(self._words.device)
+        return _Call(len(pieces) * nbytes, lambda: self._ops.read_pieces(pieces, nbytes, self._words))
 
     def _copy_by_kernel(self, nbytes: int) -> _Call:
         stream, target = self._stream(), self._target.data_ptr()
 
         def copy(source: int, size: int) -> None:
-            self._ops.copy_layer(self._device, [(source, target, size, size, None)], self._word, stream, stream)
+            part = (source, target, size, size, None)
+            self._ops.copy_layer(self._device, [part], NONE_IN_VRAM, (LINK_BLOCKS, VRAM_BLOCKS), self._words, stream, stream)
 
         return self._copying(nbytes, copy)
 

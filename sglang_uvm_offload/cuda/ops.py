@@ -8,9 +8,10 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from ctypes import POINTER, c_int, c_longlong, c_size_t, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_longlong, c_size_t, c_void_p
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from sglang_uvm_offload.cuda.build import build
@@ -25,7 +26,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_place": [c_int, c_void_p, POINTER(_Span), c_int, c_int, c_void_p],
     "uvm_preferred": [c_int, c_void_p, c_size_t, POINTER(c_int)],
     "uvm_time_reads": [c_int, c_void_p, c_int, c_void_p],
-    "uvm_copy_layer": [c_int, POINTER(_Copy), c_int, c_void_p, c_void_p, c_void_p],
+    "uvm_copy_layer": [c_int, POINTER(_Copy), c_int, c_char_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p],
     "uvm_read_pieces": [c_void_p, c_int, c_size_t, c_void_p, c_void_p],
     "uvm_memory_info": [c_int, POINTER(c_size_t), POINTER(c_size_t)],
     "uvm_versions": [POINTER(c_int), POINTER(c_int)],
@@ -117,19 +118,24 @@ class CudaOps:
         self,
         device: int,
         parts: Sequence[tuple[int, int, int, int, int | None]],
+        in_vram: np.ndarray,
+        blocks: tuple[int, int],
         claimed: torch.Tensor,
         caller: int,
         stream: int,
     ) -> None:
         """Copy ``parts`` (address of the source, of the target, bytes; bytes of an expert, and the address of its layer's
         ``SlotState.slot_of`` or None), in the order of ``stream``, by a kernel that reads each byte wherever it lies. The first
-        two are multiples of 16. ``claimed``: int32 ``[1]`` in VRAM, used by no other copy under way."""
+        two are multiples of 16. ``in_vram`` ``bool[n]``: the first blocks of 2 MiB of the sources, one source after the other,
+        that are in VRAM. ``blocks``: the most of the kernel that read over the link, and that read VRAM. ``claimed``: int32
+        ``[2]`` in VRAM, used by no other copy under way."""
         array = (_Copy * len(parts))(*(_Copy(*part) for part in parts))
-        self._call("uvm_copy_layer", device, array, len(parts), claimed.data_ptr(), caller, stream)
+        bits, count = np.packbits(in_vram, bitorder="little").tobytes(), len(in_vram)
+        self._call("uvm_copy_layer", device, array, len(parts), bits, count, *blocks, claimed.data_ptr(), caller, stream)
 
     def read_pieces(self, pieces: torch.Tensor, nbytes: int, sink: torch.Tensor) -> None:
         """Read ``nbytes`` at each of ``pieces`` (int64 ``[n]``) by a kernel, wherever they lie, in the order of torch's current
-        stream. Addresses and ``nbytes`` are multiples of 16. ``sink``: int32 ``[1]`` in VRAM."""
+        stream. Addresses and ``nbytes`` are multiples of 16. ``sink``: a word of VRAM."""
         self._call("uvm_read_pieces", pieces.data_ptr(), len(pieces), nbytes, sink.data_ptr(), _stream(sink))
 
     def memory_info(self, device: int) -> tuple[int, int]:

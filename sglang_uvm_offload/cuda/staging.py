@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from sglang_uvm_offload.cuda.ops import device_ops
 from sglang_uvm_offload.cuda.structs import CudaFailure
 from sglang_uvm_offload.memory.protocol import Span
-from sglang_uvm_offload.memory.staging import Part
+from sglang_uvm_offload.memory.staging import LINK_BLOCKS, VRAM_BLOCKS, Part
 
 
 class CudaStaging:
@@ -22,9 +23,10 @@ class CudaStaging:
     def __init__(self, device: int, nbytes: int, count: int):
         self._device = torch.device("cuda", device)
         self._ops = device_ops(device)
+        self.vram_blocks = VRAM_BLOCKS
         self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(count)]
         self._copied = [torch.cuda.Event() for _ in range(count)]
-        self._claimed = torch.zeros(1, dtype=torch.int32).to(self._device)
+        self._claimed = torch.zeros(2, dtype=torch.int32).to(self._device)
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -34,14 +36,18 @@ class CudaStaging:
     def begin_step(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def copy(self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None) -> None:
+    def copy(
+        self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None, in_vram: Sequence[np.ndarray] = ()
+    ) -> None:
         first, slot_of = self.buffers[buffer].data_ptr(), None if slots is None else slots.data_ptr()
         copies = [(part.managed.address, first + part.offset, part.nbytes, part.expert_bytes, slot_of) for part in parts]
         caller = torch.cuda.current_stream(self._device).cuda_stream
         try:
             for begin in range(0, len(copies), self._ops.max_copies):
-                some = copies[begin : begin + self._ops.max_copies]
-                self._ops.copy_layer(self._device.index, some, self._claimed, caller, self._stream.cuda_stream)
+                end = begin + self._ops.max_copies
+                near = np.concatenate([np.zeros(0, dtype=bool), *in_vram[begin:end]])
+                blocks, mine = (LINK_BLOCKS, self.vram_blocks), self._stream.cuda_stream
+                self._ops.copy_layer(self._device.index, copies[begin:end], near, blocks, self._claimed, caller, mine)
         except CudaFailure as failure:
             names = ", ".join(part.managed.name for part in parts)
             span = Span(0, sum(part.nbytes for part in parts))

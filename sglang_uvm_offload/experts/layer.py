@@ -71,6 +71,8 @@ class ExpertLayer:
         """The layouts of ``tensors``; the same object until they change."""
         self.offloaded_bytes_by_expert = np.zeros(num_experts, dtype=np.int64)
         """int64 ``[num_experts]``: the bytes of each expert that steps read from host RAM. Replaced whenever it changes."""
+        self.blocks_in_vram: tuple[np.ndarray, ...] = ()
+        """``bool[blocks]`` of each of ``tensors``. Replaced whenever it changes."""
         self.plain_bytes = 0
         """Bytes of expert tensors left in ordinary VRAM because they are too small to place, or have interleaved experts.
         Excludes slots."""
@@ -169,6 +171,7 @@ class ExpertLayer:
         """Computed on the thread that moves experts, so that the thread that launches steps does not have to."""
         none = np.zeros(self.num_experts, dtype=np.int64)
         self.offloaded_bytes_by_expert = sum((tensor.offloaded_bytes for tensor in self.tensors), start=none)
+        self.blocks_in_vram = tuple(tensor.layout.block_mask(tensor.resident) for tensor in self.tensors)
 
     # The extents of all tensors, concatenated. Arrays are ``bool[extents]``.
 

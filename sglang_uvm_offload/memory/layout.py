@@ -146,8 +146,11 @@ class ExpertLayout:
 
     def blocks(self, extents: np.ndarray) -> np.ndarray:
         """int64: the offsets of the blocks of the marked extents (``bool[extents]``)."""
-        begins = np.arange(0, self.nbytes, self.block_bytes)
-        return begins[np.repeat(extents, self.extent_bytes // self.block_bytes)]
+        return np.arange(0, self.nbytes, self.block_bytes)[self.block_mask(extents)]
+
+    def block_mask(self, extents: np.ndarray) -> np.ndarray:
+        """``bool[blocks]``: those of the marked extents (``bool[extents]``)."""
+        return np.repeat(extents, self.extent_bytes // self.block_bytes)
 
     @cached_property
     def _edges(self) -> np.ndarray:

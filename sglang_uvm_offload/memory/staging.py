@@ -8,10 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
+
 from sglang_uvm_offload.memory.protocol import ManagedRange
 
 if TYPE_CHECKING:
     import torch
+
+LINK_BLOCKS = 16
+"""Of the kernel that copies on a GPU, as many read over the link: they keep it busy beside a kernel that is bound by VRAM."""
+VRAM_BLOCKS = 48
+"""As many copy what is in VRAM already: by what 16 of them copied beside a MoE, these take no longer than the link where up to
+nine tenths of a layer are resident."""
 
 
 class Part(NamedTuple):
@@ -39,10 +47,13 @@ class Staging(Protocol):
     def begin_step(self) -> None:
         """Copies from now on come after all that the calling stream has been given: it may write experts between steps."""
 
-    def copy(self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None) -> None:
+    def copy(
+        self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None, in_vram: Sequence[np.ndarray] = ()
+    ) -> None:
         """Begin to copy the parts to the buffer, after the last ``release``. Bytes are read wherever they lie, so they may move
-        meanwhile. ``slots`` (``ExpertSlots.slot_of``): experts that are in slots are read from there; they must stay until the
-        copy is over. Raises ``ManagedMemoryError``; the buffer's bytes are then undefined."""
+        meanwhile. ``slots`` (``ExpertSlots.slot_of``): experts that are in slots are read from there; it must not change until
+        the copy is over. ``in_vram``: of each part ``bool[blocks]``, those that were in VRAM lately; the time depends on it,
+        and no byte. Raises ``ManagedMemoryError``; the buffer's bytes are then undefined."""
 
     def acquire(self, buffer: int) -> None:
         """What the calling stream is given from now on comes after the buffer's last copy."""

@@ -97,6 +97,8 @@ class Reserve:
     """The same in terms of the rank's KV cache (``--hicache-ratio``), without ``hicache_bytes``."""
     stream_gb: float | None = None
     """GiB for each rank's stream buffers, rounded down to whole ones. 0: none. None: as many as fit."""
+    stream_tokens: int | None = None
+    """From how many tokens on a step streams; None: the default."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,11 @@ class Assumptions:
     """zero-copy reads by kernels against the copy engine: measured, 51.1 of 54.5 GB/s over PCIe 5 x16"""
     copy_efficiency: float = 0.92
     """the kernel that fills stream buffers against the copy engine: measured, 50.4 of 54.5 GB/s over PCIe 5 x16"""
+    vram_copy_gbps: float = 390.0
+    """48 blocks that copy what is in VRAM into a stream buffer, beside a MoE: 16 were measured, on an H200 with 95 % resident,
+    at 129 to 210 GB/s, and so many are assumed to copy three times the least of that"""
+    copy_slows: float = 0.15
+    """the share of its time that each 16 blocks of a copy take from a MoE beside them: measured, up to .15 on an H200"""
     host_efficiency: float = 0.7
     """assumed: share of the host memory's nominal rate that the reads of all GPUs reach together. Published shares of GH200's
     546 GB/s: .63 (https://github.com/NVIDIA/nvbandwidth/issues/23) to .77 (https://github.com/NVIDIA/Megatron-LM/issues/6491)"""

@@ -86,8 +86,11 @@ class Launch:
     image_bytes: int = 0
     hicache_bytes: int = 0
     hicache_ratio: float = 0.0
+    chunked_prefill_size: int | None = None
+    """The most tokens of one step on all ranks, None if unknown."""
     stream_gb: float | None = None
-    """GiB of each rank for stream buffers (``Reserve``)."""
+    stream_tokens: int | None = None
+    """Both as in ``Reserve``."""
     linear: LinearState | None = None
     pools: ServerPools | None = None
     """What SGLang itself makes of the KV cache and the states; None where it was not asked."""
@@ -194,7 +197,9 @@ class Launch:
             image_bytes=self.image_bytes,
             hicache_bytes=self.hicache_bytes,
             hicache_ratio=self.hicache_ratio,
+            chunked_prefill_size=self.chunked_prefill_size,
             stream_gb=self.stream_gb,
+            stream_tokens=self.stream_tokens,
         )
 
     def _uncounted(self, model: CheckpointShape) -> list[str]:

@@ -25,8 +25,9 @@ FORMULA = (
     "each draft token adds a pass of the draft layers, and counts as draft_token_weight of a token in the line above",
     "prefill chunk = the same for a chunk of the prompt, an offloaded expert read once for each block of rows; at least the "
     "launches of all layers",
-    "streamed chunk = in each layer the longer of computing from VRAM and copying all offloaded experts of the next; and the "
-    "copy for the first, less what is computed before its experts",
+    "streamed chunk = in each layer the longer of computing from VRAM, copy_slows of its copies longer, and copying the experts "
+    "of the next, offloaded ones at the copy rate and residents meanwhile at vram_copy_gbps; and the copy for the first, less "
+    "what is computed before its experts",
 )
 
 WITH_SLOTS = (
@@ -200,17 +201,15 @@ def between(least: float, most: float, form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-VRAM_COPIES = (
-    "Buffers take residents too, which these figures leave out: an H200 brought a layer at 105 to 200 GB/s in all beside its "
-    "MoE, so expect slower prompts."
-)
-"""With 78 and 95 % resident (``rates`` in benchmarks/results/2026-11-26-nvidia-h200/stream.log)."""
-
-
 def _streaming(plan: Plan) -> list[str]:
     """Whether prefill streams, and in which chunks that costs nothing."""
     if plan.num_resident == plan.num_experts:
         return []
+    if not plan.stream_buffers and plan.chunked_prefill_size < plan.stream_tokens:
+        return [
+            f"With so many experts in VRAM, copying a layer pays from {plan.stream_tokens} tokens on. Chunks of "
+            f"{plan.chunked_prefill_size} read offloaded experts in place, and no VRAM is kept for stream buffers."
+        ]
     if not plan.stream_buffers:
         return ["Without stream buffers, prefill reads offloaded experts in place, once for each block of rows."]
     through = _counted(plan.stream_buffers, "stream buffer")
@@ -222,8 +221,7 @@ def _streaming(plan: Plan) -> list[str]:
         hidden = f"A chunk of {tokens} tokens or more hides its stream after the first layer{beyond}."
     elif plan.hiding_chunk:
         hidden = f"A chunk of {plan.hiding_chunk} tokens or more hides its stream after the first layer, on a fast link only."
-    lines = [f"Prefill of {plan.stream_tokens} tokens or more streams, through {through}. {hidden}"]
-    return lines if plan.rows < plan.num_experts / 2 else [*lines, VRAM_COPIES]
+    return [f"Prefill of {plan.stream_tokens} tokens or more streams, through {through}. {hidden}"]
 
 
 def _basis(plan: Plan) -> str:

@@ -16,7 +16,7 @@ from sglang_uvm_offload.sizing.routing_curves import HitRates, hit_rates
 from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.stage_cost import StageCost, Stream
-from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, break_even_tokens, buffers_in
+from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, break_even_tokens, buffers_in, stream_rates
 from sglang_uvm_offload.sizing.verdict import LEAST_RESIDENTS
 
 
@@ -26,8 +26,10 @@ class Case(RankExperts):
     of expert-parallel ones, it is the one that takes most. ``rows`` are the residents and slots of a layer, all in VRAM."""
 
     def stream_buffers(self, stage: int, rows: int) -> int:
-        """Stream buffers per rank: the requested number, or as many as fit on every rank with ``rows``."""
-        room = next((count for count in range(MOST_BUFFERS, 0, -1) if self.in_vram(rows, count)), 0)
+        """Stream buffers per rank: the requested number, or as many as fit on every rank with ``rows`` if a chunk would use
+        them."""
+        most = MOST_BUFFERS if self.streams(rows) else 0
+        room = next((count for count in range(most, 0, -1) if self.in_vram(rows, count)), 0)
         return self._buffers(stage, rows, room)
 
     def _buffers(self, stage: int, rows: int, chosen: int) -> int:
@@ -44,12 +46,18 @@ class Case(RankExperts):
         """How prefill streams. The stage with fewest buffers stands for all."""
         stages = [stage for stage in range(self.parallel.pp) if self.placed[stage]]
         buffers = min((self.stream_buffers(stage, rows) for stage in stages), default=0)
-        return Stream(buffers, self.stream_tokens)
+        return Stream(buffers, self.stream_tokens(rows))
 
-    @property
-    def stream_tokens(self) -> int:
+    def stream_tokens(self, rows: int) -> int:
         """From how many tokens on prefill streams."""
-        return break_even_tokens(self.model.num_experts, self.model.top_k, self.machine.measured)
+        if self.reserve.stream_tokens is not None:
+            return self.reserve.stream_tokens
+        rates = stream_rates(self.machine, self.parallel, self.assumed)
+        return break_even_tokens(self.model.num_experts, self.model.top_k, rows, rates)
+
+    def streams(self, rows: int) -> bool:
+        """Whether the longest chunk does."""
+        return self.defaults.chunked_prefill_size >= self.stream_tokens(rows)
 
     @cached_property
     def kv_tokens(self) -> int:
@@ -189,10 +197,12 @@ class Case(RankExperts):
 
     def preferred(self) -> int | None:
         """The rows to choose: the most that VRAM holds with two stream buffers; with one or none if two leave too few rows
-        to be useful, or too many experts for host RAM. None if VRAM is too small even without any."""
+        to be useful, or too many experts for host RAM; with none if no chunk would use them. None if VRAM is too small even
+        without any."""
         for buffers in range(MOST_BUFFERS, 0, -1):
             most = self.most_in_vram(buffers)
-            if most is not None and most >= LEAST_RESIDENTS * self.model.top_k and self.in_host(most):
+            few = most is None or most < LEAST_RESIDENTS * self.model.top_k or not self.in_host(most)
+            if most is not None and not few and self.streams(most):
                 return most
         return self.most_in_vram()
 

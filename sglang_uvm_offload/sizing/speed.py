@@ -4,10 +4,11 @@
                     + one pass of the draft layers for each drafted token
     prefill chunk = the same for a chunk of the prompt, where an offloaded expert is read once for each of its blocks of rows;
                     at least the time of launching its kernels
-    streamed      = compute and VRAM reads + what layers wait for:  bytes of a layer's offloaded experts / copy rate,
-                    less the time of what runs meanwhile
+    streamed      = compute and VRAM reads + the longer of what a copy takes from these and what its layer waits for:
+                    the longer of  bytes of its offloaded experts / copy rate  and  bytes of its residents / rate of copies in
+                    VRAM,  less the time of what runs meanwhile
 
-A chunk streams if it has enough tokens. Each layer's offloaded experts are then copied to VRAM once, while the layer before
+A chunk streams if it has enough tokens. Each layer's experts are then copied to a buffer once, while the layer before
 computes. With one buffer, a copy overlaps only what comes between the experts of two layers. The copy for a chunk's first MoE
 layer begins with the chunk, and overlaps what comes before its experts; layers without experts are taken to come first.
 
@@ -37,6 +38,7 @@ import math
 from dataclasses import dataclass, replace
 
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Workload
+from sglang_uvm_offload.sizing.layer_copy import LayerCopy, layer_copy
 from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.plan import Speed
 from sglang_uvm_offload.sizing.stage_cost import IN_PLACE, StageCost, Stream
@@ -223,10 +225,20 @@ class _Model:
     def streamed_chunk(self, num_resident: int, prompt: _Batch, buffers: int) -> float:
         """Seconds of a chunk whose layers find all their experts in a stream buffer."""
         hit, _ = self.activated(self.num_experts, 1.0, prompt)
-        return sum(
-            max(self.launching(stage), self.in_vram(stage, hit, prompt) + sum(self.waits(stage, num_resident, prompt, buffers)))
-            for stage in self.stages
-        )
+        seconds = 0.0
+        for stage in self.stages:
+            slowed = (copy.slows(self.assumed) for copy in self.copies(stage, num_resident))
+            longer = sum(map(max, slowed, self.waits(stage, num_resident, prompt, buffers)))
+            seconds += max(self.launching(stage), self.in_vram(stage, hit, prompt) + longer)
+        return seconds
+
+    def copies(self, stage: StageCost, num_resident: int) -> list[LayerCopy]:
+        """Of each MoE layer of a stage."""
+        resident, offloaded = num_resident / self.parallel.ep, (self.num_experts - num_resident) / self.parallel.ep
+        return [
+            layer_copy(offloaded * nbytes, resident * nbytes, self.copy_rate, self.machine, self.assumed)
+            for nbytes in stage.expert_layers
+        ]
 
     def hides(self, num_resident: int, prompt: _Batch, buffers: int) -> bool:
         """Whether layers after a chunk's first wait for no copy. What launches hide is not counted."""
@@ -236,10 +248,10 @@ class _Model:
         """Seconds that each MoE layer of a stage waits for its experts in a stream buffer."""
         hit, _ = self.activated(self.num_experts, 1.0, prompt)
         whole, between = self.in_vram(stage, hit, prompt), self.in_vram(replace(stage, expert_layers=()), hit, prompt)
-        offloaded, rest = (self.num_experts - num_resident) / self.parallel.ep, between / stage.layers
+        rest = between / stage.layers
         found, meanwhile = [], (stage.layers - len(stage.expert_layers)) * rest
-        for nbytes in stage.expert_layers:
-            found.append(max(0.0, offloaded * nbytes / self.copy_rate - meanwhile - rest))
+        for nbytes, copy in zip(stage.expert_layers, self.copies(stage, num_resident), strict=True):
+            found.append(max(0.0, copy.seconds - meanwhile - rest))
             meanwhile = (whole - between) * nbytes / sum(stage.expert_layers) if buffers > 1 else 0.0
         return found
 

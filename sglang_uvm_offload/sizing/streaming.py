@@ -3,11 +3,14 @@ uses in place, and how many stream buffers a given VRAM holds."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import count
+from typing import NamedTuple
 
-from sglang_uvm_offload.memory.link import LinkRates
-from sglang_uvm_offload.sizing.machine import GIB
-from sglang_uvm_offload.sizing.speed import distinct
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel
+from sglang_uvm_offload.sizing.layer_copy import vram_copy_rate
+from sglang_uvm_offload.sizing.machine import GIB, Machine
+from sglang_uvm_offload.sizing.speed import copy_rate, distinct, read_rate
 
 MOST_BUFFERS = 2
 """One is filled for the next layer while a layer computes from the other."""
@@ -17,17 +20,50 @@ USED_SHARE = 0.98
 
 SKEW = 8
 """Experts that routing prefers are resident, so offloaded ones are used later than uniform routing would use them. By measured
-routing, streaming from so many times the tokens on costs 2 % at most where reading in place is faster
-(benchmarks/results/prefill/prefill.md)."""
+routing, streaming from so many times the tokens on costs 4 % at most where reading in place is faster and no more than 78 % of
+the experts are in VRAM (benchmarks/results/prefill/prefill.md)."""
 
 
-def break_even_tokens(num_experts: int, top_k: int, measured: LinkRates | None = None) -> int:
-    """From how many tokens on a step streams: ``SKEW`` times the smallest power of two that is expected to use
-    ``USED_SHARE`` of ``num_experts`` experts if routing is uniform. A smaller share is enough on a link that was
-    ``measured`` to read experts in place more slowly than it copies them; a slower copy is still hidden by what computes."""
+class StreamRates(NamedTuple):
+    """Bytes a second of each rank, while all do the same."""
+
+    read: float
+    """In place, over the link."""
+    copied: float
+    """To a buffer, over the link."""
+    in_vram: float
+    """To a buffer, from VRAM."""
+
+
+def stream_rates(machine: Machine, parallel: Parallel, assumed: Assumptions) -> StreamRates | None:
+    """None where nothing is known of the link."""
+    if not (machine.link_gbps or machine.measured):
+        return None
+    over_link = read_rate(machine, parallel, assumed), copy_rate(machine, parallel, assumed)
+    return StreamRates(*over_link, vram_copy_rate(machine, assumed))
+
+
+def break_even_tokens(num_experts: int, top_k: int, in_vram: int = 0, rates: StreamRates | None = None) -> int:
+    """From how many tokens on a step streams, with ``in_vram`` experts of a layer in VRAM: ``SKEW`` times the smallest power of
+    two that is expected to use ``USED_SHARE`` of ``num_experts`` experts if routing is uniform.
+
+    A smaller share is enough on a link that reads experts in place more slowly than it copies them; a slower copy is still
+    hidden by what computes. Where most experts are in VRAM, their copies take longer than the link: then it is the smallest
+    power of two of tokens for which offloaded ones are read in place so many times, if routing is uniform."""
     choices = max(1, top_k)
-    used = USED_SHARE * num_experts * (min(1.0, measured.scattered / measured.copied) if measured else 1.0)
-    return SKEW * next(tokens for tokens in (1 << power for power in count()) if distinct(num_experts, choices, tokens) >= used)
+    used = USED_SHARE * num_experts * (min(1.0, rates.read / rates.copied) if rates else 1.0)
+    least = SKEW * next(tokens for tokens in _powers() if distinct(num_experts, choices, tokens) >= used)
+    if rates is None or in_vram >= num_experts:
+        return least
+    passes = in_vram / rates.in_vram / ((num_experts - in_vram) / rates.read)
+    if passes <= 1:
+        return least
+    reading = (passes - 0.5) * Assumptions.rows_per_read * num_experts / choices
+    return max(least, next(tokens for tokens in _powers() if tokens >= reading))
+
+
+def _powers() -> Iterator[int]:
+    return (1 << power for power in count())
 
 
 def buffers_in(gib: float, layer_bytes: int) -> int:

@@ -126,7 +126,7 @@ class Streamer:
                 return False
             try:
                 slots = self.slot_of(row)
-                self._staging.copy(buffer, self._replicas_of(row).parts, slots)
+                self._staging.copy(buffer, self._replicas_of(row).parts, slots, self._layers[row].blocks_in_vram)
             except ManagedMemoryError as failure:
                 self._stop(str(failure), failure.with_outlook(_GOES_ON))
                 return False

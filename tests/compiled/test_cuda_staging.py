@@ -70,6 +70,77 @@ print(json.dumps([said, int((slot_of > 0).sum())]))
     assert ran.said == [[True] * 5, 5], ran.err
 
 
+LAYER = """
+import os
+BLOCK, E, S, row = 2 << 20, 20, 6, (300 << 10) + 16  # blocks hold parts of eight experts, and the last one a slot
+parts, held, masks, at = [], [], [], 0
+for experts in (E, E):
+    one, bytes_ = managed((E + S) * row)
+    parts.append(Part(one, E * row, at, row))
+    held.append(bytes_)
+    at += -(-E * row // BLOCK) * BLOCK
+blocks = -(-E * row // BLOCK)
+staging = CudaStaging(0, at, 1)
+def copied(in_vram, slots=None):
+    staging.buffers[0].copy_(torch.full(staging.buffers[0].shape, 7, dtype=torch.uint8))
+    staging.begin_step()
+    staging.copy(0, parts, slots, in_vram)
+    staging.acquire(0)
+    torch.cuda.synchronize()
+    return [staging.buffers[0][part.offset :][: part.nbytes].cpu().view(E, row) for part in parts]
+"""
+
+
+def test_a_copy_is_right_whatever_is_said_to_be_in_vram(standin):
+    """Too little of it, all of it, and blocks that no part has; with experts in slots and without."""
+    ran = standin.run(
+        PREPARE
+        + LAYER
+        + """
+said = []
+for case in range(12):
+    share = [0, 0.5, 0.9, 1][case % 4]
+    count = [blocks, blocks - 2, blocks + 3][case % 3]
+    in_vram = [random.random(count) < share for _ in parts[: 1 + case % 2]]
+    taken = np.zeros(E, dtype="int32")
+    if case > 5:
+        taken[random.permutation(E)[:S]] = range(1, S + 1)
+    source = torch.from_numpy(np.where(taken, E + taken - 1, np.arange(E)))
+    found = copied(in_vram, torch.from_numpy(taken).cuda() if case > 5 else None)
+    wanted = [bytes_.cpu().view(E + S, row)[source] for bytes_ in held]
+    said.append(all(map(torch.equal, found, wanted)))
+print(json.dumps(said))
+"""
+    )
+    assert ran.said == [True] * 12, ran.err
+
+
+def test_what_is_in_vram_and_in_slots_has_blocks_of_its_own(standin):
+    """The first one alone brings just that, and then there is no more of it. Nothing is left to the others but the link."""
+    ran = standin.run(
+        PREPARE
+        + LAYER
+        + """
+from sglang_uvm_offload.cuda.staging import LINK_BLOCKS
+in_vram = [random.random(blocks) < 0.5 for _ in parts]
+taken = np.zeros(E, dtype="int32")
+taken[random.permutation(E)[:S]] = range(1, S + 1)
+os.environ |= {"STANDIN_FIRST_BLOCK": str(LINK_BLOCKS), "STANDIN_BLOCKS": "1"}
+found = copied(in_vram, torch.from_numpy(taken).cuda())
+offsets = np.arange(E * row).reshape(E, row)
+wrong = 0
+for rows, bytes_, mask in zip(found, held, in_vram):
+    source = bytes_.cpu().view(E + S, row)[torch.from_numpy(np.where(taken, E + taken - 1, np.arange(E)))]
+    near = torch.from_numpy(mask[offsets // BLOCK] | (taken > 0)[:, None])
+    wrong += int((rows != torch.where(near, source, torch.full_like(source, 7))).sum())
+print(json.dumps([wrong, [int(mask.sum()) for mask in in_vram], blocks]))
+"""
+    )
+    wrong, near, blocks = ran.said
+    assert wrong == 0, ran.err
+    assert 0 < sum(near) < 2 * blocks
+
+
 def test_a_range_is_copied_wherever_its_blocks_lie_and_without_moving_them(standin):
     ran = standin.run(
         PREPARE

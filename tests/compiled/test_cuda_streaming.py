@@ -39,9 +39,9 @@ blank = [torch.zeros(t.shape, dtype=t.dtype).cuda() for t in weights[0][0]]
 staging = CudaStaging(0, max(map(buffer_bytes, layers)), {buffers})
 streamer = Streamer(layers, staging, 1, lambda row, nbytes: None)
 filled, copy = [], staging.copy
-def copy_and_tell(buffer, parts, slots):
+def copy_and_tell(buffer, *rest):
     filled.append(buffer)
-    copy(buffer, parts, slots)
+    copy(buffer, *rest)
 staging.copy = copy_and_tell
 {without}
 def begin():

@@ -251,7 +251,8 @@ def test_every_way_to_copy_and_every_arm_of_a_step_is_run(ran):
         return {each[label] for each in ran.record(section)["parts"][part]["rows"] if each["row"] == row and each["values"]}
 
     assert values("stream", "copies", "copies", "way") >= {f"kernel that claims chunks, {n} blocks" for n in (8, 16, 24, 32)}
-    assert values("stream", "rates", "layer_copy", "resident") == {0, 0.5, 0.78, 0.95}
+    assert values("stream", "rates", "layer_copy", "resident") == {0, 0.5, 0.78, 0.9, 0.95}
+    assert values("stream", "rates", "layer_copy", "vram_blocks") == {16, 48, 96}
     assert len(values("stream", "rates", "layer_copy_slows", "beside")) == 3
     assert values("stream", "steps", "step", "arm") == {"resident", "streamed, 2 buffers", "streamed, 1 buffer", "in place"}
     assert values("stream", "steps", "step", "tokens") >= {512, 2048, 8192}
@@ -281,13 +282,13 @@ def test_every_way_to_copy_and_every_arm_of_a_step_is_run(ran):
 
 ONE_BYTE_LESS = """
 whole = CudaStaging.copy
-def copy(self, buffer, parts, slots=None):
+def copy(self, buffer, parts, slots=None, in_vram=()):
     whole(self, buffer, [it._replace(nbytes=it.nbytes - (it.nbytes > 1 << 20)) for it in parts])
 CudaStaging.copy = copy
 """
 HALF = """
 whole = CudaStaging.copy
-CudaStaging.copy = lambda self, buffer, parts, slots=None: whole(self, buffer, parts[:1])
+CudaStaging.copy = lambda self, buffer, parts, slots=None, in_vram=(): whole(self, buffer, parts[:1])
 """
 NO_MOVES = "ExpertTensor.demote = ExpertTensor.promote = lambda self, after: 0"
 OLD_WEIGHTS = "BufferSchedule.forget = lambda self: None"
@@ -386,7 +387,7 @@ CudaSlots.keep = lambda self, layer, ids, copies: keep(self, layer, ids, copies[
 """
 COPIES_WITHOUT_SLOTS = """
 copy = CudaStaging.copy
-CudaStaging.copy = lambda self, buffer, parts, slots=None: copy(self, buffer, parts)
+CudaStaging.copy = lambda self, buffer, parts, slots=None, in_vram=(): copy(self, buffer, parts)
 """
 NOT_COUNTED = """
 counts, first = ServedLayer.counts, []
@@ -1085,7 +1086,7 @@ def steps_of(tokens: int, resident: float, **ms: float) -> list[dict]:
 
 
 def copied(resident: float, *rates: float, beside: str = "nothing", shape: str = "glm-4.5-air") -> dict:
-    return row("layer_copy", [*rates], shape=shape, resident=resident, beside=beside)
+    return row("layer_copy", [*rates], shape=shape, resident=resident, beside=beside, vram_blocks=48)
 
 
 def test_a_streamed_step_is_judged_by_the_longer_of_computing_and_copying(modules):
@@ -1128,12 +1129,23 @@ def test_the_worst_of_host_time_copies_and_misses_decides(modules):
     rates += [copied(share, rate, beside="the MoE at 2048 tokens") for share, rate in ((0.0, 40.0), (0.78, 20.0))]
     assert judged(modules, "stream", 4, {"rates": rates})["ratio"] == pytest.approx(0.5), "beside the same kernel"
 
+    rates += [copied(0.9, 8.0, beside="the MoE at 2048 tokens")]
+    assert judged(modules, "stream", 4, {"rates": rates})["ratio"] == pytest.approx(0.2)
+
+    def near(rate: float, what: str = "the MoE at 2048 tokens", resident: float = 0.95, blocks: int = 48) -> dict:
+        labels = {"shape": "glm-4.5-air", "beside": what, "resident": resident, "vram_blocks": blocks}
+        return row("layer_copy_vram", [rate], **labels)
+
+    others = [near(1.0, "nothing"), near(1.0, resident=0.78), near(1.0, blocks=16)]
+    assert judged(modules, "stream", 5, {"rates": others})["ratio"] is None
+    assert judged(modules, "stream", 5, {"rates": [*others, near(780.0), near(195.0)]})["ratio"] == pytest.approx(0.5)
+
     def short(what: str, ms: float) -> dict:
         return row("short_copy", [ms], shape="glm-4.5-air", beside=what)
 
     starts = [short("nothing", 7.0), short("a memory-bound kernel", 0.2), short("the MoE at 2048 tokens", 0.3)]
-    assert judged(modules, "stream", 5, {"rates": starts})["ratio"] == 0.3
-    assert judged(modules, "stream", 5, {"rates": starts[:1]})["ratio"] is None
+    assert judged(modules, "stream", 6, {"rates": starts})["ratio"] == 0.3
+    assert judged(modules, "stream", 6, {"rates": starts[:1]})["ratio"] is None
 
     wrong = [row("copies_wrong", [count], what="", done=10) for count in (0, 2)]
     assert judged(modules, "ops", 2, {"copies": wrong})["met"] is False

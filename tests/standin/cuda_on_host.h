@@ -73,6 +73,10 @@ inline int __syncthreads_or(int predicate) {
 
 inline void __threadfence() {}
 
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+
+inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
+
 template <typename T>
 T atomicAdd(T* address, T value) {
     T before = *address;

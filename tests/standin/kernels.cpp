@@ -49,8 +49,8 @@ extern "C" void standin_run(void* kernel, unsigned blocks, unsigned threads) {
     std::lock_guard<std::mutex> lock(one_at_a_time);
     blockDim = dim3(threads);
     gridDim = dim3(blocks);
-    const char* first = getenv("STANDIN_FIRST_BLOCK");
-    for (unsigned block = 0; block < blocks; block++) {
+    const char *first = getenv("STANDIN_FIRST_BLOCK"), *most = getenv("STANDIN_BLOCKS");
+    for (unsigned block = 0; block < blocks && (!most || block < static_cast<unsigned>(atoi(most))); block++) {
         blockIdx = dim3((block + (first ? atoi(first) : 0)) % blocks);
         on_host::run_block([](void* bound) { (*static_cast<bound_kernel*>(bound))(); }, kernel, threads);
     }

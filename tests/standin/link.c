@@ -36,7 +36,7 @@ struct part {
 
 struct copies {
     struct part part[32];
-    unsigned chunks[32];
+    unsigned pieces[32], in_vram[512], near;
     int count;
 };
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import links
 from builders.configs import served_config
 from builders.launch import resolved as sglang_resolved
 from sglang.srt.model_executor.cuda_graph_config import Backend
@@ -29,6 +28,7 @@ from sglang_uvm_offload.plugin.rank.step_hooks import is_eager
 from sglang_uvm_offload.plugin.rank.stream_buffers import make_streamer, room_in_vram
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.routing.counts import Phase
+from sglang_uvm_offload.sizing.streaming import StreamRates
 
 pytestmark = pytest.mark.sglang
 
@@ -42,13 +42,20 @@ def config(**flags: Any) -> OffloadConfig:
 # ---- the threshold ----
 
 
-def streamed_from(num_experts: int = 256, top_k: int | None = 8, planned: int | None = None, link=None, **flags: Any) -> int:
+def streamed_from(
+    num_experts: int = 256,
+    top_k: int | None = 8,
+    planned: int | None = None,
+    rates: StreamRates | None = None,
+    longest: int = 8192,
+    **flags: Any,
+) -> int:
     """Tokens. ``planned``: stream buffers."""
     text = PretrainedConfig(**{"num_experts_per_tok": top_k})
     requested = parse({"num_resident": 4, **flags})
     assert requested is not None
     assert requested.num_resident is not None
-    return stream_settings.stream_tokens(requested, requested.num_resident, planned, num_experts, text, link)
+    return stream_settings.stream_tokens(requested, requested.num_resident, planned, num_experts, text, rates, longest)
 
 
 def test_auto_streams_from_where_a_step_uses_nearly_all_experts():
@@ -58,10 +65,24 @@ def test_auto_streams_from_where_a_step_uses_nearly_all_experts():
 
 
 @pytest.mark.parametrize(("reads", "tokens"), [(50.0, 1024), (60.0, 1024), (35.0, 512), (20.0, 128)])
-def test_a_link_that_was_measured_to_read_slowly_streams_earlier(reads, tokens):
+def test_a_link_that_reads_slowly_streams_earlier(reads, tokens):
     """It copies at 50 GB/s. A step of 64 tokens is expected to use 87 % of 256 experts, one of 16 tokens 40 %."""
-    assert streamed_from(link=links.kept(scattered=reads, copied=50.0)) == tokens
-    assert streamed_from(link=links.kept(scattered=reads, copied=50.0), stream_tokens="300") == 300
+    rates = StreamRates(reads * 1e9, 50e9, 400e9)
+    assert streamed_from(rates=rates) == tokens
+    assert streamed_from(rates=rates, stream_tokens="300") == 300
+
+
+@pytest.mark.parametrize(("in_vram", "tokens"), [(200, 1024), (230, 4096), (240, 8192), (248, NEVER)])
+def test_the_more_is_in_vram_the_longer_a_step_must_be_to_stream(in_vram, tokens, caplog):
+    """A layer's offloaded experts are read at 50 GB/s while its others are copied at 400: 1.1, 1.9 and 3.9 times. A chunk of
+    8,192 tokens reads them 2.5 times in place."""
+    caplog.set_level("INFO")
+    rates = StreamRates(50e9, 50e9, 400e9)
+    assert streamed_from(rates=rates, num_resident=in_vram) == tokens
+    assert ("pays from 16384 tokens on, and a step has at most 8192" in caplog.text) == (tokens == NEVER)
+    assert streamed_from(rates=rates, num_resident=in_vram, longest=16384) == min(tokens, 16384)
+    assert streamed_from(rates=rates, num_resident=in_vram, stream_tokens="300") == 300
+    assert streamed_from(rates=rates, num_resident=in_vram, stream_buffer_gb=4) == min(tokens, 16384)
 
 
 @pytest.mark.parametrize(("given", "tokens"), [(0, 0), ("300", 300), ("inf", NEVER)])

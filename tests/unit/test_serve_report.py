@@ -374,6 +374,10 @@ def compared(record: dict[str, Any], rates: Rates | None = None) -> model.Compar
 
 
 RATES = Rates(40.0, 50.0, 55.0)
+COPY, IN_VRAM = 64 * EXPERT / 50e9, 64 * EXPERT / (Assumptions.vram_copy_gbps * 1e9)
+"""Seconds of a layer half of whose experts are offloaded."""
+LOST = Assumptions.copy_slows * (COPY + 3 * IN_VRAM)
+"""By what computes meanwhile: three times as many blocks copy what is in VRAM."""
 STREAMS = {"buffers": 2, "min_tokens": 512, "nbytes": 1, "fault": None}
 
 
@@ -413,8 +417,8 @@ def test_a_decode_step_whose_misses_fill_slots_takes_the_rate_of_copies() -> Non
 @pytest.mark.parametrize(
     ("resident", "expected"),
     [
-        (0.016, 16 * 64 * EXPERT / 50e9 + 0.001),  # the link is the limit, until the last layer computes
-        (1.6, 1.6 + 64 * EXPERT / 50e9),  # only the first copy is waited for
+        (0.016, 16 * COPY + 0.001),  # the link is the limit, until the last layer computes
+        (1.6, 1.6 + COPY + 15 * LOST),  # only the first copy is waited for
     ],
 )
 def test_a_prompt_that_streams_takes_the_longer_of_computing_and_copying(resident: float, expected: float) -> None:
@@ -442,9 +446,9 @@ def test_bytes_that_a_prompt_copied_are_compared_and_bytes_that_it_read_in_place
     assert half.as_counted == pytest.approx(copied / 2 / 50e9, rel=0.05)
     assert half.worst() == "bytes over the link"
     none = compared(measured_run(0.010, 0.0, 8192, "prefill", streaming=STREAMS))
-    assert none.as_counted == pytest.approx(0.010), "nothing crossed: the resident server's time"
+    assert none.as_counted == pytest.approx(16 * IN_VRAM, rel=0.05), "nothing crossed: the copies of residents"
     hidden = compared(measured_run(1.0, copied / 2, 8192, "prefill", 10.0, streaming=STREAMS))
-    assert hidden.terms()["bytes over the link"] < 0.01, "computing hides them"
+    assert hidden.terms()["bytes over the link"] < 0.02, "computing hides them, but for what they take from it"
     assert compared(measured_run(1.0, copied, 8192, "prefill")).as_counted is None, "each is read once a block of rows"
 
 

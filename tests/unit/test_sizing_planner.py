@@ -673,18 +673,20 @@ def test_every_assumption_changes_some_figure():
     for field in dataclasses.fields(Assumptions):
         latent = field.name not in ("layer_overhead_us", "prefill_layer_ms")
         name = "deepseek-v3" if latent else "glm-4.5"
-        prompt = 512 if field.name.startswith(("prefill", "latent_prefill")) else 1024 if "copy" in field.name else 4096
+        prompt = 512 if field.name.startswith(("prefill", "latent_prefill")) else 1024 if "copy_eff" in field.name else 4096
         workload = Workload(8192, requests=2, prompt_tokens=prompt, speculative=True, draft_tokens=10)
         reserve = Reserve(stream_gb=0) if field.name == "rows_per_read" else None
         slots = Slots(None) if "slot" in field.name else NO_SLOTS
-        base = ask(name, roomy("8xH20"), workload, reserve=reserve, slots=slots)
+        residents = {"copy_efficiency": 100, "vram_copy_gbps": 235, "copy_slows": 235}.get(field.name)
+        options = {"reserve": reserve, "slots": slots, "num_resident": residents}
+        base = ask(name, roomy("8xH20"), workload, **options)
         value = getattr(Assumptions(), field.name)
         changed = dataclasses.replace(Assumptions(), **{field.name: type(value)(value * 1.25 if value < 1 else value * 4)})
         if field.name == "rows_per_read":
             changed = dataclasses.replace(Assumptions(), rows_per_read=16)
         if field.name == "host_efficiency":  # more is more than the link brings
             changed = dataclasses.replace(Assumptions(), host_efficiency=0.3)
-        other = ask(name, roomy("8xH20"), workload, reserve=reserve, slots=slots, assumed=changed)
+        other = ask(name, roomy("8xH20"), workload, **options, assumed=changed)
         assert (other.ranks, other.host_needed, other.speeds) != (base.ranks, base.host_needed, base.speeds), field.name
 
 

@@ -25,7 +25,7 @@ from sglang_uvm_offload.sizing.planner import plan, plan_case, render
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.speed import distinct, hiding_chunk, predict
 from sglang_uvm_offload.sizing.stage_cost import IN_PLACE, StageCost, Stream
-from sglang_uvm_offload.sizing.streaming import break_even_tokens, buffers_in
+from sglang_uvm_offload.sizing.streaming import StreamRates, break_even_tokens, buffers_in, stream_rates
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 DEEPSEEK = MODELS / "deepseek-v3.json"
@@ -58,6 +58,29 @@ def test_a_stream_on_a_measured_link_runs_at_the_copy_kernels_rate():
 
 
 # From how many tokens
+
+
+@pytest.mark.parametrize(("in_vram", "tokens"), [(0, 1024), (200, 1024), (230, 4096), (240, 8192), (248, 16384), (256, 1024)])
+def test_the_more_experts_are_in_vram_the_later_a_step_streams(in_vram, tokens):
+    """A step of so many tokens takes longer to read those that are not than the others take to be copied."""
+    rates = StreamRates(50e9, 50e9, 400e9)
+    assert break_even_tokens(256, 8, in_vram, rates) == tokens
+    if tokens > 1024:
+        ratio = in_vram / 400 / ((256 - in_vram) / 50)
+        assert (tokens / 2) * 8 / 256 / 128 + 0.5 < ratio <= tokens * 8 / 256 / 128 + 0.5
+
+
+def test_rates_of_streams_are_the_planners_and_unknown_without_a_link():
+    assumed = Assumptions()
+    machine = replace(preset("4x4090"), host_gbps=0.0)
+    rates = stream_rates(machine, Parallel(tp=4), assumed)
+    assert rates is not None
+    assert rates.read == pytest.approx(machine.link_gbps * assumed.read_efficiency * 1e9)
+    assert rates.in_vram == pytest.approx(machine.hbm_gbps * assumed.hbm_efficiency / 2 * 1e9), "read and written"
+    assert stream_rates(replace(machine, link_gbps=0.0), Parallel(tp=4), assumed) is None
+    measured = stream_rates(replace(machine, link_gbps=0.0, hbm_gbps=0.0, measured=links.rates()), Parallel(tp=4), assumed)
+    assert measured is not None
+    assert measured.in_vram == assumed.vram_copy_gbps * 1e9
 
 
 @pytest.mark.parametrize(
@@ -226,6 +249,16 @@ def copying(offloaded: int) -> float:
     return offloaded * 10**7 / (55e9 * Assumptions().copy_efficiency)
 
 
+def in_vram(resident: int) -> float:
+    """Seconds for the resident experts of one layer."""
+    return resident * 10**7 / (Assumptions().vram_copy_gbps * 1e9)
+
+
+def lost(offloaded: int) -> float:
+    """Seconds that a layer computes for longer beside a copy: three times as many blocks copy what is in VRAM."""
+    return Assumptions().copy_slows * (copying(offloaded) + 3 * in_vram(64 - offloaded))
+
+
 def computing(tokens: int, stage: StageCost = STAGE) -> float:
     """Seconds of a long chunk with all experts in VRAM."""
     overhead = stage.layers * Assumptions().layer_overhead_us * 1e-6
@@ -235,19 +268,25 @@ def computing(tokens: int, stage: StageCost = STAGE) -> float:
 
 def test_a_streamed_chunk_copies_each_offloaded_expert_once_beside_computing():
     """The link takes longer than computing: it is idle while the last of the eight MoE layers computes its experts."""
-    found = speed(Stream(2, 128))
-    experts = (computing(4096) - computing(4096, replace(STAGE, expert_layers=()))) / 8
+    stage = replace(STAGE, dense_flops=1.5e9)
+    found = speed(Stream(2, 128), stage=stage)
+    experts = (computing(4096, stage) - computing(4096, replace(stage, expert_layers=()))) / 8
     assert (found.streamed, found.reread) == (True, 1)
     assert found.prefill_chunk_s == pytest.approx(8 * copying(32) + experts)
     assert found.prefill_chunk_s < speed().prefill_chunk_s
     assert speed(Stream(2, 128), ep=2).prefill_chunk_s < 0.6 * found.prefill_chunk_s, "each rank copies its own"
 
 
-def test_a_chunk_that_computes_for_longer_hides_its_stream():
+def test_with_most_experts_resident_vram_takes_longer_than_the_link():
+    found = speed(Stream(2, 128), resident=62, stage=replace(STAGE, dense_flops=1e8, expert_flops=1e6)).prefill_chunk_s
+    assert 8 * copying(2) < 8 * in_vram(62) < found < 1.2 * 8 * in_vram(62)
+
+
+def test_a_chunk_that_computes_for_longer_hides_its_stream_but_for_what_the_copies_take_from_it():
     slow = replace(STAGE, expert_flops=2e9, dense_flops=2e10)
     found = speed(Stream(2, 128), stage=slow)
-    assert found.prefill_chunk_s == pytest.approx(computing(4096, slow))
-    assert found.prefill_tokens_s == pytest.approx(found.resident_prefill_tokens_s)
+    assert found.prefill_chunk_s == pytest.approx(computing(4096, slow) + 8 * lost(32))
+    assert found.prefill_tokens_s < found.resident_prefill_tokens_s
 
 
 @pytest.mark.parametrize("dense", [0, 1])
@@ -256,11 +295,13 @@ def test_the_copy_for_a_chunks_first_experts_is_waited_for_beyond_the_layers_bef
     before = (dense + 1) * computing(4096, replace(slow, expert_layers=())) / slow.layers
     assert before < copying(32)
     assert hiding(Stream(2, 4096), stage=slow) == 4096, "later layers wait for no copy"
-    assert speed(Stream(2, 128), stage=slow).prefill_chunk_s == pytest.approx(computing(4096, slow) + copying(32) - before)
+    assert speed(Stream(2, 128), stage=slow).prefill_chunk_s == pytest.approx(
+        computing(4096, slow) + copying(32) - before + 7 * lost(32)
+    )
 
 
 def test_one_buffer_is_filled_only_between_the_experts_of_two_layers():
-    slow = replace(STAGE, expert_flops=2e9, dense_flops=2e9)
+    slow = replace(STAGE, expert_flops=2e9, dense_flops=1.5e9)
     between = computing(4096, replace(slow, expert_layers=())) / 10
     assert between < copying(32)
     found = speed(Stream(1, 128), stage=slow).prefill_chunk_s
@@ -309,10 +350,24 @@ def test_a_plan_streams_by_its_own_buffers_and_its_models_experts():
     assert (two.hiding_chunk > 0, none.hiding_chunk) == (True, 0)
 
 
-@pytest.mark.parametrize(("residents", "told"), [(100, 0), (127, 0), (128, 1), (150, 1)])
-def test_a_plan_with_most_experts_resident_says_that_their_copies_are_left_out(residents, told):
-    assert render(planned(residents)).count("Buffers take residents too, which these figures leave out") == told
-    assert "Buffers take residents" not in render(planned(residents, stream_gb=0))
+def test_a_plan_whose_chunks_would_not_stream_keeps_no_vram_for_it():
+    few, most = planned(200), planned(248)
+    assert (few.stream_buffers, few.stream_tokens, most.stream_buffers, most.stream_tokens) == (2, 1024, 0, 16384)
+    text = render(most)
+    assert (
+        "copying a layer pays from 16384 tokens on. Chunks of 8192 read offloaded experts in place, and no VRAM is kept" in text
+    )
+    roomy, work = replace(preset("8xH20-141GB"), host_bytes=4096 * GIB), Workload(4096)
+    for reserve, buffers in (({}, 0), ({"chunked_prefill_size": 16384}, 2), ({"stream_tokens": 512}, 2), ({"stream_gb": 4}, 2)):
+        assert plan(model(DEEPSEEK), roomy, work, TP8, Reserve(**reserve), num_resident=248).stream_buffers == buffers  # type: ignore[arg-type]
+
+
+def test_a_choice_that_would_not_stream_takes_the_vram_of_the_buffers():
+    case = spacious(246, 2)
+    most = case.largest()
+    assert most is not None
+    assert (case.most_in_vram(2), case.stream_buffers(0, most)) == (246, 0)
+    assert most == case.most_in_vram() > 246
 
 
 def test_the_report_says_how_prefill_streams_and_which_chunk_hides_it():

@@ -128,7 +128,7 @@ def test_a_prefill_that_streams_brings_over_the_link_what_no_slot_holds():
     layer = rank.model.layers[0]
     copied, told = [], []
     staging = CpuStaging(rank.manager.memory, buffer_bytes(layer), 2)
-    staging.copy = lambda buffer, parts, slots: copied.append(slots)
+    staging.copy = lambda buffer, parts, slots, in_vram: copied.append(slots)
     streamer = Streamer(rank.model.layers, staging, 1, lambda row, nbytes: told.append(row))
     streamer.slot_of = rank.slots.slot_of
     streamer.begin_step()

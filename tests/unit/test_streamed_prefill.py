@@ -14,7 +14,6 @@ from benchmarks import streamed_prefill as bench
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.memory.staging import Part
 from sglang_uvm_offload.routing.trace import Trace
-from sglang_uvm_offload.sizing.speed import GIGA
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "models"
 RESULTS = bench.HERE / "results" / "prefill"
@@ -62,14 +61,12 @@ def test_the_figures_are_of_every_model_share_and_size() -> None:
 @pytest.mark.parametrize("name", [served.name for served in bench.MODELS])
 def test_the_figures_are_those_that_the_program_makes_now(name: str, models: dict[str, bench.Model]) -> None:
     """Those that no trace is needed for, for two chunks of each share."""
-    vram_rate = bench.busy_vram_rate(json.loads(bench.COPIES.read_text()))
-    assert FOUND.vram_gbps == pytest.approx(vram_rate / GIGA, abs=1e-3)
-    assert FOUND.auto[name] == models[name].break_even
     for share in bench.SHARES:
         offloaded = bench.Offloaded(models[name], share)
+        assert bench.Auto(name, share, models[name].break_even(offloaded.num_resident)) in FOUND.auto
         for tokens in (512, 8192):
             (committed,) = [each for each in FOUND.rows if (each.model, each.share, each.tokens) == (name, share, tokens)]
-            made = asdict(bench.row(offloaded, share, tokens, None, vram_rate))
+            made = asdict(bench.row(offloaded, share, tokens, None))
             del made["traced"]
             assert {key: asdict(committed)[key] for key in made} == made
 
@@ -80,14 +77,13 @@ def test_what_was_measured_stands_beside_the_model(models: dict[str, bench.Model
 
 def test_streaming_is_never_faster_than_computing_or_copying_and_one_buffer_never_than_two() -> None:
     for each in FOUND.rows:
-        assert max(each.resident, each.copying) <= each.two * (1 + 1e-6)
+        assert max(each.resident, each.copying, each.in_vram) <= each.two * (1 + 1e-6)
         assert each.two <= each.one
-        assert each.two <= each.busy
-        assert each.resident < each.in_place
+        assert each.resident <= each.in_place
 
 
 def test_the_planner_predicts_what_the_modelled_gpu_takes_for_the_shipped_order_of_copies() -> None:
-    assert [each.two / each.planned for each in FOUND.rows] == pytest.approx([1.0] * len(FOUND.rows), abs=0.02)
+    assert [each.two / each.planned for each in FOUND.rows] == pytest.approx([1.0] * len(FOUND.rows), abs=0.04)
 
 
 def test_a_copy_waits_for_the_readers_before_it_and_a_reader_for_its_copy() -> None:
@@ -106,11 +102,12 @@ def test_a_copy_waits_for_the_readers_before_it_and_a_reader_for_its_copy() -> N
     assert (staged.gpu.computed, staged.gpu.copied) == (9.0, 10.0)
 
 
-def test_a_copy_begins_when_the_host_has_launched_it_and_resident_bytes_may_take_time() -> None:
-    staged = Staged(vram_rate=2.0 * BLOCK_BYTES)
+@pytest.mark.parametrize(("vram_rate", "seconds"), [(2.0, 1.0), (0.5, 2.0)])
+def test_a_copy_begins_when_it_is_launched_and_ends_with_the_slower_of_link_and_vram(vram_rate: float, seconds: float) -> None:
+    staged = Staged(vram_rate=vram_rate * BLOCK_BYTES)
     staged.gpu.compute(0.0, 4.0)
     staged.copy(0)
-    assert staged.gpu.copied == 5.5
+    assert staged.gpu.copied == 4 + seconds
 
 
 def test_filling_a_buffer_that_is_read_is_an_error() -> None:
@@ -162,7 +159,7 @@ def test_a_threshold_counts_experts_and_reads_of_all_offloaded_ones(monkeypatch:
 
 def test_the_worst_choice_is_of_the_slower_way_where_it_is_chosen() -> None:
     row = dataclasses.replace(FOUND.rows[0], tokens=256, two=2.0, in_place=3.0, traced=1.0)
-    found = dataclasses.replace(FOUND, rows=(row,), auto={row.model: 128})
+    found = dataclasses.replace(FOUND, rows=(row,), auto=(bench.Auto(row.model, row.share, 128),))
     assert [bench.worst_choice(found, times, False) for times in (1, 2, 4)] == [1.0, 1.0, 1.5]
     assert [bench.worst_choice(found, times, True) for times in (1, 2, 4)] == [2.0, 2.0, 1.0]
     assert bench.wins_from((row, dataclasses.replace(row, tokens=512, traced=4.0)), traced=True) == 512

@@ -56,7 +56,7 @@ class StrictStaging(CpuStaging):
         for buffer in self.buffers:
             buffer.fill_(POISON)
 
-    def copy(self, buffer, parts, slots=None):
+    def copy(self, buffer, parts, slots=None, in_vram=()):
         assert not self.capturing
         assert buffer not in self.read
         self.buffers[buffer].fill_(POISON)

@@ -18,7 +18,7 @@ from sglang_uvm_offload.plugin.checks import combinations, front_doors, slot_set
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch import auto_resident, devices, draft_source, expert_bytes, output_files, stream_settings
 from sglang_uvm_offload.plugin.launch.local_checkpoint import damage
-from sglang_uvm_offload.plugin.launch.planned_launch import measured_link
+from sglang_uvm_offload.plugin.launch.planned_launch import longest_step, rates_of_streams
 from sglang_uvm_offload.plugin.launch.profiles import chosen_profile
 from sglang_uvm_offload.plugin.launch.routing_formats import RoutingFormat, routing_format
 from sglang_uvm_offload.routing.profile import Profile
@@ -102,7 +102,8 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
         slots=slots,
         stream_buffers=buffers,
         stream_tokens=stream_settings.stream_tokens(
-            requested, residents, buffers, num_experts + redundant, model.hf_text_config, measured_link(cfg)
+            *(requested, residents + (slots or 0), buffers, num_experts + redundant, model.hf_text_config),
+            *(rates_of_streams(cfg), longest_step(cfg, model)),
         ),
         backend=_backend(requested, cfg),
         launch_id=uuid.uuid4().hex,

@@ -24,14 +24,16 @@ from sglang_uvm_offload.plugin.compat import (
 )
 from sglang_uvm_offload.plugin.launch import draft_source, linear_attention
 from sglang_uvm_offload.plugin.launch.pipeline import stages
-from sglang_uvm_offload.sizing.inputs import Parallel
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES, WINDOW_RATIO
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
 from sglang_uvm_offload.sizing.least_memory import LEAST_TOKENS
 from sglang_uvm_offload.sizing.machine import Machine, MachineError, of_gpus
+from sglang_uvm_offload.sizing.measured_link import with_measured_link
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import Slots
+from sglang_uvm_offload.sizing.streaming import StreamRates, stream_rates
 
 logger = logging.getLogger(__name__)
 
@@ -114,10 +116,7 @@ def _launch(config: RequestedConfig, cfg: Any, model: Any, given: Any) -> Launch
         raise Uncounted(["SGLang does not know the size of this GPU"])
     return Launch(
         model_files(cfg),
-        parallel=Parallel(
-            *(cfg.tp_size, cfg.ep_size, cfg.pp_size, cfg.attn_dp_size if grouped else cfg.dp_size, grouped),
-            shared_whole=cfg.moe_a2a_backend != "none",
-        ),
+        parallel=_parallel(cfg),
         vram_bytes=vram,
         free_vram_bytes=vram,
         host_bytes=host_available(),
@@ -137,7 +136,9 @@ def _launch(config: RequestedConfig, cfg: Any, model: Any, given: Any) -> Launch
         quantization=model.quantization,
         image_bytes=_image_bytes(cfg, model),
         **hicache(cfg, given),
+        chunked_prefill_size=longest_step(cfg, model),
         stream_gb=0.0 if config.stream_tokens == NEVER else config.stream_gb,
+        stream_tokens=config.stream_tokens,
         slots=Slots(config.slots),
         stages=stages(cfg, model),
         notes=_notes(config, cfg, given),
@@ -146,6 +147,26 @@ def _launch(config: RequestedConfig, cfg: Any, model: Any, given: Any) -> Launch
         one_memory=has_one_memory(),
         load_format=cfg.load_format,
     )
+
+
+def _parallel(cfg: Any) -> Parallel:
+    grouped = cfg.attn_dp_size > 1
+    return Parallel(
+        *(cfg.tp_size, cfg.ep_size, cfg.pp_size, cfg.attn_dp_size if grouped else cfg.dp_size, grouped),
+        shared_whole=cfg.moe_a2a_backend != "none",
+    )
+
+
+def longest_step(cfg: Any, model: Any) -> int:
+    """Tokens. Without chunks a prompt is one step, and several short ones are."""
+    chunk = cfg.chunked_prefill_size or 0
+    return (chunk if chunk > 0 else max(cfg.max_prefill_tokens, model.context_len)) * cfg.attn_dp_size
+
+
+def rates_of_streams(cfg: Any) -> StreamRates | None:
+    """Of this launch's ranks, as the planner takes them; None where it knows nothing of their GPUs."""
+    machine = Machine("this machine", len(ranks(cfg)), 0, 0, *_rates(), source="")
+    return stream_rates(with_measured_link(machine, measured_link(cfg)), _parallel(cfg), Assumptions())
 
 
 def model_files(cfg: Any) -> ModelFiles:

@@ -10,9 +10,8 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_uvm_offload.config import NEVER, OffloadConfig, RequestedConfig
 from sglang_uvm_offload.flags import flag_name
-from sglang_uvm_offload.memory.kept_links import KeptLink
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
-from sglang_uvm_offload.sizing.streaming import break_even_tokens
+from sglang_uvm_offload.sizing.streaming import StreamRates, break_even_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -22,22 +21,29 @@ USUAL_TOP_K = 8
 
 def stream_tokens(
     requested: RequestedConfig,
-    num_resident: int,
+    in_vram: int,
     buffers: int | None,
     num_experts: int,
     hf_text_config: Any,
-    link: KeptLink | None,
+    rates: StreamRates | None,
+    longest: int,
 ) -> int:
-    """From how many tokens on a step streams: ``NEVER`` where nothing is to be streamed. ``buffers``: how many there is room
-    for, None if nobody counted. ``link``: as measured."""
-    if requested.stream_gb is None and buffers == 0 and requested.stream_tokens != NEVER and num_resident < num_experts:
-        warn_of_no_room()
-    if requested.stream_gb == 0 or buffers == 0 or num_resident == num_experts:
+    """From how many tokens on a step streams: ``NEVER`` where nothing is to be streamed. ``in_vram``: a layer's residents and
+    slots. ``buffers``: how many there is room for, None if nobody counted. ``rates``: None if unknown. ``longest``: the most
+    tokens of a step."""
+    if requested.stream_gb == 0 or requested.stream_tokens == NEVER or in_vram >= num_experts:
         return NEVER
-    if requested.stream_tokens is not None:
-        return requested.stream_tokens
-    measured = None if link is None else link.link.together
-    return break_even_tokens(num_experts, stated_top_k(hf_text_config) or USUAL_TOP_K, measured)
+    tokens = requested.stream_tokens
+    if tokens is None:
+        tokens = break_even_tokens(num_experts, stated_top_k(hf_text_config) or USUAL_TOP_K, in_vram, rates)
+        if tokens > longest and requested.stream_gb is None:
+            _tell_of_long_steps(in_vram, num_experts, tokens, longest)
+            return NEVER
+    if buffers != 0:
+        return tokens
+    if requested.stream_gb is None:
+        warn_of_no_room()
+    return NEVER
 
 
 def graph_settings(config: OffloadConfig, cfg: Any) -> dict[str, Any]:
@@ -61,6 +67,18 @@ def graph_settings(config: OffloadConfig, cfg: Any) -> dict[str, Any]:
     changes: dict[str, Any] = {"bs": kept, "max_bs": max(kept)} if kept else {"backend": Backend.DISABLED}
     prefill = dataclasses.replace(graphs.prefill, **changes)
     return {"cuda_graph_config": dataclasses.replace(graphs, prefill=prefill)}
+
+
+def _tell_of_long_steps(in_vram: int, num_experts: int, tokens: int, longest: int) -> None:
+    logger.info(
+        "Expert offload: no step streams, and no VRAM is kept for it: with %d of %d experts of a layer in VRAM, copying them "
+        "pays from %d tokens on, and a step has at most %d (--chunked-prefill-size). %s gives another number.",
+        in_vram,
+        num_experts,
+        tokens,
+        longest,
+        flag_name("stream_tokens"),
+    )
 
 
 def warn_of_no_room() -> None:

@@ -1,0 +1,36 @@
+"""What it takes to copy a layer's experts into a stream buffer, by the link and by VRAM at the same time."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from sglang_uvm_offload.memory.staging import LINK_BLOCKS, VRAM_BLOCKS
+from sglang_uvm_offload.sizing.inputs import Assumptions
+from sglang_uvm_offload.sizing.machine import Machine
+
+
+class LayerCopy(NamedTuple):
+    """Seconds that the blocks for the link, and those for VRAM, are busy."""
+
+    link: float
+    vram: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.link, self.vram)
+
+    def slows(self, assumed: Assumptions) -> float:
+        """Seconds that kernels lose which compute meanwhile: each block of the copy takes the place of theirs."""
+        return assumed.copy_slows * (self.link + self.vram * VRAM_BLOCKS / LINK_BLOCKS)
+
+
+def vram_copy_rate(machine: Machine, assumed: Assumptions) -> float:
+    """Bytes a second that are copied from VRAM to VRAM beside a MoE, at most: each is read and written."""
+    both_ways = machine.hbm_gbps * Assumptions.hbm_efficiency / 2
+    return min(assumed.vram_copy_gbps, both_ways or math.inf) * 1e9
+
+
+def layer_copy(offloaded: float, in_vram: float, link_rate: float, machine: Machine, assumed: Assumptions) -> LayerCopy:
+    """``offloaded`` and ``in_vram`` bytes of a layer; ``link_rate`` bytes a second."""
+    return LayerCopy(offloaded / link_rate, in_vram / vram_copy_rate(machine, assumed))
