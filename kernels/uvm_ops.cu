@@ -43,6 +43,15 @@ struct uvm_copy {
     const int* slot_of;  // [nbytes / row] of uvm_slots, whose rows follow the experts; null: no slots
 };
 
+// The routing of one layer, to count.
+struct uvm_counted {
+    const void* ids;  // [rows][k], rows row_stride elements apart
+    int rows;
+    int row_stride;
+    int layer;     // of the counts
+    int in_place;  // whether it reads its experts in place; if not, only routed tokens count, not activations
+};
+
 // The slots of one layer, all in VRAM. E experts, S slots.
 struct uvm_slots {
     int num_experts;
@@ -94,6 +103,7 @@ constexpr int max_devices = 64;
 constexpr int timing_blocks = 64;
 constexpr int timing_lines = 3;
 constexpr int timing_stride = 1 << 10;  // to another cache line of the same page
+constexpr int max_counted = 128;        // layers
 constexpr int max_copies = 32;          // tensors of one layer
 constexpr int max_pieces = 1 << 14;     // of one copy, whose place can be told
 constexpr size_t copy_piece = 2 << 20;  // what the driver keeps in one place
@@ -119,6 +129,7 @@ UVM_API int uvm_ids_int32() { return ids_int32; }
 UVM_API int uvm_ids_int64() { return ids_int64; }
 UVM_API int uvm_ids_packed() { return ids_packed; }
 UVM_API int uvm_max_experts() { return max_experts; }
+UVM_API int uvm_max_counted() { return max_counted; }
 UVM_API int uvm_max_copies() { return max_copies; }
 UVM_API int uvm_max_rows() { return max_rows; }
 UVM_API int uvm_max_slot_experts() { return max_slot_experts; }
@@ -636,11 +647,14 @@ UVM_API int uvm_read_pieces(const unsigned long long* pieces, int count, size_t 
 
 // ---- routing counters -----------------------------------------------------------------------------------------------
 // control[0]: valid rows of this step (0: a dummy or capture run, nothing counts). control[1]: phase, 0 prefill, 1
-// decode. counts: [2 phases][2 kinds: routed tokens, activations][num_experts]. Several streams may add to one array.
-// in_place: whether the layer reads its experts in place; if not, only routed tokens count, not activations. It is
-// passed by value, so a graph keeps the captured value. Graphs read in place, so theirs is always 1.
+// decode. counts, of a layer: [2 phases][2 kinds: routed tokens, activations][num_experts]. Several streams may add to
+// one array. in_place is passed by value, so a graph keeps the captured value. Graphs read in place, so theirs is 1.
 
 namespace {
+struct counted_layers {
+    uvm_counted layer[max_counted];
+};
+
 __device__ long long read_id(const void* ids, int kind, long long at) {
     if (kind == ids_int64) return static_cast<const long long*>(ids)[at];
     int value = static_cast<const int*>(ids)[at];
@@ -655,26 +669,28 @@ __device__ void add(unsigned long long* counts, int num_experts, long long phase
 }
 }  // namespace
 
-// One block: the bins of a layer fit in its shared memory, and the activated experts are known once all rows are
-// binned.
-extern "C" __global__ void uvm_count_routing_kernel(const void* ids, int kind, int rows, int k, long long row_stride,
-                                                    int first_expert, int num_experts, int in_place,
-                                                    const long long* control, unsigned long long* counts) {
+// A block for each layer: its bins fit in shared memory, and the activated experts are known once all rows are binned.
+extern "C" __global__ void uvm_count_routing_kernel(counted_layers layers, int kind, int k, int first_expert,
+                                                    int num_experts, const long long* control,
+                                                    unsigned long long* counts) {
     __shared__ unsigned int bins[max_experts];
+    const uvm_counted& layer = layers.layer[blockIdx.x];
+    counts += (size_t)layer.layer * 4 * num_experts;
     const long long valid = control[0];
     const long long phase = control[1];
     if (valid <= 0) return;
     for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) bins[expert] = 0;
     __syncthreads();
-    const int end = (valid < rows ? (int)valid : rows) * k;
+    const int end = (valid < layer.rows ? (int)valid : layer.rows) * k;
     for (int i = threadIdx.x; i < end; i += blockDim.x) {
         const int row = i / k;
-        const long long expert = read_id(ids, kind, row * row_stride + (i - row * k)) - first_expert;
+        const long long at = (long long)row * layer.row_stride + (i - row * k);
+        const long long expert = read_id(layer.ids, kind, at) - first_expert;
         if (expert >= 0 && expert < num_experts) atomicAdd(&bins[expert], 1u);
     }
     __syncthreads();
     for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
-        if (bins[expert]) add(counts, num_experts, phase, in_place, expert, bins[expert]);
+        if (bins[expert]) add(counts, num_experts, phase, layer.in_place, expert, bins[expert]);
     }
 }
 
@@ -696,21 +712,24 @@ namespace {
 int block_size(long long work) { return work >= 1024 ? 1024 : (int)(work + 31) / 32 * 32; }
 }  // namespace
 
-// Counts the routing of one layer in one step. One launch, no allocation, no synchronisation: a graph may capture it.
-// ids: [rows][k], rows row_stride elements apart. Ids outside [first_expert, first_expert + num_experts) (-1, other
-// ranks' experts) do not count, nor do rows at or beyond control[0].
-UVM_API int uvm_count_routing(const void* ids, int kind, long long rows, int k, long long row_stride, int first_expert,
-                              int num_experts, int in_place, const long long* control, unsigned long long* counts,
-                              cudaStream_t stream, uvm_failure* failure) {
-    if (rows <= 0 || k <= 0 || rows > INT_MAX / k || num_experts <= 0 || num_experts > max_experts) {
-        return fail(failure, "uvm_count_routing", -1, cudaErrorInvalidValue);
+// Counts the routing of `count` layers in one step, whose ids are of one kind, k to a row. One launch, no allocation,
+// no synchronisation: a graph may capture it. Ids outside [first_expert, first_expert + num_experts) (-1, other ranks'
+// experts) do not count, nor do rows at or beyond control[0].
+UVM_API int uvm_count_routing(const uvm_counted* layers, int count, int kind, int k, int first_expert, int num_experts,
+                              const long long* control, unsigned long long* counts, cudaStream_t stream,
+                              uvm_failure* failure) {
+    bool valid = count > 0 && count <= max_counted && k > 0 && num_experts > 0 && num_experts <= max_experts;
+    counted_layers counted = {};
+    long long work = num_experts;
+    for (int i = 0; valid && i < count; i++) {
+        const uvm_counted& layer = counted.layer[i] = layers[i];
+        valid = layer.rows > 0 && layer.rows <= INT_MAX / k && layer.layer >= 0;
+        if ((long long)layer.rows * k > work) work = (long long)layer.rows * k;
     }
-    int row_count = (int)rows;
-    void* arguments[] = {&ids,          &kind,        &row_count, &k,       &row_stride,
-                         &first_expert, &num_experts, &in_place,  &control, &counts};
-    long long work = rows * k > num_experts ? rows * k : num_experts;
-    return launch(failure, (const void*)uvm_count_routing_kernel, "uvm_count_routing", 1, block_size(work), arguments,
-                  stream);
+    if (!valid) return fail(failure, "uvm_count_routing", -1, cudaErrorInvalidValue);
+    void* arguments[] = {&counted, &kind, &k, &first_expert, &num_experts, &control, &counts};
+    return launch(failure, (const void*)uvm_count_routing_kernel, "uvm_count_routing", count, block_size(work),
+                  arguments, stream);
 }
 
 // The same from a histogram of tokens per expert (for the first `length` experts; the others got none), for runners

@@ -8,8 +8,6 @@ from functools import partial
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from benchmarks.gpu.moe import MoeStep, Tiles, Weights, align
 from benchmarks.gpu.rows import Rows
@@ -116,18 +114,7 @@ class Decode:
             self.graph.replay()
 
 
-COUNTED, BESIDE, ONE_WARP, UNCOUNTED = "with", "on a stream beside", "by one warp", "without"
-
-
-@triton.jit
-def count_by_one_warp(ids, control, counts, number, num_experts, IDS: tl.constexpr):
-    """What counting at most 32 ids could take: nothing waits but for its own loads. It counts an expert that several rows pick
-    as several activations, so it is no counter."""
-    at = tl.arange(0, IDS)
-    expert = tl.load(ids + at, mask=at < number, other=-1)
-    counted = (expert >= 0) & (tl.load(control) > 0)
-    tl.atomic_add(counts + expert, 1, mask=counted)
-    tl.atomic_add(counts + num_experts + expert, 1, mask=counted)
+COUNTED, LAYER_BY_LAYER, UNCOUNTED = "with", "layer by layer", "without"
 
 
 def in_turn(names: list[str], turn: int) -> list[str]:
@@ -139,15 +126,14 @@ def in_turn(names: list[str], turn: int) -> list[str]:
 
 
 class CountedStep:
-    """A step of many MoE layers, which take turns on the weights of a few, captured with and without the routing counters. Two
-    more ways to count are captured, to learn what they would cost: on a stream that runs beside each layer, and by one warp
-    where the step's ids are few enough."""
+    """A step of many MoE layers, which take turns on the weights of a few, captured with and without the routing counters, and
+    with ids that may not wait for the step's end."""
 
     def __init__(self, shape: MoeShape, weights: Sequence[Weights], ids: np.ndarray, layers: int):
         batch = ids.shape[1]
         self.counted = CudaRoutingCounters(layers, shape.experts)
         self._ids = torch.from_numpy(np.ascontiguousarray(ids[:, :, 0])).cuda()
-        self._picks = torch.zeros(batch, shape.top_k, dtype=torch.int32, device="cuda")
+        self._picks = torch.zeros(layers, batch, shape.top_k, dtype=torch.int32, device="cuda")
         self._steps = [MoeStep(shape, batch, shape.top_k, Tiles(), "cuda") for _ in weights]
         self._weights = weights
         aligned = [[align(step[:, i], shape.experts, Tiles().m) for i in range(len(weights))] for step in ids]
@@ -155,27 +141,16 @@ class CountedStep:
         self._steps[0].x.normal_()
         self.route(0)
         self.counted.begin_step(batch, Phase.DECODE)
-        self._beside = torch.cuda.Stream()
-        self._few = torch.zeros(2 * shape.experts, dtype=torch.int64, device="cuda")
-        few = [ONE_WARP] if self._picks.numel() <= 32 else []
-        self.graphs = {way: capture(partial(self._forward, layers, way)) for way in (UNCOUNTED, COUNTED, BESIDE, *few)}
+        ways = UNCOUNTED, COUNTED, LAYER_BY_LAYER
+        self.graphs = {way: capture(partial(self._forward, layers, way)) for way in ways}
 
     def _forward(self, layers: int, way: str) -> None:
-        x, stream = None, torch.cuda.current_stream()
+        x = None
         for layer in range(layers):
-            if way == COUNTED:
-                self.counted.count(layer, self._picks, 0, IdFormat.PLAIN)
-            elif way == BESIDE:
-                self._beside.wait_stream(stream)
-                with torch.cuda.stream(self._beside):
-                    self.counted.count(layer, self._picks, 0, IdFormat.PLAIN)
-            elif way == ONE_WARP:
-                number, experts = self._picks.numel(), self.counted.num_experts
-                count_by_one_warp[(1,)](self._picks, self.counted.control, self._few, number, experts, IDS=32, num_warps=1)
+            if way != UNCOUNTED:
+                self.counted.count(layer, self._picks[layer], 0, IdFormat.PLAIN, lasting=way == COUNTED)
             turn = layer % len(self._weights)
             x = self._steps[turn].run(self._weights[turn], x if turn else None)
-            if way == BESIDE:
-                stream.wait_stream(self._beside)  # the ids' memory may be another's then
 
     def route(self, number: int) -> None:
         for step, (slots, experts) in zip(self._steps, self._routes[number], strict=True):

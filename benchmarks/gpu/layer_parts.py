@@ -111,8 +111,8 @@ def check(rows: Rows) -> None:
 
 
 def counters(rows: Rows) -> None:
-    """75 MoE layers in one graph, with and without the routing counters, and with two other ways to count. A real step has
-    attention too, so the shares here are larger than there."""
+    """75 MoE layers in one graph, with and without the routing counters, and counted layer by layer. A real step has attention
+    too, so the shares here are larger than there."""
     shape = GLM_45_AIR.toy if rows.small else GLM_45_AIR
     layers = rows.pick(75, 5)
     weights = [random_weights(shape, True, "cuda", seed) for seed in range(shape.layers)]

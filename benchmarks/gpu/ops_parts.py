@@ -58,7 +58,7 @@ def counters(rows: Rows) -> None:
             counted.begin_step(0, Phase.DECODE)
             with torch.cuda.graph(graph):
                 for layer in range(layers):
-                    counted.count(layer, ids[layer], first, form)
+                    counted.count(layer, ids[layer].clone(), first, form, lasting=True)
             want = np.zeros((layers, 2, 2, experts), dtype=np.int64)
             steps = rows.pick(200, 8)
             asked = []

@@ -105,7 +105,15 @@ LAYER = Section(
         Part("glm-4.5-air", "layer_parts", 25, 100, 9, 6, "GLM-4.5-Air, bf16 and FP8, by residency and batch"),
         Part("deepseek-v3", "layer_parts", 18, 100, 9, 6, "DeepSeek-V3, one rank of 8, likewise"),
         Part("glm-5", "layer_parts", 16, 100, 8, 6, "GLM-5, one rank of 8, likewise"),
-        Part("counters", "layer_parts", 36, 90, 0.1, 1, "routing counters of 75 layers, in three ways, beside 75 MoE layers"),
+        Part(
+            "counters",
+            "layer_parts",
+            36,
+            90,
+            0.1,
+            1,
+            "routing counters of 75 layers, together and one by one, beside 75 MoE layers",
+        ),
     ),
 )
 

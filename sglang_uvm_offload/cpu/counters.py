@@ -49,7 +49,16 @@ class CpuRoutingCounters:
         self._valid_rows, self._phase = valid_rows, phase
         self._steps[phase] += valid_rows > 0
 
-    def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat, *, in_place: bool = True) -> None:
+    def count(
+        self,
+        layer: int,
+        ids: torch.Tensor,
+        first_expert: int,
+        id_format: IdFormat,
+        *,
+        in_place: bool = True,
+        lasting: bool = False,
+    ) -> None:
         local = ids.numpy()[: self._valid_rows].ravel()
         if id_format is IdFormat.PACKED:
             local = local >> 16

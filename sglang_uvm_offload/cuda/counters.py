@@ -1,4 +1,4 @@
-"""``routing.RoutingCounters`` on a GPU: one small kernel a layer, captured into CUDA graphs with the rest of the step."""
+"""``routing.RoutingCounters`` on a GPU: a small kernel at the end of a step, captured into CUDA graphs with the rest of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from sglang_uvm_offload.cuda.ops import device_ops
+from sglang_uvm_offload.cuda.step_routing import StepRouting
+from sglang_uvm_offload.cuda.structs import Counted
 from sglang_uvm_offload.routing.counts import IdFormat, PendingCounts, Phase, RoutingCounts
 
 
@@ -26,6 +28,7 @@ class CudaRoutingCounters:
         self._steps = [0, 0]
         self._snapshots = [torch.zeros_like(self._counts)]
         self._copy_stream = torch.cuda.Stream(device)
+        self._waiting = StepRouting(self._ops, self.control, self._counts)
         self._stream = torch.cuda.current_stream(device)
         """The stream of the last step; the caller of ``read_async`` may use another one."""
 
@@ -37,13 +40,24 @@ class CudaRoutingCounters:
         return self._slots
 
     def begin_step(self, valid_rows: int, phase: Phase) -> None:
+        self._waiting.end_early()
         self._steps[phase] += valid_rows > 0
         self._stream = torch.cuda.current_stream(self._counts.device)
         self._ops.set_control(self.control, valid_rows, int(phase))
 
-    def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat, *, in_place: bool = True) -> None:
+    def count(
+        self,
+        layer: int,
+        ids: torch.Tensor,
+        first_expert: int,
+        id_format: IdFormat,
+        *,
+        in_place: bool = True,
+        lasting: bool = False,
+    ) -> None:
         packed = id_format is IdFormat.PACKED
-        self._ops.count_routing(ids, packed, first_expert, self.control, self._counts[layer], in_place=in_place)
+        self._ops.check_ids(ids, packed)
+        self._waiting.count(Counted(layer, ids, in_place), packed, first_expert, lasting)
 
     def count_histogram(self, layer: int, histogram: torch.Tensor, *, in_place: bool = True) -> None:
         self._ops.count_histogram(histogram, self.control, self._counts[layer], in_place=in_place)
@@ -52,6 +66,7 @@ class CudaRoutingCounters:
         return self.read_async().wait()
 
     def read_async(self) -> PendingCounts:
+        self._waiting.end_early()
         # A copy on the GPU, in stream order, excludes what the next step adds. A second stream brings it to the host: that copy
         # may wait for experts that move to host RAM, and the next step must not.
         self._stream.wait_stream(self._copy_stream)

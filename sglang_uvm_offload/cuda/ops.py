@@ -16,7 +16,19 @@ import torch
 
 from sglang_uvm_offload.cuda.build import build
 from sglang_uvm_offload.cuda.device import device_arch
-from sglang_uvm_offload.cuda.structs import CudaFailure, SlotState, SlotStep, _Copy, _Failure, _Routing, _Rows, _Slots, _Span
+from sglang_uvm_offload.cuda.structs import (
+    Counted,
+    CudaFailure,
+    SlotState,
+    SlotStep,
+    _Copy,
+    _Counted,
+    _Failure,
+    _Routing,
+    _Rows,
+    _Slots,
+    _Span,
+)
 from sglang_uvm_offload.memory.protocol import Location, Span
 from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_REQUESTS, MAX_TENSORS
 
@@ -30,10 +42,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_read_pieces": [c_void_p, c_int, c_size_t, c_void_p, c_void_p],
     "uvm_memory_info": [c_int, POINTER(c_size_t), POINTER(c_size_t)],
     "uvm_versions": [POINTER(c_int), POINTER(c_int)],
-    "uvm_count_routing": [
-        *(c_void_p, c_int, c_longlong, c_int, c_longlong, c_int, c_int, c_int),
-        *(c_void_p, c_void_p, c_void_p),
-    ],
+    "uvm_count_routing": [POINTER(_Counted), c_int, c_int, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p],
     "uvm_count_histogram": [c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p],
     "uvm_begin_slots": [c_void_p, c_void_p],
     "uvm_resolve_slots": [POINTER(_Slots), POINTER(_Rows), c_void_p, POINTER(_Routing), c_void_p],
@@ -69,6 +78,8 @@ class CudaOps:
         self._lib.uvm_use_host_node.argtypes = [c_int, c_int]
         self._lib.uvm_use_host_node.restype = None
         self.max_experts: int = self._lib.uvm_max_experts()
+        self.max_counted: int = self._lib.uvm_max_counted()
+        """The most layers that one ``count_routing`` counts."""
         self.max_copies: int = self._lib.uvm_max_copies()
         """The most tensors that one ``copy_layer`` copies."""
         assert (self._lib.uvm_max_rows(), self._lib.uvm_max_slot_experts()) == (MAX_TENSORS, MAX_EXPERTS)
@@ -147,28 +158,26 @@ class CudaOps:
     # Routing counters. They run on torch's current stream, and all but ``set_control`` may be captured.
 
     def count_routing(
-        self,
-        ids: torch.Tensor,
-        packed: bool,
-        first_expert: int,
-        control: torch.Tensor,
-        counts: torch.Tensor,
-        *,
-        in_place: bool = True,
+        self, layers: Sequence[Counted], packed: bool, first_expert: int, control: torch.Tensor, counts: torch.Tensor
     ) -> None:
-        """Add ``ids[rows, top_k]`` to one layer's ``counts[2, 2, num_experts]``, with activations if ``in_place``. ``packed``:
-        the upper half of each int32 is the id."""
+        """Add the routing of up to ``max_counted`` layers to ``counts[layers, 2, 2, num_experts]`` (int64), in the order of
+        torch's current stream. Their ids pass ``check_ids``, and are of one type and ``top_k``. ``packed``: the upper half of
+        each int32 is the id."""
+        ids = layers[0].ids
+        num_experts = self._check_counters(control, counts[0], ids)
+        kind = self._packed if packed else self._ids[ids.dtype]
+        array = (_Counted * len(layers))(
+            *(_Counted(it.ids.data_ptr(), it.ids.size(0), it.ids.stride(0), it.layer, it.in_place) for it in layers)
+        )
+        pointers = control.data_ptr(), counts.data_ptr(), _stream(ids)
+        self._call("uvm_count_routing", array, len(layers), kind, ids.size(1), first_expert, num_experts, *pointers)
+
+    def check_ids(self, ids: torch.Tensor, packed: bool) -> None:
+        """Raise ``ValueError`` unless these can be counted."""
         if ids.dim() != 2 or ids.dtype not in self._ids or (packed and ids.dtype != torch.int32):
             raise ValueError(f"expert ids are {ids.dtype} {tuple(ids.shape)}, not int32 or int64 [rows, top_k]")
-        if ids.numel() == 0:
-            return
-        if ids.size(1) > 1 and ids.stride(1) != 1:
+        if ids.numel() and ids.size(1) > 1 and ids.stride(1) != 1:
             raise ValueError(f"the expert ids of a row are {ids.stride(1)} elements apart; they must be contiguous")
-        num_experts = self._check_counters(control, counts, ids)
-        kind = self._packed if packed else self._ids[ids.dtype]
-        table = ids.data_ptr(), kind, *ids.shape, ids.stride(0)
-        pointers = control.data_ptr(), counts.data_ptr(), _stream(ids)
-        self._call("uvm_count_routing", *table, first_expert, num_experts, in_place, *pointers)
 
     def count_histogram(
         self, histogram: torch.Tensor, control: torch.Tensor, counts: torch.Tensor, *, in_place: bool = True

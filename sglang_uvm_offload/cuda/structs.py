@@ -40,6 +40,21 @@ class _Span(ctypes.Structure):
     _fields_ = [("offset", c_size_t), ("nbytes", c_size_t)]
 
 
+class Counted(NamedTuple):
+    """The routing of one layer in one step, to count."""
+
+    layer: int
+    """Its index among those that are counted."""
+    ids: torch.Tensor
+    """``[rows, top_k]``, the ids of a row next to each other."""
+    in_place: bool
+    """Whether the layer reads its experts in place, which makes activations."""
+
+
+class _Counted(ctypes.Structure):
+    _fields_ = [("ids", c_void_p), *((name, c_int) for name in ("rows", "row_stride", "layer", "in_place"))]
+
+
 class _Failure(ctypes.Structure):
     _fields_ = [("error", c_int), ("span", c_int), ("call", c_char * 40), ("reason", c_char * 216)]
 

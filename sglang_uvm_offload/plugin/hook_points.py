@@ -166,6 +166,7 @@ ATTRIBUTES = {
     ),
     "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmMoeQuantInfo": "w13_scale w13_weight w2_scale w2_weight",
     "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmRunnerInput": "m_indices use_masked_gemm",
+    "sglang.srt.layers.moe.token_dispatcher.standard.StandardDispatcher": "skip_local_expert_mapping",
     "sglang.srt.layers.moe.utils.MoeA2ABackend": "is_none",
     "sglang.srt.layers.moe.utils.MoeRunnerBackend": "is_deep_gemm is_marlin is_triton",
     "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase": (

@@ -87,10 +87,20 @@ class RoutingCounters(Protocol):
         """The layers that run from now on belong to a step of ``phase``. The first ``valid_rows`` rows of its batch are tokens,
         the rest padding; 0: a dummy or capture run, which does not count."""
 
-    def count(self, layer: int, ids: torch.Tensor, first_expert: int, id_format: IdFormat, *, in_place: bool = True) -> None:
+    def count(
+        self,
+        layer: int,
+        ids: torch.Tensor,
+        first_expert: int,
+        id_format: IdFormat,
+        *,
+        in_place: bool = True,
+        lasting: bool = False,
+    ) -> None:
         """Count ``ids[rows, top_k]`` for the model's MoE layer at index ``layer``. The id ``first_expert`` is local expert 0;
         ids outside the layer (-1, other ranks' experts) do not count. ``in_place``: whether the layer reads its experts where
-        they lie, which makes activations; a step of which any layer does not must have begun as ``Phase.PREFILL``."""
+        they lie, which makes activations; a step of which any layer does not must have begun as ``Phase.PREFILL``.
+        ``lasting``: nobody writes to the memory of ``ids`` before it is freed, so it may be read when the step ends."""
 
     def count_histogram(self, layer: int, histogram: torch.Tensor, *, in_place: bool = True) -> None:
         """``count`` where only tokens per expert (int32 ``[num_experts]``) are known."""

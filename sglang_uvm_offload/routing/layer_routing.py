@@ -23,6 +23,8 @@ class LayerRouting:
     tokens_per_expert: torch.Tensor | None = None
     """int32 ``[num_experts]``: tokens that local experts received from all ranks, if the dispatcher exchanged tokens; ``ids``
     are then those that this rank sent."""
+    lasting: bool = False
+    """Whether ``ids`` have memory of their own, to which nothing writes any more."""
 
     @property
     def local_ids(self) -> torch.Tensor | None:
@@ -36,7 +38,7 @@ class LayerRouting:
         if self.tokens_per_expert is not None:
             counters.count_histogram(index, self.tokens_per_expert, in_place=in_place)
         elif self.ids is not None:
-            counters.count(index, self.ids, self.first_expert, self.id_format, in_place=in_place)
+            counters.count(index, self.ids, self.first_expert, self.id_format, in_place=in_place, lasting=self.lasting)
         else:
             return False
         return True

@@ -620,6 +620,7 @@ def test_a_device_that_is_not_there_is_named(standin):
 # ---- the routing counters: the kernels run on the CPU, thread by thread ----
 
 COUNTERS = """
+    from sglang_uvm_offload.cuda.structs import Counted
     ops = CudaMemory()._ops
     rng = np.random.default_rng(7)
 
@@ -662,7 +663,7 @@ def test_counts_equal_a_plain_count(standin):
                 else:
                     sent = on_device(ids.astype(form))
                 ops.set_control(control, valid, phase)
-                ops.count_routing(sent, form == "packed", first, control, counts)
+                ops.count_routing([Counted(0, sent, True)], form == "packed", first, control, counts[None])
                 want += oracle(ids, valid, phase, first, experts)
                 assert np.array_equal(counts.cpu().numpy(), want), (rows, k, experts, first, form, valid, phase)
                 tried += 1
@@ -699,7 +700,7 @@ def test_a_graph_counts_at_each_replay_and_not_at_capture(standin):
     graph = torch.cuda.CUDAGraph()
     said = []
     with torch.cuda.graph(graph):
-        ops.count_routing(ids, False, 0, control, counts)
+        ops.count_routing([Counted(0, ids, True)], False, 0, control, counts[None])
         said.append(refused(lambda: ops.set_control(control, 3, 1)))
     said.append(int(counts.cpu().sum()))
     ops.set_control(control, 2, 1)
@@ -731,13 +732,14 @@ def test_what_cannot_be_counted_is_refused(standin):
     control, counts = fresh(8)
     ids = on_device(np.zeros((4, 2), dtype=np.int32))
     print(json.dumps([
-        refused(lambda: ops.count_routing(ids.to("cpu").float().cuda(), False, 0, control, counts)),
-        refused(lambda: ops.count_routing(ids.flatten(), False, 0, control, counts)),
-        refused(lambda: ops.count_routing(ids.T, False, 0, control, counts)),
-        refused(lambda: ops.count_routing(ids.to("cpu").long().cuda(), True, 0, control, counts)),
-        refused(lambda: ops.count_routing(ids, False, 0, control, fresh(4097)[1])),
-        refused(lambda: ops.count_routing(ids, False, 0, control, counts[:, :1])),
-        refused(lambda: ops.count_routing(ids.cpu(), False, 0, control, counts)),
+        refused(lambda: ops.check_ids(ids.to("cpu").float().cuda(), False)),
+        refused(lambda: ops.check_ids(ids.flatten(), False)),
+        refused(lambda: ops.check_ids(ids.T, False)),
+        refused(lambda: ops.check_ids(ids.to("cpu").long().cuda(), True)),
+        refused(lambda: ops.count_routing([Counted(0, ids, True)], False, 0, control, fresh(4097)[1][None])),
+        refused(lambda: ops.count_routing([Counted(0, ids, True)], False, 0, control, counts[None, :, :1])),
+        refused(lambda: ops.count_routing([Counted(0, ids.cpu(), True)], False, 0, control, counts[None])),
+        refused(lambda: ops.count_routing([Counted(0, ids, True)] * (ops.max_counted + 1), False, 0, control, counts[None])),
         refused(lambda: ops.count_histogram(on_device(np.zeros(9, dtype=np.int32)), control, counts)),
         refused(lambda: ops.set_control(control, -1, 0)),
         refused(lambda: ops.set_control(control, 1, 2)),
@@ -752,6 +754,7 @@ def test_what_cannot_be_counted_is_refused(standin):
         "4097 experts",
         "counts are",
         "routing on cpu",
+        "invalid argument",
         "histogram",
     ]
     for word, said in zip([*words, "invalid argument", "invalid argument"], ran.said, strict=True):

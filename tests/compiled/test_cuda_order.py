@@ -148,6 +148,7 @@ def test_a_graph_is_ordered_as_one_operation(standin):
 # ---- two slots, into which one stream copies what a kernel on another one reads ----
 
 RING = """
+from sglang_uvm_offload.cuda.structs import Counted
 from sglang_uvm_offload.cuda.ops import device_ops
 def ids(expert):
     return cells(*[expert] * 4).view(1, 4)
@@ -171,7 +172,7 @@ def work():
             slot = i % 2
             if {read_waits}:
                 stream_b.wait_event(copied[slot])
-            ops.count_routing(slots[slot], False, 0, control, counts[i])
+            ops.count_routing([Counted(i, slots[slot], True)], False, 0, control, counts)
             read[slot].record()
 def outcome():
     layer, expert = counts.cpu().sum((1, 2)).nonzero(as_tuple=True)

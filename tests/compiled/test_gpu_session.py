@@ -256,7 +256,7 @@ def test_every_way_to_copy_and_every_arm_of_a_step_is_run(ran):
     assert len(values("stream", "rates", "layer_copy_slows", "beside")) == 3
     assert values("stream", "steps", "step", "arm") == {"resident", "streamed, 2 buffers", "streamed, 1 buffer", "in place"}
     assert values("stream", "steps", "step", "tokens") >= {512, 2048, 8192}
-    ways = {"with", "without", "on a stream beside", "by one warp"}
+    ways = {"with", "without", "layer by layer"}
     assert values("layer", "counters", "counted_step", "counters") == ways
     assert values("miss", "pages", "miss", "memory") == {"managed", "pinned"}
     assert values("ops", "copies", "copies_wrong", "what") >= {f"layers that stream, buffers: {n}" for n in (1, 2)}

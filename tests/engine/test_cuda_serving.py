@@ -133,15 +133,19 @@ def test_decode_graphs_of_both_batches_and_prefill_graphs_below_the_threshold_ar
 
 
 @pytest.mark.since("0.5.22", "torch 2.13 waits for another stream as a capture begins")
-def test_a_capture_holds_the_counters_and_nothing_else_of_ours(calls):
+def test_a_capture_of_the_last_layer_counts_all_and_nothing_else_of_ours_is_captured(calls):
+    counted = []
     for capture in captures(calls):
-        inside = kernels(capture)
-        ours = [kernel for kernel in inside if kernel.startswith("uvm_")]
-        assert ours == ["uvm_count_routing_kernel"] * (inside.count("fused_moe_kernel") // 2)
+        ours = [call for call in capture if call.get("kernel", "").startswith("uvm_")]
+        assert {call["kernel"] for call in ours} <= {"uvm_count_routing_kernel"}
+        counted.append([call["blocks"] for call in ours])
         forbidden = {"cudaMallocManaged", "cudaMemAdvise", "cudaMemPrefetchAsync", "cudaMemRangeGetAttribute", "cudaFree"}
         forbidden |= {"cudaStreamSynchronize", "cudaDeviceSynchronize"}
         assert not forbidden & {call["call"] for call in capture}
         assert {call["graph"] for call in capture if "graph" in call} == {capture[0]["graph"]}
+    # Two decode graphs, and three of prefill in as many parts as there are layers.
+    assert counted.count([LAYERS]) == 5
+    assert counted.count([]) == len(counted) - 5
 
 
 def test_a_capture_holds_one_copy_of_ids_a_layer(calls):

@@ -260,8 +260,9 @@ void standin_launch(void* stream, const char* kernel, void** arguments, int show
     struct bound_launch launch = {bind_kernel ? bind_kernel(kernel, arguments) : NULL, blocks, threads};
     if (launch.kernel) standin_link_kernel(kernel, arguments);
     pthread_mutex_lock(&running);
-    standin_log(call, 0, "\"kernel\": \"%.200s\", \"stream\": \"%p\", \"graph\": %d, \"arguments\": [%zu, %zu]", kernel,
-                shown_stream(stream), graph ? graph->id : 0, words[0], words[1]);
+    standin_log(call, 0,
+                "\"kernel\": \"%.200s\", \"stream\": \"%p\", \"graph\": %d, \"blocks\": %u, \"arguments\": [%zu, %zu]",
+                kernel, shown_stream(stream), graph ? graph->id : 0, blocks, words[0], words[1]);
     submit_or_capture(of(stream), run_bound, kept(&launch, sizeof launch));
     pthread_mutex_unlock(&running);
 }

@@ -8,7 +8,8 @@ import pytest
 import torch
 from builders.locations import located
 from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPLLDispatchOutput, DeepEPNormalDispatchOutput
-from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+from sglang.srt.layers.moe.token_dispatcher.mooncake import MooncakeEPDispatcher
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher, StandardDispatchOutput
 from sglang.srt.layers.moe.topk import (
     BypassedTopKOutput,
     PackedTopKOutput,
@@ -87,6 +88,17 @@ def test_local_ids_of_expert_parallel_ranks_are_not_shifted(layer):
     layer.dispatcher.skip_local_expert_mapping = False
     LayerHooks(COUNTING).observe(layer, standard(StandardTopKOutput(None, IDS - 4, None)))
     assert layer.counters.read().routed()[0].tolist() == [1, 2, 0, 0]
+
+
+@pytest.mark.parametrize(("dispatcher", "lasting"), [(StandardDispatcher, True), (MooncakeEPDispatcher, False)])
+def test_ids_wait_for_the_steps_end_only_where_no_tokens_are_exchanged(dispatcher, lasting, layer, monkeypatch):
+    """Each class as SGLang has it, without the process groups that its ``__init__`` asks for."""
+    layer.dispatcher = dispatcher.__new__(dispatcher)
+    layer.dispatcher.skip_local_expert_mapping = True
+    said = []
+    monkeypatch.setattr(layer.counters, "count", lambda *arguments, **named: said.append(named["lasting"]))
+    LayerHooks(COUNTING).observe(layer, standard(StandardTopKOutput(None, IDS, None)))
+    assert said == [lasting]
 
 
 BYPASSED = standard(BypassedTopKOutput(None, None, None))

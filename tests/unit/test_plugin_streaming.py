@@ -48,6 +48,7 @@ def streamed_from(
     planned: int | None = None,
     rates: StreamRates | None = None,
     longest: int = 8192,
+    slots: int = 0,
     **flags: Any,
 ) -> int:
     """Tokens. ``planned``: stream buffers."""
@@ -55,7 +56,7 @@ def streamed_from(
     requested = parse({"num_resident": 4, **flags})
     assert requested is not None
     assert requested.num_resident is not None
-    return stream_settings.stream_tokens(requested, requested.num_resident, planned, num_experts, text, rates, longest)
+    return stream_settings.stream_tokens(requested, requested.num_resident, slots, planned, num_experts, text, rates, longest)
 
 
 def test_auto_streams_from_where_a_step_uses_nearly_all_experts():
@@ -78,7 +79,7 @@ def test_the_more_is_in_vram_the_longer_a_step_must_be_to_stream(in_vram, tokens
     8,192 tokens reads them 2.5 times in place."""
     caplog.set_level("INFO")
     rates = StreamRates(50e9, 50e9, 400e9)
-    assert streamed_from(rates=rates, num_resident=in_vram) == tokens
+    assert streamed_from(rates=rates, num_resident=in_vram - 100, slots=100) == tokens
     assert ("pays from 16384 tokens on, and a step has at most 8192" in caplog.text) == (tokens == NEVER)
     assert streamed_from(rates=rates, num_resident=in_vram, longest=16384) == min(tokens, 16384)
     assert streamed_from(rates=rates, num_resident=in_vram, stream_tokens="300") == 300
@@ -97,6 +98,10 @@ def test_a_number_is_taken_as_it_is(given, tokens):
 def test_a_launch_that_has_no_room_for_buffers_is_told_that_long_prompts_are_slow(caplog, planned, flags, told):
     streamed_from(planned=planned, **flags)
     assert caplog.text.count("no room for a stream buffer next to the KV cache: long prompts") == told
+
+
+def test_what_slots_hold_is_offloaded():
+    assert streamed_from(rates=StreamRates(50e9, 50e9, 400e9), num_resident=4, slots=252) == 1024
 
 
 def test_nothing_streams_without_buffers_or_offloaded_experts():

@@ -102,7 +102,7 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
         slots=slots,
         stream_buffers=buffers,
         stream_tokens=stream_settings.stream_tokens(
-            *(requested, residents + (slots or 0), buffers, num_experts + redundant, model.hf_text_config),
+            *(requested, residents, slots or 0, buffers, num_experts + redundant, model.hf_text_config),
             *(rates_of_streams(cfg), longest_step(cfg, model)),
         ),
         backend=_backend(requested, cfg),

@@ -21,19 +21,19 @@ USUAL_TOP_K = 8
 
 def stream_tokens(
     requested: RequestedConfig,
-    in_vram: int,
+    num_resident: int,
+    slots: int,
     buffers: int | None,
     num_experts: int,
     hf_text_config: Any,
     rates: StreamRates | None,
     longest: int,
 ) -> int:
-    """From how many tokens on a step streams: ``NEVER`` where nothing is to be streamed. ``in_vram``: a layer's residents and
-    slots. ``buffers``: how many there is room for, None if nobody counted. ``rates``: None if unknown. ``longest``: the most
-    tokens of a step."""
-    if requested.stream_gb == 0 or requested.stream_tokens == NEVER or in_vram >= num_experts:
+    """From how many tokens on a step streams: ``NEVER`` where nothing is to be streamed. ``slots``: of a layer. ``buffers``:
+    how many there is room for, None if nobody counted. ``rates``: None if unknown. ``longest``: the most tokens of a step."""
+    if requested.stream_gb == 0 or requested.stream_tokens == NEVER or num_resident == num_experts:
         return NEVER
-    tokens = requested.stream_tokens
+    in_vram, tokens = num_resident + slots, requested.stream_tokens
     if tokens is None:
         tokens = break_even_tokens(num_experts, stated_top_k(hf_text_config) or USUAL_TOP_K, in_vram, rates)
         if tokens > longest and requested.stream_gb is None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_uvm_offload.experts.layer import ExpertLayer, ExpertsLost
@@ -215,4 +216,7 @@ def _routing_of(layer: Any, dispatch_output: Any, experts: ExpertLayer) -> Layer
     if received is None and (ragged := getattr(shown, "a_ragged_metadata", None)) is not None:
         received = ragged.slice_sizes
     own_numbering = getattr(layer.dispatcher, "skip_local_expert_mapping", False)
-    return LayerRouting(type(shown).__name__, ids, id_format, experts.first_expert if own_numbering else 0, received)
+    # Others exchange tokens through buffers of their own, which the next layer's overwrite.
+    lasting = isinstance(layer.dispatcher, StandardDispatcher)
+    first = experts.first_expert if own_numbering else 0
+    return LayerRouting(type(shown).__name__, ids, id_format, first, received, lasting)
