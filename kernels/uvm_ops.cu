@@ -512,18 +512,25 @@ __device__ void copy_experts(const uvm_copy& part, size_t at, size_t end, take w
     }
 }
 
+// Finds pieces of one kind, each time one further on.
+struct piece_search {
+    bool in_vram;
+    int word;             // where the last one was found
+    unsigned int passed;  // pieces of this kind in the words before
+};
+
 // The number of the piece that has `before` others of its kind before it.
-__device__ unsigned int find_piece(const layer_copies& copies, bool in_vram, unsigned int before) {
-    for (int word = 0; word < max_pieces / 32; word++) {
-        unsigned int bits = in_vram ? copies.in_vram[word] : ~copies.in_vram[word];
+__device__ unsigned int find_piece(const layer_copies& copies, piece_search& search, unsigned int before) {
+    for (; search.word < max_pieces / 32; search.word++) {
+        unsigned int bits = search.in_vram ? copies.in_vram[search.word] : ~copies.in_vram[search.word];
         const unsigned int here = __popc(bits);
-        if (before < here) {
-            for (; before; before--) bits &= bits - 1;
-            return word * 32 + __ffs(bits) - 1;
+        if (before < search.passed + here) {
+            for (before -= search.passed; before; before--) bits &= bits - 1;
+            return search.word * 32 + __ffs(bits) - 1;
         }
-        before -= here;
+        search.passed += here;
     }
-    return max_pieces + before;  // where those lie is not known
+    return max_pieces + before - search.passed;  // where those lie is not known
 }
 }  // namespace
 
@@ -535,16 +542,14 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 2)
     __shared__ unsigned int claim, found;
     const unsigned int total = copies.pieces[copies.count - 1], near = copies.near, far = total - near;
     bool link = (int)blockIdx.x < link_blocks;
+    piece_search search = {!link, 0, 0};
     for (;;) {
         const unsigned int end = piece_chunks * (link ? far : copies.slots ? total : near);
         if (threadIdx.x == 0) {
             claim = atomicAdd(&claimed[link ? 0 : 1], 1u);
             const unsigned int nth = claim / piece_chunks;
-            if (claim < end) {
-                found = link         ? find_piece(copies, false, nth)
-                        : nth < near ? find_piece(copies, true, nth)
-                                     : find_piece(copies, false, nth - near);
-            }
+            if (search.in_vram && nth >= near) search = {};
+            if (claim < end) found = find_piece(copies, search, link || search.in_vram ? nth : nth - near);
         }
         __syncthreads();
         const unsigned int mine = claim, piece = found;
@@ -552,6 +557,7 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 2)
         if (mine >= end) {
             if (!link) return;
             link = false;
+            search = {true, 0, 0};
             continue;
         }
         int i = 0;

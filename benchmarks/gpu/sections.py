@@ -208,7 +208,7 @@ STREAM = Section(
     "stream",
     "how offloaded bytes come into VRAM, and what steps gain that stream",
     (
-        Part("rates", "stream_parts", 45, 120, 4.5, 6, "copies of a layer by residency, alone and beside other kernels"),
+        Part("rates", "stream_parts", 60, 120, 4.5, 6, "copies of a layer by residency, alone and beside other kernels"),
         Part("steps", "stream_parts", 110, 200, 17, 14, "MoE steps of 64 to 32k tokens: resident, streamed, read in place"),
         Part("copies", "probe", 31, 65, 1, 3, "by copy engine and by kernel, alone and beside a memory-bound kernel"),
     ),
