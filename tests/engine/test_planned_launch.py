@@ -29,6 +29,7 @@ from sglang_uvm_offload.sizing.kv_cache import kv_shape
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounted
 from sglang_uvm_offload.sizing.machine import GIB
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo, read_json
+from sglang_uvm_offload.sizing.streaming import stream_rates
 from sglang_uvm_offload.sizing.text_config import text_config
 
 H200 = GPUS["H200"].memory_mib << 20
@@ -158,6 +159,38 @@ def test_a_link_that_a_server_measured_counts_in_place_of_the_published_one(
     assert (machine.measured, machine.link_gbps) == (links.rates(scattered=35.0, engine=52.0), 52.0)
     monkeypatch.setattr(planned_launch, "visible_gpus", lambda: [("NVIDIA Nothing", H200)])
     assert launch().case().machine.measured is None, "nothing is predicted for it"
+
+
+def test_the_longest_step_is_a_chunk_of_all_groups_or_without_chunks_what_sglang_takes_at_once(launch: Planned) -> None:
+    chunk = ("--chunked-prefill-size", 2048)
+    assert launch(*chunk).case().defaults.chunked_prefill_size == 2048
+    assert launch(*chunk, "--tp-size", 2, "--dp-size", 2, "--enable-dp-attention").chunked_prefill_size == 2048
+    whole = ("--chunked-prefill-size", -1)
+    assert launch(*whole, "--max-prefill-tokens", 5000).chunked_prefill_size == 5000
+    assert launch(*whole, "--max-prefill-tokens", 1000).chunked_prefill_size == CONTEXT
+    assert launch(stream_tokens="64").case().stream_tokens(12) == 64
+
+
+@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize("words", [(), ("--tp-size", 2, "--dp-size", 2, "--enable-dp-attention")])
+def test_a_launch_streams_by_the_rates_that_its_plan_takes(
+    launch: Planned,
+    cuda_arguments: Arguments,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[object, ...],
+    measured: bool,
+) -> None:
+    kept = links.kept(2, scattered=35.0, engine=52.0) if measured else None
+    monkeypatch.setattr(planned_launch, "kept_link", lambda ranks: kept)
+    case = launch(*words).case()
+    rates = planned_launch.rates_of_streams(resolving_view(cuda_arguments("--model-path", model, "--device", "cuda", *words)))
+    assert rates is not None
+    assert rates == stream_rates(case.machine, case.parallel, case.assumed)
+    assert rates.read == pytest.approx(35e9 if measured else GPUS["H200"].link_gbps * case.assumed.read_efficiency * 1e9)
+    monkeypatch.setattr(planned_launch, "visible_gpus", lambda: [("NVIDIA Nothing", H200)])
+    found = planned_launch.rates_of_streams(resolving_view(cuda_arguments("--model-path", model, "--device", "cuda", *words)))
+    assert (found is None) == (not measured)
 
 
 def test_only_a_hierarchical_cache_of_given_size_is_counted(launch: Planned) -> None:

@@ -16,7 +16,7 @@ from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode, HeldTensor
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Span
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 from sglang_uvm_offload.streaming.streamer import Streamer
 
@@ -59,11 +59,18 @@ class StrictStaging(CpuStaging):
     def copy(self, buffer, parts, slots=None, in_vram=()):
         assert not self.capturing
         assert buffer not in self.read
+        assert [mask.tolist() for mask in in_vram] == [self.places(part) for part in parts]
         self.buffers[buffer].fill_(POISON)
         if self.fails:
             raise ManagedMemoryError("cudaLaunchKernel", "w13", Span(0, 1), "no more")
         super().copy(buffer, parts, slots)
         self.calls.append(("copy", parts[0][0].name[-1], buffer))
+
+    def places(self, part):
+        """Of each block whether it is in VRAM."""
+        block = self._memory.block_bytes
+        spans = [Span(at, min(block, part.nbytes - at)) for at in range(0, part.nbytes, block)]
+        return [self._memory.preferred(part.managed, span) is Location.DEVICE for span in spans]
 
     def acquire(self, buffer):
         self.read.add(buffer)
