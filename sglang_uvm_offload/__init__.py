@@ -28,7 +28,7 @@ Serving, for each forward step:
     plugin/rank/step_hooks          ModelRunner.forward: the step's valid rows, tokens and phase
     residency/manager               between steps: what is due (residency/stage), and what was decided (residency/residents)
     plugin/rank/fused_moe           apply: count, then compute
-    cuda/counters, cpu/counters     one kernel per layer, captured in the graph (routing/counts)
+    cuda/counters, cpu/counters     one kernel a step (cuda/step_routing), captured in the graph (routing/counts)
     residency/observer              polls the counts, which arrive some steps late, without waiting
     residency/adaptation            on a thread of its own: decides (policy/adaptive, over policy/extents)
     residency/mover                 on another one (residency/worker): demotes, then promotes
