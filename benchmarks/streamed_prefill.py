@@ -45,13 +45,14 @@ from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.sizing.checkpoint import from_config
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.layer_copy import LayerCopy, layer_copy, vram_copy_rate
+from sglang_uvm_offload.sizing.layer_copy import LayerCopy, layer_copy
 from sglang_uvm_offload.sizing.machine import Machine, preset
 from sglang_uvm_offload.sizing.plan import Speed
 from sglang_uvm_offload.sizing.rank_memory import Case
-from sglang_uvm_offload.sizing.speed import distinct, over_link, predict, read_rate
+from sglang_uvm_offload.sizing.rates import over_link, read_rate, stream_rates, vram_copy_rate
+from sglang_uvm_offload.sizing.speed import distinct, predict
 from sglang_uvm_offload.sizing.stage_cost import Stream
-from sglang_uvm_offload.sizing.streaming import break_even_tokens, stream_rates
+from sglang_uvm_offload.sizing.streaming import break_even_tokens
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 from sglang_uvm_offload.streaming.streamer import Streamer
 

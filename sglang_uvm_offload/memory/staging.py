@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 LINK_BLOCKS = 16
 """Of the kernel that copies on a GPU, as many read over the link: they keep it busy beside a kernel that is bound by VRAM."""
 VRAM_BLOCKS = 48
-"""As many copy what is in VRAM already: by what 16 of them copied beside a MoE, these take no longer than the link where up to
-nine tenths of a layer are resident."""
+"""As many copy what is in VRAM already: by what 16 of them copied beside a MoE, these take no longer than the link (PCIe 5)
+where up to seven eighths of a layer are resident."""
 
 
 class Part(NamedTuple):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from sglang_uvm_offload.memory.staging import LINK_BLOCKS, VRAM_BLOCKS
 from sglang_uvm_offload.sizing.inputs import Assumptions
 from sglang_uvm_offload.sizing.machine import Machine
+from sglang_uvm_offload.sizing.rates import vram_copy_rate
 
 
 class LayerCopy(NamedTuple):
@@ -23,12 +23,6 @@ class LayerCopy(NamedTuple):
     def slows(self, assumed: Assumptions) -> float:
         """Seconds that kernels lose which compute meanwhile: each block of the copy takes the place of theirs."""
         return assumed.copy_slows * (self.link + self.vram * VRAM_BLOCKS / LINK_BLOCKS)
-
-
-def vram_copy_rate(machine: Machine, assumed: Assumptions) -> float:
-    """Bytes a second that are copied from VRAM to VRAM beside a MoE, at most: each is read and written."""
-    both_ways = machine.hbm_gbps * Assumptions.hbm_efficiency / 2
-    return min(assumed.vram_copy_gbps, both_ways or math.inf) * 1e9
 
 
 def layer_copy(offloaded: float, in_vram: float, link_rate: float, machine: Machine, assumed: Assumptions) -> LayerCopy:

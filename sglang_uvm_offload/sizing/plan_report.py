@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.sizing.inputs import MEASURED, Assumptions
 from sglang_uvm_offload.sizing.plan import Alternative, Plan, RankMemory, Speed
+from sglang_uvm_offload.sizing.rates import GIGA, read_rate
 from sglang_uvm_offload.sizing.routing_curves import source_of
-from sglang_uvm_offload.sizing.speed import GIGA, HIDING_CHUNKS, read_rate
+from sglang_uvm_offload.sizing.speed import HIDING_CHUNKS
 from sglang_uvm_offload.units import size
 
 CPU_ENGINES = (
@@ -207,8 +208,9 @@ def _streaming(plan: Plan) -> list[str]:
         return []
     if not plan.stream_buffers and plan.chunked_prefill_size < plan.stream_tokens:
         return [
-            f"With so many experts in VRAM, copying a layer pays from {plan.stream_tokens} tokens on. Chunks of "
-            f"{plan.chunked_prefill_size} read offloaded experts in place, and no VRAM is kept for stream buffers."
+            f"With {plan.rows} of {plan.num_experts} experts in VRAM, copying a layer pays from {plan.stream_tokens} tokens "
+            f"on. Chunks of {plan.chunked_prefill_size} read offloaded experts in place, and no VRAM is kept for stream "
+            "buffers."
         ]
     if not plan.stream_buffers:
         return ["Without stream buffers, prefill reads offloaded experts in place, once for each block of rows."]

@@ -12,11 +12,12 @@ from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.machine import GIB
 from sglang_uvm_offload.sizing.plan import RankMemory
 from sglang_uvm_offload.sizing.rank_experts import RankExperts
+from sglang_uvm_offload.sizing.rates import stream_rates
 from sglang_uvm_offload.sizing.routing_curves import HitRates, hit_rates
 from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.stage_cost import StageCost, Stream
-from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, break_even_tokens, buffers_in, stream_rates
+from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, break_even_tokens, buffers_in
 from sglang_uvm_offload.sizing.verdict import LEAST_RESIDENTS
 
 

@@ -34,17 +34,14 @@ experts, plus the bytes of all active experts over the rate that a CPU engine re
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Workload
 from sglang_uvm_offload.sizing.layer_copy import LayerCopy, layer_copy
 from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.plan import Speed
+from sglang_uvm_offload.sizing.rates import GIGA, copy_rate, read_rate
 from sglang_uvm_offload.sizing.stage_cost import IN_PLACE, StageCost, Stream
-
-GIGA = 1e9
-
 
 HIDING_CHUNKS = range(256, 65536 + 1, 256)
 """The sizes among which the smallest is sought that hides its copies."""
@@ -114,28 +111,6 @@ def predict(
         streamed=streamed,
         cpu_engine_step_s=model.cpu_engine_step(batch),
     )
-
-
-def read_rate(machine: Machine, parallel: Parallel, assumed: Assumptions) -> float:
-    """Bytes a second at which each rank's kernels read host memory in place, all at the same time."""
-    if machine.measured:
-        return machine.measured.scattered * GIGA
-    return over_link(machine, parallel, assumed, assumed.read_efficiency)
-
-
-def copy_rate(machine: Machine, parallel: Parallel, assumed: Assumptions) -> float:
-    """The same of the kernel that copies it to VRAM."""
-    if machine.measured:
-        return machine.measured.copied * GIGA
-    return over_link(machine, parallel, assumed, assumed.copy_efficiency)
-
-
-def over_link(machine: Machine, parallel: Parallel, assumed: Assumptions, efficiency: float) -> float:
-    """Bytes a second at which each rank's kernels cross the link, all at the same time, if one alone reaches ``efficiency`` of
-    ``link_gbps``. Each rank has at most its share of what the host's memory gives."""
-    link = min(machine.read_gbps or math.inf, machine.link_gbps * efficiency)
-    host = machine.host_gbps * assumed.host_efficiency / parallel.ranks
-    return min(link, host or math.inf) * GIGA
 
 
 def hiding_chunk(

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
-from typing import NamedTuple
 
-from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel
-from sglang_uvm_offload.sizing.layer_copy import vram_copy_rate
-from sglang_uvm_offload.sizing.machine import GIB, Machine
-from sglang_uvm_offload.sizing.speed import copy_rate, distinct, read_rate
+from sglang_uvm_offload.sizing.inputs import Assumptions
+from sglang_uvm_offload.sizing.machine import GIB
+from sglang_uvm_offload.sizing.rates import StreamRates
+from sglang_uvm_offload.sizing.speed import distinct
 
 MOST_BUFFERS = 2
 """One is filled for the next layer while a layer computes from the other."""
@@ -22,25 +21,6 @@ SKEW = 8
 """Experts that routing prefers are resident, so offloaded ones are used later than uniform routing would use them. By measured
 routing, streaming from so many times the tokens on costs 4 % at most where reading in place is faster and no more than 78 % of
 the experts are in VRAM (benchmarks/results/prefill/prefill.md)."""
-
-
-class StreamRates(NamedTuple):
-    """Bytes a second of each rank, while all do the same."""
-
-    read: float
-    """In place, over the link."""
-    copied: float
-    """To a buffer, over the link."""
-    in_vram: float
-    """To a buffer, from VRAM."""
-
-
-def stream_rates(machine: Machine, parallel: Parallel, assumed: Assumptions) -> StreamRates | None:
-    """None where nothing is known of the link."""
-    if not (machine.link_gbps or machine.measured):
-        return None
-    over_link = read_rate(machine, parallel, assumed), copy_rate(machine, parallel, assumed)
-    return StreamRates(*over_link, vram_copy_rate(machine, assumed))
 
 
 def break_even_tokens(num_experts: int, top_k: int, in_vram: int = 0, rates: StreamRates | None = None) -> int:

@@ -28,8 +28,8 @@ from sglang_uvm_offload.sizing.inputs import Parallel
 from sglang_uvm_offload.sizing.kv_cache import kv_shape
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounted
 from sglang_uvm_offload.sizing.machine import GIB
+from sglang_uvm_offload.sizing.rates import stream_rates
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo, read_json
-from sglang_uvm_offload.sizing.streaming import stream_rates
 from sglang_uvm_offload.sizing.text_config import text_config
 
 H200 = GPUS["H200"].memory_mib << 20

@@ -28,7 +28,7 @@ from sglang_uvm_offload.plugin.rank.step_hooks import is_eager
 from sglang_uvm_offload.plugin.rank.stream_buffers import make_streamer, room_in_vram
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.routing.counts import Phase
-from sglang_uvm_offload.sizing.streaming import StreamRates
+from sglang_uvm_offload.sizing.rates import StreamRates
 
 pytestmark = pytest.mark.sglang
 

@@ -25,9 +25,10 @@ from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.machine import GIB, MachineError, describe, of_gpus, preset
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.rank_memory import Case
+from sglang_uvm_offload.sizing.rates import read_rate
 from sglang_uvm_offload.sizing.routing_curves import hit_rates
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
-from sglang_uvm_offload.sizing.speed import distinct, predict, read_rate
+from sglang_uvm_offload.sizing.speed import distinct, predict
 from sglang_uvm_offload.sizing.stage_cost import StageCost
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"

@@ -23,9 +23,10 @@ from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Plan, Speed
 from sglang_uvm_offload.sizing.planner import plan, plan_case, render
 from sglang_uvm_offload.sizing.rank_memory import Case
+from sglang_uvm_offload.sizing.rates import StreamRates, stream_rates
 from sglang_uvm_offload.sizing.speed import distinct, hiding_chunk, predict
 from sglang_uvm_offload.sizing.stage_cost import IN_PLACE, StageCost, Stream
-from sglang_uvm_offload.sizing.streaming import StreamRates, break_even_tokens, buffers_in, stream_rates
+from sglang_uvm_offload.sizing.streaming import break_even_tokens, buffers_in
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 DEEPSEEK = MODELS / "deepseek-v3.json"

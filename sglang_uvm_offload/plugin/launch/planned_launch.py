@@ -31,9 +31,9 @@ from sglang_uvm_offload.sizing.least_memory import LEAST_TOKENS
 from sglang_uvm_offload.sizing.machine import Machine, MachineError, of_gpus
 from sglang_uvm_offload.sizing.measured_link import with_measured_link
 from sglang_uvm_offload.sizing.model_files import ModelFiles
+from sglang_uvm_offload.sizing.rates import StreamRates, stream_rates
 from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import Slots
-from sglang_uvm_offload.sizing.streaming import StreamRates, stream_rates
 
 logger = logging.getLogger(__name__)
 

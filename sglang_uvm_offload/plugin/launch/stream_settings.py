@@ -11,7 +11,8 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang_uvm_offload.config import NEVER, OffloadConfig, RequestedConfig
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
-from sglang_uvm_offload.sizing.streaming import StreamRates, break_even_tokens
+from sglang_uvm_offload.sizing.rates import StreamRates
+from sglang_uvm_offload.sizing.streaming import break_even_tokens
 
 logger = logging.getLogger(__name__)
 
