@@ -38,6 +38,7 @@ class Settings:
     """The files that ``--expert-offload-profile`` names; empty without it."""
     save_profile: Path | None
     trace: Path | None
+    stats: Path | None
     headroom_gb: float
     """VRAM to leave free, GiB."""
     stream_gb: float | None
@@ -77,6 +78,7 @@ class RequestedConfig(Settings):
         stream_buffers: int | None = None,
         backend: str = "emulated",
         launch_id: str = "",
+        began_at: float = 0.0,
     ) -> OffloadConfig:
         """With the numbers that were decided; those that are not given are the flags' own."""
         fields: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(Settings)}
@@ -86,7 +88,8 @@ class RequestedConfig(Settings):
             "stream_tokens": self.stream_tokens if stream_tokens is None else stream_tokens,
         }
         assert None not in decided.values(), f"{decided} leaves auto undecided"
-        return OffloadConfig(**fields, **decided, stream_buffers=stream_buffers, backend=backend, launch_id=launch_id)
+        launch: dict[str, Any] = {"backend": backend, "launch_id": launch_id, "began_at": began_at}
+        return OffloadConfig(**fields, **decided, **launch, stream_buffers=stream_buffers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,8 @@ class OffloadConfig(Settings):
     """``uvm`` or ``emulated``."""
     launch_id: str
     """Identifies this launch; the same in all its processes."""
+    began_at: float
+    """When the launcher began to check it, in seconds since 1970."""
 
     @property
     def streams(self) -> bool:

@@ -14,6 +14,8 @@ PREFIX = "expert_offload_"
 SELECTIONS = ("first_n", "frequency", "manual")
 ADAPTS = ("off", "warmup", "continuous")
 PREFETCHES = ("none", "frequency", "speculative")
+OFF = "-1"
+"""``num_resident`` of a launch that does not offload, whatever its other flags."""
 BACKENDS = ("auto", "uvm", "emulated")
 SHOWN_DEFAULTS = {"num_resident": "off", "draft_num_resident": "all", "slots": "off"}
 
@@ -45,8 +47,8 @@ class OffloadFlags:
         str,
         "Turn on expert offloading and keep this many routed experts of each MoE layer in VRAM, in blocks of 2 MiB, counted "
         "over all ranks that share the layer. Kernels read the rest from host memory over PCIe. auto: as many as fit next to "
-        "the KV cache for --max-running-requests and --context-length (or --max-total-tokens). For draft layers, see "
-        "--expert-offload-draft-num-resident.",
+        "the KV cache for --max-running-requests and --context-length (or --max-total-tokens). -1: off, whatever the other "
+        "flags. For draft layers, see --expert-offload-draft-num-resident.",
     )
     draft_num_resident: int | None = flag(
         None,
@@ -100,6 +102,12 @@ class OffloadFlags:
         None,
         str,
         "Record the experts of each decoded token in this file, for sglang-uvm-offload replay. The size is bounded.",
+    )
+    stats: str | None = flag(
+        None,
+        str,
+        "Write statistics to this JSON file when the server ends: what /server_info shows of offloading, with hit rates before "
+        "and after the warm-up. sglang-uvm-offload report reads it.",
     )
     prefetch: str = flag(
         "none",

@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from sglang_uvm_offload.config import AUTO, NEVER, RequestedConfig
-from sglang_uvm_offload.flags import PREFETCHES, SELECTIONS, FlagError, OffloadFlags, flag_name
+from sglang_uvm_offload.flags import OFF, PREFETCHES, SELECTIONS, FlagError, OffloadFlags, flag_name
 from sglang_uvm_offload.resident_ids import ResidentIds
 
 MAX_WARMUP_TOKENS = 10**12
 
 
 def parse(values: Mapping[str, Any]) -> RequestedConfig | None:
-    """What ``values`` ask for (by field of ``OffloadFlags``), None if offloading is off.
+    """What ``values`` ask for (by field of ``OffloadFlags``), None if offloading is off: without ``num_resident``, where others
+    would have no effect, and with -1, whatever else is given.
 
     Raises ``FlagError`` with every malformed value. Numbers may be strings or numbers (YAML, ``sglang.Engine``). Reads the
     file that ``resident_ids`` names.
     """
     flags = OffloadFlags(**values)
+    if flags.num_resident is not None and str(flags.num_resident) == OFF:
+        return None
     if flags.num_resident is not None:
         flags = dataclasses.replace(flags, num_resident=str(flags.num_resident))
     problems = _choice_problems(flags)
@@ -46,6 +49,7 @@ def parse(values: Mapping[str, Any]) -> RequestedConfig | None:
         profiles=_paths(flags.profile),
         save_profile=None if flags.save_profile is None else Path(flags.save_profile),
         trace=None if flags.trace is None else Path(flags.trace),
+        stats=None if flags.stats is None else Path(flags.stats),
         headroom_gb=flags.headroom_gb,
         stream_gb=_stream_gb(flags.stream_buffer_gb),
         stream_tokens=_stream_tokens(flags.stream_tokens),
@@ -82,7 +86,7 @@ def _number_problems(flags: OffloadFlags) -> list[str]:
         if flags.resident_selection == "manual":
             out.append(f"{flag_name('num_resident')} auto: {flag_name('resident_selection')} manual needs a number")
     elif not n.isdecimal() or len(n) > 6:
-        out.append(f"{flag_name('num_resident')} {n!r}: must be auto, or a whole number of experts, 0 to 999999")
+        out.append(f"{flag_name('num_resident')} {n!r}: must be auto, a whole number of experts, 0 to 999999, or {OFF} (off)")
     drafts = flags.draft_num_resident
     if drafts is not None and (type(drafts) is not int or not 0 <= drafts <= 999999):
         out.append(f"{flag_name('draft_num_resident')} {drafts!r}: must be a whole number of experts, 0 to 999999")
@@ -165,7 +169,7 @@ def _file_problems(flags: OffloadFlags) -> list[str]:
         paths = _paths(flags.profile)
         if not paths or not all(_is_path(str(path)) for path in paths):
             out.append(f"{flag_name('profile')} {flags.profile!r}: must be the path of a file, or several, separated by commas")
-    for field in ("save_profile", "trace"):
+    for field in ("save_profile", "trace", "stats"):
         value = getattr(flags, field)
         if value is not None and not _is_path(value):
             out.append(f"{flag_name(field)} {value!r}: must be the path of a file")
@@ -193,7 +197,7 @@ def _texts(flags: OffloadFlags) -> tuple[OffloadFlags, list[str]]:
     pass anything."""
     bad = {
         name: getattr(flags, name)
-        for name in ("resident_ids", "profile", "save_profile", "trace")
+        for name in ("resident_ids", "profile", "save_profile", "trace", "stats")
         if not isinstance(getattr(flags, name), str | None)
     }
     problems = [f"{flag_name(name)} {value!r}: must be text" for name, value in bad.items()]

@@ -12,7 +12,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_uvm_offload.config import OffloadConfig
-from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.flags import OFF, FlagError, flag_name
 from sglang_uvm_offload.memory.host_pages import fragmentation
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin import compat, hook_points, hooks, roles, server_args
@@ -85,7 +85,7 @@ class Launch:
         except Exception as error:  # noqa: BLE001 -- of any type, for a malformed config; listed as a problem, with its type
             return [f"SGLang cannot serve {self.args.model_path}: {described(error, self.args)}"]
         if requested_of(self.args) is None:
-            return [f"{flag_name('num_resident')}: not given, so SGLang would serve this launch without offloading"]
+            return [f"{flag_name('num_resident')}: not given or {OFF}, so SGLang would serve this launch without offloading"]
         return start_rehearsal.problems(self.args)
 
     def gpus(self) -> list[int]:

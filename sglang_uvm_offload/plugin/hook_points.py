@@ -24,6 +24,8 @@ TRIED = ("0.5.17", "0.5.20", "0.5.23")
 HOOKED = {
     "sglang.srt.runtime_context.publish": "server_args, *, role",
     "sglang.srt.model_executor.model_runner.ModelRunner.load_model": "self",
+    "sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool": "self",
+    "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs": "self",
     "sglang.srt.model_executor.model_runner.ModelRunner.forward": "self, forward_batch",
     "sglang.srt.model_loader.loader._initialize_model": "",
     "sglang.srt.managers.scheduler.Scheduler.__init__": "self",

@@ -20,9 +20,10 @@ from sglang_uvm_offload.report.html import document, element, facts, section, ta
 from sglang_uvm_offload.report.source import ServerInfo, budget, recent_hit_rate
 from sglang_uvm_offload.report.units import LEAST, PERCENT, Axis, axis_to, byte_unit, duration, percent, percents
 from sglang_uvm_offload.report.verdict import verdict
+from sglang_uvm_offload.residency.curve import Curve
+from sglang_uvm_offload.residency.start import described
 from sglang_uvm_offload.residency.status import (
     MAX_EXPERTS,
-    Curve,
     LayerStatus,
     ProfileVerdict,
     RankStatus,
@@ -104,6 +105,8 @@ def _facts(info: ServerInfo, source: str) -> Element:
             pairs.append((_of("profile", name, info.ranks), _profile(shown.profile)))
         if shown.link is not None:
             pairs.append((_of("link", name, info.ranks), "; ".join([shown.link.verdict(), *shown.link.because])))
+        if shown.start:
+            pairs.append((_of("start", name, info.ranks), described(shown.start)))
         if shown.trace is not None:
             pairs.append((_of("trace", name, info.ranks), _trace(shown.trace)))
     return facts(pairs)

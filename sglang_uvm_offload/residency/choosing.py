@@ -39,6 +39,8 @@ class Chooser:
         """Whether the warm-up is over: residents were chosen from its routing, or are given."""
         self.chosen_at: tuple[RoutingCounts | None, int] = (None, 0)
         """The counts and the tokens when residents were last chosen at once, or weights became others; None at the start."""
+        self.routed_before: tuple[int, float] | None = None
+        """Routed tokens, and those on residents or slots, until residents were last chosen at once; None before that."""
         self.profile_verdict: ProfileVerdict | None = None
         """The profile's hit rate on live traffic, once the warm-up is over."""
 
@@ -80,6 +82,7 @@ class Chooser:
 
     def _chosen(self, total: RoutingCounts, tokens: int) -> None:
         self.chosen_at = total, tokens
+        self.routed_before = self._residents.ledger.totals_routed
         self.warm = True
 
     def _best_after_warmup(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:

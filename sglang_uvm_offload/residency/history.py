@@ -9,9 +9,10 @@ import numpy as np
 
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.policy.extents import Extents
+from sglang_uvm_offload.residency.curve import Curve
 from sglang_uvm_offload.residency.ledger import Ledger
 from sglang_uvm_offload.residency.model import ModelExperts
-from sglang_uvm_offload.residency.status import Curve, Past
+from sglang_uvm_offload.residency.status import Past
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, Phase, RoutingCounts
 
 MAX_SAMPLES = 240

@@ -103,6 +103,11 @@ class Ledger:
         return sum(self.counted.steps)
 
     @property
+    def totals_routed(self) -> tuple[int, float]:
+        """Routed tokens over all layers, and those of them on residents or slots."""
+        return int(self.routed.sum()), float(self.routed_resident.sum())
+
+    @property
     def hit_rate(self) -> float | None:
         """The share of routed tokens on residents, None before the first."""
         return hit_rate_of([self])

@@ -22,6 +22,7 @@ def rank_status(manager: OffloadManager) -> RankStatus:
     taken = target.extents.bytes_by_layer(target.resident_extents() & target.movable())
     shares = [_resident_share(layer) for layer in layers]
     drafting = manager.drafts.ledgers()
+    before, since = _around_choice(ledger.totals_routed, manager.chooser.routed_before)
     draft = [layer for model in manager.models if model.draft for layer in model.layers]
     return RankStatus(
         backend=manager.memory.name,
@@ -48,6 +49,8 @@ def rank_status(manager: OffloadManager) -> RankStatus:
         routed=int(ledger.routed.sum()),
         hit_rate=ledger.hit_rate,
         byte_hit_rate=ledger.byte_hit_rate,
+        hit_rate_before=before,
+        hit_rate_since=since,
         zero_copy_bytes=int(ledger.zero_copy_bytes.sum()),
         streamed_bytes=int(ledger.streamed_bytes.sum()),
         moves=ledger.moves,
@@ -63,6 +66,15 @@ def rank_status(manager: OffloadManager) -> RankStatus:
         link=manager.link,
         plugin_version=__version__,
     )
+
+
+def _around_choice(now: tuple[int, float], at: tuple[int, float] | None) -> tuple[float | None, float | None]:
+    """The hit rate until residents were chosen, and since; ``(routed, of them resident)`` now and then."""
+    if at is None:
+        return None, None
+    parts = (at, (now[0] - at[0], now[1] - at[1]))
+    before, since = (min(1.0, max(0.0, hits / routed)) if routed else None for routed, hits in parts)
+    return before, since
 
 
 def _slot_status(layers: Sequence[ExpertLayer], ledger: Ledger) -> SlotStatus | None:

@@ -35,7 +35,7 @@ class Residents:
         self._target = target
         self._mover = mover
         self._worker = worker
-        self._ledger = ledger
+        self.ledger = ledger
         self.broadcast_decision = broadcast_decision
         self.adaptation: Adaptation | None = None
         """Continuous adaptation, None where it is off or has failed."""
@@ -107,13 +107,13 @@ class Residents:
         """Make ``after`` resident, and add to the ledger. Runs on the worker; returns the fault that ended moving, if any."""
         started = time.perf_counter()
         before = self._target.resident_extents()
-        self._ledger.moved_bytes += self._mover.move(self._target.by_layer(after), show)
-        self._ledger.moves += int((self._target.resident_extents() & ~before).sum())
-        self._ledger.moving_seconds += time.perf_counter() - started
+        self.ledger.moved_bytes += self._mover.move(self._target.by_layer(after), show)
+        self.ledger.moves += int((self._target.resident_extents() & ~before).sum())
+        self.ledger.moving_seconds += time.perf_counter() - started
         return self._mover.fault
 
     def _move_and_log(self, seen: RoutingCounts, tokens: int, before: np.ndarray, after: np.ndarray) -> str | None:
-        started, earlier = time.perf_counter(), self._ledger.moved_bytes
+        started, earlier = time.perf_counter(), self.ledger.moved_bytes
         routed, share = seen.routed(), self._target.resident_share
         reached = hit_rate(routed, share(before))
         fault = self._move(after, show=True)
@@ -129,7 +129,7 @@ class Residents:
             len(self._target.layers),
             100 * reached,
             100 * hit_rate(routed, share(now)),
-            size(self._ledger.moved_bytes - earlier),
+            size(self.ledger.moved_bytes - earlier),
             time.perf_counter() - started,
         )
         return fault

@@ -6,22 +6,19 @@ Fields carry the bounds for data from outside; ``check`` validates across fields
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated
 
-import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
 from sglang_uvm_offload.memory.link import LinkStatus
+from sglang_uvm_offload.residency.bounds import Count, Seconds, Share
+from sglang_uvm_offload.residency.curve import Curve
+from sglang_uvm_offload.residency.start import StartPhase
 
 MAX_LAYERS, MAX_EXPERTS = 1 << 10, 1 << 13
 
-Count = Annotated[int, Meta(ge=0, le=1 << 60)]
-Seconds = Annotated[float, Meta(ge=0, le=1e12)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Residents = Annotated[int, Meta(ge=0, le=1 << 15)]
 Experts = Annotated[int, Meta(ge=0, le=MAX_EXPERTS)]
 
 
@@ -64,52 +61,6 @@ class Past(Struct, frozen=True):
             rate = (part_after - part_before) / (after - before) if after > before else None
             points += [(begin, rate), (end, rate)]
         return points
-
-
-class Curve(Struct, frozen=True):
-    """The hit rate over ``activations`` (in decode steps, of experts that can be offloaded) that the best fixed residents would
-    have reached: n of each layer (``uniform``), or as many bytes over all layers (``pooled``), for n in ``residents``; and the
-    one that the ``present`` residents would have reached. The best are chosen from the activations that they are measured
-    on, so these are upper bounds.
-    """
-
-    decode_steps: Count
-    activations: Annotated[int, Meta(ge=1, le=1 << 60)]
-    present: Share
-    residents: Annotated[list[Residents], Meta(min_length=2)]
-    uniform: list[Share]
-    pooled: list[Share] = msgspec.field(name="global")
-
-    def check(self) -> None:
-        """Raise ``ValueError`` for points that form no curve."""
-        if not len(self.residents) == len(self.uniform) == len(self.pooled):
-            raise ValueError("residents, uniform and global must be equally long")
-        if any(later <= earlier for earlier, later in pairwise(self.residents)):
-            raise ValueError("residents must rise")
-
-    def at(self, residents: float, pooled: bool) -> float:
-        """The best hit rate at this many residents a layer, interpolated linearly."""
-        return float(np.interp(residents, self.residents, self.pooled if pooled else self.uniform))
-
-
-def combined(curves: Sequence[Curve]) -> Curve | None:
-    """The mean of several ranks' curves, weighted by activations; n counts on each rank. None without curves."""
-    if not curves:
-        return None
-    total = sum(curve.activations for curve in curves)
-    grid = sorted({n for curve in curves for n in curve.residents})
-
-    def mean(pooled: bool) -> list[float]:
-        return [min(1.0, sum(curve.activations / total * curve.at(n, pooled) for curve in curves)) for n in grid]
-
-    return Curve(
-        decode_steps=max(curve.decode_steps for curve in curves),
-        activations=total,
-        present=min(1.0, sum(curve.activations / total * curve.present for curve in curves)),
-        residents=grid,
-        uniform=mean(False),
-        pooled=mean(True),
-    )
 
 
 class LayerStatus(Struct, frozen=True):
@@ -279,6 +230,12 @@ class RankStatus(Struct, frozen=True):
     """As ``zero_copy_bytes``."""
     link: LinkStatus | None = None
     """None where nothing was measured."""
+    hit_rate_before: Share | None = None
+    hit_rate_since: Share | None = None
+    """``hit_rate`` until residents were last chosen all at once, by a warm-up or an operator, and since then; None where there
+    were no tokens, and both before the first choice."""
+    start: list[StartPhase] = []
+    """What the start of this rank took; empty until it serves."""
     plugin_version: str = ""
     """Empty in statistics that earlier versions saved."""
 

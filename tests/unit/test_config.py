@@ -31,7 +31,6 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
 @pytest.mark.parametrize(
     ("flags", "flag", "word"),
     [
-        ({"num_resident": "-1"}, "--expert-offload-num-resident", "'-1'"),
         ({"num_resident": "4.5"}, "--expert-offload-num-resident", "whole number"),
         ({"num_resident": ""}, "--expert-offload-num-resident", "whole number"),
         ({"num_resident": "9999999"}, "--expert-offload-num-resident", "whole number"),
@@ -49,6 +48,10 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
         ({"num_resident": 4, "profile": " , "}, "--expert-offload-profile", "must be the path of a file, or several"),
         ({"num_resident": 4, "profile": "p", "resident_selection": "first_n"}, "--expert-offload-profile 'p'", "frequency"),
         ({"num_resident": 4, "save_profile": " "}, "--expert-offload-save-profile ' '", "path of a file"),
+        ({"num_resident": 4, "stats": ""}, "--expert-offload-stats ''", "path of a file"),
+        ({"num_resident": 4, "stats": 7}, "--expert-offload-stats 7", "must be text"),
+        ({"stats": "s.json"}, "--expert-offload-stats", "no effect without"),
+        ({"num_resident": "-2"}, "--expert-offload-num-resident '-2'", "-1 (off)"),
         ({"num_resident": 4, "trace": "t\0"}, r"--expert-offload-trace 't\x00'", "path of a file"),
         ({"num_resident": 4, "draft_num_resident": -1}, "--expert-offload-draft-num-resident", "0 to 999999"),
         ({"num_resident": 4, "draft_num_resident": 10**6}, "--expert-offload-draft-num-resident", "0 to 999999"),
@@ -92,6 +95,13 @@ def test_a_wrong_value_is_named_with_what_would_be_right(flags, flag, word):
     (problem,) = problems(**flags)
     assert problem.startswith(flag)
     assert word in problem
+
+
+@pytest.mark.parametrize("off", [-1, "-1"])
+def test_minus_one_is_off_whatever_else_is_given(off):
+    """So that one script turns offloading on and off by a number."""
+    assert parse({"num_resident": off, "warmup_tokens": 100, "adapt": "continuous", "slots": "8"}) is None
+    assert parse({"num_resident": 0}).num_resident == 0, "none resident is not off"
 
 
 def test_a_profile_makes_up_for_adaptation():

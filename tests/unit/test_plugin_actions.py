@@ -69,6 +69,7 @@ def test_a_server_without_files_has_nothing_to_save():
     assert "--expert-offload-trace" in reason
     assert refusal(Action.SAVE, config(save_profile="p.npz")) is None
     assert refusal(Action.SAVE, config(trace="t.npz")) is None
+    assert refusal(Action.SAVE, config(stats="s.json")) is None
 
 
 def test_a_rank_does_what_it_is_told():

@@ -9,7 +9,8 @@ import pytest
 from builders.managers import Rank, config
 from builders.reports import info, replayed, result, stepped
 
-from sglang_uvm_offload.residency.status import Curve, Past, combined
+from sglang_uvm_offload.residency.curve import Curve, combined
+from sglang_uvm_offload.residency.status import Past
 
 
 def broken(**fields: Any) -> dict[str, Any]:

@@ -53,6 +53,18 @@ def test_expert_parallel_ranks_share_n_exactly_and_evenly(n, size):
     assert max(shares) - min(shares) <= 1
 
 
+def test_hit_rates_before_and_after_the_warm_up_are_told_apart():
+    rank = Rank(config(warmup_tokens=40))
+    for _ in range(5):
+        rank.step([[7, 5, 0]] * 8)
+    early = rank.status()
+    rank.step([[7, 5, 3]] * 8)  # chooses 0, 5 and 7 first, which serve two of these three
+    late = rank.status()
+    assert (early["hit_rate_before"], early["hit_rate_since"]) == (None, None)
+    assert late["hit_rate_before"] == pytest.approx(1 / 3)
+    assert late["hit_rate_since"] == pytest.approx(2 / 3)
+
+
 def test_after_warmup_the_hot_experts_of_each_layer_are_resident(caplog):
     rank = Rank(config(warmup_tokens=40))
     hot = {0: [[7, 5, 3]] * 4, 1: [[0, 6, 4]] * 4, 2: [[1, 2, 7]] * 4}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class CheckedLaunch:
 def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     """Every decision from what was requested to what is served, in their order. Raises ``FlagError`` with every reason why
     ``server_args`` cannot be served with offloading."""
+    began_at = time.time()
     cfg, model = resolving_view(server_args), model_config_of(server_args)
     routing = routing_format(cfg, model, compat.as_given(server_args).moe_runner_backend)
     problems = [
@@ -107,6 +109,7 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
         ),
         backend=_backend(requested, cfg),
         launch_id=uuid.uuid4().hex,
+        began_at=began_at,
     )
     settings |= stream_settings.graph_settings(config, cfg)
     settings |= _autotuning(cfg, routing)

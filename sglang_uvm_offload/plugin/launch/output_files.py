@@ -10,11 +10,23 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from sglang_uvm_offload.config import RequestedConfig
-from sglang_uvm_offload.files.atomic import Protected, refusal
+from sglang_uvm_offload.files import reading
+from sglang_uvm_offload.files.atomic import Kind, Protected, refusal
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.routing.profile import PROFILE_FILE
 from sglang_uvm_offload.routing.trace import TRACE_FILE
+
+STATS_FORMAT = "sglang-uvm-offload statistics"
+
+
+def _is_stats(path: Path) -> bool:
+    begins = f'{{"format": "{STATS_FORMAT}"'.encode()
+    with reading.open_regular(path) as file:
+        return file.read(len(begins)) == begins
+
+
+STATS_FILE = Kind("statistics file", _is_stats)
 
 
 def problems(config: RequestedConfig, server_args: Any) -> list[str]:
@@ -29,6 +41,9 @@ def problems(config: RequestedConfig, server_args: Any) -> list[str]:
         others[config.save_profile] = f"the file of {flag_name('save_profile')}"
     if config.trace is not None:
         wanted.append(("trace", config.trace, TRACE_FILE, {**folders, **others}))
+        others[config.trace] = f"the file of {flag_name('trace')}"
+    if config.stats is not None:
+        wanted.append(("stats", config.stats, STATS_FILE, {**folders, **others}))
     return [
         f"{flag_name(field)} {str(path)!r}: {reason}"
         for field, path, kind, protected in wanted

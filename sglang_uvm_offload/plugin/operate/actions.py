@@ -46,9 +46,10 @@ class Action(str, enum.Enum):
 def refusal(action: Action, config: OffloadConfig) -> str | None:
     """Why this server cannot perform the action, None if it can."""
     if action is Action.SAVE:
-        if config.save_profile or config.trace:
+        if config.save_profile or config.trace or config.stats:
             return None
-        return f"there is nothing to save: the server has neither {flag_name('save_profile')} nor {flag_name('trace')}"
+        flags = [flag_name(name) for name in ("save_profile", "trace", "stats")]
+        return f"there is nothing to save: the server has none of {', '.join(flags)}"
     if not config.residents_change:
         return (
             f"the residents of this server never change: it has {flag_name('adapt')} {config.adapt} and "

@@ -7,7 +7,7 @@ its methods in the instance.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from sglang_uvm_offload.plugin.rank.expert_map import shard_of
 from sglang_uvm_offload.plugin.rank.recording import Recording
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
+from sglang_uvm_offload.residency.start import Phase
 from sglang_uvm_offload.routing.counts import IdFormat
 from sglang_uvm_offload.routing.layer_routing import LayerRouting
 from sglang_uvm_offload.streaming.slots import ModelSlots
@@ -38,7 +39,15 @@ _FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 class LayerHooks:
     """Takes over every routed MoE layer that is built inside ``taking_over``."""
 
-    def __init__(self, counting: Mapping[str, str], recording: Recording | None = None, compiled: bool = False):
+    def __init__(
+        self,
+        counting: Mapping[str, str],
+        recording: Recording | None = None,
+        compiled: bool = False,
+        timing: Callable[[Phase], AbstractContextManager[None]] = lambda phase: nullcontext(),
+    ):
+        self.timing = timing
+        """Called around each phase of the start that passes here."""
         self.counting = counting
         """The flags that need counted routing, each with what to choose without it."""
         self.compiled = compiled
@@ -107,7 +116,7 @@ class LayerHooks:
         def create_managed_weights(layer: torch.nn.Module, num_experts: int, *args: Any, **kwargs: Any) -> None:
             experts = self._add(layer)
             assert num_experts == experts.num_experts, (num_experts, experts.num_experts)
-            with AllocationMode(num_experts, experts.allocate):
+            with self.timing(Phase.PLACE), AllocationMode(num_experts, experts.allocate):
                 create_weights(layer, num_experts, *args, **kwargs)
             experts.sync_tensors(layer, method)
 
@@ -116,7 +125,7 @@ class LayerHooks:
             if self._manager is not None:
                 self._manager.wait_for_moves()  # a weight update may replace the tensors being moved
             try:
-                with AllocationMode(experts.num_experts, experts.allocate):
+                with self.timing(Phase.CONVERT), AllocationMode(experts.num_experts, experts.allocate):
                     result = process_weights_after_loading(layer, *args, **kwargs)
                 experts.sync_tensors(layer, method)
             except (ExpertsLost, ManagedMemoryError) as fault:

@@ -20,6 +20,7 @@ from sglang_uvm_offload.plugin.rank.state import MODEL, RankState
 from sglang_uvm_offload.plugin.rank.stream_buffers import make_streamer, room_in_vram
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.placement import InitialPlacement
+from sglang_uvm_offload.residency.start import Phase
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
 from sglang_uvm_offload.streaming.streamer import Streamer
 
@@ -60,8 +61,10 @@ class LoadingHooks:
         if torch.get_default_device().type == "meta":
             with self.rank.layer_hooks.leaving_alone():
                 return original(*args, **kwargs)
-        result = original(*args, **kwargs)
-        self._built()
+        with self.rank.start.timing(Phase.BUILD):
+            result = original(*args, **kwargs)
+            self._built()
+        self.rank.start.add(Phase.READ, sum(tensor.nbytes for tensor in result.parameters()))
         return result
 
     def _built(self) -> None:
@@ -74,24 +77,33 @@ class LoadingHooks:
             manager = self.rank.manager
             model = manager.begin_model(True) if runner.is_draft_worker else self._begin_target()
             runner.__dict__[MODEL] = model
-            with self.rank.layer_hooks.taking_over(manager, model):
+            with self.rank.start.timing(Phase.READ), self.rank.layer_hooks.taking_over(manager, model):
                 result = original(runner, *args, **kwargs)
                 self._built()
-            for layer in model.layers:
-                layer.sync_tensors(*layer.holders)  # loaders may replace tensors after post-load processing
+                for layer in model.layers:
+                    layer.sync_tensors(*layer.holders)  # loaders may replace tensors after post-load processing
+            placed = sum(layer.resident_bytes + layer.offloaded_bytes for layer in model.layers)
+            self.rank.start.add(Phase.PLACE, placed)
             if not model.draft:
-                manager.link = link.measure(self.rank.backend, compat.gpu_id(), model.layers)
-            manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
-            if not model.draft:
-                # A server that releases its weights then also releases the buffers, and gets them back at the same size.
-                with runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_WEIGHTS):
-                    self.rank.layer_hooks.streamer = self._streamer(model, runner.pre_model_load_memory)
-                self._begin_slots(model)
-            if self.rank.recording is not None and not model.draft:
-                self.rank.savers += filter(None, [self.rank.recording.begin(model, self._top_k())])
+                with self.rank.start.timing(Phase.LINK):
+                    manager.link = link.measure(self.rank.backend, compat.gpu_id(), model.layers)
+            with self.rank.start.timing(Phase.BUFFERS):
+                self._loaded(runner, model)
         except (FlagError, ManagedMemoryError) as error:
             enforce.end(f"sglang-uvm-offload: {error}")
         return result
+
+    def _loaded(self, runner: Any, model: ModelExperts) -> None:
+        """What begins once a model has its weights."""
+        self.rank.manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
+        if model.draft:
+            return
+        # A server that releases its weights then also releases the buffers, and gets them back at the same size.
+        with runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_WEIGHTS):
+            self.rank.layer_hooks.streamer = self._streamer(model, runner.pre_model_load_memory)
+        self._begin_slots(model)
+        if self.rank.recording is not None:
+            self.rank.savers += filter(None, [self.rank.recording.begin(model, self._top_k())])
 
     def _streamer(self, model: ModelExperts, free_before_load: float) -> Streamer | None:
         """``free_before_load``: GiB of VRAM."""

@@ -18,9 +18,11 @@ from sglang_uvm_offload.plugin.rank.checkpoint_cache import make_room
 from sglang_uvm_offload.plugin.rank.indexer_budget import take_indexer_budget
 from sglang_uvm_offload.plugin.rank.profile_saver import profile_saver
 from sglang_uvm_offload.plugin.rank.state import RankState, is_first_rank
+from sglang_uvm_offload.plugin.rank.stats_saver import stats_saver
 from sglang_uvm_offload.plugin.rank.stream_buffers import stream_status
 from sglang_uvm_offload.plugin.rank.torch_bound import bound_torch
 from sglang_uvm_offload.residency.reporting import rank_status
+from sglang_uvm_offload.residency.start import described
 from sglang_uvm_offload.residency.status import RankStatus, SaveStatus
 from sglang_uvm_offload.residency.table import residency_table
 
@@ -75,6 +77,9 @@ class OperatingHooks:
             self.metrics.publish()
         if self.rank.routed_model is not None:
             self.rank.savers += filter(None, [profile_saver(self.rank.manager, self.rank.routed_model)])
+        self.rank.savers += filter(None, [stats_saver(self.rank.config.stats, self._status)])
+        self.rank.start.end()
+        logger.info("Expert offload, rank %d: ready after %s", get_parallel().tp_rank, described(self.rank.start.phases()))
 
     def after_internal_state(self, result: Any, *args: Any, **kwargs: Any) -> Any:
         result.internal_state["expert_offload"] = msgspec.to_builtins(self._status())
@@ -108,7 +113,8 @@ class OperatingHooks:
         saves = [SaveStatus(s.what, s.under_way, s.saved_at, s.failures, s.error) for s in self.rank.savers]
         replica = compat.dp_rank()
         own = rank_status(self.rank.manager)
-        return msgspec.structs.replace(own, trace=trace, streaming=streaming, saves=saves, replica=replica)
+        start = self.rank.start.phases()
+        return msgspec.structs.replace(own, trace=trace, streaming=streaming, saves=saves, replica=replica, start=start)
 
     def after_release(self, result: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         if GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags:

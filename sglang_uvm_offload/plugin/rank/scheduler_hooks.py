@@ -18,6 +18,7 @@ from sglang_uvm_offload.plugin.rank.operating_hooks import OperatingHooks
 from sglang_uvm_offload.plugin.rank.state import RankState
 from sglang_uvm_offload.plugin.rank.step_hooks import StepHooks
 from sglang_uvm_offload.plugin.weight_writes import watch_writes
+from sglang_uvm_offload.residency.start import Phase
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _BUILD = "sglang.srt.model_loader.loader._initialize_model"
@@ -47,6 +48,8 @@ def install(
     loading, steps, operating = LoadingHooks(rank), StepHooks(rank), OperatingHooks(rank)
     add(f"{_RUNNER}.load_model", loading.around_load_model, HookType.AROUND)
     add(_BUILD, loading.around_build, HookType.AROUND)
+    for made, phase in (("alloc_memory_pool", Phase.POOLS), ("init_cuda_graphs", Phase.GRAPHS)):
+        add(f"{_RUNNER}.{made}", rank.timed(phase), HookType.AROUND)
     add(f"{_RUNNER}.forward", steps.around_forward, HookType.AROUND)
     add(f"{_SCHEDULER}.__init__", operating.after_scheduler_init, HookType.AFTER)
     add(f"{_SCHEDULER}.get_internal_state", operating.after_internal_state, HookType.AFTER)

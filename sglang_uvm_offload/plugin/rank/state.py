@@ -21,6 +21,7 @@ from sglang_uvm_offload.plugin.slots.seam import Seam
 from sglang_uvm_offload.plugin.slots.triton import SlotSeam
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.rearranging import Rearranging
+from sglang_uvm_offload.residency.start import Phase, StartClock
 from sglang_uvm_offload.routing.profile import RoutedModel
 from sglang_uvm_offload.streaming.slots import ModelSlots
 
@@ -33,7 +34,8 @@ class RankState:
         """``compiled``: whether ``torch.compile`` traces the steps."""
         self.config = config
         self.recording = Recording(config.trace) if config.trace is not None else None
-        self.layer_hooks = LayerHooks(counting_flags(config), self.recording, compiled)
+        self.start = StartClock(config.began_at)
+        self.layer_hooks = LayerHooks(counting_flags(config), self.recording, compiled, self.start.timing)
         self.seams: tuple[Seam, ...] = (SlotSeam(), MarlinSlotSeam(), DeepGemmSlotSeam())
         self.slots: ModelSlots | None = None
         """The target model's slots, once it is loaded; None if no layer has any."""
@@ -62,6 +64,15 @@ class RankState:
         """The bytes of experts may have changed."""
         if self.slots is not None:
             self.slots.bytes_written()
+
+    def timed(self, phase: Phase) -> Callable[..., Any]:
+        """A hook around a part of the start that is ``phase``."""
+
+        def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self.start.timing(phase):
+                return original(*args, **kwargs)
+
+        return around
 
     @cached_property
     def rearranging(self) -> Rearranging:
