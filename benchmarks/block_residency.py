@@ -21,6 +21,7 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -120,10 +121,15 @@ def continuous(shape: Shape, workload: Workload, block_bytes: int) -> float:
     managed = Managed(workload.shape, shape.num_resident, shape.tensors, block_bytes)
     for activated in workload.warmup:
         managed.serve(activated)
+    return served_in(managed, workload.scored)
+
+
+def served_in(managed: Managed, steps: Iterable[np.ndarray]) -> float:
+    """Serves these steps, and returns the share of their bytes that was in VRAM."""
     ledger = managed.manager.ledger
     managed.manager.observer.catch_up()
     used, read = int(ledger.activated_bytes.sum()), int(ledger.zero_copy_bytes.sum())
-    for activated in workload.scored:
+    for activated in steps:
         managed.serve(activated)
     managed.manager.observer.catch_up()
     return 1 - (int(ledger.zero_copy_bytes.sum()) - read) / (int(ledger.activated_bytes.sum()) - used)

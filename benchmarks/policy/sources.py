@@ -61,7 +61,11 @@ def mixed(paths: Sequence[Path]) -> list[Source]:
 
 
 def mix(paths: Sequence[Path]) -> Trace:
-    traces = [measured(path) for path in paths]
+    return shuffled([measured(path) for path in paths])
+
+
+def shuffled(traces: Sequence[Trace]) -> Trace:
+    """Their requests in an order drawn by chance."""
     requests = list(chain(*(np.split(trace.ids, np.cumsum(trace.seq_len)[:-1]) for trace in traces)))
     order = np.random.default_rng(SEED).permutation(len(requests))
     shuffled = [requests[i] for i in order]
