@@ -14,6 +14,10 @@ from sglang_uvm_offload.plugin.checks.named_files import json_of, reason
 FLAG = "--init-expert-location"
 MAP, COUNT = "physical_to_logical_map", "logical_count"
 
+IN_ORDER = {"GptOssForCausalLM"}
+"""Architectures whose weights SGLang loads in the checkpoint's order, all experts of a tensor at once, though it maps the
+router's ids: any other order serves wrong tokens, without an error (seen with 0.5.23, without this plugin)."""
+
 
 def problems(cfg: Any, model: Any) -> list[str]:
     """Why SGLang cannot start from this map. ``cfg``: its resolved arguments; ``model``: its config of the model."""
@@ -21,7 +25,17 @@ def problems(cfg: Any, model: Any) -> list[str]:
     if value == "trivial":
         return []
     named = value if len(value) < 200 else f"{value[:60]}..."
-    return [f"{FLAG} {named}: {why}" for why in _why(value, cfg, model)]
+    return [f"{FLAG} {named}: {why}" for why in _of_model(model) or _why(value, cfg, model)]
+
+
+def _of_model(model: Any) -> list[str]:
+    """Why SGLang serves this model with no map at all."""
+    names = model.hf_config.architectures or []
+    if wrong := sorted(IN_ORDER & set(names)):
+        return [f"SGLang would load the experts of {wrong[0]} in the checkpoint's order, and answer wrongly; remove it"]
+    if ModelConfigForExpertLocation.from_model_config(model) is None:
+        return [f"SGLang places no experts of {', '.join(names)} by a map, and would end at the first token; remove it"]
+    return []
 
 
 def _why(value: str, cfg: Any, model: Any) -> list[str]:
@@ -56,8 +70,7 @@ def _map(values: Any, cfg: Any, model: Any) -> list[str]:
     places, shape = _tensor(values), ModelConfigForExpertLocation.from_model_config(model)
     if places is None:
         return [f"{MAP} must be a table of whole numbers, a row a layer"]
-    if shape is None:  # SGLang does not use the map
-        return []
+    assert shape is not None, "_of_model has refused it"
     want = shape.num_logical_experts + cfg.ep_num_redundant_experts
     if places.dim() != 2 or places.is_floating_point():
         return [f"{MAP} must be a table of whole numbers, a row a layer"]
@@ -80,6 +93,7 @@ def _counts(values: Any, cfg: Any, model: Any) -> list[str]:
     counts, shape = _tensor(values), ModelConfigForExpertLocation.from_model_config(model)
     if counts is None or counts.dim() not in (2, 3):
         return [f"{COUNT} must be a table of numbers by layer and expert"]
-    if shape is not None and counts.shape[-1] != shape.num_logical_experts:
+    assert shape is not None, "_of_model has refused it"
+    if counts.shape[-1] != shape.num_logical_experts:
         return [f"{COUNT} has {counts.shape[-1]} experts a layer, but the model has {shape.num_logical_experts}"]
     return []
