@@ -346,12 +346,13 @@ def markdown(cases: Sequence[Case]) -> str:
              for drafts in ACCEPTANCE]  # fmt: skip
     return "\n".join([
         "# How many tokens to draft where experts are offloaded\n",
-        "Made by `python -m benchmarks.draft_length TRACES`, a simulation: no GPU ran. One request; residents follow the "
-        "traffic\n(`continuous`). Times are for each kept token, over the better of `none` and `3`. `none` is a server without "
-        "speculation. `0` is one that never\ndrafts, but runs the draft layer once a step, as SGLang does to keep its KV cache "
-        "complete; so does the policy. `by acceptance` is\nSGLang's own code with its default thresholds: its default numbers "
-        "for one request are 1, 3, 5 and 7, here those up to 3, and\nthose of the policy. The policy's steps had 0, 1, 2 and 3 "
-        f"drafts in {', '.join(steps)} %.\n",
+        "Made by `python -m benchmarks.draft_length TRACES`, a simulation: no GPU ran, and no server uses the policy yet. One "
+        "request;\nresidents follow the traffic (`continuous`). Times are for each kept token, over the better of `none` and "
+        "`3`. `none` is a server\nwithout speculation. `0` is one that never drafts, but runs the draft layer once a step, as "
+        "SGLang does to keep its KV cache complete;\nso does the policy. `by acceptance` is SGLang's own code with its default "
+        "thresholds: its default numbers for one request are 1, 3,\n5 and 7, here those up to 3, and those of the policy. The "
+        "policy is told the rate of the link and the time of steps that miss\nnothing; it begins with a growth of misses "
+        f"that was read off these traces. Its steps had 0, 1, 2 and 3 drafts in {', '.join(steps)} %.\n",
         grid(["goal", "met", "worst"], [[g["goal"], g["met"], g["worst"]] for g in goals(cases)]),
         grid(["mean over cases", "cases", *NAMES], [[name, len(of), *_means(of)] for name, of in shown if of]
              + [["worst of all", len(cases), *worst]]),

@@ -18,8 +18,8 @@ Hysteresis: another number must be better by ``MARGIN``, so that noise does not 
 
 Exploration: a trial is ``TRIAL_STEPS`` steps with another number. A step with the number in use earns a credit of ``EXPLORE``
 of its time, shared by the other numbers; a trial begins once its number has earned what it is expected to lose. So trials of
-bad numbers are rare, those of good ones are frequent, and all together lose about ``EXPLORE`` of the time, however bad they are.
-A trial that went better than expected makes the next one cheaper, so it comes sooner. Each number has one at the start.
+bad numbers are rare, those of good ones are frequent, and all together lose about ``EXPLORE`` of the time, however bad they
+are. A trial that went better than expected makes the next one cheaper, so it comes sooner. Each number has one at the start.
 
 Units: seconds, bytes, and bytes a second. Results depend on the arguments alone: ranks that observe the same decide the same.
 """

@@ -164,6 +164,15 @@ def test_drafts_begin_soon_after_residents_fit_the_traffic():
     assert chosen.in_use == 3
 
 
+@pytest.mark.parametrize("share", [0.1, 0.95])
+def test_the_policy_learns_by_its_trials_how_misses_grow(share: float):
+    """Whether it drafts meanwhile or not."""
+    chosen, begun = policy(), MissedBytes().growth
+    Server(share, 1e8, growth=0.2).serve(chosen, 40_000)
+    assert chosen.in_use == (0 if share < 0.5 else 3)
+    assert chosen.missed.growth < begun - 0.05
+
+
 def test_ranks_that_observe_the_same_decide_the_same():
     ranks, drawn, used = [policy(), policy()], random.Random(0), []
     for _ in range(2000):
@@ -197,5 +206,5 @@ def test_requests_of_one_batch_count_each():
     ],
 )
 def test_arguments_that_do_not_match_are_refused(arguments: tuple):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"tiers|link_rate"):
         DraftLength(*arguments)
