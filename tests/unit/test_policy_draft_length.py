@@ -173,6 +173,14 @@ def test_the_policy_learns_by_its_trials_how_misses_grow(share: float):
     assert chosen.missed.growth < begun - 0.05
 
 
+def test_nothing_changes_before_each_number_was_tried():
+    """However good it is taken to be before any draft was made."""
+    server, chosen = Server(0.9, 1e6), policy(0)
+    while chosen.in_use == 0:
+        server.serve(chosen, 1)
+    assert set(server.used) == set(TIERS)
+
+
 def test_ranks_that_observe_the_same_decide_the_same():
     ranks, drawn, used = [policy(), policy()], random.Random(0), []
     for _ in range(2000):
