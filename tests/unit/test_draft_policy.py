@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sglang_uvm_offload.policy.draft_length import EXPLORE, MARGIN, Acceptance, DraftLength, MissedBytes
+from benchmarks.draft_policy import EXPLORE, MARGIN, Acceptance, DraftLength, MissedBytes
 
 TIERS = (0, 1, 2, 3)
 COMPUTE = (0.0020, 0.0021, 0.0022, 0.0023)
