@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,15 @@ from sglang_uvm_offload.sizing.gpus import GPUS
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
+from sglang_uvm_offload.sizing.lookup_tables import (
+    BACKENDS,
+    ENGRAM_VARIABLE,
+    PLE_CLASS,
+    PLE_FLAG,
+    REGISTERED,
+    VRAM,
+    default_place,
+)
 from sglang_uvm_offload.sizing.machine import EXAMPLES, Machine, MachineError, describe, of_gpus, preset
 from sglang_uvm_offload.sizing.measured_link import with_measured_link
 from sglang_uvm_offload.sizing.model_files import ModelFiles
@@ -102,6 +112,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="auto|GB",
         help="--expert-offload-stream-buffer-gb: GiB per rank for stream buffers, or 0; auto (default): two if they fit",
     )
+    kept.add_argument(
+        PLE_FLAG,
+        action=argparse.BooleanOptionalAction,
+        help="SGLang's flag: keep the n-gram tables of Qwen4-Exp in host RAM (default: SGLang's choice)",
+    )
+    kept.add_argument("--ple-offload-backend", choices=tuple(BACKENDS), default="pinned", help="SGLang's flag: where to")
     kept.add_argument("--chunked-prefill-size", type=_count, help="default: SGLang's choice")
     kept.add_argument("--disable-cuda-graph", action="store_true")
     assumed = parser.add_argument_group("assumptions")
@@ -154,7 +170,11 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in names}
     usual = dataclasses.replace(Assumptions(), accepted_tokens=min(Assumptions.accepted_tokens, workload.draft_tokens))
     assumed = dataclasses.replace(usual, **{name: value for name, value in given.items() if value is not None})
-    case = Case(model, machine, workload, parallel, reserve, assumed, slots=args.slots)
+    place = _tables_in(args, model)
+    if place is None:
+        print(f"error: {PLE_FLAG}: SGLang accepts it for {PLE_CLASS} only", file=sys.stderr)
+        return 2
+    case = Case(model, machine, workload, parallel, reserve, assumed, slots=args.slots, tables_in=place)
     result = planner.plan_case(case, args.hit_rate, args.num_resident)
     if args.num_resident is None:
         result = dataclasses.replace(result, alternatives=planner.alternatives(case, result, args.hit_rate))
@@ -165,6 +185,15 @@ def run(args: argparse.Namespace) -> int:
             result = dataclasses.replace(result, notes=(note, *result.notes))
     print(json.dumps(dataclasses.asdict(result), indent=1) if args.json else planner.render(result))
     return 0 if result.fits else 1
+
+
+def _tables_in(args: argparse.Namespace, model: CheckpointShape) -> str | None:
+    """Where SGLang would keep the lookup tables, None if it refuses the flag."""
+    if args.ple_offload_embedding is not None and PLE_CLASS not in model.architectures:
+        return None if args.ple_offload_embedding else VRAM
+    if args.ple_offload_embedding is None and default_place(model.tables) == VRAM:
+        return REGISTERED if os.environ.get(ENGRAM_VARIABLE, "").lower() in ("1", "true") else VRAM
+    return VRAM if args.ple_offload_embedding is False else BACKENDS[args.ple_offload_backend]
 
 
 def _conversion(method: str | None, model: CheckpointShape) -> Conversion | None:

@@ -128,7 +128,7 @@ class _View:
             return view.dp_size if view.enable_dp_attention else 1
         if name == "dp_size" and VERSION < (0, 5, 22):
             return 1 if view.enable_dp_attention else view.dp_size
-        if name in ("enable_paged_experts", "enable_nvidia_megakernel") and VERSION < (0, 5, 23):
+        if name in ("enable_paged_experts", "enable_nvidia_megakernel", "ple_offload_embedding") and VERSION < (0, 5, 23):
             return False
         if name == "gated_launch_port" and VERSION < (0, 5, 23):
             return None

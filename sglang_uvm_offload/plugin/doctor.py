@@ -19,7 +19,7 @@ from sglang_uvm_offload.plugin import compat, hook_points, hooks, roles, server_
 from sglang_uvm_offload.plugin.checks import start_rehearsal
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch import devices
-from sglang_uvm_offload.plugin.launch.expert_bytes import expert_bytes, host_need
+from sglang_uvm_offload.plugin.launch.expert_bytes import expert_bytes, host_need, table_bytes
 from sglang_uvm_offload.plugin.launch.local_checkpoint import damage, unreadable
 from sglang_uvm_offload.plugin.launch.planned_launch import has_one_memory
 from sglang_uvm_offload.plugin.launch.routing_formats import routing_format
@@ -168,6 +168,8 @@ def _memory(config: OffloadConfig, args: Any) -> list[str]:
     host += f"; available: {size(host_available())}"
     host += ", for GPU and host together, which use the same memory" if cfg.device == "cuda" and has_one_memory() else ""
     out = [f"VRAM for the resident experts, over all ranks: {vram}"] if cfg.device == "cuda" else []
+    tables, place = table_bytes(cfg, model_config_of(args))
+    out += [f"lookup tables, over all ranks: {size(tables)} in {place}"] if tables else []
     return [*out, f"host RAM for the offloaded experts, over all ranks: {host}"]
 
 

@@ -129,7 +129,8 @@ ATTRIBUTES = {
         "init_expert_location json_model_override_args kt_weight_path kv_cache_dtype load_format lora_paths "
         "mamba_full_memory_ratio mamba_ssm_dtype max_mamba_cache_size max_prefill_tokens max_running_requests "
         "max_total_tokens mem_fraction_static mm_feature_transport model_path moe_a2a_backend moe_dense_tp_size "
-        "moe_dp_size moe_runner_backend nnodes node_rank offload_group_size page_size port pp_size quantization "
+        "moe_dp_size moe_runner_backend nnodes node_rank offload_group_size page_size ple_offload_backend "
+        "ple_offload_embedding port pp_size quantization "
         "remote_instance_weight_loader_start_seed_via_transfer_engine revision skip_tokenizer_init smg_grpc_mode "
         "smg_http_sidecar_port speculative_algorithm speculative_draft_kv_cache_dtype speculative_draft_load_format "
         "speculative_draft_model_path speculative_draft_model_revision speculative_moe_runner_backend "
@@ -158,7 +159,8 @@ ATTRIBUTES = {
     "sglang.srt.entrypoints.engine.Engine": "server_args_class",
     "sglang.srt.entrypoints.http_server": "app get_global_state",
     "sglang.srt.environ.Envs": (
-        "SGLANG_DEEPGEMM_STANDARD_LAYOUT SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK SGLANG_HTTP_SERVER_APP_PATH "
+        "SGLANG_DEEPGEMM_STANDARD_LAYOUT SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK "
+        "SGLANG_HTTP_SERVER_APP_PATH SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS SGLANG_USE_ATTN_TP_NGRAM "
         "SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT SGLANG_RUST_SERVER"
     ),
     "sglang.srt.layers.deep_gemm_wrapper.compile_utils": "DeepGemmKernelType deep_gemm_execution_hook",

@@ -20,6 +20,7 @@ from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape, ExpertPa
 from sglang_uvm_offload.sizing.config_tensors import check_counts, tensors_of
 from sglang_uvm_offload.sizing.kv_cache import kv_shape
 from sglang_uvm_offload.sizing.loaded import as_loaded
+from sglang_uvm_offload.sizing.lookup_tables import kind_of, tables_of
 from sglang_uvm_offload.sizing.moe_shape import MoeShape, expert_size, moe_shape
 from sglang_uvm_offload.sizing.overrides import overridden
 from sglang_uvm_offload.sizing.quantization import BESIDE, UNQUANTIZED, UNSTATED, quantization_of, read_config, stated_by
@@ -133,6 +134,7 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
         **_weight_counts(held, num_layers, moe.num_experts, top_k),
         quantization_from=stated_by(config) if plain or quantization else "the headers of its tensors",
         notes=_notes(held.unread),
+        tables=held.tables,
     )
 
 
@@ -142,6 +144,8 @@ class _Tensors:
 
     def __init__(self, tensors: list[TensorInfo], num_layers: int, moe: MoeShape, vocabulary: Any):
         placed = [(place(tensor.name), tensor) for tensor in tensors if not unloaded(tensor.name)]
+        self.tables = tables_of((0 if at is None else at.layer, tensor) for at, tensor in placed)
+        placed = [(at, tensor) for at, tensor in placed if kind_of(tensor.name) is None]
         by_stack: dict[tuple[str, int, bool], list[tuple[str, TensorInfo]]] = defaultdict(list)
         for at, tensor in placed:
             if at is not None:

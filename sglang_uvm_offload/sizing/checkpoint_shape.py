@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_uvm_offload.sizing.kv_cache import KvShape
+from sglang_uvm_offload.sizing.lookup_tables import LookupTable
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class CheckpointShape:
     """The file that decided the quantisation."""
     notes: tuple[str, ...] = ()
     """What was counted without being understood."""
+    tables: tuple[LookupTable, ...] = ()
+    """Of which a token reads a few rows; in none of the other sums but the totals."""
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape, ExpertPart, LayerShape
+from sglang_uvm_offload.sizing.lookup_tables import LookupTable
 from sglang_uvm_offload.sizing.quantization import UNQUANTIZED
 
 _BITS = {
@@ -66,8 +67,18 @@ class Conversion:
         ratio = min(1.0, self.bits / _stored_bits(model))
         dense = ratio if at_least and self.method not in _EXPERTS_ALONE else 1.0
         layers, drafts = (tuple(_scaled(layer, ratio, dense) for layer in part) for part in (model.layers, model.draft_layers))
+        tables = tuple(self._of_table(table) for table in model.tables)
         less = sum(map(_bytes, model.layers + model.draft_layers)) - sum(map(_bytes, layers + drafts))
-        return dataclasses.replace(model, layers=layers, draft_layers=drafts, total_bytes=model.total_bytes - less)
+        less += sum(table.nbytes for table in model.tables) - sum(table.nbytes for table in tables)
+        return dataclasses.replace(
+            model, layers=layers, draft_layers=drafts, tables=tables, total_bytes=model.total_bytes - less
+        )
+
+    def _of_table(self, table: LookupTable) -> LookupTable:
+        """SGLang makes FP8 of the n-gram table of Qwen4-Exp where that is the method (``_ple_table_is_fp8``), and leaves other
+        tables as they are."""
+        fp8 = self.method == "fp8" and self.stated == UNQUANTIZED and table.kind == "ple"
+        return dataclasses.replace(table, nbytes=table.nbytes // 2) if fp8 else table
 
 
 def conversion(method: str | None, stated: str) -> Conversion | None:

@@ -27,6 +27,7 @@ from sglang_uvm_offload.sizing.architectures import model_files
 from sglang_uvm_offload.sizing.checkpoint import is_split, load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape, ExpertPart, LayerShape
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
+from sglang_uvm_offload.sizing.lookup_tables import LookupTable
 from sglang_uvm_offload.sizing.overrides import overridden
 from sglang_uvm_offload.sizing.quantization import BESIDE, quantization_of, stated_by, with_beside
 from sglang_uvm_offload.sizing.quantized_linear import UnknownTensors
@@ -36,7 +37,7 @@ from sglang_uvm_offload.sizing.text_config import text_config
 
 PROGRAM = "sglang_uvm_offload.plugin.meta.program"
 MOST_SECONDS = 300
-FORMAT = 1
+FORMAT = 2
 """Of what the program prints: another number for other contents."""
 LONGEST_REASON = 300
 _failed: dict[Path, str] = {}
@@ -181,6 +182,8 @@ def _shape(name: str, config: Mapping[str, Any], printed: Mapping[str, Any]) -> 
     chosen = sum(layer["parameters"] + layer["top_k"] * layer["expert_parameters"] for layer in plain["layers"])
     text = text_config(config)
     named = config.get("architectures")
+    tables = tuple(LookupTable(**table) for table in served["tables"])
+    outside = sum(table.nbytes for table in tables) + served["embedding"] + served["head"] + served["other"]
     return CheckpointShape(
         name=name,
         from_headers=False,
@@ -194,8 +197,8 @@ def _shape(name: str, config: Mapping[str, Any], printed: Mapping[str, Any]) -> 
         head=served["head"],
         other=served["other"],
         draft_vocabulary=0,
-        total_bytes=sum(map(_bytes, (*layers, *drafts))) + served["embedding"] + served["head"] + served["other"],
-        total_parameters=sum(weights) + plain["outside_parameters"] + plain["tower_parameters"] + drafted,
+        total_bytes=sum(map(_bytes, (*layers, *drafts))) + outside,
+        total_parameters=sum(weights) + sum(plain[f"{part}_parameters"] for part in ("outside", "tower", "table")) + drafted,
         expert_parameters=max(layer["expert_parameters"] for layer in routed),
         kv=_kv(text, plain["layers"]),
         heads=printed["heads"],
@@ -211,6 +214,7 @@ def _shape(name: str, config: Mapping[str, Any], printed: Mapping[str, Any]) -> 
         shared_parameters=sum(layer["shared_parameters"] for layer in plain["layers"]),
         tower_parameters=plain["tower_parameters"],
         embedding_parameters=plain["embedding_parameters"],
+        tables=tables,
     )
 
 

@@ -11,6 +11,7 @@ from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.draft_model import DraftModel
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.linear_state import LinearState
+from sglang_uvm_offload.sizing.lookup_tables import VRAM
 from sglang_uvm_offload.sizing.machine import GIB, Machine
 from sglang_uvm_offload.sizing.plan import Vram
 from sglang_uvm_offload.sizing.server_pools import ServerPools
@@ -35,6 +36,8 @@ class GrantedVram:
     slots: Slots = NO_SLOTS
     given_stages: tuple[range, ...] = ()
     """The decoder layers of each pipeline stage of a launch, which may be divided otherwise than evenly."""
+    tables_in: str = VRAM
+    """Where SGLang keeps lookup tables that it can keep there."""
     block_bytes: int = BLOCK_BYTES
     """The memory backend's unit of residency."""
 

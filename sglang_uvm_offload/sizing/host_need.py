@@ -21,6 +21,8 @@ class HostNeed:
     cache: int = 0
     """Hierarchical caches."""
     processes: int = 0
+    tables: int = 0
+    """Lookup tables that SGLang keeps in host RAM."""
 
     @property
     def margin(self) -> int:
@@ -33,7 +35,7 @@ class HostNeed:
 
     @property
     def total(self) -> int:
-        return self.experts + self.margin + self.cache + self.beside_cache + self.processes
+        return self.experts + self.margin + self.cache + self.beside_cache + self.processes + self.tables
 
     def beside_experts(self) -> str:
         """The other terms, for a message."""
@@ -41,6 +43,7 @@ class HostNeed:
             "hierarchical caches": self.cache,
             "what SGLang keeps free besides": self.beside_cache,
             "processes": self.processes,
+            "lookup tables": self.tables,
             "other uses": self.margin,
         }
         return ", ".join(f"{size(nbytes)} for {name}" for name, nbytes in terms.items() if nbytes)

@@ -11,6 +11,7 @@ from sglang_uvm_offload.sizing.conversion import conversion
 from sglang_uvm_offload.sizing.draft_model import load_draft
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.linear_state import LinearState
+from sglang_uvm_offload.sizing.lookup_tables import VRAM
 from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.measured_link import with_measured_link
 from sglang_uvm_offload.sizing.model_files import ModelFiles
@@ -106,6 +107,8 @@ class Launch:
     one_memory: bool = False
     """The GPUs have the host's memory."""
     load_format: str = "auto"
+    tables_in: str = VRAM
+    """Where SGLang keeps lookup tables."""
     at_least: bool = False
     """For a lower bound: what is not known of a conversion, of states and of draft layers counts the least."""
 
@@ -141,6 +144,7 @@ class Launch:
             pools=self.pools,
             slots=self.slots,
             given_stages=self.stages,
+            tables_in=self.tables_in,
         )
 
     def _model(self) -> CheckpointShape:

@@ -45,6 +45,7 @@ class LeastMemory:
         total = sum(self._layer(layer) for layer in (*case.decoder_layers(stage), *drafts))
         total += sum(self._draft_experts(layer) for layer in drafts)
         total += case.model.embedding // p.tp if stage == 0 else 0
+        total += case.table_bytes(stage)
         return total + (case.model.head // p.tp if last else 0)
 
     def _draft_experts(self, layer: LayerShape) -> int:
@@ -80,8 +81,17 @@ class LeastMemory:
     def host(self, stages: Sequence[int], rows: int) -> HostNeed:
         """Host RAM of ranks of these ``stages``, those that are on this machine."""
         return HostNeed(
-            sum(self.offloaded(stage, rows) for stage in stages), sum(self._host_cache(stage, rows) for stage in stages)
+            sum(self.offloaded(stage, rows) for stage in stages),
+            sum(self._host_cache(stage, rows) for stage in stages),
+            tables=self._host_tables * len(stages) // self.case.parallel.ranks,
         )
+
+    @property
+    def _host_tables(self) -> int:
+        """Lookup tables of all ranks, without what PyTorch rounds them up by, which a setting can turn off."""
+        model, place = self.case.model, self.case.tables_in
+        kept = (table.nbytes for table in model.tables if table.host_bytes(place, self.case.parallel))
+        return sum(kept) * self.case.parallel.replicas
 
     def offloaded(self, stage: int, rows: int) -> int:
         """Experts in host RAM of the rank that has most of the residents."""

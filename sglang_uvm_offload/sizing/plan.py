@@ -35,7 +35,9 @@ class RankMemory:
     resident_experts: int
     """Managed experts in VRAM, over layers."""
     plain_weights: int
-    """Everything but routed experts, and expert tensors too small to place."""
+    """Everything but routed experts and lookup tables, and expert tensors too small to place."""
+    table_bytes: int
+    """Lookup tables that are in VRAM."""
     resident_bytes: int
     """Resident experts: whole pages, each tensor rounded up to the driver's blocks."""
     slot_bytes: int
@@ -55,7 +57,7 @@ class RankMemory:
     @property
     def used_bytes(self) -> int:
         experts = self.resident_bytes + self.slot_bytes + self.stream_bytes
-        return self.plain_weights + experts + self.kv_bytes + self.driver_bytes
+        return self.plain_weights + self.table_bytes + experts + self.kv_bytes + self.driver_bytes
 
     @property
     def spare_bytes(self) -> int:
@@ -165,6 +167,12 @@ class Plan:
     host_needed: int = 0
     """Host RAM of the machine: offloaded experts of all ranks, and their processes."""
     host_needed_after_moves: int = 0
+    table_bytes: int = 0
+    """Lookup tables in the checkpoint."""
+    tables_in: str = ""
+    """Where SGLang keeps them, "" without any."""
+    tables_host: int = 0
+    """What of the host RAM they take."""
     stream_tokens: int = 0
     """Steps of this many tokens or more stream, if there are stream buffers."""
     hiding_chunk: int = 0

@@ -116,6 +116,7 @@ def _memory(plan: Plan) -> str:
     rows += [(f"  {label}", *(size(nbytes) for _ in columns)) for label, nbytes in outside if nbytes]
     lines = (
         ("  weights other than placed experts", "plain_weights"),
+        *((("  lookup tables", "table_bytes"),) if any(rank.table_bytes for _, rank in columns) else ()),
         ("  resident experts", "resident_bytes"),
         *((("  slots", "slot_bytes"),) if plan.slots else ()),
         ("  stream buffers", "stream_bytes"),
@@ -126,9 +127,17 @@ def _memory(plan: Plan) -> str:
     )
     rows += [(label, *(size(getattr(rank, name)) for _, rank in columns)) for label, name in lines]
     rows.append(("KV cache required", f"{plan.kv_tokens} tokens of {plan.kv_token_bytes / 1024:.1f} KiB"))
+    if plan.table_bytes:
+        rows.append(("lookup tables", _tables(plan)))
     rows.append(("host RAM of all ranks", f"{size(plan.host_needed)} at start"))
     rows.append(("", f"{size(plan.host_needed_after_moves)} at most, once residents have changed"))
     return _table(rows)
+
+
+def _tables(plan: Plan) -> str:
+    """Where the tables are of which a token reads a few rows."""
+    taken = f", which take {size(plan.tables_host)} of it" if plan.tables_host else ""
+    return f"{size(plan.table_bytes)}, in {plan.tables_in}{taken}"
 
 
 def _outcome(plan: Plan) -> str:

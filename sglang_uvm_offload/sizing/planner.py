@@ -15,6 +15,7 @@ from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.draft_cost import draft_note
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
+from sglang_uvm_offload.sizing.lookup_tables import table_flags, table_note
 from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.plan import Alternative, Plan, Speed
 from sglang_uvm_offload.sizing.plan_report import render
@@ -110,6 +111,9 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         kv_token_bytes=max(case.kv_token_bytes(stage) for stage in range(parallel.pp)),
         ranks=tuple(case.rank(stage, shown) for stage in range(parallel.pp)),
         vram=case.vram,
+        table_bytes=sum(table.nbytes for table in model.tables),
+        tables_in=case.tables_in if model.tables else "",
+        tables_host=case.table_host_bytes,
         host_needed=case.host(shown, after_moves=False),
         host_needed_after_moves=case.host(shown, after_moves=True),
         notes=(*model.notes, *_notes(case, chosen, asked), *filter(None, [drafts])),
@@ -188,7 +192,7 @@ def _number_problems(case: Case, num_resident: int | None) -> list[str]:
 
 def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
     """``chosen`` rows of VRAM, and the slots that were ``asked`` for."""
-    out = []
+    out = [note] if (note := table_note(case.model.tables, case.tables_in)) else []
     states = len(case.model.kv.state_layers)
     if states and case.linear is None and case.pools is None:
         out.append(f"{states} layers have linear attention or Mamba: the state that they keep of each request is not counted")
@@ -245,6 +249,7 @@ def _flags(case: Case, chosen: int) -> tuple[str, ...]:
     out += [f"--max-total-tokens {w.max_total_tokens}"] if w.max_total_tokens is not None else []
     out += [f"--kv-cache-dtype {w.kv_cache_dtype}"] if w.kv_cache_dtype != "bfloat16" else []
     out += ["--speculative-algorithm NEXTN"] if w.speculative else []
+    out += table_flags(case.model.tables, case.tables_in)
     out += [f"{flag_name('draft_num_resident')} {case.draft_residents}"] if case.offloads_drafts else []
     if chosen < case.model.num_experts or case.offloads_drafts:
         out += [f"{_N} {case.residents_of(chosen)}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]

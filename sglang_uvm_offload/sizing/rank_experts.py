@@ -85,7 +85,7 @@ class RankExperts(GrantedVram):
         return -(-number // self.parallel.ep)
 
     def plain_bytes(self, stage: int) -> int:
-        """VRAM other than placed experts: dense weights, and expert tensors too small to place."""
+        """VRAM other than placed experts and lookup tables: dense weights, and expert tensors too small to place."""
         p = self.parallel
         total = self.model.other
         layers = [*self.decoder_layers(stage), *self.drafts()]
@@ -103,6 +103,16 @@ class RankExperts(GrantedVram):
             tied = self.model.embedding if p.pp > 1 and not self.model.head else 0
             total += -(-(self.model.head + tied) // p.attn_tp)
         return total
+
+    def table_bytes(self, stage: int) -> int:
+        """VRAM of the lookup tables on one rank."""
+        held = [table for table in self.model.tables if table.layer in self.stages[stage]]
+        return sum(table.vram_bytes(self.tables_in, self.parallel) for table in held)
+
+    @property
+    def table_host_bytes(self) -> int:
+        """Host RAM of the lookup tables, over all ranks."""
+        return sum(table.host_bytes(self.tables_in, self.parallel) for table in self.model.tables) * self.parallel.replicas
 
     @cached_property
     def placed(self) -> list[Counter[int]]:

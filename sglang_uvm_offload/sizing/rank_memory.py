@@ -120,7 +120,10 @@ class Case(RankExperts):
     def fixed_bytes(self) -> list[int]:
         """For each stage, the VRAM of one rank other than placed experts, slots and stream buffers."""
         driver = self.assumed.driver_batch_mib << 20
-        return [self.plain_bytes(stage) + self.kv_bytes(stage) + driver for stage in range(self.parallel.pp)]
+        return [
+            self.plain_bytes(stage) + self.table_bytes(stage) + self.kv_bytes(stage) + driver
+            for stage in range(self.parallel.pp)
+        ]
 
     def rank(self, stage: int, rows: int) -> RankMemory:
         residents, experts, drafted = self.residents_of(rows), self.model.num_experts, self.draft_residents
@@ -132,6 +135,7 @@ class Case(RankExperts):
             moe_layers=len(moe),
             resident_experts=self.local(residents) * len(moe),
             plain_weights=self.plain_bytes(stage),
+            table_bytes=self.table_bytes(stage),
             resident_bytes=self.resident_bytes(stage, rows),
             slot_bytes=self.slot_bytes(stage, rows),
             stream_buffers=self.stream_buffers(stage, rows),
@@ -151,7 +155,8 @@ class Case(RankExperts):
         experts = sum(r.host_bytes_after_moves if after_moves else r.host_bytes for r in ranks)
         cache = sum(self.hicache_bytes(stage, rows) for stage in range(p.pp))
         alike = p.tp * p.replicas
-        return HostNeed(experts * alike, cache * alike, int(self.assumed.process_gib * GIB) * p.ranks)
+        processes = int(self.assumed.process_gib * GIB) * p.ranks
+        return HostNeed(experts * alike, cache * alike, processes, self.table_host_bytes)
 
     def host(self, rows: int, after_moves: bool) -> int:
         return self.host_need(rows, after_moves).total

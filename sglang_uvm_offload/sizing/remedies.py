@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.sizing.gpus import GPUS
+from sglang_uvm_offload.sizing.lookup_tables import VRAM, offloaded_by, other_place
 from sglang_uvm_offload.sizing.machine import GIB
 from sglang_uvm_offload.sizing.plan import RankMemory
 from sglang_uvm_offload.sizing.rank_memory import Case
@@ -30,10 +31,11 @@ def shortages(case: Case) -> list[str]:
     if not case.budget:
         out.append(_nothing_granted(case))
     elif worst.spare_bytes < 0:
+        weights = f"{size(worst.plain_weights)} of weights beside experts{_with_tables(worst)}"
         out.append(
-            f"VRAM: with no expert resident{_with_buffers(worst)} a rank needs {size(worst.used_bytes)} "
-            f"({size(worst.plain_weights)} of weights beside experts, {size(worst.kv_bytes)} of KV cache for {case.kv_tokens} "
-            f"tokens), and its budget is {size(case.budget)} of {size(case.machine.vram_bytes)}"
+            f"VRAM: with no expert resident{_with_buffers(worst)} a rank needs {size(worst.used_bytes)} ({weights}, "
+            f"{size(worst.kv_bytes)} of KV cache for {case.kv_tokens} tokens), and "
+            f"its budget is {size(case.budget)} of {size(case.machine.vram_bytes)}"
         )
     if not case.in_host(most or 0):
         out.append(_host_shortage(case, most or 0, "" if most is None else ", the most that VRAM holds,"))
@@ -69,6 +71,7 @@ def _host_shortage(case: Case, rows: int, which: str) -> str:
     need = case.host_need(rows)
     cache = need.cache + need.beside_cache
     cached = f" ({size(cache)} of it for the hierarchical cache and what SGLang keeps free besides)" if cache else ""
+    cached += f" ({size(need.tables)} of it for lookup tables)" if need.tables else ""
     slots = f" and {case.slots_of(rows)} slots" if case.slots_of(rows) else ""
     resident = f"{case.residents_of(rows)} of {case.model.num_experts} experts a layer resident{slots}{which}"
     return (
@@ -95,6 +98,10 @@ def _with_buffers(rank: RankMemory) -> str:
     return f" with {size(rank.stream_bytes)} of stream buffers" if rank.stream_buffers else ""
 
 
+def _with_tables(rank: RankMemory) -> str:
+    return f", {size(rank.table_bytes)} of lookup tables" if rank.table_bytes else ""
+
+
 def _nothing_granted(case: Case) -> str:
     """What takes all of a GPU before any weight loads."""
     reserve, vram = case.reserve, case.machine.vram_bytes
@@ -117,6 +124,8 @@ def _changes(case: Case) -> Iterator[tuple[str, Case]]:
     if case.reserve.stream_gb:
         none = dataclasses.replace(case.reserve, stream_gb=0)
         yield f"no stream buffers ({_STREAM_GB} 0)", dataclasses.replace(case, reserve=none)
+    if case.tables_in == VRAM and (place := other_place(case.model.tables)) != VRAM:
+        yield f"lookup tables in host RAM ({offloaded_by(case.model.tables)})", dataclasses.replace(case, tables_in=place)
     host = _whole_gib(case.host(most or 0, after_moves=False))
     if most is not None:
         yield f"host RAM of {host} GiB", _with_host(case, host)

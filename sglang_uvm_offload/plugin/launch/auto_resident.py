@@ -61,10 +61,11 @@ def _why(plan: Plan, launch: Launch) -> str:
     most = max(plan.ranks, key=lambda rank: rank.used_bytes)
     notes = "".join(f"; {note}" for note in (*plan.notes, *launch.notes) if note != plan.draft_note)
     stream = f", {size(most.stream_bytes)} of stream buffers" if most.stream_buffers else ""
+    tables = f", {size(most.table_bytes)} of lookup tables" if most.table_bytes else ""
     taken = size(most.resident_bytes + most.slot_bytes)
     return (
         f"{_AUTO}: {plan.rows} of {plan.num_experts} experts a layer fit in VRAM: {taken} on a "
-        f"rank, next to {size(most.plain_weights)} of other weights{stream} and {size(most.kv_bytes)} of KV cache for "
+        f"rank, next to {size(most.plain_weights)} of other weights{tables}{stream} and {size(most.kv_bytes)} of KV cache for "
         f"{plan.kv_tokens} tokens on each rank ({launch.demand}){notes}"
     )
 

@@ -13,11 +13,13 @@ from sglang_uvm_offload.cuda.numa import crowded
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin.compat import as_given, model_config_of, resolving_view
+from sglang_uvm_offload.plugin.launch.lookup_tables import tables_in
 from sglang_uvm_offload.plugin.launch.planned_launch import has_one_memory, hicache, model_files, ranks
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.conversion import conversion
 from sglang_uvm_offload.sizing.host_need import HostNeed
 from sglang_uvm_offload.sizing.launch import stored_model
+from sglang_uvm_offload.sizing.lookup_tables import PINNED, REGISTERED
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, NoExperts
 from sglang_uvm_offload.sizing.verdict import ONE_MEMORY
 from sglang_uvm_offload.units import size
@@ -104,7 +106,19 @@ def host_need(num_resident: int, server_args: Any) -> HostNeed:
     cfg = resolving_view(server_args)
     known = expert_bytes(num_resident, cfg, model_config_of(server_args))
     cache = hicache(cfg, as_given(server_args)).get("hicache_bytes", 0) if cfg.pp_size == 1 else 0
-    return HostNeed(0 if known is None else max(0, known.loading), cache * len(ranks(cfg)))
+    nbytes, place = table_bytes(cfg, model_config_of(server_args))
+    tables = nbytes if place in (PINNED, REGISTERED) else 0
+    return HostNeed(0 if known is None else max(0, known.loading), cache * len(ranks(cfg)), tables=tables)
+
+
+def table_bytes(cfg: Any, model_config: Any) -> tuple[int, str]:
+    """The lookup tables of the ranks on this machine, without what PyTorch rounds them up by, and where SGLang keeps them."""
+    model, place = stored(cfg, model_config), tables_in(cfg, model_config)
+    if model is None or cfg.device != "cuda":
+        return 0, place
+    replicas = 1 if cfg.attn_dp_size > 1 else cfg.dp_size
+    everywhere = cfg.tp_size * cfg.pp_size * replicas
+    return sum(table.nbytes for table in model.tables) * replicas * len(ranks(cfg)) // everywhere, place
 
 
 def crowded_nodes(num_resident: int, server_args: Any) -> list[str]:

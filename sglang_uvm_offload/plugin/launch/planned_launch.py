@@ -23,6 +23,7 @@ from sglang_uvm_offload.plugin.compat import (
     resolving_view,
 )
 from sglang_uvm_offload.plugin.launch import draft_source, linear_attention
+from sglang_uvm_offload.plugin.launch.lookup_tables import keeps_tables_by_group, tables_in
 from sglang_uvm_offload.plugin.launch.pipeline import stages
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES, WINDOW_RATIO
@@ -146,6 +147,7 @@ def _launch(config: RequestedConfig, cfg: Any, model: Any, given: Any) -> Launch
         measured=measured_link(cfg),
         one_memory=has_one_memory(),
         load_format=cfg.load_format,
+        tables_in=tables_in(cfg, model),
     )
 
 
@@ -185,6 +187,7 @@ def _beside(server_args: Any, cfg: Any) -> list[str]:
         f"the buffers of --moe-a2a-backend {cfg.moe_a2a_backend}, for which SGLang reserves nothing": cfg.moe_a2a_backend
         not in ("none", "deepep"),
         "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": post_capture_kv_sizing_planned(server_args),
+        "SGLANG_USE_ATTN_TP_NGRAM, which keeps an n-gram table for each attention group": keeps_tables_by_group(cfg),
         "--enable-symm-mem": cfg.enable_symm_mem,
         "the adapters of --enable-lora": cfg.enable_lora,
         f"--ep-num-redundant-experts {cfg.ep_num_redundant_experts}": cfg.ep_num_redundant_experts,

@@ -193,6 +193,8 @@ class _OnMeta(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.linspace:
             kwargs["device"] = "cpu"
+        if kwargs.get("device") == "cuda":  # LongCat's n-grams: numbers of rows, which its class reads
+            kwargs["device"] = "cpu"
         if func is torch.Tensor.to and args[0].is_meta:
             _, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
             args, kwargs = (args[0], "meta", dtype), {}

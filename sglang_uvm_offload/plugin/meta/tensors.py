@@ -16,6 +16,8 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from sglang_uvm_offload.sizing.lookup_tables import kind_of
+
 _ATTENTION = (RadixAttention, RadixLinearAttention, MambaMixer2)
 _SHARED = re.compile(r"shared_(expert|mlp)|\.shared\b")
 """Shared experts: every token uses them."""
@@ -28,12 +30,16 @@ def shape_of(model: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
     name, layers = _decoder_layers(model)
     out: dict[str, Any] = {
         "layers": [_layer(layer, top_k) for layer in layers],
+        "tables": list(_tables(model, name)),
         **dict.fromkeys(
-            ("embedding", "head", "other", *(f"{part}_parameters" for part in ("outside", "tower", "embedding"))), 0
+            ("embedding", "head", "other", *(f"{part}_parameters" for part in ("outside", "tower", "embedding", "table"))), 0
         ),
     }
     owner = f"{name.rpartition('.')[0]}.".lstrip(".")
     for path, module, _, parameter in _parameters(model):
+        if kind_of(path) is not None:
+            out["table_parameters"] += parameter.numel()
+            continue
         if path.startswith(f"{name}."):
             continue
         kind = _vocabulary(module) or "other"
@@ -42,6 +48,15 @@ def shape_of(model: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
         out["tower_parameters" if tower else "outside_parameters"] += parameter.numel()
         out["embedding_parameters"] += parameter.numel() if kind == "embedding" else 0
     return out
+
+
+def _tables(model: torch.nn.Module, layers: str) -> Iterator[dict[str, Any]]:
+    """The tables of which a token reads a few rows."""
+    for path, _, _, parameter in _parameters(model):
+        if kind := kind_of(path):
+            inside = path.startswith(f"{layers}.")
+            layer = int(path.removeprefix(f"{layers}.").partition(".")[0]) if inside else 0
+            yield {"kind": kind, "layer": layer, "nbytes": parameter.nbytes}
 
 
 def draft_of(model: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
@@ -64,6 +79,8 @@ def _layer(layer: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
     sums: dict[str, int] = defaultdict(int)
     parts: dict[str, dict[str, Any]] = {}
     for path, module, name, parameter in _parameters(layer):
+        if kind_of(path) is not None:
+            continue
         if isinstance(module, FusedMoE) and parameter.ndim and parameter.shape[0] == module.num_local_experts:
             if _loaded(module, parameter):
                 _add_experts(sums, parts, name, parameter, module)

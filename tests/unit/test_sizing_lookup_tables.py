@@ -1,0 +1,165 @@
+"""Tables of which a token reads a few rows: what memory they take, where, and what a plan says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import pytest
+from builders.true_shape import config_folder
+
+from sglang_uvm_offload.sizing.checkpoint import from_tensors
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
+from sglang_uvm_offload.sizing.config_tensors import tensors_of
+from sglang_uvm_offload.sizing.conversion import Conversion
+from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.sizing.least_memory import LeastMemory
+from sglang_uvm_offload.sizing.lookup_tables import FILE, PINNED, REGISTERED, VRAM, LookupTable
+from sglang_uvm_offload.sizing.machine import GIB, preset
+from sglang_uvm_offload.sizing.plan import Plan
+from sglang_uvm_offload.sizing.planner import plan_case, render
+from sglang_uvm_offload.sizing.quantization import read_config
+from sglang_uvm_offload.sizing.rank_memory import Case
+from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
+
+CONFIG = read_config(config_folder("Qwen/Qwen3-30B-A3B") / "config.json")
+PLE = [
+    TensorInfo(
+        f"model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_{part}.weight", "F8_E4M3", (1 << 21, 160)
+    )
+    for part in range(128)
+]
+"""In 128 parts, as ``split_ngram_parts`` of Qwen3.8-Flash-Next has it (``Qwen4ExpForConditionalGeneration.load_weights``)."""
+ENGRAM = [
+    TensorInfo("model.layers.14.engram.embed.weight", "F8_E4M3", (1 << 28, 256)),
+    TensorInfo("model.layers.14.engram.embed.scale", "F8_E8M0", (1 << 28, 8)),
+]
+NGRAM = [TensorInfo(f"model.ngram_embeddings.embedders.{part}.weight", "BF16", (10 << 20, 256)) for part in range(12)]
+"""``NgramEmbedding.load_weight``, in the sizes of LongCat-Flash-Lite."""
+PER_LAYER = [TensorInfo("model.embed_tokens_per_layer.weight", "BF16", (262144, 30 * 256))]
+ALL = {"ple": PLE, "engram": ENGRAM, "ngram": NGRAM, "per_layer": PER_LAYER}
+BYTES = {kind: sum(tensor.nbytes for tensor in held) for kind, held in ALL.items()}
+
+
+@cache
+def model(kind: str = "") -> CheckpointShape:
+    return from_tensors("m", CONFIG, [*tensors_of(CONFIG), *ALL.get(kind, [])], from_headers=True)
+
+
+def case(kind: str, place: str = VRAM, parallel: Parallel | None = None, machine: str = "2xH200") -> Case:
+    given = (Workload(4096), parallel or Parallel(tp=2), Reserve(), Assumptions())
+    return Case(model(kind), preset(machine), *given, tables_in=place)
+
+
+@cache
+def planned(kind: str, place: str = VRAM, machine: str = "2xH200") -> Plan:
+    return plan_case(case(kind, place, machine=machine))
+
+
+@pytest.mark.parametrize(("kind", "layer"), [("ple", 1), ("engram", 14), ("ngram", 0), ("per_layer", 0)])
+def test_a_table_is_told_by_its_name_and_counts_nowhere_else(kind: str, layer: int) -> None:
+    without, found = model(), model(kind)
+    assert found.tables == (LookupTable(kind, layer, BYTES[kind]),)
+    assert found.layers == without.layers
+    assert (found.embedding, found.other) == (without.embedding, without.other)
+    assert found.active_parameters == without.active_parameters
+    assert found.total_bytes == without.total_bytes + BYTES[kind]
+
+
+@pytest.mark.parametrize(("kind", "sharers"), [("ple", (8, 8)), ("engram", (8, 8)), ("ngram", (8, 2)), ("per_layer", (1, 1))])
+def test_ranks_divide_a_table_as_its_class_does(kind: str, sharers: tuple[int, int]) -> None:
+    groups = Parallel(tp=8, dp=4, dp_attention=True)
+    for parallel, number in zip((Parallel(tp=8), groups), sharers, strict=True):
+        assert case(kind, parallel=parallel).table_bytes(0) == BYTES[kind] // number
+
+
+def test_a_table_is_on_the_stage_of_its_layer() -> None:
+    found = case("engram", parallel=Parallel(tp=2, pp=2))
+    early, late = (found.table_bytes(stage) for stage in range(2))
+    assert (early, late) == (BYTES["engram"] // 2, 0)
+    assert case("engram", parallel=Parallel(tp=1, pp=4)).table_bytes(1) == BYTES["engram"]
+
+
+def test_a_table_takes_vram_of_residents_and_no_time_of_a_step() -> None:
+    without, found = case(""), case("ple")
+    assert found.fixed_bytes[0] == without.fixed_bytes[0] + BYTES["ple"] // 2
+    assert found.rank(0, 0).used_bytes == without.rank(0, 0).used_bytes + BYTES["ple"] // 2
+    assert found.cost(0) == without.cost(0)
+
+
+def test_pinned_tables_are_rounded_up_to_powers_of_two_and_mapped_ones_are_not() -> None:
+    """40 GiB on one rank take 64; on two ranks, each has 20 and takes 32."""
+    assert BYTES["ple"] == 40 * GIB
+    for ranks in (1, 2):
+        assert case("ple", PINNED, Parallel(tp=ranks)).table_host_bytes == 64 * GIB
+    assert case("engram", REGISTERED).table_host_bytes == BYTES["engram"]
+    assert case("ple", PINNED, Parallel(tp=1, dp=2)).table_host_bytes == 128 * GIB, "each replica has its own"
+
+
+@pytest.mark.parametrize(("kind", "place"), [("ple", PINNED), ("ple", FILE), ("engram", REGISTERED)])
+def test_a_table_elsewhere_takes_no_vram(kind: str, place: str) -> None:
+    without, found = case(""), case(kind, place)
+    assert found.rank(0, 0) == without.rank(0, 0)
+    more = found.host(0, after_moves=False) - without.host(0, after_moves=False)
+    assert more == found.table_host_bytes
+    assert bool(more) == (place != FILE)
+
+
+@pytest.mark.parametrize(("kind", "place"), [("ngram", PINNED), ("per_layer", PINNED), ("engram", PINNED), ("ple", REGISTERED)])
+def test_a_table_stays_in_vram_where_sglang_has_no_way_to_keep_it_there(kind: str, place: str) -> None:
+    found = case(kind, place)
+    assert found.table_bytes(0) > 0
+    assert found.table_host_bytes == 0
+
+
+@pytest.mark.parametrize("place", [VRAM, PINNED, FILE])
+def test_the_least_memory_has_the_table_and_no_more_than_the_plan(place: str) -> None:
+    without, found = (LeastMemory(case(kind, place), 64) for kind in ("", "ple"))
+    assert found.weights(0) - without.weights(0) == (BYTES["ple"] // 2 if place == VRAM else 0)
+    more = found.host([0, 0], 0).total - without.host([0, 0], 0).total
+    assert more == (BYTES["ple"] if place == PINNED else 0)
+    assert found.host([0], 0).tables * 2 == more, "of the ranks on this machine"
+    assert found.host([0, 0], 0).total <= found.case.host(0, after_moves=False)
+
+
+def test_a_table_made_fp8_at_load_takes_half() -> None:
+    bf16 = dataclasses.replace(model(), tables=(LookupTable("ple", 1, 1000), LookupTable("ngram", 0, 1000)), total_bytes=2000)
+    for method, left in (("fp8", [500, 1000]), ("modelopt_fp4", [1000, 1000])):
+        for at_least in (True, False):
+            made = Conversion(method, "none").applied(bf16, at_least=at_least)
+            assert [table.nbytes for table in made.tables] == left
+
+
+def test_a_plan_shows_the_table_and_the_flag_that_frees_its_vram() -> None:
+    text = render(planned("ple"))
+    assert "  lookup tables " in text
+    assert "the lookup tables take 40.00 GiB of VRAM over the ranks that share them; --ple-offload-embedding keeps them" in text
+    assert "--no-ple-offload-embedding" in text, "SGLang's default is the other"
+    text = render(planned("ple", PINNED))
+    assert "40.00 GiB, in pinned host RAM, which take 64.00 GiB of it" in text
+    assert "of VRAM over" not in text
+    assert planned("ple", PINNED).flags.count("--ple-offload-embedding") == 1
+    assert "--ple-offload-backend file" in planned("ple", FILE).flags
+
+
+def test_a_plan_says_which_tables_sglang_cannot_move() -> None:
+    assert "; SGLang cannot keep them elsewhere" in render(planned("ngram"))
+    assert "; SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE=1 keeps them in host RAM" in render(planned("engram"))
+    assert "lookup tables" not in render(planned(""))
+    assert not [flag for kind in ("ngram", "engram", "") for flag in planned(kind).flags if "ple" in flag]
+
+
+def test_moving_the_table_is_a_remedy_where_it_makes_the_model_fit() -> None:
+    """Two GPUs of 24 GiB hold their half of the other weights, and not 20 GiB of a table."""
+    short = planned("ple", machine="2x4090")
+    assert not short.fits
+    assert any(", 20.00 GiB of lookup tables" in problem for problem in short.problems)
+    assert "lookup tables in host RAM (--ple-offload-embedding)" in short.needs
+    assert planned("ple", PINNED, machine="2x4090").fits
+    assert not any("lookup tables" in need for need in planned("ngram", machine="1x4090").needs)
+
+
+def test_host_ram_that_is_short_for_the_table_is_said() -> None:
+    machine = dataclasses.replace(preset("2x4090"), host_bytes=60 * GIB)
+    (problem,) = plan_case(dataclasses.replace(case("ple", PINNED), machine=machine)).problems
+    assert "(64.00 GiB of it for lookup tables)" in problem
