@@ -108,8 +108,13 @@ def other_place(tables: Iterable[LookupTable]) -> str:
     return next((KINDS[table.kind].places[0] for table in tables if KINDS[table.kind].places), VRAM)
 
 
-def table_note(tables: Iterable[LookupTable], place: str) -> str:
-    """What would free the VRAM of tables that a server keeps there, "" without any."""
+def table_note(tables: Iterable[LookupTable], place: str, one_memory: bool = False) -> str:
+    """What would free the VRAM of tables that a server keeps there, "" without any. ``one_memory``: of GPU and host, so that
+    only a file frees some of it."""
+    ple = [table for table in tables if FILE in KINDS[table.kind].places]
+    if one_memory and ple and place != FILE:
+        what = f"the lookup tables take {size(sum(table.nbytes for table in ple))} of the memory that GPU and host share"
+        return f"{what}; {PLE_FLAG} --ple-offload-backend file keeps them in a file"
     held = [table for table in tables if place == VRAM or not table.is_in(place)]
     if not held:
         return ""

@@ -192,7 +192,7 @@ def _number_problems(case: Case, num_resident: int | None) -> list[str]:
 
 def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
     """``chosen`` rows of VRAM, and the slots that were ``asked`` for."""
-    out = [note] if (note := table_note(case.model.tables, case.tables_in)) else []
+    out = [note] if (note := table_note(case.model.tables, case.tables_in, case.machine.one_memory)) else []
     states = len(case.model.kv.state_layers)
     if states and case.linear is None and case.pools is None:
         out.append(f"{states} layers have linear attention or Mamba: the state that they keep of each request is not counted")

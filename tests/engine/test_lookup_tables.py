@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import dataclasses
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from arguments import Arguments
+from builders.configs import served_config
 from builders.true_shape import write
 
+from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.plugin import doctor
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch import expert_bytes, lookup_tables, planned_launch
@@ -18,6 +22,8 @@ from sglang_uvm_offload.sizing.engine_shape import shape_by_engine
 from sglang_uvm_offload.sizing.lookup_tables import FILE, PINNED, REGISTERED, VRAM
 from sglang_uvm_offload.sizing.machine import GIB
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
+
+DeepseekV41Config = pytest.importorskip("sglang.srt.configs.deepseek_v41").DeepseekV41Config
 
 pytestmark = pytest.mark.since("0.5.23", "models with such tables are newer")
 
@@ -43,6 +49,18 @@ def test_sglangs_class_has_the_published_table(shape: CheckpointShape) -> None:
     assert shape.total_parameters > ROWS * 160
 
 
+def test_longcats_table_is_that_of_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve tables of 78 x 131,072 rows and a few; SGLang itself gives the configuration these names."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = '{"architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash"}'
+    shape = shape_by_engine(FOLDER.parent / "meituan-longcat--LongCat-Flash-Lite", overrides=names)
+    (table,) = shape.tables
+    assert (table.kind, table.layer) == ("ngram", 0)
+    assert table.nbytes == pytest.approx(12 * 78 * 131072 * 256 * 2, rel=1e-5)
+    assert shape.embedding == 131072 * 3072 * 2
+    assert shape.total_parameters / 1e9 == pytest.approx(68.5, rel=0.005), "as stated by its publisher"
+
+
 @pytest.mark.parametrize(
     ("words", "place"),
     [
@@ -58,3 +76,94 @@ def test_a_launch_keeps_the_table_where_sglangs_flags_say(
 ) -> None:
     given = cuda_arguments(*WORDS, *words)
     assert lookup_tables.tables_in(resolving_view(given), model_config_of(given)) == place
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts, stacked, and the table in FP8 and as many parts as the publisher's, by the names that SGLang loads
+    (``Qwen4ExpForConditionalGeneration.load_weights``)."""
+    folder = shutil.copytree(FOLDER, tmp_path_factory.mktemp("stored") / "model")
+    layers = "model.language_model.layers"
+    experts = {"gate_up_proj": (512, 2 * 640, 2560), "down_proj": (512, 2560, 640)}
+    tensors = [
+        TensorInfo(f"{layers}.{layer}.mlp.experts.{name}", "BF16", of) for layer in range(48) for name, of in experts.items()
+    ]
+    table = f"{layers}.1.ple.ple_embedding.ngram_embedding"
+    tensors += [TensorInfo(f"{table}.shard_{part}.weight", "F8_E4M3", (ROWS // 128, 160)) for part in range(128)]
+    write(folder, tensors)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "vram", "pinned", "said"),
+    [
+        ((), 0, 64 * GIB, "in pinned host RAM"),
+        (("--no-ple-offload-embedding",), ROWS * 160 // 2, 0, "in VRAM"),
+        (("--ple-offload-backend", "file"), 0, 0, "in a file"),
+    ],
+)
+def test_a_launch_is_planned_and_checked_with_its_table(
+    cuda_arguments: Arguments,
+    stored: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    vram: int,
+    pinned: int,
+    said: str,
+) -> None:
+    """On two ranks, each of which pins 32 GiB for its 24."""
+    monkeypatch.setattr(planned_launch, "get_device_memory_capacity", lambda device: H200)
+    monkeypatch.setattr(planned_launch, "visible_gpus", lambda: [("NVIDIA H200", H200 << 20)])
+    requested = parse({"num_resident": 128})
+    assert requested is not None
+    given = cuda_arguments("--model-path", stored, *WORDS[2:], "--tp-size", 2, *words)
+    case = planned_launch.planned_launch(requested, given).case()
+    assert case.rank(0, 0).table_bytes == vram
+    assert case.host_need(0).tables == pinned
+    least = expert_bytes.host_need(128, given)
+    assert least.tables == (ROWS * 160 if pinned else 0)
+    assert least.total - least.tables == dataclasses.replace(least, tables=0).total
+    (fact,) = [line for line in doctor._memory(served_config(num_resident=128), given) if line.startswith("lookup tables")]
+    assert fact == f"lookup tables, over all ranks: 47.68 GiB {said}"
+
+
+def test_an_engram_table_is_where_its_variables_say(cuda_arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By SGLang's class of configs; a launch of such a model needs its tokenizer."""
+    values = {"engram_layer_ids": [1, 14], "engram_num_embeddings": [384006168, 384016682], "engram_head_dim": 256}
+    model = SimpleNamespace(hf_config=DeepseekV41Config(architectures=["DeepseekV41ForCausalLM"], **values))
+    cfg = resolving_view(cuda_arguments(*WORDS))
+    assert lookup_tables.tables_in(cfg, model) == VRAM
+    monkeypatch.setenv("SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE", "1")
+    assert lookup_tables.tables_in(cfg, model) == REGISTERED
+    monkeypatch.setenv("SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS", "1")
+    assert lookup_tables.tables_in(cfg, model) == VRAM
+
+
+def test_tables_of_single_groups_are_not_counted(cuda_arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped = ("--tp-size", 2, "--dp-size", 2, "--enable-dp-attention")
+    alone, shared = (resolving_view(cuda_arguments(*WORDS, *words)) for words in ((), grouped))
+    assert not lookup_tables.keeps_tables_by_group(shared)
+    monkeypatch.setenv("SGLANG_USE_ATTN_TP_NGRAM", "1")
+    assert lookup_tables.keeps_tables_by_group(shared)
+    assert not lookup_tables.keeps_tables_by_group(alone)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "lookup tables 47.68 GiB, in pinned host RAM, which take 64.00 GiB of it"),
+        (["--ple-offload-backend", "file"], "lookup tables 47.68 GiB, in a file"),
+        (["--no-ple-offload-embedding"], "lookup tables 47.68 GiB, in VRAM"),
+    ],
+)
+def test_plan_takes_sglangs_flags(stored: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    """And assumes SGLang's default without them."""
+    assert main(["plan", str(stored), "--machine", "2xH200", *words]) in (0, 1)
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_plan_refuses_the_flag_for_the_models_that_sglang_refuses_it_for(capsys: pytest.CaptureFixture[str]) -> None:
+    other = str(Path(__file__).parents[1] / "fixtures" / "models" / "gpt-oss-120b.json")
+    assert main(["plan", other, "--machine", "8xH20", "--ple-offload-embedding"]) == 2
+    assert "--ple-offload-embedding: SGLang accepts it for Qwen4ExpForConditionalGeneration only" in capsys.readouterr().err
+    assert main(["plan", other, "--machine", "8xH20", "--no-ple-offload-embedding"]) == 0

@@ -149,6 +149,13 @@ def test_a_plan_says_which_tables_sglang_cannot_move() -> None:
     assert not [flag for kind in ("ngram", "engram", "") for flag in planned(kind).flags if "ple" in flag]
 
 
+def test_only_a_file_frees_memory_that_gpu_and_host_share() -> None:
+    for place in (VRAM, PINNED):
+        (note,) = [each for each in planned("ple", place, machine="1xSPARK").notes if "lookup tables" in each]
+        assert note.endswith("; --ple-offload-embedding --ple-offload-backend file keeps them in a file")
+    assert not any("lookup tables" in each for each in planned("ple", FILE, machine="1xSPARK").notes)
+
+
 def test_moving_the_table_is_a_remedy_where_it_makes_the_model_fit() -> None:
     """Two GPUs of 24 GiB hold their half of the other weights, and not 20 GiB of a table."""
     short = planned("ple", machine="2x4090")
