@@ -47,7 +47,7 @@ def model(kind: str = "") -> CheckpointShape:
 
 
 def case(kind: str, place: str = VRAM, parallel: Parallel | None = None, machine: str = "2xH200") -> Case:
-    given = (Workload(4096), parallel or Parallel(tp=2), Reserve(), Assumptions())
+    given = (Workload(4096), parallel or Parallel(tp=preset(machine).gpus), Reserve(), Assumptions())
     return Case(model(kind), preset(machine), *given, tables_in=place)
 
 
