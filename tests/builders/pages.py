@@ -72,7 +72,14 @@ def kind(words: Sequence[str]) -> str:
     """What a command runs: the program, and what it is told to do where it has several things to do. Of a loop, its body."""
     if words[0] == "for":
         return kind(words[words.index("do") + 1 :])
-    several = {"sglang-uvm-offload": 2, "sglang": 2, "pip": 2, "bash": 2, "python": 3 if words[1:2] == ["-m"] else 2}
+    several = {
+        "sglang-uvm-offload": 2,
+        "sglang": 2,
+        "lm_eval": 2,
+        "pip": 2,
+        "bash": 2,
+        "python": 3 if words[1:2] == ["-m"] else 2,
+    }
     return " ".join(words[: several.get(words[0], 1)])
 
 

@@ -69,6 +69,9 @@ RUN_BY = {
     "sglang-uvm-offload doctor": "engine/test_docs_launches.py",
     **dict.fromkeys(("sglang-uvm-offload report", "curl"), "engine/test_wheel.py"),
     "scripts/gpu_session.sh": "compiled/test_gpu_session.py",
+    **dict.fromkeys(
+        ("python -m benchmarks.accuracy", "python -m benchmarks.lm_eval_results", "lm_eval run"), "engine/test_accuracy.py"
+    ),
 }
 """The tests that run each kind of command."""
 NOT_RUN = {"llama-server": "another project's, shown to compare its flags"}
