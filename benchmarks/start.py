@@ -128,8 +128,10 @@ def start(model: Path, ranks: int, cache: str, server: str, flags: dict[str, Any
     else:
         read_all(model)
     offload: dict[str, Any] = {"expert_offload_num_resident": half_of(model)} if server == "offload" else {}
+    # On a CPU SGLang binds each rank to one core: more threads there only wait for one another.
+    env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))} if on_cpu else {}
     began = time.perf_counter()
-    with Server(model, on_cpu=on_cpu, tp_size=ranks, **offload, **flags) as running:
+    with Server(model, on_cpu=on_cpu, env=env, tp_size=ranks, **offload, **flags) as running:
         ready = time.perf_counter() - began
         states = running.get("/server_info")["internal_states"] if offload else []
         phases = [offload_state({"internal_states": states}, index)["start"] for index in range(len(states))]

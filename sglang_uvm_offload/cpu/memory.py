@@ -52,7 +52,8 @@ class EmulatedMemory:
         if nbytes <= 0:
             raise ValueError(f"{name} has {nbytes} bytes")
         try:
-            mapping = _Mapping(-1, whole_blocks(nbytes) + BLOCK_BYTES)
+            # Private: pages of shared memory take the kernel longer to give.
+            mapping = _Mapping(-1, whole_blocks(nbytes) + BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise ManagedMemoryError("allocate", name, Span(0, nbytes), str(error)) from error
         managed = ManagedRange(round_up(_address(mapping), BLOCK_BYTES), nbytes, name)
