@@ -86,7 +86,7 @@ def _number_problems(flags: OffloadFlags) -> list[str]:
         if flags.resident_selection == "manual":
             out.append(f"{flag_name('num_resident')} auto: {flag_name('resident_selection')} manual needs a number")
     elif not n.isdecimal() or len(n) > 6:
-        out.append(f"{flag_name('num_resident')} {n!r}: must be auto, a whole number of experts, 0 to 999999, or {OFF} (off)")
+        out.append(f"{flag_name('num_resident')} {n!r}: must be auto, or a whole number of experts, 0 to 999999 ({OFF}: off)")
     drafts = flags.draft_num_resident
     if drafts is not None and (type(drafts) is not int or not 0 <= drafts <= 999999):
         out.append(f"{flag_name('draft_num_resident')} {drafts!r}: must be a whole number of experts, 0 to 999999")

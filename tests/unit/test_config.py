@@ -51,7 +51,7 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
         ({"num_resident": 4, "stats": ""}, "--expert-offload-stats ''", "path of a file"),
         ({"num_resident": 4, "stats": 7}, "--expert-offload-stats 7", "must be text"),
         ({"stats": "s.json"}, "--expert-offload-stats", "no effect without"),
-        ({"num_resident": "-2"}, "--expert-offload-num-resident '-2'", "-1 (off)"),
+        ({"num_resident": "-2"}, "--expert-offload-num-resident '-2'", "(-1: off)"),
         ({"num_resident": 4, "trace": "t\0"}, r"--expert-offload-trace 't\x00'", "path of a file"),
         ({"num_resident": 4, "draft_num_resident": -1}, "--expert-offload-draft-num-resident", "0 to 999999"),
         ({"num_resident": 4, "draft_num_resident": 10**6}, "--expert-offload-draft-num-resident", "0 to 999999"),
