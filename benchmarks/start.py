@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import statistics
 import tempfile
 import time
@@ -33,10 +32,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import trace_checkpoint
+from benchmarks import serve_log, trace_checkpoint
 from benchmarks.trace_walk import read
 from scripts.harness.server import Server, offload_state
 from sglang_uvm_offload.files.page_cache import give_back
+from sglang_uvm_offload.sizing.checkpoint import load
 
 HERE = Path(__file__).parent
 LAYERS, POSITIONS = 3, 64
@@ -47,8 +47,6 @@ COPIED = 1 << 29
 COPIES = 4
 CACHES = ("cold", "warm")
 SERVERS = ("plain", "offload")
-
-_LOADED = re.compile(r"Load weight end\. elapsed=([\d.]+) s")
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def start(model: Path, ranks: int, cache: str, server: str, flags: dict[str, Any
         give_back(model)
     else:
         read_all(model)
-    offload: dict[str, Any] = {"expert_offload_num_resident": half_of(model)} if server == "offload" else {}
+    offload: dict[str, Any] = {"expert_offload_num_resident": load(model).num_experts // 2} if server == "offload" else {}
     # On a CPU SGLang binds each rank to one core: more threads there only wait for one another.
     env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))} if on_cpu else {}
     began = time.perf_counter()
@@ -135,14 +133,8 @@ def start(model: Path, ranks: int, cache: str, server: str, flags: dict[str, Any
         ready = time.perf_counter() - began
         states = running.get("/server_info")["internal_states"] if offload else []
         phases = [offload_state({"internal_states": states}, index)["start"] for index in range(len(states))]
-        load = max(float(seconds) for seconds in _LOADED.findall(running.log))
-    return Start(ranks, cache, server, load, ready, phases)
-
-
-def half_of(model: Path) -> int:
-    """Half of a layer's routed experts."""
-    config = json.loads((model / "config.json").read_text())
-    return int(next(config[name] for name in ("num_experts", "n_routed_experts", "num_local_experts") if name in config)) // 2
+        loaded = max(serve_log.loads(running.log))
+    return Start(ranks, cache, server, loaded, ready, phases)
 
 
 def table(starts: Sequence[Start], measured: Rates, nbytes: int, machine: str) -> str:

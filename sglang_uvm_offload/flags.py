@@ -28,6 +28,11 @@ class FlagError(ValueError):
         self.problems = problems
 
 
+def turned_off(num_resident: object) -> bool:
+    """Whether this is ``OFF``; YAML and ``sglang.Engine`` may pass a number."""
+    return str(num_resident) == OFF
+
+
 def flag_name(field: str) -> str:
     """``--expert-offload-num-resident`` for ``num_resident``."""
     return "--" + (PREFIX + field).replace("_", "-")

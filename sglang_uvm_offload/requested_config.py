@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_uvm_offload.config import AUTO, NEVER, RequestedConfig
-from sglang_uvm_offload.flags import OFF, PREFETCHES, SELECTIONS, FlagError, OffloadFlags, flag_name
+from sglang_uvm_offload.flags import OFF, PREFETCHES, SELECTIONS, FlagError, OffloadFlags, flag_name, turned_off
 from sglang_uvm_offload.resident_ids import ResidentIds
 
 MAX_WARMUP_TOKENS = 10**12
@@ -23,7 +23,7 @@ def parse(values: Mapping[str, Any]) -> RequestedConfig | None:
     file that ``resident_ids`` names.
     """
     flags = OffloadFlags(**values)
-    if flags.num_resident is not None and str(flags.num_resident) == OFF:
+    if turned_off(flags.num_resident):
         return None
     if flags.num_resident is not None:
         flags = dataclasses.replace(flags, num_resident=str(flags.num_resident))

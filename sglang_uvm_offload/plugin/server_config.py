@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from sglang_uvm_offload.config import OffloadConfig, RequestedConfig
-from sglang_uvm_offload.flags import OFF, PREFIX, FlagError, OffloadFlags, flag_name
+from sglang_uvm_offload.flags import PREFIX, FlagError, OffloadFlags, flag_name, turned_off
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.requested_config import parse
 
@@ -36,7 +36,8 @@ def requested_of(server_args: Any) -> RequestedConfig | None:
     if hasattr(server_args, _REQUESTED):
         requested: RequestedConfig | None = getattr(server_args, _REQUESTED)
         return requested
-    if str(getattr(server_args, PREFIX + "num_resident", None)) not in ("None", OFF):
+    given = getattr(server_args, PREFIX + "num_resident", None)
+    if given is not None and not turned_off(given):
         raise FlagError([f"{flag_name('num_resident')}: SGLang used these arguments before it resolved them"])
     return None
 

@@ -26,13 +26,14 @@ class Phase(enum.Enum):
     """SGLang reads the checkpoint, or fills the model for ``--load-format dummy``, and post-processes what is no expert. The
     bytes are those of the rank's parameters: with several ranks, each reads a part."""
     CONVERT = "convert experts"
-    """SGLang repacks, quantises or shuffles expert tensors once they are loaded."""
+    """SGLang repacks, quantises or shuffles expert tensors once they are loaded, and what results is placed."""
     LINK = "measure the link"
     BUFFERS = "slots and buffers"
     POOLS = "KV cache"
     GRAPHS = "graphs"
-    """Capture and warm-up of CUDA graphs, and the attention backends where SGLang makes them then."""
+    """Warm-up and capture of CUDA graphs. Those that only a draft worker makes are in the rest."""
     REST = "rest"
+    """All else: attention backends, the scheduler, the first check for evictions."""
 
 
 class StartPhase(Struct, frozen=True):

@@ -21,6 +21,7 @@ from checkpoints import Checkpoints
 from sglang_uvm_offload.memory.kept_links import KeptLink
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch import draft_source, expert_bytes, linear_attention, planned_launch
+from sglang_uvm_offload.plugin.server_config import requested_of
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.gpus import GPUS
@@ -107,6 +108,14 @@ def test_a_launch_knows_the_gpus_and_the_stages_of_the_ranks_on_this_machine(
 def test_a_rank_is_named_by_its_replica_and_stage(cuda_arguments: Arguments, model: Path) -> None:
     words = ("--device", "cuda", "--tp-size", 2, "--pp-size", 2, "--dp-size", 2)
     assert planned_launch.ranks(resolving_view(cuda_arguments("--model-path", model, *words)))[6] == (1, 1, 0, 6)
+
+
+def test_minus_one_on_the_command_line_is_off(cuda_arguments: Arguments, model: Path) -> None:
+    words = ("--model-path", model, "--device", "cuda", "--expert-offload-slots", "8", "--expert-offload-num-resident")
+    assert requested_of(cuda_arguments(*words, "-1")) is None
+    requested = requested_of(cuda_arguments(*words, "4"))
+    assert requested is not None
+    assert requested.num_resident == 4
 
 
 def test_free_memory_is_queried_of_the_gpus_that_have_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What a launch sets or refuses: the headroom, autotuning, devices and combinations; and where a server may not write its
 files, at launch and later."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,22 @@ def test_a_folder_that_links_to_the_model_is_the_models(tmp_path: Path) -> None:
     assert file_problems(models(tmp_path / "link"), trace=tmp_path / "real" / "t.npz")
     assert file_problems(models(tmp_path / "real"), trace=tmp_path / "link" / "t.npz")
     assert not file_problems(models(tmp_path / "real"), trace=tmp_path / "t.npz")
+
+
+def test_statistics_replace_statistics_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    args, path = models(tmp_path / "model"), tmp_path / "s.json"
+    assert file_problems(args, stats=path) == []
+    path.write_text(json.dumps({"format": output_files.STATS_FORMAT, "version": "0"}))
+    assert file_problems(args, stats=path) == []
+    path.write_text('{"results": []}')
+    (problem,) = file_problems(args, stats=path)
+    assert problem.startswith("--expert-offload-stats ")
+    assert "exists and is no statistics file" in problem
+    (problem,) = file_problems(args, trace=tmp_path / "t.npz", stats=tmp_path / "t.npz")
+    assert "is the file of --expert-offload-trace" in problem
+    (problem,) = file_problems(args, stats=tmp_path / "model" / "s.json")
+    assert "lies in the model's folder" in problem
 
 
 @pytest.fixture

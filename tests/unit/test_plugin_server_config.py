@@ -37,6 +37,9 @@ def test_arguments_that_ask_for_offloading_without_a_config_are_refused():
         config_of(OffloadServerArgs(model_path=MODEL, expert_offload_num_resident="4"))
 
 
-@pytest.mark.parametrize("args", [arguments(), OffloadServerArgs(model_path=MODEL)], ids=["plain", "ours"])
+OFF = OffloadServerArgs(model_path=MODEL, expert_offload_num_resident=-1, expert_offload_stats="s.json")
+
+
+@pytest.mark.parametrize("args", [arguments(), OffloadServerArgs(model_path=MODEL), OFF], ids=["plain", "ours", "-1"])
 def test_plain_arguments_mean_off(args):
     assert config_of(args) is None

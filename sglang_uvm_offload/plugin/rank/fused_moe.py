@@ -116,18 +116,20 @@ class LayerHooks:
         def create_managed_weights(layer: torch.nn.Module, num_experts: int, *args: Any, **kwargs: Any) -> None:
             experts = self._add(layer)
             assert num_experts == experts.num_experts, (num_experts, experts.num_experts)
-            with self.timing(Phase.PLACE), AllocationMode(num_experts, experts.allocate):
-                create_weights(layer, num_experts, *args, **kwargs)
-            experts.sync_tensors(layer, method)
+            with self.timing(Phase.PLACE):
+                with AllocationMode(num_experts, experts.allocate):
+                    create_weights(layer, num_experts, *args, **kwargs)
+                experts.sync_tensors(layer, method)
 
         def process_managed_weights(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             experts, model, _ = layer.__dict__[_EXPERTS]
             if self._manager is not None:
                 self._manager.wait_for_moves()  # a weight update may replace the tensors being moved
             try:
-                with self.timing(Phase.CONVERT), AllocationMode(experts.num_experts, experts.allocate):
-                    result = process_weights_after_loading(layer, *args, **kwargs)
-                experts.sync_tensors(layer, method)
+                with self.timing(Phase.CONVERT):
+                    with AllocationMode(experts.num_experts, experts.allocate):
+                        result = process_weights_after_loading(layer, *args, **kwargs)
+                    experts.sync_tensors(layer, method)
             except (ExpertsLost, ManagedMemoryError) as fault:
                 if model.counters is not None:  # it is loaded
                     # In a weight update, SGLang would catch the error, load again, and serve whatever weights result.
