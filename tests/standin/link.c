@@ -50,6 +50,7 @@ void standin_link_kernel(const char* kernel, void** arguments) {
         for (int i = 0; i < count; i++) {
             apart |= i > 0 && pieces[i] != pieces[i - 1] + nbytes;
             if (in_host_ram((void*)pieces[i], nbytes)) crossing += nbytes;
+            standin_read((void*)pieces[i], nbytes);
         }
         spend(apart ? SCATTERED : SEQUENTIAL, crossing);
     } else if (!strcmp(kernel, "uvm_copy_kernel")) {
@@ -57,6 +58,7 @@ void standin_link_kernel(const char* kernel, void** arguments) {
         for (int i = 0; i < copies->count; i++) {
             const struct part* part = &copies->part[i];
             if (in_host_ram(part->from, part->nbytes)) spend(COPIED, part->nbytes);
+            standin_read(part->from, part->nbytes);
         }
     }
 }

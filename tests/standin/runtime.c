@@ -236,9 +236,7 @@ EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* b
 /* ---- plain memory ---- */
 
 static int take(void** address, size_t nbytes, enum kind kind) {
-    size_t free_bytes, total_bytes;
-    standin_vram(&free_bytes, &total_bytes);
-    *address = kind == KIND_DEVICE && nbytes > free_bytes ? NULL : standin_take(nbytes, kind);
+    *address = kind == KIND_DEVICE && !standin_make_room(nbytes) ? NULL : standin_take(nbytes, kind);
     return remembered(*address ? 0 : cudaErrorMemoryAllocation);
 }
 
@@ -324,6 +322,7 @@ struct copy {
 static void run_copy(void* state) {
     struct copy* it = state;
     for (size_t row = 0; row < it->height; row++) {
+        standin_read(it->from + row * it->from_pitch, it->width);
         memmove(it->to + row * it->to_pitch, it->from + row * it->from_pitch, it->width);
     }
 }
@@ -485,7 +484,7 @@ EXPORT cudaError_t cudaMemPrefetchAsync(const void* start, size_t nbytes, struct
     if (result == 0 && standin_capturing(stream)) result = cudaErrorStreamCaptureUnsupported;
     if (result == 0) {
         standin_set_prefetched(start, nbytes, place_of(location));
-        standin_move(start, nbytes, place_of(location));
+        if (!standin_move(start, nbytes, place_of(location))) result = cudaErrorMemoryAllocation;
     }
     standin_log("cudaMemPrefetchAsync", result,
                 "\"address\": %zu, \"nbytes\": %zu, \"location\": \"%s\", \"stream\": \"%p\"", (size_t)start, nbytes,

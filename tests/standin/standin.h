@@ -40,7 +40,12 @@ bool standin_is_managed(const void* start, size_t nbytes);
 void standin_set_place(const void* start, size_t nbytes, enum advice advice, enum place place);
 void standin_set_prefetched(const void* start, size_t nbytes, enum place place);
 void standin_set_accessed_by(const void* start, size_t nbytes, bool accessed);
-void standin_move(const void* start, size_t nbytes, enum place place);
+/* False if not all of it could move: VRAM is full of what cannot be evicted. */
+bool standin_move(const void* start, size_t nbytes, enum place place);
+/* What a read by the GPU does to managed memory. Returns how many blocks faulted. */
+size_t standin_read(const void* start, size_t nbytes);
+/* Evicts managed blocks until so many bytes are free; false if they do not suffice. */
+bool standin_make_room(size_t nbytes);
 /* What every page of the range shares, else PLACE_NONE. */
 enum place standin_shared_place(const void* start, size_t nbytes, enum advice advice);
 bool standin_accessed_by(const void* start, size_t nbytes);
