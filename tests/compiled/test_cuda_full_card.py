@@ -193,7 +193,7 @@ NAIVE = {"wait_for_free_vram": WAITS_FOR_FREE_VRAM, "wait_for_residents": BRINGS
 def test_what_waits_for_vram_ends_where_some_is_free_and_hangs_on_the_full_card(standin, waits):
     """A move waits until VRAM is free, and steps wait for moves; or a step waits until its residents are back, each of which
     evicts another one."""
-    ran, (free,) = run(standin, NAIVE[waits] + "serve(False)\n" + TELL + limit(2) + FULL + "serve(False)\n" + TELL)
+    ran, (free,) = run(standin, NAIVE[waits] + "serve(False)\n" + TELL + limit(3) + FULL + "serve(False)\n" + TELL)
     assert free["moved"] > RESIDENT
     assert ran.code == 1
     assert "Timeout" in ran.err
