@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from benchmarks.draft_policy import DraftLength
 from benchmarks.policy.verdicts import goal, grid
+from sglang_uvm_offload.policy.draft_length import DraftLength
 from sglang_uvm_offload.replay.simulator import Managed
 from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.sizing.gpus import GPUS

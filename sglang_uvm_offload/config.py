@@ -21,6 +21,7 @@ NEVER = 1 << 62
 Selection = Literal["first_n", "frequency", "manual"]
 Adapt = Literal["off", "warmup", "continuous"]
 Prefetch = Literal["none", "frequency", "speculative"]
+DraftPolicy = Literal["acceptance", "misses"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class Settings:
     """Whether kernels may load weights by TMA."""
     draft_num_resident: int | None
     """Resident routed experts of each MoE layer of a draft model, over all ranks that share the layer; None: all."""
+    draft_policy: DraftPolicy
 
     @property
     def coactivation(self) -> bool:

@@ -16,6 +16,7 @@ ADAPTS = ("off", "warmup", "continuous")
 PREFETCHES = ("none", "frequency", "speculative")
 OFF = "-1"
 """``num_resident`` of a launch that does not offload, whatever its other flags."""
+DRAFT_POLICIES = ("acceptance", "misses")
 BACKENDS = ("auto", "uvm", "emulated")
 SHOWN_DEFAULTS = {"num_resident": "off", "draft_num_resident": "all", "slots": "off"}
 
@@ -61,6 +62,14 @@ class OffloadFlags:
         "Keep this many routed experts of each MoE layer of the draft model (--speculative-algorithm) in VRAM. Starts with the "
         "first ones; if residents may change, switches to those that drafts use most after --expert-offload-warmup-tokens "
         "tokens.",
+    )
+    draft_policy: str = flag(
+        "acceptance",
+        str,
+        "How --speculative-adaptive chooses the number of draft tokens. acceptance: SGLang's way, by how many are accepted. "
+        "misses: also by the time of steps and the bytes that they read over PCIe, which grow with each draft token; among the "
+        "numbers above 0 in --speculative-adaptive-config, and where it lists at least two of these for a batch size.",
+        DRAFT_POLICIES,
     )
     resident_selection: str = flag(
         "frequency",

@@ -9,3 +9,4 @@ from msgspec import Meta
 Count = Annotated[int, Meta(ge=0, le=1 << 60)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+Amount = Annotated[float, Meta(ge=0, le=1e15)]

@@ -74,7 +74,7 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     ]
     num_experts, reasons = _experts(requested, model, dense=expert_bytes.is_dense(cfg, model))
     redundant = cfg.ep_num_redundant_experts
-    problems += reasons + draft_source.problems(requested, cfg, num_experts)
+    problems += reasons + draft_source.problems(requested, cfg, num_experts) + draft_source.policy_problems(requested, cfg)
     profile: Profile | None = None
     with _listed(problems):
         profile = chosen_profile(requested, model)

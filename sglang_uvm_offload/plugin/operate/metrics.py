@@ -27,11 +27,13 @@ class Metrics:
         faults: Callable[[], Mapping[str, bool]],
         savers: Sequence[Saver],
         registry: CollectorRegistry = REGISTRY,
+        drafts: Callable[[], int | None] = lambda: None,
     ):
-        """``faults``: for each background task of this rank, whether a fault has ended it. ``savers`` may grow."""
+        """``faults``: for each background task of this rank, whether a fault has ended it. ``savers`` may grow. ``drafts``: the
+        draft tokens of the last step, None where SGLang chose them."""
         self.manager = manager
         self.labels = dict(labels)
-        self.faults, self.savers = faults, savers
+        self.faults, self.savers, self.drafts = faults, savers, drafts
         layered = [*labels, "layers"]
 
         def gauge(name: str, meaning: str, names: Sequence[str] = tuple(labels)) -> Gauge:
@@ -72,6 +74,7 @@ class Metrics:
             "copies (copied, engine).",
             [*labels, "by"],
         )
+        self.draft_tokens = gauge("draft_tokens", "Draft tokens of the last step, where the misses policy chose them.")
         self.paused = gauge("paused", "1 while an operator has paused moves.")
         self.fault = gauge(
             "fault", "1 once a fault has ended moving, streaming or the trace; serving continues.", [*labels, "of"]
@@ -130,6 +133,8 @@ class Metrics:
         self.resident_bytes.labels(**self.labels).set(sum(layer.resident_bytes for layer in layers))
         self.offloaded_bytes.labels(**self.labels).set(sum(layer.offloaded_bytes for layer in layers))
         self.paused.labels(**self.labels).set(self.manager.paused)
+        if (drafts := self.drafts()) is not None:
+            self.draft_tokens.labels(**self.labels).set(drafts)
         if (link := self.manager.link) is not None:
             for by, rate in dataclasses.asdict(link.measured.together).items():
                 self.link.labels(**self.labels, by=by).set(rate * 1e9)

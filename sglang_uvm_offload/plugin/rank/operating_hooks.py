@@ -50,7 +50,7 @@ class OperatingHooks:
                 if is_first_rank():
                     ranks = get_parallel().tp_size * get_parallel().pp_size
                     make_room(ranks * self._status().resident_bytes, read_models(get_server_args()))
-        self.rank.manager.begin_serving()
+        self.rank.begin_serving()
         # The KV cache was allocated after the experts. Check now, so that no check allocates during the first steps.
         self.rank.manager.check_for_evictions()
         self.rank.manager.wait_for_moves()
@@ -73,6 +73,7 @@ class OperatingHooks:
                 },
                 self._faults,
                 self.rank.savers,
+                drafts=self._draft_tokens,
             )
             self.metrics.publish()
         if self.rank.routed_model is not None:
@@ -95,6 +96,11 @@ class OperatingHooks:
             found["trace"] = self.rank.recording.recorder.stopped
         return found
 
+    def _draft_tokens(self) -> int | None:
+        """Of the last step, None where SGLang chose them."""
+        lengths = self.rank.draft_lengths
+        return None if lengths is None else lengths.drafts
+
     def around_set_internal_state(self, original: Callable[..., Any], scheduler: Any, request: Any, *args: Any) -> Any:
         """SGLang delivers the request to all ranks between the same two steps."""
         action = Action.of(request.server_args)
@@ -113,8 +119,9 @@ class OperatingHooks:
         saves = [SaveStatus(s.what, s.under_way, s.saved_at, s.failures, s.error) for s in self.rank.savers]
         replica = compat.dp_rank()
         own = rank_status(self.rank.manager)
-        start = self.rank.start.phases()
-        return msgspec.structs.replace(own, trace=trace, streaming=streaming, saves=saves, replica=replica, start=start)
+        found = {"trace": trace, "streaming": streaming, "saves": saves, "replica": replica, "start": self.rank.start.phases()}
+        lengths = self.rank.draft_lengths
+        return msgspec.structs.replace(own, **found, draft_lengths=[] if lengths is None else lengths.status())
 
     def after_release(self, result: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         if GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags:

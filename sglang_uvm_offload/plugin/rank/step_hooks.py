@@ -27,10 +27,12 @@ class StepHooks:
         streamer = None if model.draft else self.rank.layer_hooks.streamer
         if streamer is not None and not (is_eager(runner, batch, phase) and streamer.streams(tokens)):
             streamer = None
+        if streamer is not None:
+            phase = Phase.PREFILL
+        if self.rank.draft_lengths is not None and not model.draft and valid_rows and phase is Phase.DECODE:
+            self.rank.draft_lengths.begin_step()
         self.rank.manager.begin_step(model, valid_rows, tokens, phase, streams=streamer is not None)
         if self.rank.slots is not None and not model.draft:
-            if streamer is not None:
-                phase = Phase.PREFILL
             self.rank.slots.begin_step(valid_rows, phase, () if phase is Phase.DECODE else request_ends(batch))
         try:
             if streamer is not None:

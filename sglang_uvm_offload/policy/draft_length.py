@@ -13,6 +13,8 @@ What is known of a number of drafts that is not in use gets old. So estimates ar
 - pi is learned from every step that drafted at least i tokens. Before, it is taken to be as p of the draft before it.
 - missed bytes(k) grow with k as 1 + growth * k ** SATURATION. Their mean follows the steps of the number in use, because
   residents and traffic change it for all k at once. The growth is learned in trials, of all numbers together.
+- compute(k), where it is not known beforehand, is what a measured step took beyond reading its misses. It follows the number
+  in use in the same way, because the length of the context changes it for all k at once.
 
 Hysteresis: another number must be better by ``MARGIN``, so that noise does not change it in every step.
 
@@ -26,7 +28,7 @@ Units: seconds, bytes, and bytes a second. Results depend on the arguments alone
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 MARGIN = 0.01
 EXPLORE = 0.005
@@ -51,6 +53,8 @@ GROWTH_STEPS = 256.0
 """Time constants."""
 LEAST_SLOPE = 0.3
 """Ratios of misses that hardly depend on the growth teach little of it."""
+LEAST_COMPUTE = 1e-6
+"""Seconds. A link that is faster than ``link_rate`` can have read more than a step had time for."""
 
 
 class Acceptance:
@@ -125,23 +129,61 @@ class MissedBytes:
         return 1 + self.growth * drafts**SATURATION
 
 
+class ComputeSeconds:
+    """Of a step that misses nothing, with its passes of the draft model, by its number of drafts. ``known``: for each number,
+    or empty; then it is learned."""
+
+    def __init__(self, known: Mapping[int, float]):
+        self._relative = dict(known)
+        """To each other."""
+        self._scale = 1.0
+        self._steps = dict.fromkeys(known, MEAN_STEPS)
+
+    @property
+    def known(self) -> Collection[int]:
+        """The numbers of drafts of which it is known."""
+        return self._relative.keys()
+
+    def observe(self, drafts: int, seconds: float, in_use: bool) -> None:
+        """``in_use``: of the number that is in use, and not of a trial. The very first step counts so."""
+        first = not self._relative
+        in_use = in_use or first
+        relative = self._relative.setdefault(drafts, 1.0 if first else seconds / self._scale)
+        steps = self._steps[drafts] = min(self._steps.get(drafts, 0) + 1, MEAN_STEPS)
+        if in_use:
+            self._scale += (seconds / relative - self._scale) / steps
+        else:
+            self._relative[drafts] += (seconds / self._scale - relative) / steps
+
+    def of(self, drafts: int) -> float:
+        """That of the nearest number where it is not known, 0 where none is."""
+        nearest = min(self._relative, key=lambda known: abs(known - drafts), default=None)
+        return 0.0 if nearest is None else self._relative[nearest] * self._scale
+
+
 class DraftLength:
     """Chooses among ``tiers`` the number of drafts of the next step, ``drafts``, for steps of about as many requests.
 
-    ``compute_seconds``: of a step of each tier that misses nothing, with its passes of the draft model. ``link_rate``: bytes a
-    second at which a step reads what it misses."""
+    ``compute_seconds``: of a step of each tier that misses nothing, with its passes of the draft model; None: learned from the
+    steps. ``link_rate``: bytes a second at which a step reads what it misses; ``inf``: what it takes counts as computing."""
 
-    def __init__(self, tiers: Sequence[int], compute_seconds: Sequence[float], link_rate: float, start: int | None = None):
-        if not tiers or len(tiers) != len(compute_seconds) or sorted(set(tiers)) != list(tiers) or tiers[0] < 0:
-            raise ValueError(f"tiers {list(tiers)} must rise from 0 or more, each with its compute_seconds")
-        if not link_rate > 0 or not all(seconds > 0 for seconds in compute_seconds):
+    def __init__(
+        self, tiers: Sequence[int], compute_seconds: Sequence[float] | None, link_rate: float, start: int | None = None
+    ):
+        known = [] if compute_seconds is None else compute_seconds
+        if not tiers or sorted(set(tiers)) != list(tiers) or tiers[0] < 0:
+            raise ValueError(f"tiers {list(tiers)} must rise from 0 or more")
+        if compute_seconds is not None and len(tiers) != len(known):
+            raise ValueError(f"each of the tiers {list(tiers)} must have its compute_seconds")
+        if not link_rate > 0 or not all(seconds > 0 for seconds in known):
             raise ValueError("link_rate and compute_seconds must be above 0")
-        self._compute = dict(zip(tiers, compute_seconds, strict=True))
+        self.tiers = tuple(tiers)
+        self.compute = ComputeSeconds(dict(zip(tiers, known, strict=False)))
         self._link_rate = link_rate
         self.acceptance = Acceptance(tiers[-1])
         self.missed = MissedBytes()
         self.in_use = tiers[-1] if start is None else start
-        if self.in_use not in self._compute:
+        if self.in_use not in tiers:
             raise ValueError(f"start {start} is none of the tiers {list(tiers)}")
         self.drafts = self.in_use
         """Of the next step; another than ``in_use`` in a trial."""
@@ -149,16 +191,29 @@ class DraftLength:
         self._left = TRIAL_STEPS
         """Steps until the trial is over, or the tiers are compared."""
 
-    def observe(self, accepted: Sequence[int], missed_bytes: float) -> None:
-        """A step with ``drafts`` drafts of each request, of which so many were ``accepted`` (the target's own token is not
-        counted), has read ``missed_bytes`` over the link."""
-        self.acceptance.observe(self.drafts, accepted)
-        self.missed.observe(self.drafts, missed_bytes, self.drafts == self.in_use)
-        if self.drafts == self.in_use:
-            earned = EXPLORE * self.seconds(self.in_use) / max(1, len(self._compute) - 1)
+    def observe(
+        self,
+        accepted: Sequence[int],
+        missed_bytes: float | None,
+        seconds: float | None = None,
+        drafts: int | None = None,
+    ) -> None:
+        """A step with ``drafts`` drafts of each request (default: those of ``drafts``), of which so many were ``accepted`` (the
+        target's own token is not counted), has read ``missed_bytes`` over the link and taken ``seconds``; None: not
+        measured."""
+        drafts = self.drafts if drafts is None else drafts
+        in_use = drafts == self.in_use
+        self.acceptance.observe(drafts, accepted)
+        if missed_bytes is not None:
+            self.missed.observe(drafts, missed_bytes, in_use)
+        if seconds is not None:
+            read = self.missed.expected(drafts) if missed_bytes is None else missed_bytes
+            self.compute.observe(drafts, max(LEAST_COMPUTE, seconds - read / self._link_rate), in_use)
+        if in_use:
+            earned = EXPLORE * self.seconds(self.in_use) / max(1, len(self.tiers) - 1)
             for tier in self._credit:
                 self._credit[tier] += earned
-        self._left -= 1
+        self._left -= drafts == self.drafts
         if self._left <= 0:
             self._compare()
 
@@ -167,12 +222,16 @@ class DraftLength:
         return self.acceptance.kept(drafts) / self.seconds(drafts)
 
     def seconds(self, drafts: int) -> float:
-        return self._compute[drafts] + self.missed.expected(drafts) / self._link_rate
+        return self.compute.of(drafts) + self.missed.expected(drafts) / self._link_rate
 
     def _compare(self) -> None:
+        known = [tier for tier in self.tiers if tier in self.compute.known]
+        if self.in_use not in known:
+            self.drafts, self._left = self.in_use, DECIDE_STEPS
+            return
         trial = next((tier for tier, credit in self._credit.items() if credit >= self._price(tier)), None)
         tried_all = all(credit < float("inf") for credit in self._credit.values())
-        best = max(self._compute, key=self.rate)
+        best = max(known, key=self.rate)
         if tried_all and self.rate(best) > self.rate(self.in_use) * (1 + MARGIN):
             self._credit[self.in_use] = 0.0
             del self._credit[best]

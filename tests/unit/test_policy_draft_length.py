@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from benchmarks.draft_policy import EXPLORE, MARGIN, Acceptance, DraftLength, MissedBytes
+from sglang_uvm_offload.policy.draft_length import (
+    DECIDE_STEPS,
+    EXPLORE,
+    MARGIN,
+    TRIAL_STEPS,
+    Acceptance,
+    ComputeSeconds,
+    DraftLength,
+    MissedBytes,
+)
 
 TIERS = (0, 1, 2, 3)
 COMPUTE = (0.0020, 0.0021, 0.0022, 0.0023)
@@ -190,6 +199,70 @@ def test_ranks_that_observe_the_same_decide_the_same():
             rank.observe(*seen)
     assert all(one == other for one, other in used)
     assert {one for one, _ in used} == set(TIERS)
+
+
+def learned(server: Server, steps: int, chosen: DraftLength) -> DraftLength:
+    """``chosen``, told the time of each step and not that of computing."""
+    for _ in range(steps):
+        drafts, right = chosen.drafts, 0
+        while right < drafts and server.random.random() < server.share:
+            right += 1
+        missed = server.missed * (1 + server.growth * drafts) * server.random.uniform(0.5, 1.5)
+        chosen.observe([right], missed, server.compute[TIERS.index(drafts)] + missed / LINK)
+    return chosen
+
+
+@pytest.mark.parametrize(("share", "missed", "best"), [(0.9, 1e6, 3), (0.65, 1e8, 1), (0.4, 5e8, 0)])
+def test_the_time_of_computing_is_learned_from_that_of_steps(share: float, missed: float, best: int):
+    chosen = learned(Server(share, missed), 4000, DraftLength(TIERS, None, LINK, 3))
+    assert chosen.in_use == best
+    assert [chosen.compute.of(drafts) for drafts in TIERS] == pytest.approx(COMPUTE, rel=0.05)
+
+
+def test_a_draft_whose_pass_takes_long_is_not_made():
+    server = Server(0.8, 0.0, compute=[0.002, 0.004, 0.006, 0.008])
+    assert learned(server, 4000, DraftLength(TIERS, None, LINK, 3)).in_use == 0
+
+
+def test_steps_that_take_longer_for_all_numbers_change_none():
+    """As a longer context has it: what is known of the other numbers is as old as their trials."""
+    server, compute = Server(0.6, 1e6), ComputeSeconds({})
+    chosen = learned(server, 2000, DraftLength(TIERS, None, LINK, 3))
+    assert chosen.in_use == 3
+    server.compute = [2 * seconds for seconds in COMPUTE]
+    for _ in range(400):
+        learned(server, 1, chosen)
+        assert chosen.in_use == 3
+    compute.observe(1, 1.0, in_use=True)
+    compute.observe(2, 3.0, in_use=False)
+    assert [compute.of(drafts) for drafts in (1, 2, 3)] == [1.0, 3.0, 3.0]
+    for _ in range(1000):
+        compute.observe(1, 2.0, in_use=True)
+    assert [compute.of(drafts) for drafts in (1, 2)] == pytest.approx([2.0, 6.0])
+
+
+def test_nothing_is_tried_before_a_step_was_timed():
+    chosen = DraftLength(TIERS, None, LINK, 2)
+    for _ in range(1000):
+        chosen.observe([1], 1e6)
+    assert (chosen.in_use, chosen.drafts) == (2, 2)
+    for _ in range(DECIDE_STEPS):
+        chosen.observe([1], 1e6, 0.002)
+    assert chosen.drafts != 2
+
+
+def test_a_step_that_was_launched_before_a_trial_is_none_of_it():
+    chosen = DraftLength(TIERS, COMPUTE, LINK, 3)
+    while chosen.drafts == 3:
+        chosen.observe([1], 1e6)
+    trial = chosen.drafts
+    for _ in range(3):
+        chosen.observe([1], 1e6, drafts=3)
+    for _ in range(TRIAL_STEPS - 1):
+        chosen.observe([0], 1e6)
+        assert chosen.drafts == trial
+    chosen.observe([0], 1e6)
+    assert chosen.drafts == 3
 
 
 def test_requests_of_one_batch_count_each():

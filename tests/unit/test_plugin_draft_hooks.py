@@ -1,0 +1,135 @@
+"""SGLang's own controller of adaptive speculation asks the hooks how many tokens to draft, and switches to that number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from builders.launch import launch
+from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
+from sglang.srt.speculative.adaptive_spec_params import DEFAULT_ADAPTIVE_CONFIG, AdaptiveSpeculativeParams
+
+from sglang_uvm_offload.plugin.launch import draft_source
+from sglang_uvm_offload.plugin.rank.draft_hooks import DraftHooks
+from sglang_uvm_offload.requested_config import parse
+
+pytestmark = pytest.mark.sglang
+
+
+class Worker:
+    """What SGLang's controller switches."""
+
+    def __init__(self, drafts: int):
+        self.speculative_num_steps = drafts
+
+    def build_adaptive_runtime_state(self, speculative_num_steps: int, **shape: Any) -> Any:
+        return SimpleNamespace(speculative_num_steps=speculative_num_steps)
+
+    def apply_runtime_state(self, state: Any) -> None:
+        self.speculative_num_steps = state.speculative_num_steps
+
+
+class Lengths:
+    """Chooses what the test says, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.answer = 0
+        self.asked: list[Any] = []
+
+    def choose(self, *asked: Any) -> int:
+        self.asked.append(asked)
+        return self.answer
+
+    def verified(self, accepted: list[int]) -> None:
+        self.asked.append(accepted)
+
+    def leave(self) -> None:
+        self.asked.append("left")
+
+
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> Lengths:
+    """What the hooks ask, in SGLang's class."""
+    asked = Lengths()
+    hooked(monkeypatch, asked)
+    return asked
+
+
+def hooked(monkeypatch: pytest.MonkeyPatch, lengths: Any) -> None:
+    def add(target: str, hook: Any, kind: Any) -> None:
+        name = target.rpartition(".")[2]
+        original = getattr(AdaptiveSpeculativeParams, name)
+        monkeypatch.setattr(AdaptiveSpeculativeParams, name, lambda *args: hook(original, *args))
+
+    DraftHooks(lambda: lengths).install(add)
+
+
+def controller(drafts: int = 3) -> AdaptiveController:
+    """With SGLang's default numbers, as its worker makes one."""
+    worker = Worker(drafts)
+    made = AdaptiveController(worker, AdaptiveSpeculativeParams(initial_steps=drafts))
+    made.register(SimpleNamespace(speculative_num_steps=drafts))
+    made.init_states()
+    return made
+
+
+def test_the_number_that_is_chosen_is_switched_to_before_the_next_step(lengths: Lengths) -> None:
+    control = controller()
+    for lengths.answer in (7, 1, 5):
+        control.activate_step_by_batch(2)
+        assert control.worker.speculative_num_steps == lengths.answer
+        control.on_verify_complete([0, 0], batch_size=2)
+        assert control.worker.speculative_num_steps == lengths.answer, "SGLang's own way would go down"
+    assert lengths.asked == [(2, [1, 3, 5, 7], 3), [0, 0]] * 3
+
+
+def test_a_number_of_none_is_not_offered(lengths: Lengths) -> None:
+    lengths.answer = 1
+    assert DEFAULT_ADAPTIVE_CONFIG["8"]["candidate_steps"] == [0, 1, 3]
+    controller().activate_step_by_batch(8)
+    assert lengths.asked == [(8, [1, 3], 3)]
+    controller(5).activate_step_by_batch(8)
+    assert lengths.asked[-1] == (8, [1, 3], 1), "SGLang begins with one of its own"
+
+
+@pytest.mark.parametrize("requests", [32, 64])
+def test_where_sglang_has_one_number_above_0_at_most_it_chooses_itself(lengths: Lengths, requests: int) -> None:
+    control = controller(1)
+    control.activate_step_by_batch(requests)
+    used = set()
+    for _ in range(30):
+        control.on_verify_complete([0] * requests, batch_size=requests)
+        used.add(control.worker.speculative_num_steps)
+    assert lengths.asked == ["left"]
+    assert 0 in used
+
+
+def test_sglang_chooses_until_the_server_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked(monkeypatch, None)
+    control = controller()
+    for _ in range(30):
+        control.activate_step_by_batch(1)
+        control.on_verify_complete([0], batch_size=1)
+    assert control.worker.speculative_num_steps == 1
+
+
+def problems(policy: str = "misses", **fields: Any) -> list[str]:
+    config = parse({"num_resident": 4, "draft_policy": policy})
+    assert config is not None
+    return draft_source.policy_problems(config, launch(**fields)[0])
+
+
+def test_a_policy_without_anything_to_choose_is_refused(tmp_path: Path) -> None:
+    (problem,) = problems()
+    assert problem.startswith("--expert-offload-draft-policy misses: needs --speculative-adaptive, ")
+    assert problems("acceptance") == []
+    assert problems(speculative_adaptive=True) == []
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    one.write_text(json.dumps({"1": {"candidate_steps": [0, 3]}, "8": {"candidate_steps": [1]}}))
+    two.write_text(json.dumps({"1": {"candidate_steps": [3]}, "8": {"candidate_steps": [1, 2]}}))
+    (problem,) = problems(speculative_adaptive=True, speculative_adaptive_config=str(one))
+    assert f"--speculative-adaptive-config {one} lists at most one number of draft tokens above 0" in problem
+    assert problems(speculative_adaptive=True, speculative_adaptive_config=str(two)) == []
