@@ -19,13 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 
 from benchmarks.policy.verdicts import goal, grid
 from sglang_uvm_offload.policy.draft_length import DraftLength
-from sglang_uvm_offload.replay.simulator import Managed
+from sglang_uvm_offload.replay.draft_steps import DraftSteps
+from sglang_uvm_offload.residency.draft_lengths import DraftLengths
 from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.sizing.gpus import GPUS
 from sglang_uvm_offload.sizing.inputs import Assumptions
@@ -124,50 +126,7 @@ def machines() -> list[Machine]:
     return found
 
 
-@dataclass(frozen=True)
-class Steps:
-    """What a step that begins at a token would use, by its number of drafts: ``int[tokens, drafts]`` experts that are offloaded
-    (``missed``) and resident (``hit``). ``left``: tokens to the request's end. The first ``warmup`` tokens are not scored."""
-
-    missed: np.ndarray
-    hit: np.ndarray
-    left: np.ndarray
-    request: np.ndarray
-    warmup: int
-    per_token: int
-    """Experts that a token uses, in all layers together."""
-
-    @classmethod
-    def of(cls, trace: Trace, residency: float) -> Steps:
-        tokens = trace.steps(range(trace.num_requests), 1)
-        used = trace.activated(tokens)
-        ends = np.repeat(np.cumsum(trace.seq_len), trace.seq_len)
-        left = ends - np.arange(len(used))
-        resident = followed(used, residency)
-        missed, hit = (np.zeros((len(used), len(TIERS)), dtype=np.int64) for _ in range(2))
-        union = np.zeros_like(used)
-        for ahead in range(max(TIERS) + 1):
-            later = np.flatnonzero(left > ahead)
-            union[later] |= used[later + ahead]
-            if ahead in TIERS:
-                missed[:, TIERS.index(ahead)] = (union & ~resident).sum(axis=(1, 2))
-                hit[:, TIERS.index(ahead)] = (union & resident).sum(axis=(1, 2))
-        request = np.repeat(np.arange(trace.num_requests), trace.seq_len)
-        warmup = int(trace.seq_len[: len(trace.split(0.5)[0])].sum())
-        return cls(missed, hit, left, request, warmup, round(float(used[:, :, :].sum(axis=(1, 2)).mean())))
-
-
-def followed(used: np.ndarray, residency: float) -> np.ndarray:
-    """``bool[tokens, layers, experts]``: residents at each token, where the real manager follows them."""
-    manager = Managed(used.shape[1:], round(residency * used.shape[2]))
-    resident = np.zeros_like(used)
-    for token, activated in enumerate(used):
-        resident[token] = manager.resident
-        manager.step(activated)
-    return resident
-
-
-def accepted(drafts: Drafts, steps: Steps) -> np.ndarray:
+def accepted(drafts: Drafts, steps: DraftSteps) -> np.ndarray:
     """``int[tokens]``: of the drafts of a step that begins there, how many are right."""
     draw = np.random.default_rng(SEED).random(len(steps.left))
     kinds = np.array(drafts.kept)[steps.request % len(drafts.kept)]
@@ -177,16 +136,17 @@ def accepted(drafts: Drafts, steps: Steps) -> np.ndarray:
 class Way(Protocol):
     """A way to draft: ``drafts`` of the next step, and what it learns from one."""
 
-    drafts: int
+    @property
+    def drafts(self) -> int: ...
 
-    def observe(self, accepted: Sequence[int], missed_bytes: float) -> None: ...
+    def observe(self, accepted: Sequence[int], missed_bytes: float, seconds: float) -> None: ...
 
 
 class Fixed:
     def __init__(self, drafts: int):
         self.drafts = drafts
 
-    def observe(self, accepted: Sequence[int], missed_bytes: float) -> None:
+    def observe(self, accepted: Sequence[int], missed_bytes: float, seconds: float) -> None:
         pass
 
 
@@ -200,9 +160,50 @@ class ByAcceptance:
         self._slot = AdaptiveStepSlot(start, DEFAULT_ADAPTIVE_CONFIG["1"] | {"candidate_steps": list(tiers)})
         self.drafts = self._slot.current_steps
 
-    def observe(self, accepted: Sequence[int], missed_bytes: float) -> None:
+    def observe(self, accepted: Sequence[int], missed_bytes: float, seconds: float) -> None:
         self._slot.update(list(accepted))
         self.drafts = self._slot.current_steps
+
+
+class Told:
+    """The policy, which is told the time of computing, in each step."""
+
+    def __init__(self, compute_seconds: Sequence[float], rate: float):
+        self._policy = DraftLength(TIERS, compute_seconds, rate, TIERS[-1])
+
+    @property
+    def drafts(self) -> int:
+        return self._policy.drafts
+
+    def observe(self, accepted: Sequence[int], missed_bytes: float, seconds: float) -> None:
+        self._policy.observe(accepted, missed_bytes)
+
+
+class AsServed:
+    """The code of a server, for one request: it never drafts none, learns the time of computing, and sees the results of a step
+    once the next one is launched."""
+
+    def __init__(self, rate: float):
+        link = SimpleNamespace(measured=SimpleNamespace(together=SimpleNamespace(scattered=rate / GIGA)))
+        self._ledger = SimpleNamespace(counted=SimpleNamespace(steps=(0, 0)), decode_missed_bytes=0.0)
+        self._manager = SimpleNamespace(ledger=self._ledger, link=link, steps=0, poll=lambda: None)
+        self._manager.observer = SimpleNamespace(catch_up=lambda: None)
+        self._now = 0.0
+        manager: Any = self._manager
+        self._lengths = DraftLengths(manager, lambda own: [own], lambda: self._now)
+        self._launch()
+
+    def _launch(self) -> None:
+        self.drafts = self._lengths.choose(1, TIERS[1:], TIERS[-1])
+        self._lengths.begin_step()
+        self._manager.steps += 1
+
+    def observe(self, accepted: Sequence[int], missed_bytes: float, seconds: float) -> None:
+        self._now += seconds
+        self._ledger.counted.steps = (0, self._manager.steps)
+        self._ledger.decode_missed_bytes += missed_bytes
+        self._launch()
+        self._lengths.verified(accepted)
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ class Cost:
         return self.compute(self.per_token * weight) + self.passes(drafts)
 
 
-def served(way: Way, steps: Steps, right: np.ndarray, cost: Cost, speculates: bool = True) -> tuple[float, list[float]]:
+def served(way: Way, steps: DraftSteps, right: np.ndarray, cost: Cost, speculates: bool = True) -> tuple[float, list[float]]:
     """Seconds for each kept token over the scored ones, and the share of steps with each number of drafts."""
     takes = (cost.compute(steps.hit) + cost.link(steps.missed)).tolist()
     misses, reaches = (steps.missed * cost.model.expert_bytes).tolist(), np.minimum(right, steps.left - 1).tolist()
@@ -246,7 +247,7 @@ def served(way: Way, steps: Steps, right: np.ndarray, cost: Cost, speculates: bo
             seconds += takes[token][tier] + passes[tier]
             kept += good + 1
             count[tier] += 1
-        way.observe([good], misses[token][tier])
+        way.observe([good], misses[token][tier], takes[token][tier] + passes[tier])
         token += good + 1
     return seconds / kept, [each / sum(count) for each in count]
 
@@ -261,13 +262,14 @@ def ways(cost: Cost) -> dict[str, Callable[[], Way]]:
         "3": lambda: Fixed(3),
         "by acceptance, 1 or 3": lambda: ByAcceptance((1, 3), 3),
         "by acceptance, 0 to 3": lambda: ByAcceptance(TIERS, 3),
-        "policy": lambda: DraftLength(TIERS, compute, rate, 3),
-        f"policy, rate {WRONG_RATE:g} times too high": lambda: DraftLength(TIERS, compute, WRONG_RATE * rate, 3),
+        "policy": lambda: Told(compute, rate),
+        f"policy, rate {WRONG_RATE:g} times too high": lambda: Told(compute, WRONG_RATE * rate),
+        "as a server runs it": lambda: AsServed(rate),
     }
 
 
 NAMES = tuple(ways(Cost(MODELS["dsv2lite"], Machine("", 1.0, 1.0), 1, 1)))
-OURS, WRONG = NAMES[-2:]
+OURS, WRONG, SERVED = NAMES[-3:]
 
 
 @dataclass(frozen=True)
@@ -282,6 +284,11 @@ class Case:
     link_share: float
     seconds: dict[str, float]
     steps: list[float]
+
+    @property
+    def over_fixed(self) -> float:
+        """The time of what a server runs over that of the best fixed number of drafts, of those above 0."""
+        return self.seconds[SERVED] / min(self.seconds[str(tier)] for tier in TIERS[1:])
 
     def over(self, way: str, none: str = NONE) -> float:
         """The time of ``way`` over that of the better of no drafts and three."""
@@ -298,7 +305,7 @@ class Case:
 def run(name: str, trace: Trace) -> Iterator[Case]:
     (model,) = (model for begin, model in MODELS.items() if name.startswith(begin))
     for residency in RESIDENCIES:
-        steps = Steps.of(trace, residency)
+        steps = DraftSteps.of(trace, residency, max(TIERS))
         for machine, drafts in product(machines(), ACCEPTANCE):
             cost, right = Cost(model, machine, trace.num_layers, steps.per_token), accepted(drafts, steps)
             found = {way: served(make(), steps, right, cost, way != NONE) for way, make in ways(cost).items()}
@@ -311,6 +318,8 @@ def run(name: str, trace: Trace) -> Iterator[Case]:
 def goals(cases: Sequence[Case]) -> list[dict[str, object]]:
     alike = [case for case in cases if case.alike]
     worst, least = max(cases, key=lambda case: case.over(OURS)), max(alike, key=lambda case: case.over(OURS), default=None)
+    served_worst = max(cases, key=lambda case: case.over(SERVED))
+    fixed_worst = max(cases, key=lambda case: case.over_fixed)
     return [
         goal(
             f"at most {TOLERANCE:g} of the better of no drafts and three",
@@ -326,6 +335,16 @@ def goals(cases: Sequence[Case]) -> list[dict[str, object]]:
             f"below both where the link takes {ALIKE[0]:g} to {ALIKE[1]:g} of the other time",
             [case.over(OURS) < 1 for case in alike],
             f"{least.over(OURS):.3f}: {least}" if least else "no case",
+        ),
+        goal(
+            f"as a server runs it: at most {TOLERANCE:g} of the better of no drafts and three",
+            [case.over(SERVED) <= TOLERANCE for case in cases],
+            f"{served_worst.over(SERVED):.3f}: {served_worst}",
+        ),
+        goal(
+            f"as a server runs it: at most {TOLERANCE:g} of the best of one, two and three",
+            [case.over_fixed <= TOLERANCE for case in cases],
+            f"{fixed_worst.over_fixed:.3f}: {fixed_worst}",
         ),
     ]
 
@@ -346,12 +365,14 @@ def markdown(cases: Sequence[Case]) -> str:
              for drafts in ACCEPTANCE]  # fmt: skip
     return "\n".join([
         "# How many tokens to draft where experts are offloaded\n",
-        "Made by `python -m benchmarks.draft_length TRACES`, a simulation: no GPU ran, and no server uses the policy yet. One "
-        "request;\nresidents follow the traffic (`continuous`). Times are for each kept token, over the better of `none` and "
-        "`3`. `none` is a server\nwithout speculation. `0` is one that never drafts, but runs the draft layer once a step, as "
-        "SGLang does to keep its KV cache complete;\nso does the policy. `by acceptance` is SGLang's own code with its default "
-        "thresholds: its default numbers for one request are 1, 3,\n5 and 7, here those up to 3, and those of the policy. The "
-        "policy is told the rate of the link and the time of steps that miss\nnothing; it begins with a growth of misses "
+        "Made by `python -m benchmarks.draft_length TRACES`, a simulation: no GPU ran. One request; residents follow the "
+        "traffic (`continuous`).\nTimes are for each kept token, over the better of `none` and `3`. `none` is a server without "
+        "speculation. `0` is one that never\ndrafts, but runs the draft layer once a step, as SGLang does to keep its KV cache "
+        "complete; so does the policy.\n`as a server runs it` is the code behind `--expert-offload-draft-policy misses`: it "
+        "never drafts 0, learns the time of computing from that of\nsteps, and sees the results of a step once the next one is "
+        "launched. `by acceptance` is SGLang's own code with its default thresholds: its default\nnumbers for one request are "
+        "1, 3, 5 and 7, here those up to 3, and those of the policy. `policy` is told the rate of the link and the\ntime of "
+        "steps that miss nothing; it begins with a growth of misses "
         f"that was read off these traces. Its steps had 0, 1, 2 and 3 drafts in {', '.join(steps)} %.\n",
         grid(["goal", "met", "worst"], [[g["goal"], g["met"], g["worst"]] for g in goals(cases)]),
         grid(["mean over cases", "cases", *NAMES], [[name, len(of), *_means(of)] for name, of in shown if of]

@@ -1,6 +1,7 @@
 """The ``replay`` command: replays a routing trace through the shipped policy and the baselines, as a table or JSON.
 
 ``--slots`` shows how to split the VRAM between residents and slots; ``--into`` stores the best split in a profile.
+``--draft-acceptance`` shows what each number of draft tokens reads for each token that is kept.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.units import size
 
 if TYPE_CHECKING:
+    from sglang_uvm_offload.replay.draft_steps import DraftReads
     from sglang_uvm_offload.replay.scope import Scope
     from sglang_uvm_offload.replay.simulator import Replay
     from sglang_uvm_offload.replay.slots import Split
 
 MAX_BATCH = 4096
 """More requests than a server runs at once. Each one takes memory in every step of the replay, idle or not."""
+MAX_DRAFTS = 64
 SMALLEST, LARGEST = 1e-6, 1e6
-"""Limits of --link-gbps and --expert-mib: beyond any hardware, and they keep results finite and in whole bytes."""
+"""Limits of --link-gbps, --expert-mib and --step-ms: beyond any hardware, and they keep results finite and in whole bytes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +58,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PROFILE.npz",
         help="with --slots: store the best split for --residency in this profile, for --expert-offload-slots auto",
     )
+    parser.add_argument(
+        "--draft-acceptance",
+        metavar="P1,P2,...",
+        help="print what each number of draft tokens reads and takes for each token that is kept. Pi: the share of i-th draft "
+        "tokens that are accepted, of those whose predecessors were",
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        help="with --draft-acceptance: milliseconds of a step beside its reads over the link, the same for each number "
+        "(default: the link alone)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -65,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         trace = Trace.load(args.trace)
-        found = _slots(args, trace) if args.slots else _replay(args, trace)
+        run_it = _slots if args.slots else _replay if args.draft_acceptance is None else _drafts
+        found = run_it(args, trace)
     except (ValueError, OSError, MemoryError) as error:
         text = error.strerror if isinstance(error, OSError) else str(error)
         print(f"cannot replay {args.trace}: {text or type(error).__name__}", file=sys.stderr)
@@ -102,6 +118,27 @@ def _slots(args: argparse.Namespace, trace: Trace) -> str:
     if args.into is not None:
         _put_into(args, found)
     return _json(args, scored, "slots", found) if args.json else f"{described(scored)}\n\n{slots_table(found)}"
+
+
+def _drafts(args: argparse.Namespace, trace: Trace) -> str:
+    from sglang_uvm_offload.replay.draft_steps import draft_reads
+
+    room.check(trace, args.batch)
+    scored = _scope(args, trace)
+    _progress(f"replaying steps with draft tokens, {scored.steps + scored.warmup_steps} tokens")
+    accepted, hardware = _accepted(args.draft_acceptance), (scored.link_gbps, scored.expert_bytes, args.step_ms or 0.0)
+    found = draft_reads(trace, args.residency, accepted, args.warmup_fraction, *hardware)
+    if args.json:
+        return _json(args, scored, "drafts", found)
+    return f"{described(scored)}\n\n{drafts_table(found, args.step_ms)}"
+
+
+def _accepted(text: str) -> list[float]:
+    """Raises ``ValueError``."""
+    shares = [float(share) for share in text.split(",")]
+    if len(shares) > MAX_DRAFTS or not all(0 <= share <= 1 for share in shares):
+        raise ValueError(text)
+    return shares
 
 
 def _scope(args: argparse.Namespace, trace: Trace) -> Scope:
@@ -173,7 +210,7 @@ def _put_into(args: argparse.Namespace, found: Sequence[Split]) -> None:
         raise ValueError(f"--into {args.into}: {reason(error)}") from error
 
 
-def _json(args: argparse.Namespace, scored: Scope, name: str, results: Sequence[Replay | Split]) -> str:
+def _json(args: argparse.Namespace, scored: Scope, name: str, results: Sequence[Replay | Split | DraftReads]) -> str:
     content = {"trace": str(args.trace), "scored": scored.as_json(), name: [result.as_json() for result in results]}
     return json.dumps(content, indent=1)
 
@@ -187,12 +224,29 @@ def problems(args: argparse.Namespace) -> list[str]:
         ("--batch", args.batch, 1 <= args.batch <= MAX_BATCH, f"must be at least 1 and at most {MAX_BATCH}"),
         ("--link-gbps", args.link_gbps, _is_amount(args.link_gbps), f"must be above 0 GB/s {amount}"),
         ("--expert-mib", args.expert_mib, _is_amount(args.expert_mib), f"must be above 0 MiB {amount}"),
+        ("--step-ms", args.step_ms, _is_amount(args.step_ms), f"must be above 0 ms {amount}"),
     ]
     found = [f"{flag} {right}, not {value}" for flag, value, good, right in checks if not good]
     if args.into is not None and not args.slots:
         found.append(f"--into {args.into}: needs --slots")
     if args.slots and args.policy:
         found.append("--slots replays its own splits of the VRAM; remove --policy")
+    return found + _draft_problems(args)
+
+
+def _draft_problems(args: argparse.Namespace) -> list[str]:
+    given = args.draft_acceptance
+    if given is None:
+        return [] if args.step_ms is None else [f"--step-ms {args.step_ms:g}: needs --draft-acceptance"]
+    found = []
+    try:
+        _accepted(given)
+    except ValueError:
+        found.append(f"--draft-acceptance must be up to {MAX_DRAFTS} shares from 0 to 1, separated by commas, not {given}")
+    if args.slots or args.policy:
+        found.append("--draft-acceptance replays residents that follow the traffic; remove --slots and --policy")
+    if args.batch != 1:
+        found.append(f"--draft-acceptance replays one request at a time; remove --batch {args.batch}")
     return found
 
 
@@ -214,6 +268,27 @@ def table(results: list[Replay]) -> str:
         for result in results
     ]
     return _aligned(rows)
+
+
+def drafts_table(found: Sequence[DraftReads], step_ms: float | None) -> str:
+    rows = [("draft tokens", "kept/step", "read/step", "read/kept token", "time/kept token")]
+    rows += [
+        (
+            str(each.drafts),
+            f"{each.kept_per_step:.2f}",
+            size(each.read_bytes_per_step),
+            size(each.read_bytes_per_token),
+            f"{1e3 * each.token_seconds:.3f} ms",
+        )
+        for each in found
+    ]
+    best = min(found, key=lambda each: each.token_seconds)
+    beside = "the link alone; --step-ms adds the rest of a step" if step_ms is None else f"with {step_ms:g} ms a step beside"
+    return (
+        f"{_aligned(rows)}\n\nLeast time for a kept token: {best.drafts} draft tokens ({beside}).\n"
+        "Residents follow the traffic (--expert-offload-adapt continuous). A rejected draft token counts with the routing of "
+        "the token that the trace has in its place."
+    )
 
 
 def slots_table(found: Sequence[Split]) -> str:

@@ -13,8 +13,8 @@ What is known of a number of drafts that is not in use gets old. So estimates ar
 - pi is learned from every step that drafted at least i tokens. Before, it is taken to be as p of the draft before it.
 - missed bytes(k) grow with k as 1 + growth * k ** SATURATION. Their mean follows the steps of the number in use, because
   residents and traffic change it for all k at once. The growth is learned in trials, of all numbers together.
-- compute(k), where it is not known beforehand, is what a measured step took beyond reading its misses. It follows the number
-  in use in the same way, because the length of the context changes it for all k at once.
+- compute(k), where it is not known beforehand, is what a measured step took beyond reading its misses. Changes of that of the
+  number in use count for all k, because they come from requests and their context.
 
 Hysteresis: another number must be better by ``MARGIN``, so that noise does not change it in every step.
 
@@ -53,8 +53,8 @@ GROWTH_STEPS = 256.0
 """Time constants."""
 LEAST_SLOPE = 0.3
 """Ratios of misses that hardly depend on the growth teach little of it."""
-LEAST_COMPUTE = 1e-6
-"""Seconds. A link that is faster than ``link_rate`` can have read more than a step had time for."""
+LEAST_SECONDS = 1e-6
+"""Of a step. A link that is faster than ``link_rate`` reads more than a step seems to have time for."""
 
 
 class Acceptance:
@@ -134,31 +134,29 @@ class ComputeSeconds:
     or empty; then it is learned."""
 
     def __init__(self, known: Mapping[int, float]):
-        self._relative = dict(known)
-        """To each other."""
-        self._scale = 1.0
+        self._own = dict(known)
+        self._all = 0.0
+        """Added to that of each number: what has changed for all since."""
         self._steps = dict.fromkeys(known, MEAN_STEPS)
 
     @property
     def known(self) -> Collection[int]:
         """The numbers of drafts of which it is known."""
-        return self._relative.keys()
+        return self._own.keys()
 
     def observe(self, drafts: int, seconds: float, in_use: bool) -> None:
-        """``in_use``: of the number that is in use, and not of a trial. The very first step counts so."""
-        first = not self._relative
-        in_use = in_use or first
-        relative = self._relative.setdefault(drafts, 1.0 if first else seconds / self._scale)
-        steps = self._steps[drafts] = min(self._steps.get(drafts, 0) + 1, MEAN_STEPS)
-        if in_use:
-            self._scale += (seconds / relative - self._scale) / steps
+        """``in_use``: of the number that is in use, and not of a trial."""
+        error = seconds - self._own.setdefault(drafts, seconds - self._all) - self._all
+        steps = self._steps[drafts] = self._steps.get(drafts, 0) + 1
+        if in_use and steps > MEAN_STEPS:
+            self._all += error / MEAN_STEPS
         else:
-            self._relative[drafts] += (seconds / self._scale - relative) / steps
+            self._own[drafts] += error / min(steps, MEAN_STEPS)
 
     def of(self, drafts: int) -> float:
         """That of the nearest number where it is not known, 0 where none is."""
-        nearest = min(self._relative, key=lambda known: abs(known - drafts), default=None)
-        return 0.0 if nearest is None else self._relative[nearest] * self._scale
+        nearest = min(self._own, key=lambda known: abs(known - drafts), default=None)
+        return 0.0 if nearest is None else self._own[nearest] + self._all
 
 
 class DraftLength:
@@ -191,24 +189,20 @@ class DraftLength:
         self._left = TRIAL_STEPS
         """Steps until the trial is over, or the tiers are compared."""
 
-    def observe(
-        self,
-        accepted: Sequence[int],
-        missed_bytes: float | None,
-        seconds: float | None = None,
-        drafts: int | None = None,
-    ) -> None:
+    def measured(self, drafts: int, missed_bytes: float, seconds: float | None = None) -> None:
+        """A step with so many drafts has read ``missed_bytes`` over the link, and taken ``seconds``; None: it was not timed."""
+        self.missed.observe(drafts, missed_bytes, drafts == self.in_use)
+        if seconds is not None:
+            self.compute.observe(drafts, seconds - missed_bytes / self._link_rate, drafts == self.in_use)
+
+    def observe(self, accepted: Sequence[int], missed_bytes: float | None = None, drafts: int | None = None) -> None:
         """A step with ``drafts`` drafts of each request (default: those of ``drafts``), of which so many were ``accepted`` (the
-        target's own token is not counted), has read ``missed_bytes`` over the link and taken ``seconds``; None: not
-        measured."""
+        target's own token is not counted), has read ``missed_bytes`` over the link; None: ``measured`` says so."""
         drafts = self.drafts if drafts is None else drafts
         in_use = drafts == self.in_use
         self.acceptance.observe(drafts, accepted)
         if missed_bytes is not None:
-            self.missed.observe(drafts, missed_bytes, in_use)
-        if seconds is not None:
-            read = self.missed.expected(drafts) if missed_bytes is None else missed_bytes
-            self.compute.observe(drafts, max(LEAST_COMPUTE, seconds - read / self._link_rate), in_use)
+            self.measured(drafts, missed_bytes)
         if in_use:
             earned = EXPLORE * self.seconds(self.in_use) / max(1, len(self.tiers) - 1)
             for tier in self._credit:
@@ -222,11 +216,11 @@ class DraftLength:
         return self.acceptance.kept(drafts) / self.seconds(drafts)
 
     def seconds(self, drafts: int) -> float:
-        return self.compute.of(drafts) + self.missed.expected(drafts) / self._link_rate
+        return max(LEAST_SECONDS, self.compute.of(drafts) + self.missed.expected(drafts) / self._link_rate)
 
     def _compare(self) -> None:
         known = [tier for tier in self.tiers if tier in self.compute.known]
-        if self.in_use not in known:
+        if self.in_use not in known:  # or it would seem to take no time, and trials to cost none
             self.drafts, self._left = self.in_use, DECIDE_STEPS
             return
         trial = next((tier for tier, credit in self._credit.items() if credit >= self._price(tier)), None)

@@ -128,6 +128,19 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class DraftSpeed:
+    """Decoding with so many draft tokens a step, at the hit rate that was given, or the lowest measured one."""
+
+    requests: int
+    drafts: int
+    kept: float
+    """Tokens that a step keeps of a request; assumed."""
+    missed_bytes: float
+    """In a step."""
+    decode_tokens_s: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """``num_resident`` is None if nothing fits; ``problems`` then has the reasons and ``needs`` the remedies."""
 
@@ -186,6 +199,8 @@ class Plan:
     problems: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    draft_speeds: tuple[DraftSpeed, ...] = ()
+    """With drafts: for each number of draft tokens from none to the workload's."""
     draft_note: str = ""
     """The one of the notes that says that drafts cost more than they bring."""
     flags: tuple[str, ...] = ()

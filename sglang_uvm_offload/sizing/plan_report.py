@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.sizing.draft_cost import NUMBERS_OF_DRAFTS, fastest_drafts
 from sglang_uvm_offload.sizing.inputs import MEASURED, Assumptions
 from sglang_uvm_offload.sizing.plan import Alternative, Plan, RankMemory, Speed
 from sglang_uvm_offload.sizing.rates import GIGA, read_rate
@@ -56,7 +57,7 @@ def render(plan: Plan) -> str:
     parts = [_setup(plan), _outcome(plan), "\n".join(f"note: {note}" for note in plan.notes)]
     parts.append(_memory(plan) if plan.ranks else "")
     if plan.speeds:
-        parts.append("\n".join([_speed(plan.speeds), *_rows(plan), *_streaming(plan)]))
+        parts.append("\n".join([_speed(plan.speeds), *_rows(plan), *fastest_drafts(plan.draft_speeds), *_streaming(plan)]))
     parts.append(_alternatives(plan))
     if plan.flags:
         parts.append("To serve it:\n  python -m sglang.launch_server \\\n    " + " \\\n    ".join(plan.flags))
@@ -243,6 +244,7 @@ def _basis(plan: Plan) -> str:
         *FORMULA,
         *(WITH_SLOTS if plan.slots else ()),
         *_hit_rates(plan.speeds),
+        *([NUMBERS_OF_DRAFTS] if plan.draft_speeds else []),
         f"{_over_link(plan)}; VRAM rate {machine.hbm_gbps:g} GB/s x "
         f"{a.hbm_efficiency}; {machine.tflops:g} TFLOPS x {a.compute_efficiency}",
         *([f"worst published read rate {link.slowest:g} GB/s: {link.slowest_source}"] if link and link.slowest else []),

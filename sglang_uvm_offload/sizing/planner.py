@@ -12,7 +12,7 @@ import dataclasses
 from sglang_uvm_offload.config import AUTO, slot_problems
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-from sglang_uvm_offload.sizing.draft_cost import draft_note
+from sglang_uvm_offload.sizing.draft_cost import draft_note, draft_speeds
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
 from sglang_uvm_offload.sizing.lookup_tables import table_flags, table_note
@@ -131,6 +131,7 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         served = dataclasses.replace(
             served,
             speeds=_speeds(case, chosen, hit_rate),
+            draft_speeds=draft_speeds(case, chosen, hit_rate) if case.workload.drafts else (),
             hiding_chunk=_hiding_chunk(case, chosen, machine),
             slowest_hiding_chunk=_hiding_chunk(case, chosen, machine.slowest or machine),
         )

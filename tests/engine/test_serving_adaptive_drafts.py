@@ -1,4 +1,6 @@
-"""SGLang changes the number of drafts while it serves, with offloaded experts: the tokens and the changes are those without."""
+"""SGLang changes the number of drafts while it serves, with offloaded experts: the tokens and the changes are those without.
+Where the changes follow what steps miss, the tokens are those of a server that does not speculate.
+"""
 
 from __future__ import annotations
 
@@ -30,30 +32,62 @@ AT_ONCE = {"warmup_batches": 0, "update_interval": 1, "ema_alpha": 1.0}
 """A change after each step that calls for one."""
 
 
-@pytest.mark.parametrize("steps", [[1, 2], [0, 2]])
-def test_the_number_of_drafts_changes_as_without_offloading(
-    checkpoints: Checkpoints, engines: Engines, tmp_path: Path, steps: list[int]
-) -> None:
-    """Without drafts (0), SGLang's own tokens differ here from those of a server that does not speculate."""
-    (tmp_path / "tiers.json").write_text(json.dumps({"1": {"candidate_steps": steps, **AT_ONCE}}))
-    drafting: dict[str, Any] = {
+def adaptive(folder: Path, steps: list[int]) -> dict[str, Any]:
+    """The arguments for drafts of these numbers."""
+    (folder / "tiers.json").write_text(json.dumps({"1": {"candidate_steps": steps, **AT_ONCE}}))
+    return {
         "speculative_algorithm": "NEXTN",
         "speculative_num_steps": 2,
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": 3,
         "speculative_adaptive": True,
-        "speculative_adaptive_config": str(tmp_path / "tiers.json"),
+        "speculative_adaptive_config": str(folder / "tiers.json"),
         "log_level": "info",
     }
+
+
+def changes_in(log: str) -> list[str]:
+    return re.findall(r"Switch adaptive runtime state: steps (\d -> \d)", log)
+
+
+@pytest.mark.parametrize("steps", [[1, 2], [0, 2]])
+def test_the_number_of_drafts_changes_as_without_offloading(
+    checkpoints: Checkpoints, engines: Engines, tmp_path: Path, steps: list[int]
+) -> None:
+    """Without drafts (0), SGLang's own tokens differ here from those of a server that does not speculate."""
+    drafting = adaptive(tmp_path, steps)
     checkpoint = checkpoints("glm4_moe", dtype="float32")
     off = engines.run(checkpoint, **COMMON, **drafting)
     on = engines.run(checkpoint, **COMMON, **drafting, **OFFLOAD)
     assert_offloaded(on.server_info)
     assert_same_answers(on, off)
-    without, changes = (re.findall(r"Switch adaptive runtime state: steps (\d -> \d)", result.log) for result in (off, on))
+    without, changes = changes_in(off.log), changes_in(on.log)
     assert without, "nothing changed"
     assert changes == without
     if 0 not in steps:
         assert on.answers[0].output_ids == engines.baseline(checkpoint, **COMMON).answers[0].output_ids
     assert on.offload["fault"] is None
     assert on.offload["draft_zero_copy_bytes"] > 0
+
+
+@pytest.mark.parametrize("ranks", [{}, {"tp_size": 2, "ep_size": 2}])
+def test_a_number_chosen_by_what_steps_miss_gives_the_tokens_of_plain_decoding(
+    checkpoints: Checkpoints, engines: Engines, tmp_path: Path, ranks: dict[str, int]
+) -> None:
+    """Each number is tried. Two ranks have other experts, miss other bytes, and measure other times; if one changed the number
+    without the other, their next step would not compute the same rows."""
+    checkpoint = checkpoints("glm4_moe", dtype="float32")
+    common = {**COMMON, "prompts": PROMPTS, **ranks}
+    offload = {**OFFLOAD, "expert_offload_draft_policy": "misses"}
+    on = engines.run(checkpoint, **common, **adaptive(tmp_path, [0, 1, 2]), **offload)
+    assert_offloaded(on.server_info)
+    off = engines.baseline(checkpoint, **common)
+    assert [answer.output_ids for answer in on.answers] == [answer.output_ids for answer in off.answers]
+    first, *others = changes_in(on.log)
+    assert first == "2 -> 1"
+    assert {*others} <= {"2 -> 1", "1 -> 2"}
+    (lengths,) = on.offload["draft_lengths"]
+    assert (lengths["requests"], lengths["drafts"]) == (1, [1, 2])
+    assert all(rate > 0 for rate in lengths["tokens_s"])
+    assert 0 < lengths["missed_bytes"][0] < lengths["missed_bytes"][1]
+    assert on.offload["fault"] is None

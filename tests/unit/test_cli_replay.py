@@ -111,3 +111,40 @@ def test_progress_is_shown_on_a_terminal_alone(saved, monkeypatch, capsys, termi
     shown = "\r\033[Kreplaying lru, 1 of 2 policies, 20 steps\r\033[Kreplaying adaptive, 2 of 2 policies, 20 steps\r\033[K"
     assert said.err == (shown if terminal else "")
     assert "replaying" not in said.out
+
+
+def test_drafts_are_shown_by_what_they_read_for_each_kept_token(saved, capsys):
+    flags = ("--residency", "0", "--draft-acceptance", "0.5,1", "--expert-mib", "1", "--link-gbps", "1")
+    assert main(["replay", str(saved), *flags, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    none, one, two = content["drafts"]
+    assert (none["kept_per_step"], none["read_bytes_per_step"]) == (1, 2 * 2**20), "two layers, one expert a token"
+    assert one["kept_per_step"] == pytest.approx(1 + 0.5 * 9 / 10), "the last of ten tokens has none after it"
+    assert two["kept_per_step"] == pytest.approx(1 + 0.5 * 9 / 10 + 0.5 * 8 / 10)
+    assert none["read_bytes_per_step"] < one["read_bytes_per_step"] < two["read_bytes_per_step"]
+    for each in (none, one, two):
+        assert each["read_bytes_per_token"] == pytest.approx(each["read_bytes_per_step"] / each["kept_per_step"])
+        assert each["token_seconds"] == pytest.approx(each["read_bytes_per_token"] / 1e9)
+    assert main(["replay", str(saved), *flags, "--step-ms", "1000"]) == 0
+    said = capsys.readouterr().out
+    assert "Least time for a kept token: 2 draft tokens (with 1000 ms a step beside)." in said
+    assert main(["replay", str(saved), "--residency", "1", "--draft-acceptance", "0.5"]) == 0
+    assert "--step-ms adds the rest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--draft-acceptance", "0.5,1.1"), "--draft-acceptance must be up to 64 shares from 0 to 1"),
+        (("--draft-acceptance", "0.5,nan"), "not 0.5,nan"),
+        (("--draft-acceptance", ""), "--draft-acceptance must be"),
+        (("--draft-acceptance", "0.5", "--batch", "2"), "one request at a time; remove --batch 2"),
+        (("--draft-acceptance", "0.5", "--slots"), "remove --slots and --policy"),
+        (("--step-ms", "3"), "--step-ms 3: needs --draft-acceptance"),
+        (("--draft-acceptance", "0.5", "--step-ms", "0"), "--step-ms must be above 0 ms"),
+    ],
+)
+def test_drafts_that_make_no_sense_are_refused_before_replaying(saved, capsys, flags, said):
+    assert main(["replay", str(saved), "--residency", "0.5", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line

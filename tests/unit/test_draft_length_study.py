@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import draft_length as study
+from sglang_uvm_offload.replay.draft_steps import DraftSteps
 from sglang_uvm_offload.routing.trace import Trace
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "drafts"
@@ -16,10 +17,10 @@ MACHINE = study.Machine("a machine", 1e9, 1e12)
 MODEL = study.Model(1e6, 0.0, 0.0, 1000.0)
 
 
-def steps_of(residency: float) -> study.Steps:
+def steps_of(residency: float) -> DraftSteps:
     """Two requests of three tokens, each token with two experts of its own, in one layer of eight experts."""
     ids = np.arange(6)[:, None, None] + np.array([0, 1])
-    return study.Steps.of(Trace(ids % 8, np.array([3, 3]), 8), residency)
+    return DraftSteps.of(Trace(ids % 8, np.array([3, 3]), 8), residency, 3)
 
 
 def test_a_step_uses_the_experts_of_its_tokens_and_none_of_the_next_request():
@@ -51,7 +52,7 @@ def test_a_kept_token_costs_its_share_of_steps_and_of_passes_of_the_draft_layer(
 
 def test_drafts_are_kept_as_often_as_was_published():
     tokens = 20_000
-    steps = study.Steps(*(np.zeros((tokens, 4)) for _ in range(2)), np.ones(tokens), np.arange(tokens), 0, 1)
+    steps = DraftSteps(*(np.zeros((tokens, 4)) for _ in range(2)), np.ones(tokens), np.arange(tokens), 0, 1)
     for drafts in study.ACCEPTANCE:
         right = study.accepted(drafts, steps)
         published = np.mean(drafts.kept, axis=0)

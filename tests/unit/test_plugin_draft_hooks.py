@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from builders.launch import launch
+from builders.launch import launch, resolved
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.adaptive_spec_params import DEFAULT_ADAPTIVE_CONFIG, AdaptiveSpeculativeParams
 
@@ -117,9 +117,13 @@ def test_sglang_chooses_until_the_server_serves(monkeypatch: pytest.MonkeyPatch)
 
 
 def problems(policy: str = "misses", **fields: Any) -> list[str]:
+    return refused(policy, launch(**fields)[0])
+
+
+def refused(policy: str, cfg: Any) -> list[str]:
     config = parse({"num_resident": 4, "draft_policy": policy})
     assert config is not None
-    return draft_source.policy_problems(config, launch(**fields)[0])
+    return draft_source.policy_problems(config, cfg)
 
 
 def test_a_policy_without_anything_to_choose_is_refused(tmp_path: Path) -> None:
@@ -133,3 +137,10 @@ def test_a_policy_without_anything_to_choose_is_refused(tmp_path: Path) -> None:
     (problem,) = problems(speculative_adaptive=True, speculative_adaptive_config=str(one))
     assert f"--speculative-adaptive-config {one} lists at most one number of draft tokens above 0" in problem
     assert problems(speculative_adaptive=True, speculative_adaptive_config=str(two)) == []
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_it_is_refused_where_sglang_turns_adaptive_speculation_off(branches: int) -> None:
+    drafting = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3, "speculative_num_draft_tokens": 4}
+    cfg = resolved(device="cpu", **drafting, speculative_eagle_topk=branches, speculative_adaptive=True)
+    assert bool(refused("misses", cfg)) == (branches > 1)

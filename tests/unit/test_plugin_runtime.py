@@ -96,6 +96,36 @@ def test_a_rank_decides_and_moves_on_two_threads():
     assert len({moves, decides, threading.get_ident()}) == 3
 
 
+@pytest.mark.parametrize(
+    ("mode", "rows", "draft", "streams", "told"),
+    [
+        (ForwardMode.TARGET_VERIFY, 4, False, False, True),
+        (ForwardMode.TARGET_VERIFY, 4, True, False, False),
+        (ForwardMode.TARGET_VERIFY, 4, False, True, False),
+        (ForwardMode.EXTEND, 4, False, False, False),
+        (ForwardMode.IDLE, 0, False, False, False),
+    ],
+)
+def test_what_chooses_the_number_of_drafts_is_told_of_each_step_that_counts_as_decoding(
+    monkeypatch, mode, rows, draft, streams, told
+):
+    """Before the step is counted: what it polls is of whole steps."""
+    happened = []
+    monkeypatch.setattr(step_hooks, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: True))
+    monkeypatch.setattr(step_hooks, "is_eager", lambda runner, batch, phase: True)
+    rank = RankState(served_config(draft_policy="misses"))
+    rank.backend = Emulated()
+    rank.manager = SimpleNamespace(begin_step=lambda *args, **kwargs: happened.append("counted"), end_step=lambda model: None)
+    rank.draft_lengths = SimpleNamespace(begin_step=lambda: happened.append("told"))
+    rank.layer_hooks.streamer = SimpleNamespace(streams=lambda tokens: streams, begin_step=lambda: None, end_step=lambda: None)
+    runner = SimpleNamespace(_expert_offload_model=SimpleNamespace(draft=draft))
+    batch = SimpleNamespace(
+        forward_mode=mode, input_ids=[0] * rows, global_num_tokens_cpu=None, is_extend_in_batch=False, extend_seq_lens_cpu=None
+    )
+    step_hooks.StepHooks(rank).around_forward(lambda runner, batch: None, runner, batch)
+    assert happened == ["told", "counted"][not told :]
+
+
 @pytest.mark.parametrize(("everywhere", "rows"), [(None, 3), ([3, 4], ALL_ROWS)])
 def test_a_step_that_a_graph_of_drafts_replays_counts_the_rows_before_the_padding(monkeypatch, everywhere, rows):
     """Gathered, padding may be anywhere."""

@@ -208,7 +208,8 @@ def learned(server: Server, steps: int, chosen: DraftLength) -> DraftLength:
         while right < drafts and server.random.random() < server.share:
             right += 1
         missed = server.missed * (1 + server.growth * drafts) * server.random.uniform(0.5, 1.5)
-        chosen.observe([right], missed, server.compute[TIERS.index(drafts)] + missed / LINK)
+        chosen.measured(drafts, missed, server.compute[TIERS.index(drafts)] + missed / LINK)
+        chosen.observe([right])
     return chosen
 
 
@@ -233,12 +234,33 @@ def test_steps_that_take_longer_for_all_numbers_change_none():
     for _ in range(400):
         learned(server, 1, chosen)
         assert chosen.in_use == 3
-    compute.observe(1, 1.0, in_use=True)
+    for _ in range(100):
+        compute.observe(1, 1.0, in_use=True)
     compute.observe(2, 3.0, in_use=False)
     assert [compute.of(drafts) for drafts in (1, 2, 3)] == [1.0, 3.0, 3.0]
     for _ in range(1000):
         compute.observe(1, 2.0, in_use=True)
-    assert [compute.of(drafts) for drafts in (1, 2)] == pytest.approx([2.0, 6.0])
+    assert [compute.of(drafts) for drafts in (1, 2)] == pytest.approx([2.0, 4.0])
+
+
+def test_what_a_trial_has_shown_of_one_number_says_nothing_of_the_others():
+    """Its steps were few: the next ones correct what is known of this number."""
+    compute = ComputeSeconds({})
+    for _ in range(100):
+        compute.observe(1, 1.0, in_use=True)
+    compute.observe(2, 3.0, in_use=False)
+    for _ in range(60):
+        compute.observe(2, 2.0, in_use=True)
+    assert [compute.of(drafts) for drafts in (1, 2)] == pytest.approx([1.0, 2.0], abs=0.02)
+
+
+def test_a_link_that_is_faster_than_it_is_taken_to_be_leaves_the_time_of_whole_steps():
+    chosen = DraftLength((1, 2), None, LINK / 100, 1)
+    for _ in range(200):
+        chosen.measured(1, 1e8, 0.004)
+        chosen.observe([1], drafts=1)
+    assert chosen.compute.of(1) < 0
+    assert chosen.seconds(1) == pytest.approx(0.004)
 
 
 def test_nothing_is_tried_before_a_step_was_timed():
@@ -247,7 +269,8 @@ def test_nothing_is_tried_before_a_step_was_timed():
         chosen.observe([1], 1e6)
     assert (chosen.in_use, chosen.drafts) == (2, 2)
     for _ in range(DECIDE_STEPS):
-        chosen.observe([1], 1e6, 0.002)
+        chosen.measured(2, 1e6, 0.002)
+        chosen.observe([1])
     assert chosen.drafts != 2
 
 

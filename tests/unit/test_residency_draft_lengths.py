@@ -16,7 +16,7 @@ from builders.managers import LAYERS, Rank, config
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.policy.draft_length import DECIDE_STEPS
-from sglang_uvm_offload.residency.draft_lengths import DraftLengths, Gather, MissMeter
+from sglang_uvm_offload.residency.draft_lengths import DraftLengths, Gather, Key, MissMeter, Step
 from sglang_uvm_offload.routing.counts import Phase
 
 TIERS = (1, 2, 3)
@@ -70,7 +70,10 @@ class Server:
         self.now = now
 
     def prefill(self, seconds: float) -> None:
+        """Half of the time goes into launching it, before the results of the step before it are looked at."""
         self.rank.step([[0]] * 100, phase=Phase.PREFILL)
+        kept, at = self.waiting.pop()
+        self.waiting.append((kept, at + seconds / 2))
         self.verify()
         self.now += seconds
 
@@ -164,26 +167,31 @@ class Late(CpuRoutingCounters):
 def test_misses_that_are_known_late_are_those_of_the_steps_that_had_them() -> None:
     rank = Rank(config(resident_selection="first_n"), make_counters=Late)
     observer, counters = rank.manager.observer, rank.model.counters
-    meter = MissMeter(rank.manager.ledger)
+    meter, key = MissMeter(rank.manager.ledger), Key(TIERS, 1)
 
-    def step(tag: str, experts: int) -> None:
-        meter.begin_step(tag)
-        rank.step([[expert] for expert in OFFLOADED[:experts]])
+    def step(drafts: int, verified: bool = True) -> Step:
+        launched = Step(key, drafts, 0, verified)
+        meter.begin_step(launched)
+        rank.step([[expert] for expert in OFFLOADED[: drafts + 1]])
+        return launched
 
     observer.poll()
-    step("a", 1)
-    step("a", 2)
+    first, second = step(1), step(1)
     observer.poll()
     counters.arrived = False
-    step("a", 4)
-    step("b", 3)
-    assert meter.take("a") == (1.5 * MISSED, 2)
+    step(3)
+    step(2)
+    assert meter.take(key) == [((first, second), 4 * MISSED)]
+    assert meter.take(key) == []
     counters.arrived = True
     observer.poll()
-    assert (meter.take("a"), meter.take("b")) == (None, None), "nobody knows which of both missed how much"
-    step("b", 3)
+    assert meter.take(key) == [], "nobody knows which of both missed how much"
+    late = step(2, verified=False)
     observer.poll()
-    assert meter.take("b") == (3 * MISSED, 1)
+    assert meter.take(key) == [], "its results are not there"
+    late.verified = True
+    assert meter.take(Key(TIERS, 2)) == []
+    assert meter.take(key) == [((late,), 3 * MISSED)]
 
 
 class Together:

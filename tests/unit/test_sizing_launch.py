@@ -4,6 +4,7 @@ whether its drafts are worth their reads."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounte
 from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.model_files import ModelFiles
-from sglang_uvm_offload.sizing.planner import choose_num_resident, plan
+from sglang_uvm_offload.sizing.planner import choose_num_resident, plan, render
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.ranks import shape_problems
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
@@ -198,6 +199,37 @@ def test_a_plan_notes_the_cost_of_drafts_and_only_of_drafts():
     assert drafting.draft_note in drafting.notes
     assert "drafts are predicted" in drafting.draft_note
     assert not plain.draft_note
+
+
+def test_a_plan_says_which_number_of_draft_tokens_is_fastest_where_it_is_served():
+    machine, few, most = replace(preset("8xH20"), host_bytes=4096 * GIB), 40, 256
+    best = {}
+    for residents in (few, most):
+        reserve, workload = Reserve(0.95 if residents == most else 0.3), Workload(4096, 2, speculative=True)
+        found = plan(load(DEEPSEEK), machine, workload, Parallel(tp=8), reserve, num_resident=residents)
+        assert [(speed.requests, speed.drafts) for speed in found.draft_speeds] == [(r, d) for r in (1, 2) for d in range(4)]
+        alone = found.draft_speeds[:4]
+        assert alone[3].kept == pytest.approx(2.5)
+        if residents == few:
+            assert all(later.missed_bytes > 1.1 * earlier.missed_bytes for earlier, later in pairwise(alone))
+        shares = [later.kept - earlier.kept for earlier, later in pairwise(alone)]
+        assert shares[1:] == pytest.approx([shares[0] ** 2, shares[0] ** 3])
+        best[residents] = max(alone, key=lambda speed: speed.decode_tokens_s)
+        line = f"draft tokens with 1 request: fastest with {best[residents].drafts} a step, given: 3 (predicted tok/s by"
+        assert line in render(found)
+    assert best[few].drafts < 3 == best[most].drafts
+    plain = plan(load(DEEPSEEK), machine, Workload(4096), Parallel(tp=8), Reserve(0.3))
+    assert plain.draft_speeds == ()
+    assert "draft tokens" not in render(plain)
+
+
+def test_the_number_given_is_predicted_as_the_plan_predicts_it():
+    machine = replace(preset("8xH20"), host_bytes=4096 * GIB)
+    given = {"hit_rate": 0.6, "num_resident": 40}
+    found = plan(load(DEEPSEEK), machine, Workload(4096, speculative=True), Parallel(tp=8), Reserve(0.3), **given)
+    (speed,) = found.speeds
+    assert found.draft_speeds[-1].decode_tokens_s == pytest.approx(speed.decode_tokens_s)
+    assert found.draft_speeds[-1].missed_bytes == pytest.approx(speed.missed_bytes)
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 8])
