@@ -68,7 +68,7 @@ class OffloadFlags:
         str,
         "How --speculative-adaptive chooses the number of draft tokens. acceptance: SGLang's way, by how many are accepted. "
         "misses: also by the time of steps and the bytes that they read over PCIe, which grow with each draft token; among the "
-        "numbers above 0 in --speculative-adaptive-config, and where it lists at least two of these for a batch size.",
+        "numbers in --speculative-adaptive-config.",
         DRAFT_POLICIES,
     )
     resident_selection: str = flag(

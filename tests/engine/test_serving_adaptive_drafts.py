@@ -82,11 +82,10 @@ def test_a_number_chosen_by_what_steps_miss_gives_the_tokens_of_plain_decoding(
     assert_offloaded(on.server_info)
     off = engines.baseline(checkpoint, **common)
     assert [answer.output_ids for answer in on.answers] == [answer.output_ids for answer in off.answers]
-    first, *others = changes_in(on.log)
-    assert first == "2 -> 1"
-    assert {*others} <= {"2 -> 1", "1 -> 2"}
+    assert changes_in(on.log)[:3] == ["2 -> 0", "0 -> 2", "2 -> 1"]
     (lengths,) = on.offload["draft_lengths"]
-    assert (lengths["requests"], lengths["drafts"]) == (1, [1, 2])
+    assert (lengths["requests"], lengths["drafts"]) == (1, [0, 1, 2])
     assert all(rate > 0 for rate in lengths["tokens_s"])
-    assert 0 < lengths["missed_bytes"][0] < lengths["missed_bytes"][1]
+    assert lengths["missed_bytes"] == sorted(lengths["missed_bytes"])
+    assert lengths["missed_bytes"][0] > 0
     assert on.offload["fault"] is None

@@ -86,25 +86,25 @@ def test_the_number_that_is_chosen_is_switched_to_before_the_next_step(lengths: 
     assert lengths.asked == [(2, [1, 3, 5, 7], 3), [0, 0]] * 3
 
 
-def test_a_number_of_none_is_not_offered(lengths: Lengths) -> None:
-    lengths.answer = 1
-    assert DEFAULT_ADAPTIVE_CONFIG["8"]["candidate_steps"] == [0, 1, 3]
-    controller().activate_step_by_batch(8)
-    assert lengths.asked == [(8, [1, 3], 3)]
+def test_the_numbers_of_the_batch_size_are_offered(lengths: Lengths) -> None:
+    for requests, numbers in ((8, [0, 1, 3]), (32, [0, 1])):
+        assert DEFAULT_ADAPTIVE_CONFIG[str(requests)]["candidate_steps"] == numbers
+        for lengths.answer in numbers[:2]:
+            control = controller(numbers[-1])
+            control.activate_step_by_batch(requests)
+            assert control.worker.speculative_num_steps == lengths.answer
+            assert lengths.asked[-1] == (requests, numbers, numbers[-1])
     controller(5).activate_step_by_batch(8)
-    assert lengths.asked[-1] == (8, [1, 3], 1), "SGLang begins with one of its own"
+    assert lengths.asked[-1] == (8, [0, 1, 3], 1), "SGLang begins with one of its own"
 
 
-@pytest.mark.parametrize("requests", [32, 64])
-def test_where_sglang_has_one_number_above_0_at_most_it_chooses_itself(lengths: Lengths, requests: int) -> None:
+def test_where_sglang_has_one_number_it_is_left_alone(lengths: Lengths) -> None:
+    assert DEFAULT_ADAPTIVE_CONFIG["64"]["candidate_steps"] == [0]
     control = controller(1)
-    control.activate_step_by_batch(requests)
-    used = set()
-    for _ in range(30):
-        control.on_verify_complete([0] * requests, batch_size=requests)
-        used.add(control.worker.speculative_num_steps)
+    control.activate_step_by_batch(64)
+    assert control.on_verify_complete([0] * 64, batch_size=64) is None
+    assert control.worker.speculative_num_steps == 0
     assert lengths.asked == ["left"]
-    assert 0 in used
 
 
 def test_sglang_chooses_until_the_server_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,10 +132,10 @@ def test_a_policy_without_anything_to_choose_is_refused(tmp_path: Path) -> None:
     assert problems("acceptance") == []
     assert problems(speculative_adaptive=True) == []
     one, two = tmp_path / "one.json", tmp_path / "two.json"
-    one.write_text(json.dumps({"1": {"candidate_steps": [0, 3]}, "8": {"candidate_steps": [1]}}))
-    two.write_text(json.dumps({"1": {"candidate_steps": [3]}, "8": {"candidate_steps": [1, 2]}}))
+    one.write_text(json.dumps({"1": {"candidate_steps": [3]}, "8": {"candidate_steps": [1]}}))
+    two.write_text(json.dumps({"1": {"candidate_steps": [3]}, "8": {"candidate_steps": [0, 1]}}))
     (problem,) = problems(speculative_adaptive=True, speculative_adaptive_config=str(one))
-    assert f"--speculative-adaptive-config {one} lists at most one number of draft tokens above 0" in problem
+    assert f"--speculative-adaptive-config {one} lists one number of draft tokens for each batch size" in problem
     assert problems(speculative_adaptive=True, speculative_adaptive_config=str(two)) == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from sglang_uvm_offload.config import RequestedConfig
@@ -64,13 +63,6 @@ def problems(config: RequestedConfig, cfg: Any, num_experts: int | None) -> list
     return []
 
 
-def positive_tiers(steps: Iterable[int]) -> list[int]:
-    """The numbers of draft tokens among which ``misses`` chooses, of those that ``--speculative-adaptive-config`` lists for a
-    batch size. Not 0: SGLang on a CPU then gives other tokens than plain decoding, also without this plugin, and the cause is
-    unknown."""
-    return sorted({number for number in steps if number > 0})
-
-
 def policy_problems(config: RequestedConfig, cfg: Any) -> list[str]:
     """Why ``--expert-offload-draft-policy`` has nothing to choose."""
     if config.draft_policy != "misses":
@@ -84,11 +76,11 @@ def policy_problems(config: RequestedConfig, cfg: Any) -> list[str]:
     from sglang.srt.speculative.adaptive_spec_params import _load_adaptive_config
 
     _, by_batch_size = _load_adaptive_config(cfg.speculative_adaptive_config)
-    if any(len(positive_tiers(entry["candidate_steps"])) > 1 for entry in by_batch_size.values()):
+    if any(len(set(entry["candidate_steps"])) > 1 for entry in by_batch_size.values()):
         return []
     return [
-        f"{given}: --speculative-adaptive-config {cfg.speculative_adaptive_config} lists at most one number of draft tokens "
-        "above 0 for each batch size; list two or more in some candidate_steps"
+        f"{given}: --speculative-adaptive-config {cfg.speculative_adaptive_config} lists one number of draft tokens for each "
+        "batch size; list two or more in some candidate_steps"
     ]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_uvm_offload.plugin.launch.draft_source import positive_tiers
 from sglang_uvm_offload.residency.draft_lengths import DraftLengths
 
 _PARAMS = "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams"
@@ -31,11 +30,10 @@ class DraftHooks:
         lengths, slot = self._lengths(), params._route(batch_size)
         if lengths is None:
             return original(params, batch_size)
-        tiers = positive_tiers(slot.candidate_steps)
-        if len(tiers) < 2:
+        if len(slot.candidate_steps) < 2:
             lengths.leave()
             return original(params, batch_size)
-        return lengths.choose(batch_size, tiers, slot.current_steps if slot.current_steps in tiers else tiers[0])
+        return lengths.choose(batch_size, slot.candidate_steps, slot.current_steps)
 
     def around_verified(
         self, original: Callable[..., int | None], params: Any, num_correct_drafts_per_req: list[int], batch_size: int
@@ -43,7 +41,7 @@ class DraftHooks:
         """The results of a step are there. Returns the number to switch to at once, None for no change: it changes with the
         next choice."""
         lengths = self._lengths()
-        if lengths is None or len(positive_tiers(params._route(batch_size).candidate_steps)) < 2:
+        if lengths is None or len(params._route(batch_size).candidate_steps) < 2:
             return original(params, num_correct_drafts_per_req, batch_size)
         lengths.verified(num_correct_drafts_per_req)
         return None
