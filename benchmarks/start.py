@@ -3,13 +3,14 @@
     python -m benchmarks.start [--model FOLDER] [--ranks 1,2,4] [--repeats 2] [--device cuda] [--out results/start]
 
 For each number of tensor-parallel ranks, repeat, and state of the page cache (``cold``: the checkpoint's files are dropped from
-it; ``warm``: read just before), plain SGLang starts, then the same server with half of its experts offloaded. Both are timed
-alike. *load* is by SGLang's own account ("Load weight end") of the slowest rank: from building the model until all weights are
-post-processed. *ready* is by the client: from starting the process until ``/health`` answers. The phases are the plugin's.
+it; ``warm``: read just before), plain SGLang starts, then the same server with half of its experts offloaded, and with a warm
+cache once more with the profile that an earlier server saved (*restarted*). All are timed alike. *load* is by SGLang's own
+account ("Load weight end") of the slowest rank: from building the model until all weights are post-processed. *ready* is by the
+client: from starting the process until ``/health`` answers. The phases are the plugin's.
 
-Two rates are taken in the same run to compare with: what threads read from the files in pieces of 16 MiB, with a cold cache;
-and what as many threads as ranks copy from memory to memory whose pages are there. The rate of a load is the checkpoint's
-bytes by its time, so it includes all that is not reading.
+Three rates are taken in the same run to compare with: what threads read from the files in pieces of 16 MiB, with a cold cache;
+and what as many threads as ranks copy from memory to memory whose pages are there, and to new pages, as a load must. The rate
+of a load is the checkpoint's bytes by its time, so it includes all that is not reading.
 
 Without ``--model``, a checkpoint is written first and removed at the end: 3 layers in the shape of Qwen3-30B-A3B, 3.7 GB.
 """
@@ -27,6 +28,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,8 @@ READERS = 4
 COPIED = 1 << 29
 """Bytes that each thread copies for the memory's rate."""
 COPIES = 4
-CACHES = ("cold", "warm")
-SERVERS = ("plain", "offload")
+CASES = (("cold", "plain"), ("cold", "offloaded"), ("warm", "plain"), ("warm", "offloaded"), ("warm", "restarted"))
+"""Of one repeat: the page cache and the server."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Rates:
     disk: float
     memory: dict[int, float]
     """By the number of threads."""
+    new_pages: dict[int, float]
 
 
 def shards(model: Path) -> list[Path]:
@@ -91,22 +94,27 @@ def read_all(model: Path) -> float:
     return total / (time.perf_counter() - began)
 
 
-def copy_rate(threads: int) -> float:
-    """What ``threads`` copy together between buffers that have their pages; bytes a second."""
-    buffers = [(torch.ones(COPIED, dtype=torch.uint8), torch.zeros(COPIED, dtype=torch.uint8)) for _ in range(threads)]
+def copy_rate(threads: int, new_pages: bool = False) -> float:
+    """What ``threads`` copy together between buffers, of which the target has its pages or gets them; bytes a second."""
+    copies = 1 if new_pages else COPIES
+    sources = [torch.ones(COPIED, dtype=torch.uint8) for _ in range(threads)]
+    targets = [torch.empty(COPIED, dtype=torch.uint8) for _ in range(threads)]
+    if not new_pages:
+        for target in targets:
+            target.zero_()
 
-    def copy(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
-        for _ in range(COPIES):
-            pair[1].copy_(pair[0])
+    def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+        for _ in range(copies):
+            target.copy_(source)
 
     before, began = torch.get_num_threads(), time.perf_counter()
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(copy, buffers))
+            list(pool.map(copy, sources, targets))
     finally:
         torch.set_num_threads(before)
-    return threads * COPIES * COPIED / (time.perf_counter() - began)
+    return threads * copies * COPIED / (time.perf_counter() - began)
 
 
 def rates(model: Path, ranks: Sequence[int], repeats: int) -> Rates:
@@ -117,15 +125,30 @@ def rates(model: Path, ranks: Sequence[int], repeats: int) -> Rates:
     def best(measure: Callable[[], float]) -> float:
         return max(measure() for _ in range(max(2, repeats)))
 
-    return Rates(best(disk), {threads: best(lambda threads=threads: copy_rate(threads) / 1e9) for threads in ranks})
+    memory, fresh = (
+        {threads: best(lambda threads=threads, new=new: copy_rate(threads, new) / 1e9) for threads in ranks}
+        for new in (False, True)
+    )
+    return Rates(best(disk), memory, fresh)
 
 
-def start(model: Path, ranks: int, cache: str, server: str, flags: dict[str, Any], on_cpu: bool) -> Start:
+def learn(model: Path, profile: Path, flags: dict[str, Any], on_cpu: bool) -> None:
+    """Have a server save its profile."""
+    half = load(model).num_experts // 2
+    with Server(
+        model, on_cpu=on_cpu, expert_offload_num_resident=half, expert_offload_save_profile=profile, **flags
+    ) as running:
+        running.post("/generate", {"input_ids": list(range(1, 33)), "sampling_params": {"max_new_tokens": 32}})
+
+
+def start(model: Path, profile: Path, ranks: int, cache: str, server: str, flags: dict[str, Any], on_cpu: bool) -> Start:
     if cache == "cold":
         give_back(model)
     else:
         read_all(model)
-    offload: dict[str, Any] = {"expert_offload_num_resident": load(model).num_experts // 2} if server == "offload" else {}
+    offload: dict[str, Any] = {} if server == "plain" else {"expert_offload_num_resident": load(model).num_experts // 2}
+    if server == "restarted":
+        offload["expert_offload_profile"] = profile
     # On a CPU SGLang binds each rank to one core: more threads there only wait for one another.
     env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))} if on_cpu else {}
     began = time.perf_counter()
@@ -141,35 +164,40 @@ def table(starts: Sequence[Start], measured: Rates, nbytes: int, machine: str) -
     def median(field: str, *key: object) -> float:
         return statistics.median(getattr(s, field) for s in starts if (s.ranks, s.cache, s.server) == key)
 
-    cases = list(dict.fromkeys((s.ranks, s.cache) for s in starts))
-    repeats = sum((s.ranks, s.cache, s.server) == (*cases[0], "plain") for s in starts)
-    memory = ", ".join(f"{rate:.1f} GB/s by {threads}" for threads, rate in measured.memory.items())
+    cases = list(dict.fromkeys((s.ranks, s.cache, s.server) for s in starts))
+    repeats = sum((s.ranks, s.cache, s.server) == cases[0] for s in starts)
+    memory = ", ".join(
+        f"{rate:.1f} GB/s by {threads} ({measured.new_pages[threads]:.1f} to new pages)"
+        for threads, rate in measured.memory.items()
+    )
     lines = [
         "# Start",
         "",
         f"Made by `benchmarks/start.py`, which explains the columns, on {machine}.",
         f"A checkpoint of {nbytes / 1e9:.2f} GB; half of the experts are offloaded. Seconds, medians of {repeats}.",
         "",
-        f"The disk gives {measured.disk:.1f} GB/s; memory is copied at {memory} threads. In brackets: the share of the",
-        "disk's rate (cold) or of the memory's (warm) that a load reaches.",
+        f"The disk gives {measured.disk:.1f} GB/s; memory is copied at {memory} threads.",
+        "*Reached*: the share of the disk's rate (cold) or of the memory's (warm, pages there) that a load reaches.",
         "",
-        "| ranks | page cache | load, plain | load, offloaded | ratio | ready, plain | ready, offloaded |",
+        "| ranks | page cache | server | load | over plain | reached | ready |",
         "| --- " * 7 + "|",
     ]
-    for ranks, cache in cases:
+    for ranks, cache, server in cases:
         rate = 1e9 * (measured.disk if cache == "cold" else measured.memory[ranks])
-        plain, ours = (median("load", ranks, cache, server) for server in SERVERS)
-        loads = [f"{seconds:.2f} ({nbytes / seconds / rate:.2f})" for seconds in (plain, ours)]
-        ready = [f"{median('ready', ranks, cache, server):.1f}" for server in SERVERS]
-        lines.append(f"| {ranks} | {cache} | {' | '.join(loads)} | {ours / plain:.2f} | {' | '.join(ready)} |")
-    first = [(s.ranks, s.cache, {phase["name"]: phase["seconds"] for phase in s.phases[0]}) for s in starts if s.phases]
-    names = list(dict.fromkeys(name for *_, phases in first for name in phases))
+        seconds, plain = (median("load", ranks, cache, name) for name in (server, "plain"))
+        ready = median("ready", ranks, cache, server)
+        shares = f"{seconds / plain:.2f} | {nbytes / seconds / rate:.2f}"
+        lines.append(f"| {ranks} | {cache} | {server} | {seconds:.2f} | {shares} | {ready:.1f} |")
+    first = [
+        ((s.ranks, s.cache, s.server), {phase["name"]: phase["seconds"] for phase in s.phases[0]}) for s in starts if s.phases
+    ]
+    names = list(dict.fromkeys(name for _, phases in first for name in phases))
     lines += ["", "Phases of the first rank with the plugin, seconds:", ""]
-    lines += [f"| ranks | page cache | {' | '.join(names)} |", "| --- " * (2 + len(names)) + "|"]
-    for case in cases:
-        each = [phases for *of, phases in first if tuple(of) == case]
+    lines += [f"| ranks | page cache | server | {' | '.join(names)} |", "| --- " * (3 + len(names)) + "|"]
+    for case in dict.fromkeys(case for case, _ in first):
+        each = [phases for of, phases in first if of == case]
         cells = [f"{statistics.median(phases.get(name, 0.0) for phases in each):.2f}" for name in names]
-        lines.append(f"| {case[0]} | {case[1]} | {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(map(str, case))} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -182,14 +210,14 @@ def run(model: Path, args: argparse.Namespace) -> None:
     ranks = [int(number) for number in args.ranks.split(",")]
     on_cpu = args.device == "cpu"
     nbytes = sum(path.stat().st_size for path in shards(model))
-    measured = rates(model, ranks, args.repeats)
+    measured, flags = rates(model, ranks, args.repeats), json.loads(args.server_args)
     starts = []
-    for number in ranks:
-        for _ in range(args.repeats):
-            for cache in CACHES:
-                for server in SERVERS:
-                    starts.append(start(model, number, cache, server, json.loads(args.server_args), on_cpu))
-                    print(json.dumps(asdict(starts[-1])), flush=True)
+    with tempfile.TemporaryDirectory(prefix="start-") as folder:
+        profile = Path(folder) / "profile.npz"
+        learn(model, profile, {"tp_size": ranks[0], **flags}, on_cpu)
+        for number, _, (cache, server) in product(ranks, range(args.repeats), CASES):
+            starts.append(start(model, profile, number, cache, server, flags, on_cpu))
+            print(json.dumps(asdict(starts[-1])), flush=True)
     where = machine(on_cpu)
     args.out.mkdir(parents=True, exist_ok=True)
     record = {"machine": where, "bytes": nbytes, "rates": asdict(measured), "starts": [asdict(one) for one in starts]}

@@ -28,6 +28,9 @@ HOOKED = {
     "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs": "self",
     "sglang.srt.model_executor.model_runner.ModelRunner.forward": "self, forward_batch",
     "sglang.srt.model_loader.loader._initialize_model": "",
+    "sglang.srt.model_loader.loader.buffered_multi_thread_safetensors_weights_iterator": (
+        "hf_weights_files, *, disable_mmap, prefetch, drop_cache_after_load"
+    ),
     "sglang.srt.managers.scheduler.Scheduler.__init__": "self",
     "sglang.srt.managers.scheduler.Scheduler.get_internal_state": "self",
     "sglang.srt.managers.scheduler.Scheduler.set_internal_state": "self, recv_req",
@@ -97,6 +100,7 @@ CALLED = {
     "sglang.srt.layers.quantization.get_quantization_config": "quantization",
     "sglang.srt.mem_cache.kv_cache_configurator.mm_runtime_reservation_gb": "*, is_multimodal, mm_feature_transport",
     "sglang.srt.model_loader.utils.get_model_architecture": "model_config",
+    "sglang.srt.model_loader.weight_utils.safetensors_weights_iterator": "hf_weights_files",
     "sglang.srt.parser.code_completion_parser.completion_template_exists": "template_name",
     "sglang.srt.parser.template_detection.resolve_auto_parsers": "server_args",
     "sglang.srt.plugins.hook_registry.HookRegistry._apply_target": "target, hooks",
@@ -133,16 +137,14 @@ ATTRIBUTES = {
         "grpc_mode hicache_ratio hicache_size hicache_storage_backend hicache_storage_backend_extra_config host "
         "init_expert_location json_model_override_args kt_weight_path kv_cache_dtype load_format lora_paths "
         "mamba_full_memory_ratio mamba_ssm_dtype max_mamba_cache_size max_prefill_tokens max_running_requests "
-        "max_total_tokens mem_fraction_static mm_feature_transport model_path moe_a2a_backend moe_dense_tp_size "
-        "moe_dp_size moe_runner_backend nnodes node_rank offload_group_size page_size ple_offload_backend "
-        "ple_offload_embedding port pp_size quantization "
-        "remote_instance_weight_loader_start_seed_via_transfer_engine revision skip_tokenizer_init smg_grpc_mode "
-        "smg_http_sidecar_port speculative_adaptive speculative_adaptive_config speculative_algorithm "
-        "speculative_draft_kv_cache_dtype speculative_draft_load_format "
-        "speculative_draft_model_path speculative_draft_model_revision speculative_moe_runner_backend "
-        "speculative_ngram_external_corpus_path speculative_num_draft_tokens speculative_token_map "
-        "swa_full_tokens_ratio tokenizer_backend tokenizer_mode tokenizer_path tokenizer_worker_num tp_size "
-        "trust_remote_code use_ray weight_cache_mode"
+        "max_total_tokens mem_fraction_static mm_feature_transport model_loader_extra_config model_path moe_a2a_backend "
+        "moe_dense_tp_size moe_dp_size moe_runner_backend nnodes node_rank offload_group_size page_size ple_offload_backend "
+        "ple_offload_embedding port pp_size quantization remote_instance_weight_loader_start_seed_via_transfer_engine revision "
+        "skip_tokenizer_init smg_grpc_mode smg_http_sidecar_port speculative_adaptive speculative_adaptive_config "
+        "speculative_algorithm speculative_draft_kv_cache_dtype speculative_draft_load_format speculative_draft_model_path "
+        "speculative_draft_model_revision speculative_moe_runner_backend speculative_ngram_external_corpus_path "
+        "speculative_num_draft_tokens speculative_token_map swa_full_tokens_ratio tokenizer_backend tokenizer_mode "
+        "tokenizer_path tokenizer_worker_num tp_size trust_remote_code use_ray weight_cache_mode"
     ),
     "sglang.srt.arg_groups.arg_utils": "A Arg NS",
     "sglang.srt.arg_groups.fields.parallel.Parallel": (

@@ -49,6 +49,37 @@ def test_a_file_system_that_takes_no_advice_ends_nothing(checkpoint: Path, monke
     assert page_cache.give_back(checkpoint) == 0
 
 
+def test_a_file_is_cached_if_all_of_its_sample_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"1" * MIB)
+    asked, missing = list[int](), list[int]()
+
+    def read(descriptor: int, buffers: list[bytearray], offset: int, flags: int) -> int:
+        assert flags == os.RWF_NOWAIT, "or it would wait for the disk"
+        asked.append(offset)
+        if offset in missing:
+            raise BlockingIOError
+        return len(buffers[0])
+
+    monkeypatch.setattr(page_cache.os, "preadv", read)
+    assert page_cache.is_cached([str(path)])
+    assert (min(asked), max(asked), len(asked)) == (0, MIB - MIB // 64, 64)
+    missing.append(MIB // 2)
+    assert not page_cache.is_cached([str(path)])
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"1")
+    assert not page_cache.is_cached([str(path), str(tmp_path / "none")])
+
+    def refuses(*_: object) -> int:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(page_cache.os, "preadv", refuses)
+    assert not page_cache.is_cached([str(path)])
+
+
 def test_nothing_is_given_back_while_enough_is_free_in_large_pages(
     checkpoint: Path, advised: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

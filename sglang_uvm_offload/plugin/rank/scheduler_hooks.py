@@ -9,7 +9,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.plugin import compat
-from sglang_uvm_offload.plugin.rank import tma
+from sglang_uvm_offload.plugin.rank import checkpoint_reading, tma
 from sglang_uvm_offload.plugin.rank.draft_hooks import DraftHooks
 from sglang_uvm_offload.plugin.rank.expert_adapters import ExpertAdapters
 from sglang_uvm_offload.plugin.rank.expert_map import UPDATER, around_update
@@ -23,6 +23,7 @@ from sglang_uvm_offload.residency.start import Phase
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _BUILD = "sglang.srt.model_loader.loader._initialize_model"
+_READ = "sglang.srt.model_loader.loader.buffered_multi_thread_safetensors_weights_iterator"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _DRAFT_GRAPHS = (
@@ -49,6 +50,7 @@ def install(
     loading, steps, operating = LoadingHooks(rank), StepHooks(rank), OperatingHooks(rank)
     add(f"{_RUNNER}.load_model", loading.around_load_model, HookType.AROUND)
     add(_BUILD, loading.around_build, HookType.AROUND)
+    add(_READ, checkpoint_reading.around_threads, HookType.AROUND)
     for made, phase in (("alloc_memory_pool", Phase.POOLS), ("init_cuda_graphs", Phase.GRAPHS)):
         add(f"{_RUNNER}.{made}", rank.timed(phase), HookType.AROUND)
     add(f"{_RUNNER}.forward", steps.around_forward, HookType.AROUND)
