@@ -13,6 +13,7 @@ import pytest
 from builders import links
 from builders.managers import LAYERS, Rank, config
 
+from scripts.harness.patience import patience
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.policy.draft_length import DECIDE_STEPS
@@ -198,7 +199,7 @@ class Together:
     """Gathers what ranks in threads of their own give."""
 
     def __init__(self, ranks: int):
-        self.barrier, self.given = threading.Barrier(ranks, timeout=10), [None] * ranks
+        self.barrier, self.given = threading.Barrier(ranks, timeout=patience(10)), [None] * ranks
 
     def of(self, rank: int) -> Gather:
         def gather(own: Any) -> list[Any]:
