@@ -41,6 +41,9 @@ CHAT_TEMPLATE = (
 QUANTS = ("fp8", "int8", "gptq")
 BLOCK = 128  # of block-FP8 in both directions, and the group of GPTQ
 
+# LongCat's n-gram embedding: tokens that the longest n-gram has, and tables for each number of tokens.
+NGRAM_TOKENS, NGRAM_TABLES = 3, 2
+
 # How far hot experts are ahead, where the logits of the others have a standard deviation of 1: most tokens, not all.
 HOT_CORRECTION = 0.6  # added to a sigmoid's score
 HOT_BIAS = 3.0  # added to a logit
@@ -143,6 +146,9 @@ class Family:
     layer: Callable[[Weights, str, int], None]
     shape: Shape = Shape()
     next_token_layer: bool = False
+    own_norms: bool = False
+    """Whether ``layer`` also adds the norms before attention and before the MLP."""
+    ngrams: bool = False
 
 
 def base_config(shape: Shape, architecture: str, model_type: str, **more: Any) -> dict[str, Any]:
@@ -210,6 +216,17 @@ def routed_experts(weights: Weights, name: str, **projections: str) -> None:
         weights.mlp(f"{name}.{expert}", weights.shape.expert_size, **projections)
 
 
+YARN = {
+    "type": "yarn",
+    "factor": 4,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 512,
+}
+
+
 def deepseek_config(shape: Shape, version: int, **more: Any) -> dict[str, Any]:
     config = base_config(
         shape,
@@ -224,15 +241,7 @@ def deepseek_config(shape: Shape, version: int, **more: Any) -> dict[str, Any]:
         qk_nope_head_dim=32,
         qk_rope_head_dim=32,
         v_head_dim=32,
-        rope_scaling={
-            "type": "yarn",
-            "factor": 4,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 512,
-        },
+        rope_scaling=YARN,
         num_key_value_heads=shape.heads,
         **more,
     )
@@ -414,6 +423,57 @@ def gpt_oss_layer(weights: Weights, name: str, layer: int) -> None:
         weights.add(f"{tensor}_bias", weights.random(f"{tensor}_bias", shape.experts, out, std=0.1))
 
 
+def longcat_flash_config(shape: Shape) -> dict[str, Any]:
+    """With the n-gram embedding of LongCat-Flash-Lite, and experts that compute nothing."""
+    config = base_config(
+        shape,
+        "LongcatFlashForCausalLM",
+        "longcat_flash",
+        num_layers=shape.layers,
+        ffn_hidden_size=shape.dense_size,
+        expert_ffn_hidden_size=shape.expert_size,
+        n_routed_experts=shape.experts,
+        moe_topk=shape.top_k,
+        rope_scaling=YARN,
+        zero_expert_num=4,
+        zero_expert_type="identity",
+        routed_scaling_factor=2.0,
+        q_lora_rank=64,
+        kv_lora_rank=256,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        v_head_dim=32,
+        ngram_vocab_size_ratio=4,
+        emb_neighbor_num=NGRAM_TOKENS,
+        emb_split_num=NGRAM_TABLES,
+        num_key_value_heads=shape.heads,
+    )
+    del config["head_dim"]
+    return config
+
+
+def longcat_flash_layer(weights: Weights, name: str, layer: int) -> None:
+    """Attention and a dense MLP twice, and experts beside them."""
+    for half in range(2):
+        latent_attention(weights, f"{name}.self_attn.{half}", longcat_flash_config(weights.shape))
+        weights.mlp(f"{name}.mlps.{half}", weights.shape.dense_size)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            weights.norm(f"{name}.{norm}.{half}")
+    router, rows = f"{name}.mlp.router", weights.shape.experts + 4
+    weights.linear(f"{router}.classifier", rows, weights.shape.hidden)
+    weights.add(f"{router}.e_score_correction_bias", weights.random(f"{router}.bias", rows, std=0.02), torch.float32)
+    routed_experts(weights, f"{name}.mlp.experts")
+
+
+def ngram_embeddings(weights: Weights, name: str) -> None:
+    """A table for each number of tokens from two on and each hash, of a few more rows than the last one, and its projection."""
+    tables = (NGRAM_TOKENS - 1) * NGRAM_TABLES
+    width, rows = weights.shape.hidden // tables, 4 * VOCAB
+    for table in range(tables):
+        weights.add(f"{name}.embedders.{table}.weight", weights.random(f"{name}.{table}", rows + 2 * table + 1, width))
+        weights.linear(f"{name}.post_projs.{table}", weights.shape.hidden, width)
+
+
 FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(glm4_moe_config, glm4_moe_layer, next_token_layer=True),
     "qwen3_moe": Family(qwen3_moe_config, qwen3_moe_layer),
@@ -423,6 +483,7 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(olmoe_config, olmoe_layer, Shape(kv_heads=4)),
     "dots1": Family(dots1_config, dots1_layer),
     "gpt_oss": Family(gpt_oss_config, gpt_oss_layer, Shape(experts=8, top_k=2)),
+    "longcat_flash": Family(longcat_flash_config, longcat_flash_layer, own_norms=True, ngrams=True),
 }
 
 # One byte or less a weight: larger experts, so that a slice of one still reaches 64 KiB.
@@ -438,6 +499,8 @@ def model_weights(
 ) -> dict[str, torch.Tensor]:
     weights = Weights(shape, dtype, seed, hot)
     weights.embedding("model.embed_tokens")
+    if FAMILIES[family].ngrams:
+        ngram_embeddings(weights, "model.ngram_embeddings")
     for layer in range(shape.layers):
         decoder_layer(weights, family, f"model.layers.{layer}", layer)
     weights.norm("model.norm")
@@ -448,8 +511,9 @@ def model_weights(
 
 
 def decoder_layer(weights: Weights, family: str, name: str, layer: int) -> None:
-    weights.norm(f"{name}.input_layernorm")
-    weights.norm(f"{name}.post_attention_layernorm")
+    if not FAMILIES[family].own_norms:
+        weights.norm(f"{name}.input_layernorm")
+        weights.norm(f"{name}.post_attention_layernorm")
     FAMILIES[family].layer(weights, name, layer)
 
 

@@ -44,6 +44,8 @@ class Settings:
     """VRAM to leave free, GiB."""
     stream_gb: float | None
     """``--expert-offload-stream-buffer-gb``; None for ``auto``: as much as the planner, or else a rank, finds room for."""
+    tables_in_host: bool
+    """Whether lookup tables stay in host RAM that SGLang can only keep in VRAM."""
     tma: bool
     """Whether kernels may load weights by TMA."""
     draft_num_resident: int | None

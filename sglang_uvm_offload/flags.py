@@ -14,6 +14,7 @@ PREFIX = "expert_offload_"
 SELECTIONS = ("first_n", "frequency", "manual")
 ADAPTS = ("off", "warmup", "continuous")
 PREFETCHES = ("none", "frequency", "speculative")
+TABLES = ("vram", "host")
 OFF = "-1"
 """``num_resident`` of a launch that does not offload, whatever its other flags."""
 DRAFT_POLICIES = ("acceptance", "misses")
@@ -158,6 +159,13 @@ class OffloadFlags:
         float,
         "VRAM in GiB to leave free besides weights and KV cache, so that the driver never has to evict a resident expert. "
         "Subtracted from what --mem-fraction-static allows.",
+    )
+    lookup_tables: str = flag(
+        "vram",
+        str,
+        "host: the n-gram tables of LongCat models, of which a token reads a few rows, stay in host memory, and kernels read "
+        "those rows over PCIe. vram: where SGLang keeps them.",
+        TABLES,
     )
     tma: str = flag(
         "on",

@@ -53,6 +53,7 @@ def parse(values: Mapping[str, Any]) -> RequestedConfig | None:
         headroom_gb=flags.headroom_gb,
         stream_gb=_stream_gb(flags.stream_buffer_gb),
         stream_tokens=_stream_tokens(flags.stream_tokens),
+        tables_in_host=flags.lookup_tables == "host",
         tma=flags.tma == "on",
         backend=flags.backend,
         slots=_slots(flags.slots),

@@ -21,7 +21,7 @@ WALKED = [("tiny-qwen3", None), ("tiny-qwen3", "fp8"), ("tiny-glm", None), ("tin
 HOT = [[4, 5, 9, 12, 13, 15], [2, 3, 6, 7, 10, 11], [4, 6, 8, 9, 11, 14]]
 
 # What the names of the architectures begin with of which there are checkpoints.
-ARCHITECTURES = ("Glm4Moe", "Qwen3Moe", "DeepseekV", "Mixtral", "Olmoe", "Dots1", "GptOss", "LlamaForCausalLMEagle")
+ARCHITECTURES = ("Glm4Moe", "Qwen3Moe", "DeepseekV", "Mixtral", "Olmoe", "Dots1", "GptOss", "LlamaForCausalLMEagle", "Longcat")
 
 
 def unserved_models() -> list[str]:

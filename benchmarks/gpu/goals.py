@@ -153,6 +153,16 @@ def seconds_at_start(rows: PartRows) -> tuple[float, str] | None:
     return 8 * alone["median"] + together["median"], f"one alone {show(alone)}; all at once {show(together)}"
 
 
+def other_table_rows(rows: PartRows) -> tuple[float, str] | None:
+    found = find(rows.get("tables", ()), "table_rows_wrong", where="managed")
+    return (sum(row["median"] for row in found), f"{sum(row['read'] for row in found)} rows read") if found else None
+
+
+def table_rows_of_a_step(rows: PartRows) -> tuple[float, str] | None:
+    found = one(rows, "tables", "table_rows", where="managed", tokens=64)
+    return (found["median"], show(found)) if found else None
+
+
 def used_after_load(rows: PartRows) -> tuple[float, str] | None:
     """The worst load's error, in batches: of the free VRAM it would be a small share whatever the error."""
     found = best(find(rows.get("load", ()), "load", figure="error of VRAM used"))
@@ -272,6 +282,8 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("copies that brought, or streamed layers that read, other bytes", "<=", 0, other_bytes),
         Goal("the copy engine's rate as a server measures it over that from pinned memory", ">=", 0.9, engine_at_start),
         Goal("seconds in which eight ranks measure their links, in turn and at once", "<=", 2, seconds_at_start),
+        Goal("rows of a lookup table in host RAM that are read wrong", "<=", 0, other_table_rows),
+        Goal("microseconds in which a step of 64 tokens reads its rows of such a table", "<=", 100, table_rows_of_a_step),
     ),
     "layer": (
         Goal("decode step, all resident in managed over plain memory (worst case)", "<=", 1.01, resident_step),

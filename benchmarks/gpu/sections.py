@@ -85,6 +85,7 @@ OPS = Section(
         Part("identity", "ops_parts", 9, 60, 2, 3, "bytes after random promotions and demotions"),
         Part("load", "ops_parts", 14, 80, 14, 8, "free VRAM and host RAM after a load against the prediction"),
         Part("start_link", "link_parts", 12, 50, 8, 10, "the link as a server measures it at start, and how long that takes"),
+        Part("tables", "table_parts", 12, 50, 16, 18, "rows of a lookup table in host RAM beside one in VRAM: bytes and time"),
         Part(
             "copies",
             "stream_parts",

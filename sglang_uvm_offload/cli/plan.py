@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from sglang_uvm_offload.config import AUTO
+from sglang_uvm_offload.flags import TABLES
 from sglang_uvm_offload.sizing import hub, planner
 from sglang_uvm_offload.sizing.architectures import unserved_note
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
@@ -22,9 +23,11 @@ from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.lookup_tables import (
     BACKENDS,
     ENGRAM_VARIABLE,
+    MANAGED,
     PLE_CLASS,
     PLE_FLAG,
     REGISTERED,
+    TABLES_FLAG,
     VRAM,
     default_place,
 )
@@ -118,6 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="SGLang's flag: keep the n-gram tables of Qwen4-Exp in host RAM (default: SGLang's choice)",
     )
     kept.add_argument("--ple-offload-backend", choices=tuple(BACKENDS), default="pinned", help="SGLang's flag: where to")
+    kept.add_argument("--lookup-tables", choices=TABLES, default="vram", help=f"{TABLES_FLAG}: where to keep those of LongCat")
     kept.add_argument("--chunked-prefill-size", type=_count, help="default: SGLang's choice")
     kept.add_argument("--disable-cuda-graph", action="store_true")
     assumed = parser.add_argument_group("assumptions")
@@ -170,10 +174,10 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in names}
     usual = dataclasses.replace(Assumptions(), accepted_tokens=min(Assumptions.accepted_tokens, workload.draft_tokens))
     assumed = dataclasses.replace(usual, **{name: value for name, value in given.items() if value is not None})
-    place = _tables_in(args, model)
-    if place is None:
-        print(f"error: {PLE_FLAG}: SGLang accepts it for {PLE_CLASS} only", file=sys.stderr)
+    if wrong := _table_problem(args, model):
+        print(f"error: {wrong}", file=sys.stderr)
         return 2
+    place = _tables_in(args, model)
     case = Case(model, machine, workload, parallel, reserve, assumed, slots=args.slots, tables_in=place)
     result = planner.plan_case(case, args.hit_rate, args.num_resident)
     if args.num_resident is None:
@@ -187,10 +191,21 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.fits else 1
 
 
-def _tables_in(args: argparse.Namespace, model: CheckpointShape) -> str | None:
-    """Where SGLang would keep the lookup tables, None if it refuses the flag."""
+def _table_problem(args: argparse.Namespace, model: CheckpointShape) -> str:
+    """Why a launch with these flags would be refused, "" if it would not."""
+    if args.ple_offload_embedding and PLE_CLASS not in model.architectures:
+        return f"{PLE_FLAG}: SGLang accepts it for {PLE_CLASS} only"
+    if args.lookup_tables == "host" and not any(table.is_in(MANAGED) for table in model.tables):
+        return "--lookup-tables host: the model has no n-gram embedding of LongCat's kind"
+    return ""
+
+
+def _tables_in(args: argparse.Namespace, model: CheckpointShape) -> str:
+    """Where a server would keep the lookup tables."""
+    if args.lookup_tables == "host":
+        return MANAGED
     if args.ple_offload_embedding is not None and PLE_CLASS not in model.architectures:
-        return None if args.ple_offload_embedding else VRAM
+        return VRAM
     if args.ple_offload_embedding is None and default_place(model.tables) == VRAM:
         return REGISTERED if os.environ.get(ENGRAM_VARIABLE, "").lower() in ("1", "true") else VRAM
     return VRAM if args.ple_offload_embedding is False else BACKENDS[args.ple_offload_backend]

@@ -33,7 +33,7 @@ def check_host_ram(memory: Memory, call: str, name: str, needed: int) -> None:
             call,
             name,
             Span(0, needed),
-            f"offloaded experts need {size(needed)} of host RAM, and {size(max(room, 0))} is left "
+            f"it takes {size(needed)} of host RAM, and {size(max(room, 0))} is left "
             f"({size(host_margin(needed))} is reserved for other uses)",
         )
 

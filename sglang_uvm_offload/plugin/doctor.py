@@ -168,7 +168,7 @@ def _memory(config: OffloadConfig, args: Any) -> list[str]:
     host += f"; available: {size(host_available())}"
     host += ", for GPU and host together, which use the same memory" if cfg.device == "cuda" and has_one_memory() else ""
     out = [f"VRAM for the resident experts, over all ranks: {vram}"] if cfg.device == "cuda" else []
-    tables, place = table_bytes(cfg, model_config_of(args))
+    tables, place = table_bytes(args)
     out += [f"lookup tables, over all ranks: {size(tables)} in {place}"] if tables else []
     return [*out, f"host RAM for the offloaded experts, over all ranks: {host}"]
 

@@ -39,6 +39,10 @@ HOOKED = {
     "sglang.srt.managers.scheduler.Scheduler.handle_shutdown": "self",
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__": "self",
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__setattr__": "self, name, value",
+    "sglang.srt.layers.n_gram_embedding.NgramEmbedding.__init__": "self",
+    "sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod.create_weights": (
+        "self, layer, input_size_per_partition, output_partition_sizes"
+    ),
     **dict.fromkeys(
         [
             "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner.execute",
@@ -181,6 +185,7 @@ ATTRIBUTES = {
     "sglang.srt.layers.moe.token_dispatcher.standard.StandardDispatcher": "skip_local_expert_mapping",
     "sglang.srt.layers.moe.utils.MoeA2ABackend": "is_none",
     "sglang.srt.layers.moe.utils.MoeRunnerBackend": "is_deep_gemm is_marlin is_triton",
+    "sglang.srt.layers.n_gram_embedding.NgramEmbedding": "oe_embeder word_embeder",
     "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase": (
         "apply create_weights get_moe_runner_backend process_weights_after_loading"
     ),

@@ -271,6 +271,8 @@ class RankStatus(Struct, frozen=True):
     were no tokens, and both before the first choice."""
     start: list[StartPhase] = []
     """What the start of this rank took; empty until it serves."""
+    lookup_table_bytes: Count = 0
+    """Host RAM of lookup tables that kernels read in place."""
     plugin_version: str = ""
     """Empty in statistics that earlier versions saved."""
 

@@ -26,6 +26,8 @@ def residency_table(status: RankStatus, memory: MemoryInfo, kv_tokens: int) -> s
         part = "in VRAM" if offloaded else "all resident"
         rows.append((f"draft model, {status.draft_layers} MoE layers, {part}", "", size(status.draft_bytes)))
         rows += [("  offloaded to host RAM", "", size(offloaded))] if offloaded else []
+    if status.lookup_table_bytes:
+        rows.append(("lookup tables in host RAM", "", size(status.lookup_table_bytes)))
     if (streaming := status.streaming) is not None:
         what = f"{streaming.buffers} stream buffer{'s' if streaming.buffers > 1 else ''}, for steps of {streaming.min_tokens}"
         rows.append((f"{what} tokens or more", "", size(streaming.nbytes)))

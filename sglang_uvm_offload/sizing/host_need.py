@@ -22,12 +22,14 @@ class HostNeed:
     """Hierarchical caches."""
     processes: int = 0
     tables: int = 0
-    """Lookup tables that SGLang keeps in host RAM."""
+    """Lookup tables."""
+    tables_are_managed: bool = False
+    """Whether they are in managed memory, as the experts are."""
 
     @property
     def margin(self) -> int:
         """What offloading leaves free for others: it ends a launch that would take more of it."""
-        return host_margin(self.experts)
+        return host_margin(self.experts + (self.tables if self.tables_are_managed else 0))
 
     @property
     def beside_cache(self) -> int:

@@ -17,6 +17,7 @@ from functools import cached_property
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, round_up
 from sglang_uvm_offload.sizing.checkpoint_shape import LayerShape
 from sglang_uvm_offload.sizing.host_need import HostNeed
+from sglang_uvm_offload.sizing.lookup_tables import MANAGED
 from sglang_uvm_offload.sizing.machine import GIB
 from sglang_uvm_offload.sizing.rank_memory import Case
 
@@ -84,6 +85,7 @@ class LeastMemory:
             sum(self.offloaded(stage, rows) for stage in stages),
             sum(self._host_cache(stage, rows) for stage in stages),
             tables=self._host_tables * len(stages) // self.case.parallel.ranks,
+            tables_are_managed=self.case.tables_in == MANAGED,
         )
 
     @property

@@ -8,13 +8,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.memory.layout import whole_blocks
 from sglang_uvm_offload.sizing.inputs import Parallel
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
 from sglang_uvm_offload.units import size
 
 VRAM, PINNED, REGISTERED, FILE = "VRAM", "pinned host RAM", "registered host RAM", "a file"
+MANAGED = "managed host RAM"
 """Where a server keeps tables. PyTorch allocates ``PINNED`` ones, and rounds each up to a power of two
-(``CachingHostAllocator.h``); ``REGISTERED`` ones SGLang maps itself, as large as they are."""
+(``CachingHostAllocator.h``); ``REGISTERED`` ones SGLang maps itself, as large as they are; ``MANAGED`` ones are this plugin's,
+in whole blocks."""
+
+TABLES_FLAG = flag_name("lookup_tables")
 
 PLE_FLAG = "--ple-offload-embedding"
 ENGRAM_VARIABLE = "SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE"
@@ -33,7 +39,7 @@ class Kind:
     sharing: str
     """``tp``, ``attention``, or "" if each rank holds all rows."""
     places: tuple[str, ...] = ()
-    """Where else than in VRAM SGLang can keep it."""
+    """Where else than in VRAM a server can keep it."""
     offloaded_by: str = ""
 
 
@@ -43,7 +49,7 @@ KINDS = {
     # layers/engram.py: EngramEmbedding
     "engram": Kind(r"engram\.embed\.", "tp", (REGISTERED,), f"{ENGRAM_VARIABLE}=1"),
     # layers/n_gram_embedding.py: VocabParallelEmbedding
-    "ngram": Kind(r"(?:ngram_embeddings\.embedders\.\d+|oe_embeder)\.", "attention"),
+    "ngram": Kind(r"(?:ngram_embeddings\.embedders\.\d+|oe_embeder)\.", "attention", (MANAGED,), f"{TABLES_FLAG} host"),
     # models/gemma3n_causal.py and gemma4_causal.py: torch's Embedding
     "per_layer": Kind(r"embed_tokens_per_layer\.", ""),
 }
@@ -75,11 +81,12 @@ class LookupTable:
 
     def host_bytes(self, place: str, parallel: Parallel) -> int:
         """Host RAM of the ranks of one replica. A file takes none that others could not have: its pages are a cache."""
-        if place not in (PINNED, REGISTERED) or not self.is_in(place):
+        if place not in (PINNED, REGISTERED, MANAGED) or not self.is_in(place):
             return 0
         if place == REGISTERED:
             return self.nbytes
-        return parallel.tp * (1 << (self.rank_bytes(parallel) - 1).bit_length())
+        of_rank = self.rank_bytes(parallel)
+        return parallel.tp * (whole_blocks(of_rank) if place == MANAGED else 1 << (of_rank - 1).bit_length())
 
 
 @lru_cache(maxsize=1024)
@@ -99,12 +106,12 @@ def tables_of(tensors: Iterable[tuple[int, TensorInfo]]) -> tuple[LookupTable, .
 
 
 def offloaded_by(tables: Iterable[LookupTable]) -> str:
-    """The flag or variable with which SGLang keeps tables outside of VRAM, "" if it has none."""
+    """The flag or variable that keeps tables outside of VRAM, "" if there is none."""
     return next((KINDS[table.kind].offloaded_by for table in tables if KINDS[table.kind].places), "")
 
 
 def other_place(tables: Iterable[LookupTable]) -> str:
-    """Where SGLang keeps these tables if it is told to offload them, without further flags; VRAM if it cannot."""
+    """Where a server keeps these tables if it is told to offload them, without further flags; VRAM if it cannot."""
     return next((KINDS[table.kind].places[0] for table in tables if KINDS[table.kind].places), VRAM)
 
 
@@ -119,12 +126,14 @@ def table_note(tables: Iterable[LookupTable], place: str, one_memory: bool = Fal
     if not held:
         return ""
     what = f"the lookup tables take {size(sum(table.nbytes for table in held))} of VRAM over the ranks that share them"
-    flag = offloaded_by(held)
-    return f"{what}; {flag} keeps them in host RAM" if flag else f"{what}; SGLang cannot keep them elsewhere"
+    flag = "" if one_memory else offloaded_by(held)
+    return f"{what}; {flag} keeps them in host RAM" if flag else f"{what}; nothing frees it"
 
 
 def table_flags(tables: Iterable[LookupTable], place: str) -> list[str]:
     """The flags with which a server keeps these tables in ``place``, where it has flags for that."""
+    if place == MANAGED:
+        return [f"{TABLES_FLAG} host"]
     if offloaded_by(tables) != PLE_FLAG:
         return []
     if place == VRAM:

@@ -9,6 +9,7 @@ from functools import cached_property
 from sglang_uvm_offload.sizing.checkpoint_shape import LayerShape
 from sglang_uvm_offload.sizing.host_need import HostNeed
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.sizing.lookup_tables import MANAGED
 from sglang_uvm_offload.sizing.machine import GIB
 from sglang_uvm_offload.sizing.plan import RankMemory
 from sglang_uvm_offload.sizing.rank_experts import RankExperts
@@ -156,7 +157,8 @@ class Case(RankExperts):
         cache = sum(self.hicache_bytes(stage, rows) for stage in range(p.pp))
         alike = p.tp * p.replicas
         processes = int(self.assumed.process_gib * GIB) * p.ranks
-        return HostNeed(experts * alike, cache * alike, processes, self.table_host_bytes)
+        managed = self.tables_in == MANAGED
+        return HostNeed(experts * alike, cache * alike, processes, self.table_host_bytes, tables_are_managed=managed)
 
     def host(self, rows: int, after_moves: bool) -> int:
         return self.host_need(rows, after_moves).total

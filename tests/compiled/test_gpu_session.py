@@ -262,6 +262,9 @@ def test_every_way_to_copy_and_every_arm_of_a_step_is_run(ran):
     assert values("ops", "copies", "copies_wrong", "what") >= {f"layers that stream, buffers: {n}" for n in (1, 2)}
     assert values("ops", "start_link", "start_link", "of") == {"sequential", "scattered", "copied", "engine"}
     assert values("ops", "start_link", "start_link_seconds", "of") == {"one rank alone", "all at once"}
+    assert values("ops", "tables", "table_rows", "where") == values("ops", "tables", "table_rows_wrong", "where")
+    assert values("ops", "tables", "table_rows", "where") == {"managed", "plain"}
+    assert values("ops", "tables", "table_rows", "tokens") == {1, 64, 8192}
     assert values("slots", "empty", "resolved_step", "graph") == {"with", "without", "alone"}
     assert values("slots", "empty", "resolve_share", "slots") == {64, 192}
     ways = {"slots", "copy kernel", "copy engine, device to device", "a kernel of torch"}
@@ -1160,6 +1163,14 @@ def test_the_worst_of_host_time_copies_and_misses_decides(modules):
     assert judged(modules, "ops", 3, start_link(44.0, 0.2))["met"] is False
     assert judged(modules, "ops", 4, start_link(46.0, 0.2))["ratio"] == pytest.approx(1.8)
     assert judged(modules, "ops", 4, start_link(46.0, 0.3))["met"] is False
+
+    def tables(wrong: float, us: float) -> dict:
+        of = {"where": "managed", "tokens": 64}
+        plain = [row(name, [9e9], where="plain", tokens=64, read=1) for name in ("table_rows_wrong", "table_rows")]
+        return {"tables": [*plain, row("table_rows_wrong", [wrong], **of, read=768), row("table_rows", [us], **of)]}
+
+    assert [judged(modules, "ops", 5, tables(wrong, 1.0))["met"] for wrong in (0, 1)] == [True, False]
+    assert [judged(modules, "ops", 6, tables(0, us))["met"] for us in (99.0, 101.0)] == [True, False]
 
     def miss(memory: str, way: str, rate: float) -> dict:
         return row("miss", [rate], shape="glm-4.5-air", memory=memory, way=way)

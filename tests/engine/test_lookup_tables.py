@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from arguments import Arguments
 from builders.configs import served_config
-from builders.true_shape import write
+from builders.true_shape import config_folder, write
+from launches import launched
+from nursery import Nursery
 
 from sglang_uvm_offload.cli.main import main
+from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.plugin import doctor
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch import expert_bytes, lookup_tables, planned_launch
+from sglang_uvm_offload.plugin.server_config import attach_requested
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.engine_shape import shape_by_engine
@@ -32,6 +38,7 @@ ROWS = 320_001_536
 """Of the published table (tests/fixtures/tables/README.md), each of 160 values."""
 WORDS = ("--model-path", FOLDER, "--device", "cuda", "--skip-tokenizer-init", "--load-format", "dummy")
 H200 = 143771
+QWEN3 = config_folder("Qwen/Qwen3-30B-A3B")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +82,7 @@ def test_a_launch_keeps_the_table_where_sglangs_flags_say(
     cuda_arguments: Arguments, words: tuple[str, ...], place: str
 ) -> None:
     given = cuda_arguments(*WORDS, *words)
-    assert lookup_tables.tables_in(resolving_view(given), model_config_of(given)) == place
+    assert lookup_tables.tables_in(resolving_view(given), model_config_of(given), in_host=True) == place
 
 
 @pytest.fixture(scope="module")
@@ -127,16 +134,112 @@ def test_a_launch_is_planned_and_checked_with_its_table(
     assert fact == f"lookup tables, over all ranks: 47.68 GiB {said}"
 
 
+LITE = FOLDER.parent / "meituan-longcat--LongCat-Flash-Lite"
+LITE_ROWS = [78 * 131072 + 2 * table + 1 for table in range(12)]
+FLAG = "--expert-offload-lookup-tables"
+
+
+@pytest.fixture(scope="module")
+def longcat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts and tables, by the names that SGLang loads (``LongcatFlashForCausalLM.load_weights``)."""
+    folder = shutil.copytree(LITE, tmp_path_factory.mktemp("longcat") / "model")
+    names = {"architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash"}
+    (folder / "config.json").write_text(json.dumps(json.loads((LITE / "config.json").read_text()) | names))
+    shapes = {"gate_proj": (1024, 3072), "up_proj": (1024, 3072), "down_proj": (3072, 1024)}
+    tensors = [
+        TensorInfo(f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", "BF16", of)
+        for layer in range(14)
+        for expert in range(256)
+        for name, of in shapes.items()
+    ]
+    tensors += [
+        TensorInfo(f"model.ngram_embeddings.embedders.{table}.weight", "BF16", (rows, 256))
+        for table, rows in enumerate(LITE_ROWS)
+    ]
+    write(folder, tensors)
+    return folder
+
+
+def asked(tables: str) -> RequestedConfig:
+    requested = parse({"num_resident": 128, "lookup_tables": tables, "stream_tokens": "inf"})
+    assert requested is not None
+    return requested
+
+
+@pytest.mark.parametrize(("given", "vram", "host"), [("vram", 1, 0), ("host", 0, 1)])
+def test_longcats_tables_are_planned_checked_and_shown_where_the_flag_keeps_them(
+    cuda_arguments: Arguments, longcat: Path, monkeypatch: pytest.MonkeyPatch, given: str, vram: int, host: int
+) -> None:
+    """On two ranks. With all experts resident too, the tables alone are refused where host RAM is short."""
+    monkeypatch.setattr(planned_launch, "get_device_memory_capacity", lambda device: H200)
+    monkeypatch.setattr(planned_launch, "visible_gpus", lambda: [("NVIDIA H200", H200 << 20)])
+    requested, args = asked(given), cuda_arguments("--model-path", longcat, *WORDS[2:], "--tp-size", 2)
+    attach_requested(args, requested)
+    case = planned_launch.planned_launch(requested, args).case()
+    nbytes = sum(LITE_ROWS) * 256 * 2
+    assert case.rank(0, 0).table_bytes == vram * nbytes // 2
+    assert case.host_need(0).tables == pytest.approx(host * nbytes, abs=8 << 20)
+    need = expert_bytes.host_need(256, args)
+    assert (need.experts, need.tables, need.tables_are_managed) == (0, host * nbytes, given == "host")
+    short = expert_bytes.shortage(256, need, 50 << 30)
+    assert [f"leave out {FLAG}" in line for line in short] == [True] * host
+    (fact,) = [line for line in doctor._memory(requested.resolved(), args) if line.startswith("lookup tables")]
+    assert fact == f"lookup tables, over all ranks: 58.50 GiB in {'managed host RAM' if host else 'VRAM'}"
+
+
+REFUSED = f"{FLAG} host: the model ({{}}) has no n-gram embedding of LongCat's kind; {{}}"
+
+
+def test_the_flag_is_refused_for_a_model_without_such_tables(longcat: Path, sglang: Nursery) -> None:
+    def case(folder: Path) -> dict[str, Any]:
+        words = ["--model-path", str(folder), "--device", "cpu", *WORDS[4:], "--expert-offload-num-resident", "4"]
+        return {"argv": [*words, FLAG, "host"], "resolve": True}
+
+    ended = launched({"qwen3": case(QWEN3), "longcat": case(longcat)}, sglang)
+    assert REFUSED.format("Qwen3MoeForCausalLM", "leave it out") in ended["qwen3"]["error"]
+    assert FLAG not in ended["longcat"]["error"]
+    assert ended["longcat"]["exit"] is None
+
+
+def test_the_flag_names_sglangs_own_where_it_has_one(cuda_arguments: Arguments) -> None:
+    (problem,) = lookup_tables.problems(asked("host"), model_config_of(cuda_arguments(*WORDS)))
+    own = "SGLang has a flag for its tables, --ple-offload-embedding; give that"
+    assert problem == REFUSED.format("Qwen4ExpForConditionalGeneration", own)
+    assert lookup_tables.problems(asked("vram"), model_config_of(cuda_arguments(*WORDS))) == []
+
+
+def test_a_node_that_is_short_of_tables_is_named(
+    cuda_arguments: Arguments, longcat: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloaded: list[int] = []
+    monkeypatch.setattr(expert_bytes, "crowded", lambda by_gpu: offloaded.append(by_gpu[0]) or [])
+    args = cuda_arguments("--model-path", longcat, *WORDS[2:])
+    for given in ("vram", "host"):
+        attach_requested(args, asked(given))
+        expert_bytes.crowded_nodes(128, args)
+    assert offloaded[1] - offloaded[0] == sum(LITE_ROWS) * 256 * 2
+
+
+def test_plan_takes_the_flag(longcat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """LongCat-Flash-Lite in bf16 fits a GPU of 80 GB without half of its weights."""
+    assert main(["plan", str(longcat), "--machine", "1xH100", "--lookup-tables", "host"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "lookup tables 58.50 GiB, in managed host RAM, which take 58.50 GiB of it" in shown
+    assert f"{FLAG} host" in shown
+    assert main(["plan", str(FOLDER), "--machine", "2xH200", "--lookup-tables", "host"]) == 2
+    assert "--lookup-tables host: the model has no n-gram embedding" in capsys.readouterr().err
+
+
 def test_an_engram_table_is_where_its_variables_say(cuda_arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     """By SGLang's class of configs; a launch of such a model needs its tokenizer."""
     values = {"engram_layer_ids": [1, 14], "engram_num_embeddings": [384006168, 384016682], "engram_head_dim": 256}
     model = SimpleNamespace(hf_config=DeepseekV41Config(architectures=["DeepseekV41ForCausalLM"], **values))
     cfg = resolving_view(cuda_arguments(*WORDS))
-    assert lookup_tables.tables_in(cfg, model) == VRAM
+    assert lookup_tables.tables_in(cfg, model, in_host=True) == VRAM
     monkeypatch.setenv("SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE", "1")
-    assert lookup_tables.tables_in(cfg, model) == REGISTERED
+    assert lookup_tables.tables_in(cfg, model, in_host=True) == REGISTERED
     monkeypatch.setenv("SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS", "1")
-    assert lookup_tables.tables_in(cfg, model) == VRAM
+    assert lookup_tables.tables_in(cfg, model, in_host=True) == VRAM
 
 
 def test_tables_of_single_groups_are_not_counted(cuda_arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:

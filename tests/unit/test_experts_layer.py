@@ -253,7 +253,7 @@ def test_demoting_takes_host_ram_the_first_time_only():
 def test_too_little_host_memory_is_refused_by_name_before_anything_is_taken():
     memory = PoorMemory()
     layer = ExpertLayer(memory, LayerShard(3, E), holding())
-    with pytest.raises(ManagedMemoryError, match=r"MoE layer 3.*need .*MiB of host RAM, and .*MiB is left"):
+    with pytest.raises(ManagedMemoryError, match=r"MoE layer 3.*takes .*MiB of host RAM, and .*MiB is left"):
         Module().create(layer)
     assert memory.live_ranges == 0
 

@@ -52,9 +52,14 @@ def listed() -> set[str]:
 def test_every_function_that_is_hooked_is_listed():
     targets: set[str] = set()
     for tma in ("on", "off"):
-        config = served_config(
-            num_resident="1", slots="1", draft_num_resident=1, draft_policy="misses", trace="/nowhere.npz", tma=tma
-        )
+        every = {
+            "slots": "1",
+            "draft_num_resident": 1,
+            "draft_policy": "misses",
+            "trace": "/nowhere.npz",
+            "lookup_tables": "host",
+        }
+        config = served_config(num_resident="1", **every, tma=tma)
         scheduler_hooks.install(config, lambda target, hook, kind: targets.add(target))
     end_of_serving.install(lambda target, hook, kind: targets.add(target))
     assert targets | {roles._PUBLISH} == {*hook_points.HOOKED, *weight_writes.WRITERS}

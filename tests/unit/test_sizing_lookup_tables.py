@@ -8,13 +8,14 @@ from functools import cache
 import pytest
 from builders.true_shape import config_folder
 
+from sglang_uvm_offload.memory.host_ram import BOOKKEEPING_SHARE
 from sglang_uvm_offload.sizing.checkpoint import from_tensors
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.config_tensors import tensors_of
 from sglang_uvm_offload.sizing.conversion import Conversion
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.least_memory import LeastMemory
-from sglang_uvm_offload.sizing.lookup_tables import FILE, PINNED, REGISTERED, VRAM, LookupTable
+from sglang_uvm_offload.sizing.lookup_tables import FILE, MANAGED, PINNED, REGISTERED, VRAM, LookupTable
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.plan import Plan
 from sglang_uvm_offload.sizing.planner import plan_case, render
@@ -93,19 +94,26 @@ def test_pinned_tables_are_rounded_up_to_powers_of_two_and_mapped_ones_are_not()
     for ranks in (1, 2):
         assert case("ple", PINNED, Parallel(tp=ranks)).table_host_bytes == 64 * GIB
     assert case("engram", REGISTERED).table_host_bytes == BYTES["engram"]
+    assert case("ngram", MANAGED).table_host_bytes == BYTES["ngram"], "in whole blocks"
+    groups = Parallel(tp=8, dp=4, dp_attention=True)
+    assert case("ngram", MANAGED, groups).table_host_bytes == 4 * BYTES["ngram"], "each group has its own"
     assert case("ple", PINNED, Parallel(tp=1, dp=2)).table_host_bytes == 128 * GIB, "each replica has its own"
 
 
-@pytest.mark.parametrize(("kind", "place"), [("ple", PINNED), ("ple", FILE), ("engram", REGISTERED)])
+@pytest.mark.parametrize(("kind", "place"), [("ple", PINNED), ("ple", FILE), ("engram", REGISTERED), ("ngram", MANAGED)])
 def test_a_table_elsewhere_takes_no_vram(kind: str, place: str) -> None:
     without, found = case(""), case(kind, place)
     assert found.rank(0, 0) == without.rank(0, 0)
     more = found.host(0, after_moves=False) - without.host(0, after_moves=False)
-    assert more == found.table_host_bytes
+    kept_of_pages = int(BOOKKEEPING_SHARE * found.table_host_bytes) if place == MANAGED else 0
+    assert more == pytest.approx(found.table_host_bytes + kept_of_pages, abs=1)
     assert bool(more) == (place != FILE)
 
 
-@pytest.mark.parametrize(("kind", "place"), [("ngram", PINNED), ("per_layer", PINNED), ("engram", PINNED), ("ple", REGISTERED)])
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("ngram", PINNED), ("per_layer", MANAGED), ("engram", PINNED), ("ple", REGISTERED), ("ple", MANAGED)],
+)
 def test_a_table_stays_in_vram_where_sglang_has_no_way_to_keep_it_there(kind: str, place: str) -> None:
     found = case(kind, place)
     assert found.table_bytes(0) > 0
@@ -142,8 +150,11 @@ def test_a_plan_shows_the_table_and_the_flag_that_frees_its_vram() -> None:
     assert "--ple-offload-backend file" in planned("ple", FILE).flags
 
 
-def test_a_plan_says_which_tables_sglang_cannot_move() -> None:
-    assert "; SGLang cannot keep them elsewhere" in render(planned("ngram"))
+def test_a_plan_says_what_frees_the_vram_of_other_tables() -> None:
+    assert "of VRAM over the ranks that share them; nothing frees it" in render(planned("per_layer"))
+    assert "; --expert-offload-lookup-tables host keeps them in host RAM" in render(planned("ngram"))
+    assert planned("ngram", MANAGED).flags.count("--expert-offload-lookup-tables host") == 1
+    assert "in managed host RAM, which take" in render(planned("ngram", MANAGED))
     assert "; SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE=1 keeps them in host RAM" in render(planned("engram"))
     assert "lookup tables" not in render(planned(""))
     assert not [flag for kind in ("ngram", "engram", "") for flag in planned(kind).flags if "ple" in flag]
@@ -154,6 +165,8 @@ def test_only_a_file_frees_memory_that_gpu_and_host_share() -> None:
         (note,) = [each for each in planned("ple", place, machine="1xSPARK").notes if "lookup tables" in each]
         assert note.endswith("; --ple-offload-embedding --ple-offload-backend file keeps them in a file")
     assert not any("lookup tables" in each for each in planned("ple", FILE, machine="1xSPARK").notes)
+    (note,) = [each for each in planned("ngram", machine="1xSPARK").notes if "lookup tables" in each]
+    assert note.endswith("; nothing frees it")
 
 
 def test_moving_the_table_is_a_remedy_where_it_makes_the_model_fit() -> None:
@@ -163,7 +176,8 @@ def test_moving_the_table_is_a_remedy_where_it_makes_the_model_fit() -> None:
     assert any(", 20.00 GiB of lookup tables" in problem for problem in short.problems)
     assert "lookup tables in host RAM (--ple-offload-embedding)" in short.needs
     assert planned("ple", PINNED, machine="2x4090").fits
-    assert not any("lookup tables" in need for need in planned("ngram", machine="1x4090").needs)
+    assert "lookup tables in host RAM (--expert-offload-lookup-tables host)" in planned("ngram", machine="2x4090").needs
+    assert not any("lookup tables" in need for need in planned("per_layer", machine="1x4090").needs)
 
 
 def test_host_ram_that_is_short_for_the_table_is_said() -> None:

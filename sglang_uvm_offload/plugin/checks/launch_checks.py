@@ -17,7 +17,15 @@ from sglang_uvm_offload.flags import PREFIX, FlagError, flag_name
 from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.checks import combinations, front_doors, slot_settings, start_checks, tma, tracing, vram_check
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
-from sglang_uvm_offload.plugin.launch import auto_resident, devices, draft_source, expert_bytes, output_files, stream_settings
+from sglang_uvm_offload.plugin.launch import (
+    auto_resident,
+    devices,
+    draft_source,
+    expert_bytes,
+    lookup_tables,
+    output_files,
+    stream_settings,
+)
 from sglang_uvm_offload.plugin.launch.local_checkpoint import damage
 from sglang_uvm_offload.plugin.launch.planned_launch import longest_step, rates_of_streams
 from sglang_uvm_offload.plugin.launch.profiles import chosen_profile
@@ -69,6 +77,7 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
         *output_files.problems(requested, server_args),
         *routing.problems(requested),
         *tma.problems(requested, cfg, model),
+        *lookup_tables.problems(requested, model),
         *start_checks.problems(cfg, model),
         *(damaged := damage(cfg)),
     ]

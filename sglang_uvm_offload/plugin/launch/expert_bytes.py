@@ -15,11 +15,12 @@ from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin.compat import as_given, model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch.lookup_tables import tables_in
 from sglang_uvm_offload.plugin.launch.planned_launch import has_one_memory, hicache, model_files, ranks
+from sglang_uvm_offload.plugin.server_config import requested_of
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.conversion import conversion
 from sglang_uvm_offload.sizing.host_need import HostNeed
 from sglang_uvm_offload.sizing.launch import stored_model
-from sglang_uvm_offload.sizing.lookup_tables import PINNED, REGISTERED
+from sglang_uvm_offload.sizing.lookup_tables import MANAGED, PINNED, REGISTERED, TABLES_FLAG
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, NoExperts
 from sglang_uvm_offload.sizing.verdict import ONE_MEMORY
 from sglang_uvm_offload.units import size
@@ -106,14 +107,16 @@ def host_need(num_resident: int, server_args: Any) -> HostNeed:
     cfg = resolving_view(server_args)
     known = expert_bytes(num_resident, cfg, model_config_of(server_args))
     cache = hicache(cfg, as_given(server_args)).get("hicache_bytes", 0) if cfg.pp_size == 1 else 0
-    nbytes, place = table_bytes(cfg, model_config_of(server_args))
-    tables = nbytes if place in (PINNED, REGISTERED) else 0
-    return HostNeed(0 if known is None else max(0, known.loading), cache * len(ranks(cfg)), tables=tables)
+    nbytes, place = table_bytes(server_args)
+    tables = nbytes if place in (PINNED, REGISTERED, MANAGED) else 0
+    experts = 0 if known is None else max(0, known.loading)
+    return HostNeed(experts, cache * len(ranks(cfg)), tables=tables, tables_are_managed=place == MANAGED)
 
 
-def table_bytes(cfg: Any, model_config: Any) -> tuple[int, str]:
-    """The lookup tables of the ranks on this machine, without what PyTorch rounds them up by, and where SGLang keeps them."""
-    model, place = stored(cfg, model_config), tables_in(cfg, model_config)
+def table_bytes(server_args: Any) -> tuple[int, str]:
+    """The lookup tables of the ranks on this machine, without what PyTorch rounds them up by, and where they are kept."""
+    cfg, model_config, requested = resolving_view(server_args), model_config_of(server_args), requested_of(server_args)
+    model, place = stored(cfg, model_config), tables_in(cfg, model_config, bool(requested and requested.tables_in_host))
     if model is None or cfg.device != "cuda":
         return 0, place
     replicas = 1 if cfg.attn_dp_size > 1 else cfg.dp_size
@@ -122,27 +125,30 @@ def table_bytes(cfg: Any, model_config: Any) -> tuple[int, str]:
 
 
 def crowded_nodes(num_resident: int, server_args: Any) -> list[str]:
-    """A line for each NUMA node that is smaller than what its GPUs' ranks offload to it."""
+    """A line for each NUMA node that is smaller than what its GPUs' ranks keep in managed memory on it."""
     cfg = resolving_view(server_args)
     known = expert_bytes(num_resident, cfg, model_config_of(server_args)) if cfg.device == "cuda" else None
     if known is None:
         return []
     by_gpu, local = Counter[int](), ranks(cfg)
+    nbytes, place = table_bytes(server_args)
     for rank in local:
-        by_gpu[rank.gpu] += known.offloaded // len(local)
+        by_gpu[rank.gpu] += (known.offloaded + (nbytes if place == MANAGED else 0)) // len(local)
     return crowded(by_gpu)
 
 
 def shortage(num_resident: int, need: HostNeed, available: int, gpus: int = 0) -> list[str]:
     """Why ``available`` bytes of host RAM cannot hold what the launch needs. ``gpus``: bytes that GPUs take of the same memory.
     What is not known yet is checked while loading, tensor by tensor."""
-    if not (need.experts or need.cache) or need.total <= available:
+    if not (need.experts or need.cache or need.tables_are_managed) or need.total <= available:
         return []
     left = size(max(0, available - need.total + need.experts))
     of = f"of {size(available)} after {need.beside_experts()}" + (f" and {size(gpus)} for the GPU" if gpus else "")
     remedy = "keep more resident, or add host RAM"
     if need.cache:
         remedy = f"give a smaller --hicache-size or --hicache-ratio, {remedy}"
+    if need.tables_are_managed:
+        remedy = f"leave out {TABLES_FLAG}, {remedy}"
     return [
         f"{flag_name('num_resident')} {num_resident}: the offloaded experts need {size(need.experts)} of host RAM, and "
         f"{left} is left {of}; {ONE_MEMORY if gpus else remedy}"

@@ -1,4 +1,4 @@
-"""Where SGLang keeps a launch's lookup tables, by its flags and variables."""
+"""Where a launch keeps its lookup tables, by SGLang's flags and variables and by this plugin's flag."""
 
 from __future__ import annotations
 
@@ -6,20 +6,37 @@ from typing import Any
 
 from sglang.srt.environ import envs
 
+from sglang_uvm_offload.config import Settings
 from sglang_uvm_offload.plugin.compat import VERSION
-from sglang_uvm_offload.sizing.lookup_tables import BACKENDS, PLE_CLASS, REGISTERED, VRAM
+from sglang_uvm_offload.sizing.lookup_tables import BACKENDS, MANAGED, PLE_CLASS, PLE_FLAG, REGISTERED, TABLES_FLAG, VRAM
 
 
-def tables_in(cfg: Any, model: Any) -> str:
-    """``cfg`` is resolved: for Qwen4-Exp, SGLang turns its flag on by default."""
+def tables_in(cfg: Any, model: Any, in_host: bool) -> str:
+    """``cfg`` is resolved: for Qwen4-Exp, SGLang turns its flag on by default. ``in_host``: as ``Settings.tables_in_host``."""
     if PLE_CLASS in (model.hf_config.architectures or []):
         return BACKENDS[cfg.ple_offload_backend] if cfg.ple_offload_embedding else VRAM
+    if _has_ngrams(model):
+        return MANAGED if in_host else VRAM
     if VERSION < (0, 5, 23) or not getattr(model.hf_config, "engram_layer_ids", None):
         return VRAM
     # Shards that each rank maps of the others are in VRAM, whatever the other variable says.
     if envs.SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS.get():
         return VRAM
     return REGISTERED if envs.SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE.get() else VRAM
+
+
+def problems(requested: Settings, model: Any) -> list[str]:
+    """Why ``--expert-offload-lookup-tables host`` has no table to keep."""
+    if not requested.tables_in_host or _has_ngrams(model):
+        return []
+    architectures = model.hf_config.architectures or []
+    own = f"SGLang has a flag for its tables, {PLE_FLAG}; give that" if PLE_CLASS in architectures else "leave it out"
+    return [f"{TABLES_FLAG} host: the model ({', '.join(architectures)}) has no n-gram embedding of LongCat's kind; {own}"]
+
+
+def _has_ngrams(model: Any) -> bool:
+    """Whether SGLang builds an ``NgramEmbedding``."""
+    return bool(getattr(model.hf_config, "use_ngram_embedding", False))
 
 
 def keeps_tables_by_group(cfg: Any) -> bool:

@@ -147,7 +147,7 @@ def _launch(config: RequestedConfig, cfg: Any, model: Any, given: Any) -> Launch
         measured=measured_link(cfg),
         one_memory=has_one_memory(),
         load_format=cfg.load_format,
-        tables_in=tables_in(cfg, model),
+        tables_in=tables_in(cfg, model, config.tables_in_host),
     )
 
 

@@ -83,7 +83,7 @@ class LoadingHooks:
                 for layer in model.layers:
                     layer.sync_tensors(*layer.holders)  # loaders may replace tensors after post-load processing
             placed = sum(layer.resident_bytes + layer.offloaded_bytes for layer in model.layers)
-            self.rank.start.add(Phase.PLACE, placed)
+            self.rank.start.add(Phase.PLACE, placed if model.draft else placed + self.rank.tables.nbytes)
             if not model.draft:
                 with self.rank.start.timing(Phase.LINK):
                     manager.link = link.measure(self.rank.backend, compat.gpu_id(), model.layers)

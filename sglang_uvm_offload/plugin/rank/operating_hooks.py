@@ -120,8 +120,9 @@ class OperatingHooks:
         replica = compat.dp_rank()
         own = rank_status(self.rank.manager)
         found = {"trace": trace, "streaming": streaming, "saves": saves, "replica": replica, "start": self.rank.start.phases()}
-        lengths = self.rank.draft_lengths
-        return msgspec.structs.replace(own, **found, draft_lengths=[] if lengths is None else lengths.status())
+        lengths, tables = self.rank.draft_lengths, self.rank.tables.nbytes
+        drafts = [] if lengths is None else lengths.status()
+        return msgspec.structs.replace(own, **found, draft_lengths=drafts, lookup_table_bytes=tables)
 
     def after_release(self, result: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         if GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags:

@@ -62,6 +62,8 @@ def install(
     add(f"{_SCHEDULER}.handle_shutdown", operating.after_shutdown, HookType.AFTER)
     add(UPDATER, lambda *args, **kwargs: around_update(rank.rearranging, *args, **kwargs), HookType.AROUND)
     rank.layer_hooks.install(add)
+    if config.tables_in_host:
+        rank.tables.install(add)
     tma.install(add, allowed=config.tma)
     OnlineUpdates(lambda: rank.manager, rank.savers, lambda: compat.process_model_config().model_path).install(add)
     if memory_saver:

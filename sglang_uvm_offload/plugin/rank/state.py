@@ -14,6 +14,7 @@ from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.launch.routing_formats import counting_flags
 from sglang_uvm_offload.plugin.rank.backend import Emulated, backend_of
 from sglang_uvm_offload.plugin.rank.fused_moe import LayerHooks
+from sglang_uvm_offload.plugin.rank.lookup_tables import TableHooks
 from sglang_uvm_offload.plugin.rank.recording import Recording
 from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
@@ -37,6 +38,7 @@ class RankState:
         self.recording = Recording(config.trace) if config.trace is not None else None
         self.start = StartClock(config.began_at)
         self.layer_hooks = LayerHooks(counting_flags(config), self.recording, compiled, self.start.timing)
+        self.tables = TableHooks(lambda: self.manager.memory, self.start.timing)
         self.seams: tuple[Seam, ...] = (SlotSeam(), MarlinSlotSeam(), DeepGemmSlotSeam())
         self.slots: ModelSlots | None = None
         """The target model's slots, once it is loaded; None if no layer has any."""

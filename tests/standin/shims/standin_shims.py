@@ -28,6 +28,7 @@ def install() -> None:
         keep_the_first()
         sample_one_token()
         plan_on_the_host()
+        add_up_on_the_host()
 
 
 def plan_on_the_host() -> None:
@@ -42,6 +43,29 @@ def plan_on_the_host() -> None:
         from sglang.srt.layers.moe.paged_experts.residency import DeviceResidency
 
         DeviceResidency.load_into = lambda self, policy: None
+
+
+def add_up_on_the_host() -> None:
+    """The rows of LongCat's n-gram tables, which kernels add up; its own kernels get them where they look."""
+    from sglang.srt.layers.n_gram_embedding import NgramEmbedding
+    from torch.overrides import TorchFunctionMode
+
+    class OnHost(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            return func(*args, **kwargs | ({"device": "cpu"} if kwargs.get("device") == "cuda" else {}))
+
+    build, begin = NgramEmbedding.__init__, NgramEmbedding.init_buffers
+
+    def build_on_host(self: NgramEmbedding, *arguments: Any, **options: Any) -> None:
+        with OnHost():
+            build(self, *arguments, **options)
+
+    def begin_on_gpu(self: NgramEmbedding, *arguments: Any, **options: Any) -> None:
+        self.exclusive_oe_embedder_size_sums = self.exclusive_oe_embedder_size_sums.to("cuda")
+        begin(self, *arguments, **options)
+
+    NgramEmbedding.__init__, NgramEmbedding.init_buffers = build_on_host, begin_on_gpu
 
 
 def route_to(first: int, of_long: int | None = None) -> None:

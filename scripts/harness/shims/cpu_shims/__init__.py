@@ -8,6 +8,7 @@ One module a subject, each function with the reason it is there:
 
     attention     what DeepSeek and gpt-oss need of torch_native attention
     experts       expert kernels: absent experts, and block-FP8, INT8 and 4-bit weights
+    ngrams        LongCat's n-gram embedding, and its experts that compute nothing
     parallel      two ranks, expert parallelism, attention data parallelism
     recorder      SGLang's own recorder of expert distributions
     speculation   NEXTN, under Triton's interpreter (TRITON_INTERPRET=1), which runs Triton's attention too
@@ -19,9 +20,10 @@ import os
 
 
 def install() -> None:
-    from cpu_shims import attention, experts, parallel, recorder, speculation
+    from cpu_shims import attention, experts, ngrams, parallel, recorder, speculation
 
     experts.install()
+    ngrams.install()
     parallel.install()
     recorder.install()
     if os.environ.get("TRITON_INTERPRET") == "1":
