@@ -15,7 +15,7 @@ from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.draft_cost import draft_note, draft_speeds
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.launch import Launch, Uncounted
-from sglang_uvm_offload.sizing.lookup_tables import table_flags, table_note
+from sglang_uvm_offload.sizing.lookup_tables import MANAGED, table_flags, table_note
 from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.plan import Alternative, Plan, Speed
 from sglang_uvm_offload.sizing.plan_report import render
@@ -208,7 +208,11 @@ def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
         return out
     if chosen == case.model.num_experts:
         slots = f", and {_SLOTS} is of no use" if asked.asked != 0 else ""
-        needed = "is needed for draft layers only" if case.offloads_drafts else "is not needed"
+        others = [
+            *(["draft layers"] if case.offloads_drafts else []),
+            *(["lookup tables"] if case.tables_in == MANAGED else []),
+        ]
+        needed = f"is needed for {' and '.join(others)} only" if others else "is not needed"
         out.append(f"every expert fits in VRAM: offloading {needed}{slots}")
     elif case.reserve.stream_gb and not case.stream(chosen).buffers:
         one = size(max(case.stream_layer_bytes(stage) for stage in range(case.parallel.pp)))
@@ -252,7 +256,7 @@ def _flags(case: Case, chosen: int) -> tuple[str, ...]:
     out += ["--speculative-algorithm NEXTN"] if w.speculative else []
     out += table_flags(case.model.tables, case.tables_in)
     out += [f"{flag_name('draft_num_resident')} {case.draft_residents}"] if case.offloads_drafts else []
-    if chosen < case.model.num_experts or case.offloads_drafts:
+    if chosen < case.model.num_experts or case.offloads_drafts or case.tables_in == MANAGED:
         out += [f"{_N} {case.residents_of(chosen)}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]
         out += [] if _may_move(case, chosen) else [_FIXED]
         out += [f"{_SLOTS} {case.slots_of(chosen)}"] if case.slots_of(chosen) else []

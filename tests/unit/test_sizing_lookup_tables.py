@@ -8,7 +8,9 @@ from functools import cache
 import pytest
 from builders.true_shape import config_folder
 
+from sglang_uvm_offload.flags import PREFIX
 from sglang_uvm_offload.memory.host_ram import BOOKKEEPING_SHARE
+from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.sizing.checkpoint import from_tensors
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.config_tensors import tensors_of
@@ -155,6 +157,17 @@ def test_a_plan_says_what_frees_the_vram_of_other_tables() -> None:
     assert "; --expert-offload-lookup-tables host keeps them in host RAM" in render(planned("ngram"))
     assert planned("ngram", MANAGED).flags.count("--expert-offload-lookup-tables host") == 1
     assert "in managed host RAM, which take" in render(planned("ngram", MANAGED))
+
+
+def test_the_flags_of_a_plan_with_tables_in_host_ram_turn_offloading_on_though_all_experts_fit() -> None:
+    plan = planned("ngram", MANAGED)
+    assert plan.num_resident == plan.num_experts
+    flags = dict(flag.removeprefix(f"--{PREFIX.replace('_', '-')}").split(maxsplit=1) for flag in plan.flags)
+    requested = parse({name.replace("-", "_"): flags[name] for name in ("num-resident", "lookup-tables")})
+    assert requested is not None
+    assert (requested.num_resident, requested.tables_in_host) == (plan.num_experts, True)
+    assert any("offloading is needed for lookup tables only" in note for note in plan.notes)
+    assert not any("num-resident" in flag for flag in planned("ngram").flags)
     assert "; SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE=1 keeps them in host RAM" in render(planned("engram"))
     assert "lookup tables" not in render(planned(""))
     assert not [flag for kind in ("ngram", "engram", "") for flag in planned(kind).flags if "ple" in flag]
