@@ -22,6 +22,7 @@ NBYTES = sum(4 * VOCAB + 2 * table + 1 for table in range(TABLES)) * (256 // TAB
 OFFLOAD = {"expert_offload_num_resident": 8, "expert_offload_lookup_tables": "host", "expert_offload_warmup_tokens": 8}
 
 
+@pytest.mark.works("Architecture", "LongcatFlashForCausalLM")
 def test_tables_are_placed_in_host_ram_before_they_are_written_and_stay(
     tmp_path: Path, checkpoints: Checkpoints, standin: Standin
 ) -> None:

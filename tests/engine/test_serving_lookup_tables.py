@@ -25,6 +25,7 @@ def table_bytes(ranks: int) -> int:
     return padded // ranks * (HIDDEN // tables) * FLOAT32
 
 
+@pytest.mark.works("Architecture", "LongcatFlashForCausalLM")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("resident", [EXPERTS // 2, EXPERTS])
 def test_tables_in_host_ram_change_no_token(resident: int, ranks: int, checkpoints: Checkpoints, engines: Engines) -> None:
