@@ -27,9 +27,14 @@ class HostNeed:
     """Whether they are in managed memory, as the experts are."""
 
     @property
+    def managed(self) -> int:
+        """What offloading itself keeps there."""
+        return self.experts + (self.tables if self.tables_are_managed else 0)
+
+    @property
     def margin(self) -> int:
         """What offloading leaves free for others: it ends a launch that would take more of it."""
-        return host_margin(self.experts + (self.tables if self.tables_are_managed else 0))
+        return host_margin(self.managed)
 
     @property
     def beside_cache(self) -> int:

@@ -182,6 +182,8 @@ def test_longcats_tables_are_planned_checked_and_shown_where_the_flag_keeps_them
     need = expert_bytes.host_need(256, args)
     assert (need.experts, need.tables, need.tables_are_managed) == (0, host * nbytes, given == "host")
     short = expert_bytes.shortage(256, need, 50 << 30)
+    nothing = dataclasses.replace(need, tables=0)
+    assert expert_bytes.shortage(256, nothing, nothing.total - 1) == [], "nothing is offloaded"
     assert [f"leave out {FLAG}" in line for line in short] == [True] * host
     (fact,) = [line for line in doctor._memory(requested.resolved(), args) if line.startswith("lookup tables")]
     assert fact == f"lookup tables, over all ranks: 58.50 GiB in {'managed host RAM' if host else 'VRAM'}"

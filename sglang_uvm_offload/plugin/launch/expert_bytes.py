@@ -140,7 +140,7 @@ def crowded_nodes(num_resident: int, server_args: Any) -> list[str]:
 def shortage(num_resident: int, need: HostNeed, available: int, gpus: int = 0) -> list[str]:
     """Why ``available`` bytes of host RAM cannot hold what the launch needs. ``gpus``: bytes that GPUs take of the same memory.
     What is not known yet is checked while loading, tensor by tensor."""
-    if not (need.experts or need.cache or need.tables_are_managed) or need.total <= available:
+    if not (need.managed or need.cache) or need.total <= available:
         return []
     left = size(max(0, available - need.total + need.experts))
     of = f"of {size(available)} after {need.beside_experts()}" + (f" and {size(gpus)} for the GPU" if gpus else "")
