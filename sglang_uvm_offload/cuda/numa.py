@@ -39,7 +39,7 @@ def nearest_host_node(device: int, system: Path | None = None) -> int | None:
 
 
 def crowded(offloaded: Mapping[int, int], system: Path | None = None) -> list[str]:
-    """A line for each node that has no room for all of the experts that are ``offloaded`` to it: bytes by GPU."""
+    """A line for each node that has no room for all that is ``offloaded`` to it: bytes by GPU."""
     available = nodes_available(PROC, (system or SYSTEM) / "devices/system/node")
     gpus: dict[int, list[int]] = defaultdict(list)
     for gpu in offloaded:
@@ -49,7 +49,7 @@ def crowded(offloaded: Mapping[int, int], system: Path | None = None) -> list[st
     needed = {node: sum(offloaded[gpu] for gpu in of) for node, of in gpus.items()}
     return [
         f"NUMA node {node} is nearest to GPU {', '.join(map(str, gpus[node]))} and has {size(available.get(node, 0))} "
-        f"available for {size(nbytes)} of offloaded experts: the driver puts the rest on other nodes, which are read over the "
+        f"available for {size(nbytes)} of offloaded weights: the driver puts the rest on other nodes, which are read over the "
         "link between the sockets"
         for node, nbytes in sorted(needed.items())
         if nbytes > available.get(node, 0)
