@@ -43,6 +43,7 @@ BLOCK = 128  # of block-FP8 in both directions, and the group of GPTQ
 
 # LongCat's n-gram embedding: tokens that the longest n-gram has, and tables for each number of tokens.
 NGRAM_TOKENS, NGRAM_TABLES = 3, 2
+ZERO_EXPERTS = 4  # of LongCat: they compute nothing
 
 # How far hot experts are ahead, where the logits of the others have a standard deviation of 1: most tokens, not all.
 HOT_CORRECTION = 0.6  # added to a sigmoid's score
@@ -216,15 +217,22 @@ def routed_experts(weights: Weights, name: str, **projections: str) -> None:
         weights.mlp(f"{name}.{expert}", weights.shape.expert_size, **projections)
 
 
-YARN = {
-    "type": "yarn",
-    "factor": 4,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 512,
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 256,  # with 32, a size that Triton's attention knows
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 512,
+    },
 }
+"""DeepSeek's attention, and LongCat's."""
 
 
 def deepseek_config(shape: Shape, version: int, **more: Any) -> dict[str, Any]:
@@ -237,12 +245,8 @@ def deepseek_config(shape: Shape, version: int, **more: Any) -> dict[str, Any]:
         n_routed_experts=shape.experts,
         first_k_dense_replace=1,
         moe_layer_freq=1,
-        kv_lora_rank=256,  # with 32, a size that Triton's attention knows
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=32,
-        v_head_dim=32,
-        rope_scaling=YARN,
         num_key_value_heads=shape.heads,
+        **LATENT,
         **more,
     )
     del config["head_dim"]
@@ -434,19 +438,15 @@ def longcat_flash_config(shape: Shape) -> dict[str, Any]:
         expert_ffn_hidden_size=shape.expert_size,
         n_routed_experts=shape.experts,
         moe_topk=shape.top_k,
-        rope_scaling=YARN,
-        zero_expert_num=4,
+        zero_expert_num=ZERO_EXPERTS,
         zero_expert_type="identity",
         routed_scaling_factor=2.0,
         q_lora_rank=64,
-        kv_lora_rank=256,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=32,
-        v_head_dim=32,
         ngram_vocab_size_ratio=4,
         emb_neighbor_num=NGRAM_TOKENS,
         emb_split_num=NGRAM_TABLES,
         num_key_value_heads=shape.heads,
+        **LATENT,
     )
     del config["head_dim"]
     return config
@@ -459,7 +459,7 @@ def longcat_flash_layer(weights: Weights, name: str, layer: int) -> None:
         weights.mlp(f"{name}.mlps.{half}", weights.shape.dense_size)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             weights.norm(f"{name}.{norm}.{half}")
-    router, rows = f"{name}.mlp.router", weights.shape.experts + 4
+    router, rows = f"{name}.mlp.router", weights.shape.experts + ZERO_EXPERTS
     weights.linear(f"{router}.classifier", rows, weights.shape.hidden)
     weights.add(f"{router}.e_score_correction_bias", weights.random(f"{router}.bias", rows, std=0.02), torch.float32)
     routed_experts(weights, f"{name}.mlp.experts")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from simulated_driver import SimulatedDriver
-from torch.overrides import TorchFunctionMode
 
+from scripts.harness.shims.cpu_shims.hooks import OnCpu
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
@@ -25,14 +25,6 @@ VOCAB, HIDDEN, ROWS = 320, 256, 4 * 320
 TABLES = [ROWS + 2 * table + 1 for table in range(4)]
 """Rows, for two-grams and three-grams with two tables each."""
 PADDED = -(-sum(TABLES) // 64) * 64
-
-
-class OnCpu(TorchFunctionMode):
-    """SGLang's class asks for CUDA by name."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return func(*args, **kwargs | ({"device": "cpu"} if kwargs.get("device") == "cuda" else {}))
 
 
 tried = pytest.mark.since("0.5.23", "older versions are not tried with LongCat")

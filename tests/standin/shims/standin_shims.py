@@ -48,17 +48,13 @@ def plan_on_the_host() -> None:
 def add_up_on_the_host() -> None:
     """The rows of LongCat's n-gram tables, which kernels add up; its own kernels get them where they look."""
     from sglang.srt.layers.n_gram_embedding import NgramEmbedding
-    from torch.overrides import TorchFunctionMode
 
-    class OnHost(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            return func(*args, **kwargs | ({"device": "cpu"} if kwargs.get("device") == "cuda" else {}))
+    from scripts.harness.shims.cpu_shims.hooks import OnCpu
 
     build, begin = NgramEmbedding.__init__, NgramEmbedding.init_buffers
 
     def build_on_host(self: NgramEmbedding, *arguments: Any, **options: Any) -> None:
-        with OnHost():
+        with OnCpu():
             build(self, *arguments, **options)
 
     def begin_on_gpu(self: NgramEmbedding, *arguments: Any, **options: Any) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from cpu_shims.hooks import around
+from cpu_shims.hooks import OnCpu, around
 
 KERNELS = "sglang.kernels.ops.embeddings.ngram_embedding"
 
@@ -20,17 +19,9 @@ def install() -> None:
     around("sglang.kernels.ops.moe.ep_moe_kernels.zero_experts_compute_triton", identity_experts)
 
 
-class _OnCpu(TorchFunctionMode):
-    """Takes the CPU where a call names CUDA."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return func(*args, **kwargs | ({"device": "cpu"} if kwargs.get("device") == "cuda" else {}))
-
-
 def build_on_cpu(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """The class asks for CUDA by name."""
-    with _OnCpu():
+    with OnCpu():
         original(*args, **kwargs)
 
 
