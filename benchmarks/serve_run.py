@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -11,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 from benchmarks import serve_client, serve_engine, serve_log, serve_meter, serve_report
 from benchmarks.contenders import CONTENDERS, RESIDENT, Budget, CannotServe, Contender, cells
 from benchmarks.serve_client import Client, PointFailed, PromptIds, Sizes
+from scripts.harness.ahead import start_ahead
 from scripts.harness.server import EngineFailed, Server, flags
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
@@ -50,6 +52,8 @@ class Run:
     sizes: Sizes
     prompts: PromptIds
     server_args: list[str] = field(default_factory=list)
+    ahead_seconds: float = 0
+    """In which all servers of a repeat import SGLang side by side, before the first has its turn; 0: each does in its turn."""
     start_seconds: float = 240
     point_seconds: float = 300
     busy_seconds: float = 5
@@ -76,15 +80,19 @@ def run(wanted: Run, record: dict[str, Any] | None = None) -> dict[str, Any]:
     record = record or describe(wanted, model)
     for repeat in range(1, wanted.repeats + 1):
         reference: list[list[int]] | None = None
-        for contender, residency in cells(wanted.contenders, wanted.residencies):
-            budget = Budget(model, residency, wanted.sizes.warmup_tokens)
-            row = serve_cell(wanted, contender, budget, repeat)
-            if contender is RESIDENT:
-                reference = row.get("answers")
-            row["outputs"] = compare(row.get("answers"), reference)
-            record["rows"].append(row)
-            write_record(wanted.out, record)
-            wanted.served(row)
+        turns = [
+            (contender, Budget(model, residency, wanted.sizes.warmup_tokens))
+            for contender, residency in cells(wanted.contenders, wanted.residencies)
+        ]
+        with imported(wanted, turns) as servers:
+            for turn, (contender, budget) in enumerate(turns):
+                row = serve_cell(wanted, contender, budget, repeat, servers.pop(turn, None))
+                if contender is RESIDENT:
+                    reference = row.get("answers")
+                row["outputs"] = compare(row.get("answers"), reference)
+                record["rows"].append(row)
+                write_record(wanted.out, record)
+                wanted.served(row)
     return record
 
 
@@ -123,8 +131,26 @@ def describe(wanted: Run, model: CheckpointShape) -> dict[str, Any]:
 # ---- one server ----
 
 
-def serve_cell(wanted: Run, contender: Contender, budget: Budget, repeat: int) -> Row:
-    """One contender at one budget, from the start of its server to its end. Whatever goes wrong is in the row."""
+@contextlib.contextmanager
+def imported(wanted: Run, turns: Sequence[tuple[Contender, Budget]]) -> Iterator[dict[int, Server]]:
+    """The servers that have imported SGLang ahead, by their turn. Those that are left in the dict at the end never served."""
+    servers: dict[int, Server] = {}
+    if wanted.ahead_seconds:
+        for turn, (contender, budget) in enumerate(turns):
+            with contextlib.suppress(CannotServe):
+                servers[turn] = start_of(wanted, contender.flags(budget))
+    try:
+        start_ahead(servers.values(), wanted.ahead_seconds)
+        yield servers
+    finally:
+        for server in servers.values():
+            server.give_up()
+            shutil.rmtree(server.folder, ignore_errors=True)
+
+
+def serve_cell(wanted: Run, contender: Contender, budget: Budget, repeat: int, ahead: Server | None = None) -> Row:
+    """One contender at one budget, from the start of its server (or its turn, if that was started ahead) to its end. Whatever
+    goes wrong is in the row."""
     row: Row = {"contender": contender.name, "residency": budget.residency, "repeat": repeat, "error": None, "points": []}
     row["note"] = contender.on_cpu if wanted.on_cpu else ""
     try:
@@ -132,10 +158,14 @@ def serve_cell(wanted: Run, contender: Contender, budget: Budget, repeat: int) -
     except CannotServe as reason:
         return row | {"error": str(reason)}
     row["flags"] = flags(own)
+    server = ahead or start_of(wanted, own)
     if wanted.left() <= 0:
+        server.give_up()
+        shutil.rmtree(server.folder, ignore_errors=True)
         return row | {"error": NO_TIME}
+    row["imported_ahead"] = server.process is not None
     bill = serve_meter.Bill()
-    server = start_of(wanted, own)
+    server.seconds = longest_start(wanted)
     log_name = f"{repeat}-{contender.name}-{budget.residency:g}.log"
     try:
         with server:
@@ -164,14 +194,17 @@ def start_of(wanted: Run, own: dict[str, Any]) -> Server:
         "skip_server_warmup": True,
         "random_seed": 1,
     }
-    seconds = min(wanted.start_seconds, wanted.left() + GRACE_SECONDS)
     # On a CPU speed means nothing, and threads that wait for each other starve where others want the cores too.
     place: dict[str, Any] = {"env": {"OMP_NUM_THREADS": "1"}} if wanted.on_cpu else {"device": wanted.device}
     if wanted.on_cpu and any(CONTENDERS[name].slots for name in wanted.contenders):
         place["env"]["SHIM_EXPERTS"] = "triton"  # of all servers alike: slots serve no other kernel
-    server = Server(wanted.model, on_cpu=wanted.on_cpu, seconds=seconds, **place, **common, **own)
+    server = Server(wanted.model, on_cpu=wanted.on_cpu, seconds=longest_start(wanted), **place, **common, **own)
     server.command += wanted.server_args
     return server
+
+
+def longest_start(wanted: Run) -> float:
+    return min(wanted.start_seconds, wanted.left() + GRACE_SECONDS)
 
 
 def measure(wanted: Run, contender: Contender, budget: Budget, server: Server, bill: serve_meter.Bill, row: Row) -> None:

@@ -135,7 +135,7 @@ SERVING_SLOTS = Section(
     (
         CHECKPOINT,
         LINK,
-        Part("split", "server_parts", 350, 400, 23, 60, "all resident, then 25 % in VRAM: both, paged experts, either"),
+        Part("split", "server_parts", 330, 440, 23, 60, "all resident, then 25 % in VRAM: both, paged experts, either"),
     ),
 )
 
@@ -239,8 +239,8 @@ RUNNERS = Section(
     (
         LINK,
         Part("compiled", "runner_parts", 200, 420, 0, 4, "SGLang's Marlin kernels, side by side, before a part waits for them"),
-        Part("marlin", "runner_parts", 50, 300, 0.3, 2, "steps of SGLang's Marlin MoE (MXFP4), in place and out of slots"),
-        Part("deep_gemm", "runner_parts", 120, 330, 1, 2, "steps of SGLang's DeepGEMM MoE (FP8), likewise, in both layouts"),
+        Part("marlin", "runner_parts", 25, 300, 0.3, 2, "steps of SGLang's Marlin MoE (MXFP4), in place and out of slots"),
+        Part("deep_gemm", "runner_parts", 30, 330, 1, 2, "steps of SGLang's DeepGEMM MoE (FP8), likewise, in both layouts"),
     ),
 )
 

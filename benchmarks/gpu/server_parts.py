@@ -226,6 +226,7 @@ def serve_part(rows: Rows, served: Served) -> None:
             sizes=sizes(rows.small, served.judged_only, served.own_defaults, served.decoding),
             prompts=prompts_for(model, 1),
             server_args=[] if cpu else server_args(served),
+            ahead_seconds=0 if cpu else rows.pick(90, 400),
             start_seconds=400 if rows.small else 200 if served.own_defaults else 150,
             point_seconds=60,
             busy_seconds=0 if served.decoding or served.judged_only else 5,
@@ -268,7 +269,8 @@ def put_cell(rows: Rows, out: Path, gib: float, row: dict[str, Any]) -> None:
         size = {"batch" if point["kind"] == "decode" else "tokens": point["size"]}
         rows.put(point["kind"], "ms", [1e3 * sample for sample in point.get("samples", ())], **labels, **size)
     if "startup_seconds" in row:
-        rows.put("startup", "s", [row["startup_seconds"]], **labels)
+        since = "s after it had imported SGLang" if row["imported_ahead"] else "s"
+        rows.put("startup", since, [row["startup_seconds"]], **labels)
     if row.get("load_seconds") is not None:
         rows.put("load", "s a GiB", [row["load_seconds"] / gib], **labels)
     for name, nbytes in row.get("memory", {}).items():

@@ -74,10 +74,13 @@ def main(arguments: Sequence[str]) -> int:
         return dry_run([SECTIONS[name] for name in dict.fromkeys(name for name, _ in named)])
     failures = []
     call = Call(wanted.seconds)
+    parts: dict[str, set[str]] = {}
     for name, part in named:
+        parts.setdefault(name, set()).update({part} if part else {each.name for each in SECTIONS[name].parts})
+    for name, names in parts.items():
         section = SECTIONS[name]
         try:
-            run_section(section, {part} if part else {each.name for each in section.parts}, wanted, call)
+            run_section(section, names, wanted, call)
         except SectionFailure as failure:
             failures.append(f"section {section.name}: {failure}")
             print(failures[-1], flush=True)

@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -155,7 +156,10 @@ class Server:
         return self.log_path.read_text(errors="replace")
 
     def __enter__(self) -> Server:
-        self.process = self.start()
+        if self.process is None:
+            self.process = self.start()
+        else:  # of ahead.py
+            os.killpg(self.process.pid, signal.SIGCONT)
         try:
             self.wait_until_ready(time.monotonic() + self.seconds)
         except BaseException:  # also stop the server on an interrupt, which is re-raised
@@ -203,6 +207,13 @@ class Server:
             self.process.wait(END_SECONDS)
         kill_group(self.process.pid)
         self.process.wait()
+
+    def give_up(self) -> None:
+        """End a process that has not served, nor been waited for."""
+        if self.process is not None:
+            kill_group(self.process.pid)
+            self.process.wait()
+            self.process = None
 
     def open(self, path: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> Any:
         data = None if body is None else json.dumps(body).encode()
