@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu.environment import computes
 from benchmarks.gpu.rows import Rows, run_part
 from benchmarks.gpu.stream_layers import Beside
+from sglang_uvm_offload import residency
 from sglang_uvm_offload.cuda import read_times
 from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.experts.layer import ExpertLayer
@@ -35,6 +36,7 @@ def noticing(rows: Rows) -> None:
     checksum = int(words.sum())
     layer = cast(ExpertLayer, SimpleNamespace(tensors=[tensor], resident_bytes=tensor.resident_bytes))
     evictions = Evictions(memory, 0.0)
+    residency.evictions.ROOM_BYTES = 1 << 60  # looks are made with room too
 
     def put(figure: str, unit: str, *values: float) -> None:
         rows.put("noticing", unit, values, figure=figure)
@@ -98,8 +100,8 @@ def noticing(rows: Rows) -> None:
 
 
 def beside_a_full_link(rows: Rows, memory: CudaMemory, look: Callable[[], int]) -> list[float]:
-    """MiB that are taken for evicted while another stream reads host RAM in place, as decode steps do, and the cycles of the
-    looks' reads."""
+    """MiB that are taken for evicted while another stream reads host RAM in place, as decode steps do; which looks could tell, and
+    the cycles of their reads, are rows."""
     offloaded = ExpertTensor(memory, "offloaded", ExpertLayout(64, rows.pick(8 * MIB, BLOCK_BYTES)))
     offloaded.place(np.zeros(offloaded.layout.num_extents, dtype=bool))
     words = offloaded.bytes().view(torch.int64)
@@ -107,11 +109,13 @@ def beside_a_full_link(rows: Rows, memory: CudaMemory, look: Callable[[], int]) 
     beside, side = Beside(partial(torch.sum, words)), torch.cuda.Stream()
     beside.last(200)
     found, timed = [], []
-    told_apart = read_times.told_apart
+    told, told_apart = [], read_times.told_apart
 
     def keep(first: np.ndarray, later: np.ndarray, near: np.ndarray, far: np.ndarray) -> np.ndarray | None:
         timed.append({"first": first, "later": later, "in VRAM": near, "over the link": far})
-        return told_apart(first, later, near, far)
+        answer = told_apart(first, later, near, far)
+        told.append(answer is not None)
+        return answer
 
     read_times.told_apart = keep
     try:
@@ -122,6 +126,7 @@ def beside_a_full_link(rows: Rows, memory: CudaMemory, look: Callable[[], int]) 
             side.synchronize()
     finally:
         read_times.told_apart = told_apart
+    rows.put("looks_beside", "bool", told, figure="could tell")
     for read in timed[0]:
         cycles = np.concatenate([each[read] for each in timed])
         rows.put("look_beside", "cycles", np.percentile(cycles, QUANTILES), read=read, quantiles="0, 5, 50, 95, 100 %")

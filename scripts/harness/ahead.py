@@ -1,7 +1,7 @@
 """Servers whose processes are started side by side, before the turn of each.
 
-A start goes mostly into importing SGLang, twice, on one core. After that a process stops here: it has neither touched the GPU nor
-measured its memory.
+A start goes mostly into importing SGLang, twice, on one core. After that a server stops here: it has neither touched the GPU
+nor measured its memory.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ A read that VRAM answers takes less than half as long as one over the link (meas
 at least 2,151, ``read_latency`` in benchmarks/results/2026-11-22-nvidia-h200/probe.json). A page that was evicted and prefers
 the GPU faults when it is read, and then is in VRAM again: only its first read shows that, by taking far longer than one that
 VRAM answers (an H100 under pressure: 191,528 cycles or more, ``look`` in
-benchmarks/results/2026-11-26-nvidia-h100/eviction.json). Steps that read offloaded experts fill the link, so reads over it may
-take as long as a fault: faults are compared with VRAM.
+benchmarks/results/2026-11-26-nvidia-h100/eviction.json).
 """
 
 from __future__ import annotations
@@ -24,6 +23,11 @@ and longer beside steps that read host RAM, whose pages miss it too: on an H200 
 residents for evicted (``servers`` in benchmarks/results/2026-11-26-nvidia-h200, with 131 GiB of VRAM free)."""
 FAULT_OVER_NEAR = 10
 """Nor was one of fewer times the cycles of a read that VRAM answers, however much the GPU does besides."""
+BUSY_CYCLES = 10_000
+"""If a read over the link takes longer, others wait for the link too (idle ones took 4,466 at most, as above). A read of VRAM
+that misses the TLB then waits as long as a fault: servers on an H200 took most of their residents for evicted while steps
+filled the link, with 131 GiB of VRAM free (``evicted_bytes`` in
+benchmarks/results/2026-11-27-nvidia-h200/serving_slots.json)."""
 REFERENCE_READS = 32
 PLAIN_BYTES = 4 * BLOCK_BYTES
 LAUNCH_BLOCKS = 4096
@@ -48,7 +52,7 @@ class ReadTimes:
         self._random = np.random.default_rng()
 
     def in_vram(self, blocks: Sequence[int]) -> np.ndarray | None:
-        """``bool[len(blocks)]`` for the addresses of blocks, None where what they are compared with looks alike. Raises
+        """``bool[len(blocks)]`` for the addresses of blocks, None where that cannot be told (``told_apart``). Raises
         ``CudaFailure``."""
         found = []
         for begin in range(0, max(1, len(blocks)), LAUNCH_BLOCKS):
@@ -76,8 +80,8 @@ class ReadTimes:
 
 def told_apart(first: np.ndarray, later: np.ndarray, near: np.ndarray, far: np.ndarray) -> np.ndarray | None:
     """``bool[n]``: which blocks were in VRAM, by the cycles of their ``first`` and ``later`` reads, and of reads that VRAM
-    (``near``) and host RAM (``far``) answered. None where these do not differ enough (a coherent link)."""
+    (``near``) and host RAM (``far``) answered. None where these do not differ enough (a coherent link), or the link is busy."""
     vram, link = float(np.median(near)), float(np.median(far))
-    if vram > link / 2:
+    if vram > link / 2 or link > BUSY_CYCLES:
         return None
     return (later <= link / 2) & (first < max(FAULT_CYCLES, FAULT_OVER_NEAR * vram))

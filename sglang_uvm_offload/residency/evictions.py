@@ -19,6 +19,9 @@ FIRST_BLOCKS, MAX_BLOCKS = 64, 4096
 """Blocks read at first, and in all. Twice as many each time, until some are missing: a read brings a missing block back, and
 may evict another one for it."""
 ENOUGH_MISSING = 8
+ROOM_BYTES = 1 << 30
+"""With more VRAM free the driver has nothing to evict for (on an H100 it began with 44 MiB free), and what it evicted before
+comes back to stay when a step reads it."""
 CHANCE_BLOCKS, CHANCE_SHARE = 2, 0.005
 """So many blocks, or such a share of a check's, may have been read slowly by chance."""
 
@@ -34,8 +37,8 @@ class Evictions:
         """The largest share that the log has shown."""
         self._failed = False
         self.evicted_bytes: int | None = None
-        """Bytes of residents that were not in VRAM at the last check, by the share of its sample. None before the first one, or
-        where the memory cannot tell."""
+        """Bytes of residents that were not in VRAM at the last check that could tell, by the share of its sample. None before
+        the first."""
 
     def check(self, layers: Sequence[ExpertLayer]) -> None:
         """Check once: some reads of the GPU. Waits for them; never raises, because serving does not depend on it. The first
@@ -49,9 +52,11 @@ class Evictions:
             self._failed, self.evicted_bytes = True, None
             logger.warning("Expert offload: whether residents are evicted can no longer be told", exc_info=error)
             return
+        if share is None:
+            return
         resident = sum(layer.resident_bytes for layer in layers)
-        self.evicted_bytes = None if share is None else round(share * resident)
-        if share is not None and share > 2 * self._worst:
+        self.evicted_bytes = round(share * resident)
+        if share > 2 * self._worst:
             self._worst = share
             logger.warning(
                 "Expert offload: about %s of the %s of resident experts were evicted from VRAM, because something else needed "
@@ -66,6 +71,8 @@ class Evictions:
 
     def _share(self, layers: Sequence[ExpertLayer]) -> float | None:
         """The share of residents' blocks that are not in VRAM, None where that cannot be told."""
+        if self._memory.info().device_free > ROOM_BYTES:
+            return 0.0
         sample = self._sample([tensor for layer in layers for tensor in layer.tensors])
         read = missing = 0
         while read < len(sample) and missing < ENOUGH_MISSING:

@@ -588,6 +588,7 @@ def test_a_part_fails_where_a_server_streams_against_its_name(modules):
 
 
 def test_a_part_fails_where_a_server_left_out_a_way_to_use_its_slots(modules):
+    from benchmarks import serve_run
     from benchmarks.gpu import server_parts
 
     used = {"missing": None, "hits": 5, "fills": 4, "kept": 3}
@@ -609,6 +610,7 @@ def test_a_part_fails_where_a_server_left_out_a_way_to_use_its_slots(modules):
     for other in ({"read_bytes": 100}, {"size": 16384}, {"kind": "decode"}, {"error": "no"}):
         with pytest.raises(AssertionError, match="no prompt whose copies were taken from slots"):
             check(**other)
+    check(error=serve_run.NO_TIME)
 
 
 def test_the_vram_of_residents_is_divided_between_them_and_slots(modules):

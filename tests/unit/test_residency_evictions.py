@@ -7,13 +7,14 @@ import threading
 from concurrent.futures import Future
 
 import numpy as np
+import pytest
 from builders.managers import LAYERS, Rank, config
 from simulated_driver import SimulatedDriver
 
 from scripts.harness.patience import patience
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
-from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError, MemoryInfo, Span
 from sglang_uvm_offload.residency import evictions, manager
 
 RESIDENT = 4 * BLOCK_BYTES
@@ -130,6 +131,26 @@ def test_a_look_ends_once_it_has_found_some_missing_because_it_brings_each_back(
     assert len(memory.asked) == evictions.FIRST_BLOCKS
 
 
+@pytest.mark.parametrize(("free", "evicted"), [(evictions.ROOM_BYTES, 24 << 20), (evictions.ROOM_BYTES + 1, 0)])
+def test_where_vram_is_free_nothing_is_evicted_whatever_reads_take(free, evicted, caplog):
+    rank = Watched()
+    rank.manager.evictions._memory = memory = Evicts(rank.model.layers, missing=12)
+    memory.free = free
+    assert rank.look() == evicted
+    assert bool(warnings(caplog)) == bool(memory.asked) == bool(evicted)
+
+
+def test_a_look_that_cannot_tell_changes_nothing(caplog):
+    rank = Watched()
+    rank.manager.evictions._memory = memory = Evicts(rank.model.layers, missing=12)
+    assert rank.look() == 24 << 20
+    memory.answers = False
+    assert rank.look() == 24 << 20
+    memory.answers, memory.missing = True, set()
+    assert rank.look() == 0
+    assert len(warnings(caplog)) == 1
+
+
 def test_a_memory_that_cannot_tell_and_one_that_fails_leave_it_open(caplog):
     rank = Watched()
     rank.manager.evictions._memory = memory = Evicts(rank.model.layers)
@@ -195,6 +216,10 @@ class Evicts(EmulatedMemory):
         self.asked: list[tuple[int, int]] = []
         self.answers = True
         self.fault: Exception | None = None
+        self.free = 0
+
+    def info(self):
+        return MemoryInfo(self.free, 1 << 40, 1 << 40)
 
     def in_vram(self, blocks):
         self.asked += map(_key, blocks)

@@ -1,0 +1,78 @@
+"""A run of ``benchmarks/serve.py``: servers that import ahead take their turns, and none outlives the run."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from benchmarks import serve_run
+from benchmarks.contenders import CONTENDERS, Budget
+from benchmarks.serve_client import Sizes
+from scripts.harness.ahead import IMPORTED
+from scripts.harness.patience import patience
+from scripts.harness.server import Server
+
+STARTS = f"""
+import time
+print({IMPORTED!r}, flush=True)
+time.sleep(0.5)
+raise SystemExit("no such flag")
+"""
+
+
+@pytest.mark.parametrize(("seconds", "ahead"), [(0.0, False), (patience(30), True)])
+def test_servers_import_before_the_first_turn_if_asked_to(tmp_path, monkeypatch, seconds, ahead) -> None:
+    made: list[Server] = []
+
+    def start_of(wanted, own) -> Server:
+        made.append(Server(tmp_path, command=[sys.executable, "-c", STARTS]))
+        return made[-1]
+
+    monkeypatch.setattr(serve_run, "start_of", start_of)
+    monkeypatch.setattr(serve_run, "load", lambda folder: SimpleNamespace(num_experts=8, top_k=2))
+    pids: list[int] = []
+
+    def served(row) -> None:
+        if not pids:
+            pids.extend(each.process.pid for each in made if each.process)
+            assert len(pids) == (3 if ahead else 1)
+            assert [psutil.Process(pid).status() for pid in pids[1:]] == [psutil.STATUS_STOPPED] * (2 if ahead else 0)
+
+    out = tmp_path / "out"
+    wanted = serve_run.Run(
+        model=tmp_path,
+        out=out,
+        device="cpu",
+        contenders=["first_n", "page_in_only", "paged_experts"],
+        residencies=[0.5],
+        repeats=1,
+        sizes=Sizes((1,), (8,), 8, 1, 2, 1, 1, 1, 0, 8, 8, 64),
+        prompts=lambda request, length: [1] * length,
+        ahead_seconds=seconds,
+        served=served,
+    )
+    rows = serve_run.run(wanted, {"rows": []})["rows"]
+    assert [row["contender"] for row in rows] == ["resident", "first_n", "page_in_only", "paged_experts"]
+    assert "not built" in rows[2]["error"]
+    assert ["exit code 1: no such flag" in row["error"] for row in rows] == [True, True, False, True]
+    assert [row.get("imported_ahead") for row in rows] == [ahead, ahead, None, ahead]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(each.folder.exists() for each in made)
+
+
+def test_servers_whose_turn_never_comes_are_ended(tmp_path, monkeypatch) -> None:
+    def start_of(wanted, own) -> Server:
+        return Server(tmp_path, command=[sys.executable, "-c", STARTS])
+
+    monkeypatch.setattr(serve_run, "start_of", start_of)
+    turns = [(CONTENDERS["resident"], Budget(SimpleNamespace(), 1.0, 64))]
+    with serve_run.imported(SimpleNamespace(ahead_seconds=patience(30)), turns) as servers:
+        (waiting,) = servers.values()
+        assert waiting.process is not None
+        pid = waiting.process.pid
+        assert psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    assert not psutil.pid_exists(pid)
+    assert not waiting.folder.exists()
