@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks import expectations, measured_table, published, serve_report
 
 RESULTS = Path(__file__).with_name("results")
-MEASURED = RESULTS / "2026-11-26-nvidia-h200" / "serving_slots.json"
+MEASURED = RESULTS / "2026-11-27-nvidia-h200" / "serving_slots.json"
 """The log of README's measured times."""
 EARLIER = RESULTS / "2026-11-22-nvidia-h200-2" / "peers.json"
 """That of other residents, before prompts streamed."""
@@ -25,7 +25,7 @@ def blocks(configs: Path) -> dict[str, str]:
     """Every block by the name in its markers."""
     _, _, compared = published.read(configs)
     return expectations.blocks(configs) | {
-        "measured": measured_table.table(serve_report.load(MEASURED)),
+        "measured": measured_table.table(serve_report.load(MEASURED), "slots_only"),
         "earlier": measured_table.table(serve_report.load(EARLIER)),
         "published": textwrap.fill(published.summary(compared), PAGE_COLUMNS),
     }

@@ -23,8 +23,10 @@ UNITS = {"decode": "decode step, batch", "prefill": "prefill, tokens:"}
 HELD = {"vram_bytes": "VRAM held, GiB", "host_available_lost_bytes": "host RAM held, GiB"}
 
 
-def table(record: Record) -> str:
-    cells = [cell for cell in serve_report.cells(record) if cell[0] in NAMES and served(record, cell)]
+def table(record: Record, *left_out: str) -> str:
+    """Of all contenders that served, but for those of these names."""
+    names = NAMES.keys() - {*left_out}
+    cells = [cell for cell in serve_report.cells(record) if cell[0] in names and served(record, cell)]
     head = ["milliseconds", *(column(cell) for cell in cells)]
     lines = [head, ["---"] * len(head)]
     for kind, words in UNITS.items():

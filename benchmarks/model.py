@@ -299,12 +299,13 @@ def draw(compared: Sequence[Compared], record: Record, path: Path) -> None:
         for number, cell in enumerate(dict.fromkeys(each.cell for each in compared)):
             mine = [each for each in compared if (each.cell, each.kind) == (cell, kind)]
             x, color = [each.size for each in mine], f"C{number}"
-            axes.plot(x, [each.predicted / each.resident for each in mine], color=color, label=serve_report.cell_name(cell))
+            name = serve_report.cell_name(cell)
+            axes.plot(x, [each.predicted / each.resident for each in mine], "_-", color=color, label=name)
             axes.plot(x, [each.measured / each.resident for each in mine], "o", color=color)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({each.size for each in compared if each.kind == kind}))
         axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.set(xlabel=labels[kind], ylabel=f"{kind} time / resident", ylim=(0, None))
+        axes.set(xlabel=labels[kind], ylabel=f"{kind} time / resident", ylim=(0, 1.05 * axes.get_ylim()[1]))
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, title="lines: predicted; points: measured", title_fontsize=8)
     figure.suptitle(f"{record['model']['name']} on {record['device']}", fontsize=10)

@@ -100,8 +100,8 @@ def noticing(rows: Rows) -> None:
 
 
 def beside_a_full_link(rows: Rows, memory: CudaMemory, look: Callable[[], int]) -> list[float]:
-    """MiB that are taken for evicted while another stream reads host RAM in place, as decode steps do; which looks could tell, and
-    the cycles of their reads, are rows."""
+    """MiB that are taken for evicted while another stream reads host RAM in place, as decode steps do. Rows have which looks
+    could tell, and the cycles of their reads."""
     offloaded = ExpertTensor(memory, "offloaded", ExpertLayout(64, rows.pick(8 * MIB, BLOCK_BYTES)))
     offloaded.place(np.zeros(offloaded.layout.num_extents, dtype=bool))
     words = offloaded.bytes().view(torch.int64)

@@ -123,8 +123,8 @@ SERVER = Section(
     "what offloading costs a whole server",
     (
         CHECKPOINT,
-        Part("frequency", "server_parts", 195, 240, 20, 50, "all resident, then the most used 50 %: a server each"),
-        Part("most", "server_parts", 175, 240, 20, 50, "all resident, then the most used 78 %"),
+        Part("frequency", "server_parts", 160, 240, 20, 50, "all resident, then the most used 50 %: a server each"),
+        Part("most", "server_parts", 150, 240, 20, 50, "all resident, then the most used 78 %"),
         LINK,
     ),
 )
@@ -144,8 +144,8 @@ DEFAULT = Section(
     "what a server does with SGLang's own graphs and backends, whose traffic changes",
     (
         CHECKPOINT,
-        Part("continuous", "server_parts", 215, 330, 20, 50, "all resident, then 50 % that follow the traffic"),
-        Part("fixed", "server_parts", 195, 330, 20, 50, "all resident, then the most used 50 %, chosen once"),
+        Part("continuous", "server_parts", 185, 330, 20, 50, "all resident, then 50 % that follow the traffic"),
+        Part("fixed", "server_parts", 165, 330, 20, 50, "all resident, then the most used 50 %, chosen once"),
         LINK,
     ),
 )
@@ -176,8 +176,8 @@ BOUNDS = Section(
     "bounds",
     "what simpler settings of this plugin cost a whole server",
     (
-        Part("first_n", "server_parts", 270, 340, 20, 50, "all resident, 50 % streamed, read in place, and the first 50 %"),
-        Part("bounds", "server_parts", 150, 240, 20, 50, "all resident, then no expert resident"),
+        Part("first_n", "server_parts", 190, 340, 20, 50, "all resident, 50 % streamed, read in place, and the first 50 %"),
+        Part("bounds", "server_parts", 120, 240, 20, 50, "all resident, then no expert resident"),
     ),
 )
 
@@ -185,7 +185,7 @@ PEERS = Section(
     "peers",
     "SGLang's paged experts on the same model in the same VRAM",
     (
-        Part("paged_experts", "server_parts", 290, 340, 20, 60, "all resident, this plugin, --enable-paged-experts at 50 %"),
+        Part("paged_experts", "server_parts", 230, 340, 20, 60, "all resident, this plugin, --enable-paged-experts at 50 %"),
         LINK,
     ),
 )
@@ -193,7 +193,7 @@ PEERS = Section(
 CPU_OFFLOAD = Section(
     "cpu_offload",
     "SGLang's --cpu-offload-gb on the same model in the same VRAM",
-    (Part("cpu_offload_gb", "server_parts", 300, 340, 20, 60, "all resident, this plugin, --cpu-offload-gb at 50 %"),),
+    (Part("cpu_offload_gb", "server_parts", 240, 340, 20, 60, "all resident, this plugin, --cpu-offload-gb at 50 %"),),
 )
 
 OFFLOADER = Section(
@@ -201,7 +201,7 @@ OFFLOADER = Section(
     "the same against SGLang's OffloaderV2, which it has for DeepSeek's architecture only",
     (
         Part("deepseek", "server_parts", 90, 270, 0, 8, "DeepSeek-V3, one rank of 8, 12 layers, routed as a measured trace"),
-        Part("offloader_v2", "server_parts", 255, 290, 25, 70, "all resident, this plugin, OffloaderV2 at 50 %"),
+        Part("offloader_v2", "server_parts", 200, 290, 25, 70, "all resident, this plugin, OffloaderV2 at 50 %"),
     ),
 )
 

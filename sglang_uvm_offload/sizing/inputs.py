@@ -140,9 +140,9 @@ class Assumptions:
     """the same with latent attention: fits SGLang's DeepSeek-R1 on 8 B200, 600 tokens"""
     collective_us: float = 15.0
     """assumed: one of a layer's two all-reduces at small batches, where ranks share layers"""
-    slot_layer_us: float = 9.0
-    """the kernel that chooses what slots hold and redirects to them, in each MoE layer, beyond what it copies: measured, 8.4 to
-    10.1 beside the MoE, before it read its inputs at once"""
+    slot_layer_us: float = 5.0
+    """the kernel that chooses what slots hold and redirects to them, in each MoE layer, beyond what it copies: measured, 4.5 to
+    5.7 beside the MoE"""
     draft_token_weight: float = 0.75
     """a drafted token activates as many further experts as this share of an independent one: .59 to .86 in measured routing"""
     accepted_tokens: float = 2.5
