@@ -15,6 +15,7 @@
 #include "probe/kernels.h"
 #include "probe/moves.h"
 #include "probe/numa.h"
+#include "probe/populate.h"
 #include "probe/pressure.h"
 #include "probe/reach.h"
 #include "probe/reader.h"
@@ -40,6 +41,7 @@ constexpr measurement measurements[] = {
     {"eviction", measure_eviction},
     {"advice", measure_advice},
     {"host_memory", measure_host_memory},
+    {"populate", measure_populate},
     {"residency", measure_residency},
     {"alignment", measure_alignment},
     {"swap", measure_swap},

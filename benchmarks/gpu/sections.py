@@ -66,6 +66,7 @@ PROBE = Section(
         Part("advice", "probe", 17, 60, 1, 4, "advice by number of ranges; copies into new pages (measurement 8)"),
         Part("accounting", "probe", 3, 30, 4, 4, "free VRAM as the driver reports it (measurement 6)"),
         Part("host_memory", "probe", 3, 30, 4, 5, "host RAM along an expert's life (measurement 9)"),
+        Part("populate", "probe", 18, 60, 2.1, 3, "host pages populated by 1 to 8 threads: prefetch, CPU writes, plain memory"),
         Part("extension", "ops_parts", 11, 40, 2, 3, "the same moves through the project's own extension and Python"),
         Part("numa", "probe", 8, 40, 1, 2, "managed memory on each NUMA node: accepted, where its pages lie, GB/s"),
         # Last: a fault that ends the context ends this part alone, and nothing after it meets the GPU in that state.
