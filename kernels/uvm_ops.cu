@@ -96,7 +96,7 @@ struct uvm_rows {
 // ---- constants that Python reads ------------------------------------------------------------------------------------
 
 namespace {
-enum place { place_device, place_host, place_unset };
+enum place { place_device, place_host };
 enum ids_kind { ids_int32, ids_int64, ids_packed };
 constexpr int max_experts = 4096;
 constexpr int max_devices = 64;
@@ -124,7 +124,6 @@ static_assert(max_fills < 1 << fills_bits, "they share a word with the number of
 
 UVM_API int uvm_place_device() { return place_device; }
 UVM_API int uvm_place_host() { return place_host; }
-UVM_API int uvm_place_unset() { return place_unset; }
 UVM_API int uvm_ids_int32() { return ids_int32; }
 UVM_API int uvm_ids_int64() { return ids_int64; }
 UVM_API int uvm_ids_packed() { return ids_packed; }
@@ -409,18 +408,6 @@ UVM_API int uvm_place(int device, char* address, const uvm_span* spans, int coun
     }
     cudaGetLastError();
     return error;
-}
-
-// The preferred location of all of [start, start + nbytes), or place_unset: the driver returns a device ordinal,
-// cudaCpuDeviceId, or cudaInvalidDeviceId if pages differ, nothing was requested, or it is a NUMA node (probe numa,
-// driver 580.159.04).
-UVM_API int uvm_preferred(int device, const void* start, size_t nbytes, int* place, uvm_failure* failure) {
-    int answer = cudaInvalidDeviceId;
-    cudaError_t error =
-        cudaMemRangeGetAttribute(&answer, sizeof answer, cudaMemRangeAttributePreferredLocation, start, nbytes);
-    if (error != cudaSuccess) return fail(failure, "cudaMemRangeGetAttribute", 0, error);
-    *place = answer == device ? place_device : answer == cudaCpuDeviceId ? place_host : place_unset;
-    return cudaSuccess;
 }
 
 // Times one read at each of `count` addresses, and then `timing_lines` more on the same page. Returns when all are

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_uvm_offload.cpu.memory import CODE, DEVICE, HOST, UNSET, EmulatedMemory, shared_location, units_of
+from sglang_uvm_offload.cpu.memory import CODE, DEVICE, HOST, UNSET, EmulatedMemory, units_of
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, batches, check_block, check_spans, round_up
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
@@ -133,10 +133,6 @@ class SimulatedDriver(EmulatedMemory):
             self.read(managed, [span])
         return np.array(found, dtype=bool)
 
-    def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
-        check_spans(managed, [span], self.block_bytes)
-        return shared_location(self._pages(managed).preferred[pages_of(span)])
-
     def info(self) -> MemoryInfo:
         host = host_available()
         if self.device_bytes is None:
@@ -181,7 +177,8 @@ class SimulatedDriver(EmulatedMemory):
         """Where the whole span really is, None where it is mixed or was never populated."""
         pages = self._pages(managed)
         self._notice_writes(pages)
-        return shared_location(pages.where[pages_of(span)])
+        codes = pages.where[pages_of(span)]
+        return next((location for location, code in CODE.items() if (codes == code).all()), None)
 
     def allocate_plain(self, nbytes: int, name: str) -> None:
         """``cudaMalloc``: takes VRAM that is not managed, evicting managed blocks where it has to."""

@@ -76,11 +76,6 @@ class EmulatedMemory:
         for span in spans:
             placed[units_of(span, self.block_bytes)] = CODE[location]
 
-    def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
-        placed = self._find(managed).placed
-        check_spans(managed, [span], self.block_bytes)
-        return shared_location(placed[units_of(span, self.block_bytes)])
-
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
         found = []
         for managed, offset in blocks:
@@ -116,11 +111,6 @@ class EmulatedMemory:
 def units_of(span: Span, unit: int) -> slice:
     """The runs of ``unit`` bytes that contain a byte of the span."""
     return slice(span.offset // unit, -(-span.end // unit))
-
-
-def shared_location(codes: np.ndarray) -> Location | None:
-    """The location that all share, None if they differ or it is unset."""
-    return next((location for location, code in CODE.items() if (codes == code).all()), None)
 
 
 def _address(mapping: mmap.mmap) -> int:

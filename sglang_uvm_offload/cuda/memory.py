@@ -20,7 +20,7 @@ import torch
 from sglang_uvm_offload.cuda.device import device_problems
 from sglang_uvm_offload.cuda.numa import nearest_host_node
 from sglang_uvm_offload.cuda.ops import CudaOps, device_ops
-from sglang_uvm_offload.cuda.read_times import ReadTimes
+from sglang_uvm_offload.cuda.read_times import PLAIN_BYTES, ReadTimes
 from sglang_uvm_offload.cuda.structs import CudaFailure
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, batches, check_block, check_spans, whole_blocks
@@ -120,9 +120,6 @@ class CudaMemory:
                 span = everything if failure.span is None else batch[failure.span]
                 raise failure.on(managed.name, span, f"{failure.call} to {location.value}") from failure
 
-    def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
-        return self._query(self._ops.preferred, managed, span)
-
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
         owners = [self._find(managed).owner() for managed, _ in blocks]
         for managed, offset in blocks:
@@ -156,20 +153,16 @@ class CudaMemory:
     def _read_times(self) -> ReadTimes:
         in_host_ram = self.allocate(BLOCK_BYTES, "a block to compare reads with")
         self.place(in_host_ram, [Span(0, BLOCK_BYTES)], Location.HOST)
-        return ReadTimes(self._ops, self.device, in_host_ram.address)
+        try:
+            return ReadTimes(self._ops, self.device, in_host_ram.address)
+        except RuntimeError as error:  # of torch, for want of memory
+            self.free(in_host_ram)
+            raise ManagedMemoryError("allocate", "what reads are compared with", Span(0, PLAIN_BYTES), str(error)) from error
 
     def _find(self, managed: ManagedRange) -> _Live:
         if not self.holds(managed):
             raise ValueError(f"{managed.name} is not (or no longer) managed by this memory")
         return self._live[managed.address]
-
-    def _query(self, call: Callable[[int, int, int], Location | None], managed: ManagedRange, span: Span) -> Location | None:
-        self._find(managed)
-        check_spans(managed, [span], BLOCK_BYTES)
-        try:
-            return call(self.device, managed.address + span.offset, _whole(span).nbytes)
-        except CudaFailure as failure:
-            raise failure.on(managed.name, span) from failure
 
     def _caller(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream

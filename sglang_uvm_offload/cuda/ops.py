@@ -36,7 +36,6 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_allocate": [c_int, c_size_t, c_size_t, c_void_p, POINTER(c_void_p), POINTER(c_void_p)],
     "uvm_free": [c_int, c_void_p],
     "uvm_place": [c_int, c_void_p, POINTER(_Span), c_int, c_int, c_void_p],
-    "uvm_preferred": [c_int, c_void_p, c_size_t, POINTER(c_int)],
     "uvm_time_reads": [c_int, c_void_p, c_int, c_void_p],
     "uvm_copy_layer": [c_int, POINTER(_Copy), c_int, c_char_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p],
     "uvm_read_pieces": [c_void_p, c_int, c_size_t, c_void_p, c_void_p],
@@ -72,7 +71,6 @@ class CudaOps:
             function.argtypes = [*arguments, POINTER(_Failure)]
             function.restype = c_int
         self._places = {Location.DEVICE: self._lib.uvm_place_device(), Location.HOST: self._lib.uvm_place_host()}
-        self._locations = {place: location for location, place in self._places.items()}
         self._ids = {torch.int32: self._lib.uvm_ids_int32(), torch.int64: self._lib.uvm_ids_int64()}
         self._packed = self._lib.uvm_ids_packed()
         self._lib.uvm_use_host_node.argtypes = [c_int, c_int]
@@ -114,11 +112,6 @@ class CudaOps:
     def place(self, device: int, address: int, spans: Sequence[Span], location: Location, caller: int) -> None:
         """Advise and prefetch all spans, and wait until they have arrived."""
         self._call("uvm_place", device, address, _array(spans), len(spans), self._places[location], caller)
-
-    def preferred(self, device: int, start: int, nbytes: int) -> Location | None:
-        place = c_int()
-        self._call("uvm_preferred", device, start, nbytes, place)
-        return self._locations.get(place.value)
 
     def time_reads(self, device: int, addresses: torch.Tensor, times: torch.Tensor) -> None:
         """Write to ``times`` (32 bits, ``[n, 2]``) the GPU's cycles of the first read at each of ``addresses`` (int64 ``[n]``)

@@ -206,9 +206,16 @@ class ExpertLayer:
             self._note_residency()
 
     def reread_residency(self) -> None:
-        """After a fault, read back which extents are in VRAM. A partly moved extent counts as offloaded."""
-        for tensor in self.tensors:
-            tensor.reread()
+        """After a fault, look which extents are in VRAM that count as offloaded: so far all that the failed call was moving
+        do. Without an answer they go on to count so. Waits for reads. Raises ``ManagedMemoryError``."""
+        offsets = [tensor.layout.blocks(~tensor.resident) for tensor in self.tensors]
+        of_tensor = zip(self.tensors, offsets, strict=True)
+        found = self.memory.in_vram([(tensor.managed, int(offset)) for tensor, each in of_tensor for offset in each])
+        if found is None:
+            return
+        ends = np.cumsum([0, *map(len, offsets)])
+        for tensor, a, b in zip(self.tensors, ends[:-1], ends[1:], strict=True):
+            tensor.reread(found[a:b])
         self._note_residency()
 
     def _by_tensor(self, extents: np.ndarray) -> list[tuple[ExpertTensor, np.ndarray]]:

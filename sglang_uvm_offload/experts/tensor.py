@@ -20,7 +20,8 @@ class ExpertTensor:
         self.layout = layout
         self.managed: ManagedRange = memory.allocate(layout.range_bytes, name)
         self.resident = np.zeros(layout.num_extents, dtype=bool)
-        """``bool[extents]``: the extents in VRAM."""
+        """``bool[extents]``: the extents in VRAM. One on its way does not count, nor one whose move failed, until a read finds
+        it there."""
         self._has_host_room = np.zeros(layout.num_extents, dtype=bool)
 
     @property
@@ -59,11 +60,12 @@ class ExpertTensor:
         """Host RAM that ``demote`` takes. An extent keeps its host pages when it moves back to VRAM."""
         return self.layout.taken_by(self._to_demote(after) & ~self._has_host_room)
 
-    def reread(self) -> None:
-        """After a fault, read back from the driver which extents prefer VRAM. Those have arrived there: what moves down
-        prefers host RAM first, and what moves up prefers VRAM last."""
-        one_by_one = (self.layout.spans(extent)[0] for extent in np.eye(self.layout.num_extents, dtype=bool))
-        self.resident = np.array([self.memory.preferred(self.managed, s) is Location.DEVICE for s in one_by_one])
+    def reread(self, in_vram: np.ndarray) -> None:
+        """``in_vram``: for each block of the extents that are not resident, whether a read has found it in VRAM. Extents with
+        all their blocks there become resident."""
+        blocks = self.layout.block_mask(self.resident)
+        blocks[~blocks] = in_vram
+        self.resident = self.layout.whole(blocks)
 
     @property
     def offloaded_bytes(self) -> np.ndarray:
@@ -85,10 +87,10 @@ class ExpertTensor:
     def _bring(self, extents: np.ndarray, location: Location) -> int:
         if not extents.any():
             return 0
+        self.resident = self.resident & ~extents
         self.memory.place(self.managed, self.layout.spans(extents), location)
         if location is Location.DEVICE:
             self.resident = self.resident | extents
         else:
-            self.resident = self.resident & ~extents
             self._has_host_room = self._has_host_room | extents
         return self.layout.taken_by(extents)

@@ -152,6 +152,10 @@ class ExpertLayout:
         """``bool[blocks]``: those of the marked extents (``bool[extents]``)."""
         return np.repeat(extents, self.extent_bytes // self.block_bytes)
 
+    def whole(self, blocks: np.ndarray) -> np.ndarray:
+        """``bool[extents]``: those of which all blocks are in ``blocks`` (``bool[blocks]``)."""
+        return np.logical_and.reduceat(blocks, self._edges[:-1] // self.block_bytes)
+
     @cached_property
     def _edges(self) -> np.ndarray:
         """The offset at which each extent begins, and the end of the last block."""

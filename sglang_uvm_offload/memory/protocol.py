@@ -111,16 +111,15 @@ class Memory(Protocol):
         populated there, zeroed. Returns when they have arrived, so a thread that launches steps should not call it while it
         serves. Any one thread at a time may."""
 
-    def preferred(self, managed: ManagedRange, span: Span) -> Location | None:
-        """The preferred location of the whole span; None if it is mixed, unset, or a NUMA node, which CUDA does not name.
-
-        CUDA has no query for where pages really are. The one for the last requested prefetch errs where a span's blocks had
-        been prefetched to different places before: some keep the old answer (``ops contract``, driver 580.159.04)."""
-
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
         """``bool[len(blocks)]``: whether the GPU finds each block (a range, and the offset of the block in it) in VRAM when it
         reads some bytes of it now; None where it cannot tell. A block that was evicted and prefers the GPU comes back by being
-        read, as in a step. Waits for the reads, so a thread that launches steps should not call it."""
+        read, as in a step. Waits for the reads, so a thread that launches steps should not call it. May raise
+        ``ManagedMemoryError``.
+
+        Only reads tell. CUDA's queries for the preferred location and for the last prefetch err where a call spans blocks that
+        were advised or prefetched one by one before: some keep their old answer (``ops contract`` in
+        benchmarks/results/2026-11-27-nvidia-h200 and 2026-11-26-nvidia-h200, driver 580.159.04)."""
 
     def free(self, managed: ManagedRange) -> None:
         """Free the range. Freeing it twice raises ``ValueError``."""

@@ -65,8 +65,6 @@ class Mover:
 
     def _stop(self, fault: ManagedMemoryError, layers: Sequence[ExpertLayer]) -> None:
         """Keep serving with the experts where they are; ``layers`` may have moved in part."""
-        for layer in layers:
-            layer.reread_residency()
         self.fault = str(fault)
         logger.error(
             "Expert offload: moving experts stopped: %s",
@@ -74,6 +72,11 @@ class Mover:
                 "Serving goes on with the experts where they are; outputs are not affected, decoding may be slower."
             ),
         )
+        try:
+            for layer in layers:
+                layer.reread_residency()
+        except ManagedMemoryError as error:
+            logger.warning("Expert offload: what was on its way counts as offloaded, wherever it is now: %s", error)
 
 
 def layer_bar(what: str, total: int | None, show: bool) -> tqdm:

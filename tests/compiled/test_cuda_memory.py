@@ -332,6 +332,23 @@ def test_plain_vram_is_read_in_turn_and_not_beyond_its_end(standin):
     assert seen == [at % nbytes for at in range(0, nbytes + 32 * step, step)]
 
 
+def test_a_look_without_memory_for_what_it_compares_with_fails_as_one_and_keeps_nothing(standin):
+    """Whoever looks after a fault goes on without an answer."""
+    ran = standin.run(
+        EVICTING
+        + """
+        try:
+            look()
+        except ManagedMemoryError as error:
+            print(json.dumps(str(error)))
+        """,
+        fail="cudaHostAlloc:1:2",
+    )
+    assert "allocate failed on what reads are compared with" in ran.said
+    assert "out of memory" in ran.said
+    assert [call["managed"] for call in ran.named("cudaFree")][-1:] == [True]
+
+
 # ---- failures ----
 
 LIFE = """
@@ -341,7 +358,6 @@ LIFE = """
         for name in ("w13", "w2"):
             live.append(memory.allocate(8 * BLOCK, name))
             memory.place(live[-1], [Span(0, BLOCK), Span(4 * BLOCK, BLOCK)], DEVICE)
-            memory.preferred(live[-1], Span(0, BLOCK))
         memory.info()
     except ManagedMemoryError as error:
         said = str(error)
@@ -371,7 +387,6 @@ LIFE = """
         ("cudaMemAdvise:4:1", ["cudaMemAdvise(SetAccessedBy) failed on w2"]),
         ("cudaMemPrefetchAsync:1:2", ["cudaMemPrefetchAsync to device failed on w13 [0, 2097152)", "out of memory"]),
         ("cudaMemPrefetchAsync:4:2", ["cudaMemPrefetchAsync to device failed on w2 [8388608, 10485760)"]),
-        ("cudaMemRangeGetAttribute:2:1", ["cudaMemRangeGetAttribute failed on w2 [0, 2097152)"]),
         (
             "cudaStreamSynchronize:1:700",
             ["cudaStreamSynchronize to device failed on w13 [0, 10485760)", "illegal"],
@@ -431,13 +446,13 @@ def test_what_moved_before_a_failure_is_known_and_no_page_prefers_the_gpu_that_d
         except ManagedMemoryError as error:
             failed = error.span.offset
         there = np.flatnonzero(memory.in_vram([(it, block * BLOCK) for block in range(8)])).tolist()
-        advised = [block for block in range(8) if memory.preferred(it, Span(block * BLOCK, BLOCK)) is DEVICE]
-        memory.free(it)
-        print(json.dumps([failed // BLOCK, there, advised]))
+        print(json.dumps([it.address, failed // BLOCK, there]))
         """,
         fail=fail,
     )
-    failed, there, advised = ran.said
+    address, failed, there = ran.said
+    advice = [call for call in ran.named("cudaMemAdvise") if call["advice"] == "SetPreferredLocation" and call["result"] == 0]
+    advised = [(call["address"] - address) // BLOCK for call in advice if call["location"] == "device"]
     assert (failed, there, advised) == (failing, moved, prefer)
 
 
@@ -514,12 +529,12 @@ def test_another_thread_may_move_experts_and_wait_for_counts_while_a_graph_is_ca
             thread = threading.Thread(target=work)
             thread.start()
             thread.join()
-        print(json.dumps([found, memory.preferred(it, Span(0, BLOCK)) is DEVICE]))
+        print(json.dumps([found, memory.in_vram([(it, 0)]).tolist()]))
     """)
     (refused, waited), moved = ran.said
     assert "Error" in refused
     assert waited is None
-    assert moved
+    assert moved == [True]
 
 
 # ---- life and death of ranges ----

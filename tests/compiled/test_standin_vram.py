@@ -71,11 +71,11 @@ def test_a_prefetch_to_a_full_card_evicts_another_block(standin):
         standin,
         """
 put(b, 2, DEVICE)
-print(json.dumps([free(), str(memory.preferred(a, Span(0, BLOCK)))]))
+print(json.dumps([free(), memory.in_vram([(a, 0)]).tolist(), memory.in_vram([(a, 0)]).tolist()]))
 """,
     )
-    assert said == [0, "Location.DEVICE"], "an evicted block still prefers the GPU"
-    assert [call["call"] for call in moved] == ["evict"]
+    assert said == [0, [False], [True]], "an evicted block still prefers the GPU"
+    assert [call["call"] for call in moved] == ["evict", "evict", "fault"]
 
 
 def test_a_read_of_an_evicted_block_brings_it_back_and_takes_another_one(standin):

@@ -27,7 +27,7 @@ Action = Callable[[Job, "Rank", Told], None]
 
 KINDS = (
     *("cudaMalloc", "cudaMallocManaged", "cudaHostAlloc", "cudaFree", "cudaMemGetInfo", "cudaMemAdvise"),
-    *("cudaMemPrefetchAsync", "cudaMemRangeGetAttribute", "cudaMemcpyAsync", "cudaMemcpy", "cudaMemsetAsync"),
+    *("cudaMemPrefetchAsync", "cudaMemcpyAsync", "cudaMemcpy", "cudaMemsetAsync"),
     *("cudaLaunchKernel", "cudaStreamCreateWithFlags", "cudaStreamCreateWithPriority", "cudaStreamSynchronize"),
     *("cudaStreamIsCapturing", "cudaThreadExchangeStreamCaptureMode", "cudaDeviceSynchronize", "cudaStreamWaitEvent"),
     *("cudaEventCreate", "cudaEventRecord", "cudaEventQuery", "cudaEventSynchronize"),

@@ -99,7 +99,7 @@ def full_memory() -> Iterator[Fault]:
 def emulated_memory() -> Iterator[Fault]:
     counts = {"load": (1, 4), "warm-up": (1, 2), "re-advise": (1, 2, 3), "look": (1,)}
     for phase, ks in counts.items():
-        for call in ("allocate", "place", "info", "in_vram", "preferred"):
+        for call in ("allocate", "place", "info", "in_vram"):
             for k in ks:
                 job = {"action": "emulated memory", "backend": "emulated", "call": call, "k": k, "value": "injected"}
                 yield Fault("managed memory", phase, f"{call} {k}", job, ("injected",))

@@ -223,7 +223,18 @@ def test_nothing_moves_when_one_span_is_wrong():
     with pytest.raises(ValueError, match="w13"):
         memory.place(managed, [Span(0, PAGE_BYTES), Span(0, 5 * PAGE_BYTES)], Location.DEVICE)
     assert memory.device_used == 0
-    assert memory.preferred(managed, Span(0, PAGE_BYTES)) is None
+    assert memory.location(managed, Span(0, PAGE_BYTES)) is None
+    assert memory.traffic.advise_calls == 0
+
+
+def test_a_block_that_a_read_moves_breaks_the_promise_of_where_it_is():
+    memory = SimulatedDriver()
+    managed = memory.allocate(4 * PAGE_BYTES, "w13")
+    memory.place(managed, whole(managed), Location.HOST)
+    memory_contract.expect_location(memory, managed, whole(managed), Location.HOST)
+    memory.prefer(managed, [Span(PAGE_BYTES, PAGE_BYTES)], Location.DEVICE)
+    with pytest.raises(AssertionError, match=rf"found elsewhere \[{PAGE_BYTES}\]"):
+        memory_contract.expect_location(memory, managed, whole(managed), Location.HOST)
 
 
 @pytest.mark.parametrize(("wrong", "kept"), [(1, True), (memory_contract.READS, False)])

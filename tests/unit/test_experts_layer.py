@@ -12,7 +12,7 @@ from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, MemoryInfo
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, MemoryInfo, Span
 
 E = 8
 SHAPES = {"w13": (E, 96, 1024), "w2": (E, 64, 1536), "scale": (E, 12)}
@@ -33,6 +33,16 @@ def holding(*ids):
 def extents(layer, experts):
     """Those of all tensors that hold a byte of ``experts`` (``bool[E]``)."""
     return np.concatenate([layout.holding(experts) for layout in layer.layouts])
+
+
+def in_vram(memory, layer):
+    """``bool[extents]`` of all tensors: those that are in VRAM with each of their blocks, as the simulation has it."""
+    found = []
+    for tensor in layer.tensors:
+        for extent in np.eye(tensor.layout.num_extents, dtype=bool):
+            (span,) = tensor.layout.spans(extent)
+            found.append(memory.location(tensor.managed, span) is Location.DEVICE)
+    return np.array(found)
 
 
 class Module(torch.nn.Module):
@@ -108,10 +118,9 @@ def test_bytes_and_addresses_survive_any_sequence_of_moves():
         layer.promote(wanted)
         assert (layer.resident_extents() == wanted).all()
         assert memory.device_resident == layer.resident_bytes
-        for tensor in layer.tensors:
-            known = tensor.resident.copy()
-            tensor.reread()
-            assert (tensor.resident == known).all(), "a resident extent is not in VRAM"
+        layer.reread_residency()
+        assert (layer.resident_extents() == wanted).all(), "an offloaded extent is in VRAM"
+        assert (in_vram(memory, layer) == wanted).all(), "a resident extent is not in VRAM"
     for name, parameter in module.named_parameters():
         address, value = before[name]
         assert parameter.data_ptr() == address
@@ -177,6 +186,55 @@ def test_after_a_failed_move_the_layer_knows_what_is_in_vram_and_no_byte_is_lost
         ]
         assert layer.resident[expert] == all(where)
     assert all(torch.equal(p.data, before[name]) for name, p in module.named_parameters())
+
+
+class HalfWay(SimulatedDriver):
+    """Fails each move in the middle of its second span, once armed. ``look``: what its reads tell."""
+
+    armed = False
+    look = "tells"
+
+    def place(self, managed, spans, location):
+        if not self.armed:
+            return super().place(managed, spans, location)
+        super().place(managed, [spans[0], Span(spans[1].offset, PAGE_BYTES)], location)
+        raise ManagedMemoryError("place", managed.name, spans[1], "injected")
+
+    def in_vram(self, blocks):
+        return super().in_vram(blocks) if self.look == "tells" else None
+
+
+@pytest.mark.parametrize("look", ["tells", "cannot tell"])
+@pytest.mark.parametrize(("before", "after", "really"), [((0,), (0, 2, 4, 6), (0, 2)), ((0, 2, 4, 6), (0,), (0, 6))])
+def test_after_a_move_that_fails_half_way_no_extent_counts_as_resident_that_is_not_in_vram(before, after, really, look):
+    """Experts 2, 4 and 6 are three spans of each tensor. The first one moves, and a block of the second one."""
+    memory = HalfWay()
+    memory.look = look
+    layer, _ = loaded(memory, *before)
+    first, second = layer.layouts
+    memory.armed = True
+    with pytest.raises(ManagedMemoryError, match="injected"):
+        layer.demote(extents(layer, resident(*after))) + layer.promote(extents(layer, resident(*after)))
+    layer.reread_residency()
+    there = np.append(first.holding(resident(*really)), second.holding(resident(*before)))
+    assert (in_vram(memory, layer) == there).all()
+    known = resident(*really) if look == "tells" else resident(0)
+    assert (layer.tensors[0].resident == first.holding(known)).all()
+    assert (layer.tensors[1].resident == second.holding(resident(*before))).all(), "nothing of it was on its way"
+    for tensor, blocks in zip(layer.tensors, layer.blocks_in_vram, strict=True):
+        assert (blocks == tensor.layout.block_mask(tensor.resident)).all()
+
+
+def test_an_evicted_resident_counts_as_one_after_a_fault():
+    """It comes back when a step reads it."""
+    memory = SimulatedDriver()
+    layer, _ = loaded(memory, 0, 1)
+    known = layer.resident_extents()
+    for tensor in layer.tensors:
+        memory._to_host(memory._pages(tensor.managed), slice(0, 1))
+    assert not in_vram(memory, layer)[known].all()
+    layer.reread_residency()
+    assert (layer.resident_extents() == known).all()
 
 
 class PoorMemory(SimulatedDriver):

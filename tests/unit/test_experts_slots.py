@@ -100,7 +100,7 @@ def test_rows_behind_the_experts_are_in_vram_and_keep_their_bytes_while_experts_
         assert all(memory.location(managed.managed, span) is Location.DEVICE for span in stay)
         assert in_vram(memory, managed.managed) == layer.resident_bytes + managed.layout.slot_bytes
         known = managed.resident.copy()
-        managed.reread()
+        layer.reread_residency()
         assert (managed.resident == known).all()
     layer.demote(np.zeros(managed.layout.num_extents, dtype=bool))
     assert layer.resident_bytes == managed.layout.edge_bytes

@@ -74,6 +74,17 @@ def test_blocks_of_extents_begin_where_their_spans_do():
 
 
 @pytest.mark.parametrize("layout", random_layouts(), ids=str)
+def test_an_extent_is_whole_where_none_of_its_blocks_is_missing(layout):
+    random = np.random.default_rng(2)
+    extents = random.random(layout.num_extents) < 0.5
+    blocks = layout.block_mask(extents)
+    assert (layout.whole(blocks) == extents).all()
+    blocks &= random.random(len(blocks)) < 0.8
+    expected = [not (layout.block_mask(one) & ~blocks).any() for one in np.eye(layout.num_extents, dtype=bool)]
+    assert layout.whole(blocks).tolist() == expected
+
+
+@pytest.mark.parametrize("layout", random_layouts(), ids=str)
 def test_every_byte_is_in_one_part_of_its_expert_and_its_extent(layout):
     ends = np.cumsum(layout.part_bytes)
     begins = ends - layout.part_bytes

@@ -18,7 +18,7 @@ from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Span
 from sglang_uvm_offload.policy.forecast import TUNING
 from sglang_uvm_offload.residency import adaptation, worker
 from sglang_uvm_offload.residency import manager as manager_module
@@ -173,9 +173,15 @@ def test_a_stage_without_moe_layers_decides_nothing_and_has_no_fault():
     assert manager.fault is None
 
 
-def test_a_fault_stops_moving_and_not_serving(caplog):
+@pytest.mark.parametrize("look", ["tells", "cannot tell", "fails"])
+def test_a_fault_stops_moving_and_not_serving(caplog, look):
     class Failing(EmulatedMemory):
         armed = False
+
+        def in_vram(self, blocks):
+            if self.armed and look == "fails":
+                raise ManagedMemoryError("look", "blocks", Span(0, 0), "no kernel runs")
+            return None if self.armed and look == "cannot tell" else super().in_vram(blocks)
 
         def place(self, managed, spans, location):
             if self.armed and location is Location.DEVICE:
@@ -188,10 +194,11 @@ def test_a_fault_stops_moving_and_not_serving(caplog):
     serve(rank, [[5, 6, 7]], 60 * INTERVAL_STEPS)
     assert "injected" in rank_status(rank.manager).fault
     assert len([r for r in caplog.records if "moving experts stopped" in r.getMessage()]) == 1
+    memory.armed = False
     for layer in rank.model.layers:
         (tensor,) = layer.tensors
-        for span in tensor.layout.spans(tensor.resident):
-            assert memory.preferred(tensor.managed, span) is Location.DEVICE, "taken for resident, and is not"
+        there = memory.in_vram([(tensor.managed, int(at)) for at in tensor.layout.blocks(tensor.resident)])
+        assert there.all(), "taken for resident, and is not"
 
 
 def test_a_rank_with_a_fault_still_agrees_with_its_peers_and_moves_nothing():

@@ -10,7 +10,6 @@ from builders.managers import Rank, config
 
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.memory.protocol import Location, Span
 
 
 def filled(**flags) -> tuple[Rank, list[bytes]]:
@@ -30,9 +29,8 @@ def in_vram(rank: Rank) -> list[str]:
     found = []
     for layer in rank.model.layers:
         for tensor in layer.tensors:
-            blocks = range(0, tensor.layout.range_bytes, PAGE_BYTES)
-            places = [rank.manager.memory.preferred(tensor.managed, Span(begin, PAGE_BYTES)) for begin in blocks]
-            found.append("".join("V" if place is Location.DEVICE else "h" for place in places))
+            blocks = [(tensor.managed, begin) for begin in range(0, tensor.layout.range_bytes, PAGE_BYTES)]
+            found.append("".join("V" if there else "h" for there in rank.manager.memory.in_vram(blocks)))
     return found
 
 

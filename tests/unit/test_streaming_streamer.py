@@ -16,7 +16,7 @@ from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode, HeldTensor
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Span
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 from sglang_uvm_offload.streaming.streamer import Streamer
 
@@ -68,9 +68,7 @@ class StrictStaging(CpuStaging):
 
     def places(self, part):
         """Of each block whether it is in VRAM."""
-        block = self._memory.block_bytes
-        spans = [Span(at, min(block, part.nbytes - at)) for at in range(0, part.nbytes, block)]
-        return [self._memory.preferred(part.managed, span) is Location.DEVICE for span in spans]
+        return self._memory.in_vram([(part.managed, at) for at in range(0, part.nbytes, self._memory.block_bytes)]).tolist()
 
     def acquire(self, buffer):
         self.read.add(buffer)
