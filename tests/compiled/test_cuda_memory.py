@@ -349,6 +349,24 @@ def test_a_look_without_memory_for_what_it_compares_with_fails_as_one_and_keeps_
     assert [call["managed"] for call in ran.named("cudaFree")][-1:] == [True]
 
 
+def test_no_query_tells_where_blocks_are(standin):
+    """On a GPU it errs (see ``Memory.in_vram``), so on the stand-in it fails, and the library has none."""
+    ran = standin.run(
+        EVICTING
+        + """
+        runtime, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        what = (ctypes.byref(answer), ctypes.c_size_t(4))
+        where = (ctypes.c_void_p(it.address), ctypes.c_size_t(BLOCK))
+        said = [runtime.cudaMemRangeGetAttribute(*what, attribute, *where) for attribute in (2, 4)]
+        said += [runtime.cuMemRangeGetAttribute(*what, attribute, *where) for attribute in (2, 4)]
+        print(json.dumps([said, memory._ops._lib._name]))
+        """
+    )
+    said, library = ran.said
+    assert said == [801] * 4  # cudaErrorNotSupported: the preferred location, and that of the last prefetch
+    assert b"MemRangeGetAttribute" not in Path(library).read_bytes()
+
+
 # ---- failures ----
 
 LIFE = """

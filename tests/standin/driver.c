@@ -234,6 +234,10 @@ EXPORT int cuMemPrefetchAsync(void* start, size_t nbytes, struct cudaMemLocation
     return cudaMemPrefetchAsync(start, nbytes, location, flags, stream);
 }
 
+EXPORT int cuMemRangeGetAttribute(void* data, size_t data_bytes, int attribute, void* start, size_t nbytes) {
+    return cudaMemRangeGetAttribute(data, data_bytes, attribute, start, nbytes);
+}
+
 EXPORT int cuMemAlloc(void** address, size_t nbytes) { return cudaMalloc(address, nbytes); }
 
 EXPORT int cuMemFree(void* address) { return cudaFree(address); }

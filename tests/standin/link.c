@@ -23,8 +23,7 @@ static void spend(enum way way, size_t nbytes) {
 }
 
 static bool in_host_ram(const void* address, size_t nbytes) {
-    return standin_kind(address) == KIND_MANAGED &&
-           standin_shared_place(address, nbytes, ADVICE_PREFETCHED) != PLACE_DEVICE;
+    return standin_kind(address) == KIND_MANAGED && !standin_in_vram(address, nbytes);
 }
 
 /* As in kernels/uvm_ops.cu: uvm_copy and layer_copies. */

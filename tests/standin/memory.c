@@ -1,6 +1,5 @@
 /* Memory of all kinds, in host memory, so that its bytes can be checked. A managed range also has, for each page of 64
- * KiB, where the page is and what was advised, so that queries answer truthfully. Freed ranges are unmapped: a use
- * after free ends the process.
+ * KiB, where the page is and where it prefers to be. Freed ranges are unmapped: a use after free ends the process.
  *
  * The GPU has as much VRAM as STANDIN_VRAM says. Where it is full, what needs some takes it from managed blocks of 2
  * MiB, as the driver does (open kernel modules, 580.95.05, kernel-open/nvidia-uvm):
@@ -27,8 +26,7 @@ enum { PAGE = 64 << 10, BLOCK = 2 << 20, BLOCK_PAGES = BLOCK / PAGE };
 
 struct page {
     char where;
-    char advice[ADVICE_COUNT];
-    bool accessed_by;
+    char preferred;
 };
 
 struct range {
@@ -144,31 +142,11 @@ static struct page* pages_of(const void* start, size_t nbytes, size_t* count) {
     return range->pages + first;
 }
 
-void standin_set_place(const void* start, size_t nbytes, enum advice advice, enum place place) {
+void standin_prefer(const void* start, size_t nbytes, enum place place) {
     size_t count;
     pthread_mutex_lock(&lock);
     struct page* pages = pages_of(start, nbytes, &count);
-    for (size_t i = 0; i < count; i++) pages[i].advice[advice] = place;
-    pthread_mutex_unlock(&lock);
-}
-
-/* Only the first pages of the span with one answer get the new one: seen on an H200 (`ops contract`, 2026-11-26). */
-void standin_set_prefetched(const void* start, size_t nbytes, enum place place) {
-    size_t count;
-    pthread_mutex_lock(&lock);
-    struct page* pages = pages_of(start, nbytes, &count);
-    enum place before = pages[0].advice[ADVICE_PREFETCHED];
-    for (size_t i = 0; i < count && pages[i].advice[ADVICE_PREFETCHED] == before; i++) {
-        pages[i].advice[ADVICE_PREFETCHED] = place;
-    }
-    pthread_mutex_unlock(&lock);
-}
-
-void standin_set_accessed_by(const void* start, size_t nbytes, bool accessed) {
-    size_t count;
-    pthread_mutex_lock(&lock);
-    struct page* pages = pages_of(start, nbytes, &count);
-    for (size_t i = 0; i < count; i++) pages[i].accessed_by = accessed;
+    for (size_t i = 0; i < count; i++) pages[i].preferred = place;
     pthread_mutex_unlock(&lock);
 }
 
@@ -280,7 +258,7 @@ size_t standin_read(const void* start, size_t nbytes) {
         size_t end = first + pages < page_count(range) ? first + pages : page_count(range);
         for (size_t i = first; i < end; i++) {
             struct page page = range->pages[i];
-            if (page.where == PLACE_DEVICE || page.advice[ADVICE_PREFERRED] != PLACE_DEVICE) continue;
+            if (page.where == PLACE_DEVICE || page.preferred != PLACE_DEVICE) continue;
             size_t block = i / BLOCK_PAGES;
             bool back = populate(range, block * BLOCK_PAGES, block_end(range, block));
             standin_log("fault", back ? 0 : 2, "\"address\": %zu", (size_t)range->start + block * BLOCK);
@@ -292,24 +270,12 @@ size_t standin_read(const void* start, size_t nbytes) {
     return faults;
 }
 
-enum place standin_shared_place(const void* start, size_t nbytes, enum advice advice) {
-    size_t count;
-    pthread_mutex_lock(&lock);
-    struct page* pages = pages_of(start, nbytes, &count);
-    enum place shared = pages[0].advice[advice];
-    for (size_t i = 1; i < count; i++) {
-        if (pages[i].advice[advice] != shared) shared = PLACE_NONE;
-    }
-    pthread_mutex_unlock(&lock);
-    return shared;
-}
-
-bool standin_accessed_by(const void* start, size_t nbytes) {
+bool standin_in_vram(const void* start, size_t nbytes) {
     size_t count;
     pthread_mutex_lock(&lock);
     struct page* pages = pages_of(start, nbytes, &count);
     bool all = true;
-    for (size_t i = 0; i < count; i++) all &= pages[i].accessed_by;
+    for (size_t i = 0; i < count; i++) all &= pages[i].where == PLACE_DEVICE;
     pthread_mutex_unlock(&lock);
     return all;
 }

@@ -453,24 +453,8 @@ EXPORT cudaError_t cudaMemAdvise(const void* start, size_t nbytes, enum cudaMemo
     if (result == 0 && (advice < 1 || advice > 6)) result = cudaErrorInvalidValue;
     bool access = advice == cudaMemAdviseSetAccessedBy || advice == cudaMemAdviseUnsetAccessedBy;
     if (result == 0 && access && place_of(location) == PLACE_NODE) result = cudaErrorInvalidValue;
-    if (result == 0) {
-        switch (advice) {
-            case cudaMemAdviseSetPreferredLocation:
-                standin_set_place(start, nbytes, ADVICE_PREFERRED, place_of(location));
-                break;
-            case cudaMemAdviseUnsetPreferredLocation:
-                standin_set_place(start, nbytes, ADVICE_PREFERRED, PLACE_NONE);
-                break;
-            case cudaMemAdviseSetAccessedBy:
-                standin_set_accessed_by(start, nbytes, true);
-                break;
-            case cudaMemAdviseUnsetAccessedBy:
-                standin_set_accessed_by(start, nbytes, false);
-                break;
-            default:
-                break;
-        }
-    }
+    if (result == 0 && advice == cudaMemAdviseSetPreferredLocation) standin_prefer(start, nbytes, place_of(location));
+    if (result == 0 && advice == cudaMemAdviseUnsetPreferredLocation) standin_prefer(start, nbytes, PLACE_NONE);
     standin_log("cudaMemAdvise", result, "\"address\": %zu, \"nbytes\": %zu, \"advice\": \"%s\", \"location\": \"%s\"",
                 (size_t)start, nbytes, advice >= 1 && advice <= 6 ? names[advice] : "?", location_name(location));
     return remembered(result);
@@ -482,42 +466,19 @@ EXPORT cudaError_t cudaMemPrefetchAsync(const void* start, size_t nbytes, struct
     if (result == 0) result = check(start, nbytes, location);
     if (result == 0 && flags != 0) result = cudaErrorInvalidValue;
     if (result == 0 && standin_capturing(stream)) result = cudaErrorStreamCaptureUnsupported;
-    if (result == 0) {
-        standin_set_prefetched(start, nbytes, place_of(location));
-        if (!standin_move(start, nbytes, place_of(location))) result = cudaErrorMemoryAllocation;
-    }
+    if (result == 0 && !standin_move(start, nbytes, place_of(location))) result = cudaErrorMemoryAllocation;
     standin_log("cudaMemPrefetchAsync", result,
                 "\"address\": %zu, \"nbytes\": %zu, \"location\": \"%s\", \"stream\": \"%p\"", (size_t)start, nbytes,
                 location_name(location), (void*)stream);
     return remembered(result);
 }
 
+/* On a GPU two of its answers err (see Memory.in_vram), so nothing may ask. */
 EXPORT cudaError_t cudaMemRangeGetAttribute(void* data, size_t data_bytes, enum cudaMemRangeAttribute attribute,
                                             const void* start, size_t nbytes) {
-    int result = standin_injected("cudaMemRangeGetAttribute");
-    if (result == 0 && (!standin_is_managed(start, nbytes) || data_bytes < sizeof(int))) result = cudaErrorInvalidValue;
-    if (result == 0) {
-        bool type = attribute == cudaMemRangeAttributePreferredLocationType ||
-                    attribute == cudaMemRangeAttributeLastPrefetchLocationType;
-        bool prefetch = attribute == cudaMemRangeAttributeLastPrefetchLocation ||
-                        attribute == cudaMemRangeAttributeLastPrefetchLocationType;
-        enum place place = standin_shared_place(start, nbytes, prefetch ? ADVICE_PREFETCHED : ADVICE_PREFERRED);
-        int* answer = data;
-        if (!prefetch && place == PLACE_NODE) place = PLACE_NONE; /* no answer names it (probe numa, 580.159.04) */
-        if (type) {
-            static const int types[] = {cudaMemLocationTypeInvalid, cudaMemLocationTypeHost, cudaMemLocationTypeDevice,
-                                        cudaMemLocationTypeHostNuma};
-            *answer = types[place];
-        } else if (attribute == cudaMemRangeAttributeAccessedBy) {
-            *answer = standin_accessed_by(start, nbytes) ? 0 : cudaInvalidDeviceId;
-        } else if (prefetch || attribute == cudaMemRangeAttributePreferredLocation) {
-            *answer = place == PLACE_HOST ? cudaCpuDeviceId : place == PLACE_DEVICE ? 0 : cudaInvalidDeviceId;
-        } else {
-            result = cudaErrorInvalidValue;
-        }
-    }
-    standin_log("cudaMemRangeGetAttribute", result, "\"address\": %zu, \"nbytes\": %zu", (size_t)start, nbytes);
-    return remembered(result);
+    standin_log("cudaMemRangeGetAttribute", cudaErrorNotSupported, "\"address\": %zu, \"nbytes\": %zu", (size_t)start,
+                nbytes);
+    return remembered(cudaErrorNotSupported);
 }
 
 /* ---- kernels: the code that nvcc generates registers host stubs by address and the kernels' names ---- */

@@ -26,7 +26,6 @@ long long standin_setting(const char* name, long long otherwise);
 
 enum kind { KIND_NONE, KIND_HOST, KIND_DEVICE, KIND_MANAGED };
 enum place { PLACE_NONE, PLACE_HOST, PLACE_DEVICE, PLACE_NODE };
-enum advice { ADVICE_PREFERRED, ADVICE_PREFETCHED, ADVICE_COUNT };
 
 void* standin_take(size_t nbytes, enum kind kind);
 /* Whether `start` was taken (NULL counts as taken). */
@@ -37,18 +36,15 @@ void standin_hold(void* start, size_t nbytes, bool held);
 enum kind standin_kind(const void* address);
 /* Whether all of [start, start + nbytes) is one managed range. */
 bool standin_is_managed(const void* start, size_t nbytes);
-void standin_set_place(const void* start, size_t nbytes, enum advice advice, enum place place);
-void standin_set_prefetched(const void* start, size_t nbytes, enum place place);
-void standin_set_accessed_by(const void* start, size_t nbytes, bool accessed);
+void standin_prefer(const void* start, size_t nbytes, enum place place);
 /* False if not all of it could move: VRAM is full of what cannot be evicted. */
 bool standin_move(const void* start, size_t nbytes, enum place place);
 /* What a read by the GPU does to managed memory. Returns how many blocks faulted. */
 size_t standin_read(const void* start, size_t nbytes);
 /* Evicts managed blocks until so many bytes are free; false if they do not suffice. */
 bool standin_make_room(size_t nbytes);
-/* What every page of the range shares, else PLACE_NONE. */
-enum place standin_shared_place(const void* start, size_t nbytes, enum advice advice);
-bool standin_accessed_by(const void* start, size_t nbytes);
+/* Whether every page of a managed range is there. */
+bool standin_in_vram(const void* start, size_t nbytes);
 size_t standin_managed_bytes(void); /* exported, for programs that look for what is left */
 void standin_vram(size_t* free_bytes, size_t* total_bytes);
 

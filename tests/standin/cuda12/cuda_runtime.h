@@ -37,12 +37,10 @@ enum cudaStreamCaptureMode {
     cudaStreamCaptureModeRelaxed
 };
 enum cudaMemoryAdvise { cudaMemAdviseSetPreferredLocation = 3, cudaMemAdviseSetAccessedBy = 5 };
-enum cudaMemRangeAttribute { cudaMemRangeAttributePreferredLocation = 2 };
 
 #define cudaMemAttachGlobal 1
 #define cudaStreamNonBlocking 1
 #define cudaCpuDeviceId ((int)-1)
-#define cudaInvalidDeviceId ((int)-2)
 
 extern "C" {
 const char* cudaGetErrorName(cudaError_t);
@@ -60,7 +58,6 @@ cudaError_t cudaMallocManaged(void**, size_t, unsigned);
 cudaError_t cudaFree(void*);
 cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t);
 cudaError_t cudaMemGetInfo(size_t*, size_t*);
-cudaError_t cudaMemRangeGetAttribute(void*, size_t, cudaMemRangeAttribute, const void*, size_t);
 cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t);
 cudaError_t cudaMemAdvise(const void*, size_t, cudaMemoryAdvise, int);
 cudaError_t cudaMemPrefetchAsync(const void*, size_t, int, cudaStream_t = 0);
