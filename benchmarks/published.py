@@ -172,7 +172,7 @@ class Seed:
 
     def before(self, models: Models) -> Speed:
         """The prediction with the overhead that was assumed at first, of independent drafted tokens and uniform routing."""
-        return speed(self.ratio, models, self.share(models), latent_overhead_us=40.0, draft_token_weight=1.0)
+        return speed(self.ratio, models, self.share(models), latent_overhead_us=40.0, draft_token_weight=1.0, expert_skew=0.0)
 
     def share(self, models: Models) -> float:
         return float(self.ratio["residents"] / models[self.ratio["model"]].num_experts)

@@ -14,6 +14,8 @@ misses.
 
 ``draft_token_weight`` is what a further token of the same request is worth against an independent one, when four
 successive tokens are served as one step (as if drafted): it makes the planner's formula miss as many experts as the trace does.
+So does ``expert_skew``, for steps of a token each of up to 16 requests, anywhere in them: how unevenly they choose among
+offloaded experts.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ from sglang_uvm_offload.sizing.speed import distinct
 OUT = Path(__file__).resolve().parents[1] / "sglang_uvm_offload" / "sizing" / "routing_curves.json"
 RESIDENCIES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 BATCHES = (1, 4, 16, 64)
+SKEWED, SKEWED_STEPS = 16, 1000
+"""Requests of a step, and steps, for the skew."""
 DRAFTED = 4
 """Tokens of a step that verifies drafts."""
 ESFT = "deepseek-ai/ESFT results/expert_scores at commit 579a7711, MIT"
@@ -162,6 +166,23 @@ def draft_token_weight(trace: Trace, residency: float = 0.5) -> float:
     return (independent_tokens(missed, choices, trace.num_experts - int(resident[0].sum())) - 1) / (DRAFTED - 1)
 
 
+def expert_skew(trace: Trace, residency: float = 0.5) -> float:
+    """See the module's docstring."""
+    first, judged = trace.split(0.5)
+    resident = most_used(trace.activated(trace.steps(first, 1)), round(residency * trace.num_experts))
+    random, ends = np.random.default_rng(0), np.cumsum(trace.seq_len)
+    requests = [random.choice(judged, min(SKEWED, len(judged)), replace=False) for _ in range(SKEWED_STEPS)]
+    steps = np.array([ends[some] - random.integers(1, trace.seq_len[some] + 1) for some in requests])
+    missed = float((trace.activated(steps) & ~resident).sum(axis=2).mean())
+    choices = float((uses(trace, steps) * ~resident).sum(axis=2).mean()) / steps.shape[1]
+    offloaded = trace.num_experts - int(resident[0].sum())
+    low, high = 0.0, 100.0
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (middle, high) if distinct(offloaded, choices, steps.shape[1], middle) > missed else (low, middle)
+    return low
+
+
 def independent_tokens(missed: float, choices: float, offloaded: int) -> float:
     """How many independent tokens, each with ``choices`` among the ``offloaded`` experts, miss as many of them."""
     low, high = 0.0, 1000.0
@@ -181,6 +202,7 @@ def record(path: Path, trace: Trace) -> dict[str, Any]:
         "requests": trace.num_requests,
         "tokens": len(trace.ids),
         "draft_token_weight": round(draft_token_weight(trace), 2),
+        "expert_skew": round(expert_skew(trace), 2),
         "source": source.text,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest()[:16],
     }

@@ -24,9 +24,10 @@ small to fill a GPU, and latent attention has more of them.
 
 Missed bytes are those of distinct offloaded experts. If each of T tokens in a step uses k of E experts, and residents serve the
 share c of all uses, a token uses an offloaded expert with probability p = k (1 - c) / (E - N), so a layer misses
-(E - N) (1 - (1 - p)^T) experts. Uniform routing is c = N / E. Tokens are assumed to be independent. An offloaded expert has
-T p rows: it is used less than a resident one, so it has fewer blocks of rows. The tokens that a step verifies for one request
-follow each other and share experts, so each after the first counts as less than an independent one.
+(E - N) (1 - (1 - p)^T) experts. Uniform routing is c = N / E. Tokens are assumed to be independent. Some offloaded experts are
+more likely than others, so a decode step of several tokens misses fewer (``expert_skew``); a prompt uses nearly all. An
+offloaded expert has T p rows: it is used less than a resident one, so it has fewer blocks of rows. The tokens that a step
+verifies for one request follow each other and share experts, so each after the first counts as less than an independent one.
 
 A CPU engine, for comparison, computes the routed experts in host memory: its step is the resident step without reading
 experts, plus the bytes of all active experts over the rate that a CPU engine reaches.
@@ -35,6 +36,7 @@ experts, plus the bytes of all active experts over the rate that a CPU engine re
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import expm1, lgamma
 
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Workload
 from sglang_uvm_offload.sizing.layer_copy import LayerCopy, layer_copy
@@ -47,11 +49,15 @@ HIDING_CHUNKS = range(256, 65536 + 1, 256)
 """The sizes among which the smallest is sought that hides its copies."""
 
 
-def distinct(num_experts: int, choices: float, tokens: float) -> float:
-    """How many of ``num_experts`` equally likely experts are activated by ``tokens`` tokens with ``choices`` choices each."""
-    if not num_experts:
-        return 0.0
-    return num_experts * (1 - (1 - min(1.0, choices / num_experts)) ** tokens)
+def distinct(num_experts: int, choices: float, tokens: float, skew: float = 0.0) -> float:
+    """How many of ``num_experts`` experts are activated by ``tokens`` tokens with ``choices`` choices each. Experts are equally
+    likely, or as a beta distribution has it whose squared coefficient of variation is ``skew`` where choices are few."""
+    mean = min(1.0, choices / num_experts) if num_experts else 0.0
+    if not skew or mean in (0.0, 1.0):
+        return num_experts * (1 - (1 - mean) ** tokens)
+    often, seldom = 1 / skew, (1 / mean - 1) / skew
+    unused = lgamma(seldom + tokens) - lgamma(seldom) + lgamma(often + seldom) - lgamma(often + seldom + tokens)
+    return num_experts * -expm1(unused)
 
 
 def predict(
@@ -167,7 +173,7 @@ class _Model:
 
     def decode_step(self, rows: int, hit_rate: float, batch: _Batch, fills: bool = False) -> _Step:
         """A step in which ``rows`` in VRAM serve ``hit_rate`` of the uses, and others are read in place, or fill slots."""
-        hit, missed = self.activated(rows, hit_rate, batch)
+        hit, missed = self.activated(rows, hit_rate, batch, self.assumed.expert_skew)
         layers = sum(len(stage.expert_layers) for stage in self.stages)
         crossing = missed * sum(sum(stage.expert_layers) for stage in self.stages)
         from_vram = hit + missed if fills else hit
@@ -236,11 +242,11 @@ class _Model:
         milliseconds = assumed.latent_prefill_layer_ms if stage.latent_attention else assumed.prefill_layer_ms
         return stage.layers * milliseconds * 1e-3
 
-    def activated(self, num_resident: int, hit_rate: float, batch: _Batch) -> tuple[float, float]:
-        """The distinct experts of a layer that one rank reads from VRAM, and over the link."""
+    def activated(self, num_resident: int, hit_rate: float, batch: _Batch, skew: float = 0.0) -> tuple[float, float]:
+        """The distinct experts of a layer that one rank reads from VRAM, and over the link, of which some are likelier."""
         tokens, ep = batch.independent(self.assumed.draft_token_weight), self.parallel.ep
         hit = distinct(num_resident, self.top_k * hit_rate, tokens)
-        missed = distinct(self.num_experts - num_resident, self.top_k * (1 - hit_rate), tokens)
+        missed = distinct(self.num_experts - num_resident, self.top_k * (1 - hit_rate), tokens, skew)
         return hit / ep, missed / ep
 
     def in_vram(self, stage: StageCost, hit: float, batch: _Batch) -> float:

@@ -469,6 +469,18 @@ def test_distinct_experts_at_the_edges():
     assert distinct(8, 20, 5) == 8
     assert distinct(8, 0, 5) == 0
     assert distinct(256, 8, 1) == pytest.approx(8)
+    for choices in (0, 20):
+        assert distinct(8, choices, 5, 0.5) == distinct(8, choices, 5)
+
+
+def test_uneven_choices_activate_as_a_beta_distribution_has_it():
+    rng, skew, experts, choices = np.random.default_rng(0), 0.4, 100, 4.0
+    likely = rng.beta(1 / skew, (experts / choices - 1) / skew, 200_000)
+    for tokens in (1, 4, 16, 64):
+        assert distinct(experts, choices, tokens, skew) == pytest.approx(experts * (1 - (1 - likely) ** tokens).mean(), rel=5e-3)
+    assert distinct(experts, choices, 1, skew) == pytest.approx(choices), "whatever the skew"
+    assert distinct(experts, choices, 64, skew) < 0.92 * distinct(experts, choices, 64)
+    assert distinct(experts, choices, 64, 1e-4) == pytest.approx(distinct(experts, choices, 64), rel=1e-3)
 
 
 STAGE = StageCost(10, 10**9, 2e9, (10**7,) * 10, 2e7, 10**6)
@@ -542,7 +554,8 @@ def test_ranks_of_experts_read_their_own_share():
 def test_verifying_drafts_activates_more_experts_and_yields_more_tokens():
     plain, drafted = speed(), speed(speculative=True, draft_tokens=4)
     assert drafted.decode_tokens_s == pytest.approx(2.5 / drafted.decode_step_s)
-    independent = 10 * distinct(32, 4 * 0.5, 1 + 3 * Assumptions().draft_token_weight)
+    assumed = Assumptions()
+    independent = 10 * distinct(32, 4 * 0.5, 1 + 3 * assumed.draft_token_weight, assumed.expert_skew)
     assert drafted.missed_experts == pytest.approx(independent)
     assert drafted.missed_experts > plain.missed_experts
     assert drafted.missed_experts < speed(requests=4).missed_experts, "tokens of one request share experts"

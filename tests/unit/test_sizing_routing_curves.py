@@ -177,6 +177,18 @@ def test_a_drafted_token_that_repeats_the_others_is_worth_nothing() -> None:
     assert 0.5 < made.draft_token_weight(small_trace(3, requests=200)) < 1.3
 
 
+@pytest.mark.parametrize("skew", [0.0, 0.5])
+def test_the_skew_of_a_trace_is_that_of_its_experts_probabilities(skew: float) -> None:
+    """Half of the experts are never offloaded; among the others probabilities vary as much as a beta distribution's."""
+    rng, experts, layers, requests = np.random.default_rng(0), 128, 2, 60
+    likely = rng.beta(2, 30, (layers, experts // 2)) if skew else np.full((layers, experts // 2), 1 / 16)
+    resident = np.ones((layers, experts // 2))
+    odds = np.concatenate([resident, likely / likely.mean() / 16], axis=1)
+    ids = np.argsort(np.log(rng.random((requests * 20, layers, experts))) / odds, axis=2)[:, :, -6:]
+    found = made.expert_skew(Trace(ids, np.full(requests, 20), experts))
+    assert found == pytest.approx(skew, abs=0.12)
+
+
 def test_the_script_writes_what_a_plan_reads_and_refuses_a_trace_without_a_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
