@@ -34,6 +34,7 @@ from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.requested_config import parse
+from sglang_uvm_offload.residency import evictions
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.residency.reporting import rank_status
@@ -46,6 +47,8 @@ from sglang_uvm_offload.streaming.streamer import Reading, Streamer
 
 PHASES = ("load", "warm-up", "serve", "re-advise", "stream", "look", "save", "end")
 RESIDENT, WARMUP, STREAM_TOKENS, SLOT_BLOCK = 6, 12, 16, 16
+evictions.ROOM_BYTES = sys.maxsize
+"""Residents are looked at although VRAM is free."""
 
 
 class Rank:
