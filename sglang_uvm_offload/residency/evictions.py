@@ -71,7 +71,8 @@ class Evictions:
 
     def _share(self, layers: Sequence[ExpertLayer]) -> float | None:
         """The share of residents' blocks that are not in VRAM, None where that cannot be told."""
-        if self._memory.info().device_free > ROOM_BYTES:
+        # The first look is made anyway: what looks need is allocated before a step runs.
+        if self.evicted_bytes is not None and self._memory.info().device_free > ROOM_BYTES:
             return 0.0
         sample = self._sample([tensor for layer in layers for tensor in layer.tensors])
         read = missing = 0

@@ -20,7 +20,7 @@ from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Span
 from sglang_uvm_offload.policy.forecast import TUNING
-from sglang_uvm_offload.residency import adaptation, evictions, worker
+from sglang_uvm_offload.residency import adaptation, worker
 from sglang_uvm_offload.residency import manager as manager_module
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
 from sglang_uvm_offload.residency.manager import OffloadManager
@@ -443,7 +443,6 @@ class TestDecisionsBesideTheSteps:
         elif part == "moving":
             rank.manager.mover.move = lambda *wanted: sys.exit("gone")
         else:
-            monkeypatch.setattr(evictions, "ROOM_BYTES", 1 << 60)
             monkeypatch.setattr(rank.manager.memory, "in_vram", lambda blocks: sys.exit("gone"))
             rank.manager.check_for_evictions()
         for _ in range(40):

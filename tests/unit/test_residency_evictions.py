@@ -134,6 +134,10 @@ def test_a_look_ends_once_it_has_found_some_missing_because_it_brings_each_back(
 @pytest.mark.parametrize(("free", "evicted"), [(evictions.ROOM_BYTES, 24 << 20), (evictions.ROOM_BYTES + 1, 0)])
 def test_where_vram_is_free_nothing_is_evicted_whatever_reads_take(free, evicted, caplog):
     rank = Watched()
+    rank.manager.evictions._memory = memory = Evicts(rank.model.layers)
+    memory.free = 1 << 40
+    assert rank.look() == 0
+    assert memory.asked, "the first look is made anyway"
     rank.manager.evictions._memory = memory = Evicts(rank.model.layers, missing=12)
     memory.free = free
     assert rank.look() == evicted
