@@ -941,6 +941,15 @@ def test_a_process_that_does_not_end_is_left(modules, monkeypatch):
     assert child.run(["true"], 60).stuck
 
 
+def test_parts_of_a_section_that_are_named_one_by_one_run_in_one_go(modules, monkeypatch):
+    from benchmarks.gpu import session
+
+    ran = []
+    monkeypatch.setattr(session, "run_section", lambda section, names, *_: ran.append((section.name, names)))
+    assert session.main(["ops:contract", "stream:rates", "ops:counters", "miss"]) == 0
+    assert ran == [("ops", {"contract", "counters"}), ("stream", {"rates"}), ("miss", {"link", "pages"})]
+
+
 def test_a_program_that_hangs_or_fails_is_named(modules):
     child = modules["child"]
     assert child.output(["echo", "told"], 60) == "told\n"
