@@ -41,18 +41,18 @@ def refuses(action: Callable[[], object], error: type[Exception] = ValueError) -
 
 
 def expect_location(memory: Memory, it: ManagedRange, spans: list[Span], location: Location) -> None:
-    """Reads find each block of the spans there. The answer of the first look does not count: a block that prefers the other
-    place may move by being read."""
+    """Reads find each block of the spans there, in one of some looks. The answer of the first look does not count: a block that
+    prefers the other place may move by being read. Where no look can tell, that is not shown, and so fails."""
     blocks = [(it, at) for span in spans for at in range(span.offset, span.end, memory.block_bytes)]
     memory.in_vram(blocks)
     for _ in range(READS):
         there = memory.in_vram(blocks)
         if there is None:
-            return
+            continue
         blocks = [each for each, in_vram in zip(blocks, there, strict=True) if in_vram != (location is DEVICE)]
         if not blocks:
             return
-    raise AssertionError(f"{it.name}, placed at {location} in {spans}: found elsewhere {[at for _, at in blocks]}")
+    raise AssertionError(f"{it.name}, placed at {location} in {spans}: not found there {[at for _, at in blocks]}")
 
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
