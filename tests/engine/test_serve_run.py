@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from types import SimpleNamespace
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -11,16 +13,35 @@ import pytest
 from benchmarks import serve_run
 from benchmarks.contenders import CONTENDERS, Budget
 from benchmarks.serve_client import Sizes
+from benchmarks.serve_run import Row
 from scripts.harness.ahead import IMPORTED
 from scripts.harness.patience import patience
 from scripts.harness.server import Server
+from sglang_uvm_offload.sizing.checkpoint import from_config
 
+CONFIG = Path(__file__).resolve().parents[1] / "fixtures" / "models" / "qwen3-235b-a22b.json"
+MODEL = from_config("qwen3", json.loads(CONFIG.read_text())["config"], "bfloat16")
 STARTS = f"""
 import time
 print({IMPORTED!r}, flush=True)
 time.sleep(0.5)
 raise SystemExit("no such flag")
 """
+
+
+def wanted_run(folder: Path, ahead_seconds: float, served: Callable[[Row], None] = print) -> serve_run.Run:
+    return serve_run.Run(
+        model=folder,
+        out=folder / "out",
+        device="cpu",
+        contenders=["first_n", "page_in_only", "paged_experts"],
+        residencies=[0.5],
+        repeats=1,
+        sizes=Sizes((1,), (8,), 8, 1, 2, 1, 1, 1, 0, 8, 8, 64),
+        prompts=lambda request, length: [1] * length,
+        ahead_seconds=ahead_seconds,
+        served=served,
+    )
 
 
 @pytest.mark.parametrize(("seconds", "ahead"), [(0.0, False), (patience(30), True)])
@@ -32,7 +53,7 @@ def test_servers_import_before_the_first_turn_if_asked_to(tmp_path, monkeypatch,
         return made[-1]
 
     monkeypatch.setattr(serve_run, "start_of", start_of)
-    monkeypatch.setattr(serve_run, "load", lambda folder: SimpleNamespace(num_experts=8, top_k=2))
+    monkeypatch.setattr(serve_run, "load", lambda folder: MODEL)
     pids: list[int] = []
 
     def served(row) -> None:
@@ -41,20 +62,7 @@ def test_servers_import_before_the_first_turn_if_asked_to(tmp_path, monkeypatch,
             assert len(pids) == (3 if ahead else 1)
             assert [psutil.Process(pid).status() for pid in pids[1:]] == [psutil.STATUS_STOPPED] * (2 if ahead else 0)
 
-    out = tmp_path / "out"
-    wanted = serve_run.Run(
-        model=tmp_path,
-        out=out,
-        device="cpu",
-        contenders=["first_n", "page_in_only", "paged_experts"],
-        residencies=[0.5],
-        repeats=1,
-        sizes=Sizes((1,), (8,), 8, 1, 2, 1, 1, 1, 0, 8, 8, 64),
-        prompts=lambda request, length: [1] * length,
-        ahead_seconds=seconds,
-        served=served,
-    )
-    rows = serve_run.run(wanted, {"rows": []})["rows"]
+    rows = serve_run.run(wanted_run(tmp_path, seconds, served), {"rows": []})["rows"]
     assert [row["contender"] for row in rows] == ["resident", "first_n", "page_in_only", "paged_experts"]
     assert "not built" in rows[2]["error"]
     assert ["exit code 1: no such flag" in row["error"] for row in rows] == [True, True, False, True]
@@ -68,8 +76,8 @@ def test_servers_whose_turn_never_comes_are_ended(tmp_path, monkeypatch) -> None
         return Server(tmp_path, command=[sys.executable, "-c", STARTS])
 
     monkeypatch.setattr(serve_run, "start_of", start_of)
-    turns = [(CONTENDERS["resident"], Budget(SimpleNamespace(), 1.0, 64))]
-    with serve_run.imported(SimpleNamespace(ahead_seconds=patience(30)), turns) as servers:
+    turns = [(CONTENDERS["resident"], Budget(MODEL, 1.0, 64))]
+    with serve_run.imported(wanted_run(tmp_path, patience(30)), turns) as servers:
         (waiting,) = servers.values()
         assert waiting.process is not None
         pid = waiting.process.pid
