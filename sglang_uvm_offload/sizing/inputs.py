@@ -61,6 +61,8 @@ class Parallel:
     dp_attention: bool = False
     shared_whole: bool = False
     """With DeepEP, every rank holds shared experts whole."""
+    dp_lm_head: bool = False
+    """Whether each group of DP attention has a head of its own (``--enable-dp-lm-head``)."""
 
     @property
     def attn_tp(self) -> int:

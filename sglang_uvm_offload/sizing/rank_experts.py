@@ -11,6 +11,7 @@ from sglang_uvm_offload.memory.layout import PAGE_BYTES, ExpertLayout, round_up,
 from sglang_uvm_offload.sizing import sglang_memory
 from sglang_uvm_offload.sizing.checkpoint_shape import LayerShape
 from sglang_uvm_offload.sizing.granted_vram import GrantedVram
+from sglang_uvm_offload.sizing.vocabulary import embedding_ranks, head_ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +97,16 @@ class RankExperts(GrantedVram):
             total += sum(nbytes * self.local_experts for nbytes, placed in self.expert_tensors(layer) if not placed)
         total += self.draft_experts_in_vram()
         total += self.draft.rank_bytes(p.tp, p.attn_tp) if self.draft else 0
-        # With DP attention, each group keeps its own vocabulary tensors.
         if stage == 0:
-            total += -(-self.model.embedding // p.attn_tp)
+            total += self.embedding_bytes
         if stage == p.pp - 1:
             tied = self.model.embedding if p.pp > 1 and not self.model.head else 0
-            total += -(-(self.model.head + tied) // p.attn_tp)
+            total += -(-(self.model.head + tied) // head_ranks(p))
         return total
+
+    @property
+    def embedding_bytes(self) -> int:
+        return -(-self.model.embedding // embedding_ranks(self.model.architectures, self.parallel))
 
     def table_bytes(self, stage: int) -> int:
         """VRAM of the lookup tables on one rank."""

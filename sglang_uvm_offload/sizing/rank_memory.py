@@ -20,6 +20,7 @@ from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.stage_cost import StageCost, Stream
 from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, break_even_tokens, buffers_in
 from sglang_uvm_offload.sizing.verdict import LEAST_RESIDENTS
+from sglang_uvm_offload.sizing.vocabulary import head_ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +241,7 @@ class Case(RankExperts):
 
     def cost(self, stage: int) -> StageCost:
         p, layers = self.parallel, self.decoder_layers(stage)
-        embedding = -(-self.model.embedding // p.attn_tp) if stage == 0 and self.model.head else 0
+        embedding = self.embedding_bytes if stage == 0 and self.model.head else 0
         drafts = self.draft_experts_in_vram()
         residents, served = self.draft_residents, 1.0
         if self.offloads_drafts:
@@ -261,7 +262,7 @@ class Case(RankExperts):
             latent_attention=bool(self.model.kv.latent),
             gemm_rate=2.0 if self.model.quantization == "fp8" else 1.0,
             draft_layers=len(drafting),
-            draft_bytes=beside + -(-(self.model.head or self.model.embedding) // p.attn_tp),
+            draft_bytes=beside + -(-(self.model.head or self.model.embedding) // head_ranks(p)),
             draft_expert_bytes=sum(n for layer in drafting for n, _ in self.expert_tensors(layer)),
             draft_residents=residents,
             draft_hit_rate=served,

@@ -156,6 +156,7 @@ def _parallel(cfg: Any) -> Parallel:
     return Parallel(
         *(cfg.tp_size, cfg.ep_size, cfg.pp_size, cfg.attn_dp_size if grouped else cfg.dp_size, grouped),
         shared_whole=cfg.moe_a2a_backend != "none",
+        dp_lm_head=cfg.enable_dp_lm_head,
     )
 
 
