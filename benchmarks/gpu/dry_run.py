@@ -173,7 +173,7 @@ def planned_checkpoint(written: Written) -> CheckpointShape:
 
     trace = read(TRACE)
     sized = MODELS[written.shape].sized(trace, written.layers)
-    return from_config(written.shape, sized.configured(walk_for(sized, trace, None, STRETCH).vocabulary, None))
+    return from_config(written.shape, sized.configured(walk_for(sized, trace, None, STRETCH).vocabulary, written.quant))
 
 
 def sglang_parser() -> Callable[[list[str]], object] | None:

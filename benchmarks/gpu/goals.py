@@ -350,6 +350,12 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             1.5,
             behind("paged_experts", "prefill", 512, 4096, 16384, 32000),
         ),
+        Goal(
+            "paged experts' decode time over this plugin's with slots (least gain)",
+            ">=",
+            1,
+            behind("paged_experts", "decode", 1, 4, 16, 64, ours="residents_and_slots"),
+        ),
         *reachable("frequency", "paged_experts"),
     ),
     "cpu_offload": (

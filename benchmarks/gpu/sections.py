@@ -184,10 +184,11 @@ BOUNDS = Section(
 
 PEERS = Section(
     "peers",
-    "SGLang's paged experts on the same model in the same VRAM",
+    "SGLang's paged experts on the same model in the same VRAM, in FP8 and more layers",
     (
-        Part("paged_experts", "server_parts", 230, 340, 20, 60, "all resident, this plugin, --enable-paged-experts at 50 %"),
+        Part("fp8", "server_parts", 25, 150, 0, 8, "Qwen3-30B-A3B's shape in FP8, 30 layers, routed as a measured trace"),
         LINK,
+        Part("paged_experts", "server_parts", 330, 440, 25.5, 60, "all resident, then 50 % in VRAM: slots, paged, neither"),
     ),
 )
 

@@ -57,19 +57,23 @@ BLOCKS_OF_EXPERTS: dict[str, Any] = {"expert_size": 2048}
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint of ``trace_checkpoint.py``, in bfloat16."""
+    """A checkpoint of ``trace_checkpoint.py``."""
 
     shape: str
     layers: int
     family: str
     """Of ``make_checkpoint.py``, which writes the small one that takes its place where nothing is measured."""
+    quant: str | None = None
+    """Of its experts, else bfloat16."""
 
     @property
     def name(self) -> str:
-        return f"{self.shape}-{self.layers}-layers"
+        return "-".join([self.shape, *([self.quant] if self.quant else []), f"{self.layers}-layers"])
 
 
 QWEN = Written("qwen3-30b-a3b", 16, "qwen3_moe")
+QWEN_FP8 = Written("qwen3-30b-a3b", 30, "qwen3_moe", "fp8")
+"""About as many bytes in more layers, so that two stream buffers are a smaller share; whole models have 46 to 92."""
 DEEPSEEK = Written("deepseek-v3", 12, "deepseek_v3")
 """One rank of 8. SGLang has OffloaderV2 for this architecture only."""
 
@@ -117,7 +121,7 @@ PLAN = {
     "most": Served(QWEN, ("frequency",), (0.78,)),
     "first_n": Served(QWEN, ("frequency", "in_place", "first_n"), (0.5,)),
     "bounds": Served(QWEN, ("zero_copy", "page_in_only"), ()),
-    "paged_experts": Served(QWEN, ("frequency", "paged_experts"), (0.5,), judged_only=True),
+    "paged_experts": Served(QWEN_FP8, ("residents_and_slots", "paged_experts", "frequency"), (0.5,), judged_only=True),
     "cpu_offload_gb": Served(QWEN, ("frequency", "cpu_offload_gb"), (0.5,), judged_only=True),
     "offloader_v2": Served(DEEPSEEK, ("frequency", "offloader_v2"), (0.5,), judged_only=True),
     "split": Served(QWEN, ("residents_and_slots", "paged_experts", "frequency", "slots_only"), (0.25,), decoding=True),
@@ -173,7 +177,8 @@ def check_sglang() -> None:
 def ensure_checkpoint(written: Written, small: bool) -> Path:
     """The checkpoint's folder, written if it is not there. One that was left half is written anew."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-uvm-offload-benchmarks"
-    folder = cache / (f"small-{written.family}{'-blocks' if REHEARSED else ''}" if small else written.name)
+    kind = [written.family, *([written.quant] if written.quant else []), *(["blocks"] if REHEARSED else [])]
+    folder = cache / ("-".join(["small", *kind]) if small else written.name)
     if not (folder / "config.json").is_file():
         part = folder.with_name(folder.name + ".part")
         for left in (folder, part):
@@ -187,12 +192,12 @@ def ensure_checkpoint(written: Written, small: bool) -> Path:
 def write_checkpoint(written: Written, folder: Path, small: bool) -> None:
     """Routers replay the trace; those of the small one are random. It has layers enough for OffloaderV2's groups."""
     if small:
-        make_checkpoint(written.family, folder, layers=6, **(BLOCKS_OF_EXPERTS if REHEARSED else {}))
+        make_checkpoint(written.family, folder, quant=written.quant, layers=6, **(BLOCKS_OF_EXPERTS if REHEARSED else {}))
         return
     from benchmarks.trace_checkpoint import MODELS, write
     from benchmarks.trace_walk import read
 
-    write(MODELS[written.shape], read(TRACE), folder, layers=written.layers)
+    write(MODELS[written.shape], read(TRACE), folder, quant=written.quant, layers=written.layers)
 
 
 def checkpoint(rows: Rows, written: Written) -> None:
@@ -382,6 +387,7 @@ def check_graphs(rows: Sequence[dict[str, Any]]) -> None:
 
 PARTS = {
     "checkpoint": partial(checkpoint, written=QWEN),
+    "fp8": partial(checkpoint, written=QWEN_FP8),
     "deepseek": partial(checkpoint, written=DEEPSEEK),
 } | {name: partial(serve_part, served=served) for name, served in PLAN.items()}
 
