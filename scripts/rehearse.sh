@@ -6,18 +6,18 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case ${VENV:=.venv-gpu} in /*) venv=$VENV ;; *) venv=$PWD/$VENV ;; esac
-wanted=benchmarks/gpu/requirements.txt
-stamp=$venv/.installed-$(cat pyproject.toml "$wanted" scripts/rehearse.sh | sha256sum | cut -c1-16)
+wanted=benchmarks/gpu/requirements.txt carried=benchmarks/gpu/carried.txt
+stamp=$venv/.installed-$(cat pyproject.toml "$wanted" "$carried" scripts/rehearse.sh | sha256sum | cut -c1-16)
 if [ ! -f "$stamp" ]; then
   echo "Installing what a GPU machine has into $venv (7 GB; some minutes) ..."
   [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
   pip=("$venv/bin/python" -m pip --quiet --disable-pip-version-check install)
-  "${pip[@]}" --requirement "$wanted"
-  "${pip[@]}" --no-deps sglang==0.5.23 sglang-kernel==0.4.5
+  "${pip[@]}" --requirement "$wanted" --requirement <(grep -v ^sglang "$carried")
+  "${pip[@]}" --no-deps --requirement "$carried"
   "${pip[@]}" --no-deps --editable .
   # A folder that is carried to such a machine leaves out the kernels of other GPUs, and SGLang's FlashAttention and FlashMLA.
   find "$venv" -path '*/sgl_kernel/*' -name '*.so' ! -path '*/sm90/*' ! -name 'spatial_ops*' -delete
   touch "$stamp"
 fi
-export PYTHONPATH="$PWD:$PWD/tests"
+export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
 exec "$venv/bin/python" -m standin.rehearse "$@"

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,7 +130,7 @@ def test_dry_run_compiles_everything_and_starts_no_cuda(session):
         "the plugin's hooks are on SGLang's Marlin and DeepGEMM MoE functions",
         "in_place --expert-offload-num-resident 64",
         "--expert-offload-stream-tokens inf",
-        "paged_experts --enable-paged-experts --paged-experts-num-resident 80",
+        "paged_experts --enable-paged-experts --paged-experts-num-resident 72",
         "page_in_only will not be served",
         "--speculative-algorithm NEXTN",
     ):
@@ -752,6 +753,11 @@ def test_goals_of_servers_take_the_worst_of_the_plugin_and_the_best_of_a_peer(mo
     assert judged(modules, "peers", 2, {"paged_experts": peer})["ratio"] is None, "this plugin has no figure at batch 16"
     peer.append(decode("frequency", 16, 30.0))
     assert judged(modules, "peers", 2, {"paged_experts": peer})["ratio"] == pytest.approx(1.5)
+    with_slots = [decode("residents_and_slots", 1, 20.0), decode("residents_and_slots", 16, 60.0)]
+    peer += [*with_slots, decode("residents_and_slots", 64, 30.0)]
+    assert judged(modules, "peers", 4, {"paged_experts": peer})["ratio"] is None, "no figure at batch 4"
+    peer += [decode("residents_and_slots", 4, 10.0), decode("paged_experts", 4, 13.0)]
+    assert judged(modules, "peers", 4, {"paged_experts": peer})["ratio"] == pytest.approx(1.1)
 
 
 def test_slots_are_judged_by_servers_in_the_same_vram(modules):
@@ -994,6 +1000,18 @@ def test_a_call_without_time_starts_nothing(session, tmp_path):
     assert said.returncode == 1
     assert "section ops: not started: no time left in this call" in said.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_whole_call_leaves_what_has_no_time_and_hands_over_its_results(tmp_path):
+    results, out = tmp_path / "results", tmp_path / "out"
+    out.mkdir()
+    command = ["bash", str(ROOT / "scripts" / "gpu_call.sh"), str(results), "20"]
+    said = subprocess.run(command, env=os.environ | {"OUT": str(out)}, capture_output=True, text=True)
+    assert said.returncode == 1, "not everything was measured"
+    assert "no time left for ops:contract\n" in said.stdout
+    assert "no time left for modes:gptq\n" in (results / "modes-gptq.txt").read_text(), "what runs beside others"
+    with tarfile.open(out / "results.tar.gz") as packed:
+        assert "./modes-gptq.txt" in packed.getnames()
 
 
 def test_a_part_without_time_keeps_its_earlier_rows(modules, tmp_path, monkeypatch):

@@ -42,6 +42,7 @@ def sglang_environment(out: Path, log: Path, caches: Path) -> dict[str, str]:
         "PYTHONPATH": f"{HERE / 'shims'}{os.pathsep}{HERE.parents[1]}",  # this checkout's package, whatever is installed
         "LIBRARY_PATH": str(out),
         "SGLANG_JIT_CACHE_DIR": str(caches / "sglang"),
+        "SGLANG_DG_CACHE_DIR": str(caches / "deep_gemm"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "XDG_CACHE_HOME": str(caches),
     }

@@ -28,6 +28,7 @@ FIRST_EXPERTS = "5,3"
 so that prompts leave some in slots."""
 WAITS_FOR_MARLIN = {"modes", "modes:gptq"}
 """What starts a server whose kernels take minutes to compile."""
+BUILDS = ("marlin_build", "deep_gemm_build")
 
 
 def main() -> int:
@@ -36,16 +37,21 @@ def main() -> int:
     )
     parser.add_argument("sections", nargs="*", metavar="SECTION[:PART]", help="of scripts/gpu_session.sh --list; all if none")
     parser.add_argument("--out", type=Path, help="the folder of logs and results (a new one below /tmp if not given)")
+    parser.add_argument(
+        "--compile", action="store_true", help="no section: leave the kernels of Marlin and DeepGEMM in the folder's caches/"
+    )
     wanted = parser.parse_args()
     out = (wanted.out or Path(tempfile.mkdtemp(prefix="rehearsal-"))).absolute()
     variables = os.environ | environment(out)
+    variables["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]  # DeepGEMM's folder may be there
+    if wanted.compile:
+        return max(build_kernels(each, variables) for each in BUILDS)
     known = listed(variables)
     if unknown := [name for name in wanted.sections if name.partition(":")[0] not in known]:
         parser.error(f"no section {', '.join(unknown)}: there are {', '.join(known)}")
     sections = wanted.sections or known
-    if WAITS_FOR_MARLIN & {*sections}:
-        print("compiling SGLang's Marlin kernels ...", flush=True)
-        subprocess.run([sys.executable, "-m", "benchmarks.gpu.marlin_build"], env=variables, check=True)
+    if WAITS_FOR_MARLIN & {*sections} and (code := build_kernels(BUILDS[0], variables)):
+        return code
     failed = [name for name in sections if not rehearse(name, out / "results", variables)]
     print(f"{len(sections) - len(failed)} of {len(sections)} sections are good; logs and JSON: {out / 'results'}")
     return 1 if failed else 0
@@ -60,6 +66,11 @@ def environment(out: Path) -> dict[str, str]:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         **{"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
     }
+
+
+def build_kernels(program: str, variables: dict[str, str]) -> int:
+    print(f"{program}: compiling for minutes ...", flush=True)
+    return subprocess.run([sys.executable, "-m", f"benchmarks.gpu.{program}"], env=variables).returncode
 
 
 def listed(variables: dict[str, str]) -> list[str]:

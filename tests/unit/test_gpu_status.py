@@ -91,6 +91,23 @@ def test_the_sources_that_compile_are_there():
         assert (ROOT / tested_by).is_file()
 
 
+def test_the_next_call_measures_all_that_was_never_run():
+    """By one of the parts that decide a line, or by all where it says so."""
+    planned = called((ROOT / "scripts/gpu_call.sh").read_text())
+    assert planned <= parts()
+    for claim, _, state, decided_by, _ in table(STATUS, "Claims")[1:]:
+        if state == "never run" and decided_by != "nothing yet":
+            assert planned & {*decided_by.split("; ")}, claim
+
+
+def called(script: str) -> set[str]:
+    """The parts that it names, such as "ops contract" by ``ops:contract``, and all parts of a section that it names alone."""
+    lines = [line.partition(" #")[0] for line in script.splitlines() if re.search(r"^(\w.*)?(measure \. |beside )", line)]
+    named = [word.partition(":")[::2] for line in lines for word in re.split(r"measure \. |beside ", line)[1].split()]
+    every = {section: {each.name for each in SECTIONS[section].parts} for section, _ in named if section in SECTIONS}
+    return {f"{section} {part}" for section, one in named if section in every for part in ([one] if one else every[section])}
+
+
 def one_line(state: str, evidence: str = "", decided_by: str = "probe prefetch") -> str:
     row = f"| pages move | README.md | {state} | {decided_by} | {evidence} |"
     return f"\n## Claims\n\n| {' | '.join(COLUMNS)} |\n| --- | --- | --- | --- | --- |\n{row}\n\n## Compiled without a GPU\n"

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Gathers in FOLDER what scripts/gpu_machine.sh needs on a GPU machine without a network: SGLang, what it imports and that machine's
+# Python lacks, DeepGEMM, and kernels that are compiled at run time, for sm_90. Under 50 MB, and half an hour on two cores.
+# usage: scripts/gpu_bundle.sh FOLDER         again with the same FOLDER: makes what is missing there
+# environment: PYTHON_VERSION=3.12: that machine's; VENV=DIR as for scripts/rehearse.sh
+set -euo pipefail
+out=$(mkdir -p "${1:?usage: scripts/gpu_bundle.sh FOLDER}" && realpath "$1")
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+machine=/tmp/sglang-uvm-offload-gpu    # as in gpu_machine.sh, because DeepGEMM looks for its kernels by its own path
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+pack() { tar -C "$1" -cf - "$2" | xz -T0 >"$out/$2.tar.xz.part" && mv "$out/$2.tar.xz.part" "$out/$2.tar.xz"; }
+download() { # WHEELS PIP ARGUMENTS...
+  local glibc platforms=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
+  for glibc in 39 35 34 31 28 27 26 24 17; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
+  python3 -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: "${platforms[@]}" \
+    --implementation cp --python-version "${PYTHON_VERSION:-3.12}" --dest "$1" "${@:2}"
+}
+unpack() { mkdir -p "$2" && for wheel in "$1"/*.whl; do python3 -m zipfile -e "$wheel" "$2"; done; } # WHEELS FOLDER
+
+if [ ! -f "$out/site.tar.xz" ]; then
+  download "$work/wheels" --requirement benchmarks/gpu/carried.txt
+  unpack "$work/wheels" "$work/site"
+  # What Triton's attention and MoE never load: kernels of other GPUs, SGLang's FlashAttention and FlashMLA, images and video.
+  rm -rf "$work"/site/{sglang/multimodal_gen,sglang/test,bin} "$work"/site/sglang/srt/{rust_extensions,mem_cache/rust_tree_core}/*.so
+  find "$work/site/sgl_kernel" -name '*.so' ! -path '*/sm90/*' ! -name 'spatial_ops*' -delete
+  mkdir "$work"/site/{IPython,soundfile}    # which SGLang only imports
+  echo 'from . import display' >"$work/site/IPython/__init__.py"
+  echo 'HTML = display = None' >"$work/site/IPython/display.py"
+  touch "$work/site/soundfile/__init__.py"
+  # SGLang looks for a compiled kernel by the host's compiler and headers too, which are others where it was compiled.
+  cat >>"$work/site/sglang/kernels/jit/utils/compile/cache.py" <<'PYTHON'
+
+
+_find_prebuilt = find_prebuilt
+
+
+def find_prebuilt(*, scope, module_name):
+    anywhere = scope.parent.glob(f"*/*/{module_name}.so")
+    return _find_prebuilt(scope=scope, module_name=module_name) or next(anywhere, None)
+PYTHON
+  pack "$work" site
+fi
+[ -d "$machine/deep_gemm" ] || { download "$work/more" sgl-deep-gemm==0.1.5.post1 && unpack "$work/more" "$machine/deep_gemm"; }
+[ -f "$out/deep_gemm.tar.xz" ] || pack "$machine" deep_gemm
+if [ ! -f "$out/kernels.tar.xz" ]; then
+  PYTHONPATH="$machine/deep_gemm" scripts/rehearse.sh --out "$machine/rehearsal" --compile
+  scripts/rehearse.sh --out "$machine/rehearsal" serving_slots:split default:continuous
+  mkdir "$work/kernels"
+  cp -r "$machine"/rehearsal/caches/{sglang,deep_gemm} "$work/kernels"
+  pack "$work" kernels
+fi
+ls -l "$out"

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Measures on a GPU what no log shows yet, in order of what it decides, and ends within SECONDS. Call it again with the same RESULTS on
+# the same machine: it goes on where it ended. Once a log is committed, what it shows leaves this list.
+# usage: scripts/gpu_call.sh RESULTS [SECONDS]     570 seconds if not given; SGLang and DeepGEMM as benchmarks/gpu/README.md says
+# environment: OUT=DIR receives RESULTS as results.tar.gz; MACHINE is set by scripts/gpu_machine.sh
+set -euo pipefail
+results=$(mkdir -p "${1:?usage: scripts/gpu_call.sh RESULTS [SECONDS]}" && realpath "$1")
+end=$((SECONDS + ${2:-570} - 10))
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+failed=0
+measure() { # FOLDER SECTION[:PART]...     the folder lies in RESULTS; what failed is in its log
+  if [ $((end - SECONDS)) -lt 45 ]; then echo "no time left for ${*:2}" && return 1; fi
+  scripts/gpu_session.sh --out "$results/$1" --seconds $((end - SECONDS)) "${@:2}"
+}
+beside() { # SECTION:PART...     in which no time is measured: all at once
+  local part pids=()
+  for part; do measure "${part/:/-}" "$part" >"$results/${part/:/-}.txt" 2>&1 & pids+=($!); done
+  for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+}
+
+beside peers:fp8 &    # a checkpoint, by the CPU
+measure . ops:contract || failed=1    # a promise that three GPUs broke, judged by reads now
+wait
+measure . ops:copies ops:load || failed=1    # copies of blocks in VRAM; what offloaded pages take besides
+measure . peers || failed=1    # paged experts in the same VRAM, in FP8 and more layers
+measure . probe:populate stream:rates || failed=1    # threads that place experts
+PYTHONPATH="${PYTHONPATH:-}${MACHINE:+:$MACHINE/deep_gemm}" measure . runners || failed=1    # Marlin and DeepGEMM, in place and out of slots
+beside modes:gptq other_modes:ngrams other_modes:cache other_modes:sleep server:checkpoint    # equal answers
+measure . default:continuous default:link || failed=1    # residents that follow traffic that changes: its times
+measure . slots:layer || failed=1    # in FP8
+measure . probe:reach probe:sustained probe:host_memory || failed=1    # experts that lie far apart; moves all the time
+measure . stream:steps || failed=1
+measure . eviction:noticing || failed=1    # looks beside a full link, of which two servers said too much
+measure . server:most server:link || failed=1    # 78 % resident
+beside other_modes:compiled
+measure . bounds || failed=1    # no expert resident; streamed beside in place
+measure . cpu_offload || failed=1
+measure . offloader || failed=1    # writes a checkpoint of its own
+measure . serving_slots || failed=1    # again, for the prompt of slots alone
+[ -z "${OUT:-}" ] || tar -C "$results" -czf "$OUT/results.tar.gz" .
+exit $failed
