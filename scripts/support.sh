@@ -11,6 +11,6 @@ if [ $# -gt 0 ]; then
   exec python -m pytest --nightly "$@"
 fi
 results=benchmarks/results/support/support.json
-python -m pytest --nightly -m "works or refused or sglang_fails or nightly" --support "$results" --durations=25 || failed=$?
+python -m pytest --nightly -m "works or refused or sglang_fails or nightly" --support="$results" --durations=25 || failed=$?
 python -m benchmarks.support
 exit "${failed:-0}"
