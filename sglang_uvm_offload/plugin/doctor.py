@@ -16,7 +16,7 @@ from sglang_uvm_offload.flags import OFF, FlagError, flag_name
 from sglang_uvm_offload.memory.host_pages import fragmentation
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin import compat, hook_points, hooks, roles, server_args
-from sglang_uvm_offload.plugin.checks import start_rehearsal
+from sglang_uvm_offload.plugin.checks import flag_values, start_rehearsal
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch import devices
 from sglang_uvm_offload.plugin.launch.expert_bytes import expert_bytes, host_need, table_bytes
@@ -89,8 +89,10 @@ class Launch:
         return start_rehearsal.problems(self.args)
 
     def gpus(self) -> list[int]:
-        """The GPUs of the ranks on this machine, empty with another device."""
-        return devices.local_gpus(self.cfg) if self.cfg.device == "cuda" else []
+        """The GPUs of the ranks on this machine; empty with another device, or if the arguments describe no ranks."""
+        if self.cfg.device != "cuda" or flag_values.problems(self.args):
+            return []
+        return devices.local_gpus(self.cfg)
 
     def damage(self) -> list[str]:
         """Damage in the weights that the launch reads, also if ``resolve`` ended before it checked them."""

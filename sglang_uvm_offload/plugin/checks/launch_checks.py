@@ -15,7 +15,16 @@ from sglang.srt.utils import get_device_memory_capacity
 from sglang_uvm_offload.config import AUTO, OffloadConfig, RequestedConfig, expert_problems
 from sglang_uvm_offload.flags import PREFIX, FlagError, flag_name
 from sglang_uvm_offload.plugin import compat
-from sglang_uvm_offload.plugin.checks import combinations, front_doors, slot_settings, start_checks, tma, tracing, vram_check
+from sglang_uvm_offload.plugin.checks import (
+    combinations,
+    flag_values,
+    front_doors,
+    slot_settings,
+    start_checks,
+    tma,
+    tracing,
+    vram_check,
+)
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch import (
     auto_resident,
@@ -66,6 +75,8 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     """Every decision from what was requested to what is served, in their order. Raises ``FlagError`` with every reason why
     ``server_args`` cannot be served with offloading."""
     began_at = time.time()
+    if wrong := flag_values.problems(server_args):
+        raise FlagError(wrong)
     cfg, model = resolving_view(server_args), model_config_of(server_args)
     routing = routing_format(cfg, model, compat.as_given(server_args).moe_runner_backend)
     problems = [

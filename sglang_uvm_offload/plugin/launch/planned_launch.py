@@ -111,7 +111,8 @@ def _launch(config: RequestedConfig, cfg: Any, model: Any, given: Any) -> Launch
     """``given``: the arguments before SGLang resolved them. With speculation, SGLang fills in its own number of requests."""
     grouped = cfg.attn_dp_size > 1
     # Each replica takes as many requests as the flag names; the attention groups of one replica share them.
-    requests = given.max_running_requests and given.max_running_requests * (1 if grouped else cfg.dp_size)
+    requests = given.max_running_requests  # SGLang takes 0 or less as 1
+    requests = None if requests is None else max(1, requests) * (1 if grouped else cfg.dp_size)
     vram = int((get_device_memory_capacity(cfg.device) or 0) * (1 << 20))
     if not vram:
         raise Uncounted(["SGLang does not know the size of this GPU"])
