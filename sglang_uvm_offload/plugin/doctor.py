@@ -153,6 +153,8 @@ def _streaming(config: OffloadConfig) -> str:
 def _drafts(config: OffloadConfig, cfg: Any) -> list[str]:
     if cfg.speculative_algorithm is None:
         return []
+    if cfg.speculative_algorithm == "NGRAM":
+        return ["--speculative-algorithm NGRAM: no draft model is loaded"]
     model, number = cfg.speculative_draft_model_path or cfg.model_path, config.draft_num_resident
     where = "which stay in VRAM" if number is None else f"with {number} experts a layer in VRAM"
     return [f"--speculative-algorithm {cfg.speculative_algorithm} with the draft layers of {model}, {where}"]
