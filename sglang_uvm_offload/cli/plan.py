@@ -254,14 +254,14 @@ def _machine(args: argparse.Namespace) -> Machine:
     return machine if args.read_efficiency is None else dataclasses.replace(machine, measured=None)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MAX_COUNT}")
+def _count(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or len(text) > 10 or not least <= int(text) <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {MAX_COUNT}")
     return int(text)
 
 
 def _whole(text: str) -> int:
-    return 0 if text == "0" else _count(text)
+    return _count(text, 0)
 
 
 def _slots(text: str) -> Slots:

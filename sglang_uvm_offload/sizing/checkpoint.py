@@ -63,9 +63,15 @@ def _load(path: Path, dtype: str | None, overrides: str, state: tuple[tuple[str,
     config = value.get("config", value)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: its config is not an object")
-    name = value.get("name", value.get("_name_or_path"))
-    shown = name if isinstance(name, str) and name else str(path)
+    # Not its _name_or_path, which is where whoever wrote the file had the model.
+    name = value.get("name")
+    shown = name if isinstance(name, str) and name else launched_as(path)
     return from_config(shown, overridden(config, overrides), dtype)
+
+
+def launched_as(path: Path) -> str:
+    """What a launch calls the model at ``path``: of a config.json, its folder."""
+    return str(path.parent if path.name == "config.json" else path)
 
 
 def _state(path: Path) -> tuple[tuple[str, int, int], ...]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from sglang_uvm_offload.files.reading import printable
 from sglang_uvm_offload.sizing.architectures import model_files
-from sglang_uvm_offload.sizing.checkpoint import is_split, load
+from sglang_uvm_offload.sizing.checkpoint import is_split, launched_as, load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape, ExpertPart, LayerShape
 from sglang_uvm_offload.sizing.kv_cache import KvShape, kv_shape
 from sglang_uvm_offload.sizing.lookup_tables import LookupTable
@@ -51,7 +51,7 @@ def load_any(path: Path, dtype: str | None = None, overrides: str = "") -> Check
     try:
         return load(file, dtype, overrides)
     except UnknownTensors as unknown:
-        return instead(unknown, file, str(path), overrides)
+        return instead(unknown, file, launched_as(path), overrides)
 
 
 def instead(refusal: CheckpointError, file: Path, name: str, overrides: str = "") -> CheckpointShape:

@@ -8,6 +8,7 @@ within SGLang's budget, and the machine's host RAM holds the experts that are no
 from __future__ import annotations
 
 import dataclasses
+import shlex
 
 from sglang_uvm_offload.config import AUTO, slot_problems
 from sglang_uvm_offload.flags import FlagError, flag_name
@@ -59,7 +60,8 @@ def plan(
 def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | None = None) -> Plan:
     """``plan`` for a case; without speeds where the machine's rates are unknown (0)."""
     model, parallel = case.model, case.parallel
-    problems = shape_problems(case) + _number_problems(case, num_resident)
+    misshapen, misnumbered = shape_problems(case), _number_problems(case, num_resident)
+    problems = misshapen + misnumbered
     blank = Plan(
         model=model.name,
         machine=case.machine,
@@ -81,7 +83,7 @@ def plan_case(case: Case, hit_rate: float | None = None, num_resident: int | Non
         assumptions=case.assumed,
     )
     if problems:
-        others = dividing(case)
+        others = dividing(case) if misshapen else []
         needs = ranks_that_fit(others)
         # Other ranks alone do not help: what these are short of is a problem too.
         short = shortages(others[0]) if others and not needs else []
@@ -244,7 +246,7 @@ def _may_move(case: Case, rows: int) -> bool:
 
 def _flags(case: Case, chosen: int) -> tuple[str, ...]:
     p, w = case.parallel, case.workload
-    out = [f"--model-path {case.model.name}", f"--tp-size {p.tp}"]
+    out = [f"--model-path {shlex.quote(case.model.name)}", f"--tp-size {p.tp}"]
     out += [f"--ep-size {p.ep}"] if p.ep > 1 else []
     out += [f"--pp-size {p.pp}"] if p.pp > 1 else []
     out += [f"--dp-size {p.dp}"] if p.dp > 1 else []

@@ -988,6 +988,27 @@ def test_a_given_number_that_does_not_fit_is_refused_with_the_most_that_does():
     assert host.problems[0].startswith("host RAM: with 100 of 256 experts a layer resident")
     beyond = ask("deepseek-v3", roomy("8xH20"), num_resident=257)
     assert beyond.problems == ("--num-resident 257: the model has 256 experts a layer",)
+    slots = ask("deepseek-v3", roomy("8xH20"), num_resident=250, slots=Slots(10))
+    assert len(slots.problems) == 1
+    assert not beyond.needs, "no other ranks help"
+    assert not slots.needs
+
+
+def test_residents_may_be_none_and_the_refusal_of_fewer_says_so():
+    assert planner_cli._whole("0") == 0
+    with pytest.raises(argparse.ArgumentTypeError, match="'-1' is not a whole number from 0 to"):
+        planner_cli._whole("-1")
+
+
+def test_the_flags_name_the_model_as_a_launch_takes_it(tmp_path):
+    """Of a config.json its folder, and not where its writer had it; as one word of the shell."""
+    folder = tmp_path / "my models"
+    folder.mkdir()
+    config = json.loads((config_folder("Qwen/Qwen3-30B-A3B") / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"_name_or_path": "/home/author/step_9000"}))
+    plan = planner.plan(load(folder / "config.json"), preset("1x4090"), Workload(8192), Parallel())
+    assert plan.flags[0] == f"--model-path '{folder}'"
+    assert planner.render(plan).splitlines()[0].startswith(f"model     {folder}: ")
 
 
 # Plans of no use
