@@ -310,7 +310,7 @@ def _guard(read: Any, config: Mapping[str, Any]) -> Any:
     """``read(config)``; raises ``CheckpointError`` for a malformed config (a string for a number, a truncated list)."""
     try:
         return read(config)
-    except (TypeError, IndexError, AttributeError, KeyError, ZeroDivisionError) as error:
+    except (TypeError, IndexError, AttributeError, KeyError, ZeroDivisionError, re.error) as error:
         raise CheckpointError(f"the config is malformed: {error}") from error
     except ValueError as error:
         raise error if isinstance(error, CheckpointError) else CheckpointError(f"the config is malformed: {error}") from error

@@ -63,6 +63,8 @@ def tensors_of(config: Mapping[str, Any]) -> list[TensorInfo]:
             f"the tensors of a {config.get('model_type')!r} checkpoint are not known from its config; give the checkpoint's "
             f"folder (known from the config: {', '.join(FAMILIES)})"
         )
+    if writer.method == "mxfp4" and family is not _gpt_oss:
+        raise UnknownTensors(f"the tensors of a {config['model_type']!r} checkpoint in mxfp4 are not known; give its folder")
     layers = writer.size("num_hidden_layers")
     writer.plain("model.embed_tokens.weight", writer.size("vocab_size"), writer.hidden)
     for layer in range(layers):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
@@ -36,8 +36,9 @@ class QuantizedLinear:
             raise UnknownTensors(
                 f"the tensors of a {self.method!r} checkpoint are not known from its config; give the checkpoint's folder"
             )
-        names = ("modules_to_not_convert", "ignore", "exclude_modules")
-        self._ignored = _Modules([str(pattern) for name in names for pattern in quant.get(name) or ()])
+        names = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+        patterns = [str(pattern) for name in names for pattern in quant.get(name) or ()]
+        self._ignored = _Modules([pattern.rstrip(".") if self.method == "fp8" else pattern for pattern in patterns])
 
     def tensors(self, name: str, out: int, into: int) -> list[TensorInfo]:
         """``out`` x ``into``, as torch.nn.Linear has it."""
@@ -54,6 +55,8 @@ class QuantizedLinear:
             return self._ignored.name(*_names(name), *name.split("."))
         if self.method == "awq":
             return any(pattern in name for pattern in self._ignored.exact)
+        if self.method == "fp8" and not self._ignored.exact.isdisjoint(_runs(name)):
+            return True
         return self._ignored.name(*_names(name)) or self._ignored.name(*_above(name))
 
 
@@ -85,6 +88,12 @@ _GLOB = re.compile(r"[*?[]")
 def _above(name: str) -> list[str]:
     """The modules that hold it, by every name."""
     return [each[:dot] for each in _names(name) for dot in range(len(each)) if each[dot] == "."]
+
+
+def _runs(name: str) -> Iterator[str]:
+    """Every run of its dotted parts, such as ``mlp.experts``: what ``is_layer_skipped`` of FP8 compares."""
+    parts = name.split(".")
+    return (".".join(parts[first:end]) for first in range(len(parts)) for end in range(first + 1, len(parts) + 1))
 
 
 def _names(name: str) -> tuple[str, str, str]:
@@ -137,7 +146,14 @@ def _int8(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) 
 
 
 def _gptq(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
-    bits, group = _packed_bits(quant, "GPTQ")
+    """GPTQModel's ``dynamic`` leaves modules as they were, or quantises them otherwise (``get_dynamic_override``)."""
+    dynamic = (quant.get("dynamic") or {}).items()
+    found = (each for each in dynamic if re.match(each[0].removeprefix("-:").removeprefix("+:"), name))
+    none: dict[str, Any] = {}
+    pattern, own = next(found, ("", none))
+    if pattern.startswith("-:"):
+        return [("weight", dtype, (out, into))]
+    bits, group = _packed_bits({**quant, **own}, "GPTQ")
     groups = -(-into // group)
     return [
         ("qweight", "I32", (into * bits // 32, out)),

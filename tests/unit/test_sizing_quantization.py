@@ -9,10 +9,11 @@ import pytest
 from builders.true_shape import CONFIGS, checkpoint, config_folder
 
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.checkpoint import from_config, load
 from sglang_uvm_offload.sizing.config_tensors import tensors_of
 from sglang_uvm_offload.sizing.quantization import quantization_of, read_config
 from sglang_uvm_offload.sizing.quantized_linear import QuantizedLinear, UnknownTensors
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.text_config import text_config
 
 QWEN = "nvidia/Qwen3-235B-A22B-NVFP4"
@@ -178,3 +179,37 @@ def test_formats_of_compressed_tensors(form, weights, group, expected):
 def test_a_format_that_is_not_known_is_refused_by_name():
     with pytest.raises(UnknownTensors, match="marlin-24"):
         compressed("marlin-24", {"num_bits": 4}).tensors("a", 256, 512)
+
+
+@pytest.mark.parametrize("key", ["ignored_layers", "modules_to_not_convert"])
+@pytest.mark.parametrize("pattern", ["mlp.experts", "model.layers.0.", "experts.1.up_proj"])
+def test_fp8_leaves_out_modules_by_any_run_of_their_names_parts(key, pattern):
+    """As ``is_layer_skipped`` of SGLang compares them: Qwen3.6's configs name no layer."""
+    linear = QuantizedLinear({"quant_method": "fp8", "weight_block_size": [128, 128], key: [pattern, "mlp.expert"]}, "BF16")
+    assert [tensor.dtype for tensor in linear.tensors("model.layers.0.mlp.experts.1.up_proj", 256, 512)] == ["BF16"]
+    assert len(linear.tensors("model.layers.1.mlp.shared_experts.up_proj", 256, 512)) == 2
+
+
+def test_gptq_leaves_out_or_quantises_otherwise_what_its_rules_name():
+    rules = {"-:.*experts.*": {}, r"+:.*\.q_proj": {"bits": 8}, r".*\.k_proj": {"group_size": 64}, ".*": {"bits": 8}}
+    linear = QuantizedLinear({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": rules}, "BF16")
+
+    def shapes(name):
+        return {tensor.name.removeprefix(f"{name}."): tensor.shape for tensor in linear.tensors(name, 256, 512)}
+
+    assert shapes("mlp.experts.0.up_proj") == {"weight": (256, 512)}
+    assert (shapes("a.q_proj")["qweight"], shapes("a.q_proj")["scales"]) == ((128, 256), (4, 256))
+    assert (shapes("a.k_proj")["qweight"], shapes("a.k_proj")["scales"]) == ((64, 256), (8, 256))
+
+
+def test_mxfp4_of_other_families_than_gpt_oss_is_not_counted_as_16_bits():
+    config = read_config(config_folder("Qwen/Qwen3-30B-A3B") / "config.json")
+    with pytest.raises(UnknownTensors, match="tensors of a 'qwen3_moe' checkpoint in mxfp4 are not known"):
+        from_config("m", config | {"quantization_config": {"quant_method": "mxfp4"}})
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused():
+    config = read_config(config_folder("Qwen/Qwen3-30B-A3B") / "config.json")
+    quant = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["re:["], "config_groups": {}}
+    with pytest.raises(CheckpointError, match="the config is malformed: unterminated character set"):
+        from_config("m", config | {"quantization_config": quant})
