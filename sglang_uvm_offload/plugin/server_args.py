@@ -57,6 +57,9 @@ class _Methods:
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
         _plain_add_cli_args(parser)
+        for action in parser._actions:
+            if action.dest.startswith(PREFIX) and "off" in (action.choices or ()):
+                action.type = _switch
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Any:
@@ -68,6 +71,11 @@ class _Methods:
 
 
 _plain_add_cli_args = PlainServerArgs.add_cli_args
+
+
+def _switch(text: str) -> str:
+    """YAML reads a plain ``off`` as false, which SGLang passes on as the word."""
+    return {"true": "on", "false": "off"}.get(text, text)
 
 
 def _fields(namespace: dict[str, Any]) -> None:

@@ -25,6 +25,9 @@ def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.T
     cpu = ["--model-path", model, "--device", "cpu"]
     yaml = folder / "server.yaml"
     yaml.write_text(f"model-path: {model}\ndevice: cpu\nexpert-offload-num-resident: 4\nexpert-offload-warmup-tokens: 77\n")
+    switched = folder / "switched.yaml"
+    switches = "expert-offload-resident-selection: first_n\nexpert-offload-adapt: off\nexpert-offload-tma: on\n"
+    switched.write_text(yaml.read_text() + switches)
     ids = folder / "ids.json"
     ids.write_text("[[0], [15]]")
     dense = folder / "dense"
@@ -67,6 +70,7 @@ def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.T
         "off": {"argv": cpu, "resolve": True},
         "command line": {"argv": [*cpu, N, "4", "--expert-offload-warmup-tokens", "77"], "resolve": True},
         "yaml": {"argv": ["--config", str(yaml)], "resolve": True},
+        "switches in yaml": {"argv": ["--config", str(switched)], "resolve": True},
         "engine": {"engine": {**engine, "expert_offload_num_resident": 4, "expert_offload_warmup_tokens": 77}},
         "bad values": {"argv": [*cpu, N, "-2", "--expert-offload-warmup-tokens", "0"], "resolve": True},
         "bad choice": {"argv": [*cpu, N, "2", "--expert-offload-backend", "gpu"]},
@@ -109,6 +113,13 @@ def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.T
     out = launched(cases, sglang)
     assert weights.read_bytes() == other_weights.read_bytes() == SAFETENSORS
     return out
+
+
+def test_a_plain_on_or_off_in_yaml_is_the_word(launch):
+    """YAML reads it as true or false."""
+    of = launch["switches in yaml"]
+    assert of["exit"] is None, of["error"]
+    assert (of["flags"]["expert_offload_adapt"], of["flags"]["expert_offload_tma"]) == ("off", "on")
 
 
 @pytest.mark.parametrize("way", ["command line", "yaml", "engine"])
