@@ -183,9 +183,9 @@ def _gpus(found: Diagnosis, gpus: list[int]) -> None:
     from sglang_uvm_offload.cuda import access_counters, pci
     from sglang_uvm_offload.cuda.build import BuildFailure, build, find_nvcc
     from sglang_uvm_offload.cuda.canary import canary_problems
-    from sglang_uvm_offload.cuda.device import DriverError, device_arch, device_problems, free_vram
+    from sglang_uvm_offload.cuda.device import DriverError, device_arch, free_vram, problems_of
 
-    if problems := [problem for gpu in gpus for problem in device_problems(gpu)] or canary_problems(tuple(gpus)):
+    if problems := problems_of(gpus) or canary_problems(tuple(gpus)):
         found.bad(*problems)
         return
     for warning in filter(None, [*pci.warnings(pci.bus_ids(gpus)), access_counters.warning(gpus)]):

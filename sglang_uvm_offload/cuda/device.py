@@ -47,6 +47,17 @@ def device_problems(device: int) -> list[str]:
         return [str(refusal)]
 
 
+def problems_of(devices: Sequence[int]) -> list[str]:
+    """``device_problems`` of all ``devices``, which ascend, each once; several that are not there on one line."""
+    count = len(visible_gpus())
+    there = [device for device in devices if device < count]
+    absent = devices[len(there) :]
+    if count == 0 or len(absent) < 2:
+        return list(dict.fromkeys(problem for device in devices for problem in device_problems(device)))
+    missing = f"there are no CUDA devices {absent[0]} to {absent[-1]}: the driver shows {count}"
+    return [missing, *problems_of(there)]
+
+
 def visible_gpus() -> list[tuple[str, int]]:
     """The name and the bytes of memory of each GPU that this process sees; empty without a driver."""
     try:

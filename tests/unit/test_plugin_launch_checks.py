@@ -175,6 +175,14 @@ def test_the_drivers_problem_is_listed_once(monkeypatch):
     assert devices.gpu_problems([0, 1, 2]) == ["no driver"]
 
 
+def test_gpus_that_are_not_there_are_one_problem(monkeypatch):
+    """--tp-size 8 --dp-size 8 without --enable-dp-attention asks for 64."""
+    monkeypatch.setattr("sglang_uvm_offload.cuda.device.visible_gpus", lambda: [("NVIDIA H20", 1)] * 8)
+    monkeypatch.setattr("sglang_uvm_offload.cuda.device.device_problems", lambda gpu: ["virtual"] if gpu < 8 else ["absent"])
+    assert devices.gpu_problems(list(range(64))) == ["there are no CUDA devices 8 to 63: the driver shows 8", "virtual"]
+    assert devices.gpu_problems(list(range(9))) == ["virtual", "absent"]
+
+
 def test_a_library_that_cannot_be_built_is_a_problem_before_loading(monkeypatch):
     def build(arch: str) -> Path:
         raise BuildFailure(f"no nvcc for {arch}")

@@ -31,10 +31,9 @@ def gpu_problems(gpus: list[int]) -> list[str]:
     concerns all GPUs and is listed once."""
     from sglang_uvm_offload.cuda.build import BuildFailure, build
     from sglang_uvm_offload.cuda.canary import canary_problems
-    from sglang_uvm_offload.cuda.device import device_arch, device_problems
+    from sglang_uvm_offload.cuda.device import device_arch, problems_of
 
-    problems = dict.fromkeys(problem for gpu in gpus for problem in device_problems(gpu))
-    if found := list(problems) or canary_problems(tuple(gpus)):
+    if found := problems_of(gpus) or canary_problems(tuple(gpus)):
         return found
     try:
         for arch in {device_arch(gpu) for gpu in gpus}:
