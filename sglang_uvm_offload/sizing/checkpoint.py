@@ -113,6 +113,7 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
     if [layer.index for layer in layers] != list(range(num_layers)):
         raise CheckpointError(f"{name}: holds {len(layers)} decoder layers, and its config describes {num_layers}")
     quantization, plain = quantization_of(config), all(tensor.dtype in FLOATS for tensor in tensors)
+    scaled = any("scale" in part.name for layer in layers for part in layer.experts)
     return CheckpointShape(
         name=name,
         from_headers=from_headers,
@@ -134,7 +135,7 @@ def from_tensors(name: str, config: Mapping[str, Any], tensors: Iterable[TensorI
         quantization=printable(str(quantization.get("quant_method") or (UNQUANTIZED if plain else UNSTATED))),
         expert_size=_positive_int(config, expert_size(config), "intermediate_size"),
         hidden_size=_positive_int(config, config.get("hidden_size"), "hidden_size"),
-        scale_block=(quantization.get("weight_block_size") or [1])[0],
+        scale_block=((quantization.get("weight_block_size") if scaled else None) or [1])[0],
         family=printable(str(config.get("model_type") or "")),
         architectures=tuple(printable(str(each)) for each in named) if isinstance(named, list) else (),
         **_weight_counts(held, num_layers, moe.num_experts, top_k),

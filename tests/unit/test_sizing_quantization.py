@@ -213,3 +213,10 @@ def test_a_pattern_that_is_no_regular_expression_is_refused():
     quant = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["re:["], "config_groups": {}}
     with pytest.raises(CheckpointError, match="the config is malformed: unterminated character set"):
         from_config("m", config | {"quantization_config": quant})
+
+
+def test_experts_that_stay_in_16_bits_have_no_blocks_of_scales_to_divide():
+    config = read_config(config_folder("Qwen/Qwen3-30B-A3B-FP8") / "config.json")
+    assert from_config("m", config).scale_block == 128
+    kept = config["quantization_config"] | {"modules_to_not_convert": ["mlp.experts"]}
+    assert from_config("m", config | {"quantization_config": kept}).scale_block == 1
