@@ -69,7 +69,10 @@ def _command(argv: list[str] | None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Subcommand)
     for name, help in SUBCOMMANDS.items():
         commands.add_parser(name, help=help)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        hint = "; give those of a launch after --, as in doctor -- --model-path MODEL" if args.command == "doctor" else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return args.run(args)
 
 

@@ -144,6 +144,16 @@ def without(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, library, None)
 
 
+def test_launch_arguments_without_the_dashes_are_told_where_to_go(capsys):
+    hint = "; give those of a launch after --, as in doctor -- --model-path MODEL"
+    for command, hinted in (["doctor"], True), (["profile", "p.npz"], False):
+        with pytest.raises(SystemExit, match="2"):
+            main([*command, "--model-path", "m", "--tp", "8"])
+        said = capsys.readouterr().err
+        assert "unrecognized arguments: --model-path" in said
+        assert (hint in said) == hinted
+
+
 def test_the_doctor_lists_that_sglang_cannot_be_imported(monkeypatch, capsys):
     without("sglang", monkeypatch)
     assert main(["doctor", "--", "--model-path", "m"]) == 1
