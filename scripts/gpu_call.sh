@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures on a GPU what no log shows yet, in order of what it decides, and ends within SECONDS. Call it again with the same RESULTS on
-# the same machine: it goes on where it ended. Once a log is committed, what it shows leaves this list.
+# the same machine: it goes on where it ended, and leaves out what failed. Once a log is committed, what it shows leaves this list.
 # usage: scripts/gpu_call.sh RESULTS [SECONDS]     570 seconds if not given; SGLang and DeepGEMM as benchmarks/gpu/README.md says
 # environment: OUT=DIR receives RESULTS as results.tar.gz; MACHINE is set by scripts/gpu_machine.sh
 set -euo pipefail
@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 failed=0
 measure() { # FOLDER SECTION[:PART]...     the folder lies in RESULTS; what failed is in its log
   if [ $((end - SECONDS)) -lt 45 ]; then echo "no time left for ${*:2}" && return 1; fi
-  scripts/gpu_session.sh --out "$results/$1" --seconds $((end - SECONDS)) "${@:2}"
+  scripts/gpu_session.sh --once --out "$results/$1" --seconds $((end - SECONDS)) "${@:2}"
 }
 beside() { # SECTION:PART...     in which no time is measured: all at once
   local part pids=()
@@ -24,7 +24,8 @@ wait
 measure . ops:copies ops:load || failed=1    # copies of blocks in VRAM; what offloaded pages take besides
 measure . peers || failed=1    # paged experts in the same VRAM, in FP8 and more layers
 measure . probe:populate stream:rates || failed=1    # threads that place experts
-PYTHONPATH="${PYTHONPATH:-}${MACHINE:+:$MACHINE/deep_gemm}" measure . runners || failed=1    # Marlin and DeepGEMM, in place and out of slots
+# Marlin and DeepGEMM, in place and out of slots.
+PYTHONPATH="${PYTHONPATH:-}${MACHINE:+:$MACHINE/deep_gemm}" measure . runners || failed=1
 beside modes:gptq other_modes:ngrams other_modes:cache other_modes:sleep server:checkpoint    # equal answers
 measure . default:continuous default:link || failed=1    # residents that follow traffic that changes: its times
 measure . slots:layer || failed=1    # in FP8

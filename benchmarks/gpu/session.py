@@ -103,6 +103,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="the folder of the results, relative to the repository's root")
     parser.add_argument("--from", type=Path, dest="earlier", metavar="DIR", help="go on from the results in DIR (likewise)")
     parser.add_argument("--again", action="store_true", help="do not go on from earlier results: measure anew")
+    parser.add_argument("--once", action="store_true", help="leave out parts that failed before too")
     parser.add_argument(
         "--seconds",
         type=float,
@@ -132,7 +133,7 @@ def list_sections() -> None:
 
 
 def run_section(section: Section, names: set[str], wanted: argparse.Namespace, call: Call) -> None:
-    """Runs the parts ``names`` of the section, those of an earlier record left out that are done."""
+    """Runs the parts ``names`` of the section, but for those of an earlier record that are done, or with ``--once`` failed."""
     started = time.monotonic()
     environment = describe_machine(call)
     out = wanted.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else default_folder(environment))
@@ -158,8 +159,9 @@ def run_section(section: Section, names: set[str], wanted: argparse.Namespace, c
             f"== section {section.name} on {environment['device']}, driver {environment['driver']}, {record['started'][-1]}",
         )
         programs = Programs(environment, log)
+        ended = (DONE, FAILED) if wanted.once else (DONE,)
         for part in section.parts:
-            if part.name not in names or record["parts"].get(part.name, {}).get("status") == DONE:
+            if part.name not in names or record["parts"].get(part.name, {}).get("status") in ended:
                 continue
             if refused[part.name]:
                 say(log, f"-- not started: {refused[part.name]}")

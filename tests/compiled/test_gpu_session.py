@@ -466,6 +466,10 @@ def test_a_complete_section_is_not_run_again_and_a_failed_part_is(ran, tmp_path)
     assert again["complete"] is True
     assert again["parts"]["contract"] == cut["parts"]["contract"]
     assert len(again["started"]) == 2
+    said = ran.run("ops", "--once", "--from", str(earlier), "--out", str(tmp_path / "once"))
+    assert said.returncode == 1
+    assert "-- identity" not in said.stdout
+    assert "section ops: identity: failed" in said.stderr
 
 
 def test_a_failing_section_is_named_with_its_parts(ran, tmp_path):
@@ -857,7 +861,10 @@ def test_parts_too_large_for_the_machine_are_left_out_and_the_others_run(modules
     monkeypatch.setitem(section.__dict__, "parts", tuple(by_size))
     with pytest.raises(session.SectionFailure, match=r"^bandwidth: too large for this machine; reach: too large for"):
         session.run_section(
-            section, {part.name for part in by_size}, SimpleNamespace(out=tmp_path, again=True, earlier=None), session.Call(570)
+            section,
+            {part.name for part in by_size},
+            SimpleNamespace(out=tmp_path, again=True, once=False, earlier=None),
+            session.Call(570),
         )
     record = json.loads((tmp_path / "probe.json").read_text())
     for name in ("bandwidth", "reach"):
@@ -1021,7 +1028,7 @@ def test_a_part_without_time_keeps_its_earlier_rows(modules, tmp_path, monkeypat
     cut = {"status": "cut short", "error": None, "rows": [row("note", [1]) | {"median": 1, "low": 1, "high": 1}]}
     (tmp_path / "stream.json").write_text(json.dumps({"environment": machine, "parts": {"copies": cut}, "complete": False}))
     monkeypatch.setattr(session, "describe_machine", lambda call: machine)
-    wanted = SimpleNamespace(out=tmp_path, again=False, earlier=None)
+    wanted = SimpleNamespace(out=tmp_path, again=False, once=False, earlier=None)
     with pytest.raises(session.SectionFailure, match=r"^copies: cut short"):
         session.run_section(section, {"copies"}, wanted, session.Call(1))
     assert json.loads((tmp_path / "stream.json").read_text())["parts"]["copies"] == cut
