@@ -18,6 +18,13 @@ beside() { # SECTION:PART...     in which no time is measured: all at once
   for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
 }
 
+compile_probe() {
+  local arch
+  arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader --id=0 | tr -d .)
+  PYTHONPATH="$PWD:${PYTHONPATH:-}" "${PYTHON:-python3}" -m benchmarks.gpu.probe_build "sm_$arch"
+}
+
+compile_probe >"$results/probe_build.txt" 2>&1 &
 beside peers:fp8 &    # a checkpoint, by the CPU
 measure . ops:contract || failed=1    # a promise that three GPUs broke, judged by reads now
 wait
