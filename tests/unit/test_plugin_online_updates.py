@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,13 +46,13 @@ def test_residents_that_no_warm_up_chose_stay():
 class Server:
     """What the hooks are of, with a saver that notes when it saves."""
 
-    def __init__(self, outcome: Any = True):
+    def __init__(self, outcome: Any = True, manager: Any = None):
         self.events: list[str] = []
         self.outcome = outcome
         self.savers = [Saver("profile", lambda wait: lambda: self.events.append("saved"))]
         self.hooks: dict[str, Any] = {}
-        manager: Any = SimpleNamespace(weights_updated=lambda: self.events.append("chosen anew"))
-        OnlineUpdates(lambda: manager, self.savers, lambda: "/models/a").install(
+        noting: Any = SimpleNamespace(weights_updated=lambda: self.events.append("chosen anew"))
+        OnlineUpdates(lambda: manager or noting, self.savers, lambda: "/models/a").install(
             lambda target, hook, kind: self.hooks.update({target.rpartition("_")[2]: hook})
         )
 
@@ -81,10 +82,27 @@ def test_new_weights_of_the_same_checkpoint_end_no_saving(source):
     assert len(server.savers) == 1
 
 
-def test_an_update_that_sglang_refuses_changes_no_residents():
+def test_an_update_that_fails_counts_as_one_because_it_may_have_succeeded_on_peers():
+    """They would wait for this rank when the next warm-up ends."""
     server = Server(outcome=False)
+    assert not server.update("tensor").success
+    assert server.events == ["updated", "chosen anew"]
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_a_rank_whose_update_fails_chooses_residents_before_the_same_step_as_its_peers(succeeds):
+    choices: list[int] = []
+
+    def broadcast_decision(decide: Callable[[], Any]) -> Any:
+        choices.append(rank.manager.tokens)
+        return decide()
+
+    rank = Rank(config(warmup_tokens=8), broadcast_decision=broadcast_decision)
+    server = Server(succeeds, rank.manager)
+    steps(rank, [0, 6, 7], 10)
     server.update("tensor")
-    assert server.events == ["updated"]
+    steps(rank, [1, 4, 5], 10)
+    assert choices == [8, 18]
 
 
 def test_a_fault_of_memory_ends_the_server_with_its_reason(monkeypatch):

@@ -49,8 +49,9 @@ class OnlineUpdates:
             result = original(updater, request, *args, **kwargs)
         except (FlagError, ManagedMemoryError) as error:
             enforce.end(f"sglang-uvm-offload: a weight update failed: {error}")
-        if result.success:
-            self._manager().weights_updated()
+        # Whatever its result: it may be another one on a peer, which then chooses residents together with this rank. And a
+        # failed update may have written weights.
+        self._manager().weights_updated()
         return result
 
     def _end_saving(self, path: str) -> None:
