@@ -111,7 +111,7 @@ class OffloadManager:
     @property
     def fault(self) -> str | None:
         """Why residents no longer change on this rank, None while they may."""
-        return self.worker.fault
+        return self.worker.fault or self.mover.fault  # the mover's alone if it failed for ``sleep`` or ``wake``
 
     @property
     def stage(self) -> Stage:

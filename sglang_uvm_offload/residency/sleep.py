@@ -38,15 +38,25 @@ class Sleep:
         needed = sum(layer.host_bytes_to_demote(none) + layer.slot_bytes for layer, none in nothing)
         try:
             check_host_ram(self._memory, "demote", "the experts", needed)
-            if self._mover.fault is not None:
-                raise ManagedMemoryError("demote", "the experts", Span(0, needed), self._mover.fault)
             moved = self._mover.move(nothing, show=False)
+            if self._mover.fault is not None:  # other ranks take host RAM at the same time, so also in the midst of it
+                raise ManagedMemoryError("demote", "the experts", Span(0, needed), self._mover.fault)
             for layer in layers:
                 layer.place_slots(Location.HOST)
         except ManagedMemoryError as fault:
             logger.error("Expert offload: experts stay in VRAM, also while the server gives up its memory: %s", fault)
+            self._undo(self._before)
         else:
             logger.info("Expert offload: %s of experts have left VRAM, until the server resumes", size(moved))
+
+    def _undo(self, before: Sequence[LayerExtents]) -> None:
+        """Brings back at once what has left: after a fault the mover would not, when the server resumes."""
+        try:
+            for layer, extents in before:
+                layer.place_slots(Location.DEVICE)
+                layer.promote(extents)
+        except ManagedMemoryError as fault:
+            logger.error("Expert offload: some experts have left VRAM and do not come back: %s. Decoding may be slower.", fault)
 
     def end(self) -> None:
         """Brings back what ``begin`` moved. Where VRAM has no room, the experts stay in host RAM, and steps read them there."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from builders.managers import Rank, config
 
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError
 
 
-def filled(**flags) -> tuple[Rank, list[bytes]]:
+def filled(memory: EmulatedMemory | None = None, **flags) -> tuple[Rank, list[bytes]]:
     """A rank whose experts hold random bytes."""
-    rank = Rank(config(**flags), EmulatedMemory())
+    rank = Rank(config(**flags), memory or EmulatedMemory())
     for seed, module in enumerate(rank.modules):
         module.w13.random_(0, 256, generator=torch.Generator().manual_seed(seed))
     return rank, bytes_of(rank)
@@ -125,6 +127,44 @@ def test_where_moving_has_failed_before_the_experts_stay_and_the_log_says_so(cap
     assert in_vram(rank) == before
     assert "experts stay in VRAM" in caplog.text
     assert "demote failed" in caplog.text
+
+
+class Refusing(EmulatedMemory):
+    """Refuses to move anything to ``refused`` after so many such moves more."""
+
+    refused = Location.HOST
+    left = 10**9
+
+    def place(self, managed, spans, location):
+        self.left -= location is self.refused
+        if location is self.refused and self.left < 0:
+            raise ManagedMemoryError("cudaMemPrefetchAsync", managed.name, spans[0], "out of memory")
+        super().place(managed, spans, location)
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 3, 5])
+def test_what_has_left_vram_comes_back_if_the_rest_cannot_leave_it(caplog, left):
+    """The experts of three layers, then their slots. Host RAM may fill up meanwhile, by what other ranks move."""
+    rank, held = filled(Refusing(), slots=2)
+    before = in_vram(rank)
+    rank.manager.memory.left = left
+    rank.manager.sleep()
+    assert in_vram(rank) == before
+    assert "experts stay in VRAM" in caplog.text
+    assert "have left VRAM" not in caplog.text
+    rank.manager.wake()
+    assert in_vram(rank) == before
+    assert bytes_of(rank) == held
+
+
+@pytest.mark.parametrize("refused", Location)
+def test_the_status_shows_a_fault_of_going_and_of_coming(refused):
+    rank, _ = filled(Refusing())
+    rank.manager.memory.refused = refused
+    rank.manager.memory.left = 1
+    rank.manager.sleep()
+    rank.manager.wake()
+    assert "out of memory" in rank.status()["fault"]
 
 
 def test_residents_follow_the_traffic_again_once_awake():
