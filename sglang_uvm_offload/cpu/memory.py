@@ -64,9 +64,11 @@ class EmulatedMemory:
 
     def tensor(self, managed: ManagedRange) -> torch.Tensor:
         live = self._find(managed)
-        mapping = self._without_tensor.pop(managed.address, None) or live.mapping()
+        mapping = self._without_tensor.pop(managed.address, None)
+        if mapping is not None:  # the first tensor; each copy to a stream buffer takes another one
+            weakref.finalize(mapping, self._forget, managed.address).atexit = False
+        mapping = mapping or live.mapping()
         assert mapping is not None, f"{managed.name} outlived its memory"
-        weakref.finalize(mapping, self._forget, managed.address).atexit = False
         offset = managed.address - _address(mapping)
         return torch.frombuffer(mapping, dtype=torch.uint8, count=managed.nbytes, offset=offset)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -81,6 +82,21 @@ def test_the_range_is_freed_with_its_last_tensor():
     assert (memory.live_ranges, memory.device_used) == (0, 0)
     with pytest.raises(ValueError, match="no longer"):
         memory.place(managed, whole(managed), Location.HOST)
+
+
+def test_a_tensor_of_each_step_leaves_nothing_behind():
+    memory = EmulatedMemory()
+    managed = memory.allocate(PAGE_BYTES, "w13")
+    kept = memory.tensor(managed)
+    kept.fill_(7)
+    gc.collect()
+    before = len(weakref.finalize._registry)
+    for _ in range(100):
+        assert memory.tensor(managed)[0] == 7
+    assert len(weakref.finalize._registry) == before
+    del kept
+    gc.collect()
+    assert not memory.holds(managed)
 
 
 def test_freeing_twice_is_refused():
