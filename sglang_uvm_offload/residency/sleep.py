@@ -35,7 +35,8 @@ class Sleep:
             return
         self._before = [(layer, layer.resident_extents()) for layer in layers]
         nothing = [(layer, np.zeros_like(resident)) for layer, resident in self._before]
-        needed = sum(layer.host_bytes_to_demote(none) + layer.slot_bytes for layer, none in nothing)
+        edges = sum(layout.edge_bytes for layer in layers for layout in layer.layouts)
+        needed = edges + sum(layer.host_bytes_to_demote(none) + layer.slot_bytes for layer, none in nothing)
         try:
             check_host_ram(self._memory, "demote", "the experts", needed)
             moved = self._mover.move(nothing, show=False)

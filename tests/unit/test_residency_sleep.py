@@ -106,6 +106,15 @@ def test_without_host_ram_the_experts_stay_and_serving_goes_on(caplog):
     assert rank.manager.fault is None
 
 
+def test_the_blocks_that_experts_share_with_slots_need_host_ram_too():
+    rank = Rank(config(num_resident=0, slots=1), EmulatedMemory(16 * PAGE_BYTES), expert_bytes=3 * PAGE_BYTES)
+    short = replace(rank.manager.memory.info(), host_available=0)
+    rank.manager.memory.info = lambda: short
+    edge = rank.model.resident_extents()
+    rank.manager.sleep()
+    assert (rank.model.resident_extents() == edge).all()
+
+
 def test_vram_that_the_driver_still_holds_is_taken_again():
     rank, held = filled()
     before = in_vram(rank)
