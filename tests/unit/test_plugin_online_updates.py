@@ -12,9 +12,17 @@ from builders.managers import Rank, config
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
 from sglang_uvm_offload.plugin import enforce
+from sglang_uvm_offload.plugin.rank import online_updates
 from sglang_uvm_offload.plugin.rank.online_updates import UPDATES, OnlineUpdates
 
 pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture(autouse=True)
+def parallel(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    state = SimpleNamespace(enable_dp_attention_local_control_broadcast=False)
+    monkeypatch.setattr(online_updates, "get_parallel", lambda: state)
+    return state
 
 
 def steps(rank: Rank, ids: list[int], count: int) -> None:
@@ -103,6 +111,14 @@ def test_a_rank_whose_update_fails_chooses_residents_before_the_same_step_as_its
     server.update("tensor")
     steps(rank, [1, 4, 5], 10)
     assert choices == [8, 18]
+
+
+def test_ranks_that_learn_of_it_between_different_steps_keep_their_residents(parallel):
+    """They would choose before different steps, and wait for one another for ever."""
+    parallel.enable_dp_attention_local_control_broadcast = True
+    server = Server()
+    assert server.update("disk", model_path="/models/a").success
+    assert server.events == ["updated"]
 
 
 def test_a_fault_of_memory_ends_the_server_with_its_reason(monkeypatch):

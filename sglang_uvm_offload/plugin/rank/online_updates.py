@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.flags import FlagError
@@ -49,6 +50,10 @@ class OnlineUpdates:
             result = original(updater, request, *args, **kwargs)
         except (FlagError, ManagedMemoryError) as error:
             enforce.end(f"sglang-uvm-offload: a weight update failed: {error}")
+        if get_parallel().enable_dp_attention_local_control_broadcast:
+            # Ranks learn of it between different steps: they would choose before different ones, and wait for each other.
+            logger.info("Expert offload: residents are not chosen anew: --enable-dp-attention-local-control-broadcast")
+            return result
         # Whatever its result: it may be another one on a peer, which then chooses residents together with this rank. And a
         # failed update may have written weights.
         self._manager().weights_updated()
