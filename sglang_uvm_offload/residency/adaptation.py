@@ -125,12 +125,11 @@ class Adaptation:
 
 
 def _budget_of(model: ModelExperts) -> Budget:
-    """The VRAM of the movable residents. Each layer keeps a quarter of what the layer with the fewest residents has, or one."""
+    """The VRAM of the movable residents. Each layer keeps what one expert takes, or all that it has."""
     extents, movable = model.extents, model.movable()
     used = extents.bytes_by_layer(model.resident_extents() & movable)
     expert_bytes = np.array([max(layer.expert_bytes, 1) for layer in model.layers], dtype=np.int64)
-    floor = max(1, int((used // expert_bytes).min(initial=0)) // 4)
-    return Budget(extents, movable, int(used.sum()), np.minimum(floor * expert_bytes, used))
+    return Budget(extents, movable, int(used.sum()), np.minimum(expert_bytes, used))
 
 
 def _policy_input(counts: RoutingCounts) -> tuple[np.ndarray, int, np.ndarray]:
