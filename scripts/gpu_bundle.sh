@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Gathers in FOLDER what scripts/gpu_machine.sh needs on a GPU machine without a network: SGLang, what it imports and that machine's
-# Python lacks, DeepGEMM, and kernels that are compiled at run time, for sm_90. Under 50 MB, and half an hour on two cores.
+# Python lacks, DeepGEMM, and kernels that are compiled at run time, for sm_90. Under 50 MB, in a quarter of an hour on two cores.
 # usage: scripts/gpu_bundle.sh FOLDER         again with the same FOLDER: makes what is missing there
 # environment: PYTHON_VERSION=3.12: that machine's; VENV=DIR as for scripts/rehearse.sh
 set -euo pipefail
