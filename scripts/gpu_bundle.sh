@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 machine=/tmp/sglang-uvm-offload-gpu    # as in gpu_machine.sh, because DeepGEMM looks for its kernels by its own path
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-pack() { tar -C "$1" -cf - "$2" | xz -T0 >"$out/$2.tar.xz.part" && mv "$out/$2.tar.xz.part" "$out/$2.tar.xz"; }
+pack() { tar -C "$1" -cf - "$2" | xz -T0 >"$out/$2.part" && mv "$out/$2.part" "$out/$2.tar.xz"; }
 download() { # WHEELS PIP ARGUMENTS...
   local glibc platforms=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
   for glibc in 39 35 34 31 28 27 26 24 17; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
@@ -28,21 +28,14 @@ if [ ! -f "$out/site.tar.xz" ]; then
   echo 'from . import display' >"$work/site/IPython/__init__.py"
   echo 'HTML = display = None' >"$work/site/IPython/display.py"
   touch "$work/site/soundfile/__init__.py"
-  # SGLang looks for a compiled kernel by the host's compiler and headers too, which are others where it was compiled.
-  cat >>"$work/site/sglang/kernels/jit/utils/compile/cache.py" <<'PYTHON'
-
-
-_find_prebuilt = find_prebuilt
-
-
-def find_prebuilt(*, scope, module_name):
-    anywhere = scope.parent.glob(f"*/*/{module_name}.so")
-    return _find_prebuilt(scope=scope, module_name=module_name) or next(anywhere, None)
-PYTHON
+  cp benchmarks/gpu/carried_kernels.py "$work/site"
+  echo 'import sys, carried_kernels; carried_kernels.serve(sys.modules[__name__])' >>"$work/site/sglang/kernels/jit/utils/compile/cache.py"
   pack "$work" site
 fi
-[ -d "$machine/deep_gemm" ] || { download "$work/more" sgl-deep-gemm==0.1.5.post1 && unpack "$work/more" "$machine/deep_gemm"; }
-[ -f "$out/deep_gemm.tar.xz" ] || pack "$machine" deep_gemm
+rm -rf "$machine/deep_gemm"
+download "$work/more" sgl-deep-gemm==0.1.5.post1
+unpack "$work/more" "$machine/deep_gemm"
+pack "$machine" deep_gemm
 if [ ! -f "$out/kernels.tar.xz" ]; then
   PYTHONPATH="$machine/deep_gemm" scripts/rehearse.sh --out "$machine/rehearsal" --compile
   scripts/rehearse.sh --out "$machine/rehearsal" serving_slots:split default:continuous
