@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from standin import rehearse
 from standin.rehearse import ROOT, environment, failures
 
 from benchmarks import model, serve_client
@@ -47,6 +48,15 @@ def test_an_unknown_section_is_named_before_any_runs(tmp_path: Path) -> None:
     assert said.returncode == 2
     assert "no section prboe: there are ops, stream, slots" in said.stderr
     assert not (tmp_path / "results").exists()
+
+
+def test_a_compiler_that_is_killed_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its status is negative."""
+    monkeypatch.setattr(rehearse, "environment", lambda out: {"PYTHONPATH": ""})
+    monkeypatch.setattr(rehearse, "build_kernels", lambda program, variables: -9 if program == "marlin_build" else 0)
+    monkeypatch.setattr(sys, "argv", ["rehearse", "--compile", "--out", str(tmp_path)])
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert rehearse.main() == 1
 
 
 @pytest.mark.nightly
