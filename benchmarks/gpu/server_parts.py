@@ -73,7 +73,7 @@ class Written:
 
 QWEN = Written("qwen3-30b-a3b", 16, "qwen3_moe")
 QWEN_FP8 = Written("qwen3-30b-a3b", 30, "qwen3_moe", "fp8")
-"""About as many bytes in more layers, so that two stream buffers are a smaller share; whole models have 46 to 92."""
+"""About as many bytes in more layers, so that two stream buffers are a smaller share; the whole model has 48."""
 DEEPSEEK = Written("deepseek-v3", 12, "deepseek_v3")
 """One rank of 8. SGLang has OffloaderV2 for this architecture only."""
 

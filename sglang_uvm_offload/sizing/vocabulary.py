@@ -27,4 +27,5 @@ def embedding_ranks(architectures: Collection[str], parallel: Parallel) -> int:
 
 
 def head_ranks(parallel: Parallel) -> int:
+    """Those that share one head."""
     return parallel.attn_tp if parallel.dp_lm_head else parallel.tp

@@ -79,6 +79,12 @@ def test_each_replica_takes_as_many_requests_as_the_flag_names_and_groups_share_
     assert launch("--max-total-tokens", 512).case().kv_tokens == 512
 
 
+@pytest.mark.parametrize("words", [(), ("--enable-dp-lm-head",)])
+def test_all_ranks_share_the_head_unless_the_launch_gives_each_group_its_own(launch: Planned, words: tuple[str, ...]) -> None:
+    found = launch("--tp-size", 4, "--dp-size", 2, "--enable-dp-attention", *words).case()
+    assert found.parallel.dp_lm_head == bool(words)
+
+
 @pytest.mark.parametrize("given", [0, -1])
 def test_less_than_one_request_is_one_as_for_sglang(launch: Planned, given: int) -> None:
     assert launch("--max-running-requests", given).case().workload == launch("--max-running-requests", 1).case().workload
