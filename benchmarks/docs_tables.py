@@ -14,10 +14,10 @@ from pathlib import Path
 from benchmarks import expectations, measured_table, published, serve_report
 
 RESULTS = Path(__file__).with_name("results")
-MEASURED = RESULTS / "2026-11-27-nvidia-h200" / "serving_slots.json"
+MEASURED = RESULTS / "2026-11-27-nvidia-h200-2" / "peers.json"
 """The log of README's measured times."""
-EARLIER = RESULTS / "2026-11-22-nvidia-h200-2" / "peers.json"
-"""That of other residents, before prompts streamed."""
+QUARTER = RESULTS / "2026-11-27-nvidia-h200" / "serving_slots.json"
+"""The log of those with a quarter of the experts in VRAM."""
 PAGE_COLUMNS = 140
 
 
@@ -25,8 +25,8 @@ def blocks(configs: Path) -> dict[str, str]:
     """Every block by the name in its markers."""
     _, _, compared = published.read(configs)
     return expectations.blocks(configs) | {
-        "measured": measured_table.table(serve_report.load(MEASURED), "slots_only"),
-        "earlier": measured_table.table(serve_report.load(EARLIER)),
+        "measured": measured_table.table(serve_report.load(MEASURED)),
+        "quarter": measured_table.table(serve_report.load(QUARTER)),
         "published": textwrap.fill(published.summary(compared), PAGE_COLUMNS),
     }
 
@@ -34,7 +34,7 @@ def blocks(configs: Path) -> dict[str, str]:
 def shown_in(page: str) -> dict[str, str]:
     """The blocks that a page has."""
     return dict(
-        re.findall(r"<!-- (expectations|fits|choices|measured|earlier|published|plan:\w+) -->\n(.*?)\n<!-- /\1 -->", page, re.S)
+        re.findall(r"<!-- (expectations|fits|choices|measured|quarter|published|plan:\w+) -->\n(.*?)\n<!-- /\1 -->", page, re.S)
     )
 
 

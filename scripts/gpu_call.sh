@@ -7,6 +7,8 @@ set -euo pipefail
 results=$(mkdir -p "${1:?usage: scripts/gpu_call.sh RESULTS [SECONDS]}" && realpath "$1")
 end=$((SECONDS + ${2:-570} - 10))
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export SERVER_LOGS="$results/servers"
+mkdir -p "$SERVER_LOGS"
 failed=0
 measure() { # FOLDER SECTION[:PART]...     the folder lies in RESULTS; what failed is in its log
   if [ $((end - SECONDS)) -lt 45 ]; then echo "no time left for ${*:2}" && return 1; fi
@@ -25,23 +27,18 @@ compile_probe() {
 }
 
 compile_probe >"$results/probe_build.txt" 2>&1 &
-beside peers:fp8 &    # a checkpoint, by the CPU
-measure . ops:contract || failed=1    # a promise that three GPUs broke, judged by reads now
+beside server:checkpoint &    # by the CPU
+measure . ops:contract || failed=1    # bytes that are written while their pages are populated; a capture beside moves
 wait
-measure . ops:copies ops:load || failed=1    # copies of blocks in VRAM; what offloaded pages take besides
-measure . peers || failed=1    # paged experts in the same VRAM, in FP8 and more layers
-measure . probe:populate stream:rates || failed=1    # threads that place experts
-# Marlin and DeepGEMM, in place and out of slots.
-PYTHONPATH="${PYTHONPATH:-}${MACHINE:+:$MACHINE/deep_gemm}" measure . runners || failed=1
-beside modes:gptq other_modes:ngrams other_modes:cache other_modes:sleep server:checkpoint    # equal answers
-measure . default:continuous default:link || failed=1    # residents that follow traffic that changes: its times
+beside modes:gptq other_modes:ngrams other_modes:cache other_modes:sleep    # equal answers
 measure . slots:layer || failed=1    # in FP8
-measure . probe:reach probe:sustained probe:host_memory || failed=1    # experts that lie far apart; moves all the time
-measure . stream:steps || failed=1
 measure . eviction:noticing || failed=1    # looks beside a full link, of which two servers said too much
+measure . default:continuous default:link || failed=1    # residents that follow traffic that changes; loading, populated meanwhile
+measure . stream:rates stream:steps || failed=1
+measure . probe:reach probe:sustained || failed=1    # experts that lie far apart; moves all the time
 measure . server:most server:link || failed=1    # 78 % resident
 beside other_modes:compiled
-measure . bounds || failed=1    # no expert resident; streamed beside in place
+measure . bounds:bounds || failed=1    # no expert resident
 measure . cpu_offload || failed=1
 measure . offloader || failed=1    # writes a checkpoint of its own
 measure . serving_slots || failed=1    # again, for the prompt of slots alone

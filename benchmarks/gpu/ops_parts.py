@@ -29,9 +29,9 @@ MIB = 1 << 20
 
 
 def contract(rows: Rows) -> None:
-    """Every promise of ``Memory``. Broken ones are told at the end."""
+    """Every promise of ``Memory``, and one of CUDA's threads. Broken ones are told at the end."""
     memory, broken = CudaMemory(), []
-    for check in CHECKS:
+    for check in (*CHECKS, check_a_capture_survives_moves_of_another_thread):
         started = time.perf_counter()
         try:
             check(memory)
@@ -42,6 +42,29 @@ def contract(rows: Rows) -> None:
         gc.collect()
     if broken:
         raise AssertionError("\n".join(broken))
+
+
+def check_a_capture_survives_moves_of_another_thread(memory: CudaMemory) -> None:
+    """Which advise, prefetch and wait while this one captures."""
+    moved = memory.allocate(4 * BLOCK_BYTES, "what moves")
+    tensor, spans, arrived = memory.tensor(moved), [Span(0, moved.nbytes)], []
+
+    def move() -> None:
+        for location in (Location.HOST, Location.DEVICE, Location.HOST, Location.DEVICE):
+            memory.place(moved, spans, location)
+            arrived.append(location)
+
+    thread, graph = threading.Thread(target=move), torch.cuda.CUDAGraph()
+    one, total = torch.ones(1 << 20, dtype=torch.int32, device="cuda"), torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
+    with torch.cuda.graph(graph):
+        thread.start()
+        total += one
+        thread.join()
+    assert len(arrived) == 4, f"the other thread ended after {arrived}"
+    graph.replay()
+    graph.replay()
+    assert not computes() or bool((total == 2).all()), "a replay computed something else"
+    del tensor
 
 
 def counters(rows: Rows) -> None:

@@ -21,8 +21,9 @@ PartRows = Mapping[str, Sequence[Row]]
 class Rows:
     """Appends rows to a file, each flushed, so that a part that dies leaves what it had."""
 
-    def __init__(self, path: Path, seconds: float, small: bool):
+    def __init__(self, path: Path, seconds: float, small: bool, part: str = ""):
         self._file = path.open("a")
+        self.part = part
         self._deadline = time.monotonic() + seconds
         self.small = small
         """Sizes that a stand-in driver bears."""
@@ -58,7 +59,7 @@ def run_part(parts: Mapping[str, Callable[[Rows], None]]) -> None:
     parser.add_argument("seconds", type=float)
     parser.add_argument("--small", action="store_true")
     wanted = parser.parse_args()
-    rows = Rows(wanted.rows, wanted.seconds, wanted.small)
+    rows = Rows(wanted.rows, wanted.seconds, wanted.small, wanted.part)
     parts[wanted.part](rows)
     rows.close()
 

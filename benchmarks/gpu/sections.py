@@ -48,7 +48,7 @@ class Section:
 
 
 CHECKPOINT = Part("checkpoint", "server_parts", 16, 270, 0, 8, "Qwen3-30B-A3B's shape, 16 layers, routed as a measured trace")
-LINK = Part("link", "probe", 10, 45, 1, 2, "the zero-copy and copy-engine ceilings of this run")
+LINK = Part("link", "probe", 5, 45, 1, 1, "the zero-copy and copy-engine ceilings of this run")
 """What a goal over the link's rate is judged by."""
 
 PROBE = Section(
@@ -79,7 +79,7 @@ OPS = Section(
     "ops",
     "whether the extension and the memory layer keep their promises on the device",
     (
-        Part("contract", "ops_parts", 8, 60, 0.5, 1, "every promise of Memory"),
+        Part("contract", "ops_parts", 13, 60, 0.5, 1, "every promise of Memory"),
         Part("counters", "ops_parts", 5, 40, 0.1, 1, "routing counters in a CUDA graph against a plain count"),
         Part("recording", "ops_parts", 5, 40, 0.1, 1, "expert ids recorded in CUDA graphs against the ids"),
         Part("moves", "ops_parts", 14, 80, 0.5, 1, "1,000 random moves under graph replay: same bits, no new capture"),
@@ -188,7 +188,7 @@ PEERS = Section(
     (
         Part("fp8", "server_parts", 25, 150, 0, 8, "Qwen3-30B-A3B's shape in FP8, 30 layers, routed as a measured trace"),
         LINK,
-        Part("paged_experts", "server_parts", 330, 440, 25.5, 60, "all resident, then 50 % in VRAM: slots, paged, neither"),
+        Part("paged_experts", "server_parts", 348, 440, 25.5, 60, "all resident, then 50 % in VRAM: slots, paged, neither"),
     ),
 )
 
@@ -211,7 +211,7 @@ STREAM = Section(
     "stream",
     "how offloaded bytes come into VRAM, and what steps gain that stream",
     (
-        Part("rates", "stream_parts", 60, 120, 4.5, 6, "copies of a layer by residency, alone and beside other kernels"),
+        Part("rates", "stream_parts", 29, 120, 4.5, 6, "copies of a layer by residency, alone and beside other kernels"),
         Part("steps", "stream_parts", 110, 200, 17, 14, "MoE steps of 64 to 32k tokens: resident, streamed, read in place"),
         Part("copies", "probe", 31, 65, 1, 3, "by copy engine and by kernel, alone and beside a memory-bound kernel"),
     ),
@@ -241,8 +241,8 @@ RUNNERS = Section(
     (
         LINK,
         Part("compiled", "runner_parts", 200, 420, 0, 4, "SGLang's Marlin kernels, side by side, before a part waits for them"),
-        Part("marlin", "runner_parts", 25, 300, 0.3, 2, "steps of SGLang's Marlin MoE (MXFP4), in place and out of slots"),
-        Part("deep_gemm", "runner_parts", 30, 330, 1, 2, "steps of SGLang's DeepGEMM MoE (FP8), likewise, in both layouts"),
+        Part("marlin", "runner_parts", 51, 300, 0.3, 2, "steps of SGLang's Marlin MoE (MXFP4), in place and out of slots"),
+        Part("deep_gemm", "runner_parts", 61, 330, 1, 2, "steps of SGLang's DeepGEMM MoE (FP8), likewise, in both layouts"),
     ),
 )
 

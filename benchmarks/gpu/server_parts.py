@@ -266,8 +266,11 @@ def leave_the_stand_in() -> None:
 def put_cell(rows: Rows, out: Path, gib: float, row: dict[str, Any]) -> None:
     """One server's figures on a checkpoint of ``gib`` GiB, and the end of its log where it failed."""
     print(serve_report.line(row), flush=True)
-    if row["error"] and "log" in row:
-        print(serve_log.read(out / row["log"])[-6000:], flush=True)
+    if "log" in row:
+        if row["error"]:
+            print(serve_log.read(out / row["log"])[-6000:], flush=True)
+        if folder := os.environ.get("SERVER_LOGS"):
+            shutil.copy(out / row["log"], Path(folder) / f"{rows.part}-{Path(row['log']).name}")
     rows.put("cell", "", [], cell=row)
     labels = {"contender": row["contender"], "resident": row["residency"]}
     for point in row["points"]:

@@ -32,7 +32,7 @@ from sglang_uvm_offload.streaming.streamer import Streamer
 KIB, MIB = 1 << 10, 1 << 20
 ODD_SIZES = (16, 17, 15, 128 * KIB, 128 * KIB + 5, 128 * KIB - 16, MIB + 48, 5 * BLOCK_BYTES + 7, 8 * BLOCK_BYTES - 16)
 SHARES = (0.0, 0.5, 0.78, 0.9, 0.95)
-OTHER_VRAM_BLOCKS, BLOCKS_AT = (16, 96), (0.78, 0.95)
+OTHER_VRAM_BLOCKS, BLOCKS_AT = (48, 192), (0.78, 0.95)
 """Blocks of the copy for what is in VRAM, tried beside those that ship, and where."""
 STEP_SHARES = (0.5, 0.78)
 

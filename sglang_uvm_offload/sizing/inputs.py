@@ -119,11 +119,12 @@ class Assumptions:
     """zero-copy reads by kernels against the copy engine: measured, 51.1 of 54.5 GB/s over PCIe 5 x16"""
     copy_efficiency: float = 0.92
     """the kernel that fills stream buffers against the copy engine: measured, 50.4 of 54.5 GB/s over PCIe 5 x16"""
-    vram_copy_gbps: float = 390.0
-    """48 blocks that copy what is in VRAM into a stream buffer, beside a MoE: 16 were measured, on an H200 with 95 % resident,
-    at 129 to 210 GB/s, and so many are assumed to copy three times the least of that"""
+    vram_copy_gbps: float = 920.0
+    """copying what is in VRAM into a stream buffer, beside a MoE: measured, 920 to 1140 on an H200 with 95 % resident"""
     copy_slows: float = 0.15
-    """the share of its time that each 16 blocks of a copy take from a MoE beside them: measured, up to .15 on an H200"""
+    """the share of its time that a copy over the link takes from a MoE beside it: measured, .04 to .21 on an H200"""
+    vram_copy_slows: float = 0.35
+    """the same of a copy within VRAM: measured, .30 to .39 on an H200 with 95 % resident"""
     host_efficiency: float = 0.7
     """assumed: share of the host memory's nominal rate that the reads of all GPUs reach together. Published shares of GH200's
     546 GB/s: .63 (https://github.com/NVIDIA/nvbandwidth/issues/23) to .77 (https://github.com/NVIDIA/Megatron-LM/issues/6491)"""
@@ -160,5 +161,13 @@ class Assumptions:
     """assumed: share of the host memory's nominal rate at which a CPU engine reads experts"""
 
 
-MEASURED = ("driver_batch_mib", "read_efficiency", "copy_efficiency", "slot_layer_us")
+MEASURED = (
+    "driver_batch_mib",
+    "read_efficiency",
+    "copy_efficiency",
+    "vram_copy_gbps",
+    "copy_slows",
+    "vram_copy_slows",
+    "slot_layer_us",
+)
 """On an H200 (GPU_STATUS.md has the logs); other GPUs may differ."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sglang_uvm_offload.memory.staging import LINK_BLOCKS, VRAM_BLOCKS
 from sglang_uvm_offload.sizing.inputs import Assumptions
 from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.rates import vram_copy_rate
@@ -21,8 +20,8 @@ class LayerCopy(NamedTuple):
         return max(self.link, self.vram)
 
     def slows(self, assumed: Assumptions) -> float:
-        """Seconds that kernels lose which compute meanwhile: each block of the copy takes the place of theirs."""
-        return assumed.copy_slows * (self.link + self.vram * VRAM_BLOCKS / LINK_BLOCKS)
+        """Seconds that kernels lose which compute meanwhile."""
+        return assumed.copy_slows * self.link + assumed.vram_copy_slows * self.vram
 
 
 def layer_copy(offloaded: float, in_vram: float, link_rate: float, machine: Machine, assumed: Assumptions) -> LayerCopy:

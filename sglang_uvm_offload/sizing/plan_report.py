@@ -27,9 +27,9 @@ FORMULA = (
     "each draft token adds a pass of the draft layers, and counts as draft_token_weight of a token in the line above",
     "prefill chunk = the same for a chunk of the prompt, an offloaded expert read once for each block of rows; at least the "
     "launches of all layers",
-    "streamed chunk = in each layer the longer of computing from VRAM, copy_slows of its copies longer, and copying the "
-    "experts of the next, offloaded ones at the copy rate and residents meanwhile at vram_copy_gbps; and the copy for the "
-    "first, less what is computed before its experts",
+    "streamed chunk = in each layer the longer of computing from VRAM and copying the experts of the next, offloaded ones at "
+    "the copy rate and residents meanwhile at vram_copy_gbps; these slow computing by copy_slows and vram_copy_slows of "
+    "their times; and the copy for the first, less what is computed before its experts",
 )
 
 WITH_SLOTS = (

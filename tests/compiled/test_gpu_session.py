@@ -17,6 +17,8 @@ import pytest
 from serving import FORKING
 from standin.build import build, cuda_include, environment
 
+from sglang_uvm_offload.memory.staging import VRAM_BLOCKS
+
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = ("ops", "stream", "slots", "probe", "runners", "miss", "layer", "eviction")
 SERVING = (*("server", "default", "modes", "other_modes", "serving_slots", "cpu_offload", "bounds", "offloader", "peers"),)
@@ -253,7 +255,7 @@ def test_every_way_to_copy_and_every_arm_of_a_step_is_run(ran):
 
     assert values("stream", "copies", "copies", "way") >= {f"kernel that claims chunks, {n} blocks" for n in (8, 16, 24, 32)}
     assert values("stream", "rates", "layer_copy", "resident") == {0, 0.5, 0.78, 0.9, 0.95}
-    assert values("stream", "rates", "layer_copy", "vram_blocks") == {16, 48, 96}
+    assert values("stream", "rates", "layer_copy", "vram_blocks") == {48, 96, 192}
     assert len(values("stream", "rates", "layer_copy_slows", "beside")) == 3
     assert values("stream", "steps", "step", "arm") == {"resident", "streamed, 2 buffers", "streamed, 1 buffer", "in place"}
     assert values("stream", "steps", "step", "tokens") >= {512, 2048, 8192}
@@ -1125,7 +1127,7 @@ def steps_of(tokens: int, resident: float, **ms: float) -> list[dict]:
 
 
 def copied(resident: float, *rates: float, beside: str = "nothing", shape: str = "glm-4.5-air") -> dict:
-    return row("layer_copy", [*rates], shape=shape, resident=resident, beside=beside, vram_blocks=48)
+    return row("layer_copy", [*rates], shape=shape, resident=resident, beside=beside, vram_blocks=VRAM_BLOCKS)
 
 
 def test_a_streamed_step_is_judged_by_the_longer_of_computing_and_copying(modules):
@@ -1171,13 +1173,13 @@ def test_the_worst_of_host_time_copies_and_misses_decides(modules):
     rates += [copied(0.9, 8.0, beside="the MoE at 2048 tokens")]
     assert judged(modules, "stream", 4, {"rates": rates})["ratio"] == pytest.approx(0.2)
 
-    def near(rate: float, what: str = "the MoE at 2048 tokens", resident: float = 0.95, blocks: int = 48) -> dict:
+    def near(rate: float, what: str = "the MoE at 2048 tokens", resident: float = 0.95, blocks: int = VRAM_BLOCKS) -> dict:
         labels = {"shape": "glm-4.5-air", "beside": what, "resident": resident, "vram_blocks": blocks}
         return row("layer_copy_vram", [rate], **labels)
 
-    others = [near(1.0, "nothing"), near(1.0, resident=0.78), near(1.0, blocks=16)]
+    others = [near(1.0, "nothing"), near(1.0, resident=0.78), near(1.0, blocks=48)]
     assert judged(modules, "stream", 5, {"rates": others})["ratio"] is None
-    assert judged(modules, "stream", 5, {"rates": [*others, near(780.0), near(195.0)]})["ratio"] == pytest.approx(0.5)
+    assert judged(modules, "stream", 5, {"rates": [*others, near(1840.0), near(460.0)]})["ratio"] == pytest.approx(0.5)
 
     def short(what: str, ms: float) -> dict:
         return row("short_copy", [ms], shape="glm-4.5-air", beside=what)

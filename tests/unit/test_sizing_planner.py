@@ -692,7 +692,7 @@ def test_every_assumption_changes_some_figure():
         workload = Workload(8192, requests=2, prompt_tokens=prompt, speculative=True, draft_tokens=10)
         reserve = Reserve(stream_gb=0) if field.name == "rows_per_read" else None
         slots = Slots(None) if "slot" in field.name else NO_SLOTS
-        residents = {"copy_efficiency": 100, "vram_copy_gbps": 235, "copy_slows": 235}.get(field.name)
+        residents = {"copy_efficiency": 100, "vram_copy_gbps": 235, "copy_slows": 235, "vram_copy_slows": 235}.get(field.name)
         options = {"reserve": reserve, "slots": slots, "num_resident": residents}
         base = ask(name, roomy("8xH20"), workload, **options)
         value = getattr(Assumptions(), field.name)

@@ -240,8 +240,18 @@ STAGE = StageCost(10, 10**9, 2e9, (10**7,) * 8, 2e7, 10**6)
 """Two of ten layers are dense."""
 
 
-def speed(stream: Stream = IN_PLACE, resident: int = 32, prompt: int = 4096, stage: StageCost = STAGE, ep: int = 1) -> Speed:
-    rest = (preset("1xH200"), Workload(4096, prompt_tokens=prompt), Parallel(ep, ep), 1, 4096, Assumptions())
+ASSUMED = Assumptions()
+
+
+def speed(
+    stream: Stream = IN_PLACE,
+    resident: int = 32,
+    prompt: int = 4096,
+    stage: StageCost = STAGE,
+    ep: int = 1,
+    assumed: Assumptions = ASSUMED,
+) -> Speed:
+    rest = (preset("1xH200"), Workload(4096, prompt_tokens=prompt), Parallel(ep, ep), 1, 4096, assumed)
     return predict("test", 0.5, resident, 64, 4, [stage], *rest, stream)
 
 
@@ -256,8 +266,8 @@ def in_vram(resident: int) -> float:
 
 
 def lost(offloaded: int) -> float:
-    """Seconds that a layer computes for longer beside a copy: three times as many blocks copy what is in VRAM."""
-    return Assumptions().copy_slows * (copying(offloaded) + 3 * in_vram(64 - offloaded))
+    """Seconds that a layer computes for longer beside a copy."""
+    return Assumptions().copy_slows * copying(offloaded) + Assumptions().vram_copy_slows * in_vram(64 - offloaded)
 
 
 def computing(tokens: int, stage: StageCost = STAGE) -> float:
@@ -279,7 +289,8 @@ def test_a_streamed_chunk_copies_each_offloaded_expert_once_beside_computing():
 
 
 def test_with_most_experts_resident_vram_takes_longer_than_the_link():
-    found = speed(Stream(2, 128), resident=62, stage=replace(STAGE, dense_flops=1e8, expert_flops=1e6)).prefill_chunk_s
+    stage, quick = replace(STAGE, dense_flops=1e8, expert_flops=1e6), replace(Assumptions(), prefill_layer_ms=0.1)
+    found = speed(Stream(2, 128), resident=62, stage=stage, assumed=quick).prefill_chunk_s
     assert 8 * copying(2) < 8 * in_vram(62) < found < 1.2 * 8 * in_vram(62)
 
 
@@ -352,19 +363,21 @@ def test_a_plan_streams_by_its_own_buffers_and_its_models_experts():
 
 
 def test_a_plan_whose_chunks_would_not_stream_keeps_no_vram_for_it():
-    few, most = planned(200), planned(248)
-    assert (few.stream_buffers, few.stream_tokens, most.stream_buffers, most.stream_tokens) == (2, 1024, 0, 16384)
+    few, most = (planned(residents, chunked_prefill_size=4096) for residents in (200, 248))
+    assert (few.stream_buffers, few.stream_tokens, most.stream_buffers, most.stream_tokens) == (2, 1024, 0, 8192)
     text = render(most)
     assert (
-        "copying a layer pays from 16384 tokens on. Chunks of 8192 read offloaded experts in place, and no VRAM is kept" in text
+        "copying a layer pays from 8192 tokens on. Chunks of 4096 read offloaded experts in place, and no VRAM is kept" in text
     )
     roomy, work = replace(preset("8xH20-141GB"), host_bytes=4096 * GIB), Workload(4096)
-    for reserve, buffers in (({}, 0), ({"chunked_prefill_size": 16384}, 2), ({"stream_tokens": 512}, 2), ({"stream_gb": 4}, 2)):
-        assert plan(model(DEEPSEEK), roomy, work, TP8, Reserve(**reserve), num_resident=248).stream_buffers == buffers  # type: ignore[arg-type]
+    for reserve, buffers in (({}, 0), ({"chunked_prefill_size": 8192}, 2), ({"stream_tokens": 512}, 2), ({"stream_gb": 4}, 2)):
+        given = Reserve(**{"chunked_prefill_size": 4096} | reserve)  # type: ignore[arg-type]
+        assert plan(model(DEEPSEEK), roomy, work, TP8, given, num_resident=248).stream_buffers == buffers
 
 
 def test_a_choice_that_would_not_stream_takes_the_vram_of_the_buffers():
     case = spacious(246, 2)
+    case = replace(case, reserve=replace(case.reserve, chunked_prefill_size=2048))
     most = case.largest()
     assert most is not None
     assert (case.most_in_vram(2), case.stream_buffers(0, most)) == (246, 0)

@@ -154,19 +154,17 @@ inline void measure_bandwidth(session& it) {
     }
 }
 
-// The link's two ceilings only, for a section that compares itself with them.
+// The link's two ceilings only, for a section that compares itself with them. Of managed memory alone: pinned memory
+// and that of a NUMA node were read as fast on an H200 (within 1 %), and each takes 4 s.
 inline void measure_link(session& it) {
     reader read(it);
     std::vector<loads> ways = working_loads(it);
     copy_engine(it, it.pick(gib, 4 * mib), it.pick(64 * mib, 2 * mib), 5);
-    for (kind what : {kind::managed, kind::pinned, kind::host_numa}) {
-        host_side memory(it, what, it.pick(gib, 4 * mib));
-        if (!memory.refusal.empty()) {
-            note(it, "unavailable", name_of(what), memory.refusal);
-            continue;
-        }
-        read_all_ways(it, read, memory, what, ways, 3);
-    }
+    host_side memory(it, kind::managed, it.pick(gib, 4 * mib));
+    if (memory.refusal.empty())
+        read_all_ways(it, read, memory, kind::managed, ways, 3);
+    else
+        note(it, "unavailable", name_of(kind::managed), memory.refusal);
 }
 
 // Measurement 2: the time of N readers of one range over that of one reader. 1: the link carries the bytes once; N:

@@ -3,12 +3,11 @@
 In the contiguous layout, ``m_indices`` holds the expert of each row, and both GEMMs share it. The hook rewrites it before the
 first GEMM and gives both GEMMs the weights and scales of all rows, experts and slots, because TMA descriptors check bounds. The
 masked layout gives each expert a group of rows by its number, so it is computed in place. These properties of DeepGEMM's Hopper
-kernels come from its source (``scheduler/gemm.cuh``, ``sm90_fp8_gemm_1d2d.cuh``, ``sm90_bf16_gemm.cuh``) and were never run on
-a GPU:
+kernels come from its source (``scheduler/gemm.cuh``, ``sm90_fp8_gemm_1d2d.cuh``, ``sm90_bf16_gemm.cuh``), and those of FP8 were
+tried on an H200 (GPU_STATUS.md):
 
 - A block of rows has the expert of its first row. TMA reads its weights from row ``expert * N`` on. Scales of 128 x 128 are
-read
-  without bounds at base + expert * stride.
+  read without bounds at base + expert * stride.
 - A block without an expert (-1) is not computed, but its weights are still read: those of expert 0, which may be in host RAM.
   SGLang pads each step to as many blocks as its worst routing needs. Here the padding points to the first slot, which is in
   VRAM. SGLang drops what is computed for padding, and no row depends on another.

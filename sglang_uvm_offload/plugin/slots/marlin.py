@@ -2,7 +2,7 @@
 
 As for the Triton functions (``triton``), the list that names the expert of each block of tokens is rewritten; here before
 the first of the two GEMMs, which share it. What SGLang's Marlin kernels do with the list is taken from their source
-(``kernels/jit/csrc/gemm/marlin_moe``), and never ran on a GPU:
+(``kernels/jit/csrc/gemm/marlin_moe``), and was tried on an H200 in MXFP4 (GPU_STATUS.md):
 
 - They read weights, scales, global scales, zero points, biases, group indices and permutations at base + row * stride, in 64
   bits, with the stride of the given shapes and without bounds. None receives the number of experts.
