@@ -97,6 +97,7 @@ struct uvm_rows {
 
 namespace {
 enum place { place_device, place_host };
+enum stream_use { moves, populating, stream_uses };
 enum ids_kind { ids_int32, ids_int64, ids_packed };
 constexpr int max_experts = 4096;
 constexpr int max_devices = 64;
@@ -261,24 +262,47 @@ cudaError_t advise_all(uvm_failure* failure, char* address, const uvm_span* span
     return cudaSuccess;
 }
 
-// One non-blocking stream per device, for the life of the process: a prefetch on the caller's stream would delay the
-// caller's kernels, and one on the legacy stream would wait for all kernels.
-cudaError_t prefetch_stream(uvm_failure* failure, int device, cudaStream_t* stream) {
+// One non-blocking stream per device and use, for the life of the process: a prefetch on the caller's stream would
+// delay the caller's kernels, and one on the legacy stream would wait for all kernels. A move does not wait for what
+// another thread populates.
+cudaError_t prefetch_stream(uvm_failure* failure, int device, stream_use use, cudaStream_t* stream) {
     static std::mutex mutex;
-    static cudaStream_t streams[max_devices];
+    static cudaStream_t streams[stream_uses][max_devices];
     if (device < 0 || device >= max_devices) {
         return fail(failure, "cudaStreamCreateWithFlags", -1, cudaErrorInvalidDevice);
     }
     std::lock_guard<std::mutex> lock(mutex);
-    if (!streams[device]) {
-        cudaError_t error = cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking);
+    cudaStream_t& kept = streams[use][device];
+    if (!kept) {
+        cudaError_t error = cudaStreamCreateWithFlags(&kept, cudaStreamNonBlocking);
         if (error != cudaSuccess) {
-            streams[device] = nullptr;
+            kept = nullptr;
             return fail(failure, "cudaStreamCreateWithFlags", -1, error);
         }
     }
-    *stream = streams[device];
+    *stream = kept;
     return cudaSuccess;
+}
+
+// Prefetches the spans, in order, and waits for them. If a call fails, later ones are skipped, but moves in flight
+// still complete. `count` becomes the number of spans that have arrived.
+cudaError_t prefetch_all(uvm_failure* failure, char* address, const uvm_span* spans, int* count, int place, int device,
+                         cudaStream_t stream) {
+    cudaError_t error = cudaSuccess;
+    int moved = 0;
+    while (moved < *count && error == cudaSuccess) {
+        const uvm_span& span = spans[moved];
+        error = prefetch(address + span.offset, span.nbytes, place, device, stream);
+        if (error != cudaSuccess)
+            fail(failure, "cudaMemPrefetchAsync", moved, error);
+        else
+            moved++;
+    }
+    cudaError_t arrived = cudaStreamSynchronize(stream);
+    if (arrived != cudaSuccess && error == cudaSuccess) error = fail(failure, "cudaStreamSynchronize", -1, arrived);
+    *count = arrived == cudaSuccess ? moved : 0;
+    cudaGetLastError();
+    return error;
 }
 
 cudaError_t launch(uvm_failure* failure, const void* kernel, const char* name, int blocks, int threads,
@@ -381,33 +405,48 @@ UVM_API int uvm_place(int device, char* address, const uvm_span* spans, int coun
     relaxed_capture relaxed(failure);
     if (relaxed.error != cudaSuccess) return relaxed.error;
     cudaStream_t stream = nullptr;
-    error = prefetch_stream(failure, device, &stream);
+    error = prefetch_stream(failure, device, moves, &stream);
     if (error != cudaSuccess) return error;
     if (place == place_host) {
         error = advise_all(failure, address, spans, &count, place, device);
         if (error != cudaSuccess) return error;
     }
-    int moved = 0;
-    while (moved < count && error == cudaSuccess) {
-        const uvm_span& span = spans[moved];
-        error = prefetch(address + span.offset, span.nbytes, place, device, stream);
-        if (error != cudaSuccess)
-            fail(failure, "cudaMemPrefetchAsync", moved, error);
-        else
-            moved++;
-    }
-    cudaError_t arrived = cudaStreamSynchronize(stream);
-    if (arrived != cudaSuccess && error == cudaSuccess) error = fail(failure, "cudaStreamSynchronize", -1, arrived);
-    if (place == place_device && arrived == cudaSuccess) {
+    error = prefetch_all(failure, address, spans, &count, place, device, stream);
+    if (place == place_device) {
         uvm_failure advice;
-        cudaError_t advised = advise_all(&advice, address, spans, &moved, place, device);
+        cudaError_t advised = advise_all(&advice, address, spans, &count, place, device);
         if (advised != cudaSuccess && error == cudaSuccess) {
             *failure = advice;
             error = advised;
         }
     }
-    cudaGetLastError();
     return error;
+}
+
+// Makes the host the preferred location of the spans, and moves nothing. What is written there before uvm_populate
+// populates it goes to host pages.
+UVM_API int uvm_prefer_host(int device, char* address, const uvm_span* spans, int count, cudaStream_t caller,
+                            uvm_failure* failure) {
+    on_device guard(device, failure);
+    if (guard.error != cudaSuccess) return guard.error;
+    cudaError_t error = refuse_capture(failure, caller);
+    if (error != cudaSuccess) return error;
+    relaxed_capture relaxed(failure);
+    if (relaxed.error != cudaSuccess) return relaxed.error;
+    return advise_all(failure, address, spans, &count, place_host, device);
+}
+
+// Populates in host RAM what of the spans is not populated yet, and returns when it is there. For a thread that
+// launches nothing, so it has no stream that could be capturing.
+UVM_API int uvm_populate(int device, char* address, const uvm_span* spans, int count, uvm_failure* failure) {
+    on_device guard(device, failure);
+    if (guard.error != cudaSuccess) return guard.error;
+    relaxed_capture relaxed(failure);
+    if (relaxed.error != cudaSuccess) return relaxed.error;
+    cudaStream_t stream = nullptr;
+    cudaError_t error = prefetch_stream(failure, device, populating, &stream);
+    if (error != cudaSuccess) return error;
+    return prefetch_all(failure, address, spans, &count, place_host, device, stream);
 }
 
 // Times one read at each of `count` addresses, and then `timing_lines` more on the same page. Returns when all are
@@ -420,7 +459,7 @@ UVM_API int uvm_time_reads(int device, const unsigned long long* addresses, int 
     if (relaxed.error != cudaSuccess) return relaxed.error;
     if (count <= 0) return fail(failure, "uvm_time_reads", -1, cudaErrorInvalidValue);
     cudaStream_t stream = nullptr;
-    cudaError_t error = prefetch_stream(failure, device, &stream);
+    cudaError_t error = prefetch_stream(failure, device, moves, &stream);
     if (error != cudaSuccess) return error;
     void* arguments[] = {&addresses, &count, &times};
     // One thread per block, because a warp waits for its slowest read. Few blocks, so that steps barely slow down.

@@ -21,6 +21,7 @@ Loading, for each MoE layer of the model:
     experts/layer                   what of each tensor is resident (residency/placement)
     experts/tensor                  its extents of blocks (memory/layout)
     cuda/memory, cpu/memory         allocate, place: advise, prefetch (memory/protocol)
+    memory/populating               on a thread: host pages of offloaded experts, while SGLang builds and reads
     plugin/rank/link                once all are loaded, times the link (cuda/link) and keeps its rates (memory/kept_links)
 
 Serving, for each forward step:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,6 +103,8 @@ class SimulatedDriver(EmulatedMemory):
         self.host_peak = 0
         self.between_passes: Callable[[], None] = lambda: None
         """Called when a move's blocks have been copied and are not mapped yet: what a kernel does meanwhile."""
+        self._queue: list[tuple[ManagedRange, list[Span]]] | None = None
+        """What is to be populated, while a model loads."""
         self._plain = 0
         self._clock = 0
         self._ranges: dict[int, _Pages] = {}
@@ -124,6 +127,32 @@ class SimulatedDriver(EmulatedMemory):
             if location is Location.DEVICE:
                 self.prefer(managed, batch, location)
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Populates as late as it may."""
+        self._queue = []
+        try:
+            yield
+            self.wait_until_populated()
+        finally:
+            self._queue = None
+
+    def populate(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
+        if self._queue is None:
+            self.place(managed, spans, Location.HOST)
+            return
+        self.prefer(managed, spans, Location.HOST)
+        self._queue.append((managed, list(spans)))
+
+    def wait_until_populated(self) -> None:
+        queued, self._queue = self._queue or [], None if self._queue is None else []
+        for managed, spans in queued:
+            if self.holds(managed):
+                self._notice_writes(self._pages(managed))
+                for span in spans:
+                    self._prefetch(self._pages(managed), span, Location.HOST)
+                    super().place(managed, [span], Location.HOST)
+
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
         for managed, offset in blocks:
             check_block(managed, offset, self.block_bytes)
@@ -134,7 +163,8 @@ class SimulatedDriver(EmulatedMemory):
         return np.array(found, dtype=bool)
 
     def info(self) -> MemoryInfo:
-        host = host_available()
+        queued = [span for managed, spans in self._queue or [] for span in spans if self.holds(managed)]
+        host = max(0, host_available() - sum(round_up(span.nbytes, self.block_bytes) for span in queued))
         if self.device_bytes is None:
             return MemoryInfo(host, host + self.device_used, host)
         return MemoryInfo(self.device_bytes - self.device_used, self.device_bytes, host)

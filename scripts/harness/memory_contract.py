@@ -122,6 +122,7 @@ def check_a_freed_range_is_refused_everywhere(memory: Memory) -> None:
         lambda: memory.free(it),
         lambda: memory.tensor(it),
         lambda: memory.place(it, [span], HOST),
+        lambda: memory.populate(it, [span]),
         lambda: memory.in_vram([(it, 0)]),
     ):
         assert "w2_scale" in refuses(action)
@@ -145,6 +146,7 @@ def check_bad_spans_are_refused_before_anything_happens(memory: Memory) -> None:
         memory.place(it, [Span(0, nbytes)], HOST)
         for span in bad:
             refuses(lambda span=span: memory.place(it, [Span(0, block), span], DEVICE))
+            refuses(lambda span=span: memory.populate(it, [Span(0, block), span]))
         expect_location(memory, it, [Span(0, nbytes)], HOST)
 
 
@@ -207,6 +209,34 @@ def check_a_placed_range_is_zeroed(memory: Memory) -> None:
         it = memory.allocate(2 * block, "w13")
         memory.place(it, [Span(0, 2 * block)], location)
         assert not memory.tensor(it).cpu().any()
+
+
+def check_a_range_keeps_what_is_written_while_it_is_populated(memory: Memory) -> None:
+    """From its end on, so that some blocks are written before they are populated, and some after."""
+    block = memory.block_bytes
+    nbytes = 48 * block - 100
+    it = memory.allocate(nbytes, "w13")
+    tensor, expected = memory.tensor(it), torch.zeros(nbytes, dtype=torch.uint8)
+    with memory.loading():
+        memory.populate(it, [Span(0, 9 * block), Span(9 * block, nbytes - 9 * block)])
+        for at in range(47 * block, -1, -2 * block):
+            written = pattern(min(block, nbytes - at), at)
+            expected[at : at + block] = written
+            tensor[at : at + block].copy_(written)
+    expect_location(memory, it, [Span(0, nbytes)], HOST)
+    assert torch.equal(tensor.cpu(), expected)
+
+
+def check_a_range_may_be_freed_while_it_is_populated(memory: Memory) -> None:
+    block = memory.block_bytes
+    with memory.loading():
+        ranges = [memory.allocate(24 * block, name) for name in ("w13", "w2")]
+        tensors = [memory.tensor(it) for it in ranges]
+        for it in ranges:
+            memory.populate(it, [Span(0, 24 * block)])
+        del tensors
+    gc.collect()
+    assert not any(memory.holds(it) for it in ranges)
 
 
 def check_bytes_and_addresses_survive_any_moves(memory: Memory) -> None:

@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +78,15 @@ class EmulatedMemory:
         check_spans(managed, spans, self.block_bytes)
         for span in spans:
             placed[units_of(span, self.block_bytes)] = CODE[location]
+
+    def loading(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def populate(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
+        self.place(managed, spans, Location.HOST)
+
+    def wait_until_populated(self) -> None:
+        """Nothing is ever on its way."""
 
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
         found = []

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +25,7 @@ from sglang_uvm_offload.cuda.read_times import PLAIN_BYTES, ReadTimes
 from sglang_uvm_offload.cuda.structs import CudaFailure
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, batches, check_block, check_spans, whole_blocks
+from sglang_uvm_offload.memory.populating import Populating
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,8 @@ class CudaMemory:
         self._live: dict[int, _Live] = {}
         self._bases: dict[int, int] = {}
         """By address: the base pointer for the driver's free. A range freed under a live tensor is here, not in ``_live``."""
+        self._populating: Populating | None = None
+        """While a model loads."""
         self.host_node = self._use_host_node(nearest_host_node(device))
         """The NUMA node of the host pages. None: that of whichever thread touches a page first."""
 
@@ -115,10 +119,42 @@ class CudaMemory:
             try:
                 self._ops.place(self.device, managed.address, [_whole(span) for span in batch], location, self._caller())
             except CudaFailure as failure:
-                # A failure without a span concerns the whole batch.
-                everything = Span(batch[0].offset, batch[-1].end - batch[0].offset)
-                span = everything if failure.span is None else batch[failure.span]
-                raise failure.on(managed.name, span, f"{failure.call} to {location.value}") from failure
+                raise _failed_on(failure, managed, batch, location) from failure
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        # A new thread starts on GPU 0, where its first call would take VRAM for a context.
+        populating = Populating(self._populate, begin=lambda: torch.cuda.set_device(self.device))
+        self._populating = populating
+        try:
+            yield
+            populating.wait()
+        finally:
+            self._populating = None
+            populating.drop()
+
+    def populate(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
+        owner = self._find(managed).owner
+        if self._populating is None or owner() is None:  # without a tensor, ``free`` frees at once
+            self.place(managed, spans, Location.HOST)
+            return
+        check_spans(managed, spans, BLOCK_BYTES)
+        self._populating.check()
+        try:
+            self._ops.prefer_host(self.device, managed.address, [_whole(span) for span in spans], self._caller())
+        except CudaFailure as failure:
+            raise _failed_on(failure, managed, spans, Location.HOST) from failure
+        self._populating.add(managed, owner, spans)
+
+    def _populate(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
+        try:
+            self._ops.populate(self.device, managed.address, [_whole(span) for span in spans])
+        except CudaFailure as failure:
+            raise _failed_on(failure, managed, spans, Location.HOST) from failure
+
+    def wait_until_populated(self) -> None:
+        if self._populating is not None:
+            self._populating.wait()
 
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
         owners = [self._find(managed).owner() for managed, _ in blocks]
@@ -147,7 +183,8 @@ class CudaMemory:
             free, total = self._ops.memory_info(self.device)
         except CudaFailure as failure:
             raise failure.on("the device", Span(0, 0)) from failure
-        return MemoryInfo(free, total, host_available())
+        awaited = 0 if self._populating is None else self._populating.nbytes
+        return MemoryInfo(free, total, max(0, host_available() - awaited))
 
     @cached_property
     def _read_times(self) -> ReadTimes:
@@ -181,6 +218,13 @@ class CudaMemory:
             self._ops.free(self.device, base)
         except CudaFailure as failure:
             raise failure.on(managed.name, Span(0, managed.nbytes)) from failure
+
+
+def _failed_on(failure: CudaFailure, managed: ManagedRange, spans: Sequence[Span], location: Location) -> ManagedMemoryError:
+    """``failure`` of a call that was to bring ``spans`` there. One that names no span concerns them all."""
+    everything = Span(spans[0].offset, spans[-1].end - spans[0].offset)
+    span = everything if failure.span is None else spans[failure.span]
+    return failure.on(managed.name, span, f"{failure.call} to {location.value}")
 
 
 def _whole(span: Span) -> Span:

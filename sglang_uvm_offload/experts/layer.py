@@ -27,7 +27,12 @@ the remaining scales are a ninth."""
 def check_host_ram(memory: Memory, call: str, name: str, needed: int) -> None:
     """Raise ``ManagedMemoryError`` if ``call`` needs ``needed`` bytes of host RAM and they are not free: the kernel would kill
     some process to get them."""
-    room = memory.info().host_available - host_margin(needed) if needed else 0
+    if not needed:
+        return
+    room = _host_room(memory, needed)
+    if needed > room:
+        memory.wait_until_populated()  # what was written before it is populated counts twice until then
+        room = _host_room(memory, needed)
     if needed > room:
         raise ManagedMemoryError(
             call,
@@ -36,6 +41,10 @@ def check_host_ram(memory: Memory, call: str, name: str, needed: int) -> None:
             f"it takes {size(needed)} of host RAM, and {size(max(room, 0))} is left "
             f"({size(host_margin(needed))} is reserved for other uses)",
         )
+
+
+def _host_room(memory: Memory, needed: int) -> int:
+    return memory.info().host_available - host_margin(needed)
 
 
 class ExpertsLost(RuntimeError):

@@ -34,12 +34,14 @@ class ExpertTensor:
 
     def place(self, resident: np.ndarray) -> None:
         """Populate every extent in VRAM or host RAM, as ``resident`` (``bool[extents]``) says, and the slots in VRAM, all
-        zeroed. Call this before the first byte is written, so that offloaded bytes never pass through VRAM and resident ones
-        never take host RAM."""
+        zeroed; while a model is loading, host RAM when its turn comes. Call this before the first byte is written, so that
+        offloaded bytes never pass through VRAM and resident ones never take host RAM."""
         if spans := self.layout.slot_spans:
             self.memory.place(self.managed, spans, Location.DEVICE)
         resident = resident | self.layout.edge
-        self._bring(~resident, Location.HOST)
+        if not resident.all():
+            self.memory.populate(self.managed, self.layout.spans(~resident))
+            self._has_host_room = self._has_host_room | ~resident
         self._bring(resident, Location.DEVICE)
 
     def place_slots(self, location: Location) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -76,7 +77,7 @@ class ManagedMemoryError(RuntimeError):
 @dataclass(frozen=True)
 class MemoryInfo:
     """Free and total bytes of VRAM (from ``cudaMemGetInfo``), and bytes of host RAM that this process may still take (the
-    smaller of MemAvailable and the memory cgroup's room)."""
+    smaller of MemAvailable and the memory cgroup's room, less what is still to be populated)."""
 
     device_free: int
     device_total: int
@@ -110,6 +111,19 @@ class Memory(Protocol):
         """Make ``location`` the preferred location of the spans and move them there; blocks that were never written are
         populated there, zeroed. Returns when they have arrived, so a thread that launches steps should not call it while it
         serves. Any one thread at a time may."""
+
+    def loading(self) -> AbstractContextManager[None]:
+        """A model loads in this block: ``populate`` need not wait. At the end of the block, all that it was called for is
+        populated, or the first ``ManagedMemoryError`` is raised. If the block raises, what is not populated stays so."""
+
+    def populate(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
+        """Make host RAM the preferred location of the spans, at once, and populate them there, zeroed. While a model is
+        ``loading`` that may go on after the return, in the order of the calls; whoever writes meanwhile keeps what was written,
+        in host RAM. Until it is over, ``place`` none of the spans. A range that is freed meanwhile is left alone. Raises what a
+        call before it failed with."""
+
+    def wait_until_populated(self) -> None:
+        """Wait for all that ``populate`` was called for. Raises the first ``ManagedMemoryError`` of it."""
 
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
         """``bool[len(blocks)]``: whether the GPU finds each block (a range, and the offset of the block in it) in VRAM when it

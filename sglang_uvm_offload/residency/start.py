@@ -21,7 +21,8 @@ class Phase(enum.Enum):
     BUILD = "build"
     """SGLang builds the model's modules."""
     PLACE = "place experts"
-    """Experts are allocated and get their pages. The bytes are theirs, slots not included."""
+    """Experts are allocated and get their pages. The bytes are theirs, slots not included. Pages that come while SGLang builds
+    or reads take no time of this phase."""
     READ = "read"
     """SGLang reads the checkpoint, or fills the model for ``--load-format dummy``, and post-processes what is no expert. The
     bytes are those of the rank's parameters: with several ranks, each reads a part."""

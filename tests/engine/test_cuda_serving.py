@@ -87,6 +87,16 @@ def test_the_experts_are_managed_and_placed_before_they_are_written(calls):
         assert {call["location"]: call["nbytes"] for call in preferred} == moved
 
 
+def test_host_pages_are_populated_before_the_link_is_measured_on_a_stream_of_their_own(calls):
+    measured = calls.index(next(call for call in calls if call.get("kernel") == "uvm_read_kernel"))
+    ranges = managed_ranges(calls)
+    moves = [call for call in named(calls[:measured], "cudaMemPrefetchAsync") if any(call["address"] in it for it in ranges)]
+    populated = [call for call in moves if call["location"] == "host"]
+    assert sum(call["nbytes"] for call in populated) == EXPERTS * sum(EXPERT_BYTES) * LAYERS - len(ranges) * BLOCK_BYTES
+    (stream,) = {call["stream"] for call in populated}
+    assert stream not in {call["stream"] for call in moves if call["location"] == "device"}
+
+
 def test_the_link_is_measured_once_loaded_and_is_in_the_log_the_status_and_the_cache(served, calls, standin):
     result, _ = served
     told = "this machine reads offloaded experts at 35.0 GB/s, 51.7 expected: scattered reads 35.0 GB/s, sequential 36.0, "

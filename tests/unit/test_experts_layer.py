@@ -1,9 +1,11 @@
 """A layer's experts: what loading costs, what moving keeps, and what a fault leaves behind."""
 
 import gc
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
+import simulated_driver
 import torch
 from simulated_driver import SimulatedDriver
 
@@ -73,9 +75,15 @@ def test_small_tensors_stay_plain_and_are_counted():
     assert module.scale.data_ptr() not in [tensor.address for tensor in layer.tensors]
 
 
-def test_loading_peaks_at_the_final_placement():
+as_populated = pytest.mark.parametrize("loading", [nullcontext, SimulatedDriver.loading], ids=["at once", "later"])
+"""When host pages are populated: at the call, or as late as a load may."""
+
+
+@as_populated
+def test_loading_peaks_at_the_final_placement(loading):
     memory = SimulatedDriver()
-    layer, module = loaded(memory, 0, 1, 5)
+    with loading(memory):
+        layer, module = loaded(memory, 0, 1, 5)
     memory.notice_writes()
     managed = TENSOR_BYTES["w13"] + TENSOR_BYTES["w2"]
     assert memory.device_peak == layer.resident_bytes
@@ -85,19 +93,70 @@ def test_loading_peaks_at_the_final_placement():
     assert module.w13.shape == SHAPES["w13"]
 
 
-@pytest.mark.slow
-def test_a_repack_peaks_at_one_more_tensor_and_ends_managed():
+def test_offloaded_pages_prefer_the_host_before_they_are_written_and_are_there_when_loading_ends():
     memory = SimulatedDriver()
-    layer, module = loaded(memory, 0, 1, 5)
-    at_rest = memory.device_used + memory.host_used
-    old = {name: p.data.clone() for name, p in module.named_parameters()}
-    with AllocationMode(E, layer.allocate):
-        for name in ("w13", "w2"):
-            repacked = getattr(module, name).data.transpose(1, 2).contiguous()  # a custom op's own allocation
-            setattr(module, name, torch.nn.Parameter(repacked, requires_grad=False))
-            del repacked
-            layer.sync_tensors(module)
-            gc.collect()
+    with memory.loading():
+        layer = ExpertLayer(memory, LayerShard(3, E, 0), holding(0, 1, 5))
+        module = Module()
+        module.create(layer)
+        offloaded = [(t.managed, span) for t in layer.tensors for span in t.layout.spans(~t.resident)]
+        assert memory.host_used == 0, "none is populated yet"
+        pages = [memory._pages(managed).preferred[simulated_driver.pages_of(span)] for managed, span in offloaded]
+        assert (np.concatenate(pages) == simulated_driver.HOST).all()
+        assert (in_vram(memory, layer) == layer.resident_extents()).all(), "residents are placed"
+        module.w13.data[2] = 7
+    assert {memory.location(managed, span) for managed, span in offloaded} == {Location.HOST}
+    assert (module.w13[2] == 7).all()
+    assert not module.w13[3].any()
+    assert memory.traffic.to_host_bytes == 0
+    advised = memory.traffic.advise_calls
+    layer.promote(extents(layer, resident(2)))
+    assert memory.traffic.advise_calls > advised, "moves are made at once"
+
+
+@pytest.mark.parametrize("written", [False, True])
+@as_populated
+def test_a_model_that_host_ram_cannot_hold_is_refused_at_the_same_tensor(loading, written, monkeypatch):
+    """What is written before it is populated is taken once."""
+    memory, layers = SimulatedDriver(), []
+    layer_bytes = TENSOR_BYTES["w13"] + TENSOR_BYTES["w2"]
+    room = 3 * layer_bytes + TENSOR_BYTES["w13"] + host_margin(layer_bytes)
+
+    def available():
+        memory.notice_writes()
+        return room - memory.host_used
+
+    monkeypatch.setattr(simulated_driver, "host_available", available)
+
+    def build():
+        for layer_id in range(9):
+            layer, module = ExpertLayer(memory, LayerShard(layer_id, E, 0), holding()), Module()
+            layers.append((layer, module))
+            module.create(layer)
+            if written:
+                module.load()
+
+    with loading(memory), pytest.raises(ManagedMemoryError, match=r"allocate failed on .* of MoE layer 3"):
+        build()
+    assert [len(layer.tensors) for layer, _ in layers] == [2, 2, 2, 1]
+
+
+@as_populated
+@pytest.mark.slow
+def test_a_repack_peaks_at_one_more_tensor_and_ends_managed(loading):
+    memory = SimulatedDriver()
+    with loading(memory):
+        layer, module = loaded(memory, 0, 1, 5)
+        memory.wait_until_populated()
+        at_rest = memory.device_used + memory.host_used
+        old = {name: p.data.clone() for name, p in module.named_parameters()}
+        with AllocationMode(E, layer.allocate):
+            for name in ("w13", "w2"):
+                repacked = getattr(module, name).data.transpose(1, 2).contiguous()  # a custom op's own allocation
+                setattr(module, name, torch.nn.Parameter(repacked, requires_grad=False))
+                del repacked
+                layer.sync_tensors(module)
+                gc.collect()
     memory.notice_writes()
     assert {tensor.address for tensor in layer.tensors} == {module.w13.data_ptr(), module.w2.data_ptr()}
     assert memory.live_ranges == 2

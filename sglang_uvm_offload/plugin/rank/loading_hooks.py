@@ -77,7 +77,12 @@ class LoadingHooks:
             manager = self.rank.manager
             model = manager.begin_model(True) if runner.is_draft_worker else self._begin_target()
             runner.__dict__[MODEL] = model
-            with self.rank.start.timing(Phase.READ), self.rank.layer_hooks.taking_over(manager, model):
+            with (
+                self.rank.start.timing(Phase.PLACE),  # what is still to be populated once the weights are read
+                manager.memory.loading(),
+                self.rank.start.timing(Phase.READ),
+                self.rank.layer_hooks.taking_over(manager, model),
+            ):
                 result = original(runner, *args, **kwargs)
                 self._built()
                 for layer in model.layers:

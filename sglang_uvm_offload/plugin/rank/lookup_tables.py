@@ -14,7 +14,7 @@ from sglang_uvm_offload.experts.layer import check_host_ram
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.layout import whole_blocks
-from sglang_uvm_offload.memory.protocol import Location, Memory, Span
+from sglang_uvm_offload.memory.protocol import Memory, Span
 from sglang_uvm_offload.residency.start import Phase
 from sglang_uvm_offload.sizing.lookup_tables import TABLES_FLAG
 
@@ -64,6 +64,6 @@ class TableHooks:
         check_host_ram(memory, "allocate", name, whole_blocks(nbytes))
         managed = memory.allocate(nbytes, name)
         flat = memory.tensor(managed)
-        memory.place(managed, [Span(0, nbytes)], Location.HOST)
+        memory.populate(managed, [Span(0, nbytes)])
         self.nbytes += whole_blocks(nbytes)
         return flat

@@ -1,0 +1,255 @@
+"""Host pages that are populated while a model loads, by the compiled library over the stand-in driver: which calls are made,
+when, and by which thread."""
+
+from __future__ import annotations
+
+import pytest
+
+BLOCK = 2 << 20
+MOVES = ("cudaMallocManaged", "cudaMemAdvise", "cudaMemPrefetchAsync", "cudaMemcpyAsync", "cudaStreamSynchronize", "cudaFree")
+
+GATED = """
+        import threading
+        memory = CudaMemory()
+        go, seen = threading.Event(), []
+        populate = type(memory._ops).populate
+        def when_told(self, *arguments):
+            go.wait()
+            seen.append([threading.current_thread() is threading.main_thread(), torch.cuda.current_device()])
+            populate(self, *arguments)
+        type(memory._ops).populate = when_told
+        def made(name, blocks):
+            it = memory.allocate(blocks * BLOCK, name)
+            return it, memory.tensor(it)
+"""
+"""Nothing is populated on the thread before ``go`` is set."""
+
+
+def words(ran) -> list[str]:
+    """The calls on the last range, in words, addresses in blocks from its begin."""
+    found, base, end = [], 0, 0
+    for call in ran.named(*MOVES):
+        match call["call"]:
+            case "cudaMallocManaged":
+                base, end, found = call["address"], call["address"] + call["nbytes"], ["malloc"]
+            case "cudaStreamSynchronize":
+                found.append("wait")
+            case "cudaMemcpyAsync":
+                found += [f"write {(call['to'] - base) // BLOCK}"] if base <= call["to"] < end else []
+            case "cudaFree":
+                found += ["free"] if call["managed"] else []
+            case _:
+                first = (call["address"] - base) // BLOCK
+                verb = call.get("advice", "prefetch")
+                found.append(f"{verb} {call['location']} [{first}, {first + call['nbytes'] // BLOCK})")
+    return found
+
+
+@pytest.mark.parametrize("gpu", [0, 1])
+def test_pages_prefer_the_host_at_once_and_are_populated_by_a_thread_of_the_gpu_until_loading_ends(standin, gpu):
+    ran = standin.run(
+        GATED.replace("CudaMemory()", f"CudaMemory({gpu})")
+        + f"""
+        torch.cuda.set_device({gpu})
+        it, tensor = made("w13", 20)
+        expected = torch.zeros(20 * BLOCK, dtype=torch.uint8)
+        with memory.loading():
+            memory.populate(it, [Span(0, 2 * BLOCK), Span(4 * BLOCK, 16 * BLOCK)])
+            for block in (19, 0):
+                expected[block * BLOCK : (block + 1) * BLOCK] = block + 1
+                tensor[block * BLOCK : (block + 1) * BLOCK].copy_(expected[block * BLOCK : (block + 1) * BLOCK])
+            torch.cuda.synchronize()
+            go.set()
+        print(json.dumps([seen, torch.equal(tensor.cpu(), expected)]))
+        """,
+        log_order=1,
+        gpus=2,
+    )
+    seen, kept = ran.said
+    assert seen == [[False, gpu]] * 3, "on GPU 0 it would take VRAM for a context"
+    assert kept
+    found = [word for word in words(ran) if word != "wait"]
+    assert found == [
+        "malloc",
+        "SetAccessedBy device [0, 20)",
+        "SetPreferredLocation host [0, 2)",
+        "SetPreferredLocation host [4, 20)",
+        "write 19",
+        "write 0",
+        "prefetch host [0, 2)",
+        "prefetch host [4, 10)",
+        "prefetch host [10, 18)",
+        "prefetch host [18, 20)",
+    ]
+    prefetches = [index for index, word in enumerate(words(ran)) if word.startswith("prefetch")]
+    assert [words(ran)[index + 1] for index in prefetches[1:]] == ["wait"] * 3, "after each piece"
+    threads = {call["thread"] for call in ran.named("cudaMemPrefetchAsync")}
+    assert threads.isdisjoint({call["thread"] for call in ran.named("cudaMemAdvise")})
+
+
+def test_what_it_populates_is_on_a_stream_of_its_own(standin):
+    ran = standin.run(
+        GATED
+        + """
+        it, tensor = made("w13", 2)
+        go.set()
+        with memory.loading():
+            memory.populate(it, [Span(0, BLOCK)])
+        memory.place(it, [Span(BLOCK, BLOCK)], DEVICE)
+        """
+    )
+    assert ran.code == 0, ran.err
+    streams = {call["location"]: call["stream"] for call in ran.named("cudaMemPrefetchAsync")}
+    made = [call["stream"] for call in ran.named("cudaStreamCreateWithFlags") if call["flags"] == 1]
+    assert [streams["host"], streams["device"]] == made
+
+
+@pytest.mark.parametrize("when", ["before a load", "after a load", "without a tensor"])
+def test_outside_of_a_load_and_without_a_tensor_the_caller_waits(standin, when):
+    """A range without a tensor is freed at once, and the thread could be populating it."""
+    ran = standin.run(
+        GATED
+        + f"""
+        when = {when!r}
+        if when == "after a load":
+            with memory.loading():
+                pass
+        it = memory.allocate(4 * BLOCK, "w13")
+        if when == "without a tensor":
+            with memory.loading():
+                memory.populate(it, [Span(0, 4 * BLOCK)])
+                memory.free(it)
+        else:
+            tensor = memory.tensor(it)
+            memory.populate(it, [Span(0, 4 * BLOCK)])
+        print(json.dumps(threading.active_count()))
+        """
+    )
+    assert ran.said == 1
+    moves = ["SetPreferredLocation host [0, 4)", "prefetch host [0, 4)", "wait"]
+    assert words(ran)[:5] == ["malloc", "SetAccessedBy device [0, 4)", *moves]
+
+
+def test_a_range_that_is_freed_in_the_queue_is_never_prefetched_nor_what_lies_there_next(standin):
+    """The stand-in fails a prefetch of no range."""
+    ran = standin.run(
+        GATED
+        + """
+        with memory.loading():
+            first, tensor = made("first", 2)
+            memory.populate(first, [Span(0, 2 * BLOCK)])
+            gone, freed = made("gone", 4)
+            memory.populate(gone, [Span(0, 4 * BLOCK)])
+            address = gone.address
+            del freed
+            again, kept = made("again", 4)
+            memory.place(again, [Span(0, 4 * BLOCK)], DEVICE)
+            go.set()
+        there = memory.in_vram([(again, block * BLOCK) for block in range(4)]).tolist()
+        print(json.dumps([memory.holds(gone), again.address == address, there, first.address]))
+        """
+    )
+    held, same, there, first = ran.said
+    assert not held
+    assert same, "else this shows less"
+    assert there == [True] * 4
+    host = [call for call in ran.named("cudaMemPrefetchAsync") if call["location"] == "host"]
+    assert (host[0]["address"], host[0]["nbytes"]) == (first, 2 * BLOCK)
+    assert len([call for call in host if call["nbytes"] > BLOCK]) == 1, "all else is the block that reads are compared with"
+
+
+def test_a_failure_ends_the_load_by_name_and_no_later_call_begins(standin):
+    ran = standin.run(
+        GATED
+        + """
+        said = []
+        it, tensor = made("w13", 24)
+        go.set()
+        try:
+            with memory.loading():
+                memory.populate(it, [Span(0, 20 * BLOCK)])
+                try:
+                    memory.wait_until_populated()
+                except ManagedMemoryError as error:
+                    said.append(str(error))
+                try:
+                    memory.populate(it, [Span(20 * BLOCK, 4 * BLOCK)])
+                except ManagedMemoryError as error:
+                    said.append(str(error))
+        except ManagedMemoryError as error:
+            said.append(str(error))
+        memory.populate(it, [Span(20 * BLOCK, 4 * BLOCK)])
+        print(json.dumps(said))
+        """,
+        fail="cudaMemPrefetchAsync:2:2",
+    )
+    assert len(ran.said) == 3
+    for told in ran.said:
+        assert told.startswith("cudaMemPrefetchAsync to host failed on w13 [16777216, 33554432) (16777216 bytes): cudaErrorM")
+    prefetched = [call["nbytes"] // BLOCK for call in ran.named("cudaMemPrefetchAsync")]
+    assert prefetched == [8, 8, 4], "the last one by the call after the load"
+
+
+def test_a_load_that_fails_ends_with_its_own_error_and_populates_no_more(standin):
+    ran = standin.run(
+        GATED
+        + """
+        it, tensor = made("w13", 24)
+        try:
+            with memory.loading():
+                memory.populate(it, [Span(0, 24 * BLOCK)])
+                raise ValueError("no such checkpoint")
+        except ValueError as error:
+            print(json.dumps(str(error)))
+        """
+    )
+    assert ran.said == "no such checkpoint"
+    assert ran.named("cudaMemPrefetchAsync") == []
+
+
+def test_host_ram_that_is_still_to_be_taken_is_not_available(standin):
+    ran = standin.run(
+        GATED
+        + """
+        from sglang_uvm_offload.cuda import memory as module
+        module.host_available = lambda: 100 * BLOCK
+        it, tensor = made("w13", 20)
+        found = []
+        with memory.loading():
+            memory.populate(it, [Span(0, 20 * BLOCK)])
+            found.append(memory.info().host_available // BLOCK)
+            go.set()
+            memory.wait_until_populated()
+            found.append(memory.info().host_available // BLOCK)
+            go.clear()
+            memory.populate(it, [Span(0, 20 * BLOCK)])
+            module.host_available = lambda: 10 * BLOCK
+            found.append(memory.info().host_available // BLOCK)
+            go.set()
+        found.append(memory.info().host_available // BLOCK)
+        print(json.dumps(found))
+        """
+    )
+    assert ran.said == [80, 100, 0, 10]
+
+
+def test_it_goes_on_while_a_graph_is_captured_and_takes_no_new_range_there(standin):
+    ran = standin.run(
+        GATED
+        + """
+        it, tensor = made("w13", 4)
+        with memory.loading():
+            memory.populate(it, [Span(0, 2 * BLOCK)])
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                go.set()
+                memory.wait_until_populated()
+                try:
+                    memory.populate(it, [Span(2 * BLOCK, 2 * BLOCK)])
+                except ManagedMemoryError as error:
+                    print(json.dumps(str(error)))
+        """
+    )
+    assert "w13" in ran.said
+    assert "capturing a CUDA graph" in ran.said
+    calls = [call["call"] for call in ran.calls]
+    assert "cudaMemPrefetchAsync" in calls[calls.index("cudaStreamBeginCapture") : calls.index("cudaStreamEndCapture")]

@@ -1,0 +1,130 @@
+"""What is over when a model is loaded, and how a load that fails ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from builders.configs import served_config
+from sglang.srt.runtime_context import get_parallel
+from simulated_driver import SimulatedDriver
+
+from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Memory, Span
+from sglang_uvm_offload.plugin import enforce
+from sglang_uvm_offload.plugin.rank import loading_hooks
+from sglang_uvm_offload.plugin.rank.backend import Emulated
+from sglang_uvm_offload.plugin.rank.loading_hooks import LoadingHooks
+from sglang_uvm_offload.plugin.rank.state import RankState
+from sglang_uvm_offload.residency.start import Phase
+
+pytestmark = pytest.mark.sglang
+
+
+class Backend(Emulated):
+    def __init__(self, memory: Memory):
+        self._memory = memory
+
+    def memory(self) -> Memory:
+        return self._memory
+
+
+def load(
+    monkeypatch: pytest.MonkeyPatch, memory: Memory, model: Callable[[RankState], None], measure: Callable[[], None]
+) -> None:
+    """Loads what ``model`` builds and reads, and then measures the link."""
+    rank = RankState(served_config(num_resident=1))
+    rank.backend = Backend(memory)
+    hooks = LoadingHooks(rank)
+    monkeypatch.setattr(hooks, "_begin_target", lambda: rank.manager.begin_model(False))
+    monkeypatch.setattr(hooks, "_loaded", lambda runner, model: None)
+    monkeypatch.setattr(loading_hooks.compat, "gpu_id", lambda: 0)
+    monkeypatch.setattr(loading_hooks.link, "measure", lambda *_: measure())
+    with get_parallel().override(tp_rank=0, pp_rank=0):
+        hooks.around_load_model(lambda runner: model(rank), SimpleNamespace(is_draft_worker=False))
+
+
+def test_host_pages_are_populated_while_the_model_loads_and_before_the_link_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = SimulatedDriver()
+    managed = memory.allocate(2 * BLOCK_BYTES, "w13")
+    whole, found = Span(0, 2 * BLOCK_BYTES), []
+
+    def build(rank: RankState) -> None:
+        memory.populate(managed, [whole])
+        found.append(memory.location(managed, whole))
+
+    load(monkeypatch, memory, build, lambda: found.append(memory.location(managed, whole)))
+    assert found == [None, Location.HOST]
+    later = memory.allocate(BLOCK_BYTES, "of a weight update")
+    memory.populate(later, [Span(0, BLOCK_BYTES)])
+    assert memory.location(later, Span(0, BLOCK_BYTES)) is Location.HOST, "at once again"
+
+
+def test_what_is_left_to_populate_at_the_end_counts_as_placing(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = []
+
+    class Late(EmulatedMemory):
+        def loading(self) -> Any:
+            return _Then(lambda: phases.append(clock()))
+
+    def clock() -> Phase | None:
+        return ranks[0].start._phase
+
+    ranks: list[RankState] = []
+
+    def build(rank: RankState) -> None:
+        ranks.append(rank)
+        phases.append(clock())
+
+    load(monkeypatch, Late(), build, lambda: phases.append(clock()))
+    assert phases == [Phase.READ, Phase.PLACE, Phase.LINK]
+
+
+class _Then:
+    def __init__(self, at_the_end: Callable[[], None]):
+        self._at_the_end = at_the_end
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._at_the_end()
+
+
+def test_pages_that_cannot_be_populated_end_the_launch_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def fail() -> None:
+        raise ManagedMemoryError("cudaMemPrefetchAsync to host", "w13 of MoE layer 3", Span(0, 8), "out of memory")
+
+    class Full(EmulatedMemory):
+        def loading(self) -> Any:
+            return _Then(fail)
+
+    def end(message: str) -> None:
+        told.append(message)
+        raise SystemExit
+
+    monkeypatch.setattr(enforce, "end", end)
+    with pytest.raises(SystemExit):
+        load(monkeypatch, Full(), lambda rank: None, lambda: told.append("measured"))
+    (message,) = told
+    assert "w13 of MoE layer 3" in message
+
+
+def test_a_load_that_fails_shows_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimulatedDriver()
+    managed = memory.allocate(BLOCK_BYTES, "w13")
+
+    def build(rank: RankState) -> None:
+        memory.populate(managed, [Span(0, BLOCK_BYTES)])
+        raise KeyError("w13_weight")
+
+    with pytest.raises(KeyError, match="w13_weight"):
+        load(monkeypatch, memory, build, lambda: None)
+    assert memory.traffic.prefetch_calls == 0
