@@ -144,8 +144,11 @@ class SimulatedDriver(EmulatedMemory):
         self.prefer(managed, spans, Location.HOST)
         self._queue.append((managed, list(spans)))
 
-    def wait_until_populated(self) -> None:
-        queued, self._queue = self._queue or [], None if self._queue is None else []
+    def wait_until_populated(self, address: int | None = None) -> None:
+        if self._queue is None:
+            return
+        queued = [one for one in self._queue if address in (None, one[0].address)]
+        self._queue = [one for one in self._queue if one not in queued]
         for managed, spans in queued:
             if self.holds(managed):
                 self._notice_writes(self._pages(managed))

@@ -85,7 +85,7 @@ class EmulatedMemory:
     def populate(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
         self.place(managed, spans, Location.HOST)
 
-    def wait_until_populated(self) -> None:
+    def wait_until_populated(self, address: int | None = None) -> None:
         """Nothing is ever on its way."""
 
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:

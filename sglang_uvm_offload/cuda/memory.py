@@ -23,10 +23,11 @@ from sglang_uvm_offload.cuda.numa import nearest_host_node
 from sglang_uvm_offload.cuda.ops import CudaOps, device_ops
 from sglang_uvm_offload.cuda.read_times import PLAIN_BYTES, ReadTimes
 from sglang_uvm_offload.cuda.structs import CudaFailure
-from sglang_uvm_offload.memory.host_ram import host_available
+from sglang_uvm_offload.memory.host_ram import HOST_LEFT_BYTES, host_available
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, batches, check_block, check_spans, whole_blocks
 from sglang_uvm_offload.memory.populating import Populating
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
+from sglang_uvm_offload.units import size
 
 logger = logging.getLogger(__name__)
 
@@ -147,14 +148,23 @@ class CudaMemory:
         self._populating.add(managed, owner, spans)
 
     def _populate(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
+        left = host_available()
+        if left - sum(span.nbytes for span in spans) < HOST_LEFT_BYTES:  # the kernel would soon kill some process
+            reason = f"{size(left)} of host RAM is left, and {size(HOST_LEFT_BYTES)} must stay free"
+            raise ManagedMemoryError("populate", managed.name, spans[0], reason)
         try:
             self._ops.populate(self.device, managed.address, [_whole(span) for span in spans])
         except CudaFailure as failure:
             raise _failed_on(failure, managed, spans, Location.HOST) from failure
 
-    def wait_until_populated(self) -> None:
-        if self._populating is not None:
-            self._populating.wait()
+    def wait_until_populated(self, address: int | None = None) -> None:
+        populating = self._populating
+        if populating is None:
+            return
+        if address is None:
+            populating.wait()
+        elif (live := self._live.get(address)) is not None:
+            populating.wait_for(live.managed)
 
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
         owners = [self._find(managed).owner() for managed, _ in blocks]

@@ -98,9 +98,12 @@ class ExpertLayer:
         self._synced_bytes = 0
         """Bytes of all expert tensors at the last ``sync_tensors``."""
 
-    def allocate(self, expert_bytes: int, device: torch.device, description: str) -> torch.Tensor | None:
+    def allocate(
+        self, expert_bytes: int, device: torch.device, description: str, written_later: bool = False
+    ) -> torch.Tensor | None:
         """``takeover.Allocate`` for this layer: managed and placed memory. For experts too small to place, ordinary memory with
-        slots, or None without slots."""
+        slots, or None without slots. ``written_later``: by SGLang's loader, so that the host pages of a model that is loading
+        may come later too."""
         layout = ExpertLayout(self.num_experts, expert_bytes, self.memory.block_bytes, self.num_slots)
         if device.type != self.memory.device_type:
             return None
@@ -112,6 +115,8 @@ class ExpertLayer:
         tensor = ExpertTensor(self.memory, name, layout)
         flat = tensor.bytes()
         tensor.place(resident)
+        if not written_later:
+            self.memory.wait_until_populated(tensor.address)
         self.tensors.append(tensor)
         self._note_tensors()
         return flat

@@ -19,6 +19,9 @@ NODES = Path("/sys/devices/system/node")
 HOST_MARGIN_BYTES = 1 << 30
 """Host RAM that offloading leaves free for everything else on the machine."""
 
+HOST_LEFT_BYTES = HOST_MARGIN_BYTES // 2
+"""Less is never left by what is populated while a model loads, whatever other ranks and the loader take meanwhile."""
+
 BOOKKEEPING_SHARE = 0.005 + 96 / 4096
 """Host RAM for what the kernel and the driver keep of offloaded pages, as a share of their bytes: page tables of the CPU take
 0.2 % with pages of 4 KiB, the driver's state of each 2 MiB block 0.1 to 0.3 %, and its state of each physical stretch 96 bytes.

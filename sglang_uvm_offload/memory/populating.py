@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -41,6 +41,8 @@ class Populating:
         """Guards what follows. Nothing that frees a range takes it, because a range may be freed on any thread."""
         self._queue: deque[_Piece] = deque()
         self._at_work: _Piece | None = None
+        self._left: Counter[ManagedRange] = Counter()
+        """Of each range, the pieces in the queue and at work."""
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -49,7 +51,9 @@ class Populating:
         freed is populated no further, as its address may be another one's by then. Raises as ``check`` does."""
         with self._changed:
             self.check()
-            self._queue.extend(_Piece(managed, owner, batch) for batch in batches(spans))
+            pieces = [_Piece(managed, owner, batch) for batch in batches(spans)]
+            self._queue.extend(pieces)
+            self._left[managed] += len(pieces)
             if self._thread is None and self._queue:
                 thread = threading.Thread(target=self._run, name="populate host pages", daemon=True)
                 thread.start()
@@ -67,11 +71,23 @@ class Populating:
                 self._changed.wait_for(lambda: self._thread is None)
         self.check()
 
+    def wait_for(self, managed: ManagedRange) -> None:
+        """Until nothing of this range is left, which comes next. Raises as ``check`` does."""
+        if not self._inherited() and self._left[managed]:
+            with self._changed:
+                self._queue = deque(sorted(self._queue, key=lambda piece: piece.managed is not managed))
+                self._changed.wait_for(lambda: not self._left[managed])
+        self.check()
+
     def drop(self) -> None:
         """Forget the queue. The thread ends with its piece; this does not wait for it."""
         if not self._inherited():
             with self._changed:
-                self._queue.clear()
+                self._forget()
+
+    def _forget(self) -> None:
+        self._queue.clear()
+        self._left = Counter() if self._at_work is None else Counter([self._at_work.managed])
 
     @property
     def nbytes(self) -> int:
@@ -92,7 +108,7 @@ class Populating:
         except Exception as failure:  # noqa: BLE001 -- whoever waits raises it
             with self._changed:
                 self._failure = failure
-                self._queue.clear()
+                self._forget()
                 self._next()
 
     def _work_on(self, piece: _Piece) -> None:
@@ -106,8 +122,10 @@ class Populating:
     def _next(self) -> _Piece | None:
         """None: nothing is left, and the thread ends."""
         with self._changed:
+            if self._at_work is not None:
+                self._left[self._at_work.managed] -= 1
             self._at_work = self._queue.popleft() if self._queue else None
             if self._at_work is None:
                 self._thread = None
-                self._changed.notify_all()
+            self._changed.notify_all()
             return self._at_work

@@ -122,8 +122,9 @@ class Memory(Protocol):
         in host RAM. Until it is over, ``place`` none of the spans. A range that is freed meanwhile is left alone. Raises what a
         call before it failed with."""
 
-    def wait_until_populated(self) -> None:
-        """Wait for all that ``populate`` was called for. Raises the first ``ManagedMemoryError`` of it."""
+    def wait_until_populated(self, address: int | None = None) -> None:
+        """Wait for all that ``populate`` was called for; with an ``address``, for the range that begins there (if one does),
+        which then comes next. Raises the first ``ManagedMemoryError``."""
 
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
         """``bool[len(blocks)]``: whether the GPU finds each block (a range, and the offset of the block in it) in VRAM when it

@@ -27,7 +27,7 @@ HOOKED = {
     "sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool": "self",
     "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs": "self",
     "sglang.srt.model_executor.model_runner.ModelRunner.forward": "self, forward_batch",
-    "sglang.srt.model_loader.loader._initialize_model": "",
+    "sglang.srt.model_loader.loader._initialize_model": "model_config, load_config",
     "sglang.srt.model_loader.loader.buffered_multi_thread_safetensors_weights_iterator": (
         "hf_weights_files, *, disable_mmap, prefetch, drop_cache_after_load"
     ),
@@ -82,6 +82,8 @@ HOOKED = {
         "perm_or_none, workspace, sorted_token_ids, expert_ids, num_tokens_post_padded, *, moe_block_size"
     ),
     "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmRunnerCore.run": "self, runner_input, quant_info, running_state",
+    "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader": "self, param",
+    "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader_fused": "self, param",
 }
 """The hooked functions, and the parameters that a hook reads: those before ``*`` come first, those after it may be given by
 name. ``weight_writes.WRITERS`` are also hooked, but no hook reads their parameters."""
@@ -159,6 +161,7 @@ ATTRIBUTES = {
     "sglang.srt.eplb.expert_location.ModelConfigForExpertLocation": "num_layers num_logical_experts",
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": "offload_tags",
     "sglang.srt.managers.tokenizer_manager.SignalHandler": "tokenizer_manager",
+    "sglang.srt.configs.load_config.LoadConfig": "load_format",
     "sglang.srt.configs.mamba_utils": "Mamba2CacheParams Mamba2StateDType Mamba2StateShape",
     "sglang.srt.configs.model_config.AttentionArch": "MLA",
     "sglang.srt.configs.model_config.ModelConfig": (

@@ -49,7 +49,8 @@ class StartPhase(Struct, frozen=True):
         took = f"{self.name} {self.seconds:.1f} s"
         if not self.nbytes:
             return took
-        rate = f" at {size(self.nbytes / self.seconds)}/s" if self.seconds else ""
+        alone = self.seconds and self.name == Phase.READ.value  # experts get most of their pages beside other phases
+        rate = f" at {size(self.nbytes / self.seconds)}/s" if alone else ""
         return f"{took} ({size(self.nbytes)}{rate})"
 
 

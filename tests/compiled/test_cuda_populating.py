@@ -201,10 +201,14 @@ def test_a_load_that_fails_ends_with_its_own_error_and_populates_no_more(standin
                 raise ValueError("no such checkpoint")
         except ValueError as error:
             print(json.dumps(str(error)))
+        go.set()
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread():
+                thread.join()
         """
     )
     assert ran.said == "no such checkpoint"
-    assert ran.named("cudaMemPrefetchAsync") == []
+    assert len(ran.named("cudaMemPrefetchAsync")) <= 1, "the piece that was under way"
 
 
 def test_host_ram_that_is_still_to_be_taken_is_not_available(standin):
@@ -212,7 +216,7 @@ def test_host_ram_that_is_still_to_be_taken_is_not_available(standin):
         GATED
         + """
         from sglang_uvm_offload.cuda import memory as module
-        module.host_available = lambda: 100 * BLOCK
+        module.host_available = lambda: 1000 * BLOCK
         it, tensor = made("w13", 20)
         found = []
         with memory.loading():
@@ -223,14 +227,37 @@ def test_host_ram_that_is_still_to_be_taken_is_not_available(standin):
             found.append(memory.info().host_available // BLOCK)
             go.clear()
             memory.populate(it, [Span(0, 20 * BLOCK)])
-            module.host_available = lambda: 10 * BLOCK
+            module.host_available = lambda: 300 * BLOCK
             found.append(memory.info().host_available // BLOCK)
             go.set()
         found.append(memory.info().host_available // BLOCK)
         print(json.dumps(found))
         """
     )
-    assert ran.said == [80, 100, 0, 10]
+    assert ran.said == [980, 1000, 280, 300]
+
+
+def test_nothing_more_is_populated_where_others_have_taken_the_host_ram(standin):
+    ran = standin.run(
+        GATED
+        + """
+        from sglang_uvm_offload.cuda import memory as module
+        from sglang_uvm_offload.memory.host_ram import HOST_LEFT_BYTES
+        (w13, one), (w2, other) = made("w13", 2), made("w2", 2)
+        left = iter([HOST_LEFT_BYTES + 2 * BLOCK, HOST_LEFT_BYTES + 2 * BLOCK - 1])
+        module.host_available = lambda: next(left)
+        try:
+            with memory.loading():
+                for it in (w13, w2):
+                    memory.populate(it, [Span(0, 2 * BLOCK)])
+                go.set()
+        except ManagedMemoryError as error:
+            print(json.dumps(str(error)))
+        """
+    )
+    assert "w2" in ran.said
+    assert "of host RAM is left, and 512.0 MiB must stay free" in ran.said
+    assert [call["nbytes"] for call in ran.named("cudaMemPrefetchAsync")] == [2 * BLOCK]
 
 
 def test_it_goes_on_while_a_graph_is_captured_and_takes_no_new_range_there(standin):

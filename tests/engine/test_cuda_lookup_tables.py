@@ -46,9 +46,21 @@ def test_tables_are_placed_in_host_ram_before_they_are_written_and_stay(
     assert {call["call"] for call in written} == {"cudaMemcpyAsync"}
     assert sum(call["nbytes"] for call in written) == NBYTES
     assert calls.index(later[-1]) < calls.index(next(captures(calls))[0])
+    loading = calls[: calls.index(next(captures(calls))[0])]
+    experts = [call for call in loading if call["call"] == "cudaMallocManaged" and call is not table]
+    populated, written = (
+        [[at for at, call in enumerate(loading) if call["call"] == name and call[key] in spanned(one)] for one in experts]
+        for name, key in (("cudaMemPrefetchAsync", "address"), ("cudaMemcpyAsync", "to"))
+    )
+    assert len(experts) > 1
+    assert all(max(prefetches) < min(copies) for prefetches, copies in zip(populated, written, strict=True))
     assert any("ComputeNGramIds" in call.get("kernel", "") for capture in captures(calls) for call in capture)
     state = offload_state(result["server_info"])
     assert state["lookup_table_bytes"] == BLOCK_BYTES
     assert state["fault"] is None
     assert "lookup tables in host RAM" in result["log"]
     assert len(result["answers"][0]["output_ids"]) == 8
+
+
+def spanned(allocation: dict) -> range:
+    return range(allocation["address"], allocation["address"] + allocation["nbytes"])

@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def in_vram(memory, layer):
 
 class Module(torch.nn.Module):
     def create(self, layer):
-        with AllocationMode(E, layer.allocate):
+        with AllocationMode(E, partial(layer.allocate, written_later=True)):
             for name, shape in SHAPES.items():
                 setattr(self, name, torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16), requires_grad=False))
         layer.sync_tensors(self)
@@ -112,6 +113,21 @@ def test_offloaded_pages_prefer_the_host_before_they_are_written_and_are_there_w
     advised = memory.traffic.advise_calls
     layer.promote(extents(layer, resident(2)))
     assert memory.traffic.advise_calls > advised, "moves are made at once"
+
+
+def test_what_post_processing_makes_has_its_pages_at_once():
+    """It is written at once, by no loader."""
+    memory = SimulatedDriver()
+    with memory.loading():
+        layer = ExpertLayer(memory, LayerShard(3, E, 0), holding())
+        module = Module()
+        module.create(layer)
+        with AllocationMode(E, layer.allocate):
+            module.repacked = torch.empty(E, 4 * PAGE_BYTES, dtype=torch.uint8)
+        layer.sync_tensors(module)
+        *created, repacked = layer.tensors
+        assert memory.location(repacked.managed, Span(0, repacked.layout.nbytes)) is Location.HOST
+        assert {memory.location(tensor.managed, Span(0, tensor.layout.nbytes)) for tensor in created} == {None}
 
 
 @pytest.mark.parametrize("written", [False, True])

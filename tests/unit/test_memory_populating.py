@@ -88,6 +88,46 @@ def test_ranges_are_populated_on_another_thread_in_order_and_in_pieces() -> None
         assert [name for name, _ in driver.calls] == ["a", "a", "b", "b"]
 
 
+def test_a_range_that_is_waited_for_comes_next() -> None:
+    with running() as (driver, populating):
+        (a, of_a, spans_a), (b, of_b, spans_b), (c, of_c, spans_c) = made("a", 2), made("b"), made("c", 2)
+        for managed, tensors, spans in ((a, of_a, spans_a), (b, of_b, spans_b), (c, of_c, spans_c)):
+            populating.add(managed, weakref.ref(tensors), spans)
+        driver.piece()
+        waiter = threading.Thread(target=populating.wait_for, args=(c,), daemon=True)
+        waiter.start()
+        while populating._queue[0].managed is not c:
+            threading.Event().wait(0.001)
+        driver.go_on()
+        for piece in (Span(0, MOVE_BYTES), Span(MOVE_BYTES, c.nbytes - MOVE_BYTES)):
+            assert waiter.is_alive()
+            assert driver.piece() == ("c", piece)
+            driver.go_on()
+        waiter.join(patience(60))
+        assert not waiter.is_alive()
+        assert [name for name, _ in driver.calls] == ["a", "c", "c"]
+        driver.go_on(2)
+        populating.wait()
+        assert [name for name, _ in driver.calls] == ["a", "c", "c", "a", "b"]
+        populating.wait_for(c)
+        populating.wait_for(made("of plain memory")[0])
+
+
+def test_whoever_waits_for_a_range_is_told_of_a_failure_before_it() -> None:
+    with running() as (driver, populating):
+        (a, of_a, spans_a), (b, of_b, spans_b) = made("a"), made("b")
+        for managed, tensors, spans in ((a, of_a, spans_a), (b, of_b, spans_b)):
+            populating.add(managed, weakref.ref(tensors), spans)
+
+        def fail() -> None:
+            raise ManagedMemoryError("cudaMemPrefetchAsync to host", "a", Span(0, 8), "out of memory")
+
+        driver.fails = fail
+        driver.go_on()
+        with pytest.raises(ManagedMemoryError, match="out of memory"):
+            populating.wait_for(b)
+
+
 def test_without_work_there_is_no_thread() -> None:
     before = threading.active_count()
     with running() as (_, populating):

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from builders.configs import served_config
+from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.runtime_context import get_parallel
 from simulated_driver import SimulatedDriver
 
@@ -63,6 +65,43 @@ def test_host_pages_are_populated_while_the_model_loads_and_before_the_link_is_m
     later = memory.allocate(BLOCK_BYTES, "of a weight update")
     memory.populate(later, [Span(0, BLOCK_BYTES)])
     assert memory.location(later, Span(0, BLOCK_BYTES)) is Location.HOST, "at once again"
+
+
+def test_pages_are_populated_before_an_experts_weight_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By SGLang's own loader. Those of other tensors may wait."""
+    memory, found = SimulatedDriver(), []
+    first, second = (memory.allocate(BLOCK_BYTES, name) for name in ("w13", "w2"))
+    whole = Span(0, BLOCK_BYTES)
+
+    def build(rank: RankState) -> None:
+        hooks = LoadingHooks(rank)
+        for managed in (first, second):
+            memory.populate(managed, [whole])
+        for param in (torch.zeros(4), memory.tensor(second)[64:128]):
+            hooks.before_weight(object(), param, torch.ones(64), "experts.0.down_proj", shard_id="w2", expert_id=0)
+            found.append([memory.location(managed, whole) for managed in (first, second)])
+
+    load(monkeypatch, memory, build, lambda: None)
+    assert found == [[None, None], [None, Location.HOST]]
+
+
+@pytest.mark.parametrize(("load_format", "left"), [("auto", None), ("safetensors", None), ("dummy", Location.HOST)])
+def test_a_loader_that_fills_a_built_model_as_a_whole_finds_its_pages(
+    monkeypatch: pytest.MonkeyPatch, load_format: str, left: Location | None
+) -> None:
+    memory, found = SimulatedDriver(), []
+    managed = memory.allocate(BLOCK_BYTES, "w13")
+
+    def build(*_: object) -> torch.nn.Module:
+        memory.populate(managed, [Span(0, BLOCK_BYTES)])
+        return torch.nn.Linear(1, 1)
+
+    def model(rank: RankState) -> None:
+        LoadingHooks(rank).around_build(build, None, LoadConfig(load_format=load_format))
+        found.append(memory.location(managed, Span(0, BLOCK_BYTES)))
+
+    load(monkeypatch, memory, model, lambda: None)
+    assert found == [left]
 
 
 def test_what_is_left_to_populate_at_the_end_counts_as_placing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,5 +95,5 @@ def test_a_clock_that_is_set_back_gives_no_negative_time():
 
 
 def test_the_line_has_bytes_and_rates():
-    phases = [StartPhase("launch", 4.0), StartPhase("read", 2.0, 3 << 30), StartPhase("place experts", 0.0, 1 << 20)]
-    assert described(phases) == "6.0 s: launch 4.0 s, read 2.0 s (3.00 GiB at 1.50 GiB/s), place experts 0.0 s (1.0 MiB)"
+    phases = [StartPhase("launch", 4.0), StartPhase("read", 2.0, 3 << 30), StartPhase("place experts", 0.5, 1 << 20)]
+    assert described(phases) == "6.5 s: launch 4.0 s, read 2.0 s (3.00 GiB at 1.50 GiB/s), place experts 0.5 s (1.0 MiB)"

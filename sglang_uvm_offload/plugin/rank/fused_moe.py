@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ class LayerHooks:
             experts = self._add(layer)
             assert num_experts == experts.num_experts, (num_experts, experts.num_experts)
             with self.timing(Phase.PLACE):
-                with AllocationMode(num_experts, experts.allocate):
+                with AllocationMode(num_experts, partial(experts.allocate, written_later=True)):
                     create_weights(layer, num_experts, *args, **kwargs)
                 experts.sync_tensors(layer, method)
 

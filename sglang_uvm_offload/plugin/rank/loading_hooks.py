@@ -24,6 +24,9 @@ from sglang_uvm_offload.residency.start import Phase
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
 from sglang_uvm_offload.streaming.streamer import Streamer
 
+_WRITTEN_BY_WEIGHT = ("auto", "pt", "safetensors", "fastsafetensors", "instanttensor", "npcache", "mistral")
+"""The values of ``--load-format`` with which SGLang's loader writes a model weight by weight, as it reads."""
+
 
 class LoadingHooks:
     def __init__(self, rank: RankState):
@@ -55,15 +58,18 @@ class LoadingHooks:
         """Routed experts per token of the target model: from its layers, else from its config."""
         return self.rank.layer_hooks.top_k or stated_top_k(compat.process_model_config().hf_text_config)
 
-    def around_build(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def around_build(self, original: Callable[..., Any], model_config: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
         """SGLang builds the modules of a model and reads no weights. ``--load-format presharded`` first builds another one on
         the meta device, only for the shapes of its tensors."""
         if torch.get_default_device().type == "meta":
             with self.rank.layer_hooks.leaving_alone():
-                return original(*args, **kwargs)
+                return original(model_config, load_config, *args, **kwargs)
         with self.rank.start.timing(Phase.BUILD):
-            result = original(*args, **kwargs)
+            result = original(model_config, load_config, *args, **kwargs)
             self._built()
+        if load_config.load_format not in _WRITTEN_BY_WEIGHT:
+            with self.rank.start.timing(Phase.PLACE):
+                self.rank.manager.memory.wait_until_populated()
         self.rank.start.add(Phase.READ, sum(tensor.nbytes for tensor in result.parameters()))
         return result
 
@@ -97,6 +103,11 @@ class LoadingHooks:
         except (FlagError, ManagedMemoryError) as error:
             enforce.end(f"sglang-uvm-offload: {error}")
         return result
+
+    def before_weight(self, layer: Any, param: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """SGLang writes a weight of an expert into ``param``. Pages that were not populated yet would be populated by what is
+        written, perhaps in small pieces, which the GPU would read more slowly for as long as they live."""
+        self.rank.manager.memory.wait_until_populated(param.untyped_storage().data_ptr())
 
     def _loaded(self, runner: Any, model: ModelExperts) -> None:
         """What begins once a model has its weights."""

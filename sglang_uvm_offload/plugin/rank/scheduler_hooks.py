@@ -23,6 +23,7 @@ from sglang_uvm_offload.residency.start import Phase
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _BUILD = "sglang.srt.model_loader.loader._initialize_model"
+_FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 _READ = "sglang.srt.model_loader.loader.buffered_multi_thread_safetensors_weights_iterator"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -50,6 +51,8 @@ def install(
     loading, steps, operating = LoadingHooks(rank), StepHooks(rank), OperatingHooks(rank)
     add(f"{_RUNNER}.load_model", loading.around_load_model, HookType.AROUND)
     add(_BUILD, loading.around_build, HookType.AROUND)
+    for loader in ("weight_loader", "weight_loader_fused"):
+        add(f"{_FUSED_MOE}.{loader}", loading.before_weight, HookType.BEFORE)
     add(_READ, checkpoint_reading.around_threads, HookType.AROUND)
     for made, phase in (("alloc_memory_pool", Phase.POOLS), ("init_cuda_graphs", Phase.GRAPHS)):
         add(f"{_RUNNER}.{made}", rank.timed(phase), HookType.AROUND)
