@@ -31,6 +31,9 @@ from sglang_uvm_offload.units import size
 
 logger = logging.getLogger(__name__)
 
+LOOK_BYTES = 48 << 20
+"""After so many bytes are populated the host RAM that is left is looked up: a look takes as long as a few MiB of them."""
+
 
 class _Owner:
     """Keeps a range alive: torch reads the address here, and holds this object while a tensor over the range lives."""
@@ -71,6 +74,8 @@ class CudaMemory:
         """By address: the base pointer for the driver's free. A range freed under a live tensor is here, not in ``_live``."""
         self._populating: Populating | None = None
         """While a model loads."""
+        self._unseen_bytes = 0
+        """Populated since the host RAM that is left was looked up."""
         self.host_node = self._use_host_node(nearest_host_node(device))
         """The NUMA node of the host pages. None: that of whichever thread touches a page first."""
 
@@ -148,10 +153,12 @@ class CudaMemory:
         self._populating.add(managed, owner, spans)
 
     def _populate(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
-        left = host_available()
-        if left - sum(span.nbytes for span in spans) < HOST_LEFT_BYTES:  # the kernel would soon kill some process
-            reason = f"{size(left)} of host RAM is left, and {size(HOST_LEFT_BYTES)} must stay free"
-            raise ManagedMemoryError("populate", managed.name, spans[0], reason)
+        self._unseen_bytes += sum(span.nbytes for span in spans)
+        if self._unseen_bytes > LOOK_BYTES:
+            left, self._unseen_bytes = host_available(), 0
+            if left < HOST_LEFT_BYTES:  # the kernel would soon kill some process
+                reason = f"{size(left)} of host RAM is left, and {size(HOST_LEFT_BYTES)} must stay free"
+                raise ManagedMemoryError("populate", managed.name, spans[0], reason)
         try:
             self._ops.populate(self.device, managed.address, [_whole(span) for span in spans])
         except CudaFailure as failure:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from sglang_uvm_offload.memory.layout import batches, whole_blocks
 from sglang_uvm_offload.memory.protocol import ManagedRange, Span
@@ -15,17 +15,16 @@ Populate = Callable[[ManagedRange, Sequence[Span]], None]
 """Populates spans of a range, and returns when they are there."""
 
 
-class _Piece(NamedTuple):
-    """What one call populates: few bytes, because calls for other memory wait for it in the driver."""
+@dataclass
+class _Left:
+    """What is left to populate of a range."""
 
     managed: ManagedRange
     owner: Callable[[], object | None]
-    spans: list[Span]
-
-    @property
-    def nbytes(self) -> int:
-        """Host RAM that it takes; 0 if its range is gone."""
-        return 0 if self.owner() is None else sum(whole_blocks(span.nbytes) for span in self.spans)
+    pieces: deque[list[Span]] = field(default_factory=deque)
+    """What one call populates each: few bytes, because calls for other memory wait for it in the driver."""
+    nbytes: int = 0
+    """Of the pieces, and of the one under way."""
 
 
 class Populating:
@@ -39,10 +38,9 @@ class Populating:
         self._process = os.getpid()
         self._changed = threading.Condition()
         """Guards what follows. Nothing that frees a range takes it, because a range may be freed on any thread."""
-        self._queue: deque[_Piece] = deque()
-        self._at_work: _Piece | None = None
-        self._left: Counter[ManagedRange] = Counter()
-        """Of each range, the pieces in the queue and at work."""
+        self._queue: dict[ManagedRange, _Left] = {}
+        """In the order of their turns, the one whose piece is under way included."""
+        self._at_work: tuple[_Left, list[Span]] | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -51,10 +49,12 @@ class Populating:
         freed is populated no further, as its address may be another one's by then. Raises as ``check`` does."""
         with self._changed:
             self.check()
-            pieces = [_Piece(managed, owner, batch) for batch in batches(spans)]
-            self._queue.extend(pieces)
-            self._left[managed] += len(pieces)
-            if self._thread is None and self._queue:
+            if not spans:
+                return
+            left = self._queue.setdefault(managed, _Left(managed, owner))
+            left.pieces.extend(batches(spans))
+            left.nbytes += _taken_by(spans)
+            if self._thread is None:
                 thread = threading.Thread(target=self._run, name="populate host pages", daemon=True)
                 thread.start()
                 self._thread = thread
@@ -73,10 +73,11 @@ class Populating:
 
     def wait_for(self, managed: ManagedRange) -> None:
         """Until nothing of this range is left, which comes next. Raises as ``check`` does."""
-        if not self._inherited() and self._left[managed]:
+        if not self._inherited() and managed in self._queue:
             with self._changed:
-                self._queue = deque(sorted(self._queue, key=lambda piece: piece.managed is not managed))
-                self._changed.wait_for(lambda: not self._left[managed])
+                if (left := self._queue.pop(managed, None)) is not None:
+                    self._queue = {managed: left} | self._queue
+                self._changed.wait_for(lambda: managed not in self._queue)
         self.check()
 
     def drop(self) -> None:
@@ -87,14 +88,17 @@ class Populating:
 
     def _forget(self) -> None:
         self._queue.clear()
-        self._left = Counter() if self._at_work is None else Counter([self._at_work.managed])
+        if self._at_work is not None:
+            left, spans = self._at_work
+            left.pieces.clear()
+            left.nbytes = _taken_by(spans)
+            self._queue[left.managed] = left
 
     @property
     def nbytes(self) -> int:
         """Host RAM that is still to be taken, at most: whoever writes first takes it first."""
         with self._changed:
-            pieces = [*self._queue] if self._at_work is None else [self._at_work, *self._queue]
-        return sum(piece.nbytes for piece in pieces)
+            return sum(left.nbytes for left in self._queue.values() if left.owner() is not None)
 
     def _inherited(self) -> bool:
         """Whether this is a forked child, which has no such thread, and perhaps a lock that nobody gives back."""
@@ -103,29 +107,37 @@ class Populating:
     def _run(self) -> None:
         try:
             self._begin()
-            while (piece := self._next()) is not None:
-                self._work_on(piece)
+            while (work := self._next()) is not None:
+                self._work_on(*work)
         except Exception as failure:  # noqa: BLE001 -- whoever waits raises it
             with self._changed:
                 self._failure = failure
                 self._forget()
                 self._next()
 
-    def _work_on(self, piece: _Piece) -> None:
-        owner = piece.owner()
+    def _work_on(self, left: _Left, spans: list[Span]) -> None:
+        owner = left.owner()
         try:
             if owner is not None:
-                self._populate(piece.managed, piece.spans)
+                self._populate(left.managed, spans)
         finally:
             del owner  # before anyone is told: then the range is as free as its tensors have it, also after a failure
 
-    def _next(self) -> _Piece | None:
+    def _next(self) -> tuple[_Left, list[Span]] | None:
         """None: nothing is left, and the thread ends."""
         with self._changed:
             if self._at_work is not None:
-                self._left[self._at_work.managed] -= 1
-            self._at_work = self._queue.popleft() if self._queue else None
+                left, spans = self._at_work
+                left.nbytes -= _taken_by(spans)
+                if not left.pieces:
+                    del self._queue[left.managed]
+            first = next(iter(self._queue.values()), None)
+            self._at_work = None if first is None else (first, first.pieces.popleft())
             if self._at_work is None:
                 self._thread = None
             self._changed.notify_all()
             return self._at_work
+
+
+def _taken_by(spans: Sequence[Span]) -> int:
+    return sum(whole_blocks(span.nbytes) for span in spans)

@@ -244,8 +244,8 @@ def test_nothing_more_is_populated_where_others_have_taken_the_host_ram(standin)
         from sglang_uvm_offload.cuda import memory as module
         from sglang_uvm_offload.memory.host_ram import HOST_LEFT_BYTES
         (w13, one), (w2, other) = made("w13", 2), made("w2", 2)
-        left = iter([HOST_LEFT_BYTES + 2 * BLOCK, HOST_LEFT_BYTES + 2 * BLOCK - 1])
-        module.host_available = lambda: next(left)
+        left = iter([HOST_LEFT_BYTES, HOST_LEFT_BYTES - 1])
+        module.LOOK_BYTES, module.host_available = 0, lambda: next(left)
         try:
             with memory.loading():
                 for it in (w13, w2):

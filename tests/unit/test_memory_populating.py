@@ -96,7 +96,7 @@ def test_a_range_that_is_waited_for_comes_next() -> None:
         driver.piece()
         waiter = threading.Thread(target=populating.wait_for, args=(c,), daemon=True)
         waiter.start()
-        while populating._queue[0].managed is not c:
+        while next(iter(populating._queue)) is not c:
             threading.Event().wait(0.001)
         driver.go_on()
         for piece in (Span(0, MOVE_BYTES), Span(MOVE_BYTES, c.nbytes - MOVE_BYTES)):

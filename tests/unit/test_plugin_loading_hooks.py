@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_what_is_left_to_populate_at_the_end_counts_as_placing(monkeypatch: pyte
 
     class Late(EmulatedMemory):
         def loading(self) -> Any:
-            return _Then(lambda: phases.append(clock()))
+            return _then(lambda: phases.append(clock()))
 
     def clock() -> Phase | None:
         return ranks[0].start._phase
@@ -124,15 +125,10 @@ def test_what_is_left_to_populate_at_the_end_counts_as_placing(monkeypatch: pyte
     assert phases == [Phase.READ, Phase.PLACE, Phase.LINK]
 
 
-class _Then:
-    def __init__(self, at_the_end: Callable[[], None]):
-        self._at_the_end = at_the_end
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._at_the_end()
+@contextmanager
+def _then(at_the_end: Callable[[], None]) -> Iterator[None]:
+    yield
+    at_the_end()
 
 
 def test_pages_that_cannot_be_populated_end_the_launch_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +139,7 @@ def test_pages_that_cannot_be_populated_end_the_launch_by_name(monkeypatch: pyte
 
     class Full(EmulatedMemory):
         def loading(self) -> Any:
-            return _Then(fail)
+            return _then(fail)
 
     def end(message: str) -> None:
         told.append(message)
