@@ -8,7 +8,6 @@ results=$(mkdir -p "${1:?usage: scripts/gpu_call.sh RESULTS [SECONDS]}" && realp
 end=$((SECONDS + ${2:-570} - 10))
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export SERVER_LOGS="$results/servers"
-mkdir -p "$SERVER_LOGS"
 failed=0
 measure() { # FOLDER SECTION[:PART]...     the folder lies in RESULTS; what failed is in its log
   if [ $((end - SECONDS)) -lt 45 ]; then echo "no time left for ${*:2}" && return 1; fi

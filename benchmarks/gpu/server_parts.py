@@ -270,6 +270,7 @@ def put_cell(rows: Rows, out: Path, gib: float, row: dict[str, Any]) -> None:
         if row["error"]:
             print(serve_log.read(out / row["log"])[-6000:], flush=True)
         if folder := os.environ.get("SERVER_LOGS"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
             shutil.copy(out / row["log"], Path(folder) / f"{rows.part}-{Path(row['log']).name}")
     rows.put("cell", "", [], cell=row)
     labels = {"contender": row["contender"], "resident": row["residency"]}

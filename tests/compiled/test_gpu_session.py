@@ -17,6 +17,7 @@ import pytest
 from serving import FORKING
 from standin.build import build, cuda_include, environment
 
+from benchmarks import serve_log
 from sglang_uvm_offload.memory.staging import VRAM_BLOCKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,11 +32,12 @@ class Session:
 
     def __init__(self, folder: Path):
         self.out = folder / "results"
+        self.logs = folder / "logs of servers"
         self._caches = {"XDG_CACHE_HOME": str(folder / "cache"), "TRITON_CACHE_DIR": str(folder / "triton")}
         self._standin = environment(build(folder / "cuda").parent)
 
     def run(self, *arguments: str, over_standin: bool = True, **settings: object) -> subprocess.CompletedProcess[str]:
-        variables = os.environ | FORKING | self._caches | {"PYTHON": sys.executable}
+        variables = os.environ | FORKING | self._caches | {"PYTHON": sys.executable, "SERVER_LOGS": str(self.logs)}
         variables.pop("OUT", None)
         if over_standin:
             variables |= self._standin | {f"STANDIN_{name.upper()}": str(value) for name, value in settings.items()}
@@ -523,6 +525,9 @@ def test_servers_are_run_and_nothing_is_called_a_measurement(served, modules):
     assert {goal["met"] for goal in record["goals"]} == {None}
     assert None not in {goal["ratio"] for goal in record["goals"]}
     assert "NOT MEASUREMENTS" in (folder / "server.log").read_text()
+    kept = {path.name.partition(".log")[0]: serve_log.read(path) for path in served.logs.glob("[fm]*")}
+    assert kept.keys() == {"frequency-1-resident-1", "frequency-1-frequency-0.5", "most-1-resident-1", "most-1-frequency-0.78"}
+    assert all("Load weight end" in log for log in kept.values())
 
 
 def test_the_report_is_made_from_the_section_alone(served, tmp_path):
