@@ -89,9 +89,8 @@ class Populating:
     def _forget(self) -> None:
         self._queue.clear()
         if self._at_work is not None:
-            left, spans = self._at_work
+            left, _ = self._at_work
             left.pieces.clear()
-            left.nbytes = _taken_by(spans)
             self._queue[left.managed] = left
 
     @property
