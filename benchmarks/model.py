@@ -8,10 +8,10 @@ predicts each figure of this plugin: its decode step or its prefill, by the resi
 had, and the time of what it moved meanwhile. What does not cross the link is taken as fast as makes the prediction for the
 resident server what was measured, so only the cost of offloading is judged.
 
-The hit rate of decode is that of batch 1, where each expert read is one use; prompts take the one that the server counted over
-all its traffic. Rates that nothing measured are the planner's assumptions. Where other bytes crossed the link than predicted,
-the difference that they make is blamed on *bytes over the link*, and the rest on a rate that was assumed, or on what is *not in
-the model*. The table also goes to model.log, with model.json beside it.
+Each figure takes the hit rate that its server counted meanwhile. Older runs did not: there decode takes that of batch 1, where
+each expert read is one use, and prompts that of all traffic. Rates that nothing measured are the planner's assumptions. Where
+other bytes crossed the link than predicted, the difference that they make is blamed on *bytes over the link*, and the rest on a
+rate that was assumed, or on what is *not in the model*. The table also goes to model.log, with model.json beside it.
 """
 
 from __future__ import annotations
@@ -61,10 +61,6 @@ class Served:
     rows: int
     """Residents and slots of a layer."""
     slots: int
-    hit_rate: float
-    """The share of all routed tokens on them."""
-    single_hit_rate: float
-    """The same, of the decode steps of one request."""
     stream: Stream
     chunk: int
     """The most tokens of a prompt that one step prefills."""
@@ -75,16 +71,10 @@ class Served:
         rows = [row for row in serve_report.rows_of(record, cell) if row.get("offload")]
         if not rows:
             return None
-        found = serve_report.middle(row["offload"]["hit_rate"] for row in rows)
-        hit_rate = cell[1] if found is None else found
-        single = counted(record, cell, "decode", 1, "read_bytes")
-        uses = model.top_k * model.expert_bytes / model.num_experts
         slots, stream = (rows[0]["offload"].get(name) for name in ("slots", "streaming"))
         return cls(
             rows=int(cell[1] * model.num_experts + 1e-9),
             slots=slots["a_layer"] if slots else 0,
-            hit_rate=hit_rate,
-            single_hit_rate=hit_rate if single is None else 1 - single / uses,
             stream=Stream(stream["buffers"], stream["min_tokens"]) if stream else IN_PLACE,
             chunk=chunk_of(record, rows[0]),
         )
@@ -99,6 +89,8 @@ class Figure:
     context: int
     """Tokens of each request."""
     served: Served
+    hit_rate: float
+    """The share of its routed tokens on residents and slots."""
     model: CheckpointShape
 
     @property
@@ -113,7 +105,7 @@ class Figure:
         stage = Case(model, machine, workload, Parallel(), Reserve(), assumed).cost(0)
         return predict(
             "counted",
-            served.single_hit_rate if self.decoding else served.hit_rate,
+            self.hit_rate,
             served.rows - served.slots,
             model.num_experts,
             model.top_k,
@@ -200,7 +192,8 @@ def compare(record: Record, model: CheckpointShape, rates: Rates, machine: Machi
                 resident = serve_report.samples(record, serve_report.RESIDENT, kind, size)
                 measured = serve_report.samples(record, cell, kind, size)
                 if served and resident and measured:
-                    figure, median = Figure(kind, size, context, served, model), statistics.median
+                    hit_rate = hit_rate_of(record, cell, kind, size, model)
+                    figure, median = Figure(kind, size, context, served, hit_rate, model), statistics.median
                     found.append(one(record, cell, figure, median(resident), median(measured), rates, machine))
     return found
 
@@ -226,6 +219,20 @@ def one(
         as_counted = figure.seconds(figure.predict(others, machine, assumed)) + moving
     predicted = figure.seconds(speed) + moving
     return Compared(cell, figure.kind, figure.size, figure.way(speed), resident, measured, predicted, as_counted, rates)
+
+
+def hit_rate_of(record: Record, cell: serve_report.Cell, kind: str, size: int, model: CheckpointShape) -> float:
+    """The share of a figure's routed tokens that residents and slots served."""
+    routed, resident = (counted(record, cell, kind, size, name) for name in ("routed", "routed_resident"))
+    if routed and resident is not None:
+        return resident / routed
+    single = counted(record, cell, "decode", 1, "read_bytes") if kind == "decode" else None
+    if single is not None:
+        return 1 - single * model.num_experts / (model.top_k * model.expert_bytes)
+    overall = serve_report.middle(
+        row["offload"]["hit_rate"] for row in serve_report.rows_of(record, cell) if row.get("offload")
+    )
+    return cell[1] if overall is None else overall
 
 
 def counted(record: Record, cell: serve_report.Cell, kind: str, size: int, name: str) -> float | None:

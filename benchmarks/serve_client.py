@@ -161,7 +161,7 @@ def warm(client: Client, prompts: PromptIds, sizes: Sizes) -> int:
     return tokens
 
 
-Counters = Callable[[], dict[str, int]] | None
+Counters = Callable[[], dict[str, float]] | None
 """What the server has counted so far, such as the bytes of experts read over the link; None where it counts nothing."""
 
 

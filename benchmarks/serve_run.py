@@ -239,7 +239,7 @@ def measure(wanted: Run, contender: Contender, budget: Budget, server: Server, b
         point("prefill", length, lambda length=length: serve_client.prefill(client, wanted.prompts, length, sizes, counters))
     row["bench"] = bench(wanted, server) if sizes.bench_requests else None
     if sizes.rounds:
-        row["traffic"] = traffic(wanted, client, (lambda: tally(client)) if contender.offload else None)
+        row["traffic"] = traffic(wanted, client, counters)
         row["answers"] += serve_client.answers(client, wanted.prompts, sizes)
     row["busy"] = profile(wanted, client, row)
     row["memory"] = bill.memory(pid)
@@ -261,27 +261,18 @@ def check_offload(client: Client, contender: Contender, budget: Budget, row: Row
     row["expected_offloaded_bytes"] = budget.offloaded_bytes(contender.flags(budget)["expert_offload_num_resident"])
 
 
-def counted(client: Client) -> dict[str, int]:
+def counted(client: Client) -> dict[str, float]:
     """Totals of the bytes of offloaded experts that steps brought over the link (read in place, streamed or filled into slots),
-    of moves, and of what slots served."""
+    of routed tokens and those that residents and slots served, of moves, and of what slots did."""
     state = client.offload()
     slots = state.get("slots") or {}
     return {
         "read_bytes": int(state["zero_copy_bytes"]) + int(state["streamed_bytes"]) + int(slots.get("filled_bytes", 0)),
+        "routed": state["routed"],
+        "routed_resident": sum(layer["routed_resident"] for layer in state["layers"]),
+        "moves": state["moves"],
         "moved_bytes": int(state["moved_bytes"]),
         **{f"slot_{name}": int(slots[name]) for name in ("hits", "fills", "bypasses") if slots},
-    }
-
-
-def tally(client: Client) -> dict[str, int]:
-    """Totals whose growth tells promotions and the hit rate of what was served meanwhile."""
-    state = client.offload()
-    resident = sum(layer["routed_resident"] for layer in state["layers"])
-    return {
-        "moves": state["moves"],
-        "moved_bytes": state["moved_bytes"],
-        "routed": state["routed"],
-        "routed_resident": resident,
     }
 
 

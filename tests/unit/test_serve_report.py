@@ -205,17 +205,15 @@ def test_long_prompts_are_answered_after_the_others(monkeypatch: pytest.MonkeyPa
     assert sizes.most_tokens >= 500 + sizes.answer_tokens, "the KV cache holds them"
 
 
-def test_bytes_that_fill_slots_are_read_too() -> None:
-    slots = {"filled_bytes": 200, "hits": 1, "fills": 2, "bypasses": 3, "kept": 4}
-    state = {"zero_copy_bytes": 5, "streamed_bytes": 70, "moved_bytes": 9, "slots": slots}
-    counted = serve_run.counted(SimpleNamespace(offload=lambda: state))  # type: ignore[arg-type]
-    assert counted == {"read_bytes": 275, "moved_bytes": 9, "slot_hits": 1, "slot_fills": 2, "slot_bypasses": 3}
-
-
-def test_bytes_read_are_those_in_place_and_those_streamed() -> None:
-    state = {"zero_copy_bytes": 5, "streamed_bytes": 70, "moved_bytes": 9}
-    client = SimpleNamespace(offload=lambda: state)
-    assert serve_run.counted(client) == {"read_bytes": 75, "moved_bytes": 9}  # type: ignore[arg-type]
+def test_what_is_counted_of_a_server() -> None:
+    """Bytes that fill slots are read too."""
+    layers = [{"routed_resident": 20.5}, {"routed_resident": 10.0}]
+    state = {"zero_copy_bytes": 5, "streamed_bytes": 70, "routed": 64, "layers": layers, "moves": 3, "moved_bytes": 9}
+    found = {"read_bytes": 75, "routed": 64, "routed_resident": 30.5, "moves": 3, "moved_bytes": 9}
+    assert serve_run.counted(SimpleNamespace(offload=lambda: state)) == found  # type: ignore[arg-type]
+    state["slots"] = {"filled_bytes": 200, "hits": 1, "fills": 2, "bypasses": 3, "kept": 4}
+    found |= {"read_bytes": 275, "slot_hits": 1, "slot_fills": 2, "slot_bypasses": 3}
+    assert serve_run.counted(SimpleNamespace(offload=lambda: state)) == found  # type: ignore[arg-type]
 
 
 def test_the_warm_up_goes_on_for_the_step_after_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,14 +390,20 @@ def test_the_model_adds_the_missed_bytes_over_the_measured_rate_to_the_resident_
 
 @pytest.mark.parametrize(("kind", "size"), [("decode", 1), ("decode", 64), ("prefill", 512), ("prefill", 32000)])
 def test_with_nothing_offloaded_the_model_says_what_was_measured(kind: str, size: int) -> None:
-    served = model.Served(128, 0, 1.0, 1.0, model.IN_PLACE, 8192)
-    figure = model.Figure(kind, size, size if kind == "prefill" else 64, served, shape_of(**LARGE))
+    served = model.Served(128, 0, model.IN_PLACE, 8192)
+    figure = model.Figure(kind, size, size if kind == "prefill" else 64, served, 1.0, shape_of(**LARGE))
     for seconds in (0.001, 10.0):
         machine, assumed = figure.as_resident(seconds, RATES, model.machine_of(record_of([])))
         assert figure.seconds(figure.predict(RATES, machine, assumed)) == pytest.approx(seconds)
 
 
-def test_the_hit_rate_of_decode_is_what_batch_1_read() -> None:
+def test_the_hit_rate_is_what_the_server_counted_meanwhile() -> None:
+    run = measured_run(0.02, 16 * 2 * EXPERT, size=1)
+    run["rows"][1]["points"][0] |= {"routed": 128.0, "routed_resident": 112.0}
+    assert compared(run).predicted == pytest.approx(0.010 + 16 * 1 * EXPERT / 40e9, rel=0.1), "1 of 8 choices misses"
+
+
+def test_without_such_counts_the_hit_rate_of_decode_is_what_batch_1_read() -> None:
     found = compared(measured_run(0.02, 16 * 2 * EXPERT, size=1))
     assert found.predicted == pytest.approx(0.010 + 16 * 2 * EXPERT / 40e9, rel=0.1), "not the 4 of 8 of all traffic"
     assert found.as_counted == pytest.approx(found.predicted)
