@@ -17,6 +17,7 @@ from typing import Any
 
 from sglang_uvm_offload.files.reading import printable
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape, ExpertPart, LayerShape
+from sglang_uvm_offload.sizing.collector import uncollected
 from sglang_uvm_offload.sizing.config_tensors import check_counts, tensors_of
 from sglang_uvm_offload.sizing.kv_cache import kv_shape
 from sglang_uvm_offload.sizing.loaded import as_loaded
@@ -45,6 +46,7 @@ _PACKED = {"I32": 8, "U8": 2}
 """Four-bit weights in one element of a packed tensor."""
 
 
+@uncollected()
 def load(path: Path, dtype: str | None = None, overrides: str = "") -> CheckpointShape:
     """The checkpoint in a folder (from its headers), or the one described by a JSON file: a config.json, or an object with it
     under ``config``. ``dtype``: what a server loads its weights as, None for the bytes that they have on disk. ``overrides``:
@@ -84,6 +86,7 @@ def _state(path: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found))
 
 
+@uncollected()
 def from_config(name: str, config: Mapping[str, Any], dtype: str | None = None) -> CheckpointShape:
     text = text_config(config)
     return from_tensors(name, config, as_loaded(_guard(tensors_of, text), dtype), from_headers=False)

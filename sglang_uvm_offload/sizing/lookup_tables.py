@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.memory.layout import whole_blocks
@@ -53,6 +52,8 @@ KINDS = {
     # models/gemma3n_causal.py and gemma4_causal.py: torch's Embedding
     "per_layer": Kind(r"embed_tokens_per_layer\.", ""),
 }
+_WORD = "embed"
+"""In all of these names, and found sooner than they are: a checkpoint has hundreds of thousands of other names."""
 _NAMES = re.compile("|".join(rf"(?P<{kind}>(?:^|\.){each.names})" for kind, each in KINDS.items()))
 
 
@@ -89,10 +90,9 @@ class LookupTable:
         return parallel.tp * (whole_blocks(of_rank) if place == MANAGED else 1 << (of_rank - 1).bit_length())
 
 
-@lru_cache(maxsize=1024)
 def kind_of(name: str) -> str | None:
     """The kind of table that a tensor belongs to by its name, None for any other tensor."""
-    found = _NAMES.search(name)
+    found = _NAMES.search(name) if _WORD in name else None
     return found.lastgroup if found else None
 
 

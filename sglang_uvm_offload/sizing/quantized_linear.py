@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
@@ -55,14 +56,14 @@ class QuantizedLinear:
             return self._ignored.name(*_names(name), *name.split("."))
         if self.method == "awq":
             return any(pattern in name for pattern in self._ignored.exact)
-        if self.method == "fp8" and not self._ignored.exact.isdisjoint(_runs(name)):
+        if self.method == "fp8" and self._ignored.any_run(name):
             return True
-        return self._ignored.name(*_names(name)) or self._ignored.name(*_above(name))
+        return self._ignored.name_or_above(_names(name))
 
 
 class _Modules:
     """Patterns of modules' names: globs, and regular expressions after ``re:``. Some configs have hundreds, for a hundred
-    thousand names, so that plain names and plain beginnings are looked up."""
+    thousand names, so that plain names and plain beginnings are looked up, and what is above a module once for all in it."""
 
     def __init__(self, patterns: list[str]):
         globs = [pattern for pattern in patterns if not pattern.startswith("re:")]
@@ -70,6 +71,8 @@ class _Modules:
         self._beginnings = tuple(pattern[:-1] for pattern in globs if pattern.endswith("*") and not _GLOB.search(pattern[:-1]))
         others = [fnmatch.translate(pattern) for pattern in globs if _GLOB.search(pattern[:-1])]
         self._others = [re.compile(pattern) for pattern in [*others, *(p[3:] for p in patterns if p.startswith("re:"))]]
+        self._above = lru_cache(maxsize=_RECENT)(self.name_or_above)
+        self._any_run_above = lru_cache(maxsize=_RECENT)(self.any_run)
 
     def __bool__(self) -> bool:
         return bool(self.exact or self._beginnings or self._others)
@@ -81,19 +84,28 @@ class _Modules:
             for name in names
         )
 
+    def name_or_above(self, names: tuple[str, ...]) -> bool:
+        """Whether a pattern names one of them, or a module that holds one."""
+        if self.name(*names):
+            return True
+        above = tuple(name[:dot] for name in names if (dot := name.rfind(".")) > 0)
+        return bool(above) and self._above(above)
+
+    def any_run(self, name: str) -> bool:
+        """Whether a plain name is a run of its dotted parts, such as ``mlp.experts``: ``is_layer_skipped`` of FP8."""
+        ends = [name, *(name[at + 1 :] for at, letter in enumerate(name) if letter == ".")]
+        above = name.rpartition(".")[0]
+        return not self.exact.isdisjoint(ends) or (bool(above) and self._any_run_above(above))
+
 
 _GLOB = re.compile(r"[*?[]")
+_RECENT = 64
+"""More than the modules that hold one of a checkpoint's, whose tensors come module by module."""
 
 
-def _above(name: str) -> list[str]:
-    """The modules that hold it, by every name."""
-    return [each[:dot] for each in _names(name) for dot in range(len(each)) if each[dot] == "."]
-
-
-def _runs(name: str) -> Iterator[str]:
-    """Every run of its dotted parts, such as ``mlp.experts``: what ``is_layer_skipped`` of FP8 compares."""
-    parts = name.split(".")
-    return (".".join(parts[first:end]) for first in range(len(parts)) for end in range(first + 1, len(parts) + 1))
+@lru_cache(maxsize=_RECENT)
+def _targets(patterns: tuple[str, ...]) -> _Modules:
+    return _Modules([*patterns])
 
 
 def _names(name: str) -> tuple[str, str, str]:
@@ -212,9 +224,8 @@ def _ct_scale(weights: Mapping[str, Any], dtype: str, out: int, into: int) -> tu
 def _config_group(quant: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     """The group whose targets name the module, or linear layers in general."""
     groups = [group for group in (quant.get("config_groups") or {}).values() if isinstance(group, dict)]
-    named = (
-        g for g in groups if _Modules([str(target) for target in g.get("targets") or ()]).name(*_names(name), *_above(name))
-    )
+    names = _names(name)
+    named = (g for g in groups if _targets(tuple(str(target) for target in g.get("targets") or ())).name_or_above(names))
     return next(named, None) or next((group for group in groups if "Linear" in (group.get("targets") or ())), None)
 
 

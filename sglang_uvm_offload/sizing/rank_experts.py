@@ -87,6 +87,13 @@ class RankExperts(GrantedVram):
 
     def plain_bytes(self, stage: int) -> int:
         """VRAM other than placed experts and lookup tables: dense weights, and expert tensors too small to place."""
+        return self._plain_bytes[stage]
+
+    @cached_property
+    def _plain_bytes(self) -> list[int]:
+        return [self._plain_bytes_of(stage) for stage in range(self.parallel.pp)]
+
+    def _plain_bytes_of(self, stage: int) -> int:
         p = self.parallel
         total = self.model.other
         layers = [*self.decoder_layers(stage), *self.drafts()]

@@ -216,10 +216,11 @@ class _Model:
     def copies(self, stage: StageCost, num_resident: int) -> list[LayerCopy]:
         """Of each MoE layer of a stage."""
         resident, offloaded = num_resident / self.parallel.ep, (self.num_experts - num_resident) / self.parallel.ep
-        return [
-            layer_copy(offloaded * nbytes, resident * nbytes, self.copy_rate, self.machine, self.assumed)
-            for nbytes in stage.expert_layers
-        ]
+        of_size = {
+            nbytes: layer_copy(offloaded * nbytes, resident * nbytes, self.copy_rate, self.machine, self.assumed)
+            for nbytes in set(stage.expert_layers)
+        }
+        return [of_size[nbytes] for nbytes in stage.expert_layers]
 
     def hides(self, num_resident: int, prompt: _Batch, buffers: int) -> bool:
         """Whether layers after a chunk's first wait for no copy. What launches hide is not counted."""

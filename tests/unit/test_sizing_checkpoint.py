@@ -1,6 +1,7 @@
 """Reading a checkpoint's shape: from headers, from a config, and refusing what contradicts itself."""
 
 import dataclasses
+import gc
 import json
 import struct
 from pathlib import Path
@@ -387,3 +388,16 @@ def test_headers_do_not_excuse_an_impossible_config(checkpoints):
     for change, reason in (({"num_experts_per_tok": 999}, "to 999 of "), ({"hidden_size": 0}, "hidden_size is 0")):
         with pytest.raises(CheckpointError, match=reason):
             from_tensors("m", config | change, read_folder(folder), from_headers=True)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_cycles_are_collected_afterwards_as_they_were_before(tmp_path, collects):
+    """Not while a checkpoint is read, whether or not that succeeds."""
+    (gc.enable if collects else gc.disable)()
+    try:
+        with pytest.raises(CheckpointError):
+            load(tmp_path)
+        from_config("model", fixture(NAMES[0])["config"])
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()

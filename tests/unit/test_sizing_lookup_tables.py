@@ -17,7 +17,7 @@ from sglang_uvm_offload.sizing.config_tensors import tensors_of
 from sglang_uvm_offload.sizing.conversion import Conversion
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.least_memory import LeastMemory
-from sglang_uvm_offload.sizing.lookup_tables import FILE, MANAGED, PINNED, REGISTERED, VRAM, LookupTable
+from sglang_uvm_offload.sizing.lookup_tables import FILE, MANAGED, PINNED, REGISTERED, VRAM, LookupTable, kind_of
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.plan import Plan
 from sglang_uvm_offload.sizing.planner import plan_case, render
@@ -197,3 +197,19 @@ def test_host_ram_that_is_short_for_the_table_is_said() -> None:
     machine = dataclasses.replace(preset("2x4090"), host_bytes=60 * GIB)
     (problem,) = plan_case(dataclasses.replace(case("ple", PINNED), machine=machine)).problems
     assert "(64.00 GiB of it for lookup tables)" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model.layers.1.ple.ple_embedding.ngram_embedding.shard_0.weight", "ple"),
+        ("model.layers.3.engram.embed.weight", "engram"),
+        ("model.ngram_embeddings.embedders.11.weight", "ngram"),
+        ("model.oe_embeder.weight", "ngram"),
+        ("model.language_model.embed_tokens_per_layer.weight", "per_layer"),
+        ("model.embed_tokens.weight", None),
+        ("model.layers.3.mlp.experts.5.gate_proj.weight", None),
+    ],
+)
+def test_a_table_is_known_by_its_name(name, kind):
+    assert kind_of(name) == kind
