@@ -27,9 +27,10 @@ class CpuSlots:
         self.policy = SlotPolicy(present, slots)
         self._ends: Sequence[int] = ()
 
-    def begin_step(self, ends: Sequence[int] = ()) -> None:
+    def begin_step(self, ends: Sequence[int] | None = None) -> None:
         self.policy.begin_step()
-        self._ends = ends[-MAX_REQUESTS:]
+        if ends is not None:
+            self._ends = ends[-MAX_REQUESTS:]
 
     def resolve(self, layer: int, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
         valid, phase = self._counters.step

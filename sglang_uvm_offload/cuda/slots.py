@@ -59,8 +59,8 @@ class CudaSlots:
             counts=counts,
         )
 
-    def begin_step(self, ends: Sequence[int] = ()) -> None:
-        if ends:
+    def begin_step(self, ends: Sequence[int] | None = None) -> None:
+        if ends is not None:
             last = ends[-MAX_REQUESTS:]
             _send([len(last), *last], self._step.ends)
         self._ops.begin_slots(self._table)

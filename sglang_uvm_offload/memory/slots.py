@@ -40,9 +40,9 @@ class ExpertSlots(Protocol):
     """The slots of one model. Ids and residency are those of local experts. All but ``resolve`` and ``keep`` is called between
     steps, outside any capture, in the order of the steps. No call waits for the device."""
 
-    def begin_step(self, ends: Sequence[int] = ()) -> None:
-        """A step begins, after the counters' ``begin_step``. ``ends``, of a prefill: behind the last row of each request,
-        ascending. Of more than ``MAX_REQUESTS`` the last ones count."""
+    def begin_step(self, ends: Sequence[int] | None = None) -> None:
+        """A step begins, after the counters' ``begin_step``. ``ends``, of a prefill: behind the last row of each prompt that
+        ends in it, ascending. Of more than ``MAX_REQUESTS`` the last ones count."""
 
     def resolve(self, layer: int, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
         """Serve the layer at index ``layer`` in a step with the experts ``ids[rows, top_k]``. In ``blocks`` (int32: the expert

@@ -195,7 +195,7 @@ ATTRIBUTES = {
     "sglang.srt.layers.quantization.base_config.QuantizationConfig": "get_min_capability get_supported_act_dtypes",
     "sglang.srt.managers.io_struct.SetInternalStateReq": "server_args",
     "sglang.srt.managers.io_struct.SetInternalStateReqOutput": "updated",
-    "sglang.srt.managers.scheduler.Scheduler": "max_total_num_tokens",
+    "sglang.srt.managers.scheduler.Scheduler": "chunked_req max_total_num_tokens",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager": "get_internal_state set_internal_state",
     "sglang.srt.model_executor.cuda_graph_config": "Backend Phase",
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch": (

@@ -80,7 +80,7 @@ class ModelSlots:
 
     def begin_step(self, valid_rows: int, phase: Phase, ends: Sequence[int] = ()) -> None:
         """Call it before each step is launched, after the counters' ``begin_step``. ``ends``, of a prefill: behind the last
-        row of each request."""
+        row of each prompt that ends in it."""
         if self._device is None:
             return
         self._follow_tensors()
@@ -89,7 +89,7 @@ class ModelSlots:
             self._device.reset()
         self._follow_residency()
         if valid_rows:
-            self._device.begin_step(() if phase is Phase.DECODE else ends)
+            self._device.begin_step(None if phase is Phase.DECODE else ends)
 
     def _follow_tensors(self) -> None:
         generations = [layer.generation for layer in self.layers]

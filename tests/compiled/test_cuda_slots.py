@@ -60,9 +60,9 @@ SAME = """
         phase = Phase.PREFILL if rng.random() < 0.15 else Phase.DECODE
         size = int(rng.integers(1, 300 if phase is Phase.PREFILL and rng.random() < 0.5 else 5))
         valid = 0 if rng.random() < 0.05 else int(rng.integers(1, size + 1))
-        ends = np.unique(rng.integers(1, valid + 2, rng.integers(1, 6))).tolist() if phase is Phase.PREFILL else ()
-        if rng.random() < 0.1:
-            ends = list(range(1, 301))
+        ends = np.unique(rng.integers(1, valid + 2, rng.integers(1, 6))).tolist() if phase is Phase.PREFILL else None
+        if ends is not None and rng.random() < 0.3:
+            ends = [] if rng.random() < 0.5 else list(range(1, 301))
         streams = phase is Phase.PREFILL and rng.random() < 0.5
         for count, each in zip(counters, slots):
             count.begin_step(valid, phase)

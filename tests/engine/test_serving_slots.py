@@ -69,6 +69,16 @@ def test_a_model_with_a_slot_for_each_expert_reads_each_once(checkpoints: Checkp
     assert on.offload["slots"]["filled_bytes"] <= on.offload["offloaded_bytes"]
 
 
+def test_only_the_last_chunk_of_a_prompt_leaves_experts_in_slots(checkpoints: Checkpoints, engines: Engines) -> None:
+    """Each slot is filled once at most, where any other chunk would have filled some that the last one needs for others."""
+    checkpoint = checkpoints("qwen3_moe", dtype="float32")
+    flags = {**OFFLOAD, "expert_offload_num_resident": 0, "expert_offload_slots": 4, "expert_offload_stream_tokens": 8}
+    common = {**TRITON, "env": SHIM, "prompts": [PROMPTS[1] * 3], "max_new_tokens": 1, "chunked_prefill_size": 24}
+    on = engines.run(checkpoint, **common, **flags)
+    assert_streamed(on)
+    assert 0 < on.offload["slots"]["kept"] <= 4 * on.offload["num_layers"]
+
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "gpt_oss": {"attention_backend": "triton"},

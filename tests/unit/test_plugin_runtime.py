@@ -62,16 +62,41 @@ def test_experts_that_are_sent_tokens_count_them_though_their_rank_has_none(monk
 
 
 @pytest.mark.parametrize(
-    ("lengths", "everywhere", "ends"),
+    ("lengths", "everywhere", "unfinished", "ends"),
     [
-        ([3, 1, 5], None, [3, 4, 9]),
-        (None, None, list(range(1, 10))),  # decoded together
-        ([9], [9, 0, 4], [9, 9, 13]),  # gathered: rows of all ranks
+        ([3, 1, 5], None, None, [3, 4, 9]),
+        ([3, 1, 5], None, "c", [3, 4]),  # its prompt goes on in a later step
+        ([3, 1, 5], None, "a", [4, 9]),
+        ([9], None, "a", []),
+        ([3, 1, 5], None, "of another batch", [3, 4, 9]),
+        (None, None, None, list(range(1, 10))),  # decoded together
+        ([9], [9, 0, 4], None, [9, 9, 13]),  # gathered: rows of all ranks
+        ([9], [9, 0, 4], "a", [9, 9, 13]),
+        ([9], None, "before there is a scheduler", [9]),
     ],
 )
-def test_requests_of_a_prefill_end_where_their_rows_do(lengths, everywhere, ends):
-    batch = SimpleNamespace(input_ids=[0] * 9, extend_seq_lens_cpu=lengths, global_num_tokens_cpu=everywhere)
-    assert step_hooks.request_ends(batch) == ends
+def test_prompts_end_in_a_prefill_where_the_last_rows_of_their_last_chunks_do(
+    monkeypatch, lengths, everywhere, unfinished, ends
+):
+    told = []
+    monkeypatch.setattr(step_hooks, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: True))
+    rank = RankState(served_config(num_resident=1, slots=2))
+    rank.backend = Emulated()
+    rank.manager = SimpleNamespace(begin_step=lambda *args, **kwargs: None, end_step=lambda model: None)
+    rank.slots = SimpleNamespace(begin_step=lambda rows, phase, ends: told.append(ends))
+    runner = SimpleNamespace(_expert_offload_model=SimpleNamespace(draft=False))
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        input_ids=[0] * 9,
+        extend_seq_lens_cpu=lengths,
+        global_num_tokens_cpu=everywhere,
+        is_extend_in_batch=True,
+        rids=["a", "b", "c"][: len(lengths or "abc")],
+    )
+    if unfinished != "before there is a scheduler":
+        rank.scheduler = SimpleNamespace(chunked_req=None if unfinished is None else SimpleNamespace(rid=unfinished))
+    step_hooks.StepHooks(rank).around_forward(lambda runner, batch: None, runner, batch)
+    assert told == [ends]
 
 
 def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):

@@ -38,6 +38,7 @@ class OperatingHooks:
         self.metrics: Metrics | None = None
 
     def after_scheduler_init(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        self.rank.scheduler = scheduler
         logger.info(
             "Expert offload, rank %d:\n%s",
             get_parallel().tp_rank,

@@ -40,6 +40,8 @@ class RankState:
         self.layer_hooks = LayerHooks(counting_flags(config), self.recording, compiled, self.start.timing)
         self.tables = TableHooks(lambda: self.manager.memory, self.start.timing)
         self.seams: tuple[Seam, ...] = (SlotSeam(), MarlinSlotSeam(), DeepGemmSlotSeam())
+        self.scheduler: Any = None
+        """SGLang's, once it is built."""
         self.slots: ModelSlots | None = None
         """The target model's slots, once it is loaded; None if no layer has any."""
         self.draft_lengths: DraftLengths | None = None

@@ -33,7 +33,7 @@ class StepHooks:
             self.rank.draft_lengths.begin_step()
         self.rank.manager.begin_step(model, valid_rows, tokens, phase, streams=streamer is not None)
         if self.rank.slots is not None and not model.draft:
-            self.rank.slots.begin_step(valid_rows, phase, () if phase is Phase.DECODE else request_ends(batch))
+            self.rank.slots.begin_step(valid_rows, phase, () if phase is Phase.DECODE else self._prompt_ends(batch))
         try:
             if streamer is not None:
                 streamer.begin_step()
@@ -42,6 +42,17 @@ class StepHooks:
             if streamer is not None:
                 streamer.end_step()
             self.rank.manager.end_step(model)
+
+    def _prompt_ends(self, batch: Any) -> list[int]:
+        """The row after the last row of each prompt that ends in a prefill step; if rows are gathered, of each rank's rows."""
+        gathered = batch.global_num_tokens_cpu
+        tokens = gathered or batch.extend_seq_lens_cpu or [1] * len(batch.input_ids)  # each one decoded
+        ends = list(accumulate(tokens))
+        # SGLang may warm up before there is a scheduler, and with a batch of no request.
+        unfinished = None if self.rank.scheduler is None else self.rank.scheduler.chunked_req
+        if unfinished is not None and not gathered and unfinished.rid in (batch.rids or ()):
+            del ends[batch.rids.index(unfinished.rid)]  # its prompt goes on in a later step
+        return ends
 
     def around_draft_graph(self, original: Callable[..., Any], graphs: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """A graph of several drafted tokens counts as one step."""
@@ -71,12 +82,6 @@ def step_of(batch: Any) -> tuple[int, int, Phase]:
     # Rows are gathered from all ranks, so padding is not at their end.
     tokens = int(sum(everywhere))
     return ALL_ROWS if tokens else 0, tokens, phase
-
-
-def request_ends(batch: Any) -> list[int]:
-    """The row after the last row of each request of a prefill step; if rows are gathered, of each rank."""
-    tokens = batch.global_num_tokens_cpu or batch.extend_seq_lens_cpu or [1] * len(batch.input_ids)  # each one decoded
-    return list(accumulate(tokens))
 
 
 def is_eager(runner: Any, batch: Any, phase: Phase) -> bool:
