@@ -117,6 +117,26 @@ TENSORS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("pattern", "plain"),
+    [
+        ("model.layers.3.mlp", True),
+        ("model.layers.3", True),
+        ("language_model.model.layers.3.mlp.experts", True),
+        ("language_model", True),
+        ("model.language_model", True),
+        ("re:.*layers.3.mlp$", True),
+        ("model.layers.30", False),
+        ("mlp.experts", False),
+    ],
+)
+def test_a_module_is_left_out_with_one_that_holds_it(pattern, plain):
+    linear = QuantizedLinear({"quant_method": "mxfp8", "ignored_layers": [pattern]}, "BF16")
+    for expert in (0, 1):
+        found = {tensor.dtype for tensor in linear.tensors(f"model.layers.3.mlp.experts.{expert}.up_proj", 256, 512)}
+        assert found == ({"BF16"} if plain else {"F8_E4M3", "U8"})
+
+
 @pytest.mark.parametrize("method", TENSORS)
 def test_a_layers_tensors_are_those_that_sglang_loads(method):
     settings, expected = TENSORS[method]
