@@ -42,7 +42,7 @@ class ExpertSlots(Protocol):
 
     def begin_step(self, ends: Sequence[int] | None = None) -> None:
         """A step begins, after the counters' ``begin_step``. ``ends``, of a prefill: behind the last row of each prompt that
-        ends in it, ascending. Of more than ``MAX_REQUESTS`` the last ones count."""
+        ends in it, ascending; None in a decode step. Of more than ``MAX_REQUESTS`` the last ones count."""
 
     def resolve(self, layer: int, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
         """Serve the layer at index ``layer`` in a step with the experts ``ids[rows, top_k]``. In ``blocks`` (int32: the expert

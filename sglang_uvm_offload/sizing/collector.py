@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collects no cycles meanwhile. Looking for them takes a third of the time of reading a checkpoint of 180,000 tensors."""
+    """Collects no cycles meanwhile. Python looks for them again and again while objects grow in number, which takes much of the
+    time of reading a checkpoint of hundreds of thousands of tensors."""
     collects = gc.isenabled()
     gc.disable()
     try:
