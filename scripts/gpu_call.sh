@@ -27,9 +27,9 @@ compile_probe() {
 
 compile_probe >"$results/probe_build.txt" 2>&1 &
 beside server:checkpoint &    # by the CPU
-measure . ops:contract || failed=1    # bytes that are written while their pages are populated; a capture beside moves
+measure . ops:contract ops:canary || failed=1    # bytes that are written while their pages are populated; a capture beside moves; what a launch asks
 wait
-beside modes:gptq other_modes:ngrams other_modes:cache other_modes:sleep    # equal answers
+beside modes:gptq other_modes:ngrams other_modes:cache other_modes:tma other_modes:sleep    # equal answers
 measure . slots:layer || failed=1    # in FP8
 measure . eviction:noticing || failed=1    # looks beside a full link, of which two servers said too much
 measure . default:continuous default:link || failed=1    # residents that follow traffic that changes; loading, populated meanwhile

@@ -40,6 +40,13 @@ def eviction_parts() -> None:
     print(f"{len(PARTS)} part that evicts")
 
 
+def canary_parts() -> None:
+    from benchmarks.gpu.canary_parts import PARTS
+
+    check_plan("canary_parts", PARTS)
+    print(f"{len(PARTS)} part that asks what a launcher does")
+
+
 def stream_parts() -> None:
     """The block shapes of long steps too: one that took too much shared memory would show at its launch only."""
     from benchmarks.gpu.moe import compile_for
@@ -218,7 +225,7 @@ def interpreted_moe() -> None:
         print(f"the MoE kernels, interpreted on the CPU, FP8 {fp8}: {error:.1e} from torch")
 
 
-OTHERS = (eviction_parts, stream_parts, miss_parts, slots_parts, runner_parts)
+OTHERS = (canary_parts, eviction_parts, stream_parts, miss_parts, slots_parts, runner_parts)
 
 if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET") == "1":

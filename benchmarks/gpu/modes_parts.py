@@ -6,6 +6,7 @@ servers run on the CPU, where not all modes can, or over a stand-in driver that 
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -14,6 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+import triton
 
 from benchmarks.gpu.rows import Rows, run_part
 from benchmarks.gpu.server_parts import (
@@ -52,6 +56,8 @@ class Mode:
     imports: tuple[str, ...] = ()
     """A package, then its modules, that SGLang imports for it and does not use. Where it is not installed, an empty one takes
     its place."""
+    tma: bool = False
+    """Both servers load experts by TMA, as tile configurations of SGLang's tuner may have it."""
 
 
 def updated(server: Server, other: Path) -> None:
@@ -91,6 +97,7 @@ MODES = {
     "fp8": Mode(quant="fp8", change=updated),
     # SGLang gives Marlin the scales of GPTQ experts in half precision, and ends where the activations are not.
     "gptq": Mode(quant="gptq", arguments={"dtype": "float16"}),
+    "tma": Mode(arguments={"moe_runner_backend": "triton"}, tma=True),
 }
 ON_GPU = {
     **{"max_running_requests": 8, "max_total_tokens": 16384, "cuda_graph_max_bs_decode": 8, "mem_fraction_static": 0.5},
@@ -131,6 +138,24 @@ def with_empty_packages(mode: Mode, folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(made.parent)]))}
 
 
+TILES = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 2}
+BY_TMA = ("Up MoE TMA is enabled", "Down MoE TMA is enabled")
+"""What SGLang logs of tile configurations that it follows."""
+
+
+def with_tiles_for_tma(checkpoint: Path) -> dict[str, str]:
+    """The environment in which SGLang has one tile configuration for the checkpoint's experts on this GPU, with TMA."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    made = checkpoint.parent / "tiles"
+    tiles = made / "configs" / f"triton_{triton.__version__.replace('.', '_')}"
+    tiles.mkdir(parents=True, exist_ok=True)
+    device = torch.cuda.get_device_name(0).replace(" ", "_")
+    for which in ("", "_down"):
+        name = f"E={config['num_experts']},N={config['moe_intermediate_size']},device_name={device}{which}.json"
+        (tiles / name).write_text(json.dumps({"1": {**TILES, "USE_TMA": True}}))
+    return {"SGLANG_MOE_CONFIG_DIR": str(made)}
+
+
 def serve(rows: Rows, mode: Mode, checkpoints: list[Path], offload: Mapping[str, Any]) -> tuple[Answers, dict[str, Any]]:
     """The answers of one server, before and after the change, and the statistics of the one that offloads."""
     env: dict[str, str] = {}
@@ -138,6 +163,7 @@ def serve(rows: Rows, mode: Mode, checkpoints: list[Path], offload: Mapping[str,
     if not on_cpu(rows):
         env = with_empty_packages(mode, checkpoints[0].parent)
         words = [words for package, words in SUBSTITUTES.items() if not importable(package)]
+        env |= with_tiles_for_tma(checkpoints[0]) if mode.tma else {}
         own = ON_GPU | {flag.removeprefix("--").replace("-", "_"): value for flag, value in words}
     seconds = rows.pick(150, 400)
     with Server(checkpoints[0], on_cpu=on_cpu(rows), env=env, seconds=seconds, **own, **mode.arguments, **offload) as server:
@@ -145,6 +171,8 @@ def serve(rows: Rows, mode: Mode, checkpoints: list[Path], offload: Mapping[str,
         if mode.change is not None:
             mode.change(server, checkpoints[1])
             answers += ask(server)
+        if mode.tma and (silent := [words for words in BY_TMA if words not in server.log]):
+            raise AssertionError(f"a server did not load experts by TMA: its log has no {silent}")
         return answers, offload_state(server.get("/server_info"))
 
 

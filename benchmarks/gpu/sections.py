@@ -86,6 +86,7 @@ OPS = Section(
         Part("identity", "ops_parts", 9, 60, 2, 3, "bytes after random promotions and demotions"),
         Part("load", "ops_parts", 14, 80, 14, 8, "free VRAM and host RAM after a load against the prediction"),
         Part("start_link", "link_parts", 12, 50, 8, 10, "the link as a server measures it at start, and how long that takes"),
+        Part("canary", "canary_parts", 10, 60, 0.1, 1, "what a launcher asks of the GPU, and whether that leaves a context"),
         Part("tables", "table_parts", 12, 50, 16, 18, "rows of a lookup table in host RAM beside one in VRAM: bytes and time"),
         Part(
             "copies",
@@ -169,6 +170,7 @@ OTHER_MODES = Section(
         Part("ngrams", "modes_parts", 60, 330, 1, 8, "drafts of n-grams"),
         Part("cache", "modes_parts", 60, 330, 1, 16, "a hierarchical cache"),
         Part("compiled", "modes_parts", 150, 500, 1, 8, "decode steps compiled by torch.compile, but for their experts"),
+        Part("tma", "modes_parts", 60, 330, 1, 8, "tile configurations by which Triton's MoE kernels load experts by TMA"),
         Part("sleep", "modes_parts", 60, 330, 1, 8, "the server gives its memory up and has it back, with other weights"),
     ),
 )

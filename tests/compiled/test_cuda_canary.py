@@ -36,6 +36,19 @@ def test_the_asking_process_makes_no_context(standin: Standin):
     assert ran.out.split()[0] not in {str(call["pid"]) for call in ran.named("cudaMallocManaged", "cudaMalloc")}
 
 
+def test_what_a_launcher_asks_leaves_no_context_and_one_would_show(standin: Standin):
+    ran = standin.run("""
+        from benchmarks.gpu.canary_parts import has_context
+        from sglang_uvm_offload.cuda.canary import canary_problems
+        from sglang_uvm_offload.cuda.device import free_vram, make_context, problems_of, visible_gpus
+        asked = problems_of([0]), canary_problems((0,)), visible_gpus(), free_vram([0])
+        told = [has_context()]
+        make_context(0)
+        print(json.dumps([*told, has_context()]))
+    """)
+    assert ran.said == [False, True]
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

@@ -2,6 +2,8 @@
 #ifndef STANDIN_DEVICE_H
 #define STANDIN_DEVICE_H
 
+#include <stdbool.h>
+
 #define DEVICE_SMS 132
 #define DEVICE_MAJOR 9
 #define DEVICE_MINOR 0
@@ -21,6 +23,9 @@ int standin_gpus(void);
 /* The calling thread's GPU, which decides only what of STANDIN_TAKEN is missing from the free VRAM. */
 int standin_current_gpu(void);
 void standin_use_gpu(int gpu);
+/* Whether this process has a context on any GPU: once it has chosen one or taken memory. */
+void standin_begin_context(void);
+bool standin_has_context(void);
 
 /* What the driver serves: STANDIN_DRIVER, such as 12040, else 13000. */
 int standin_driver_version(void);

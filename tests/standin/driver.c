@@ -83,11 +83,12 @@ EXPORT int cuCtxGetDevice(int* device) {
 
 EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
     if (flags) *flags = 0;
-    if (active) *active = 1;
+    if (active) *active = standin_has_context();
     return CUDA_SUCCESS;
 }
 
 EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
+    standin_begin_context();
     *context = CONTEXT_OF(device);
     return CUDA_SUCCESS;
 }

@@ -59,6 +59,7 @@ static struct range* find(const void* address) {
 
 void* standin_take(size_t nbytes, enum kind kind) {
     if (nbytes == 0) nbytes = 1;
+    standin_begin_context();
     struct range* range = calloc(1, sizeof *range);
     /* STANDIN_MISALIGN moves managed ranges off the boundary of 2 MiB that a driver usually keeps. */
     size_t shift = kind == KIND_MANAGED ? (size_t)standin_setting("STANDIN_MISALIGN", 0) : 0;

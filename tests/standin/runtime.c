@@ -4,6 +4,7 @@
 #include "standin.h"
 
 #include <cuda_runtime_api.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -148,9 +149,15 @@ EXPORT cudaError_t cudaGetDeviceCount(int* count) {
 }
 
 static __thread int current;
+static atomic_bool has_context;
 
 int standin_current_gpu(void) { return current; }
-void standin_use_gpu(int gpu) { current = gpu; }
+void standin_begin_context(void) { has_context = true; }
+bool standin_has_context(void) { return has_context; }
+void standin_use_gpu(int gpu) {
+    current = gpu;
+    standin_begin_context();
+}
 
 EXPORT cudaError_t cudaGetDevice(int* device) {
     *device = current;
@@ -159,7 +166,7 @@ EXPORT cudaError_t cudaGetDevice(int* device) {
 
 EXPORT cudaError_t cudaSetDevice(int device) {
     if (device < 0 || device >= standin_gpus()) return remembered(cudaErrorInvalidDevice);
-    current = device;
+    standin_use_gpu(device);
     return 0;
 }
 
