@@ -8,6 +8,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_uvm_offload.plugin import enforce
+from sglang_uvm_offload.plugin.imported_names import searched_once
 
 _targets: list[str] = []
 
@@ -40,7 +41,8 @@ def install() -> None:
     original = HookRegistry.apply_hooks
 
     def apply_and_check() -> None:
-        original()
+        with searched_once(_targets):
+            original()
         if reason := missing():
             enforce.fail(reason)
 

@@ -1,0 +1,81 @@
+"""Rebinds what modules import by name (``from sglang.x import f``) when a hook is put on it.
+
+SGLang's registry looks through all modules for each hook, thousands of them in a rank. Here one search serves all hooks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from inspect import signature
+from types import ModuleType
+from typing import Any
+
+from sglang.srt.plugins import hook_registry
+
+_REBINDS = "_propagate_patch"
+
+
+@contextmanager
+def searched_once(targets: Iterable[str]) -> Iterator[None]:
+    """Inside the block, SGLang's registry rebinds names by one search for all of the dotted ``targets``. A registry that does
+    it by another function than known here is left alone."""
+    original = getattr(hook_registry, _REBINDS, None)
+    if original is None or [*signature(original).parameters] != ["original", "wrapped", "source_module"]:
+        yield
+        return
+    setattr(hook_registry, _REBINDS, _Search(targets).rebind)
+    try:
+        yield
+    finally:
+        setattr(hook_registry, _REBINDS, original)
+
+
+class _Search:
+    """Which modules hold what is to be hooked, and by which names; found anew once a module was imported."""
+
+    def __init__(self, targets: Iterable[str]):
+        self._targets = tuple(targets)
+        self._modules: list[Any] = []
+        self._wanted: dict[int, object] = {}
+        self._holders: dict[int, list[tuple[ModuleType, str]]] = {}
+
+    def rebind(self, original: object, wrapped: object, source: object) -> int:
+        """Have all modules but ``source`` hold ``wrapped`` where they hold ``original``. Returns how many names that were."""
+        if id(original) not in self._wanted or [*map(id, sys.modules.values())] != [*map(id, self._modules)]:
+            self._search(original)
+        rebound = 0
+        for module, name in self._holders.get(id(original), ()):
+            if module is not source and vars(module).get(name) is original:
+                try:
+                    setattr(module, name, wrapped)
+                except (AttributeError, TypeError):  # a module may refuse: SGLang's registry leaves it so
+                    continue
+                rebound += 1
+        return rebound
+
+    def _search(self, original: object) -> None:
+        self._modules = [*sys.modules.values()]
+        self._wanted = {id(one): one for one in (original, *_imported(self._targets))}
+        self._holders = defaultdict(list)
+        for module in self._modules:
+            if isinstance(module, ModuleType):
+                for name, value in list(vars(module).items()):
+                    if id(value) in self._wanted:
+                        self._holders[id(value)].append((module, name))
+
+
+def _imported(targets: Iterable[str]) -> Iterator[object]:
+    """What the registry would take for the original of each target whose module is imported."""
+    for target in targets:
+        parts = target.split(".")
+        ends = range(len(parts) - 1, 0, -1)
+        owner: Any = next((sys.modules[path] for end in ends if (path := ".".join(parts[:end])) in sys.modules), None)
+        if owner is None:
+            continue
+        for name in parts[len(owner.__name__.split(".")) : -1]:
+            owner = getattr(owner, name, None)
+        held = vars(owner).get(parts[-1]) if isinstance(owner, type) else None
+        yield held.__func__ if isinstance(held, classmethod | staticmethod) else getattr(owner, parts[-1], None)
