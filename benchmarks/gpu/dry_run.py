@@ -1,10 +1,15 @@
-"""Checks a module of parts without a GPU: imports it, compiles what it compiles, checks its inputs and its arithmetic."""
+"""Checks modules of parts without a GPU: imports them, compiles what they compile, checks their inputs and arithmetic."""
 
 from __future__ import annotations
 
+import functools
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Collection
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from benchmarks.gpu.sections import SECTIONS
@@ -25,26 +30,10 @@ def check_plan(program: str, parts: Collection[str]) -> None:
 
 
 def ops_parts() -> None:
-    from benchmarks.gpu.ops_parts import PARTS
     from scripts.harness.memory_contract import CHECKS
     from sglang_uvm_offload.cuda.build import build
 
-    check_plan("ops_parts", PARTS)
     print(f"{len(CHECKS)} promises; the extension is {build(f'sm_{H200}')}")
-
-
-def eviction_parts() -> None:
-    from benchmarks.gpu.eviction_parts import PARTS
-
-    check_plan("eviction_parts", PARTS)
-    print(f"{len(PARTS)} part that evicts")
-
-
-def canary_parts() -> None:
-    from benchmarks.gpu.canary_parts import PARTS
-
-    check_plan("canary_parts", PARTS)
-    print(f"{len(PARTS)} part that asks what a launcher does")
 
 
 def stream_parts() -> None:
@@ -52,31 +41,19 @@ def stream_parts() -> None:
     from benchmarks.gpu.moe import compile_for
     from benchmarks.gpu.shapes import GLM_45_AIR
     from benchmarks.gpu.stream_layers import tiles_for
-    from benchmarks.gpu.stream_parts import PARTS
 
-    check_plan("stream_parts", PARTS)
     for tiles in dict.fromkeys(tiles_for(GLM_45_AIR, tokens) for tokens in (64, 512, 2048, 8192, 32768)):
         for _, shared_bytes in compile_for(H200, tiles, False):
             assert shared_bytes <= SHARED_MEMORY_BYTES, f"{tiles.name}: {shared_bytes} bytes of shared memory"
         print(f"the MoE kernels compile for sm_{H200} in blocks of {tiles.name}")
 
 
-def miss_parts() -> None:
-    from benchmarks.gpu.miss_parts import PARTS
-
-    check_plan("miss_parts", PARTS)
-    print(f"{len(PARTS)} part that misses")
-
-
 def slots_parts() -> None:
     """The shapes that the parts serve from slots, and how SGLang calls what the plugin hooks."""
-    from importlib.util import find_spec
-
     from benchmarks.gpu.shapes import DEEPSEEK_V3
-    from benchmarks.gpu.slots_parts import PARTS, SPLITS
+    from benchmarks.gpu.slots_parts import SPLITS
     from sglang_uvm_offload.memory.slots import MAX_EXPERTS
 
-    check_plan("slots_parts", PARTS)
     assert DEEPSEEK_V3.experts <= MAX_EXPERTS
     print(f"{DEEPSEEK_V3.name}: {DEEPSEEK_V3.experts} experts and slots beside them, {len(SPLITS)} splits of the VRAM")
     if find_spec("sglang") is None:
@@ -90,12 +67,8 @@ def slots_parts() -> None:
 
 def runner_parts() -> None:
     """How SGLang calls what the plugin hooks, and what is compiled ahead."""
-    from importlib.util import find_spec
     from inspect import signature
 
-    from benchmarks.gpu.runner_parts import PARTS
-
-    check_plan("runner_parts", PARTS)
     if find_spec("sglang") is None:
         print("no SGLang here, whose runners are to compute")
         return
@@ -113,12 +86,10 @@ def runner_parts() -> None:
 
 def layer_parts() -> None:
     """The kernels are compiled for sm_90, and what they compute is checked by Triton's interpreter on small shapes."""
-    from benchmarks.gpu.layer_parts import PARTS
     from benchmarks.gpu.moe import Tiles, compile_for
     from benchmarks.gpu.routing_trace import for_shape, load
     from benchmarks.gpu.shapes import SHAPES
 
-    check_plan("layer_parts", PARTS)
     print(f"the trace holds {load().shape} ids [step, request, layer, k]")
     for shape in SHAPES.values():
         ids = for_shape(shape)
@@ -133,11 +104,10 @@ def layer_parts() -> None:
 def server_parts() -> None:
     """The checkpoints' sizes, and every contender's flags in the words of the SGLang that is installed here."""
     from benchmarks.contenders import CONTENDERS, Budget, CannotServe, cells
-    from benchmarks.gpu.server_parts import PARTS, PLAN, add_contenders, server_args, sizes
+    from benchmarks.gpu.server_parts import PLAN, add_contenders, server_args, sizes
     from scripts.harness.server import flags
 
     add_contenders()
-    check_plan("server_parts", PARTS)
     parse = sglang_parser()
     managed = {part.name: part.managed_gib for section in SECTIONS.values() for part in section.parts}
     for name, served in PLAN.items():
@@ -159,10 +129,9 @@ def server_parts() -> None:
 
 def modes_parts() -> None:
     """Each mode's flags, of both servers, in the words of the SGLang that is installed here."""
-    from benchmarks.gpu.modes_parts import MODES, ON_GPU, PARTS
+    from benchmarks.gpu.modes_parts import MODES, ON_GPU
     from scripts.harness.server import flags
 
-    check_plan("modes_parts", PARTS)
     parse = sglang_parser()
     for name, mode in MODES.items():
         own = flags({**ON_GPU, **mode.arguments, "expert_offload_num_resident": 4, **mode.offload})
@@ -171,6 +140,7 @@ def modes_parts() -> None:
         print(f"{name}: {mode.family} {' '.join(own)}{'' if parse else ' (not checked: no SGLang here)'}")
 
 
+@functools.cache
 def planned_checkpoint(written: Written) -> CheckpointShape:
     """What ``trace_checkpoint.py`` would write, from its config alone."""
     from benchmarks.gpu.server_parts import TRACE
@@ -186,7 +156,6 @@ def planned_checkpoint(written: Written) -> CheckpointShape:
 def sglang_parser() -> Callable[[list[str]], object] | None:
     """SGLang's own parser of server arguments, with the plugin's among them; None where it is not installed."""
     from argparse import ArgumentParser
-    from importlib.util import find_spec
 
     if find_spec("sglang") is None:
         return None
@@ -225,19 +194,51 @@ def interpreted_moe() -> None:
         print(f"the MoE kernels, interpreted on the CPU, FP8 {fp8}: {error:.1e} from torch")
 
 
-OTHERS = (canary_parts, eviction_parts, stream_parts, miss_parts, slots_parts, runner_parts)
+CHECKS: dict[str, Callable[[], None]] = {
+    each.__name__: each for each in (ops_parts, stream_parts, slots_parts, runner_parts, layer_parts, server_parts, modes_parts)
+}
+"""What is checked of a module besides its plan."""
+
+
+def check(program: str) -> None:
+    parts = import_module(f"benchmarks.gpu.{program}").PARTS
+    check_plan(program, parts)
+    print(f"== {program}: {', '.join(parts)}", flush=True)
+    if program in CHECKS:
+        CHECKS[program]()
+
+
+def in_a_fork(work: Callable[[], None]) -> bool:
+    """Whether it ends well, in a process that has imported what this one has: a check puts hooks on SGLang."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1] == 0
+    try:
+        work()
+    except BaseException:  # noqa: BLE001 -- a fork must not go on as its parent
+        traceback.print_exc()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def main(programs: Sequence[str]) -> int:
+    import torch  # noqa: F401 -- once for all forks
+
+    if find_spec("sglang") is not None:
+        import_module("sglang.srt.server_args")
+    failed = [program for program in programs if not in_a_fork(lambda program=program: check(program))]
+    if "layer_parts" in programs:
+        command = [sys.executable, "-m", __spec__.name]
+        if subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}).returncode != 0:
+            failed.append("interpreted MoE kernels")
+    if failed:
+        print(f"dry run failed in {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
 
 if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET") == "1":
         interpreted_moe()
-    elif sys.argv[1] == "ops_parts":
-        ops_parts()
-    elif sys.argv[1] == "server_parts":
-        server_parts()
-    elif sys.argv[1] == "modes_parts":
-        modes_parts()
-    elif sys.argv[1] in (others := {each.__name__: each for each in OTHERS}):
-        others[sys.argv[1]]()
     else:
-        layer_parts()
-        os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]], os.environ | {"TRITON_INTERPRET": "1"})
+        sys.exit(main(sys.argv[1:]))

@@ -292,20 +292,19 @@ def earlier_record(section: Section, environment: dict[str, Any], folders: Seque
 
 def dry_run(sections: Sequence[Section]) -> int:
     """Compile and check everything that needs no GPU. Programs run with no CUDA device visible."""
-    programs = dict.fromkeys(part.program for section in sections for part in section.parts)
-    failed = []
-    for name in programs:
-        command = started("probe_build" if name == "probe" else "dry_run")
-        command += [] if name == "probe" else [name]
-        print(f"== {name}: {' '.join(command)}", flush=True)
-        if subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}).returncode != 0:
-            failed.append(name)
+    programs = {part.program: None for section in sections for part in section.parts}
+    commands = [started("probe_build")] if "probe" in programs else []
+    commands += [[*started("dry_run"), *modules]] if (modules := [name for name in programs if name != "probe"]) else []
+    failed = False
+    for command in commands:
+        print(f"== {' '.join(command)}", flush=True)
+        failed |= subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}).returncode != 0
     for section in sections:
         needs = f"{section.managed_gib:g} GiB of managed memory, {section.host_gib:g} GiB of host RAM"
         print(f"{section.name}: {needs} at most; free VRAM needed: more than {3 * section.managed_gib:g} GiB")
     if failed:
-        print(f"gpu_session: dry run failed in {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+        print("gpu_session: the dry run failed", file=sys.stderr)
+    return int(failed)
 
 
 # ---- small things ----

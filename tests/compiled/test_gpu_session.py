@@ -141,6 +141,23 @@ def test_dry_run_compiles_everything_and_starts_no_cuda(session):
         assert words in said.stdout
 
 
+def test_a_dry_run_goes_on_after_a_failure_and_names_it(monkeypatch, capfd):
+    from benchmarks.gpu import dry_run
+
+    def refused() -> None:
+        raise AssertionError("too much shared memory")
+
+    monkeypatch.setattr(dry_run, "find_spec", lambda name: None)
+    monkeypatch.setitem(dry_run.CHECKS, "table_parts", refused)
+    monkeypatch.setitem(sys.modules, "benchmarks.gpu.miss_parts", SimpleNamespace(PARTS={}))
+    assert dry_run.main(["table_parts", "miss_parts", "link_parts"]) == 1
+    out, err = capfd.readouterr()
+    assert "== link_parts: start_link\n" in out
+    assert "too much shared memory" in err
+    assert "miss_parts has no part {'pages'}" in err
+    assert err.splitlines()[-1] == "dry run failed in table_parts, miss_parts"
+
+
 def test_without_a_gpu_a_section_says_so(session, tmp_path):
     said = session.run("ops", "--out", str(tmp_path), over_standin=False)
     assert said.returncode == 1
