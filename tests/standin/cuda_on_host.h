@@ -4,8 +4,10 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
+#include <memory>
 #include <vector>
 
 #undef __shared__
@@ -17,48 +19,66 @@ inline dim3 blockIdx, blockDim, gridDim;
 inline uint3 threadIdx;
 
 namespace on_host {
-inline ucontext_t scheduler;
-inline std::vector<ucontext_t> fibers;
+inline jmp_buf scheduler;
 inline unsigned running;
 inline std::vector<char> done;
+inline void (*body)(void*);
+inline void* state;
 
-inline void run_block(void (*body)(void*), void* state, unsigned threads) {
-    static void (*current_body)(void*);
-    static void* current_state;
-    constexpr size_t stack_bytes = 32 << 10;
-    static std::vector<char> stacks;
-    current_body = body;
-    current_state = state;
-    stacks.resize(threads * stack_bytes);
-    fibers.resize(threads);
-    done.assign(threads, 0);
-    for (unsigned i = 0; i < threads; i++) {
-        getcontext(&fibers[i]);
-        fibers[i].uc_stack.ss_sp = stacks.data() + i * stack_bytes;
-        fibers[i].uc_stack.ss_size = stack_bytes;
-        fibers[i].uc_link = &scheduler;
-        makecontext(
-            &fibers[i],
-            +[] {
-                current_body(current_state);
-                done[running] = 1;
-            },
-            0);
+// Where a CUDA thread goes on, and its stack. It lives on from block to block, and is switched to by longjmp:
+// swapcontext would make two system calls each time.
+struct fiber {
+    static constexpr size_t stack_bytes = 32 << 10;
+    jmp_buf here;
+    ucontext_t started, parked;
+    std::unique_ptr<char[]> stack{new char[stack_bytes]};
+};
+inline std::vector<std::unique_ptr<fiber>> fibers;
+
+__attribute__((noinline)) inline void go(jmp_buf& from, jmp_buf& to) {
+    if (_setjmp(from) == 0) _longjmp(to, 1);
+}
+
+inline void run_fiber() {
+    const unsigned self = running;
+    if (_setjmp(fibers[self]->here) == 0) swapcontext(&fibers[self]->started, &fibers[self]->parked);
+    for (;;) {
+        body(state);
+        done[self] = 1;
+        go(fibers[self]->here, scheduler);
     }
+}
+
+inline void add_fiber() {
+    running = static_cast<unsigned>(fibers.size());
+    fibers.push_back(std::make_unique<fiber>());
+    fiber& made = *fibers.back();
+    getcontext(&made.started);
+    made.started.uc_stack.ss_sp = made.stack.get();
+    made.started.uc_stack.ss_size = fiber::stack_bytes;
+    makecontext(&made.started, run_fiber, 0);
+    swapcontext(&made.parked, &made.started);
+}
+
+inline void run_block(void (*block_body)(void*), void* block_state, unsigned threads) {
+    while (fibers.size() < threads) add_fiber();
+    body = block_body;
+    state = block_state;
+    done.assign(threads, 0);
     for (bool again = true; again;) {
         again = false;
         for (unsigned i = 0; i < threads; i++) {
             if (done[i]) continue;
             running = i;
             threadIdx = {i, 0, 0};
-            swapcontext(&scheduler, &fibers[i]);
+            go(scheduler, fibers[i]->here);
             again |= !done[i];
         }
     }
 }
 }  // namespace on_host
 
-inline void __syncthreads() { swapcontext(&on_host::fibers[on_host::running], &on_host::scheduler); }
+inline void __syncthreads() { on_host::go(on_host::fibers[on_host::running]->here, on_host::scheduler); }
 
 inline int __syncthreads_or(int predicate) {
     static int any;
