@@ -57,25 +57,30 @@ class _Search:
         return rebound
 
     def _search(self, original: object) -> None:
-        self._modules = [*sys.modules.values()]
-        self._wanted = {id(one): one for one in (original, *_imported(self._targets))}
+        self._wanted = {id(one): one for one in (original, *_originals(self._targets))}
+        self._modules = [*sys.modules.values()]  # after that: a module may import what it is asked for
         self._holders = defaultdict(list)
         for module in self._modules:
             if isinstance(module, ModuleType):
-                for name, value in list(vars(module).items()):
+                for name, value in [*vars(module).items()]:
                     if id(value) in self._wanted:
                         self._holders[id(value)].append((module, name))
 
 
-def _imported(targets: Iterable[str]) -> Iterator[object]:
+def _originals(targets: Iterable[str]) -> Iterator[object]:
     """What the registry would take for the original of each target whose module is imported."""
     for target in targets:
-        parts = target.split(".")
-        ends = range(len(parts) - 1, 0, -1)
-        owner: Any = next((sys.modules[path] for end in ends if (path := ".".join(parts[:end])) in sys.modules), None)
-        if owner is None:
-            continue
-        for name in parts[len(owner.__name__.split(".")) : -1]:
-            owner = getattr(owner, name, None)
-        held = vars(owner).get(parts[-1]) if isinstance(owner, type) else None
-        yield held.__func__ if isinstance(held, classmethod | staticmethod) else getattr(owner, parts[-1], None)
+        path, _, attribute = target.rpartition(".")
+        owner = _resolved(path)
+        held = vars(owner).get(attribute) if isinstance(owner, type) else None
+        original = held.__func__ if isinstance(held, classmethod | staticmethod) else getattr(owner, attribute, None)
+        if original is not None:
+            yield original
+
+
+def _resolved(path: str) -> Any:
+    """The module, or the class in one, of a dotted path; None if it is not there, or not imported."""
+    if path in sys.modules:
+        return sys.modules[path]
+    above, _, name = path.rpartition(".")
+    return getattr(_resolved(above), name, None) if above else None

@@ -13,6 +13,8 @@ import pytest
 
 from scripts.make_checkpoint import make_checkpoint
 
+pytestmark = pytest.mark.sglang
+
 USE = """
 from flash_mla import one
 from flash_mla.flash_mla_interface import Two
@@ -28,7 +30,6 @@ def modes() -> ModuleType:
     return modes_parts
 
 
-@pytest.mark.sglang
 def test_an_empty_package_is_imported_and_says_so_where_it_is_called(modes, tmp_path, monkeypatch):
     monkeypatch.setattr(modes, "importable", lambda package: False)
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
@@ -39,7 +40,6 @@ def test_an_empty_package_is_imported_and_says_so_where_it_is_called(modes, tmp_
     assert "flash_mla is not installed here, and its one was called" in ended.stderr
 
 
-@pytest.mark.sglang
 def test_a_package_that_is_there_or_not_asked_for_is_left_alone(modes, tmp_path, monkeypatch):
     assert modes.with_empty_packages(modes.MODES["cache"], tmp_path) == {}
     monkeypatch.setattr(modes, "importable", lambda package: package == "flash_mla")
@@ -47,7 +47,6 @@ def test_a_package_that_is_there_or_not_asked_for_is_left_alone(modes, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.sglang
 @pytest.mark.parametrize("down", [False, True])
 def test_tiles_for_tma_have_the_name_by_which_sglang_looks_for_them(modes, tmp_path, monkeypatch, down):
     import torch
