@@ -1,13 +1,14 @@
 """Rebinds what modules import by name (``from sglang.x import f``) when a hook is put on it.
 
-SGLang's registry looks through all modules for each hook, thousands of them in a rank. Here one search serves all hooks.
+SGLang's registry looks through all modules for each hook, thousands of them in a rank. Here one search serves all hooks of
+this plugin; those of others are left to SGLang.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from types import ModuleType
@@ -26,7 +27,7 @@ def searched_once(targets: Iterable[str]) -> Iterator[None]:
     if original is None or [*signature(original).parameters] != ["original", "wrapped", "source_module"]:
         yield
         return
-    setattr(hook_registry, _REBINDS, _Search(targets).rebind)
+    setattr(hook_registry, _REBINDS, _Search(targets, original).rebind)
     try:
         yield
     finally:
@@ -34,17 +35,19 @@ def searched_once(targets: Iterable[str]) -> Iterator[None]:
 
 
 class _Search:
-    """Which modules hold what is to be hooked, and by which names; found anew once a module was imported."""
+    """Which modules hold what is to be hooked, and by which names; found anew once a module was imported. ``otherwise``
+    rebinds what is none of ``targets``, or was not imported before."""
 
-    def __init__(self, targets: Iterable[str]):
+    def __init__(self, targets: Iterable[str], otherwise: Callable[[object, object, object], int]):
         self._targets = tuple(targets)
-        self._modules: list[Any] = []
-        self._wanted: dict[int, object] = {}
-        self._holders: dict[int, list[tuple[ModuleType, str]]] = {}
+        self._otherwise = otherwise
+        self._search()
 
     def rebind(self, original: object, wrapped: object, source: object) -> int:
         """Have all modules but ``source`` hold ``wrapped`` where they hold ``original``. Returns how many names that were."""
-        if id(original) not in self._wanted or [*map(id, sys.modules.values())] != [*map(id, self._modules)]:
+        if id(original) not in self._wanted:
+            return self._otherwise(original, wrapped, source)
+        if [*map(id, sys.modules.values())] != [*map(id, self._modules)]:
             self._search(original)
         rebound = 0
         for module, name in self._holders.get(id(original), ()):
@@ -56,15 +59,22 @@ class _Search:
                 rebound += 1
         return rebound
 
-    def _search(self, original: object) -> None:
-        self._wanted = {id(one): one for one in (original, *_originals(self._targets))}
+    def _search(self, *besides: object) -> None:
+        self._wanted = {id(one): one for one in (*besides, *_originals(self._targets))}
         self._modules = [*sys.modules.values()]  # after that: a module may import what it is asked for
-        self._holders = defaultdict(list)
+        self._holders: dict[int, list[tuple[ModuleType, str]]] = defaultdict(list)
         for module in self._modules:
-            if isinstance(module, ModuleType):
-                for name, value in [*vars(module).items()]:
-                    if id(value) in self._wanted:
-                        self._holders[id(value)].append((module, name))
+            for name, value in _held(module):
+                if id(value) in self._wanted:
+                    self._holders[id(value)].append((module, name))
+
+
+def _held(module: Any) -> list[tuple[str, object]]:
+    """The names of a module and what they hold; none of what only stands in ``sys.modules`` for one."""
+    try:
+        return [*vars(module).items()] if isinstance(module, ModuleType) else []
+    except TypeError:  # SGLang's registry passes over such a module too
+        return []
 
 
 def _originals(targets: Iterable[str]) -> Iterator[object]:

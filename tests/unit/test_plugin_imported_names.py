@@ -38,6 +38,12 @@ class Refuses(ModuleType):
         raise AttributeError(name)
 
 
+class ShowsNothing(ModuleType):
+    @property
+    def __dict__(self):
+        raise TypeError("no names")
+
+
 def module(name: str, code: str, kind: type[ModuleType] = ModuleType) -> ModuleType:
     made = sys.modules[name] = kind(name)
     exec(code, vars(made))
@@ -58,6 +64,7 @@ def hooked(targets: list[str], code: str, once: bool, during: str = "") -> dict[
     """The names that hold a hook, by module, once hooks are on ``targets``. ``during``: what is imported meanwhile."""
     modules = [module("imported_names_source", SOURCE), module("imported_names_user", code)]
     modules.append(module("imported_names_refusing", code, Refuses))
+    sys.modules["imported_names_hidden"] = ShowsNothing("imported_names_hidden")
     for target in targets:
         HookRegistry.register(target, lambda original, *args: f"hooked {original(*args)}", HookType.AROUND)
     apply = HookRegistry._apply_target
@@ -105,6 +112,26 @@ def test_modules_are_searched_once_for_all(registry, monkeypatch):
     sys.modules["imported_names_counted"] = Counted("imported_names_counted")
     hooked([f"imported_names_source.{name}" for name in TARGETS], IMPORTS, once=True)
     assert len(searches) == 1
+
+
+def test_hooks_of_other_plugins_are_left_to_sglang(registry, monkeypatch):
+    left, theirs = [], hook_registry._propagate_patch
+
+    def seen(original: object, wrapped: object, source_module: object) -> int:
+        left.append(original)
+        return theirs(original, wrapped, source_module)
+
+    monkeypatch.setattr(hook_registry, "_propagate_patch", seen)
+    source = module("imported_names_source", SOURCE)
+    first, second = vars(source)["first"], vars(source)["second"]
+    user = module("imported_names_user", IMPORTS)
+    for name in ("first", "second"):
+        HookRegistry.register(f"imported_names_source.{name}", lambda original: original(), HookType.AROUND)
+    with searched_once(["imported_names_source.first"]):
+        HookRegistry.apply_hooks()
+    assert left == [second]
+    assert user.first is source.first is not first
+    assert user.second is source.second is not second
 
 
 def test_another_registry_is_left_alone(monkeypatch):
