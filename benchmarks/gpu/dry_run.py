@@ -213,13 +213,15 @@ def in_a_fork(work: Callable[[], None]) -> bool:
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1] == 0
+    code = 1
     try:
         work()
-    except BaseException:  # noqa: BLE001 -- a fork must not go on as its parent
+        code = 0
+    except BaseException:  # noqa: BLE001 -- told, and the exit code; a fork must not go on as its parent
         traceback.print_exc()
-        os._exit(1)
-    sys.stdout.flush()
-    os._exit(0)
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def main(programs: Sequence[str]) -> int:
