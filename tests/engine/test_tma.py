@@ -30,7 +30,7 @@ def test_layers_that_share_a_stream_buffer_compute_with_their_own_weights_while_
     assert ended.returncode == 0, ended.stderr
     outcome = json.loads(ended.stdout)
     assert outcome["fault"] is None
-    assert len(outcome["equal"]) == 6
+    assert len(outcome["equal"]) == 9
     assert all(outcome["equal"])
     assert (outcome["descriptors"] > 0) == (tma != "off")
 

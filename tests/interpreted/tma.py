@@ -29,7 +29,7 @@ from sglang_uvm_offload.plugin.rank import tma
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 from sglang_uvm_offload.streaming.streamer import Streamer
 
-LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, GROUP, TOKENS, STEPS = 3, 4, 2, 256, 256, 128, 8, 2
+LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, GROUP, TOKENS, STEPS = 3, 4, 2, 256, 256, 128, 8, 3
 TILE = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1}
 SHAPES = {"w13": (2 * INTERMEDIATE, HIDDEN), "w2": (HIDDEN, INTERMEDIATE)}
 
