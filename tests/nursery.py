@@ -14,9 +14,29 @@ from pathlib import Path
 from scripts.harness.patience import patience
 
 LOOP = """
-import json, os, sys
+import atexit, gc, json, os, sys, threading, traceback
 {imports}
-program = None
+def _run(program):
+    code, before = 0, set(globals())
+    try:
+        exec(compile(program, "program", "exec"), globals())
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        code = 1
+        traceback.print_exc()
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for name in set(globals()) - before:
+        del globals()[name]
+    gc.collect()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+gc.freeze()
 for line in sys.stdin:
     request = json.loads(line)
     child = os.fork()
@@ -24,14 +44,11 @@ for line in sys.stdin:
         os.environ.update(request["environment"])
         for number, path in ((1, request["out"]), (2, request["err"])):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-        program = request["program"]
-        break
+        _run(request["program"])
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-if program is not None:
-    exec(compile(program, "program", "exec"))
 """
-"""Forks for each request. The child leaves the loop and runs its program at the top level, so that it ends as any
-interpreter does."""
+"""Forks for each request. The child runs its program at the top level, and ends as an interpreter does, but leaves what was
+imported to the kernel: taking that down takes seconds, and ``gc.freeze`` keeps the collector from it too."""
 
 
 @dataclass(frozen=True)

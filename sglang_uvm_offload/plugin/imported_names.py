@@ -43,15 +43,15 @@ class _Search:
         self._otherwise = otherwise
         self._search()
 
-    def rebind(self, original: object, wrapped: object, source: object) -> int:
-        """Have all modules but ``source`` hold ``wrapped`` where they hold ``original``. Returns how many names that were."""
+    def rebind(self, original: object, wrapped: object, source_module: object) -> int:
+        """Have all modules but ``source_module`` hold ``wrapped`` where they hold ``original``. Returns how many names that were."""
         if id(original) not in self._wanted:
-            return self._otherwise(original, wrapped, source)
+            return self._otherwise(original, wrapped, source_module)
         if [*map(id, sys.modules.values())] != [*map(id, self._modules)]:
             self._search(original)
         rebound = 0
         for module, name in self._holders.get(id(original), ()):
-            if module is not source and vars(module).get(name) is original:
+            if module is not source_module and vars(module).get(name) is original:
                 try:
                     setattr(module, name, wrapped)
                 except (AttributeError, TypeError):  # a module may refuse: SGLang's registry leaves it so

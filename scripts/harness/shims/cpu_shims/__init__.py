@@ -20,7 +20,7 @@ import os
 
 
 def install() -> None:
-    from cpu_shims import attention, experts, ngrams, parallel, recorder, speculation
+    from cpu_shims import attention, experts, hooks, ngrams, parallel, recorder, speculation
 
     experts.install()
     ngrams.install()
@@ -30,3 +30,4 @@ def install() -> None:
         speculation.install()
     else:
         attention.install()
+    hooks.search_once()
