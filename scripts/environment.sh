@@ -6,8 +6,12 @@ if [ ! -f "$stamp" ]; then
   command -v python3 >/dev/null || { echo "python3 (3.10 or newer) is needed" >&2; exit 1; }
   echo "Installing SGLang and this checkout into $venv (about 11 GB; some minutes) ..."
   [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[dev]" ${2:+"sglang==$2"}
+  # uv takes a third of pip's time; where it finds no solution (prereleases, an index that only pip knows), pip may.
+  wanted=(--quiet --editable ".[dev]" ${2:+"sglang==$2"})
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip uv
+  "$venv/bin/python" -m uv pip install --python "$venv/bin/python" "${wanted[@]}" ||
+    "$venv/bin/python" -m pip install --disable-pip-version-check "${wanted[@]}"
   touch "$stamp"
 fi
+unset PYTHONDONTWRITEBYTECODE  # hundreds of processes would compile SGLang and this package anew
 export PATH="$venv/bin:$PATH"

@@ -44,7 +44,8 @@ class _Search:
         self._search()
 
     def rebind(self, original: object, wrapped: object, source_module: object) -> int:
-        """Have all modules but ``source_module`` hold ``wrapped`` where they hold ``original``. Returns how many names that were."""
+        """Have all modules but ``source_module`` hold ``wrapped`` where they hold ``original``. Returns how many names that
+        were."""
         if id(original) not in self._wanted:
             return self._otherwise(original, wrapped, source_module)
         if [*map(id, sys.modules.values())] != [*map(id, self._modules)]:
