@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +16,9 @@ import pytest
 from arguments import Arguments
 from builders.wheels import Installed, build_wheel
 from checkpoints import MEASURED, Checkpoints, WalkedCheckpoints, unserved_models
-from nursery import Nursery, Starts
+from nursery import Nurseries, Nursery
 from serving import Engines
-from serving_host import PRELOADED
-from standin.build import sglang_environment
+from standin.build import COMPILED, sglang_environment
 from standin.run import Standin
 from support_marks import MARKERS, Support
 
@@ -41,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     config.pluginmanager.register(Support(config), "support")
+    if not hasattr(config, "workerinput"):
+        os.environ[COMPILED] = tempfile.mkdtemp(prefix="compiled-")  # of all workers: SGLang's compilers have locks
 
 
 @pytest.fixture(scope="session")
@@ -85,11 +88,18 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standin]:
     built.close()
 
 
+PRELOAD = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import serving_host
+serving_host.preload()
+"""
+
+
 @pytest.fixture(scope="session")
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     """Runs small programs beside SGLang, of which they find imported what a spawned scheduler does before it loads plugins."""
-    imports = "import importlib\n" + "".join(f"importlib.import_module({name!r})\n" for name in PRELOADED)
-    ready = Nursery(tmp_path_factory.mktemp("sglang"), imports, environment({}))
+    ready = Nursery(tmp_path_factory.mktemp("sglang"), PRELOAD, environment({}))
     yield ready
     ready.close()
 
@@ -111,11 +121,13 @@ def every_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="session")
-def sglang_on_standin(tmp_path_factory: pytest.TempPathFactory, standin: Standin) -> Starts:
+def sglang_on_standin(tmp_path_factory: pytest.TempPathFactory, standin: Standin) -> Iterator[Nurseries]:
     """The same over the stand-in CUDA, where SGLang finds a GPU and starts CUDA as it is imported."""
     folder = tmp_path_factory.mktemp("sglang_on_standin")
     env = environment(sglang_environment(standin.library.parent, folder / "calls.jsonl", folder / "caches"))
-    return Starts(env)
+    ready = Nurseries(folder, PRELOAD, env)
+    yield ready
+    ready.close()
 
 
 @pytest.fixture(scope="session")
@@ -143,7 +155,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"tests/{tier}: {len(tests[tier])} tests in {took / 60:.1f} minutes")
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(COMPILED))
+    keep_runtime_data()
+
+
+def keep_runtime_data() -> None:
     """Keep the runtime data of SWIG's modules for good. sentencepiece, which SGLang imports, frees them as the interpreter
     ends, and crashes if the types that they need went first. It did so wherever the same process had drawn a chart."""
     for name, module in sys.modules.items():

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nursery import Nursery, Starts
+    from nursery import Nurseries, Nursery
 
 BLACKWELL = {"STANDIN_ATTRIBUTE_75": "10"}
 """The stand-in's GPU as one of compute capability 10.0."""
 
 
-def launched(cases: Mapping[str, dict[str, Any]], python: Nursery | Starts, **env: str) -> dict[str, dict[str, Any]]:
+def launched(cases: Mapping[str, dict[str, Any]], python: Nursery | Nurseries, **env: str) -> dict[str, dict[str, Any]]:
     """What came of each case; all of them in one process, for importing SGLang takes most of the time."""
     program = f"""
         import sys

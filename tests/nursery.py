@@ -14,7 +14,7 @@ from pathlib import Path
 from scripts.harness.patience import patience
 
 LOOP = """
-import atexit, gc, json, os, sys, threading, traceback
+import atexit, faulthandler, gc, json, os, sys, threading, traceback
 {imports}
 def _run(program):
     code, before = 0, set(globals())
@@ -44,8 +44,10 @@ for line in sys.stdin:
         os.environ.update(request["environment"])
         for number, path in ((1, request["out"]), (2, request["err"])):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        faulthandler.dump_traceback_later({seconds}, exit=True)
         _run(request["program"])
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)
 """
 """Forks for each request. The child runs its program at the top level, and ends as an interpreter does, but leaves what was
 imported to the kernel: taking that down takes seconds, and ``gc.freeze`` keeps the collector from it too."""
@@ -60,18 +62,6 @@ class Ended:
     err: str
 
 
-class Starts:
-    """Runs each program in a process that starts anew, for imports that a fork of them would not survive."""
-
-    def __init__(self, env: Mapping[str, str]):
-        self.env = env
-
-    def run(self, program: str, **env: str) -> Ended:
-        command = [sys.executable, "-c", textwrap.dedent(program)]
-        ended = subprocess.run(command, env={**self.env, **env}, capture_output=True, text=True, timeout=patience(600))
-        return Ended(ended.returncode, ended.stdout, ended.stderr)
-
-
 class Nursery:
     """One process that has run ``imports``, in the environment ``env``; what programs print is kept in ``folder``."""
 
@@ -79,7 +69,7 @@ class Nursery:
         self.folder = folder
         self.runs = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-c", LOOP.format(imports=textwrap.dedent(imports))],
+            [sys.executable, "-c", LOOP.format(imports=textwrap.dedent(imports), seconds=patience(600))],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -99,3 +89,33 @@ class Nursery:
         self._process.stdin.flush()
         code = int(self._process.stdout.readline())
         return Ended(code, out.read_text(), err.read_text())
+
+
+class Nurseries:
+    """A ``Nursery`` for each environment that programs ask for: SGLang reads its variables as it is imported."""
+
+    ALIVE = 2
+    """Each has SGLang in memory; the one that was asked last among more is closed."""
+
+    def __init__(self, folder: Path, imports: str, env: Mapping[str, str]):
+        self.folder, self.imports, self.env = folder, imports, env
+        self._alive: dict[frozenset[tuple[str, str]], Nursery] = {}
+        self._made = 0
+
+    def close(self) -> None:
+        for nursery in self._alive.values():
+            nursery.close()
+
+    def run(self, program: str, **env: str) -> Ended:
+        key = frozenset(env.items())
+        nursery = self._alive.pop(key, None) or self._make(env)
+        self._alive[key] = nursery
+        return nursery.run(program)
+
+    def _make(self, env: Mapping[str, str]) -> Nursery:
+        if len(self._alive) == self.ALIVE:
+            self._alive.pop(next(iter(self._alive))).close()
+        self._made += 1
+        folder = self.folder / str(self._made)
+        folder.mkdir()
+        return Nursery(folder, self.imports, {**self.env, **env})

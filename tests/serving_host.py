@@ -47,10 +47,7 @@ def main() -> None:
 
     die_with_parent()
     setproctitle.getproctitle()  # finds where titles go, which it cannot once a job has added to the environment
-    for module in PRELOADED:
-        importlib.import_module(module)
-    if "STANDIN_KERNELS" in os.environ:
-        torch.cuda._is_in_bad_fork = lambda: False  # SGLang has started CUDA, and all of the stand-in survives a fork
+    preload()
     answers = os.fdopen(os.dup(1), "w")
     tell(answers, ready=True)
     for line in sys.stdin:
@@ -61,6 +58,14 @@ def main() -> None:
             run_job(job)
         tell(answers, pid=pid)
         tell(answers, exit=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def preload() -> None:
+    """Import SGLang, to be forked."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+    if "STANDIN_KERNELS" in os.environ:
+        torch.cuda._is_in_bad_fork = lambda: False  # SGLang has started CUDA, and all of the stand-in survives a fork
 
 
 def tell(answers: Any, **message: Any) -> None:

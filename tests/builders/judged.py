@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from launches import BLACKWELL
-from nursery import Starts
+from nursery import Nurseries
 
 from sglang_uvm_offload.sizing.gpus import GPUS
 
@@ -75,7 +75,7 @@ def of_line(line: dict[str, str], folder: Path, number: str, *more: str) -> Laun
     return Launch((*ours, *words, *more), environment, line.get("gpu", ""))  # type: ignore[arg-type]
 
 
-def judged(launches: Sequence[Launch], python: Starts) -> dict[Launch, tuple[int | str, str]]:
+def judged(launches: Sequence[Launch], python: Nurseries) -> dict[Launch, tuple[int | str, str]]:
     """The exit code and the output, or in place of the code the error that ended it."""
     said: dict[Launch, tuple[int | str, str]] = {}
     for gpu, same in groupby(sorted(set(launches), key=lambda launch: launch.gpu), key=lambda launch: launch.gpu):

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from architectures.names import DRAFT, EXCEPTIONS, FOLDER, FOUND, UNBUILDABLE, served
 from builders.judged import NO_CHOICE, PUBLISHED, UNKNOWN, Launch, judged, of_line
-from nursery import Nursery, Starts
+from nursery import Nurseries, Nursery
 
 from sglang_uvm_offload.plugin.checks.launch_checks import DIRECT_KERNEL_MODELS
 
@@ -51,7 +51,7 @@ def launches(made: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Launch]:
 
 
 def found(
-    folder: Path, models: Nursery, python: Starts, chosen: Sequence[str]
+    folder: Path, models: Nursery, python: Nurseries, chosen: Sequence[str]
 ) -> dict[tuple[str, str], tuple[Launch, int | str, str]]:
     asked = launches(written(folder, models, chosen))
     said = judged(list(asked.values()), python)
@@ -66,7 +66,7 @@ made.resolve_once()
 """
 
 
-def assert_judged(name: str, launch: Launch, code: int | str, said: str, python: Starts) -> None:
+def assert_judged(name: str, launch: Launch, code: int | str, said: str, python: Nurseries) -> None:
     if "SGLang cannot serve" in said:
         mine = launch.words.index("--expert-offload-num-resident")
         words = json.dumps([*launch.words[:mine], *launch.words[mine + 2 :]])
@@ -87,14 +87,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_standin(sglang_on_standin: Starts) -> Starts:
+def on_standin(sglang_on_standin: Nurseries, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nurseries]:
     """With all of SGLang's models."""
-    return Starts({name: value for name, value in sglang_on_standin.env.items() if name != "SGLANG_DISABLED_MODEL_ARCHS"})
+    env = {name: value for name, value in sglang_on_standin.env.items() if name != "SGLANG_DISABLED_MODEL_ARCHS"}
+    ready = Nurseries(tmp_path_factory.mktemp("on_standin"), sglang_on_standin.imports, env)
+    yield ready
+    ready.close()
 
 
 @pytest.fixture(scope="module")
 def said(
-    request: pytest.FixtureRequest, folder: Path, every_model: Nursery, on_standin: Starts
+    request: pytest.FixtureRequest, folder: Path, every_model: Nursery, on_standin: Nurseries
 ) -> dict[tuple[str, str], tuple[Launch, int | str, str]]:
     """Of those that this run has chosen."""
     items: list[Any] = request.session.items
@@ -112,6 +115,6 @@ CASES = [
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_a_launch_is_judged(
-    said: dict[tuple[str, str], tuple[Launch, int | str, str]], on_standin: Starts, name: str, number: str
+    said: dict[tuple[str, str], tuple[Launch, int | str, str]], on_standin: Nurseries, name: str, number: str
 ) -> None:
     assert_judged(name, *said[name, number], on_standin)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nursery import Starts
+from nursery import Nurseries
 from standin.serving import GPU as SERVER
 from standin.serving import captures, serve_and_log
 
@@ -38,7 +38,7 @@ PROGRAM = f"""
 
 
 @pytest.fixture(scope="module")
-def ran(sglang_on_standin: Starts, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], list[dict[str, Any]]]:
+def ran(sglang_on_standin: Nurseries, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], list[dict[str, Any]]]:
     """The layer's addresses, and the calls."""
     folder = tmp_path_factory.mktemp("deep_gemm")
     env = {"STANDIN_LOG": str(folder / "calls.jsonl"), "SGLANG_DG_CACHE_DIR": str(folder / "kernels")}

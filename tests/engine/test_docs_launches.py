@@ -14,7 +14,7 @@ import pytest
 from builders import pages
 from builders.profiles import saved, some
 from checkpoints import Checkpoints
-from nursery import Starts
+from nursery import Nurseries
 
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.routing.profile import RoutedModel
@@ -57,7 +57,7 @@ def arguments(words: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def ends(checkpoints: Checkpoints, sglang_on_standin: Starts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
+def ends(checkpoints: Checkpoints, sglang_on_standin: Nurseries, tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
     """The exit code and the output of each, in a folder that holds what the pages name."""
     folder = tmp_path_factory.mktemp("documents")
     for name, options in MODELS.items():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import Checkpoints
 from launches import BLACKWELL
-from nursery import Ended, Nursery, Starts
+from nursery import Ended, Nurseries, Nursery
 
 from scripts.harness.patience import patience
 from scripts.harness.server import environment
@@ -23,7 +23,7 @@ def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment(env), capture_output=True, text=True, timeout=patience(600))
 
 
-def doctor_in(python: Nursery | Starts, *arguments: str, **env: str) -> Ended:
+def doctor_in(python: Nursery | Nurseries, *arguments: str, **env: str) -> Ended:
     """The same command in a process of ``python``."""
     command = f"from sglang_uvm_offload.cli.main import main\nraise SystemExit(main({['doctor', *arguments]!r}))"
     return python.run(command, **env)
@@ -208,7 +208,7 @@ def test_every_problem_is_named_at_once(checkpoints: Checkpoints, sglang: Nurser
 ON_A_GPU = ("--device", "cuda", "--sampling-backend", "pytorch", "--grammar-backend", "none")
 
 
-def test_auto_is_told_as_a_number_where_there_is_a_gpu(checkpoints: Checkpoints, sglang: Nursery, sglang_on_standin: Starts):
+def test_auto_is_told_as_a_number_where_there_is_a_gpu(checkpoints: Checkpoints, sglang: Nursery, sglang_on_standin: Nurseries):
     launch = ("--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "auto", "--log-level", "error")
     said = doctor_in(sglang_on_standin, "--", *ON_A_GPU, *launch)
     assert said.code == 0, said.out + said.err[-2000:]
@@ -222,7 +222,7 @@ def test_auto_is_told_as_a_number_where_there_is_a_gpu(checkpoints: Checkpoints,
 
 
 @pytest.mark.since("0.5.23", "not all that this warning asks SGLang is there")
-def test_reads_too_short_for_the_link_are_warned_of(checkpoints: Checkpoints, sglang_on_standin: Starts):
+def test_reads_too_short_for_the_link_are_warned_of(checkpoints: Checkpoints, sglang_on_standin: Nurseries):
     launch = ("--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "8")
     launch += ("--expert-offload-stream-tokens", "inf")  # steps of any size read in place
     said = doctor_in(sglang_on_standin, "--", *ON_A_GPU, *launch)
@@ -231,14 +231,14 @@ def test_reads_too_short_for_the_link_are_warned_of(checkpoints: Checkpoints, sg
     assert "SGLang's default rule, as there is no E=16,N=128,device_name=" in said.out
 
 
-def test_each_gpu_of_the_launch_must_exist(checkpoints: Checkpoints, sglang_on_standin: Starts):
+def test_each_gpu_of_the_launch_must_exist(checkpoints: Checkpoints, sglang_on_standin: Nurseries):
     launch = ("--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "4", "--tp-size", "2")
     said = doctor_in(sglang_on_standin, "--", *ON_A_GPU, *launch)
     assert said.code == 1, said.out + said.err[-2000:]
     assert "PROBLEM  there is no CUDA device 1: the driver shows 1" in said.out
 
 
-def test_a_gpu_that_cannot_page_is_a_problem(sglang_on_standin: Starts):
+def test_a_gpu_that_cannot_page_is_a_problem(sglang_on_standin: Nurseries):
     said = doctor_in(sglang_on_standin, "--device", "cuda", STANDIN_ATTRIBUTE_89="0")
     assert "concurrentManagedAccess" in said.out, said.out + said.err[-2000:]
     assert "can keep experts in unified memory" not in said.out
@@ -255,7 +255,7 @@ raise SystemExit(main(["doctor", *{arguments!r}]))
 """
 
 
-def test_what_slows_reads_of_host_memory_is_warned_of(checkpoints: Checkpoints, sglang_on_standin: Starts, tmp_path: Path):
+def test_what_slows_reads_of_host_memory_is_warned_of(checkpoints: Checkpoints, sglang_on_standin: Nurseries, tmp_path: Path):
     (tmp_path / "buddyinfo").write_text("Node 0, zone Normal 9999 0 0 0 0 0 0 0 0 0 0\n")
     group = tmp_path / "bus/pci/devices/0000:ab:00.0/iommu_group"
     group.mkdir(parents=True)
@@ -267,7 +267,7 @@ def test_what_slows_reads_of_host_memory_is_warned_of(checkpoints: Checkpoints, 
     assert "WARNING  0.0 MiB of host RAM is free in stretches of 2 MiB, for " in said.out
 
 
-def test_routing_in_the_kernels_of_blackwell_is_told(checkpoints: Checkpoints, sglang_on_standin: Starts):
+def test_routing_in_the_kernels_of_blackwell_is_told(checkpoints: Checkpoints, sglang_on_standin: Nurseries):
     launch = ("--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "4")
     first_n = (*launch, "--expert-offload-resident-selection", "first_n")
     said = doctor_in(sglang_on_standin, "--", *ON_A_GPU, *first_n, **BLACKWELL)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from builders.true_shape import checkpoint
 from launches import BLACKWELL, launched
-from nursery import Starts
+from nursery import Nurseries
 
 from scripts.harness.server import flags
 
@@ -18,7 +18,7 @@ OSS, PACKED, PLAIN = "openai/gpt-oss-20b", "nvidia/Qwen3-235B-A22B-NVFP4", "Qwen
 
 
 @pytest.fixture(scope="module")
-def launch(sglang_on_standin: Starts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def launch(sglang_on_standin: Nurseries, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("checkpoints")
     held: dict[str, Path] = {model: checkpoint(model, folder / model.replace("/", "--")) for model in (OSS, PACKED, PLAIN)}
     common = {**GPU, "context_length": 1024, "max_running_requests": 1, "max_total_tokens": 4096}

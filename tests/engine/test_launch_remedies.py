@@ -11,7 +11,7 @@ from builders import true_shape
 from builders.rooms import fraction
 from checkpoints import Checkpoints
 from launches import launched
-from nursery import Starts
+from nursery import Nurseries
 
 N, SLOTS, DRAFTS = "--expert-offload-num-resident", "--expert-offload-slots", "--expert-offload-draft-num-resident"
 BUFFER = "--expert-offload-stream-buffer-gb"
@@ -84,7 +84,7 @@ def cases(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def ends(cases: dict[str, tuple[list[str], str, Remedy]], sglang_on_standin: Starts) -> dict[str, Any]:
+def ends(cases: dict[str, tuple[list[str], str, Remedy]], sglang_on_standin: Nurseries) -> dict[str, Any]:
     refused = launched({name: {"argv": argv, "resolve": True} for name, (argv, _, _) in cases.items()}, sglang_on_standin)
     cured = {
         f"{name}, cured": {"argv": changed(argv, remedy(refused[name]["error"])), "resolve": True}

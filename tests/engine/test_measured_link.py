@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from checkpoints import Checkpoints
-from nursery import Starts
+from nursery import Nurseries
 
 LINKS = {"none": "", "fast": "51,50,50,54", "slow in place": "35,20,33,52", "slow": "26,25,24,27"}
 """Rates as STANDIN_LINK has them. None: before any server has started."""
@@ -52,7 +52,7 @@ print("RESULT", json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
-def answers(checkpoints: Checkpoints, sglang_on_standin: Starts) -> dict[str, dict[str, Any]]:
+def answers(checkpoints: Checkpoints, sglang_on_standin: Nurseries) -> dict[str, dict[str, Any]]:
     model = str(checkpoints("qwen3_moe", expert_size=512))
     launch = ["--model-path", model, "--device", "cuda", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
     launch += ["--expert-offload-num-resident", "8", "--expert-offload-stream-buffer-gb", "0.1", "--log-level", "error"]

@@ -10,7 +10,7 @@ import pytest
 from builders.judged import Launch
 from builders.true_shape import checkpoint
 from launches import launched
-from nursery import Starts
+from nursery import Nurseries
 
 from sglang_uvm_offload.sizing.machine import GIB
 
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def judged(
-    cases: dict[str, tuple[list[str], int]], model: Path, python: Starts, vram: int, system: Path | None = None, **env: str
+    cases: dict[str, tuple[list[str], int]], model: Path, python: Nurseries, vram: int, system: Path | None = None, **env: str
 ) -> dict[str, Any]:
     """What came of launches with so many GiB of host RAM available, on a GPU of ``vram`` GiB."""
     jobs: dict[str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ def judged(
 
 
 @pytest.fixture(scope="module")
-def launch(model: Path, sglang_on_standin: Starts) -> dict[str, Any]:
+def launch(model: Path, sglang_on_standin: Nurseries) -> dict[str, Any]:
     cases = {
         "plain": ([N, "64"], 32),
         "plain, short": ([N, "64"], 27),
@@ -82,7 +82,7 @@ def test_what_host_ram_does_not_hold_is_refused_whoever_chose_the_number(launch,
 
 
 @pytest.fixture(scope="module")
-def spark(model: Path, sglang_on_standin: Starts) -> dict[str, Any]:
+def spark(model: Path, sglang_on_standin: Nurseries) -> dict[str, Any]:
     """A machine whose GPU has no memory but the host's."""
     cases = {
         "auto, it fits whole": ([N, "auto"], 106),

@@ -10,7 +10,7 @@ import pytest
 from builders.hub import Hub, cached, serving
 from builders.true_shape import checkpoint
 from launches import launched
-from nursery import Starts
+from nursery import Nurseries
 
 from sglang_uvm_offload.sizing.machine import GIB
 
@@ -42,7 +42,7 @@ def hub(model: Path) -> Iterator[Hub]:
 
 
 @pytest.fixture(scope="module")
-def launch(model: Path, hub: Hub, sglang_on_standin: Starts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def launch(model: Path, hub: Hub, sglang_on_standin: Nurseries, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     home = tmp_path_factory.mktemp("home")
     other = home / "other"
     cached(home / "hub", "in/cache", model)

@@ -11,7 +11,7 @@ from builders.profiles import saved, some
 from builders.rooms import VRAM, fraction
 from checkpoints import Checkpoints
 from launches import launched
-from nursery import Starts
+from nursery import Nurseries
 
 from scripts.harness.server import flags
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
@@ -61,7 +61,7 @@ def model(checkpoints: Checkpoints) -> Path:
 
 @pytest.fixture(scope="module")
 def launch(
-    model: Path, checkpoints: Checkpoints, sglang_on_standin: Starts, tmp_path_factory: pytest.TempPathFactory
+    model: Path, checkpoints: Checkpoints, sglang_on_standin: Nurseries, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
     """All cases run in one process, because importing SGLang takes most of the time: ``launch[name]`` is what came out."""
     folder = tmp_path_factory.mktemp("launches")

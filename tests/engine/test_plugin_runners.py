@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from checkpoints import Checkpoints
 from launches import BLACKWELL, launched
-from nursery import Starts
+from nursery import Nurseries
 
 N, SELECTION, ADAPT = "--expert-offload-num-resident", "--expert-offload-resident-selection", "--expert-offload-adapt"
 GPU = ["--device", "cuda", "--sampling-backend", "pytorch", "--grammar-backend", "none", N, "4"]
@@ -18,7 +18,7 @@ FIRST_N = [SELECTION, "first_n"]
 
 
 @pytest.fixture(scope="module")
-def launch(checkpoints: Checkpoints, sglang_on_standin: Starts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def launch(checkpoints: Checkpoints, sglang_on_standin: Nurseries, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("runners")
     qwen, oss = [["--model-path", str(checkpoints(family)), *GPU] for family in ("qwen3_moe", "gpt_oss")]
     mxfp4 = shutil.copytree(checkpoints("gpt_oss"), folder / "mxfp4")

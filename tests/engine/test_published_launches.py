@@ -14,7 +14,7 @@ import pytest
 from builders.judged import NO_CHOICE, PUBLISHED, UNKNOWN, Launch, judged, of_line, verdict
 from builders.released import written
 from builders.true_shape import config_folder
-from nursery import Starts
+from nursery import Nurseries
 
 from sglang_uvm_offload.sizing.architectures import sglang_architectures
 
@@ -48,7 +48,7 @@ def launch(folder: Path, line: dict[str, str], number: str) -> Launch:
 
 
 @pytest.fixture(scope="module")
-def said(request: pytest.FixtureRequest, folder: Path, sglang_on_standin: Starts) -> dict[Launch, tuple[int | str, str]]:
+def said(request: pytest.FixtureRequest, folder: Path, sglang_on_standin: Nurseries) -> dict[Launch, tuple[int | str, str]]:
     """Of those that this run has chosen."""
     items: list[Any] = request.session.items
     chosen = [item.callspec.params for item in items if item.module is request.module]

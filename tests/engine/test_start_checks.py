@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import true_shape
-from nursery import Starts
+from nursery import Nurseries
 
 N = "--expert-offload-num-resident"
 GIB = 1 << 30
@@ -38,7 +38,7 @@ print("RESULT", json.dumps(ends))
 End = tuple[int, str, dict[str, Any]]
 
 
-def tried(cases: dict[str, list[str]], envs: dict[str, dict[str, str]], python: Starts, **env: str) -> dict[str, End]:
+def tried(cases: dict[str, list[str]], envs: dict[str, dict[str, str]], python: Nurseries, **env: str) -> dict[str, End]:
     """What ``doctor`` and the launch made of each case."""
     jobs = {name: {"argv": argv, "env": envs.get(name, {})} for name, argv in cases.items()}
     ended = python.run(TRIED.format(tests=str(Path(__file__).parents[1]), cases=json.dumps(jobs)), **env)
@@ -76,7 +76,9 @@ def written(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def ends(request: pytest.FixtureRequest, sglang_on_standin: Starts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
+def ends(
+    request: pytest.FixtureRequest, sglang_on_standin: Nurseries, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, End]:
     """Of the cases that are asked for: each is two starts of SGLang."""
     params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     asked = {"equal", "no text", *(each["case"] for each in params if isinstance(each.get("case"), str))}

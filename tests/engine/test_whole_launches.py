@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from builders import true_shape
 from launches import launched
-from nursery import Ended, Starts
+from nursery import Ended, Nurseries
 
 GIB = 1 << 30
 EIGHT_H20 = {"STANDIN_GPUS": "8", "STANDIN_VRAM": str(96 * GIB), "STANDIN_NAME": "NVIDIA H20"}
@@ -34,12 +34,12 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def diagnosis(line: list[str], sglang_on_standin: Starts) -> Ended:
+def diagnosis(line: list[str], sglang_on_standin: Nurseries) -> Ended:
     return sglang_on_standin.run(DOCTOR.format(argv=line), **EIGHT_H20)
 
 
 @pytest.fixture(scope="module")
-def launch(line: list[str], sglang_on_standin: Starts) -> dict[str, dict[str, Any]]:
+def launch(line: list[str], sglang_on_standin: Nurseries) -> dict[str, dict[str, Any]]:
     cases = {"as it is": line, "adaptive": [*line, "--speculative-adaptive"]}
     jobs = {name: {"argv": argv, "resolve": True, "host_bytes": 1500 * GIB} for name, argv in cases.items()}
     return launched(jobs, sglang_on_standin, **EIGHT_H20)

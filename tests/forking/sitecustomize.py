@@ -5,7 +5,6 @@ import all of it again. Python imports this module as it starts; in no other pro
 import sys
 
 if sys.orig_argv[1:3] == ["-m", "sglang.launch_server"]:
-    import importlib
     from pathlib import Path
 
     before = [*sys.path]
@@ -13,6 +12,5 @@ if sys.orig_argv[1:3] == ["-m", "sglang.launch_server"]:
     import serving_host
 
     sys.path[:] = before  # the server finds what it would find
-    for name in serving_host.PRELOADED:
-        importlib.import_module(name)
+    serving_host.preload()
     serving_host.fork_children_from_here()

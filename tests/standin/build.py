@@ -24,6 +24,10 @@ WHOLE = ["libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13"]
 CUDA_NAME = re.compile(r"^(cu[a-z]*[A-Z]|__cuda|nccl[A-Z]|nvml[A-Z])\w*$")
 
 
+COMPILED = "STANDIN_COMPILED"
+"""Names the folder of what SGLang compiles at run time, for all who serve over a stand-in. It takes minutes."""
+
+
 def environment(out: Path) -> dict[str, str]:
     """The variables that put a process on the stand-in."""
     return {
@@ -35,15 +39,16 @@ def environment(out: Path) -> dict[str, str]:
 
 
 def sglang_environment(out: Path, log: Path, caches: Path) -> dict[str, str]:
-    """The variables that put SGLang on it, with our shims, and what it compiles at run time in ``caches``: those libraries
-    are linked with the stand-in."""
+    """The variables that put SGLang on it, with our shims. What it compiles at run time, linked with a stand-in, goes to the
+    folder that ``COMPILED`` names, or else to ``caches`` as all else that is kept."""
+    compiled = Path(os.environ.get(COMPILED, caches))
     return environment(out) | {
         "STANDIN_LOG": str(log),
         "PYTHONPATH": f"{HERE / 'shims'}{os.pathsep}{HERE.parents[1]}",  # this checkout's package, whatever is installed
         "LIBRARY_PATH": str(out),
-        "SGLANG_JIT_CACHE_DIR": str(caches / "sglang"),
-        "SGLANG_DG_CACHE_DIR": str(caches / "deep_gemm"),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "SGLANG_JIT_CACHE_DIR": str(compiled / "sglang"),
+        "SGLANG_DG_CACHE_DIR": str(compiled / "deep_gemm"),
+        "TRITON_CACHE_DIR": str(compiled / "triton"),
         "XDG_CACHE_HOME": str(caches),
     }
 

@@ -40,8 +40,12 @@ def run_engine(job: dict[str, Any], folder: Path, environment: dict[str, str], s
 
 
 def main() -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import serving_host
     from sglang import Engine
 
+    serving_host.preload()
+    serving_host.fork_children_from_here()  # they do not import SGLang again
     logging.basicConfig(level=logging.INFO)  # SGLang before 0.5.19 resolves its arguments before it sets up its log
     job = json.loads(Path(sys.argv[1]).read_text())
     engine = Engine(**job["engine"])
