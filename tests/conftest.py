@@ -7,16 +7,15 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from arguments import Arguments
 from builders.wheels import Installed, build_wheel
 from checkpoints import MEASURED, Checkpoints, WalkedCheckpoints, unserved_models
 from nursery import Nurseries, Nursery
+from processor_time import ProcessorTime
 from serving import Engines
 from standin.build import COMPILED, sglang_environment
 from standin.run import Standin
@@ -35,6 +34,7 @@ H200_BYTES = GPUS["H200"].memory_mib << 20
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="also run the tests that are marked nightly")
+    parser.addoption("--ceilings", action="store_true", help="fail if a tier takes more of the processor than it may")
     parser.addoption("--support", type=Path, metavar="FILE", help="write what became of the tests of docs/support.md to FILE")
 
 
@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     config.pluginmanager.register(Support(config), "support")
+    config.pluginmanager.register(ProcessorTime(config.getoption("--ceilings")), "processor_time")
     if not hasattr(config, "workerinput"):
         os.environ[COMPILED] = tempfile.mkdtemp(prefix="compiled-")  # of all workers: SGLang's compilers have locks
 
@@ -138,21 +139,6 @@ def cuda_arguments(tmp_path_factory: pytest.TempPathFactory, standin: Standin) -
     arguments = Arguments(environment(env | {"STANDIN_GPUS": "8", "STANDIN_VRAM": str(H200_BYTES)}))
     yield arguments
     arguments.close()
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The time of each tier: of its tests, and of what was built for them."""
-    seconds: dict[str, float] = defaultdict(float)
-    tests: dict[str, set[str]] = defaultdict(set)
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                tier = report.nodeid.split("/")[1]
-                seconds[tier] += report.duration
-                tests[tier].add(report.nodeid)
-    terminalreporter.section("tiers")
-    for tier, took in seconds.items():
-        terminalreporter.write_line(f"tests/{tier}: {len(tests[tier])} tests in {took / 60:.1f} minutes")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

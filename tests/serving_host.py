@@ -12,6 +12,7 @@ ended. The job's answers are in its ``result`` file and all its output is in its
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -31,7 +32,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from scripts.harness.process import die_with_parent
+from scripts.harness.process import adopt_orphans, die_with_parent
 
 # What a spawned child imports before plugins are loaded in it, so that hooks find the same modules in the same state.
 PRELOADED = (
@@ -46,6 +47,7 @@ def main() -> None:
     import setproctitle  # comes with SGLang
 
     die_with_parent()
+    adopt_orphans()
     setproctitle.getproctitle()  # finds where titles go, which it cannot once a job has added to the environment
     preload()
     answers = os.fdopen(os.dup(1), "w")
@@ -58,6 +60,14 @@ def main() -> None:
             run_job(job)
         tell(answers, pid=pid)
         tell(answers, exit=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        reap()
+
+
+def reap() -> None:
+    """Take what earlier jobs left, killed with them: so that its time counts as that of this process."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def preload() -> None:

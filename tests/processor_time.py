@@ -1,0 +1,122 @@
+"""The processor time of each tier of tests, and of all that they start: printed at the end, and limited where all tiers run.
+
+Waiting costs nothing and other programs change nothing, so this grows with the suite alone. How fast the machine is does change
+it; a loop that is timed all along divides that out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import statistics
+import time
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CEILINGS = {"unit": 500, "compiled": 500, "engine": 2000}
+"""Seconds of a processor that a tier may take, of the machine on which the loop takes ``LOOP_SECONDS``."""
+LOOP_SECONDS = 0.0028
+LOOP_PASSES = 100_000
+LISTED = 15
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class ProcessorTime:
+    """A plugin of pytest, in each worker and in the process that collects from them."""
+
+    def __init__(self, limited: bool):
+        self.limited = limited
+        self.seconds: Counter[str] = Counter()
+        """By file."""
+        self.loops: list[float] = []
+        self._before: float | None = None
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+        file = _file(item)
+        if self._before is None:
+            self.loops.append(loop())
+            self._before = spent()
+        result = yield
+        if nextitem is None or _file(nextitem) != file:
+            self.seconds[file] += max(0.0, spent() - self._before)  # less where a group of processes was killed
+            self._before = None
+        return result
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.limited and self._over():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["processor_time"] = (dict(self.seconds), self.loops)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        seconds, loops = getattr(node, "workeroutput", {}).get("processor_time", ({}, []))
+        self.seconds.update(seconds)
+        self.loops += loops
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if not self.seconds:
+            return
+        terminalreporter.section(
+            f"processor time; this machine takes {self._slowness:.2f} times as long as that of the ceilings"
+        )
+        for file, taken in self.seconds.most_common(LISTED):
+            terminalreporter.write_line(f"{taken:8.1f} s  {file}")
+        over = self._over()
+        for tier, taken in self._tiers().items():
+            line = f"tests/{tier}: {taken:.0f} s, there {taken / self._slowness:.0f} s of at most {CEILINGS[tier]}"
+            terminalreporter.write_line(line, red=tier in over)
+
+    @property
+    def _slowness(self) -> float:
+        return statistics.median(self.loops) / LOOP_SECONDS
+
+    def _tiers(self) -> Counter[str]:
+        tiers: Counter[str] = Counter()
+        for file, taken in self.seconds.items():
+            tiers[Path(file).parts[1]] += taken
+        return tiers
+
+    def _over(self) -> set[str]:
+        """The tiers above their ceilings."""
+        return {tier for tier, taken in self._tiers().items() if taken > CEILINGS[tier] * self._slowness}
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def loop() -> float:
+    """Seconds of the processor for a fixed piece of work."""
+    before = time.process_time()
+    total = 0
+    for number in range(LOOP_PASSES):
+        total += number
+    return time.process_time() - before
+
+
+def spent() -> float:
+    """Seconds of the processor that this process has taken, with all that it started and that has ended or runs."""
+    mine = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in mine) + _taken_below(os.getpid())
+
+
+def _taken_below(above: int) -> float:
+    """Of the processes that it started, and so on, and of those that they have waited for."""
+    parents, ticks = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)], ticks[int(folder.name)] = int(fields[1]), sum(map(int, fields[11:15]))
+    below, known = set(), {above}
+    while more := {pid for pid, parent in parents.items() if parent in known} - below:
+        below |= more
+        known = more
+    return sum(ticks[pid] for pid in below) / TICKS
