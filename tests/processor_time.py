@@ -11,7 +11,7 @@ import os
 import resource
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class ProcessorTime:
 
     def __init__(self, limited: bool):
         self.limited = limited
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         """By file."""
         self.loops: list[float] = []
         self._before: float | None = None
@@ -58,7 +58,8 @@ class ProcessorTime:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         seconds, loops = getattr(node, "workeroutput", {}).get("processor_time", ({}, []))
-        self.seconds.update(seconds)
+        for file, taken in seconds.items():
+            self.seconds[file] += taken
         self.loops += loops
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -67,7 +68,7 @@ class ProcessorTime:
         terminalreporter.section(
             f"processor time; this machine takes {self._slowness:.2f} times as long as that of the ceilings"
         )
-        for file, taken in self.seconds.most_common(LISTED):
+        for taken, file in sorted(((taken, file) for file, taken in self.seconds.items()), reverse=True)[:LISTED]:
             terminalreporter.write_line(f"{taken:8.1f} s  {file}")
         over = self._over()
         for tier, taken in self._tiers().items():
@@ -78,8 +79,8 @@ class ProcessorTime:
     def _slowness(self) -> float:
         return statistics.median(self.loops) / LOOP_SECONDS
 
-    def _tiers(self) -> Counter[str]:
-        tiers: Counter[str] = Counter()
+    def _tiers(self) -> dict[str, float]:
+        tiers: dict[str, float] = defaultdict(float)
         for file, taken in self.seconds.items():
             tiers[Path(file).parts[1]] += taken
         return tiers
@@ -115,7 +116,8 @@ def _taken_below(above: int) -> float:
         with contextlib.suppress(OSError):  # it has ended
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             parents[int(folder.name)], ticks[int(folder.name)] = int(fields[1]), sum(map(int, fields[11:15]))
-    below, known = set(), {above}
+    below: set[int] = set()
+    known = {above}
     while more := {pid for pid, parent in parents.items() if parent in known} - below:
         below |= more
         known = more

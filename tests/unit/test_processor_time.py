@@ -1,0 +1,55 @@
+"""The suite fails where a tier takes more of the processor than it may, whoever took it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+CONFTEST = """
+import processor_time
+processor_time.CEILINGS = {"unit": 1.0}
+processor_time.loop = lambda: %s * processor_time.LOOP_SECONDS
+def pytest_configure(config):
+    config.pluginmanager.register(processor_time.ProcessorTime(limited=%s), "processor_time")
+"""
+BURNS = """
+import subprocess, sys
+BURN = "import time\\nwhile time.process_time() < 1.2: pass"
+def test_itself():
+    exec(BURN)
+def test_a_child():
+    subprocess.run([sys.executable, "-c", BURN], check=True)
+def test_nothing(): ...
+"""
+
+
+def run(folder: Path, *arguments: str, slowness: float = 1.0, limited: bool = True) -> subprocess.CompletedProcess[str]:
+    (folder / "tests" / "unit").mkdir(parents=True)
+    (folder / "conftest.py").write_text(CONFTEST % (slowness, limited))
+    (folder / "tests" / "unit" / "test_burns.py").write_text(BURNS)
+    command = [sys.executable, "-m", "pytest", "-q", "tests/unit", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arguments", [["-k", "a_child"], ["-k", "a_child", "-n", "1"]])
+def test_a_tier_above_its_ceiling_fails_the_run(tmp_path: Path, arguments: list[str]) -> None:
+    ended = run(tmp_path, *arguments)
+    assert ended.returncode == 1, ended.stdout
+    assert "1 passed" in ended.stdout
+    assert "s of at most 1" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("test", "slowness", "limited"),
+    [("nothing", 1.0, True), ("itself", 9.0, True), ("itself", 1.0, False)],
+    ids=["below it", "on a slow machine", "some tests alone"],
+)
+def test_otherwise_it_does_not(tmp_path: Path, test: str, slowness: float, limited: bool) -> None:
+    ended = run(tmp_path, "-k", test, slowness=slowness, limited=limited)
+    assert ended.returncode == 0, ended.stdout
