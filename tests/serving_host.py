@@ -41,6 +41,13 @@ PRELOADED = (
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.managers.data_parallel_controller",
 )
+# What the CPU shims import, as plugins are loaded, in each of them.
+SHIMMED = (
+    "sglang.srt.layers.attention.torch_native_backend",
+    "sglang.srt.layers.moe.fused_moe_native",
+    "sglang.srt.layers.n_gram_embedding",
+    "sglang.srt.models.deepseek_common.attention_backend_handler",
+)
 
 
 def main() -> None:
@@ -74,6 +81,9 @@ def preload() -> None:
     """Import SGLang, to be forked."""
     for module in PRELOADED:
         importlib.import_module(module)
+    for module in SHIMMED:
+        with contextlib.suppress(ModuleNotFoundError):  # in an older SGLang
+            importlib.import_module(module)
     if "STANDIN_KERNELS" in os.environ:
         torch.cuda._is_in_bad_fork = lambda: False  # SGLang has started CUDA, and all of the stand-in survives a fork
 
