@@ -54,11 +54,11 @@ REPLACES = (
 def test_what_one_start_has_dumped_the_next_one_loads(
     quant: str | None, checkpoints: Checkpoints, engines: Engines, tmp_path: Path
 ) -> None:
-    """With experts offloaded and without, whichever of them has dumped it. SGLang builds the model once more, on meta, to name
-    what it dumps: those layers are none of the model's."""
+    """With experts offloaded what was dumped without, and the other way round. SGLang builds the model once more, on meta, to
+    name what it dumps: those layers are none of the model's."""
     checkpoint = checkpoints("qwen3_moe", quant=quant)
     off, layers = engines.baseline(checkpoint), json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
-    for folder, *starts in (("with", FLAGS, FLAGS, {}), ("without", {}, FLAGS)):
+    for folder, *starts in (("with", FLAGS, {}), ("without", {}, FLAGS)):
         extra = {"model_loader_extra_config": json.dumps({"presharded_path": str(tmp_path / folder)})}
         for number, flags in enumerate(starts):
             on = engines.run(checkpoint, load_format="presharded", **flags, **extra, log_level="info")

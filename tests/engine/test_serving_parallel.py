@@ -13,7 +13,7 @@ from serving import PROMPTS, Engines, assert_offloaded, assert_same_answers, ass
 
 EXPERTS, LAYERS = 16, 3
 MODES: dict[str, dict[str, Any]] = {
-    "tp2": {"tp_size": 2},
+    "tp2": {"tp_size": 2, "expert_offload_adapt": "continuous"},
     "tp2_ep2": {"tp_size": 2, "ep_size": 2},
     "pp2": {"pp_size": 2},
     "dp2": {"dp_size": 2},
@@ -40,7 +40,8 @@ SHOWN = [pytest.param(mode, marks=[pytest.mark.works("Parallel", ROWS[mode]), *S
 @pytest.mark.parametrize("mode", SHOWN)
 def test_offloaded_ranks_give_the_same_tokens_and_logprobs(mode: str, checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint = checkpoints("qwen3_moe", dtype="float32")
-    off = engines.baseline(checkpoint, **COMMON, **MODES[mode])
+    plain = {name: value for name, value in MODES[mode].items() if not name.startswith("expert_offload")}
+    off = engines.baseline(checkpoint, **COMMON, **plain)
     on = engines.run(
         checkpoint,
         **COMMON,
@@ -67,16 +68,13 @@ CONTINUOUS: dict[str, dict[str, Any]] = {
     "TP 2 x PP 2": {"tp_size": 2, "pp_size": 2},
     "TP 2 x DP 2": {"tp_size": 2, "dp_size": 2},
 }
-NIGHTLY = {mode: [pytest.mark.nightly] for mode in CONTINUOUS if mode != "TP 2"}
 FOLLOWING = [
-    pytest.param(
-        mode,
-        marks=[pytest.mark.works("Parallel", f"{mode}, continuous"), *NIGHTLY.get(mode, []), *SINCE.get(mode, [])],
-    )
+    pytest.param(mode, marks=[pytest.mark.works("Parallel", f"{mode}, continuous"), *SINCE.get(mode, [])])
     for mode in CONTINUOUS
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", FOLLOWING)
 def test_ranks_that_follow_the_traffic_stay_alike(mode: str, checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint = checkpoints("qwen3_moe", dtype="float32")
