@@ -1,4 +1,4 @@
-"""Measures a whole server beside every other way to serve the same checkpoint in the same VRAM.
+"""Measures a whole server beside every other way to serve the same checkpoint on the same budget of VRAM.
 
     python -m benchmarks.serve                                   # a tiny checkpoint on a CPU: equality and accounting only
     python -m benchmarks.serve --model FOLDER --device cuda --residency 0.78,0.5 --repeats 2

@@ -16,7 +16,9 @@ import pytest
 
 from benchmarks import (
     contenders,
+    docs_tables,
     link_rates,
+    measured_table,
     model,
     serve_client,
     serve_log,
@@ -422,6 +424,28 @@ def test_a_file_that_is_no_run_is_refused_with_its_name(tmp_path: Path, text: st
     with pytest.raises(serve_report.NotARun, match=told) as refused:
         serve_report.load(tmp_path)
     assert str(tmp_path / "run.json") in str(refused.value)
+
+
+# ---- the README's table ----
+
+
+def test_the_table_has_the_spread_of_each_figure_and_how_servers_were_started() -> None:
+    rows = [cell("resident", 1.0, 1, {1: [0.001, 0.003, 0.002]}), cell("frequency", 0.5, 1, {1: [0.004, 0.010, 0.006]})]
+    record = record_of(rows) | {"server_args": ["--disable-prefill-cuda-graph", "--chunked-prefill-size", "8192"], "repeats": 1}
+    record["sizes"]["samples"] = 3
+    assert "| decode step, batch 1 | 1.0 to 3.0 | 4.0 to 10.0 (3.0x) |" in measured_table.table(record)
+    started = measured_table.table(record).splitlines()[-1]
+    assert "1 start, 3 samples" in started
+    assert "`--disable-prefill-cuda-graph --chunked-prefill-size 8192`" in started
+
+
+@pytest.mark.parametrize("log", [docs_tables.MEASURED, docs_tables.QUARTER], ids=lambda log: log.stem)
+def test_small_batches_that_a_log_could_not_time_are_not_shown(log: Path) -> None:
+    record = serve_report.load(log)
+    assert serve_report.sizes(record, "decode") == [1, 4, 16, 64]
+    assert measured_table.sizes(record, "decode") == [16, 64]
+    assert measured_table.sizes(record, "prefill") == serve_report.sizes(record, "prefill")
+    assert measured_table.sizes(record | {"methods": serve_client.METHODS}, "decode") == [1, 4, 16, 64]
 
 
 # ---- the cost model ----
