@@ -119,6 +119,23 @@ def test_the_next_call_measures_all_that_was_never_run():
             assert planned & {*decided_by.split("; ")}, claim
 
 
+DONE = "run|ran|compared|timed|served|measured"
+STATE_WORDS = re.compile(rf"\b(proven|never ({DONE})|(nobody|no GPU) has ({DONE})|no log (yet|has|does|shows))\b", re.I)
+
+
+def text_of(path: Path) -> str:
+    """In one line, without the signs of comments."""
+    return " ".join(re.sub(r"^\s*(#|//)", "", path.read_text(), flags=re.M).split())
+
+
+def test_no_other_page_or_source_says_what_a_gpu_has_shown():
+    """It would be told twice, and one of the two goes stale."""
+    pages = [page for page in ROOT.glob("*.md") if page.name not in ("GPU_STATUS.md", "CHANGELOG.md")]
+    found = [(ROOT / "docs").rglob("*.md"), (ROOT / "sglang_uvm_offload").rglob("*.py"), (ROOT / "kernels").glob("*.cu")]
+    said = {path: STATE_WORDS.findall(text_of(path)) for paths in (pages, *found) for path in paths}
+    assert {path.relative_to(ROOT): words for path, words in said.items() if words} == {}
+
+
 def called(script: str) -> set[str]:
     """The parts that it names, such as "ops contract" by ``ops:contract``, and all parts of a section that it names alone."""
     lines = [line.partition(" #")[0] for line in script.splitlines() if re.search(r"^(\w.*)?(measure \. |beside )", line)]
