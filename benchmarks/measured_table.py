@@ -1,11 +1,13 @@
 """The README's table of measured times, from a section of a GPU session.
 
-Medians of every sample, in milliseconds; in brackets the ratio to the server with all experts in VRAM. Below, what each held.
+The lowest and the highest sample, in milliseconds; in brackets the ratio of medians to the server with all experts in VRAM.
+Below, what each held, and how all were started.
 """
 
 from __future__ import annotations
 
 import statistics
+import textwrap
 
 from benchmarks import serve_report
 from benchmarks.serve_report import Cell, Record
@@ -21,6 +23,12 @@ NAMES = {
 }
 UNITS = {"decode": "decode step, batch", "prefill": "prefill, tokens:"}
 HELD = {"vram_bytes": "VRAM held, GiB", "host_available_lost_bytes": "host RAM held, GiB"}
+SUBTRACTED = "difference"
+"""A word of how older logs say that they timed decode, by two lengths of one answer. That takes both prompts to cost the same,
+which they do not where a cache fills."""
+RESOLVED_BATCH = 16
+"""From which on the prompts matter little beside such a step."""
+COLUMNS = 140
 
 
 def table(record: Record, *left_out: str) -> str:
@@ -30,10 +38,25 @@ def table(record: Record, *left_out: str) -> str:
     head = ["milliseconds", *(column(cell) for cell in cells)]
     lines = [head, ["---"] * len(head)]
     for kind, words in UNITS.items():
-        for size in serve_report.sizes(record, kind):
+        for size in sizes(record, kind):
             lines.append([f"{words} {size:,}", *(entry(record, cell, kind, size) for cell in cells)])
     lines += [[words, *(held(record, cell, name) for cell in cells)] for name, words in HELD.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n" + started(record)
+
+
+def started(record: Record) -> str:
+    """How the servers were, beside their own flags."""
+    starts, samples = (
+        serve_report.count(each, noun) for each, noun in ((record["repeats"], "start"), (record["sizes"]["samples"], "sample"))
+    )
+    text = f"Each server: {starts}, {samples} of a figure, no prefix cache, and `{' '.join(record['server_args'])}`."
+    return textwrap.fill(text, COLUMNS, break_on_hyphens=False, break_long_words=False)
+
+
+def sizes(record: Record, kind: str) -> list[int]:
+    """Without the batches that an older log could not time."""
+    least = RESOLVED_BATCH if kind == "decode" and SUBTRACTED in record["methods"]["decode"] else 0
+    return [size for size in serve_report.sizes(record, kind) if size >= least]
 
 
 def served(record: Record, cell: Cell) -> bool:
@@ -49,7 +72,7 @@ def entry(record: Record, cell: Cell, kind: str, size: int) -> str:
     samples = serve_report.samples(record, cell, kind, size)
     if not samples:
         return "-"
-    text = f"{1e3 * statistics.median(samples):.1f}"
+    text = f"{1e3 * min(samples):.1f} to {1e3 * max(samples):.1f}"
     ratio = serve_report.ratio(record, cell, kind, size)
     return text if cell == serve_report.RESIDENT or ratio is None else f"{text} ({ratio[0]:.1f}x)"
 

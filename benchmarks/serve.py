@@ -1,4 +1,4 @@
-"""Measures a whole server beside every other way to serve the same checkpoint in the same VRAM.
+"""Measures a whole server beside every other way to serve the same checkpoint on the same budget of VRAM.
 
     python -m benchmarks.serve                                   # a tiny checkpoint on a CPU: equality and accounting only
     python -m benchmarks.serve --model FOLDER --device cuda --residency 0.78,0.5 --repeats 2
@@ -63,7 +63,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batches", type=numbers(int, 1, 4096), help="default 1,4,16,64")
     parser.add_argument("--prompts", type=numbers(int, 1, 1 << 20), help="prompt lengths for prefill")
     parser.add_argument("--prompt-tokens", type=int, default=32, help="prompt of each request of a decoded batch")
-    parser.add_argument("--tokens", type=numbers(int, 1, 1 << 16), default=(4, 36), help="the two lengths of decode: 4,36")
+    parser.add_argument("--tokens", type=numbers(int, 1, 1 << 16), default=(4, 36), help="of an answer, untimed and all: 4,36")
     parser.add_argument("--answers", type=int, default=8, help="single requests whose token ids are compared")
     parser.add_argument("--bench-requests", type=int, default=16, help="requests of sglang.bench_serving; 0: not run")
     parser.add_argument("--bench-lengths", type=numbers(int, 1, 1 << 20), default=(64, 16), help="its prompt and output: 64,16")

@@ -5,12 +5,13 @@ METHODS explains how each figure is measured. All times are seconds as this clie
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ import numpy as np
 import requests
 
 METHODS = {
-    "decode": "seconds per token of a batch: the same requests are answered with few and with many new tokens, and the "
-    "difference in time is divided by the difference in length, so that prefill is not in it",
+    "decode": "seconds per token of a batch whose answers are streamed: from when the first tokens have arrived to when the "
+    "last have, over the tokens between, so without prefill; no request repeats; bytes and counts are of one more answer",
     "prefill": "seconds of one request for one new token: prefill, one sampled token and HTTP",
     "bench": "sglang.bench_serving, random-ids, all requests at once",
     "answers": "greedy token ids of single requests, one after the other, against the resident server's of the same repeat; "
@@ -32,6 +33,8 @@ PromptIds = Callable[[int, int], list[int]]
 """The token ids of request number i, of a given length."""
 
 
+STREAMED_EACH = 4
+"""Requests of a batch up to which each token is sent at once: of more, the pieces would take SGLang longer than the step."""
 NOT_RESOLVED = "not resolved"
 """How a failure begins that is of the clock's: the server has answered."""
 
@@ -57,6 +60,21 @@ class Client:
             raise PointFailed(f"{len(prompts)} requests for {new_tokens} tokens: {len(found)} answers, of {short} tokens some")
         return found
 
+    def streamed(self, prompts: list[list[int]], new_tokens: int, every: int = 1) -> Iterator[tuple[int, int]]:
+        """The fewest and the most new tokens that any of the prompts has so far, as the pieces of their answers arrive, of
+        ``every`` so many tokens. They are sent as one batch."""
+        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, "stream_interval": every}
+        arrived = [0] * len(prompts)
+        for piece in self._pieces("/generate", {"input_ids": prompts, "sampling_params": sampling, "stream": True}):
+            if "error" in piece:
+                raise PointFailed(_one_line(piece["error"]["message"]))
+            arrived[piece.get("index", 0)] = piece["meta_info"]["completion_tokens"]
+            yield min(arrived), max(arrived)
+        if set(arrived) != {new_tokens}:
+            raise PointFailed(
+                f"{len(prompts)} requests for {new_tokens} tokens: streamed answers of {min(arrived)} to {max(arrived)}"
+            )
+
     def server_info(self) -> dict[str, Any]:
         info: dict[str, Any] = self._call("/server_info", None)
         return info
@@ -72,15 +90,31 @@ class Client:
         return self.state().get("expert_offload") or {}
 
     def _call(self, path: str, body: Any) -> Any:
+        with self._answer(path, body) as answer:
+            return answer.json()
+
+    def _pieces(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
+        """Those of a stream of server-sent events, up to its end."""
+        end = time.monotonic() + self.seconds
+        with self._answer(path, body, stream=True) as answer:
+            for line in answer.iter_lines():
+                if time.monotonic() > end:
+                    raise PointFailed(f"no whole answer within {self.seconds:g} s")
+                if line.startswith(b"data: ") and line != b"data: [DONE]":
+                    yield json.loads(line[len(b"data: ") :])
+
+    @contextlib.contextmanager
+    def _answer(self, path: str, body: Any, stream: bool = False) -> Iterator[requests.Response]:
         try:
-            answer = requests.request("POST" if body else "GET", self.url + path, json=body, timeout=self.seconds)
+            method = "POST" if body else "GET"
+            with requests.request(method, self.url + path, json=body, timeout=self.seconds, stream=stream) as answer:
+                if answer.status_code != 200:
+                    raise PointFailed(f"HTTP {answer.status_code}: {_one_line(answer.text)}")
+                yield answer
         except requests.Timeout:
             raise PointFailed(f"no answer within {self.seconds:g} s") from None
         except requests.RequestException as error:
             raise PointFailed(f"{type(error).__name__}: the server did not answer") from error
-        if answer.status_code != 200:
-            raise PointFailed(f"HTTP {answer.status_code}: {_one_line(answer.text)}")
-        return answer.json()
 
 
 def _one_line(text: str) -> str:
@@ -115,6 +149,7 @@ class Sizes:
     prompt_tokens: int
     """Of each request of a decoded batch."""
     short: int
+    """New tokens of an answer after which its steps are timed."""
     long: int
     samples: int
     answers: int
@@ -183,16 +218,44 @@ def medians(figures: list[dict[str, float]]) -> Timed:
 
 
 def decode(client: Client, prompts: PromptIds, batch: int, sizes: Sizes, counters: Counters = None) -> Timed:
-    """Seconds a token of a batch, by the difference of two lengths; likewise what was counted in one step."""
-    batch_prompts = [prompts(request, sizes.prompt_tokens) for request in range(batch)]
-    found = []
-    for _ in range(sizes.samples):
-        short, long = (timed(client, batch_prompts, new, counters) for new in (sizes.short, sizes.long))
-        found.append({name: (long[name] - short[name]) / (sizes.long - sizes.short) for name in long})
-    if statistics.median(each["seconds"] for each in found) <= 0:
-        least = f"{sizes.long} tokens took no longer than {sizes.short}; ask for more with --tokens"
-        raise PointFailed(f"{NOT_RESOLVED}: {least}")
-    return medians(found)
+    """Seconds a token of a batch, of streamed answers to requests that nothing asked before; what was counted in one step."""
+    first = max(sizes.batches) + sum(each * (sizes.samples + 1) for each in sizes.batches if each < batch)
+
+    def asked(sample: int) -> list[list[int]]:
+        return [prompts(first + sample * batch + request, sizes.prompt_tokens) for request in range(batch)]
+
+    samples = [step_seconds(client, asked(sample), sizes) for sample in range(sizes.samples)]
+    if statistics.median(samples) <= 0:
+        raise PointFailed(f"{NOT_RESOLVED}: {sizes.long} tokens came no later than {sizes.short}; ask for more with --tokens")
+    return Timed(samples, step_counts(client, asked(sizes.samples), sizes, counters) if counters else {})
+
+
+def step_seconds(client: Client, prompts: list[list[int]], sizes: Sizes) -> float:
+    """From when all requests have ``short`` tokens to when the first one has all of its, over the tokens of each between."""
+    steps: list[tuple[float, int]] = []
+    together = True
+    for least, most in client.streamed(prompts, sizes.long, 1 if len(prompts) <= STREAMED_EACH else sizes.short):
+        if together and least >= sizes.short and (not steps or least > steps[-1][1]):
+            steps.append((time.perf_counter(), least))  # the last of them has arrived
+            together = most < sizes.long
+    if len(steps) < 2:
+        raise PointFailed(f"{NOT_RESOLVED}: the requests of a batch did not decode together")
+    (begun, first), (ended, last) = steps[0], steps[-1]
+    return (ended - begun) / (last - first)
+
+
+def step_counts(
+    client: Client, prompts: list[list[int]], sizes: Sizes, counters: Callable[[], dict[str, float]]
+) -> dict[str, float]:
+    """What was counted a step, of decode steps alone: the counters are read amid an answer, which nothing times, and after it.
+    Empty where no step was counted between."""
+    before: dict[str, float] = {}
+    for least, _ in client.streamed(prompts, sizes.long):
+        if least and not before:  # all prompts are computed
+            before = counters()
+    after = counters()
+    steps = after.pop("steps") - before.pop("steps")
+    return {name: (after[name] - before[name]) / steps for name in before} if steps else {}
 
 
 def prefill(client: Client, prompts: PromptIds, length: int, sizes: Sizes, counters: Counters = None) -> Timed:

@@ -262,11 +262,12 @@ def check_offload(client: Client, contender: Contender, budget: Budget, row: Row
 
 
 def counted(client: Client) -> dict[str, float]:
-    """Totals of the bytes of offloaded experts that steps brought over the link (read in place, streamed or filled into slots),
-    of routed tokens and those that residents and slots served, of moves, and of what slots did."""
+    """Totals of the steps, of the bytes of offloaded experts that they brought over the link (read in place, streamed or filled
+    into slots), of routed tokens and those that residents and slots served, of moves, and of what slots did."""
     state = client.offload()
     slots = state.get("slots") or {}
     return {
+        "steps": state["history"]["steps"][-1],
         "read_bytes": int(state["zero_copy_bytes"]) + int(state["streamed_bytes"]) + int(slots.get("filled_bytes", 0)),
         "routed": state["routed"],
         "routed_resident": sum(layer["routed_resident"] for layer in state["layers"]),

@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import shown_code
+
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = [name for name in os.environ if name.startswith("STANDIN_")]
 """Set where the tests' stand-in driver is loaded in place of a real one."""
@@ -49,6 +51,7 @@ def describe() -> dict[str, Any]:
         "transparent_huge_pages": read(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "commit": commit(),
         "sources_sha256": sources(),
+        "code": shown_code.digests(),
         "measured": computes() and not STAND_IN,
     }
 

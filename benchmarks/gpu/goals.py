@@ -306,7 +306,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
     "serving_slots": (
         Goal("servers of this plugin with other answers", "<=", 0, other_answers("serving_slots")),
         Goal(
-            "a server's decode time, residents only over residents and slots in the same VRAM (least gain)",
+            "a server's decode time, residents only over residents and slots on the same budget (least gain)",
             ">=",
             1,
             behind("frequency", "decode", 1, 4, 16, 64, ours="residents_and_slots", part="split"),

@@ -133,7 +133,7 @@ SERVER = Section(
 
 SERVING_SLOTS = Section(
     "serving_slots",
-    "what slots gain a whole server, beside residents, alone, and against SGLang's paged experts in the same VRAM",
+    "what slots gain a whole server, beside residents, alone, and against SGLang's paged experts on the same budget",
     (
         CHECKPOINT,
         LINK,
@@ -186,7 +186,7 @@ BOUNDS = Section(
 
 PEERS = Section(
     "peers",
-    "SGLang's paged experts on the same model in the same VRAM, in FP8 and more layers",
+    "SGLang's paged experts on the same model and budget, in FP8 and more layers",
     (
         Part("fp8", "server_parts", 25, 150, 0, 8, "Qwen3-30B-A3B's shape in FP8, 30 layers, routed as a measured trace"),
         LINK,
@@ -196,7 +196,7 @@ PEERS = Section(
 
 CPU_OFFLOAD = Section(
     "cpu_offload",
-    "SGLang's --cpu-offload-gb on the same model in the same VRAM",
+    "SGLang's --cpu-offload-gb on the same model and budget",
     (Part("cpu_offload_gb", "server_parts", 240, 340, 20, 60, "all resident, this plugin, --cpu-offload-gb at 50 %"),),
 )
 

@@ -302,7 +302,7 @@ def put_slots(rows: Rows, row: dict[str, Any], labels: dict[str, Any]) -> None:
     for figure in ("hits", "fills", "bypasses", "kept"):
         rows.put("slots_all", "activations" if figure != "kept" else "experts", [slots[figure]], figure=figure, **labels)
     for point in row["points"]:
-        if point["kind"] == "decode" and not point["error"]:
+        if point["kind"] == "decode" and "slot_hits" in point:
             counts = {name: point[f"slot_{name}"] for name in ("hits", "fills", "bypasses")}
             for figure, count in counts.items():
                 share = [count / sum(counts.values())] if sum(counts.values()) > 0 else []

@@ -158,6 +158,7 @@ def run_section(section: Section, names: set[str], wanted: argparse.Namespace, c
             log,
             f"== section {section.name} on {environment['device']}, driver {environment['driver']}, {record['started'][-1]}",
         )
+        say(log, "code: " + ", ".join(f"{name} {digest}" for name, digest in environment["code"].items()))
         programs = Programs(environment, log)
         ended = (DONE, FAILED) if wanted.once else (DONE,)
         for part in section.parts:
@@ -272,15 +273,15 @@ def table(section: Section, record: dict[str, Any]) -> list[str]:
 
 
 def earlier_record(section: Section, environment: dict[str, Any], folders: Sequence[Path | None]) -> dict[str, Any] | None:
-    """The first folder's record of this section that this machine may go on from. Figures of different machines, drivers or
-    libraries do not make one section, and figures of a stand-in never count for a GPU."""
-    same = ("device", "driver", "cuda_of_torch", "torch", "measured")
+    """The first folder's record of this section that this machine may go on from. Figures of different machines, drivers,
+    libraries or code (``shown_code``) do not make one section, and figures of a stand-in never count for a GPU."""
+    same = ("device", "driver", "cuda_of_torch", "torch", "code", "measured")
     for folder in folders:
         path = folder / f"{section.name}.json" if folder else None
         if path is None or not path.exists():
             continue
         record: dict[str, Any] = json.loads(path.read_text())
-        other = [name for name in same if record["environment"][name] != environment[name]]
+        other = [name for name in same if record["environment"].get(name) != environment[name]]
         if not other:
             return record | {"_path": str(path)}
         print(f"section {section.name}: {path} is of another {', '.join(other)}: measuring anew", flush=True)

@@ -3,7 +3,7 @@
 Expert pages stay where they are: a notification moves a page to its preferred location, where it is already
 (``block_select_processor_residency``, ``uvm_va_block.c``). But the driver handles one for each 256 reads of a region, which
 takes a thread of the kernel and the locks that moves need. (``uvm_gpu_access_counters.c``, NVIDIA's open kernel modules,
-595.45.04. What it costs was never measured.)
+595.45.04.)
 """
 
 from __future__ import annotations

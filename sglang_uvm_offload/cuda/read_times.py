@@ -25,7 +25,7 @@ FAULT_OVER_NEAR = 10
 """Nor was one of fewer times the cycles of a read that VRAM answers, however much the GPU does besides."""
 BUSY_CYCLES = 10_000
 """From here on a read over the link is taken to wait for others (assumed: idle ones took 4,466 at most, ``read_latency`` in
-benchmarks/results/2026-11-26-nvidia-h100/probe.json, and no log has busy ones yet). Beside others, first reads of VRAM may take
+benchmarks/results/2026-11-26-nvidia-h100/probe.json). Beside others, first reads of VRAM may take
 as long as a fault: servers on an H200 whose steps filled the link took most of their residents for evicted, with 131 GiB of
 VRAM free (``evicted_bytes`` in benchmarks/results/2026-11-27-nvidia-h200/serving_slots.json)."""
 REFERENCE_READS = 32

@@ -33,16 +33,15 @@ PCIE5 = Link(
 GH200 = Link(
     450,
     342,
-    "NVLink-C2C, 900 GB/s in both directions together (nominal, never measured by this project)",
+    "NVLink-C2C, 900 GB/s in both directions together (nominal)",
     "a kernel's copies, https://github.com/NVIDIA/nvbandwidth/issues/23",
 )
 # One Grace has two GPUs: each gets half of the link.
 GB200 = Link(
     225,
     168.6,
-    "NVLink-C2C, 900 GB/s in both directions together, for the two GPUs of a superchip (nominal, never measured by this "
-    "project)",
+    "NVLink-C2C, 900 GB/s in both directions together, for the two GPUs of a superchip (nominal)",
     "copy engines of four GB300 at once, https://github.com/NVIDIA/Megatron-LM/issues/6491",
 )
 # The link (600 GB/s in both directions) is wider than the memory, so reads of host memory run at the memory's rate.
-GB10 = Link(273, 0, "NVLink-C2C to one memory of 273 GB/s that GPU and CPU share (nominal, never measured by this project)")
+GB10 = Link(273, 0, "NVLink-C2C to one memory of 273 GB/s that GPU and CPU share (nominal)")

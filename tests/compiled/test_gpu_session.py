@@ -18,6 +18,7 @@ from serving import FORKING
 from standin.build import build, cuda_include, environment
 
 from benchmarks import serve_log
+from benchmarks.gpu import shown_code
 from sglang_uvm_offload.memory.staging import VRAM_BLOCKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,6 +193,8 @@ def test_a_result_says_where_it_is_from_and_keeps_every_repeat(ran, section):
     assert machine["device"] == "NVIDIA H200"
     for name in ("driver", "cuda_of_torch", "nvcc", "torch", "triton", "python", "commit", "sources_sha256"):
         assert name in machine
+    assert machine["code"] == shown_code.digests()
+    assert f"slots {machine['code']['slots']}" in (ran.out / f"{section}.log").read_text().splitlines()[1]
     assert len(record["commands"]) == len(record["started"]) == 1
     for part in record["parts"].values():
         assert part["command"]
@@ -878,7 +881,7 @@ def test_no_plan_takes_a_third_of_a_card_of_80_gb(modules):
 def test_parts_too_large_for_the_machine_are_left_out_and_the_others_run(modules, tmp_path, monkeypatch):
     session, section = modules["session"], modules["sections"].PROBE
     here = dict.fromkeys(("device", "driver", "cuda_of_torch", "torch"), "some")
-    here |= {"measured": True, "vram_free_bytes": 23 << 30, "host_available_bytes": 120 << 30}
+    here |= {"code": {}, "measured": True, "vram_free_bytes": 23 << 30, "host_available_bytes": 120 << 30}
     monkeypatch.setattr(session, "describe_machine", lambda call: here | {"compute_capability": [9, 0]})
     monkeypatch.setattr(session, "run_part", lambda *arguments: {"status": "done", "rows": []})
     by_size = sorted(section.parts, key=lambda part: part.managed_gib)  # the last ones are not recorded by those after them
@@ -1002,7 +1005,7 @@ def test_a_call_ends_in_time_whatever_hangs(modules, tmp_path, monkeypatch, seco
     session, sections, child = modules["session"], modules["sections"], modules["child"]
     now = [0.0]
     machine = dict.fromkeys(("device", "driver", "cuda_of_torch", "torch"), "some") | {"compute_capability": [9, 0]}
-    machine |= {"measured": True, "vram_free_bytes": 138 << 30, "host_available_bytes": 120 << 30}
+    machine |= {"code": {}, "measured": True, "vram_free_bytes": 138 << 30, "host_available_bytes": 120 << 30}
 
     def output(command: list[str], limit: float, stderr: object = None) -> str:
         if command[2].endswith(hangs):
@@ -1048,7 +1051,7 @@ def test_a_whole_call_leaves_what_has_no_time_and_hands_over_its_results(tmp_pat
 def test_a_part_without_time_keeps_its_earlier_rows(modules, tmp_path, monkeypatch):
     session, section = modules["session"], modules["sections"].STREAM
     machine = dict.fromkeys(("device", "driver", "cuda_of_torch", "torch"), "some") | {"compute_capability": [9, 0]}
-    machine |= {"measured": True, "vram_free_bytes": 138 << 30, "host_available_bytes": 120 << 30}
+    machine |= {"code": {}, "measured": True, "vram_free_bytes": 138 << 30, "host_available_bytes": 120 << 30}
     cut = {"status": "cut short", "error": None, "rows": [row("note", [1]) | {"median": 1, "low": 1, "high": 1}]}
     (tmp_path / "stream.json").write_text(json.dumps({"environment": machine, "parts": {"copies": cut}, "complete": False}))
     monkeypatch.setattr(session, "describe_machine", lambda call: machine)
@@ -1065,10 +1068,11 @@ def test_a_part_that_would_not_fit_is_left_for_the_next_run(modules, tmp_path):
     assert told == {"status": "no time left", "rows": []}
 
 
-@pytest.mark.parametrize("changed", ["device", "driver", "torch", "measured"])
+@pytest.mark.parametrize("changed", ["device", "driver", "torch", "code", "measured"])
 def test_results_of_another_machine_are_not_gone_on_from(modules, tmp_path, changed):
     session, section = modules["session"], modules["sections"].OPS
-    here = {"device": "NVIDIA H200", "driver": "580.1", "cuda_of_torch": "13.0", "torch": "2.11", "measured": True}
+    here = {"device": "NVIDIA H200", "driver": "580.1", "cuda_of_torch": "13.0", "torch": "2.11"}
+    here |= {"code": {"slots": "1"}, "measured": True}
     (tmp_path / "ops.json").write_text(json.dumps({"environment": here, "parts": {}, "complete": True}))
     assert session.earlier_record(section, here, [None, tmp_path])["complete"] is True
     assert session.earlier_record(section, here | {changed: "other"}, [tmp_path]) is None

@@ -19,6 +19,8 @@ import pytest
 from checkpoints import Checkpoints
 from serving import Engines, assert_close, assert_offloaded
 
+from benchmarks.serve_client import Client, Sizes, Timed, decode, random_prompts
+from benchmarks.serve_run import counted
 from scripts.harness.patience import patience
 from scripts.harness.server import Server, environment, flags, offload_state
 
@@ -54,11 +56,19 @@ def ask(server: Server) -> Said:
         "server_info": server.get("/server_info"),
         "metrics": server.get_text("/metrics"),
         "log": server.log,
+        "decoded": decoded(server),
     }
 
 
 def generate(server: Server, text: str) -> dict[str, Any]:
     return server.post("/generate", {"text": text, "sampling_params": GREEDY, "return_logprob": True})
+
+
+def decoded(server: Server) -> Timed:
+    """As the benchmark times it."""
+    client, sizes = Client(server.url, patience(60)), Sizes((2,), (8,), 8, 2, 9, 2, 1, 4, 0, 8, 4, 16)
+    counters = (lambda: counted(client)) if client.offload() else None
+    return decode(client, random_prompts(320, 1), 2, sizes, counters)
 
 
 def abort(server: Server, text: str) -> str:
@@ -133,6 +143,14 @@ def test_a_streamed_answer_arrives_in_pieces_and_is_the_whole_answer(on: Said, o
         assert len(said["streamed"]) > 1
         assert said["streamed"][-1]["text"] == said["unstreamed"]["text"]
     assert on["streamed"][-1]["text"] == off["streamed"][-1]["text"]
+
+
+def test_the_benchmark_times_the_steps_of_streamed_answers_and_counts_what_one_reads(on: Said, off: Said) -> None:
+    assert len(on["decoded"].samples) == len(off["decoded"].samples) == 2
+    assert min(on["decoded"].samples + off["decoded"].samples) > 0
+    assert off["decoded"].extra == {}
+    offloaded = offload_state(on["server_info"])["offloaded_bytes"]
+    assert 0 < on["decoded"].extra["read_bytes"] <= offloaded, "in one step, each expert once"
 
 
 def test_a_streamed_chat_is_the_same_chat(on: Said) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import shown_code
 from benchmarks.gpu.sections import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 STATES = {"proven", "refuted", "read in source", "never run"}
-COLUMNS = ["claim", "said in", "state", "decided by", "evidence"]
+CHANGED = ", code changed since"
+COLUMNS = ["claim", "said in", "code", "state", "decided by", "evidence"]
 
 
 def table(text: str, heading: str) -> list[list[str]]:
@@ -31,14 +33,23 @@ def parts() -> set[str]:
 def problems(text: str, root: Path) -> list[str]:
     """Everything that is wrong with a status file whose links are relative to ``root``."""
     head, *lines = table(text, "Claims")
+    now = shown_code.digests()
     found = [] if head == COLUMNS else [f"the columns are {head}"]
     for cells in lines:
         if len(cells) != len(COLUMNS):
             found.append(f"{len(cells)} cells: {' | '.join(cells)}")
             continue
-        claim, said_in, state, decided_by, evidence = cells
+        claim, said_in, code, state, decided_by, evidence = cells
+        names = [] if code == "none" else code.split(", ")
+        marked, state = state.endswith(CHANGED), state.removesuffix(CHANGED)
         if state not in STATES:
             found.append(f"no state {state!r}: {claim}")
+        if unknown := [name for name in names if name not in now]:
+            found.append(f"no code {', '.join(unknown)!r}: {claim}")
+        elif marked != any(shown_code.has_changed(names, log, now) for log in newest(evidence, root) if names):
+            found.append(
+                f"{code}: {'marked as changed, and has not' if marked else f'has changed, and no {CHANGED!r}'}: {claim}"
+            )
         found += [f"no file {name}: {claim}" for name in said_in.split(", ") if not (ROOT / name).is_file()]
         known = parts() | ({"nothing yet"} if state == "never run" else set())
         found += [f"no part {name!r}: {claim}" for name in decided_by.split("; ") if name not in known]
@@ -50,6 +61,14 @@ def problems(text: str, root: Path) -> list[str]:
         elif evidence:
             found.append(f"evidence without a verdict: {claim}")
     return found
+
+
+def newest(evidence: str, root: Path) -> list[Path]:
+    """The JSON of the logs of the last day: they show what the code does now, or nothing does."""
+    links = re.findall(r"\]\(([^)]+)\)", evidence)
+    days = {link: re.findall(r"\d{4}-\d{2}-\d{2}|$", link)[0] for link in links}
+    records = [(root / link).with_suffix(".json") for link, day in days.items() if day == max(days.values())]
+    return [record for record in records if record.is_file()]
 
 
 def evidence_problems(evidence: str, state: str, root: Path) -> list[str]:
@@ -95,9 +114,26 @@ def test_the_next_call_measures_all_that_was_never_run():
     """By one of the parts that decide a line, or by all where it says so."""
     planned = called((ROOT / "scripts/gpu_call.sh").read_text())
     assert planned <= parts()
-    for claim, _, state, decided_by, _ in table(STATUS, "Claims")[1:]:
+    for claim, _, _, state, decided_by, _ in table(STATUS, "Claims")[1:]:
         if state == "never run" and decided_by != "nothing yet":
             assert planned & {*decided_by.split("; ")}, claim
+
+
+DONE = "run|ran|compared|timed|served|measured"
+STATE_WORDS = re.compile(rf"\b(proven|never ({DONE})|(nobody|no GPU) has ({DONE})|no log (yet|has|does|shows))\b", re.I)
+
+
+def text_of(path: Path) -> str:
+    """In one line, without the signs of comments."""
+    return " ".join(re.sub(r"^\s*(#|//)", "", path.read_text(), flags=re.M).split())
+
+
+def test_no_other_page_or_source_says_what_a_gpu_has_shown():
+    """It would be told twice, and one of the two goes stale."""
+    pages = [page for page in ROOT.glob("*.md") if page.name not in ("GPU_STATUS.md", "CHANGELOG.md")]
+    found = [(ROOT / "docs").rglob("*.md"), (ROOT / "sglang_uvm_offload").rglob("*.py"), (ROOT / "kernels").glob("*.cu")]
+    said = {path: STATE_WORDS.findall(text_of(path)) for paths in (pages, *found) for path in paths}
+    assert {path.relative_to(ROOT): words for path, words in said.items() if words} == {}
 
 
 def called(script: str) -> set[str]:
@@ -108,21 +144,30 @@ def called(script: str) -> set[str]:
     return {f"{section} {part}" for section, one in named if section in every for part in ([one] if one else every[section])}
 
 
-def one_line(state: str, evidence: str = "", decided_by: str = "probe prefetch") -> str:
-    row = f"| pages move | README.md | {state} | {decided_by} | {evidence} |"
-    return f"\n## Claims\n\n| {' | '.join(COLUMNS)} |\n| --- | --- | --- | --- | --- |\n{row}\n\n## Compiled without a GPU\n"
+def one_line(state: str, evidence: str = "", decided_by: str = "probe prefetch", code: str = "none") -> str:
+    row = f"| pages move | README.md | {code} | {state} | {decided_by} | {evidence} |"
+    return f"\n## Claims\n\n| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}\n{row}\n\n## Compiled without a GPU\n"
 
 
 @pytest.fixture
 def results(tmp_path) -> Path:
-    (tmp_path / "real.log").write_text("promotion over the copy engine: 0.85 (wanted >= 0.8): met\n")
-    (tmp_path / "real.json").write_text('{"measured": true}')
-    (tmp_path / "played.log").write_text("0.85\n")
-    (tmp_path / "played.json").write_text('{"measured": false}')
+    code = shown_code.digests()
+    earlier = {**code, "slots": "0"}
+    for name, digests in (("real", code), ("older", earlier), ("played", code)):
+        (tmp_path / f"{name}.log").write_text("promotion over the copy engine: 0.85 (wanted >= 0.8): met\n")
+        record = {"measured": name != "played", "environment": {"commit": "0", "code": digests}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    unknown = {"measured": True, "environment": {"commit": "0"}}
+    (tmp_path / "unknown.log").write_text("0.85\n")
+    (tmp_path / "unknown.json").write_text(json.dumps(unknown))
+    for day, name in (("2026-12-01", "older"), ("2026-12-02", "real")):
+        (tmp_path / f"{day}.log").write_text("0.85\n")
+        (tmp_path / f"{day}.json").write_text((tmp_path / f"{name}.json").read_text())
     return tmp_path
 
 
 GOOD = "`0.85` in [the log](real.log), 2026-12-01"
+OLDER = GOOD.replace("real.log", "older.log")
 
 
 @pytest.mark.parametrize(
@@ -142,6 +187,17 @@ GOOD = "`0.85` in [the log](real.log), 2026-12-01"
         (one_line("proven", GOOD.replace("real.log", "played.log")), "played.log is not a log of a measurement"),
         (one_line("proven", GOOD.replace(", 2026-12-01", "")), "no date"),
         (one_line("refuted", GOOD), 'no "changed:"'),
+        (one_line("proven", GOOD, code="copies, slots"), None),
+        (one_line("proven", OLDER, code="copies"), None),
+        (one_line("proven", OLDER, code="copies, slots"), "has changed"),
+        (one_line("proven, code changed since", OLDER, code="copies, slots"), None),
+        (one_line("proven, code changed since", GOOD, code="slots"), "marked as changed, and has not"),
+        (one_line("proven, code changed since", GOOD), "marked as changed, and has not"),
+        (one_line("proven", GOOD.replace("real", "unknown"), code="slots"), "has changed"),
+        (one_line("proven", GOOD.replace("real", "unknown")), None),
+        (one_line("proven", f"{OLDER}, [again](2026-12-01.log)", code="slots"), "has changed"),
+        (one_line("proven", f"{OLDER}, [again](2026-12-02.log)", code="slots"), None),
+        (one_line("never run", code="slits"), "no code 'slits'"),
     ],
 )
 def test_a_line_is_believed_only_with_its_log(results, text, wrong):

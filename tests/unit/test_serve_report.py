@@ -3,8 +3,10 @@ cost model."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,9 @@ import pytest
 
 from benchmarks import (
     contenders,
+    docs_tables,
     link_rates,
+    measured_table,
     model,
     serve_client,
     serve_log,
@@ -159,33 +163,105 @@ def test_how_busy_a_gpu_was_leaves_out_the_first_and_the_last_sample() -> None:
 
 
 class Clock:
-    """A server whose answers take a fixed time for the prompt and for each token."""
+    """A server that takes long for a prompt whose experts no cache holds yet, and a fixed time for each token of a batch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, per_token: float):
-        self.now, self.read, self.per_token = 0.0, 0, per_token
+        self.now, self.read, self.steps, self.per_token = 0.0, 0, 0, per_token
+        self.asked: list[list[list[int]]] = []
         monkeypatch.setattr(serve_client.time, "perf_counter", lambda: self.now)
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        self.now += 5.0 + new_tokens * self.per_token
-        self.read += 1000 + 10 * new_tokens
+        for _ in self.streamed(prompts, new_tokens):
+            pass
         return [[1] * new_tokens for _ in prompts]
 
-    def counters(self) -> dict[str, int]:
+    def streamed(self, prompts: list[list[int]], new_tokens: int, every: int = 1) -> Iterator[tuple[int, int]]:
+        cold = prompts not in self.asked
+        self.asked.append(prompts)
+        self.now += 5.0 if cold else 1.0
+        self.read += 1000 if cold else 200
+        for token in range(1, new_tokens + 1):
+            self.now += self.per_token
+            self.read, self.steps = self.read + 10, self.steps + 1
+            if token % every in (0, 1) or token == new_tokens:
+                for request in range(len(prompts)):
+                    self.now += 0.01  # the pieces of one step
+                    yield token if request == len(prompts) - 1 else token - 1, token
+
+    def counters(self) -> dict[str, float]:
         self.now += 100.0
-        return {"read_bytes": self.read}
+        return {"steps": self.steps, "read_bytes": self.read}
 
 
 SIZES = serve_client.Sizes((1, 4), (16,), 8, 2, 10, 3, 2, 4, 0, 8, 4, 16)
 
 
-def test_decode_time_holds_neither_prefill_nor_the_asking_for_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("batch", [1, 4])
+def test_decode_time_holds_neither_prefill_nor_the_asking_for_counters(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
     clock = Clock(monkeypatch, 0.25)
-    timed = serve_client.decode(clock, lambda i, n: [1] * n, 4, SIZES, clock.counters)  # type: ignore[arg-type]
-    assert timed.samples == pytest.approx([0.25] * 3)
+    timed = serve_client.decode(clock, lambda i, n: [i] * n, batch, SIZES, clock.counters)  # type: ignore[arg-type]
+    assert timed.samples == pytest.approx([0.25 + 0.01 * batch] * 3)
     assert timed.extra == {"read_bytes": 10}
-    timed = serve_client.prefill(clock, lambda i, n: [1] * n, 16, SIZES, clock.counters)  # type: ignore[arg-type]
-    assert timed.samples == pytest.approx([5.25] * 3)
-    assert timed.extra == {"read_bytes": 1010}
+    timed = serve_client.prefill(clock, lambda i, n: [i] * n, 16, SIZES, clock.counters)  # type: ignore[arg-type]
+    assert timed.samples == pytest.approx([5.26] * 3)
+    assert timed.extra["read_bytes"] == 1010
+
+
+def test_no_request_is_decoded_twice_nor_was_in_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 0.25)
+    serve_client.warm(clock, lambda i, n: [i] * n, SIZES)  # type: ignore[arg-type]
+    warm = {prompt[0] for prompts in clock.asked for prompt in prompts}
+    clock.asked.clear()
+    for batch in SIZES.batches:
+        serve_client.decode(clock, lambda i, n: [i] * n, batch, SIZES, clock.counters)  # type: ignore[arg-type]
+    decoded = [prompt[0] for prompts in clock.asked for prompt in prompts]
+    assert len({*decoded}) == len(decoded) == (1 + 4) * (SIZES.samples + 1)
+    assert not warm & {*decoded}
+
+
+def test_steps_after_the_first_request_has_ended_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 0.0)
+
+    def streamed(prompts: list[list[int]], new_tokens: int, every: int) -> Iterator[tuple[int, int]]:
+        for least in range(1, new_tokens + 1):  # one prompt was computed three steps later than the others
+            clock.now += 1.0 if least <= new_tokens - 3 else 50.0
+            yield least, min(new_tokens, least + 3)
+
+    clock.streamed = streamed  # type: ignore[method-assign]
+    timed = serve_client.decode(clock, lambda i, n: [i] * n, 4, SIZES)  # type: ignore[arg-type]
+    assert timed.samples == [1.0] * 3
+
+
+PIECES = (ROOT / "tests" / "fixtures" / "streamed.txt").read_bytes().splitlines()
+"""What SGLang 0.5.23 sent for two prompts of four tokens, six tokens each, and for one that is too long."""
+
+
+@pytest.fixture
+def transport(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The lines that the next answer streams."""
+    lines: list[bytes] = []
+
+    def request(*_: Any, **__: Any) -> Any:
+        answer = SimpleNamespace(status_code=200, iter_lines=lambda: iter(lines))
+        return contextlib.nullcontext(answer)
+
+    monkeypatch.setattr(serve_client.requests, "request", request)
+    return lines
+
+
+def test_pieces_of_streamed_answers_are_counted_by_request(transport: list[bytes]) -> None:
+    end = PIECES.index(b"data: [DONE]") + 1
+    answered, refused = PIECES[:end], PIECES[end:]
+    client = serve_client.Client("http://server", 60)
+    transport[:] = answered
+    steps = [*client.streamed([[1] * 4] * 2, 6)]
+    assert steps[:3] == [(0, 1), (1, 1), (1, 2)]
+    assert steps[-1] == (6, 6)
+    with pytest.raises(serve_client.PointFailed, match="2 requests for 7 tokens: streamed answers of 6 to 6"):
+        list(client.streamed([[1] * 4] * 2, 7))
+    transport[:] = refused
+    with pytest.raises(serve_client.PointFailed, match=r"^The input \(5000 tokens\) is longer"):
+        list(client.streamed([[1] * 5000], 6))
 
 
 def test_long_prompts_are_answered_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +285,8 @@ def test_what_is_counted_of_a_server() -> None:
     """Bytes that fill slots are read too."""
     layers = [{"routed_resident": 20.5}, {"routed_resident": 10.0}]
     state = {"zero_copy_bytes": 5, "streamed_bytes": 70, "routed": 64, "layers": layers, "moves": 3, "moved_bytes": 9}
-    found = {"read_bytes": 75, "routed": 64, "routed_resident": 30.5, "moves": 3, "moved_bytes": 9}
+    state["history"] = {"steps": [0, 7]}
+    found = {"steps": 7, "read_bytes": 75, "routed": 64, "routed_resident": 30.5, "moves": 3, "moved_bytes": 9}
     assert serve_run.counted(SimpleNamespace(offload=lambda: state)) == found  # type: ignore[arg-type]
     state["slots"] = {"filled_bytes": 200, "hits": 1, "fills": 2, "bypasses": 3, "kept": 4}
     found |= {"read_bytes": 275, "slot_hits": 1, "slot_fills": 2, "slot_bypasses": 3}
@@ -231,10 +308,13 @@ def test_the_warm_up_goes_on_for_the_step_after_its_last_token(monkeypatch: pyte
     assert served - (sizes.prompt_tokens + sizes.long - 1) >= 1000, "the last request comes after all that were asked for"
 
 
-def test_a_time_that_noise_hides_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, 0.0)
-    with pytest.raises(serve_client.PointFailed, match="not resolved"):
+def test_a_time_that_cannot_be_resolved_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, -0.01)
+    with pytest.raises(serve_client.PointFailed, match="not resolved: 10 tokens came no later than 2"):
         serve_client.decode(clock, lambda i, n: [1] * n, 1, SIZES)  # type: ignore[arg-type]
+    clock.streamed = lambda *_: iter([(1, 1), (1, 10), (10, 10)])  # type: ignore[method-assign]
+    with pytest.raises(serve_client.PointFailed, match="not resolved: the requests of a batch did not decode together"):
+        serve_client.decode(clock, lambda i, n: [1] * n, 4, SIZES)  # type: ignore[arg-type]
 
 
 def test_the_traffic_changes_to_requests_that_were_not_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,8 +332,8 @@ def test_the_traffic_changes_to_requests_that_were_not_there_before(monkeypatch:
     rounds = serve_client.traffic(clock, lambda i, n: [i] * n, sizes, clock.counters)  # type: ignore[arg-type]
     assert asked == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
     assert [each["topic"] for each in rounds] == ["before", "before", "after", "after"]
-    assert [each["seconds"] for each in rounds] == pytest.approx([5 + 0.25 * sizes.long] * 4)
-    assert {each["read_bytes"] for each in rounds} == {1000 + 10 * sizes.long}
+    assert [each["seconds"] for each in rounds] == pytest.approx([wait + 0.29 * sizes.long for wait in (5, 1, 5, 1)])
+    assert [each["read_bytes"] for each in rounds] == [each + 10 * sizes.long for each in (1000, 200, 1000, 200)]
 
 
 def test_requests_are_the_same_for_every_server_and_differ_from_each_other() -> None:
@@ -344,6 +424,28 @@ def test_a_file_that_is_no_run_is_refused_with_its_name(tmp_path: Path, text: st
     with pytest.raises(serve_report.NotARun, match=told) as refused:
         serve_report.load(tmp_path)
     assert str(tmp_path / "run.json") in str(refused.value)
+
+
+# ---- the README's table ----
+
+
+def test_the_table_has_the_spread_of_each_figure_and_how_servers_were_started() -> None:
+    rows = [cell("resident", 1.0, 1, {1: [0.001, 0.003, 0.002]}), cell("frequency", 0.5, 1, {1: [0.004, 0.010, 0.006]})]
+    record = record_of(rows) | {"server_args": ["--disable-prefill-cuda-graph", "--chunked-prefill-size", "8192"], "repeats": 1}
+    record["sizes"]["samples"] = 3
+    assert "| decode step, batch 1 | 1.0 to 3.0 | 4.0 to 10.0 (3.0x) |" in measured_table.table(record)
+    started = measured_table.table(record).splitlines()[-1]
+    assert "1 start, 3 samples" in started
+    assert "`--disable-prefill-cuda-graph --chunked-prefill-size 8192`" in started
+
+
+@pytest.mark.parametrize("log", [docs_tables.MEASURED, docs_tables.QUARTER], ids=lambda log: log.stem)
+def test_small_batches_that_a_log_could_not_time_are_not_shown(log: Path) -> None:
+    record = serve_report.load(log)
+    assert serve_report.sizes(record, "decode") == [1, 4, 16, 64]
+    assert measured_table.sizes(record, "decode") == [16, 64]
+    assert measured_table.sizes(record, "prefill") == serve_report.sizes(record, "prefill")
+    assert measured_table.sizes(record | {"methods": serve_client.METHODS}, "decode") == [1, 4, 16, 64]
 
 
 # ---- the cost model ----

@@ -122,7 +122,7 @@ def described(folder: Path) -> dict[str, Any]:
     """The shapes of the model and of its draft layers: ``plain``, without quantisation, to count weights, and ``served``, as
     quantised, to count bytes.
 
-    A checkpoint with its own code has its own config class, which is never run. If the class of the same model type in
+    A checkpoint with its own code has its own config class, whose code does not run. If the class of the same model type in
     transformers or SGLang does not fit, the config is read as it stands."""
     try:
         return _described(folder)
