@@ -102,4 +102,6 @@ def _drop_output() -> None:
 
 
 if __name__ == "__main__":
+    if not getattr(sys.flags, "safe_path", False):  # ``python -m`` puts the current folder there, perhaps a downloaded model
+        del sys.path[0]
     sys.exit(main())

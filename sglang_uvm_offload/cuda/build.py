@@ -14,13 +14,12 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
+from sglang_uvm_offload.files import child
 from sglang_uvm_offload.files.cache import cache_root
 
 LIBRARY = "uvm_ops.so"
@@ -47,9 +46,10 @@ def find_source() -> Path:
 
 def find_nvcc() -> Path:
     """The compiler in ``CUDA_HOME`` or ``CUDA_PATH``, else in ``PATH``, ``DEFAULT_HOME``, or pip's."""
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    candidates = [Path(home) / "bin" / "nvcc" for home in homes]
-    if in_path := shutil.which("nvcc"):
+    candidates = [home / "bin" / "nvcc" for home in _named_homes()]
+    # Not ``nvcc`` of the current folder, which may be a downloaded model: the path's empty and relative entries mean that.
+    folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if os.path.isabs(folder)]
+    if in_path := shutil.which("nvcc", path=os.pathsep.join(folders)):
         candidates.append(Path(in_path))
     candidates.append(DEFAULT_HOME / "bin" / "nvcc")
     candidates.append(PIP_HOMES / f"cu{str(torch.version.cuda).partition('.')[0]}" / "bin" / "nvcc")
@@ -62,12 +62,19 @@ def find_nvcc() -> Path:
     )
 
 
+def _named_homes() -> list[Path]:
+    return [Path(os.environ[name]).absolute() for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+
+
 def nvcc_release(nvcc: Path) -> str:
     """Such as "13.0"."""
-    result = _run([str(nvcc), "--version"])
+    try:
+        result = child.run([str(nvcc), "--version"])
+    except OSError as error:
+        raise BuildFailure(f"{nvcc} does not start: {error}") from error
     found = re.search(r"release (\d+\.\d+)", result.stdout)
     if result.returncode != 0 or not found:
-        raise BuildFailure(f"{nvcc} --version does not name a release:\n{_tail(result.stdout)}")
+        raise BuildFailure(f"{nvcc} --version does not name a release:\n{_tail(result.stdout + result.stderr)}")
     return found[1]
 
 
@@ -93,8 +100,7 @@ def runtime_flags(nvcc: Path, release: str) -> list[str]:
     """``-cudart none`` and an explicit runtime with the name of the one that torch loaded. The loader then uses that one, so
     the process has one CUDA runtime. The directories are used at link time, and if torch's runtime has another version."""
     cudart = loaded_cudart()
-    homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    homes += [nvcc.resolve().parent.parent, DEFAULT_HOME]
+    homes = [*_named_homes(), nvcc.resolve().parent.parent, DEFAULT_HOME]
     places = [cudart.parent] if cudart else []
     places += [home / lib for home in homes for lib in ("lib64", "lib")]
     name = f"libcudart.so.{release.split('.')[0]}"
@@ -139,22 +145,15 @@ def _build_locked(directory: Path, source: str, command: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="build-", dir=directory, ignore_cleanup_errors=True) as work:
         (Path(work) / "uvm_ops.cu").write_text(source)
         (Path(work) / "build.ninja").write_text(_ninja_file(command))
-        result = _run([sys.executable, "-m", "ninja", "-C", work, "-v"])
+        result = child.run_module("ninja", "-C", work, "-v")
         if result.returncode != 0:
-            raise BuildFailure(f"nvcc could not compile the CUDA library:\n{_tail(result.stdout)}")
+            raise BuildFailure(f"nvcc could not compile the CUDA library:\n{_tail(result.stdout + result.stderr)}")
         os.replace(Path(work) / LIBRARY, directory / LIBRARY)
 
 
 def _ninja_file(command: list[str]) -> str:
     quoted = shlex.join(command).replace("$", "$$")
     return f"rule nvcc\n  command = {quoted} -o $out $in\nbuild {LIBRARY}: nvcc uvm_ops.cu\n"
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    except OSError as error:
-        raise BuildFailure(f"{command[0]} does not start: {error}") from error
 
 
 def _tail(output: str) -> str:

@@ -16,12 +16,12 @@ import math
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_uvm_offload.files import child
 from sglang_uvm_offload.files.reading import printable
 from sglang_uvm_offload.sizing.architectures import model_files
 from sglang_uvm_offload.sizing.checkpoint import is_split, launched_as, load
@@ -155,10 +155,9 @@ def _keep(cached: Path, line: str) -> None:
 
 def _run(folders: list[str]) -> list[str]:
     """A line for each folder."""
-    command = [sys.executable, "-m", PROGRAM, *folders]
     limit = MOST_SECONDS * len(folders)
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        ended = child.run_module(PROGRAM, *folders, seconds=limit)
     except subprocess.TimeoutExpired as error:
         raise CheckpointError(f"SGLang did not build the model within {limit} seconds") from error
     lines = ended.stdout.splitlines()

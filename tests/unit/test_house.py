@@ -149,6 +149,14 @@ def test_only_the_edges_choose_a_device():
     assert choosing <= {"plugin", "replay", "cli"}
 
 
+def test_one_file_starts_processes():
+    """So that none of them imports from the current folder."""
+    starts = re.compile(
+        r"\b(subprocess\.(run|Popen|call|check_\w+)|os\.(system|popen|exec\w+|(posix_)?spawn\w*)|sys\.executable)\b"
+    )
+    assert [name for name, path in modules().items() if starts.search(path.read_text())] == ["files.child"]
+
+
 def test_every_package_says_in_one_sentence_what_it_is_for():
     for name, path in modules().items():
         if path.name == "__init__.py" and name:

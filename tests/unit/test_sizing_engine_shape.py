@@ -62,10 +62,10 @@ def test_a_program_that_does_not_start_adds_its_reason(monkeypatch: pytest.Monke
 def test_a_program_that_does_not_end_adds_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_shape, "installed", lambda: True)
 
-    def never(command: list[str], timeout: float, **_: object) -> None:
-        raise subprocess.TimeoutExpired(command, timeout)
+    def never(module: str, *_: str, seconds: float) -> None:
+        raise subprocess.TimeoutExpired(module, seconds)
 
-    monkeypatch.setattr(engine_shape.subprocess, "run", never)
+    monkeypatch.setattr(engine_shape.child, "run_module", never)
     with pytest.raises(CheckpointError, match="did not build the model within 300 seconds"):
         engine_shape.load_any(UNRULED)
 
