@@ -1,14 +1,12 @@
 """Builds ``kernels/uvm_ops.cu`` with ninja at first use, once for all processes, and caches the library.
 
-The name of the cache directory is a hash of everything that the result depends on, so it is never stale. A ``flock`` lets only
-one of several starting ranks build. The kernel drops the lock with its process, so a killed build blocks nobody
-(``torch.utils.cpp_extension.load`` waits for ever on the lock file that a killed build left). The library appears under its
-name by a rename, so readers never see a part of it.
+The name of the cache directory is a hash of everything that the result depends on, so it is never stale. A lock lets only one
+of several starting ranks build (``torch.utils.cpp_extension.load`` waits for ever on the lock file that a killed build left).
+The library appears under its name by a rename, with a digest, so a part of it is never loaded.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -19,13 +17,14 @@ from pathlib import Path
 
 import torch
 
-from sglang_uvm_offload.files import child
-from sglang_uvm_offload.files.cache import cache_root
+from sglang_uvm_offload.files import cache, child, lock
 
 LIBRARY = "uvm_ops.so"
 DEFAULT_HOME = Path("/usr/local/cuda")
 PIP_HOMES = Path(torch.__file__).parents[1] / "nvidia"
 """Where pip installs CUDA toolkits, one per major version; SGLang's dependencies install a compiler there."""
+LOCK_SECONDS = 180
+"""How long to wait for another process that builds; after that this one builds too."""
 LAST_LINES = 15
 """How many lines of the compiler's output a failure quotes."""
 
@@ -123,32 +122,30 @@ def build(arch: str) -> Path:
     flags = compile_flags(nvcc, release, arch)
     parts = [source, *flags, str(nvcc), release, torch.__version__]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-    directory = cache_root() / f"{arch}-{key}"
-    library = directory / LIBRARY
-    if library.is_file():
-        return library
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with open(directory / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.is_file():
-                _build_locked(directory, source, [str(nvcc), *flags])
+        directory = cache.private_folder(f"{arch}-{key}")
+        library = directory / LIBRARY
+        if cache.sealed(library) is None:
+            with lock.held(directory / "lock", LOCK_SECONDS) as alone:
+                if cache.sealed(library) is None:
+                    _build(library, source, [str(nvcc), *flags], alone)
     except OSError as error:
-        raise BuildFailure(f"cannot build in {directory}: {error}") from error
+        raise BuildFailure(f"cannot keep the CUDA library: {error}") from error
     return library
 
 
-def _build_locked(directory: Path, source: str, command: list[str]) -> None:
+def _build(library: Path, source: str, command: list[str], alone: bool) -> None:
     # A killed builder's compiler may still be writing, so each build has its own directory; stale ones are removed.
-    for dead in directory.glob("build-*"):
+    for dead in library.parent.glob("build-*") if alone else ():
         shutil.rmtree(dead, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=directory, ignore_cleanup_errors=True) as work:
+    prefix = "build-" if alone else "unlocked-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=library.parent, ignore_cleanup_errors=True) as work:
         (Path(work) / "uvm_ops.cu").write_text(source)
         (Path(work) / "build.ninja").write_text(_ninja_file(command))
         result = child.run_module("ninja", "-C", work, "-v")
         if result.returncode != 0:
             raise BuildFailure(f"nvcc could not compile the CUDA library:\n{_tail(result.stdout + result.stderr)}")
-        os.replace(Path(work) / LIBRARY, directory / LIBRARY)
+        cache.seal(library, (Path(work) / LIBRARY).read_bytes())
 
 
 def _ninja_file(command: list[str]) -> str:

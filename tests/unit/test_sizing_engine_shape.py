@@ -70,6 +70,21 @@ def test_a_program_that_does_not_end_adds_its_reason(monkeypatch: pytest.MonkeyP
         engine_shape.load_any(UNRULED)
 
 
+@pytest.mark.sglang
+@pytest.mark.parametrize("damage", [b"{}", b"", b"null", b"[1", b"\xff\xfe", b'{"plain": {"layers": []}}', None])
+def test_a_damaged_kept_shape_is_made_again(damage: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(engine_shape, "_run", lambda folders: asked.append(folders) or ['{"what": "the program prints"}'])
+    for _ in range(2):
+        assert engine_shape._printed([{"config.json": "{}"}]) == [{"what": "the program prints"}]
+    assert len(asked) == 1
+    (kept,) = tmp_path.glob("cache/sglang-uvm-offload/shapes/*")
+    kept.write_bytes(kept.read_bytes()[:-1] if damage is None else damage)
+    for _ in range(2):
+        assert engine_shape._printed([{"config.json": "{}"}]) == [{"what": "the program prints"}]
+    assert len(asked) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "active", "shared"),
