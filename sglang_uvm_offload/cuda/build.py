@@ -8,6 +8,7 @@ The library appears under its name by a rename, with a digest, so a part of it i
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import shlex
@@ -18,6 +19,8 @@ from pathlib import Path
 import torch
 
 from sglang_uvm_offload.files import cache, child, lock
+
+logger = logging.getLogger(__name__)
 
 LIBRARY = "uvm_ops.so"
 DEFAULT_HOME = Path("/usr/local/cuda")
@@ -127,6 +130,8 @@ def build(arch: str) -> Path:
         library = directory / LIBRARY
         if cache.sealed(library) is None:
             with lock.held(directory / "lock", LOCK_SECONDS) as alone:
+                if not alone:
+                    logger.warning("%s cannot be locked, or another process holds it", directory / "lock")
                 if cache.sealed(library) is None:
                     _build(library, source, [str(nvcc), *flags], alone)
     except OSError as error:

@@ -25,7 +25,8 @@ def main() -> None:
     what, name, revision, os.environ["HF_HUB_CACHE"] = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_JSON_BYTES, MAX_JSON_BYTES))  # of any file, however it is downloaded
     try:
-        answer: dict[str, str | Tensors] = {what: {CONFIG: config, HEADERS: headers}[what](name, revision or None)}
+        found = config(name, revision or None) if what == CONFIG else headers(name, revision or None)
+        answer: dict[str, str | Tensors] = {what: found}
     except Unseen as unseen:
         answer = {"unseen": str(unseen)}
     except CheckpointError as error:

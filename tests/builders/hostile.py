@@ -23,7 +23,7 @@ class Hostile:
         self.folder = folder
         self._marks = folder.with_name(folder.name + "-marks")
         self._marks.mkdir()
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         for name in names:
             file = folder / name / "__init__.py" if packages else folder / f"{name}.py"
             file.parent.mkdir(exist_ok=True)
