@@ -135,7 +135,7 @@ def build(arch: str) -> Path:
                 if cache.sealed(library) is None:
                     _build(library, source, [str(nvcc), *flags], alone)
     except OSError as error:
-        raise BuildFailure(f"cannot keep the CUDA library: {error}") from error
+        raise BuildFailure(f"cannot build the CUDA library: {error}") from error
     return library
 
 

@@ -276,7 +276,7 @@ def test_where_no_cache_can_be_the_error_says_what_to_set(cache, tiny, tmp_path,
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
-    with pytest.raises(BuildFailure, match=f"cannot keep the CUDA library: .*{tmp_path / 'file'}.*set XDG_CACHE_HOME"):
+    with pytest.raises(BuildFailure, match=f"cannot build the CUDA library: .*{tmp_path / 'file'}.*set XDG_CACHE_HOME"):
         build("sm_90")
 
 
