@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from sglang_uvm_offload.files.reading import printable_lines
+
 PREFIX = "expert_offload_"
 
 SELECTIONS = ("first_n", "frequency", "manual")
@@ -26,8 +28,8 @@ class FlagError(ValueError):
     """Invalid or unsupported flags. The message lists every problem and names the flags."""
 
     def __init__(self, problems: list[str]):
-        super().__init__("expert offloading cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems))
-        self.problems = problems
+        self.problems = [printable_lines(problem) for problem in problems]  # they quote configs, files and SGLang's errors
+        super().__init__("expert offloading cannot start:\n" + "\n".join(f"  - {problem}" for problem in self.problems))
 
 
 def turned_off(num_resident: object) -> bool:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from sglang_uvm_offload.cuda.build import code_flags, find_nvcc, nvcc_release, runtime_flags
-from sglang_uvm_offload.files.cache import cache_root
+from sglang_uvm_offload.files.cache import private_folder
 
 HERE = Path(__file__).resolve().parent
 
@@ -22,10 +22,9 @@ def build(arch: str = "sm_90") -> Path:
     flags = [*code_flags(arch), *runtime_flags(nvcc, release)]
     texts = [source.read_text() for source in sources]
     key = hashlib.sha256("\0".join([*texts, *flags, str(nvcc), release]).encode()).hexdigest()[:20]
-    program = cache_root() / f"probe-{arch}-{key}"
+    program = private_folder() / f"probe-{arch}-{key}"
     if program.exists():
         return program
-    program.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=program.parent) as work:
         made = Path(work) / "probe"
         answer = subprocess.run(

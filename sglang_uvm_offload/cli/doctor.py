@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 
 from packaging.requirements import Requirement
 
+from sglang_uvm_offload.cli.terminal import complain, say
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.units import size
 
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis. Returns 0 if the server can start, 1 if not, 2 for arguments that cannot be parsed."""
     if args.launch and args.device:
-        print(f"--device {args.device}: give it after --, as an argument of the launch", file=sys.stderr)
+        complain(f"--device {args.device}: give it after --, as an argument of the launch")
         return 2
     if args.launch:
         return _report(examine_launch(args.launch), "this launch")
@@ -73,16 +73,16 @@ def run(args: argparse.Namespace) -> int:
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu":
-            print("PyTorch sees no GPU here; checking --device cpu. `doctor --device cuda` shows why.")
+            say("PyTorch sees no GPU here; checking --device cpu. `doctor --device cuda` shows why.")
     return _report(examine(device), f"with --device {device}")
 
 
 def _report(found: Diagnosis, what: str) -> int:
-    print(found)
+    say(found)
     if found.problems:
-        print(f"cannot serve {what}: {len(found.problems)} problem(s)")
+        say(f"cannot serve {what}: {len(found.problems)} problem(s)")
         return 1
-    print(f"ready to serve {what}")
+    say(f"ready to serve {what}")
     return 0
 
 

@@ -10,6 +10,8 @@ import sys
 from typing import Any, NoReturn
 
 from sglang_uvm_offload import __version__
+from sglang_uvm_offload.cli.terminal import complain
+from sglang_uvm_offload.files.reading import printable_lines
 
 SUBCOMMANDS = {
     "doctor": "check this machine, SGLang and a model, and list what is missing",
@@ -27,7 +29,7 @@ INTERRUPTED, PIPE_CLOSED = 130, 141
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Leaves out the usage, which is longer than a screen."""
-        self.exit(2, f"{self.prog}: error: {message}\nsee `{self.prog} --help`\n")
+        self.exit(2, f"{self.prog}: error: {printable_lines(message)}\nsee `{self.prog} --help`\n")
 
 
 class Subcommand(Parser):
@@ -77,7 +79,7 @@ def _command(argv: list[str] | None) -> int:
 
 
 def _failed(reason: str) -> int:
-    print(f"sglang-uvm-offload: error: {reason}", file=sys.stderr)
+    complain(f"sglang-uvm-offload: error: {reason}")
     return 2
 
 
@@ -102,4 +104,6 @@ def _drop_output() -> None:
 
 
 if __name__ == "__main__":
+    if not getattr(sys.flags, "safe_path", False):  # ``python -m`` puts the current folder there, perhaps a downloaded model
+        del sys.path[0]
     sys.exit(main())

@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 
+from sglang_uvm_offload.cli.terminal import complain, say
 from sglang_uvm_offload.config import AUTO
 from sglang_uvm_offload.flags import TABLES
 from sglang_uvm_offload.sizing import hub, planner
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         elif wrong := contradiction(args.quantization, model.quantization, model.quantization_from):
             raise CheckpointError(wrong)
     except (CheckpointError, MachineError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return 2
     groups = args.pp_size * (1 if args.enable_dp_attention else args.dp_size)
     parallel = Parallel(
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
     usual = dataclasses.replace(Assumptions(), accepted_tokens=min(Assumptions.accepted_tokens, workload.draft_tokens))
     assumed = dataclasses.replace(usual, **{name: value for name, value in given.items() if value is not None})
     if wrong := _table_problem(args, model):
-        print(f"error: {wrong}", file=sys.stderr)
+        complain(f"error: {wrong}")
         return 2
     place = _tables_in(args, model)
     case = Case(model, machine, workload, parallel, reserve, assumed, slots=args.slots, tables_in=place)
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
     for note in (str(converted or ""), unseen):
         if note:
             result = dataclasses.replace(result, notes=(note, *result.notes))
-    print(json.dumps(dataclasses.asdict(result), indent=1) if args.json else planner.render(result))
+    say(json.dumps(dataclasses.asdict(result), indent=1) if args.json else planner.render(result))
     return 0 if result.fits else 1
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from pathlib import Path
 
 import numpy as np
 
+from sglang_uvm_offload.cli.terminal import complain, say
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.routing.profile import PROFILE_FILE, Profile, ProfileError, merge, reason, same_file
 
@@ -40,16 +40,16 @@ def run(args: argparse.Namespace) -> int:
         except (ProfileError, OSError) as error:
             problems.append(f"{path}: {reason(error)}")
             continue
-        print(f"{path}\n{describe(profiles[-1])}")
+        say(f"{path}\n{describe(profiles[-1])}")
     if not problems and args.out is not None:
         try:
             merged = write(profiles, args.out, args.model, sources)
         except (ProfileError, OSError) as error:
             problems.append(f"--out {args.out}: {reason(error)}")
         else:
-            print(f"{args.out}: written\n{describe(merged)}")
+            say(f"{args.out}: written\n{describe(merged)}")
     for problem in problems:
-        print(problem, file=sys.stderr)
+        complain(problem)
     return 2 if problems else 0
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sglang_uvm_offload.cli.terminal import complain, say
 from sglang_uvm_offload.replay import room
 from sglang_uvm_offload.replay.policies import AHEAD, EXPERT_BYTES, LINK_GBPS, OFFERED, POLICIES, SHIPPED
 from sglang_uvm_offload.routing.profile import Profile, ProfileError, reason
@@ -76,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if reasons := problems(args):
         for problem in reasons:
-            print(f"cannot replay {args.trace}: {problem}", file=sys.stderr)
+            complain(f"cannot replay {args.trace}: {problem}")
         return 2
     try:
         trace = Trace.load(args.trace)
@@ -84,11 +85,11 @@ def run(args: argparse.Namespace) -> int:
         found = run_it(args, trace)
     except (ValueError, OSError, MemoryError) as error:
         text = error.strerror if isinstance(error, OSError) else str(error)
-        print(f"cannot replay {args.trace}: {text or type(error).__name__}", file=sys.stderr)
+        complain(f"cannot replay {args.trace}: {text or type(error).__name__}")
         return 2
     finally:
         _progress("")
-    print(found)
+    say(found)
     return 0
 
 

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import queue
 import re
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from sglang_uvm_offload.cli.terminal import complain, say
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.files import reading
 from sglang_uvm_offload.report.report_file import REPORT_FILE
@@ -45,24 +45,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the report. Returns 0, or 2 if the source or the output file cannot be used."""
     if reason := atomic_file.refusal(args.out, REPORT_FILE):
-        print(f"cannot report: --out {args.out}: {reason}", file=sys.stderr)
+        complain(f"cannot report: --out {args.out}: {reason}")
         return 2
     if importlib.util.find_spec("matplotlib") is None:
-        print(
-            "cannot report: charts need matplotlib: pip install matplotlib, or this package with its extra [report]",
-            file=sys.stderr,
-        )
+        complain("cannot report: charts need matplotlib: pip install matplotlib, or this package with its extra [report]")
         return 2
     try:
         report = report_of(args.source).encode("utf-8", errors="replace")
         atomic_file.replace(args.out, lambda file: file.write(report), REPORT_FILE)
     except SourceError as error:
-        print(f"cannot report: {error}", file=sys.stderr)
+        complain(f"cannot report: {error}")
         return 2
     except OSError as error:
-        print(f"cannot report: --out {args.out}: {error.strerror}", file=sys.stderr)
+        complain(f"cannot report: --out {args.out}: {error.strerror}")
         return 2
-    print(args.out)
+    say(args.out)
     return 0
 
 

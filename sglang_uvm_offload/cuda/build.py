@@ -1,32 +1,33 @@
 """Builds ``kernels/uvm_ops.cu`` with ninja at first use, once for all processes, and caches the library.
 
-The name of the cache directory is a hash of everything that the result depends on, so it is never stale. A ``flock`` lets only
-one of several starting ranks build. The kernel drops the lock with its process, so a killed build blocks nobody
-(``torch.utils.cpp_extension.load`` waits for ever on the lock file that a killed build left). The library appears under its
-name by a rename, so readers never see a part of it.
+The name of the cache directory is a hash of everything that the result depends on, so it is never stale. A lock lets only one
+of several starting ranks build (``torch.utils.cpp_extension.load`` waits for ever on the lock file that a killed build left).
+The library appears under its name by a rename, with a digest, so a part of it is never loaded.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
+import logging
 import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
-from sglang_uvm_offload.files.cache import cache_root
+from sglang_uvm_offload.files import cache, child, lock
+
+logger = logging.getLogger(__name__)
 
 LIBRARY = "uvm_ops.so"
 DEFAULT_HOME = Path("/usr/local/cuda")
 PIP_HOMES = Path(torch.__file__).parents[1] / "nvidia"
 """Where pip installs CUDA toolkits, one per major version; SGLang's dependencies install a compiler there."""
+LOCK_SECONDS = 180
+"""How long to wait for another process that builds; after that this one builds too."""
 LAST_LINES = 15
 """How many lines of the compiler's output a failure quotes."""
 
@@ -47,9 +48,10 @@ def find_source() -> Path:
 
 def find_nvcc() -> Path:
     """The compiler in ``CUDA_HOME`` or ``CUDA_PATH``, else in ``PATH``, ``DEFAULT_HOME``, or pip's."""
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    candidates = [Path(home) / "bin" / "nvcc" for home in homes]
-    if in_path := shutil.which("nvcc"):
+    candidates = [home / "bin" / "nvcc" for home in _named_homes()]
+    # Not ``nvcc`` of the current folder, which may be a downloaded model: the path's empty and relative entries mean that.
+    folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if os.path.isabs(folder)]
+    if in_path := shutil.which("nvcc", path=os.pathsep.join(folders)):
         candidates.append(Path(in_path))
     candidates.append(DEFAULT_HOME / "bin" / "nvcc")
     candidates.append(PIP_HOMES / f"cu{str(torch.version.cuda).partition('.')[0]}" / "bin" / "nvcc")
@@ -62,12 +64,19 @@ def find_nvcc() -> Path:
     )
 
 
+def _named_homes() -> list[Path]:
+    return [Path(os.environ[name]).absolute() for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+
+
 def nvcc_release(nvcc: Path) -> str:
     """Such as "13.0"."""
-    result = _run([str(nvcc), "--version"])
+    try:
+        result = child.run([str(nvcc), "--version"])
+    except OSError as error:
+        raise BuildFailure(f"{nvcc} does not start: {error}") from error
     found = re.search(r"release (\d+\.\d+)", result.stdout)
     if result.returncode != 0 or not found:
-        raise BuildFailure(f"{nvcc} --version does not name a release:\n{_tail(result.stdout)}")
+        raise BuildFailure(f"{nvcc} --version does not name a release:\n{_tail(result.stdout + result.stderr)}")
     return found[1]
 
 
@@ -93,8 +102,7 @@ def runtime_flags(nvcc: Path, release: str) -> list[str]:
     """``-cudart none`` and an explicit runtime with the name of the one that torch loaded. The loader then uses that one, so
     the process has one CUDA runtime. The directories are used at link time, and if torch's runtime has another version."""
     cudart = loaded_cudart()
-    homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    homes += [nvcc.resolve().parent.parent, DEFAULT_HOME]
+    homes = [*_named_homes(), nvcc.resolve().parent.parent, DEFAULT_HOME]
     places = [cudart.parent] if cudart else []
     places += [home / lib for home in homes for lib in ("lib64", "lib")]
     name = f"libcudart.so.{release.split('.')[0]}"
@@ -117,44 +125,37 @@ def build(arch: str) -> Path:
     flags = compile_flags(nvcc, release, arch)
     parts = [source, *flags, str(nvcc), release, torch.__version__]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-    directory = cache_root() / f"{arch}-{key}"
-    library = directory / LIBRARY
-    if library.is_file():
-        return library
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with open(directory / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.is_file():
-                _build_locked(directory, source, [str(nvcc), *flags])
+        directory = cache.private_folder(f"{arch}-{key}")
+        library = directory / LIBRARY
+        if cache.sealed(library) is None:
+            with lock.held(directory / "lock", LOCK_SECONDS) as alone:
+                if not alone:
+                    logger.warning("%s cannot be locked, or another process holds it", directory / "lock")
+                if cache.sealed(library) is None:
+                    _build(library, source, [str(nvcc), *flags], alone)
     except OSError as error:
-        raise BuildFailure(f"cannot build in {directory}: {error}") from error
+        raise BuildFailure(f"cannot build the CUDA library: {error}") from error
     return library
 
 
-def _build_locked(directory: Path, source: str, command: list[str]) -> None:
+def _build(library: Path, source: str, command: list[str], alone: bool) -> None:
     # A killed builder's compiler may still be writing, so each build has its own directory; stale ones are removed.
-    for dead in directory.glob("build-*"):
+    for dead in library.parent.glob("build-*") if alone else ():
         shutil.rmtree(dead, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=directory, ignore_cleanup_errors=True) as work:
+    prefix = "build-" if alone else "unlocked-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=library.parent, ignore_cleanup_errors=True) as work:
         (Path(work) / "uvm_ops.cu").write_text(source)
         (Path(work) / "build.ninja").write_text(_ninja_file(command))
-        result = _run([sys.executable, "-m", "ninja", "-C", work, "-v"])
+        result = child.run_module("ninja", "-C", work, "-v")
         if result.returncode != 0:
-            raise BuildFailure(f"nvcc could not compile the CUDA library:\n{_tail(result.stdout)}")
-        os.replace(Path(work) / LIBRARY, directory / LIBRARY)
+            raise BuildFailure(f"nvcc could not compile the CUDA library:\n{_tail(result.stdout + result.stderr)}")
+        cache.seal(library, (Path(work) / LIBRARY).read_bytes())
 
 
 def _ninja_file(command: list[str]) -> str:
     quoted = shlex.join(command).replace("$", "$$")
     return f"rule nvcc\n  command = {quoted} -o $out $in\nbuild {LIBRARY}: nvcc uvm_ops.cu\n"
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    except OSError as error:
-        raise BuildFailure(f"{command[0]} does not start: {error}") from error
 
 
 def _tail(output: str) -> str:

@@ -1,8 +1,8 @@
 """Tries unified memory on 2 MiB before a launch relies on it: advice, prefetches both ways, and reads by the GPU.
 
 The attribute ``concurrentManagedAccess`` alone is not enough: sandboxes show it and refuse the calls (gVisor before January
-2026 refuses ``SetAccessedBy``). A try needs a CUDA context, which a launcher must not have when it starts its ranks. So it runs
-in a process of its own (``python -m sglang_uvm_offload.cuda.canary 0 1``), over cuda-python, which needs no compiler.
+2026 refuses ``SetAccessedBy``). A try needs a CUDA context, which a launcher must not have when it starts its ranks. So this
+file runs as a program in a process of its own, over cuda-python, which needs no compiler.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from cuda.bindings import driver
 
 from sglang_uvm_offload.cuda.device import DriverError, call_driver, check_shown, make_context, start_driver
+from sglang_uvm_offload.files import child
 
 NBYTES = 2 << 20
 _TIMEOUT_SECONDS = 120
@@ -32,9 +33,8 @@ _prefetch: Callable[..., Any] = getattr(driver, "cuMemPrefetchAsync_v2", driver.
 @functools.cache
 def canary_problems(devices: tuple[int, ...]) -> list[str]:
     """Why experts cannot live in unified memory of these GPUs, one line for each that fails; empty if they can."""
-    command = [sys.executable, "-m", __name__, *map(str, devices)]
     try:
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
+        tried = child.run_module(__name__, *map(str, devices), seconds=_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         return [f"unified memory cannot be used: a try on 2 MiB did not return within {_TIMEOUT_SECONDS} s"]
     if tried.returncode != 0:

@@ -1,7 +1,7 @@
 """Queries to the CUDA driver: a GPU's architecture, its free memory, and every reason why it cannot serve unified memory.
 
 The queries use cuda-python and create no context, so a launcher may make them before it forks. Only the query for free memory
-needs a context, so it runs in a process of its own (``python -m sglang_uvm_offload.cuda.device 0 1``).
+needs a context, so this file runs as a program in a process of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cuda.bindings import driver
+
+from sglang_uvm_offload.files import child
 
 _Attribute = driver.CUdevice_attribute
 _QUERY_TIMEOUT_SECONDS = 120
@@ -93,9 +95,8 @@ def integrated() -> bool:
 
 def free_vram(devices: Sequence[int]) -> list[int]:
     """Bytes of VRAM that are free on each GPU of ``devices``, not counting the context of the querying process."""
-    command = [sys.executable, "-m", __name__, *map(str, devices)]
     try:
-        queried = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_SECONDS)
+        queried = child.run_module(__name__, *map(str, devices), seconds=_QUERY_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired as late:
         raise DriverError(f"the query for free VRAM did not return within {_QUERY_TIMEOUT_SECONDS} s") from late
     if queried.returncode != 0:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sglang_uvm_offload.cuda.build import build
+from sglang_uvm_offload.cuda.build import BuildFailure, build
 from sglang_uvm_offload.cuda.device import device_arch
 from sglang_uvm_offload.cuda.structs import (
     Counted,
@@ -55,7 +55,11 @@ _SIGNATURES: dict[str, list[type]] = {
 @functools.cache
 def load_ops(arch: str) -> CudaOps:
     """The library for ``arch``, built if needed, loaded once per process. Raises ``cuda.build.BuildFailure``."""
-    return CudaOps(build(arch))
+    library = build(arch)
+    try:
+        return CudaOps(library)
+    except OSError as error:  # of the loader, such as for a CUDA runtime that was removed
+        raise BuildFailure(f"the CUDA library does not load: {error}; remove {library.parent}, it is made again") from error
 
 
 def device_ops(device: int) -> CudaOps:

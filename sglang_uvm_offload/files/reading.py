@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from typing import BinaryIO
 
@@ -26,6 +27,12 @@ def printable(text: str) -> str:
     """``text`` of unknown origin as it may be shown in a terminal, a log or a page: ``?`` for each character that cannot be
     printed."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same for text of several lines. Bytes of file names that are no text (surrogates) stay: streams escape those."""
+    kept = re.compile("[\n\ud800-\udfff]")
+    return "".join(letter if kept.match(letter) else printable(letter) for letter in text.expandtabs())
 
 
 def special_kind(mode: int) -> str | None:

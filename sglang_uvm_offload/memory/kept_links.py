@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,8 +10,12 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_uvm_offload.files.cache import cache_root
+from sglang_uvm_offload.files import cache, reading
 from sglang_uvm_offload.memory.link import MeasuredLink
+
+FOLDER = "links"
+LARGEST = 1 << 20
+"""Bytes of a file, at most."""
 
 
 @dataclass(frozen=True)
@@ -29,26 +31,22 @@ def keep(gpus: Collection[str], link: MeasuredLink) -> None:
     """In place of what was kept of the same GPUs. Raises ``OSError``."""
     kept = KeptLink(tuple(sorted(gpus)), time.time(), link)
     name = hashlib.sha256(" ".join(kept.gpus).encode()).hexdigest()[:20]
-    folder = _folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    written = folder / f".{secrets.token_hex(4)}"
-    written.write_bytes(msgspec.json.encode(kept))
-    os.replace(written, folder / f"{name}.json")
+    cache.replace(cache.private_folder(FOLDER) / f"{name}.json", msgspec.json.encode(kept))
 
 
 def kept(gpus: Collection[str], ranks: int) -> KeptLink | None:
     """What was measured of ``gpus``, or some of them, by the number of ranks that is nearest to ``ranks``; of two the larger,
     of the same the newest. None if nothing was. A damaged file counts as none."""
-    found = [one for one in map(_read, _folder().glob("*.json")) if one is not None and set(one.gpus) <= set(gpus)]
+    try:
+        files = list(cache.private_folder(FOLDER).glob("*.json"))
+    except OSError:
+        return None
+    found = [one for one in map(_read, files) if one is not None and set(one.gpus) <= set(gpus)]
     return min(found, key=lambda one: (abs(one.link.ranks - ranks), one.link.ranks < ranks, -one.at), default=None)
-
-
-def _folder() -> Path:
-    return cache_root() / "links"
 
 
 def _read(file: Path) -> KeptLink | None:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=KeptLink)
+        return msgspec.json.decode(reading.read(file, LARGEST), type=KeptLink)
     except (OSError, msgspec.MsgspecError):
         return None

@@ -16,12 +16,12 @@ import math
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_uvm_offload.files import cache, child
 from sglang_uvm_offload.files.reading import printable
 from sglang_uvm_offload.sizing.architectures import model_files
 from sglang_uvm_offload.sizing.checkpoint import is_split, launched_as, load
@@ -36,11 +36,13 @@ from sglang_uvm_offload.sizing.tensor_names import Experts
 from sglang_uvm_offload.sizing.text_config import text_config
 
 PROGRAM = "sglang_uvm_offload.plugin.meta.program"
+FOLDER = "shapes"
+"""Where shapes are kept."""
 MOST_SECONDS = 300
 FORMAT = 2
 """Of what the program prints: another number for other contents."""
 LONGEST_REASON = 300
-_failed: dict[Path, str] = {}
+_failed: dict[str, str] = {}
 
 
 def load_any(path: Path, dtype: str | None = None, overrides: str = "") -> CheckpointShape:
@@ -111,9 +113,9 @@ def _configuration(path: Path, overrides: str = "") -> tuple[dict[str, Any], dic
 
 def _printed(configurations: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     """What the program prints for each, from the cache if it is there. An error is kept in this process alone: it may pass."""
-    if failed := next((found for files in configurations if (found := _failed.get(_cached(files)))), None):
+    if failed := next((found for files in configurations if (found := _failed.get(_key(files)))), None):
         raise CheckpointError(failed)
-    known = {number: kept for number, files in enumerate(configurations) if (kept := _kept(_cached(files))) is not None}
+    known = {number: kept for number, files in enumerate(configurations) if (kept := _kept(_key(files))) is not None}
     missing = [number for number in range(len(configurations)) if number not in known]
     with tempfile.TemporaryDirectory() as parent:
         folders = [Path(parent, str(number)) for number in missing]
@@ -123,7 +125,7 @@ def _printed(configurations: Sequence[Mapping[str, str]]) -> list[dict[str, Any]
                 (folder / name).write_text(contents)
         lines = _run([str(folder) for folder in folders]) if missing else []
     for number, line in zip(missing, lines, strict=True):
-        known[number], key = json.loads(line), _cached(configurations[number])
+        known[number], key = json.loads(line), _key(configurations[number])
         if error := known[number].get("error"):
             _failed[key] = f"SGLang does not build the model: {' '.join(str(error).split())[:LONGEST_REASON]}"
             raise CheckpointError(_failed[key])
@@ -131,34 +133,31 @@ def _printed(configurations: Sequence[Mapping[str, str]]) -> list[dict[str, Any]
     return [known[number] for number in range(len(configurations))]
 
 
-def _cached(files: Mapping[str, str]) -> Path:
-    """Where what the program prints for ``files`` is kept."""
+def _key(files: Mapping[str, str]) -> str:
+    """Of what the program prints for ``files``."""
     text = json.dumps([FORMAT, importlib.metadata.version("sglang"), files], sort_keys=True)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "sglang-uvm-offload" / "shapes" / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _kept(cached: Path) -> dict[str, Any] | None:
-    try:
-        return read_json(cached) if cached.exists() else None
-    except (CheckpointError, OSError):  # damaged, or not to be read: it is made anew
-        return None
+def _kept(key: str) -> dict[str, Any] | None:
+    """None also for what is damaged: it is made anew."""
+    with contextlib.suppress(OSError):
+        if (line := cache.sealed(cache.private_folder(FOLDER) / key)) is not None:
+            found: dict[str, Any] = json.loads(line)
+            return found
+    return None
 
 
-def _keep(cached: Path, line: str) -> None:
+def _keep(key: str, line: str) -> None:
     with contextlib.suppress(OSError):  # then the next plan takes as long
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False) as written:
-            written.write(line)
-        os.replace(written.name, cached)
+        cache.seal(cache.private_folder(FOLDER) / key, line.encode())
 
 
 def _run(folders: list[str]) -> list[str]:
     """A line for each folder."""
-    command = [sys.executable, "-m", PROGRAM, *folders]
     limit = MOST_SECONDS * len(folders)
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        ended = child.run_module(PROGRAM, *folders, seconds=limit)
     except subprocess.TimeoutExpired as error:
         raise CheckpointError(f"SGLang did not build the model within {limit} seconds") from error
     lines = ended.stdout.splitlines()

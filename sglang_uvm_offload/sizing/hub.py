@@ -1,20 +1,26 @@
 """A model on the Hugging Face Hub: its config.json, and the headers of its weights, which are read by range.
 
-No weights are fetched. ``huggingface_hub``, which SGLang brings, downloads, and keeps the small files in its cache.
+No weights are fetched. ``huggingface_hub``, which SGLang brings, downloads (in ``hub_program``, which is ended if it takes too
+long), and keeps the small files in its cache.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Callable
+import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sglang_uvm_offload.sizing.quantization import BESIDE, quantization_of
-from sglang_uvm_offload.sizing.safetensors_header import DTYPE_BITS, CheckpointError, TensorInfo, read_json
+from sglang_uvm_offload.files import child
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
 
-LONGEST_REASON = 200
+PROGRAM = "sglang_uvm_offload.sizing.hub_program"
+CONFIG, HEADERS = "config", "headers"
+SECONDS = 300
+"""How long the Hub may take to answer a question: the headers of hundreds of files take half a minute."""
 
 
 class Unseen(CheckpointError):
@@ -46,78 +52,47 @@ def offline() -> bool:
 
 def config_file(name: str, revision: str | None = None) -> Path:
     """The model's config.json, with the other files that say how its weights are stored. Raises ``Unseen``."""
-    found: Path = _asked(_config_file, name, revision)
-    return found
+    return Path(_asked(CONFIG, name, revision))
 
 
 def headers(name: str, revision: str | None = None) -> tuple[TensorInfo, ...]:
     """The tensors of the model's safetensors files. Raises ``Unseen``."""
-    found: tuple[TensorInfo, ...] = _asked(_headers, name, revision)
-    return found
+    return tuple(TensorInfo(key, dtype, tuple(shape)) for key, dtype, shape in _asked(HEADERS, name, revision))
 
 
-def _asked(question: Callable[..., Any], name: str, revision: str | None) -> Any:
-    answer = _answer(question, name, revision)
-    if isinstance(answer, Unseen):
+def unread(what: str, name: str, reason: str) -> Unseen:
+    """With what to do instead."""
+    if what == CONFIG:
+        return Unseen(
+            f"{name}: there is no such path, and its config.json cannot be read from the Hugging Face Hub ({reason}); "
+            f"run hf download {name} config.json --local-dir DIR where that works, and give DIR/config.json"
+        )
+    return Unseen(
+        f"{name}: its weights are not on this machine, and their headers cannot be read from the Hugging Face Hub "
+        f"({reason}); run hf download {name} --local-dir DIR where that works, and give DIR"
+    )
+
+
+def _asked(what: str, name: str, revision: str | None) -> Any:
+    answer = _answer(what, name, revision)
+    if isinstance(answer, CheckpointError):
         raise answer
     return answer
 
 
 @cache  # a launch asks several times; a large model has hundreds of files, and a network that is gone takes long to say so
-def _answer(question: Callable[..., Any], name: str, revision: str | None) -> Any:
-    try:
-        return question(name, revision)
-    except Unseen as unseen:
-        return unseen
-
-
-def _config_file(name: str, revision: str | None) -> Path:
-    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+def _answer(what: str, name: str, revision: str | None) -> Any:
+    from huggingface_hub import constants
 
     try:
-        config = Path(hf_hub_download(name, "config.json", revision=revision))
-    except Exception as error:  # HTTP, offline mode, a gated model, the cache's disk: the same step helps
-        raise Unseen(
-            f"{name}: there is no such path, and its config.json cannot be read from the Hugging Face Hub ({_reason(error)}); "
-            f"run hf download {name} config.json --local-dir DIR where that works, and give DIR/config.json"
-        ) from error
+        folder = os.path.abspath(constants.HF_HUB_CACHE)
+        ended = child.run_module(PROGRAM, what, name, revision or "", folder, seconds=SECONDS)
+    except subprocess.TimeoutExpired:
+        return unread(what, name, f"it was not sent within {SECONDS} seconds")
     try:
-        hf_hub_download(name, BESIDE, revision=revision)
-    except Exception as error:  # as above
-        absent = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
-        absent = absent or try_to_load_from_cache(name, BESIDE, revision=revision) is _CACHED_NO_EXIST
-        if not absent and not quantization_of(read_json(config)):
-            raise Unseen(
-                f"{name}: its config.json states no quantisation, and whether it has a {BESIDE}, which would, cannot be read "
-                f"from the Hugging Face Hub ({_reason(error)}); run hf download {name} --include '*.json' --local-dir DIR "
-                "where that works, and give DIR/config.json"
-            ) from error
-    return config
-
-
-def _headers(name: str, revision: str | None) -> tuple[TensorInfo, ...]:
-    from huggingface_hub import get_safetensors_metadata
-
-    try:
-        found = get_safetensors_metadata(name, revision=revision)
-    except Exception as error:  # as above, and for a model without safetensors files
-        raise Unseen(
-            f"{name}: its weights are not on this machine, and their headers cannot be read from the Hugging Face Hub "
-            f"({_reason(error)}); run hf download {name} --local-dir DIR where that works, and give DIR"
-        ) from error
-    tensors = tuple(
-        TensorInfo(key, str(one.dtype), tuple(one.shape))
-        for file, held in sorted(found.files_metadata.items())
-        for key, one in held.tensors.items()
-        if found.weight_map.get(key) == file
-    )
-    if unknown := {tensor.dtype for tensor in tensors} - DTYPE_BITS.keys():
-        raise CheckpointError(f"{name}: has tensors of type {min(unknown)}, whose size is unknown")
-    return tensors
-
-
-def _reason(error: Exception) -> str:
-    """The first sentence of what went wrong."""
-    sentence = " ".join(str(error).split()).partition(". ")[0]
-    return f"{type(error).__name__}: {sentence}"[:LONGEST_REASON]
+        answer = json.loads(ended.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return unread(what, name, (ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()[-1])
+    if "unseen" in answer:
+        return Unseen(answer["unseen"])
+    return CheckpointError(answer["error"]) if "error" in answer else answer[what]

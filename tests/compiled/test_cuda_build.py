@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,12 +19,21 @@ import torch
 from scripts.harness.patience import patience
 from sglang_uvm_offload.cuda import build as cuda_build
 from sglang_uvm_offload.cuda.build import BuildFailure, build
+from sglang_uvm_offload.files.cache import cache_root
 
-BUILDER = [sys.executable, "-c", "from sglang_uvm_offload.cuda.build import build; print(build('sm_90'))"]
+TINY = 'extern "C" __attribute__((visibility("default"))) int tiny() { return 3; }\n'
+BUILDER = """
+import pathlib, sys
+from sglang_uvm_offload.cuda import build
+build.find_source = lambda: pathlib.Path(sys.argv[1])
+print(build.build("sm_90"))
+"""
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", str(Path(cuda_build.__file__).parents[2]))
     return tmp_path / "cache" / "sglang-uvm-offload"
@@ -43,6 +56,25 @@ exec {real} "$@"
     (home / "bin" / "nvcc").chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(home))
     return home
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch) -> Path:
+    """A source that compiles in a moment, in place of the kernels."""
+    source = tmp_path / "tiny.cu"
+    source.write_text(TINY)
+    monkeypatch.setattr(cuda_build, "find_source", lambda: source)
+    return source
+
+
+def works(library: Path) -> bool:
+    """In a process of its own: one that is loaded here stays loaded."""
+    program = f"import ctypes; print(ctypes.CDLL({str(library)!r}).tiny())"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "3\n"
+
+
+def builder(source: Path, **how) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", BUILDER, str(source)], stdout=subprocess.PIPE, text=True, **how)
 
 
 def compiles(toolkit: Path) -> int:
@@ -74,7 +106,7 @@ def test_shares_the_cuda_runtime_of_torch(cache):
     assert mapped == {str(cuda_build.loaded_cudart())}
 
 
-def test_a_second_build_is_the_first_one(cache, toolkit):
+def test_a_second_build_is_the_first_one(cache, toolkit, tiny):
     first = build("sm_90")
     assert compiles(toolkit) == 1
     start = time.monotonic()
@@ -83,11 +115,9 @@ def test_a_second_build_is_the_first_one(cache, toolkit):
     assert compiles(toolkit) == 1
 
 
-def test_another_source_flag_or_arch_is_another_library(cache, toolkit, tmp_path, monkeypatch):
+def test_another_source_flag_or_arch_is_another_library(cache, toolkit, tiny, monkeypatch):
     first = build("sm_90")
-    changed = tmp_path / "uvm_ops.cu"
-    changed.write_text(cuda_build.find_source().read_text() + "// changed\n")
-    monkeypatch.setattr(cuda_build, "find_source", lambda: changed)
+    tiny.write_text(TINY + "// changed\n")
     second = build("sm_90")
     flags = cuda_build.compile_flags
     monkeypatch.setattr(cuda_build, "compile_flags", lambda *arguments: [*flags(*arguments), "-DX"])
@@ -97,22 +127,22 @@ def test_another_source_flag_or_arch_is_another_library(cache, toolkit, tmp_path
     assert len({first, second, third, fourth}) == compiles(toolkit) == 4
 
 
-def test_builders_that_race_build_once(cache, toolkit):
+def test_builders_that_race_build_once(cache, toolkit, tiny):
     (toolkit / "stall").touch()
-    builders = [subprocess.Popen(BUILDER, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    builders = [builder(tiny) for _ in range(3)]
     wait_for(lambda: compiles(toolkit))
     time.sleep(1)
     (toolkit / "stall").unlink()
-    answers = {builder.communicate(timeout=patience(600))[0].strip() for builder in builders}
-    assert [builder.returncode for builder in builders] == [0, 0, 0]
+    answers = {one.communicate(timeout=patience(600))[0].strip() for one in builders}
+    assert [one.returncode for one in builders] == [0, 0, 0]
     assert compiles(toolkit) == 1
     (library,) = answers
     assert sorted(path.name for path in Path(library).parent.iterdir()) == ["lock", "uvm_ops.so"]
 
 
-def test_a_killed_builder_blocks_nobody_and_leaves_nothing(cache, toolkit):
+def test_a_killed_builder_blocks_nobody_and_leaves_nothing(cache, toolkit, tiny):
     (toolkit / "stall").touch()
-    killed = subprocess.Popen(BUILDER, start_new_session=True)
+    killed = builder(tiny, start_new_session=True)
     wait_for(lambda: compiles(toolkit))
     wait_for(lambda: list(cache.glob("*/build-*/uvm_ops.so")))
     assert not list(cache.glob("*/uvm_ops.so")), "a half-written library has its final name"
@@ -120,7 +150,7 @@ def test_a_killed_builder_blocks_nobody_and_leaves_nothing(cache, toolkit):
     killed.wait()
     try:
         library = None
-        following = subprocess.Popen(BUILDER, stdout=subprocess.PIPE, text=True)
+        following = builder(tiny)
         wait_for(lambda: compiles(toolkit) == 2)
         (toolkit / "stall").unlink()
         library = Path(following.communicate(timeout=patience(600))[0].strip())
@@ -128,8 +158,61 @@ def test_a_killed_builder_blocks_nobody_and_leaves_nothing(cache, toolkit):
         (toolkit / "stall").unlink(missing_ok=True)
         for orphan in (toolkit / "compiles").read_text().split()[:1]:
             wait_for(lambda orphan=orphan: not Path(f"/proc/{orphan}").exists())
-    assert ctypes.CDLL(str(library)).uvm_compiled_version()
+    assert works(library)
     assert sorted(path.name for path in library.parent.iterdir()) == ["lock", "uvm_ops.so"]
+
+
+def test_a_torn_library_is_built_again_once(cache, toolkit, tiny):
+    """As a machine that lost its power may leave it."""
+    library = build("sm_90")
+    for built, left in enumerate((0, 1000), 2):
+        library.write_bytes(library.read_bytes()[:left])
+        for _ in range(2):
+            assert build("sm_90") == library
+        assert compiles(toolkit) == built
+    assert works(library)
+
+
+@pytest.mark.parametrize("which", ["folder", "library"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+def test_a_library_that_another_user_may_have_planted_is_not_loaded(cache, toolkit, tiny, tmp_path, which):
+    planted = build("sm_90")
+    where = {"folder": planted.parent, "library": planted}[which]
+    os.chown(where, 12345, 12345)
+    library = build("sm_90")
+    assert compiles(toolkit) == 2
+    assert works(library)
+    assert library.stat().st_uid == 0
+    assert (library == planted) is (which == "library"), "a folder of another user is left alone"
+
+
+def test_a_lock_that_a_stopped_process_holds_delays_the_build_and_does_not_end_it(cache, toolkit, tiny, monkeypatch):
+    folder = build("sm_90").parent
+    (folder / "uvm_ops.so").unlink()
+    (folder / "unlocked-of-another").mkdir()
+    monkeypatch.setattr(cuda_build, "LOCK_SECONDS", 0.5)
+    with open(folder / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert works(build("sm_90"))
+    assert compiles(toolkit) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["lock", "unlocked-of-another", "uvm_ops.so"]
+
+
+def test_it_builds_where_there_are_no_locks(cache, tiny, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    assert works(build("sm_90"))
+
+
+def test_a_library_that_the_loader_refuses_is_named(cache, tmp_path, monkeypatch):
+    from sglang_uvm_offload.cuda import ops
+
+    (tmp_path / "uvm_ops.so").write_bytes(b"not a library")
+    monkeypatch.setattr(ops, "build", lambda arch: tmp_path / "uvm_ops.so")
+    with pytest.raises(BuildFailure, match=rf"does not load: .*; remove {tmp_path}, it is made again"):
+        ops.load_ops("sm_refused")
 
 
 def test_no_nvcc_says_what_to_install(cache, tmp_path, monkeypatch):
@@ -189,10 +272,11 @@ def test_a_broken_source_quotes_the_compiler_and_leaves_nothing(cache, tmp_path,
     assert [path.name for path in directory.iterdir()] == ["lock"]
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+def test_where_no_cache_can_be_the_error_says_what_to_set(cache, tiny, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(BuildFailure, match=f"cannot build in {tmp_path / 'file'}"):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    with pytest.raises(BuildFailure, match=f"cannot build the CUDA library: .*{tmp_path / 'file'}.*set XDG_CACHE_HOME"):
         build("sm_90")
 
 
@@ -201,7 +285,7 @@ def test_an_architecture_that_is_none_is_refused(cache):
         build("sm_90; true")
 
 
-def test_a_cache_path_with_spaces_and_dollars_builds(tmp_path, monkeypatch):
+def test_a_cache_path_with_spaces_and_dollars_builds(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a $HOME: b"))
     assert build("sm_90").is_file()
 
@@ -209,7 +293,7 @@ def test_a_cache_path_with_spaces_and_dollars_builds(tmp_path, monkeypatch):
 def test_the_cache_is_in_the_home_without_xdg(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cuda_build.cache_root() == tmp_path / ".cache" / "sglang-uvm-offload"
+    assert cache_root() == tmp_path / ".cache" / "sglang-uvm-offload"
 
 
 def test_the_installed_source_is_found_before_the_checkout(tmp_path, monkeypatch):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 import pytest
+from builders.hostile import Hostile
 from standin.run import Ran, Standin
 
 PROGRAM = """
@@ -47,6 +49,25 @@ def test_what_a_launcher_asks_leaves_no_context_and_one_would_show(standin: Stan
         print(json.dumps([*told, has_context()]))
     """)
     assert ran.said == [False, True]
+
+
+def test_what_asks_the_driver_and_builds_runs_nothing_of_the_current_folder(standin: Standin, tmp_path: Path):
+    """In a server that is started in a checkpoint's folder."""
+    hostile = Hostile(tmp_path / "model")
+    (tmp_path / "tiny.cu").write_text('extern "C" __attribute__((visibility("default"))) int tiny() { return 3; }\n')
+    ran = standin.run(f"""
+        import ctypes, os, pathlib
+        from sglang_uvm_offload.cuda import build
+        from sglang_uvm_offload.cuda.canary import canary_problems
+        from sglang_uvm_offload.cuda.device import free_vram
+        os.chdir({str(hostile.folder)!r})
+        os.environ.update(PATH=":.:" + os.environ["PATH"], PYTHONPATH=":" + os.environ["PYTHONPATH"])
+        build.find_source = lambda: pathlib.Path({str(tmp_path / "tiny.cu")!r})
+        tiny = ctypes.CDLL(str(build.build("sm_90"))).tiny()
+        print(json.dumps([canary_problems((0,)), len(free_vram([0])), tiny]))
+    """)
+    assert ran.said == [[], 1, 3]
+    assert hostile.ran == []
 
 
 @pytest.mark.parametrize(

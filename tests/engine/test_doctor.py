@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.hostile import Hostile
 from checkpoints import Checkpoints
 from launches import BLACKWELL
 from nursery import Ended, Nurseries, Nursery
@@ -18,9 +19,10 @@ from scripts.harness.patience import patience
 from scripts.harness.server import environment
 
 
-def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The installed command, started in ``folder``."""
     command = [str(Path(sys.executable).with_name("sglang-uvm-offload")), "doctor", *arguments]
-    return subprocess.run(command, env=environment(env), capture_output=True, text=True, timeout=patience(600))
+    return subprocess.run(command, env=environment({}), cwd=folder, capture_output=True, text=True, timeout=patience(600))
 
 
 def doctor_in(python: Nursery | Nurseries, *arguments: str, **env: str) -> Ended:
@@ -162,10 +164,13 @@ def test_the_whole_launch_is_resolved(answers):
     assert "--speculative-algorithm EAGLE with the draft layers of" in said
 
 
-def test_a_cpu_machine_with_a_launch_is_ready(checkpoints: Checkpoints):
-    model = str(checkpoints("qwen3_moe"))
-    said = doctor("--", "--device", "cpu", "--model-path", model, "--expert-offload-num-resident", "4")
+def test_a_cpu_machine_with_a_launch_is_ready(checkpoints: Checkpoints, tmp_path: Path):
+    """In the folder of a checkpoint that holds code under the names of libraries, of which none runs."""
+    hostile = Hostile(tmp_path / "model")
+    shutil.copytree(checkpoints("qwen3_moe"), hostile.folder, dirs_exist_ok=True)
+    said = doctor(hostile.folder, "--", "--device", "cpu", "--model-path", ".", "--expert-offload-num-resident", "4")
     assert said.returncode == 0, said.stdout + said.stderr[-2000:]
+    assert hostile.ran == []
     for fact in (
         "SGLang has every hook point",
         "--expert-offload-num-resident 4 of 16 experts a layer, on one rank",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from builders.hostile import Hostile
 from builders.true_shape import CONFIGS, config_folder
 
 from benchmarks import model_sizes
@@ -108,9 +110,13 @@ def test_packed_weights_are_counted_one_by_one(shapes: dict[str, CheckpointShape
 def test_plan_prints_what_a_model_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In the folder of a checkpoint that holds code under the names of libraries, of which none runs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = config_folder("Qwen/Qwen3-Next-80B-A3B-Thinking")
-    assert main(["plan", str(folder), "--machine", "1xH200", "--json"]) == 0
+    hostile = Hostile(tmp_path / "model")
+    shutil.copy(config_folder("Qwen/Qwen3-Next-80B-A3B-Thinking") / "config.json", hostile.folder)
+    monkeypatch.chdir(hostile.folder)
+    assert main(["plan", "config.json", "--machine", "1xH200", "--json"]) == 0
+    assert hostile.ran == []
     planned = json.loads(capsys.readouterr().out)
     assert planned["total_parameters"] == pytest.approx(80e9, rel=0.02)
     assert planned["active_parameters"] == pytest.approx(3.9e9, rel=0.02)

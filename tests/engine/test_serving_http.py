@@ -16,6 +16,7 @@ from typing import Any
 
 import openai
 import pytest
+from builders.hostile import Hostile
 from checkpoints import Checkpoints
 from serving import Engines, assert_close, assert_offloaded
 
@@ -116,11 +117,20 @@ def off(checkpoint: Path, engines: Engines) -> Said:
 
 @pytest.fixture(scope="module")
 def on(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """Of a cold start, by the command and the file that a user may have, and with all models that SGLang knows."""
+    """Of a cold start, by the command and the file that a user may have, with all models that SGLang knows, and in a folder
+    with code under the names of libraries, as SECURITY.md says to start it there."""
     command = [str(Path(sys.executable).with_name("sglang")), "serve"]
-    env = {"SGLANG_DISABLED_MODEL_ARCHS": ""}
-    with Server(checkpoint, command=command, config_file=True, env=env, **ARGUMENTS, **OFFLOAD) as server:
-        return {**ask(server), "measured": measure(server, checkpoint, tmp_path_factory.mktemp("measured") / "result.jsonl")}
+    env = {"SGLANG_DISABLED_MODEL_ARCHS": "", "PYTHONSAFEPATH": "1"}
+    server = Server(checkpoint, command=command, config_file=True, env=env, **ARGUMENTS, **OFFLOAD)
+    hostile = Hostile(server.folder)
+    with server:
+        said = ask(server)
+        measured = measure(server, checkpoint, tmp_path_factory.mktemp("measured") / "result.jsonl")
+    return {**said, "measured": measured, "ran": hostile.ran}
+
+
+def test_no_code_of_the_folder_runs_in_which_a_server_starts(on: Said) -> None:
+    assert on["ran"] == []
 
 
 @pytest.mark.works("Launch", "sglang serve with a YAML file, /generate")

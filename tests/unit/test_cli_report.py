@@ -302,6 +302,30 @@ def test_an_answer_that_is_not_whole_or_not_http_is_told_in_words(answer, reason
     assert "(" not in err, "no repr of an exception"
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 404 \x1b]0;owned\x07\x1b[2Jgone\r\n\r\n",
+        b"HTTP/1.1 401 \x9b2Jgone\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: gone://\x1b[2J\r\n\r\n",
+        b'HTTP/1.1 200 OK\r\n\r\n{"internal_states": [], "gone\x1b[2J": }',
+    ],
+)
+def test_a_servers_words_reach_the_terminal_without_their_control_characters(answer, tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak() -> None:
+            with server.accept()[0] as peer:
+                peer.recv(1 << 16)
+                peer.sendall(answer)
+
+        thread = threading.Thread(target=speak, daemon=True)
+        thread.start()
+        err = refused(f"http://127.0.0.1:{server.getsockname()[1]}", tmp_path, capsys)
+        thread.join()
+    assert all(line.isprintable() for line in err.splitlines()), repr(err)
+
+
 @pytest.mark.slow
 def test_an_address_in_capitals_is_one_too(answers):
     answers["/server_info"] = (200, json.dumps(served()).encode())

@@ -149,6 +149,26 @@ def test_only_the_edges_choose_a_device():
     assert choosing <= {"plugin", "replay", "cli"}
 
 
+def test_one_file_starts_processes():
+    """So that none of them imports from the current folder."""
+    starts = re.compile(
+        r"\b(subprocess\.(run|Popen|call|check_\w+)|os\.(system|popen|exec\w+|(posix_)?spawn\w*)|sys\.executable)\b"
+    )
+    assert [name for name, path in modules().items() if starts.search(path.read_text())] == ["files.child"]
+
+
+def test_commands_print_by_one_door():
+    """It drops the control characters of what servers, checkpoints and files say."""
+    printing = {
+        name
+        for name, path in modules().items()
+        if package(name) == "cli"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    }
+    assert printing == {"cli.terminal", "cli.replay"}, "replay: the progress line"
+
+
 def test_every_package_says_in_one_sentence_what_it_is_for():
     for name, path in modules().items():
         if path.name == "__init__.py" and name:

@@ -78,3 +78,36 @@ def test_a_file_that_cannot_be_read_is_as_none(cache):
     os.remove(file)
     file.mkdir()
     assert read(GPUS, 1) is None
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.with_name("pipe"))], ids=["pipe", "link to one"])
+def test_a_pipe_among_the_files_is_not_waited_for(cache, make):
+    keep(GPUS[:1], 50.0)
+    os.mkfifo(cache / "pipe")
+    make(cache / "zz.json")
+    assert read(GPUS, 1) == 50.0
+
+
+def test_a_large_file_is_as_none(cache):
+    keep(GPUS[:1], 50.0)
+    (file,) = cache.iterdir()
+    file.write_bytes(file.read_bytes() + b" " * kept_links.LARGEST)
+    assert read(GPUS, 1) is None
+
+
+def test_links_that_another_user_may_have_kept_are_as_none(cache, monkeypatch, tmp_path):
+    keep(GPUS[:1], 50.0)
+    cache.chmod(0o777)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert read(GPUS, 1) is None
+    keep(GPUS[:1], 40.0)
+    assert read(GPUS, 1) == 40.0
+
+
+def test_without_any_place_nothing_is_kept(cache, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    assert read(GPUS, 1) is None
+    with pytest.raises(OSError, match="set XDG_CACHE_HOME"):
+        keep(GPUS[:1], 50.0)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import socket
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
 import msgspec
 import pytest
+import uvicorn
 from builders.managers import Rank, config
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sglang.srt.utils.auth import add_api_key_middleware
 
+from scripts.harness.patience import patience
 from sglang_uvm_offload import __version__
 from sglang_uvm_offload.plugin.operate import actions, http_routes
 from sglang_uvm_offload.plugin.operate.actions import Action
@@ -105,6 +114,46 @@ def test_a_long_body_is_not_read(serve):
     answer = client.post("/expert_offload", content=b" " * 10**6)
     assert answer.status_code == 413
     assert manager.asked == []
+
+
+@contextmanager
+def listening(app) -> Iterator[int]:
+    """The port of SGLang's HTTP server."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.mark.parametrize("keys", [{}, {"admin_api_key": "a"}], ids=["open", "with keys"])
+@pytest.mark.parametrize("sent", [b"", b'{"action"', b'{"action": "pause"}'])
+def test_a_client_that_leaves_costs_no_traceback(serve, keys, sent, caplog):
+    client, manager = serve(config(), **keys)
+    heard, release, asked = threading.Event(), threading.Event(), manager.get_internal_state
+
+    async def slow():
+        heard.set()
+        await asyncio.to_thread(release.wait, patience(60))
+        return await asked()
+
+    manager.get_internal_state = slow
+    whole = sent.endswith(b"}")
+    headers = ["Host: a", "Authorization: Bearer a", f"Content-Length: {len(sent) + (not whole)}"]
+    head = "\r\n".join(["POST /expert_offload HTTP/1.1", *headers, "", ""])
+    with listening(client.app) as port:
+        with socket.create_connection(("127.0.0.1", port)) as peer:
+            peer.sendall(head.encode() + sent)
+            if whole:
+                assert heard.wait(patience(60))
+        release.set()
+    assert manager.asked == [Action.PAUSE] * whole
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_what_the_server_cannot_do_is_refused_with_the_flags(serve):

@@ -183,6 +183,7 @@ def test_a_driver_that_names_no_gpu_holds_up_nobody(monkeypatch, tmp_path):
 
 def test_a_cache_that_cannot_be_written_only_warns(monkeypatch, tmp_path, caplog):
     (tmp_path / "file").write_text("")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
     (found,) = measured_by(monkeypatch, tmp_path / "file", [Timer(set(), links.rates(), None)])
     assert found.measured.ranks == 1
     assert "not kept for later launches" in caplog.text

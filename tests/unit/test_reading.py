@@ -141,3 +141,14 @@ def test_what_cannot_be_a_path_is_an_os_error(path):
 def test_a_model_that_cannot_be_examined_is_refused(path):
     with pytest.raises(ValueError, match="cannot read"):
         load(Path(path))
+
+
+def test_text_of_several_lines_keeps_them_and_nothing_that_a_terminal_obeys():
+    text = "one\ttwo\x1b[2J\r\n\x9b31m\x07\u202e\u2028 é漢 \udcff\x00"
+    assert reading.printable_lines(text) == "one     two?[2J?\n?31m??? é漢 \udcff?"
+
+
+def test_a_problem_of_flags_quotes_nothing_that_a_terminal_obeys():
+    error = FlagError(["a\x1b[2J", "b\nc"])
+    assert error.problems == ["a?[2J", "b\nc"]
+    assert "\x1b" not in str(error)

@@ -62,12 +62,27 @@ def test_a_program_that_does_not_start_adds_its_reason(monkeypatch: pytest.Monke
 def test_a_program_that_does_not_end_adds_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_shape, "installed", lambda: True)
 
-    def never(command: list[str], timeout: float, **_: object) -> None:
-        raise subprocess.TimeoutExpired(command, timeout)
+    def never(module: str, *_: str, seconds: float) -> None:
+        raise subprocess.TimeoutExpired(module, seconds)
 
-    monkeypatch.setattr(engine_shape.subprocess, "run", never)
+    monkeypatch.setattr(engine_shape.child, "run_module", never)
     with pytest.raises(CheckpointError, match="did not build the model within 300 seconds"):
         engine_shape.load_any(UNRULED)
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("damage", [b"{}", b"", b"null", b"[1", b"\xff\xfe", b'{"plain": {"layers": []}}', None])
+def test_a_damaged_kept_shape_is_made_again(damage: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(engine_shape, "_run", lambda folders: asked.append(folders) or ['{"what": "the program prints"}'])
+    for _ in range(2):
+        assert engine_shape._printed([{"config.json": "{}"}]) == [{"what": "the program prints"}]
+    assert len(asked) == 1
+    (kept,) = tmp_path.glob("cache/sglang-uvm-offload/shapes/*")
+    kept.write_bytes(kept.read_bytes()[:-1] if damage is None else damage)
+    for _ in range(2):
+        assert engine_shape._printed([{"config.json": "{}"}]) == [{"what": "the program prints"}]
+    assert len(asked) == 2
 
 
 @pytest.mark.slow

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from builders.hub import Hub, cached, serving
+from builders.hub import COMMIT, Hub, cached, serving
 from builders.true_shape import checkpoint, config_folder
 
 from scripts.harness.patience import patience
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.sizing import architectures, hub
 from sglang_uvm_offload.sizing.checkpoint import load
-from sglang_uvm_offload.sizing.safetensors_header import TensorInfo, read_folder
+from sglang_uvm_offload.sizing.safetensors_header import MAX_JSON_BYTES, TensorInfo, read_folder
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 MODEL = "Qwen/Qwen3-30B-A3B"
@@ -151,6 +151,40 @@ def test_without_the_config_one_line_says_what_to_fetch_elsewhere(name, server, 
     )
     assert f"run hf download {name} config.json --local-dir DIR" in line
     assert "give DIR/config.json" in line
+
+
+def test_a_config_without_end_is_not_downloaded(models, tmp_path):
+    (tmp_path / "endless").mkdir()
+    with open(tmp_path / "endless" / "config.json", "wb") as file:
+        file.write((models["maker/known"] / "config.json").read_bytes())
+        file.write(b" " * (MAX_JSON_BYTES + 1 - file.tell()))
+    with serving({"maker/endless": tmp_path / "endless"}) as other:
+        ended = planned("maker/endless", other.env(tmp_path / "home"))
+    assert ended.returncode == 2
+    assert "its config.json cannot be read from the Hugging Face Hub (it is larger than 64 MiB)" in ended.stderr
+    assert not list((tmp_path / "home").rglob("config.json"))
+
+
+@pytest.mark.parametrize(
+    ("ask", "file"),
+    [(hub.config_file, "config.json"), (hub.headers, "model.safetensors.index.json")],
+    ids=["config", "headers"],
+)
+def test_a_hub_that_drips_is_not_awaited_for_ever(ask, file, models, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "SECONDS", 4)
+    with serving(models) as other:
+        other.dripping = file
+        for name, value in other.env(tmp_path).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(hub.Unseen, match="it was not sent within 4 seconds"):
+            ask("maker/known", revision=COMMIT)
+
+
+def test_a_hub_program_that_ends_adds_its_reason(monkeypatch):
+    monkeypatch.setattr(hub, "PROGRAM", "no.such.program")
+    with pytest.raises(hub.Unseen, match=r"maker/ended: there is no such path, and .*No module named 'no'.*; run hf download"):
+        hub.config_file("maker/ended")
 
 
 @pytest.mark.slow

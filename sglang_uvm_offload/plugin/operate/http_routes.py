@@ -16,7 +16,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.runtime_context import get_serving
 from sglang.srt.utils.auth import AuthLevel, auth_level
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from sglang_uvm_offload import __version__
@@ -129,10 +129,13 @@ async def _saved(manager: Any, status: OffloadStatus) -> OffloadStatus:
 
 async def _body(request: Request) -> bytes:
     body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise Refused(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise Refused(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+    except ClientDisconnect as left:  # nobody reads the answer, and the server would log a traceback
+        raise Refused(400, "the connection closed before the body was complete") from left
     return body
 
 
