@@ -90,10 +90,8 @@ def wait_for(condition, seconds: float = 60) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
-def test_compiles_cold_in_time(cache, arch):
-    start = time.monotonic()
+def test_compiles_for_each_architecture(cache, arch):
     library = build(arch)
-    assert time.monotonic() - start < 25
     assert library.parent.parent == cache
     loaded = ctypes.CDLL(str(library))
     assert loaded.uvm_compiled_version() // 1000 == 13
@@ -109,9 +107,7 @@ def test_shares_the_cuda_runtime_of_torch(cache):
 def test_a_second_build_is_the_first_one(cache, toolkit, tiny):
     first = build("sm_90")
     assert compiles(toolkit) == 1
-    start = time.monotonic()
     assert build("sm_90") == first
-    assert time.monotonic() - start < 1
     assert compiles(toolkit) == 1
 
 
