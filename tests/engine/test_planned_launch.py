@@ -17,6 +17,7 @@ from builders import links
 from builders.drafts import eagle
 from builders.true_shape import CONFIGS, config_folder, write
 from checkpoints import Checkpoints
+from sglang.srt.utils import common
 
 from sglang_uvm_offload.memory.kept_links import KeptLink
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
@@ -150,8 +151,10 @@ def test_stages_are_as_sglang_divides_them(launch: Planned, monkeypatch: pytest.
 
 
 def test_a_gpu_of_unknown_size_cannot_be_planned(launch: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned_launch, "get_device_memory_capacity", lambda device: None)
-    with pytest.raises(Uncounted, match="size of this GPU"):
+    """SGLang's own answer where it sees none."""
+    monkeypatch.setattr(common, "is_cuda", lambda: False)
+    monkeypatch.setattr(planned_launch, "get_device_memory_capacity", common.get_device_memory_capacity)
+    with pytest.raises(Uncounted, match="SGLang does not know the size of this GPU"):
         launch()
 
 
