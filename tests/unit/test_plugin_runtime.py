@@ -72,11 +72,13 @@ def test_gathered_decoding_is_decoding_for_an_idle_rank_too():
 
 
 def test_experts_that_are_sent_tokens_count_them_though_their_rank_has_none(exchange):
-    """SGLang gives such a rank its own count only: with an all-to-all backend it gathers nothing beforehand."""
+    """SGLang gives such a rank the counts of all (``require_mlp_tp_gather``), or, if dense layers and the head are its own too,
+    that of its own only."""
     exchange("deepep")
     assert step(ForwardMode.IDLE, 0, [0]) == (ALL_ROWS, 1, Phase.DECODE)
     assert step(ForwardMode.DECODE, 4, [4]) == (ALL_ROWS, 4, Phase.DECODE)
     assert step(ForwardMode.IDLE, 0, [0], extends=True)[2] is Phase.PREFILL
+    assert step(ForwardMode.IDLE, 0, [0, 4]) == (ALL_ROWS, 4, Phase.DECODE)
 
 
 @pytest.mark.parametrize(
