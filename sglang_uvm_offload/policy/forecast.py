@@ -121,8 +121,8 @@ class Forecast:
             reward = self._now_rate * (1.0 - discount) * horizon
             weights = np.linalg.solve(square + ridge * np.eye(len(square)), reward)
         activations = weights.astype(np.float32) @ self._features
-        # True values lie in 0..horizon. Keep negative ones: their order shows which resident is worth least.
-        return np.clip(activations, -horizon, horizon).reshape(self._candidate.shape)
+        # No true value is larger. Negative ones need no bound: what saves nothing is never promoted.
+        return np.minimum(activations, horizon).reshape(self._candidate.shape)
 
     def _describe(self) -> np.ndarray:
         """The features: each scale's rate minus the next longer one's, the longest rate, the mean, the context."""

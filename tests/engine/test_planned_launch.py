@@ -17,6 +17,7 @@ from builders import links
 from builders.drafts import eagle
 from builders.true_shape import CONFIGS, config_folder, write
 from checkpoints import Checkpoints
+from sglang.srt.utils import common
 
 from sglang_uvm_offload.memory.kept_links import KeptLink
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
@@ -31,6 +32,7 @@ from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounte
 from sglang_uvm_offload.sizing.machine import GIB
 from sglang_uvm_offload.sizing.rates import stream_rates
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo, read_json
+from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.text_config import text_config
 
 H200 = GPUS["H200"].memory_mib << 20
@@ -149,8 +151,10 @@ def test_stages_are_as_sglang_divides_them(launch: Planned, monkeypatch: pytest.
 
 
 def test_a_gpu_of_unknown_size_cannot_be_planned(launch: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned_launch, "get_device_memory_capacity", lambda device: None)
-    with pytest.raises(Uncounted, match="size of this GPU"):
+    """SGLang's own answer where it sees none."""
+    monkeypatch.setattr(common, "is_cuda", lambda: False)
+    monkeypatch.setattr(planned_launch, "get_device_memory_capacity", common.get_device_memory_capacity)
+    with pytest.raises(Uncounted, match="SGLang does not know the size of this GPU"):
         launch()
 
 
@@ -386,15 +390,22 @@ class TestDrafts:
         assert not bundled.notes
 
 
-def pool(cuda_arguments: Arguments, model: str, *words: object, tokens: int = DEFAULT_KV_TOKENS, requests: int = 1) -> int:
-    """Bytes of one rank of the first stage, by SGLang's configurators, on one GPU if ``words`` name no others."""
+def pools(
+    cuda_arguments: Arguments, model: str, *words: object, tokens: int = DEFAULT_KV_TOKENS, requests: int = 1
+) -> ServerPools:
+    """By SGLang's configurators, for the minimum and for ``tokens``, on one GPU if ``words`` name no others."""
     from sglang_uvm_offload.plugin.launch.server_pools import server_pools
 
     given = cuda_arguments("--model-path", config_folder(model), "--device", "cuda", *WITHOUT_TOKENIZER, *words)
     cfg = resolving_view(given)
     parallel = Parallel(cfg.tp_size, cfg.ep_size, cfg.pp_size)
     with mock.patch.dict(os.environ, given._environment):
-        return server_pools(given, parallel, {2: 1, tokens: requests}).nbytes(0, tokens)
+        return server_pools(given, parallel, {2: 1, tokens: requests})
+
+
+def pool(*launch: Any, tokens: int = DEFAULT_KV_TOKENS, requests: int = 1) -> int:
+    """Bytes of one rank of the first stage."""
+    return pools(*launch, tokens=tokens, requests=requests).nbytes(0, tokens)
 
 
 def test_an_argument_that_nothing_decides_has_its_fallback(cuda_arguments: Arguments) -> None:
@@ -524,6 +535,18 @@ def test_the_planners_rules_agree_with_sglang(cuda_arguments: Arguments, name: s
     config = text_config(read_json(config_folder(model) / "config.json"))
     planned = kv_shape(config).pool_bytes(range(config["num_hidden_layers"]), 1, 2)
     assert planned == pytest.approx((many - few) / DEFAULT_KV_TOKENS, rel=1e-3)
+
+
+@ASKED
+def test_a_stage_whose_layers_all_have_a_window_keeps_every_token_in_them(cuda_arguments: Arguments) -> None:
+    """A part of the tokens would be a part of those that layers without a window keep, and this stage has no such layer."""
+    model = "google/gemma-4-26B-A4B"
+    made = pools(cuda_arguments, model, "--pp-size", 6)
+    shape = kv_shape(text_config(read_json(config_folder(model) / "config.json")))
+    stages = [range(first, first + 5) for first in range(0, 30, 5)]
+    assert shape.window_layers.issuperset(stages[0])
+    planned = [shape.pool_bytes(layers, 1, 2) for layers in stages]
+    assert planned == pytest.approx([made.token_bytes(stage) for stage in range(6)], rel=1e-3)
 
 
 @ASKED

@@ -360,13 +360,19 @@ def test_weights_that_are_hidden_after_loading_are_an_error():
         layer.sync_tensors(module)
 
 
-def test_weights_that_are_quantised_to_4_bits_after_loading_are_no_error():
-    layer, module = loaded(SimulatedDriver(), 0)
+def test_weights_that_are_quantised_to_4_bits_after_loading_replace_the_others():
+    memory = SimulatedDriver()
+    layer, module = loaded(memory, 0)
     with AllocationMode(E, layer.allocate):
         for name in ("w13", "w2"):
             scratch = [torch.empty(E, TENSOR_BYTES[name] // E, dtype=torch.uint8) for _ in range(4)]
             setattr(module, name, torch.nn.Parameter(scratch[0][:, ::4].contiguous(), requires_grad=False))
+    del scratch
+    gc.collect()
     layer.sync_tensors(module)
+    assert layer.plain_bytes == (TENSOR_BYTES["w13"] + TENSOR_BYTES["w2"]) // 4 + TENSOR_BYTES["scale"], "too small to place"
+    assert (layer.tensors, memory.live_ranges, memory.device_resident) == ([], 0, 0), "the scratch and the 16 bits are gone"
+    assert layer.resident.all()
 
 
 def test_a_tensor_on_another_device_is_left_there():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -76,14 +77,20 @@ def test_where_no_kernel_runs_the_tensors_are_as_large(module):
     ]
 
 
-def test_a_gpu_without_deep_gemm_is_told_what_it_lacks(module, monkeypatch):
+@pytest.mark.parametrize("package", ["sgl_kernel", "deep_gemm"])
+def test_a_gpu_without_deep_gemm_is_told_what_it_lacks(module, monkeypatch, package):
     from benchmarks.gpu import slot_function
 
     monkeypatch.setattr(slot_function, "computes", lambda: True)
-    monkeypatch.setattr(slot_function, "find_spec", lambda name: None if name == "deep_gemm" else object())
-    with pytest.raises(SystemExit, match="DeepGEMM's kernels need deep_gemm"):
-        module.deep_gemm_here()
-    monkeypatch.setattr(slot_function, "find_spec", lambda name: object())
     assert list(module.deep_gemm_here().values()) == [module.SglangDeepGemm, module.MaskedDeepGemm]
+    monkeypatch.setitem(sys.modules, package, None)  # as Python has a package that it does not find
+    with pytest.raises(SystemExit, match=f"DeepGEMM's kernels need {package} "):
+        module.deep_gemm_here()
+
+
+def test_without_a_gpu_that_computes_the_rows_are_read(module, monkeypatch):
+    from benchmarks.gpu import slot_function
+
     monkeypatch.setattr(slot_function, "computes", lambda: False)
-    assert set(module.deep_gemm_here().values()) == {module.DeepGemmRowsRead}
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    assert list(module.deep_gemm_here().values()) == [module.DeepGemmRowsRead] * 2

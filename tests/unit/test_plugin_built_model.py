@@ -135,11 +135,15 @@ def test_a_stage_gets_the_layers_that_were_built_before_it(monkeypatch, tmp_path
     assert model.moe_layers == (1, 2, *numbers)
 
 
-def test_stages_wait_for_no_other_where_nothing_names_layers(monkeypatch):
-    stage(monkeypatch, 1, 3)
+@pytest.mark.parametrize("pp_rank", [0, 1, 2])
+def test_stages_wait_for_no_other_where_nothing_names_layers(monkeypatch, pp_rank):
+    exchanged = []
+    group = {"recv_object": lambda src: exchanged.append(src), "send_object": lambda layers, dst: exchanged.append(dst)}
+    stage(monkeypatch, pp_rank, 3, **group)
     earlier = EarlierStages(config())
     assert earlier.layers() == []
     earlier.send_to_next([0])
+    assert exchanged == []
 
 
 def test_layers_get_the_numbers_that_they_have_in_the_whole_model(monkeypatch):

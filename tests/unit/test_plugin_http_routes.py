@@ -23,6 +23,7 @@ from sglang.srt.utils.auth import add_api_key_middleware
 
 from scripts.harness.patience import patience
 from sglang_uvm_offload import __version__
+from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.plugin.operate import actions, http_routes
 from sglang_uvm_offload.plugin.operate.actions import Action
 from sglang_uvm_offload.plugin.server_config import attach, attach_requested
@@ -164,13 +165,35 @@ def test_what_the_server_cannot_do_is_refused_with_the_flags(serve):
     assert manager.asked == []
 
 
-def test_a_save_is_waited_for(serve, monkeypatch):
+def test_a_save_is_waited_for(serve, monkeypatch, tmp_path):
+    """It is being written while the status is asked for again and again."""
     client, manager = serve(config(save_profile="p.npz"))
-    going, done = SaveStatus("profile", True, None, 0, None), SaveStatus("profile", False, 1.8e9, 0, None)
-    manager.saves = [[going], [going], [done], [done]]
+    asked_again, path = threading.Event(), tmp_path / "p.npz"
+
+    def write():
+        assert asked_again.wait(patience(60))
+        path.write_bytes(b"saved")
+
+    saver = Saver("profile", lambda _: write)
+
+    async def set_internal_state(request):
+        actions.perform(Action.of(request.server_args), manager.rank.manager, [saver])
+
+    async def get_internal_state():
+        status = [SaveStatus(saver.what, saver.under_way, saver.saved_at, saver.failures, saver.error)]
+        if seen:
+            asked_again.set()
+        seen.append(saver.under_way)
+        return [{"expert_offload": {**manager.rank.status(), "saves": msgspec.to_builtins(status)}}]
+
+    seen = []
+    monkeypatch.setattr(manager, "set_internal_state", set_internal_state)
+    monkeypatch.setattr(manager, "get_internal_state", get_internal_state)
     answer = client.post("/expert_offload", json={"action": "save"})
     assert answer.status_code == 200
-    assert answer.json()["ranks"][0]["saves"] == [msgspec.to_builtins(done)]
+    assert (seen[:2], seen[-1]) == ([True, True], False)
+    (saved,) = answer.json()["ranks"][0]["saves"]
+    assert (saved["under_way"], saved["error"], path.read_bytes()) == (False, None, b"saved")
 
 
 def test_a_save_that_does_not_end_is_shown_to_be_under_way(serve, monkeypatch):

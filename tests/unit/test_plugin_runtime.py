@@ -7,8 +7,10 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 from builders.configs import served_config
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.layers.moe.utils import MoeA2ABackend
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_uvm_offload.plugin.rank import loading_hooks, scheduler_hooks, step_hooks
 from sglang_uvm_offload.plugin.rank.backend import Emulated
@@ -18,12 +20,27 @@ from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase
 pytestmark = pytest.mark.sglang
 
 
-def step(monkeypatch, mode, own, everywhere=None, extends=False, a2a="none"):
-    monkeypatch.setattr(step_hooks, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: a2a == "none"))
-    batch = SimpleNamespace(
-        forward_mode=mode, input_ids=[0] * own, global_num_tokens_cpu=everywhere, is_extend_in_batch=extends
-    )
-    return step_hooks.step_of(batch)
+def batch_of(mode, rows, requests=0, **more):
+    """SGLang's own, of so many rows."""
+    number = torch.zeros(requests, dtype=torch.int64)
+    held = {"req_pool_indices": number, "seq_lens": number, "out_cache_loc": torch.zeros(rows, dtype=torch.int64)}
+    ids = torch.zeros(rows, dtype=torch.int64)
+    return ForwardBatch(forward_mode=mode, batch_size=requests, input_ids=ids, seq_lens_sum=0, **held, **more)
+
+
+@pytest.fixture(autouse=True)
+def exchange(monkeypatch):
+    """Sets SGLang's all-to-all backend, at first none."""
+
+    def through(name):
+        monkeypatch.setattr(step_hooks, "get_moe_a2a_backend", lambda: MoeA2ABackend(name))
+
+    through("none")
+    return through
+
+
+def step(mode, own, everywhere=None, extends=False):
+    return step_hooks.step_of(batch_of(mode, own, global_num_tokens_cpu=everywhere, is_extend_in_batch=extends))
 
 
 @pytest.mark.parametrize(
@@ -35,30 +52,33 @@ def step(monkeypatch, mode, own, everywhere=None, extends=False, a2a="none"):
         (ForwardMode.MIXED, Phase.PREFILL),
     ],
 )
-def test_alone_a_rank_counts_its_own_rows(monkeypatch, mode, phase):
-    assert step(monkeypatch, mode, 5) == (5, 5, phase)
+def test_alone_a_rank_counts_its_own_rows(mode, phase):
+    assert step(mode, 5) == (5, 5, phase)
 
 
-def test_an_idle_rank_alone_counts_nothing(monkeypatch):
-    assert step(monkeypatch, ForwardMode.IDLE, 0)[:2] == (0, 0)
+def test_an_idle_rank_alone_counts_nothing():
+    assert step(ForwardMode.IDLE, 0)[:2] == (0, 0)
 
 
 @pytest.mark.parametrize(("mode", "own"), [(ForwardMode.IDLE, 0), (ForwardMode.DECODE, 4), (ForwardMode.EXTEND, 1000)])
-def test_ranks_that_compute_gathered_tokens_give_the_step_one_name(monkeypatch, mode, own):
+def test_ranks_that_compute_gathered_tokens_give_the_step_one_name(mode, own):
     """A prefill of one rank is no decode step of another that computes it too."""
-    assert step(monkeypatch, mode, own, [0, 4, 1000], extends=True) == (ALL_ROWS, 1004, Phase.PREFILL)
+    assert step(mode, own, [0, 4, 1000], extends=True) == (ALL_ROWS, 1004, Phase.PREFILL)
 
 
-def test_gathered_decoding_is_decoding_for_an_idle_rank_too(monkeypatch):
-    assert step(monkeypatch, ForwardMode.IDLE, 0, [0, 4]) == (ALL_ROWS, 4, Phase.DECODE)
-    assert step(monkeypatch, ForwardMode.IDLE, 0, [0, 0])[:2] == (0, 0)
+def test_gathered_decoding_is_decoding_for_an_idle_rank_too():
+    assert step(ForwardMode.IDLE, 0, [0, 4]) == (ALL_ROWS, 4, Phase.DECODE)
+    assert step(ForwardMode.IDLE, 0, [0, 0])[:2] == (0, 0)
 
 
-def test_experts_that_are_sent_tokens_count_them_though_their_rank_has_none(monkeypatch):
-    """SGLang gives such a rank its own count only: with an all-to-all backend it gathers nothing beforehand."""
-    assert step(monkeypatch, ForwardMode.IDLE, 0, [0], a2a="deepep") == (ALL_ROWS, 1, Phase.DECODE)
-    assert step(monkeypatch, ForwardMode.DECODE, 4, [4], a2a="deepep") == (ALL_ROWS, 4, Phase.DECODE)
-    assert step(monkeypatch, ForwardMode.IDLE, 0, [0], extends=True, a2a="deepep")[2] is Phase.PREFILL
+def test_experts_that_are_sent_tokens_count_them_though_their_rank_has_none(exchange):
+    """SGLang gives such a rank the counts of all (``require_mlp_tp_gather``), or, if dense layers and the head are its own too,
+    that of its own only."""
+    exchange("deepep")
+    assert step(ForwardMode.IDLE, 0, [0]) == (ALL_ROWS, 1, Phase.DECODE)
+    assert step(ForwardMode.DECODE, 4, [4]) == (ALL_ROWS, 4, Phase.DECODE)
+    assert step(ForwardMode.IDLE, 0, [0], extends=True)[2] is Phase.PREFILL
+    assert step(ForwardMode.IDLE, 0, [0, 4]) == (ALL_ROWS, 4, Phase.DECODE)
 
 
 @pytest.mark.parametrize(
@@ -75,24 +95,16 @@ def test_experts_that_are_sent_tokens_count_them_though_their_rank_has_none(monk
         ([9], None, "before there is a scheduler", [9]),
     ],
 )
-def test_prompts_end_in_a_prefill_where_the_last_rows_of_their_last_chunks_do(
-    monkeypatch, lengths, everywhere, unfinished, ends
-):
+def test_prompts_end_in_a_prefill_where_the_last_rows_of_their_last_chunks_do(lengths, everywhere, unfinished, ends):
     told = []
-    monkeypatch.setattr(step_hooks, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: True))
     rank = RankState(served_config(num_resident=1, slots=2))
     rank.backend = Emulated()
     rank.manager = SimpleNamespace(begin_step=lambda *args, **kwargs: None, end_step=lambda model: None)
     rank.slots = SimpleNamespace(begin_step=lambda rows, phase, ends: told.append(ends))
     runner = SimpleNamespace(_expert_offload_model=SimpleNamespace(draft=False))
-    batch = SimpleNamespace(
-        forward_mode=ForwardMode.EXTEND,
-        input_ids=[0] * 9,
-        extend_seq_lens_cpu=lengths,
-        global_num_tokens_cpu=everywhere,
-        is_extend_in_batch=True,
-        rids=["a", "b", "c"][: len(lengths or "abc")],
-    )
+    rids = ["a", "b", "c"][: len(lengths or "abc")]
+    told_of = {"extend_seq_lens_cpu": lengths, "global_num_tokens_cpu": everywhere, "is_extend_in_batch": True, "rids": rids}
+    batch = batch_of(ForwardMode.EXTEND, 9, len(rids), **told_of)
     if unfinished != "before there is a scheduler":
         rank.scheduler = SimpleNamespace(chunked_req=None if unfinished is None else SimpleNamespace(rid=unfinished))
     step_hooks.StepHooks(rank).around_forward(lambda runner, batch: None, runner, batch)
@@ -136,7 +148,6 @@ def test_what_chooses_the_number_of_drafts_is_told_of_each_step_that_counts_as_d
 ):
     """Before the step is counted: what it polls is of whole steps."""
     happened = []
-    monkeypatch.setattr(step_hooks, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: True))
     monkeypatch.setattr(step_hooks, "is_eager", lambda runner, batch, phase: True)
     rank = RankState(served_config(draft_policy="misses"))
     rank.backend = Emulated()
@@ -144,24 +155,21 @@ def test_what_chooses_the_number_of_drafts_is_told_of_each_step_that_counts_as_d
     rank.draft_lengths = SimpleNamespace(begin_step=lambda: happened.append("told"))
     rank.layer_hooks.streamer = SimpleNamespace(streams=lambda tokens: streams, begin_step=lambda: None, end_step=lambda: None)
     runner = SimpleNamespace(_expert_offload_model=SimpleNamespace(draft=draft))
-    batch = SimpleNamespace(
-        forward_mode=mode, input_ids=[0] * rows, global_num_tokens_cpu=None, is_extend_in_batch=False, extend_seq_lens_cpu=None
-    )
+    batch = batch_of(mode, rows)
     step_hooks.StepHooks(rank).around_forward(lambda runner, batch: None, runner, batch)
     assert happened == ["told", "counted"][not told :]
 
 
 @pytest.mark.parametrize(("everywhere", "rows"), [(None, 3), ([3, 4], ALL_ROWS)])
-def test_a_step_that_a_graph_of_drafts_replays_counts_the_rows_before_the_padding(monkeypatch, everywhere, rows):
+def test_a_step_that_a_graph_of_drafts_replays_counts_the_rows_before_the_padding(everywhere, rows):
     """Gathered, padding may be anywhere."""
     steps = []
     rank = RankState(served_config(draft_num_resident=2))
-    monkeypatch.setattr(step_hooks, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: True))
     rank.manager = SimpleNamespace(
         begin_step=lambda model, rows, tokens, phase: steps.append((model, rows, phase)), end_step=steps.append
     )
     graphs = SimpleNamespace(model_runner=SimpleNamespace(_expert_offload_model="draft"))
-    batch = SimpleNamespace(positions=[7, 8, 9], global_num_tokens_cpu=everywhere)
+    batch = batch_of(ForwardMode.DECODE, 3, 3, positions=torch.tensor([7, 8, 9]), global_num_tokens_cpu=everywhere)
     ran = step_hooks.StepHooks(rank).around_draft_graph(
         lambda graphs, batch, more: (steps.append("ran"), more), graphs, batch, "more"
     )

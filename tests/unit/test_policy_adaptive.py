@@ -6,6 +6,7 @@ import pytest
 from sglang_uvm_offload.policy import adaptive as adaptive_module
 from sglang_uvm_offload.policy import ranking
 from sglang_uvm_offload.policy.extents import Extents
+from sglang_uvm_offload.policy.forecast import PREFILL_PRIOR_STEPS, SCALES, Forecast
 from sglang_uvm_offload.replay.whole_experts import WholeExperts
 
 
@@ -374,6 +375,19 @@ class TestAdaptive:
             p.decide(resident)
         assert (resident == first(4, (3, 16))).all()
         assert activations.sum() == 3
+
+
+def test_a_prompt_changes_no_rate_of_the_last_steps():
+    """It tells which experts its own decode steps will use on the whole, not which the next ones do."""
+    forecast = Forecast(np.ones((1, 4), dtype=bool))
+    for _ in range(50):
+        forecast.observe(np.array([[1, 0, 0, 0]]), 1)
+    before = forecast._rates.copy()
+    forecast.hint(np.array([[0, 0, 0, 500]]))
+    gained = forecast._rates[:, 3] - before[:, 3]
+    assert gained[SCALES <= PREFILL_PRIOR_STEPS].tolist() == [0, 0, 0]
+    assert (np.diff(gained[SCALES > PREFILL_PRIOR_STEPS]) < 0).all(), "the longer the scale, the less"
+    assert gained[-1] > 0
 
 
 class TestSeed:

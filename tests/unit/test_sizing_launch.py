@@ -72,8 +72,17 @@ def test_a_draft_model_that_cannot_be_read_is_named(checkpoints: Checkpoints, tm
 
 def test_a_hierarchical_cache_takes_host_ram_and_what_sglang_leaves_free_beside_it():
     case = case_of(DEEPSEEK, Parallel(tp=4, dp=2))
-    sized = replace(case, reserve=Reserve(hicache_bytes=3 * GIB))
-    assert sized.host(10, after_moves=False) - case.host(10, after_moves=False) == 8 * 3 * GIB + HICACHE_RESERVE_BYTES
+    one, two = (replace(case, reserve=Reserve(hicache_bytes=each * GIB)) for each in (1, 2))
+    none, once, twice = (each.host(10, after_moves=False) for each in (case, one, two))
+    assert twice - once == 8 * GIB, "of each rank"
+    assert once - none - 8 * GIB == 10 * GIB, "once: the machine's"
+
+
+@pytest.mark.sglang
+def test_what_is_left_free_beside_hierarchical_caches_is_sglangs():
+    from sglang.srt.mem_cache.pool_host import base
+
+    assert HICACHE_RESERVE_BYTES == base.HICACHE_HOST_MEMORY_RESERVE_BYTES
 
 
 def test_a_ratio_is_to_the_cache_that_fills_what_is_left():

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import links
@@ -71,17 +72,26 @@ def test_the_more_experts_are_in_vram_the_later_a_step_streams(in_vram, tokens):
         assert (tokens / 2) * 8 / 256 / 128 + 0.5 < ratio <= tokens * 8 / 256 / 128 + 0.5
 
 
-def test_rates_of_streams_are_the_planners_and_unknown_without_a_link():
-    assumed = Assumptions()
+def test_rates_of_streams_follow_the_link_and_vram():
+    """As far as known: a launch without a link in a table or a measurement has none."""
     machine = replace(preset("4x4090"), host_gbps=0.0)
-    rates = stream_rates(machine, Parallel(tp=4), assumed)
-    assert rates is not None
-    assert rates.read == pytest.approx(machine.link_gbps * assumed.read_efficiency * 1e9)
-    assert rates.in_vram == pytest.approx(machine.hbm_gbps * assumed.hbm_efficiency / 2 * 1e9), "read and written"
-    assert stream_rates(replace(machine, link_gbps=0.0), Parallel(tp=4), assumed) is None
-    measured = stream_rates(replace(machine, link_gbps=0.0, hbm_gbps=0.0, measured=links.rates()), Parallel(tp=4), assumed)
+
+    def rates(**changes: Any) -> StreamRates | None:
+        return stream_rates(replace(machine, **changes), Parallel(tp=4), Assumptions())
+
+    slow, fast, unknown = rates(link_gbps=10.0), rates(link_gbps=20.0), rates(link_gbps=0.0)
+    assert slow is not None
+    assert fast is not None
+    assert unknown is None
+    assert (fast.read, fast.copied, fast.in_vram) == (2 * slow.read, 2 * slow.copied, slow.in_vram)
+    assert 0 < slow.read < 10e9
+    narrow = rates(hbm_gbps=100.0)
+    assert narrow is not None
+    assert 0 < narrow.in_vram < 50e9, "read and written"
+    measured = rates(link_gbps=0.0, hbm_gbps=0.0, measured=links.rates(scattered=35.0, copied=50.0))
     assert measured is not None
-    assert measured.in_vram == assumed.vram_copy_gbps * 1e9
+    assert (measured.read, measured.copied) == (35e9, 50e9)
+    assert measured.in_vram > 50e9, "of unknown VRAM, what all have"
 
 
 @pytest.mark.parametrize(

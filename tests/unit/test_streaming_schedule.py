@@ -139,6 +139,21 @@ def test_a_forgotten_row_is_copied_again():
     assert buffers.copied == [3, 3]
 
 
+def test_a_row_that_is_yet_to_be_read_is_not_overwritten_while_another_buffer_is_free():
+    """A step that begins while the one before still reads has all buffers for itself once that is done."""
+    buffers = Buffers(2)
+    for row in (0, 1):
+        assert buffers.enter(row, None) == row
+    buffers.leave(0, None)
+    buffers.schedule.forget()
+    buffers.copied.clear()
+    buffers.carry_out(buffers.schedule.stage(3))
+    buffers.leave(1, 4)
+    for row in (3, 4):
+        assert buffers.enter(row, None) is not None
+    assert buffers.copied == [3, 4]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_row_reads_in_place_while_all_buffers_are_read(count):
     buffers = Buffers(count)
