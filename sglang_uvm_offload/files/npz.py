@@ -33,11 +33,22 @@ class NpzError(ValueError):
     """The file does not hold these arrays; the message has the reason."""
 
 
-def read(path: str | os.PathLike[str], max_bytes: Mapping[str, int], max_items: int = sys.maxsize) -> list[np.ndarray]:
-    """The arrays of a file that ``max_bytes`` names, each of at most so many bytes, and of at most ``max_items`` numbers.
-    Raises ``NpzError`` if it does not hold them, ``OSError`` if it cannot be opened."""
+_NOTHING: Mapping[str, int] = {}
+
+
+def read(
+    path: str | os.PathLike[str],
+    max_bytes: Mapping[str, int],
+    max_items: int = sys.maxsize,
+    optional: Mapping[str, int] = _NOTHING,
+) -> list[np.ndarray]:
+    """The arrays of a file that ``max_bytes`` names, each of at most so many bytes, and of at most ``max_items`` numbers, and
+    then those of ``optional`` that are there. Raises ``NpzError`` if it does not hold them, ``OSError`` if it cannot be
+    opened."""
     with _opened(path) as archive:
-        return [_array(archive, name, most, max_items) for name, most in max_bytes.items()]
+        listed = set(archive.namelist())
+        there = {name: most for name, most in optional.items() if f"{name}.npy" in listed}
+        return [_array(archive, name, most, max_items) for name, most in {**max_bytes, **there}.items()]
 
 
 def names(path: str | os.PathLike[str]) -> set[str]:
