@@ -106,8 +106,8 @@ def add_slot_share(path: Path, residency: float, share: float) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Excludes other processes of this machine. The lock is on the folder of ``path``, because the file itself is replaced.
-    Raises ``TimeoutError`` if another process keeps it for ``LOCK_SECONDS``."""
+    """Excludes other processes of this machine, where there are locks. The lock is on the folder of ``path``, because the file
+    itself is replaced. Raises ``TimeoutError`` if another process keeps it for ``LOCK_SECONDS``."""
     handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _wait_for_lock(handle, path.parent)
@@ -126,3 +126,6 @@ def _wait_for_lock(handle: int, folder: Path) -> None:
                 reason = f"another process has kept the folder locked for {LOCK_SECONDS:g} s"
                 raise TimeoutError(errno.ETIMEDOUT, reason, str(folder)) from None
             time.sleep(LOCK_SECONDS / 100)
+        except OSError:
+            # A file system, or a sandbox, without locks. What one rank of several then loses, its next save adds again.
+            return None
