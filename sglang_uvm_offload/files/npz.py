@@ -62,7 +62,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[zipfile.ZipFile]:
     """Whatever is wrong with the file raises ``NpzError``."""
     with reading.open_regular(path) as file:
         try:
-            with zipfile.ZipFile(_SmallReads(file)) as archive:  # type: ignore[call-overload]  # reads no more than these
+            with zipfile.ZipFile(_SmallReads(file)) as archive:
                 listed = archive.namelist()
                 if len(set(listed)) < len(listed):
                     raise NpzError("an array is there twice")

@@ -126,8 +126,8 @@ class Profile:
         if self.began_at:
             about["began_at"] = self.began_at
         encoded = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
-        history = {} if self.history is None else {"history": self.history}
-        np.savez(file, about=encoded, counts=self.seen.counts, steps=np.array(self.seen.steps, dtype=np.int64), **history)
+        arrays: dict[str, Any] = {} if self.history is None else {"history": self.history}
+        np.savez(file, about=encoded, counts=self.seen.counts, steps=np.array(self.seen.steps, dtype=np.int64), **arrays)
 
     def with_slot_shares(self, shares: Mapping[float, float]) -> Profile:
         """This profile with ``shares`` too, in place of its own for equal residencies. Raises ``ProfileError`` for too many."""
