@@ -113,7 +113,7 @@ class OffloadFlags:
         None,
         str,
         "Save the counted routing, added to that of --expert-offload-profile, to this file every five minutes, when requests "
-        "pause, and on SIGTERM.",
+        "pause, and on SIGTERM. Node N of several saves its part to FILE-nodeN, which is read with FILE.",
     )
     trace: str | None = flag(
         None,

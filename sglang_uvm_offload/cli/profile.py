@@ -10,14 +10,19 @@ import numpy as np
 
 from sglang_uvm_offload.cli.terminal import complain, say
 from sglang_uvm_offload.files import atomic as atomic_file
-from sglang_uvm_offload.routing.profile import PROFILE_FILE, Profile, ProfileError, merge, reason, same_file
+from sglang_uvm_offload.routing.merged_profile import load_whole, merge, same_file, without_nodes
+from sglang_uvm_offload.routing.profile import PROFILE_FILE, Profile, ProfileError, reason
 
 RESIDENCIES = (0.25, 0.5, 0.75)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "profiles", nargs="+", type=Path, metavar="PROFILE.npz", help="files from --expert-offload-save-profile"
+        "profiles",
+        nargs="+",
+        type=Path,
+        metavar="PROFILE.npz",
+        help="files from --expert-offload-save-profile; those of further nodes are read with them",
     )
     parser.add_argument("--out", type=Path, metavar="MERGED.npz", help="write the merged profile to this file")
     parser.add_argument("--model", metavar="NAME", help="the model name to store in --out, if the model's folder was renamed")
@@ -31,12 +36,13 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None and (refused := atomic_file.refusal(args.out, PROFILE_FILE, sources)):
         problems.append(f"--out {args.out}: {refused}")
     profiles = []
-    for index, path in enumerate(args.profiles):
-        if args.out is not None and (earlier := same_file(path, args.profiles[:index])) is not None:
+    paths = without_nodes(args.profiles)
+    for index, path in enumerate(paths):
+        if args.out is not None and (earlier := same_file(path, paths[:index])) is not None:
             problems.append(f"{path}: is the same file as {earlier}: its routing would count twice")
             continue
         try:
-            profiles.append(Profile.load(path))
+            profiles.append(load_whole(path))
         except (ProfileError, OSError) as error:
             problems.append(f"{path}: {reason(error)}")
             continue

@@ -57,8 +57,8 @@ def refusal(path: Path, kind: Kind, protected: Protected = NOTHING) -> str | Non
 
 
 def replace(path: Path, write: Callable[[IO[bytes]], object], kind: Kind, protected: Protected = NOTHING) -> None:
-    """Replace the contents of ``path`` by what ``write`` writes, with the mode of a new file. Readers of ``path`` find the old
-    contents or the new, never a part.
+    """Replace the contents of ``path`` by what ``write`` writes. Readers of ``path`` find the old contents or the new, never
+    a part. The mode stays, and as far as this process may give files away, the owner and the group.
 
     Raises ``WriteRefused`` if ``refusal`` gives a reason, checked before ``write`` and again just before the rename, and
     ``OSError`` if writing fails; the old file then stays. A symbolic link stays, and its target is replaced. Other hard links
@@ -70,6 +70,7 @@ def replace(path: Path, write: Callable[[IO[bytes]], object], kind: Kind, protec
     temporary, opened = _open_temporary(target)
     with opened as file:
         try:
+            _make_alike(file.fileno(), target)  # before it holds anything that others may not read
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -89,6 +90,21 @@ def _open_temporary(target: Path) -> tuple[Path, IO[bytes]]:
         if os.path.exists(temporary):  # nobody removed it between its creation and the lock
             return temporary, file
         file.close()
+
+
+def _make_alike(handle: int, target: Path) -> None:
+    """Give the open file the owner, the group and the mode of ``target``, if that exists. Another group than before gets no
+    rights."""
+    try:
+        there = os.stat(target)
+    except FileNotFoundError:
+        return
+    for owner in (-1, there.st_uid):  # the group first: who may give that may not give files away
+        with contextlib.suppress(OSError):
+            os.fchown(handle, owner, there.st_gid)
+    lost = 0 if os.fstat(handle).st_gid == there.st_gid else stat.S_IRWXG
+    with contextlib.suppress(OSError):  # of a file system without modes
+        os.fchmod(handle, there.st_mode & 0o777 & ~lost)
 
 
 def _remove_abandoned(target: Path) -> None:

@@ -23,8 +23,8 @@ device."""
 
 
 class Saver:
-    """Writes on a thread of its own, one save at a time, so that no step waits. A failed save is logged, and tried again
-    later."""
+    """Writes on a thread of its own, one save at a time, so that no step waits. A save that fails, also for want of memory or
+    of a thread, is logged and tried again later: nothing but an exit of the process comes out of here."""
 
     def __init__(self, what: str, snapshot: Snapshot, clock: Callable[[], float] = time.monotonic):
         self.what = what
@@ -78,15 +78,23 @@ class Saver:
             write()
 
     def _save_after(self, seconds: float) -> None:
+        if self.error is not None:
+            seconds = PERIOD_SECONDS  # what fails in a pause would fail, and be logged, in each
         if self._writing or not (self._asked or self._clock() - self._begun_at >= seconds):
             return
-        write = self._snapshot(self._asked)
-        self._asked = False
-        if write is None:
-            return
-        self._begun_at = self._clock()
-        self._thread = threading.Thread(target=self._write, args=(write,), name=f"save {self.what}", daemon=True)
-        self._thread.start()
+        asked, self._asked = self._asked, False
+        try:
+            write = self._snapshot(asked)
+            if write is None:
+                return
+            self._begun_at = self._clock()
+            thread = threading.Thread(target=self._write, args=(write,), name=f"save {self.what}", daemon=True)
+            thread.start()
+        except Exception as error:  # noqa: BLE001 -- as in ``_write``; the caller launches the server's steps
+            self._begun_at = self._clock()
+            self._failed(f"{type(error).__name__}: {error}", error)
+        else:
+            self._thread = thread
 
     def _write(self, write: Callable[[], None]) -> None:
         try:

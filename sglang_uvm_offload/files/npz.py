@@ -1,36 +1,72 @@
-"""Reading arrays from an npz file of unknown origin: nothing is unpickled, and false sizes in headers take no memory.
+"""Reading arrays from an npz file of unknown origin: nothing is unpickled, and only arrays that are asked for take memory, up
+to a bound, whatever the file declares and however far it inflates.
 
-``np.load`` allocates whatever size a header declares, so headers are read and checked here first.
+``np.load`` allocates whatever size a header declares, NumPy inflates a header before it looks at its length, and ``zipfile``
+reads a directory whole. So each is checked here first.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import sys
 import zipfile
-from collections.abc import Callable, Sequence
-from typing import IO
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, Any
 
 import numpy as np
 from numpy.lib import format as npy
 
 from sglang_uvm_offload.files import reading
 
+MAX_AT_ONCE = 1 << 17
+"""Bytes of one read: more than the comment at the end of a zip may have. A directory of so many lists some two thousand arrays,
+and ours list three."""
+MAX_HEADER_BYTES = 10_000
+"""Of an array: NumPy parses no longer one."""
+_CHUNK = 1 << 16
+
 
 class NpzError(ValueError):
     """The file does not hold these arrays; the message has the reason."""
 
 
-def read(path: str | os.PathLike[str], names: Sequence[str], max_bytes: int) -> list[np.ndarray]:
-    """The arrays ``names`` of a file, together of at most ``max_bytes``. Raises ``NpzError`` if it does not hold them,
-    ``OSError`` if it cannot be opened."""
-    arrays: list[np.ndarray] = []
+_NOTHING: Mapping[str, int] = {}
+
+
+def read(
+    path: str | os.PathLike[str],
+    max_bytes: Mapping[str, int],
+    max_items: int = sys.maxsize,
+    optional: Mapping[str, int] = _NOTHING,
+) -> list[np.ndarray]:
+    """The arrays of a file that ``max_bytes`` names, each of at most so many bytes, and of at most ``max_items`` numbers, and
+    then those of ``optional`` that are there. Raises ``NpzError`` if it does not hold them, ``OSError`` if it cannot be
+    opened."""
+    with _opened(path) as archive:
+        listed = set(archive.namelist())
+        there = {name: most for name, most in optional.items() if f"{name}.npy" in listed}
+        return [_array(archive, name, most, max_items) for name, most in {**max_bytes, **there}.items()]
+
+
+def names(path: str | os.PathLike[str]) -> set[str]:
+    """The arrays that a file lists. Raises ``NpzError`` if it is no npz file, ``OSError`` if it cannot be opened."""
+    with _opened(path) as archive:
+        return {name.removesuffix(".npy") for name in archive.namelist()}
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[zipfile.ZipFile]:
+    """Whatever is wrong with the file raises ``NpzError``."""
     with reading.open_regular(path) as file:
         try:
-            with zipfile.ZipFile(file) as archive:
-                for name in names:
-                    arrays.append(_array(archive, name, sum(array.nbytes for array in arrays), max_bytes))
-                return arrays
+            with zipfile.ZipFile(_SmallReads(file)) as archive:
+                listed = archive.namelist()
+                if len(set(listed)) < len(listed):
+                    raise NpzError("an array is there twice")
+                yield archive
         except NpzError:
             raise
         except Exception as error:
@@ -38,29 +74,34 @@ def read(path: str | os.PathLike[str], names: Sequence[str], max_bytes: int) -> 
             raise NpzError(f"not a readable npz file: {str(error) or type(error).__name__}") from error
 
 
-def names(path: str | os.PathLike[str]) -> set[str]:
-    """The arrays that a file lists. Raises ``NpzError`` if it is no npz file, ``OSError`` if it cannot be opened."""
-    with reading.open_regular(path) as file:
-        try:
-            with zipfile.ZipFile(file) as archive:
-                return {name.removesuffix(".npy") for name in archive.namelist()}
-        except Exception as error:  # as in ``read``: on damaged files many types are raised, and all mean this
-            raise NpzError(f"not a readable npz file: {str(error) or type(error).__name__}") from error
+class _SmallReads:
+    """A file of which no more is read at once than ``MAX_AT_ONCE``."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(MAX_AT_ONCE + 1 if size < 0 else min(size, MAX_AT_ONCE + 1))
+        if len(data) > MAX_AT_ONCE:
+            raise NpzError(f"its directory has more than {MAX_AT_ONCE} bytes")
+        return data
 
 
-_HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], bool, np.dtype]]] = {
-    (1, 0): npy.read_array_header_1_0,
-    (2, 0): npy.read_array_header_2_0,
+_Header = tuple[tuple[int, ...], bool, np.dtype[Any]]
+_HEADERS: dict[tuple[int, int], tuple[int, Callable[[IO[bytes]], _Header]]] = {
+    (1, 0): (2, npy.read_array_header_1_0),
+    (2, 0): (4, npy.read_array_header_2_0),
 }
+"""How many bytes say how long a header is, and what reads both."""
 
 
 _COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 """Those of ``np.savez`` and ``np.savez_compressed``. Other decompressors may take as much memory as a header asks for."""
 
 
-def _array(archive: zipfile.ZipFile, name: str, taken: int, max_bytes: int) -> np.ndarray:
-    """Array ``name`` of an npz, read only if its declared size is what the archive holds, and within bounds with the bytes
-    ``taken``."""
+def _array(archive: zipfile.ZipFile, name: str, max_bytes: int, max_items: int) -> np.ndarray:
+    """Array ``name`` of an npz, read only if its declared size is what the archive holds, and within bounds."""
     try:
         info = archive.getinfo(f"{name}.npy")
     except KeyError:
@@ -69,19 +110,42 @@ def _array(archive: zipfile.ZipFile, name: str, taken: int, max_bytes: int) -> n
         raise NpzError(f"{name} is compressed in another way than numpy does it")
     try:
         with archive.open(info) as file:
-            version = npy.read_magic(file)
-            read_header = _HEADERS.get(version)
-            if read_header is None:
-                raise NpzError(f"{name} has npy format {version}")
-            shape, _, dtype = read_header(file)
-            nbytes = math.prod(shape) * dtype.itemsize
-            if taken + nbytes > max_bytes:
-                raise NpzError(f"with {name} {list(shape)} the arrays take {taken + nbytes} bytes, more than {max_bytes}")
+            shape, fortran, dtype = _header(file, name)
+            if dtype.kind not in "biufc":
+                raise NpzError(f"{name} is not a plain array: it is of {dtype}"[:200])
+            items = math.prod(shape)
+            nbytes = items * dtype.itemsize
+            if nbytes > max_bytes:
+                raise NpzError(f"{name} {list(shape)} takes {nbytes} bytes, more than {max_bytes}")
+            if items > max_items:
+                raise NpzError(f"{name} {list(shape)} has {items} numbers, more than {max_items}")
             if info.file_size != file.tell() + nbytes:
                 raise NpzError(f"{name} declares {list(shape)} of {dtype}, and has {info.file_size} bytes")
-        with archive.open(info) as file:
-            return npy.read_array(file, allow_pickle=False)
+            return np.ndarray(shape, dtype, _content(file, nbytes), order="F" if fortran else "C")
     except NpzError:
         raise
     except ValueError as error:
         raise NpzError(f"{name} is not a plain array: {error}") from error
+
+
+def _header(file: IO[bytes], name: str) -> _Header:
+    version = npy.read_magic(file)
+    if version not in _HEADERS:
+        raise NpzError(f"{name} has npy format {version}")
+    digits, parse = _HEADERS[version]
+    length = file.read(digits)
+    if (nbytes := int.from_bytes(length, "little")) > MAX_HEADER_BYTES:
+        raise NpzError(f"{name} has a header of {nbytes} bytes, more than {MAX_HEADER_BYTES}")
+    return parse(io.BytesIO(length + file.read(nbytes)))
+
+
+def _content(file: IO[bytes], nbytes: int) -> np.ndarray:
+    """The bytes that follow, up to the end, where their checksum is compared."""
+    content = np.empty(nbytes, dtype=np.uint8)
+    for at in range(0, nbytes, _CHUNK):
+        wanted = content[at : at + _CHUNK]
+        found = np.frombuffer(file.read(len(wanted)), dtype=np.uint8)
+        if len(found) < len(wanted):
+            raise NpzError("an array ends before its declared size")
+        wanted[:] = found
+    return content

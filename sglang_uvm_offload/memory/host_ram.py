@@ -2,7 +2,12 @@
 is on NUMA nodes that are no host RAM.
 
 Host pages of managed memory are kernel pages. They cannot be swapped, and recent kernels charge them to the cgroup, so a
-process that ignores its container's limit is killed while it loads.
+process that ignores its container's limit is killed while it loads, or stalls in each call if the limit is memory.high.
+
+Limits of address space do not count: a page that is populated takes none. Ranges are mapped before, in each rank for itself,
+and where RLIMIT_AS or RLIMIT_DATA refuses that, ``Memory.allocate`` says so. Nor does vm.overcommit_memory 2: the driver's
+mappings are shared ones of a device, for which the kernel commits nothing (``accountable_mapping``, mm/mmap.c). What other
+cgroups may keep (memory.min, memory.low) is not shown to this one.
 
 On GH200 and GB200 the driver gives the GPU's HBM to the kernel as NUMA nodes without CPUs (``os_numa_add_gpu_memory``,
 ``os-interface.c`` of NVIDIA's open kernel modules, 580.95.05), and ``MemAvailable`` counts them too.
@@ -10,6 +15,7 @@ On GH200 and GB200 the driver gives the GPU's HBM to the kernel as NUMA nodes wi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -36,7 +42,7 @@ def host_margin(offloaded_bytes: int) -> int:
 
 def host_available(proc: Path = PROC, cgroup: Path = CGROUP, nodes: Path = NODES) -> int:
     """Bytes: the smallest of MemAvailable, what is available on the NUMA nodes that are host RAM, and the room that this
-    process's memory cgroups (v1 or v2, each up to the root) leave. Droppable file cache counts as available in all."""
+    process's memory cgroups (v1, v2 or both, each up to the root) leave. Droppable file cache counts as available in all."""
     return min([_mem_available(proc), *_node_rooms(proc, nodes), *_cgroup_rooms(proc, cgroup)])
 
 
@@ -73,20 +79,14 @@ def _memory_nodes(nodes: Path) -> set[int]:
 
 def _allowed_nodes(proc: Path) -> set[int]:
     """The nodes to which a cpuset confines this process; empty if unknown."""
-    try:
-        lines = (proc / "self" / "status").read_text().splitlines()
-    except OSError:
-        return set()
+    lines = _text(proc / "self" / "status").splitlines()
     return next((_numbers(line.split(":")[1]) for line in lines if line.startswith("Mems_allowed_list:")), set())
 
 
 def _node_available(meminfo: Path) -> int | None:
     """Free memory and what the kernel can drop, file cache and slabs, as it counts them for MemAvailable (``si_mem_available``
     of mm/show_mem.c) but for its reserves, of which there is no figure by node. None where it is not shown."""
-    try:
-        lines = [line.split() for line in meminfo.read_text().splitlines()]
-    except OSError:
-        return None
+    lines = [line.split() for line in _text(meminfo).splitlines()]
     kib = {words[2].rstrip(":"): int(words[3]) for words in lines if len(words) > 3}
     if "MemFree" not in kib:
         return None
@@ -111,41 +111,73 @@ def _numbers(text: str) -> set[int]:
     return out
 
 
+@dataclass(frozen=True)
+class _Hierarchy:
+    """Memory cgroups of one version, by the files of each."""
+
+    limits: tuple[tuple[str, str], ...]
+    """Each limit, and what counts against it. Kernel pages count against each; file cache is dropped before one is reached."""
+    cache: tuple[str, str]
+    """The fields of memory.stat that are file cache."""
+
+
+_V2 = _Hierarchy(
+    (("memory.max", "memory.current"), ("memory.high", "memory.current")),
+    ("inactive_file", "active_file"),
+)
+_V1 = _Hierarchy(
+    (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
+        ("memory.kmem.limit_in_bytes", "memory.kmem.usage_in_bytes"),
+    ),
+    ("total_inactive_file", "total_active_file"),
+)
+_KERNEL_ONLY = "memory.kmem.limit_in_bytes"
+"""No file cache counts against it."""
+
+
 def _cgroup_rooms(proc: Path, cgroup: Path) -> list[int]:
-    memberships = proc / "self" / "cgroup"
-    if not memberships.is_file():
-        return []
     rooms = []
-    for line in memberships.read_text().splitlines():
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        if line.count(":") < 2:
+            continue
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            rooms += _rooms(cgroup, path, "memory.max", "memory.current", ("inactive_file", "active_file"))
+        if controllers == "":  # next to v1, its mount is another one (systemd's "hybrid")
+            rooms += _rooms(cgroup, path, _V2) + _rooms(cgroup / "unified", path, _V2)
         elif "memory" in controllers.split(","):
-            v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
-            rooms += _rooms(cgroup / "memory", path, *v1)
+            rooms += _rooms(cgroup / "memory", path, _V1)
     return rooms
 
 
-def _rooms(mount: Path, path: str, limit_file: str, usage_file: str, cache_keys: tuple[str, str]) -> list[int]:
+def _rooms(mount: Path, path: str, files: _Hierarchy) -> list[int]:
     """The room that each cgroup from ``path`` up to the mount leaves. Inside a container the path may name a directory that
     exists only on the host; the mount itself is then the container's own cgroup."""
     # The kernel shows a path outside the cgroup namespace as "/../..".
     parts = [part for part in path.split("/") if part not in ("", "..")]
-    rooms = []
-    for depth in range(len(parts), -1, -1):
-        group = mount.joinpath(*parts[:depth])
-        if not (group / limit_file).is_file() or not (group / usage_file).is_file():
-            continue
-        limit = (group / limit_file).read_text().strip()
-        if limit == "max":
-            continue
-        used = int((group / usage_file).read_text()) - _file_cache(group / "memory.stat", cache_keys)
-        rooms.append(max(0, int(limit) - used))
-    return rooms
+    groups = [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+    return [room for group in groups for limit in files.limits if (room := _room(group, *limit, files.cache)) is not None]
 
 
-def _file_cache(stat: Path, keys: tuple[str, str]) -> int:
-    if not stat.is_file():
-        return 0
-    fields = dict(line.split() for line in stat.read_text().splitlines() if len(line.split()) == 2)
-    return sum(int(fields.get(key, 0)) for key in keys)
+def _room(group: Path, limit_file: str, usage_file: str, cache: tuple[str, str]) -> int | None:
+    """Bytes, None without such a limit. The files of a cgroup may vanish or be hidden at any time."""
+    limit, used = _number(_text(group / limit_file)), _number(_text(group / usage_file))
+    if limit is None:
+        return None
+    lines = _text(group / "memory.stat").splitlines() if limit_file != _KERNEL_ONLY else []
+    fields = dict(line.split() for line in lines if len(line.split()) == 2)
+    droppable = sum(_number(fields.get(key, "")) or 0 for key in cache)
+    return max(0, limit - max(0, (used or 0) - droppable))
+
+
+def _number(text: str) -> int | None:
+    """None for "max", and for what is no number."""
+    return int(text) if text.strip().isdecimal() else None
+
+
+def _text(file: Path) -> str:
+    """Empty where the file cannot be read."""
+    try:
+        return file.read_text()
+    except (OSError, ValueError):
+        return ""

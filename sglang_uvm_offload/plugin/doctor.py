@@ -58,7 +58,8 @@ class Launch:
             self.args = sglang.srt.server_args.prepare_server_args(list(arguments))
         self.args._from_command_line = False  # list a FlagError with the other problems instead of ending the process
         self.notes: list[str] = []
-        """What the plugin logged while it resolved the arguments."""
+        """What the plugin logged while it resolved the arguments, but for warnings."""
+        self.warned: list[str] = []
 
     @property
     def cfg(self) -> Any:
@@ -78,7 +79,7 @@ class Launch:
     def resolve(self) -> list[str]:
         """Resolve the arguments with every check of a launch, and return the problems."""
         try:
-            with _logged(self.notes):
+            with _logged(self.notes, self.warned):
                 self.args.resolve_once()
         except FlagError as error:
             return error.problems
@@ -118,7 +119,7 @@ class Launch:
 
     def warnings(self) -> list[str]:
         """What makes the launch slower than it could be, or may end it. Call this if ``resolve`` found no problem."""
-        found = start_rehearsal.warnings(self.args)
+        found = [*self.warned, *start_rehearsal.warnings(self.args)]
         try:
             from sglang_uvm_offload.plugin.checks import moe_tiles  # before SGLang 0.5.23 some of what it asks is not there
 
@@ -178,10 +179,15 @@ def _memory(config: OffloadConfig, args: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def _logged(lines: list[str]) -> Iterator[None]:
-    """Add the plugin's log to ``lines``, whatever the launch's ``--log-level``."""
+def _logged(notes: list[str], warned: list[str]) -> Iterator[None]:
+    """Add the plugin's log to ``notes`` and ``warned``, whatever the launch's ``--log-level``."""
+
+    def add(record: logging.LogRecord) -> None:
+        lines = warned if record.levelno >= logging.WARNING else notes
+        lines.append(record.getMessage())
+
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = add  # type: ignore[method-assign]
     logger = logging.getLogger(_PACKAGE)
     level = logger.level
     logger.addHandler(handler)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from sglang_uvm_offload.residency.bounds import Count, Share
+from sglang_uvm_offload.residency.bounds import Count, Listed, Share
 
 Residents = Annotated[int, Meta(ge=0, le=1 << 15)]
 
@@ -25,9 +25,9 @@ class Curve(Struct, frozen=True):
     decode_steps: Count
     activations: Annotated[int, Meta(ge=1, le=1 << 60)]
     present: Share
-    residents: Annotated[list[Residents], Meta(min_length=2)]
-    uniform: list[Share]
-    pooled: list[Share] = msgspec.field(name="global")
+    residents: Annotated[list[Residents], Meta(min_length=2), Listed]
+    uniform: Annotated[list[Share], Listed]
+    pooled: Annotated[list[Share], Listed] = msgspec.field(name="global")
 
     def check(self) -> None:
         """Raise ``ValueError`` for points that form no curve."""

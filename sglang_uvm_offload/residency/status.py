@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from sglang_uvm_offload.memory.link import LinkStatus
-from sglang_uvm_offload.residency.bounds import Amount, Count, Seconds, Share
+from sglang_uvm_offload.residency.bounds import Amount, Count, Listed, Seconds, Share
 from sglang_uvm_offload.residency.curve import Curve
 from sglang_uvm_offload.residency.start import StartPhase
 from sglang_uvm_offload.units import size
@@ -21,24 +21,26 @@ from sglang_uvm_offload.units import size
 MAX_LAYERS, MAX_EXPERTS = 1 << 10, 1 << 13
 
 Experts = Annotated[int, Meta(ge=0, le=MAX_EXPERTS)]
+Ids = Annotated[list[Count], Meta(max_length=MAX_EXPERTS)]
+Totals = Annotated[list[Count], Listed]
 
 
 class Past(Struct, frozen=True):
     """Samples of totals since the model was loaded: ``tokens`` of all ranks together, the others as in the ledger, over all
     layers."""
 
-    seconds: Annotated[list[Seconds], Meta(min_length=1)]
-    steps: list[Count]
-    tokens: list[Count]
-    routed: list[Count]
-    routed_resident: list[Count]
-    activations: list[Count]
-    activations_resident: list[Count]
-    zero_copy_bytes: list[Count]
-    streamed_bytes: list[Count]
-    filled_bytes: list[Count]
-    moves: list[Count]
-    moved_bytes: list[Count]
+    seconds: Annotated[list[Seconds], Meta(min_length=1), Listed]
+    steps: Totals
+    tokens: Totals
+    routed: Totals
+    routed_resident: Totals
+    activations: Totals
+    activations_resident: Totals
+    zero_copy_bytes: Totals
+    streamed_bytes: Totals
+    filled_bytes: Totals
+    moves: Totals
+    moved_bytes: Totals
 
     def check(self) -> None:
         """Raise ``ValueError`` for columns that no server reports."""
@@ -82,7 +84,7 @@ class LayerStatus(Struct, frozen=True):
     activations_resident: Count
     zero_copy_bytes: Count
     streamed_bytes: Count
-    expert_ids: list[Experts] = []
+    expert_ids: Annotated[list[Experts], Meta(max_length=MAX_EXPERTS)] = []
     """The checkpoint's ids of the routed experts, in the order of their places, with one entry for each replica; empty where
     they are ``first_expert`` and those after it."""
 
@@ -167,12 +169,12 @@ class DraftLengthStatus(Struct, frozen=True):
 
     requests: Count
     in_use: Count
-    drafts: list[Count]
-    tokens_s: list[Amount | None]
+    drafts: Totals
+    tokens_s: Annotated[list[Amount | None], Listed]
     """Kept tokens of a request, a second; None where no step was timed."""
-    kept: list[Amount]
+    kept: Annotated[list[Amount], Listed]
     """Tokens that a step keeps of a request."""
-    missed_bytes: list[Count]
+    missed_bytes: Totals
     """Bytes that a step reads over the link."""
 
     def described(self) -> str:
@@ -215,10 +217,10 @@ class RankStatus(Struct, frozen=True):
     draft_bytes: Count
     """VRAM of the experts of draft models."""
     layers: Annotated[list[LayerStatus], Meta(max_length=MAX_LAYERS)]
-    resident_ids: list[list[Count]]
+    resident_ids: Annotated[list[Ids], Meta(max_length=MAX_LAYERS)]
     """The checkpoint's ids of the experts of each of ``layers`` that are wholly in VRAM; an expert with replicas may be there
     more than once."""
-    partly_resident_ids: list[list[Count]]
+    partly_resident_ids: Annotated[list[Ids], Meta(max_length=MAX_LAYERS)]
     """Those that are in VRAM in part: a block holds several experts."""
     tokens: Count
     warmup_done: bool
@@ -250,7 +252,7 @@ class RankStatus(Struct, frozen=True):
     """None where no step streams."""
     paused: bool = False
     """Whether an operator has residents stay where they are."""
-    saves: list[SaveStatus] = []
+    saves: Annotated[list[SaveStatus], Listed] = []
     replica: Count = 0
     """The data-parallel rank."""
     evicted_bytes: Count | None = None
@@ -261,7 +263,7 @@ class RankStatus(Struct, frozen=True):
     """As ``hit_rate``, for draft models with offloaded experts; None without any."""
     draft_zero_copy_bytes: Count = 0
     """As ``zero_copy_bytes``."""
-    draft_lengths: list[DraftLengthStatus] = []
+    draft_lengths: Annotated[list[DraftLengthStatus], Listed] = []
     """Empty where SGLang chooses how many tokens to draft."""
     link: LinkStatus | None = None
     """None where nothing was measured."""
@@ -269,7 +271,7 @@ class RankStatus(Struct, frozen=True):
     hit_rate_since: Share | None = None
     """``hit_rate`` until residents were last chosen all at once, by a warm-up or an operator, and since then; None where there
     were no tokens, and both before the first choice."""
-    start: list[StartPhase] = []
+    start: Annotated[list[StartPhase], Listed] = []
     """What the start of this rank took; empty until it serves."""
     lookup_table_bytes: Count = 0
     """Host RAM of lookup tables that kernels read in place."""

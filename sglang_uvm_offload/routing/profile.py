@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +28,7 @@ VERSION = 1
 LAYOUT = "sglang FusedMoE, experts by the checkpoint's ids"
 """How SGLang numbers the counted experts. In another numbering (after expert relocation) the ids would be other experts'."""
 MAX_BYTES = 128 << 20
-"""Of the arrays together: over 400 layers of 8192 experts."""
+"""Of the counts: over 400 layers of 8192 experts."""
 MAX_ABOUT_BYTES = 1 << 20
 MAX_COUNT = 1 << 53
 MAX_SLOT_SHARES = 256
@@ -80,7 +80,8 @@ class RoutedModel:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """``seen`` has shape ``[moe_layers, phase, kind, num_experts]``; ``run`` is the launch id of the server that counted it."""
+    """``seen`` has shape ``[moe_layers, phase, kind, num_experts]``; ``run`` is the launch id of the server that counted it, or
+    the last part of it."""
 
     model: RoutedModel
     seen: RoutingCounts
@@ -90,6 +91,10 @@ class Profile:
     slot_shares: Mapping[float, float] = field(default_factory=dict)
     """What ``replay --slots --into`` found: by residency (the share of a layer's experts in VRAM, as residents or in slots),
     the share of that VRAM that is best in slots. Both are 0 to 1."""
+    began_at: float = 0.0
+    """When that run began, in seconds since 1970; 0 if that is not known."""
+    history: np.ndarray | None = None
+    """Of one of several nodes: the counts in ``seen`` that the run began with, which the files of other nodes hold too."""
 
     @classmethod
     def empty(cls, model: RoutedModel, run: str = "") -> Profile:
@@ -101,12 +106,15 @@ class Profile:
         """Read and check a file. Raises ``ProfileError`` if it is not a profile that this version can read, ``OSError`` if it
         cannot be opened."""
         try:
-            about, counts, steps = npz.read(path, ("about", "counts", "steps"), MAX_BYTES)
+            limits = {"about": MAX_ABOUT_BYTES, "counts": MAX_BYTES, "steps": 16}
+            about, counts, steps, *history = npz.read(path, limits, optional={"history": MAX_BYTES})
         except npz.NpzError as error:
             raise ProfileError(str(error)) from error
         content = _json(about)
         model, run = _model_of(content)
-        return cls(model, _checked(model, counts, steps), run, _ranks(content), _slot_shares(content))
+        seen = _checked(model, counts, steps)
+        before = None if not history else _checked(model, history[0], steps).counts
+        return cls(model, seen, run, _ranks(content), _slot_shares(content), _began_at(content), before)
 
     def write(self, file: IO[bytes]) -> None:
         """Write to a binary file; use it with ``atomic_file.replace``."""
@@ -115,8 +123,11 @@ class Profile:
             about["ranks"] = dict(self.ranks)
         if self.slot_shares:
             about["slot_shares"] = sorted(self.slot_shares.items())
+        if self.began_at:
+            about["began_at"] = self.began_at
         encoded = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
-        np.savez(file, about=encoded, counts=self.seen.counts, steps=np.array(self.seen.steps, dtype=np.int64))
+        arrays: dict[str, Any] = {} if self.history is None else {"history": self.history}
+        np.savez(file, about=encoded, counts=self.seen.counts, steps=np.array(self.seen.steps, dtype=np.int64), **arrays)
 
     def with_slot_shares(self, shares: Mapping[float, float]) -> Profile:
         """This profile with ``shares`` too, in place of its own for equal residencies. Raises ``ProfileError`` for too many."""
@@ -145,57 +156,7 @@ class Profile:
             if scaled[phase] > steps:
                 counts[:, phase] = counts[:, phase] * (steps / scaled[phase])
                 scaled[phase] = steps
-        return dataclasses.replace(self, seen=RoutingCounts(counts, (scaled[0], scaled[1])))
-
-
-def merge(profiles: Sequence[Profile]) -> Profile:
-    """The sum of all profiles; where several have a split of VRAM for one residency, that of the last. Raises ``ProfileError``
-    if they are not of one model, or if a count gets too large."""
-    first = profiles[0]
-    merged = first
-    counts, steps = first.seen.counts, first.seen.steps
-    for other in profiles[1:]:
-        if different := first.model.differences(other.model):
-            raise ProfileError(f"profiles of different models cannot be merged: {'; '.join(different)}")
-        counts = counts + other.seen.counts
-        steps = (steps[0] + other.seen.steps[0], steps[1] + other.seen.steps[1])
-        if (most := max(*steps, int(counts.max(initial=0)))) > MAX_COUNT:
-            raise ProfileError(f"merged counts or steps reach {most}, more than {MAX_COUNT}")
-        merged = merged.with_slot_shares(other.slot_shares)
-    return Profile(first.model, RoutingCounts(counts, steps), slot_shares=merged.slot_shares)
-
-
-def load_for(name: str, architecture: str, paths: Sequence[Path]) -> tuple[Profile | None, list[str]]:
-    """The merged profile of the files for the model ``name``, None without any; and for each other file the reason why it is
-    not used. Files of one model name whose layers or experts differ are of different models."""
-    merged: Profile | None = None
-    problems = []
-    for index, path in enumerate(paths):
-        try:
-            if (earlier := same_file(path, paths[:index])) is not None:
-                raise ProfileError(f"is the same file as {earlier}: its routing would count twice")
-            profile = Profile.load(path)
-            wanted = dataclasses.replace(profile.model, name=name, architecture=architecture)
-            if different := wanted.differences(profile.model):
-                raise ProfileError(f"is of another model: {'; '.join(different)}")
-            if not any(profile.seen.steps):
-                raise ProfileError("holds no routing yet")
-            merged = merge([profile] if merged is None else [merged, profile])
-        except (ProfileError, OSError) as error:
-            problems.append(f"{path}: {reason(error)}")
-    return merged, problems
-
-
-def same_file(path: Path, others: Iterable[Path]) -> Path | None:
-    """The first of ``others`` that is the file at ``path``, also by links; None if none is, or if ``path`` cannot be
-    examined."""
-    for other in others:
-        try:
-            if os.path.samefile(path, other):
-                return other
-        except (OSError, ValueError):  # reading it gives the reason
-            continue
-    return None
+        return dataclasses.replace(self, seen=RoutingCounts(counts, (scaled[0], scaled[1])), history=None)
 
 
 def reason(error: ProfileError | OSError) -> str:
@@ -215,7 +176,7 @@ def model_name(path: str) -> str:
 def is_profile(path: Path) -> bool:
     """Whether the file is a profile, of any version and of any model."""
     try:
-        (about,) = npz.read(path, ("about",), MAX_ABOUT_BYTES)
+        (about,) = npz.read(path, {"about": MAX_ABOUT_BYTES})
         _marked(about)
     except (npz.NpzError, ProfileError):
         return False
@@ -226,8 +187,6 @@ PROFILE_FILE = atomic_file.Kind("routing profile", is_profile)
 
 
 def _marked(about: np.ndarray) -> dict[str, Any]:
-    if about.nbytes > MAX_ABOUT_BYTES:
-        raise ProfileError(f"about has {about.nbytes} bytes, more than {MAX_ABOUT_BYTES}")
     try:
         out = json.loads(about.astype(np.uint8).tobytes().decode())
     except (ValueError, RecursionError) as error:  # also not UTF-8, or a number of thousands of digits
@@ -272,6 +231,14 @@ def _slot_shares(about: dict[str, Any]) -> dict[float, float]:
     if not all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_share, pair)) for pair in pairs):
         raise ProfileError("slot_shares must be pairs of a residency and a share of it, both from 0 to 1")
     return {float(residency): float(share) for residency, share in pairs}
+
+
+def _began_at(about: dict[str, Any]) -> float:
+    """Older files do not say."""
+    found = about.get("began_at", 0.0)
+    if type(found) not in (int, float) or not 0 <= found < MAX_COUNT:
+        raise ProfileError(f"began_at must be seconds since 1970, not {found!r:.100}")
+    return float(found)
 
 
 def _ranks(about: dict[str, Any]) -> dict[str, Steps]:

@@ -1,4 +1,4 @@
-"""The profile that a running server saves: one file, however many ranks hold parts of the model."""
+"""The profile that a running server saves: one file a node, however many ranks hold parts of the model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.routing.counts import RoutingCounts
+from sglang_uvm_offload.routing.merged_profile import node_file
 from sglang_uvm_offload.routing.profile import PROFILE_FILE, Profile, ProfileError
 
 LOCK_SECONDS = 10.0
@@ -30,9 +31,9 @@ OF_ANOTHER_SERVER = (
 class ProfileFile:
     """Saves this rank's counts, added to the history that the server started from.
 
-    Ranks with other layers or other experts add theirs to the same file, each when it saves: several may have counted replicas
-    of one expert, and experts may change ranks. What other ranks added in this run is kept; counts of an earlier run are
-    replaced. Splits of the VRAM, which no server finds, are kept. What another server has saved since this one began is not
+    Ranks of a node with other layers or other experts add theirs to the same file, each when it saves: several may have counted
+    replicas of one expert, and experts may change ranks. What other ranks added in this run is kept; counts of an earlier run
+    are replaced. Splits of the VRAM, which no server finds, are kept. What another server has saved since this one began is not
     replaced.
     """
 
@@ -44,18 +45,23 @@ class ProfileFile:
         layers: Sequence[int],
         rank: str,
         protected: atomic_file.Protected = atomic_file.NOTHING,
+        began_at: float = 0.0,
+        node: int | None = None,
     ):
-        """``history`` may be empty. ``run`` is the launch id of this server. ``layers`` are the decoder layers of this rank,
-        which no other one calls ``rank``."""
-        self._path = path
+        """``history`` may be empty. ``run`` is the launch id of this server, which ``began_at`` that time. ``layers`` are the
+        decoder layers of this rank, which no other one calls ``rank``. ``path`` is that of the whole profile, and ``node`` that
+        of this rank, None where there is one."""
+        self._path = node_file(path, node or 0)
         self._protected = protected
-        self._history = dataclasses.replace(history.limited(), run=run, ranks={})
+        history = history.limited()
+        before = None if node is None else history.seen.counts
+        self._history = dataclasses.replace(history, run=run, began_at=began_at, ranks={}, history=before)
         self._layers, self._rank = layers, rank
         self._saved = RoutingCounts(np.zeros(1, dtype=np.int64), (0, 0))
         self._runs = {run}
         """The runs whose counts a save may replace: this one, and that of the file as it is now."""
         with suppress(ProfileError, OSError):
-            self._runs.add(Profile.load(path).run)
+            self._runs.add(Profile.load(self._path).run)
 
     def pending(self, seen: RoutingCounts) -> Callable[[], None] | None:
         """A function that saves ``seen`` (this rank's counts since the start, ``[layers, phase, kind, num_experts]`` by the
@@ -100,8 +106,8 @@ def add_slot_share(path: Path, residency: float, share: float) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Excludes other processes of this machine. The lock is on the folder of ``path``, because the file itself is replaced.
-    Raises ``TimeoutError`` if another process keeps it for ``LOCK_SECONDS``."""
+    """Excludes other processes of this machine, where there are locks. The lock is on the folder of ``path``, because the file
+    itself is replaced. Raises ``TimeoutError`` if another process keeps it for ``LOCK_SECONDS``."""
     handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _wait_for_lock(handle, path.parent)
@@ -120,3 +126,6 @@ def _wait_for_lock(handle: int, folder: Path) -> None:
                 reason = f"another process has kept the folder locked for {LOCK_SECONDS:g} s"
                 raise TimeoutError(errno.ETIMEDOUT, reason, str(folder)) from None
             time.sleep(LOCK_SECONDS / 100)
+        except OSError:
+            # A file system, or a sandbox, without locks. What one rank of several then loses, its next save adds again.
+            return None

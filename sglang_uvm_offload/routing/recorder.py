@@ -158,7 +158,19 @@ class Recorder:
             logger.warning("Expert offload: trace: a decode step is not recorded: %s. Further ones are only counted.", reason)
 
     def poll(self, wait: bool = False) -> None:
-        """Append the steps whose ids have arrived, in order; with ``wait`` all launched ones."""
+        """Append the steps whose ids have arrived, in order; with ``wait`` all launched ones. What fails, such as for want of
+        memory, ends recording and nothing else."""
+        try:
+            self._append_arrived(wait)
+        except Exception as error:
+            self.stopped = True
+            logger.exception(
+                "Expert offload: trace: recording stopped: %s: %s. Serving goes on, and what was recorded before is saved.",
+                type(error).__name__,
+                error,
+            )
+
+    def _append_arrived(self, wait: bool) -> None:
         while self._launched and not self.stopped:
             step = self._launched[0]
             arrived = step.slot.arrived

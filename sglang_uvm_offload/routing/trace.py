@@ -18,7 +18,9 @@ from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.files import npz
 
 MAX_BYTES = 1 << 30
-"""Of the arrays together: four times what a server records."""
+"""Of the ids: what a server records, in the largest integers."""
+MAX_IDS = 1 << 28
+"""Twice what a server records: half a GiB once they are int16."""
 MAX_LAYERS = 1 << 10
 MAX_EXPERTS = 1 << 15
 
@@ -68,7 +70,9 @@ class Trace:
     def load(cls, path: str | os.PathLike[str]) -> Trace:
         """Read and check a file. Raises ``TraceError`` if it is not a trace, ``OSError`` if it cannot be opened."""
         try:
-            ids, seq_len, num_experts = npz.read(path, ("ids", "seq_len", "num_experts"), MAX_BYTES)
+            ids, seq_len, num_experts = npz.read(
+                path, {"ids": MAX_BYTES, "seq_len": MAX_BYTES >> 3, "num_experts": 64}, MAX_IDS
+            )
         except npz.NpzError as error:
             raise TraceError(str(error)) from error
         if num_experts.size != 1 or not np.issubdtype(num_experts.dtype, np.integer):
@@ -124,7 +128,7 @@ class Trace:
 def is_trace(path: Path) -> bool:
     """Whether the file has exactly the arrays of a trace. The ids are not read: they may be large."""
     try:
-        (num_experts,) = npz.read(path, ("num_experts",), max_bytes=64)
+        (num_experts,) = npz.read(path, {"num_experts": 64})
         return npz.names(path) == {"ids", "seq_len", "num_experts"} and np.issubdtype(num_experts.dtype, np.integer)
     except npz.NpzError:
         return False

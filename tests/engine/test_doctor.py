@@ -84,6 +84,7 @@ def answers(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.
         *["--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "2"],
         *["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"],
     ]
+    questions["other files"] = [model, str(whole), resident, "2", "--load-format", "pt"]
     questions["yaml"] = ["--config", str(folder / "server.yaml")]
     questions["ranks and drafts"] = [
         *[model, str(checkpoints("glm4_moe")), resident, "4", "--tp-size", "2", "--ep-size", "2"],
@@ -111,6 +112,7 @@ def answers(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.
         ("cut short", "model.safetensors: not a safetensors file, or cut short"),
         ("a file", "config.json is a file: give the checkpoint's folder"),
         ("draft cut short", "model.safetensors: not a safetensors file, or cut short"),
+        ("other files", " holds no *.pt file"),
         ("no number", "--expert-offload-num-resident 'abc': must be auto, or a whole number of experts"),
     ],
 )
@@ -255,21 +257,27 @@ from pathlib import Path
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.cuda import pci
 from sglang_uvm_offload.memory import host_pages
+from sglang_uvm_offload.plugin.launch import expert_bytes, planned_launch
 pci.SYSTEM, host_pages.BUDDYINFO = Path({folder!r}), Path({folder!r}, "buddyinfo")
+expert_bytes.host_available = planned_launch.host_available = lambda: 1032 << 20
 raise SystemExit(main(["doctor", *{arguments!r}]))
 """
 
 
-def test_what_slows_reads_of_host_memory_is_warned_of(checkpoints: Checkpoints, sglang_on_standin: Nurseries, tmp_path: Path):
+def test_what_slows_reads_of_host_memory_and_what_it_cannot_hold_is_warned_of(
+    checkpoints: Checkpoints, sglang_on_standin: Nurseries, tmp_path: Path
+):
+    """There is room for 12 of 16 experts, and not for all."""
     (tmp_path / "buddyinfo").write_text("Node 0, zone Normal 9999 0 0 0 0 0 0 0 0 0 0\n")
     group = tmp_path / "bus/pci/devices/0000:ab:00.0/iommu_group"
     group.mkdir(parents=True)
     (group / "type").write_text("DMA-FQ\n")
-    launch = ("--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "4")
+    launch = ("--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "4", "--enable-memory-saver")
     said = sglang_on_standin.run(SLOW_MACHINE.format(folder=str(tmp_path), arguments=["--", *ON_A_GPU, *launch]))
     assert said.code == 0, said.out + said.err[-2000:]
     assert "WARNING  the IOMMU translates reads of host memory by GPU 0 (its group has type DMA-FQ)" in said.out
     assert "WARNING  0.0 MiB of host RAM is free in stretches of 2 MiB, for " in said.out
+    assert "WARNING  Expert offload: --enable-memory-saver: release_memory_occupation can never free" in said.out
 
 
 def test_routing_in_the_kernels_of_blackwell_is_told(checkpoints: Checkpoints, sglang_on_standin: Nurseries):

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 from arguments import Arguments
 from builders import links
+from builders.configs import served_config
 from builders.drafts import eagle
 from builders.true_shape import CONFIGS, config_folder, write
 from checkpoints import Checkpoints
@@ -304,6 +305,37 @@ def test_the_experts_of_this_machines_ranks_are_counted(
     assert found.resident == pytest.approx(4 * one * share, rel=1e-4)
     assert found.offloaded == pytest.approx((12 + cfg.ep_num_redundant_experts) * one * share, rel=1e-4)
     assert found.loading == pytest.approx((12 + cfg.ep_num_redundant_experts) * one * loading, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "slots", "host_mib", "one_memory", "warned"),
+    [
+        (("--enable-memory-saver",), 0, 1024 + 37, False, None),
+        (("--enable-memory-saver",), 0, 1024 + 36, False, "36.0 MiB"),
+        (("--enable-memory-saver",), 4, 1024 + 37, False, "45.0 MiB"),
+        (("--enable-memory-saver",), 0, 1024 + 36, True, None),
+        ((), 0, 1024 + 36, False, None),
+    ],
+)
+def test_experts_that_host_ram_can_never_take_are_warned_of_where_memory_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+    cuda_arguments: Arguments,
+    model: Path,
+    words: tuple[object, ...],
+    slots: int,
+    host_mib: int,
+    one_memory: bool,
+    warned: str | None,
+) -> None:
+    """36 MiB of experts, of which a quarter must be in host RAM in any case, and as much for 4 slots of 16 experts."""
+    monkeypatch.setattr(expert_bytes, "host_available", lambda: (host_mib << 20) + (1 << 20))
+    monkeypatch.setattr(expert_bytes, "has_one_memory", lambda: one_memory)
+    given = cuda_arguments("--model-path", model, "--device", "cuda", *words)
+    found = expert_bytes.never_released(served_config(num_resident=12, slots=slots or None), given)
+    assert bool(found) == (warned is not None)
+    if warned is not None:
+        assert found[0].startswith("--enable-memory-saver: release_memory_occupation can never free the VRAM of experts here")
+        assert f"host RAM must hold all of them meanwhile, {warned}, and " in found[0]
 
 
 @pytest.mark.parametrize(("one_memory", "vram_mib", "peak"), [(False, 1 << 17, 9), (False, 10, 26), (True, 10, 22.5)])

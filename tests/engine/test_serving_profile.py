@@ -16,7 +16,7 @@ from serving import Engines
 from scripts.harness.patience import patience
 from scripts.harness.server import Server, free_port, offload_state
 from sglang_uvm_offload.routing.counts import ROUTED, Phase
-from sglang_uvm_offload.routing.profile import Profile
+from sglang_uvm_offload.routing.merged_profile import load_whole
 from sglang_uvm_offload.routing.trace import Trace
 
 PROMPT = {"text": "the quick brown fox", "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
@@ -35,7 +35,7 @@ def serve_once(engines: Engines, checkpoint: Path, **arguments: Any) -> dict[str
 
 def decoded(path: Path) -> tuple[np.ndarray, int]:
     """The counts of decode, and its steps: how often the server was asked for its health does not show there."""
-    seen = Profile.load(path).seen
+    seen = load_whole(path).seen
     return seen.counts[:, Phase.DECODE], seen.steps[Phase.DECODE]
 
 

@@ -8,7 +8,8 @@ from paths import SAFETENSORS, WAYS, direct, hard_link, symbolic_link
 
 from sglang_uvm_offload.cli import profile as profile_cli
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.routing.profile import Profile, merge
+from sglang_uvm_offload.routing.merged_profile import merge
+from sglang_uvm_offload.routing.profile import Profile
 
 
 def test_a_profile_is_shown(tmp_path, capsys):

@@ -74,6 +74,62 @@ def test_the_file_has_the_mode_of_a_file_made_anew(tmp_path, umask, mode):
     assert stat.S_IMODE((tmp_path / "trace.npz").stat().st_mode) == mode
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o400])
+def test_a_file_keeps_its_mode_also_while_it_is_written(tmp_path, mode):
+    path, seen = tmp_path / "a.note", []
+    path.write_bytes(b"note")
+    path.chmod(mode)
+
+    def writes(file):
+        seen.append(stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+        file.write(b"note, new")
+
+    atomic_file.replace(path, writes, NOTE)
+    assert [*seen, stat.S_IMODE(path.stat().st_mode)] == [mode, mode]
+
+
+def test_a_file_keeps_its_owner_and_its_group(tmp_path):
+    path = tmp_path / "a.note"
+    path.write_bytes(b"note")
+    path.chmod(0o640)
+    try:
+        os.chown(path, 1234, 2345)
+    except PermissionError:
+        pytest.skip("only root gives files away")
+    atomic_file.replace(path, write(b"note, new"), NOTE)
+    there = path.stat()
+    assert (there.st_uid, there.st_gid, stat.S_IMODE(there.st_mode)) == (1234, 2345, 0o640)
+
+
+def test_a_group_that_had_no_rights_gets_none(tmp_path, monkeypatch):
+    def forbidden(handle, owner, group):
+        raise PermissionError
+
+    path = tmp_path / "a.note"
+    path.write_bytes(b"note")
+    path.chmod(0o664)
+    there = path.stat()
+    monkeypatch.setattr(os, "fchown", forbidden)
+    monkeypatch.setattr(os, "stat", other_group(os.stat, path))
+    atomic_file.replace(path, write(b"note, new"), NOTE)
+    assert stat.S_IMODE(os.lstat(path).st_mode) == 0o604
+    assert there.st_gid == os.lstat(path).st_gid
+
+
+def other_group(real, path):
+    """``os.stat`` that shows ``path`` as another group's."""
+
+    def shown(at, **how):
+        found = real(at, **how)
+        if str(at) != str(path):
+            return found
+        fields = [*found]
+        fields[stat.ST_GID] += 1
+        return os.stat_result(fields)
+
+    return shown
+
+
 def temporaries(folder):
     return sorted(path.name for path in folder.glob(".*"))
 

@@ -4,6 +4,7 @@ import logging
 import threading
 
 import pytest
+from builders.threads import no_further_thread
 
 from scripts.harness.patience import patience
 from sglang_uvm_offload.files import autosave
@@ -189,3 +190,57 @@ def test_an_end_does_not_wait_for_a_save_that_hangs(caplog, monkeypatch):
     assert learned.waited == [False], "another save was begun beside it"
     learned.gate.set()
     settle(saver)
+
+
+def test_a_save_for_which_there_is_no_thread_is_told_once_a_period_and_made_later(caplog):
+    clock, learned, saver = made()
+    learned.value = 1
+    clock.now += PERIOD_SECONDS
+    with no_further_thread():
+        for _ in range(3):
+            saver.save_if_due()
+            saver.save_when_idle()
+            clock.now += PAUSE_SECONDS
+    assert (saver.failures, saver.error) == (1, "RuntimeError: can't start new thread")
+    assert caplog.text.count("the profile could not be saved") == 1
+    assert not saver.under_way
+    clock.now += PERIOD_SECONDS
+    saver.save_if_due()
+    settle(saver)
+    assert learned.files == [1]
+    assert saver.error is None
+
+
+def test_a_snapshot_for_which_there_is_no_memory_is_told_and_taken_again():
+    clock, learned, _ = made()
+    short = [MemoryError("no room")]
+
+    def snapshot(wait):
+        if short:
+            raise short.pop()
+        return learned.snapshot(wait)
+
+    saver = Saver("profile", snapshot, clock)
+    learned.value = 1
+    saver.save_now()
+    assert (saver.failures, saver.error, saver.under_way) == (1, "MemoryError: no room", False)
+    saver.save_now()
+    settle(saver)
+    assert learned.files == [1]
+
+
+def test_an_end_for_which_there_is_no_thread_saves():
+    _, learned, saver = made()
+    learned.value = 1
+    with no_further_thread():
+        saver.save_now()
+        saver.finish()
+    assert learned.files == [1]
+
+
+def test_an_exit_of_the_process_passes_through_a_save():
+    def leave(wait):
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        Saver("profile", leave).save_now()

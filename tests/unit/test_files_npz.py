@@ -2,7 +2,10 @@
 
 import contextlib
 import io
+import struct
+import tracemalloc
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +14,8 @@ import pytest
 from damage import flipped_bytes
 
 from sglang_uvm_offload.files import npz
+from sglang_uvm_offload.routing.profile import Profile, ProfileError, is_profile
+from sglang_uvm_offload.routing.trace import Trace, TraceError, is_trace
 
 
 @pytest.fixture
@@ -51,7 +56,7 @@ def damaged_archives(path: Path) -> Iterator[None]:
 def test_a_damaged_file_is_read_or_refused(path, damaged):
     for _ in damaged(path):
         with contextlib.suppress(npz.NpzError):
-            npz.read(path, ("a",), 1 << 20)
+            npz.read(path, {"a": 1 << 20})
 
 
 @pytest.mark.parametrize(
@@ -68,14 +73,14 @@ def test_a_header_that_numpy_chokes_on_is_refused(path, before, after):
     header = header[:8] + (len(header) - 9).to_bytes(2, "little") + header[10:]
     write(path, header + newline + data)
     with pytest.raises(npz.NpzError, match=r"not a readable npz file: ."):
-        npz.read(path, ("a",), 1 << 20)
+        npz.read(path, {"a": 1 << 20})
 
 
-def test_the_bound_is_of_all_arrays_together(path):
+def test_each_array_has_a_bound(path):
     np.savez(path, a=np.zeros(8, np.uint8), b=np.zeros(8, np.uint8))
-    assert len(npz.read(path, ("a", "b"), 16)) == 2
-    with pytest.raises(npz.NpzError, match=r"with b .* 16 bytes, more than 15"):
-        npz.read(path, ("a", "b"), 15)
+    assert len(npz.read(path, {"a": 8, "b": 8})) == 2
+    with pytest.raises(npz.NpzError, match=r"b \[8\] takes 8 bytes, more than 7"):
+        npz.read(path, {"a": 8, "b": 7})
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
@@ -83,4 +88,99 @@ def test_a_compression_that_numpy_does_not_write_is_refused(path, method):
     with zipfile.ZipFile(path, "w", method) as archive:
         archive.writestr("a.npy", npy())
     with pytest.raises(npz.NpzError, match="compressed in another way"):
-        npz.read(path, ("a",), 1 << 20)
+        npz.read(path, {"a": 1 << 20})
+
+
+MUCH = 1 << 26
+"""Bytes that a small file holds or declares."""
+LITTLE = 4 << 20
+"""Bytes that may be taken to refuse it."""
+PARTS = ("about", "num_experts", "ids")
+"""Each is the first array that some reader of ours asks for."""
+
+
+def header(version: bytes, length: bytes, text: bytes) -> bytes:
+    return b"\x93NUMPY" + version + length + text
+
+
+def long_headers(path: Path) -> None:
+    spaces = header(b"\x02\x00", struct.pack("<I", MUCH), b" " * MUCH)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for part in PARTS:
+            archive.writestr(f"{part}.npy", spaces)
+
+
+def many_members(path: Path) -> None:
+    """A directory alone: 1 MiB of it becomes some 13 MiB of objects."""
+    count, name = 1 << 16, 8
+    fixed = struct.pack("<4s4B4HL2L5H2L", b"PK\x01\x02", 20, 3, 20, 0, 0, 0, 0, 0, 0, 0, 0, name, 0, 0, 0, 0, 0, 0)
+    directory = b"".join(fixed + b"%08d" % number for number in range(count))
+    path.write_bytes(directory + struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, count - 1, count - 1, len(directory), 0, 0))
+
+
+def more_than_declared(path: Path) -> None:
+    """Small arrays, by their headers and by the directory, whose bytes inflate without end."""
+    text = b"{'descr': '|u1', 'fortran_order': False, 'shape': (8,), }"
+    array = header(b"\x01\x00", struct.pack("<H", len(text)), text) + bytes(8)
+    deflated = zlib.compressobj(1, wbits=-15)
+    stream = deflated.compress(array) + deflated.compress(bytes(MUCH)) + deflated.flush()
+    with zipfile.ZipFile(path, "w") as archive:
+        for part in PARTS:
+            info = zipfile.ZipInfo(f"{part}.npy")
+            archive.writestr(info, stream)
+            info.compress_type, info.file_size = zipfile.ZIP_DEFLATED, len(array)
+
+
+def numbers_without_bytes(path: Path) -> None:
+    text = b"{'descr': '|V0', 'fortran_order': False, 'shape': (%d,), }" % MUCH
+    with zipfile.ZipFile(path, "w") as archive:
+        for part in PARTS:
+            archive.writestr(f"{part}.npy", header(b"\x01\x00", struct.pack("<H", len(text)), text))
+
+
+def too_large(path: Path) -> None:
+    np.savez_compressed(path, **{part: np.zeros(MUCH, dtype=np.uint8) for part in ("about", "num_experts")}, ids=np.zeros(1))
+
+
+@pytest.mark.parametrize("made", [long_headers, many_members, more_than_declared, numbers_without_bytes, too_large])
+@pytest.mark.parametrize("reader", [is_profile, is_trace, Profile.load, Trace.load])
+def test_what_is_no_file_of_ours_takes_little_memory(path, made, reader):
+    made(path)
+    tracemalloc.start()
+    try:
+        refused = not reader(path)
+    except (ProfileError, TraceError):
+        refused = True
+    finally:
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert refused
+    assert most < LITTLE
+
+
+def test_a_trace_of_more_ids_than_a_server_records_is_refused_before_they_are_read(path):
+    text = b"{'descr': '|u1', 'fortran_order': False, 'shape': (%d, 1, 1), }" % ((1 << 28) + 1)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("ids.npy", header(b"\x01\x00", struct.pack("<H", len(text)), text))
+    with pytest.raises(TraceError, match="numbers, more than"):
+        Trace.load(path)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_an_array_that_is_there_twice_is_refused(path):
+    np.savez(path, a=np.arange(6))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("a.npy", npy())
+    with pytest.raises(npz.NpzError, match="twice"):
+        npz.read(path, {"a": 1 << 20})
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", ["u1", "<i8", ">i2", "?", "f4"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (300, 301)])
+def test_arrays_are_read_as_numpy_reads_them(path, order, dtype, shape):
+    wanted = np.asarray(np.random.default_rng(0).integers(0, 100, shape), dtype=dtype, order=order)
+    np.savez_compressed(path, a=wanted)
+    (found,) = npz.read(path, {"a": 1 << 20})
+    assert found.dtype == wanted.dtype
+    np.testing.assert_array_equal(found, wanted, strict=True)

@@ -117,6 +117,56 @@ def test_v1_without_a_limit_leaves_it_to_the_kernel(machine):
     assert machine(files, "4:memory:/\n") == 64 * GIB
 
 
+def test_v2_stalls_above_high_and_kills_above_max(machine):
+    """The tightest of both counts, in whichever cgroup it is."""
+    files = {
+        "pod/memory.max": f"{40 * GIB}\n",
+        "pod/memory.high": f"{6 * GIB}\n",
+        "pod/memory.current": f"{5 * GIB}\n",
+        "pod/memory.stat": f"inactive_file {GIB}\nactive_file 0\n",
+        "pod/job/memory.max": f"{16 * GIB}\n",
+        "pod/job/memory.high": "max\n",
+        "pod/job/memory.current": f"{GIB}\n",
+    }
+    assert machine(files, "0::/pod/job\n") == 2 * GIB
+
+
+@pytest.mark.parametrize("version", ["memory.max", "memory.high"])
+def test_v2_next_to_v1_is_read_where_systemd_mounts_it(machine, version):
+    files = {f"unified/job/{version}": f"{3 * GIB}\n", "unified/job/memory.current": f"{GIB}\n"}
+    assert machine(files, "4:cpu,cpuacct:/job\n0::/job\n") == 2 * GIB
+
+
+@pytest.mark.parametrize(("kind", "left"), [("memsw.", 4 * GIB), ("kmem.", 3 * GIB)])
+def test_v1_limits_memory_with_swap_and_that_of_the_kernel_too(machine, kind, left):
+    """File cache is no kernel memory."""
+    files = {
+        "memory/job/memory.limit_in_bytes": f"{20 * GIB}\n",
+        "memory/job/memory.usage_in_bytes": f"{6 * GIB}\n",
+        f"memory/job/memory.{kind}limit_in_bytes": f"{8 * GIB}\n",
+        f"memory/job/memory.{kind}usage_in_bytes": f"{5 * GIB}\n",
+        "memory/job/memory.stat": f"total_inactive_file {GIB}\ntotal_active_file 0\n",
+    }
+    assert machine(files, "4:memory:/job\n") == left
+
+
+@pytest.mark.parametrize("odd", ["", "\n", "-1\n", "max", "unlimited", "1 2", "\xb2"])
+def test_a_limit_that_is_no_number_leaves_it_to_the_kernel(machine, odd):
+    files = {"job/memory.max": odd, "job/memory.high": odd, "job/memory.current": f"{GIB}\n"}
+    assert machine(files, "0::/job\n") == 64 * GIB
+
+
+@pytest.mark.parametrize("odd", [{}, {"memory.current": ""}, {"memory.current": "none", "memory.stat": "inactive_file x\n\n1"}])
+def test_a_limit_counts_whatever_its_other_files_show(machine, odd):
+    assert machine({"memory.max": f"{2 * GIB}\n", **odd}, "0::/\n") == 2 * GIB
+
+
+@pytest.mark.parametrize("membership", ["", "\n", "0", "0:", "nonsense\n0::/\n", "4:memory\n0::/\n"])
+def test_memberships_that_are_none_are_left_out(machine, membership):
+    left = 2 * GIB if "0::/" in membership else 64 * GIB
+    assert machine({"memory.max": f"{2 * GIB}\n", "memory.current": "0\n"}, membership) == left
+
+
 def test_a_group_over_its_limit_leaves_nothing(machine):
     files = {"memory.max": f"{GIB}\n", "memory.current": f"{2 * GIB}\n"}
     assert machine(files, "0::/\n") == 0

@@ -110,6 +110,18 @@ def test_a_malformed_body_is_refused_with_what_would_be_right(serve, body):
     assert manager.asked == []
 
 
+def test_a_status_that_a_rank_could_not_make_is_said_to_be_missing(serve, monkeypatch):
+    client, manager = serve(config())
+
+    async def without():
+        return [{}]
+
+    monkeypatch.setattr(manager, "get_internal_state", without)
+    answer = client.get("/expert_offload")
+    assert answer.status_code == 503
+    assert "its log has the reason" in answer.json()["error"]
+
+
 def test_a_long_body_is_not_read(serve):
     client, manager = serve(config())
     answer = client.post("/expert_offload", content=b" " * 10**6)

@@ -203,6 +203,8 @@ def test_a_library_that_cannot_be_built_is_a_problem_before_loading(monkeypatch)
             "--load-format expert_pack",
             marks=pytest.mark.refused("Format", "--load-format expert_pack"),
         ),
+        ({"load_format": "layered"}, "--load-format layered"),
+        ({"load_format": "flash_rl"}, "--load-format flash_rl"),
         ({"speculative_draft_load_format": "remote_instance"}, "--speculative-draft-load-format remote_instance"),
         (
             {"remote_instance_weight_loader_start_seed_via_transfer_engine": True},

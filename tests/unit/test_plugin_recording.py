@@ -48,6 +48,19 @@ def test_a_step_whose_requests_lengths_are_not_known_is_dropped_and_counted(leng
     assert launch(recording, ForwardMode.DECODE, lengths) == (0, 1)
 
 
+def test_a_step_for_which_there_is_no_memory_ends_recording_and_not_the_server(recording, monkeypatch, caplog):
+    assert launch(recording, ForwardMode.DECODE, [5, 6]) == (2, 0)
+
+    def short(*args):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(recording.recorder.log, "add", short)
+    assert launch(recording, ForwardMode.DECODE, [6, 7]) == (2, 0)
+    assert "trace: recording stopped: MemoryError: no room" in caplog.text
+    assert recording.status().stopped
+    assert launch(recording, ForwardMode.DECODE, [7, 8]) == (2, 0)
+
+
 def test_a_model_of_unknown_experts_per_token_is_refused_when_it_is_built(recording):
     recording.check_built(SimpleNamespace(top_k=2, moe_layers=(1, 2)))
     with pytest.raises(FlagError, match="--expert-offload-trace: neither this model's layers nor its config"):

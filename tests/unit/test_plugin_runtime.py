@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from builders.configs import served_config
+from builders.threads import no_further_thread
 from sglang.srt.layers.moe.utils import MoeA2ABackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -131,6 +132,14 @@ def test_a_rank_decides_and_moves_on_two_threads():
     rank.backend = Emulated()
     moves, decides = (one.submit(threading.get_ident).result() for one in (rank.manager.worker.executor, rank.manager._decider))
     assert len({moves, decides, threading.get_ident()}) == 3
+
+
+def test_a_server_that_may_have_no_further_thread_decides_and_moves():
+    rank = RankState(served_config(adapt="continuous"))
+    rank.backend = Emulated()
+    executors = (rank.manager.worker.executor, rank.manager._decider)
+    with no_further_thread():
+        assert [one.submit(int).result() for one in executors] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.report.report_file import is_report
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.resident_ids import ResidentIds
-from sglang_uvm_offload.routing.profile import Profile, is_profile, load_for
+from sglang_uvm_offload.routing.merged_profile import load_for
+from sglang_uvm_offload.routing.profile import Profile, is_profile
 from sglang_uvm_offload.routing.trace import Trace, is_trace
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.safetensors_header import read_folder, read_header

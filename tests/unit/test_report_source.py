@@ -63,6 +63,25 @@ def test_a_history_that_cannot_be_is_refused(column, values, reason):
         info(status)
 
 
+COLUMNS = [*Past.__struct_fields__]
+
+
+@pytest.mark.parametrize(
+    "path", [*(("history", name) for name in COLUMNS), ("curve", "uniform"), ("resident_ids", 1), ("saves",)]
+)
+def test_lists_that_no_server_makes_so_long_are_refused(path):
+    """Charts of them would take a hundred times their bytes."""
+    status = broken()
+    *parents, name = path
+    where = status
+    for parent in parents:
+        where = where[parent]
+    save = {"what": "trace", "under_way": False, "saved_at": None, "failures": 0, "error": None}
+    where[name] = [save if name == "saves" else 0] * (1 << 14)
+    with pytest.raises(msgspec.ValidationError, match=r"length <= \d+"):
+        info(status)
+
+
 @pytest.mark.parametrize(("fields", "reason"), [({"residents": [0, 0, 1]}, "must rise"), ({"uniform": [0.0]}, "equally long")])
 def test_a_curve_that_cannot_be_is_refused(fields, reason):
     status = broken()

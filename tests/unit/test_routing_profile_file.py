@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -177,6 +178,18 @@ def test_a_save_waits_no_longer_than_that_for_a_lock_that_another_keeps(tmp_path
             save(file, ones())
     save(file, ones())
     assert Profile.load(tmp_path / "p.npz").seen.steps == (1, 2)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF])
+def test_a_save_needs_no_lock_where_there_are_none(tmp_path, monkeypatch, error):
+    def absent(handle, how):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", absent)
+    for file, seen in parts(tmp_path / "p.npz", "now"):
+        save(file, seen)
+    assert Profile.load(tmp_path / "p.npz").seen.counts[:, 1, 1].tolist() == EXPECTED
+    assert [path.name for path in tmp_path.iterdir()] == ["p.npz"]
 
 
 def test_an_empty_file_is_replaced(tmp_path):

@@ -20,7 +20,9 @@ _OWN_OFFLOAD = "it moves the same weights out of VRAM in its own way"
 LOAD_FORMATS = {
     "bitsandbytes": NO_EXPERTS,
     "expert_pack": _OWN_OFFLOAD,
+    "flash_rl": "SGLang loads no model with experts by it, but dense ones of Qwen2 and Qwen3",
     "gguf": "GGUF experts get their memory one by one as they are read, of sizes that are not known before",
+    "layered": "SGLang loads no model with experts by it, and what it builds has no memory that could be offloaded",
     "remote_instance": "it sends weights from addresses registered for RDMA, and CUDA registers no unified memory for that",
 }
 """The refused ones, each with the reason. GPUDirect RDMA's documentation does not list unified memory."""

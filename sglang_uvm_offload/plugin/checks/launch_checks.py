@@ -19,6 +19,7 @@ from sglang_uvm_offload.plugin.checks import (
     combinations,
     flag_values,
     front_doors,
+    load_formats,
     slot_settings,
     start_checks,
     tma,
@@ -82,6 +83,7 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     problems = [
         *combinations.problems(requested, cfg),
         *combinations.format_problems(cfg, model),
+        *load_formats.problems(cfg),
         *compat.problems(cfg),
         *devices.problems(requested, cfg),
         *tracing.problems(requested, cfg),
@@ -139,7 +141,8 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
         settings[f"{PREFIX}slots"] = str(config.slots)
     for line in (*combinations.ignored(server_args), *front_doors.lacking(cfg)):
         logger.warning("%s", line)
-    for line in (*expert_bytes.conversions(cfg, model), *expert_bytes.crowded_nodes(residents, server_args)):
+    slow = (*expert_bytes.conversions(cfg, model), *expert_bytes.crowded_nodes(residents, server_args))
+    for line in (*slow, *expert_bytes.never_released(config, server_args)):
         logger.warning("Expert offload: %s", line)
     if not config.tma:
         logger.info("Expert offload: SGLang's Triton MoE kernels load no weights by TMA")

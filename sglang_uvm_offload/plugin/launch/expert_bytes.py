@@ -3,12 +3,14 @@ ones."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.utils import get_device_memory_capacity
 
+from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.cuda.numa import crowded
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
@@ -111,6 +113,26 @@ def host_need(num_resident: int, server_args: Any) -> HostNeed:
     tables = nbytes if place in (PINNED, REGISTERED, MANAGED) else 0
     experts = 0 if known is None else max(0, known.loading)
     return HostNeed(experts, cache * len(ranks(cfg)), tables=tables, tables_are_managed=place == MANAGED)
+
+
+def never_released(config: OffloadConfig, server_args: Any) -> list[str]:
+    """Why experts can never leave VRAM while the server gives up its memory: host RAM must then hold all of them, and slots."""
+    cfg = resolving_view(server_args)
+    if not cfg.enable_memory_saver or cfg.device != "cuda" or has_one_memory():
+        return []
+    known = expert_bytes(config.slots, cfg, model_config_of(server_args))
+    if known is None:
+        return []
+    slots, every = known.resident, known.resident + known.offloaded
+    need = dataclasses.replace(host_need(config.num_resident, server_args), experts=every + slots)
+    if need.total <= (available := host_available()):
+        return []
+    left = size(max(0, available - need.total + need.experts))
+    return [
+        f"--enable-memory-saver: release_memory_occupation can never free the VRAM of experts here: host RAM must hold all of "
+        f"them meanwhile, {size(need.experts)}, and {left} is left of {size(available)} after {need.beside_experts()}; they "
+        "stay in VRAM, unless you add host RAM"
+    ]
 
 
 def table_bytes(server_args: Any) -> tuple[int, str]:

@@ -50,15 +50,17 @@ def read_models(cfg: Any) -> list[Path]:
 def damage(cfg: Any) -> list[str]:
     """Damage in the weights of local checkpoints, which a launch would find only while loading, or not at all. Checks only
     safetensors files."""
-    return [problem for model in read_models(cfg) for problem in _damage(model)]
+    others = {".bin", ".pt"} if cfg.load_format == "auto" else {".pt"}
+    return [problem for model in read_models(cfg) for problem in _damage(model, others)]
 
 
-def _damage(model: Path) -> list[str]:
+def _damage(model: Path, others: set[str]) -> list[str]:
+    """``others``: the suffixes of weights that may be there instead of safetensors."""
     try:
         if model.is_file():
             return [f"{model} is a file: give the checkpoint's folder"]
         kinds = {path.suffix for path in model.iterdir()} if model.is_dir() else set()
-        if model.is_dir() and (".safetensors" in kinds or not kinds & {".bin", ".pt"}):
+        if model.is_dir() and (".safetensors" in kinds or not kinds & others):
             read_folder(model)
     except (CheckpointError, OSError) as error:
         return [str(error)]

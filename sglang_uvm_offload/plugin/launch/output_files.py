@@ -14,6 +14,7 @@ from sglang_uvm_offload.files import reading
 from sglang_uvm_offload.files.atomic import Kind, Protected, refusal
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.plugin.compat import resolving_view
+from sglang_uvm_offload.routing.merged_profile import node_file
 from sglang_uvm_offload.routing.profile import PROFILE_FILE
 from sglang_uvm_offload.routing.trace import TRACE_FILE
 
@@ -37,8 +38,9 @@ def problems(config: RequestedConfig, server_args: Any) -> list[str]:
         others[path] = f"a file of {flag_name('profile')}"
     wanted = []
     if config.save_profile is not None:
-        wanted.append(("save_profile", config.save_profile, PROFILE_FILE, folders))
-        others[config.save_profile] = f"the file of {flag_name('save_profile')}"
+        own = node_file(config.save_profile, resolving_view(server_args).node_rank)
+        wanted.append(("save_profile", own, PROFILE_FILE, folders))
+        others[own] = f"the file of {flag_name('save_profile')}"
     if config.trace is not None:
         wanted.append(("trace", config.trace, TRACE_FILE, {**folders, **others}))
         others[config.trace] = f"the file of {flag_name('trace')}"

@@ -6,7 +6,8 @@ from typing import Any
 
 from sglang_uvm_offload.config import Settings
 from sglang_uvm_offload.flags import FlagError, flag_name
-from sglang_uvm_offload.routing.profile import Profile, load_for, model_name
+from sglang_uvm_offload.routing.merged_profile import load_for
+from sglang_uvm_offload.routing.profile import Profile, model_name
 
 
 def named(model_config: Any) -> tuple[str, str]:

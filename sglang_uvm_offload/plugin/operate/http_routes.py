@@ -75,7 +75,7 @@ def add(app: Any) -> None:
 
 
 async def get_status(request: Request) -> Response:
-    """The status, or 404 if experts are not offloaded."""
+    """The status; 404 if experts are not offloaded, 503 if a rank could not make its own."""
     try:
         manager, _ = _served()
         return _answer(200, await _status(manager))
@@ -111,7 +111,10 @@ def _served() -> tuple[Any, OffloadConfig]:
 
 
 async def _status(manager: Any) -> OffloadStatus:
-    ranks = [msgspec.convert(state[KEY], RankStatus) for state in await manager.get_internal_state()]
+    states = await manager.get_internal_state()
+    if any(KEY not in state for state in states):
+        raise Refused(503, "a rank could not make its status; its log has the reason")
+    ranks = [msgspec.convert(state[KEY], RankStatus) for state in states]
     return OffloadStatus(__version__, sorted(ranks, key=lambda rank: rank.replica))
 
 

@@ -102,7 +102,7 @@ class Metrics:
     def publish(self) -> None:
         self._next = time.monotonic() + PERIOD_SECONDS
         self.manager.poll()
-        self._published_steps = self.manager.ledger.steps
+        steps = self.manager.ledger.steps
         ledger, layers = self.manager.ledger, self.manager.target.layers
         totals = (ledger.routed, ledger.routed_resident, ledger.activated_bytes, ledger.zero_copy_bytes, ledger.streamed_bytes)
         by_slots = (ledger.filled_bytes, ledger.slot_hits, ledger.slot_fills, ledger.slot_bypasses)
@@ -127,6 +127,7 @@ class Metrics:
             counter.labels(**self.labels).inc(new - old)
         self._last_moves = moves
         self._publish_health()
+        self._published_steps = steps
 
     def _publish_health(self) -> None:
         layers = self.manager.target.layers

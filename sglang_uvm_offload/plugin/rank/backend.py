@@ -46,8 +46,8 @@ class Emulated:
         return None
 
     def executor(self) -> Executor:
-        """A thread for work alongside the steps."""
-        return ThreadPoolExecutor(1, _THREAD)
+        """A thread for work alongside the steps, which runs by now: a process may be allowed no other one once it serves."""
+        return _begun(ThreadPoolExecutor(1, _THREAD))
 
 
 class Cuda(Emulated):
@@ -91,7 +91,7 @@ class Cuda(Emulated):
         return CudaLinkTimer(self._gpu, offloaded)
 
     def executor(self) -> Executor:
-        """On this rank's GPU. A new thread starts on GPU 0, where its first call would take VRAM for a context."""
+        """As above, on this rank's GPU. A new thread starts on GPU 0, where its first call would take VRAM for a context."""
 
         def begin() -> None:
             from sglang_uvm_offload.cuda.device import relax_capture
@@ -99,7 +99,12 @@ class Cuda(Emulated):
             torch.cuda.set_device(self._gpu)
             relax_capture()
 
-        return ThreadPoolExecutor(1, _THREAD, initializer=begin)
+        return _begun(ThreadPoolExecutor(1, _THREAD, initializer=begin))
+
+
+def _begun(thread: ThreadPoolExecutor) -> ThreadPoolExecutor:
+    thread.submit(int).result()
+    return thread
 
 
 def backend_of(config: OffloadConfig, gpu: int) -> Emulated:

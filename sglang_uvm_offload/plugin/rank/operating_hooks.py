@@ -13,8 +13,9 @@ from sglang.srt.runtime_context import get_observability, get_parallel, get_serv
 
 from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.launch.local_checkpoint import read_models
-from sglang_uvm_offload.plugin.operate.actions import Action, perform, refusal
+from sglang_uvm_offload.plugin.operate.actions import KEY, Action, perform, refusal
 from sglang_uvm_offload.plugin.rank.checkpoint_cache import make_room
+from sglang_uvm_offload.plugin.rank.chores import Chores
 from sglang_uvm_offload.plugin.rank.indexer_budget import take_indexer_budget
 from sglang_uvm_offload.plugin.rank.profile_saver import profile_saver
 from sglang_uvm_offload.plugin.rank.state import RankState, is_first_rank
@@ -36,6 +37,7 @@ class OperatingHooks:
     def __init__(self, rank: RankState):
         self.rank = rank
         self.metrics: Metrics | None = None
+        self.chores = Chores()
 
     def after_scheduler_init(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         self.rank.scheduler = scheduler
@@ -76,7 +78,7 @@ class OperatingHooks:
                 self.rank.savers,
                 drafts=self._draft_tokens,
             )
-            self.metrics.publish()
+            self.chores.run("publishing metrics", self.metrics.publish)
         if self.rank.routed_model is not None:
             self.rank.savers += filter(None, [profile_saver(self.rank.manager, self.rank.routed_model)])
         self.rank.savers += filter(None, [stats_saver(self.rank.config.stats, self._status)])
@@ -84,7 +86,12 @@ class OperatingHooks:
         logger.info("Expert offload, rank %d: ready after %s", get_parallel().tp_rank, described(self.rank.start.phases()))
 
     def after_internal_state(self, result: Any, *args: Any, **kwargs: Any) -> Any:
-        result.internal_state["expert_offload"] = msgspec.to_builtins(self._status())
+        """Without the status if it cannot be made: a request must not end the server."""
+
+        def add() -> None:
+            result.internal_state[KEY] = msgspec.to_builtins(self._status())
+
+        self.chores.run("the status", add)
         return result
 
     def _faults(self) -> dict[str, bool]:
@@ -135,15 +142,15 @@ class OperatingHooks:
 
     def after_batch(self, result: Any, *args: Any, **kwargs: Any) -> None:
         if self.metrics is not None:
-            self.metrics.publish_if_due()
-        self.rank.manager.poll_if_due()
+            self.chores.run("publishing metrics", self.metrics.publish_if_due)
+        self.chores.run("reading the routing counts", self.rank.manager.poll_if_due)
         for saver in self.rank.savers:
             saver.save_if_due()
 
     def after_idle(self, result: Any, *args: Any, **kwargs: Any) -> None:
         if self.metrics is not None:
-            self.metrics.publish_when_idle()
-        self.rank.manager.poll_when_idle()
+            self.chores.run("publishing metrics", self.metrics.publish_when_idle)
+        self.chores.run("reading the routing counts", self.rank.manager.poll_when_idle)
         for saver in self.rank.savers:
             saver.save_when_idle()
 

@@ -18,9 +18,11 @@ def profile_saver(manager: OffloadManager, model: RoutedModel) -> Saver | None:
     if manager.config.save_profile is None:
         return None
     parallel = get_parallel()
-    run = manager.config.launch_id
+    launch = manager.config.launch_id, manager.config.began_at
     if parallel.nnodes > 1:  # each has a launcher of its own, which named the run
-        run = get_world_group().broadcast_object(run, src=0)
+        launch = get_world_group().broadcast_object(launch, src=0)
+    run, began_at = launch
+    args = get_server_args()
     replica = not compat.attn_dp_enabled() and compat.dp_rank() > 0
     layers = manager.target.layers
     if replica or parallel.moe_tp_group.rank_in_group or not layers:
@@ -31,6 +33,8 @@ def profile_saver(manager: OffloadManager, model: RoutedModel) -> Saver | None:
         run,
         [layer.layer_id for layer in layers],
         f"pp{parallel.pp_rank} tp{parallel.tp_rank}",
-        output_files.model_folders(get_server_args()),
+        output_files.model_folders(args),
+        began_at,
+        args.node_rank if parallel.nnodes > 1 else None,
     )
     return Saver("profile", lambda wait: file.pending(manager.logical_routing(wait)))

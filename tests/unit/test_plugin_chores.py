@@ -1,0 +1,106 @@
+"""What a scheduler does between steps: what fails there is told, and ends no server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from builders.managers import Rank, config
+from prometheus_client import CollectorRegistry
+
+from sglang_uvm_offload.files.autosave import Saver
+from sglang_uvm_offload.plugin.operate.metrics import Metrics
+from sglang_uvm_offload.plugin.rank.chores import RETRY_SECONDS, Chores
+from sglang_uvm_offload.plugin.rank.operating_hooks import OperatingHooks
+from sglang_uvm_offload.plugin.rank.state import RankState
+
+pytestmark = pytest.mark.sglang
+
+LABELS = {"model_name": "m", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
+
+
+class Short:
+    """Raises while there is too little of something."""
+
+    def __init__(self):
+        self.error: BaseException | None = None
+        self.calls = 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+
+
+class Serving:
+    """The hooks of a rank that serves, on a clock of its own."""
+
+    def __init__(self):
+        self.now = 100.0
+        cfg = config(resident_selection="first_n")
+        self.rank = RankState(cfg)
+        served = Rank(cfg)
+        self.rank.manager = served.manager
+        self.step = lambda: served.step([[0, 7], [1, 7]])
+        self.faults, self.snapshot = Short(), Short()
+        self.rank.savers.append(Saver("profile", self.snapshot, lambda: self.now))
+        self.hooks = OperatingHooks(self.rank)
+        self.hooks.chores = Chores(lambda: self.now)
+        self.registry = CollectorRegistry()
+        self.hooks.metrics = Metrics(
+            self.rank.manager, LABELS, lambda: self.faults() or {"moving": False}, self.rank.savers, self.registry
+        )
+
+    def sample(self, name: str) -> float | None:
+        return self.registry.get_sample_value(f"sglang:expert_offload_{name}", LABELS)
+
+
+@pytest.mark.parametrize("moment", ["after_batch", "after_idle"])
+@pytest.mark.parametrize("error", [MemoryError("no room"), OSError(28, "No space left on device"), RuntimeError("can't start")])
+def test_what_fails_between_steps_is_logged_once_and_tried_again(caplog, moment, error):
+    serving = Serving()
+    serving.faults.error = serving.snapshot.error = error
+    serving.step()
+    serving.now += 1000
+    for _ in range(5):
+        getattr(serving.hooks, moment)(None, None)
+    assert caplog.text.count("publishing metrics failed") == 1
+    assert caplog.text.count("the profile could not be saved") == 1
+    assert (serving.faults.calls, serving.snapshot.calls) == (1, 1)
+    serving.faults.error = serving.snapshot.error = None
+    serving.now += 1000
+    serving.hooks.after_idle(None, None)
+    assert (serving.faults.calls, serving.snapshot.calls) == (2, 2)
+    assert serving.sample("offloaded_bytes") > 0
+    serving.hooks.metrics.publish()
+    assert serving.registry.get_sample_value("sglang:expert_offload_save_failures_total", {**LABELS, "of": "profile"}) == 1
+
+
+def test_an_exit_of_the_process_passes(monkeypatch):
+    serving = Serving()
+    serving.faults.error = SystemExit(3)
+    serving.step()
+    with pytest.raises(SystemExit):
+        serving.hooks.after_batch(None, None)
+
+
+def test_a_status_that_cannot_be_made_is_left_out(monkeypatch, caplog):
+    serving = Serving()
+    reason = Short()
+    reason.error = MemoryError("no room")
+    monkeypatch.setattr(serving.hooks, "_status", reason)
+    answer = SimpleNamespace(internal_state={"sglang": 1})
+    assert serving.hooks.after_internal_state(answer, None).internal_state == {"sglang": 1}
+    assert "the status failed: MemoryError: no room" in caplog.text
+
+
+def test_a_chore_that_fails_is_left_alone_for_a_while_and_the_others_go_on():
+    now, failing, working = [0.0], Short(), Short()
+    failing.error = MemoryError()
+    chores = Chores(lambda: now[0])
+    for _ in range(3):
+        chores.run("one", failing)
+        chores.run("another", working)
+    now[0] += RETRY_SECONDS
+    chores.run("one", failing)
+    assert (failing.calls, working.calls) == (2, 3)
