@@ -29,7 +29,7 @@ def standing_for(plain: Any, ours: Any, fields: Callable[[dict[str, Any]], None]
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             if cls is not name:  # a subclass of it
                 return super().__call__(*args, **kwargs)
-            given = any(kwargs[flag] != default for flag, default in defaults.items() if flag in kwargs)
+            given = any(_differs(kwargs[flag], default) for flag, default in defaults.items() if flag in kwargs)
             if given or compat.held_back():
                 return ours(*args, **kwargs)
             return plain(*args, **{key: value for key, value in kwargs.items() if key not in defaults})
@@ -66,6 +66,10 @@ def standing_for(plain: Any, ours: Any, fields: Callable[[dict[str, Any]], None]
         made.__signature__ = inspect.signature(ours)  # not that of ``Name.__call__``
     name = made
     return name
+
+
+def _differs(value: Any, default: Any) -> bool:
+    return type(value) is not type(default) or bool(value != default)
 
 
 def pickle_by_name(plain: Any) -> None:
