@@ -43,13 +43,26 @@ def installed() -> bool:
 def _resolve_once(self: Any) -> None:
     """Each process calls this before it uses its arguments; only the first call resolves them. In a process that was started to
     launch a server, SGLang loads plugins only after that; in some processes never."""
+    hooked = roles.watching()
     if not getattr(self, "_resolution_finished", False):
         load_plugins()
         with _reported(self):
             _attach_flags(self)
     super(OffloadServerArgs, self).resolve_once()
-    if requested_of(self) is not None and not roles.watching() and compat.loads_plugins():
+    if requested_of(self) is None:
+        return
+    if not roles.watching() and compat.loads_plugins():
         enforce.end("sglang-uvm-offload: this process must offload, but the plugin is not loaded or not hooked in it")
+    if not hooked and roles.publishing():
+        enforce.end("sglang-uvm-offload: this process publishes arguments before it loads plugins; call load_plugins() first")
+
+
+def _post_init(self: Any) -> None:
+    """A process that makes arguments with a flag may publish them unresolved."""
+    if installed():
+        roles.watch()
+        HookRegistry.apply_hooks()
+    super(OffloadServerArgs, self).__post_init__()
 
 
 def _attach_flags(server_args: Any) -> None:
@@ -83,6 +96,7 @@ def _ours(namespace: dict[str, Any]) -> None:
     namespace.update(
         __module__=__name__,
         __doc__="SGLang's ServerArgs with the flags of ``flags.OffloadFlags``.",
+        __post_init__=_post_init,
         resolve_once=_resolve_once,
     )
 
