@@ -9,34 +9,39 @@ from pathlib import Path
 from typing import Any
 
 from sglang_uvm_offload.config import AUTO, NEVER, RequestedConfig
+from sglang_uvm_offload.flag_types import FILES, as_on_the_command_line
 from sglang_uvm_offload.flags import OFF, PREFETCHES, SELECTIONS, FlagError, OffloadFlags, flag_name, turned_off
 from sglang_uvm_offload.resident_ids import ResidentIds
 
 MAX_WARMUP_TOKENS = 10**12
+
+_FILE = "must be the path of a file"
+_FILES = "must be the path of a file, or several, separated by commas or in a list"
+_IDS = "must be ids such as 0-63,70, a list of ids, a list of them for each MoE layer, or @FILE"
 
 
 def parse(values: Mapping[str, Any]) -> RequestedConfig | None:
     """What ``values`` ask for (by field of ``OffloadFlags``), None if offloading is off: without ``num_resident``, where others
     would have no effect, and with -1, whatever else is given.
 
-    Raises ``FlagError`` with every malformed value. Numbers may be strings or numbers (YAML, ``sglang.Engine``). Reads the
-    file that ``resident_ids`` names.
+    Raises ``FlagError`` with every malformed value. Values may be in Python's own types (``flag_types``). Reads the file that
+    ``resident_ids`` names.
     """
-    flags = OffloadFlags(**values)
+    flags = OffloadFlags(**as_on_the_command_line(values))
     if turned_off(flags.num_resident):
         return None
     if flags.num_resident is not None:
         flags = dataclasses.replace(flags, num_resident=str(flags.num_resident))
     problems = _choice_problems(flags)
     flags, not_texts = _texts(flags)
-    problems += not_texts
+    problems += not_texts.values()
     if flags.num_resident is None:
         problems += _without_effect(flags)
         if problems:
             raise FlagError(problems)
         return None
     problems += _number_problems(flags) + _adapt_problems(flags) + _file_problems(flags)
-    ids, reasons = _resident_ids(flags)
+    ids, reasons = (None, []) if "resident_ids" in not_texts else _resident_ids(flags)
     if problems := problems + reasons:
         raise FlagError(problems)
     return RequestedConfig(
@@ -46,7 +51,7 @@ def parse(values: Mapping[str, Any]) -> RequestedConfig | None:
         warmup_tokens=flags.warmup_tokens,
         adapt="continuous" if _follows_traffic(flags) else flags.adapt,  # type: ignore[arg-type]
         prefetch=flags.prefetch,  # type: ignore[arg-type]
-        profiles=_paths(flags.profile),
+        profiles=tuple(map(Path, _listed(flags.profile))),
         save_profile=None if flags.save_profile is None else Path(flags.save_profile),
         trace=None if flags.trace is None else Path(flags.trace),
         stats=None if flags.stats is None else Path(flags.stats),
@@ -168,13 +173,12 @@ def _file_problems(flags: OffloadFlags) -> list[str]:
     if flags.profile is not None:
         if flags.resident_selection in ("first_n", "manual"):
             out.append(f"{flag_name('profile')} {flags.profile!r}: only {flag_name('resident_selection')} frequency reads it")
-        paths = _paths(flags.profile)
-        if not paths or not all(_is_path(str(path)) for path in paths):
-            out.append(f"{flag_name('profile')} {flags.profile!r}: must be the path of a file, or several, separated by commas")
+        if not _listed(flags.profile) or not all(map(_is_path, _listed(flags.profile))):
+            out.append(f"{flag_name('profile')} {flags.profile!r}: {_FILES}")
     for field in ("save_profile", "trace", "stats"):
         value = getattr(flags, field)
         if value is not None and not _is_path(value):
-            out.append(f"{flag_name(field)} {value!r}: must be the path of a file")
+            out.append(f"{flag_name(field)} {value!r}: {_FILE}")
     return out
 
 
@@ -194,26 +198,28 @@ def _resident_ids(flags: OffloadFlags) -> tuple[ResidentIds | None, list[str]]:
     return ids, ids.number_problems(int(n)) if n.isdecimal() and len(n) <= 6 else []
 
 
-def _texts(flags: OffloadFlags) -> tuple[OffloadFlags, list[str]]:
-    """``flags`` without the values that must be text but are not, and one problem for each. YAML and ``sglang.Engine`` may
-    pass anything."""
+def _texts(flags: OffloadFlags) -> tuple[OffloadFlags, dict[str, str]]:
+    """``flags`` without the values that must be text or lists but are neither, and the problem of each."""
+    rights = {**dict.fromkeys(FILES, _FILE), "profile": _FILES, "resident_ids": _IDS}
+    listed = {"profile": tuple, "resident_ids": list}
     bad = {
-        name: getattr(flags, name)
-        for name in ("resident_ids", "profile", "save_profile", "trace", "stats")
-        if not isinstance(getattr(flags, name), str | None)
+        name: value
+        for name in rights
+        if (value := getattr(flags, name)) is not None and not isinstance(value, (str, listed.get(name, str)))
     }
-    problems = [f"{flag_name(name)} {value!r}: must be text" for name, value in bad.items()]
+    problems = {name: f"{flag_name(name)} {value!r}: {rights[name]}" for name, value in bad.items()}
     absent: dict[str, Any] = dict.fromkeys(bad)
     return dataclasses.replace(flags, **absent), problems
 
 
-def _is_path(text: str) -> bool:
+def _is_path(text: object) -> bool:
     """Whether ``text`` is a valid file name."""
     try:
-        return bool(text.strip()) and b"\0" not in os.fsencode(text)
+        return isinstance(text, str) and bool(text.strip()) and b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
 
 
-def _paths(text: str | None) -> tuple[Path, ...]:
-    return tuple(Path(item.strip()) for item in (text or "").split(",") if item.strip())
+def _listed(files: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The files of a list, or of text that separates them by commas."""
+    return files if isinstance(files, tuple) else tuple(item.strip() for item in (files or "").split(",") if item.strip())

@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sglang_uvm_offload.files import reading
 from sglang_uvm_offload.flags import flag_name
@@ -26,8 +27,12 @@ class ResidentIds:
     every_layer: frozenset[int] | None
 
     @classmethod
-    def parse(cls, text: str) -> ResidentIds:
-        """Read ``0-63,70`` (empty items and spaces are harmless) or ``@file.json``. Raises ``ValueError`` with the reason."""
+    def parse(cls, given: str | list[Any]) -> ResidentIds:
+        """Read ``0-63,70`` (empty items and spaces are harmless), ``@file.json``, or what such a file holds. Raises
+        ``ValueError`` with the reason."""
+        if isinstance(given, list):
+            return cls(json.dumps(given, default=repr), per_layer=_per_layer(given, "it"), every_layer=None)
+        text = given
         if text.strip().startswith("@"):
             return cls(text, per_layer=_ids_file(Path(text.strip()[1:])), every_layer=None)
         ids: set[int] = set()
@@ -93,10 +98,14 @@ def _ids_file(path: Path) -> tuple[frozenset[int], ...]:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of thousands of digits
         raise ValueError(f"{path} is not JSON: {error}") from error
+    return _per_layer(lists, str(path))
+
+
+def _per_layer(lists: Any, where: str) -> tuple[frozenset[int], ...]:
     if not isinstance(lists, list) or not lists or not all(isinstance(ids, list) for ids in lists):
-        raise ValueError(f"{path} must hold a JSON list with one list of expert ids for each MoE layer")
+        raise ValueError(f"{where} must hold a list with one list of expert ids for each MoE layer")
     for number, ids in enumerate(lists):
         bad = [i for i in ids if type(i) is not int or not 0 <= i <= MAX_ID]
         if bad:
-            raise ValueError(f"{path}: list {number} holds {reprlib.repr(bad[0])}, which is no expert id (0 to {MAX_ID})")
+            raise ValueError(f"{where}: list {number} holds {reprlib.repr(bad[0])}, which is no expert id (0 to {MAX_ID})")
     return tuple(frozenset(ids) for ids in lists)

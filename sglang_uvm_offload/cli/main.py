@@ -19,6 +19,7 @@ SUBCOMMANDS = {
     "replay": "replay a routing trace through the shipped policy and baselines",
     "report": "write an HTML report with charts from a server's statistics or a replay",
     "profile": "show saved routing profiles, and merge them",
+    "run": "run one of SGLang's tools that take the arguments of a launch, such as sglang.compile_deep_gemm",
 }
 """Each is a module of this package with ``add_arguments`` and ``run``."""
 

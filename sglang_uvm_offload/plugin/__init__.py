@@ -11,8 +11,8 @@ Files and rooms, by rank; each imports from its own room or from lower ranks onl
     3  slots
     4  checks rank
     5  roles
-    6  server_args
-    7  doctor
+    6  server_args server_args_name
+    7  doctor tool
 
 Rank 1 is the contract with SGLang. ``checks`` runs in the launcher, ``rank`` in each scheduler process.
 """

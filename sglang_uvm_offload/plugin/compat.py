@@ -66,11 +66,27 @@ BaseArgs = ServerArgs if VERSION >= (0, 5, 19) else _ResolvingOnce
 """SGLang's arguments, as a base class."""
 
 
-def derived(name: str, body: Callable[[dict[str, Any]], None]) -> Any:
+def derived(name: str, body: Callable[[dict[str, Any]], None], base: Any = BaseArgs, **metaclass: type) -> Any:
     """A subclass of SGLang's arguments with the fields and methods that ``body`` adds."""
     if VERSION >= (0, 5, 20):
-        return types.new_class(name, (BaseArgs,), {"dict": True}, body)
-    return dataclasses.dataclass(types.new_class(name, (BaseArgs,), {}, body))
+        return types.new_class(name, (base,), {"dict": True, **metaclass}, body)
+    return dataclasses.dataclass(types.new_class(name, (base,), metaclass, body))
+
+
+def reducer(plain: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """What pickle takes from objects of SGLang's own class ``plain``: a function and its arguments, the class among them."""
+    if VERSION >= (0, 5, 20):
+        of_struct: Callable[[Any], tuple[Any, ...]] = plain.__reduce__
+        return of_struct
+    return lambda made: (_rebuilt, (type(made), dict(vars(made))))
+
+
+def _rebuilt(kind: Any, attributes: dict[str, Any]) -> Any:
+    """As pickle makes an object of a dataclass, which resolves none that was resolved."""
+    (plain,) = (c for c in kind.__mro__ if c.__bases__ == (object,))
+    made = object.__new__(plain if kind.__name__ == plain.__name__ else kind)
+    vars(made).update(attributes)
+    return made
 
 
 @contextlib.contextmanager
@@ -82,6 +98,11 @@ def unresolved() -> Iterator[None]:
         yield
     finally:
         _unresolved = before
+
+
+def held_back() -> bool:
+    """Whether arguments that are created now must be ours, because SGLang's own would be resolved (``unresolved``)."""
+    return _unresolved and VERSION < (0, 5, 19)
 
 
 def resolve_if_made_so(server_args: Any) -> None:

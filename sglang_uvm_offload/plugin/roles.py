@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from traceback import walk_stack
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -20,9 +21,15 @@ def watching() -> bool:
     return _PUBLISH in HookRegistry._patched
 
 
+def publishing() -> bool:
+    """Whether SGLang is in ``publish`` now, where a hook that is put on it comes too late."""
+    frames = (f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame, _ in walk_stack(None))
+    return _PUBLISH in frames
+
+
 def watch() -> None:
-    """Hook ``publish``, after which a process knows its arguments. A launcher calls it once it has accepted the flags: each
-    target costs a search of all modules."""
+    """Hook ``publish``, after which a process knows its arguments. A launcher calls it once it has flags: each target costs a
+    search of all modules."""
     if not hooks.added(_PUBLISH):
         hooks.add(_PUBLISH, _after_publish, HookType.AFTER)
 

@@ -1,4 +1,8 @@
-"""SGLang's arguments plus our flags: command line, YAML, ``sglang.Engine`` keywords, pickling, ``/server_info``."""
+"""SGLang's arguments plus our flags: command line, YAML, ``sglang.Engine`` keywords, pickling, ``/server_info``.
+
+Arguments that no flag is given to are SGLang's own object. Those with one are an ``OffloadServerArgs``, whose class a process
+finds without plugins, and which loads them in a launcher (``server_args_name`` says what makes which).
+"""
 
 from __future__ import annotations
 
@@ -10,67 +14,64 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
+from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.server_args import ServerArgs as PlainServerArgs
+from sglang.srt.server_args import ServerArgs
 
 from sglang_uvm_offload.flags import PREFIX, FlagError, OffloadFlags
-from sglang_uvm_offload.plugin import compat, enforce, hooks, roles
+from sglang_uvm_offload.plugin import compat, enforce, hooks, roles, server_args_name
 from sglang_uvm_offload.plugin.server_config import attach, attach_requested, parsed_flags, requested_of
 
 _NAMESPACE = "exec.expert_offload"
-
-
-_PLAIN = "sglang.srt.server_args.ServerArgs"
+_TARGET = "sglang.srt.server_args.ServerArgs"
 
 
 def install(add: Callable[[str, Any, HookType], None]) -> None:
-    add(_PLAIN, OffloadServerArgs, HookType.REPLACE)
+    add(_TARGET, _NAME, HookType.REPLACE)
     if "sglang.srt.entrypoints.engine" in sys.modules:
-        add("sglang.srt.entrypoints.engine.Engine.server_args_class", OffloadServerArgs, HookType.REPLACE)
+        add("sglang.srt.entrypoints.engine.Engine.server_args_class", _NAME, HookType.REPLACE)
     compat.add_launch_check(_check_launch, add)
+    server_args_name.pickle_by_name(_Sglangs.plain)
+    _Sglangs.plain.from_cli_args = classmethod(_from_cli_args)
 
 
 def installed() -> bool:
     """Whether this process has our flags."""
-    return hooks.added(_PLAIN)
+    return hooks.added(_TARGET)
 
 
-class _Methods:
-    """The overrides of ``OffloadServerArgs``. ``super(OffloadServerArgs, ...)`` names the class to resolve it late: SGLang
-    rebinds every name of the replaced class, also here."""
-
-    def resolve_once(self) -> None:
-        """Each process calls this before it uses its arguments; only the first call resolves them. Some processes load no
-        plugins."""
-        if not getattr(self, "_resolution_finished", False):
-            with _reported(self):
-                requested = parsed_flags(self)
-                if requested is not None:
-                    from sglang_uvm_offload.plugin import hook_points  # imported only if offloading is on
-
-                    hook_points.check()
-                attach_requested(self, requested)
-        super(OffloadServerArgs, self).resolve_once()  # type: ignore[misc]
-        if requested_of(self) is not None and not roles.watching() and compat.loads_plugins():
-            enforce.end("sglang-uvm-offload: this process must offload, but the plugin is not loaded or not hooked in it")
-
-    @staticmethod
-    def add_cli_args(parser: argparse.ArgumentParser) -> None:
-        _plain_add_cli_args(parser)
-        for action in parser._actions:
-            if action.dest.startswith(PREFIX) and "off" in (action.choices or ()):
-                action.type = _switch
-
-    @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> Any:
-        with compat.unresolved():
-            made = super(OffloadServerArgs, cls).from_cli_args(args)  # type: ignore[misc]
-        made._from_command_line = True
-        compat.resolve_if_made_so(made)
-        return made
+def _resolve_once(self: Any) -> None:
+    """Each process calls this before it uses its arguments; only the first call resolves them. In a process that was started to
+    launch a server, SGLang loads plugins only after that; in some processes never."""
+    hooked = roles.watching()
+    if not getattr(self, "_resolution_finished", False):
+        load_plugins()
+        with _reported(self):
+            _attach_flags(self)
+    super(OffloadServerArgs, self).resolve_once()
+    if requested_of(self) is None:
+        return
+    if not roles.watching() and compat.loads_plugins():
+        enforce.end("sglang-uvm-offload: this process must offload, but the plugin is not loaded or not hooked in it")
+    if not hooked and roles.publishing():
+        enforce.end("sglang-uvm-offload: this process publishes arguments before it loads plugins; call load_plugins() first")
 
 
-_plain_add_cli_args = PlainServerArgs.add_cli_args
+def _post_init(self: Any) -> None:
+    """A process that makes arguments with a flag may publish them unresolved."""
+    if installed():
+        roles.watch()
+        HookRegistry.apply_hooks()
+    super(OffloadServerArgs, self).__post_init__()
+
+
+def _attach_flags(server_args: Any) -> None:
+    requested = parsed_flags(server_args)
+    if requested is not None:
+        from sglang_uvm_offload.plugin import hook_points  # imported only if offloading is on
+
+        hook_points.check()
+    attach_requested(server_args, requested)
 
 
 def _switch(text: str) -> str:
@@ -79,27 +80,55 @@ def _switch(text: str) -> str:
 
 
 def _fields(namespace: dict[str, Any]) -> None:
-    namespace["__module__"] = __name__
-    namespace["__doc__"] = "SGLang's ServerArgs with the flags of ``flags.OffloadFlags``."
     namespace["__annotations__"] = {}
     for f in dataclasses.fields(OffloadFlags):
         choices = f.metadata["choices"]
         kind = Literal[choices] if choices else f.metadata["kind"]
         kind = kind if f.default is not None else kind | None
+        parser = {"type_parser": _switch} if "off" in (choices or ()) else {}
         help = f.metadata["help"].replace("%", "%%")
-        namespace["__annotations__"][PREFIX + f.name] = A[kind, Arg(help=help), NS(_NAMESPACE)]
+        namespace["__annotations__"][PREFIX + f.name] = A[kind, Arg(help=help, **parser), NS(_NAMESPACE)]
         namespace[PREFIX + f.name] = f.default
-    for name, value in vars(_Methods).items():
-        if name in ("resolve_once", "add_cli_args", "from_cli_args"):
-            namespace[name] = value
 
 
-OffloadServerArgs = compat.derived("OffloadServerArgs", _fields)
+def _ours(namespace: dict[str, Any]) -> None:
+    _fields(namespace)
+    namespace.update(
+        __module__=__name__,
+        __doc__="SGLang's ServerArgs with the flags of ``flags.OffloadFlags``.",
+        __post_init__=_post_init,
+        resolve_once=_resolve_once,
+    )
+
+
+OffloadServerArgs = compat.derived("OffloadServerArgs", _ours)
+
+
+class _Sglangs:
+    """SGLang's own class. SGLang rebinds every name of it in a module, also here, but not in a class."""
+
+    plain = ServerArgs
+    from_cli_args = ServerArgs.from_cli_args.__func__
+
+
+_DEFAULTS = {PREFIX + f.name: f.default for f in dataclasses.fields(OffloadFlags)}
+_NAME = server_args_name.standing_for(ServerArgs, OffloadServerArgs, _fields, _DEFAULTS)
+
+
+def _from_cli_args(cls: Any, args: argparse.Namespace) -> Any:
+    with compat.unresolved():
+        made = _Sglangs.from_cli_args(_NAME if cls is _Sglangs.plain else cls, args)
+    if isinstance(made, OffloadServerArgs):
+        made._from_command_line = True
+        compat.resolve_if_made_so(made)
+    return made
 
 
 def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
     """The last checks before SGLang spawns or loads anything, against this SGLang and this model."""
     previous(server_args)
+    if not isinstance(server_args, OffloadServerArgs) and any(name.startswith(PREFIX) for name in vars(server_args)):
+        _attach_flags(server_args)  # set as attributes, on arguments that may be older than our flags
     requested = requested_of(server_args)
     enforce.mark_children(requested is not None)
     if requested is None:

@@ -1,7 +1,9 @@
 """Flags: what is well-formed, and every problem at once in the words of the flags."""
 
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sglang_uvm_offload.config import expert_problems
@@ -43,13 +45,33 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
         ),
         ({"num_resident": 4, "adapt": "off"}, "--expert-offload-adapt off", "--expert-offload-profile"),
         ({"num_resident": 4, "adapt": "false"}, "--expert-offload-adapt 'false'", "in YAML, put quotes around on and off"),
-        ({"num_resident": 4, "tma": False}, "--expert-offload-tma False", "in YAML, put quotes around on and off"),
+        ({"num_resident": 4, "adapt": True}, "--expert-offload-adapt True", "must be one of off, warmup, continuous"),
+        ({"num_resident": 4, "backend": False}, "--expert-offload-backend False", "must be one of auto, uvm, emulated"),
         ({"num_resident": 4, "tma": "no"}, "--expert-offload-tma 'no'", "must be one of on, off"),
         ({"num_resident": 4, "profile": " , "}, "--expert-offload-profile", "must be the path of a file, or several"),
         ({"num_resident": 4, "profile": "p", "resident_selection": "first_n"}, "--expert-offload-profile 'p'", "frequency"),
         ({"num_resident": 4, "save_profile": " "}, "--expert-offload-save-profile ' '", "path of a file"),
         ({"num_resident": 4, "stats": ""}, "--expert-offload-stats ''", "path of a file"),
-        ({"num_resident": 4, "stats": 7}, "--expert-offload-stats 7", "must be text"),
+        ({"num_resident": 4, "stats": 7}, "--expert-offload-stats 7", "must be the path of a file"),
+        ({"num_resident": 4, "trace": ["a"]}, "--expert-offload-trace ['a']", "must be the path of a file"),
+        ({"num_resident": 4, "save_profile": True}, "--expert-offload-save-profile True", "must be the path of a file"),
+        ({"num_resident": 4, "profile": {"a": 1}}, "--expert-offload-profile {'a': 1}", "separated by commas or in a list"),
+        ({"num_resident": 4, "profile": ["a", 7]}, "--expert-offload-profile ('a', 7)", "separated by commas or in a list"),
+        ({"num_resident": 4, "warmup_tokens": 4096.5}, "--expert-offload-warmup-tokens 4096.5", "whole number of tokens"),
+        ({"num_resident": [4]}, "--expert-offload-num-resident '[4]'", "whole number of experts"),
+        *[
+            ({"num_resident": 4, "resident_selection": "manual", "resident_ids": wrong}, "--expert-offload-resident-ids", right)
+            for wrong, right in (
+                (7, "a list of ids"),
+                ({"a": 1}, "a list of ids"),
+                ([], "names no expert"),
+                ([0, -1], "'-1' is neither an expert id"),
+                ([0, 1.5], "'1.5' is neither"),
+                ([[0], [True]], "list 1 holds True"),
+                ([[0], 1], "one list of expert ids for each MoE layer"),
+                ([range(9), [0]], "names 10 experts over 2 layers, and --expert-offload-num-resident 4 allows 8"),
+            )
+        ],
         ({"stats": "s.json"}, "--expert-offload-stats", "no effect without"),
         ({"num_resident": "-2"}, "--expert-offload-num-resident '-2'", "(-1: off)"),
         ({"num_resident": 4, "trace": "t\0"}, r"--expert-offload-trace 't\x00'", "path of a file"),
@@ -97,7 +119,49 @@ def test_a_wrong_value_is_named_with_what_would_be_right(flags, flag, word):
     assert word in problem
 
 
-@pytest.mark.parametrize("off", [-1, "-1"])
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"save_profile": Path("p.npz"), "trace": Path("t.npz"), "stats": Path("s.json")},
+         {"save_profile": "p.npz", "trace": "t.npz", "stats": "s.json"}),
+        ({"profile": Path("a.npz")}, {"profile": "a.npz"}),
+        ({"profile": ["a.npz", Path("b.npz")]}, {"profile": "a.npz,b.npz"}),
+        ({"profile": [], "trace": False, "stats": None, "slots": False}, {}),
+        ({"adapt": False, "resident_selection": "first_n", "tma": False},
+         {"adapt": "off", "resident_selection": "first_n", "tma": "off"}),
+        ({"tma": True}, {"tma": "on"}),
+        (dict.fromkeys(("adapt", "warmup_tokens", "headroom_gb", "backend", "resident_ids", "draft_num_resident")), {}),
+        ({"warmup_tokens": "77", "headroom_gb": "0.5", "draft_num_resident": "3"},
+         {"warmup_tokens": 77, "headroom_gb": 0.5, "draft_num_resident": 3}),
+        ({"warmup_tokens": np.int64(77), "headroom_gb": np.float32(0.5), "slots": np.int32(8), "tma": np.bool_(False)},
+         {"warmup_tokens": 77, "headroom_gb": 0.5, "slots": "8", "tma": "off"}),
+        ({"stream_tokens": math.inf, "stream_buffer_gb": 0}, {"stream_tokens": "inf", "stream_buffer_gb": "0"}),
+    ],
+)  # fmt: skip
+def test_values_in_pythons_own_types_mean_what_their_text_does(given, text):
+    assert parse({"num_resident": np.int64(4), **given}) == parse({"num_resident": "4", **text})
+
+
+def test_a_listed_file_may_have_a_comma_in_its_name():
+    assert parse({"num_resident": 4, "profile": ["a,b.npz"]}).profiles == (Path("a,b.npz"),)
+
+
+@pytest.mark.parametrize("ids", [[0, 2], (0, 2), {2, 0}, np.array([0, 2]), range(0, 4, 2), ["0", "2"]])
+def test_ids_may_be_a_list(ids):
+    found = parse({"num_resident": 4, "resident_selection": "manual", "resident_ids": ids}).resident_ids
+    assert found.of_layer(17) == {0, 2}
+
+
+@pytest.mark.parametrize("given", [list, np.array, Path])
+def test_ids_of_each_layer_may_be_lists_or_a_file(given, tmp_path):
+    (tmp_path / "ids.json").write_text("[[0, 1], [2, 5]]")
+    ids = tmp_path / "ids.json" if given is Path else given([[0, 1], [2, 5]])
+    found = parse({"num_resident": 4, "resident_selection": "manual", "resident_ids": ids}).resident_ids
+    assert [found.of_layer(0), found.of_layer(1)] == [{0, 1}, {2, 5}]
+    assert found.layer_problems((3,))[0].startswith("--expert-offload-resident-ids '")
+
+
+@pytest.mark.parametrize("off", [-1, "-1", False])
 def test_minus_one_is_off_whatever_else_is_given(off):
     """So that one script turns offloading on and off by a number."""
     assert parse({"num_resident": off, "warmup_tokens": 100, "adapt": "continuous", "slots": "8"}) is None
@@ -278,12 +342,13 @@ def test_what_an_ids_file_holds_is_shown_in_short(tmp_path):
 
 @pytest.mark.parametrize("name", ["profile", "save_profile", "trace", "resident_ids"])
 def test_what_is_not_text_where_a_file_is_expected_is_named_with_the_other_problems(name):
-    for value in (5, True, ["a"], Path("a")):
+    for value in (5, True, {"a": 1}, b"a"):
         with pytest.raises(FlagError) as caught:
             parse({"num_resident": 4, "warmup_tokens": 0, name: value})
         flag = "--expert-offload-" + name.replace("_", "-")
-        assert f"{flag} {value!r}: must be text" in caught.value.problems
-        assert any("warmup-tokens" in problem for problem in caught.value.problems)
+        named, other = sorted(caught.value.problems, key=lambda problem: not problem.startswith(flag))
+        assert named.startswith(f"{flag} {value!r}: must be ")
+        assert other.startswith("--expert-offload-warmup-tokens 0")
 
 
 @pytest.mark.parametrize("name", ["profile", "save_profile", "trace"])

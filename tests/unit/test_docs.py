@@ -68,6 +68,7 @@ RUN_BY = {
     **dict.fromkeys(("sglang serve", "python -m sglang.launch_server"), "engine/test_docs_launches.py"),
     "sglang-uvm-offload doctor": "engine/test_docs_launches.py",
     **dict.fromkeys(("sglang-uvm-offload report", "curl"), "engine/test_wheel.py"),
+    "sglang-uvm-offload run": "engine/test_plugin_doors.py",
     "scripts/gpu_session.sh": "compiled/test_gpu_session.py",
     **dict.fromkeys(
         ("python -m benchmarks.accuracy", "python -m benchmarks.lm_eval_results", "lm_eval run"), "engine/test_accuracy.py"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import sglang
 from builders.configs import served_config
+from sglang.srt import plugins
 from sglang.srt.arg_groups import overrides
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -33,6 +34,7 @@ FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang, "__version__", "0.9.0")
+    monkeypatch.setattr(plugins, "_plugins_loaded", True)  # these tests load none
 
 
 def parsed() -> Iterator[tuple[str, ast.Module]]:
