@@ -192,7 +192,7 @@ def test_a_process_that_publishes_unresolved_arguments_offloads_or_ends(model: s
 # ---- servers ----
 
 ON = {N: 4}
-VISITS = {
+VISITS: dict[str, list[Any]] = {
     "Engine": [["engine", "arguments first", {}]],
     "Engine, offloading": [["engine", "plugins first", ON]],
     "child": [["child", "SGLang loads them", {}], ["child", "plugins first", ON]],

@@ -24,7 +24,7 @@ WHOLE = ["libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13"]
 CUDA_NAME = re.compile(r"^(cu[a-z]*[A-Z]|__cuda|nccl[A-Z]|nvml[A-Z])\w*$")
 
 
-COMPILED = "STANDIN_COMPILED"
+COMPILED = "COMPILED_OVER_STANDIN"
 """Names the folder of what SGLang compiles at run time, for all who serve over a stand-in. It takes minutes."""
 
 
