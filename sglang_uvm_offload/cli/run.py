@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 import traceback
+
+from sglang_uvm_offload.cli.terminal import complain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,5 +41,5 @@ def _exists(module: str) -> bool:
 
 
 def _refused(reason: str) -> int:
-    print(f"sglang-uvm-offload run: error: {reason}", file=sys.stderr)
+    complain(f"sglang-uvm-offload run: error: {reason}")
     return 2
