@@ -170,6 +170,17 @@ def test_a_rank_saves_no_profile_in_the_models_folder(rank: Path, caplog: pytest
     assert Profile.load(path).seen.steps == profile.seen.steps
 
 
+def test_ranks_of_several_nodes_agree_on_the_run_whatever_their_own_node_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flags of one node may lack the file: its ranks must not leave the others waiting."""
+    asked: list[int] = []
+    group = SimpleNamespace(broadcast_object=lambda launch, src: asked.append(src) or launch)
+    monkeypatch.setattr(profile_saver, "get_parallel", lambda: SimpleNamespace(nnodes=2))
+    monkeypatch.setattr(profile_saver, "get_world_group", lambda: group)
+    manager = SimpleNamespace(config=served_config())
+    assert profile_saver.profile_saver(manager, some().model) is None  # type: ignore[arg-type]
+    assert asked == [0]
+
+
 def test_the_drivers_problem_is_listed_once(monkeypatch):
     monkeypatch.setattr("sglang_uvm_offload.cuda.device.device_problems", lambda gpu: ["no driver"])
     assert devices.gpu_problems([0, 1, 2]) == ["no driver"]

@@ -15,12 +15,12 @@ from sglang_uvm_offload.routing.profile_file import ProfileFile
 
 def profile_saver(manager: OffloadManager, model: RoutedModel) -> Saver | None:
     """The saver of this rank's profile, None on a rank whose counts another rank saves."""
-    if manager.config.save_profile is None:
-        return None
     parallel = get_parallel()
     launch = manager.config.launch_id, manager.config.began_at
-    if parallel.nnodes > 1:  # each has a launcher of its own, which named the run
+    if parallel.nnodes > 1:  # each has a launcher of its own, which named the run, and whose flags may differ
         launch = get_world_group().broadcast_object(launch, src=0)
+    if manager.config.save_profile is None:
+        return None
     run, began_at = launch
     args = get_server_args()
     replica = not compat.attn_dp_enabled() and compat.dp_rank() > 0
