@@ -18,7 +18,8 @@ fi
 ruff check .
 ruff format --check .
 # Outside of the checkout: without its cache, mypy takes a minute, most of it for SGLang and torch.
-mypy --cache-dir "${XDG_CACHE_HOME:-$HOME/.cache}/sglang-uvm-offload/mypy"
+export MYPY_CACHE_DIR="${MYPY_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/sglang-uvm-offload-mypy}"
+mypy
 codespell
 git ls-files '*.cu' '*.c' '*.h' | xargs clang-format --dry-run -Werror
 

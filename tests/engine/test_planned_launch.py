@@ -575,10 +575,9 @@ def test_a_stage_whose_layers_all_have_a_window_keeps_every_token_in_them(cuda_a
     model = "google/gemma-4-26B-A4B"
     made = pools(cuda_arguments, model, "--pp-size", 6)
     shape = kv_shape(text_config(read_json(config_folder(model) / "config.json")))
-    stages = [range(first, first + 5) for first in range(0, 30, 5)]
-    assert shape.window_layers.issuperset(stages[0])
-    planned = [shape.pool_bytes(layers, 1, 2) for layers in stages]
-    assert planned == pytest.approx([made.token_bytes(stage) for stage in range(6)], rel=1e-3)
+    first = range(5)
+    assert shape.window_layers.issuperset(first)
+    assert shape.pool_bytes(first, 1, 2) == pytest.approx(made.token_bytes(0), rel=1e-3)
 
 
 @ASKED

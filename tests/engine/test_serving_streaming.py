@@ -12,17 +12,19 @@ OFFLOAD: dict[str, Any] = {
     **{"expert_offload_num_resident": 6, "expert_offload_warmup_tokens": 16, "expert_offload_stream_tokens": 16}
 }
 CASES: dict[str, dict[str, Any]] = {
-    "one request at a time, in chunks below the threshold": {
-        **{"max_running_requests": 1, "together": True, "chunked_prefill_size": 8}
-    },
-    "chunks above the threshold, residents that follow the traffic": {
-        **{"chunked_prefill_size": 32, "expert_offload_adapt": "continuous"}
-    },
+    "one request at a time": {"max_running_requests": 1, "together": True},
+    "chunks below the threshold": {"chunked_prefill_size": 8},
+    "chunks above the threshold": {"chunked_prefill_size": 32},
+    "residents follow the traffic": {"expert_offload_adapt": "continuous"},
 }
 
 
+# Residents that follow the traffic run each time with slots, and with several ranks.
+BY_CASE = [pytest.param(case, marks=pytest.mark.nightly if case.startswith("residents") else ()) for case in CASES]
+
+
 @pytest.mark.works("Launch", "long prompts in chunks")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", BY_CASE)
 def test_answers_stay_the_same(case: str, checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint, changes = checkpoints("qwen3_moe", dtype="float32"), CASES[case]
     prompts = [*PROMPTS, PROMPTS[1] * 5, PROMPTS[1] * 5 + "again"]
@@ -30,7 +32,7 @@ def test_answers_stay_the_same(case: str, checkpoints: Checkpoints, engines: Eng
     plain = {name: value for name, value in changes.items() if not name.startswith("expert_offload")}
     off = engines.baseline(checkpoint, **common, **plain)
     on = engines.run(checkpoint, **common, **changes, **OFFLOAD)
-    if changes["chunked_prefill_size"] < OFFLOAD["expert_offload_stream_tokens"]:
+    if case == "chunks below the threshold":
         assert on.offload["streamed_bytes"] == 0
     else:
         assert_streamed(on)

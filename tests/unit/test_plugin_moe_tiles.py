@@ -175,7 +175,7 @@ def test_what_fails_inside_sglang_does_not_fail_the_doctor(monkeypatch):
         raise AttributeError("'NoneType' object has no attribute 'replace'")
 
     launch = object.__new__(doctor.Launch)
-    launch.args = None
+    launch.args, launch.warned = None, []
     monkeypatch.setattr(doctor.start_rehearsal, "warnings", lambda args: [])
     monkeypatch.setattr(moe_tiles, "warnings", lambda args: ["narrow"])
     assert launch.warnings() == ["narrow"]
