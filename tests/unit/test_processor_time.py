@@ -17,15 +17,24 @@ processor_time.loop = lambda: %s * processor_time.LOOP_SECONDS
 def pytest_configure(config):
     config.pluginmanager.register(processor_time.ProcessorTime(limited=%s), "processor_time")
 """
-BURNS = """
+BURNS = '''
 import subprocess, sys
-BURN = "import time\\nwhile time.process_time() < 1.2: pass"
+BURN = """
+import time
+end = time.process_time() + 1.3
+while time.process_time() < end: pass
+"""
 def test_itself():
     exec(BURN)
-def test_a_child():
+def test_waited():
     subprocess.run([sys.executable, "-c", BURN], check=True)
+def test_left():
+    global left  # runs on, until this process ends
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    left = subprocess.Popen([sys.executable, "-c", BURN + "print(flush=True); input()"], **pipes)
+    left.stdout.readline()
 def test_nothing(): ...
-"""
+'''
 
 
 def run(folder: Path, *arguments: str, slowness: float = 1.0, limited: bool = True) -> subprocess.CompletedProcess[str]:
@@ -37,9 +46,9 @@ def run(folder: Path, *arguments: str, slowness: float = 1.0, limited: bool = Tr
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("arguments", [["-k", "a_child"], ["-k", "a_child", "-n", "1"]])
+@pytest.mark.parametrize("arguments", [["itself"], ["waited"], ["left"], ["waited", "-n", "1"]], ids=" ".join)
 def test_a_tier_above_its_ceiling_fails_the_run(tmp_path: Path, arguments: list[str]) -> None:
-    ended = run(tmp_path, *arguments)
+    ended = run(tmp_path, "-k", *arguments)
     assert ended.returncode == 1, ended.stdout
     assert "1 passed" in ended.stdout
     assert "s of at most 1" in ended.stdout
