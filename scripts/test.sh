@@ -18,7 +18,7 @@ fi
 ruff check .
 ruff format --check .
 # Outside of the checkout: without its cache, mypy takes a minute, most of it for SGLang and torch.
-export MYPY_CACHE_DIR="${MYPY_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/sglang-uvm-offload-mypy}"
+[ -z "${HOME:-}" ] || export MYPY_CACHE_DIR="${MYPY_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/sglang-uvm-offload-mypy}"
 mypy
 codespell
 git ls-files '*.cu' '*.c' '*.h' | xargs clang-format --dry-run -Werror
