@@ -86,6 +86,22 @@ def refused(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     return err
 
 
+def refused_after(answer: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The same of a server that answers so."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak() -> None:
+            with server.accept()[0] as peer:
+                peer.recv(1 << 16)
+                peer.sendall(answer)
+
+        thread = threading.Thread(target=speak, daemon=True)
+        thread.start()
+        err = refused(f"http://127.0.0.1:{server.getsockname()[1]}", tmp_path, capsys)
+        thread.join()
+    return err
+
+
 def test_a_server_that_does_not_answer(answers, tmp_path, capsys):
     assert "does not answer: Connection refused" in refused("http://127.0.0.1:9", tmp_path, capsys)
     answers["/server_info"] = (200, b"")
@@ -287,17 +303,7 @@ def test_an_answer_that_drips_is_not_awaited_for_ever(body, tmp_path, capsys, mo
     ],
 )
 def test_an_answer_that_is_not_whole_or_not_http_is_told_in_words(answer, reason, tmp_path, capsys):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def speak() -> None:
-            with server.accept()[0] as peer:
-                peer.recv(1 << 16)
-                peer.sendall(answer)
-
-        thread = threading.Thread(target=speak, daemon=True)
-        thread.start()
-        err = refused(f"http://127.0.0.1:{server.getsockname()[1]}", tmp_path, capsys)
-        thread.join()
+    err = refused_after(answer, tmp_path, capsys)
     assert reason in err
     assert "(" not in err, "no repr of an exception"
 
@@ -312,17 +318,7 @@ def test_an_answer_that_is_not_whole_or_not_http_is_told_in_words(answer, reason
     ],
 )
 def test_a_servers_words_reach_the_terminal_without_their_control_characters(answer, tmp_path, capsys):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def speak() -> None:
-            with server.accept()[0] as peer:
-                peer.recv(1 << 16)
-                peer.sendall(answer)
-
-        thread = threading.Thread(target=speak, daemon=True)
-        thread.start()
-        err = refused(f"http://127.0.0.1:{server.getsockname()[1]}", tmp_path, capsys)
-        thread.join()
+    err = refused_after(answer, tmp_path, capsys)
     assert all(line.isprintable() for line in err.splitlines()), repr(err)
 
 
