@@ -11,7 +11,7 @@ from sglang_uvm_offload.cuda.link import CudaLinkTimer
 from sglang_uvm_offload.memory.link import Offloaded
 memory, random = CudaMemory(), np.random.default_rng(0)
 def tensor(blocks, offloaded, expert_bytes):
-    made = memory.allocate(blocks * BLOCK, "w13")
+    made = memory.allocate(blocks * BLOCK, "w13")  # freed with `held`, so whoever reads it keeps what this returns
     held, values = memory.tensor(made), random.integers(0, 255, blocks * BLOCK, dtype=np.uint8)
     for block in range(blocks):
         memory.place(made, [Span(block * BLOCK, BLOCK)], HOST if block in offloaded else DEVICE)
@@ -80,7 +80,8 @@ def test_a_call_shorter_than_events_resolve_has_a_rate(standin: Standin) -> None
     ran = standin.run(
         PREPARE
         + """
-timer = CudaLinkTimer(0, [tensor(2, {0, 1}, 1 << 20)[3]])
+made = tensor(2, {0, 1}, 1 << 20)
+timer = CudaLinkTimer(0, [made[3]])
 class AtOnce:
     def record(self): pass
     def elapsed_time(self, end): return 0.0
@@ -95,9 +96,9 @@ def test_want_of_vram_is_an_error_of_the_timer(standin: Standin) -> None:
     ran = standin.run(
         PREPARE
         + """
-offloaded = [tensor(4, range(4), 1 << 20)[3]]
+made = tensor(4, range(4), 1 << 20)
 try:
-    CudaLinkTimer(0, offloaded)
+    CudaLinkTimer(0, [made[3]])
     print(json.dumps("measured"))
 except RuntimeError:
     print(json.dumps("an error"))
