@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from builders.configs import served_config
+from builders.gathered import IDLE, Local, gathered
 from builders.threads import no_further_thread
 from sglang.srt.layers.moe.utils import MoeA2ABackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -40,8 +41,16 @@ def exchange(monkeypatch):
     return through
 
 
-def step(mode, own, everywhere=None, extends=False):
-    return step_hooks.step_of(batch_of(mode, own, global_num_tokens_cpu=everywhere, is_extend_in_batch=extends))
+def step(mode, rows, **more):
+    return step_hooks.step_of(batch_of(mode, rows, **more))
+
+
+def gathered_step(ranks, own, a2a="none", **sizes):
+    """Of rank ``own``."""
+    return step(*ranks[own], **gathered(ranks, own, a2a, **sizes))
+
+
+DECODES, PREFILLS = Local(ForwardMode.DECODE, 4), Local(ForwardMode.EXTEND, 1000)
 
 
 @pytest.mark.parametrize(
@@ -61,55 +70,55 @@ def test_an_idle_rank_alone_counts_nothing():
     assert step(ForwardMode.IDLE, 0)[:2] == (0, 0)
 
 
-@pytest.mark.parametrize(("mode", "own"), [(ForwardMode.IDLE, 0), (ForwardMode.DECODE, 4), (ForwardMode.EXTEND, 1000)])
-def test_ranks_that_compute_gathered_tokens_give_the_step_one_name(mode, own):
+@pytest.mark.parametrize("own", range(3))
+def test_ranks_that_compute_gathered_tokens_give_the_step_one_name(own):
     """A prefill of one rank is no decode step of another that computes it too."""
-    assert step(mode, own, [0, 4, 1000], extends=True) == (ALL_ROWS, 1004, Phase.PREFILL)
+    assert gathered_step([IDLE, DECODES, PREFILLS], own) == (ALL_ROWS, 1004, Phase.PREFILL)
 
 
 def test_gathered_decoding_is_decoding_for_an_idle_rank_too():
-    assert step(ForwardMode.IDLE, 0, [0, 4]) == (ALL_ROWS, 4, Phase.DECODE)
-    assert step(ForwardMode.IDLE, 0, [0, 0])[:2] == (0, 0)
+    assert gathered_step([IDLE, DECODES], 0) == (ALL_ROWS, 4, Phase.DECODE)
+    assert gathered_step([IDLE, IDLE], 0)[:2] == (0, 0)
 
 
 def test_experts_that_are_sent_tokens_count_them_though_their_rank_has_none(exchange):
-    """SGLang gives such a rank the counts of all (``require_mlp_tp_gather``), or, if dense layers and the head are its own too,
-    that of its own only."""
+    """SGLang gives such a rank the counts of all, or, if dense layers and the head are its own too, that of its own only."""
     exchange("deepep")
-    assert step(ForwardMode.IDLE, 0, [0]) == (ALL_ROWS, 1, Phase.DECODE)
-    assert step(ForwardMode.DECODE, 4, [4]) == (ALL_ROWS, 4, Phase.DECODE)
-    assert step(ForwardMode.IDLE, 0, [0], extends=True)[2] is Phase.PREFILL
-    assert step(ForwardMode.IDLE, 0, [0, 4]) == (ALL_ROWS, 4, Phase.DECODE)
+    own = {"a2a": "deepep", "dense_tp_size": 1}
+    assert gathered_step([IDLE, DECODES], 0, **own) == (ALL_ROWS, 1, Phase.DECODE)
+    assert gathered_step([IDLE, DECODES], 1, **own) == (ALL_ROWS, 4, Phase.DECODE)
+    assert gathered_step([IDLE, PREFILLS], 0, **own) == (ALL_ROWS, 1, Phase.PREFILL)
+    assert gathered_step([IDLE, DECODES], 0, "deepep") == (ALL_ROWS, 4, Phase.DECODE)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "everywhere", "unfinished", "ends"),
+    ("lengths", "others", "unfinished", "ends"),
     [
-        ([3, 1, 5], None, None, [3, 4, 9]),
-        ([3, 1, 5], None, "c", [3, 4]),  # its prompt goes on in a later step
-        ([3, 1, 5], None, "a", [4, 9]),
-        ([9], None, "a", []),
-        ([3, 1, 5], None, "of another batch", [3, 4, 9]),
-        (None, None, None, list(range(1, 10))),  # decoded together
-        ([9], [9, 0, 4], None, [9, 9, 13]),  # gathered: rows of all ranks
-        ([9], [9, 0, 4], "a", [9, 9, 13]),
-        ([9], None, "before there is a scheduler", [9]),
+        ([3, 1, 5], (), None, [3, 4, 9]),
+        ([3, 1, 5], (), "c", [3, 4]),  # its prompt goes on in a later step
+        ([3, 1, 5], (), "a", [4, 9]),
+        ([9], (), "a", []),
+        ([3, 1, 5], (), "of another batch", [3, 4, 9]),
+        (None, (), None, list(range(1, 10))),  # decoded together
+        ([9], (IDLE, DECODES), None, [9, 9, 13]),  # gathered: rows of all ranks
+        ([9], (IDLE, DECODES), "a", [9, 9, 13]),
+        ([9], (), "before there is a scheduler", [9]),
     ],
 )
-def test_prompts_end_in_a_prefill_where_the_last_rows_of_their_last_chunks_do(lengths, everywhere, unfinished, ends):
-    told = []
+def test_prompts_end_in_a_prefill_where_the_last_rows_of_their_last_chunks_do(lengths, others, unfinished, ends):
+    begun = []
     rank = RankState(served_config(num_resident=1, slots=2))
     rank.backend = Emulated()
     rank.manager = SimpleNamespace(begin_step=lambda *args, **kwargs: None, end_step=lambda model: None)
-    rank.slots = SimpleNamespace(begin_step=lambda rows, phase, ends: told.append(ends))
+    rank.slots = SimpleNamespace(begin_step=lambda rows, phase, ends: begun.append(ends))
     runner = SimpleNamespace(_expert_offload_model=SimpleNamespace(draft=False))
     rids = ["a", "b", "c"][: len(lengths or "abc")]
-    told_of = {"extend_seq_lens_cpu": lengths, "global_num_tokens_cpu": everywhere, "is_extend_in_batch": True, "rids": rids}
-    batch = batch_of(ForwardMode.EXTEND, 9, len(rids), **told_of)
+    shared = gathered([Local(ForwardMode.EXTEND, 9), *others], 0) if others else {}
+    batch = batch_of(ForwardMode.EXTEND, 9, len(rids), extend_seq_lens_cpu=lengths, rids=rids, **shared)
     if unfinished != "before there is a scheduler":
         rank.scheduler = SimpleNamespace(chunked_req=None if unfinished is None else SimpleNamespace(rid=unfinished))
     step_hooks.StepHooks(rank).around_forward(lambda runner, batch: None, runner, batch)
-    assert told == [ends]
+    assert begun == [ends]
 
 
 def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
@@ -169,8 +178,8 @@ def test_what_chooses_the_number_of_drafts_is_told_of_each_step_that_counts_as_d
     assert happened == ["told", "counted"][not told :]
 
 
-@pytest.mark.parametrize(("everywhere", "rows"), [(None, 3), ([3, 4], ALL_ROWS)])
-def test_a_step_that_a_graph_of_drafts_replays_counts_the_rows_before_the_padding(everywhere, rows):
+@pytest.mark.parametrize(("others", "rows"), [((), 3), ((DECODES,), ALL_ROWS)])
+def test_a_step_that_a_graph_of_drafts_replays_counts_the_rows_before_the_padding(others, rows):
     """Gathered, padding may be anywhere."""
     steps = []
     rank = RankState(served_config(draft_num_resident=2))
@@ -178,7 +187,8 @@ def test_a_step_that_a_graph_of_drafts_replays_counts_the_rows_before_the_paddin
         begin_step=lambda model, rows, tokens, phase: steps.append((model, rows, phase)), end_step=steps.append
     )
     graphs = SimpleNamespace(model_runner=SimpleNamespace(_expert_offload_model="draft"))
-    batch = batch_of(ForwardMode.DECODE, 3, 3, positions=torch.tensor([7, 8, 9]), global_num_tokens_cpu=everywhere)
+    shared = gathered([Local(ForwardMode.DECODE, 3), *others], 0) if others else {}
+    batch = batch_of(ForwardMode.DECODE, 3, 3, positions=torch.tensor([7, 8, 9]), **shared)
     ran = step_hooks.StepHooks(rank).around_draft_graph(
         lambda graphs, batch, more: (steps.append("ran"), more), graphs, batch, "more"
     )
