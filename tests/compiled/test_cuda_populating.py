@@ -147,7 +147,8 @@ def test_a_range_that_is_freed_in_the_queue_is_never_prefetched_nor_what_lies_th
             go.set()
         there = memory.in_vram([(again, block * BLOCK) for block in range(4)]).tolist()
         print(json.dumps([memory.holds(gone), again.address == address, there, first.address]))
-        """
+        """,
+        reuse=1,
     )
     held, same, there, first = ran.said
     assert not held

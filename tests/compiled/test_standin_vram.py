@@ -52,6 +52,20 @@ print(json.dumps([before, there()]))
     assert moved[0]["nbytes"] == taken << 21
 
 
+def test_a_read_at_the_end_of_a_block_brings_no_other_back(standin):
+    said, _ = run(
+        standin,
+        """
+class Last:
+    integers = staticmethod(lambda low, high, size: np.full(size, high - 1))
+memory._read_times._random = Last
+runtime.cudaFree(plain(3))
+print(json.dumps(there()))
+""",
+    )
+    assert said == [False, False, False, True]
+
+
 def test_a_read_does_not_renew_a_block_and_a_prefetch_does(standin):
     said, _ = run(
         standin,

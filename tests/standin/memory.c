@@ -1,6 +1,6 @@
 /* Memory of all kinds, in host memory, so that its bytes can be checked. A managed range also has, for each page of 64
- * KiB, where the page is and where it prefers to be. Addresses are never used twice: a use after free always ends the
- * process, not only where nothing took its place.
+ * KiB, where the page is and where it prefers to be. Addresses are used once: a use after free always ends the process,
+ * not only where nothing took its place. With STANDIN_REUSE they are used again, as a driver may.
  *
  * The GPU has as much VRAM as STANDIN_VRAM says. Where it is full, what needs some takes it from managed blocks of 2
  * MiB, as the driver does (open kernel modules, 580.95.05, kernel-open/nvidia-uvm):
@@ -104,7 +104,11 @@ bool standin_give(void* start) {
     }
     pthread_mutex_unlock(&lock);
     if (!range) return false;
-    mmap(range->mapped, range->mapped_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    if (standin_setting("STANDIN_REUSE", 0))
+        munmap(range->mapped, range->mapped_bytes);
+    else
+        mmap(range->mapped, range->mapped_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+             0);
     free(range->pages);
     free(range->populated);
     free(range);
@@ -256,8 +260,9 @@ size_t standin_read(const void* start, size_t nbytes) {
     pthread_mutex_lock(&lock);
     struct range* range = find(start);
     if (range && range->pages) {
-        size_t first = ((char*)start - range->start) / PAGE, pages = nbytes / PAGE + 2;
-        size_t end = first + pages < page_count(range) ? first + pages : page_count(range);
+        size_t offset = (char*)start - range->start, first = offset / PAGE;
+        size_t end = round_up(offset + nbytes, PAGE) / PAGE;
+        if (end > page_count(range)) end = page_count(range);
         for (size_t i = first; i < end; i++) {
             struct page page = range->pages[i];
             if (page.where == PLACE_DEVICE || page.preferred != PLACE_DEVICE) continue;
