@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import processor_time
 import pytest
 
 TESTS = Path(__file__).parents[1]
 CONFTEST = """
 import processor_time
+processor_time.machine = lambda: %s * processor_time.spent()
 processor_time.CEILINGS = {"unit": 1.0}
 processor_time.loop = lambda: %s * processor_time.LOOP_SECONDS
 def pytest_configure(config):
@@ -37,9 +41,11 @@ def test_nothing(): ...
 '''
 
 
-def run(folder: Path, *arguments: str, slowness: float = 1.0, limited: bool = True) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, *arguments: str, others: float = 0.0, slowness: float = 1.0, limited: bool = True
+) -> subprocess.CompletedProcess[str]:
     (folder / "tests" / "unit").mkdir(parents=True)
-    (folder / "conftest.py").write_text(CONFTEST % (slowness, limited))
+    (folder / "conftest.py").write_text(CONFTEST % (1 + others, slowness, limited))
     (folder / "tests" / "unit" / "test_burns.py").write_text(BURNS)
     command = [sys.executable, "-m", "pytest", "-q", "tests/unit", *arguments]
     environment = os.environ | {"PYTHONPATH": str(TESTS)}
@@ -55,10 +61,19 @@ def test_a_tier_above_its_ceiling_fails_the_run(tmp_path: Path, arguments: list[
 
 
 @pytest.mark.parametrize(
-    ("test", "slowness", "limited"),
-    [("nothing", 1.0, True), ("itself", 9.0, True), ("itself", 1.0, False)],
-    ids=["below it", "on a slow machine", "some tests alone"],
+    ("test", "how"),
+    [("nothing", {}), ("itself", {"slowness": 9.0}), ("itself", {"limited": False}), ("itself", {"others": 0.5})],
+    ids=["below it", "on a slow machine", "some tests alone", "beside other programs"],
 )
-def test_otherwise_it_does_not(tmp_path: Path, test: str, slowness: float, limited: bool) -> None:
-    ended = run(tmp_path, "-k", test, slowness=slowness, limited=limited)
+def test_otherwise_it_does_not(tmp_path: Path, test: str, how: dict[str, Any]) -> None:
+    ended = run(tmp_path, "-k", test, **how)
     assert ended.returncode == 0, ended.stdout
+    assert ("others took 50% of what this run did" in ended.stdout) == ("others" in how)
+
+
+def test_what_all_programs_take_has_what_this_one_does() -> None:
+    own, everything = processor_time.spent(), processor_time.machine()
+    end = time.process_time() + 0.5
+    while time.process_time() < end:
+        pass
+    assert processor_time.machine() - everything > processor_time.spent() - own - 0.1
