@@ -143,7 +143,7 @@ class Streamed:
 def other_rows(mine: Weights, expected: Weights) -> int:
     """Experts of which a matrix has other bytes."""
     pairs = [(mine.w13, expected.w13), (mine.w2, expected.w2)]
-    raw = [[each.view(torch.uint8) if computes() else each.view(torch.uint8).cpu() for each in pair] for pair in pairs]
+    raw = [[each.view(torch.int64) if computes() else each.view(torch.int64).cpu() for each in pair] for pair in pairs]
     return sum(not all(torch.equal(a[expert], b[expert]) for a, b in raw) for expert in range(len(mine.w13)))
 
 

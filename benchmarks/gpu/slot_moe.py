@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -129,10 +130,13 @@ class OwnMoe:
 
 
 def rows_read(weight: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """The bytes of the rows that a kernel finds by these numbers, also of those behind the last expert."""
+    """``uint8[n, 64]``: digests of the rows that a kernel finds by these numbers, also of those behind the last expert. Many
+    blocks read one row, and all padding reads expert 0."""
     nbytes = weight.stride(0) * weight.element_size()
     whole = torch.empty(0, dtype=torch.uint8, device=weight.device).set_(weight.untyped_storage())
-    return torch.cat([whole[row * nbytes : (row + 1) * nbytes].cpu() for row in blocks.tolist() if row >= 0])
+    numbers = [row for row in blocks.tolist() if row >= 0]
+    digests = {row: blake2b(whole[row * nbytes : (row + 1) * nbytes].cpu().numpy()).digest() for row in set(numbers)}
+    return torch.tensor([list(digests[row]) for row in numbers], dtype=torch.uint8)
 
 
 def moe_here() -> type[SglangMoe] | type[OwnMoe]:

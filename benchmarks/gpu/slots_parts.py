@@ -228,12 +228,13 @@ def layer(rows: Rows) -> None:
 
 
 def weights_of(shape: MoeShape, fp8: bool, seed: int) -> Weights:
-    """No two experts have the same bytes, also where no kernel draws any."""
+    """No two rows have the same bytes, also where no kernel draws any."""
     made = random_weights(shape, fp8, "cuda", seed)
     if not computes():
+        random = np.random.default_rng(seed)
         for weight in (made.w13, made.w2):
             flat = weight.view(torch.uint8).flatten()
-            flat.copy_(torch.from_numpy(np.random.default_rng(seed).integers(0, 256, flat.numel(), "uint8")))
+            flat.copy_(torch.from_numpy(random.integers(0, 256, flat.numel(), "uint8")))
     return made
 
 
