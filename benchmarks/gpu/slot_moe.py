@@ -135,7 +135,7 @@ def rows_read(weight: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     nbytes = weight.stride(0) * weight.element_size()
     whole = torch.empty(0, dtype=torch.uint8, device=weight.device).set_(weight.untyped_storage())
     numbers = [row for row in blocks.tolist() if row >= 0]
-    digests = {row: blake2b(whole[row * nbytes : (row + 1) * nbytes].cpu().numpy()).digest() for row in set(numbers)}
+    digests = {row: blake2b(whole[row * nbytes : (row + 1) * nbytes].cpu().numpy().data).digest() for row in set(numbers)}
     return torch.tensor([list(digests[row]) for row in numbers], dtype=torch.uint8)
 
 

@@ -110,7 +110,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         for path in (rows, calls):
             path.unlink(missing_ok=True)
         ours = {"STANDIN_LOG": str(calls)} | {name: str(value) for name, value in settings.items()}
-        command = [program, "populate", str(rows), "60", "--small"]
+        command = [program, "populate", str(rows), "3600", "--small"]
         ended = subprocess.run(command, env=variables | ours, capture_output=True, text=True)
         read = ([json.loads(line) for line in path.read_text().splitlines()] for path in (rows, calls))
         return Ran(ended.returncode, ended.stderr, *read)

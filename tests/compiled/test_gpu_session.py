@@ -51,7 +51,7 @@ class Session:
         command = [sys.executable, "-m", "benchmarks.gpu.probe_build"]
         program = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.strip()
         variables |= self._standin | {"LD_PRELOAD": f"{preload}:{self._standin['LD_PRELOAD']}"}
-        subprocess.run([program, part, str(rows), "60", "--small"], env=variables, check=True)
+        subprocess.run([program, part, str(rows), "3600", "--small"], env=variables, check=True)
 
     def python(self, program: str, *arguments: str) -> str:
         """What a program over the stand-in prints."""
@@ -344,7 +344,7 @@ from sglang_uvm_offload.streaming.schedule import BufferSchedule
 for number, case in enumerate(cases):
     part, change = json.loads(case)
     if os.fork() == 0:
-        rows = Rows(Path(path), 60, True)
+        rows = Rows(Path(path), 3600, True)
         exec(change)
         try:
             eval(part)
