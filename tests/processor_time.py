@@ -1,8 +1,8 @@
 """The processor time of each tier of tests, and of all that they start: printed at the end, and limited where all tiers run.
 
 Waiting costs nothing, so this grows with the suite. How fast the machine is changes it too; a loop that is timed all along
-divides that out. Other programs take caches and memory from the tests, which then take up to twice as long: beside these
-nothing is limited.
+divides that out. Beside other programs the same tests take far more, which the loop does not show, so nothing is limited
+there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 CEILINGS = {"unit": 700, "compiled": 750, "engine": 3000}
-"""Seconds of a processor that a tier may take, of the machine on which the loop takes ``LOOP_SECONDS``: about twice what they
-took, because two runs on one machine differ by a tenth, and machines by more than the loop shows."""
+"""Seconds of a processor that a tier may take, of the machine on which the loop takes ``LOOP_SECONDS``: half as much again as
+they took, or more, because runs differ by more than the loop shows."""
 LOOP_SECONDS = 0.0031
 LOOP_PASSES = 30_000
 LOOP_PAGES_BYTES = 2 << 20

@@ -723,6 +723,17 @@ def test_every_size_that_a_goal_over_a_peer_names_is_served(modules, section, pa
         assert judged(modules, section, number, {part: found})["ratio"] == 1.0, goals[number]
 
 
+@pytest.mark.parametrize(("part", "goal"), [("frequency", 1), ("most", 2)])
+def test_the_share_that_a_goal_of_a_server_names_is_served(modules, part, goal):
+    from benchmarks.gpu import server_parts
+
+    (share,) = server_parts.PLAN[part].residencies
+    of = {"resident": 1.0, "frequency": share}
+    found = [row("decode", [2.0], contender=name, resident=resident, batch=1) for name, resident in of.items()]
+    assert judged(modules, "server", goal, {part: found})["ratio"] == 1.0
+    assert judged(modules, "server", 3 - goal, {part: found})["ratio"] is None, "that of the other part"
+
+
 @pytest.mark.parametrize(
     ("contender", "error", "same", "told"),
     [
