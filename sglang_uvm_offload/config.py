@@ -51,6 +51,12 @@ class Settings:
     draft_num_resident: int | None
     """Resident routed experts of each MoE layer of a draft model, over all ranks that share the layer; None: all."""
     draft_policy: DraftPolicy
+    backend: str
+    """``uvm`` or ``emulated``; ``auto`` until the launch is checked."""
+    launch_id: str = ""
+    """Identifies this launch; the same in all its processes."""
+    began_at: float = 0.0
+    """When the launcher began to check it, in seconds since 1970."""
 
     @property
     def coactivation(self) -> bool:
@@ -65,13 +71,11 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestedConfig(Settings):
-    """What the flags ask for. ``auto`` is None."""
+    """What the flags ask for. ``auto`` is None: each rank decides once its model is built."""
 
     num_resident: int | None
     slots: int | None
     stream_tokens: int | None
-    backend: str
-    """``uvm``, ``emulated`` or ``auto``."""
 
     def resolved(
         self,
@@ -79,10 +83,7 @@ class RequestedConfig(Settings):
         num_resident: int | None = None,
         slots: int | None = None,
         stream_tokens: int | None = None,
-        stream_buffers: int | None = None,
-        backend: str = "emulated",
-        launch_id: str = "",
-        began_at: float = 0.0,
+        stream_buffers: int = 0,
     ) -> OffloadConfig:
         """With the numbers that were decided; those that are not given are the flags' own."""
         fields: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(Settings)}
@@ -92,13 +93,12 @@ class RequestedConfig(Settings):
             "stream_tokens": self.stream_tokens if stream_tokens is None else stream_tokens,
         }
         assert None not in decided.values(), f"{decided} leaves auto undecided"
-        launch: dict[str, Any] = {"backend": backend, "launch_id": launch_id, "began_at": began_at}
-        return OffloadConfig(**fields, **decided, **launch, stream_buffers=stream_buffers)
+        return OffloadConfig(**fields, **decided, stream_buffers=stream_buffers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadConfig(Settings):
-    """What a launch was resolved to. Every rank has it."""
+    """What the ranks of a launch have decided: the same on each."""
 
     num_resident: int
     """Resident routed experts of each MoE layer, over all ranks that share the layer. Replicas (SGLang's redundant experts)
@@ -107,15 +107,8 @@ class OffloadConfig(Settings):
     """Slots of each MoE layer, in addition to its residents, over all ranks that share the layer."""
     stream_tokens: int
     """Steps of this many tokens or more stream; ``NEVER`` if none do."""
-    stream_buffers: int | None
-    """How many buffers the planner has room for; None if a flag gives their size, or the planner could not count: then each
-    rank takes what its VRAM has room for."""
-    backend: str
-    """``uvm`` or ``emulated``."""
-    launch_id: str
-    """Identifies this launch; the same in all its processes."""
-    began_at: float
-    """When the launcher began to check it, in seconds since 1970."""
+    stream_buffers: int
+    """Of each rank."""
 
     @property
     def streams(self) -> bool:

@@ -15,11 +15,11 @@ from sglang_uvm_offload.sizing import hub, planner
 from sglang_uvm_offload.sizing.architectures import unserved_note
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.conversion import Conversion, conversion
+from sglang_uvm_offload.sizing.demand import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.engine_shape import load_any
 from sglang_uvm_offload.sizing.gpus import GPUS
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
-from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.lookup_tables import (
     BACKENDS,
     ENGRAM_VARIABLE,
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
         machine = _machine(args)
         converted = _conversion(args.quantization, model)
         if converted:
-            model = converted.applied(model, at_least=False)
+            model = converted.applied(model)
         elif wrong := contradiction(args.quantization, model.quantization, model.quantization_from):
             raise CheckpointError(wrong)
     except (CheckpointError, MachineError) as error:

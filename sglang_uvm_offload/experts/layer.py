@@ -58,16 +58,20 @@ class ExpertLayer:
         self,
         memory: Memory,
         shard: LayerShard,
-        choose: ChooseExtents,
+        choose: ChooseExtents | None,
         kept: np.ndarray | None = None,
         num_slots: int = 0,
+        reserved_slots: int = 0,
     ):
-        """``kept`` ``bool[num_experts]``: routed experts that are never demoted. ``num_slots``: rows behind the experts of each
-        tensor, in VRAM, for copies of any of them."""
+        """``choose``: which extents of a tensor begin in VRAM; None: the tensors are address space until ``place`` says so.
+        ``kept`` ``bool[num_experts]``: routed experts that are never demoted. ``num_slots``: rows behind the experts of each
+        tensor, in VRAM, for copies of any of them. ``reserved_slots``: room for as many, of which ``place`` chooses."""
         self.memory = memory
+        self.shard = shard
         self.layer_id = shard.layer_id
         self.num_experts = num_experts = shard.num_experts
         self.num_slots = num_slots
+        self._reserved_slots = reserved_slots
         self.first_expert = shard.places.start
         self.location = shard.located()
         """Replaced when SGLang rearranges experts."""
@@ -104,22 +108,54 @@ class ExpertLayer:
         """``takeover.Allocate`` for this layer: managed and placed memory. For experts too small to place, ordinary memory with
         slots, or None without slots. ``written_later``: by SGLang's loader, so that the host pages of a model that is loading
         may come later too."""
-        layout = ExpertLayout(self.num_experts, expert_bytes, self.memory.block_bytes, self.num_slots)
+        reserved = 0 if self.placed else self._reserved_slots
+        layout = ExpertLayout(self.num_experts, expert_bytes, self.memory.block_bytes, self.num_slots, reserved)
         if device.type != self.memory.device_type:
             return None
         if not layout.placeable:
-            return self._allocate_plain(layout, device) if self.num_slots and expert_bytes else None
-        name = f"{description} of MoE layer {self.layer_id}"
-        resident = self._initial(layout)
-        check_host_ram(self.memory, "allocate", name, layout.taken_by(~resident))
-        tensor = ExpertTensor(self.memory, name, layout)
+            return self._allocate_plain(layout, device) if self.placed and self.num_slots and expert_bytes else None
+        tensor = ExpertTensor(self.memory, f"{description} of MoE layer {self.layer_id}", layout)
         flat = tensor.bytes()
-        tensor.place(resident)
-        if not written_later:
-            self.memory.wait_until_populated(tensor.address)
+        if self.placed:
+            self._place(tensor, self._initial(layout))
+            if not written_later:
+                self.memory.wait_until_populated(tensor.address)
         self.tensors.append(tensor)
         self._note_tensors()
         return flat
+
+    def write(self, flat: torch.Tensor, write: Callable[[], object], zeros: bool) -> None:
+        """``takeover.Write`` for this layer."""
+        mine = self._of(flat)
+        if isinstance(mine, ExpertTensor):
+            mine.write(write, zeros)
+        else:
+            write()
+
+    @property
+    def placed(self) -> bool:
+        """Whether the layer's tensors have their pages."""
+        return self._choose is not None
+
+    def place(self, choose: ChooseExtents, kept: np.ndarray | None = None, num_slots: int = 0) -> None:
+        """Populate the tensors of a layer that was made without a choice, and from here on every new one. The arguments are
+        those of the constructor."""
+        self._choose = choose
+        self.kept = self.kept if kept is None else self.kept | kept
+        self.num_slots = num_slots
+        for tensor in self.tensors:
+            tensor.use_slots(num_slots)
+            self._place(tensor, self._chosen(tensor.layout))
+        self.sync_tensors(*self.holders)
+
+    def replace(self, choose: ChooseExtents) -> np.ndarray:
+        """Another choice for the placed tensors, and for new ones: ``bool[extents]``, to be moved to."""
+        self._choose = choose
+        return np.concatenate([np.zeros(0, dtype=bool), *(self._chosen(t.layout) | t.layout.edge for t in self.tensors)])
+
+    def _place(self, tensor: ExpertTensor, resident: np.ndarray) -> None:
+        check_host_ram(self.memory, "allocate", tensor.managed.name, tensor.layout.taken_by(~resident))
+        tensor.place(resident)
 
     def _allocate_plain(self, layout: ExpertLayout, device: torch.device) -> torch.Tensor:
         whole = torch.zeros(layout.range_bytes, dtype=torch.uint8, device=device)
@@ -130,13 +166,18 @@ class ExpertLayer:
         """``bool[extents]``: the residency of a tensor with the same layout, which this one may be about to replace; else as
         chosen at load."""
         equal = (tensor.resident for tensor in self._live_tensors() if tensor.layout == layout)
-        return next(equal, self._choose(layout) | layout.holding(self.kept))
+        return next(equal, self._chosen(layout))
+
+    def _chosen(self, layout: ExpertLayout) -> np.ndarray:
+        assert self._choose is not None
+        return self._choose(layout) | layout.holding(self.kept)
 
     def sync_tensors(self, *holders: object) -> None:
         """Take over new tensors and drop freed ones. Call this after code that may have replaced tensors of the ``holders``
         (the layer's module and its quantisation method). Raises ``ExpertsLost`` if nearly all bytes are gone."""
         self.holders = holders
-        move_into_managed(holders, self.num_experts, lambda tensor: self._of(tensor) is not None, self.allocate, self.num_slots)
+        rows_behind = (self.num_slots, self._reserved_slots)
+        move_into_managed(holders, self.num_experts, lambda tensor: self._of(tensor) is not None, self.allocate, rows_behind)
         found = [held for held in expert_tensors(holders, self.num_experts) if held.tensor.device.type != "meta"]
         own: set[ExpertTensor | PlainTensor] = set()
         plain: dict[int, int] = {}

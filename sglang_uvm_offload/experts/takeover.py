@@ -30,18 +30,36 @@ _UNINITIALISED = {
     _aten.new_empty.default,
     _aten.empty_like.default,
 }
+_ZEROED = {_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default}
+_WRITES: dict[Any, Callable[[torch.Tensor, Any], object]] = {
+    **dict.fromkeys(_ZEROED, lambda out, args: out.zero_()),
+    **dict.fromkeys((_aten.ones.default, _aten.new_ones.default, _aten.ones_like.default), lambda out, args: out.fill_(1)),
+    **dict.fromkeys((_aten.full.default, _aten.full_like.default), lambda out, args: out.fill_(args[1])),
+    _aten.new_full.default: lambda out, args: out.fill_(args[2]),
+    _aten.rand.default: lambda out, args: out.uniform_(),
+    _aten.randn.default: lambda out, args: out.normal_(),
+}
+"""What an allocation writes into the new tensor, given its own arguments."""
+
+Write = Callable[[torch.Tensor, Callable[[], object], bool], None]
+"""(tensor from ``Allocate``, what writes its first values, whether these are zeros): writes them now or later."""
+
+
+def write_now(flat: torch.Tensor, write: Callable[[], object], zeros: bool) -> None:
+    write()
 
 
 class AllocationMode(TorchDispatchMode):
-    """While active, contiguous tensors ``[num_experts, ...]`` come from ``allocate``.
+    """While active, contiguous tensors ``[num_experts, ...]`` come from ``allocate``, and ``write`` gives them their values.
 
     This does not intercept allocations inside an operator (a clone, a repack); ``move_into_managed`` moves those afterwards.
     """
 
-    def __init__(self, num_experts: int, allocate: Allocate):
+    def __init__(self, num_experts: int, allocate: Allocate, write: Write = write_now):
         super().__init__()
         self.num_experts = num_experts
         self.allocate = allocate
+        self.write = write
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,18 +83,8 @@ class AllocationMode(TorchDispatchMode):
         if flat is None:
             return func(*args, **kwargs)
         out = flat.view(template.dtype).view(template.shape)
-        if func in (_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default):
-            out.zero_()
-        elif func in (_aten.ones.default, _aten.new_ones.default, _aten.ones_like.default):
-            out.fill_(1)
-        elif func in (_aten.full.default, _aten.full_like.default):
-            out.fill_(args[1])
-        elif func is _aten.new_full.default:
-            out.fill_(args[2])
-        elif func is _aten.rand.default:
-            out.uniform_()
-        elif func is _aten.randn.default:
-            out.normal_()
+        if (write := _WRITES.get(func)) is not None:
+            self.write(flat, functools.partial(write, out, args), func in _ZEROED)
         else:
             assert func in _UNINITIALISED, func
         return out
@@ -141,13 +149,13 @@ def move_into_managed(
     num_experts: int,
     is_managed: Callable[[torch.Tensor], bool],
     allocate: Allocate,
-    num_slots: int = 0,
+    rows_behind: Sequence[int] = (),
 ) -> None:
     """Move each of the ``expert_tensors`` that is not managed yet into memory from ``allocate``, one storage at a time.
 
     Preserves shapes, strides, parameter objects and shared storages. Skips a tensor whose experts are not separate runs of
     bytes (experts interleaved by a transposed first dimension). A storage has rows of one size for the experts, and may have
-    rows for slots after them, as a deep copy of a storage from ``allocate`` does.
+    further ones after them, one of the numbers in ``rows_behind``, as a deep copy of a storage from ``allocate`` does.
     """
     by_storage: dict[int, list[HeldTensor]] = {}
     for held in expert_tensors(holders, num_experts):
@@ -155,14 +163,14 @@ def move_into_managed(
             by_storage.setdefault(held.tensor.untyped_storage().data_ptr(), []).append(held)
     while by_storage:
         # A separate function, so that no local variable keeps the old storage alive while the next one moves.
-        _move(by_storage.popitem()[1], num_experts, allocate, num_slots)
+        _move(by_storage.popitem()[1], num_experts, allocate, rows_behind)
 
 
-def _move(group: Sequence[HeldTensor], num_experts: int, allocate: Allocate, num_slots: int) -> None:
+def _move(group: Sequence[HeldTensor], num_experts: int, allocate: Allocate, rows_behind: Sequence[int]) -> None:
     """Move the storage that all of ``group`` share, if it can be placed."""
     storage = group[0].tensor.untyped_storage()
     expert_bytes = group[0].tensor.stride(0) * group[0].tensor.element_size()
-    if storage.nbytes() not in (num_experts * expert_bytes, (num_experts + num_slots) * expert_bytes):
+    if storage.nbytes() not in [(num_experts + rows) * expert_bytes for rows in (0, *rows_behind)]:
         return
     if not all(one_run_an_expert(held.tensor, expert_bytes) for held in group):
         return

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -12,13 +15,16 @@ from sglang_uvm_offload.memory.protocol import Location, ManagedRange, Memory
 class ExpertTensor:
     """``num_experts`` experts of ``expert_bytes`` bytes, and slots after them, in one managed range with a fixed address.
 
-    The torch tensors over the range (``bytes``) keep it alive. It is freed with the last of them.
+    The torch tensors over the range (``bytes``) keep it alive. It is freed with the last of them. It is address space until
+    ``place``; whoever writes to it before then has the GPU populate what is written, in VRAM.
     """
 
     def __init__(self, memory: Memory, name: str, layout: ExpertLayout):
         self.memory = memory
         self.layout = layout
         self.managed: ManagedRange = memory.allocate(layout.range_bytes, name)
+        self._first_values: list[Callable[[], object]] | None = []
+        """What writes them, None once the tensor is placed."""
         self.resident = np.zeros(layout.num_extents, dtype=bool)
         """``bool[extents]``: the extents in VRAM. One on its way does not count, nor one whose move failed, until a read finds
         it there."""
@@ -32,6 +38,13 @@ class ExpertTensor:
         """The experts as ``uint8[num_experts * expert_bytes]``. The slots follow them in the same storage."""
         return self.memory.tensor(self.managed)[: self.layout.nbytes]
 
+    def write(self, write: Callable[[], object], zeros: bool) -> None:
+        """Write first values: now, or once the tensor is placed, which leaves zeros."""
+        if self._first_values is None:
+            write()
+        elif not zeros:
+            self._first_values.append(write)
+
     def place(self, resident: np.ndarray) -> None:
         """Populate every extent in VRAM or host RAM, as ``resident`` (``bool[extents]``) says, and the slots in VRAM, all
         zeroed; while a model is loading, host RAM when its turn comes. Call this before the first byte is written, so that
@@ -43,6 +56,17 @@ class ExpertTensor:
             self.memory.populate(self.managed, self.layout.spans(~resident))
             self._has_host_room = self._has_host_room | ~resident
         self._bring(resident, Location.DEVICE)
+        values, self._first_values = self._first_values, None
+        if values:
+            self.memory.wait_until_populated(self.address)
+        for write in values or ():
+            write()
+
+    def use_slots(self, num_slots: int) -> None:
+        """Have this many of the slots that are reserved. Call it before ``place``."""
+        self.layout = dataclasses.replace(self.layout, num_slots=num_slots)
+        self.resident = np.zeros(self.layout.num_extents, dtype=bool)
+        self._has_host_room = self.resident.copy()
 
     def place_slots(self, location: Location) -> None:
         """Move the slots, and the extent that the last expert shares with them."""

@@ -11,7 +11,7 @@ neither reclaimed when its pages have moved to the host nor kept in order of use
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -55,6 +55,8 @@ class ExpertLayout:
     expert_bytes: int
     block_bytes: int = BLOCK_BYTES
     num_slots: int = 0
+    reserved_slots: int = field(default=0, compare=False)
+    """How many slots the range has room for, if that is more: address space, without pages."""
 
     @property
     def nbytes(self) -> int:
@@ -63,14 +65,15 @@ class ExpertLayout:
 
     @property
     def range_bytes(self) -> int:
-        """Of the experts and the slots."""
-        return (self.num_experts + self.num_slots) * self.expert_bytes
+        """Of the experts and the room for slots."""
+        return (self.num_experts + max(self.num_slots, self.reserved_slots)) * self.expert_bytes
 
     @property
     def slot_spans(self) -> list[Span]:
         """The blocks of slots alone: one span, or none."""
         begin = round_up(self.nbytes, self.block_bytes)
-        return [Span(begin, self.range_bytes - begin)] if begin < self.range_bytes else []
+        end = (self.num_experts + self.num_slots) * self.expert_bytes
+        return [Span(begin, min(round_up(end, self.block_bytes), self.range_bytes) - begin)] if begin < end else []
 
     @property
     def slot_bytes(self) -> int:

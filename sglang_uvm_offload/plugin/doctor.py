@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import sglang.srt.server_args
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import AUTO, RequestedConfig
 from sglang_uvm_offload.flags import OFF, FlagError, flag_name
 from sglang_uvm_offload.memory.host_pages import fragmentation
 from sglang_uvm_offload.memory.host_ram import host_available
@@ -19,9 +20,8 @@ from sglang_uvm_offload.plugin import compat, hook_points, hooks, roles, server_
 from sglang_uvm_offload.plugin.checks import flag_values, start_rehearsal
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch import devices
-from sglang_uvm_offload.plugin.launch.expert_bytes import expert_bytes, host_need, table_bytes
+from sglang_uvm_offload.plugin.launch.estimate import Estimate, estimate
 from sglang_uvm_offload.plugin.launch.local_checkpoint import damage, unreadable
-from sglang_uvm_offload.plugin.launch.planned_launch import has_one_memory
 from sglang_uvm_offload.plugin.launch.routing_formats import routing_format
 from sglang_uvm_offload.plugin.rank import scheduler_hooks
 from sglang_uvm_offload.plugin.server_config import config_of, requested_of
@@ -43,7 +43,7 @@ def hook_problems() -> list[str]:
     roles.watch()
     requested = parse({"num_resident": "1", "stream_tokens": "inf"})
     assert requested is not None
-    scheduler_hooks.install(requested.resolved(), hooks.add)
+    scheduler_hooks.install(requested, hooks.add)
     HookRegistry.apply_hooks()
     reason = hooks.missing()
     return hook_points.problems() + ([f"sglang-uvm-offload {reason}"] if reason else [])
@@ -108,18 +108,24 @@ class Launch:
         counted = "routing is counted" if routing.counted else "routing is not counted"
         experts = stated_experts(model.hf_text_config)
         return [
-            f"{flag_name('num_resident')} {config.num_resident} of {experts} experts a layer, on {_ranks(cfg)}",
+            f"{flag_name('num_resident')} {_number(config)} of {experts} experts a layer, on {_ranks(cfg)}",
             f"{flag_name('backend')} {config.backend}",
             f"--moe-runner-backend {routing.runner}: {counted}",
-            *([_streaming(config)] if config.streams else []),
             *_drafts(config, cfg),
-            *_memory(config, self.args),
+            f"host RAM available: {size(host_available())}",
+            *self.estimate.facts,
             *self.notes,
         ]
 
+    @functools.cached_property
+    def estimate(self) -> Estimate:
+        config = config_of(self.args)
+        assert config is not None
+        return estimate(config, self.args) if self.cfg.device == "cuda" else Estimate([], [])
+
     def warnings(self) -> list[str]:
         """What makes the launch slower than it could be, or may end it. Call this if ``resolve`` found no problem."""
-        found = [*self.warned, *start_rehearsal.warnings(self.args)]
+        found = [*self.warned, *self.estimate.doubts, *start_rehearsal.warnings(self.args)]
         try:
             from sglang_uvm_offload.plugin.checks import moe_tiles  # before SGLang 0.5.23 some of what it asks is not there
 
@@ -130,10 +136,8 @@ class Launch:
 
     def short_pages(self) -> list[str]:
         """What makes the launch's offloaded experts lie in small host pages. Call this if ``resolve`` found no problem."""
-        config, cfg = config_of(self.args), self.cfg
-        assert config is not None
-        known = expert_bytes(config.num_resident, cfg, model_config_of(self.args)) if cfg.device == "cuda" else None
-        warning = None if known is None else fragmentation(known.offloaded)
+        nbytes = self.estimate.offloaded_bytes
+        warning = fragmentation(nbytes) if nbytes else None
         return [] if warning is None else [warning]
 
 
@@ -143,15 +147,11 @@ def _ranks(cfg: Any) -> str:
     return " ".join(given) or "one rank"
 
 
-def _streaming(config: OffloadConfig) -> str:
-    buffers = "auto" if config.stream_gb is None else f"{config.stream_gb:g}"
-    return (
-        f"{flag_name('stream_tokens')} {config.stream_tokens}: steps of this many tokens or more use stream buffers "
-        f"({flag_name('stream_buffer_gb')} {buffers})"
-    )
+def _number(config: RequestedConfig) -> int | str:
+    return AUTO if config.num_resident is None else config.num_resident
 
 
-def _drafts(config: OffloadConfig, cfg: Any) -> list[str]:
+def _drafts(config: RequestedConfig, cfg: Any) -> list[str]:
     if cfg.speculative_algorithm is None:
         return []
     if cfg.speculative_algorithm == "NGRAM":
@@ -159,23 +159,6 @@ def _drafts(config: OffloadConfig, cfg: Any) -> list[str]:
     model, number = cfg.speculative_draft_model_path or cfg.model_path, config.draft_num_resident
     where = "which stay in VRAM" if number is None else f"with {number} experts a layer in VRAM"
     return [f"--speculative-algorithm {cfg.speculative_algorithm} with the draft layers of {model}, {where}"]
-
-
-def _memory(config: OffloadConfig, args: Any) -> list[str]:
-    cfg = resolving_view(args)
-    known, need = expert_bytes(config.num_resident, cfg, model_config_of(args)), host_need(config.num_resident, args)
-    unknown = "known only after loading"
-    vram = f"{unknown if known is None else size(known.resident)}; --mem-fraction-static {cfg.mem_fraction_static}"
-    host = unknown if known is None else size(known.offloaded)
-    if known is not None and known.loading > known.offloaded:
-        host += f", and {size(known.loading)} while loading, before SGLang quantises them"
-    host += f", in addition to {need.beside_experts()}" if need.cache else ""
-    host += f"; available: {size(host_available())}"
-    host += ", for GPU and host together, which use the same memory" if cfg.device == "cuda" and has_one_memory() else ""
-    out = [f"VRAM for the resident experts, over all ranks: {vram}"] if cfg.device == "cuda" else []
-    tables, place = table_bytes(args)
-    out += [f"lookup tables, over all ranks: {size(tables)} in {place}"] if tables else []
-    return [*out, f"host RAM for the offloaded experts, over all ranks: {host}"]
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 from sglang_uvm_offload.flags import flag_name
@@ -46,11 +47,17 @@ def fail_to_register(error: Exception) -> None:
     fail(reason)
 
 
-def end(message: str) -> NoReturn:
-    """End this process with the reason. A process that SGLang started exits at once: Python's exit handlers may wait for
-    threads and peers that no longer respond, and the launcher would wait too."""
+def end(message: str, before_exit: Callable[[], object] = lambda: None) -> NoReturn:
+    """End this process with the reason, and call ``before_exit`` once it is shown. A process that SGLang started exits at once:
+    Python's exit handlers may wait for threads and peers that no longer respond, and the launcher would wait too."""
     if multiprocessing.parent_process() is None:
         raise SystemExit(message)
     print(message, file=sys.stderr, flush=True)
+    before_exit()
+    leave()
+
+
+def leave() -> NoReturn:
+    """End this process, whose peer has said why."""
     logging.shutdown()
     os._exit(1)

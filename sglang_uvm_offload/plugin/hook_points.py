@@ -32,6 +32,7 @@ HOOKED = {
         "hf_weights_files, *, disable_mmap, prefetch, drop_cache_after_load"
     ),
     "sglang.srt.managers.scheduler.Scheduler.__init__": "self",
+    "sglang.srt.managers.scheduler.Scheduler.get_init_info": "self",
     "sglang.srt.managers.scheduler.Scheduler.get_internal_state": "self",
     "sglang.srt.managers.scheduler.Scheduler.set_internal_state": "self, recv_req",
     "sglang.srt.managers.scheduler.Scheduler.process_batch_result": "self",

@@ -1,11 +1,11 @@
-"""The offload config on SGLang's arguments: requested and resolved in the launcher, pickled with them to every process."""
+"""The offload config on SGLang's arguments: requested and checked in the launcher, pickled with them to every process."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from sglang_uvm_offload.config import OffloadConfig, RequestedConfig
+from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.flags import PREFIX, FlagError, OffloadFlags, flag_name, turned_off
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.requested_config import parse
@@ -26,7 +26,7 @@ def attach_requested(server_args: Any, requested: RequestedConfig | None) -> Non
     setattr(server_args, _REQUESTED, requested)
 
 
-def attach(server_args: Any, config: OffloadConfig) -> None:
+def attach(server_args: Any, config: RequestedConfig) -> None:
     setattr(server_args, _CONFIG, config)
 
 
@@ -42,11 +42,11 @@ def requested_of(server_args: Any) -> RequestedConfig | None:
     return None
 
 
-def config_of(server_args: Any) -> OffloadConfig | None:
-    """The resolved config, None if offloading is off. Raises ``FlagError`` if the launch was not checked."""
+def config_of(server_args: Any) -> RequestedConfig | None:
+    """The checked config, None if offloading is off. Raises ``FlagError`` if the launch was not checked."""
     if requested_of(server_args) is None:
         return None
-    config: OffloadConfig | None = getattr(server_args, _CONFIG, None)
+    config: RequestedConfig | None = getattr(server_args, _CONFIG, None)
     if config is None:
         raise FlagError([f"{flag_name('num_resident')}: SGLang did not check this launch before it used its arguments"])
     return config

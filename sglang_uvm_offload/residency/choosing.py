@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import Settings
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.residents import Residents
 from sglang_uvm_offload.residency.selection import best_residents, hit_rate
@@ -26,9 +26,7 @@ class Chooser:
     """Every rank that holds a shard of the same experts must call it before the same step. Outputs do not change. A fault ends
     moving; serving goes on."""
 
-    def __init__(
-        self, config: OffloadConfig, target: ModelExperts, residents: Residents, worker: Worker, profile: Profile | None
-    ):
+    def __init__(self, config: Settings, target: ModelExperts, residents: Residents, worker: Worker, profile: Profile | None):
         """``profile``: the routing that residents were chosen from at load."""
         self._config = config
         self._target = target

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import Settings
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.layer_shard import LayerShard
@@ -48,7 +48,7 @@ class OffloadManager:
 
     def __init__(
         self,
-        config: OffloadConfig,
+        config: Settings,
         memory: Memory,
         make_counters: MakeCounters,
         broadcast_decision: BroadcastDecision,
@@ -65,6 +65,7 @@ class OffloadManager:
         self.clock = clock
         self.mover = Mover(memory, progress)
         self.worker = Worker(executor)
+        self.progress = progress
         self.evictions = Evictions(memory, config.headroom_gb)
         self.drafts = Drafts()
         """The draft models with offloaded experts, once the server serves."""
@@ -129,6 +130,21 @@ class OffloadManager:
         """Call it before a model is built. ``placement`` chooses the target model's first residents; the default has no profile
         and is for the first pipeline stage."""
         return self._loading.begin(draft, placement)
+
+    def reserve_model(self, draft: bool, most_slots: int | None = 0) -> ModelExperts:
+        """In place of ``begin_model``: the experts of the layers that are added are address space, until ``place_model``.
+        ``most_slots``: of a layer, over all ranks that share it; None for as many as experts."""
+        return self._loading.reserve(draft, most_slots)
+
+    def place_model(self, model: ModelExperts, placement: InitialPlacement | None = None) -> None:
+        """The experts of a built model get their pages, before its first weight is read. ``placement``: of the target, None
+        for a draft model."""
+        self._loading.place(model, placement)
+
+    def correct(self, num_resident: int) -> None:
+        """Move to another number of residents, once the target is loaded and before any step runs."""
+        self.mover.move(self._loading.replace(num_resident), show=True)
+        self.residents.begin_anew()
 
     def add_layer(self, model: ModelExperts, shard: LayerShard) -> ExpertLayer:
         """Call it for each MoE layer of the model that is being built, in their order."""

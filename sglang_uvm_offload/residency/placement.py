@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +15,6 @@ from sglang_uvm_offload.residency.model import ModelExperts, extents_of
 from sglang_uvm_offload.residency.selection import hottest, rank_share
 from sglang_uvm_offload.routing.counts import RoutingCounts
 from sglang_uvm_offload.routing.profile import Profile
-
-
-def ids_from(earlier: Sequence[int], first: int) -> int:
-    """The number to add to the layer ids of a pipeline stage whose first MoE layer has the id ``first``, after stages with the
-    layers ``earlier``. SGLang's models number decoder layers; its Transformers fallback numbers the MoE layers of each stage
-    from 0."""
-    return earlier[-1] + 1 if earlier and first <= earlier[-1] else 0
 
 
 @dataclass(frozen=True)
@@ -37,17 +30,19 @@ EVERYTHING = LayerPlacement(lambda layout: np.ones(layout.num_extents, dtype=boo
 
 
 class InitialPlacement:
-    """Places the layers of the target model one by one, as they are built. A layer that the ids or the profile lack gets the
-    first N experts: whether they fit is checked once the whole model is built."""
+    """Places the layers of the target model, one after the other. A layer that the ids or the profile lack gets the first N
+    experts."""
 
-    def __init__(self, config: OffloadConfig, profile: Profile | None, earlier: Callable[[], Sequence[int]] = tuple):
-        """``earlier`` returns the MoE layers of earlier pipeline stages; it is called at the first layer."""
+    def __init__(self, config: OffloadConfig, profile: Profile | None, first: int = 0):
+        """``first``: how many MoE layers earlier pipeline stages have."""
         self.config = config
         self.profile = profile
-        self._earlier = earlier
-        self._next: int | None = None
-        self._from = 0
+        self._first = self._next = first
         self._layers: list[int] = []
+
+    def with_residents(self, num_resident: int) -> InitialPlacement:
+        """The same with another number, from the first layer on."""
+        return InitialPlacement(dataclasses.replace(self.config, num_resident=num_resident), self.profile, self._first)
 
     def profile_counts(self, model: ModelExperts) -> RoutingCounts | None:
         """The profile's counts for the layers of ``model``, by place; None without a profile."""
@@ -57,11 +52,8 @@ class InitialPlacement:
         return self.profile.part(rows, model.locations, model.width)
 
     def of_layer(self, shard: LayerShard) -> LayerPlacement:
-        if self._next is None:
-            earlier = self._earlier()
-            self._next, self._from = len(earlier), ids_from(earlier, shard.layer_id)
         index, self._next = self._next, self._next + 1
-        layer_id, num_experts = shard.layer_id + self._from, shard.num_experts
+        layer_id, num_experts = shard.layer_id, shard.num_experts
         nth = self._layers.count(layer_id)
         self._layers.append(layer_id)
         shared, where = np.arange(num_experts) >= shard.routed, shard.located()

@@ -88,8 +88,11 @@ class Residents:
 
     def _follow_tensors(self) -> None:
         """An update of the weights may have replaced tensors by some with other extents."""
-        if self._target.extents is self._extents:
-            return
+        if self._target.extents is not self._extents:
+            self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """The residents are others, moved by none of these decisions."""
         self._extents, self.next = self._target.extents, self._target.resident_extents()
         if self.adaptation is not None:
             self.adaptation.follow(self._target)

@@ -19,16 +19,6 @@ _BITS = {
 """Of a weight and its part of a block's scale, once SGLang 0.5.23 has quantised it (``layers/quantization``). Scales of whole
 experts and channels are nothing next to these."""
 
-_FEWEST_BITS = 1.0
-"""Of a method that is not known: no weight takes less."""
-
-_EXPERTS_ALONE = ("modelopt_fp4", "nvfp4_online")
-"""Methods that leave all but the experts as they are (``NvFp4OnlineConfig.get_quant_method``)."""
-
-_AS_THEY_COME = ("modelopt_fp4", "nvfp4_online", "w8a8_fp8", "w8a8_int8")
-"""Methods whose experts are never there in the checkpoint's format: weights are converted one by one, into room for the new
-format. The others convert a layer once all layers are loaded (``DefaultModelLoader.load_weights_and_postprocess``)."""
-
 _ANEW = {("modelopt_fp4", "fp8"), ("nvfp4_online", "fp8"), ("nvfp4_online", "modelopt_fp8")}
 """A method, and the format that it converts. Other pairs that differ SGLang refuses, or takes for names of the same tensors
 (``ModelConfig._verify_quantization``)."""
@@ -52,21 +42,16 @@ class Conversion:
 
     @property
     def bits(self) -> float:
-        return _BITS.get(self.method, _FEWEST_BITS)
+        """Of a weight and its part of a block's scale. Only for a method that is ``known``."""
+        return _BITS[self.method]
 
-    @property
-    def loads_whole(self) -> bool:
-        """Whether all experts are in memory in the checkpoint's format before the first is converted."""
-        return self.method not in _AS_THEY_COME
-
-    def applied(self, model: CheckpointShape, *, at_least: bool) -> CheckpointShape:
-        """``model`` as it is served. Which of its other weights are converted depends on their modules: ``at_least``
-        counts all of them as converted, for a lower bound, and else none. Experts of a method that is not known likewise."""
-        if not (self.known or at_least):
+    def applied(self, model: CheckpointShape) -> CheckpointShape:
+        """``model`` as it is served. Which of its other weights are converted depends on their modules: none is counted so. Nor
+        are experts of a method that is not known."""
+        if not self.known:
             return model
         ratio = min(1.0, self.bits / _stored_bits(model))
-        dense = ratio if at_least and self.method not in _EXPERTS_ALONE else 1.0
-        layers, drafts = (tuple(_scaled(layer, ratio, dense) for layer in part) for part in (model.layers, model.draft_layers))
+        layers, drafts = (tuple(_scaled(layer, ratio) for layer in part) for part in (model.layers, model.draft_layers))
         tables = tuple(self._of_table(table) for table in model.tables)
         less = sum(map(_bytes, model.layers + model.draft_layers)) - sum(map(_bytes, layers + drafts))
         less += sum(table.nbytes for table in model.tables) - sum(table.nbytes for table in tables)
@@ -107,7 +92,7 @@ def _bytes(layer: LayerShape) -> int:
     return layer.expert_bytes + sum(getattr(layer, kind) for kind in _DENSE)
 
 
-def _scaled(layer: LayerShape, ratio: float, dense: float) -> LayerShape:
+def _scaled(layer: LayerShape, ratio: float) -> LayerShape:
     parts = tuple(
         dataclasses.replace(part, nbytes=int(part.nbytes * ratio))
         for part in layer.experts
@@ -119,5 +104,4 @@ def _scaled(layer: LayerShape, ratio: float, dense: float) -> LayerShape:
         layer,
         experts=parts,
         expert_bytes=layer.expert_bytes * kept // stored if stored else 0,
-        **{kind: int(getattr(layer, kind) * dense) for kind in _DENSE},
     )

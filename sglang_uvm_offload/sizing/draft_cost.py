@@ -85,7 +85,7 @@ def _kept(case: Case, drafts: int) -> float:
 
 def _decoding(case: Case, rows: int, requests: int, drafts: int, hit_rate: float | None = None) -> Speed:
     workload = replace(case.workload, speculative=drafts > 0, draft_tokens=drafts + 1)
-    of = case if drafts else replace(case, workload=replace(workload, other_drafts=False), draft=None)
+    of = case if drafts else replace(case, workload=replace(workload, other_drafts=False))
     known = case.machine.link_gbps > 0
     machine = case.machine if known else replace(case.machine, link_gbps=1, hbm_gbps=1, tflops=1)
     share = case.measured_hit_rates(rows, requests).lowest.rate if hit_rate is None else hit_rate

@@ -8,13 +8,10 @@ from functools import cached_property
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.sizing import sglang_memory
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-from sglang_uvm_offload.sizing.draft_model import DraftModel
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.lookup_tables import VRAM
 from sglang_uvm_offload.sizing.machine import GIB, Machine
 from sglang_uvm_offload.sizing.plan import Vram
-from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 
 
@@ -28,14 +25,7 @@ class GrantedVram:
     parallel: Parallel
     reserve: Reserve
     assumed: Assumptions
-    draft: DraftModel | None = None
-    """A draft model with a checkpoint of its own."""
-    linear: LinearState | None = None
-    pools: ServerPools | None = None
-    """What SGLang itself makes of a launch's KV cache and states; None: the rules of ``kv_cache`` and ``linear_state``."""
     slots: Slots = NO_SLOTS
-    given_stages: tuple[range, ...] = ()
-    """The decoder layers of each pipeline stage of a launch, which may be divided otherwise than evenly."""
     tables_in: str = VRAM
     """Where SGLang keeps lookup tables that it can keep there."""
     block_bytes: int = BLOCK_BYTES

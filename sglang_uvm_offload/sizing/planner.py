@@ -11,11 +11,10 @@ import dataclasses
 import shlex
 
 from sglang_uvm_offload.config import AUTO, slot_problems
-from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.draft_cost import draft_note, draft_speeds
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.launch import Launch, Uncounted
 from sglang_uvm_offload.sizing.lookup_tables import MANAGED, table_flags, table_note
 from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.plan import Alternative, Plan, Speed
@@ -29,7 +28,7 @@ from sglang_uvm_offload.sizing.speed import hiding_chunk, predict
 from sglang_uvm_offload.sizing.verdict import ONE_MEMORY, useless_on_a_slow_link, uselessness
 from sglang_uvm_offload.units import size
 
-__all__ = ["choose_num_resident", "plan", "render"]
+__all__ = ["plan", "render"]
 
 MORE_RESIDENTS = ({"chunked_prefill_size": 1024}, {"mem_fraction_static": 0.9})
 """Values of SGLang's flags that leave less memory for activations and CUDA graphs, and so more for residents."""
@@ -166,21 +165,6 @@ def alternatives(case: Case, planned: Plan, hit_rate: float | None = None) -> tu
     return tuple(out)
 
 
-def choose_num_resident(launch: Launch) -> Plan:
-    """The plan behind ``--expert-offload-num-resident auto``: the most residents and slots with the KV cache that ``launch``
-    asks for. Raises ``FlagError`` with the shortages and the remedies."""
-    auto = f"{_N} auto"
-    try:
-        case = launch.case()
-    except Uncounted as error:
-        raise FlagError([f"{auto}: {reason}; give a number" for reason in error.reasons]) from error
-    result = plan_case(case)
-    if result.num_resident is None:
-        needs = [f"remedy: {need}" for need in result.needs]
-        raise FlagError([f"{auto}: {line}" for line in (*result.problems, *needs)])
-    return result
-
-
 def _number_problems(case: Case, num_resident: int | None) -> list[str]:
     """Why the model cannot have the given residents, or slots with them."""
     experts, slots = case.model.num_experts, case.slots.asked
@@ -197,7 +181,7 @@ def _notes(case: Case, chosen: int | None, asked: Slots) -> list[str]:
     """``chosen`` rows of VRAM, and the slots that were ``asked`` for."""
     out = [note] if (note := table_note(case.model.tables, case.tables_in, case.machine.one_memory)) else []
     states = len(case.model.kv.state_layers)
-    if states and case.linear is None and case.pools is None:
+    if states:
         out.append(f"{states} layers have linear attention or Mamba: the state that they keep of each request is not counted")
     if case.parallel.ranks < case.machine.gpus:
         p, gpus = case.parallel, case.machine.gpus

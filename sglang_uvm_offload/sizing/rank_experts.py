@@ -21,8 +21,6 @@ class RankExperts(GrantedVram):
     @cached_property
     def stages(self) -> list[range]:
         """The decoder layers of each pipeline stage."""
-        if len(self.given_stages) == self.parallel.pp:
-            return list(self.given_stages)
         return sglang_memory.pipeline_stages(self.model.num_layers, self.parallel.pp)
 
     def decoder_layers(self, stage: int) -> list[LayerShape]:
@@ -103,7 +101,6 @@ class RankExperts(GrantedVram):
             total += -(-layer.attention // p.attn_tp) + keys_values + -(-layer.feed_forward // sharing) + layer.replicated
             total += sum(nbytes * self.local_experts for nbytes, placed in self.expert_tensors(layer) if not placed)
         total += self.draft_experts_in_vram()
-        total += self.draft.rank_bytes(p.tp, p.attn_tp) if self.draft else 0
         if stage == 0:
             total += self.embedding_bytes
         if stage == p.pp - 1:

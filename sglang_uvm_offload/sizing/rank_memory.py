@@ -15,7 +15,6 @@ from sglang_uvm_offload.sizing.plan import RankMemory
 from sglang_uvm_offload.sizing.rank_experts import RankExperts
 from sglang_uvm_offload.sizing.rates import stream_rates
 from sglang_uvm_offload.sizing.routing_curves import HitRates, hit_rates
-from sglang_uvm_offload.sizing.server_pools import ServerPools
 from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.stage_cost import StageCost, Stream
 from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, break_even_tokens, buffers_in
@@ -71,40 +70,16 @@ class Case(RankExperts):
     def requests_of_rank(self) -> int:
         return self.workload.requests_of_rank(self.parallel)
 
-    @property
-    def _measured(self) -> ServerPools | None:
-        """The pools that SGLang makes, for these ranks."""
-        return self.pools if self.pools is not None and self.pools.parallel == self.parallel else None
-
     def kv_token_bytes(self, stage: int) -> float:
-        if self._measured is not None:
-            return self._measured.token_bytes(stage)
         kv, itemsize = self.model.kv, DTYPE_BYTES[self.workload.kv_cache_dtype]
         one = kv.layer_bytes(self.parallel.attn_tp, itemsize)
         drafts = one * len(self.drafts())
-        if self.draft:
-            # SGLang charges the target's bytes for a draft layer, and then takes the draft's own.
-            drafts += max(one, self.draft.kv.layer_bytes(self.parallel.attn_tp, itemsize)) * self.draft.layers
         return kv.pool_bytes(self.stages[stage], self.parallel.attn_tp, itemsize) + drafts
 
-    def pool_bytes(self, stage: int, tokens: int | None = None) -> int:
-        """The KV cache of ``tokens``, by default those that the workload needs; with states where SGLang was asked."""
-        tokens = self.kv_tokens if tokens is None else tokens
-        if self._measured is not None:
-            return self._measured.nbytes(stage, tokens)
-        return int(tokens * self.kv_token_bytes(stage))
-
     def kv_bytes(self, stage: int) -> int:
-        """The pools, the states of linear attention, and the table of each request's slots (4 bytes a token of context)."""
+        """The KV cache that the workload needs, and the table of each request's slots (4 bytes a token of context)."""
         table = 4 * self.requests_of_rank * self.workload.context_length
-        return self.pool_bytes(stage) + self.state_bytes(stage) + table
-
-    def state_bytes(self, stage: int) -> int:
-        if self.linear is None or self._measured is not None:
-            return 0
-        layers = len(self.model.kv.state_layers.intersection(self.stages[stage]))
-        slot = layers * -(-self.linear.layer_bytes // self.parallel.attn_tp)
-        return self.linear.bytes_beside(self.pool_bytes(stage), slot, self.requests_of_rank)
+        return int(self.kv_tokens * self.kv_token_bytes(stage)) + table
 
     def hicache_bytes(self, stage: int, rows: int) -> int:
         """Host RAM of the hierarchical cache. Its ratio is to the KV cache that SGLang makes: of all that is left over, or of

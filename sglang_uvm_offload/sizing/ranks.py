@@ -8,7 +8,6 @@ from itertools import islice
 
 from sglang_uvm_offload.sizing.inputs import Parallel
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
-from sglang_uvm_offload.sizing.launch import NO_DRAFTS
 from sglang_uvm_offload.sizing.rank_memory import Case
 
 SUGGESTED = 2
@@ -46,7 +45,7 @@ def shape_problems(case: Case) -> list[str]:
     if case.workload.kv_cache_dtype not in DTYPE_BYTES:
         out.append(f"--kv-cache-dtype {case.workload.kv_cache_dtype}: must be one of {', '.join(DTYPE_BYTES)}")
     if case.workload.speculative and not m.draft_layers:
-        out.append(NO_DRAFTS)
+        out.append("the checkpoint has no draft layers of its own to count")
     drafted = case.workload.draft_num_resident
     if drafted is not None and not case.workload.speculative:
         out.append(f"--draft-num-resident {drafted}: has no effect without --speculative")

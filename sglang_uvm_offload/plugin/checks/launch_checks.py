@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 import uuid
@@ -12,8 +13,8 @@ from typing import Any
 
 from sglang.srt.utils import get_device_memory_capacity
 
-from sglang_uvm_offload.config import AUTO, OffloadConfig, RequestedConfig, expert_problems
-from sglang_uvm_offload.flags import PREFIX, FlagError, flag_name
+from sglang_uvm_offload.config import AUTO, RequestedConfig, expert_problems
+from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.checks import (
     combinations,
@@ -24,23 +25,17 @@ from sglang_uvm_offload.plugin.checks import (
     start_checks,
     tma,
     tracing,
-    vram_check,
 )
 from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
 from sglang_uvm_offload.plugin.launch import (
-    auto_resident,
     devices,
     draft_source,
-    expert_bytes,
     lookup_tables,
     output_files,
-    stream_settings,
 )
 from sglang_uvm_offload.plugin.launch.local_checkpoint import damage
-from sglang_uvm_offload.plugin.launch.planned_launch import longest_step, rates_of_streams
 from sglang_uvm_offload.plugin.launch.profiles import chosen_profile
 from sglang_uvm_offload.plugin.launch.routing_formats import RoutingFormat, routing_format
-from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
 
 logger = logging.getLogger(__name__)
@@ -65,16 +60,16 @@ that the config chooses) fails the launch once the model is built, before its we
 
 @dataclass(frozen=True)
 class CheckedLaunch:
-    """A launch that can be served."""
+    """A launch that may start."""
 
-    config: OffloadConfig
+    config: RequestedConfig
     settings: dict[str, Any]
     """SGLang's arguments that offloading sets, by field."""
 
 
 def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
-    """Every decision from what was requested to what is served, in their order. Raises ``FlagError`` with every reason why
-    ``server_args`` cannot be served with offloading."""
+    """Raises ``FlagError`` with every reason, known before anything starts, why ``server_args`` cannot be served with
+    offloading. What depends on memory, the ranks decide once the model is built."""
     began_at = time.time()
     if wrong := flag_values.problems(server_args):
         raise FlagError(wrong)
@@ -92,58 +87,28 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
         *tma.problems(requested, cfg, model),
         *lookup_tables.problems(requested, model),
         *start_checks.problems(cfg, model),
-        *(damaged := damage(cfg)),
+        *damage(cfg),
     ]
-    num_experts, reasons = _experts(requested, model, dense=expert_bytes.is_dense(cfg, model))
+    num_experts, reasons = _experts(requested, model)
     redundant = cfg.ep_num_redundant_experts
-    problems += reasons + draft_source.problems(requested, cfg, num_experts) + draft_source.policy_problems(requested, cfg)
-    profile: Profile | None = None
+    problems += reasons + draft_source.problems(requested, cfg) + draft_source.policy_problems(requested, cfg)
     with _listed(problems):
-        profile = chosen_profile(requested, model)
+        chosen_profile(requested, model)
     settings: dict[str, Any] = {}
     with _listed(problems):
         settings |= _headroom(requested, cfg)
-    possible = requested
+    config = dataclasses.replace(requested, backend=_backend(requested, cfg), launch_id=uuid.uuid4().hex, began_at=began_at)
     with _listed(problems):
-        possible = slot_settings.possible(requested, cfg, model)
-    residents, slots, buffers = possible.num_resident, possible.slots, None
-    if num_experts is not None and not damaged:
-        if residents is None:
-            with _listed(problems):
-                plan = auto_resident.fitting(possible, server_args, profile)
-                residents, slots, buffers = plan.num_resident, plan.slots, plan.stream_buffers
-        else:
-            buffers, reasons = vram_check.checked(possible, server_args)
-            problems += reasons
-        if residents is not None:
-            problems += expert_problems(requested.resident_ids, residents, slots or 0, num_experts, redundant)
+        config = slot_settings.possible(config, cfg, model)
+    if config.num_resident is None and cfg.device != "cuda":
+        problems.append(f"{_N} {AUTO}: with --device {cfg.device} there is no VRAM to size for; give a number")
+    if num_experts is not None and config.num_resident is not None:
+        problems += expert_problems(config.resident_ids, config.num_resident, config.slots or 0, num_experts, redundant)
     if problems:
         raise FlagError(problems)
-    assert num_experts is not None
-    assert residents is not None
-    config = requested.resolved(
-        num_resident=residents,
-        slots=slots,
-        stream_buffers=buffers,
-        stream_tokens=stream_settings.stream_tokens(
-            *(requested, residents, slots or 0, buffers, num_experts + redundant, model.hf_text_config),
-            *(rates_of_streams(cfg), longest_step(cfg, model)),
-        ),
-        backend=_backend(requested, cfg),
-        launch_id=uuid.uuid4().hex,
-        began_at=began_at,
-    )
-    settings |= stream_settings.graph_settings(config, cfg)
     settings |= _autotuning(cfg, routing)
-    if requested.num_resident is None:
-        settings[f"{PREFIX}num_resident"] = str(config.num_resident)
-    if requested.slots != config.slots:
-        settings[f"{PREFIX}slots"] = str(config.slots)
     for line in (*combinations.ignored(server_args), *front_doors.lacking(cfg)):
         logger.warning("%s", line)
-    slow = (*expert_bytes.conversions(cfg, model), *expert_bytes.crowded_nodes(residents, server_args))
-    for line in (*slow, *expert_bytes.never_released(config, server_args)):
-        logger.warning("Expert offload: %s", line)
     if not config.tma:
         logger.info("Expert offload: SGLang's Triton MoE kernels load no weights by TMA")
     if not routing.counted:
@@ -166,15 +131,14 @@ def _listed(problems: list[str]) -> Iterator[None]:
         problems += error.problems
 
 
-def _experts(config: RequestedConfig, model: Any, dense: bool = False) -> tuple[int | None, list[str]]:
-    """The routed experts per layer in the model's config, or None; and why they cannot be served. ``dense``: the checkpoint has
-    no experts, whatever the defaults of its config class."""
+def _experts(config: RequestedConfig, model: Any) -> tuple[int | None, list[str]]:
+    """The routed experts per layer in the model's config, or None; and why they cannot be served."""
     architectures = set(model.hf_config.architectures or [])
     out = [
         f"{name}: this model's code computes experts without SGLang's FusedMoE layer, so {_N} cannot serve it"
         for name in sorted(architectures & DIRECT_KERNEL_MODELS)
     ]
-    num_experts = None if dense else stated_experts(model.hf_text_config)
+    num_experts = stated_experts(model.hf_text_config)
     if num_experts is None and not out:
         given = AUTO if config.num_resident is None else config.num_resident
         out.append(f"{_N} {given}: the model ({', '.join(sorted(architectures))}) has no routed experts")

@@ -57,7 +57,7 @@ class Experts:
 def warnings(server_args: Any) -> list[str]:
     """The warnings for a launch with the resolved ``server_args``, on a machine with its GPU."""
     config = config_of(server_args)
-    in_place = NEVER if config is None else config.stream_tokens
+    in_place = NEVER if config is None or config.stream_tokens is None else config.stream_tokens
     with use_context(create_context(server_args, role="scheduler")):
         experts = launched_experts(server_args)
         return [] if experts is None else narrow_tiles(experts, in_place)

@@ -38,9 +38,10 @@ from sglang.srt.model_loader.utils import get_model_architecture
 
 from sglang_uvm_offload.cuda.device import DriverError, device_arch
 from sglang_uvm_offload.plugin.checks import expert_location_file, named_files
-from sglang_uvm_offload.plugin.launch.planned_launch import free_by_gpu, model_files, ranks
+from sglang_uvm_offload.plugin.launch.ranks import free_by_gpu, ranks
 from sglang_uvm_offload.plugin.launch.stated_quantization import stated_quantization
 from sglang_uvm_offload.sizing.architectures import sglang_architectures
+from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
 from sglang_uvm_offload.units import size
 
@@ -140,7 +141,7 @@ def _block(model: Any, quantization: str | None) -> int:
 def _missing_files(cfg: Any, model: Any, name: str) -> list[str]:
     """For a quantisation that the config does not state, the files of which SGLang needs one
     (``weight_utils.get_quant_config``). ``modelopt_fp4`` without a file quantises while loading."""
-    folder = model_files(cfg).on_disk
+    folder = ModelFiles(cfg.model_path, cfg.revision, cfg.download_dir).on_disk
     if name == "modelopt_fp4" or stated_quantization(model) or folder is None:
         return []
     try:

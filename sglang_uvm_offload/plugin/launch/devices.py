@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.flags import flag_name
-from sglang_uvm_offload.plugin.launch.planned_launch import ranks
+from sglang_uvm_offload.plugin.launch.ranks import ranks
 
 
 def local_gpus(cfg: Any) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import Settings
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.residency.manager import OffloadManager
@@ -43,7 +43,7 @@ class Action(str, enum.Enum):
         return actions.get(number) if len(message) == 1 and type(number) is int else None
 
 
-def refusal(action: Action, config: OffloadConfig) -> str | None:
+def refusal(action: Action, config: Settings) -> str | None:
     """Why this server cannot perform the action, None if it can."""
     if action is Action.SAVE:
         if config.save_profile or config.trace or config.stats:

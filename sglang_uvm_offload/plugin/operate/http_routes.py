@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from sglang_uvm_offload import __version__
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import Settings
 from sglang_uvm_offload.plugin.operate.actions import KEY, Action, refusal
 from sglang_uvm_offload.plugin.server_config import config_of
 from sglang_uvm_offload.residency.status import RankStatus
@@ -101,7 +101,7 @@ async def post_action(request: Request) -> Response:
         return _answer(refused.status, {"error": str(refused)})
 
 
-def _served() -> tuple[Any, OffloadConfig]:
+def _served() -> tuple[Any, Settings]:
     """This process's tokenizer manager and the config."""
     manager = sys.modules[SERVER].get_global_state().tokenizer_manager
     config = config_of(manager.server_args)

@@ -7,7 +7,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import Settings
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.cpu.slots import CpuSlots
@@ -107,6 +107,6 @@ def _begun(thread: ThreadPoolExecutor) -> ThreadPoolExecutor:
     return thread
 
 
-def backend_of(config: OffloadConfig, gpu: int) -> Emulated:
+def backend_of(config: Settings, gpu: int) -> Emulated:
     """``gpu``: that of this process."""
     return Cuda(gpu) if config.backend == "uvm" else Emulated()

@@ -8,39 +8,17 @@ from __future__ import annotations
 import numpy as np
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_uvm_offload.config import OffloadConfig, expert_problems
+from sglang_uvm_offload.config import AUTO, RequestedConfig, expert_problems
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.residency.model import ModelExperts
-from sglang_uvm_offload.residency.placement import InitialPlacement, ids_from
 from sglang_uvm_offload.resident_ids import ResidentIds
-from sglang_uvm_offload.routing.profile import RoutedModel
-
-
-class EarlierStages:
-    """The MoE layers of earlier pipeline stages. Each stage sends them to the next, which waits for them before it places its
-    first layer. Only per-layer ids and profiles need this; without them all stages are built at the same time."""
-
-    def __init__(self, config: OffloadConfig):
-        ids, parallel = config.resident_ids, get_parallel()
-        self._is_sent = parallel.pp_size > 1 and (bool(config.profiles) or (ids is not None and ids.per_layer is not None))
-        self._layers: list[int] | None = None if self._is_sent and parallel.pp_rank > 0 else []
-
-    def layers(self) -> list[int]:
-        """Wait until the previous stage is built."""
-        if self._layers is None:
-            parallel = get_parallel()
-            self._layers = parallel.pp_group.recv_object(src=parallel.pp_rank - 1)
-        return self._layers
-
-    def send_to_next(self, own: list[int]) -> None:
-        """Call this once this stage is built. ``own``: the ids that its MoE layers were built with."""
-        parallel = get_parallel()
-        if self._is_sent and parallel.pp_rank + 1 < parallel.pp_size:
-            parallel.pp_group.send_object(_followed(self.layers(), own), dst=parallel.pp_rank + 1)
+from sglang_uvm_offload.routing.profile import Profile, RoutedModel
 
 
 def _followed(earlier: list[int], own: list[int]) -> list[int]:
-    return earlier + [ids_from(earlier, own[0]) + layer for layer in own]
+    """SGLang's models number decoder layers; its Transformers fallback numbers the MoE layers of each stage from 0."""
+    first = earlier[-1] + 1 if earlier and own and own[0] <= earlier[-1] else 0
+    return earlier + [first + layer for layer in own]
 
 
 class BuiltModel:
@@ -66,6 +44,16 @@ class BuiltModel:
         self.top_k = max((k for _, _, k in stages if k), default=None)
 
     @property
+    def first(self) -> int:
+        """How many MoE layers earlier pipeline stages have."""
+        return self._rows.start
+
+    @property
+    def num_places(self) -> int:
+        """Places for the routed experts of a layer, over all ranks that share it."""
+        return self.num_experts + self.redundant
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """The decoder layers with a router, in order."""
         return tuple(self._moe_layers)
@@ -74,32 +62,42 @@ class BuiltModel:
         """The identity of this model in profiles."""
         return RoutedModel(name, architecture, self.moe_layers, self.num_experts, self.top_k)
 
-    def check(self, placement: InitialPlacement, model: RoutedModel) -> None:
-        """Raise ``FlagError`` if N, the ids or the profile do not fit the built layers and experts."""
-        config, profile = placement.config, placement.profile
+    def check(self, config: RequestedConfig, profile: Profile | None, model: RoutedModel) -> None:
+        """Raise ``FlagError`` if a number, the ids or the profile do not fit the built layers and experts."""
+        number = AUTO if config.num_resident is None else config.num_resident
         if not self.moe_layers:
-            raise FlagError([f"{flag_name('num_resident')} {config.num_resident}: the model was built without a MoE layer"])
-        problems = expert_problems(config.resident_ids, config.num_resident, config.slots, self.num_experts, self.redundant)
-        if config.resident_ids is not None:
-            problems += config.resident_ids.layer_problems(self.moe_layers)
-            if self.redundant and not problems:
-                problems += self._replica_problems(config, config.resident_ids)
+            raise FlagError([f"{flag_name('num_resident')} {number}: the model was built without a MoE layer"])
+        ids, problems = config.resident_ids, []
+        if config.num_resident is not None:
+            problems += expert_problems(ids, config.num_resident, config.slots or 0, self.num_experts, self.redundant)
+        elif ids is not None:
+            problems += ids.expert_problems(self.num_experts)
+        if ids is not None:
+            problems += ids.layer_problems(self.moe_layers)
         if profile is not None and (different := model.differences(profile.model)):
             files = ",".join(map(str, config.profiles))
             problems.append(f"{flag_name('profile')} {files}: is of another model: {'; '.join(different)}")
+        if not problems and config.num_resident is not None:
+            problems += self.room_problems(ids, config.num_resident)
         if problems:
             raise FlagError(problems)
 
-    def _replica_problems(self, config: OffloadConfig, chosen: ResidentIds) -> list[str]:
+    def room_problems(self, ids: ResidentIds | None, num_resident: int) -> list[str]:
+        """Why N does not hold the named experts."""
+        if ids is None:
+            return []
+        return ids.number_problems(num_resident) or (self._replica_problems(ids, num_resident) if self.redundant else [])
+
+    def _replica_problems(self, chosen: ResidentIds, num_resident: int) -> list[str]:
         """Why the named experts of this stage, with all their replicas, exceed N per layer."""
         named = sum(
             int(np.isin(layer.location.experts, list(chosen.of_layer(row))).sum())
             for row, layer in zip(self._rows, self._layers, strict=True)
         )
-        allowed = config.num_resident * len(self._layers)
+        allowed = num_resident * len(self._layers)
         if named <= allowed:
             return []
         return [
             f"{flag_name('resident_ids')} {chosen.text!r}: names {named} experts over {len(self._layers)} layers, including "
-            f"replicas (--ep-num-redundant-experts), but {flag_name('num_resident')} {config.num_resident} allows {allowed}"
+            f"replicas (--ep-num-redundant-experts), but {flag_name('num_resident')} {num_resident} allows {allowed}"
         ]

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
-from sglang.srt.runtime_context import get_parallel, get_schedule
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError
 from sglang_uvm_offload.plugin import compat, enforce
 from sglang_uvm_offload.plugin.launch.profiles import chosen_profile, named
 from sglang_uvm_offload.plugin.rank import link
-from sglang_uvm_offload.plugin.rank.built_model import BuiltModel, EarlierStages
+from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
+from sglang_uvm_offload.plugin.rank.prefill_graphs import limit_prefill_graphs
+from sglang_uvm_offload.plugin.rank.residency import Residency
 from sglang_uvm_offload.plugin.rank.slots import make_slots
 from sglang_uvm_offload.plugin.rank.state import MODEL, RankState
-from sglang_uvm_offload.plugin.rank.stream_buffers import make_streamer, room_in_vram
+from sglang_uvm_offload.plugin.rank.stream_buffers import make_streamer
 from sglang_uvm_offload.residency.model import ModelExperts
-from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.residency.start import Phase
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
 from sglang_uvm_offload.streaming.streamer import Streamer
@@ -31,28 +33,27 @@ _WRITTEN_BY_WEIGHT = ("auto", "pt", "safetensors", "fastsafetensors", "instantte
 class LoadingHooks:
     def __init__(self, rank: RankState):
         self.rank = rank
-        self._on_build: Callable[[], None] | None = None
-        """Called once, when the target model is built."""
+        self._on_build: Callable[[torch.nn.Module], None] | None = None
+        """Called once, when the model that is loading is built, before its first weight is read."""
+        self._residency: Residency | None = None
+        """Of the target, once it is built."""
 
-    def _begin_target(self) -> ModelExperts:
-        """Call this before the target model is built. Once it is, the flags are checked against it: before its weights are
-        read, or after, with a loader that builds and reads in one call."""
-        earlier = EarlierStages(self.rank.config)
-        placement = InitialPlacement(
-            self.rank.config, chosen_profile(self.rank.config, compat.process_model_config()), earlier.layers
-        )
-        model = self.rank.manager.begin_model(False, placement)
+    def _place_target(self, runner: Any, model: ModelExperts, module: torch.nn.Module) -> None:
+        """The target is built: check the flags against it, agree with the other ranks on what is resident, and place it."""
+        rank, model_config = self.rank, compat.process_model_config()
+        built, profile = BuiltModel(model, self._top_k()), chosen_profile(rank.config, model_config)
+        rank.routed_model = built.routed_model(*named(model_config))
+        built.check(rank.config, profile, rank.routed_model)
+        if rank.recording is not None:
+            rank.recording.check_built(built)
+        self._residency = Residency(rank.config, rank.manager, runner, model, module, built)
+        rank.manager.place_model(model, self._residency.decide(profile))
 
-        def check_built() -> None:
-            earlier.send_to_next([layer.layer_id for layer in model.layers])
-            built = BuiltModel(model, self._top_k())
-            self.rank.routed_model = built.routed_model(*named(compat.process_model_config()))
-            built.check(placement, self.rank.routed_model)
-            if self.rank.recording is not None:
-                self.rank.recording.check_built(built)
-
-        self._on_build = check_built
-        return model
+    def _place_draft(self, model: ModelExperts, module: torch.nn.Module) -> None:
+        """The target gives way to what the draft model takes."""
+        if self._residency is not None:
+            self._residency.make_room(model)
+        self.rank.manager.place_model(model)
 
     def _top_k(self) -> int | None:
         """Routed experts per token of the target model: from its layers, else from its config."""
@@ -66,23 +67,26 @@ class LoadingHooks:
                 return original(model_config, load_config, *args, **kwargs)
         with self.rank.start.timing(Phase.BUILD):
             result = original(model_config, load_config, *args, **kwargs)
-            self._built()
+            self._built(result)
         if load_config.load_format not in _WRITTEN_BY_WEIGHT:
             with self.rank.start.timing(Phase.PLACE):
                 self.rank.manager.memory.wait_until_populated()
         self.rank.start.add(Phase.READ, sum(tensor.nbytes for tensor in result.parameters()))
         return result
 
-    def _built(self) -> None:
-        check_built, self._on_build = self._on_build, None
-        if check_built is not None:
-            check_built()
+    def _built(self, module: torch.nn.Module) -> None:
+        on_build, self._on_build = self._on_build, None
+        if on_build is not None:
+            with self.rank.start.timing(Phase.PLACE):
+                on_build(module)
 
     def around_load_model(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            manager = self.rank.manager
-            model = manager.begin_model(True) if runner.is_draft_worker else self._begin_target()
+            manager, draft = self.rank.manager, runner.is_draft_worker
+            model = manager.reserve_model(draft, self.rank.config.slots)
             runner.__dict__[MODEL] = model
+            place = self._place_draft if draft else functools.partial(self._place_target, runner)
+            self._on_build = functools.partial(place, model)
             with (
                 self.rank.start.timing(Phase.PLACE),  # what is still to be populated once the weights are read
                 manager.memory.loading(),
@@ -90,7 +94,7 @@ class LoadingHooks:
                 self.rank.layer_hooks.taking_over(manager, model),
             ):
                 result = original(runner, *args, **kwargs)
-                self._built()
+                self._built(runner.model)  # with a loader that builds and reads in one call
                 for layer in model.layers:
                     layer.sync_tensors(*layer.holders)  # loaders may replace tensors after post-load processing
             placed = sum(layer.resident_bytes + layer.offloaded_bytes for layer in model.layers)
@@ -116,18 +120,36 @@ class LoadingHooks:
             return
         # A server that releases its weights then also releases the buffers, and gets them back at the same size.
         with runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_WEIGHTS):
-            self.rank.layer_hooks.streamer = self._streamer(model, runner.pre_model_load_memory)
+            self.rank.layer_hooks.streamer = self._streamer(model)
         self._begin_slots(model)
         if self.rank.recording is not None:
             self.rank.savers += filter(None, [self.rank.recording.begin(model, self._top_k())])
 
-    def _streamer(self, model: ModelExperts, free_before_load: float) -> Streamer | None:
-        """``free_before_load``: GiB of VRAM."""
-        memory = self.rank.manager.memory
-        room = room_in_vram(memory, free_before_load, get_schedule().mem_fraction_static)
+    def _streamer(self, model: ModelExperts) -> Streamer | None:
+        manager = self.rank.manager
         return make_streamer(
-            self.rank.config, self.rank.backend, memory, model.layers, room, self.rank.manager.ledger.add_streamed
+            manager.placement.config, self.rank.backend, manager.memory, model.layers, manager.ledger.add_streamed
         )
+
+    def around_pools(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        """SGLang makes the KV cache of what is left of VRAM: now all weights are in it, of draft models too."""
+        if not runner.is_draft_worker and self._residency is not None:
+            try:
+                with self.rank.start.timing(Phase.PLACE):
+                    self._residency.correct()
+            except FlagError as error:
+                enforce.end(f"sglang-uvm-offload: {error}")
+            self._stream_from()
+        with self.rank.start.timing(Phase.POOLS):
+            return original(runner, *args, **kwargs)
+
+    def _stream_from(self) -> None:
+        """Streams begin at the number of tokens that suits what is resident, and prefill graphs end there."""
+        streamer = self.rank.layer_hooks.streamer
+        if streamer is not None:
+            assert self._residency is not None
+            streamer.min_tokens = self._residency.stream_tokens
+            limit_prefill_graphs(streamer.min_tokens)
 
     def _begin_slots(self, model: ModelExperts) -> None:
         self.rank.slots = self.rank.layer_hooks.slots = make_slots(model, self.rank.backend)

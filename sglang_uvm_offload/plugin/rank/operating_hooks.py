@@ -11,6 +11,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.runtime_context import get_observability, get_parallel, get_server_args, get_serving
 
+from sglang_uvm_offload.flags import PREFIX
 from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.launch.local_checkpoint import read_models
 from sglang_uvm_offload.plugin.operate.actions import KEY, Action, perform, refusal
@@ -84,6 +85,11 @@ class OperatingHooks:
         self.rank.savers += filter(None, [stats_saver(self.rank.config.stats, self._status)])
         self.rank.start.end()
         logger.info("Expert offload, rank %d: ready after %s", get_parallel().tp_rank, described(self.rank.start.phases()))
+
+    def after_init_info(self, result: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """``/server_info`` shows the numbers that were decided in place of the flags'."""
+        decided = self.rank.manager.placement.config
+        return result | {f"{PREFIX}{name}": str(getattr(decided, name)) for name in ("num_resident", "slots")}
 
     def after_internal_state(self, result: Any, *args: Any, **kwargs: Any) -> Any:
         """Without the status if it cannot be made: a request must not end the server."""

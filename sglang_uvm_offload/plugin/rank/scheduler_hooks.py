@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.rank import checkpoint_reading, tma
 from sglang_uvm_offload.plugin.rank.draft_hooks import DraftHooks
@@ -36,7 +36,7 @@ drafts that share the target's KV cache; of those drafts, only the prefill steps
 
 
 def install(
-    config: OffloadConfig,
+    config: RequestedConfig,
     add: Callable[[str, Any, HookType], None],
     *,
     adapters: bool = True,
@@ -54,10 +54,11 @@ def install(
     for loader in ("weight_loader", "weight_loader_fused"):
         add(f"{_FUSED_MOE}.{loader}", loading.before_weight, HookType.BEFORE)
     add(_READ, checkpoint_reading.around_threads, HookType.AROUND)
-    for made, phase in (("alloc_memory_pool", Phase.POOLS), ("init_cuda_graphs", Phase.GRAPHS)):
-        add(f"{_RUNNER}.{made}", rank.timed(phase), HookType.AROUND)
+    add(f"{_RUNNER}.alloc_memory_pool", loading.around_pools, HookType.AROUND)
+    add(f"{_RUNNER}.init_cuda_graphs", rank.timed(Phase.GRAPHS), HookType.AROUND)
     add(f"{_RUNNER}.forward", steps.around_forward, HookType.AROUND)
     add(f"{_SCHEDULER}.__init__", operating.after_scheduler_init, HookType.AFTER)
+    add(f"{_SCHEDULER}.get_init_info", operating.after_init_info, HookType.AFTER)
     add(f"{_SCHEDULER}.get_internal_state", operating.after_internal_state, HookType.AFTER)
     add(f"{_SCHEDULER}.set_internal_state", operating.around_set_internal_state, HookType.AROUND)
     add(f"{_SCHEDULER}.process_batch_result", operating.after_batch, HookType.AFTER)
@@ -79,7 +80,7 @@ def install(
             add(f"{graphs}.execute", steps.around_draft_graph, HookType.AROUND)
     if config.draft_policy == "misses":
         DraftHooks(lambda: rank.draft_lengths).install(add)
-    if config.slots > 0:
+    if config.slots != 0:
         for seam in rank.seams:
             seam.install(add)
         watch_writes(rank.experts_written, add)

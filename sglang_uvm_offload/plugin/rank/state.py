@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.launch.routing_formats import counting_flags
@@ -32,7 +32,7 @@ MODEL = "_expert_offload_model"
 
 
 class RankState:
-    def __init__(self, config: OffloadConfig, compiled: bool = False):
+    def __init__(self, config: RequestedConfig, compiled: bool = False):
         """``compiled``: whether ``torch.compile`` traces the steps."""
         self.config = config
         self.recording = Recording(config.trace) if config.trace is not None else None

@@ -1,0 +1,23 @@
+"""The KV cache that a launch asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_uvm_offload.sizing.demand import Demand
+
+
+def demand_of(cfg: Any, given: Any, model: Any) -> Demand:
+    """``given``: the arguments before SGLang resolved them to ``cfg``. With speculation, it fills in its own number of
+    requests."""
+    # Each replica takes as many requests as the flag names; the attention groups of one replica share them.
+    requests = given.max_running_requests  # SGLang takes 0 or less as 1
+    if requests is not None:
+        requests = max(1, requests) * (1 if cfg.attn_dp_size > 1 else cfg.dp_size)
+    return Demand(
+        model.context_len,
+        given.context_length,
+        requests,
+        cfg.max_total_tokens,
+        page_tokens=max(64, cfg.page_size or 1),
+    )

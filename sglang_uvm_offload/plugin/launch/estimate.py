@@ -1,0 +1,137 @@
+"""What the planner expects of a launch on this machine, for ``doctor``. The ranks decide by what they measure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from sglang.srt.utils import get_device_memory_capacity
+
+from sglang_uvm_offload.config import AUTO, NEVER, RequestedConfig
+from sglang_uvm_offload.cuda.device import DriverError
+from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.memory.host_ram import host_available
+from sglang_uvm_offload.plugin.compat import as_given, model_config_of, resolving_view
+from sglang_uvm_offload.plugin.launch import draft_source
+from sglang_uvm_offload.plugin.launch.demand import demand_of
+from sglang_uvm_offload.plugin.launch.lookup_tables import tables_in
+from sglang_uvm_offload.plugin.launch.profiles import chosen_profile
+from sglang_uvm_offload.plugin.launch.ranks import (
+    free_by_gpu,
+    has_one_memory,
+    hicache,
+    longest_step,
+    measured_link,
+    parallel_sizes,
+    ranks,
+    rates,
+)
+from sglang_uvm_offload.sizing.conversion import conversion
+from sglang_uvm_offload.sizing.demand import Demand
+from sglang_uvm_offload.sizing.inputs import Assumptions, Reserve, Workload
+from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.sizing.machine import Machine
+from sglang_uvm_offload.sizing.measured_link import with_measured_link
+from sglang_uvm_offload.sizing.model_files import ModelFiles
+from sglang_uvm_offload.sizing.plan import Plan
+from sglang_uvm_offload.sizing.planner import plan_case
+from sglang_uvm_offload.sizing.rank_memory import Case
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+from sglang_uvm_offload.sizing.slots import Slots
+from sglang_uvm_offload.units import size
+
+_N = flag_name("num_resident")
+
+
+class Estimate(NamedTuple):
+    facts: list[str]
+    doubts: list[str]
+    """Why the launch may not start, or why nothing is known."""
+    offloaded_bytes: int = 0
+    """Host RAM of offloaded experts on this machine, 0 if unknown."""
+
+
+def estimate(config: RequestedConfig, server_args: Any) -> Estimate:
+    """For a launch on GPUs."""
+    given = f"{_N} {AUTO if config.num_resident is None else config.num_resident}"
+    cfg, model = resolving_view(server_args), model_config_of(server_args)
+    demand = demand_of(cfg, as_given(server_args), model)
+    try:
+        plan = plan_case(_case(config, cfg, model, as_given(server_args), demand), num_resident=config.num_resident)
+    except (CheckpointError, DriverError, FlagError) as error:
+        return Estimate([], [f"{given} is not estimated: {error}"])
+    if plan.num_resident is None:
+        needs = [f"remedy: {need}" for need in plan.needs]
+        return Estimate([], [f"{given}: estimated: {line}" for line in (*plan.problems, *needs)])
+    notes = [note for note in plan.notes if note != plan.draft_note]
+    offloaded = sum(rank.host_bytes for rank in plan.ranks) * len(ranks(cfg)) // len(plan.ranks)
+    return Estimate([_fact(plan, demand), *notes], [plan.draft_note] if plan.draft_note else [], offloaded)
+
+
+def _fact(plan: Plan, demand: Demand) -> str:
+    most = max(plan.ranks, key=lambda rank: rank.used_bytes)
+    slots = f" and {plan.slots} slots" if plan.slots else ""
+    return (
+        f"estimated: {plan.num_resident} of {plan.num_experts} experts a layer{slots} in VRAM, "
+        f"{size(most.resident_bytes + most.slot_bytes)} on a rank, next to {size(most.plain_weights)} of other weights and "
+        f"{size(most.kv_bytes)} of KV cache for {plan.kv_tokens} tokens ({demand}); {size(most.host_bytes)} in host RAM; each "
+        "rank decides by what it measures"
+    )
+
+
+def _case(config: RequestedConfig, cfg: Any, model: Any, given: Any, demand: Demand) -> Case:
+    """Raises ``CheckpointError``, ``DriverError`` or ``FlagError``."""
+    parallel, profile = parallel_sizes(cfg), chosen_profile(config, model)
+    files = ModelFiles(cfg.model_path, cfg.revision, cfg.download_dir, cfg.json_model_override_args or "")
+    stored = files.shape(_name(model.dtype))
+    converted = conversion(model.quantization, stored.quantization)
+    shape = converted.applied(stored) if converted else stored
+    shape = dataclasses.replace(shape, context_length=max(shape.context_length, model.context_len))
+    host, vram = host_available(), int((get_device_memory_capacity(cfg.device) or 0) * (1 << 20))
+    machine = Machine(
+        *("this machine", parallel.ranks, vram, host, *rates()),
+        source="this machine",
+        one_memory=has_one_memory(),
+        available_bytes=host if has_one_memory() else 0,
+    )
+    speculative = draft_source.from_the_checkpoint(cfg) and bool(shape.draft_layers)
+    drafts = draft_source.tokens_verified(cfg)
+    workload = Workload(
+        demand.context,
+        demand.max_running_requests or 1,
+        max_total_tokens=demand.kv_tokens,
+        page_tokens=demand.page_tokens,
+        kv_cache_dtype=_kv_dtype(cfg, model),
+        speculative=speculative,
+        draft_num_resident=config.draft_num_resident if speculative else None,
+        draft_tokens=drafts or Workload.draft_tokens,
+        other_drafts=bool(drafts) and not speculative,
+        tokens_are_least=demand.max_total_tokens is None,
+    )
+    reserve = Reserve(
+        # The launch has the headroom taken off by now.
+        cfg.mem_fraction_static + (config.headroom_gb * (1 << 30) / vram if vram else 0.0),
+        config.headroom_gb,
+        free_vram_bytes=min(free_by_gpu(ranks(cfg)).values()),
+        **hicache(cfg, given),
+        chunked_prefill_size=longest_step(cfg, model),
+        stream_gb=0.0 if config.stream_tokens == NEVER else config.stream_gb,
+        stream_tokens=config.stream_tokens,
+    )
+    assumed = Assumptions(accepted_tokens=min(Assumptions.accepted_tokens, workload.draft_tokens))
+    return Case(
+        *(shape, with_measured_link(machine, measured_link(cfg)) if all(rates()) else machine, workload, parallel, reserve),
+        assumed,
+        slots=Slots(config.slots, profile.slot_shares if profile is not None else {}),
+        tables_in=tables_in(cfg, model, config.tables_in_host),
+    )
+
+
+def _kv_dtype(cfg: Any, model: Any) -> str:
+    """Smaller types than the planner's count as one byte."""
+    name = _name(model.dtype) if cfg.kv_cache_dtype == "auto" else cfg.kv_cache_dtype
+    return name if name in DTYPE_BYTES else "fp8_e4m3"
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,189 @@
+"""Measures what this rank has and needs, and agrees with the other ranks on one division of VRAM."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.kv_cache_configurator import mm_runtime_reservation_gb
+from sglang.srt.runtime_context import (
+    get_mm,
+    get_parallel,
+    get_schedule,
+    get_server_args,
+    pre_capture_activation_reserve_mb,
+)
+from sglang.srt.utils import get_device_memory_capacity
+
+from sglang_uvm_offload.config import RequestedConfig
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.memory.layout import ExpertLayout, round_up
+from sglang_uvm_offload.memory.protocol import Memory
+from sglang_uvm_offload.plugin import compat
+from sglang_uvm_offload.plugin.launch.demand import demand_of
+from sglang_uvm_offload.plugin.launch.ranks import has_one_memory, hicache, longest_step, rates_of_streams
+from sglang_uvm_offload.plugin.launch.stream_settings import stream_tokens
+from sglang_uvm_offload.plugin.rank.cache_need import CacheNeed
+from sglang_uvm_offload.residency.budget import Asked, Division, ExpertSizes, RankBudget
+from sglang_uvm_offload.residency.selection import rank_share
+from sglang_uvm_offload.routing.profile import Profile
+from sglang_uvm_offload.sizing.demand import Demand
+from sglang_uvm_offload.sizing.slots import Slots
+from sglang_uvm_offload.streaming.replicas import buffer_bytes
+
+_GIB = 1 << 30
+_LEAST_TOKENS = 2
+"""SGLang 0.5.23 starts with a KV cache of two tokens or more, in whole pages: it serves at most one request for two tokens
+(``KVCacheConfigurator.resolve_max_num_reqs``), and refuses to serve none."""
+_NO_LIMIT = 1 << 60
+"""Bytes of a device that has no VRAM."""
+
+
+class RankBudgets:
+    """Of this launch's ranks, each of which must construct it once its model is built, and call it at the same points."""
+
+    def __init__(self, config: RequestedConfig, memory: Memory, runner: Any, model: torch.nn.Module, num_places: int):
+        """``runner``: SGLang's, of the target; ``model``: as built. ``num_places``: of a layer's routed experts over all ranks
+        that share it."""
+        self._config, self._memory, self._runner = config, memory, runner
+        self._model, self._num_places = model, num_places
+        self._cfg = compat.resolving_view(get_server_args())
+        self._on_gpu = memory.device_type != "cpu"
+
+    def asked(self, profile: Profile | None, top_k: int, slots: int | None) -> Asked:
+        """``slots``: None for ``auto``."""
+        demand = self._demand
+        streams = functools.partial(self.stream_tokens, top_k=top_k)
+        return Asked(
+            num_resident=self._config.num_resident,
+            slots=Slots(slots, profile.slot_shares if profile is not None else {}),
+            stream_gb=self._config.stream_gb,
+            top_k=top_k,
+            streams=lambda rows: streams(rows) <= longest_step(self._cfg, self._runner.model_config),
+            demand=str(demand),
+            cache_tokens=demand.tokens_of_rank(self._groups),
+            converts=_converts(self._runner.model_config),
+        )
+
+    def stream_tokens(self, rows: int, top_k: int) -> int:
+        """From how many tokens on a step streams with as many rows of a layer in VRAM."""
+        longest = longest_step(self._cfg, self._runner.model_config)
+        return stream_tokens(self._config, rows, self._num_places, top_k, self._rates, longest)
+
+    def of_all(self, layers: Sequence[ExpertLayer], extra: int = 0, held: Division | None = None) -> list[RankBudget]:
+        """``layers``: the target's. ``extra``: VRAM of experts that are still to be placed. ``held``: what of the division is
+        in VRAM by now."""
+        own = self._own(layers, extra, held)
+        world = get_parallel().world_group
+        return world.all_gather_object(own) if world.world_size > 1 else [own]
+
+    def _own(self, layers: Sequence[ExpertLayer], extra: int, held: Division | None) -> RankBudget:
+        info, server_args = self._memory.info(), get_server_args()
+        sizes = expert_sizes(layers, self._num_places, self._memory)
+        buffer = max(map(buffer_bytes, layers), default=0)
+        free, cache, least = _NO_LIMIT, 0, 0
+        if self._on_gpu:
+            free = self._free() - extra
+            if held is not None:
+                free += sizes.in_vram(held.num_resident, held.slots) + held.buffers * buffer
+            cache, least = self._cache_bytes
+        given = hicache(self._cfg, compat.as_given(server_args))
+        return RankBudget(
+            name=self._name(),
+            free=free,
+            cache=cache,
+            least_cache=least,
+            experts=sizes,
+            buffer=buffer,
+            node=self._cfg.node_rank,
+            host=info.host_available,
+            host_cache=int(given.get("hicache_bytes", 0) or given.get("hicache_ratio", 0) * cache),
+            one_memory=self._on_gpu and has_one_memory(),
+        )
+
+    def _free(self) -> int:
+        """VRAM that SGLang would give to experts and KV cache (``KVCacheConfigurator._profile_available_bytes``)."""
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        info, runner = self._memory.info(), self._runner
+        free = info.host_available if has_one_memory() else info.device_free
+        slack = runner.pre_model_load_memory * (1 - get_schedule().mem_fraction_static)
+        if compat.post_capture_kv_sizing_planned(get_server_args()):  # SGLang then leaves graphs and activations nothing
+            slack = max(slack, pre_capture_activation_reserve_mb(get_device_memory_capacity(runner.device)) / 1024)
+        images = mm_runtime_reservation_gb(
+            is_multimodal=runner.model_config.is_multimodal, mm_feature_transport=get_mm().mm_feature_transport
+        )
+        return free - int((slack + images) * _GIB)
+
+    @functools.cached_property
+    def _demand(self) -> Demand:
+        return demand_of(self._cfg, compat.as_given(get_server_args()), self._runner.model_config)
+
+    @property
+    def _groups(self) -> int:
+        return self._cfg.attn_dp_size if self._cfg.attn_dp_size > 1 else self._cfg.dp_size
+
+    @functools.cached_property
+    def _cache_bytes(self) -> tuple[int, int]:
+        """Of the cache that is asked for, and of the smallest one, with the table of each request's slots (4 bytes a token)."""
+        need = CacheNeed(self._runner, self._model)
+        requests = self._demand.requests_of_rank(self._groups)
+        table = 4 * requests * self._demand.context
+        least = need.nbytes(round_up(_LEAST_TOKENS, self._cfg.page_size or 1), 1)
+        if self._config.num_resident is not None and self._config.stream_gb is not None:
+            return least, least
+        return need.nbytes(self._demand.tokens_of_rank(self._groups), requests) + table, least
+
+    @functools.cached_property
+    def _rates(self) -> Any:
+        return rates_of_streams(self._cfg) if self._on_gpu else None
+
+    def _name(self) -> str:
+        parallel = get_parallel()
+        out = f"rank {parallel.tp_rank}"
+        out += f" of pipeline stage {parallel.pp_rank}" if parallel.pp_size > 1 else ""
+        out += f" of replica {compat.dp_rank()}" if self._cfg.dp_size > 1 and self._cfg.attn_dp_size == 1 else ""
+        return f"GPU {compat.gpu_id()} ({out})" if self._on_gpu else out
+
+
+def _converts(model_config: Any) -> bool:
+    """Whether SGLang quantises the experts of a checkpoint that holds them unquantised: most methods do so once all are loaded
+    (``DefaultModelLoader.load_weights_and_postprocess``)."""
+    configs = (model_config.hf_config, model_config.hf_text_config)
+    stated = any(getattr(config, "quantization_config", None) is not None for config in configs)
+    return model_config.quantization is not None and not stated
+
+
+def expert_sizes(layers: Sequence[ExpertLayer], num_places: int, memory: Memory) -> ExpertSizes:
+    """Of the layers of this rank, placed or not."""
+    numbers = range(num_places + 1)
+    out = np.zeros((4, len(numbers)), dtype=np.int64)
+    kinds = Counter((layer.shard.routed, layer.shard.ep_rank, layer.shard.ep_size, layer.layouts) for layer in layers)
+    for (routed, ep_rank, ep_size, layouts), count in kinds.items():
+        share = [min(rank_share(number, ep_rank, ep_size), routed) for number in numbers]
+        for layout in layouts:
+            out += count * _of_tensor(layout, routed)[:, share]
+    for layer in layers:
+        plain = layer.plain_bytes // layer.num_experts
+        out[2] += [plain * rank_share(number, layer.shard.ep_rank, layer.shard.ep_size) for number in numbers]
+    return ExpertSizes(*(row.tolist() for row in out))
+
+
+def _of_tensor(layout: ExpertLayout, routed: int) -> np.ndarray:
+    """int64 ``[4, routed + 1]``, as the fields of ``ExpertSizes``, by the number of the first local experts, or of slots."""
+    alone = ExpertLayout(layout.num_experts, layout.expert_bytes, layout.block_bytes)
+    behind = ExpertLayout(layout.num_experts, layout.expert_bytes, layout.block_bytes, num_slots=1)
+    out = np.zeros((4, routed + 1), dtype=np.int64)
+    shared = np.arange(layout.num_experts) >= routed
+    for number in range(routed + 1):
+        first = (np.arange(layout.num_experts) < number) | shared
+        held = alone.holding(first)
+        out[0, number] = alone.taken_by(held)
+        out[1, number] = behind.taken_by(behind.holding(first) | behind.edge)
+        out[2, number] = ExpertLayout(layout.num_experts, layout.expert_bytes, layout.block_bytes, number).slot_bytes
+        out[3, number] = alone.taken_by(~held)
+    return out

@@ -1,0 +1,130 @@
+"""What of the target model is resident on this launch's ranks: decided once it is built, corrected once all is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_uvm_offload.config import AUTO, RequestedConfig
+from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.plugin import enforce
+from sglang_uvm_offload.plugin.launch.stream_settings import USUAL_TOP_K
+from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
+from sglang_uvm_offload.plugin.rank.rank_budget import RankBudgets
+from sglang_uvm_offload.residency.budget import Asked, Division, RankBudget, corrected, divide
+from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.model import ModelExperts
+from sglang_uvm_offload.residency.placement import InitialPlacement
+from sglang_uvm_offload.routing.profile import Profile
+from sglang_uvm_offload.units import size
+
+logger = logging.getLogger(__name__)
+
+_N, _SLOTS = flag_name("num_resident"), flag_name("slots")
+_Decided = TypeVar("_Decided")
+
+
+class Residency:
+    """Every rank must call the same methods at the same points."""
+
+    def __init__(
+        self,
+        config: RequestedConfig,
+        manager: OffloadManager,
+        runner: Any,
+        model: ModelExperts,
+        module: torch.nn.Module,
+        built: BuiltModel,
+    ):
+        """``runner``: SGLang's, of the target; ``module``: the target as SGLang built it."""
+        self._config, self._manager, self._model, self._built = config, manager, model, built
+        self._budgets = RankBudgets(config, manager.memory, runner, module, built.num_places)
+        self._top_k = built.top_k or USUAL_TOP_K
+        self._asked: Asked
+        self._division: Division
+
+    def decide(self, profile: Profile | None) -> InitialPlacement:
+        """What to begin with. ``profile``: the one to start from."""
+        config = self._config
+        self._asked = self._budgets.asked(profile, self._top_k, config.slots)
+        ranks = self._budgets.of_all(self._model.layers)
+        self._division = division = _agreed(lambda: divide(self._asked, ranks))
+        if problems := self._built.room_problems(config.resident_ids, division.num_resident):
+            _agreed(lambda: _refuse(problems))
+        if config.num_resident is None and self._manager.progress():
+            logger.info("%s", self._why(ranks))
+        resolved = config.resolved(
+            num_resident=division.num_resident,
+            slots=division.slots,
+            stream_tokens=self.stream_tokens,
+            stream_buffers=division.buffers,
+        )
+        return InitialPlacement(resolved, profile, self._built.first)
+
+    def make_room(self, draft: ModelExperts) -> None:
+        """A draft model is built: the target gives way to what it keeps in VRAM. Where only some ranks have a draft model, the
+        KV cache is still to come and leaves it room until ``correct``."""
+        if get_parallel().pp_size == 1:
+            self._correct(sum(tensor.layout.nbytes for layer in draft.layers for tensor in layer.tensors))
+
+    def correct(self) -> None:
+        """All weights are loaded, and what follows is SGLang's KV cache: keep as many experts resident as fit next to it."""
+        self._correct(0)
+
+    @property
+    def stream_tokens(self) -> int:
+        """From how many tokens on a step streams."""
+        return self._budgets.stream_tokens(self._division.num_resident + self._division.slots, self._top_k)
+
+    def _correct(self, extra: int) -> None:
+        if self._manager.memory.device_type == "cpu":
+            return
+        now = self._division
+        ranks = self._budgets.of_all(self._model.layers, extra, held=now)
+        number = _agreed(lambda: corrected(now, self._asked, ranks))
+        if number == now.num_resident:
+            return
+        if self._manager.progress():
+            logger.info(
+                "Expert offload: %d experts a layer are resident, not %d: so many fit now that all weights are in VRAM",
+                number,
+                now.num_resident,
+            )
+        self._division = dataclasses.replace(now, num_resident=number)
+        self._manager.correct(number)
+
+    def _why(self, ranks: list[RankBudget]) -> str:
+        """One line: the number, the VRAM it takes, and the room it leaves."""
+        division, asked = self._division, self._asked
+        rank = max(ranks, key=lambda each: each.experts.in_vram(division.num_resident, division.slots))
+        taken = size(rank.experts.in_vram(division.num_resident, division.slots))
+        stream = f", {size(division.buffers * rank.buffer)} of stream buffers" if division.buffers else ""
+        slots = f", {division.slots} of them as slots ({_SLOTS})" if division.slots else ""
+        return (
+            f"{_N} {AUTO}: {division.num_resident + division.slots} of {self._built.num_places} experts a layer fit in VRAM"
+            f"{slots}: {taken} on {rank.name}, next to {size(rank.cache)} of KV cache for {asked.cache_tokens} tokens on each "
+            f"rank ({asked.demand}){stream}"
+        )
+
+
+def _refuse(problems: list[str]) -> None:
+    raise FlagError(problems)
+
+
+def _agreed(decide: Callable[[], _Decided]) -> _Decided:
+    """What every rank decides from the same numbers. A refusal is shown once, by the first rank, and ends all."""
+    try:
+        return decide()
+    except FlagError as error:
+        parallel = get_parallel()
+        if parallel.world_group.world_size > 1:
+            if parallel.world_group.rank_in_group:
+                parallel.world_group.barrier()  # until the first rank has said why
+                enforce.leave()
+            enforce.end(f"sglang-uvm-offload: {error}", parallel.world_group.barrier)
+        raise

@@ -1,0 +1,262 @@
+"""Divides the VRAM of a launch's ranks between residents, slots, stream buffers and the KV cache.
+
+Pure: every rank calls it with the numbers of all ranks, as measured once the model is built, and so they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from msgspec import Struct
+
+from sglang_uvm_offload.config import AUTO
+from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.sizing.host_need import HostNeed
+from sglang_uvm_offload.sizing.slots import Slots
+from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, buffers_in
+from sglang_uvm_offload.sizing.verdict import LEAST_RESIDENTS, ONE_MEMORY
+from sglang_uvm_offload.units import size
+
+_N, _SLOTS, _STREAM_GB = flag_name("num_resident"), flag_name("slots"), flag_name("stream_buffer_gb")
+
+DRIVER_BYTES = 128 << 20
+"""VRAM that the driver may hold beyond managed pages: it takes VRAM in batches of as much (measured on an H200; GPU_STATUS.md).
+"""
+
+
+class ExpertSizes(Struct, frozen=True):
+    """Bytes of a rank's experts over all its layers, by the number of a layer's residents or slots, over all ranks that share
+    it: lists of one more than there are places."""
+
+    resident: list[int]
+    """VRAM of residents without slots behind them, in whole blocks."""
+    beside_slots: list[int]
+    """The same with slots: the block that the last expert shares with them is in VRAM always."""
+    slots: list[int]
+    """VRAM of slots, beyond the experts' blocks."""
+    offloaded: list[int]
+    """Host RAM of what is not resident."""
+
+    @property
+    def num_places(self) -> int:
+        return len(self.resident) - 1
+
+    def in_vram(self, residents: int, slots: int) -> int:
+        return (self.beside_slots if slots else self.resident)[residents] + self.slots[slots]
+
+
+class RankBudget(Struct, frozen=True):
+    """What one rank has and needs, in bytes."""
+
+    name: str
+    """As in "GPU 0 (rank 0)"."""
+    free: int
+    """VRAM for experts, stream buffers and KV cache, by --mem-fraction-static less the headroom."""
+    cache: int
+    """KV cache and states that the launch asks for."""
+    least_cache: int
+    """Those without which SGLang does not start."""
+    experts: ExpertSizes
+    buffer: int
+    """Of one stream buffer: the largest layer."""
+    node: int
+    """The machine."""
+    host: int
+    """Host RAM that is available on it."""
+    host_cache: int = 0
+    """Its part of the hierarchical cache."""
+    one_memory: bool = False
+    """Whether the GPU has the host's memory."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the flags say."""
+
+    num_resident: int | None
+    """None for ``auto``."""
+    slots: Slots
+    stream_gb: float | None
+    """None for ``auto``."""
+    top_k: int
+    streams: Callable[[int], bool]
+    """Whether a step may stream, given the rows of a layer in VRAM."""
+    demand: str
+    """What the KV cache is for."""
+    cache_tokens: int
+    converts: bool = False
+    """Whether the experts are smaller once they are loaded: begin with as many as fit before."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Of a layer's experts, over all ranks that share it."""
+
+    num_resident: int
+    slots: int
+    buffers: int
+
+
+def divide(asked: Asked, ranks: Sequence[RankBudget]) -> Division:
+    """The numbers to serve with, equal for all ranks. Raises ``FlagError`` with the numbers of the rank that is short of VRAM,
+    or of the machine that is short of host RAM."""
+    if asked.num_resident is not None:
+        return _as_given(asked, asked.num_resident, ranks)
+    return _most(asked, ranks)
+
+
+def corrected(now: Division, asked: Asked, ranks: Sequence[RankBudget]) -> int:
+    """The residents with which ``ranks`` hold the cache that is asked for next to the slots and buffers that they have, as
+    measured again. Raises ``FlagError`` if not even none, or not the number that a flag gives, fit."""
+    n = asked.num_resident
+    if n is not None:
+        _check_vram(n, now.slots, now.buffers, ranks, "")
+        return n
+    places = ranks[0].experts.num_places
+    found = _largest(places + 1, lambda n: _fits(n, now.slots, now.buffers, ranks))
+    if found is None:
+        raise FlagError([_no_room(asked, ranks, now.slots, now.buffers)])
+    return found
+
+
+def _most(asked: Asked, ranks: Sequence[RankBudget]) -> Division:
+    places = ranks[0].experts.num_places
+    slots, given = asked.slots, asked.stream_gb
+
+    def split(rows: int) -> tuple[int, int]:
+        behind = slots.of(rows, places)
+        return rows - behind, behind
+
+    def most(buffers: int) -> int | None:
+        return _largest(places + 1, lambda rows: _fits(*split(rows), 0 if rows == places else buffers, ranks))
+
+    buffers = list(range(MOST_BUFFERS, -1, -1)) if given is None else [_buffers_in(given, ranks)]
+    for count in buffers:
+        rows = most(count)
+        last = count == buffers[-1]
+        if rows is None:
+            continue
+        if slots.asked and rows < min(slots.asked, places):
+            raise FlagError([f"{_SLOTS} {slots.asked}: {rows} rows a layer fit in VRAM; give at most as many, or {AUTO}"])
+        useful = rows >= LEAST_RESIDENTS * asked.top_k and asked.streams(rows) and not _short_of_host(*split(rows), ranks)
+        if rows == places or last or useful:
+            residents, behind = split(rows)
+            if slots.asked is None:
+                residents, behind = _that_host_ram_holds(residents, behind, rows, ranks)
+            if short := _short_of_host(residents, behind, ranks):
+                raise FlagError([f"{_N} {AUTO}: {short}"])
+            return Division(residents, behind, 0 if rows == places else count)
+    raise FlagError([_no_room(asked, ranks, 0, buffers[-1])])
+
+
+def _that_host_ram_holds(residents: int, slots: int, rows: int, ranks: Sequence[RankBudget]) -> tuple[int, int]:
+    """Fewer slots, and more residents in their place, where host RAM holds no more: it also holds what slots do."""
+    while slots and _short_of_host(residents, slots, ranks):
+        residents, slots = rows - slots + 1, slots - 1
+    return residents, slots
+
+
+def _as_given(asked: Asked, n: int, ranks: Sequence[RankBudget]) -> Division:
+    slots, given = asked.slots.asked or 0, asked.stream_gb
+    places = ranks[0].experts.num_places
+    if asked.converts:
+        n = _largest(n + 1, lambda fewer: _fits(fewer, slots, 0, ranks)) or 0
+    offloads = n < places
+    fits = partial(_fits, n, slots, ranks=ranks)
+    buffers = 0
+    if offloads and given is not None:
+        buffers = _buffers_in(given, ranks)
+        largest = max(rank.buffer for rank in ranks)
+        if given and largest and not buffers:
+            raise FlagError([f"{_STREAM_GB} {given:g}: one buffer takes {size(largest)}; give that, {AUTO}, or 0"])
+    elif offloads and asked.streams(n + slots):
+        buffers = next((count for count in range(MOST_BUFFERS, 0, -1) if fits(count)), 0)
+    _check_vram(n, slots, buffers if given is not None else 0, ranks, "" if given is None else f"{given:g}")
+    if short := _short_of_host(n, slots, ranks):
+        raise FlagError([f"{_N} {n}: {short}"])
+    return Division(n, slots, buffers)
+
+
+def _buffers_in(gib: float, ranks: Sequence[RankBudget]) -> int:
+    return min((buffers_in(gib, rank.buffer) for rank in ranks if rank.buffer), default=0)
+
+
+def _fits(residents: int, slots: int, buffers: int, ranks: Sequence[RankBudget]) -> bool:
+    """Next to the cache that is asked for."""
+    return all(_needed(residents, slots, buffers, rank) + DRIVER_BYTES + rank.cache <= rank.free for rank in ranks)
+
+
+def _needed(residents: int, slots: int, buffers: int, rank: RankBudget) -> int:
+    sizes = rank.experts
+    shared = sizes.offloaded[residents] if rank.one_memory else 0
+    return sizes.in_vram(residents, slots) + buffers * rank.buffer + shared
+
+
+def _check_vram(n: int, slots: int, buffers: int, ranks: Sequence[RankBudget], stream_gb: str) -> None:
+    """Raise ``FlagError`` for the rank that is shortest, if N residents certainly do not fit on it."""
+
+    def spare(residents: int, rank: RankBudget) -> int:
+        return rank.free - rank.least_cache - _needed(residents, slots, buffers, rank)
+
+    rank = min(ranks, key=partial(spare, n))
+    if spare(n, rank) >= 0:
+        return
+    most = _largest(n, lambda residents: all(spare(residents, each) >= 0 for each in ranks))
+    given = f"{_N} {n}" + (f" and {_SLOTS} {slots}" if slots else "")
+    stream = f", {size(buffers * rank.buffer)} for stream buffers ({_STREAM_GB} {stream_gb})" if buffers else ""
+    if rank.one_memory:
+        remedy = ONE_MEMORY
+    else:
+        remedy = "no number fits: use more or larger GPUs" if most is None else f"give at most {most}, or {AUTO}"
+    raise FlagError(
+        [
+            f"{given}: does not fit on {rank.name}: {size(_needed(n, slots, 0, rank))} for {n + slots} of "
+            f"{rank.experts.num_places} experts a layer{stream} and {size(rank.least_cache)} for the smallest KV cache are "
+            f"needed, and {size(max(0, rank.free))} are left of what --mem-fraction-static and {flag_name('headroom_gb')} "
+            f"allow; {remedy}"
+        ]
+    )
+
+
+def _no_room(asked: Asked, ranks: Sequence[RankBudget], slots: int, buffers: int) -> str:
+    """Why ``auto`` finds no number."""
+    rank = min(ranks, key=lambda each: each.free - each.cache - _needed(0, slots, buffers, each))
+    room = rank.free - DRIVER_BYTES - _needed(0, slots, buffers, rank)
+    text = (
+        f"{_N} {AUTO}: with no expert resident {rank.name} needs {size(rank.cache)} of KV cache for {asked.cache_tokens} "
+        f"tokens ({asked.demand}), and {size(max(0, room))} are left of what --mem-fraction-static and "
+        f"{flag_name('headroom_gb')} allow"
+    )
+    if rank.one_memory:
+        return f"{text}; {ONE_MEMORY}"
+    if room <= rank.least_cache:
+        return f"{text}; use more or larger GPUs"
+    tokens = int(asked.cache_tokens * room / rank.cache) if rank.cache else 0
+    return f"{text}; give --max-total-tokens {tokens} or fewer, fewer requests, or a shorter --context-length"
+
+
+def _short_of_host(residents: int, slots: int, ranks: Sequence[RankBudget]) -> str:
+    """Why a machine's host RAM cannot hold what is offloaded; "" if every one can."""
+    for node in sorted({rank.node for rank in ranks}):
+        local = [rank for rank in ranks if rank.node == node]
+        if local[0].one_memory:
+            continue  # counted with the VRAM
+        need = HostNeed(sum(rank.experts.offloaded[residents] for rank in local), sum(rank.host_cache for rank in local))
+        available = min(rank.host for rank in local)
+        if not need.experts or need.total <= available:
+            continue
+        left = size(max(0, available - need.total + need.experts))
+        where = f" of node {node}" if len({rank.node for rank in ranks}) > 1 else ""
+        more = "give a smaller --hicache-size or --hicache-ratio, " if need.cache else ""
+        return (
+            f"the offloaded experts need {size(need.experts)} of host RAM{where}, and {left} is left of {size(available)} "
+            f"after {need.beside_experts()}; {more}keep more resident, or add host RAM"
+        )
+    return ""
+
+
+def _largest(stop: int, holds: Callable[[int], bool]) -> int | None:
+    """The largest number below ``stop`` for which ``holds``, None if there is none."""
+    return next((number for number in range(stop - 1, -1, -1) if holds(number)), None)
