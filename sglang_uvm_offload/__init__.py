@@ -33,8 +33,6 @@ Serving, for each forward step:
     residency/observer              polls the counts, which arrive some steps late, without waiting
     residency/adaptation            on a thread of its own: decides (policy/adaptive, over policy/extents)
     residency/mover                 on another one (residency/worker): demotes, then promotes
-    plugin/rank/draft_hooks         adaptive speculation, before a decode step: how many tokens to draft
-    residency/draft_lengths         by what steps kept, took and missed on all ranks (policy/draft_length)
     residency/evictions             on that one, every ten seconds: are residents in VRAM (cuda/read_times)
 
 Operating, while it serves:

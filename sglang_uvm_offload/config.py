@@ -21,7 +21,6 @@ NEVER = 1 << 62
 Selection = Literal["first_n", "frequency", "manual"]
 Adapt = Literal["off", "warmup", "continuous"]
 Prefetch = Literal["none", "frequency", "speculative"]
-DraftPolicy = Literal["acceptance", "misses"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,6 @@ class Settings:
     """Whether kernels may load weights by TMA."""
     draft_num_resident: int | None
     """Resident routed experts of each MoE layer of a draft model, over all ranks that share the layer; None: all."""
-    draft_policy: DraftPolicy
     backend: str
     """``uvm`` or ``emulated``; ``auto`` until the launch is checked."""
     launch_id: str = ""

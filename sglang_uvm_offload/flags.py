@@ -19,7 +19,6 @@ PREFETCHES = ("none", "frequency", "speculative")
 TABLES = ("vram", "host")
 OFF = "-1"
 """``num_resident`` of a launch that does not offload, whatever its other flags."""
-DRAFT_POLICIES = ("acceptance", "misses")
 BACKENDS = ("auto", "uvm", "emulated")
 SHOWN_DEFAULTS = {"num_resident": "off", "draft_num_resident": "all", "slots": "off"}
 
@@ -65,14 +64,6 @@ class OffloadFlags:
         "Keep this many routed experts of each MoE layer of the draft model (--speculative-algorithm) in VRAM. Starts with the "
         "first ones; if residents may change, switches to those that drafts use most after --expert-offload-warmup-tokens "
         "tokens.",
-    )
-    draft_policy: str = flag(
-        "acceptance",
-        str,
-        "How --speculative-adaptive chooses the number of draft tokens. acceptance: SGLang's way, by how many are accepted. "
-        "misses: also by the time of steps and the bytes that they read over PCIe, which grow with each draft token; among the "
-        "numbers in --speculative-adaptive-config.",
-        DRAFT_POLICIES,
     )
     resident_selection: str = flag(
         "frequency",

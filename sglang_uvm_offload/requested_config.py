@@ -63,7 +63,6 @@ def parse(values: Mapping[str, Any]) -> RequestedConfig | None:
         backend=flags.backend,
         slots=_slots(flags.slots),
         draft_num_resident=flags.draft_num_resident,
-        draft_policy=flags.draft_policy,  # type: ignore[arg-type]
     )
 
 

@@ -51,10 +51,6 @@ HOOKED = {
         ],
         "self, forward_batch",
     ),
-    "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams.get_steps_for_batch": "self, batch_size",
-    "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams.on_verify_complete": (
-        "self, num_correct_drafts_per_req, batch_size"
-    ),
     "sglang.srt.eplb.expert_location_updater.ExpertLocationUpdater.update": "self",
     "sglang.srt.lora.layers.FusedMoEWithLoRA.__init__": "self, base_layer",
     "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler": "self",
@@ -123,7 +119,6 @@ CALLED = {
     "sglang.srt.runtime_context.get_schedule": "",
     "sglang.srt.runtime_context.get_server_args": "",
     "sglang.srt.runtime_context.get_serving": "",
-    "sglang.srt.speculative.adaptive_spec_params._load_adaptive_config": "cfg_path",
     "sglang.srt.utils.auth.auth_level": "level",
     "sglang.srt.utils.get_device_memory_capacity": "device",
     "sglang.srt.utils.hf_transformers_utils.get_tokenizer": (
@@ -147,8 +142,8 @@ ATTRIBUTES = {
         "max_total_tokens mem_fraction_static mm_feature_transport model_loader_extra_config model_path moe_a2a_backend "
         "moe_dense_tp_size moe_dp_size moe_runner_backend nnodes node_rank offload_group_size page_size ple_offload_backend "
         "ple_offload_embedding port pp_size quantization remote_instance_weight_loader_start_seed_via_transfer_engine "
-        "revision skip_tokenizer_init smg_grpc_mode smg_http_sidecar_port speculative_adaptive speculative_adaptive_config "
-        "speculative_algorithm speculative_draft_kv_cache_dtype speculative_draft_load_format speculative_draft_model_path "
+        "revision skip_tokenizer_init smg_grpc_mode smg_http_sidecar_port speculative_algorithm "
+        "speculative_draft_kv_cache_dtype speculative_draft_load_format speculative_draft_model_path "
         "speculative_draft_model_revision speculative_moe_runner_backend speculative_ngram_external_corpus_path "
         "speculative_num_draft_tokens speculative_token_map swa_full_tokens_ratio tokenizer_backend tokenizer_mode "
         "tokenizer_path tokenizer_worker_num tp_size trust_remote_code use_ray weight_cache_mode"
@@ -209,8 +204,6 @@ ATTRIBUTES = {
     ),
     "sglang.srt.plugins.hook_registry.HookRegistry": "_patched",
     "sglang.srt.plugins.hook_registry.HookType": "AFTER AROUND BEFORE REPLACE",
-    "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams": "_route",
-    "sglang.srt.speculative.adaptive_spec_params.AdaptiveStepSlot": "candidate_steps current_steps",
     "sglang.srt.utils.auth.AuthLevel": "ADMIN_OPTIONAL",
 }
 """The names that this plugin reads, by module or class. Excludes what a launch can do without: what only ``doctor``'s warnings

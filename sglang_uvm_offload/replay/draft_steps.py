@@ -19,44 +19,6 @@ from sglang_uvm_offload.routing.trace import Trace
 
 
 @dataclass(frozen=True)
-class DraftSteps:
-    """What a step that begins at a token would use, by its number of draft tokens: ``int[tokens, numbers]`` experts that are
-    offloaded (``missed``) and resident (``hit``). One request at a time; the shipped policy chooses the residents, and follows
-    the trace token by token."""
-
-    missed: np.ndarray
-    hit: np.ndarray
-    left: np.ndarray
-    """``int[tokens]``: tokens to the request's end."""
-    request: np.ndarray
-    """``int[tokens]``"""
-    warmup: int
-    """The first tokens, which are not scored."""
-    per_token: int
-    """Experts that a token uses, in all layers together."""
-
-    @classmethod
-    def of(cls, trace: Trace, residency: float, most: int, warmup_fraction: float = 0.5) -> DraftSteps:
-        """With 0 to ``most`` draft tokens. ``residency`` (0..1) of each layer's experts are resident; the first
-        ``warmup_fraction`` of the requests warm up."""
-        used = trace.activated(trace.steps(range(trace.num_requests), 1))
-        left = np.repeat(np.cumsum(trace.seq_len), trace.seq_len) - np.arange(len(used))
-        manager = Managed(used.shape[1:], round(residency * used.shape[2]))
-        missed, hit = (np.zeros((len(used), most + 1), dtype=np.int64) for _ in range(2))
-        for token, activated in enumerate(used):
-            resident, union = manager.resident, np.zeros_like(activated)
-            for drafts in range(most + 1):
-                if drafts < left[token]:
-                    union |= used[token + drafts]
-                missed[token, drafts] = np.count_nonzero(union & ~resident)
-                hit[token, drafts] = np.count_nonzero(union & resident)
-            manager.step(activated)
-        request = np.repeat(np.arange(trace.num_requests), trace.seq_len)
-        warmup = int(trace.seq_len[: len(trace.split(warmup_fraction)[0])].sum())
-        return cls(missed, hit, left, request, warmup, round(float(used.sum(axis=(1, 2)).mean())))
-
-
-@dataclass(frozen=True)
 class DraftReads:
     """Of steps with so many draft tokens, on average over steps that begin at each scored token."""
 
@@ -84,14 +46,33 @@ def draft_reads(
 ) -> list[DraftReads]:
     """For 0 to ``len(accepted)`` draft tokens, each accepted with its share in ``accepted`` (0..1) if those before it were. A
     step takes ``step_ms`` beside its reads over the link."""
-    steps = DraftSteps.of(trace, residency, len(accepted), warmup_fraction)
+    missed, left = _scored(trace, residency, len(accepted), warmup_fraction)
     found = []
     reached = np.array([1.0, *accumulate(accepted, mul)])
     for drafts in range(len(accepted) + 1):
         # A step keeps no token after the request's last one.
-        ends = np.minimum(steps.left[steps.warmup :], drafts + 1)
-        kept = float(np.cumsum(reached)[ends - 1].mean())
-        read = float(steps.missed[steps.warmup :, drafts].mean()) * expert_bytes
+        kept = float(np.cumsum(reached)[np.minimum(left, drafts + 1) - 1].mean())
+        read = float(missed[:, drafts].mean()) * expert_bytes
         seconds = read / (link_gbps * 1e9) + step_ms * 1e-3
         found.append(DraftReads(drafts, kept, read, read / kept, seconds / kept))
     return found
+
+
+def _scored(trace: Trace, residency: float, most: int, warmup_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """``int[tokens, most + 1]`` offloaded experts that a step with 0 to ``most`` draft tokens uses if it begins at a token, and
+    ``int[tokens]`` tokens to the request's end. One request at a time; the shipped policy chooses the residents, a share
+    ``residency`` of each layer's experts, and follows the trace token by token. The first ``warmup_fraction`` of the requests
+    warm up, and are left out."""
+    used = trace.activated(trace.steps(range(trace.num_requests), 1))
+    left = np.repeat(np.cumsum(trace.seq_len), trace.seq_len) - np.arange(len(used))
+    manager = Managed(used.shape[1:], round(residency * used.shape[2]))
+    missed = np.zeros((len(used), most + 1), dtype=np.int64)
+    for token, activated in enumerate(used):
+        resident, union = manager.resident, np.zeros_like(activated)
+        for drafts in range(most + 1):
+            if drafts < left[token]:
+                union |= used[token + drafts]
+            missed[token, drafts] = np.count_nonzero(union & ~resident)
+        manager.step(activated)
+    warmup = int(trace.seq_len[: len(trace.split(warmup_fraction)[0])].sum())
+    return missed[warmup:], left[warmup:]

@@ -103,7 +103,6 @@ def _facts(info: ServerInfo, source: str) -> Element:
             pairs.append((_of("slots", name, info.ranks), _slots(shown.slots)))
         if shown.profile is not None:
             pairs.append((_of("profile", name, info.ranks), _profile(shown.profile)))
-        pairs += [(_of("draft tokens", name, info.ranks), lengths.described()) for lengths in shown.draft_lengths]
         if shown.link is not None:
             pairs.append((_of("link", name, info.ranks), "; ".join([shown.link.verdict(), *shown.link.because])))
         if shown.start:

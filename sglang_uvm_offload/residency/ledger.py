@@ -37,8 +37,6 @@ class Ledger:
         self.zero_copy_bytes = np.zeros(len(layers), dtype=np.int64)
         """Bytes of placed experts that steps read in place, each expert once a step, and those of them that were in host RAM. A
         prefill may read them more often."""
-        self.decode_missed_bytes = 0
-        """Bytes that decode steps read in place from host RAM, or copied from there into slots, of all layers."""
         self.streamed_bytes = np.zeros(len(layers), dtype=np.int64)
         """Bytes of offloaded experts that were copied over the link for steps that stream, each byte once a step."""
         self.activations = np.zeros(len(layers), dtype=np.int64)
@@ -75,7 +73,6 @@ class Ledger:
         self.zero_copy_bytes += (activations * offloaded).sum(axis=1)
         offloadable = ~stack([layer.always_resident for layer in self._layers], width) & (expert_bytes > 0)[:, None]
         decode = new.counts[:, Phase.DECODE, ACTIVATIONS] * offloadable
-        self.decode_missed_bytes += int((decode * offloaded).sum())
         self.activations += decode.sum(axis=1)
         self.activations_resident += (decode * share).sum(axis=1)
         if new.slots is not None:
@@ -87,7 +84,6 @@ class Ledger:
         hits, fills = hits * (offloaded > 0), fills * (offloaded > 0)
         self.routed_resident += (tokens * share).sum(axis=1)
         self.activations_resident += (slots[:, Phase.DECODE, SLOT_HITS] * share).sum(axis=1)
-        self.decode_missed_bytes -= int((slots[:, Phase.DECODE, SLOT_HITS] * offloaded).sum())
         self.zero_copy_bytes -= ((hits + fills) * offloaded).sum(axis=1)
         self.filled_bytes += (fills * offloaded).sum(axis=1)
         self.slot_hits += hits.sum(axis=1)

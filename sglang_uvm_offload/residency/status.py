@@ -13,10 +13,9 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from sglang_uvm_offload.memory.link import LinkStatus
-from sglang_uvm_offload.residency.bounds import Amount, Count, Listed, Seconds, Share
+from sglang_uvm_offload.residency.bounds import Count, Listed, Seconds, Share
 from sglang_uvm_offload.residency.curve import Curve
 from sglang_uvm_offload.residency.start import StartPhase
-from sglang_uvm_offload.units import size
 
 MAX_LAYERS, MAX_EXPERTS = 1 << 10, 1 << 13
 
@@ -164,38 +163,6 @@ class SlotStatus(Struct, frozen=True):
     """Experts that steps that streamed have left in slots, copied from VRAM."""
 
 
-class DraftLengthStatus(Struct, frozen=True):
-    """How many tokens steps draft for each of up to ``requests``, and why: what is expected of each number in ``drafts``."""
-
-    requests: Count
-    in_use: Count
-    drafts: Totals
-    tokens_s: Annotated[list[Amount | None], Listed]
-    """Kept tokens of a request, a second; None where no step was timed."""
-    kept: Annotated[list[Amount], Listed]
-    """Tokens that a step keeps of a request."""
-    missed_bytes: Totals
-    """Bytes that a step reads over the link."""
-
-    def described(self) -> str:
-        """In one line, with what speaks for and against each number."""
-        rows = zip(self.drafts, self.tokens_s, self.kept, self.missed_bytes, strict=True)
-        each = (
-            f"{drafts}: "
-            + ("not timed" if rate is None else f"{rate:.1f} tokens/s")
-            + f", keeping {kept:.2f} and reading {size(missed)} a step"
-            for drafts, rate, kept, missed in rows
-        )
-        return f"{self.in_use} for each of up to {self.requests} requests; expected of {'; '.join(each)}"
-
-    def check(self) -> None:
-        """Raise ``ValueError`` for what no server chooses."""
-        if self.in_use not in self.drafts:
-            raise ValueError(f"in_use {self.in_use} must be one of drafts {self.drafts}")
-        if not len(self.drafts) == len(self.tokens_s) == len(self.kept) == len(self.missed_bytes):
-            raise ValueError("tokens_s, kept and missed_bytes must have one entry for each of drafts")
-
-
 class RankStatus(Struct, frozen=True):
     """The experts of one rank, and where its steps were served from since the model was loaded."""
 
@@ -263,8 +230,6 @@ class RankStatus(Struct, frozen=True):
     """As ``hit_rate``, for draft models with offloaded experts; None without any."""
     draft_zero_copy_bytes: Count = 0
     """As ``zero_copy_bytes``."""
-    draft_lengths: Annotated[list[DraftLengthStatus], Listed] = []
-    """Empty where SGLang chooses how many tokens to draft."""
     link: LinkStatus | None = None
     """None where nothing was measured."""
     hit_rate_before: Share | None = None
@@ -282,7 +247,7 @@ class RankStatus(Struct, frozen=True):
         """Raise ``ValueError`` for values that no rank reports. Only readers call it: a server never fails over its own
         status."""
         self.history.check()
-        for part in (self.curve, self.trace, *self.draft_lengths):
+        for part in (self.curve, self.trace):
             if part is not None:
                 part.check()
         for name in ("resident_ids", "partly_resident_ids"):

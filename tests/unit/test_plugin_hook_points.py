@@ -57,7 +57,6 @@ def test_every_function_that_is_hooked_is_listed():
         every = {
             "slots": "1",
             "draft_num_resident": 1,
-            "draft_policy": "misses",
             "trace": "/nowhere.npz",
             "lookup_tables": "host",
         }

@@ -68,15 +68,6 @@ def test_a_measured_link_is_shown_in_bytes_a_second_and_another_is_not(served):
     assert shown == {"sequential": 51e9, "scattered": 35e9, "copied": 50e9, "engine": 52e9}
 
 
-def test_draft_tokens_are_shown_where_they_are_chosen_here(served):
-    _, metrics = served
-    metrics.publish()
-    assert sample("draft_tokens") is None
-    metrics.drafts = lambda: 3
-    metrics.publish()
-    assert sample("draft_tokens") == 3
-
-
 def test_moves_are_counted(served):
     rank, metrics = served
     rank.step([[7, 6, 5]])

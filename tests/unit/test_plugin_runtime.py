@@ -151,33 +151,6 @@ def test_a_server_that_may_have_no_further_thread_decides_and_moves():
         assert [one.submit(int).result() for one in executors] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("mode", "rows", "draft", "streams", "told"),
-    [
-        (ForwardMode.TARGET_VERIFY, 4, False, False, True),
-        (ForwardMode.TARGET_VERIFY, 4, True, False, False),
-        (ForwardMode.TARGET_VERIFY, 4, False, True, False),
-        (ForwardMode.EXTEND, 4, False, False, False),
-        (ForwardMode.IDLE, 0, False, False, False),
-    ],
-)
-def test_what_chooses_the_number_of_drafts_is_told_of_each_step_that_counts_as_decoding(
-    monkeypatch, mode, rows, draft, streams, told
-):
-    """Before the step is counted: what it polls is of whole steps."""
-    happened = []
-    monkeypatch.setattr(step_hooks, "is_eager", lambda runner, batch, phase: True)
-    rank = RankState(served_config(draft_policy="misses"))
-    rank.backend = Emulated()
-    rank.manager = SimpleNamespace(begin_step=lambda *args, **kwargs: happened.append("counted"), end_step=lambda model: None)
-    rank.draft_lengths = SimpleNamespace(begin_step=lambda: happened.append("told"))
-    rank.layer_hooks.streamer = SimpleNamespace(streams=lambda tokens: streams, begin_step=lambda: None, end_step=lambda: None)
-    runner = SimpleNamespace(_expert_offload_model=SimpleNamespace(draft=draft))
-    batch = batch_of(mode, rows)
-    step_hooks.StepHooks(rank).around_forward(lambda runner, batch: None, runner, batch)
-    assert happened == ["told", "counted"][not told :]
-
-
 @pytest.mark.parametrize(("others", "rows"), [((), 3), ((DECODES,), ALL_ROWS)])
 def test_a_step_that_a_graph_of_drafts_replays_counts_the_rows_before_the_padding(others, rows):
     """Gathered, padding may be anywhere."""

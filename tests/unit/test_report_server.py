@@ -27,7 +27,6 @@ from sglang_uvm_offload.report.server_report import IN_HOST, IN_VRAM, KINDS, NOT
 from sglang_uvm_offload.report.source import ReplayResults
 from sglang_uvm_offload.report.units import duration
 from sglang_uvm_offload.report.verdict import verdict
-from sglang_uvm_offload.residency.status import RankStatus
 from sglang_uvm_offload.routing.counts import IdFormat, Phase
 from sglang_uvm_offload.routing.recorder import Recorder
 
@@ -115,20 +114,6 @@ def test_the_verdict_on_a_profile_and_the_trace_are_among_the_facts():
     said = words(server_report(info(status | {"profile": verdict | {"kept": True}, "trace": trace | {"stopped": True}}), "s"))
     assert "95.0 %: residents kept trace" in said
     assert "2 steps not recorded; recording stopped: see the server's log Advice" in said
-
-
-def test_the_number_of_draft_tokens_and_the_reason_are_among_the_facts():
-    chosen = {"requests": 4, "in_use": 3, "drafts": [1, 3], "tokens_s": [None, 20.0], "kept": [1.5, 2.25]}
-    chosen["missed_bytes"] = [1 << 20, 2 << 20]
-    status = Rank(config()).status()
-    said = words(server_report(info(status | {"draft_lengths": [chosen]}), "s"))
-    assert (
-        "draft tokens 3 for each of up to 4 requests; expected of 1: not timed, keeping 1.50 and reading 1.0 MiB a step; "
-        "3: 20.0 tokens/s, keeping 2.25 and reading 2.0 MiB a step Advice"
-    ) in said
-    for wrong in ({"in_use": 2}, {"kept": [1.5]}):
-        with pytest.raises(ValueError, match="drafts"):
-            msgspec.convert(status | {"draft_lengths": [chosen | wrong]}, RankStatus).check()
 
 
 def test_a_report_without_a_profile_and_a_trace_has_no_rows_for_them():

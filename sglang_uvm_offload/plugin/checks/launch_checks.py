@@ -91,7 +91,7 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     ]
     num_experts, reasons = _experts(requested, model)
     redundant = cfg.ep_num_redundant_experts
-    problems += reasons + draft_source.problems(requested, cfg) + draft_source.policy_problems(requested, cfg)
+    problems += reasons + draft_source.problems(requested, cfg)
     with _listed(problems):
         chosen_profile(requested, model)
     settings: dict[str, Any] = {}

@@ -21,27 +21,6 @@ def problems(config: RequestedConfig, cfg: Any) -> list[str]:
     return [f"{given}: no draft model is loaded (--speculative-algorithm {cfg.speculative_algorithm}); leave it out"]
 
 
-def policy_problems(config: RequestedConfig, cfg: Any) -> list[str]:
-    """Why ``--expert-offload-draft-policy`` has nothing to choose."""
-    if config.draft_policy != "misses":
-        return []
-    given = f"{flag_name('draft_policy')} {config.draft_policy}"
-    if not cfg.speculative_adaptive:
-        return [
-            f"{given}: needs --speculative-adaptive, which is not given or not supported with these flags (SGLang then logs "
-            "the reason)"
-        ]
-    from sglang.srt.speculative.adaptive_spec_params import _load_adaptive_config
-
-    _, by_batch_size = _load_adaptive_config(cfg.speculative_adaptive_config)
-    if any(len(set(entry["candidate_steps"])) > 1 for entry in by_batch_size.values()):
-        return []
-    return [
-        f"{given}: --speculative-adaptive-config {cfg.speculative_adaptive_config} lists one number of draft tokens for each "
-        "batch size; list two or more in some candidate_steps"
-    ]
-
-
 def tokens_verified(cfg: Any) -> int:
     """Tokens that a step verifies per request, 0 without drafts."""
     return (cfg.speculative_num_draft_tokens or 0) if cfg.speculative_algorithm is not None else 0

@@ -27,13 +27,11 @@ class Metrics:
         faults: Callable[[], Mapping[str, bool]],
         savers: Sequence[Saver],
         registry: CollectorRegistry = REGISTRY,
-        drafts: Callable[[], int | None] = lambda: None,
     ):
-        """``faults``: for each background task of this rank, whether a fault has ended it. ``savers`` may grow. ``drafts``: the
-        draft tokens of the last step, None where SGLang chose them."""
+        """``faults``: for each background task of this rank, whether a fault has ended it. ``savers`` may grow."""
         self.manager = manager
         self.labels = dict(labels)
-        self.faults, self.savers, self.drafts = faults, savers, drafts
+        self.faults, self.savers = faults, savers
         layered = [*labels, "layers"]
 
         def gauge(name: str, meaning: str, names: Sequence[str] = tuple(labels)) -> Gauge:
@@ -74,7 +72,6 @@ class Metrics:
             "copies (copied, engine).",
             [*labels, "by"],
         )
-        self.draft_tokens = gauge("draft_tokens", "Draft tokens of the last step, where the misses policy chose them.")
         self.paused = gauge("paused", "1 while an operator has paused moves.")
         self.fault = gauge(
             "fault", "1 once a fault has ended moving, streaming or the trace; serving continues.", [*labels, "of"]
@@ -134,8 +131,6 @@ class Metrics:
         self.resident_bytes.labels(**self.labels).set(sum(layer.resident_bytes for layer in layers))
         self.offloaded_bytes.labels(**self.labels).set(sum(layer.offloaded_bytes for layer in layers))
         self.paused.labels(**self.labels).set(self.manager.paused)
-        if (drafts := self.drafts()) is not None:
-            self.draft_tokens.labels(**self.labels).set(drafts)
         if (link := self.manager.link) is not None:
             for by, rate in dataclasses.asdict(link.measured.together).items():
                 self.link.labels(**self.labels, by=by).set(rate * 1e9)

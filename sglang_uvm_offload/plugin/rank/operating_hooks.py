@@ -54,7 +54,7 @@ class OperatingHooks:
                 if is_first_rank():
                     ranks = get_parallel().tp_size * get_parallel().pp_size
                     make_room(ranks * self._status().resident_bytes, read_models(get_server_args()))
-        self.rank.begin_serving()
+        self.rank.manager.begin_serving()
         # The KV cache was allocated after the experts. Check now, so that no check allocates during the first steps.
         self.rank.manager.check_for_evictions()
         self.rank.manager.wait_for_moves()
@@ -77,7 +77,6 @@ class OperatingHooks:
                 },
                 self._faults,
                 self.rank.savers,
-                drafts=self._draft_tokens,
             )
             self.chores.run("publishing metrics", self.metrics.publish)
         if self.rank.routed_model is not None:
@@ -110,11 +109,6 @@ class OperatingHooks:
             found["trace"] = self.rank.recording.recorder.stopped
         return found
 
-    def _draft_tokens(self) -> int | None:
-        """Of the last step, None where SGLang chose them."""
-        lengths = self.rank.draft_lengths
-        return None if lengths is None else lengths.drafts
-
     def around_set_internal_state(self, original: Callable[..., Any], scheduler: Any, request: Any, *args: Any) -> Any:
         """SGLang delivers the request to all ranks between the same two steps."""
         action = Action.of(request.server_args)
@@ -134,9 +128,7 @@ class OperatingHooks:
         replica = compat.dp_rank()
         own = rank_status(self.rank.manager)
         found = {"trace": trace, "streaming": streaming, "saves": saves, "replica": replica, "start": self.rank.start.phases()}
-        lengths, tables = self.rank.draft_lengths, self.rank.tables.nbytes
-        drafts = [] if lengths is None else lengths.status()
-        return msgspec.structs.replace(own, **found, draft_lengths=drafts, lookup_table_bytes=tables)
+        return msgspec.structs.replace(own, **found, lookup_table_bytes=self.rank.tables.nbytes)
 
     def after_release(self, result: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         if GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags:

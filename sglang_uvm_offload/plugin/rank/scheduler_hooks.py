@@ -10,7 +10,6 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.rank import checkpoint_reading, tma
-from sglang_uvm_offload.plugin.rank.draft_hooks import DraftHooks
 from sglang_uvm_offload.plugin.rank.expert_adapters import ExpertAdapters
 from sglang_uvm_offload.plugin.rank.expert_map import UPDATER, around_update
 from sglang_uvm_offload.plugin.rank.loading_hooks import LoadingHooks
@@ -78,8 +77,6 @@ def install(
     if config.draft_num_resident is not None:
         for graphs in _DRAFT_GRAPHS:
             add(f"{graphs}.execute", steps.around_draft_graph, HookType.AROUND)
-    if config.draft_policy == "misses":
-        DraftHooks(lambda: rank.draft_lengths).install(add)
     if config.slots != 0:
         for seam in rank.seams:
             seam.install(add)

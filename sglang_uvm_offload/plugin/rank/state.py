@@ -20,7 +20,6 @@ from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
 from sglang_uvm_offload.plugin.slots.seam import Seam
 from sglang_uvm_offload.plugin.slots.triton import SlotSeam
-from sglang_uvm_offload.residency.draft_lengths import DraftLengths
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.rearranging import Rearranging
 from sglang_uvm_offload.residency.start import Phase, StartClock
@@ -44,8 +43,6 @@ class RankState:
         """SGLang's, once it is built."""
         self.slots: ModelSlots | None = None
         """The target model's slots, once it is loaded; None if no layer has any."""
-        self.draft_lengths: DraftLengths | None = None
-        """Chooses how many tokens to draft, once the server serves; None where SGLang does."""
         self.savers: list[Saver] = []
         self.routed_model: RoutedModel | None = None
         """The identity of the target model, once it is built."""
@@ -66,12 +63,6 @@ class RankState:
             executor=self.backend.executor(),
             decider=self.backend.executor(),
         )
-
-    def begin_serving(self) -> None:
-        """All models are loaded, and their graphs captured."""
-        self.manager.begin_serving()
-        if self.config.draft_policy == "misses":
-            self.draft_lengths = DraftLengths(self.manager, get_parallel().tp_group.all_gather_object)
 
     def experts_written(self) -> None:
         """The bytes of experts may have changed."""

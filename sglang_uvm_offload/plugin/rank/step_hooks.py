@@ -29,8 +29,6 @@ class StepHooks:
             streamer = None
         if streamer is not None:
             phase = Phase.PREFILL
-        if self.rank.draft_lengths is not None and not model.draft and valid_rows and phase is Phase.DECODE:
-            self.rank.draft_lengths.begin_step()
         self.rank.manager.begin_step(model, valid_rows, tokens, phase, streams=streamer is not None)
         if self.rank.slots is not None and not model.draft:
             self.rank.slots.begin_step(valid_rows, phase, () if phase is Phase.DECODE else self._prompt_ends(batch))
