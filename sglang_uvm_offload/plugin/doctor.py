@@ -30,8 +30,6 @@ from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
 from sglang_uvm_offload.units import size
 
-logger = logging.getLogger(__name__)
-
 _PACKAGE = "sglang_uvm_offload"
 
 
@@ -125,14 +123,7 @@ class Launch:
 
     def warnings(self) -> list[str]:
         """What makes the launch slower than it could be, or may end it. Call this if ``resolve`` found no problem."""
-        found = [*self.warned, *self.estimate.doubts, *start_rehearsal.warnings(self.args)]
-        try:
-            from sglang_uvm_offload.plugin.checks import moe_tiles  # before SGLang 0.5.23 some of what it asks is not there
-
-            return [*found, *moe_tiles.warnings(self.args)]
-        except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's code; it says nothing about the launch
-            logger.debug("Expert offload: cannot check the tiles of the MoE kernel: %s: %s", type(error).__name__, error)
-            return found
+        return [*self.warned, *self.estimate.doubts, *start_rehearsal.warnings(self.args)]
 
     def short_pages(self) -> list[str]:
         """What makes the launch's offloaded experts lie in small host pages. Call this if ``resolve`` found no problem."""

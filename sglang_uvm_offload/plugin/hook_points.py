@@ -206,8 +206,7 @@ ATTRIBUTES = {
     "sglang.srt.plugins.hook_registry.HookType": "AFTER AROUND BEFORE REPLACE",
     "sglang.srt.utils.auth.AuthLevel": "ADMIN_OPTIONAL",
 }
-"""The names that this plugin reads, by module or class. Excludes what a launch can do without: what only ``doctor``'s warnings
-need (``moe_tiles``), and what sizes pools if it exists (``server_pools``)."""
+"""The names that this plugin reads, by module or class. Excludes what sizes pools if it exists (``server_pools``)."""
 
 
 def check() -> None:

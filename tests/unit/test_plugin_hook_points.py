@@ -38,11 +38,11 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parsed() -> Iterator[tuple[str, ast.Module]]:
-    """The plugin's files, but for those that a launch does without: what only ``doctor`` warns by, what sizes pools, and a
-    program that builds models for ``plan``, which says where a name has moved."""
+    """The plugin's files, but for those that a launch does without: what sizes pools, and a program that builds models
+    for ``plan``, which says where a name has moved."""
     for path in PLUGIN.rglob("*.py"):
         name = str(path.relative_to(PLUGIN))
-        if name not in ("checks/moe_tiles.py", "launch/server_pools.py", "compat.py") and path.parent.name != "meta":
+        if name not in ("launch/server_pools.py", "compat.py") and path.parent.name != "meta":
             yield name, ast.parse(path.read_text())
 
 
