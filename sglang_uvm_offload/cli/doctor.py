@@ -180,7 +180,7 @@ def _plugin(found: Diagnosis) -> None:
 
 
 def _gpus(found: Diagnosis, gpus: list[int]) -> None:
-    from sglang_uvm_offload.cuda import access_counters, pci
+    from sglang_uvm_offload.cuda import pci
     from sglang_uvm_offload.cuda.build import BuildFailure, build, find_nvcc
     from sglang_uvm_offload.cuda.canary import canary_problems
     from sglang_uvm_offload.cuda.device import DriverError, device_arch, free_vram, problems_of
@@ -188,7 +188,7 @@ def _gpus(found: Diagnosis, gpus: list[int]) -> None:
     if problems := problems_of(gpus) or canary_problems(tuple(gpus)):
         found.bad(*problems)
         return
-    for warning in filter(None, [*pci.warnings(pci.bus_ids(gpus)), access_counters.warning(gpus)]):
+    for warning in pci.warnings(pci.bus_ids(gpus)):
         found.warn(warning)
     _link(found, gpus)
     arches = {gpu: device_arch(gpu) for gpu in gpus}
