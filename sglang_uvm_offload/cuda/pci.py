@@ -10,7 +10,6 @@ from pathlib import Path
 from cuda.bindings import driver
 
 from sglang_uvm_offload.cuda.device import DriverError, call_driver
-from sglang_uvm_offload.memory.host_ram import host_nodes
 
 SYSTEM = Path("/sys")
 
@@ -34,7 +33,7 @@ def warnings(gpus: Mapping[int, str], system: Path | None = None) -> list[str]:
     """One line for each thing that slows reads of host memory by ``gpus`` (``bus_ids``). What sysfs does not show is taken to
     be fine."""
     system = system or SYSTEM
-    return [*_shared_links(gpus, system), *_translated(gpus, system), *_split_sockets(system)]
+    return [*_shared_links(gpus, system), *_translated(gpus, system)]
 
 
 def _shared_links(gpus: Mapping[int, str], system: Path) -> list[str]:
@@ -63,18 +62,6 @@ def _translated(gpus: Mapping[int, str], system: Path) -> list[str]:
         "longer where host pages are small: boot with iommu=pt, unless virtual machines get these GPUs"
         for kind, translated in sorted(by_type.items())
         if kind.startswith("DMA")
-    ]
-
-
-def _split_sockets(system: Path) -> list[str]:
-    packages = {_text(file) for file in (system / "devices/system/cpu").glob("cpu*/topology/physical_package_id")}
-    sockets, nodes = len(packages - {""}), len(host_nodes(system / "devices/system/node"))
-    if not sockets or nodes <= sockets:
-        return []
-    return [
-        f"{sockets} socket{'s' * (sockets > 1)} {'are' if sockets > 1 else 'is'} divided into {nodes} NUMA nodes (SNC, or NPS "
-        "above 1): a GPU's experts go to its nearest node, which has a part of a socket's memory and of its rate; one node a "
-        "socket gives a GPU more of both (a setting of the firmware)"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Physical stretches of host memory: how long those of managed pages are, and whether the kernel has long ones to give.
+"""Physical stretches of host memory: whether the kernel has long ones to give.
 
 The driver asks the kernel for host pages of 2 MiB, then 64 KiB, then 4 KiB, and tells it not to try hard for the large ones
 (``__GFP_NORETRY``, ``uvm_cpu_chunk_alloc_page`` in ``uvm_pmm_sysmem.c`` of NVIDIA's open kernel modules, 595.45.04). So where
@@ -9,23 +9,17 @@ more translations, and the driver keeps more bookkeeping.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
 from pathlib import Path
-
-import numpy as np
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.units import size
 
-BUDDYINFO, PAGEMAP = Path("/proc/buddyinfo"), Path("/proc/self/pagemap")
+BUDDYINFO = Path("/proc/buddyinfo")
 
 SHORT_PAGES = (
     "the driver then takes host pages of 64 or 4 KiB, which the GPU may read more slowly; before the start, as root: "
     "sync; echo 3 > /proc/sys/vm/drop_caches; echo 1 > /proc/sys/vm/compact_memory"
 )
-
-_PRESENT = np.uint64(1 << 63)
-_FRAME = np.uint64((1 << 55) - 1)
 
 
 def free_in_blocks(buddyinfo: Path | None = None) -> int | None:
@@ -49,23 +43,3 @@ def fragmentation(needed: int, buddyinfo: Path | None = None) -> str | None:
     if free is None or free >= needed:
         return None
     return f"{size(free)} of host RAM is free in stretches of 2 MiB, for {size(needed)} of offloaded experts: {SHORT_PAGES}"
-
-
-def mean_stretch(blocks: Iterable[int], pagemap: Path = PAGEMAP) -> float | None:
-    """Mean bytes of the physical stretches in which the blocks at these addresses lie, at most a block each; None where the
-    kernel does not show this process where its pages are (it shows that to CAP_SYS_ADMIN), or none is mapped.
-
-    Format: https://docs.kernel.org/admin-guide/mm/pagemap.html."""
-    pages = stretches = 0
-    try:
-        with pagemap.open("rb", buffering=0) as file:
-            for address in blocks:
-                file.seek(address // mmap.PAGESIZE * 8)
-                entries = np.frombuffer(file.read(BLOCK_BYTES // mmap.PAGESIZE * 8), dtype=np.uint64)
-                frames = (entries & _FRAME)[(entries & _PRESENT) != 0]
-                frames = frames[frames != 0]
-                pages += frames.size
-                stretches += int((np.diff(frames.astype(np.int64)) != 1).sum()) + bool(frames.size)
-    except OSError:
-        return None
-    return pages * mmap.PAGESIZE / stretches if stretches else None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,17 +11,11 @@ from sglang_uvm_offload.config import OffloadConfig, Settings
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.layer_shard import LayerShard
-from sglang_uvm_offload.memory.host_pages import mean_stretch
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.mover import layer_bar
 from sglang_uvm_offload.residency.placement import EVERYTHING, InitialPlacement, LayerPlacement
 from sglang_uvm_offload.residency.selection import rank_share
-
-logger = logging.getLogger(__name__)
-
-SAMPLED_BLOCKS = 256
-"""At most so many blocks of offloaded experts are looked up: a few milliseconds."""
 
 
 class Loading:
@@ -113,21 +106,8 @@ class Loading:
         if not (model.draft or any(layer.tensors for layer in layers) or (may_be_empty and not layers)):
             found = "no MoE layer" if not layers else f"{len(layers)} MoE layers, none with experts large enough to place"
             raise FlagError([f"{flag_name('num_resident')} {self.placement.config.num_resident}: the model has {found}"])
-        if not model.draft and self.memory.device_type != "cpu" and self.progress():
-            _tell_stretches(layers)
 
 
 def _shard(layer: ExpertLayer) -> LayerShard:
     """With the layer's id in the whole model."""
     return dataclasses.replace(layer.shard, layer_id=layer.layer_id)
-
-
-def _tell_stretches(layers: Sequence[ExpertLayer]) -> None:
-    blocks = np.array([block for layer in layers for tensor in layer.tensors for block in tensor.offloaded_blocks()])
-    if not blocks.size:
-        return
-    mean = mean_stretch(blocks[:: -(-blocks.size // SAMPLED_BLOCKS)].tolist())
-    if mean is None:
-        logger.info("Expert offload: the kernel does not show this process how long the stretches of its host pages are")
-    else:
-        logger.info("Expert offload: offloaded experts lie in physical stretches of %.0f KiB on average", mean / 1024)

@@ -124,14 +124,6 @@ def test_the_file_cache_of_the_checkpoint_is_given_back_where_moves_would_get_sm
     assert len(re.findall(r"the file cache of the checkpoint \([\d.]+ [MG]iB\) was given back", result["log"])) == 1
 
 
-def test_the_log_has_the_physical_stretches_of_offloaded_experts_once(served):
-    result, _ = served
-    told = re.findall(
-        r"lie in physical stretches of [\d.]+ KiB|does not show this process how long the stretches", result["log"]
-    )
-    assert len(told) == 1
-
-
 @pytest.mark.works("Launch", "default decode and prefill CUDA graphs, overlap scheduling, radix cache")
 def test_decode_graphs_of_both_batches_and_prefill_graphs_below_the_threshold_are_captured(served, calls):
     result, _ = served

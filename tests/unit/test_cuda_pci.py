@@ -31,16 +31,6 @@ class Sysfs:
         self.gpus[len(self.gpus)] = name
         return self
 
-    def sockets(self, sockets: int, nodes: int, without_cpus: int = 0) -> Sysfs:
-        system = self.folder / "devices/system"
-        for cpu in range(4 * sockets):
-            (system / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
-            (system / f"cpu/cpu{cpu}/topology/physical_package_id").write_text(f"{cpu % sockets}\n")
-        (system / "node").mkdir(parents=True)
-        (system / "node/has_cpu").write_text(f"0-{nodes - 1}\n")
-        (system / "node/has_memory").write_text(f"0-{nodes + without_cpus - 1}\n")
-        return self
-
     def warnings(self) -> list[str]:
         return warnings(self.gpus, self.folder)
 
@@ -75,17 +65,6 @@ def test_a_translating_iommu_is_named_with_the_remedy(sysfs: Sysfs, group: str |
     told = sysfs.gpu("pci0000:40/0000:40:01.0/0000:41:00.0", group).warnings()
     assert len(told) == slow
     assert all(f"type {group})" in line and "iommu=pt" in line for line in told)
-
-
-@pytest.mark.parametrize(
-    ("sockets", "nodes", "without_cpus", "split"),
-    [(2, 2, 0, False), (2, 8, 0, True), (1, 2, 0, True), (1, 4, 0, True), (1, 1, 8, False)],
-)
-def test_sockets_that_are_divided_are_told(sysfs: Sysfs, sockets: int, nodes: int, without_cpus: int, split: bool) -> None:
-    """Nodes without CPUs are a GPU's memory, as on GH200."""
-    told = sysfs.sockets(sockets, nodes, without_cpus).warnings()
-    assert len(told) == split
-    assert all(f"divided into {nodes} NUMA nodes" in line for line in told)
 
 
 def test_a_gpu_that_the_driver_does_not_name_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
