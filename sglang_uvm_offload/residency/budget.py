@@ -61,6 +61,8 @@ class RankBudget(Struct, frozen=True):
     experts: ExpertSizes
     buffer: int
     """Of one stream buffer: the largest layer."""
+    gpu: int
+    """On its machine."""
     node: int
     """The machine."""
     host: int
@@ -139,7 +141,9 @@ def _most(asked: Asked, ranks: Sequence[RankBudget]) -> Division:
         if rows is None:
             continue
         if slots.asked and rows < min(slots.asked, places):
-            raise FlagError([f"{_SLOTS} {slots.asked}: {rows} rows a layer fit in VRAM; give at most as many, or {AUTO}"])
+            if last:
+                raise FlagError([f"{_SLOTS} {slots.asked}: {rows} rows a layer fit in VRAM; give at most as many, or {AUTO}"])
+            continue
         useful = rows >= LEAST_RESIDENTS * asked.top_k and asked.streams(rows) and not _short_of_host(*split(rows), ranks)
         if rows == places or last or useful:
             residents, behind = split(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 
@@ -178,10 +179,8 @@ def _whole_gib(nbytes: int) -> int:
 
 def _tokens_that_fit(case: Case) -> int:
     """Of the KV cache, without any resident; fewer than the workload needs."""
-    stages = range(case.parallel.pp)
-    room = {stage: case.budget - case.rank(stage, 0).used_bytes + case.pool_bytes(stage) for stage in stages}
-    fewer = range(case.kv_tokens)
-    return max(0, bisect_left(fewer, True, key=lambda n: any(case.pool_bytes(s, n) > room[s] for s in stages)) - 1)
+    short = [case.rank(stage, 0).used_bytes - case.budget for stage in range(case.parallel.pp)]
+    return max(0, case.kv_tokens - max(math.ceil(each / case.kv_token_bytes(s)) for s, each in enumerate(short)))
 
 
 def _with_host(case: Case, gib: int) -> Case:

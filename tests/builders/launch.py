@@ -30,9 +30,14 @@ def launch(stated: Mapping[str, Any] | None = None, **fields: Any) -> tuple[Any,
         return resolving_view(given), model_config_of(given)
 
 
-def resolved(**fields: Any) -> Any:
-    """The view of these arguments as SGLang resolves them."""
+def resolved_args(**fields: Any) -> Any:
+    """These arguments once SGLang has resolved them."""
     given = arguments(skip_tokenizer_init=True, **fields)
     with mock.patch.dict(os.environ):  # which it sets as it resolves
         given.resolve_once()
-    return resolving_view(given)
+    return given
+
+
+def resolved(**fields: Any) -> Any:
+    """The view of ``resolved_args``."""
+    return resolving_view(resolved_args(**fields))

@@ -9,17 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders.configs import requested_config as config
 from builders.locations import located
-from builders.managers import config, profile_of
+from builders.managers import profile_of
 
 from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.layer_shard import LayerShard
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.plugin.rank import built_model
-from sglang_uvm_offload.plugin.rank.built_model import BuiltModel, EarlierStages
+from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
 from sglang_uvm_offload.residency.model import ModelExperts
-from sglang_uvm_offload.residency.placement import InitialPlacement
 
 pytestmark = pytest.mark.sglang
 
@@ -57,33 +55,33 @@ def test_the_layers_of_all_stages_are_what_a_profile_is_of(monkeypatch):
 
 def test_a_profile_of_the_layers_that_were_built_is_used_whatever_a_config_says(monkeypatch):
     model = built(monkeypatch, [1, 2, 3])
-    model.check(InitialPlacement(config(), profile_of([[0]] * 3)), model.routed_model(NAME, ARCHITECTURE))
+    model.check(config(), profile_of([[0]] * 3), model.routed_model(NAME, ARCHITECTURE))
 
 
 def test_a_profile_of_other_layers_ends_the_launch(monkeypatch):
     model = built(monkeypatch, [0, 1, 2])
     given = config(profile="a.npz,b.npz")
     with pytest.raises(FlagError, match=r"--expert-offload-profile a.npz,b.npz: .*moe_layers \(1, 2, 3\), not \(0, 1, 2\)"):
-        model.check(InitialPlacement(given, profile_of([[0]] * 3)), model.routed_model(NAME, ARCHITECTURE))
+        model.check(given, profile_of([[0]] * 3), model.routed_model(NAME, ARCHITECTURE))
 
 
 @pytest.mark.parametrize(("lists", "fits"), [(3, True), (2, False), (4, False)])
 def test_as_many_lists_of_ids_as_layers_were_built(monkeypatch, tmp_path, lists, fits):
     model = built(monkeypatch, [1, 2, 3])
-    placement = InitialPlacement(ids_file(tmp_path, [[0]] * lists), None)
+    given = ids_file(tmp_path, [[0]] * lists)
     if fits:
-        model.check(placement, model.routed_model(NAME, ARCHITECTURE))
+        model.check(given, None, model.routed_model(NAME, ARCHITECTURE))
         return
     wanted = rf"--expert-offload-resident-ids '@.*ids.json': lists {lists} layers, .* has 3 MoE layers, .*: 1, 2, 3"
     with pytest.raises(FlagError, match=wanted):
-        model.check(placement, model.routed_model(NAME, ARCHITECTURE))
+        model.check(given, None, model.routed_model(NAME, ARCHITECTURE))
 
 
 def test_ids_and_residents_that_are_more_than_the_experts_that_were_built_end_the_launch(monkeypatch):
     model = built(monkeypatch, [1, 2, 3])
-    placement = InitialPlacement(config(num_resident=9, resident_selection="manual", resident_ids="0,8"), None)
+    given = config(num_resident=9, resident_selection="manual", resident_ids="0,8")
     with pytest.raises(FlagError) as caught:
-        model.check(placement, model.routed_model(NAME, ARCHITECTURE))
+        model.check(given, None, model.routed_model(NAME, ARCHITECTURE))
     ids, number = caught.value.problems
     assert ids == "--expert-offload-resident-ids '0,8': expert 8 does not exist; the model's experts are 0-7"
     assert number.startswith("--expert-offload-num-resident 9: the model has 8 routed experts a layer")
@@ -98,12 +96,12 @@ def test_named_experts_take_the_room_of_all_their_replicas(monkeypatch, ids, fit
     layers: Any = [SimpleNamespace(layer_id=layer, location=ExpertLocation(REPLICATED, range(10))) for layer in (1, 2)]
     model = BuiltModel(ModelExperts(draft=False, layers=layers, num_experts=10), top_k=3)
     assert (model.num_experts, model.redundant) == (8, 2)
-    placement = InitialPlacement(config(num_resident=4, resident_selection="manual", resident_ids=ids), None)
+    given = config(num_resident=4, resident_selection="manual", resident_ids=ids)
     if fits:
-        model.check(placement, model.routed_model(NAME, ARCHITECTURE))
+        model.check(given, None, model.routed_model(NAME, ARCHITECTURE))
         return
     with pytest.raises(FlagError, match=r"names 10 experts over 2 layers, including replicas .* allows 8"):
-        model.check(placement, model.routed_model(NAME, ARCHITECTURE))
+        model.check(given, None, model.routed_model(NAME, ARCHITECTURE))
 
 
 def test_two_moe_layers_in_a_decoder_layer_have_lists_of_their_own(monkeypatch, tmp_path):
@@ -112,38 +110,27 @@ def test_two_moe_layers_in_a_decoder_layer_have_lists_of_their_own(monkeypatch, 
     model = BuiltModel(ModelExperts(draft=False, layers=layers, num_experts=10), top_k=3)
     path = tmp_path / "ids.json"
     path.write_text("[[0, 1], [5]]")
-    placement = InitialPlacement(config(num_resident=2, resident_selection="manual", resident_ids=f"@{path}"), None)
+    given = config(num_resident=2, resident_selection="manual", resident_ids=f"@{path}")
     with pytest.raises(FlagError, match=r"names 5 experts over 2 layers, including replicas .* allows 4"):
-        model.check(placement, model.routed_model(NAME, ARCHITECTURE))
+        model.check(given, None, model.routed_model(NAME, ARCHITECTURE))
 
 
 @pytest.mark.parametrize("own", [[5, 7], [0, 1]])
-def test_a_stage_gets_the_layers_that_were_built_before_it(monkeypatch, tmp_path, own):
-    """Its lists of ids follow theirs, and so do its numbers where its layers count from 0."""
-    sent = []
-    told = {"recv_object": lambda src: [1, 2], "send_object": lambda layers, dst: sent.append((layers, dst))}
-    stage(monkeypatch, 1, 3, **told)
-    ids = ids_file(tmp_path, [[0], [1], [2], [3]])
-    earlier = EarlierStages(ids)
-    placement = InitialPlacement(ids, None, earlier.layers)
-    chosen = [placement.of_layer(LayerShard(layer, 8)).choose for layer in own]
-    assert [choose(ExpertLayout(8, BLOCK_BYTES)).nonzero()[0].tolist() for choose in chosen] == [[2], [3]]
-    earlier.send_to_next(own)
-    numbers = [5, 7] if own == [5, 7] else [3, 4]
-    assert sent == [([1, 2, *numbers], 2)]
+def test_a_stage_follows_the_layers_that_are_built_before_it(monkeypatch, own):
+    """So do its numbers where its layers count from 0, as those of SGLang's Transformers fallback do."""
     model = built(monkeypatch, own, pp_rank=1, pp_size=2)
-    assert model.moe_layers == (1, 2, *numbers)
+    assert model.first == 2
+    assert model.moe_layers == (1, 2, *([5, 7] if own == [5, 7] else [3, 4]))
 
 
-@pytest.mark.parametrize("pp_rank", [0, 1, 2])
-def test_stages_wait_for_no_other_where_nothing_names_layers(monkeypatch, pp_rank):
-    exchanged = []
-    group = {"recv_object": lambda src: exchanged.append(src), "send_object": lambda layers, dst: exchanged.append(dst)}
-    stage(monkeypatch, pp_rank, 3, **group)
-    earlier = EarlierStages(config())
-    assert earlier.layers() == []
-    earlier.send_to_next([0])
-    assert exchanged == []
+def test_auto_takes_ids_whatever_number_it_comes_to(monkeypatch):
+    """Whether they fit in it is asked once it is known."""
+    model = built(monkeypatch, [1, 2, 3])
+    given = config(num_resident="auto", adapt="continuous", resident_ids="0-4")
+    model.check(given, None, model.routed_model(NAME, ARCHITECTURE))
+    assert model.room_problems(given.resident_ids, 5) == []
+    (problem,) = model.room_problems(given.resident_ids, 4)
+    assert "names 5 experts a layer, and --expert-offload-num-resident 4 allows 4" in problem
 
 
 def test_layers_get_the_numbers_that_they_have_in_the_whole_model(monkeypatch):
@@ -156,4 +143,4 @@ def test_layers_get_the_numbers_that_they_have_in_the_whole_model(monkeypatch):
 def test_a_model_without_a_moe_layer_ends_the_launch_when_it_is_built(monkeypatch):
     model = built(monkeypatch, [])
     with pytest.raises(FlagError, match=r"--expert-offload-num-resident 4: the model was built without a MoE layer"):
-        model.check(InitialPlacement(config(num_resident=4), None), model.routed_model(NAME, ARCHITECTURE))
+        model.check(config(num_resident=4), None, model.routed_model(NAME, ARCHITECTURE))

@@ -9,30 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders.configs import served_config
-from builders.launch import resolved as sglang_resolved
+from builders.configs import requested_config, served_config
+from builders.launch import resolved_args
 from sglang.srt.model_executor.cuda_graph_config import Backend
-from transformers import PretrainedConfig
+from sglang.srt.runtime_context import SpawnRanks, create_context, get_exec, use_context
 
 from sglang_uvm_offload.config import NEVER, OffloadConfig
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
-from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
-from sglang_uvm_offload.memory.protocol import MemoryInfo
 from sglang_uvm_offload.plugin.launch import stream_settings
 from sglang_uvm_offload.plugin.rank.backend import Emulated
+from sglang_uvm_offload.plugin.rank.prefill_graphs import limit_prefill_graphs
 from sglang_uvm_offload.plugin.rank.step_hooks import is_eager
-from sglang_uvm_offload.plugin.rank.stream_buffers import make_streamer, room_in_vram
-from sglang_uvm_offload.requested_config import parse
+from sglang_uvm_offload.plugin.rank.stream_buffers import make_streamer
 from sglang_uvm_offload.routing.counts import Phase
 from sglang_uvm_offload.sizing.rates import StreamRates
 
 pytestmark = pytest.mark.sglang
-
-GIB = 1 << 30
 
 
 def config(**flags: Any) -> OffloadConfig:
@@ -44,25 +40,19 @@ def config(**flags: Any) -> OffloadConfig:
 
 def streamed_from(
     num_experts: int = 256,
-    top_k: int | None = 8,
-    planned: int | None = None,
+    top_k: int = 8,
     rates: StreamRates | None = None,
     longest: int = 8192,
-    slots: int = 0,
+    in_vram: int = 4,
     **flags: Any,
 ) -> int:
-    """Tokens. ``planned``: stream buffers."""
-    text = PretrainedConfig(**{"num_experts_per_tok": top_k})
-    requested = parse({"num_resident": 4, **flags})
-    assert requested is not None
-    assert requested.num_resident is not None
-    return stream_settings.stream_tokens(requested, requested.num_resident, slots, planned, num_experts, text, rates, longest)
+    """Tokens. ``in_vram``: residents and slots of a layer."""
+    return stream_settings.stream_tokens(requested_config(**flags), in_vram, num_experts, top_k, rates, longest)
 
 
 def test_auto_streams_from_where_a_step_uses_nearly_all_experts():
     assert streamed_from() == 1024
     assert streamed_from(128) == 512
-    assert streamed_from(top_k=None) == 1024, "a model that does not state it"
 
 
 @pytest.mark.parametrize(("reads", "tokens"), [(50.0, 1024), (60.0, 1024), (35.0, 512), (20.0, 128)])
@@ -74,16 +64,14 @@ def test_a_link_that_reads_slowly_streams_earlier(reads, tokens):
 
 
 @pytest.mark.parametrize(("in_vram", "tokens"), [(200, 1024), (230, 4096), (240, 8192), (248, NEVER)])
-def test_the_more_is_in_vram_the_longer_a_step_must_be_to_stream(in_vram, tokens, caplog):
+def test_the_more_is_in_vram_the_longer_a_step_must_be_to_stream(in_vram, tokens):
     """A layer's offloaded experts are read at 50 GB/s while its others are copied at 400: 1.1, 1.9 and 3.9 times. A chunk of
     8,192 tokens reads them 2.5 times in place."""
-    caplog.set_level("INFO")
     rates = StreamRates(50e9, 50e9, 400e9)
-    assert streamed_from(rates=rates, num_resident=in_vram - 100, slots=100) == tokens
-    assert ("pays from 16384 tokens on, and a step has at most 8192" in caplog.text) == (tokens == NEVER)
-    assert streamed_from(rates=rates, num_resident=in_vram, longest=16384) == min(tokens, 16384)
-    assert streamed_from(rates=rates, num_resident=in_vram, stream_tokens="300") == 300
-    assert streamed_from(rates=rates, num_resident=in_vram, stream_buffer_gb=4) == min(tokens, 16384)
+    assert streamed_from(rates=rates, in_vram=in_vram) == tokens
+    assert streamed_from(rates=rates, in_vram=in_vram, longest=16384) == min(tokens, 16384)
+    assert streamed_from(rates=rates, in_vram=in_vram, stream_tokens="300") == 300
+    assert streamed_from(rates=rates, in_vram=in_vram, stream_buffer_gb=4) == min(tokens, 16384)
 
 
 @pytest.mark.parametrize(("given", "tokens"), [(0, 0), ("300", 300), ("inf", NEVER)])
@@ -91,61 +79,46 @@ def test_a_number_is_taken_as_it_is(given, tokens):
     assert streamed_from(stream_tokens=given) == tokens
 
 
-@pytest.mark.parametrize(
-    ("planned", "flags", "told"),
-    [(0, {}, 1), (1, {}, 0), (0, {"stream_tokens": "inf"}, 0), (0, {"num_resident": 256}, 0), (None, {}, 0)],
-)
-def test_a_launch_that_has_no_room_for_buffers_is_told_that_long_prompts_are_slow(caplog, planned, flags, told):
-    streamed_from(planned=planned, **flags)
-    assert caplog.text.count("no room for a stream buffer next to the KV cache: long prompts") == told
-
-
-def test_what_slots_hold_is_offloaded():
-    assert streamed_from(rates=StreamRates(50e9, 50e9, 400e9), num_resident=4, slots=252) == 1024
-
-
 def test_nothing_streams_without_buffers_or_offloaded_experts():
     assert streamed_from(stream_buffer_gb=0, stream_tokens=5) == NEVER
-    assert streamed_from(num_resident=256) == NEVER
-    assert streamed_from(planned=0) == NEVER
+    assert streamed_from(in_vram=256) == NEVER
     assert not config(stream_tokens="inf").streams
 
 
 # ---- prefill graphs ----
 
 
-def launched(sizes: list[int], dp: int = 1, backend: str = Backend.BREAKABLE) -> Any:
-    groups = {"tp_size": dp, "attn_dp_size": dp} if dp > 1 else {}
-    return sglang_resolved(cuda_graph_backend_prefill=backend, cuda_graph_bs_prefill=sizes, **groups)
+def graphs(tokens: int, sizes: list[int], dp: int = 1, backend: str = Backend.BREAKABLE) -> Any:
+    """The graphs of a rank whose steps of ``tokens`` or more stream, where a launch asks for prefill graphs of ``sizes``."""
+    groups = {"tp_size": dp, "enable_dp_attention": True, "attn_dp_size": dp} if dp > 1 else {}
+    given = resolved_args(cuda_graph_backend_prefill=backend, cuda_graph_bs_prefill=sizes, **groups)
+    ranks = SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0)
+    with use_context(create_context(given, role="scheduler", ranks=ranks)):
+        before = get_exec().graph.cuda_graph_config
+        limit_prefill_graphs(tokens)
+        after = get_exec().graph.cuda_graph_config
+        assert after.decode == before.decode
+        assert before.prefill.bs == sizes, "the launch's arguments are not edited"
+        return after.prefill
 
 
-def graphs(cfg: Any, **flags: Any) -> Any:
-    settings = stream_settings.graph_settings(replace(config(**flags), stream_tokens=streamed_from(**flags)), cfg)
-    assert set(settings) <= {"cuda_graph_config"}
-    return settings.get("cuda_graph_config")
-
-
-def test_prefill_graphs_are_captured_below_the_threshold_and_decode_graphs_as_before():
-    cfg = launched([4, 64, 100, 101, 8192])
-    capped = graphs(cfg, stream_tokens=101)
-    assert (capped.prefill.bs, capped.prefill.max_bs, capped.prefill.backend) == ([4, 64, 100], 100, Backend.BREAKABLE)
-    assert capped.decode == cfg.cuda_graph_config.decode
-    assert cfg.cuda_graph_config.prefill.bs == [4, 64, 100, 101, 8192], "the resolved arguments are not edited"
+def test_prefill_graphs_are_captured_below_the_threshold():
+    capped = graphs(101, [4, 64, 100, 101, 8192])
+    assert (capped.bs, capped.max_bs, capped.backend) == ([4, 64, 100], 100, Backend.BREAKABLE)
 
 
 def test_groups_of_data_parallel_attention_share_the_threshold():
-    assert graphs(launched([4, 25, 26, 64], dp=4), stream_tokens=101).prefill.bs == [4, 25]
+    assert graphs(101, [4, 25, 26, 64], dp=4).bs == [4, 25]
 
 
 def test_without_a_size_below_the_threshold_there_are_no_prefill_graphs():
-    assert graphs(launched([4, 8]), stream_tokens=0).prefill.backend == Backend.DISABLED
+    assert graphs(0, [4, 8]).backend == Backend.DISABLED
 
 
 def test_graphs_stay_where_nothing_they_replay_would_stream():
-    assert graphs(launched([4, 8, 100]), stream_tokens=101) is None
-    assert graphs(launched([4, 8192]), stream_tokens="inf") is None
-    assert graphs(launched([4, 8192]), stream_buffer_gb=0) is None
-    assert graphs(launched([4, 8192], backend=Backend.DISABLED), stream_tokens=10) is None
+    assert graphs(101, [4, 8, 100]).bs == [4, 8, 100]
+    assert graphs(NEVER, [4, 8192]).bs == [4, 8192]
+    assert graphs(10, [4, 8192], backend=Backend.DISABLED).backend == Backend.DISABLED
 
 
 @pytest.mark.parametrize(
@@ -182,65 +155,27 @@ def layers(experts: tuple[int, ...] = (4, 8), resident: int = 2) -> list[ExpertL
 LARGEST = 8 * BLOCK_BYTES
 
 
-def made(room: int | None = None, among: list[ExpertLayer] | None = None, planned: int | None = None, **flags: Any) -> Any:
-    tokens = streamed_from(planned=planned, **flags)
-    checked = replace(config(**flags), stream_tokens=tokens, stream_buffers=planned)
-    return make_streamer(checked, Emulated(), EmulatedMemory(), among or layers(), room, lambda row, nbytes: None)
+def made(among: list[ExpertLayer] | None = None, count: int = 2, **flags: Any) -> Any:
+    decided = replace(config(**{"stream_tokens": 1024, **flags}), stream_buffers=count)
+    return make_streamer(decided, Emulated(), EmulatedMemory(), layers() if among is None else among, lambda row, nbytes: None)
 
 
-def buffers(*arguments: Any, **named: Any) -> int:
-    streamer = made(*arguments, **named)
-    assert streamer is None or streamer.nbytes == streamer.buffers * LARGEST
-    return 0 if streamer is None else streamer.buffers
+@pytest.mark.parametrize("count", [1, 2])
+def test_as_many_buffers_of_the_largest_layer_are_made_as_were_decided(count):
+    streamer = made(count=count)
+    assert (streamer.buffers, streamer.nbytes) == (count, count * LARGEST)
 
 
-def test_auto_makes_two_buffers_of_the_largest_layer():
-    assert buffers() == 2
-    assert buffers(room=100 * GIB) == 2
-
-
-def test_where_nobody_counted_auto_leaves_half_of_what_is_left_to_the_cache():
-    assert buffers(room=4 * LARGEST) == 2
-    assert buffers(room=4 * LARGEST - 1) == 1
-    assert buffers(room=2 * LARGEST - 1) == 0
-    assert buffers(room=-GIB) == 0
-
-
-def test_auto_makes_as_many_as_were_planned_if_they_fit():
-    assert buffers(room=2 * LARGEST, planned=2) == 2
-    assert buffers(room=2 * LARGEST - 1, planned=2) == 1
-    assert buffers(room=9 * LARGEST, planned=1) == 1
-    assert buffers(room=9 * LARGEST, planned=0) == 0
-
-
-def test_a_given_size_makes_as_many_as_it_holds_at_most_two():
-    assert buffers(stream_buffer_gb=LARGEST / GIB) == 1
-    assert buffers(stream_buffer_gb=2 * LARGEST / GIB) == 2
-    assert buffers(stream_buffer_gb=100) == 2
-
-
-def test_a_given_size_that_cannot_be_is_refused_by_its_flag():
-    with pytest.raises(FlagError, match=r"--expert-offload-stream-buffer-gb 0\.001: the largest layer takes 16\.0 MiB; give"):
-        made(stream_buffer_gb=0.001)
-    with pytest.raises(
-        FlagError, match=r"--expert-offload-stream-buffer-gb 1: buffers of 32\.0 MiB do not fit in the 31\.0 MiB"
-    ):
-        made(room=31 << 20, stream_buffer_gb=1)
+@pytest.mark.parametrize(("count", "flags", "told"), [(0, {}, 1), (0, {"stream_tokens": "inf"}, 0), (1, {}, 0)])
+def test_a_launch_that_has_no_room_for_buffers_is_told_that_long_prompts_are_slow(caplog, count, flags, told):
+    assert (made(count=count, **flags) is None) == (count == 0)
+    assert caplog.text.count("no room for a stream buffer next to the KV cache: long prompts") == told
 
 
 def test_no_buffer_is_made_where_nothing_can_stream():
-    assert buffers(stream_tokens="inf") == 0
-    assert buffers(stream_buffer_gb=0) == 0
-    assert buffers(among=layers(resident=8), adapt="off", resident_selection="first_n") == 0
-    assert buffers(among=layers((8,), resident=8), adapt="continuous") == 1 + 1, "residents may change"
-
-
-def test_the_room_is_what_is_free_but_for_the_share_that_sglang_leaves():
-    memory: Any = EmulatedMemory()
-    assert room_in_vram(memory, 10.0, 0.9) is None
-    memory.device_type = "cuda"
-    memory.info = lambda: MemoryInfo(5 * GIB, 20 * GIB, 0)
-    assert room_in_vram(memory, 10.0, 0.9) == pytest.approx(4 * GIB)
+    assert made(stream_tokens="inf") is None
+    assert made(among=layers(resident=8), adapt="off", resident_selection="first_n") is None
+    assert made(among=layers((8,), resident=8), adapt="continuous").buffers == 2, "residents may change"
 
 
 def test_layers_too_small_to_place_need_no_buffer():
@@ -250,5 +185,4 @@ def test_layers_too_small_to_place_need_no_buffer():
 
 
 def test_a_stage_of_dense_layers_needs_no_buffer():
-    checked = replace(config(), stream_tokens=streamed_from())
-    assert make_streamer(checked, Emulated(), EmulatedMemory(), [], 0, lambda row, nbytes: None) is None
+    assert made(among=[]) is None

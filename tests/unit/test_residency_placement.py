@@ -6,7 +6,6 @@ import dataclasses
 import json
 
 import numpy as np
-import pytest
 from builders.managers import E, config, profile_of
 
 from sglang_uvm_offload.layer_shard import LayerShard
@@ -27,7 +26,7 @@ def test_lists_of_ids_go_to_the_layers_in_the_order_in_which_they_are_built(tmp_
     placement = InitialPlacement(manual, None)
     assert [resident(placement, layer) for layer in (4, 7, 9)] == [[0], [1, 2], [3]]
     assert resident(placement, 11) == [0, 1, 2], "the model is judged once all of it is built"
-    second_stage = InitialPlacement(manual, None, lambda: [4, 7])
+    second_stage = InitialPlacement(manual, None, first=2)
     assert resident(second_stage, 9) == [3]
 
 
@@ -56,11 +55,12 @@ def test_each_of_two_moe_layers_in_a_decoder_layer_gets_its_own_of_a_profile():
     assert resident(placement, 2) == [0, 1, 2], "the profile knows one"
 
 
-@pytest.mark.parametrize(("earlier", "first"), [([], 2), ([1], 2), ([1], 0), ([0, 1], 0)])
-def test_a_stage_that_numbers_its_layers_anew_goes_on_from_the_one_before(earlier, first):
-    """As SGLang's Transformers fallback does. Each time the layers are the model's 2 and 3."""
-    placement = InitialPlacement(config(), profile_of([[1, 2, 3], [5, 6, 7], [0, 4, 6]]), lambda: earlier)
-    assert [resident(placement, first), resident(placement, first + 1)] == [[5, 6, 7], [0, 4, 6]]
+def test_another_number_places_the_same_layers_from_the_first_on():
+    placement = InitialPlacement(config(), profile_of([[1, 2, 3], [5, 6, 7], [0, 4, 6]]), first=1)
+    assert [resident(placement, layer) for layer in (2, 3)] == [[5, 6, 7], [0, 4, 6]]
+    fewer = placement.with_residents(1)
+    assert [resident(fewer, layer) for layer in (2, 3)] == [[5], [0]]
+    assert placement.config.num_resident == 3, "that of the first is as it was"
 
 
 def test_a_profile_takes_the_blocks_that_serve_most_in_the_room_of_the_first_experts():

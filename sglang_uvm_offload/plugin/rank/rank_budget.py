@@ -83,7 +83,7 @@ class RankBudgets:
 
     def _own(self, layers: Sequence[ExpertLayer], extra: int, held: Division | None) -> RankBudget:
         info, server_args = self._memory.info(), get_server_args()
-        sizes = expert_sizes(layers, self._num_places, self._memory)
+        sizes = expert_sizes(layers, self._num_places)
         buffer = max(map(buffer_bytes, layers), default=0)
         free, cache, least = _NO_LIMIT, 0, 0
         if self._on_gpu:
@@ -99,6 +99,7 @@ class RankBudgets:
             least_cache=least,
             experts=sizes,
             buffer=buffer,
+            gpu=compat.gpu_id(),
             node=self._cfg.node_rank,
             host=info.host_available,
             host_cache=int(given.get("hicache_bytes", 0) or given.get("hicache_ratio", 0) * cache),
@@ -158,7 +159,7 @@ def _converts(model_config: Any) -> bool:
     return model_config.quantization is not None and not stated
 
 
-def expert_sizes(layers: Sequence[ExpertLayer], num_places: int, memory: Memory) -> ExpertSizes:
+def expert_sizes(layers: Sequence[ExpertLayer], num_places: int) -> ExpertSizes:
     """Of the layers of this rank, placed or not."""
     numbers = range(num_places + 1)
     out = np.zeros((4, len(numbers)), dtype=np.int64)

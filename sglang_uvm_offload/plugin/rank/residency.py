@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import torch
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_uvm_offload.config import AUTO, RequestedConfig
+from sglang_uvm_offload.config import AUTO, NEVER, RequestedConfig
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.launch.stream_settings import USUAL_TOP_K
 from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
-from sglang_uvm_offload.plugin.rank.rank_budget import RankBudgets
+from sglang_uvm_offload.plugin.rank.host_warnings import warn_of_host_ram
+from sglang_uvm_offload.plugin.rank.rank_budget import RankBudgets, expert_sizes
 from sglang_uvm_offload.residency.budget import Asked, Division, RankBudget, corrected, divide
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
@@ -25,7 +26,7 @@ from sglang_uvm_offload.units import size
 
 logger = logging.getLogger(__name__)
 
-_N, _SLOTS = flag_name("num_resident"), flag_name("slots")
+_N, _SLOTS, _DRAFTS = flag_name("num_resident"), flag_name("slots"), flag_name("draft_num_resident")
 _Decided = TypeVar("_Decided")
 
 
@@ -58,6 +59,9 @@ class Residency:
             _agreed(lambda: _refuse(problems))
         if config.num_resident is None and self._manager.progress():
             logger.info("%s", self._why(ranks))
+        self._warn(ranks)
+        if self.stream_tokens == NEVER and division.buffers == 0 and self._manager.progress():
+            self._tell_of_long_steps()
         resolved = config.resolved(
             num_resident=division.num_resident,
             slots=division.slots,
@@ -69,8 +73,12 @@ class Residency:
     def make_room(self, draft: ModelExperts) -> None:
         """A draft model is built: the target gives way to what it keeps in VRAM. Where only some ranks have a draft model, the
         KV cache is still to come and leaves it room until ``correct``."""
+        number, places = self._config.draft_num_resident, draft.num_experts
+        if number is not None and number > places:
+            raise FlagError([f"{_DRAFTS} {number}: the draft model has {places} routed experts a layer; give at most as many"])
         if get_parallel().pp_size == 1:
-            self._correct(sum(tensor.layout.nbytes for layer in draft.layers for tensor in layer.tensors))
+            sizes = expert_sizes(draft.layers, places)
+            self._correct(sizes.resident[places if number is None else number])
 
     def correct(self) -> None:
         """All weights are loaded, and what follows is SGLang's KV cache: keep as many experts resident as fit next to it."""
@@ -97,6 +105,25 @@ class Residency:
             )
         self._division = dataclasses.replace(now, num_resident=number)
         self._manager.correct(number)
+
+    def _warn(self, ranks: list[RankBudget]) -> None:
+        """Once on each machine."""
+        world = get_parallel().world_group
+        own = ranks[world.rank_in_group]
+        here = [rank for rank in ranks if rank.node == own.node]
+        if self._manager.memory.device_type != "cpu" and own is here[0]:
+            warn_of_host_ram(here, self._division)
+
+    def _tell_of_long_steps(self) -> None:
+        rows, places = self._division.num_resident + self._division.slots, self._built.num_places
+        if rows < places and self._config.stream_gb is None and self._config.stream_tokens is None:
+            logger.info(
+                "Expert offload: no step streams, and no VRAM is kept for it: with %d of %d experts of a layer in VRAM, "
+                "copying them pays for longer steps than --chunked-prefill-size allows. %s gives another number.",
+                rows,
+                places,
+                flag_name("stream_tokens"),
+            )
 
     def _why(self, ranks: list[RankBudget]) -> str:
         """One line: the number, the VRAM it takes, and the room it leaves."""
