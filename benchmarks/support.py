@@ -101,7 +101,8 @@ def page(record: dict[str, Any], rows: list[Row], versions: Sequence[dict[str, A
         mine = [row for row in rows if row.group == group]
         if mine:
             parts += [f"## {group}", "\n".join(_lines(mine, launches=group == "Architecture"))]
-    parts += ["## SGLang versions", VERSIONS_HEAD, "\n".join(_versions(versions)), *_skipped(versions)]
+    if versions:
+        parts += ["## SGLang versions", VERSIONS_HEAD, "\n".join(_versions(versions)), *_skipped(versions)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 

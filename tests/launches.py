@@ -60,9 +60,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
                 made.resolve_once()
             made = pickle.loads(pickle.dumps(made))
             shown = ("expert_offload_", "mem_fraction_static", "disable_flashinfer_autotune")
-            # Before SGLang 0.5.19 the fields themselves are resolved.
-            resolved = made.resolved_dict() if hasattr(made, "resolved_dict") else vars(made)
-            flags = {name: value for name, value in resolved.items() if name.startswith(shown)}
+            flags = {name: value for name, value in made.resolved_dict().items() if name.startswith(shown)}
         except SystemExit as exit:
             code = exit.code
         except ValueError as error:

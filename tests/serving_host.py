@@ -82,8 +82,7 @@ def preload() -> None:
     for module in PRELOADED:
         importlib.import_module(module)
     for module in SHIMMED:
-        with contextlib.suppress(ModuleNotFoundError):  # in an older SGLang
-            importlib.import_module(module)
+        importlib.import_module(module)
     if "STANDIN_KERNELS" in os.environ:
         torch.cuda._is_in_bad_fork = lambda: False  # SGLang has started CUDA, and all of the stand-in survives a fork
 

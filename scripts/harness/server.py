@@ -20,7 +20,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -70,17 +69,11 @@ def for_ranks(arguments: dict[str, Any]) -> dict[str, str]:
     tp, pp, dp = (int(arguments.get(name) or 1) for name in ("tp_size", "pp_size", "dp_size"))
     if tp * pp * dp == 1:
         return {}
-    # Up to 0.5.18, SGLang wants a core for each rank of one TP group, and gives the other groups the same cores.
-    bound = tp if sglang_version() < (0, 5, 19) else tp * pp * dp
     cores = sorted(os.sched_getaffinity(0))
     return {
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(bound)),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(tp * pp * dp)),
         "SGLANG_NCCL_SO_PATH": "/nonexistent",
     }
-
-
-def sglang_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in version("sglang").split(".")[:3])
 
 
 class EngineFailed(AssertionError):

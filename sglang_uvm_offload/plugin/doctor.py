@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import sglang.srt.server_args
+from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -16,9 +17,9 @@ from sglang_uvm_offload.config import AUTO, RequestedConfig
 from sglang_uvm_offload.flags import OFF, FlagError, flag_name
 from sglang_uvm_offload.memory.host_pages import fragmentation
 from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.plugin import compat, hook_points, hooks, roles, server_args
+from sglang_uvm_offload.plugin import hook_points, hooks, roles, server_args
 from sglang_uvm_offload.plugin.checks import flag_values, start_rehearsal
-from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
+from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import devices
 from sglang_uvm_offload.plugin.launch.estimate import Estimate, estimate
 from sglang_uvm_offload.plugin.launch.local_checkpoint import damage, unreadable
@@ -52,8 +53,7 @@ class Launch:
     with 2. Takes the steps of the launch, but spawns and loads nothing. Call ``hook_problems`` first."""
 
     def __init__(self, arguments: Sequence[str]):
-        with compat.unresolved():
-            self.args = sglang.srt.server_args.prepare_server_args(list(arguments))
+        self.args = sglang.srt.server_args.prepare_server_args(list(arguments))
         self.args._from_command_line = False  # list a FlagError with the other problems instead of ending the process
         self.notes: list[str] = []
         """What the plugin logged while it resolved the arguments, but for warnings."""

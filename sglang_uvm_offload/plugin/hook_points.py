@@ -14,11 +14,12 @@ from typing import Any
 import sglang
 
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.plugin.since import SINCE
+from sglang_uvm_offload.plugin.since import SINCE, VERSION
+from sglang_uvm_offload.plugin.weight_writes import WRITERS
 
 logger = logging.getLogger(__name__)
 
-TRIED = ("0.5.17", "0.5.20", "0.5.23")
+TRIED = ("0.5.23",)
 """The versions with which all tests of ``scripts/try_sglang.sh`` pass, each in a separate environment."""
 
 HOOKED = {
@@ -86,6 +87,7 @@ HOOKED = {
 name. ``weight_writes.WRITERS`` are also hooked, but no hook reads their parameters."""
 
 CALLED = {
+    "sglang.srt.arg_groups.arg_utils.with_fallback": "cls, name, value",
     "sglang.srt.arg_groups.overrides.declare_resolution": "server_args, source",
     "sglang.srt.arg_groups.overrides.model_config_of": "server_args",
     "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned": "server_args",
@@ -105,6 +107,8 @@ CALLED = {
     "sglang.srt.model_loader.utils.get_model_architecture": "model_config",
     "sglang.srt.model_loader.weight_utils.safetensors_weights_iterator": "hf_weights_files",
     "sglang.srt.parser.code_completion_parser.completion_template_exists": "template_name",
+    "sglang.srt.parser.conversation.chat_template_exists": "template_name",
+    "sglang.srt.parser.python_chat_template.get_python_chat_template": "name",
     "sglang.srt.parser.template_detection.resolve_auto_parsers": "server_args",
     "sglang.srt.plugins.hook_registry.HookRegistry._apply_target": "target, hooks",
     "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks": "",
@@ -237,32 +241,24 @@ def untried() -> str | None:
 
 def moved() -> list[str]:
     """The names in SGLang that are missing or take other parameters than this plugin needs."""
-    from sglang_uvm_offload.plugin.weight_writes import WRITERS
+    return [problem for name, problem in _differences() if SINCE.get(name, (0,)) <= VERSION]
 
-    out = []
+
+def _differences() -> Iterator[tuple[str, str]]:
+    """Each name that is not as in the newest version, and how it differs."""
     for target, parameters in {**HOOKED, **CALLED, **dict.fromkeys(WRITERS, "")}.items():
-        if _is_newer(target):
-            continue
         found = _resolved(target)
         if found is None:
-            out.append(f"{target} does not exist")
+            yield target, f"{target} does not exist"
         elif not _takes(found, parameters, is_called=target in CALLED):
-            out.append(f"{target}{_signature(found)} does not take ({parameters})")
+            yield target, f"{target}{inspect.signature(found)} does not take ({parameters})"
     for owner, names in ATTRIBUTES.items():
         found = _resolved(owner)
-        if found is None and not _is_newer(owner):
-            out.append(f"{owner} does not exist")
-        elif found is not None:
+        if found is None:
+            yield owner, f"{owner} does not exist"
+        else:
             absent = [f"{owner}.{name}" for name in names.split() if not _has(found, name)]
-            out += [f"{name} does not exist" for name in absent if not _is_newer(name)]
-    return out
-
-
-def _is_newer(target: str) -> bool:
-    """Whether this version is supported without ``target``."""
-    from sglang_uvm_offload.plugin import compat
-
-    return SINCE.get(target, (0,)) > compat.VERSION
+            yield from ((name, f"{name} does not exist") for name in absent)
 
 
 def _resolved(target: str) -> Any:
@@ -273,16 +269,12 @@ def _resolved(target: str) -> Any:
         return None
 
 
-def _signature(function: Any) -> inspect.Signature:
-    return inspect.signature(function)
-
-
 def _takes(function: Any, parameters: str, *, is_called: bool) -> bool:
     """Whether the parameters before ``*`` come first in ``function``, it has those after ``*`` by name, and, if this plugin
     calls it, it needs no others."""
     first, _, named = (part.strip(" ,") for part in parameters.partition("*"))
     positional, by_name = _names(first), _names(named)
-    own = _signature(function).parameters
+    own = inspect.signature(function).parameters
     if list(own)[: len(positional)] != positional or not set(by_name) <= set(own):
         return False
     needed = {name for name, p in own.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}

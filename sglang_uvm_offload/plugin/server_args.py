@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
+from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs
@@ -30,7 +33,7 @@ def install(add: Callable[[str, Any, HookType], None]) -> None:
     add(_TARGET, _NAME, HookType.REPLACE)
     if "sglang.srt.entrypoints.engine" in sys.modules:
         add("sglang.srt.entrypoints.engine.Engine.server_args_class", _NAME, HookType.REPLACE)
-    compat.add_launch_check(_check_launch, add)
+    register_resolution_hook("handle_other_validations")(_check_launch)
     server_args_name.pickle_by_name(_Sglangs.plain)
     _Sglangs.plain.from_cli_args = classmethod(_from_cli_args)
 
@@ -101,7 +104,7 @@ def _ours(namespace: dict[str, Any]) -> None:
     )
 
 
-OffloadServerArgs = compat.derived("OffloadServerArgs", _ours)
+OffloadServerArgs: Any = types.new_class("OffloadServerArgs", (ServerArgs,), {"dict": True}, _ours)
 
 
 class _Sglangs:
@@ -116,11 +119,9 @@ _NAME = server_args_name.standing_for(ServerArgs, OffloadServerArgs, _fields, _D
 
 
 def _from_cli_args(cls: Any, args: argparse.Namespace) -> Any:
-    with compat.unresolved():
-        made = _Sglangs.from_cli_args(_NAME if cls is _Sglangs.plain else cls, args)
+    made = _Sglangs.from_cli_args(_NAME if cls is _Sglangs.plain else cls, args)
     if isinstance(made, OffloadServerArgs):
         made._from_command_line = True
-        compat.resolve_if_made_so(made)
     return made
 
 
@@ -144,7 +145,7 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
         with whose_error.own_errors_reported(server_args.model_path):
             checked = launch_checks.check(requested, server_args)
     attach(server_args, checked.config)
-    compat.declare_resolution(server_args, "sglang-uvm-offload", **checked.settings)
+    declare_resolution(server_args, "sglang-uvm-offload", **checked.settings)
 
 
 @contextmanager

@@ -1,23 +1,20 @@
 """What SGLang's name for the class of its arguments stands for once plugins are loaded.
 
-The class itself cannot take our flags: since SGLang 0.5.20 C code makes its objects (``msgspec``), and no field or keyword can
-be added to a class that exists. A subclass in its place, as SGLang's registry would put it, would not be the class of arguments
-that were made before: those could not be pickled, nor compared. So the name stands for a class without objects of its own.
-Called without a flag, it makes SGLang's own object, the same before and after; called with one, it makes ours. In
-``isinstance``, and where attributes are read or set (by another plugin's hooks), it is SGLang's class.
+The class itself cannot take our flags: C code makes its objects (``msgspec``), and no field or keyword can be added to a class
+that exists. A subclass in its place, as SGLang's registry would put it, would not be the class of arguments that were made
+before: those could not be pickled, nor compared. So the name stands for a class without objects of its own. Called without a
+flag, it makes SGLang's own object, the same before and after; called with one, it makes ours. In ``isinstance``, and where
+attributes are read or set (by another plugin's hooks), it is SGLang's class.
 
 What remains different: ``type(server_args) is ServerArgs`` is false after plugins are loaded.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, new_class
 from typing import Any
-
-from sglang_uvm_offload.plugin import compat
 
 
 def standing_for(plain: Any, ours: Any, fields: Callable[[dict[str, Any]], None], defaults: Mapping[str, Any]) -> Any:
@@ -25,12 +22,11 @@ def standing_for(plain: Any, ours: Any, fields: Callable[[dict[str, Any]], None]
     if it is not given."""
     name: Any = None
 
-    class Name(type(plain)):  # type: ignore[misc]  # a metaclass of C code, or ``type``
+    class Name(type(plain)):  # type: ignore[misc]  # a metaclass of C code
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             if cls is not name:  # a subclass of it
                 return super().__call__(*args, **kwargs)
-            given = any(_differs(kwargs[flag], default) for flag, default in defaults.items() if flag in kwargs)
-            if given or compat.held_back():
+            if any(_differs(kwargs[flag], default) for flag, default in defaults.items() if flag in kwargs):
                 return ours(*args, **kwargs)
             return plain(*args, **{key: value for key, value in kwargs.items() if key not in defaults})
 
@@ -61,10 +57,7 @@ def standing_for(plain: Any, ours: Any, fields: Callable[[dict[str, Any]], None]
         fields(namespace)
         namespace.update(__module__=plain.__module__, __qualname__=plain.__qualname__, __doc__=plain.__doc__)
 
-    made = compat.derived(plain.__name__, body, base=plain, metaclass=Name)
-    if not hasattr(made, "__signature__"):
-        made.__signature__ = inspect.signature(ours)  # not that of ``Name.__call__``
-    name = made
+    name = new_class(plain.__name__, (plain,), {"dict": True, "metaclass": Name}, body)
     return name
 
 
@@ -74,7 +67,7 @@ def _differs(value: Any, default: Any) -> bool:
 
 def pickle_by_name(plain: Any) -> None:
     """Have objects of ``plain`` pickled with whatever stands under its name, as they were before it was another class."""
-    reduce = compat.reducer(plain)
+    reduce = plain.__reduce__
 
     def by_name(self: Any) -> Any:
         rebuild, arguments, *rest = reduce(self)

@@ -15,8 +15,6 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_uvm_offload.plugin import compat
-
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _SCHEDULER_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
@@ -49,5 +47,5 @@ def watch_writes(on_write: Callable[[], None], add: Callable[[str, Any, HookType
         finally:
             on_write()
 
-    for target in compat.writers(WRITERS):
+    for target in WRITERS:
         add(target, around_writer, HookType.AROUND)

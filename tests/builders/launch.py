@@ -9,11 +9,12 @@ from typing import Any
 from unittest import mock
 
 from builders.true_shape import config_folder
+from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 from sglang.srt.server_args import ServerArgs
 
-from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
+from sglang_uvm_offload.plugin.compat import resolving_view
 
 MODEL = str(config_folder("Qwen/Qwen3-30B-A3B"))
 

@@ -14,7 +14,6 @@ from nursery import Nursery
 
 from sglang_uvm_offload.plugin.checks.launch_checks import DIRECT_KERNEL_MODELS
 
-pytestmark = pytest.mark.since("0.5.21", "these tests build models by functions that it does not have")
 EVERY_RUN = (
     "GlmMoeDsaForCausalLM",
     "DeepseekV3ForCausalLM",

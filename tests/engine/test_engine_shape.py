@@ -17,8 +17,6 @@ from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.engine_shape import shapes_by_engine
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_json
 
-pytestmark = pytest.mark.since("0.5.21", "models are built by functions that it does not have")
-
 SAMPLE = (
     *("Qwen/Qwen3.5-35B-A3B", "MiniMaxAI/MiniMax-M2.5", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "openai/gpt-oss-20b"),
     *("moonshotai/Kimi-Linear-48B-A3B-Instruct", "meta-llama/Llama-4-Scout-17B-16E-Instruct", "google/gemma-4-26B-A4B"),

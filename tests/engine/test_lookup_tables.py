@@ -15,11 +15,13 @@ from builders.configs import served_config
 from builders.true_shape import config_folder, write
 from launches import launched
 from nursery import Nursery
+from sglang.srt.arg_groups.overrides import model_config_of
+from sglang.srt.configs.deepseek_v41 import DeepseekV41Config
 
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.plugin import doctor
-from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
+from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import expert_bytes, lookup_tables, planned_launch
 from sglang_uvm_offload.plugin.server_config import attach_requested
 from sglang_uvm_offload.requested_config import parse
@@ -28,8 +30,6 @@ from sglang_uvm_offload.sizing.engine_shape import shape_by_engine
 from sglang_uvm_offload.sizing.lookup_tables import FILE, PINNED, REGISTERED, VRAM
 from sglang_uvm_offload.sizing.machine import GIB
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
-
-DeepseekV41Config = pytest.importorskip("sglang.srt.configs.deepseek_v41").DeepseekV41Config
 
 pytestmark = pytest.mark.since("0.5.23", "models with such tables are newer")
 

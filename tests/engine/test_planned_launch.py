@@ -18,10 +18,11 @@ from builders.configs import served_config
 from builders.drafts import eagle
 from builders.true_shape import CONFIGS, config_folder, write
 from checkpoints import Checkpoints
+from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.utils import common
 
 from sglang_uvm_offload.memory.kept_links import KeptLink
-from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
+from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import draft_source, expert_bytes, linear_attention, planned_launch
 from sglang_uvm_offload.plugin.server_config import requested_of
 from sglang_uvm_offload.requested_config import parse

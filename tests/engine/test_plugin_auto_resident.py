@@ -33,7 +33,6 @@ GPU = {
 REPOSITORY = "maker/tiny"
 NO_WEIGHTS = " holds no *.safetensors file"
 LEAST_FRACTION = 1e-4
-ONE_NODE = pytest.mark.since("0.5.18", "by default it hands over images by CUDA IPC, which it refuses for --nnodes 2")
 """Of 16 GiB: less than two residents a layer, beside little other weights."""
 
 
@@ -208,12 +207,8 @@ def test_a_hierarchical_cache_for_which_there_is_host_ram_changes_nothing(launch
         ("little host RAM", ["auto: host RAM: with 8 of 16 experts", "auto: remedy: host RAM of 6 GiB"]),
         ("not cached", [NO_WEIGHTS]),
         ("two GPUs", ["auto: cannot query free VRAM: there is no CUDA device 1: the driver shows 1"]),
-        pytest.param(
-            "uncounted",
-            ["--nnodes 2", "--moe-dense-tp-size 1"],
-            marks=ONE_NODE,
-        ),
-        pytest.param("uncounted", ["auto: does not count --moe-dense-tp-size 1; give a number"], marks=ONE_NODE),
+        ("uncounted", ["--nnodes 2", "--moe-dense-tp-size 1"]),
+        ("uncounted", ["auto: does not count --moe-dense-tp-size 1; give a number"]),
         ("slots by a foreign profile", ["foreign.npz: is of another model", "--cpu-offload-gb: cannot"]),
         ("too many slots", ["--expert-offload-slots 9: 8 rows a layer fit in VRAM; give at most as many, or auto"]),
         ("little host RAM for the cache", ["of it for the hierarchical cache", "auto: remedy: host RAM of"]),

@@ -171,14 +171,13 @@ if {made_here}:
     Path({file!r}).write_bytes(pickle.dumps(args))
 else:
     args = pickle.loads(Path({file!r}).read_bytes())
-Ranks = getattr(runtime_context, "SpawnRanks", None)  # before SGLang 0.5.21 none are told
-runtime_context.publish(args, role="scheduler", **({{"ranks": Ranks(world_rank=0, dp_rank=0, gpu_id=0)}} if Ranks else {{}}))
+ranks = runtime_context.SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0)
+runtime_context.publish(args, role="scheduler", ranks=ranks)
 from sglang.srt.model_executor.model_runner import ModelRunner
 told(hooked=hasattr(ModelRunner.load_model, "__wrapped__"))
 """
 
 
-@pytest.mark.since("0.5.19", "publishing arguments resolves none")
 def test_a_process_that_publishes_unresolved_arguments_offloads_or_ends(model: str, sglang: Nursery, tmp_path: Path):
     """As SGLang's tools do that build a model themselves. Where the arguments come from another process and plugins are not
     loaded, the hook on ``publish`` would come while that runs."""

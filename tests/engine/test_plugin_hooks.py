@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -154,9 +153,8 @@ for residents, path in {given}:
 """
 PUBLISH = """
 from sglang.srt import runtime_context
-Ranks = getattr(runtime_context, "SpawnRanks", None)  # before SGLang 0.5.21 none are told
-told = {"ranks": Ranks(world_rank=0, dp_rank=0, gpu_id=0)} if Ranks else {}
-runtime_context.publish(args, role="scheduler", **told)
+ranks = runtime_context.SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0)
+runtime_context.publish(args, role="scheduler", ranks=ranks)
 """
 TAKE_THEM_WITHOUT_PLUGINS = """
 import pickle
@@ -183,8 +181,6 @@ def given(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.Te
 @pytest.mark.parametrize(("residents", "plugin"), [(4, "absent"), (4, "registered"), (0, "absent")])
 def test_a_process_that_loads_no_plugins_ends_if_it_is_to_offload(residents, plugin, given, sglang: Nursery):
     """As the actors that ``--use-ray`` starts."""
-    if version("sglang") in ("0.5.17", "0.5.18"):
-        pytest.skip("its processes take the arguments as they are, so that nothing of the plugin is called")
     ended = sglang.run(
         TAKE_THEM_WITHOUT_PLUGINS.format(given=repr(str(given[residents])), plugin=repr(plugin), publish=PUBLISH)
     )

@@ -11,14 +11,15 @@ from checkpoints import HOT, Checkpoints
 from serving import Engines
 
 from scripts.harness.patience import patience
-from scripts.harness.server import Server, sglang_version
+from scripts.harness.server import Server
+from sglang_uvm_offload.plugin.since import VERSION
 from sglang_uvm_offload.routing.profile import Profile
 
 PROMPT = {"text": "the quick brown fox", "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
 # Two processes that import SGLang at once may take longer than uvicorn's ten seconds to say that they live.
 PATIENT = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": f"{patience(300):.0f}"}
 # An older SGLang loads no plugins in them, and more than one is refused.
-HTTP_PROCESSES = 2 if sglang_version() >= (0, 5, 23) else 1
+HTTP_PROCESSES = 2 if VERSION >= (0, 5, 23) else 1
 Status = dict[str, Any]
 
 

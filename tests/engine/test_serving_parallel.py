@@ -32,9 +32,7 @@ TOLERANCE = {"dp_attention2": 1e-5}
 COMMON: dict[str, Any] = {"prompts": PROMPTS[:2], "max_new_tokens": 8, "dtype": "float32"}
 
 
-PINS = pytest.mark.since("0.5.20", "its DP attention pins host memory, for which it needs CUDA")
-SINCE = {"dp_attention2": [PINS], "DP attention 2": [PINS]}
-SHOWN = [pytest.param(mode, marks=[pytest.mark.works("Parallel", ROWS[mode]), *SINCE.get(mode, [])]) for mode in MODES]
+SHOWN = [pytest.param(mode, marks=[pytest.mark.works("Parallel", ROWS[mode])]) for mode in MODES]
 
 
 @pytest.mark.parametrize("mode", SHOWN)
@@ -68,10 +66,7 @@ CONTINUOUS: dict[str, dict[str, Any]] = {
     "TP 2 x PP 2": {"tp_size": 2, "pp_size": 2},
     "TP 2 x DP 2": {"tp_size": 2, "dp_size": 2},
 }
-FOLLOWING = [
-    pytest.param(mode, marks=[pytest.mark.works("Parallel", f"{mode}, continuous"), *SINCE.get(mode, [])])
-    for mode in CONTINUOUS
-]
+FOLLOWING = [pytest.param(mode, marks=[pytest.mark.works("Parallel", f"{mode}, continuous")]) for mode in CONTINUOUS]
 
 
 @pytest.mark.nightly

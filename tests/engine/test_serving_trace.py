@@ -30,7 +30,6 @@ ARGUMENTS: dict[str, Any] = {
     "expert_offload_warmup_tokens": 16,
 }
 # SGLang keeps the experts that it returns in host memory which it registers with CUDA, on a CPU too.
-RETURNED = pytest.mark.since("0.5.20", "what returns routed experts needs CUDA")
 UNREGISTERED = (
     f"{IN_SCHEDULER}    from sglang.srt.mem_cache.pool_host import common\n"
     "    common._cuda_host_register = lambda *_, **__: None\n"
@@ -85,7 +84,6 @@ def requests_of(trace: Trace) -> list[list[Any]]:
     return sorted(part.tolist() for part in np.split(trace.ids, np.cumsum(trace.seq_len)[:-1]))
 
 
-@RETURNED
 def test_each_decoded_token_of_each_request_is_recorded_as_sglang_returns_it(served):
     trace = Trace.load(served["path"])
     assert trace.num_experts == served["experts"]
@@ -93,13 +91,11 @@ def test_each_decoded_token_of_each_request_is_recorded_as_sglang_returns_it(ser
     assert requests_of(trace) == sorted(ids.tolist() for ids in served["expected"])
 
 
-@RETURNED
 def test_a_pause_saves_and_so_does_the_end(served):
     assert requests_of(served["in_the_pause"]) == sorted(ids.tolist() for ids in served["expected"][:-1])
     assert served["log"].count("requests saved to") == 2
 
 
-@RETURNED
 def test_the_replay_command_reads_it(served, capsys):
     assert main(["replay", str(served["path"]), "--residency", "0.5", "--policy", "static", "--json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)["results"]

@@ -59,7 +59,6 @@ def test_decoding_routes_as_the_trace_and_every_expert_shows_in_the_tokens(
     assert any((right != other).any() for right, other in zip(tokens, wrong, strict=True))
 
 
-@pytest.mark.since("0.5.20", "what returns routed experts needs CUDA")
 def test_every_token_is_routed_as_the_walk_says(walked: WalkedCheckpoints, engines: Engines) -> None:
     """With experts offloaded, which changes no routing; GLM-4.5 has a dense layer before those with experts."""
     folder = walked("tiny-glm", None)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import triton
-from cpu_shims import experts as in_torch
 from sglang.kernels.ops.moe import fused_moe_triton_kernels as kernels
+from sglang.kernels.ops.moe.moe_align_small_numel import moe_align_small_numel
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.moe_runner import triton as runner
 from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_config
@@ -25,11 +25,6 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_uvm_offload.plugin.slots.triton import SlotSeam
-
-try:
-    from sglang.kernels.ops.moe.moe_align_small_numel import moe_align_small_numel
-except ImportError:  # SGLang 0.5.17 has none but CUDA's
-    moe_align_small_numel = None
 
 EXPERTS, SLOTS, TOP_K, HIDDEN, INTERMEDIATE, GROUP = 8, 5, 2, 64, 32, 32
 TILE = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1}
@@ -102,8 +97,6 @@ def as_on_cuda(names: list[str], args: Any, kwargs: Any, inplace: bool) -> torch
 
 
 def align(ids: torch.Tensor, block_size: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if moe_align_small_numel is None:
-        return in_torch.align(None, ids, block_size, num_experts)
     places = ids.numel()
     room = places * block_size if places < num_experts + 1 else places + (num_experts + 1) * (block_size - 1)
     room = (room + 3) // 4 * 4

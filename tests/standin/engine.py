@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -46,7 +45,6 @@ def main() -> None:
 
     serving_host.preload()
     serving_host.fork_children_from_here()  # they do not import SGLang again
-    logging.basicConfig(level=logging.INFO)  # SGLang before 0.5.19 resolves its arguments before it sets up its log
     job = json.loads(Path(sys.argv[1]).read_text())
     engine = Engine(**job["engine"])
     sampling = {"temperature": 0, "max_new_tokens": job["max_new_tokens"], "ignore_eos": True}

@@ -176,7 +176,7 @@ def test_commands_name_scripts_and_tests_that_exist(page):
         ("bash scripts/test.sh tests/gone -k a", ["tests/gone: no such test"]),
         ("bash scripts/test.sh tests/unit/test_door.py::test_gone", ["tests/unit/test_door.py::test_gone: no such test"]),
         ("bash scripts/test.sh tests/unit/test_door.py::test_lines_are_short", []),
-        ("bash scripts/try_sglang.sh 0.5.20", []),
+        ("bash scripts/try_sglang.sh 0.5.22", []),
     ],
 )
 def test_a_command_that_cannot_work_is_noticed(command, found):

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 from builders.launch import arguments, resolved
+from sglang.srt.arg_groups.overrides import declare_resolution
 
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.plugin import compat, doctor
+from sglang_uvm_offload.plugin import doctor
 from sglang_uvm_offload.plugin.checks import flag_values, launch_checks
 from sglang_uvm_offload.requested_config import parse
 
@@ -51,7 +52,7 @@ def test_what_sglang_chooses_and_the_limits_are_accepted() -> None:
 
 def test_a_share_that_sglang_itself_makes_negative_is_no_fault_of_the_headroom() -> None:
     args = arguments(chunked_prefill_size=-1)
-    compat.declare_resolution(args, "test", mem_fraction_static=-0.036)
+    declare_resolution(args, "test", mem_fraction_static=-0.036)
     (problem,) = flag_values.problems(args)
     assert problem.startswith("--mem-fraction-static: not given, and what SGLang keeps for activations (--chunked-")
     assert "makes it -0.036, which leaves nothing for weights; give it, or --chunked-prefill-size 2048" in problem

@@ -19,7 +19,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.plugin import compat, enforce, hook_points, roles, server_args, since, weight_writes
+from sglang_uvm_offload.plugin import enforce, hook_points, roles, server_args, since, weight_writes
 from sglang_uvm_offload.plugin.operate import end_of_serving
 from sglang_uvm_offload.plugin.rank import scheduler_hooks
 
@@ -38,11 +38,11 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parsed() -> Iterator[tuple[str, ast.Module]]:
-    """The plugin's files, but for those that a launch does without: what sizes pools, and a program that builds models
-    for ``plan``, which says where a name has moved."""
+    """The plugin's files, but for those that a launch does without: a program that builds models for ``plan``, which says where
+    a name has moved."""
     for path in PLUGIN.rglob("*.py"):
         name = str(path.relative_to(PLUGIN))
-        if name not in ("launch/server_pools.py", "compat.py") and path.parent.name != "meta":
+        if path.parent.name != "meta":
             yield name, ast.parse(path.read_text())
 
 
@@ -168,10 +168,10 @@ def test_a_field_that_an_object_is_given_as_it_is_made_counts():
 
 
 def test_an_older_version_may_lack_what_is_done_without(monkeypatch):
-    gone = "sglang.srt.runtime_context.get_platform"
+    gone = "sglang.srt.parser.python_chat_template.get_python_chat_template"
     monkeypatch.delattr(gone)
     assert hook_points.moved() == [f"{gone} does not exist"]
-    monkeypatch.setattr(compat, "VERSION", (0, 5, 18))
+    monkeypatch.setattr(hook_points, "VERSION", (0, 5, 22))
     assert hook_points.moved() == []
 
 

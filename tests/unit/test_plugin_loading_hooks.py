@@ -44,7 +44,7 @@ def load(
     hooks = LoadingHooks(rank)
     monkeypatch.setattr(hooks, "_begin_target", lambda: rank.manager.begin_model(False))
     monkeypatch.setattr(hooks, "_loaded", lambda runner, model: None)
-    monkeypatch.setattr(loading_hooks.compat, "gpu_id", lambda: 0)
+    monkeypatch.setattr(loading_hooks, "get_device", lambda: SimpleNamespace(gpu_id=0))
     monkeypatch.setattr(loading_hooks.link, "measure", lambda *_: measure())
     with get_parallel().override(tp_rank=0, pp_rank=0):
         hooks.around_load_model(lambda runner: model(rank), SimpleNamespace(is_draft_worker=False))

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-pytestmark = pytest.mark.since("0.5.21", "models are built by functions that it does not have")
-
 
 @pytest.fixture
 def _on_meta() -> Iterator[None]:

@@ -9,7 +9,6 @@ import pytest
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.server_args import prepare_server_args
 
-from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.sglang_error import described
 
 pytestmark = pytest.mark.sglang
@@ -17,8 +16,7 @@ pytestmark = pytest.mark.sglang
 
 @pytest.fixture(scope="module")
 def server_args() -> Any:
-    with compat.unresolved():
-        return prepare_server_args(["--model-path", "m", "--tp-size", "8", "--enable-eplb", "--device", "cpu"])
+    return prepare_server_args(["--model-path", "m", "--tp-size", "8", "--enable-eplb", "--device", "cpu"])
 
 
 def several_lines(cfg: Any) -> None:

@@ -25,8 +25,8 @@ def test_tests_are_counted_and_those_that_failed_are_named(tmp_path: Path) -> No
 
 
 def test_a_version_that_runs_again_has_one_entry() -> None:
-    entries = [{"sglang": "0.5.9", "failed": 1}, {"sglang": "0.5.17", "failed": 0}]
+    entries = [{"sglang": "0.5.9", "failed": 1}, {"sglang": "0.5.21", "failed": 0}]
     assert record_sglang.replaced(entries, {"sglang": "0.5.9", "failed": 0}) == [
-        {"sglang": "0.5.17", "failed": 0},
+        {"sglang": "0.5.21", "failed": 0},
         {"sglang": "0.5.9", "failed": 0},
     ]

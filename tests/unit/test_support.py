@@ -120,12 +120,12 @@ def test_marks_and_record_must_agree_on_the_files_that_were_collected():
 def test_a_test_of_a_newer_sglang_is_skipped_with_its_reason():
     def skipped(installed: str) -> list[str]:
         added: list[Any] = []
-        newer = SimpleNamespace(iter_markers=lambda name: [pytest.mark.since("0.5.19", "cannot").mark], add_marker=added.append)
+        newer = SimpleNamespace(iter_markers=lambda name: [pytest.mark.since("0.5.22", "cannot").mark], add_marker=added.append)
         skip_newer([newer], installed)  # type: ignore[list-item]
         return [mark.kwargs["reason"] for mark in added]
 
-    assert skipped("0.5.9.post1") == ["with SGLang before 0.5.19: cannot"]
-    assert skipped("0.5.19") == skipped("0.6.0") == []
+    assert skipped("0.5.9.post1") == ["with SGLang before 0.5.22: cannot"]
+    assert skipped("0.5.22") == skipped("0.6.0") == []
 
 
 @pytest.mark.sglang

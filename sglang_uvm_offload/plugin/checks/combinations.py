@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+from sglang.srt.server_args import ServerArgs
+
 from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.plugin import compat
@@ -85,7 +88,7 @@ OWN_FLAGS = {"kt_": "kt_weight_path", "paged_experts_": "enable_paged_experts", 
 
 def ignored(server_args: Any) -> list[str]:
     """Arguments of SGLang's own kinds of offloading that have no effect. The others are refused."""
-    differing, out = compat.given(server_args), []
+    differing, out = _differing(server_args), []
     for prefix, turns_on in OWN_FLAGS.items():
         named = [f"--{name.replace('_', '-')} {value}" for name, value in differing.items() if name.startswith(prefix)]
         if named and turns_on not in differing:
@@ -99,6 +102,12 @@ def format_problems(cfg: Any, model_config: Any) -> list[str]:
     quantization = cfg.quantization or model_config.quantization
     reason = QUANTIZATIONS.get(quantization)
     return [] if reason is None else [f"--quantization {quantization}: cannot be combined with {_N}: {reason}"]
+
+
+def _differing(server_args: Any) -> dict[str, Any]:
+    """The arguments that differ from SGLang's defaults."""
+    fields = msgspec.structs.fields(ServerArgs)
+    return {f.name: value for f in fields if (value := getattr(server_args, f.name, f.default)) != f.default}
 
 
 def _load_format(given: str | None) -> tuple[bool, str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_uvm_offload.plugin import compat
+from sglang_uvm_offload.plugin.compat import resolving_view
 
 _LEAST = {
     **dict.fromkeys(("tp_size", "ep_size", "pp_size", "dp_size", "nnodes", "moe_dp_size", "attn_cp_size"), 1),
@@ -21,7 +21,7 @@ def problems(server_args: Any) -> list[str]:
 
 
 def _too_small(server_args: Any) -> Iterator[str]:
-    cfg = compat.resolving_view(server_args)
+    cfg = resolving_view(server_args)
     for name, least in _LEAST.items():
         value = getattr(cfg, name)
         if value is not None and not value >= least:
@@ -31,7 +31,7 @@ def _too_small(server_args: Any) -> Iterator[str]:
 
 
 def _fraction(server_args: Any) -> Iterator[str]:
-    cfg, given = compat.resolving_view(server_args), compat.as_given(server_args).mem_fraction_static
+    cfg, given = resolving_view(server_args), server_args.mem_fraction_static
     if given is not None:
         if not 0 < given <= 1:
             yield f"--mem-fraction-static {given}: must be above 0 and at most 1"

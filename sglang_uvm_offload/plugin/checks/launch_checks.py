@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import AUTO, RequestedConfig, expert_problems
@@ -26,7 +27,7 @@ from sglang_uvm_offload.plugin.checks import (
     tma,
     tracing,
 )
-from sglang_uvm_offload.plugin.compat import model_config_of, resolving_view
+from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import (
     devices,
     draft_source,
@@ -74,7 +75,7 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     if wrong := flag_values.problems(server_args):
         raise FlagError(wrong)
     cfg, model = resolving_view(server_args), model_config_of(server_args)
-    routing = routing_format(cfg, model, compat.as_given(server_args).moe_runner_backend)
+    routing = routing_format(cfg, model, server_args.moe_runner_backend)
     problems = [
         *combinations.problems(requested, cfg),
         *combinations.format_problems(cfg, model),

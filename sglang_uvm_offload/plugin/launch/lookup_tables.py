@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.environ import envs
 
 from sglang_uvm_offload.config import Settings
-from sglang_uvm_offload.plugin.compat import VERSION
+from sglang_uvm_offload.plugin.compat import maps_engram_shards
 from sglang_uvm_offload.sizing.lookup_tables import BACKENDS, MANAGED, PLE_CLASS, PLE_FLAG, REGISTERED, TABLES_FLAG, VRAM
 
 
@@ -17,10 +17,10 @@ def tables_in(cfg: Any, model: Any, in_host: bool) -> str:
         return BACKENDS[cfg.ple_offload_backend] if cfg.ple_offload_embedding else VRAM
     if _has_ngrams(model):
         return MANAGED if in_host else VRAM
-    if VERSION < (0, 5, 23) or not getattr(model.hf_config, "engram_layer_ids", None):
+    if not getattr(model.hf_config, "engram_layer_ids", None):
         return VRAM
     # Shards that each rank maps of the others are in VRAM, whatever the other variable says.
-    if envs.SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS.get():
+    if maps_engram_shards():
         return VRAM
     return REGISTERED if envs.SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE.get() else VRAM
 
@@ -41,4 +41,4 @@ def _has_ngrams(model: Any) -> bool:
 
 def keeps_tables_by_group(cfg: Any) -> bool:
     """Whether each attention group of Qwen4-Exp has an n-gram table of its own (``_use_attn_tp_ngram``)."""
-    return VERSION >= (0, 5, 23) and cfg.attn_dp_size > 1 and envs.SGLANG_USE_ATTN_TP_NGRAM.get()
+    return cfg.attn_dp_size > 1 and envs.SGLANG_USE_ATTN_TP_NGRAM.get()

@@ -12,9 +12,10 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.runtime_context import get_platform
+
 from sglang_uvm_offload.config import Settings
 from sglang_uvm_offload.flags import flag_name
-from sglang_uvm_offload.plugin.compat import get_platform
 
 RUNNER = "--moe-runner-backend"
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_device, get_parallel, get_server_args
 
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError
-from sglang_uvm_offload.plugin import compat, enforce
+from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.launch.profiles import chosen_profile, named
 from sglang_uvm_offload.plugin.rank import link
 from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
@@ -40,7 +41,7 @@ class LoadingHooks:
 
     def _place_target(self, runner: Any, model: ModelExperts, module: torch.nn.Module) -> None:
         """The target is built: check the flags against it, agree with the other ranks on what is resident, and place it."""
-        rank, model_config = self.rank, compat.process_model_config()
+        rank, model_config = self.rank, model_config_of(get_server_args())
         built, profile = BuiltModel(model, self._top_k()), chosen_profile(rank.config, model_config)
         rank.routed_model = built.routed_model(*named(model_config))
         built.check(rank.config, profile, rank.routed_model)
@@ -57,7 +58,7 @@ class LoadingHooks:
 
     def _top_k(self) -> int | None:
         """Routed experts per token of the target model: from its layers, else from its config."""
-        return self.rank.layer_hooks.top_k or stated_top_k(compat.process_model_config().hf_text_config)
+        return self.rank.layer_hooks.top_k or stated_top_k(model_config_of(get_server_args()).hf_text_config)
 
     def around_build(self, original: Callable[..., Any], model_config: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
         """SGLang builds the modules of a model and reads no weights. ``--load-format presharded`` first builds another one on
@@ -101,7 +102,7 @@ class LoadingHooks:
             self.rank.start.add(Phase.PLACE, placed if model.draft else placed + self.rank.tables.nbytes)
             if not model.draft:
                 with self.rank.start.timing(Phase.LINK):
-                    manager.link = link.measure(self.rank.backend, compat.gpu_id(), model.layers)
+                    manager.link = link.measure(self.rank.backend, get_device().gpu_id, model.layers)
             with self.rank.start.timing(Phase.BUFFERS):
                 self._loaded(runner, model)
         except (FlagError, ManagedMemoryError) as error:

@@ -17,7 +17,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError
-from sglang_uvm_offload.plugin import compat, enforce
+from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.residency.manager import OffloadManager
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class OnlineUpdates:
         self._model_path = model_path
 
     def install(self, add: Callable[[str, Any, HookType], None]) -> None:
-        for target in compat.writers(UPDATES):
+        for target in UPDATES:
             add(target, self._around_update, HookType.AROUND)
 
     def _around_update(self, original: Callable[..., Any], updater: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,6 @@ from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.runtime_context import get_observability, get_parallel, get_server_args, get_serving
 
 from sglang_uvm_offload.flags import PREFIX
-from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.launch.local_checkpoint import read_models
 from sglang_uvm_offload.plugin.operate.actions import KEY, Action, perform, refusal
 from sglang_uvm_offload.plugin.rank.checkpoint_cache import make_room
@@ -73,7 +72,7 @@ class OperatingHooks:
                     "model_name": get_serving().served_model_name or "",
                     "tp_rank": str(parallel.tp_rank),
                     "pp_rank": str(parallel.pp_rank),
-                    "dp_rank": str(compat.dp_rank()),
+                    "dp_rank": str(parallel.dp_rank or 0),
                 },
                 self._faults,
                 self.rank.savers,
@@ -125,7 +124,7 @@ class OperatingHooks:
         trace = None if self.rank.recording is None else self.rank.recording.status()
         streaming = stream_status(self.rank.layer_hooks.streamer)
         saves = [SaveStatus(s.what, s.under_way, s.saved_at, s.failures, s.error) for s in self.rank.savers]
-        replica = compat.dp_rank()
+        replica = get_parallel().dp_rank or 0
         own = rank_status(self.rank.manager)
         found = {"trace": trace, "streaming": streaming, "saves": saves, "replica": replica, "start": self.rank.start.phases()}
         return msgspec.structs.replace(own, **found, lookup_table_bytes=self.rank.tables.nbytes)

@@ -23,7 +23,7 @@ def profile_saver(manager: OffloadManager, model: RoutedModel) -> Saver | None:
         return None
     run, began_at = launch
     args = get_server_args()
-    replica = not compat.attn_dp_enabled() and compat.dp_rank() > 0
+    replica = not compat.attn_dp_enabled() and (get_parallel().dp_rank or 0) > 0
     layers = manager.target.layers
     if replica or parallel.moe_tp_group.rank_in_group or not layers:
         return None

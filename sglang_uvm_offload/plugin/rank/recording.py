@@ -10,7 +10,6 @@ from sglang.srt.runtime_context import get_device, get_parallel, get_schedule, g
 
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.flags import FlagError, flag_name
-from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.launch import output_files
 from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
 from sglang_uvm_offload.residency.model import ModelExperts
@@ -43,7 +42,7 @@ class Recording:
         """Start recording the target model, whose layers use ``top_k`` routed experts per token, and return the saver; None on
         a rank that does not record. Call this when the model is loaded."""
         parallel = get_parallel()
-        if parallel.tp_rank or compat.dp_rank() or not model.layers:
+        if parallel.tp_rank or parallel.dp_rank or not model.layers:
             return None
         assert top_k is not None, "check_built was not called"
         if self.path.exists():

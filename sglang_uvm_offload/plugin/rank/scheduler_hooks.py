@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_server_args
 
 from sglang_uvm_offload.config import RequestedConfig
-from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.rank import checkpoint_reading, tma
 from sglang_uvm_offload.plugin.rank.expert_adapters import ExpertAdapters
 from sglang_uvm_offload.plugin.rank.expert_map import UPDATER, around_update
@@ -45,7 +46,6 @@ def install(
     """Install the hooks that feed this process's manager, which is created when the first model loads. ``adapters``: whether
     the server has LoRA adapters. ``memory_saver``: whether it may release its memory. ``compiled``: whether ``torch.compile``
     traces its steps."""
-    compat.install(add)
     rank = RankState(config, compiled)
     loading, steps, operating = LoadingHooks(rank), StepHooks(rank), OperatingHooks(rank)
     add(f"{_RUNNER}.load_model", loading.around_load_model, HookType.AROUND)
@@ -68,7 +68,7 @@ def install(
     if config.tables_in_host:
         rank.tables.install(add)
     tma.install(add, allowed=config.tma)
-    OnlineUpdates(lambda: rank.manager, rank.savers, lambda: compat.process_model_config().model_path).install(add)
+    OnlineUpdates(lambda: rank.manager, rank.savers, lambda: model_config_of(get_server_args()).model_path).install(add)
     if memory_saver:
         for moment, hook in (("release", operating.after_release), ("resume", operating.after_resume)):
             add(f"{_UPDATER}.{moment}_memory_occupation", hook, HookType.AFTER)

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_device, get_parallel
 
 from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.files.autosave import Saver
-from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.launch.routing_formats import counting_flags
 from sglang_uvm_offload.plugin.rank.backend import Emulated, backend_of
 from sglang_uvm_offload.plugin.rank.fused_moe import LayerHooks
@@ -49,7 +48,7 @@ class RankState:
 
     @cached_property
     def backend(self) -> Emulated:
-        return backend_of(self.config, compat.gpu_id())
+        return backend_of(self.config, get_device().gpu_id)
 
     @cached_property
     def manager(self) -> OffloadManager:

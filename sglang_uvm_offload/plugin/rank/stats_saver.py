@@ -25,7 +25,7 @@ def stats_saver(path: Path | None, status: Callable[[], RankStatus]) -> Saver | 
     """The saver of the statistics of this rank's replica, None on a rank whose replica another rank writes for. It saves only
     what waits for the device: at the end, on SIGTERM, and for an operator."""
     parallel = get_parallel()
-    replica = 0 if compat.attn_dp_enabled() else compat.dp_rank()
+    replica = 0 if compat.attn_dp_enabled() else get_parallel().dp_rank or 0
     if path is None or parallel.tp_rank or parallel.pp_rank:
         return None
     own = path if not replica else path.with_name(f"{path.stem}-dp{replica}{path.suffix}")

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 
-from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.rank.state import MODEL, RankState
 from sglang_uvm_offload.routing.counts import ALL_ROWS, Phase
 
@@ -85,4 +84,4 @@ def step_of(batch: Any) -> tuple[int, int, Phase]:
 def is_eager(runner: Any, batch: Any, phase: Phase) -> bool:
     """Whether the step runs without a CUDA graph, given that it has enough tokens to stream: prefill graphs are captured for
     fewer (``stream_settings.graph_settings``)."""
-    return phase is Phase.PREFILL or batch.batch_size > max(compat.decode_graph_sizes(runner), default=0)
+    return phase is Phase.PREFILL or batch.batch_size > max(runner.decode_cuda_graph_capture_bs, default=0)

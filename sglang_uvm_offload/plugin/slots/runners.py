@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_uvm_offload.plugin.compat import deep_gemm_layout, get_platform, moe_runner_backend
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_platform
+
+from sglang_uvm_offload.plugin.compat import moe_runner_backend
 from sglang_uvm_offload.plugin.launch.routing_formats import RUNNER, resolved_runner
 from sglang_uvm_offload.plugin.launch.stated_quantization import stated_quantization
 
@@ -102,7 +105,7 @@ def _by_deep_gemm() -> str | None:
     """Why DeepGEMM computes nothing from slots, None if it does. Decode steps use the masked layout by default."""
     if not get_platform().is_sm90:
         return f"{RUNNER} {DEEP_GEMM} computes from slots on Hopper GPUs only; {RUNNER} triton does here"
-    if deep_gemm_layout() != "compact":
+    if envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.get().lower() != "compact":
         layout = "computes decode steps in a masked layout, which takes each expert as a group, by its number"
         return f"{RUNNER} {DEEP_GEMM} {layout}; set SGLANG_DEEPGEMM_STANDARD_LAYOUT=compact, or choose {RUNNER} triton"
     return None

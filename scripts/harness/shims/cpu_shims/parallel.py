@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from cpu_shims.hooks import around, on_cpu
@@ -23,20 +21,9 @@ def plain_memory_for_data_parallel_batches() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     forward_batch_info._is_cpu = True
-    if hasattr(dp_attention, "memcpy_cpu"):
-        dp_attention.memcpy_func = dp_attention.memcpy_cpu
-    else:  # before SGLang 0.5.19
-        dp_attention.memcpy_triton = _copy_rows
+    dp_attention.memcpy_func = dp_attention.memcpy_cpu
     for name in ("get_cuda_graph_seq_len_fill_value", "get_cpu_graph_seq_len_fill_value"):
         setattr(TorchNativeAttnBackend, name, lambda self: 1)
-
-
-def _copy_rows(to: torch.Tensor, of: torch.Tensor, dim: int, offset: Any, count: Any, offset_is_of_source: bool) -> None:
-    first, rows = int(offset), int(count)
-    if offset_is_of_source:
-        to[:rows] = of[first : first + rows]
-    else:
-        to[first : first + rows] = of[:rows]
 
 
 def gather_on_cpu() -> None:
