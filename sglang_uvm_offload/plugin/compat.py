@@ -50,11 +50,6 @@ def resolving_view(server_args: Any) -> Any:
     return _View(server_args)
 
 
-def has_contexts() -> bool:
-    """Whether a process can see a launch as its ranks will (``server_pools``)."""
-    return VERSION >= (0, 5, 22)
-
-
 def has_chat_template(name: str) -> bool:
     """Whether ``name`` is one of SGLang's chat templates."""
     from sglang.srt.parser.conversation import chat_template_exists

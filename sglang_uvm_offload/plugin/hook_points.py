@@ -210,7 +210,7 @@ ATTRIBUTES = {
     "sglang.srt.plugins.hook_registry.HookType": "AFTER AROUND BEFORE REPLACE",
     "sglang.srt.utils.auth.AuthLevel": "ADMIN_OPTIONAL",
 }
-"""The names that this plugin reads, by module or class. Excludes what sizes pools if it exists (``server_pools``)."""
+"""The names that this plugin reads, by module or class."""
 
 
 def check() -> None:

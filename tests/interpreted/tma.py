@@ -1,10 +1,9 @@
 """Prints, as JSON, what SGLang's own Triton MoE functions make of layers that compute from one stream buffer by TMA, one after
 the other, while their experts move.
 
-    tma.py on|off|by-address
+    tma.py on|off
 
-``by-address``: descriptors are cached without the tensor's identity, as in SGLang 0.5.17 to 0.5.20. Run with TRITON_INTERPRET=1
-and the folder in which to look for tile configurations in SGLANG_MOE_CONFIG_DIR.
+Run with TRITON_INTERPRET=1 and the folder in which to look for tile configurations in SGLANG_MOE_CONFIG_DIR.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import sys
 
 import numpy as np
 import torch
-from sglang.kernels.ops.moe import fused_moe_triton_kernels as kernels
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -63,9 +61,8 @@ def main() -> None:
     def counted(result: object, *args: object, **kwargs: object) -> None:
         made[0] += 1
 
-    if sys.argv[1] == "by-address":
-        vars(kernels)["id"] = lambda tensor: 0
-    tma.install(HookRegistry.register, allowed=sys.argv[1] != "off")
+    if sys.argv[1] == "off":
+        tma.install(HookRegistry.register)
     HookRegistry.register("sglang.kernels.ops.moe.fused_moe_triton_kernels._get_b_tma_desc_cached", counted, HookType.AFTER)
     HookRegistry.apply_hooks()
     random, memory = torch.Generator().manual_seed(1), EmulatedMemory()

@@ -8,8 +8,8 @@ from sglang_uvm_offload.sizing.demand import Demand
 
 
 def demand_of(cfg: Any, given: Any, model: Any) -> Demand:
-    """``given``: the arguments before SGLang resolved them to ``cfg``. With speculation, it fills in its own number of
-    requests."""
+    """``given``: the arguments as the user gave them, which SGLang resolves to ``cfg``. With speculation, it fills in its own
+    number of requests."""
     # Each replica takes as many requests as the flag names; the attention groups of one replica share them.
     requests = given.max_running_requests  # SGLang takes 0 or less as 1
     if requests is not None:

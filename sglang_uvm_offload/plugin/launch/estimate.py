@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import AUTO, NEVER, RequestedConfig
 from sglang_uvm_offload.cuda.device import DriverError
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.plugin.compat import as_given, model_config_of, resolving_view
+from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import draft_source
 from sglang_uvm_offload.plugin.launch.demand import demand_of
 from sglang_uvm_offload.plugin.launch.lookup_tables import tables_in
@@ -55,9 +56,9 @@ def estimate(config: RequestedConfig, server_args: Any) -> Estimate:
     """For a launch on GPUs."""
     given = f"{_N} {AUTO if config.num_resident is None else config.num_resident}"
     cfg, model = resolving_view(server_args), model_config_of(server_args)
-    demand = demand_of(cfg, as_given(server_args), model)
+    demand = demand_of(cfg, server_args, model)
     try:
-        plan = plan_case(_case(config, cfg, model, as_given(server_args), demand), num_resident=config.num_resident)
+        plan = plan_case(_case(config, cfg, model, server_args, demand), num_resident=config.num_resident)
     except (CheckpointError, DriverError, FlagError) as error:
         return Estimate([], [f"{given} is not estimated: {error}"])
     if plan.num_resident is None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
 from sglang.srt.mem_cache.kv_cache_configurator import mm_runtime_reservation_gb
 from sglang.srt.runtime_context import (
+    get_device,
     get_mm,
     get_parallel,
     get_schedule,
@@ -23,7 +25,7 @@ from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.layout import ExpertLayout, round_up
 from sglang_uvm_offload.memory.protocol import Memory
-from sglang_uvm_offload.plugin import compat
+from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch.demand import demand_of
 from sglang_uvm_offload.plugin.launch.ranks import has_one_memory, hicache, longest_step, rates_of_streams
 from sglang_uvm_offload.plugin.launch.stream_settings import stream_tokens
@@ -51,7 +53,7 @@ class RankBudgets:
         that share it."""
         self._config, self._memory, self._runner = config, memory, runner
         self._model, self._num_places = model, num_places
-        self._cfg = compat.resolving_view(get_server_args())
+        self._cfg = resolving_view(get_server_args())
         self._on_gpu = memory.device_type != "cpu"
 
     def asked(self, profile: Profile | None, top_k: int, slots: int | None) -> Asked:
@@ -91,7 +93,7 @@ class RankBudgets:
             if held is not None:
                 free += sizes.in_vram(held.num_resident, held.slots) + held.buffers * buffer
             cache, least = self._cache_bytes
-        given = hicache(self._cfg, compat.as_given(server_args))
+        given = hicache(self._cfg, server_args)
         return RankBudget(
             name=self._name(),
             free=free,
@@ -99,7 +101,7 @@ class RankBudgets:
             least_cache=least,
             experts=sizes,
             buffer=buffer,
-            gpu=compat.gpu_id(),
+            gpu=get_device().gpu_id,
             node=self._cfg.node_rank,
             host=info.host_available,
             host_cache=int(given.get("hicache_bytes", 0) or given.get("hicache_ratio", 0) * cache),
@@ -113,7 +115,7 @@ class RankBudgets:
         info, runner = self._memory.info(), self._runner
         free = info.host_available if has_one_memory() else info.device_free
         slack = runner.pre_model_load_memory * (1 - get_schedule().mem_fraction_static)
-        if compat.post_capture_kv_sizing_planned(get_server_args()):  # SGLang then leaves graphs and activations nothing
+        if post_capture_kv_sizing_planned(get_server_args()):  # SGLang then leaves graphs and activations nothing
             slack = max(slack, pre_capture_activation_reserve_mb(get_device_memory_capacity(runner.device)) / 1024)
         images = mm_runtime_reservation_gb(
             is_multimodal=runner.model_config.is_multimodal, mm_feature_transport=get_mm().mm_feature_transport
@@ -122,7 +124,7 @@ class RankBudgets:
 
     @functools.cached_property
     def _demand(self) -> Demand:
-        return demand_of(self._cfg, compat.as_given(get_server_args()), self._runner.model_config)
+        return demand_of(self._cfg, get_server_args(), self._runner.model_config)
 
     @property
     def _groups(self) -> int:
@@ -147,8 +149,8 @@ class RankBudgets:
         parallel = get_parallel()
         out = f"rank {parallel.tp_rank}"
         out += f" of pipeline stage {parallel.pp_rank}" if parallel.pp_size > 1 else ""
-        out += f" of replica {compat.dp_rank()}" if self._cfg.dp_size > 1 and self._cfg.attn_dp_size == 1 else ""
-        return f"GPU {compat.gpu_id()} ({out})" if self._on_gpu else out
+        out += f" of replica {parallel.dp_rank or 0}" if self._cfg.dp_size > 1 and self._cfg.attn_dp_size == 1 else ""
+        return f"GPU {get_device().gpu_id} ({out})" if self._on_gpu else out
 
 
 def _converts(model_config: Any) -> bool:

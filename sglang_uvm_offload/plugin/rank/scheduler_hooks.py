@@ -67,7 +67,8 @@ def install(
     rank.layer_hooks.install(add)
     if config.tables_in_host:
         rank.tables.install(add)
-    tma.install(add, allowed=config.tma)
+    if not config.tma:
+        tma.install(add)
     OnlineUpdates(lambda: rank.manager, rank.savers, lambda: model_config_of(get_server_args()).model_path).install(add)
     if memory_saver:
         for moment, hook in (("release", operating.after_release), ("resume", operating.after_resume)):
