@@ -22,7 +22,7 @@ eight H200, or eight B200 where the line is for Blackwell, and 3 TiB of host RAM
 GPU. Checkpoints are of true shape: the tensors' names, types and sizes, without their bytes, beside the published
 configuration. `--trust-remote-code` is left out, because the publishers' code is not there. Where nothing tells the names
 of its tensors, a model is launched with `--load-format dummy`, and its bytes are those of SGLang's class. A line is not
-judged where its draft model is only on the Hub.
+judged where SGLang has no class for the model, or where its draft model is only on the Hub.
 
 How `plan` counts the weights of these models is in
 [a table of its own](../benchmarks/results/architectures/architectures.md).

@@ -6,7 +6,7 @@ installed. This module imports nothing, so an installed plugin costs almost noth
 
 Files and rooms, by rank; each imports from its own room or from lower ranks only:
 
-    1  compat enforce hook_points hooks imported_names server_config sglang_error since weight_writes whose_error
+    1  compat enforce hook_points hooks imported_names server_config since weight_writes
     2  launch meta operate
     3  slots
     4  checks rank

@@ -50,17 +50,6 @@ def resolving_view(server_args: Any) -> Any:
     return _View(server_args)
 
 
-def has_chat_template(name: str) -> bool:
-    """Whether ``name`` is one of SGLang's chat templates."""
-    from sglang.srt.parser.conversation import chat_template_exists
-
-    if VERSION < (0, 5, 23):
-        return bool(chat_template_exists(name))
-    from sglang.srt.parser.python_chat_template import get_python_chat_template
-
-    return chat_template_exists(name) or get_python_chat_template(name) is not None
-
-
 def problems(cfg: Any) -> list[str]:
     """What a launch with the resolved arguments ``cfg`` asks for that this version cannot combine with offloading."""
     if VERSION < (0, 5, 23) and cfg.tokenizer_worker_num > 1:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import sglang.srt.server_args
@@ -18,7 +20,7 @@ from sglang_uvm_offload.flags import OFF, FlagError, flag_name
 from sglang_uvm_offload.memory.host_pages import fragmentation
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin import hook_points, hooks, roles, server_args
-from sglang_uvm_offload.plugin.checks import flag_values, start_rehearsal
+from sglang_uvm_offload.plugin.checks import sglang_gaps
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import devices
 from sglang_uvm_offload.plugin.launch.estimate import Estimate, estimate
@@ -26,7 +28,6 @@ from sglang_uvm_offload.plugin.launch.local_checkpoint import damage, unreadable
 from sglang_uvm_offload.plugin.launch.routing_formats import routing_format
 from sglang_uvm_offload.plugin.rank import scheduler_hooks
 from sglang_uvm_offload.plugin.server_config import config_of, requested_of
-from sglang_uvm_offload.plugin.sglang_error import described
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.sizing.moe_shape import stated_experts
 from sglang_uvm_offload.units import size
@@ -81,15 +82,19 @@ class Launch:
                 self.args.resolve_once()
         except FlagError as error:
             return error.problems
-        except Exception as error:  # noqa: BLE001 -- of any type, for a malformed config; listed as a problem, with its type
-            return [f"SGLang cannot serve {self.args.model_path}: {described(error, self.args)}"]
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            if _is_ours(frames):
+                raise
+            text, at = " ".join(str(error).split()), frames[-1]
+            return [f"SGLang refuses: {type(error).__name__}: {text or f'{at.filename}:{at.lineno}: {at.line}'}"]
         if requested_of(self.args) is None:
             return [f"{flag_name('num_resident')}: not given or {OFF}, so SGLang would serve this launch without offloading"]
-        return start_rehearsal.problems(self.args)
+        return []
 
     def gpus(self) -> list[int]:
         """The GPUs of the ranks on this machine; empty with another device, or if the arguments describe no ranks."""
-        if self.cfg.device != "cuda" or flag_values.problems(self.args):
+        if self.cfg.device != "cuda" or sglang_gaps.bad_numbers(self.cfg):
             return []
         return devices.local_gpus(self.cfg)
 
@@ -123,13 +128,24 @@ class Launch:
 
     def warnings(self) -> list[str]:
         """What makes the launch slower than it could be, or may end it. Call this if ``resolve`` found no problem."""
-        return [*self.warned, *self.estimate.doubts, *start_rehearsal.warnings(self.args)]
+        return [*self.warned, *self.estimate.doubts, *sglang_gaps.warnings(self.cfg)]
 
     def short_pages(self) -> list[str]:
         """What makes the launch's offloaded experts lie in small host pages. Call this if ``resolve`` found no problem."""
         nbytes = self.estimate.offloaded_bytes
         warning = fragmentation(nbytes) if nbytes else None
         return [] if warning is None else [warning]
+
+
+def _is_ours(frames: traceback.StackSummary) -> bool:
+    """Whether an exception is a bug of this plugin: of SGLang and this package, the innermost frame decides."""
+    package = Path(__file__).parents[1]
+    for frame in reversed(frames):
+        if package in Path(frame.filename).parents:
+            return True
+        if "sglang" in Path(frame.filename).parts:
+            return False
+    return False
 
 
 def _ranks(cfg: Any) -> str:

@@ -95,21 +95,14 @@ CALLED = {
     "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook": "name",
     "sglang.srt.configs.hybrid_arch.hybrid_gdn_config": "model_config",
     "sglang.srt.configs.hybrid_arch.mambaish_config": "model_config",
-    "sglang.srt.configs.model_config.ModelConfig.from_server_args": ("server_args, model_path, model_revision, is_draft_model"),
     "sglang.srt.configs.mamba_utils.mamba2_state_dtype": "config",
     "sglang.srt.distributed.parallel_state.get_world_group": "",
     "sglang.srt.distributed.utils.get_pp_indices": "num_hidden_layers, pp_rank, pp_size",
     "sglang.srt.eplb.expert_location.get_global_expert_location_metadata": "",
     "sglang.srt.eplb.expert_location.ModelConfigForExpertLocation.from_model_config": "model_config",
     "sglang.srt.layers.moe.utils.get_moe_a2a_backend": "",
-    "sglang.srt.layers.quantization.get_quantization_config": "quantization",
     "sglang.srt.mem_cache.kv_cache_configurator.mm_runtime_reservation_gb": "*, is_multimodal, mm_feature_transport",
-    "sglang.srt.model_loader.utils.get_model_architecture": "model_config",
     "sglang.srt.model_loader.weight_utils.safetensors_weights_iterator": "hf_weights_files",
-    "sglang.srt.parser.code_completion_parser.completion_template_exists": "template_name",
-    "sglang.srt.parser.conversation.chat_template_exists": "template_name",
-    "sglang.srt.parser.python_chat_template.get_python_chat_template": "name",
-    "sglang.srt.parser.template_detection.resolve_auto_parsers": "server_args",
     "sglang.srt.plugins.hook_registry.HookRegistry._apply_target": "target, hooks",
     "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks": "",
     "sglang.srt.plugins.hook_registry.HookRegistry.register": "target, hook, hook_type",
@@ -125,32 +118,27 @@ CALLED = {
     "sglang.srt.runtime_context.get_serving": "",
     "sglang.srt.utils.auth.auth_level": "level",
     "sglang.srt.utils.get_device_memory_capacity": "device",
-    "sglang.srt.utils.hf_transformers_utils.get_tokenizer": (
-        "tokenizer_name, *, tokenizer_mode, trust_remote_code, tokenizer_backend"
-    ),
 }
 """The functions that this plugin calls, and the parameters that it passes, in the same form."""
 
 ATTRIBUTES = {
     "sglang.srt.server_args.ServerArgs": (
-        "add_cli_args from_cli_args resolve_once check_server_args "
-        "attn_cp_size attn_dp_size base_gpu_id chat_template chunked_prefill_size completion_template context_length "
-        "cpu_offload_gb cuda_graph_config dcp_size device disable_flashinfer_autotune disable_hybrid_swa_memory "
-        "disable_radix_cache dllm_algorithm dllm_algorithm_config download_dir dp_size dwdp_size elastic_ep_backend "
+        "add_cli_args from_cli_args resolve_once attn_cp_size attn_dp_size base_gpu_id chat_template chunked_prefill_size "
+        "completion_template context_length cpu_offload_gb cuda_graph_config dcp_size device disable_flashinfer_autotune "
+        "disable_hybrid_swa_memory disable_radix_cache dllm_algorithm download_dir dp_size dwdp_size elastic_ep_backend "
         "enable_dp_lm_head enable_eplb enable_hierarchical_cache enable_int8_mamba_checkpoint enable_linear_replayssm "
-        "enable_lora enable_memory_saver enable_metrics enable_nvidia_megakernel enable_paged_experts enable_pdmux "
-        "enable_symm_mem enable_two_batch_overlap enable_unified_memory ep_num_redundant_experts ep_size gated_launch_port "
-        "gpu_id_step grpc_mode hicache_ratio hicache_size hicache_storage_backend hicache_storage_backend_extra_config host "
-        "init_expert_location json_model_override_args kt_weight_path kv_cache_dtype load_format lora_paths "
-        "mamba_full_memory_ratio mamba_ssm_dtype max_mamba_cache_size max_prefill_tokens max_running_requests "
-        "max_total_tokens mem_fraction_static mm_feature_transport model_loader_extra_config model_path moe_a2a_backend "
-        "moe_dense_tp_size moe_dp_size moe_runner_backend nnodes node_rank offload_group_size page_size ple_offload_backend "
-        "ple_offload_embedding port pp_size quantization remote_instance_weight_loader_start_seed_via_transfer_engine "
-        "revision skip_tokenizer_init smg_grpc_mode smg_http_sidecar_port speculative_algorithm "
-        "speculative_draft_kv_cache_dtype speculative_draft_load_format speculative_draft_model_path "
-        "speculative_draft_model_revision speculative_moe_runner_backend speculative_ngram_external_corpus_path "
-        "speculative_num_draft_tokens speculative_token_map swa_full_tokens_ratio tokenizer_backend tokenizer_mode "
-        "tokenizer_path tokenizer_worker_num tp_size trust_remote_code use_ray weight_cache_mode"
+        "enable_lora enable_memory_saver enable_nvidia_megakernel enable_paged_experts enable_pdmux enable_symm_mem "
+        "enable_two_batch_overlap enable_unified_memory ep_num_redundant_experts ep_size gpu_id_step hicache_ratio "
+        "hicache_size hicache_storage_backend hicache_storage_backend_extra_config host init_expert_location "
+        "json_model_override_args kt_weight_path kv_cache_dtype load_format lora_paths mamba_full_memory_ratio mamba_ssm_dtype "
+        "max_mamba_cache_size max_prefill_tokens max_running_requests max_total_tokens mem_fraction_static "
+        "mm_feature_transport model_loader_extra_config model_path moe_a2a_backend moe_dense_tp_size moe_dp_size "
+        "moe_runner_backend nnodes node_rank offload_group_size page_size ple_offload_backend ple_offload_embedding port "
+        "pp_size quantization remote_instance_weight_loader_start_seed_via_transfer_engine revision speculative_adaptive "
+        "speculative_adaptive_config speculative_algorithm speculative_draft_kv_cache_dtype speculative_draft_load_format "
+        "speculative_draft_model_path speculative_draft_model_revision speculative_moe_runner_backend "
+        "speculative_ngram_external_corpus_path speculative_num_draft_tokens speculative_token_map swa_full_tokens_ratio "
+        "tokenizer_path tokenizer_worker_num tp_size use_ray weight_cache_mode"
     ),
     "sglang.srt.arg_groups.arg_utils": "A Arg NS",
     "sglang.srt.arg_groups.fields.parallel.Parallel": (
@@ -163,10 +151,8 @@ ATTRIBUTES = {
     "sglang.srt.managers.tokenizer_manager.SignalHandler": "tokenizer_manager",
     "sglang.srt.configs.load_config.LoadConfig": "load_format",
     "sglang.srt.configs.mamba_utils": "Mamba2CacheParams Mamba2StateDType Mamba2StateShape",
-    "sglang.srt.configs.model_config.AttentionArch": "MLA",
     "sglang.srt.configs.model_config.ModelConfig": (
-        "attention_arch context_len dtype get_total_num_kv_heads hf_config hf_text_config is_fp4_experts is_multimodal "
-        "model_path num_attention_heads quantization"
+        "context_len dtype hf_config hf_text_config is_fp4_experts is_multimodal model_path quantization"
     ),
     "sglang.srt.distributed.parallel_state.GroupCoordinator": (
         "all_gather_object barrier broadcast_object rank_in_group recv_object send_object world_size"
@@ -174,9 +160,8 @@ ATTRIBUTES = {
     "sglang.srt.entrypoints.engine.Engine": "server_args_class",
     "sglang.srt.entrypoints.http_server": "app get_global_state",
     "sglang.srt.environ.Envs": (
-        "SGLANG_DEEPGEMM_STANDARD_LAYOUT SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK "
-        "SGLANG_HTTP_SERVER_APP_PATH SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS SGLANG_USE_ATTN_TP_NGRAM "
-        "SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT SGLANG_RUST_SERVER"
+        "SGLANG_DEEPGEMM_STANDARD_LAYOUT SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE SGLANG_HTTP_SERVER_APP_PATH "
+        "SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS SGLANG_USE_ATTN_TP_NGRAM SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT"
     ),
     "sglang.srt.layers.deep_gemm_wrapper.compile_utils": "DeepGemmKernelType deep_gemm_execution_hook",
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE": (
@@ -192,7 +177,6 @@ ATTRIBUTES = {
     "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase": (
         "apply create_weights get_moe_runner_backend process_weights_after_loading"
     ),
-    "sglang.srt.layers.quantization.base_config.QuantizationConfig": "get_min_capability get_supported_act_dtypes",
     "sglang.srt.managers.io_struct.SetInternalStateReq": "server_args",
     "sglang.srt.managers.io_struct.SetInternalStateReqOutput": "updated",
     "sglang.srt.managers.scheduler.Scheduler": "chunked_req max_total_num_tokens",

@@ -136,14 +136,12 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
         return
     roles.watch()
     HookRegistry.apply_hooks()
-    from sglang_uvm_offload.plugin import whose_error
     from sglang_uvm_offload.plugin.checks import launch_checks  # imported only if offloading is on
 
     with _reported(server_args):
         if reason := hooks.missing():
             raise FlagError([f"sglang-uvm-offload {reason}"])
-        with whose_error.own_errors_reported(server_args.model_path):
-            checked = launch_checks.check(requested, server_args)
+        checked = launch_checks.check(requested, server_args)
     attach(server_args, checked.config)
     declare_resolution(server_args, "sglang-uvm-offload", **checked.settings)
 

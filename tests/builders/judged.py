@@ -47,9 +47,7 @@ for words, environment, host in {launches}:
 print("RESULT", json.dumps(said))
 """
 
-UNKNOWN = re.compile(
-    r"SGLang cannot serve|not checked against VRAM|shown by loading only|Traceback|please report|does not count|give a number"
-)
+UNKNOWN = re.compile(r"SGLang refuses|not checked against VRAM|shown by loading only|Traceback|does not count|give a number")
 """What no launch of a local folder of safetensors may be told."""
 
 NO_CHOICE = re.compile(r"error: (argument --\S+: invalid choice: '\w+'|unrecognized arguments: .+|ambiguous option: .+)")

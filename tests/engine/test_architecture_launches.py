@@ -67,7 +67,7 @@ made.resolve_once()
 
 
 def assert_judged(name: str, launch: Launch, code: int | str, said: str, python: Nurseries) -> None:
-    if "SGLang cannot serve" in said:
+    if "SGLang refuses" in said:
         mine = launch.words.index("--expert-offload-num-resident")
         words = json.dumps([*launch.words[:mine], *launch.words[mine + 2 :]])
         plain = python.run(PLAIN.format(words=words), STANDIN_GPUS="8", SGLANG_PLUGINS="none")

@@ -1,4 +1,4 @@
-"""SGLang's other servers: what of status, actions and metrics each has, and that the start and ``doctor`` name what it lacks.
+"""SGLang's other servers: what of status, actions and metrics each has.
 
 Each is started anew: some of them read variables of the launcher that a prepared process would have copied too early.
 """
@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 from checkpoints import Checkpoints
-from nursery import Nursery
 
 from scripts.harness.patience import patience
 from scripts.harness.server import Server, free_port, offload_state
 
-N = "--expert-offload-num-resident"
 OFFLOAD: dict[str, Any] = {"dtype": "float32", "expert_offload_num_resident": 8, "enable_metrics": True}
 METRIC = "sglang:expert_offload_resident_bytes"
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
@@ -37,7 +35,6 @@ def assert_whole(server: Server) -> None:
     assert server.get("/expert_offload")["ranks"][0]["num_experts"] == 32
     assert server.post("/expert_offload", {"action": "pause"})["ranks"][0]["paused"] is True
     assert METRIC in server.get_text("/metrics")
-    assert "no /expert_offload" not in server.log
 
 
 def status_of(url: str) -> int:
@@ -84,7 +81,6 @@ def test_the_rust_server_has_the_metrics_alone(checkpoint: Path) -> None:
         assert status_of(f"{server.url}/expert_offload") == 404
         assert offload_state(server.get("/server_info")) == {}
         assert METRIC in server.get_text("/metrics")
-        assert "SGLANG_RUST_SERVER: this server has no /expert_offload, so no status and no actions" in server.log
 
 
 @pytest.mark.works("Launch", "--smg-grpc-mode, without status and actions")
@@ -99,29 +95,3 @@ def test_the_smg_server_has_the_metrics_on_its_sidecar(checkpoint: Path) -> None
         with urllib.request.urlopen(f"{sidecar}/metrics", timeout=patience(60)) as answer:
             assert METRIC in answer.read().decode()
         assert status_of(f"{sidecar}/expert_offload") == 404
-        assert "this server has no /expert_offload, so no status and no actions" in server.log
-        assert f"the metrics are on /metrics of port {port};" in server.log
-
-
-DOCTOR = """
-from sglang_uvm_offload.cli.main import main
-raise SystemExit(main(["doctor", "--", "--device", "cpu", "--model-path", {model!r}, {n!r}, "8", *{more!r}]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("more", "env", "words"),
-    [
-        (["--smg-grpc-mode"], {}, ["--smg-grpc-mode: this server has no /expert_offload", "port 30001, with --enable-metrics"]),
-        ([], {"SGLANG_RUST_SERVER": "1"}, ["SGLANG_RUST_SERVER: this server has no /expert_offload"]),
-        (["--grpc-port", "30002"], {}, []),
-    ],
-)
-def test_doctor_says_what_a_server_lacks(
-    more: list[str], env: dict[str, str], words: list[str], checkpoint: Path, sglang: Nursery
-) -> None:
-    said = sglang.run(DOCTOR.format(model=str(checkpoint), n=N, more=more), **env)
-    assert said.code == 0, said.out + said.err[-2000:]
-    assert ("no /expert_offload" in said.out) == bool(words), said.out
-    for word in words:
-        assert word in said.out

@@ -19,11 +19,9 @@ from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.checks import (
     combinations,
-    flag_values,
-    front_doors,
     load_formats,
+    sglang_gaps,
     slot_settings,
-    start_checks,
     tma,
     tracing,
 )
@@ -72,9 +70,10 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     """Raises ``FlagError`` with every reason, known before anything starts, why ``server_args`` cannot be served with
     offloading. What depends on memory, the ranks decide once the model is built."""
     began_at = time.time()
-    if wrong := flag_values.problems(server_args):
+    cfg = resolving_view(server_args)
+    if wrong := sglang_gaps.bad_numbers(cfg):
         raise FlagError(wrong)
-    cfg, model = resolving_view(server_args), model_config_of(server_args)
+    model = model_config_of(server_args)
     routing = routing_format(cfg, model, server_args.moe_runner_backend)
     problems = [
         *combinations.problems(requested, cfg),
@@ -87,7 +86,7 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
         *routing.problems(requested),
         *tma.problems(requested, cfg, model),
         *lookup_tables.problems(requested, model),
-        *start_checks.problems(cfg, model),
+        *sglang_gaps.problems(cfg, model),
         *damage(cfg),
     ]
     num_experts, reasons = _experts(requested, model)
@@ -108,7 +107,7 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     if problems:
         raise FlagError(problems)
     settings |= _autotuning(cfg, routing)
-    for line in (*combinations.ignored(server_args), *front_doors.lacking(cfg)):
+    for line in combinations.ignored(server_args):
         logger.warning("%s", line)
     if not config.tma:
         logger.info("Expert offload: SGLang's Triton MoE kernels load no weights by TMA")
