@@ -13,15 +13,18 @@ facts that every package uses, have rank 1.
 
 Each package's docstring begins with its purpose in one sentence. Five paths matter most, file by file.
 
-Loading, for each MoE layer of the model:
+Loading:
 
-    plugin/rank/fused_moe           FusedMoE.__init__: hooks the layer's quantisation method
+    plugin/rank/fused_moe           FusedMoE.__init__: hooks the quantisation method of each MoE layer
     plugin/rank/expert_map          which of the checkpoint's experts lies where (expert_location)
-    experts/takeover                allocates ``[num_experts, ...]`` tensors from managed memory
+    experts/takeover                allocates ``[num_experts, ...]`` tensors from managed memory: address space
+    plugin/rank/loading_hooks       once the model is built:
+    plugin/rank/rank_budget         measures this rank, and asks SGLang for the KV cache (plugin/rank/cache_need)
+    residency/budget                divides VRAM, the same on all ranks (plugin/rank/residency)
     experts/layer                   what of each tensor is resident (residency/placement)
     experts/tensor                  its extents of blocks (memory/layout)
-    cuda/memory, cpu/memory         allocate, place: advise, prefetch (memory/protocol)
-    memory/populating               on a thread: host pages of offloaded experts, while SGLang builds and reads
+    cuda/memory, cpu/memory         place: advise, prefetch (memory/protocol)
+    memory/populating               on a thread: host pages of offloaded experts, while SGLang reads
     plugin/rank/link                once all are loaded, times the link (cuda/link) and keeps its rates (memory/kept_links)
 
 Serving, for each forward step:

@@ -93,29 +93,42 @@ CALLED = {
     "sglang.srt.arg_groups.overrides.post_capture_kv_sizing_planned": "server_args",
     "sglang.srt.arg_groups.overrides.resolving_view": "server_args",
     "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook": "name",
-    "sglang.srt.configs.hybrid_arch.hybrid_gdn_config": "model_config",
     "sglang.srt.configs.hybrid_arch.mambaish_config": "model_config",
-    "sglang.srt.configs.mamba_utils.mamba2_state_dtype": "config",
     "sglang.srt.distributed.parallel_state.get_world_group": "",
     "sglang.srt.distributed.utils.get_pp_indices": "num_hidden_layers, pp_rank, pp_size",
     "sglang.srt.eplb.expert_location.get_global_expert_location_metadata": "",
     "sglang.srt.eplb.expert_location.ModelConfigForExpertLocation.from_model_config": "model_config",
     "sglang.srt.layers.moe.utils.get_moe_a2a_backend": "",
     "sglang.srt.mem_cache.kv_cache_configurator.mm_runtime_reservation_gb": "*, is_multimodal, mm_feature_transport",
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs": "self, token_capacity",
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache": "self, total_rest_memory",
+    "sglang.srt.model_executor.model_runner.ModelRunner.configure_kv_cache_dtype": "self",
+    "sglang.srt.model_executor.model_runner.ModelRunner.init_kv_cache_configurator": "self",
+    "sglang.srt.model_executor.model_runner_components.layer_setup.resolve_layer_indices": (
+        "*, model, model_config, is_draft_worker, draft_model_idx"
+    ),
+    "sglang.srt.model_executor.model_runner_components.load_model_utils.resolve_sliding_window_size": "model, model_config",
+    "sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator": "kvc",
+    "sglang.srt.model_executor.pool_configurator.MemoryPoolConfigurator.calculate_pool_sizes": (
+        "self, available_bytes, page_size"
+    ),
     "sglang.srt.model_loader.weight_utils.safetensors_weights_iterator": "hf_weights_files",
     "sglang.srt.plugins.hook_registry.HookRegistry._apply_target": "target, hooks",
     "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks": "",
     "sglang.srt.plugins.hook_registry.HookRegistry.register": "target, hook, hook_type",
     "sglang.srt.plugins.load_plugins": "",
+    "sglang.srt.runtime_context.get_context": "",
     "sglang.srt.runtime_context.get_device": "",
     "sglang.srt.runtime_context.get_exec": "",
     "sglang.srt.runtime_context.get_lora": "",
+    "sglang.srt.runtime_context.get_mm": "",
     "sglang.srt.runtime_context.get_observability": "",
     "sglang.srt.runtime_context.get_parallel": "",
     "sglang.srt.runtime_context.get_platform": "",
     "sglang.srt.runtime_context.get_schedule": "",
     "sglang.srt.runtime_context.get_server_args": "",
     "sglang.srt.runtime_context.get_serving": "",
+    "sglang.srt.runtime_context.pre_capture_activation_reserve_mb": "gpu_mem",
     "sglang.srt.utils.auth.auth_level": "level",
     "sglang.srt.utils.get_device_memory_capacity": "device",
 }
@@ -124,21 +137,19 @@ CALLED = {
 ATTRIBUTES = {
     "sglang.srt.server_args.ServerArgs": (
         "add_cli_args from_cli_args resolve_once attn_cp_size attn_dp_size base_gpu_id chat_template chunked_prefill_size "
-        "completion_template context_length cpu_offload_gb cuda_graph_config dcp_size device disable_flashinfer_autotune "
-        "disable_hybrid_swa_memory disable_radix_cache dllm_algorithm download_dir dp_size dwdp_size elastic_ep_backend "
-        "enable_dp_lm_head enable_eplb enable_hierarchical_cache enable_int8_mamba_checkpoint enable_linear_replayssm "
-        "enable_lora enable_memory_saver enable_nvidia_megakernel enable_paged_experts enable_pdmux enable_symm_mem "
-        "enable_two_batch_overlap enable_unified_memory ep_num_redundant_experts ep_size gpu_id_step hicache_ratio "
-        "hicache_size hicache_storage_backend hicache_storage_backend_extra_config host init_expert_location "
-        "json_model_override_args kt_weight_path kv_cache_dtype load_format lora_paths mamba_full_memory_ratio mamba_ssm_dtype "
-        "max_mamba_cache_size max_prefill_tokens max_running_requests max_total_tokens mem_fraction_static "
-        "mm_feature_transport model_loader_extra_config model_path moe_a2a_backend moe_dense_tp_size moe_dp_size "
-        "moe_runner_backend nnodes node_rank offload_group_size page_size ple_offload_backend ple_offload_embedding port "
-        "pp_size quantization remote_instance_weight_loader_start_seed_via_transfer_engine revision speculative_adaptive "
-        "speculative_adaptive_config speculative_algorithm speculative_draft_kv_cache_dtype speculative_draft_load_format "
-        "speculative_draft_model_path speculative_draft_model_revision speculative_moe_runner_backend "
-        "speculative_ngram_external_corpus_path speculative_num_draft_tokens speculative_token_map swa_full_tokens_ratio "
-        "tokenizer_path tokenizer_worker_num tp_size use_ray weight_cache_mode"
+        "completion_template context_length cpu_offload_gb cuda_graph_config device disable_flashinfer_autotune "
+        "dllm_algorithm download_dir dp_size dwdp_size elastic_ep_backend enable_dp_lm_head enable_eplb "
+        "enable_hierarchical_cache enable_lora enable_memory_saver enable_nvidia_megakernel enable_paged_experts "
+        "enable_pdmux enable_two_batch_overlap ep_num_redundant_experts ep_size gpu_id_step hicache_ratio hicache_size "
+        "hicache_storage_backend hicache_storage_backend_extra_config host init_expert_location json_model_override_args "
+        "kt_weight_path kv_cache_dtype load_format lora_paths max_mamba_cache_size max_prefill_tokens max_running_requests "
+        "max_total_tokens mem_fraction_static mm_feature_transport model_loader_extra_config model_path moe_a2a_backend "
+        "moe_dp_size moe_runner_backend nnodes node_rank offload_group_size page_size ple_offload_backend "
+        "ple_offload_embedding port pp_size quantization remote_instance_weight_loader_start_seed_via_transfer_engine "
+        "revision speculative_algorithm speculative_draft_load_format speculative_draft_model_path "
+        "speculative_draft_model_revision speculative_moe_runner_backend speculative_ngram_external_corpus_path "
+        "speculative_num_draft_tokens speculative_token_map tokenizer_path tokenizer_worker_num tp_size use_ray "
+        "weight_cache_mode"
     ),
     "sglang.srt.arg_groups.arg_utils": "A Arg NS",
     "sglang.srt.arg_groups.fields.parallel.Parallel": (
@@ -150,12 +161,11 @@ ATTRIBUTES = {
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": "offload_tags",
     "sglang.srt.managers.tokenizer_manager.SignalHandler": "tokenizer_manager",
     "sglang.srt.configs.load_config.LoadConfig": "load_format",
-    "sglang.srt.configs.mamba_utils": "Mamba2CacheParams Mamba2StateDType Mamba2StateShape",
     "sglang.srt.configs.model_config.ModelConfig": (
         "context_len dtype hf_config hf_text_config is_fp4_experts is_multimodal model_path quantization"
     ),
     "sglang.srt.distributed.parallel_state.GroupCoordinator": (
-        "all_gather_object barrier broadcast_object rank_in_group recv_object send_object world_size"
+        "all_gather_object barrier broadcast_object rank_in_group world_size"
     ),
     "sglang.srt.entrypoints.engine.Engine": "server_args_class",
     "sglang.srt.entrypoints.http_server": "app get_global_state",
@@ -188,7 +198,8 @@ ATTRIBUTES = {
     ),
     "sglang.srt.model_executor.forward_batch_info.ForwardMode": "is_decode is_decode_or_idle is_idle is_target_verify",
     "sglang.srt.model_executor.model_runner.ModelRunner": (
-        "decode_cuda_graph_capture_bs is_draft_worker memory_saver_adapter pre_model_load_memory"
+        "decode_cuda_graph_capture_bs draft_model_idx is_draft_worker kv_cache_configurator layer_info memory_saver_adapter "
+        "model model_config pre_model_load_memory sliding_window_size"
     ),
     "sglang.srt.plugins.hook_registry.HookRegistry": "_patched",
     "sglang.srt.plugins.hook_registry.HookType": "AFTER AROUND BEFORE REPLACE",

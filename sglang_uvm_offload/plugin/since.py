@@ -16,7 +16,6 @@ SINCE = {
     "sglang.srt.environ.Envs.SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT": (0, 5, 23),
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.uses_expert_location": (0, 5, 23),
     "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase.get_moe_runner_backend": (0, 5, 23),
-    "sglang.srt.parser.python_chat_template.get_python_chat_template": (0, 5, 23),
     "sglang.srt.server_args.ServerArgs.enable_nvidia_megakernel": (0, 5, 23),
     "sglang.srt.server_args.ServerArgs.enable_paged_experts": (0, 5, 23),
     # In older versions, a wrapper hid the same parameters.

@@ -168,7 +168,7 @@ def test_a_field_that_an_object_is_given_as_it_is_made_counts():
 
 
 def test_an_older_version_may_lack_what_is_done_without(monkeypatch):
-    gone = "sglang.srt.parser.python_chat_template.get_python_chat_template"
+    gone = "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase.get_moe_runner_backend"
     monkeypatch.delattr(gone)
     assert hook_points.moved() == [f"{gone} does not exist"]
     monkeypatch.setattr(hook_points, "VERSION", (0, 5, 22))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.configs import served_config
+from builders.configs import requested_config
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.runtime_context import get_parallel
 from simulated_driver import SimulatedDriver
@@ -39,15 +39,15 @@ def load(
     monkeypatch: pytest.MonkeyPatch, memory: Memory, model: Callable[[RankState], None], measure: Callable[[], None]
 ) -> None:
     """Loads what ``model`` builds and reads, and then measures the link."""
-    rank = RankState(served_config(num_resident=1))
+    rank = RankState(requested_config(num_resident=1))
     rank.backend = Backend(memory)
     hooks = LoadingHooks(rank)
-    monkeypatch.setattr(hooks, "_begin_target", lambda: rank.manager.begin_model(False))
+    monkeypatch.setattr(hooks, "_place_target", lambda *_: None)
     monkeypatch.setattr(hooks, "_loaded", lambda runner, model: None)
     monkeypatch.setattr(loading_hooks, "get_device", lambda: SimpleNamespace(gpu_id=0))
     monkeypatch.setattr(loading_hooks.link, "measure", lambda *_: measure())
     with get_parallel().override(tp_rank=0, pp_rank=0):
-        hooks.around_load_model(lambda runner: model(rank), SimpleNamespace(is_draft_worker=False))
+        hooks.around_load_model(lambda runner: model(rank), SimpleNamespace(is_draft_worker=False, model=torch.nn.Module()))
 
 
 def test_host_pages_are_populated_while_the_model_loads_and_before_the_link_is_measured(

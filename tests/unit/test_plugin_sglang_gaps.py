@@ -11,10 +11,11 @@ import pytest
 import torch
 from builders.launch import arguments, launch, resolved
 from builders.true_shape import config_folder
+from sglang.srt.arg_groups.overrides import declare_resolution
 
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.checks import launch_checks, sglang_gaps
+from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.requested_config import parse
 
 pytestmark = pytest.mark.sglang
@@ -60,8 +61,8 @@ def test_a_number_with_which_no_server_works_is_the_launchs_only_problem(values:
 
 def test_a_share_that_sglang_itself_makes_negative_is_refused() -> None:
     args = arguments(chunked_prefill_size=-1)
-    compat.declare_resolution(args, "test", mem_fraction_static=-0.036)
-    (problem,) = sglang_gaps.bad_numbers(compat.resolving_view(args))
+    declare_resolution(args, "test", mem_fraction_static=-0.036)
+    (problem,) = sglang_gaps.bad_numbers(resolving_view(args))
     assert problem.startswith("--mem-fraction-static -0.036 (SGLang's choice")
 
 

@@ -1,5 +1,4 @@
-"""What a launch takes beside its weights and its cache: draft models, hierarchical caches, states of linear attention; and
-whether its drafts are worth their reads."""
+"""What a launch takes beside its weights and its cache: hierarchical caches, and what its drafts cost."""
 
 from __future__ import annotations
 
@@ -9,62 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import Checkpoints
 
 from sglang_uvm_offload.sizing.checkpoint import from_tensors, load
+from sglang_uvm_offload.sizing.demand import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.draft_cost import draft_note
-from sglang_uvm_offload.sizing.draft_model import load_draft
 from sglang_uvm_offload.sizing.host_need import HICACHE_RESERVE_BYTES
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.launch import DEFAULT_KV_TOKENS, Launch, Uncounted
-from sglang_uvm_offload.sizing.linear_state import LinearState
 from sglang_uvm_offload.sizing.machine import GIB, preset
-from sglang_uvm_offload.sizing.model_files import ModelFiles
-from sglang_uvm_offload.sizing.planner import choose_num_resident, plan, render
+from sglang_uvm_offload.sizing.planner import plan, render
 from sglang_uvm_offload.sizing.rank_memory import Case
-from sglang_uvm_offload.sizing.ranks import shape_problems
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 DEEPSEEK = MODELS / "deepseek-v3.json"
 
 
-def launch(path: Path, **changes: Any) -> Launch:
-    values: dict[str, Any] = {
-        **{"parallel": Parallel(), "vram_bytes": 24 * GIB, "free_vram_bytes": 24 * GIB, "host_bytes": 64 * GIB},
-        **{"mem_fraction_static": 0.8, "headroom_gb": 1.0, "model_context": 4096, "max_total_tokens": 4096},
-    }
-    return Launch(ModelFiles(str(path)), **(values | changes))
-
-
 def case_of(path: Path, parallel: Parallel, **changes: Any) -> Case:
     return Case(load(path), preset("8xH20"), Workload(4096), parallel, Reserve(), Assumptions(), **changes)
-
-
-# A draft model of its own
-
-
-def test_a_draft_models_weights_and_cache_are_read_off_its_own_headers(checkpoints: Checkpoints):
-    target, draft = checkpoints("glm4_moe"), checkpoints("qwen3_moe")
-    shape, small = load(draft), load_draft(ModelFiles(str(draft)))
-    assert small.rank_bytes(1, 1) == shape.total_bytes
-    plain, drafting = (launch(target, draft=files).case() for files in (None, ModelFiles(str(draft))))
-    assert drafting.plain_bytes(0) - plain.plain_bytes(0) == shape.total_bytes
-    more = drafting.kv_token_bytes(0) - plain.kv_token_bytes(0)
-    layer = max(plain.model.kv.layer_bytes(1, 2), shape.kv.layer_bytes(1, 2))
-    assert more == shape.num_layers * layer
-
-
-def test_ranks_divide_a_draft_models_matrices(checkpoints: Checkpoints):
-    small = load_draft(ModelFiles(str(checkpoints("qwen3_moe"))))
-    assert small.rank_bytes(2, 2) == -(-small.attention // 2) + -(-small.feed_forward // 2) + small.whole
-    assert small.rank_bytes(2, 1) - small.rank_bytes(2, 2) == small.attention - -(-small.attention // 2)
-    assert min(small.attention, small.feed_forward, small.whole) > 0
-
-
-def test_a_draft_model_that_cannot_be_read_is_named(checkpoints: Checkpoints, tmp_path: Path):
-    with pytest.raises(Uncounted, match=rf"cannot read {tmp_path}/config.json"):
-        launch(checkpoints("glm4_moe"), draft=ModelFiles(str(tmp_path))).case()
 
 
 # Host RAM of a hierarchical cache
@@ -142,31 +102,6 @@ def test_the_layers_of_qwen3_next_are_told_apart():
     assert shape.layers[0].expert_bytes == 4 * 3 * 256 * 256 * 2, "without the draft layer's"
 
 
-def linear_case(state: LinearState | None, tokens: int, requests: int = 1) -> Case:
-    work = Workload(1024, requests, max_total_tokens=tokens)
-    return Case(linear_model(), preset("8xH20"), work, Parallel(tp=2), Reserve(), Assumptions(), linear=state)
-
-
-def test_states_take_their_share_beside_the_cache_and_never_too_little_for_the_requests():
-    none, tokens = linear_case(None, 1 << 20), 1 << 20
-    pool = none.pool_bytes(0)
-    by_ratio = linear_case(LinearState(1 << 20, 0.5), tokens)
-    assert by_ratio.kv_bytes(0) - none.kv_bytes(0) == pool // 2
-    slot = 3 * (1 << 20) // 2
-    many = linear_case(LinearState(1 << 20, 0.5), tokens, requests=100)
-    states = (100 * 5 + 1) * slot
-    assert states > pool // 2
-    assert many.state_bytes(0) == states + max(0, 2 * states - pool)
-    assert linear_case(LinearState(1 << 20, 0.5, slots=10), tokens).state_bytes(0) == 11 * slot
-
-
-def test_states_of_unknown_size_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sglang_uvm_offload.sizing.model_files.load_any", lambda path, dtype, overrides: linear_model())
-    with pytest.raises(Uncounted, match="the state of 3 layers with linear attention is not counted"):
-        launch(DEEPSEEK).case()
-    assert launch(DEEPSEEK, linear=LinearState(1, 0.9)).case().linear is not None
-
-
 # What drafts cost
 
 
@@ -241,20 +176,14 @@ def test_the_number_given_is_predicted_as_the_plan_predicts_it():
     assert found.draft_speeds[-1].missed_bytes == pytest.approx(speed.missed_bytes)
 
 
-@pytest.mark.parametrize("tokens", [2, 3, 8])
-def test_of_the_tokens_that_a_launch_verifies_no_more_are_assumed_to_be_kept(tokens: int):
-    """EAGLE with one step verifies two tokens."""
-    case = launch(DEEPSEEK, speculative=True, draft_tokens=tokens).case()
-    assert case.assumed.accepted_tokens == min(2.5, tokens)
-    assert shape_problems(case) == []
-
-
 def test_drafts_without_a_checkpoint_of_their_own_are_weighed_too():
     """Such as n-grams."""
-    roomy = {"parallel": Parallel(tp=8), "vram_bytes": 96 * GIB, "free_vram_bytes": 96 * GIB, "host_bytes": 4096 * GIB}
-    few = launch(DEEPSEEK, **roomy, mem_fraction_static=0.5)
-    assert choose_num_resident(replace(few, draft_tokens=4)).draft_note
-    assert not choose_num_resident(few).draft_note
+    machine = replace(preset("8xH20"), host_bytes=4096 * GIB)
+    few, drafting = (
+        plan(load(DEEPSEEK), machine, Workload(4096, other_drafts=on), Parallel(tp=8), Reserve(0.3)) for on in (False, True)
+    )
+    assert drafting.draft_note
+    assert not few.draft_note
 
 
 def test_the_page_names_the_cache_that_auto_leaves_room_for():

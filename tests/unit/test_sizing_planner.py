@@ -12,7 +12,6 @@ import pytest
 from builders.true_shape import config_folder
 
 from sglang_uvm_offload.cli import plan as planner_cli
-from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.requested_config import parse
@@ -21,9 +20,7 @@ from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.gpus import GPUS
 from sglang_uvm_offload.sizing.inputs import MEASURED, Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.kv_cache import KvShape
-from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.machine import GIB, MachineError, describe, of_gpus, preset
-from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.rates import read_rate
 from sglang_uvm_offload.sizing.routing_curves import hit_rates
@@ -1080,74 +1077,28 @@ def test_an_integrated_gpu_has_what_is_available_of_the_hosts_memory(monkeypatch
     assert "106.00 GiB are available" in ask("glm-4.5-air", machine).problems[0]
 
 
-# auto
-
-CONTEXT = int(Assumptions().context_gib * GIB)
-
-
-def auto(folder, **changes):
-    values = {
-        **{"parallel": Parallel(), "vram_bytes": 24 * GIB, "free_vram_bytes": 23 * GIB + CONTEXT, "host_bytes": 64 * GIB},
-        **{"mem_fraction_static": 0.8, "headroom_gb": 1.0, "model_context": 1024, "max_running_requests": 1},
-    }
-    changes.setdefault("model_context", changes.get("context_length", 1024))
-    return planner.choose_num_resident(Launch(ModelFiles(str(folder)), **values | changes))
+# The number of residents that a budget holds
 
 
 @pytest.mark.parametrize("wanted", [0, 4, 8, 12, 16])
-def test_auto_keeps_exactly_as_many_as_the_budget_holds(checkpoints, wanted):
+def test_a_plan_keeps_exactly_as_many_as_the_budget_holds(checkpoints, wanted):
     """Experts of 512 KiB and 256 KiB in two tensors a layer: a block of 2 MiB holds 4 of one and 8 of the other. The budget is
     made to hold so many blocks, and then a byte less."""
-    folder = checkpoints("qwen3_moe", expert_size=512)
-    shape = load(folder)
+    shape = load(checkpoints("qwen3_moe", expert_size=512))
     blocks = 3 * (math.ceil(wanted / 4) + math.ceil(wanted / 8))
     cache = 1024 * 3 * 2 * 2 * 64 * 2 + 1024 * 4
     room = shape.total_bytes - shape.expert_bytes + cache + blocks * BLOCK_BYTES + (128 << 20)
-    fraction = room / (23 * GIB) + 1 / 24
-    assert auto(folder, mem_fraction_static=fraction + 1e-6, stream_gb=0).num_resident == wanted
-    if wanted:
-        assert auto(folder, mem_fraction_static=fraction - 1e-6, stream_gb=0).num_resident < wanted
-    else:
-        with pytest.raises(FlagError, match="VRAM: with no expert resident"):
-            auto(folder, mem_fraction_static=fraction - 1e-6, stream_gb=0)
+    free, machine = 23 * GIB, describe(None, gpus=1, vram_gb=24, host_gb=64)
+    context = int(Assumptions().context_gib * GIB)
 
+    def kept(fraction: float) -> int | None:
+        reserve = Reserve(fraction, 1.0, free_vram_bytes=free + context, stream_gb=0)
+        return planner.plan(shape, machine, Workload(1024), Parallel(), reserve).num_resident
 
-def test_auto_leaves_room_for_the_cache_that_is_asked_for():
-    folder = MODELS / "qwen3-235b-a22b.json"
-    common = {"parallel": Parallel(tp=8), "vram_bytes": 96 * GIB, "free_vram_bytes": 94 * GIB, "host_bytes": 2000 * GIB}
-    common |= {"context_length": 32768, "mem_fraction_static": 0.5}
-    few = auto(folder, **common).num_resident
-    many = auto(folder, **common, max_running_requests=16).num_resident
-    pool = auto(folder, **common, max_total_tokens=16 * 32768).num_resident
-    images = auto(folder, **common, image_bytes=8 * GIB).num_resident
-    assert max(many, images) < few < 128
-    assert pool == pytest.approx(many, abs=1)
-
-
-def test_auto_asks_for_one_long_request_or_several_short_ones_where_nobody_says(checkpoints):
-    folder = checkpoints("qwen3_moe")
-    nobody = {"max_running_requests": None}
-    assert auto(folder, **nobody, model_context=131_072).kv_tokens == 32768, "not the whole context of the model"
-    assert auto(folder, model_context=131_072, max_running_requests=3).kv_tokens == 3 * 32768
-    assert auto(folder, model_context=4096, max_running_requests=3).kv_tokens == 3 * 4096
-    assert auto(folder, **nobody, model_context=4096).kv_tokens == 32768
-    assert auto(folder, **nobody, context_length=1024).kv_tokens == 32768
-    assert auto(folder, **nobody, context_length=100_001).kv_tokens == 100_032
-    assert auto(folder, **nobody, context_length=100_001, page_tokens=256).kv_tokens == 100_096
-    assert auto(folder, max_running_requests=2, context_length=1025, page_tokens=256).kv_tokens == 2560
-    assert auto(folder, **nobody, max_total_tokens=512).kv_tokens == 512
-
-
-def test_auto_says_why_it_cannot(checkpoints, tmp_path):
-    with pytest.raises(FlagError, match=r"--expert-offload-num-resident auto: host RAM") as refused:
-        auto(MODELS / "kimi-k2.json", context_length=4096, host_bytes=32 * GIB, vram_bytes=48 * GIB, free_vram_bytes=47 * GIB)
-    assert any("such GPUs" in problem for problem in refused.value.problems)
-    with pytest.raises(FlagError, match=r"auto: cannot read .*config.json.*; give a number"):
-        auto(tmp_path)
-    with pytest.raises(FlagError, match=r"auto: the checkpoint has no draft layers of its own to count; give a number"):
-        auto(checkpoints("qwen3_moe"), speculative=True)
-    with pytest.raises(FlagError, match="--kv-cache-dtype fp4_e2m1: must be one of"):
-        auto(checkpoints("qwen3_moe"), kv_cache_dtype="fp4_e2m1")
+    fraction = room / free + 1 / 24
+    assert kept(fraction + 1e-6) == wanted
+    fewer = kept(fraction - 1e-6)
+    assert fewer is None if wanted == 0 else fewer is not None and fewer < wanted
 
 
 def test_fewer_drafts_than_are_usually_accepted_need_no_second_flag(capsys):

@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.rooms import CONTEXT, VRAM, fraction
 
 from sglang_uvm_offload.cli import plan as planner_cli
-from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.sizing import planner
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.draft_cost import draft_note
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.machine import GIB, Machine, preset
-from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Plan
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.routing_curves import hit_rates
@@ -190,31 +186,6 @@ def test_a_prefill_in_place_is_served_by_chance_whatever_decoding_hits():
     found = speed(hit_rate=0.9, prompt=256)
     assert found.prefill_chunk_s == speed(resident=32, slots=0, hit_rate=0.5, prompt=256).prefill_chunk_s
     assert found.hit_rate == 0.9
-
-
-def auto(folder: Path, slots: Slots) -> Plan:
-    vram = {"vram_bytes": 96 * GIB, "free_vram_bytes": 94 * GIB, "host_bytes": 4096 * GIB}
-    rest = {"mem_fraction_static": 0.7, "headroom_gb": 1.0, "model_context": 8192, "max_running_requests": 1}
-    return planner.choose_num_resident(Launch(ModelFiles(str(folder)), Parallel(tp=8), **vram, **rest, slots=slots))
-
-
-def test_a_launch_divides_as_a_plan_does_and_refuses_as_many_slots_as_do_not_fit():
-    found = auto(MODEL, AUTO)
-    assert (found.num_resident, found.slots) == (found.rows - found.slots, AUTO.of(found.rows, 256))
-    with pytest.raises(FlagError, match=rf"--expert-offload-slots 255: {found.rows} rows a layer fit in VRAM"):
-        auto(MODEL, Slots(255))
-
-
-@pytest.mark.parametrize(("more_blocks", "found"), [(0, (8, 0)), (3, (4, 4))])
-def test_where_vram_is_too_small_for_any_slot_residents_have_all_of_it(checkpoints, more_blocks, found):
-    """Experts of 512 KiB and 256 KiB: eight residents share three blocks of 2 MiB, four and four slots need four."""
-    folder = checkpoints("qwen3_moe", expert_size=512)
-    room = fraction(folder, 8, 1024, beside=more_blocks * BLOCK_BYTES)
-    vram = {"vram_bytes": VRAM, "free_vram_bytes": VRAM, "host_bytes": 64 * GIB, "mem_fraction_static": room, "headroom_gb": 0}
-    rest = {"model_context": CONTEXT, "max_running_requests": 1, "max_total_tokens": 1024, "stream_gb": 0}
-    plan = planner.choose_num_resident(Launch(ModelFiles(str(folder)), Parallel(), **vram, **rest, slots=AUTO))
-    assert (plan.num_resident, plan.slots) == found
-    assert any("more do not fit" in note for note in plan.notes) == (more_blocks == 0)
 
 
 def run(*words: object) -> int:

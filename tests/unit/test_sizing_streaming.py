@@ -18,9 +18,7 @@ from sglang_uvm_offload.memory.layout import BLOCK_BYTES, whole_blocks
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.launch import Launch
 from sglang_uvm_offload.sizing.machine import GIB, preset
-from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Plan, Speed
 from sglang_uvm_offload.sizing.planner import plan, plan_case, render
 from sglang_uvm_offload.sizing.rank_memory import Case
@@ -237,11 +235,6 @@ def test_what_is_short_names_the_buffers_and_that_doing_without_is_enough():
 def test_less_than_a_buffer_is_noted():
     (note,) = [note for note in planned(stream_gb=1).notes if "buffer" in note]
     assert note == "--expert-offload-stream-buffer-gb 1 is less than one stream buffer, which takes 1.31 GiB: nothing streams"
-
-
-def test_a_launch_counts_its_buffers():
-    launch = Launch(ModelFiles(str(DEEPSEEK)), Parallel(), 96 * GIB, 96 * GIB, GIB, 0.8, 1.0, 4096, stream_gb=3)
-    assert launch.case().reserve.stream_gb == 3
 
 
 # Speed

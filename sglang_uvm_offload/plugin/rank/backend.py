@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
@@ -17,7 +18,10 @@ from sglang_uvm_offload.memory.link import LinkTimer, Offloaded
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.memory.slots import ExpertSlots, SlotLayer
 from sglang_uvm_offload.memory.staging import Staging
+from sglang_uvm_offload.residency.budget import DRIVER_BYTES
 from sglang_uvm_offload.routing.counts import RoutingCounters
+
+logger = logging.getLogger(__name__)
 
 _THREAD = "expert offload"
 
@@ -40,6 +44,9 @@ class Emulated:
     def staging(self, memory: Memory, nbytes: int, count: int) -> Staging:
         """``count`` stream buffers of ``nbytes``."""
         return CpuStaging(memory, nbytes, count)
+
+    def reclaim(self, memory: Memory, nbytes: int) -> None:
+        """Make VRAM that demoted experts have left show as free."""
 
     def link_timer(self, offloaded: Sequence[Offloaded]) -> LinkTimer | None:
         """None: nothing crosses a link. Raises ``RuntimeError``."""
@@ -84,6 +91,19 @@ class Cuda(Emulated):
         from sglang_uvm_offload.cuda.staging import CudaStaging
 
         return CudaStaging(self._gpu, nbytes, count)
+
+    def reclaim(self, memory: Memory, nbytes: int) -> None:
+        """The driver keeps it, as taken, until a plain allocation finds nothing else (``uvm_pmm_gpu.c``, unused root chunks are
+        evicted first): make one of all that is free and ``nbytes`` more, and free it."""
+        torch.cuda.empty_cache()
+        wanted = memory.info().device_free + nbytes - DRIVER_BYTES
+        if wanted <= 0:
+            return
+        try:
+            torch.empty(wanted, dtype=torch.uint8, device=f"cuda:{self._gpu}")
+        except torch.OutOfMemoryError:
+            logger.info("Expert offload: the driver keeps VRAM that demoted experts have left; the KV cache is smaller for it")
+        torch.cuda.empty_cache()
 
     def link_timer(self, offloaded: Sequence[Offloaded]) -> LinkTimer:
         from sglang_uvm_offload.cuda.link import CudaLinkTimer

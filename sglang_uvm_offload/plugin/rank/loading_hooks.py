@@ -47,7 +47,7 @@ class LoadingHooks:
         built.check(rank.config, profile, rank.routed_model)
         if rank.recording is not None:
             rank.recording.check_built(built)
-        self._residency = Residency(rank.config, rank.manager, runner, model, module, built)
+        self._residency = Residency(rank.config, rank.manager, rank.backend, runner, model, module, built)
         rank.manager.place_model(model, self._residency.decide(profile))
 
     def _place_draft(self, model: ModelExperts, module: torch.nn.Module) -> None:

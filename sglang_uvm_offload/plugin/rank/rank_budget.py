@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from sglang_uvm_offload.memory.layout import ExpertLayout, round_up
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch.demand import demand_of
+from sglang_uvm_offload.plugin.launch.draft_source import from_the_checkpoint
 from sglang_uvm_offload.plugin.launch.ranks import has_one_memory, hicache, longest_step, rates_of_streams
 from sglang_uvm_offload.plugin.launch.stream_settings import stream_tokens
 from sglang_uvm_offload.plugin.rank.cache_need import CacheNeed
@@ -83,6 +85,18 @@ class RankBudgets:
         world = get_parallel().world_group
         return world.all_gather_object(own) if world.world_size > 1 else [own]
 
+    def draft_bytes(self, layers: Sequence[ExpertLayer]) -> int:
+        """VRAM that the draft model of the launch is expected to take on this rank: its files' size, or a layer of the target
+        for each draft layer of the checkpoint. ``correct`` keeps what it leaves."""
+        cfg = self._cfg
+        if not self._on_gpu or cfg.speculative_algorithm in (None, "NGRAM"):
+            return 0
+        if not from_the_checkpoint(cfg):
+            files = Path(cfg.speculative_draft_model_path or "").glob("*.safetensors")
+            return sum(file.stat().st_size for file in files) // cfg.tp_size
+        whole = expert_sizes(layers, self._num_places).resident[-1] // max(1, len(layers))
+        return whole * max(1, getattr(self._runner.model_config.hf_text_config, "num_nextn_predict_layers", None) or 1)
+
     def _own(self, layers: Sequence[ExpertLayer], extra: int, held: Division | None) -> RankBudget:
         info, server_args = self._memory.info(), get_server_args()
         sizes = expert_sizes(layers, self._num_places)
@@ -93,7 +107,7 @@ class RankBudgets:
             if held is not None:
                 free += sizes.in_vram(held.num_resident, held.slots) + held.buffers * buffer
             cache, least = self._cache_bytes
-        given = hicache(self._cfg, server_args)
+        host_cache = hicache(self._cfg, server_args)
         return RankBudget(
             name=self._name(),
             free=free,
@@ -104,7 +118,7 @@ class RankBudgets:
             gpu=get_device().gpu_id,
             node=self._cfg.node_rank,
             host=info.host_available,
-            host_cache=int(given.get("hicache_bytes", 0) or given.get("hicache_ratio", 0) * cache),
+            host_cache=int(host_cache.get("hicache_bytes", 0) or host_cache.get("hicache_ratio", 0) * cache),
             one_memory=self._on_gpu and has_one_memory(),
         )
 

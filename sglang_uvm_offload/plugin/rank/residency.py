@@ -14,6 +14,7 @@ from sglang_uvm_offload.config import AUTO, NEVER, RequestedConfig
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.launch.stream_settings import USUAL_TOP_K
+from sglang_uvm_offload.plugin.rank.backend import Emulated
 from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
 from sglang_uvm_offload.plugin.rank.host_warnings import warn_of_host_ram
 from sglang_uvm_offload.plugin.rank.rank_budget import RankBudgets, expert_sizes
@@ -37,6 +38,7 @@ class Residency:
         self,
         config: RequestedConfig,
         manager: OffloadManager,
+        backend: Emulated,
         runner: Any,
         model: ModelExperts,
         module: torch.nn.Module,
@@ -44,6 +46,7 @@ class Residency:
     ):
         """``runner``: SGLang's, of the target; ``module``: the target as SGLang built it."""
         self._config, self._manager, self._model, self._built = config, manager, model, built
+        self._backend = backend
         self._budgets = RankBudgets(config, manager.memory, runner, module, built.num_places)
         self._top_k = built.top_k or USUAL_TOP_K
         self._asked: Asked
@@ -53,7 +56,8 @@ class Residency:
         """What to begin with. ``profile``: the one to start from."""
         config = self._config
         self._asked = self._budgets.asked(profile, self._top_k, config.slots)
-        ranks = self._budgets.of_all(self._model.layers)
+        drafts = 0 if config.num_resident is not None else self._budgets.draft_bytes(self._model.layers)
+        ranks = self._budgets.of_all(self._model.layers, drafts)
         self._division = division = _agreed(lambda: divide(self._asked, ranks))
         if problems := self._built.room_problems(config.resident_ids, division.num_resident):
             _agreed(lambda: _refuse(problems))
@@ -78,7 +82,7 @@ class Residency:
             raise FlagError([f"{_DRAFTS} {number}: the draft model has {places} routed experts a layer; give at most as many"])
         if get_parallel().pp_size == 1:
             sizes = expert_sizes(draft.layers, places)
-            self._correct(sizes.resident[places if number is None else number])
+            self._correct(sizes.resident[places if number is None else number], may_grow=False)
 
     def correct(self) -> None:
         """All weights are loaded, and what follows is SGLang's KV cache: keep as many experts resident as fit next to it."""
@@ -89,13 +93,14 @@ class Residency:
         """From how many tokens on a step streams."""
         return self._budgets.stream_tokens(self._division.num_resident + self._division.slots, self._top_k)
 
-    def _correct(self, extra: int) -> None:
+    def _correct(self, extra: int, may_grow: bool = True) -> None:
+        """``extra``: VRAM of experts that are still to be placed."""
         if self._manager.memory.device_type == "cpu":
             return
         now = self._division
         ranks = self._budgets.of_all(self._model.layers, extra, held=now)
         number = _agreed(lambda: corrected(now, self._asked, ranks))
-        if number == now.num_resident:
+        if number == now.num_resident or (number > now.num_resident and not may_grow):
             return
         if self._manager.progress():
             logger.info(
@@ -105,6 +110,9 @@ class Residency:
             )
         self._division = dataclasses.replace(now, num_resident=number)
         self._manager.correct(number)
+        own = ranks[get_parallel().world_group.rank_in_group].experts
+        if (fewer := own.resident[now.num_resident] - own.resident[number]) > 0:
+            self._backend.reclaim(self._manager.memory, fewer)
 
     def _warn(self, ranks: list[RankBudget]) -> None:
         """Once on each machine."""

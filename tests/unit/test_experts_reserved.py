@@ -1,0 +1,193 @@
+"""A layer that is built before its residents are decided: address space, then placed, before its first weight is read."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from builders.managers import LAYERS, E, config, profile_of
+from simulated_driver import SimulatedDriver
+
+from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.layer_shard import LayerShard
+from sglang_uvm_offload.memory.layout import PAGE_BYTES, ExpertLayout
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, MemoryInfo, Span
+from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.placement import InitialPlacement
+
+BLOCK_BYTES = PAGE_BYTES
+EXPERT_BYTES = 3 * BLOCK_BYTES // 2
+
+
+def first(number: int, experts: int = E):
+    chosen = np.arange(experts) < number
+    return lambda layout: layout.holding(chosen)
+
+
+class Module(torch.nn.Module):
+    """A weight of ones, one of zeros, one that nothing is written to, and scales that are too small to place."""
+
+    def __init__(self, layer: ExpertLayer, expert_bytes: int = EXPERT_BYTES):
+        super().__init__()
+        with AllocationMode(layer.num_experts, partial(layer.allocate, written_later=True), layer.write):
+            self.ones = torch.ones(layer.num_experts, expert_bytes, dtype=torch.uint8)
+            self.zeros = torch.zeros(layer.num_experts, expert_bytes, dtype=torch.uint8)
+            self.empty = torch.empty(layer.num_experts, expert_bytes, dtype=torch.uint8)
+            self.scale = torch.full((layer.num_experts, 3), 2.5)
+        layer.sync_tensors(self)
+
+
+def reserved(memory: SimulatedDriver, slots: int = 0) -> tuple[ExpertLayer, Module]:
+    layer = ExpertLayer(memory, LayerShard(3, E), None, reserved_slots=slots)
+    return layer, Module(layer)
+
+
+def test_a_layer_takes_no_memory_before_it_is_placed():
+    memory = SimulatedDriver()
+    layer, _ = reserved(memory)
+    memory.notice_writes()
+    assert (memory.device_used, memory.host_used) == (0, 0)
+    assert not layer.placed
+    assert [layout.expert_bytes for layout in layer.layouts] == [EXPERT_BYTES] * 3, "its sizes are known"
+
+
+def test_it_is_placed_as_chosen_and_has_its_first_values():
+    memory = SimulatedDriver()
+    layer, module = reserved(memory)
+    addresses = [tensor.address for tensor in layer.tensors]
+    layer.place(first(3))
+    memory.notice_writes()
+    assert layer.placed
+    assert [tensor.address for tensor in layer.tensors] == addresses
+    assert memory.device_used == layer.resident_bytes == 3 * ExpertLayout(E, EXPERT_BYTES, BLOCK_BYTES).budget(3)
+    assert memory.host_used == 3 * E * EXPERT_BYTES - layer.resident_bytes
+    assert (module.ones == 1).all()
+    assert not module.zeros.any()
+    assert (module.scale == 2.5).all()
+
+
+def test_what_is_zero_once_it_is_placed_is_not_written():
+    """An expert's zeros would cross the link."""
+    memory, written = SimulatedDriver(), []
+    layer = ExpertLayer(memory, LayerShard(3, E), None)
+    flat = layer.allocate(EXPERT_BYTES, torch.device("cpu"), "w13")
+    assert flat is not None
+    layer.write(flat, lambda: written.append("zeros"), True)
+    layer.write(flat, lambda: written.append("ones"), False)
+    assert written == []
+    layer.place(first(2))
+    assert written == ["ones"]
+    layer.write(flat, lambda: written.append("later"), True)
+    assert written == ["ones", "later"]
+
+
+@pytest.mark.parametrize("slots", [0, 2, 5])
+def test_it_has_as_many_slots_as_were_decided_of_those_reserved(slots):
+    memory = SimulatedDriver()
+    layer, module = reserved(memory, slots=5)
+    layer.place(first(2), num_slots=slots)
+    of_one = ExpertLayout(E, EXPERT_BYTES, BLOCK_BYTES, slots)
+    memory.notice_writes()
+    assert layer.slot_bytes == 3 * of_one.slot_bytes + slots * module.scale[0].nbytes
+    assert memory.device_used == layer.resident_bytes + 3 * of_one.slot_bytes, "no page of slots that it does not have"
+    assert len(layer.slot_rows()) == (4 if slots else 0), "its scales have rows too"
+    assert layer.slots_missing is None
+    assert (module.scale == 2.5).all()
+    assert (module.ones == 1).all()
+
+
+def test_a_deep_copy_of_a_tensor_with_room_for_slots_is_taken_over():
+    memory = SimulatedDriver()
+    layer, module = reserved(memory, slots=5)
+    layer.place(first(2), num_slots=2)
+    module.ones = copy.deepcopy(module.ones)
+    layer.sync_tensors(module)
+    assert len(layer.tensors) == 3
+    assert (module.ones == 1).all()
+
+
+def test_a_new_tensor_of_a_placed_layer_is_placed_like_the_others():
+    memory = SimulatedDriver()
+    layer, module = reserved(memory)
+    layer.place(first(3))
+    with AllocationMode(E, layer.allocate, layer.write):
+        module.ones = torch.ones(E, BLOCK_BYTES, dtype=torch.uint8)
+    layer.sync_tensors(module)
+    memory.notice_writes()
+    new = next(tensor for tensor in layer.tensors if tensor.layout.expert_bytes == BLOCK_BYTES)
+    assert new.resident.sum() == 3
+    assert (module.ones == 1).all()
+
+
+def test_host_ram_that_is_missing_is_named_before_anything_is_populated():
+    memory = SimulatedDriver()
+    layer, _ = reserved(memory)
+    memory.info = lambda: MemoryInfo(1 << 40, 1 << 40, 0)  # type: ignore[method-assign]
+    with pytest.raises(ManagedMemoryError, match=r"it takes .* of host RAM"):
+        layer.place(first(3))
+    assert memory.host_used == 0
+
+
+# ---- a model ----
+
+
+def built(memory: SimulatedDriver, most_slots: int | None = 0, **flags):
+    manager = OffloadManager(config(**flags), memory, CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
+    model = manager.reserve_model(False, most_slots)
+    modules = []
+    for layer_id in range(1, LAYERS + 1):
+        layer = manager.add_layer(model, LayerShard(layer_id, E))
+        module = torch.nn.Module()
+        with AllocationMode(E, layer.allocate, layer.write):
+            module.w13 = torch.empty(E, BLOCK_BYTES, dtype=torch.uint8)
+        layer.sync_tensors(module)
+        modules.append(module)
+    return manager, model, modules
+
+
+def residents(model) -> list[list[int]]:
+    return [np.flatnonzero(layer.resident).tolist() for layer in model.layers]
+
+
+def test_a_model_is_placed_by_its_profile_and_corrected_to_another_number():
+    memory = SimulatedDriver()
+    manager, model, modules = built(memory)
+    assert memory.device_used == 0
+    hot = [[5, 6, 7], [1, 2, 3], [0, 4, 6]]
+    manager.place_model(model, InitialPlacement(config(num_resident=2), profile_of(hot)))
+    assert [set(ids) < set(row) for ids, row in zip(residents(model), hot, strict=True)] == [True] * LAYERS
+    for index, module in enumerate(modules):
+        module.w13.copy_((torch.arange(E, dtype=torch.uint8) + index).unsqueeze(1).expand(E, BLOCK_BYTES))
+    manager.finish_model(model)
+    manager.correct(3)
+    assert residents(model) == hot
+    assert memory.device_used == LAYERS * 3 * BLOCK_BYTES
+    assert manager.placement.config.num_resident == 3
+    manager.correct(1)
+    assert [len(ids) for ids in residents(model)] == [1] * LAYERS
+    for index, module in enumerate(modules):
+        assert (module.w13[:, 0] == torch.arange(E) + index).all(), "no byte is lost"
+
+
+def test_adaptation_goes_on_from_the_corrected_residents():
+    manager, model, _ = built(SimulatedDriver(), adapt="continuous")
+    manager.place_model(model, InitialPlacement(config(num_resident=2, adapt="continuous"), None))
+    manager.finish_model(model)
+    manager.correct(4)
+    assert manager.residents.next.sum() == LAYERS * 4
+    adaptation = manager.residents.adaptation
+    assert adaptation is not None
+    assert adaptation._replaced is model, "its budget is that of the new residents"
+
+
+@pytest.mark.parametrize(("most", "room"), [(None, E), (3, 3), (0, 0)])
+def test_a_model_reserves_room_for_the_most_slots(most, room):
+    memory = SimulatedDriver()
+    _, model, _ = built(memory, most_slots=most)
+    assert {tensor.managed.nbytes for layer in model.layers for tensor in layer.tensors} == {(E + room) * BLOCK_BYTES}
+    assert memory.location(model.layers[0].tensors[0].managed, Span(0, BLOCK_BYTES)) is not Location.DEVICE
