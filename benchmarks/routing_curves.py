@@ -31,11 +31,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.policy.residents import adaptive, residents_at_first
 from sglang_uvm_offload.policy.ranking import top
 from sglang_uvm_offload.replay.baselines import Fixed, ReplayPolicy, Variant
+from sglang_uvm_offload.replay.policies import EXPERT_BYTES
 from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, Workload
 from sglang_uvm_offload.replay.slots import SlotCache
+from sglang_uvm_offload.replay.whole_experts import WholeExperts
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
 from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.sizing.slots import Slots
@@ -106,10 +107,12 @@ def with_slots(activated: np.ndarray, rows: int) -> SlotCache:
 
 
 def policies(workload: Workload, residency: float) -> dict[str, ReplayPolicy]:
-    capacity = workload.capacity(residency)
+    shape, capacity = workload.shape, workload.capacity(residency)
+    layers, experts = shape
+    floor = max(1, int(capacity.min()) // 4)
     continuous = Variant(
-        adaptive(workload.shape, capacity),
-        residents_at_first(workload.shape, capacity),
+        WholeExperts(capacity, np.full(layers, EXPERT_BYTES), np.ones(shape, dtype=bool), floor),  # as ``Adaptation`` makes it
+        np.arange(experts)[None, :] < capacity[:, None],
         INTERVAL_STEPS,
         DECISION_DELAY_POLLS * INTERVAL_STEPS,
     )

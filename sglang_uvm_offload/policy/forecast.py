@@ -29,7 +29,8 @@ PRIOR_STEPS = 32.0
 
 @dataclass(frozen=True)
 class Tuning:
-    """The most important constants, chosen by measurement. benchmarks/policy/residents.py halves and doubles each."""
+    """The most important constants, chosen by measurement: each was halved and doubled
+    (benchmarks/results/policy/tunings.md)."""
 
     hysteresis: float = 1.5
     """A promotion must save this many times its cost."""

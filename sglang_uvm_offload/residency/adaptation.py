@@ -17,15 +17,15 @@ from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, PendingCounts, Phase, RoutingCounts
 
 INTERVAL_STEPS = 1
-"""Steps between two polls of the counts. With fewer, residents follow the traffic better; benchmarks/policy/residents.py
-measures the cost of longer intervals."""
+"""Steps between two polls of the counts. With fewer, residents follow the traffic better
+(benchmarks/results/policy/tunings.md)."""
 MOVE_BYTES_PER_S = 4 << 30
 """The rate limit of promotions: a small part of a PCIe link, so that moves do not starve zero-copy reads."""
 MOVE_SHARE = 0.08
 """The same as a share of the copy engine's measured rate, where that is less: of PCIe 5 x16 it is as much."""
 BURST_SECONDS = 0.02
-"""How long an unused allowance accumulates. Long bursts move what a later decision would not; benchmarks/policy/moving.py
-measures them."""
+"""How long an unused allowance accumulates. Long bursts move what a later decision would not
+(benchmarks/results/policy/moving.md)."""
 
 
 class Adaptation:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from builders.law import Law
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.policy.law import Law
 from sglang_uvm_offload.policy.slots import (
     AGES,
     CLASSES,

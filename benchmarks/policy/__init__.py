@@ -1,1 +1,0 @@
-"""Residency policies and slots on measured and generated routing, by replay: ``python -m benchmarks.policy STUDY``."""
