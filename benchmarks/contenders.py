@@ -86,11 +86,6 @@ def with_slots(divide: Callable[[Budget], int]) -> Callable[[Budget], Flags]:
     return flags
 
 
-def page_in_only(budget: Budget) -> Flags:
-    """It would need managed memory whose offloaded pages fault in, which the plugin has no flag for."""
-    raise CannotServe("not built: the plugin maps offloaded experts for reading in place and has no mode that faults them in")
-
-
 def paged_experts(budget: Budget) -> Flags:
     """SGLang's document: K slots a layer, at least top-k; its default graphs; no fused shared experts."""
     if budget.residents < budget.model.top_k:
@@ -177,7 +172,6 @@ _ALL = (
         offload=True,
         slots=True,
     ),
-    Contender("page_in_only", "this plugin, every expert faulted in (a bound)", page_in_only, residency=0.0),
     Contender("paged_experts", "SGLang's --enable-paged-experts", paged_experts),
     Contender(
         "cpu_offload_gb",

@@ -11,9 +11,11 @@ from benchmarks import serve_report
 from sglang_uvm_offload.sizing.inputs import Assumptions
 
 COPIED_BY = "kernel, 16 blocks"
-"""How stream buffers are filled, as the section ``stream`` names it."""
-SECTIONS = ("probe", "stream", "miss", "runners", "layer")
-"""Of a GPU session, that measure the link (``layer`` did in November 2026)."""
+"""How stream buffers are filled, as logs of November 2026 name it."""
+SECTIONS = ("ops", "runners", "probe", "stream", "miss", "layer")
+"""Of a GPU session, that measure the link (those after ``runners`` did in November 2026)."""
+MEASURED = {"sequential": "read", "copied": "copy", "engine": "link"}
+"""The rates, by what the part ``link`` calls them."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Rates:
 
 
 def rates_of(sections: list[dict[str, Any]], nominal: float, assumed: Assumptions) -> Rates:
-    """The best that ``sections`` saw (in the parts ``bandwidth``, ``prefetch``, ``link``, ``copies``), else assumed of a link
+    """The best that ``sections`` saw (in the part ``link``, and in November 2026 others), else assumed of a link
     of ``nominal`` GB/s."""
     found: dict[str, list[float]] = {"read": [], "copy": [], "link": []}
     for section in sections:
@@ -51,7 +53,10 @@ def rates_of(sections: list[dict[str, Any]], nominal: float, assumed: Assumption
 
 
 def measured_by(row: dict[str, Any]) -> str | None:
-    """The rate that a row of a section is of. Copies are those beside a busy GPU, as steps that stream make them."""
+    """The rate that a row of a section is of. Copies of November 2026 are those beside a busy GPU, as steps that stream make
+    them."""
+    if row["row"] == "link":
+        return MEASURED.get(row["of"])
     if row["row"] == "zero_copy" and row.get("memory") in ("managed", "pinned", "host_numa"):
         return "read"
     if row["row"] == "copies" and (row["source"], row["way"], row["gpu"]) == ("managed", COPIED_BY, "busy"):

@@ -2,8 +2,8 @@
 
     python -m benchmarks.model RUN [--rates SECTION.json ...] [--out FOLDER]
 
-RUN is a run's folder or a section of a GPU session. The rates of the link are those that it or the sections ``probe``,
-``stream``, ``miss`` and ``runners`` next to it measured, or other sections of a session on the same machine. ``sizing.speed``
+RUN is a run's folder or a section of a GPU session. The rates of the link are those that it or the other
+sections next to it measured, or those of a session on the same machine. ``sizing.speed``
 predicts each figure of this plugin: its decode step or its prefill, by the residents, slots and stream buffers that the server
 had, and the time of what it moved meanwhile. What does not cross the link is taken as fast as makes the prediction for the
 resident server what was measured, so only the cost of offloading is judged.
@@ -291,35 +291,6 @@ def lines(compared: Sequence[Compared]) -> list[str]:
     return [*found, f"{len(off)} of {len(compared)} figures are off by more than {WITHIN:.0%}; worst term: {worst}"]
 
 
-def draw(compared: Sequence[Compared], record: Record, path: Path) -> None:
-    """Measured ratios as points and predicted ones as lines, one panel for batches and one for prompts where there are any."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import ScalarFormatter
-
-    labels = {"decode": "requests decoded at once", "prefill": "prompt, tokens"}
-    kinds = [kind for kind in labels if any(each.kind == kind for each in compared)]
-    figure, grid = pyplot.subplots(1, len(kinds), figsize=(6 * len(kinds), 4.5), layout="constrained", squeeze=False)
-    for axes, kind in zip(grid[0], kinds, strict=True):
-        for number, cell in enumerate(dict.fromkeys(each.cell for each in compared)):
-            mine = [each for each in compared if (each.cell, each.kind) == (cell, kind)]
-            x, color = [each.size for each in mine], f"C{number}"
-            name = serve_report.cell_name(cell)
-            axes.plot(x, [each.predicted / each.resident for each in mine], "_-", color=color, label=name)
-            axes.plot(x, [each.measured / each.resident for each in mine], "o", color=color)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({each.size for each in compared if each.kind == kind}))
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.set(xlabel=labels[kind], ylabel=f"{kind} time / resident", ylim=(0, 1.05 * axes.get_ylim()[1]))
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, title="lines: predicted; points: measured", title_fontsize=8)
-    figure.suptitle(f"{record['model']['name']} on {record['device']}", fontsize=10)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
@@ -329,7 +300,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--rates", type=Path, nargs="*", help="sections that measured the link; default: RUN and those beside it"
     )
-    parser.add_argument("--out", type=Path, help="folder for model.log, .json and .png; default: beside the run")
+    parser.add_argument("--out", type=Path, help="folder for model.log and model.json; default: beside the run")
     wanted = parser.parse_args(arguments)
     try:
         record = serve_report.load(wanted.run)
@@ -356,7 +327,6 @@ def main(arguments: Sequence[str]) -> int:
     (out / "model.log").write_text(text + "\n")
     figures = [{"cell": each.cell, "kind": each.kind, "size": each.size, "error": each.error} for each in compared]
     (out / "model.json").write_text(json.dumps({"measured": record["measured"], "figures": figures}, indent=1) + "\n")
-    draw(compared, record, out / "model.png")
     return 0
 
 

@@ -1,15 +1,11 @@
-"""What a server takes of its machine: host RAM and CPU time of its process tree, VRAM, and how busy GPU and link are."""
+"""What a server takes of its machine: host RAM and CPU time of its process tree, and VRAM."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-import statistics
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 
@@ -61,46 +57,6 @@ def _nvidia_smi(*arguments: str) -> str:
         return ""
     answer = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=30)
     return answer.stdout if answer.returncode == 0 else ""
-
-
-@contextlib.contextmanager
-def busy() -> Iterator[dict[str, float]]:
-    """Inside the block: samples of the first GPU, one a second. After it, the dict holds the medians of ``parse_dmon``; empty
-    where there is no nvidia-smi, or the block was too short for a sample."""
-    found: dict[str, float] = {}
-    tool = shutil.which("nvidia-smi")
-    if not tool:
-        yield found
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "dmon"
-        sampler = subprocess.Popen([tool, "dmon", "-i", "0", "-s", "ut", "-d", "1", "-f", str(out)], stdout=subprocess.DEVNULL)
-        try:
-            yield found
-        finally:
-            sampler.terminate()
-            sampler.wait(10)
-            found |= parse_dmon(out.read_text() if out.exists() else "")
-
-
-def parse_dmon(text: str) -> dict[str, float]:
-    """``sm_percent`` (share of time in which a kernel ran), ``link_in_mbps`` and ``link_out_mbps`` (MB/s over PCIe to and from
-    the GPU): medians of the samples between the first and the last, which the work may fill only partly."""
-    columns: list[str] = []
-    samples: list[dict[str, float]] = []
-    for line in text.splitlines():
-        words = line.lstrip("#").split()
-        if line.startswith("#"):
-            columns = words if "gpu" in words else columns
-        elif len(words) == len(columns):
-            samples.append({name: float(word) for name, word in zip(columns, words, strict=True) if word.isdecimal()})
-    kept = samples[1:-1]
-    names = {"sm": "sm_percent", "rxpci": "link_in_mbps", "txpci": "link_out_mbps"}
-    return {
-        ours: statistics.median(sample[name] for sample in kept)
-        for name, ours in names.items()
-        if kept and all(name in sample for sample in kept)
-    }
 
 
 class Bill:

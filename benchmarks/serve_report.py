@@ -163,8 +163,6 @@ def markdown(record: Record, plots: Sequence[str]) -> str:
     lines += ["## bench_serving", "", *bench_table(record), ""]
     if read := read_table(record):
         lines += ["## Experts read over the link in one decode step, counted", "", *read, ""]
-    if busy := busy_table(record):
-        lines += ["## How busy link and GPU were while decoding", "", *busy, ""]
     lines += ["## Not served", ""]
     lines += [f"- {where}: {why}" for where, why in failures(record)] or ["Everything was served."]
     notes = {row["contender"]: row["note"] for row in record["rows"] if row.get("note")}
@@ -260,18 +258,6 @@ def read_table(record: Record) -> list[str]:
         if any(nbytes is not None for nbytes in read):
             body.append([cell_name(cell), *map(size_text, read)])
     return table(["contender", *(f"batch {size}" for size in found)], body) if body else []
-
-
-def busy_table(record: Record) -> list[str]:
-    """Medians over repeats; nothing where no GPU was watched."""
-    body = []
-    for cell in cells(record):
-        rows = rows_of(record, cell)
-        for batch in sorted({batch for row in rows for batch in row.get("busy", {})}, key=int):
-            seen = [row["busy"][batch] for row in rows if batch in row.get("busy", {})]
-            names = ("sm_percent", "link_in_mbps", "link_out_mbps")
-            body.append([cell_name(cell), batch, *(number(middle(each.get(name) for each in seen)) for name in names)])
-    return table(["contender", "batch", "a kernel runs, %", "link to the GPU, MB/s", "from it, MB/s"], body) if body else []
 
 
 def middle(values: Any) -> float | None:

@@ -56,8 +56,6 @@ class Run:
     """In which all servers of a repeat import SGLang side by side, before the first has its turn; 0: each does in its turn."""
     start_seconds: float = 240
     point_seconds: float = 300
-    busy_seconds: float = 5
-    """For which GPU and link are watched at each of two batches; 0: not at all."""
     deadline: float = float("inf")
     """On ``time.monotonic``."""
     served: Callable[[Row], None] = lambda row: print(serve_report.line(row), flush=True)
@@ -241,7 +239,6 @@ def measure(wanted: Run, contender: Contender, budget: Budget, server: Server, b
     if sizes.rounds:
         row["traffic"] = traffic(wanted, client, counters)
         row["answers"] += serve_client.answers(client, wanted.prompts, sizes)
-    row["busy"] = profile(wanted, client, row)
     row["memory"] = bill.memory(pid)
     row["engine"] = serve_engine.describe(client.state(), server.log)
     if contender.offload:
@@ -297,24 +294,6 @@ def traffic(wanted: Run, client: Client, counters: serve_client.Counters) -> Row
     if wanted.left() <= 0:
         return {"error": NO_TIME, "rounds": []}
     return {"error": None, "rounds": serve_client.traffic(client, wanted.prompts, wanted.sizes, counters)}
-
-
-def profile(wanted: Run, client: Client, row: Row) -> dict[str, Any]:
-    """How busy link and GPU are while a batch decodes for ``busy_seconds``, by batch: the smallest and the largest."""
-    found: dict[str, Any] = {}
-    if wanted.on_cpu or not wanted.busy_seconds or not shutil.which("nvidia-smi"):
-        return found
-    for batch in sorted({min(wanted.sizes.batches), max(wanted.sizes.batches)}):
-        batch_prompts = [wanted.prompts(request, wanted.sizes.prompt_tokens) for request in range(batch)]
-        until = time.monotonic() + wanted.busy_seconds
-        try:
-            with serve_meter.busy() as seen:
-                while time.monotonic() < until and wanted.left() > 0:
-                    client.generate(batch_prompts, wanted.sizes.long)
-        except PointFailed as failure:
-            seen = {"error": str(failure)}  # type: ignore[dict-item]
-        found[str(batch)] = seen
-    return found
 
 
 def compare(mine: list[list[int]] | None, reference: list[list[int]] | None) -> Row:

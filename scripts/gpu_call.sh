@@ -19,27 +19,19 @@ beside() { # SECTION:PART...     in which no time is measured: all at once
   for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
 }
 
-compile_probe() {
-  local arch
-  arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader --id=0 | tr -d .)
-  PYTHONPATH="$PWD:${PYTHONPATH:-}" "${PYTHON:-python3}" -m benchmarks.gpu.probe_build "sm_$arch"
-}
-
-compile_probe >"$results/probe_build.txt" 2>&1 &
-beside server:checkpoint &    # by the CPU
-measure . ops:contract ops:canary || failed=1    # bytes that are written while their pages are populated; a capture beside moves; what a launch asks
+beside server:fp8 server:bf16 &    # by the CPU
+measure . ops:contract ops:canary ops:link || failed=1    # bytes that are written while their pages are populated; a capture beside moves
 wait
-beside modes:gptq other_modes:ngrams other_modes:cache other_modes:tma other_modes:sleep    # equal answers
-measure . slots:layer || failed=1    # in FP8
+measure . server:decode server:link || failed=1    # the timer by streamed answers: all resident, paged experts, this plugin, slots, no buffers
+measure . slots runners:link runners:triton || failed=1    # microseconds of resolving; rates and bytes of copied rows; FP8 out of slots
+measure . ops:populate ops:reach ops:sustained || failed=1    # threads that read; experts that lie far apart; moves all the time
+beside modes:gptq modes:ngrams modes:cache modes:tma modes:sleep    # equal answers
 measure . eviction:noticing || failed=1    # looks beside a full link, of which two servers said too much
-measure . default:continuous default:link || failed=1    # residents that follow traffic that changes; loading, populated meanwhile
-measure . stream:rates stream:steps || failed=1
-measure . probe:reach probe:sustained || failed=1    # experts that lie far apart; moves all the time
-measure . server:most server:link || failed=1    # 78 % resident
-beside other_modes:compiled
-measure . bounds:bounds || failed=1    # no expert resident
-measure . cpu_offload || failed=1
-measure . offloader || failed=1    # writes a checkpoint of its own
-measure . serving_slots || failed=1    # again, for the prompt of slots alone
+measure . server:continuous || failed=1    # residents that follow traffic that changes; loading, populated meanwhile
+measure . server:most || failed=1    # 78 % resident; long prompts that stream
+beside modes:compiled
+measure . server:no_resident || failed=1    # no expert resident
+measure . server:cpu_offload_gb || failed=1
+measure . server:deepseek server:offloader_v2 || failed=1
 [ -z "${OUT:-}" ] || tar -C "$results" -czf "$OUT/results.tar.gz" .
 exit $failed

@@ -10,10 +10,8 @@ import time
 
 import torch
 
+from benchmarks.gpu.moe_deep_gemm import LAYOUTS, MaskedDeepGemm, SglangDeepGemm
 from benchmarks.gpu.runner_parts import BATCHES, COPIED, FUNCTION, chosen, nowhere
-from benchmarks.gpu.shapes import FP8_BLOCK
-from benchmarks.gpu.slot_deep_gemm import LAYOUTS, NAMES, MaskedDeepGemm, SglangDeepGemm
-from benchmarks.gpu.slot_function import Tensors, matrices
 
 TOKENS = sorted({*BATCHES, len(COPIED) // FUNCTION.top_k})
 """Of the steps that are timed, and of the one that fills slots."""
@@ -21,7 +19,9 @@ TOKENS = sorted({*BATCHES, len(COPIED) // FUNCTION.top_k})
 
 def build() -> dict[str, float]:
     """Seconds by layout."""
-    weights, seconds = without_values(), {}
+    sizes = SglangDeepGemm.sizes(FUNCTION).items()
+    weights = {name: torch.zeros(FUNCTION.experts, *size, device="cuda").to(dtype) for name, (size, dtype) in sizes}
+    seconds = {}
     for layout, function in zip(LAYOUTS, (SglangDeepGemm, MaskedDeepGemm), strict=True):
         began = time.monotonic()
         for tokens in TOKENS:
@@ -30,15 +30,6 @@ def build() -> dict[str, float]:
             step.run(weights)
         seconds[layout] = time.monotonic() - began
     return seconds
-
-
-def without_values() -> Tensors:
-    made = {}
-    for matrix, (n, k) in matrices(FUNCTION).items():
-        weight = torch.zeros(FUNCTION.experts, n, k, dtype=torch.uint8, device="cuda")
-        made[f"{matrix}_weight"] = weight.view(torch.float8_e4m3fn)
-        made[f"{matrix}_scale"] = torch.ones(FUNCTION.experts, n // FP8_BLOCK, k // FP8_BLOCK, device="cuda")
-    return {name: made[name] for name in NAMES}
 
 
 if __name__ == "__main__":

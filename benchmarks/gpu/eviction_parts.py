@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.gpu.environment import computes
 from benchmarks.gpu.rows import Rows, run_part
-from benchmarks.gpu.stream_layers import Beside
+from benchmarks.gpu.timing import Beside
 from sglang_uvm_offload import residency
 from sglang_uvm_offload.cuda import read_times
 from sglang_uvm_offload.cuda.memory import CudaMemory

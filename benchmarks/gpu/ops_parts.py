@@ -1,29 +1,24 @@
-"""Parts that run the project's own extension and memory layer on the device: its promises, and what its calls cost."""
+"""Parts that run the project's own extension and memory layer on the device: its promises, and what moves cost."""
 
 from __future__ import annotations
 
 import gc
-import statistics
+import itertools
 import threading
 import time
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks.gpu.environment import computes
 from benchmarks.gpu.rows import Rows, run_part
-from benchmarks.gpu.shapes import GLM_45_AIR
+from benchmarks.gpu.timing import capture
 from scripts.harness.memory_contract import CHECKS
-from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 from sglang_uvm_offload.cuda.memory import CudaMemory
-from sglang_uvm_offload.expert_location import ExpertLocation
+from sglang_uvm_offload.cuda.ops import device_ops
 from sglang_uvm_offload.experts.tensor import ExpertTensor
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.memory.protocol import Location, Span
-from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, IdFormat, Phase
-from sglang_uvm_offload.routing.recorder import Recorder
 
 MIB = 1 << 20
 
@@ -65,93 +60,6 @@ def check_a_capture_survives_moves_of_another_thread(memory: CudaMemory) -> None
     graph.replay()
     assert not computes() or bool((total == 2).all()), "a replay computed something else"
     del tensor
-
-
-def counters(rows: Rows) -> None:
-    """Graphs of counting kernels against a plain count: formats, padding, phases, ids that change between replays; steps
-    between replays that stream; and counts that are requested between two steps, and taken when later ones have run."""
-    random = np.random.default_rng(7)
-    for tokens, k, experts, first in ((1, 8, 128, 0), (32, 8, 256, 0), (33, 6, 64, 64), (256, 8, 256, 128)):
-        for form in (IdFormat.PLAIN, IdFormat.PACKED):
-            layers = 3
-            counted = CudaRoutingCounters(layers, experts)
-            ids = torch.zeros(layers, tokens, k, dtype=torch.int32, device="cuda")
-            graph = torch.cuda.CUDAGraph()
-            start = counted.read()
-            counted.begin_step(0, Phase.DECODE)
-            with torch.cuda.graph(graph):
-                for layer in range(layers):
-                    counted.count(layer, ids[layer].clone(), first, form, lasting=True)
-            want = np.zeros((layers, 2, 2, experts), dtype=np.int64)
-            steps = rows.pick(200, 8)
-            asked = []
-            for number in range(steps):
-                asked.append((counted.read_async(), want.copy()))
-                new = random.integers(-1, first + experts + 3, (layers, tokens, k)).astype(np.int32)
-                valid, phase = int(random.integers(0, tokens + 1)), Phase(int(random.integers(0, 2)))
-                streams = number % 4 == 3
-                if streams:
-                    phase = Phase.PREFILL
-                ids.copy_(torch.from_numpy(new << 16 if form is IdFormat.PACKED else new))
-                counted.begin_step(valid, phase)
-                if streams:
-                    for layer in range(layers):
-                        counted.count(layer, ids[layer], first, form, in_place=False)
-                else:
-                    graph.replay()
-                for layer in range(layers):
-                    local = new[layer, :valid].ravel() - first
-                    routed = np.bincount(local[(local >= 0) & (local < experts)], minlength=experts)
-                    want[layer, phase, ROUTED] += routed
-                    if not streams:
-                        want[layer, phase, ACTIVATIONS] += routed > 0
-            shape = {"tokens": tokens, "experts": experts, "ids": form.value, "steps": steps}
-            wrong = int((counted.read().since(start).counts != want).sum())
-            rows.put("counts_wrong", "counts", [wrong], **shape)
-            late = sum(int((counts.wait().since(start).counts != then).sum()) for counts, then in asked)
-            rows.put("asked_counts_wrong", "counts", [late], **shape)
-            if wrong or late:
-                raise AssertionError(f"{wrong} counts, and {late} that were asked for, differ from a plain count: {shape}")
-
-
-def recording(rows: Rows) -> None:
-    """Captured copies of expert ids against the ids: formats, graphs of two batch sizes, steps that begin before the ids of the
-    last one have arrived."""
-    random = np.random.default_rng(11)
-    layers, k, experts = 4, 8, 256
-    for form in (IdFormat.PLAIN, IdFormat.PACKED):
-        recorder = Recorder(Path("unused"), [ExpertLocation.trivial(experts, range(experts))] * layers, k, 32, "cuda")
-        graphs = {tokens: captured_recording(recorder, layers, tokens, k, form) for tokens in (1, 32)}
-        want = []
-        steps = rows.pick(400, 12)
-        for step in range(steps):
-            tokens = int(random.choice([1, 32]))
-            graph, ids = graphs[tokens]
-            new = random.integers(0, experts, (layers, tokens, k)).astype(np.int32)
-            ids.copy_(torch.from_numpy(new << 16 if form is IdFormat.PACKED else new))
-            graph.replay()
-            before = recorder.dropped_steps
-            recorder.end_step([str(row) for row in range(tokens)], [2 * step] * tokens)  # no request goes on
-            if recorder.dropped_steps == before:
-                want.append(new.transpose(1, 0, 2))
-        recorder.poll(wait=True)
-        trace, expected = recorder.log.trace(recorder.log.tokens), np.concatenate(want)
-        wrong = int((trace.ids != expected).sum()) if trace.ids.shape == expected.shape else expected.size
-        rows.put("ids_wrong", "ids", [wrong], ids=form.value, steps=steps, dropped=recorder.dropped_steps)
-        if wrong and computes():
-            raise AssertionError(f"{wrong} recorded ids differ from what was routed")
-
-
-def captured_recording(
-    recorder: Recorder, layers: int, tokens: int, k: int, form: IdFormat
-) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph in which all layers record, and the ids that they read."""
-    ids = torch.zeros(layers, tokens, k, dtype=torch.int32, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in range(layers):
-            recorder.record(layer, ids[layer], form)
-    return graph, ids
 
 
 def moves(rows: Rows) -> None:
@@ -211,50 +119,23 @@ def moves(rows: Rows) -> None:
         raise AssertionError(f"{different} of {done} replays differ; address kept: {same_address}; bytes kept: {intact}")
 
 
-def identity(rows: Rows) -> None:
-    """Bytes after random resident sets, checked on the GPU against a copy in plain memory."""
-    experts, expert_bytes = rows.pick(60, 8), rows.pick(17 * MIB + 4096, 3 * MIB + 4096)
-    memory = CudaMemory()
-    tensor = ExpertTensor(memory, "experts", ExpertLayout(experts, expert_bytes))
-    tensor.place(np.zeros(tensor.layout.num_extents, dtype=bool))
-    weights = tensor.bytes()
-    plain = torch.randint(0, 256, (tensor.layout.nbytes,), dtype=torch.uint8, device="cuda")
-    weights.copy_(plain)
-    random = np.random.default_rng(5)
-    rounds = rows.pick(40, 4)
-    for done in range(rounds):
-        if rows.late():
-            return
-        after = random.random(tensor.layout.num_extents) < random.random()
-        tensor.demote(after)
-        tensor.promote(after)
-        same = torch.equal(weights.cpu(), plain.cpu()) if rows.small else torch.equal(weights, plain)
-        if not same:
-            raise AssertionError(f"bytes changed in round {done}")
-        if done % 4 == 0:  # new bytes, written wherever the pages are now
-            plain = torch.randint(0, 256, (tensor.layout.nbytes,), dtype=torch.uint8, device="cuda")
-            weights.copy_(plain)
-    rows.put("identity", "rounds", [rounds], gib=tensor.layout.nbytes / 2**30)
-
-
 def load(rows: Rows) -> None:
     """A layer after the other as a server loads them, 78 % resident, and what the driver reports as free afterwards."""
-    shape = GLM_45_AIR.toy if rows.small else GLM_45_AIR
+    experts, matrix_bytes = 128, rows.pick(4096 * 1408 * 2, 256 * 128 * 2)
     memory = CudaMemory()
     torch.zeros(1, device="cuda")
-    resident = np.arange(shape.experts) < round(0.78 * shape.experts)
+    resident = np.arange(experts) < round(0.78 * experts)
     for repeat in range(3):
         if rows.late():
             return
         before, tensors, held = memory.info(), [], []
         for layer in range(rows.pick(6, 2)):
-            for name, nbytes in (("w13", 2), ("w2", 1)):
-                expert = nbytes * shape.intermediate * shape.hidden
-                tensor = ExpertTensor(memory, f"{name} of layer {layer}", ExpertLayout(shape.experts, expert))
+            for name, expert in (("w13", 2 * matrix_bytes), ("w2", matrix_bytes)):
+                tensor = ExpertTensor(memory, f"{name} of layer {layer}", ExpertLayout(experts, expert))
                 flat = tensor.bytes()
                 tensor.place(tensor.layout.holding(resident))
                 staging = torch.zeros(expert, dtype=torch.uint8)
-                for index in range(shape.experts):
+                for index in range(experts):
                     flat[index * expert : (index + 1) * expert].copy_(staging)
                 tensors.append(tensor)
                 held.append(flat)
@@ -285,84 +166,56 @@ def load(rows: Rows) -> None:
         rows.put("load", "GiB", [left / 2**30], figure="VRAM not given back", repeat=repeat)
 
 
-def extension(rows: Rows) -> None:
-    """The moves of ``probe`` through Python and the extension, which waits for them: their time, and what a thread that replays
-    a graph notices when they are made from it or from another thread."""
-    experts, expert_bytes = rows.pick(128, 8), rows.pick(8 * MIB, BLOCK_BYTES)
+def sustained(rows: Rows) -> None:
+    """A graph reads experts of which some move up and down all the time, by calls for more and more bytes: a span is unmapped
+    from its first copy on."""
+    resident, moving = rows.pick(512 * MIB, 4 * MIB), rows.pick(128 * MIB, 8 * MIB)
     memory = CudaMemory()
-    managed = memory.allocate(experts * expert_bytes, "experts")
-    weights = memory.tensor(managed)
-    spans = [Span(index * expert_bytes, expert_bytes) for index in range(experts)]
+    managed = memory.allocate(resident + moving, "experts")
+    words = memory.tensor(managed).view(torch.int64)
+    memory.place(managed, [Span(0, managed.nbytes)], Location.DEVICE)
+    words.random_()
+    total = torch.zeros((), dtype=torch.int64, device="cuda")
+    graph = capture(lambda: torch.sum(words, dim=0, out=total))
+    graph.replay()
+    expected, ops = int(total), device_ops(memory.device)
 
-    def bring(groups: Sequence[Sequence[Span]], location: Location) -> float:
-        """Seconds until all bytes are there."""
-        start = time.perf_counter()
-        for group in groups:
-            memory.place(managed, group, location)
-        return time.perf_counter() - start
+    def move(piece: int, over: threading.Event) -> None:
+        """As the memory layer calls the driver, but for the size. Each piece arrives before the next one moves."""
+        stream = torch.cuda.Stream().cuda_stream
+        for location in itertools.cycle((Location.HOST, Location.DEVICE)):
+            for at in range(resident, managed.nbytes, piece):
+                if over.is_set():
+                    return
+                ops.place(memory.device, managed.address, [Span(at, min(piece, managed.nbytes - at))], location, stream)
 
-    bring([spans], Location.HOST)
-    weights.random_()
-    for location, other in ((Location.DEVICE, Location.HOST), (Location.HOST, Location.DEVICE)):
-        for calls, groups in (("a span a call", [[span] for span in spans]), ("all spans in a call", [spans])):
-            times = []
-            for _ in range(5):
-                bring([spans], other)
-                times.append(bring(groups, location))
-            labels = {"to": location.value, "calls": calls, "expert_mib": expert_bytes / MIB}
-            rows.put("extension_call", "us a span", [1e6 * seconds / experts for seconds in times], **labels)
-            rows.put("extension_move", "GB/s", [managed.nbytes / seconds / 1e9 for seconds in times], **labels)
-
-    scratch = torch.zeros(rows.pick(64 * MIB, MIB), dtype=torch.uint8, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(8):
-            scratch.add_(1)
-
-    def replays(count: int) -> list[float]:
-        """Milliseconds of one replay after the other, as the thread that waits for each sees them. Waits for its own stream
-        alone: all streams would end with the moves."""
-        return [replay() for _ in range(count)]
-
-    def replay() -> float:
-        start = time.perf_counter()
-        graph.replay()
-        torch.cuda.current_stream().synchronize()
-        return (time.perf_counter() - start) * 1e3
-
-    def promote() -> None:
-        memory.place(managed, spans[:16], Location.DEVICE)
-
-    for where in ("scheduler", "helper"):
-        usual, worst, lost, control = [], [], [], []
-        for _ in range(rows.pick(8, 2)):
-            bring([spans], Location.HOST)
-            before = statistics.median(replays(rows.pick(50, 3)))
-            held = 0.0
-            thread = threading.Thread(target=promote)
-            if where == "helper":
-                thread.start()
-            else:
-                start = time.perf_counter()
-                promote()
-                held = (time.perf_counter() - start) * 1e3
-            seen = [replay()]
-            while thread.is_alive():
-                seen.append(replay())
-            if where == "helper":
-                thread.join()
-            usual.append(before)
-            worst.append(max(seen))
-            # What a replay gains counts too, so that noise alone has no sum.
-            lost.append(held + sum(each - before for each in seen))
-            control.append(sum(each - before for each in replays(len(seen))))
-        rows.put("extension_stall", "ms", usual, thread=where, figure="replay before")
-        rows.put("extension_stall", "ms", worst, thread=where, figure="slowest replay")
-        rows.put("extension_stall", "ms", lost, thread=where, figure="time lost to 16 promotions")
-        rows.put("extension_stall", "ms", control, thread=where, figure="time lost without any")
+    for piece in (0, 2 * MIB, rows.pick(16 * MIB, 4 * MIB), moving):
+        if rows.late():
+            return
+        over, times, wrong = threading.Event(), [], 0
+        mover = threading.Thread(target=move, args=(piece, over)) if piece else None
+        if mover:
+            mover.start()
+        until = time.perf_counter() + rows.pick(1500, 50) / 1e3
+        while time.perf_counter() < until:
+            started = time.perf_counter()
+            graph.replay()
+            torch.cuda.current_stream().synchronize()
+            times.append((time.perf_counter() - started) * 1e3)
+            wrong += int(total) != expected
+        over.set()
+        if mover:
+            mover.join()
+        memory.place(managed, [Span(0, managed.nbytes)], Location.DEVICE)
+        labels = {"moves": f"{piece // MIB} MiB a call" if piece else "none"}
+        for figure, share in (("p50", 50), ("p99", 99), ("slowest", 100)):
+            rows.put("sustained", "ms", [float(np.percentile(times, share))], figure=figure, **labels)
+        rows.put("sustained_wrong", "replays", [wrong], done=len(times), **labels)
+        if wrong and computes():
+            raise AssertionError(f"{wrong} of {len(times)} replays read other bytes while experts moved")
 
 
-PARTS = {each.__name__: each for each in (contract, counters, recording, moves, identity, load, extension)}
+PARTS = {each.__name__: each for each in (contract, moves, load, sustained)}
 
 if __name__ == "__main__":
     if not computes():

@@ -1,6 +1,6 @@
 """Lines of a result file, as the parts write them and the session reads them: labels, a unit, and every repeat.
 
-``probe.cu`` writes the same lines. A part is started as ``PROGRAM PART ROWS_FILE SECONDS [--small]``.
+A part is started as ``PROGRAM PART ROWS_FILE SECONDS [--small]``.
 """
 
 from __future__ import annotations

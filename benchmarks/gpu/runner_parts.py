@@ -1,4 +1,4 @@
-"""Parts about the MoE runners of SGLang that the plugin hooks besides Triton: steps out of managed memory and of slots."""
+"""Parts about the MoE runners of SGLang that the plugin hooks: steps out of managed memory and of slots."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 from benchmarks.gpu import marlin_build
-from benchmarks.gpu.decode_step import capture, elapsed_ms
 from benchmarks.gpu.environment import STAND_IN, zeros_by_copies
+from benchmarks.gpu.moe_deep_gemm import CONTIGUOUS, LAYOUTS, MaskedDeepGemm, SglangDeepGemm
+from benchmarks.gpu.moe_function import MoeFunction, MoeShape, Replayed, ServedLayer, Tensors, function_here
+from benchmarks.gpu.moe_marlin import SglangMarlin
+from benchmarks.gpu.moe_triton import SglangTriton, SglangTritonFp8
 from benchmarks.gpu.rows import Rows, run_part
-from benchmarks.gpu.shapes import MoeShape
-from benchmarks.gpu.slot_deep_gemm import CONTIGUOUS, deep_gemm_here
-from benchmarks.gpu.slot_function import MoeFunction, Replayed, ServedLayer, Tensors
-from benchmarks.gpu.slot_marlin import marlin_here
+from benchmarks.gpu.timing import capture, elapsed_ms
 from sglang_uvm_offload.cuda.memory import CudaMemory
 
-FUNCTION = MoeShape("one layer", 1, experts=32, top_k=4, hidden=2048, intermediate=1024)
+FUNCTION = MoeShape(experts=32, top_k=4, hidden=2048, intermediate=1024)
 UNUSED, COPIED, RESIDENT = np.arange(1), np.arange(10, 22), np.arange(24, 32)
 """Experts of it: one in host RAM that no token chooses, those in host RAM that slots hold, and those in VRAM. Tokens choose
 among these two, so no slot is ever filled again. They lie apart, so that they share no block of memory."""
@@ -31,20 +31,29 @@ def compiled(rows: Rows) -> None:
         rows.put("compiled", "s until it was there", [seconds], kernels=str(variant))
 
 
+def triton(rows: Rows) -> None:
+    """Triton, bf16 and FP8 in blocks."""
+    one_function(rows, "Triton, bf16", SglangTriton)
+    one_function(rows, "Triton, FP8", SglangTritonFp8)
+
+
 def marlin(rows: Rows) -> None:
     """Marlin, MXFP4."""
-    function = marlin_here()
-    shape = shape_for(rows)
+    one_function(rows, "Marlin", SglangMarlin)
+
+
+def one_function(rows: Rows, name: str, real: type[MoeFunction]) -> None:
+    function, shape = function_here(real), shape_for(rows)
     plain = function.weights(shape)
     served = ServedLayer(CudaMemory(), plain, holding(shape, RESIDENT), len(COPIED))
-    in_place(rows, "Marlin", function, shape, plain, {"in place": served})
-    through_slots(rows, "Marlin", function, shape, plain, served)
+    in_place(rows, name, function, shape, plain, {"in place": served})
+    through_slots(rows, name, function, shape, plain, served)
 
 
 def deep_gemm(rows: Rows) -> None:
     """DeepGEMM, FP8 in blocks, in both of its layouts; it computes from slots in the contiguous one. There a block of padding
     may read expert 0, so in place it is timed with that expert in VRAM too."""
-    functions = deep_gemm_here()
+    functions = dict(zip(LAYOUTS, map(function_here, (SglangDeepGemm, MaskedDeepGemm)), strict=True))
     shape = shape_for(rows)
     plain = functions[CONTIGUOUS].weights(shape)
     memory = CudaMemory()
@@ -177,7 +186,7 @@ def chosen(experts: Sequence[int] | np.ndarray, shape: MoeShape, batch: int, see
     return np.stack([random.permutation(experts)[: shape.top_k] for _ in range(batch)]).astype(np.int32)
 
 
-PARTS = {each.__name__: each for each in (compiled, marlin, deep_gemm)}
+PARTS = {each.__name__: each for each in (compiled, triton, marlin, deep_gemm)}
 
 if __name__ == "__main__":
     if STAND_IN:

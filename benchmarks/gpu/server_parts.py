@@ -1,7 +1,7 @@
 """Parts that serve a model through SGLang: ``benchmarks/serve.py`` on one checkpoint that is written on the spot.
 
 Each part has a resident server of its own beside its contenders. This plugin's servers stream steps with many tokens, as by
-default, from two stream buffers; peers get as much more VRAM, and one contender streams nothing. The rows ``run`` and ``cell``
+default, from two stream buffers; peers get as much more VRAM. The rows ``run`` and ``cell``
 of a part are the whole run, from which ``benchmarks/serve_report.py`` makes tables and plots; the others are the figures that
 goals are judged by. With ``--small`` nothing is a measurement: the servers run on the CPU, or over a stand-in driver that is
 ready for them.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import serve_engine, serve_log, serve_report, serve_run
-from benchmarks.contenders import CONTENDERS, Budget, Contender, Flags, this_plugin
+from benchmarks.contenders import CONTENDERS, Budget, Contender, Flags
 from benchmarks.gpu.environment import REHEARSED
 from benchmarks.gpu.rows import Rows, run_part
 from benchmarks.serve import prompts_for
@@ -82,75 +82,74 @@ DEEPSEEK = Written("deepseek-v3", 12, "deepseek_v3")
 class Served:
     written: Written
     contenders: tuple[str, ...]
-    residencies: tuple[float, ...]
-    judged_only: bool = False
-    """Only what goals name: neither SGLang's load generator nor watching the link, so that slow peers end in time."""
+    residency: float = 0.5
+    prompts: tuple[int, ...] = (4096,)
+    """Tokens of those that are timed."""
+    tokens: int = 24
+    """Of a timed answer, of which the first four are not timed."""
     own_defaults: bool = False
     """SGLang's own backends and graphs, and traffic that changes."""
-    decoding: bool = False
-    """All batches and one prompt, without SGLang's load generator, so that five servers end in time."""
 
 
-IN_PLACE = Contender(
-    "in_place",
-    "this plugin, the most used experts, and no step streams",
-    this_plugin(resident_selection="frequency", stream_tokens="inf"),
-    offload=True,
-)
 PEERS = ("paged_experts", "cpu_offload_gb", "offloader_v2")
 
 
-def with_stream_buffers(peer: Contender) -> Contender:
-    """The peer in the VRAM that this plugin's residents and stream buffers take."""
+def with_stream_buffers(contender: Contender, **more: Any) -> Contender:
+    """The contender in the VRAM that this plugin's residents and stream buffers take."""
 
     def flags(budget: Budget) -> Flags:
         buffers = MOST_BUFFERS / len(budget.model.moe_layers)
-        return peer.flags(replace(budget, residency=min(1.0, budget.residency + buffers)))
+        return {**contender.flags(replace(budget, residency=min(1.0, budget.residency + buffers))), **more}
 
-    return replace(peer, flags=flags)
+    return replace(contender, flags=flags)
+
+
+WITHOUT_BUFFERS = replace(
+    with_stream_buffers(CONTENDERS["slots_only"], expert_offload_stream_buffer_gb="0"),
+    name="without_buffers",
+    what="this plugin, every row in VRAM a slot, those of the stream buffers too, so that no step streams",
+)
+
+
+IN_A_SESSION = {each.name: each for each in (*(with_stream_buffers(CONTENDERS[name]) for name in PEERS), WITHOUT_BUFFERS)}
 
 
 def add_contenders() -> None:
-    """Those of a session, to the ones that ``serve.py`` knows. Call it once a process."""
-    CONTENDERS.update({name: with_stream_buffers(CONTENDERS[name]) for name in PEERS})
-    CONTENDERS[IN_PLACE.name] = IN_PLACE
+    """Those of a session, to the ones that ``serve.py`` knows, or in their place."""
+    CONTENDERS.update(IN_A_SESSION)
 
 
+LONG_PROMPTS = (512, 4096, 16384, 32000)
 PLAN = {
-    "frequency": Served(QWEN, ("frequency",), (0.5,)),
-    "most": Served(QWEN, ("frequency",), (0.78,)),
-    "first_n": Served(QWEN, ("frequency", "in_place", "first_n"), (0.5,)),
-    "bounds": Served(QWEN, ("zero_copy", "page_in_only"), ()),
-    "paged_experts": Served(QWEN_FP8, ("residents_and_slots", "paged_experts", "frequency"), (0.5,), judged_only=True),
-    "cpu_offload_gb": Served(QWEN, ("frequency", "cpu_offload_gb"), (0.5,), judged_only=True),
-    "offloader_v2": Served(DEEPSEEK, ("frequency", "offloader_v2"), (0.5,), judged_only=True),
-    "split": Served(QWEN, ("residents_and_slots", "paged_experts", "frequency", "slots_only"), (0.25,), decoding=True),
-    "continuous": Served(QWEN, ("continuous",), (0.5,), judged_only=True, own_defaults=True),
-    "fixed": Served(QWEN, ("frequency",), (0.5,), judged_only=True, own_defaults=True),
+    "decode": Served(QWEN_FP8, ("frequency", "paged_experts", "slots_only", WITHOUT_BUFFERS.name), tokens=84),
+    "most": Served(QWEN, ("frequency",), 0.78, LONG_PROMPTS),
+    "continuous": Served(QWEN, ("continuous",), own_defaults=True, prompts=LONG_PROMPTS),
+    "no_resident": Served(QWEN, ("zero_copy",)),
+    "cpu_offload_gb": Served(QWEN, ("frequency", "cpu_offload_gb")),
+    "offloader_v2": Served(DEEPSEEK, ("frequency", "offloader_v2")),
 }
 
 
-def sizes(small: bool, judged_only: bool = False, own_defaults: bool = False, decoding: bool = False) -> Sizes:
+def sizes(served: Served, small: bool) -> Sizes:
     """A prompt that is long enough to stream is among those whose answers are compared; not beside SGLang's own prefill graphs,
     which only the resident server uses for it."""
-    batches = (1, 16) if own_defaults else (1, 4, 16, 64)
-    prompts = (4096,) if decoding else (512, 4096, 16384, 32000) if judged_only else (512, 4096, 8192, 16384, 32000)
+    batches = (1, 16) if served.own_defaults else (1, 4, 16, 64)
     streaming = 128 if small else 4096
     return Sizes(
         batches=(1, 4) if small else batches,
-        prompts=(streaming,) if small else prompts,
+        prompts=(streaming,) if small else served.prompts,
         prompt_tokens=8 if small else 64,
         short=1 if small else 4,
-        long=9 if small else 24,
+        long=9 if small else served.tokens,
         samples=1 if small else 3,
         answers=2 if small else 4,
         answer_tokens=8 if small else 24,
-        bench_requests=0 if small or judged_only or decoding else 32,
+        bench_requests=0,
         bench_input=256,
         bench_output=32,
         warmup_tokens=64 if small else 4096,
-        rounds=(2 if small else 6) if own_defaults else 0,
-        long_answers=() if own_defaults else (streaming, streaming),
+        rounds=(2 if small else 6) if served.own_defaults else 0,
+        long_answers=() if served.own_defaults else (streaming, streaming),
     )
 
 
@@ -219,22 +218,20 @@ def serve_part(rows: Rows, served: Served) -> None:
         os.environ.setdefault(name, value)
     add_contenders()
     model = ensure_checkpoint(served.written, rows.small)
-    residencies = served.residencies[:1] if rows.small else served.residencies
     with tempfile.TemporaryDirectory(prefix="serve-") as out:
         run = serve_run.Run(
             model=model,
             out=Path(out),
             device="cpu" if cpu else "cuda",
             contenders=list(served.contenders),
-            residencies=list(residencies),
+            residencies=[served.residency],
             repeats=1,
-            sizes=sizes(rows.small, served.judged_only, served.own_defaults, served.decoding),
+            sizes=sizes(served, rows.small),
             prompts=prompts_for(model, 1),
             server_args=[] if cpu else server_args(served),
             ahead_seconds=0 if cpu else rows.pick(90, 400),
             start_seconds=400 if rows.small else 200 if served.own_defaults else 150,
             point_seconds=60,
-            busy_seconds=0 if served.decoding or served.judged_only else 5,
             deadline=time.monotonic() + rows.left() - serve_run.GRACE_SECONDS / 2,
             served=partial(put_cell, rows, Path(out), load(model).total_bytes / 2**30),
         )
@@ -352,24 +349,26 @@ def check_streams(rows: Sequence[dict[str, Any]]) -> None:
     wrong += [
         f"{row['contender']}: {row['offload']['streamed_bytes']} bytes"
         for row in served
-        if bool(row["offload"]["streamed_bytes"]) == (row["contender"] == IN_PLACE.name)
+        if bool(row["offload"]["streamed_bytes"]) == (row["contender"] == WITHOUT_BUFFERS.name)
     ]
     if wrong:
         raise AssertionError(f"streamed, against what was asked for: {'; '.join(wrong)}")
 
 
 def check_slots(rows: Sequence[dict[str, Any]]) -> None:
-    """Raises where a server did not use its slots in each way: its answers would show nothing of what it left out."""
+    """Raises where a server did not use its slots in each way: its answers would show nothing of what it left out. Prompts that
+    do not stream leave no experts in slots."""
     wrong = []
     for row in rows:
         if not CONTENDERS[row["contender"]].slots or row["error"]:
             continue
+        streams = row["contender"] != WITHOUT_BUFFERS.name
         slots = row["offload"]["slots"] or {"missing": "the model"}
         found = [f"{slots['missing']} has no slots"] if slots["missing"] else []
-        found += [f"no {name}" for name in ("hits", "fills", "kept") if not slots.get(name)]
-        out_of_time = any(point["error"] == serve_run.NO_TIME for point in row["points"])
-        if not out_of_time and not any(took_from_slots(point, row["offload"]["offloaded_bytes"]) for point in row["points"]):
-            found.append("no prompt whose copies were taken from slots")
+        found += [f"no {name}" for name in ("hits", "fills", *(["kept"] if streams else [])) if not slots.get(name)]
+        late = any(point["error"] == serve_run.NO_TIME for point in row["points"])
+        taken = any(took_from_slots(point, row["offload"]["offloaded_bytes"]) for point in row["points"])
+        found += ["no prompt whose copies were taken from slots"] if streams and not late and not taken else []
         wrong += [f"{row['contender']}: {', '.join(found)}"] if found else []
     if wrong:
         raise AssertionError(f"slots were not used: {'; '.join(wrong)}")
@@ -390,8 +389,8 @@ def check_graphs(rows: Sequence[dict[str, Any]]) -> None:
 
 
 PARTS = {
-    "checkpoint": partial(checkpoint, written=QWEN),
     "fp8": partial(checkpoint, written=QWEN_FP8),
+    "bf16": partial(checkpoint, written=QWEN),
     "deepseek": partial(checkpoint, written=DEEPSEEK),
 } | {name: partial(serve_part, served=served) for name, served in PLAN.items()}
 

@@ -37,8 +37,6 @@ CALL_SECONDS = 570
 """A machine that cuts a command off after ten minutes must find it ended."""
 ENVIRONMENT_SECONDS = 90
 """To import torch and start CUDA."""
-BUILD_SECONDS = 150
-"""To compile probe.cu on a machine that has not done so yet."""
 WRITE_SECONDS = 5
 """To write a section's results."""
 NOTHING_MEASURED = "NOT MEASUREMENTS: no kernel computes here (a stand-in driver), so no figure below says anything of a GPU"
@@ -126,7 +124,7 @@ def list_sections() -> None:
     for section in SECTIONS.values():
         print(f"{section.name}: {section.question}; about {section.expected / 60:.1f} minutes")
         for part in section.parts:
-            print(f"    {part.name:14}{part.expected:4} s  {part.managed_gib:5.1f} GiB managed  {part.says}")
+            print(f"    {part.name:14}{part.expected:4} s  {part.managed_gib:5.1f} GiB managed  {part.decides}")
 
 
 # ---- one section ----
@@ -159,7 +157,6 @@ def run_section(section: Section, names: set[str], wanted: argparse.Namespace, c
             f"== section {section.name} on {environment['device']}, driver {environment['driver']}, {record['started'][-1]}",
         )
         say(log, "code: " + ", ".join(f"{name} {digest}" for name, digest in environment["code"].items()))
-        programs = Programs(environment, log)
         ended = (DONE, FAILED) if wanted.once else (DONE,)
         for part in section.parts:
             if part.name not in names or record["parts"].get(part.name, {}).get("status") in ended:
@@ -169,7 +166,7 @@ def run_section(section: Section, names: set[str], wanted: argparse.Namespace, c
                 record["parts"][part.name] = {"status": TOO_LARGE, "error": refused[part.name], "rows": []}
             else:
                 left = SECTION_SECONDS * call.patience - (time.monotonic() - started)
-                found = run_part(part, programs, min(left, call.left() - GRACE_SECONDS), small, log)
+                found = run_part(part, min(left, call.left() - GRACE_SECONDS), small, log)
                 if found["status"] != LEFT or part.name not in record["parts"]:  # else its earlier rows are kept
                     record["parts"][part.name] = found
             judge(section, record)
@@ -182,23 +179,18 @@ def run_section(section: Section, names: set[str], wanted: argparse.Namespace, c
         raise SectionFailure("; ".join(reasons) + f" (see {out / f'{section.name}.log'})")
 
 
-def run_part(part: Part, programs: Programs, left: float, small: bool, log: TextIO) -> dict[str, Any]:
+def run_part(part: Part, left: float, small: bool, log: TextIO) -> dict[str, Any]:
     """This part in the section's record. It runs for ``left`` at most, or is killed GRACE_SECONDS later."""
     started = time.monotonic()
     if left < min(part.expected, part.limit):
         say(log, f"-- {part.name}: no time left ({left:.0f} s)")
         return {"status": LEFT, "rows": []}
-    try:
-        program = programs.command(part, left)
-    except child.ChildFailure as failure:
-        say(log, f"-- {part.name}: not started: {failure}")
-        return {"status": FAILED, "error": str(failure), "rows": []}
-    seconds = max(0, min(part.limit * (PATIENCE if small else 1), left - (time.monotonic() - started)))
+    seconds = max(0, min(part.limit * (PATIENCE if small else 1), left))
     with tempfile.TemporaryDirectory() as folder:
         rows_file = Path(folder) / "rows"
         words = [part.name, str(rows_file), f"{seconds:.0f}", *(["--small"] if small else [])]
-        command = [*program, *words]
-        say(log, f"-- {part.name}: {part.says}; at most {seconds:.0f} s")
+        command = [*program(part.program), *words]
+        say(log, f"-- {part.name}: {part.decides}; at most {seconds:.0f} s")
         ended = child.run(command, seconds + GRACE_SECONDS, log, log)
         rows = read_rows(rows_file)
     error = error_of(ended, seconds)
@@ -220,32 +212,6 @@ def error_of(ended: child.Ended, seconds: float) -> str | None:
     return None if ended.status == 0 else f"ended with status {ended.status}"
 
 
-class Programs:
-    """How the parts of a section are started. What a part needs is compiled when the first one needs it."""
-
-    def __init__(self, environment: dict[str, Any], log: TextIO):
-        self._arch = "sm_" + "".join(map(str, environment["compute_capability"]))
-        self._patience = 1 if environment["measured"] else PATIENCE
-        self._log = log
-        self._probe: list[str] | child.ChildFailure | None = None
-
-    def command(self, part: Part, left: float) -> list[str]:
-        """Raises ``ChildFailure`` where it does not compile in time."""
-        if part.program != "probe":
-            return started(part.program)
-        if self._probe is None:
-            self._probe = self._compiled(min(left, BUILD_SECONDS * self._patience))
-        if isinstance(self._probe, child.ChildFailure):
-            raise self._probe
-        return self._probe
-
-    def _compiled(self, seconds: float) -> list[str] | child.ChildFailure:
-        try:
-            return [child.output([*started("probe_build"), self._arch], seconds, self._log).strip()]
-        except child.ChildFailure as failure:
-            return child.ChildFailure(f"probe.cu was not compiled: probe_build.py {failure} (see {self._log.name})")
-
-
 def judge(section: Section, record: dict[str, Any]) -> None:
     parts = record["parts"]
     rows: dict[str, list[Row]] = {name: part["rows"] for name, part in parts.items()}
@@ -260,7 +226,7 @@ def table(section: Section, record: dict[str, Any]) -> list[str]:
     for part in section.parts:
         if part.name in record["parts"]:
             figures = lines_of(record["parts"][part.name]["rows"])
-            lines += [f"{part.name}: {part.says}", *(f"    {figure}" for figure in figures)]
+            lines += [f"{part.name}: {part.decides}", *(f"    {figure}" for figure in figures)]
     for goal in record["goals"]:
         verdict = {True: "met", False: "MISSED", None: "not judged"}[goal["met"]]
         ratio = "no figure" if goal["ratio"] is None else f"{goal['ratio']:.4g}"
@@ -293,13 +259,9 @@ def earlier_record(section: Section, environment: dict[str, Any], folders: Seque
 
 def dry_run(sections: Sequence[Section]) -> int:
     """Compile and check everything that needs no GPU. Programs run with no CUDA device visible."""
-    programs = {part.program: None for section in sections for part in section.parts}
-    commands = [started("probe_build")] if "probe" in programs else []
-    commands += [[*started("dry_run"), *modules]] if (modules := [name for name in programs if name != "probe"]) else []
-    failed = False
-    for command in commands:
-        print(f"== {' '.join(command)}", flush=True)
-        failed |= subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}).returncode != 0
+    command = [*program("dry_run"), *{part.program: None for section in sections for part in section.parts}]
+    print(f"== {' '.join(command)}", flush=True)
+    failed = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}).returncode != 0
     for section in sections:
         needs = f"{section.managed_gib:g} GiB of managed memory, {section.host_gib:g} GiB of host RAM"
         print(f"{section.name}: {needs} at most; free VRAM needed: more than {3 * section.managed_gib:g} GiB")
@@ -311,9 +273,9 @@ def dry_run(sections: Sequence[Section]) -> int:
 # ---- small things ----
 
 
-def started(program: str) -> list[str]:
+def program(name: str) -> list[str]:
     """The command that runs a program of this folder, from the root of the repository."""
-    return [sys.executable, "-m", f"benchmarks.gpu.{program}"]
+    return [sys.executable, "-m", f"benchmarks.gpu.{name}"]
 
 
 def say(log: TextIO, text: str) -> None:
@@ -328,7 +290,7 @@ def describe_machine(call: Call) -> dict[str, Any]:
         raise SectionFailure("not started: no time left in this call")
     seconds = min(ENVIRONMENT_SECONDS * call.patience, call.left())
     try:
-        told = child.output(started("environment"), seconds)
+        told = child.output(program("environment"), seconds)
     except child.ChildFailure as failure:
         raise SectionFailure(f"not started: the environment cannot be described: environment.py {failure}") from None
     described: dict[str, Any] = json.loads(told.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Parts about slots: what resolving costs, how fast experts come, and decode steps in the VRAM of as many residents."""
+"""Parts about the kernel that brings missed experts into rows of VRAM: what deciding costs, and how fast they come."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks.gpu import routing_trace
-from benchmarks.gpu.decode_step import capture, elapsed_ms
 from benchmarks.gpu.environment import STAND_IN, computes, zeros_by_copies
-from benchmarks.gpu.moe import Weights, random_weights
 from benchmarks.gpu.rows import Rows, run_part
-from benchmarks.gpu.shapes import DEEPSEEK_V3, MoeShape
-from benchmarks.gpu.slot_layers import ResolvedStep, SlotDecode, SlotModel, Streamed, used
-from benchmarks.gpu.stream_layers import Beside
+from benchmarks.gpu.timing import Beside, capture, elapsed_ms, gb_per_s
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.cuda.slots import CudaSlots
@@ -28,7 +23,7 @@ from sglang_uvm_offload.memory.slots import Rows as TensorRows
 from sglang_uvm_offload.memory.slots import SlotLayer
 from sglang_uvm_offload.memory.staging import Part
 from sglang_uvm_offload.policy.slots import WHOLE
-from sglang_uvm_offload.routing.counts import Phase
+from sglang_uvm_offload.routing.counts import SLOT_FILLS, Phase
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_M = 16
@@ -36,27 +31,68 @@ BLOCK_M = 16
 # ---- nothing to fill ----
 
 
-def empty(rows: Rows) -> None:
-    """75 layers in one graph, all of whose experts are in slots: the time that resolving adds to a resident step of MoE
-    layers. A real step has attention too, so the share is larger here than there."""
-    shape = DEEPSEEK_V3.toy if rows.small else DEEPSEEK_V3
+class Resolved:
+    """A step that resolves the slots of many layers, captured. Each expert that it uses is in a slot, so nothing is filled."""
+
+    EXPERTS, TOP_K, ROW_BYTES = 256, 8, 64
+
+    def __init__(self, batch: int, num_slots: int, layers: int):
+        self._batch, self._layers = batch, layers
+        self._counters = CudaRoutingCounters(layers, self.EXPERTS)
+        self._rows = torch.zeros((self.EXPERTS + num_slots) * self.ROW_BYTES, dtype=torch.uint8, device="cuda")
+        served = SlotLayer([TensorRows(self._rows.data_ptr(), self.ROW_BYTES)], self.EXPERTS, num_slots)
+        self._slots = CudaSlots(self._counters, [served] * layers)
+        self._slots.set_share(np.full((layers, self.EXPERTS), WHOLE, dtype=np.uint8))
+        self._fill(num_slots)
+        ids = np.argsort(np.random.default_rng(batch).random((batch, num_slots)), axis=1)[:, : self.TOP_K].astype(np.int32)
+        used = np.unique(ids).astype(np.int32)
+        self._ids = torch.from_numpy(ids).cuda()
+        self._owners = torch.from_numpy(np.tile(used, (layers, 1))).cuda()
+        self._blocks = torch.zeros_like(self._owners)
+        self._padded = torch.tensor([used.size * BLOCK_M], dtype=torch.int32).cuda()
+        self._counters.begin_step(0, Phase.DECODE)
+        self._graph = capture(self._forward)
+
+    def _fill(self, num_slots: int) -> None:
+        """Slot after slot gets one of the first experts, in as many steps as the fills of a step allow."""
+        ids = torch.arange(num_slots, dtype=torch.int32).view(-1, 8).cuda()
+        nothing, none = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2))
+        for _ in range(0, num_slots, 64):
+            self.begin_step(len(ids))
+            for layer in range(self._layers):
+                self._slots.resolve(layer, ids, nothing, none, BLOCK_M)
+
+    def begin_step(self, tokens: int) -> None:
+        self._counters.begin_step(tokens, Phase.DECODE)
+        self._slots.begin_step()
+
+    def _forward(self) -> None:
+        for layer in range(self._layers):
+            self._slots.resolve(layer, self._ids, self._blocks[layer], self._padded, BLOCK_M)
+
+    def replay_ms(self) -> float:
+        self._blocks.copy_(self._owners)
+        self.begin_step(self._batch)
+        return elapsed_ms(self._graph.replay)
+
+    def fills(self) -> int:
+        counted = self._counters.read().slots
+        assert counted is not None
+        return int(counted[:, Phase.DECODE, SLOT_FILLS].sum())
+
+
+def resolve(rows: Rows) -> None:
+    """75 layers in one graph, all of whose experts are in slots: what deciding takes where nothing is to be brought."""
     layers = rows.pick(75, 2)
-    weights = [random_weights(shape, True, "cuda", seed) for seed in range(shape.layers)]
     for num_slots in (64, 192):
         for batch in (1, 8, 64)[:: rows.pick(1, 2)]:
             if rows.late():
                 return
-            step = ResolvedStep(shape, weights, batch, num_slots, layers)
+            step = Resolved(batch, num_slots, layers)
             before = step.fills()
-            times = step.times(rows.pick(30, 1))
             labels = {"slots": num_slots, "batch": batch, "layers": layers}
-            for graph, found in times.items():
-                rows.put("resolved_step", "ms", found, graph=graph, **labels)
-            pairs = list(zip(times["with"], times["without"], strict=True))
-            rows.put("resolve", "us a layer", [1e3 * ms / layers for ms in times["alone"]], how="alone", **labels)
-            added = [1e3 * (more - less) / layers for more, less in pairs]
-            rows.put("resolve", "us a layer", added, how="beside the MoE", **labels)
-            rows.put("resolve_share", "of the step", [more / less - 1 for more, less in pairs], **labels)
+            times = [step.replay_ms() for _ in range(rows.pick(32, 3))][2:]
+            rows.put("resolve", "us a layer", [1e3 * ms / layers for ms in times], **labels)
             begin = [elapsed_ms(partial(step.begin_step, batch)) for _ in range(rows.pick(20, 2))]
             rows.put("begin_slots", "ms", begin, **labels)
             if step.fills() != before:
@@ -165,7 +201,7 @@ def fill(rows: Rows) -> None:
 
 
 def put_rate(rows: Rows, filled: Filled, count: int, way: str, times: list[float]) -> None:
-    rates = [count * filled.nbytes / ms / 1e6 if ms > 0 else 0.0 for ms in times]
+    rates = [gb_per_s(count * filled.nbytes, ms) for ms in times]
     rows.put("fill", "GB/s", rates, way=way, fills=count, expert_mib=filled.nbytes / MIB)
     rows.put("fill_time", "ms", times, way=way, fills=count, expert_mib=filled.nbytes / MIB)
 
@@ -176,7 +212,7 @@ def where_slots_lie(rows: Rows, filled: Filled, mib: float) -> None:
     plain = torch.zeros_like(out)
     for what, source in (("slots", slots), ("plain VRAM", plain)):
         times = [elapsed_ms(partial(torch.bitwise_xor, source, 1, out=out)) for _ in range(rows.pick(12, 3))][2:]
-        rates = [out.numel() * 4 / ms / 1e6 if ms > 0 else 0.0 for ms in times]
+        rates = [gb_per_s(out.numel() * 4, ms) for ms in times]
         rows.put("slot_read", "GB/s", rates, what=what, expert_mib=mib)
 
 
@@ -202,110 +238,7 @@ def beside(rows: Rows, memory: CudaMemory) -> None:
         raise AssertionError(f"{wrong} slots hold other bytes, filled beside another kernel")
 
 
-# ---- decode steps ----
-
-SPLITS = {"residents only": 0.0, "slots only": 1.0, "half and half": 0.5}
-"""Of the rows in VRAM, the share that is slots."""
-
-
-def layer(rows: Rows) -> None:
-    """Decode steps with a quarter or half of the experts' bytes in VRAM, as residents, as slots, or both. At each replay the
-    output is that of a layer wholly in plain VRAM, and hits and fills are the policy's. Half-way a prompt streams: its copies
-    take experts from slots, and leave others in slots."""
-    shape = DEEPSEEK_V3.toy if rows.small else DEEPSEEK_V3
-    trace = routing_trace.for_shape(shape)
-    for fp8, share in ((False, 0.25), (True, 0.25), (False, 0.5))[: rows.pick(3, 2)]:
-        plain = [weights_of(shape, fp8, seed) for seed in range(shape.layers)]
-        for split in SPLITS:
-            if rows.late():
-                return
-            one_split(rows, shape, trace, plain, share, split)
-            gc.collect()
-            torch.cuda.empty_cache()
-        del plain
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def weights_of(shape: MoeShape, fp8: bool, seed: int) -> Weights:
-    """No two rows have the same bytes, also where no kernel draws any."""
-    made = random_weights(shape, fp8, "cuda", seed)
-    if not computes():
-        random = np.random.default_rng(seed)
-        for weight in (made.w13, made.w2):
-            flat = weight.view(torch.uint8).flatten()
-            flat.copy_(torch.from_numpy(random.integers(0, 256, flat.numel(), "uint8")))
-    return made
-
-
-def one_split(rows: Rows, shape: MoeShape, trace: np.ndarray, plain: list[Weights], share: float, split: str) -> None:
-    half, in_vram = trace.shape[0] // 2, round(share * shape.experts)
-    num_slots = round(SPLITS[split] * in_vram)
-    model = SlotModel(CudaMemory(), plain, residents(trace[:half], plain[0], in_vram - num_slots), num_slots)
-    labels = {"split": split, "share": share, "weights": "fp8" if plain[0].fp8 else "bf16"}
-    rows.put("slot_vram", "GB", [model.vram_bytes / 1e9], **labels)
-    for batch in (1, 4, 16, 64)[:: rows.pick(1, 3)]:
-        if rows.late():
-            return
-        first, then = (requests(part, batch)[:: rows.pick(1, 24)] for part in (trace[:half], trace[half:]))
-        model.begin_step(first[0, :0])  # nothing is decided while graphs are captured
-        arms = [SlotDecode(shape, batch, weights, model.find) for weights in (plain, model.weights)]
-        differ, times, streamed, use = 0, [], Streamed(), {"resident": 0, "hits": 0, "fills": 0, "activations": 0}
-        for i, ids in enumerate([*(first if num_slots else first[-2:]), then[-1], *then]):
-            if i == len(first):
-                streamed = model.prefill(then[:, 0], plain)  # ends as the step that comes now
-            counts = int(model.hits.sum()), int(model.fills.sum())
-            model.begin_step(ids)
-            for arm in arms:
-                arm.route(ids)
-            ms = [arm.replay_ms() for arm in arms][1]
-            differ += not all(map(torch.equal, *(arm.result() for arm in arms)))
-            times.append(ms)
-            activated = used(ids, shape.experts)
-            use["activations"] += int(activated.sum())
-            use["resident"] += int((activated & (model.offloaded == 0)).sum())
-            use["hits"] += int(model.hits.sum()) - counts[0]
-            use["fills"] += int(model.fills.sum()) - counts[1]
-        cell = labels | {"batch": batch, "kernels": arms[1].kernels}
-        rows.put("slot_step", "ms", times[-len(then) :], **cell)
-        for figure in ("resident", "hits", "fills"):
-            rows.put("slot_use", "of the activations", [use[figure] / use["activations"]], figure=figure, **cell)
-        bypasses = use["activations"] - use["resident"] - use["hits"] - use["fills"]
-        rows.put("slot_use", "of the activations", [bypasses / use["activations"]], figure="read in place", **cell)
-        rows.put("slot_bits", "replays that differ", [differ], done=len(times), **cell)
-        rows.put("slot_stream", "experts with other bytes", [streamed.wrong], **streamed.compared, **cell)
-        wrong = model.wrong_counts()
-        decided = {name: int(getattr(model, name).sum()) for name in ("hits", "fills", "kept")}
-        rows.put("slot_counts", "counts that differ", [wrong], **decided, **cell)
-        if differ or wrong or streamed.wrong:
-            raise AssertionError(
-                f"{cell}: {differ} of {len(times)} replays differ, {wrong} counts of hits and fills, "
-                f"and {streamed.wrong} experts in stream buffers"
-            )
-
-
-def residents(ids: np.ndarray, weights: Weights, count: int) -> np.ndarray:
-    """``bool[layers, experts]``: as many of the most used as fit, with all their blocks, the VRAM of ``count`` rows."""
-    num_experts = weights.w13.shape[0]
-    sizes = [weight[0].numel() * weight.element_size() for weight in (weights.w13, weights.w2)]
-    layouts = [layout for nbytes in sizes if (layout := ExpertLayout(num_experts, nbytes)).placeable]
-    room = count * sum(layout.expert_bytes for layout in layouts)
-    for fewer in range(count, 0, -1):
-        chosen = routing_trace.hottest(ids, num_experts, fewer / num_experts)
-        if max(sum(layout.taken_by(layout.holding(keep)) for layout in layouts) for keep in chosen) <= room:
-            return chosen
-    return np.zeros((ids.shape[2], num_experts), dtype=bool)
-
-
-def requests(steps: np.ndarray, batch: int) -> np.ndarray:
-    """``steps[step, request, layer, k]`` of so many requests: where there are fewer, later steps stand for others."""
-    if batch <= steps.shape[1]:
-        return steps[:, :batch]
-    half = len(steps) // 2
-    return np.concatenate([steps[:half], steps[half : 2 * half]], axis=1)[:, :batch]
-
-
-PARTS = {each.__name__: each for each in (empty, fill, layer)}
+PARTS = {each.__name__: each for each in (resolve, fill)}
 
 if __name__ == "__main__":
     if STAND_IN:

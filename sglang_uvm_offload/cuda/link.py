@@ -99,7 +99,8 @@ class CudaLinkTimer:
         return self._copying(nbytes, copy)
 
     def _copy_by_engine(self, nbytes: int) -> _Call:
-        """Told another direction, the driver takes managed memory for pageable memory (``copies`` of the probe)."""
+        """Told another direction, the driver takes managed memory for pageable memory (``copies`` in
+        benchmarks/results/2026-11-26-nvidia-h100/stream.json)."""
         stream, target = self._stream(), self._target.data_ptr()
         return self._copying(nbytes, lambda source, size: call_driver(driver.cuMemcpyDtoDAsync, target, source, size, stream))
 

@@ -28,8 +28,8 @@ class _Left:
 
 
 class Populating:
-    """A queue, and a thread that lives while something is in it: several threads populate more slowly than one (``probe``
-    populate). It is a daemon, so no exit of the process waits for it."""
+    """A queue, and a thread that lives while something is in it: several threads that prefetch populate more slowly than
+    one (benchmarks/results/2026-11-27-nvidia-h200-2/probe.log). It is a daemon, so no exit of the process waits for it."""
 
     def __init__(self, populate: Populate, begin: Callable[[], None] = lambda: None):
         """``begin`` prepares the thread."""

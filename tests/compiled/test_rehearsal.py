@@ -33,7 +33,7 @@ FAILED_POINT = [{"kind": "decode", "size": 1, "error": None}, {"kind": "decode",
         (cell("frequency", points=FAILED_POINT), ["frequency: HTTP 500"]),
         (cell("frequency", points=[{"kind": "decode", "size": 1, "error": serve_client.NOT_RESOLVED + ": noise"}]), []),
         (cell("resident", bench={"error": "no time"}), ["resident: no time"]),
-        ({"contender": "page_in_only", "error": "not built", "points": []}, []),
+        ({"contender": "paged_experts", "error": "not to be served", "points": []}, []),
     ],
 )
 def test_a_server_that_fails_is_told_though_its_section_is_complete(served, told):
@@ -43,10 +43,10 @@ def test_a_server_that_fails_is_told_though_its_section_is_complete(served, told
 
 def test_an_unknown_section_is_named_before_any_runs(tmp_path: Path) -> None:
     path = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests"))
-    command = [sys.executable, "-m", "standin.rehearse", "--out", str(tmp_path), "ops", "prboe"]
+    command = [sys.executable, "-m", "standin.rehearse", "--out", str(tmp_path), "ops", "oops"]
     said = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert said.returncode == 2
-    assert "no section prboe: there are ops, stream, slots" in said.stderr
+    assert "no section oops: there are ops, slots, runners" in said.stderr
     assert not (tmp_path / "results").exists()
 
 
@@ -63,7 +63,7 @@ def test_a_compiler_that_is_killed_is_a_failure(tmp_path: Path, monkeypatch: pyt
 def test_servers_run_on_the_device_that_is_played(tmp_path: Path) -> None:
     """As on a GPU: real backends, decode graphs, experts in managed memory; prompts stream and experts move."""
     rows = tmp_path / "rows"
-    command = [sys.executable, "-m", "benchmarks.gpu.server_parts", "frequency", str(rows), "900", "--small"]
+    command = [sys.executable, "-m", "benchmarks.gpu.server_parts", "most", str(rows), "900", "--small"]
     done = subprocess.run(command, env=os.environ | environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     found = [json.loads(line) for line in rows.read_text().splitlines()]
@@ -71,7 +71,7 @@ def test_servers_run_on_the_device_that_is_played(tmp_path: Path) -> None:
     assert (run["device"], run["measured"]) == ("NVIDIA H200", False)
     cells = [row["cell"] for row in found if row["row"] == "cell"]
     assert [each["contender"] for each in cells] == ["resident", "frequency"]
-    assert failures({"parts": {"frequency": {"rows": found}}}) == []
+    assert failures({"parts": {"most": {"rows": found}}}) == []
     for each in cells:
         assert each["engine"]["moe_runner_backend"] == "triton"
         assert each["engine"]["decode_graph_batches"], "SERVER_ARGS leave decode graphs on"

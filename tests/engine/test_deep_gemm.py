@@ -21,13 +21,12 @@ PROGRAM = f"""
     import json, sys
     sys.path.insert(0, {str(ROOT)!r})
     import numpy as np
-    from benchmarks.gpu.decode_step import capture
-    from benchmarks.gpu.shapes import MoeShape
-    from benchmarks.gpu.slot_deep_gemm import CONTIGUOUS, MASKED, MaskedDeepGemm, SglangDeepGemm
-    from benchmarks.gpu.slot_function import Replayed, ServedLayer
+    from benchmarks.gpu.moe_deep_gemm import CONTIGUOUS, MASKED, MaskedDeepGemm, SglangDeepGemm
+    from benchmarks.gpu.moe_function import MoeShape, Replayed, ServedLayer
+    from benchmarks.gpu.timing import capture
     from sglang_uvm_offload.cuda.memory import CudaMemory
 
-    shape = MoeShape("small", 1, experts={E}, top_k=2, hidden={HIDDEN}, intermediate={INTERMEDIATE})
+    shape = MoeShape(experts={E}, top_k=2, hidden={HIDDEN}, intermediate={INTERMEDIATE})
     served = ServedLayer(CudaMemory(), SglangDeepGemm.weights(shape), np.arange({E}) < 2, {SLOTS})
     for function in (SglangDeepGemm, MaskedDeepGemm):
         served.begin_step(0)

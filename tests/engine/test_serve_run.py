@@ -34,8 +34,8 @@ def wanted_run(folder: Path, ahead_seconds: float, served: Callable[[Row], None]
         model=folder,
         out=folder / "out",
         device="cpu",
-        contenders=["first_n", "page_in_only", "paged_experts"],
-        residencies=[0.5],
+        contenders=["first_n", "paged_experts", "cpu_offload_gb"],
+        residencies=[0.05],
         repeats=1,
         sizes=Sizes((1,), (8,), 8, 1, 2, 1, 1, 1, 0, 8, 8, 64),
         prompts=lambda request, length: [1] * length,
@@ -63,8 +63,8 @@ def test_servers_import_before_the_first_turn_if_asked_to(tmp_path, monkeypatch,
             assert [psutil.Process(pid).status() for pid in pids[1:]] == [psutil.STATUS_STOPPED] * (2 if ahead else 0)
 
     rows = serve_run.run(wanted_run(tmp_path, seconds, served), {"rows": []})["rows"]
-    assert [row["contender"] for row in rows] == ["resident", "first_n", "page_in_only", "paged_experts"]
-    assert "not built" in rows[2]["error"]
+    assert [row["contender"] for row in rows] == ["resident", "first_n", "paged_experts", "cpu_offload_gb"]
+    assert "paged experts need at least" in rows[2]["error"]
     assert ["exit code 1: no such flag" in row["error"] for row in rows] == [True, True, False, True]
     assert [row.get("imported_ahead") for row in rows] == [ahead, ahead, None, ahead]
     assert not any(psutil.pid_exists(pid) for pid in pids)

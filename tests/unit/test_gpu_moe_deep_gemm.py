@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -23,25 +22,25 @@ RUN = DeepGemmRunnerCore.run
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setenv("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
-    from benchmarks.gpu import slot_deep_gemm
+    from benchmarks.gpu import moe_deep_gemm
 
     seam = DeepGemmSlotSeam()
     monkeypatch.setattr(DeepGemmRunnerCore, "run", lambda *a, **k: seam.around_run(RUN, *a, **k))
-    monkeypatch.setattr(slot_deep_gemm, "installed_seam", lambda: seam)
-    monkeypatch.setattr(slot_deep_gemm, "kernels", deep_gemm.Kernels(monkeypatch), raising=False)
-    return slot_deep_gemm
+    monkeypatch.setattr(moe_deep_gemm, "installed_seam", lambda: seam)
+    monkeypatch.setattr(moe_deep_gemm, "kernels", deep_gemm.Kernels(monkeypatch), raising=False)
+    return moe_deep_gemm
 
 
 def shape(module):
-    from benchmarks.gpu.shapes import MoeShape
+    from benchmarks.gpu.moe_function import MoeShape
 
-    return MoeShape("small", 1, experts=4, top_k=2, hidden=256, intermediate=128)
+    return MoeShape(experts=4, top_k=2, hidden=256, intermediate=128)
 
 
 def test_every_tensor_of_the_layer_is_computed_with(module):
     small = shape(module)
     weights = module.SglangDeepGemm.weights(small, "cpu")
-    assert tuple(weights) == module.NAMES
+    assert [*weights] == [*module.SglangDeepGemm.sizes(small)]
     moe = module.SglangDeepGemm(small, BATCH, lambda address: None, "cpu")
     moe.route(np.array([[0, 1], [1, 2], [2, 0]], dtype=np.int32))
 
@@ -69,28 +68,14 @@ def test_each_layout_is_asked_for_while_its_step_runs(module):
     assert envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.get() not in module.LAYOUTS
 
 
-def test_where_no_kernel_runs_the_tensors_are_as_large(module):
+def test_where_no_kernel_runs_the_tensors_are_as_large(module, monkeypatch):
+    from benchmarks.gpu import moe_function
+
+    monkeypatch.setattr(moe_function, "computes", lambda: False)
     small = shape(module)
-    real, stood_in = (kind.weights(small, "cpu") for kind in (module.SglangDeepGemm, module.DeepGemmRowsRead))
+    real, stood_in = (
+        kind.weights(small, "cpu") for kind in (module.SglangDeepGemm, moe_function.function_here(module.SglangDeepGemm))
+    )
     assert [(name, each.dtype, each.shape) for name, each in real.items()] == [
         (name, each.dtype, each.shape) for name, each in stood_in.items()
     ]
-
-
-@pytest.mark.parametrize("package", ["sgl_kernel", "deep_gemm"])
-def test_a_gpu_without_deep_gemm_is_told_what_it_lacks(module, monkeypatch, package):
-    from benchmarks.gpu import slot_function
-
-    monkeypatch.setattr(slot_function, "computes", lambda: True)
-    assert list(module.deep_gemm_here().values()) == [module.SglangDeepGemm, module.MaskedDeepGemm]
-    monkeypatch.setitem(sys.modules, package, None)  # as Python has a package that it does not find
-    with pytest.raises(SystemExit, match=f"DeepGEMM's kernels need {package} "):
-        module.deep_gemm_here()
-
-
-def test_without_a_gpu_that_computes_the_rows_are_read(module, monkeypatch):
-    from benchmarks.gpu import slot_function
-
-    monkeypatch.setattr(slot_function, "computes", lambda: False)
-    monkeypatch.setitem(sys.modules, "deep_gemm", None)
-    assert list(module.deep_gemm_here().values()) == [module.DeepGemmRowsRead] * 2

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
 from importlib.util import find_spec
-from typing import ClassVar, Protocol
+from types import SimpleNamespace
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 
 from benchmarks.gpu.environment import computes
-from benchmarks.gpu.moe import align, max_tiles
-from benchmarks.gpu.shapes import MoeShape
-from benchmarks.gpu.slot_moe import Find, rows_read
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.cuda.slots import CudaSlots
@@ -20,10 +21,27 @@ from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, Phase
-from sglang_uvm_offload.streaming.slots import ModelSlots
+from sglang_uvm_offload.streaming.slots import LayerSlots, ModelSlots
 
+FP8_BLOCK = 128
+Find = Callable[[int], "LayerSlots | None"]
 Tensors = Mapping[str, torch.Tensor]
 """A layer's tensors by their names in SGLang's module, ``[experts, ...]`` each."""
+Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""What one expert has in each of them."""
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of both."""
+        return {"w13": (2 * self.intermediate, self.hidden), "w2": (self.hidden, self.intermediate)}
 
 
 class MoeFunction(Protocol):
@@ -31,12 +49,20 @@ class MoeFunction(Protocol):
 
     kernels: ClassVar[str]
     """What computes."""
+    needs: ClassVar[tuple[str, ...]]
+    """The packages that it is in."""
+    block: ClassVar[int]
+    """Rows of tokens that its list names an expert for."""
 
     def __init__(self, shape: MoeShape, tokens: int, find: Find): ...
 
     @staticmethod
-    def weights(shape: MoeShape) -> Tensors:
-        """As SGLang leaves them after loading. The outputs are finite."""
+    def sizes(shape: MoeShape) -> Sizes:
+        """As SGLang leaves the tensors after loading."""
+
+    @classmethod
+    def weights(cls, shape: MoeShape) -> Tensors:
+        """Likewise. The outputs are finite."""
 
     def route(self, ids: np.ndarray) -> None:
         """``ids[tokens, k]`` of the step to come."""
@@ -47,23 +73,58 @@ class MoeFunction(Protocol):
         """What the last step computed."""
 
 
+class OnTokens:
+    """What the functions are given at one batch size: tokens, the experts that they choose, and equal factors."""
+
+    def __init__(self, shape: MoeShape, tokens: int, find: Find, device: str = "cuda"):
+        self._shape, self._find = shape, find
+        self._ids = torch.zeros(tokens, shape.top_k, dtype=torch.int32, device=device)
+        self._factors = torch.full((tokens, shape.top_k), 1.0 / shape.top_k, device=device)
+        random = torch.Generator(device).manual_seed(tokens)
+        self._x = torch.empty(tokens, shape.hidden, dtype=torch.bfloat16, device=device).normal_(generator=random)
+        self._out = self._x
+
+    def route(self, ids: np.ndarray) -> None:
+        self._ids.copy_(torch.from_numpy(ids))
+
+    def result(self, weights: Tensors) -> torch.Tensor:
+        return self._out.clone()
+
+
 class RowsRead:
     """Where no kernel runs: the bytes of the rows that a step would read, of tensors as large as SGLang's."""
 
     kernels: ClassVar[str] = "no kernel: the rows that it would read"
+    needs: ClassVar[tuple[str, ...]] = ()
     block: ClassVar[int]
-    """Rows of tokens that the function's list names an expert for."""
 
     def __init__(self, shape: MoeShape, tokens: int, find: Find):
         self._find, self._experts = find, shape.experts
         self._ids = torch.zeros(tokens, shape.top_k, dtype=torch.int32, device="cuda")
-        self._owners = torch.zeros(max_tiles(self._ids.numel(), shape.experts, self.block), dtype=torch.int32, device="cuda")
+        blocks = min(self._ids.numel(), shape.experts + self._ids.numel() // self.block)
+        self._owners = torch.zeros(blocks, dtype=torch.int32, device="cuda")
         self._blocks = torch.zeros_like(self._owners)
-        self._padded = torch.tensor([self._owners.numel() * self.block], dtype=torch.int32).cuda()
+        self._padded = torch.tensor([blocks * self.block], dtype=torch.int32).cuda()
+
+    @staticmethod
+    def sizes(shape: MoeShape) -> Sizes:
+        raise NotImplementedError
+
+    @classmethod
+    def weights(cls, shape: MoeShape, device: str = "cuda") -> Tensors:
+        random, made = np.random.default_rng(1), {}
+        for name, (size, dtype) in cls.sizes(shape).items():
+            raw = random.integers(0, 256, (shape.experts, *size[:-1], size[-1] * dtype.itemsize), "uint8")
+            made[name] = torch.from_numpy(raw).view(dtype).to(device)
+        return made
 
     def route(self, ids: np.ndarray) -> None:
+        """Each expert's rows fill blocks of their own; -1 where a block is not needed."""
         self._ids.copy_(torch.from_numpy(ids))
-        self._owners.copy_(torch.from_numpy(align(ids, self._experts, self.block)[1]))
+        counts = np.bincount(ids.ravel(), minlength=self._experts)
+        owners = np.repeat(np.arange(self._experts), -(-counts // self.block))
+        padded = np.pad(owners, (0, self._owners.numel() - owners.size), constant_values=-1)
+        self._owners.copy_(torch.from_numpy(padded.astype(np.int32)))
 
     def run(self, weights: Tensors) -> None:
         self._blocks.copy_(self._owners)
@@ -74,23 +135,50 @@ class RowsRead:
         return torch.cat([rows_read(tensor, self._blocks) for tensor in weights.values()])
 
 
-def function_here(real: type[MoeFunction], otherwise: type[MoeFunction], *packages: str) -> type[MoeFunction]:
-    """Raises ``SystemExit`` where a GPU computes, but what SGLang's function needs is not installed."""
+def rows_read(weight: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """``uint8[n, 64]``: digests of the rows that a kernel finds by these numbers, also of those behind the last expert."""
+    nbytes = weight.stride(0) * weight.element_size()
+    whole = torch.empty(0, dtype=torch.uint8, device=weight.device).set_(weight.untyped_storage())
+    numbers = [row for row in blocks.tolist() if row >= 0]
+    digests = {row: blake2b(whole[row * nbytes : (row + 1) * nbytes].cpu().numpy().data).digest() for row in set(numbers)}
+    return torch.tensor([list(digests[row]) for row in numbers], dtype=torch.uint8)
+
+
+def function_here(real: type[MoeFunction]) -> type[MoeFunction]:
+    """What computes on this machine. Raises ``SystemExit`` where a GPU computes, but what SGLang's function needs is not
+    installed."""
     if not computes():
-        return otherwise
-    if missing := [name for name in packages if find_spec(name) is None]:
+        return type("RowsRead", (RowsRead,), {"block": real.block, "sizes": staticmethod(real.sizes)})
+    if missing := [name for name in real.needs if find_spec(name) is None]:
         raise SystemExit(f"{real.kernels} need {' and '.join(missing)} (benchmarks/gpu/README.md)")
     return real
 
 
-def matrices(shape: MoeShape) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of both."""
-    return {"w13": (2 * shape.intermediate, shape.hidden), "w2": (shape.hidden, shape.intermediate)}
+def without_server(module: Any, settings: SimpleNamespace) -> None:
+    """What a module of SGLang's asks of its server: ``settings`` of execution, one rank, and plain allocations."""
+    module.get_exec = lambda: settings
+    module.get_parallel = lambda: SimpleNamespace(tp_group=None)
+    module.is_allocation_symmetric = lambda: False
+    module.use_symmetric_memory = lambda *_, **__: contextlib.nullcontext()
 
 
-def random_bytes(random: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    raw = random.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), "uint8")
-    return torch.from_numpy(raw).view(dtype).to(device)
+def fp8_weights(shape: MoeShape, device: str) -> Tensors:
+    """Finite numbers, and a scale for each 128 x 128 that keeps outputs near one."""
+    random, made = np.random.default_rng(1), {}
+    for matrix, (n, k) in shape.matrices.items():
+        values = random.standard_normal((shape.experts, n, k), "float32")
+        made[f"{matrix}_weight"] = torch.from_numpy(values).to(device).to(torch.float8_e4m3fn)
+        scales = random.uniform(0.5, 1, (shape.experts, n // FP8_BLOCK, k // FP8_BLOCK)).astype("float32") / k**0.5
+        made[f"{matrix}_scale"] = torch.from_numpy(scales).to(device)
+    return made
+
+
+def fp8_sizes(shape: MoeShape) -> Sizes:
+    made: Sizes = {}
+    for matrix, (n, k) in shape.matrices.items():
+        made[f"{matrix}_weight"] = ((n, k), torch.float8_e4m3fn)
+        made[f"{matrix}_scale"] = ((n // FP8_BLOCK, k // FP8_BLOCK), torch.float32)
+    return made
 
 
 class ServedLayer:

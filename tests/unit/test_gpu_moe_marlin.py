@@ -21,7 +21,7 @@ BATCH = 3
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    from benchmarks.gpu import slot_marlin
+    from benchmarks.gpu import moe_marlin
 
     seam = MarlinSlotSeam()
     marlin.on_cpu(
@@ -29,20 +29,20 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         lambda *a, **k: seam._around_gemm(marlin.gemm, *a, **k),
         lambda *a, **k: seam.around_experts(marlin.FUSED, *a, **k),
     )
-    monkeypatch.setattr(slot_marlin, "installed_seam", lambda: seam)
-    return slot_marlin
+    monkeypatch.setattr(moe_marlin, "installed_seam", lambda: seam)
+    return moe_marlin
 
 
 def shape(module):
-    from benchmarks.gpu.shapes import MoeShape
+    from benchmarks.gpu.moe_function import MoeShape
 
-    return MoeShape("small", 1, experts=4, top_k=2, hidden=256, intermediate=128)
+    return MoeShape(experts=4, top_k=2, hidden=256, intermediate=128)
 
 
 def test_every_tensor_of_the_layer_is_computed_with(module):
     small = shape(module)
     weights = module.SglangMarlin.weights(small, "cpu")
-    assert tuple(weights) == module.NAMES
+    assert [*weights] == [*module.SglangMarlin.sizes(small)]
     moe = module.SglangMarlin(small, BATCH, lambda address: None, "cpu")
     moe.route(np.array([[0, 1], [1, 2], [2, 0]], dtype=np.int32))
 
@@ -54,9 +54,14 @@ def test_every_tensor_of_the_layer_is_computed_with(module):
     marlin.assert_each_is_computed_with(weights, output)
 
 
-def test_where_no_kernel_runs_the_tensors_are_as_large(module):
+def test_where_no_kernel_runs_the_tensors_are_as_large(module, monkeypatch):
+    from benchmarks.gpu import moe_function
+
+    monkeypatch.setattr(moe_function, "computes", lambda: False)
     small = dataclasses.replace(shape(module), hidden=512)
-    real, stood_in = (kind.weights(small, "cpu") for kind in (module.SglangMarlin, module.MarlinRowsRead))
+    real, stood_in = (
+        kind.weights(small, "cpu") for kind in (module.SglangMarlin, moe_function.function_here(module.SglangMarlin))
+    )
     assert [*real] == [*stood_in]
     for name, tensor in real.items():
         nbytes = tensor.numel() * tensor.element_size()
@@ -64,16 +69,14 @@ def test_where_no_kernel_runs_the_tensors_are_as_large(module):
 
 
 def test_a_gpu_without_sglangs_kernels_is_told_what_it_lacks(module, monkeypatch):
-    from benchmarks.gpu import slot_function
+    from benchmarks.gpu import moe_function
 
-    monkeypatch.setattr(slot_function, "computes", lambda: True)
-    monkeypatch.setattr(slot_function, "find_spec", lambda name: None if name == "sgl_kernel" else object())
+    monkeypatch.setattr(moe_function, "computes", lambda: True)
+    monkeypatch.setattr(moe_function, "find_spec", lambda name: None if name == "sgl_kernel" else object())
     with pytest.raises(SystemExit, match="SGLang's Marlin kernels need sgl_kernel"):
-        module.marlin_here()
-    monkeypatch.setattr(slot_function, "find_spec", lambda name: object())
-    assert module.marlin_here() is module.SglangMarlin
-    monkeypatch.setattr(slot_function, "computes", lambda: False)
-    assert module.marlin_here() is module.MarlinRowsRead
+        moe_function.function_here(module.SglangMarlin)
+    monkeypatch.setattr(moe_function, "find_spec", lambda name: object())
+    assert moe_function.function_here(module.SglangMarlin) is module.SglangMarlin
 
 
 @pytest.mark.parametrize("biases", [True, False])

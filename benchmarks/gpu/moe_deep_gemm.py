@@ -7,26 +7,32 @@ import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-import torch
-
-from benchmarks.gpu.shapes import FP8_BLOCK, MoeShape
-from benchmarks.gpu.slot_function import MoeFunction, RowsRead, Tensors, function_here, matrices, random_bytes
-from benchmarks.gpu.slot_moe import Find, without_server
+from benchmarks.gpu.moe_function import (
+    FP8_BLOCK,
+    Find,
+    MoeShape,
+    OnTokens,
+    Sizes,
+    Tensors,
+    fp8_sizes,
+    fp8_weights,
+    without_server,
+)
 
 if TYPE_CHECKING:
     from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 
 os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")  # only what a step needs; SGLang reads it as it is imported
-NAMES = ("w13_weight", "w2_weight", "w13_scale", "w2_scale")
 CONTIGUOUS, MASKED = LAYOUTS = ("compact", "masked")
 """How SGLang lays out the rows of a step, by its own words."""
 
 
-class SglangDeepGemm:
+class SglangDeepGemm(OnTokens):
     """SGLang's runner with the plugin's hook, as a server without tensor parallelism calls it, at one batch size."""
 
     kernels: ClassVar[str] = "DeepGEMM's kernels"
+    needs: ClassVar[tuple[str, ...]] = ("sglang", "sgl_kernel", "deep_gemm")
+    block: ClassVar[int] = 1
     layout: ClassVar[str] = CONTIGUOUS
 
     def __init__(self, shape: MoeShape, tokens: int, find: Find, device: str = "cuda"):
@@ -34,6 +40,7 @@ class SglangDeepGemm:
         from sglang.srt.layers.moe.utils import MoeRunnerBackend
 
         installed_seam()
+        super().__init__(shape, tokens, find, device)
         config = MoeRunnerConfig(
             num_experts=shape.experts,
             num_local_experts=shape.experts,
@@ -42,25 +49,15 @@ class SglangDeepGemm:
             intermediate_size_per_partition=shape.intermediate,
             inplace=False,
         )
-        self._runner, self._find = MoeRunner(MoeRunnerBackend.DEEP_GEMM, config), find
-        self._ids = torch.zeros(tokens, shape.top_k, dtype=torch.int32, device=device)
-        self._factors = torch.full((tokens, shape.top_k), 1.0 / shape.top_k, device=device)
-        random = torch.Generator(device).manual_seed(tokens)
-        self._x = torch.empty(tokens, shape.hidden, dtype=torch.bfloat16, device=device).normal_(generator=random)
+        self._runner = MoeRunner(MoeRunnerBackend.DEEP_GEMM, config)
 
     @staticmethod
-    def weights(shape: MoeShape, device: str = "cuda") -> Tensors:
-        """The bytes are finite numbers, and scales keep outputs near one."""
-        random, made = np.random.default_rng(1), {}
-        for matrix, (n, k) in matrices(shape).items():
-            values = random.standard_normal((shape.experts, n, k), "float32")
-            made[f"{matrix}_weight"] = torch.from_numpy(values).to(device).to(torch.float8_e4m3fn)
-            scales = random.uniform(0.5, 1, (shape.experts, n // FP8_BLOCK, k // FP8_BLOCK)).astype("float32") / k**0.5
-            made[f"{matrix}_scale"] = torch.from_numpy(scales).to(device)
-        return {name: made[name] for name in NAMES}
+    def sizes(shape: MoeShape) -> Sizes:
+        return fp8_sizes(shape)
 
-    def route(self, ids: np.ndarray) -> None:
-        self._ids.copy_(torch.from_numpy(ids))
+    @classmethod
+    def weights(cls, shape: MoeShape, device: str = "cuda") -> Tensors:
+        return fp8_weights(shape, device)
 
     def run(self, weights: Tensors) -> None:
         from sglang.srt.environ import envs
@@ -74,9 +71,6 @@ class SglangDeepGemm:
         with envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.override(self.layout):
             dispatched = StandardDispatchOutput(self._x, None, topk)
             self._out = self._runner.run(dispatched, DeepGemmMoeQuantInfo(**given)).hidden_states
-
-    def result(self, weights: Tensors) -> torch.Tensor:
-        return self._out.clone()
 
 
 class MaskedDeepGemm(SglangDeepGemm):
@@ -98,24 +92,3 @@ def installed_seam() -> DeepGemmSlotSeam:
     seam.install(HookRegistry.register)
     HookRegistry.apply_hooks()
     return seam
-
-
-class DeepGemmRowsRead(RowsRead):
-    """The rows of its tensors, in either layout."""
-
-    block = 1
-
-    @staticmethod
-    def weights(shape: MoeShape, device: str = "cuda") -> Tensors:
-        random, made = np.random.default_rng(1), {}
-        for matrix, (n, k) in matrices(shape).items():
-            made[f"{matrix}_weight"] = random_bytes(random, (shape.experts, n, k), torch.float8_e4m3fn, device)
-            blocks = (shape.experts, n // FP8_BLOCK, k // FP8_BLOCK)
-            made[f"{matrix}_scale"] = random_bytes(random, blocks, torch.float32, device)
-        return {name: made[name] for name in NAMES}
-
-
-def deep_gemm_here() -> dict[str, type[MoeFunction]]:
-    """By layout."""
-    real = dict(zip(LAYOUTS, (SglangDeepGemm, MaskedDeepGemm), strict=True))
-    return {name: function_here(each, DeepGemmRowsRead, "sglang", "sgl_kernel", "deep_gemm") for name, each in real.items()}

@@ -1,0 +1,103 @@
+"""SGLang's Triton MoE function over experts in bf16, and in FP8 with a scale for each 128 x 128."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from benchmarks.gpu.moe_function import (
+    FP8_BLOCK,
+    Find,
+    MoeShape,
+    OnTokens,
+    Sizes,
+    Tensors,
+    fp8_sizes,
+    fp8_weights,
+    without_server,
+)
+
+if TYPE_CHECKING:
+    from sglang_uvm_offload.plugin.slots.triton import SlotSeam
+
+
+class SglangTriton(OnTokens):
+    """SGLang's ``fused_experts`` with the plugin's hooks, as a server without tensor parallelism calls it, at one batch
+    size."""
+
+    kernels: ClassVar[str] = "SGLang's Triton kernels"
+    needs: ClassVar[tuple[str, ...]] = ("sglang",)
+    block: ClassVar[int] = 16
+    how: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, shape: MoeShape, tokens: int, find: Find, device: str = "cuda"):
+        from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+
+        super().__init__(shape, tokens, find, device)
+        self._config = MoeRunnerConfig(
+            num_experts=shape.experts,
+            num_local_experts=shape.experts,
+            top_k=shape.top_k,
+            hidden_size=shape.hidden,
+            intermediate_size_per_partition=shape.intermediate,
+            activation="silu",
+            inplace=False,
+        )
+
+    @staticmethod
+    def sizes(shape: MoeShape) -> Sizes:
+        return {f"{matrix}_weight": (size, torch.bfloat16) for matrix, size in shape.matrices.items()}
+
+    @classmethod
+    def weights(cls, shape: MoeShape, device: str = "cuda") -> Tensors:
+        """Values that keep outputs near one."""
+        random, made = torch.Generator(device).manual_seed(1), {}
+        for matrix, (n, k) in shape.matrices.items():
+            values = torch.empty(shape.experts, n, k, device=device).normal_(generator=random)
+            made[f"{matrix}_weight"] = (values / k**0.5).bfloat16()
+        return made
+
+    def run(self, weights: Tensors) -> None:
+        from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+        from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+        installed_seam().find = self._find
+        scales = {f"w{1 + i}_scale": weights[name] for i, name in enumerate(("w13_scale", "w2_scale")) if name in weights}
+        topk = StandardTopKOutput(self._factors, self._ids, None)
+        w13, w2 = weights["w13_weight"], weights["w2_weight"]
+        self._out = fused_moe.fused_experts(self._x, w13, w2, topk, self._config, **self.how, **scales)
+
+
+class SglangTritonFp8(SglangTriton):
+    how: ClassVar[dict[str, Any]] = {"use_fp8_w8a8": True, "block_shape": [FP8_BLOCK, FP8_BLOCK]}
+
+    @staticmethod
+    def sizes(shape: MoeShape) -> Sizes:
+        return fp8_sizes(shape)
+
+    @classmethod
+    def weights(cls, shape: MoeShape, device: str = "cuda") -> Tensors:
+        return fp8_weights(shape, device)
+
+
+@functools.cache
+def installed_seam() -> SlotSeam:
+    """The plugin's hooks on SGLang's functions, and what these ask of a server that does not run here."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_config
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_uvm_offload.plugin.slots.triton import SlotSeam
+
+    settings = SimpleNamespace(
+        moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False),
+        deterministic=SimpleNamespace(enable_deterministic_inference=False),
+    )
+    for module in (fused_moe, fused_moe_triton_config):
+        without_server(module, settings)
+    seam = SlotSeam()
+    seam.install(HookRegistry.register)
+    HookRegistry.apply_hooks()
+    return seam
