@@ -4,9 +4,6 @@ CONFIGS is a folder with a config.json of each model, as ``deepseek-v3.json``. `
 its source and what it states of its configuration. Writes ``results/published/published.md``: predicted and published, and the
 reason for each miss. A figure that is off by more than ``MISS`` and has no reason is an error. A figure that an assumption was
 fitted to is marked: it tests nothing.
-
-The seed of this project is predicted with the hit rates that a plan shows, and the hit rate is computed with which the model
-gives the seed's figures.
 """
 
 from __future__ import annotations
@@ -74,7 +71,7 @@ class Models:
         return self._read[name]
 
 
-def speed(figure: Figure, models: Models, hit_rate: float, slow_link: bool = False, **assumed: Any) -> Speed:
+def speed(figure: Figure, models: Models, hit_rate: float, slow_link: bool = False) -> Speed:
     """What the planner predicts for the configuration of ``figure``, with the usual rate of its link or the worst published."""
     model, machine = models[figure["model"]], preset(figure["machine"])
     machine = machine.slowest or machine if slow_link else machine
@@ -87,7 +84,7 @@ def speed(figure: Figure, models: Models, hit_rate: float, slow_link: bool = Fal
         speculative=drafts > 0,
         draft_tokens=drafts + 1,
     )
-    values = dataclasses.replace(Assumptions(), accepted_tokens=figure.get("accepted", 1), **assumed)
+    values = dataclasses.replace(Assumptions(), accepted_tokens=figure.get("accepted", 1))
     parallel = Parallel(figure.get("tp", 8))
     case = Case(model, machine, work, parallel, Reserve(), values)
     residents = figure.get("residents", model.num_experts)
@@ -138,98 +135,6 @@ def unexplained(compared: Sequence[Compared]) -> list[str]:
     return [each.figure["what"] for each in compared if each.missed and "miss" not in each.figure]
 
 
-# ---- the seed ----
-
-
-def implied_hit_rate(figure: Figure, models: Models, missed_ms: float) -> float:
-    """The hit rate with which ``figure``'s step reads offloaded experts for ``missed_ms``."""
-    rate = preset(figure["machine"]).link_gbps * 1e9 * Assumptions().read_efficiency
-    low, high = 0.0, 1.0
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        reading = 1e3 * speed(figure, models, middle).missed_bytes / rate
-        low, high = (middle, high) if reading > missed_ms else (low, middle)
-    return low
-
-
-@dataclass(frozen=True)
-class Seed:
-    """The seed's two figures, and SGLang's published steps for its model: on H200 a month before with drafts, and without."""
-
-    ratio: Figure
-    throughput: Figure
-    drafting: Figure
-    plain: Figure
-
-    @classmethod
-    def of(cls, figures: Sequence[Figure]) -> Seed:
-        ratio, throughput = (figure for figure in figures if figure["section"] == "offloading")
-        by_source = {figure["source"]: figure for figure in figures}
-        return cls(ratio, throughput, by_source["GLM-5 H200"], by_source["GLM-5 B200"])
-
-    def text(self, models: Models) -> list[str]:
-        return [*self.reasons(models), "", *self.predictions(models), "", *self.implied(models)]
-
-    def before(self, models: Models) -> Speed:
-        """The prediction with the overhead that was assumed at first, of independent drafted tokens and uniform routing."""
-        return speed(self.ratio, models, self.share(models), latent_overhead_us=40.0, draft_token_weight=1.0, expert_skew=0.0)
-
-    def share(self, models: Models) -> float:
-        return float(self.ratio["residents"] / models[self.ratio["model"]].num_experts)
-
-    def reasons(self, models: Models) -> list[str]:
-        before, now = self.before(models), speed(self.ratio, models, 1.0)
-        layers = models[self.plain["model"]].num_layers
-        beyond = self.plain["published"] - value(self.plain, speed(self.plain, models, 1.0))
-        overhead = Assumptions().latent_overhead_us
-        first, then = 1e3 * before.resident_step_s, before.decode_step_s / before.resident_step_s
-        return [
-            f"Why the model predicted {then:.1f} times the resident step:",
-            "",
-            f"1. Its resident step took {first:.1f} ms, with 40 us a layer beyond reads and collectives. With the "
-            f"{overhead:g} us that fit SGLang's DeepSeek-R1 it takes {1e3 * now.resident_step_s:.1f} ms. SGLang's own, a month "
-            f"before the seed, took {self.drafting['published']} ms on the faster H200: sparse attention was new, and a layer "
-            f"took about {overhead + 1e3 * beyond / layers:.0f} us. The ratio divides by that step.",
-            "2. Drafted tokens were taken for independent. In measured routing, successive tokens of one request share "
-            "experts (`draft_token_weight` in `routing_curves.json`).",
-            "3. Routing was taken for uniform or slightly skewed. Measured routing is better served, but not as well as the "
-            "seed's figure implies: the traffic that chose its residents may be the one that it was timed on.",
-            "",
-            "With the published step, both of the seed's figures imply nearly the same hit rate if a step yielded about 1.5 "
-            "tokens. With as many tokens as SGLang publishes, its throughput implies a hit rate no better than chance. No page "
-            "says which.",
-        ]
-
-    def predictions(self, models: Models) -> list[str]:
-        share, before, published = self.share(models), self.before(models), self.drafting["published"]
-        found = hit_rates(models[self.ratio["model"]].family, 1, share)
-        rates = {"uniform routing": share, "lowest measured": found.lowest.rate, "highest measured": found.highest.rate}
-        lines = [f"| as at first, uniform routing | {share:.1%} | {before.decode_step_s / before.resident_step_s:.2f} | |"]
-        for name, rate in rates.items():
-            now = speed(self.ratio, models, rate)
-            extra = 1e3 * (now.decode_step_s - now.resident_step_s)
-            times = now.decode_step_s / now.resident_step_s
-            lines.append(f"| as now, {name} | {rate:.1%} | {times:.2f} | {1 + extra / published:.2f} |")
-        head = f"| prediction | hit rate | step / resident step | on a resident step of {published} ms |"
-        return [head, "| --- | --- | --- | --- |", *lines]
-
-    def implied(self, models: Models) -> list[str]:
-        steps = (1e3 * speed(self.ratio, models, 1.0).resident_step_s, self.drafting["published"])
-        head = " | ".join(f"hit rate on a resident step of {step:.1f} ms" for step in steps)
-        lines = [f"| the seed's figure | {head} |", "| --- | --- | --- |"]
-        times, residents = self.ratio["published"], self.ratio["residents"]
-        rates = [implied_hit_rate(self.ratio, models, (times - 1) * step) for step in steps]
-        lines.append(
-            f"| {times} times the resident step, {residents} resident | {' | '.join(f'{rate:.1%}' for rate in rates)} |"
-        )
-        for accepted in (1.5, 2.5, self.throughput["accepted"]):
-            whole = 1e3 * accepted / self.throughput["published"]
-            rates = [implied_hit_rate(self.throughput, models, whole - step) for step in steps]
-            what = f"{self.throughput['published']} tok/s, {self.throughput['residents']} resident, {accepted} tokens a step"
-            lines.append(f"| {what} | {' | '.join(f'{rate:.1%}' for rate in rates)} |")
-        return lines
-
-
 # ---- output ----
 
 
@@ -274,7 +179,7 @@ def summary(compared: Sequence[Compared]) -> str:
     )
 
 
-def report(compared: Sequence[Compared], sources: dict[str, str], models: Models, seed: Sequence[str]) -> str:
+def report(compared: Sequence[Compared], sources: dict[str, str], models: Models) -> str:
     out = [
         "# Predicted and published",
         "",
@@ -293,7 +198,6 @@ def report(compared: Sequence[Compared], sources: dict[str, str], models: Models
             "| --- " * 7 + "|",
         ]
         out += [row(each, sources, models) for each in compared if each.figure["section"] == section]
-        out += ["", *seed] if section == "offloading" else []
     return "\n".join([*out, "", *NOT_COMPARED, ""])
 
 
@@ -328,9 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing:
         print(f"published.py: off by more than {MISS:.0%} without a reason: {'; '.join(missing)}", file=sys.stderr)
         return 1
-    seed = Seed.of(content["figures"]).text(models)
     wanted.out.parent.mkdir(parents=True, exist_ok=True)
-    wanted.out.write_text(report(compared, content["sources"], models, seed))
+    wanted.out.write_text(report(compared, content["sources"], models))
     return 0
 
 

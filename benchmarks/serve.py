@@ -5,7 +5,7 @@
 
 For each contender of ``contenders.py`` and each residency a real server in turn, and again for each repeat (A B A B), with
 the same requests in the same order. A contender that cannot serve is a row with its reason. The result is a folder:
-``run.json``, the servers' logs, ``report.md`` and plots. See benchmarks/README.md.
+``run.json``, the servers' logs, and ``report.md``. See benchmarks/README.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The report of a run of ``serve.py``: tables in Markdown and plots. Pure: JSON in, files out.
+"""The report of a run of ``serve.py``: tables in Markdown. Pure: JSON in, files out.
 
-    python -m benchmarks.serve_report FOLDER              # writes FOLDER/report.md and plots beside its run.json
+    python -m benchmarks.serve_report FOLDER              # writes FOLDER/report.md beside its run.json
     python -m benchmarks.serve_report SECTION.json OUT    # the same from a section of a GPU session
 
 Ratios are of medians: every repeat and sample of a contender against those of the resident server in the same run.
@@ -142,7 +142,7 @@ def line(row: Row) -> str:
 # ---- Markdown ----
 
 
-def markdown(record: Record, plots: Sequence[str]) -> str:
+def markdown(record: Record) -> str:
     model, env = record["model"], record["environment"]
     lines = ["# One checkpoint, one VRAM budget, every way to serve it", ""]
     ran_on = f"Ran on {record['device']}, {record['started'][:10]}"
@@ -167,7 +167,6 @@ def markdown(record: Record, plots: Sequence[str]) -> str:
     lines += [f"- {where}: {why}" for where, why in failures(record)] or ["Everything was served."]
     notes = {row["contender"]: row["note"] for row in record["rows"] if row.get("note")}
     lines += ["", *(f"{name}: {note}." for name, note in notes.items())]
-    lines += ["", *(f"![{Path(name).stem}]({name})" for name in plots)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -275,78 +274,11 @@ def size_text(nbytes: float | None) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if abs(nbytes) >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
-# ---- plots ----
-
-
-def draw(record: Record, folder: Path) -> list[str]:
-    """The plots of a run as PNG files; their names. A plot without any point is left out."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    names = [
-        by_residency(record, folder / "residency.png"),
-        by_size(record, folder / "batch.png", "decode", "requests decoded at once"),
-        by_size(record, folder / "prompt.png", "prefill", "prompt, tokens"),
-    ]
-    return [name for name in names if name]
-
-
-def by_residency(record: Record, path: Path) -> str | None:
-    """Decode time over the resident server's against residency, at the smallest batch."""
-    found = sizes(record, "decode")
-    if not found:
-        return None
-    batch = found[0]
-    lines: dict[str, list[tuple[float, tuple[float, float, float]]]] = {}
-    for name, residency in cells(record):
-        if (name, residency) != RESIDENT and (value := ratio(record, (name, residency), "decode", batch)):
-            lines.setdefault(name, []).append((residency, value))
-    return plot(record, path, lines, "share of the experts in VRAM", f"decode time / resident, batch {batch}", log=False)
-
-
-def by_size(record: Record, path: Path, kind: str, label: str) -> str | None:
-    """The ratio against batch or prompt length: a line for each contender and residency."""
-    lines: dict[str, list[tuple[float, tuple[float, float, float]]]] = {}
-    for cell in cells(record):
-        for size in sizes(record, kind):
-            if cell != RESIDENT and (value := ratio(record, cell, kind, size)):
-                lines.setdefault(cell_name(cell), []).append((size, value))
-    return plot(record, path, lines, label, f"{kind} time / resident", log=True)
-
-
-def plot(record: Record, path: Path, lines: dict[str, Any], x_label: str, y_label: str, log: bool) -> str | None:
-    from matplotlib import pyplot
-    from matplotlib.ticker import ScalarFormatter
-
-    if not lines:
-        return None
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
-    for name, points in lines.items():
-        points = sorted(points)
-        x, values = [p[0] for p in points], [p[1] for p in points]
-        below, above = [v[0] - v[1] for v in values], [v[2] - v[0] for v in values]
-        axes.errorbar(x, [v[0] for v in values], yerr=[below, above], marker="o", markersize=4, capsize=3, label=name)
-    axes.axhline(1, color="black", linewidth=0.8)
-    if log:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({p[0] for points in lines.values() for p in points}))
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.set(xlabel=x_label, ylabel=y_label)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    where = record["device"] if record["measured"] else f"{record['device']}: speed means nothing here"
-    axes.set_title(f"{record['model']['name']} on {where}", fontsize=10)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
-    return path.name
-
-
 def write(folder: Path, source: Path | None = None) -> None:
-    """``report.md`` and the plots of the run in ``source``, by default the folder itself."""
+    """``report.md`` of the run in ``source``, by default the folder itself."""
     record = load(source or folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.md").write_text(markdown(record, draw(record, folder)))
+    (folder / "report.md").write_text(markdown(record))
 
 
 def main(arguments: Sequence[str]) -> int:

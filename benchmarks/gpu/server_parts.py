@@ -2,7 +2,7 @@
 
 Each part has a resident server of its own beside its contenders. This plugin's servers stream steps with many tokens, as by
 default, from two stream buffers; peers get as much more VRAM. The rows ``run`` and ``cell``
-of a part are the whole run, from which ``benchmarks/serve_report.py`` makes tables and plots; the others are the figures that
+of a part are the whole run, from which ``benchmarks/serve_report.py`` makes tables; the others are the figures that
 goals are judged by. With ``--small`` nothing is a measurement: the servers run on the CPU, or over a stand-in driver that is
 ready for them.
 """

@@ -125,7 +125,6 @@ def test_the_report_says_first_that_speed_means_nothing(finished: Finished) -> N
     assert "speed means nothing here" in text.splitlines()[2]
     assert "| paged_experts 50% |" in text
     assert f"- frequency 50%, prefill {TOO_LONG}: HTTP 400" in text
-    assert (finished.out / "prompt.png").stat().st_size > 1000
 
 
 @pytest.mark.nightly

@@ -89,23 +89,6 @@ def test_each_unit_is_the_predictions_own() -> None:
     assert published.value(prompt | {"unit": "tok/s"}, found) == found.resident_prefill_tokens_s
 
 
-def test_the_implied_hit_rate_reads_for_as_long_as_it_is_told() -> None:
-    seed = figure("seed", residents=200)
-    rate = published.implied_hit_rate(seed, MODELS, 5.0)
-    assert 0.9 < rate < 1
-    link = preset("8xH20").link_gbps * 1e9 * Assumptions().read_efficiency
-    assert published.speed(seed, MODELS, rate).missed_bytes / link == pytest.approx(5e-3, rel=1e-3)
-
-
-def test_the_seeds_resident_step_was_what_made_it_look_bad() -> None:
-    """Half of the first miss is gone with the overhead of latent attention and drafts that share experts."""
-    seed = published.Seed.of(FIGURES)
-    before, now = seed.before(MODELS), published.speed(seed.ratio, MODELS, seed.share(MODELS))
-    assert before.decode_step_s / before.resident_step_s > 4.5
-    assert now.decode_step_s / now.resident_step_s < 3.5
-    assert now.resident_step_s < 1e-3 * seed.drafting["published"] < 2 * now.resident_step_s
-
-
 def test_the_rates_of_cpu_engines_that_a_plan_names_are_those_of_the_table() -> None:
     shares = [published.implied_share(each, MODELS) for each in FIGURES if each["section"] == "CPU engines"]
     named = re.findall(r"(?<!\d)\.\d\d", plan_report.CPU_ENGINES)
