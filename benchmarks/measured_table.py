@@ -17,6 +17,7 @@ NAMES = {
     "frequency": "this plugin",
     "residents_and_slots": "this plugin with slots",
     "slots_only": "this plugin, slots alone",
+    "without_buffers": "this plugin, slots alone, no stream buffers",
     "paged_experts": "SGLang's paged experts",
     "cpu_offload_gb": "SGLang's `--cpu-offload-gb`",
     "offloader_v2": "SGLang's OffloaderV2",

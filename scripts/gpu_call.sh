@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Measures on a GPU what no log shows yet, in order of what it decides, and ends within SECONDS. Call it again with the same RESULTS on
 # the same machine: it goes on where it ended, and leaves out what failed. Once a log is committed, what it shows leaves this list.
-# usage: scripts/gpu_call.sh RESULTS [SECONDS]     570 seconds if not given; SGLang and DeepGEMM as benchmarks/gpu/README.md says
-# environment: OUT=DIR receives RESULTS as results.tar.gz; MACHINE is set by scripts/gpu_machine.sh
+# usage: scripts/gpu_call.sh RESULTS [SECONDS]     570 seconds if not given; SGLang as benchmarks/gpu/README.md says
+# environment: OUT=DIR receives RESULTS as results.tar.gz
 set -euo pipefail
 results=$(mkdir -p "${1:?usage: scripts/gpu_call.sh RESULTS [SECONDS]}" && realpath "$1")
 end=$((SECONDS + ${2:-570} - 10))
@@ -20,11 +20,11 @@ beside() { # SECTION:PART...     in which no time is measured: all at once
 }
 
 beside server:fp8 server:bf16 &    # by the CPU
-measure . ops:contract ops:canary ops:link || failed=1    # bytes that are written while their pages are populated; a capture beside moves
+measure . ops:contract ops:canary || failed=1    # bytes that are written while their pages are populated; a capture beside moves
 wait
 measure . server:decode server:link || failed=1    # the timer by streamed answers: all resident, paged experts, this plugin, slots, no buffers
 measure . slots runners:link runners:triton || failed=1    # microseconds of resolving; rates and bytes of copied rows; FP8 out of slots
-measure . ops:populate ops:reach ops:sustained || failed=1    # threads that read; experts that lie far apart; moves all the time
+measure . ops:link ops:populate ops:reach ops:sustained || failed=1    # threads that read; experts that lie far apart; moves all the time
 beside modes:gptq modes:ngrams modes:cache modes:tma modes:sleep    # equal answers
 measure . eviction:noticing || failed=1    # looks beside a full link, of which two servers said too much
 measure . server:continuous || failed=1    # residents that follow traffic that changes; loading, populated meanwhile
