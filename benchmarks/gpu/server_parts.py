@@ -224,7 +224,7 @@ def serve_part(rows: Rows, served: Served) -> None:
             out=Path(out),
             device="cpu" if cpu else "cuda",
             contenders=list(served.contenders),
-            residencies=[served.residency],
+            residencies=[0.5 if rows.small else served.residency],  # of eight experts more would leave few to read
             repeats=1,
             sizes=sizes(served, rows.small),
             prompts=prompts_for(model, 1),
