@@ -20,7 +20,7 @@ from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.gpus import GPUS
 from sglang_uvm_offload.sizing.inputs import MEASURED, Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.kv_cache import KvShape
-from sglang_uvm_offload.sizing.machine import GIB, MachineError, describe, of_gpus, preset
+from sglang_uvm_offload.sizing.machine import GIB, Machine, MachineError, describe, of_gpus, preset
 from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.rates import read_rate
 from sglang_uvm_offload.sizing.routing_curves import hit_rates
@@ -1088,7 +1088,7 @@ def test_a_plan_keeps_exactly_as_many_as_the_budget_holds(checkpoints, wanted):
     blocks = 3 * (math.ceil(wanted / 4) + math.ceil(wanted / 8))
     cache = 1024 * 3 * 2 * 2 * 64 * 2 + 1024 * 4
     room = shape.total_bytes - shape.expert_bytes + cache + blocks * BLOCK_BYTES + (128 << 20)
-    free, machine = 23 * GIB, describe(None, gpus=1, vram_gb=24, host_gb=64)
+    free, machine = 23 * GIB, Machine("one", 1, 24 * GIB, 64 * GIB, 0, 0, 0, source="")
     context = int(Assumptions().context_gib * GIB)
 
     def kept(fraction: float) -> int | None:

@@ -118,7 +118,7 @@ class LayerHooks:
             experts = self._add(layer)
             assert num_experts == experts.num_experts, (num_experts, experts.num_experts)
             with self.timing(Phase.PLACE):
-                with AllocationMode(num_experts, partial(experts.allocate, written_later=True)):
+                with AllocationMode(num_experts, partial(experts.allocate, written_later=True), experts.write):
                     create_weights(layer, num_experts, *args, **kwargs)
                 experts.sync_tensors(layer, method)
 
@@ -128,7 +128,7 @@ class LayerHooks:
                 self._manager.wait_for_moves()  # a weight update may replace the tensors being moved
             try:
                 with self.timing(Phase.CONVERT):
-                    with AllocationMode(experts.num_experts, experts.allocate):
+                    with AllocationMode(experts.num_experts, experts.allocate, experts.write):
                         result = process_weights_after_loading(layer, *args, **kwargs)
                     experts.sync_tensors(layer, method)
             except (ExpertsLost, ManagedMemoryError) as fault:

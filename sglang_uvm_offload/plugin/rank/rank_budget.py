@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +23,9 @@ from sglang.srt.runtime_context import (
 )
 from sglang.srt.utils import get_device_memory_capacity
 
-from sglang_uvm_offload.config import RequestedConfig
+from sglang_uvm_offload.config import AUTO, RequestedConfig
 from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.layout import ExpertLayout, round_up
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.plugin.compat import resolving_view
@@ -38,6 +40,8 @@ from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.sizing.demand import Demand
 from sglang_uvm_offload.sizing.slots import Slots
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
+
+logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _LEAST_TOKENS = 2
@@ -147,13 +151,18 @@ class RankBudgets:
     @functools.cached_property
     def _cache_bytes(self) -> tuple[int, int]:
         """Of the cache that is asked for, and of the smallest one, with the table of each request's slots (4 bytes a token)."""
-        need = CacheNeed(self._runner, self._model)
         requests = self._demand.requests_of_rank(self._groups)
         table = 4 * requests * self._demand.context
-        least = need.nbytes(round_up(_LEAST_TOKENS, self._cfg.page_size or 1), 1)
-        if self._config.num_resident is not None and self._config.stream_gb is not None:
-            return least, least
-        return need.nbytes(self._demand.tokens_of_rank(self._groups), requests) + table, least
+        try:
+            need = CacheNeed(self._runner, self._model)
+            least = need.nbytes(round_up(_LEAST_TOKENS, self._cfg.page_size or 1), 1)
+            return need.nbytes(self._demand.tokens_of_rank(self._groups), requests) + table, least
+        except Exception as error:  # of any type, from SGLang's code, which looks at a model without weights here
+            why = f"SGLang cannot size the KV cache before the weights are read: {type(error).__name__}: {error}"
+            if self._config.num_resident is None:
+                raise FlagError([f"{flag_name('num_resident')} {AUTO}: {why}; give a number"]) from error
+            logger.warning("Expert offload: %s", why)
+            return 0, 0
 
     @functools.cached_property
     def _rates(self) -> Any:

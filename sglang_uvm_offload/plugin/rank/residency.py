@@ -59,12 +59,14 @@ class Residency:
         drafts = 0 if config.num_resident is not None else self._budgets.draft_bytes(self._model.layers)
         ranks = self._budgets.of_all(self._model.layers, drafts)
         self._division = division = _agreed(lambda: divide(self._asked, ranks))
+        if self.stream_tokens == NEVER:
+            self._division = division = dataclasses.replace(division, buffers=0)
         if problems := self._built.room_problems(config.resident_ids, division.num_resident):
-            _agreed(lambda: _refuse(problems))
+            raise FlagError(problems)  # not alike on all ranks
         if config.num_resident is None and self._manager.progress():
             logger.info("%s", self._why(ranks))
         self._warn(ranks)
-        if self.stream_tokens == NEVER and division.buffers == 0 and self._manager.progress():
+        if self.stream_tokens == NEVER and self._manager.progress():
             self._tell_of_long_steps()
         resolved = config.resolved(
             num_resident=division.num_resident,
@@ -145,10 +147,6 @@ class Residency:
             f"{slots}: {taken} on {rank.name}, next to {size(rank.cache)} of KV cache for {asked.cache_tokens} tokens on each "
             f"rank ({asked.demand}){stream}"
         )
-
-
-def _refuse(problems: list[str]) -> None:
-    raise FlagError(problems)
 
 
 def _agreed(decide: Callable[[], _Decided]) -> _Decided:
