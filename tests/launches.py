@@ -1,7 +1,7 @@
 """Hand many launches to SGLang's own argument code, in a process of their own, and read what it did.
 
-A case is ``{"argv": [...]}`` or ``{"engine": {...}}``, optionally with ``"resolve": true`` and ``"host_bytes"`` of host RAM
-and the folder ``"system"`` in place of /sys; what came of it is ``{"exit": code or null, "error": text, "flags": {...}}``.
+A case is ``{"argv": [...]}`` or ``{"engine": {...}}``, optionally with ``"resolve": true``; what came of it is
+``{"exit": code or null, "error": text, "flags": {...}}``.
 """
 
 from __future__ import annotations
@@ -44,13 +44,7 @@ def run_all(cases: str) -> str:
 def run(case: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt import server_args
 
-    from sglang_uvm_offload.cuda import numa
-    from sglang_uvm_offload.plugin.launch import expert_bytes, planned_launch
-
-    if "system" in case:
-        numa.SYSTEM = numa.PROC = Path(case["system"])
     code, errors = None, io.StringIO()
-    expert_bytes.host_available = planned_launch.host_available = lambda: case.get("host_bytes", 1 << 40)
     flags: dict[str, Any] = {}
     with contextlib.redirect_stderr(errors):
         try:

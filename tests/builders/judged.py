@@ -29,11 +29,11 @@ _KINDS = {"": {}, "B200": BLACKWELL, "integrated": {"STANDIN_VRAM": str(119 << 3
 _EXAMINE = """
 import contextlib, io, json, os
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.plugin.launch import expert_bytes, planned_launch
+from sglang_uvm_offload.plugin.launch import estimate, ranks
 said = []
 before = dict(os.environ)
 for words, environment, host in {launches}:
-    expert_bytes.host_available = planned_launch.host_available = lambda: host << 30
+    estimate.host_available = ranks.host_available = lambda: host << 30
     os.environ.clear()
     os.environ.update(before | environment)
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
@@ -47,7 +47,7 @@ for words, environment, host in {launches}:
 print("RESULT", json.dumps(said))
 """
 
-UNKNOWN = re.compile(r"SGLang refuses|not checked against VRAM|shown by loading only|Traceback|does not count|give a number")
+UNKNOWN = re.compile(r"SGLang refuses|is not estimated|Traceback|give a number")
 """What no launch of a local folder of safetensors may be told."""
 
 NO_CHOICE = re.compile(r"error: (argument --\S+: invalid choice: '\w+'|unrecognized arguments: .+|ambiguous option: .+)")
@@ -73,8 +73,8 @@ def of_line(line: dict[str, str], folder: Path, number: str, *more: str) -> Laun
     return Launch((*ours, *words, *more), environment, line.get("gpu", ""))  # type: ignore[arg-type]
 
 
-def judged(launches: Sequence[Launch], python: Nurseries) -> dict[Launch, tuple[int | str, str]]:
-    """The exit code and the output, or in place of the code the error that ended it."""
+def judged(launches: Sequence[Launch], python: Nurseries, **env: str) -> dict[Launch, tuple[int | str, str]]:
+    """The exit code and the output, or in place of the code the error that ended it. ``env``: of all of them."""
     said: dict[Launch, tuple[int | str, str]] = {}
     for gpu, same in groupby(sorted(set(launches), key=lambda launch: launch.gpu), key=lambda launch: launch.gpu):
         rest = list(same)
@@ -82,7 +82,8 @@ def judged(launches: Sequence[Launch], python: Nurseries) -> dict[Launch, tuple[
             batch, rest = rest[:AT_ONCE], rest[AT_ONCE:]
             asked = [(list(launch.words), dict(launch.environment), launch.host_gib) for launch in batch]
             vram = str(GPUS[gpu if gpu in GPUS else "H200"].memory_mib << 20)
-            ran = python.run(_EXAMINE.format(launches=asked), **{"STANDIN_GPUS": "8", "STANDIN_VRAM": vram, **_KINDS[gpu]})
+            machine = {"STANDIN_GPUS": "8", "STANDIN_VRAM": vram, **_KINDS[gpu]}
+            ran = python.run(_EXAMINE.format(launches=asked), **env, **machine)
             assert ran.code == 0, ran.err[-4000:]
             found = json.loads(ran.out.rpartition("RESULT ")[2])
             said.update(zip(batch, map(tuple, found), strict=True))
@@ -90,8 +91,10 @@ def judged(launches: Sequence[Launch], python: Nurseries) -> dict[Launch, tuple[
 
 
 def verdict(said: str) -> str:
-    """One line of what ``doctor`` said: its problems, or the residents that it is ready for."""
+    """One line of what ``doctor`` said: its problems, or the residents that it estimates."""
     if problems := NO_CHOICE.findall(said) or re.findall(r"PROBLEM +(.+)", said):
         return f"refused: {'; '.join(problems)}"
-    residents = re.findall(r"--expert-offload-num-resident .*?(\d+ of \d+) experts a layer", said)
-    return f"served: {residents[0]} experts a layer resident"
+    if short := re.findall(r"WARNING +--expert-offload-num-resident \S+: estimated: (?!remedy: )(.+)", said):
+        return f"estimated not to fit: {'; '.join(short)}"
+    residents = re.findall(r"estimated: (\d+ of \d+ experts a layer)", said)
+    return f"served: {residents[0]} resident"

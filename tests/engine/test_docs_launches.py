@@ -30,8 +30,8 @@ MODELS = {
 EXAMINE = """
 import contextlib, io, json, os
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.plugin.launch import expert_bytes, planned_launch
-expert_bytes.host_available = planned_launch.host_available = lambda: 1 << 40
+from sglang_uvm_offload.plugin.launch import estimate, ranks
+estimate.host_available = ranks.host_available = lambda: 1 << 40
 os.chdir({folder!r})
 ends = []
 for words in {launches}:

@@ -1,64 +1,46 @@
-"""Launches of published checkpoints of true shape, whose dtype or quantisation their config.json does not name."""
+"""What ``doctor`` estimates of published checkpoints of true shape, whose config.json names no dtype or quantisation."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+from builders.judged import UNKNOWN, Launch, judged, verdict
 from builders.true_shape import checkpoint
-from launches import BLACKWELL, launched
 from nursery import Nurseries
 
-from scripts.harness.server import flags
-
 N = "--expert-offload-num-resident"
-GPU = {"device": "cuda", "sampling_backend": "pytorch", "grammar_backend": "none", "skip_tokenizer_init": True}
+GPU = ["--device", "cuda", "--sampling-backend", "pytorch", "--grammar-backend", "none", "--skip-tokenizer-init"]
+TOKENS = ["--context-length", "1024", "--max-running-requests", "1", "--max-total-tokens", "4096"]
+UNSEEN = ["--expert-offload-resident-selection", "first_n"]
+"""What kernels need that show no routing."""
 OSS, PACKED, PLAIN = "openai/gpt-oss-20b", "nvidia/Qwen3-235B-A22B-NVFP4", "Qwen/Qwen3-30B-A3B"
+CASES: dict[str, tuple[str, str, list[str], str]] = {
+    "no dtype, auto": (OSS, "auto", [], "32 of 32"),
+    "no dtype, a number": (OSS, "1", [], "1 of 32"),
+    "confirmed": (PACKED, "1", ["--quantization", "modelopt_fp4"], "1 of 128"),
+    "found": (PACKED, "1", [], "1 of 128"),
+    "converted": (PLAIN, "1", ["--quantization", "fp8"], "1 of 128"),
+    "converted, auto": (PLAIN, "auto", ["--quantization", "fp8"], "128 of 128"),
+    "float32": (PLAIN, "1", ["--dtype", "float16"], "1 of 128"),
+}
 
 
 @pytest.fixture(scope="module")
-def launch(sglang_on_standin: Nurseries, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def said(sglang_on_standin: Nurseries, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | str, str]]:
     folder = tmp_path_factory.mktemp("checkpoints")
     held: dict[str, Path] = {model: checkpoint(model, folder / model.replace("/", "--")) for model in (OSS, PACKED, PLAIN)}
-    common = {**GPU, "context_length": 1024, "max_running_requests": 1, "max_total_tokens": 4096}
-    common["expert_offload_resident_selection"] = "first_n"  # kernels that show no routing need it
-    few = {**common, "expert_offload_num_resident": 1}
-    cases = {
-        "no dtype, auto": {**common, "model_path": held[OSS], "expert_offload_num_resident": "auto"},
-        "no dtype, a number": {**few, "model_path": held[OSS]},
-        "no dtype, too many": {**few, "model_path": held[OSS], "expert_offload_num_resident": 32},
-        "confirmed": {**few, "model_path": held[PACKED], "quantization": "modelopt_fp4"},
-        "found": {**few, "model_path": held[PACKED]},
-        "converted": {**few, "model_path": held[PLAIN], "quantization": "fp8"},
-        "converted, auto": {**common, "model_path": held[PLAIN], "quantization": "fp8", "expert_offload_num_resident": "auto"},
-        "not as it comes": {**few, "model_path": held[PLAIN], "quantization": "awq"},
-        "float32": {**few, "model_path": held[PLAIN], "dtype": "float16"},
+    launches = {
+        name: Launch(("--model-path", str(held[model]), *GPU, *TOKENS, *UNSEEN, N, number, *more), gpu="B200")
+        for name, (model, number, more, _) in CASES.items()
     }
-    jobs = {name: {"argv": flags(case), "resolve": True} for name, case in cases.items()}
-    return launched(jobs, sglang_on_standin, **BLACKWELL)
+    found = judged(list(launches.values()), sglang_on_standin)
+    return {name: found[launch] for name, launch in launches.items()}
 
 
-@pytest.mark.parametrize("case", ["no dtype, auto", "no dtype, a number", "confirmed", "found", "float32"])
-def test_what_the_headers_hold_is_checked_against_vram(launch, case):
-    assert launch[case]["exit"] is None, launch[case]["error"]
-    assert "not checked" not in launch[case]["error"]
-
-
-def test_residents_that_do_not_fit_are_refused_without_a_dtype_in_the_config(launch):
-    assert launch["no dtype, too many"]["exit"] == 2
-    assert f"{N} 32: does not fit on GPU 0" in launch["no dtype, too many"]["error"]
-
-
-@pytest.mark.parametrize("case", ["converted", "converted, auto"])
-def test_a_quantisation_that_the_launch_makes_is_counted_and_named(launch, case):
-    assert launch[case]["exit"] is None, launch[case]["error"]
-    assert "--quantization fp8 converts the checkpoint as it loads: its experts are counted at 8 bits" in launch[case]["error"]
-    assert "not checked" not in launch[case]["error"]
-
-
-def test_a_quantisation_that_needs_a_file_which_is_not_there_ends_the_launch(launch):
-    """As ``model_loader.weight_utils.get_quant_config`` does, behind the start of the ranks."""
-    assert launch["not as it comes"]["exit"] == 2
-    assert "--quantization awq: " in launch["not as it comes"]["error"]
-    assert "quant_config.json" in launch["not as it comes"]["error"]
+@pytest.mark.parametrize("case", CASES)
+def test_what_the_headers_hold_is_estimated(said: dict[str, tuple[int | str, str]], case: str) -> None:
+    code, text = said[case]
+    assert code == 0, text
+    assert not UNKNOWN.search(text), text
+    assert verdict(text) == f"served: {CASES[case][3]} experts a layer resident"

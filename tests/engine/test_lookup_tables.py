@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from arguments import Arguments
-from builders.configs import served_config
 from builders.true_shape import config_folder, write
 from launches import launched
 from nursery import Nursery
@@ -20,10 +19,9 @@ from sglang.srt.configs.deepseek_v41 import DeepseekV41Config
 
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.config import RequestedConfig
-from sglang_uvm_offload.plugin import doctor
 from sglang_uvm_offload.plugin.compat import resolving_view
-from sglang_uvm_offload.plugin.launch import expert_bytes, lookup_tables, planned_launch
-from sglang_uvm_offload.plugin.server_config import attach_requested
+from sglang_uvm_offload.plugin.launch import estimate, lookup_tables, ranks
+from sglang_uvm_offload.plugin.launch.estimate import Estimate
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.engine_shape import shape_by_engine
@@ -101,37 +99,40 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def estimated(cuda_arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Estimate]:
+    """Of a launch on two GPUs."""
+    monkeypatch.setattr(estimate, "get_device_memory_capacity", lambda device: H200)
+    monkeypatch.setattr(estimate, "free_by_gpu", lambda of: {rank.gpu: H200 << 20 for rank in of})
+    monkeypatch.setattr(ranks, "visible_gpus", lambda: [("NVIDIA H200", H200 << 20)])
+
+    def of(path: Path, requested: RequestedConfig, *words: object, host: int = 1 << 40) -> Estimate:
+        monkeypatch.setattr(estimate, "host_available", lambda: host)
+        return estimate.estimate(requested, cuda_arguments("--model-path", path, *WORDS[2:], "--tp-size", 2, *words))
+
+    return of
+
+
+IN_VRAM = "the lookup tables take {} of VRAM over the ranks that share them; {} keeps them in host RAM"
+
+
 @pytest.mark.parametrize(
-    ("words", "vram", "pinned", "said"),
+    ("words", "in_vram", "pinned"),
     [
-        ((), 0, 64 * GIB, "in pinned host RAM"),
-        (("--no-ple-offload-embedding",), ROWS * 160 // 2, 0, "in VRAM"),
-        (("--ple-offload-backend", "file"), 0, 0, "in a file"),
+        ((), False, True),
+        (("--no-ple-offload-embedding",), True, False),
+        (("--ple-offload-backend", "file"), False, False),
     ],
 )
-def test_a_launch_is_planned_and_checked_with_its_table(
-    cuda_arguments: Arguments,
-    stored: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-    vram: int,
-    pinned: int,
-    said: str,
+def test_a_launch_is_estimated_with_its_table(
+    estimated: Callable[..., Estimate], stored: Path, words: tuple[str, ...], in_vram: bool, pinned: bool
 ) -> None:
-    """On two ranks, each of which pins 32 GiB for its 24."""
-    monkeypatch.setattr(planned_launch, "get_device_memory_capacity", lambda device: H200)
-    monkeypatch.setattr(planned_launch, "visible_gpus", lambda: [("NVIDIA H200", H200 << 20)])
-    requested = parse({"num_resident": 128})
-    assert requested is not None
-    given = cuda_arguments("--model-path", stored, *WORDS[2:], "--tp-size", 2, *words)
-    case = planned_launch.planned_launch(requested, given).case()
-    assert case.rank(0, 0).table_bytes == vram
-    assert case.host_need(0).tables == pinned
-    least = expert_bytes.host_need(128, given)
-    assert least.tables == (ROWS * 160 if pinned else 0)
-    assert least.total - least.tables == dataclasses.replace(least, tables=0).total
-    (fact,) = [line for line in doctor._memory(served_config(num_resident=128), given) if line.startswith("lookup tables")]
-    assert fact == f"lookup tables, over all ranks: 47.68 GiB {said}"
+    """On two ranks, each of which pins 32 GiB for its 24, beside 169 GiB of experts."""
+    found = estimated(stored, asked("vram"), *words)
+    assert found.doubts == []
+    assert (IN_VRAM.format("47.68 GiB", "--ple-offload-embedding") in found.facts) == in_vram
+    short = estimated(stored, asked("vram"), *words, host=200 * GIB).doubts
+    assert ["(64.00 GiB of it for lookup tables)" in doubt for doubt in short] == [True] * pinned
 
 
 LITE = FOLDER.parent / "meituan-longcat--LongCat-Flash-Lite"
@@ -166,27 +167,16 @@ def asked(tables: str) -> RequestedConfig:
     return requested
 
 
-@pytest.mark.parametrize(("given", "vram", "host"), [("vram", 1, 0), ("host", 0, 1)])
-def test_longcats_tables_are_planned_checked_and_shown_where_the_flag_keeps_them(
-    cuda_arguments: Arguments, longcat: Path, monkeypatch: pytest.MonkeyPatch, given: str, vram: int, host: int
+@pytest.mark.parametrize("given", ["vram", "host"])
+def test_longcats_tables_are_estimated_where_the_flag_keeps_them(
+    estimated: Callable[..., Estimate], longcat: Path, given: str
 ) -> None:
-    """On two ranks. With all experts resident too, the tables alone are refused where host RAM is short."""
-    monkeypatch.setattr(planned_launch, "get_device_memory_capacity", lambda device: H200)
-    monkeypatch.setattr(planned_launch, "visible_gpus", lambda: [("NVIDIA H200", H200 << 20)])
-    requested, args = asked(given), cuda_arguments("--model-path", longcat, *WORDS[2:], "--tp-size", 2)
-    attach_requested(args, requested)
-    case = planned_launch.planned_launch(requested, args).case()
-    nbytes = sum(LITE_ROWS) * 256 * 2
-    assert case.rank(0, 0).table_bytes == vram * nbytes // 2
-    assert case.host_need(0).tables == pytest.approx(host * nbytes, abs=8 << 20)
-    need = expert_bytes.host_need(256, args)
-    assert (need.experts, need.tables, need.tables_are_managed) == (0, host * nbytes, given == "host")
-    short = expert_bytes.shortage(256, need, 50 << 30)
-    nothing = dataclasses.replace(need, tables=0)
-    assert expert_bytes.shortage(256, nothing, nothing.total - 1) == [], "nothing is offloaded"
-    assert [f"leave out {FLAG}" in line for line in short] == [True] * host
-    (fact,) = [line for line in doctor._memory(requested.resolved(), args) if line.startswith("lookup tables")]
-    assert fact == f"lookup tables, over all ranks: 58.50 GiB in {'managed host RAM' if host else 'VRAM'}"
+    """On two ranks, beside 32 GiB of experts."""
+    found = estimated(longcat, asked(given))
+    assert found.doubts == []
+    assert (IN_VRAM.format("58.50 GiB", f"{FLAG} host") in found.facts) == (given == "vram")
+    short = estimated(longcat, asked(given), host=60 * GIB).doubts
+    assert ["(58.50 GiB of it for lookup tables)" in doubt for doubt in short] == [True] * (given == "host")
 
 
 REFUSED = f"{FLAG} host: the model ({{}}) has no n-gram embedding of LongCat's kind; {{}}"
@@ -208,18 +198,6 @@ def test_the_flag_names_sglangs_own_where_it_has_one(cuda_arguments: Arguments) 
     own = "SGLang has a flag for its tables, --ple-offload-embedding; give that"
     assert problem == REFUSED.format("Qwen4ExpForConditionalGeneration", own)
     assert lookup_tables.problems(asked("vram"), model_config_of(cuda_arguments(*WORDS))) == []
-
-
-def test_a_node_that_is_short_of_tables_is_named(
-    cuda_arguments: Arguments, longcat: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offloaded: list[int] = []
-    monkeypatch.setattr(expert_bytes, "crowded", lambda by_gpu: offloaded.append(by_gpu[0]) or [])
-    args = cuda_arguments("--model-path", longcat, *WORDS[2:])
-    for given in ("vram", "host"):
-        attach_requested(args, asked(given))
-        expert_bytes.crowded_nodes(128, args)
-    assert offloaded[1] - offloaded[0] == sum(LITE_ROWS) * 256 * 2
 
 
 def test_plan_takes_the_flag(longcat: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,159 @@
+"""Residency is decided in the ranks, once the model is built, in real SGLang over the stand-in driver: a number that does not
+fit ends the start before a weight is read, and ``auto`` gives way to what takes VRAM after the target."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from builders.adapters import adapter
+from builders.plugins import saboteur
+from builders.rooms import VRAM, fraction
+from checkpoints import Checkpoints
+from standin.build import sglang_environment
+from standin.engine import run_engine
+from standin.run import Standin
+from standin.serving import GPU, serve_and_log
+
+from scripts.harness.patience import patience
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES
+
+N = "--expert-offload-num-resident"
+MIB = 1 << 20
+EXPERTS, LAYERS = 16, 3
+CACHE_TOKENS = GPU["max_total_tokens"]
+FIRST = 9
+"""Every token picks the experts from this one on."""
+ONE: dict[str, Any] = {
+    **{"disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": 1, "max_running_requests": 1},
+    **{"expert_offload_headroom_gb": 0.0, "expert_offload_stream_tokens": "inf", "expert_offload_adapt": "off"},
+    "expert_offload_resident_selection": "first_n",
+}
+"""Serves one request at once, and residents stay where they are at first."""
+NEXTN: dict[str, Any] = {
+    **{"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 1},
+    "speculative_num_draft_tokens": 3,
+}
+
+WITHOUT_NCCL = """
+from sglang.srt.distributed.device_communicators import pynccl
+class Absent:
+    available, disabled = False, True
+    def __init__(self, *args, **kwargs):
+        pass
+pynccl.PyNcclCommunicator = Absent
+"""
+"""It links CUDA's runtime into itself, which no stand-in replaces. Ranks agree by gloo."""
+
+
+class Served(NamedTuple):
+    result: dict[str, Any]
+
+    @property
+    def log(self) -> str:
+        return self.result["log"]
+
+    @property
+    def number(self) -> str:
+        return self.result["server_info"]["expert_offload_num_resident"]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.result["server_info"]["internal_states"][0]["expert_offload"]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [answer["output_ids"] for answer in self.result["answers"]]
+
+    def first_number(self) -> int:
+        """What ``auto`` began with."""
+        (found,) = re.findall(rf"{N} auto: (\d+) of \d+ experts a layer fit in VRAM: ", self.log)
+        return int(found)
+
+    def corrected(self) -> list[tuple[int, int]]:
+        """Each correction: the residents after it, and before."""
+        found = re.findall(r"Expert offload: (\d+) experts a layer are resident, not (\d+): so many fit now", self.log)
+        return [(int(after), int(before)) for after, before in found]
+
+
+def serve(standin: Standin, checkpoint: Path, folder: Path, number: object, **more: Any) -> Served:
+    engine = {"model_path": str(checkpoint), **GPU, **ONE, "expert_offload_num_resident": number, **more}
+    job = {"engine": engine, "prompts": ["hello world"], "max_new_tokens": 8}
+    result, calls = serve_and_log(job, FIRST, standin.library, folder)
+    assert [call for call in calls if call["result"] != 0] == []
+    return Served(result)
+
+
+def test_a_number_that_fits_on_no_rank_ends_the_start_before_a_weight_is_read(
+    tmp_path: Path, checkpoints: Checkpoints, standin: Standin
+) -> None:
+    """Of each of three layers, a rank has half of 16 experts: a block of the one tensor holds 8 of them, one of the other all.
+    A thousandth of VRAM holds these two blocks of each layer, and no third."""
+    engine = {"model_path": str(checkpoints("qwen3_moe", expert_size=512)), **GPU, **ONE, "tp_size": 2}
+    engine |= {"disable_custom_all_reduce": True, "expert_offload_num_resident": 12, "mem_fraction_static": 1e-3}
+    folder = tmp_path / "run"
+    env = sglang_environment(standin.library.parent, tmp_path / "calls.jsonl", standin.library.parent / "caches")
+    path = saboteur(tmp_path, WITHOUT_NCCL)["PYTHONPATH"].partition(":")[0]
+    env |= {"STANDIN_GPUS": "2", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{path}:{env['PYTHONPATH']}"}
+    with pytest.raises(AssertionError, match="the engine's log ends"):
+        run_engine({"engine": engine, "prompts": [], "max_new_tokens": 1}, folder, env, seconds=patience(900))
+    log = (folder / "log.txt").read_text()
+    (said,) = [line for line in log.splitlines() if f"{N} 12: " in line]
+    assert re.search(
+        rf"{N} 12: does not fit on GPU [01] \(rank [01]\): 18\.0 MiB for 12 of 16 experts a layer and \d\.\d MiB for the "
+        r"smallest KV cache are needed, and 1\d\.\d MiB are left of what --mem-fraction-static and "
+        r"--expert-offload-headroom-gb allow; give at most 8, or auto$",
+        said,
+    )
+    assert log.count("expert offloading cannot start") == 1
+    assert log.count("Load weight begin") == 2, "both ranks built the model"
+    assert "Load weight end" not in log
+    assert "checkpoint shards" not in log, "no file was opened"
+    assert "Traceback" not in log.partition("expert offloading cannot start")[0]
+
+
+@pytest.fixture(scope="module")
+def drafting(checkpoints: Checkpoints, standin: Standin, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Served]:
+    """With ``auto``, on a GPU that has room for the target's experts, but not for those of its draft layer too; and with the
+    number that ``auto`` ended with."""
+    model, folder = checkpoints("glm4_moe", expert_size=512), tmp_path_factory.mktemp("drafting")
+    room: dict[str, Any] = {**NEXTN, "mem_fraction_static": 174 * MIB / VRAM}
+    auto = serve(standin, model, folder / "auto", "auto", **room)
+    return {"auto": auto, "given": serve(standin, model, folder / "given", int(auto.number), **room)}
+
+
+def test_the_target_gives_way_to_a_draft_model(drafting: dict[str, Served]) -> None:
+    """The draft layer's experts take 16 MiB: of the two target's layers, a block of each tensor holds 4 or 8 experts."""
+    auto = drafting["auto"]
+    assert auto.first_number() == EXPERTS
+    assert auto.corrected() == [(int(auto.number), EXPERTS)]
+    assert 0 < int(auto.number) < EXPERTS
+    assert auto.state["draft_bytes"] == 16 * MIB
+    assert auto.state["resident_ids"] == [[*range(int(auto.number)), EXPERTS]] * 2, "the shared expert stays"
+    assert auto.state["offloaded_bytes"] > 0
+
+
+def test_residents_that_were_corrected_serve_as_the_given_ones_do(drafting: dict[str, Served]) -> None:
+    auto, given = drafting["auto"], drafting["given"]
+    assert given.corrected() == []
+    assert (given.number, given.tokens) == (auto.number, auto.tokens)
+    same = ("resident_ids", "resident_bytes", "offloaded_bytes", "draft_bytes", "hit_rate", "zero_copy_bytes", "moves", "fault")
+    assert {name: given.state[name] for name in same} == {name: auto.state[name] for name in same}
+
+
+def test_auto_counts_the_buffers_of_adapters_and_the_places_of_replicas(
+    tmp_path: Path, checkpoints: Checkpoints, standin: Standin
+) -> None:
+    """SGLang makes the buffers of adapters once the target is loaded."""
+    model = checkpoints("qwen3_moe", expert_size=512)
+    more: dict[str, Any] = {"enable_lora": True, "lora_paths": [f"fox={adapter(model, tmp_path / 'fox')}"]}
+    more |= {"max_lora_rank": 64, "max_loras_per_batch": 4, "ep_num_redundant_experts": 2, "moe_dense_tp_size": 1}
+    room = fraction(model, 8, CACHE_TOKENS, beside=3 * BLOCK_BYTES)
+    served = serve(standin, model, tmp_path / "run", "auto", **more, mem_fraction_static=room)
+    assert f"of {EXPERTS + 2} experts a layer fit in VRAM" in served.log
+    assert served.corrected() == [(int(served.number), served.first_number())]
+    assert int(served.number) < served.first_number()
+    assert served.state["num_experts"] == LAYERS * (EXPERTS + 2)
+    assert served.state["resident_ids"] == [[*range(int(served.number))]] * LAYERS
