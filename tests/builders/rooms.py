@@ -14,13 +14,16 @@ LAYER_TOKEN_BYTES = 2 * 2 * 64 * 2
 """Keys and values of two heads of 64, in two bytes."""
 
 
-def fraction(folder: Path, residents: int, tokens: int, beside: int = 0, layers: int = LAYERS) -> float:
+def fraction(folder: Path, residents: int, tokens: int, beside: int = 0, layers: int = LAYERS, measured: bool = False) -> float:
     """The ``--mem-fraction-static`` of which weights, ``residents`` experts a layer, a cache of ``tokens`` and ``beside`` bytes
-    take all.
+    take all: as a plan assumes, or as a rank has ``measured`` where CUDA's context takes nothing, and torch rounds up what
+    weights take.
 
     Experts of 512 KiB and 256 KiB, in two tensors a layer: a block of 2 MiB holds 4 of one and 8 of the other."""
     shape = load(folder)
     blocks = layers * (math.ceil(residents / 4) + math.ceil(residents / 8))
     cache = tokens * layers * LAYER_TOKEN_BYTES + CONTEXT * 4
     room = shape.total_bytes - shape.expert_bytes + cache + blocks * BLOCK_BYTES + (128 << 20) + beside
+    if measured:
+        return (room + 2 * BLOCK_BYTES) / VRAM
     return room / (VRAM - int(Assumptions().context_gib * GIB)) + 1e-6

@@ -29,7 +29,7 @@ def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
     """What an engine answered, one request after the other, and its CUDA calls."""
     folder = tmp_path_factory.mktemp("served")
     model = checkpoints("qwen3_moe", expert_size=512, layers=LAYERS)
-    room = fraction(model, RESIDENT + SLOTS, GPU["max_total_tokens"], LAYERS * BLOCK_BYTES, LAYERS)
+    room = fraction(model, RESIDENT + SLOTS, GPU["max_total_tokens"], LAYERS * BLOCK_BYTES, LAYERS, measured=True)
     job = {
         "engine": {"model_path": str(model), **GPU, "mem_fraction_static": room, **OFFLOAD},
         "prompts": ["hello", "hello world"],
@@ -84,17 +84,18 @@ def test_auto_divides_the_room_that_it_finds(served):
     result, _ = served
     assert result["server_info"]["expert_offload_num_resident"] == str(RESIDENT)
     assert result["server_info"]["expert_offload_slots"] == str(SLOTS)
-    told = f"of {RESIDENT + SLOTS} rows a layer in VRAM, {SLOTS} are slots and {RESIDENT} residents"
+    told = f"{RESIDENT + SLOTS} of {EXPERTS} experts a layer fit in VRAM, {SLOTS} of them as slots"
     assert told in result["log"]
 
 
 def test_slots_lie_behind_their_experts_in_ranges_that_prefer_the_gpu(calls):
-    """From the block on that the last expert shares with the first slot."""
+    """From the block on that the last expert shares with the first slot. Before a model is built, nothing says how many slots
+    ``auto`` will make: there are addresses for as many as experts."""
     loaded = next(i for i, call in enumerate(calls) if call["call"] == "cudaStreamBeginCapture")
     ranges = [call for call in calls[:loaded] if call["call"] == "cudaMallocManaged"]
     assert len(ranges) == 2 * LAYERS
     for taken, expert_bytes in zip(ranges, (512 << 10, 256 << 10) * LAYERS, strict=True):
-        assert taken["nbytes"] == whole_blocks((EXPERTS + SLOTS) * expert_bytes)
+        assert taken["nbytes"] == whole_blocks(2 * EXPERTS * expert_bytes)
         slots = taken["address"] + EXPERTS * expert_bytes
         moved = [call for call in calls[:loaded] if call["call"] == "cudaMemPrefetchAsync" and call["address"] <= slots]
         moved = [call for call in moved if slots < call["address"] + call["nbytes"]]

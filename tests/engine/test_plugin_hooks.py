@@ -84,7 +84,7 @@ def left_behind(group: int) -> list[str]:
         ),
         (
             IN_SCHEDULER + "    from sglang_uvm_offload.cpu import memory\n    memory.host_available = lambda: 1 << 20",
-            "of MoE layer 0 [0, 1572864) (1572864 bytes): it takes 1.5 MiB of host RAM, and 0.0 MiB is left",
+            "the offloaded experts need 6.8 MiB of host RAM, and 0.0 MiB is left of 1.0 MiB after ",
         ),
         (
             "import sglang.srt.runtime_context as context\ndel context.publish",
