@@ -95,7 +95,6 @@ CALLED = {
     "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook": "name",
     "sglang.srt.configs.hybrid_arch.mambaish_config": "model_config",
     "sglang.srt.distributed.parallel_state.get_world_group": "",
-    "sglang.srt.distributed.utils.get_pp_indices": "num_hidden_layers, pp_rank, pp_size",
     "sglang.srt.eplb.expert_location.get_global_expert_location_metadata": "",
     "sglang.srt.eplb.expert_location.ModelConfigForExpertLocation.from_model_config": "model_config",
     "sglang.srt.layers.moe.utils.get_moe_a2a_backend": "",

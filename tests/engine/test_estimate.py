@@ -123,6 +123,12 @@ def test_what_changes_the_checkpoint_is_estimated_as_it_becomes(estimated: Estim
     assert (fewer, converted) == (whole * 2 // LAYERS, whole // 2)
 
 
+def test_a_number_of_redundant_experts_too_is_estimated(estimated: Estimated) -> None:
+    found = estimated("--ep-num-redundant-experts", 2, num_resident=18, room=0.5)
+    assert found.doubts == []
+    assert found.facts[0].startswith("estimated: 16 of 16 experts a layer in VRAM")
+
+
 def test_drafts_of_the_checkpoint_take_vram_and_those_of_another_are_not_counted(
     estimated: Estimated, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:

@@ -210,7 +210,7 @@ class Engines:
         slots = fault.job["slots"]
         buffers, beside = (BUFFER, LAYERS * BLOCK_BYTES) if slots else (2 * BUFFER, 0)  # slots begin blocks of their own
         rows = RESIDENT + SLOTS if slots else RESIDENT
-        room = fraction(self.checkpoint, rows, GPU["max_total_tokens"], buffers + beside, LAYERS)
+        room = fraction(self.checkpoint, rows, GPU["max_total_tokens"], buffers + beside, LAYERS, measured=True)
         flags = {**FLAGS, "expert_offload_stream_buffer_gb": buffers / 2**30, "mem_fraction_static": room}
         flags |= {"expert_offload_slots": "auto"} if slots else {}
         job = {

@@ -58,7 +58,10 @@ def estimate(config: RequestedConfig, server_args: Any) -> Estimate:
     cfg, model = resolving_view(server_args), model_config_of(server_args)
     demand = demand_of(cfg, server_args, model)
     try:
-        plan = plan_case(_case(config, cfg, model, server_args, demand), num_resident=config.num_resident)
+        case = _case(config, cfg, model, server_args, demand)
+        # With redundant experts a layer has more places than the planner knows.
+        number = None if config.num_resident is None else min(config.num_resident, case.model.num_experts)
+        plan = plan_case(case, num_resident=number)
     except (CheckpointError, DriverError, FlagError) as error:
         return Estimate([], [f"{given} is not estimated: {error}"])
     if plan.num_resident is None:
