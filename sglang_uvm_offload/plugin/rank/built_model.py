@@ -9,7 +9,7 @@ import numpy as np
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_uvm_offload.config import AUTO, RequestedConfig, expert_problems
-from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.resident_ids import ResidentIds
 from sglang_uvm_offload.routing.profile import Profile, RoutedModel
@@ -62,12 +62,13 @@ class BuiltModel:
         """The identity of this model in profiles."""
         return RoutedModel(name, architecture, self.moe_layers, self.num_experts, self.top_k)
 
-    def check(self, config: RequestedConfig, profile: Profile | None, model: RoutedModel) -> None:
-        """Raise ``FlagError`` if a number, the ids or the profile do not fit the built layers and experts."""
+    def problems(self, config: RequestedConfig, profile: Profile | None, model: RoutedModel) -> list[str]:
+        """Why a number, the ids or the profile do not fit the built layers and experts."""
         number = AUTO if config.num_resident is None else config.num_resident
         if not self.moe_layers:
-            raise FlagError([f"{flag_name('num_resident')} {number}: the model was built without a MoE layer"])
-        ids, problems = config.resident_ids, []
+            return [f"{flag_name('num_resident')} {number}: the model was built without a MoE layer"]
+        ids = config.resident_ids
+        problems: list[str] = []
         if config.num_resident is not None:
             problems += expert_problems(ids, config.num_resident, config.slots or 0, self.num_experts, self.redundant)
         elif ids is not None:
@@ -79,8 +80,7 @@ class BuiltModel:
             problems.append(f"{flag_name('profile')} {files}: is of another model: {'; '.join(different)}")
         if not problems and config.num_resident is not None:
             problems += self.room_problems(ids, config.num_resident)
-        if problems:
-            raise FlagError(problems)
+        return problems
 
     def room_problems(self, ids: ResidentIds | None, num_resident: int) -> list[str]:
         """Why N does not hold the named experts."""

@@ -18,7 +18,7 @@ from sglang_uvm_offload.plugin.launch.profiles import chosen_profile, named
 from sglang_uvm_offload.plugin.rank import link
 from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
 from sglang_uvm_offload.plugin.rank.prefill_graphs import limit_prefill_graphs
-from sglang_uvm_offload.plugin.rank.residency import Residency
+from sglang_uvm_offload.plugin.rank.residency import Residency, refuse
 from sglang_uvm_offload.plugin.rank.slots import make_slots
 from sglang_uvm_offload.plugin.rank.state import MODEL, RankState
 from sglang_uvm_offload.plugin.rank.stream_buffers import make_streamer
@@ -44,9 +44,8 @@ class LoadingHooks:
         rank, model_config = self.rank, model_config_of(get_server_args())
         built, profile = BuiltModel(model, self._top_k()), chosen_profile(rank.config, model_config)
         rank.routed_model = built.routed_model(*named(model_config))
-        built.check(rank.config, profile, rank.routed_model)
-        if rank.recording is not None:
-            rank.recording.check_built(built)
+        problems = built.problems(rank.config, profile, rank.routed_model)
+        refuse(problems if rank.recording is None else problems + rank.recording.problems(built))
         self._residency = Residency(rank.config, rank.manager, rank.backend, runner, model, module, built)
         rank.manager.place_model(model, self._residency.decide(profile))
 

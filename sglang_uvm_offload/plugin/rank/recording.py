@@ -31,12 +31,13 @@ class Recording:
         self.path = path
         self.recorder: Recorder | None = None
 
-    def check_built(self, model: BuiltModel) -> None:
-        """Raise ``FlagError`` if the target model cannot be recorded. Call this when the model is built."""
+    def problems(self, model: BuiltModel) -> list[str]:
+        """Why the target model cannot be recorded."""
         if model.top_k is None:
-            raise FlagError([f"{_FLAG}: neither this model's layers nor its config give the number of experts per token"])
+            return [f"{_FLAG}: neither this model's layers nor its config give the number of experts per token"]
         if len(set(model.moe_layers)) < len(model.moe_layers):
-            raise FlagError([f"{_FLAG}: decoder layers of this model have several routers, and a token uses only one of them"])
+            return [f"{_FLAG}: decoder layers of this model have several routers, and a token uses only one of them"]
+        return []
 
     def begin(self, model: ModelExperts, top_k: int | None) -> Saver | None:
         """Start recording the target model, whose layers use ``top_k`` routed experts per token, and return the saver; None on
@@ -44,7 +45,7 @@ class Recording:
         parallel = get_parallel()
         if parallel.tp_rank or parallel.dp_rank or not model.layers:
             return None
-        assert top_k is not None, "check_built was not called"
+        assert top_k is not None, "problems was not called"
         if self.path.exists():
             logger.warning("Expert offload: trace: the file %s exists and will be replaced", self.path)
         self.recorder = Recorder(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -61,8 +63,7 @@ class Residency:
         self._division = division = _agreed(lambda: divide(self._asked, ranks))
         if self.stream_tokens == NEVER:
             self._division = division = dataclasses.replace(division, buffers=0)
-        if problems := self._built.room_problems(config.resident_ids, division.num_resident):
-            raise FlagError(problems)  # not alike on all ranks
+        refuse(self._built.room_problems(config.resident_ids, division.num_resident))
         if config.num_resident is None and self._manager.progress():
             logger.info("%s", self._why(ranks))
         self._warn(ranks)
@@ -147,6 +148,18 @@ class Residency:
             f"{slots}: {taken} on {rank.name}, next to {size(rank.cache)} of KV cache for {asked.cache_tokens} tokens on each "
             f"rank ({asked.demand}){stream}"
         )
+
+
+def refuse(problems: list[str]) -> None:
+    """End the start if this rank, or any other, has found ``problems``. Every rank must call it at the same point."""
+    world = get_parallel().world_group
+    found = world.all_gather_object(problems) if world.world_size > 1 else [problems]
+    if every := list(dict.fromkeys(itertools.chain.from_iterable(found))):
+        _agreed(functools.partial(_refuse, every))
+
+
+def _refuse(problems: list[str]) -> None:
+    raise FlagError(problems)
 
 
 def _agreed(decide: Callable[[], _Decided]) -> _Decided:
