@@ -83,8 +83,8 @@ class Asked:
     stream_gb: float | None
     """None for ``auto``."""
     top_k: int
-    streams: Callable[[int], bool]
-    """Whether a step may stream, given the rows of a layer in VRAM."""
+    streams: Callable[[int, int], bool]
+    """Whether a step may stream, given the residents and the slots of a layer."""
     demand: str
     """What the KV cache is for."""
     cache_tokens: int
@@ -134,25 +134,24 @@ def _most(asked: Asked, ranks: Sequence[RankBudget]) -> Division:
     def most(buffers: int) -> int | None:
         return _largest(places + 1, lambda rows: _fits(*split(rows), 0 if rows == places else buffers, ranks))
 
-    buffers = list(range(MOST_BUFFERS, -1, -1)) if given is None else [_buffers_in(given, ranks)]
-    for count in buffers:
-        rows = most(count)
-        last = count == buffers[-1]
+    counts = list(range(MOST_BUFFERS, -1, -1)) if given is None else [_buffers_in(given, ranks)]
+    for count in counts:
+        rows, last = most(count), count == counts[-1]
         if rows is None:
             continue
-        if slots.asked and rows < min(slots.asked, places):
-            if last:
-                raise FlagError([f"{_SLOTS} {slots.asked}: {rows} rows a layer fit in VRAM; give at most as many, or {AUTO}"])
-            continue
-        useful = rows >= LEAST_RESIDENTS * asked.top_k and asked.streams(rows) and not _short_of_host(*split(rows), ranks)
-        if rows == places or last or useful:
-            residents, behind = split(rows)
+        residents, behind = split(rows)
+        if behind < min(slots.asked or 0, places - residents):
+            if not last:
+                continue
+            raise FlagError([f"{_SLOTS} {slots.asked}: {rows} rows a layer fit in VRAM; give at most as many, or {AUTO}"])
+        useful = rows >= LEAST_RESIDENTS * asked.top_k and asked.streams(residents, behind)
+        if rows == places or last or (useful and not _short_of_host(residents, behind, ranks)):
             if slots.asked is None:
                 residents, behind = _that_host_ram_holds(residents, behind, rows, ranks)
             if short := _short_of_host(residents, behind, ranks):
                 raise FlagError([f"{_N} {AUTO}: {short}"])
             return Division(residents, behind, 0 if rows == places else count)
-    raise FlagError([_no_room(asked, ranks, 0, buffers[-1])])
+    raise FlagError([_no_room(asked, ranks, 0, counts[-1])])
 
 
 def _that_host_ram_holds(residents: int, slots: int, rows: int, ranks: Sequence[RankBudget]) -> tuple[int, int]:
@@ -175,7 +174,7 @@ def _as_given(asked: Asked, n: int, ranks: Sequence[RankBudget]) -> Division:
         largest = max(rank.buffer for rank in ranks)
         if given and largest and not buffers:
             raise FlagError([f"{_STREAM_GB} {given:g}: one buffer takes {size(largest)}; give that, {AUTO}, or 0"])
-    elif offloads and asked.streams(n + slots):
+    elif offloads and asked.streams(n, slots):
         buffers = next((count for count in range(MOST_BUFFERS, 0, -1) if fits(count)), 0)
     _check_vram(n, slots, buffers if given is not None else 0, ranks, "" if given is None else f"{given:g}")
     if short := _short_of_host(n, slots, ranks):

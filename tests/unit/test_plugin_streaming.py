@@ -44,10 +44,11 @@ def streamed_from(
     rates: StreamRates | None = None,
     longest: int = 8192,
     in_vram: int = 4,
+    slots: int = 0,
     **flags: Any,
 ) -> int:
     """Tokens. ``in_vram``: residents and slots of a layer."""
-    return stream_settings.stream_tokens(requested_config(**flags), in_vram, num_experts, top_k, rates, longest)
+    return stream_settings.stream_tokens(requested_config(**flags), in_vram - slots, slots, num_experts, top_k, rates, longest)
 
 
 def test_auto_streams_from_where_a_step_uses_nearly_all_experts():
@@ -77,6 +78,10 @@ def test_the_more_is_in_vram_the_longer_a_step_must_be_to_stream(in_vram, tokens
 @pytest.mark.parametrize(("given", "tokens"), [(0, 0), ("300", 300), ("inf", NEVER)])
 def test_a_number_is_taken_as_it_is(given, tokens):
     assert streamed_from(stream_tokens=given) == tokens
+
+
+def test_what_slots_hold_is_offloaded():
+    assert streamed_from(rates=StreamRates(50e9, 50e9, 400e9), in_vram=256, slots=252) == 1024
 
 
 def test_nothing_streams_without_buffers_or_offloaded_experts():

@@ -43,7 +43,7 @@ def rank(room: int = 0, cache: int = 4 * GIB, **fields: Any) -> RankBudget:
 
 def asked(num_resident: int | None = None, slots: int | None = 0, streams: bool = True, **fields: Any) -> Asked:
     usual: dict[str, Any] = {"stream_gb": None, "top_k": 4, "demand": "for 1 request", "cache_tokens": 32768}
-    return Asked(num_resident, Slots(slots), streams=lambda rows: streams, **(usual | fields))
+    return Asked(num_resident, Slots(slots), streams=lambda residents, slots: streams, **(usual | fields))
 
 
 def refusal(wanted: Asked, *ranks: RankBudget) -> str:

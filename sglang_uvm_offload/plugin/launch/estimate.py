@@ -69,7 +69,9 @@ def estimate(config: RequestedConfig, server_args: Any) -> Estimate:
         return Estimate([], [f"{given}: estimated: {line}" for line in (*plan.problems, *needs)])
     notes = [note for note in plan.notes if note != plan.draft_note]
     offloaded = sum(rank.host_bytes for rank in plan.ranks) * len(ranks(cfg)) // len(plan.ranks)
-    return Estimate([_fact(plan, demand), *notes], [plan.draft_note] if plan.draft_note else [], offloaded)
+    stream = f"{flag_name('stream_tokens')} {plan.stream_tokens}: estimated: such steps and longer ones use stream buffers"
+    facts = [_fact(plan, demand), *([stream] if plan.stream_buffers else []), *notes]
+    return Estimate(facts, [plan.draft_note] if plan.draft_note else [], offloaded)
 
 
 def _fact(plan: Plan, demand: Demand) -> str:

@@ -16,15 +16,21 @@ USUAL_TOP_K = 8
 
 
 def stream_tokens(
-    requested: RequestedConfig, in_vram: int, num_experts: int, top_k: int, rates: StreamRates | None, longest: int
+    requested: RequestedConfig,
+    num_resident: int,
+    slots: int,
+    num_experts: int,
+    top_k: int,
+    rates: StreamRates | None,
+    longest: int,
 ) -> int:
-    """From how many tokens on a step streams: ``NEVER`` where nothing is to be streamed. ``in_vram``: rows of a layer.
-    ``rates``: None if unknown. ``longest``: the most tokens of a step."""
-    if requested.stream_gb == 0 or requested.stream_tokens == NEVER or in_vram >= num_experts:
+    """From how many tokens on a step streams: ``NEVER`` where nothing is to be streamed. ``slots``: of a layer; what they hold
+    is offloaded. ``rates``: None if unknown. ``longest``: the most tokens of a step."""
+    if requested.stream_gb == 0 or requested.stream_tokens == NEVER or num_resident >= num_experts:
         return NEVER
     if requested.stream_tokens is not None:
         return requested.stream_tokens
-    tokens = break_even_tokens(num_experts, top_k, in_vram, rates)
+    tokens = break_even_tokens(num_experts, top_k, num_resident + slots, rates)
     return NEVER if tokens > longest and requested.stream_gb is None else tokens
 
 

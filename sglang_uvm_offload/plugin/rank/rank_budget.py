@@ -71,16 +71,16 @@ class RankBudgets:
             slots=Slots(slots, profile.slot_shares if profile is not None else {}),
             stream_gb=self._config.stream_gb,
             top_k=top_k,
-            streams=lambda rows: streams(rows) <= longest_step(self._cfg, self._runner.model_config),
+            streams=lambda residents, slots: streams(residents, slots) <= longest_step(self._cfg, self._runner.model_config),
             demand=str(demand),
             cache_tokens=demand.tokens_of_rank(self._groups),
             converts=_converts(self._runner.model_config),
         )
 
-    def stream_tokens(self, rows: int, top_k: int) -> int:
-        """From how many tokens on a step streams with as many rows of a layer in VRAM."""
+    def stream_tokens(self, num_resident: int, slots: int, top_k: int) -> int:
+        """From how many tokens on a step streams with as many residents and slots of a layer."""
         longest = longest_step(self._cfg, self._runner.model_config)
-        return stream_tokens(self._config, rows, self._num_places, top_k, self._rates, longest)
+        return stream_tokens(self._config, num_resident, slots, self._num_places, top_k, self._rates, longest)
 
     def of_all(self, layers: Sequence[ExpertLayer], extra: int = 0, held: Division | None = None) -> list[RankBudget]:
         """``layers``: the target's. ``extra``: VRAM of experts that are still to be placed. ``held``: what of the division is

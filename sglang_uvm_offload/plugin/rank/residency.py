@@ -94,7 +94,7 @@ class Residency:
     @property
     def stream_tokens(self) -> int:
         """From how many tokens on a step streams."""
-        return self._budgets.stream_tokens(self._division.num_resident + self._division.slots, self._top_k)
+        return self._budgets.stream_tokens(self._division.num_resident, self._division.slots, self._top_k)
 
     def _correct(self, extra: int, may_grow: bool = True) -> None:
         """``extra``: VRAM of experts that are still to be placed."""
