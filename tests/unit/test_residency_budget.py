@@ -120,6 +120,7 @@ def test_one_memory_holds_an_expert_wherever_it_is():
     whole = PLACES * 100 * MIB
     assert divide(asked(streams=False), [rank(whole, one_memory=True)]).num_resident == PLACES
     assert "share one memory" in refusal(asked(streams=False), rank(whole - 1, one_memory=True))
+    assert divide(asked(10), [rank(whole, one_memory=True, host=0)]).num_resident == 10, "its host RAM is that memory"
 
 
 # ---- slots ----
@@ -129,6 +130,8 @@ def test_auto_slots_take_their_share_of_the_rows():
     """Half of them, with 64 experts a layer."""
     found = divide(asked(slots=None, streams=False), [rank(20 * 100 * MIB + EDGE)])
     assert (found.num_resident, found.slots) == (10, 10)
+    less = divide(asked(slots=None, streams=False), [rank(20 * 100 * MIB)])
+    assert less.num_resident + less.slots == 19, "the block that slots share with the last expert is in VRAM too"
 
 
 def test_auto_takes_a_number_of_slots_off_what_fits():
