@@ -42,7 +42,7 @@ _WRITES: dict[Any, Callable[[torch.Tensor, Any], object]] = {
 """What an allocation writes into the new tensor, given its own arguments."""
 
 Write = Callable[[torch.Tensor, Callable[[], object], bool], None]
-"""(tensor from ``Allocate``, what writes its first values, whether these are zeros): writes them now or later."""
+"""(tensor from ``Allocate``, what writes its first values, whether these are zeros)."""
 
 
 def write_now(flat: torch.Tensor, write: Callable[[], object], zeros: bool) -> None:

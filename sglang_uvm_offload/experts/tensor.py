@@ -23,8 +23,8 @@ class ExpertTensor:
         self.memory = memory
         self.layout = layout
         self.managed: ManagedRange = memory.allocate(layout.range_bytes, name)
-        self._first_values: list[Callable[[], object]] | None = []
-        """What writes them, None once the tensor is placed."""
+        self._fresh = True
+        """Whether the tensor is still to be placed, so that what nothing has written will be zeros."""
         self.resident = np.zeros(layout.num_extents, dtype=bool)
         """``bool[extents]``: the extents in VRAM. One on its way does not count, nor one whose move failed, until a read finds
         it there."""
@@ -39,11 +39,10 @@ class ExpertTensor:
         return self.memory.tensor(self.managed)[: self.layout.nbytes]
 
     def write(self, write: Callable[[], object], zeros: bool) -> None:
-        """Write first values: now, or once the tensor is placed, which leaves zeros."""
-        if self._first_values is None:
+        """Write first values, unless they are the zeros that new pages are. Others are written at once, also to a tensor that
+        is not placed: written later they would replace what came after them."""
+        if not (zeros and self._fresh):
             write()
-        elif not zeros:
-            self._first_values.append(write)
 
     def place(self, resident: np.ndarray) -> None:
         """Populate every extent in VRAM or host RAM, as ``resident`` (``bool[extents]``) says, and the slots in VRAM, all
@@ -56,11 +55,7 @@ class ExpertTensor:
             self.memory.populate(self.managed, self.layout.spans(~resident))
             self._has_host_room = self._has_host_room | ~resident
         self._bring(resident, Location.DEVICE)
-        values, self._first_values = self._first_values, None
-        if values:
-            self.memory.wait_until_populated(self.address)
-        for write in values or ():
-            write()
+        self._fresh = False
 
     def use_slots(self, num_slots: int) -> None:
         """Have this many of the slots that are reserved. Call it before ``place``."""
