@@ -42,9 +42,13 @@ class LoadingHooks:
     def _place_target(self, runner: Any, model: ModelExperts, module: torch.nn.Module) -> None:
         """The target is built: check the flags against it, agree with the other ranks on what is resident, and place it."""
         rank, model_config = self.rank, model_config_of(get_server_args())
-        built, profile = BuiltModel(model, self._top_k()), chosen_profile(rank.config, model_config)
+        built, profile, problems = BuiltModel(model, self._top_k()), None, []
+        try:
+            profile = chosen_profile(rank.config, model_config)
+        except FlagError as error:  # its file is another one on another machine
+            problems += error.problems
         rank.routed_model = built.routed_model(*named(model_config))
-        problems = built.problems(rank.config, profile, rank.routed_model)
+        problems += built.problems(rank.config, profile, rank.routed_model)
         refuse(problems if rank.recording is None else problems + rank.recording.problems(built))
         self._residency = Residency(rank.config, rank.manager, rank.backend, runner, model, module, built)
         rank.manager.place_model(model, self._residency.decide(profile))

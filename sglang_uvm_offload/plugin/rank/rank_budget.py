@@ -61,6 +61,7 @@ class RankBudgets:
         self._model, self._num_places = model, num_places
         self._cfg = resolving_view(get_server_args())
         self._on_gpu = memory.device_type != "cpu"
+        self._world = get_parallel().world_group
 
     def asked(self, profile: Profile | None, top_k: int, slots: int | None) -> Asked:
         """``slots``: None for ``auto``."""
@@ -86,8 +87,7 @@ class RankBudgets:
         """``layers``: the target's. ``extra``: VRAM of experts that are still to be placed. ``held``: what of the division is
         in VRAM by now."""
         own = self._own(layers, extra, held)
-        world = get_parallel().world_group
-        return world.all_gather_object(own) if world.world_size > 1 else [own]
+        return self._world.all_gather_object(own) if self._world.world_size > 1 else [own]
 
     def draft_bytes(self, layers: Sequence[ExpertLayer]) -> int:
         """VRAM that the draft model of the launch is expected to take on this rank: its files' size, or a layer of the target
@@ -96,7 +96,8 @@ class RankBudgets:
         if not self._on_gpu or cfg.speculative_algorithm in (None, "NGRAM"):
             return 0
         if not from_the_checkpoint(cfg):
-            files = Path(cfg.speculative_draft_model_path or "").glob("*.safetensors")
+            model = cfg.speculative_draft_model_path
+            files = Path(model).glob("*.safetensors") if model else ()
             return sum(file.stat().st_size for file in files) // cfg.tp_size
         whole = expert_sizes(layers, self._num_places).resident[-1] // max(1, len(layers))
         return whole * max(1, getattr(self._runner.model_config.hf_text_config, "num_nextn_predict_layers", None) or 1)
@@ -110,6 +111,7 @@ class RankBudgets:
             free = self._free() - extra
             if held is not None:
                 free += sizes.in_vram(held.num_resident, held.slots) + held.buffers * buffer
+                free += sizes.offloaded[held.num_resident] if has_one_memory() else 0
             cache, least = self._cache_bytes
         host_cache = hicache(self._cfg, server_args)
         return RankBudget(

@@ -49,6 +49,9 @@ class Residency:
         """``runner``: SGLang's, of the target; ``module``: the target as SGLang built it."""
         self._config, self._manager, self._model, self._built = config, manager, model, built
         self._backend = backend
+        parallel = get_parallel()
+        self._world, self._stages = parallel.world_group, parallel.pp_size
+        """Of the target: a draft model may be built in a scope with other groups."""
         self._budgets = RankBudgets(config, manager.memory, runner, module, built.num_places)
         self._top_k = built.top_k or USUAL_TOP_K
         self._asked: Asked
@@ -60,7 +63,7 @@ class Residency:
         self._asked = self._budgets.asked(profile, self._top_k, config.slots)
         drafts = 0 if config.num_resident is not None else self._budgets.draft_bytes(self._model.layers)
         ranks = self._budgets.of_all(self._model.layers, drafts)
-        self._division = division = _agreed(lambda: divide(self._asked, ranks))
+        self._division = division = _agreed(self._world, lambda: divide(self._asked, ranks))
         if self.stream_tokens == NEVER:
             self._division = division = dataclasses.replace(division, buffers=0)
         refuse(self._built.room_problems(config.resident_ids, division.num_resident))
@@ -83,7 +86,7 @@ class Residency:
         number, places = self._config.draft_num_resident, draft.num_experts
         if number is not None and number > places:
             raise FlagError([f"{_DRAFTS} {number}: the draft model has {places} routed experts a layer; give at most as many"])
-        if get_parallel().pp_size == 1:
+        if self._stages == 1:
             sizes = expert_sizes(draft.layers, places)
             self._correct(sizes.resident[places if number is None else number], may_grow=False)
 
@@ -102,7 +105,7 @@ class Residency:
             return
         now = self._division
         ranks = self._budgets.of_all(self._model.layers, extra, held=now)
-        number = _agreed(lambda: corrected(now, self._asked, ranks))
+        number = _agreed(self._world, lambda: corrected(now, self._asked, ranks))
         if number == now.num_resident or (number > now.num_resident and not may_grow):
             return
         if self._manager.progress():
@@ -113,14 +116,13 @@ class Residency:
             )
         self._division = dataclasses.replace(now, num_resident=number)
         self._manager.correct(number)
-        own = ranks[get_parallel().world_group.rank_in_group].experts
+        own = ranks[self._world.rank_in_group].experts
         if (fewer := own.resident[now.num_resident] - own.resident[number]) > 0:
             self._backend.reclaim(self._manager.memory, fewer)
 
     def _warn(self, ranks: list[RankBudget]) -> None:
         """Once on each machine."""
-        world = get_parallel().world_group
-        own = ranks[world.rank_in_group]
+        own = ranks[self._world.rank_in_group]
         here = [rank for rank in ranks if rank.node == own.node]
         if self._manager.memory.device_type != "cpu" and own is here[0]:
             warn_of_host_ram(here, self._division)
@@ -155,22 +157,21 @@ def refuse(problems: list[str]) -> None:
     world = get_parallel().world_group
     found = world.all_gather_object(problems) if world.world_size > 1 else [problems]
     if every := list(dict.fromkeys(itertools.chain.from_iterable(found))):
-        _agreed(functools.partial(_refuse, every))
+        _agreed(world, functools.partial(_refuse, every))
 
 
 def _refuse(problems: list[str]) -> None:
     raise FlagError(problems)
 
 
-def _agreed(decide: Callable[[], _Decided]) -> _Decided:
+def _agreed(world: Any, decide: Callable[[], _Decided]) -> _Decided:
     """What every rank decides from the same numbers. A refusal is shown once, by the first rank, and ends all."""
     try:
         return decide()
     except FlagError as error:
-        parallel = get_parallel()
-        if parallel.world_group.world_size > 1:
-            if parallel.world_group.rank_in_group:
-                parallel.world_group.barrier()  # until the first rank has said why
+        if world.world_size > 1:
+            if world.rank_in_group:
+                world.barrier()  # until the first rank has said why
                 enforce.leave()
-            enforce.end(f"sglang-uvm-offload: {error}", parallel.world_group.barrier)
+            enforce.end(f"sglang-uvm-offload: {error}", world.barrier)
         raise
