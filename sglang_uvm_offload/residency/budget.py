@@ -162,8 +162,8 @@ def _that_host_ram_holds(residents: int, slots: int, rows: int, ranks: Sequence[
 
 
 def _as_given(asked: Asked, n: int, ranks: Sequence[RankBudget]) -> Division:
-    slots, given = asked.slots.asked or 0, asked.stream_gb
-    places = ranks[0].experts.num_places
+    places, given = ranks[0].experts.num_places, asked.stream_gb
+    slots = 0 if n >= places else asked.slots.asked or 0
     if asked.converts:
         n = _largest(n + 1, lambda fewer: _fits(fewer, slots, 0, ranks)) or 0
     offloads = n < places
@@ -208,7 +208,8 @@ def _check_vram(n: int, slots: int, buffers: int, ranks: Sequence[RankBudget], s
         return
     most = _largest(n, lambda residents: all(spare(residents, each) >= 0 for each in ranks))
     given = f"{_N} {n}" + (f" and {_SLOTS} {slots}" if slots else "")
-    stream = f", {size(buffers * rank.buffer)} for stream buffers ({_STREAM_GB} {stream_gb})" if buffers else ""
+    stream = f", {size(buffers * rank.buffer)} for stream buffers" if buffers else ""
+    stream += f" ({_STREAM_GB} {stream_gb})" if buffers and stream_gb else ""
     if rank.one_memory:
         remedy = ONE_MEMORY
     else:

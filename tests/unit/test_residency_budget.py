@@ -193,10 +193,16 @@ def test_a_size_below_one_buffer_or_without_room_is_refused():
     )
     problem = refusal(asked(10, stream_gb=0.4), rank(free=10 * 100 * MIB + 300 * MIB))
     assert "400.0 MiB for stream buffers (--expert-offload-stream-buffer-gb 0.4)" in problem
+    with pytest.raises(FlagError, match=r"200\.0 MiB for stream buffers and 16\.0 MiB for the smallest"):
+        corrected(Division(10, 0, 1), asked(10), [rank(free=10 * 100 * MIB)])
 
 
 def test_a_number_of_all_experts_has_no_buffer():
     assert divide(asked(PLACES, stream_gb=0.4), [rank(PLACES * 100 * MIB)]) == Division(PLACES, 0, 0)
+
+
+def test_a_number_of_all_experts_has_no_slots():
+    assert divide(asked(PLACES, slots=8), [rank(free=PLACES * 100 * MIB + 16 * MIB)]) == Division(PLACES, 0, 0)
 
 
 def test_experts_that_shrink_once_they_are_loaded_begin_with_what_fits():
