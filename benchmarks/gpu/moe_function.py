@@ -97,6 +97,8 @@ class RowsRead:
     kernels: ClassVar[str] = "no kernel: the rows that it would read"
     needs: ClassVar[tuple[str, ...]] = ()
     block: ClassVar[int]
+    sizes: ClassVar[Callable[[MoeShape], Sizes]]
+    """Of one expert, by the tensor's name."""
 
     def __init__(self, shape: MoeShape, tokens: int, find: Find):
         self._find, self._experts = find, shape.experts
@@ -105,10 +107,6 @@ class RowsRead:
         self._owners = torch.zeros(blocks, dtype=torch.int32, device="cuda")
         self._blocks = torch.zeros_like(self._owners)
         self._padded = torch.tensor([blocks * self.block], dtype=torch.int32).cuda()
-
-    @staticmethod
-    def sizes(shape: MoeShape) -> Sizes:
-        raise NotImplementedError
 
     @classmethod
     def weights(cls, shape: MoeShape, device: str = "cuda") -> Tensors:

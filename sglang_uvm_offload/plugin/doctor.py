@@ -82,7 +82,7 @@ class Launch:
                 self.args.resolve_once()
         except FlagError as error:
             return error.problems
-        except Exception as error:
+        except Exception as error:  # of any type, from SGLang: what doctor prints. A bug of ours is raised
             frames = traceback.extract_tb(error.__traceback__)
             if _is_ours(frames):
                 raise
