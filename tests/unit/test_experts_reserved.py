@@ -88,15 +88,12 @@ def test_it_is_placed_as_chosen_and_has_its_first_values():
 
 def test_what_is_zero_once_it_is_placed_is_not_written():
     """An expert's zeros would cross the link."""
-    memory, written = SimulatedDriver(), []
-    layer = ExpertLayer(memory, LayerShard(3, E), None)
-    flat = layer.allocate(EXPERT_BYTES, torch.device("cpu"), "w13")
-    assert flat is not None
-    layer.write(flat, lambda: written.append("zeros"), True)
-    layer.write(flat, lambda: written.append("ones"), False)
+    (layer, module), written = reserved(SimulatedDriver()), []
+    layer.write(module.empty, lambda: written.append("zeros"), True)
+    layer.write(module.empty, lambda: written.append("ones"), False)
     assert written == ["ones"]
     layer.place(first(2))
-    layer.write(flat, lambda: written.append("later"), True)
+    layer.write(module.empty, lambda: written.append("later"), True)
     assert written == ["ones", "later"]
 
 
