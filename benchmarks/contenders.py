@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-from sglang_uvm_offload.sizing.slots import Slots
 
 GIB = 1 << 30
 Flags = dict[str, Any]

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.inputs import Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import GIB, preset
@@ -13,7 +14,6 @@ from sglang_uvm_offload.sizing.plan import Plan
 from sglang_uvm_offload.sizing.plan_report import ROWS as LEGEND
 from sglang_uvm_offload.sizing.plan_report import between
 from sglang_uvm_offload.sizing.planner import plan, render
-from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.verdict import useless_on_a_slow_link
 
 PARTS = ("It fits", "predicted")
@@ -28,12 +28,14 @@ CHOICES: dict[str, dict[str, Any]] = {
     "(SGLang's defaults)": {},
     "`--mem-fraction-static 0.9`": {"reserve": Reserve(mem_fraction_static=0.9)},
     "`--chunked-prefill-size 2048`": {"reserve": Reserve(chunked_prefill_size=2048)},
-    "`--expert-offload-slots auto`": {"slots": Slots(None)},
+    "`--expert-offload-slots 0`": {"slots": NO_SLOTS},
     "`--speculative-algorithm NEXTN`": {"speculative": True},
 }
 """What else a launch may ask for, as arguments of ``planned``."""
 CHOOSING = ("8xH20", "4x4090", "1xH200")
 """The machines of ``PLANS`` that ``docs/tuning.md`` compares ``CHOICES`` on."""
+
+_AUTO = Slots(None)
 
 NAMES = {
     "glm-5-fp8": "GLM-5-FP8",
@@ -72,7 +74,7 @@ def planned(
     config: Path,
     machine: str,
     requests: int = 1,
-    slots: Slots = NO_SLOTS,
+    slots: Slots = _AUTO,
     speculative: bool = False,
     reserve: Reserve | None = None,
 ) -> Plan:
@@ -153,9 +155,11 @@ def _cells(result: Plan) -> tuple[str, ...]:
 
 def _verdict(result: Plan) -> str:
     """The reasons without their figures."""
-    kind, reasons = ("useless", result.useless) if result.fits else ("does not fit", result.problems)
-    if reasons:
-        return f"{kind}: {'; '.join(reason.split(':')[0] for reason in reasons)}"
+    if not result.fits:
+        short = {"host RAM" if "host RAM" in problem else "VRAM" for problem in result.problems}
+        return f"does not fit: {', '.join(sorted(short, reverse=True))}"
+    if result.useless:
+        return f"useless: {'; '.join(reason.split(':')[0] for reason in result.useless)}"
     return "useful, but for a slow link" if useless_on_a_slow_link(result) else "useful"
 
 

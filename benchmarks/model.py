@@ -28,13 +28,13 @@ from pathlib import Path
 from benchmarks import serve_report
 from benchmarks.link_rates import Rates, beside, rates_of, section
 from benchmarks.serve_report import Record, Row
+from sglang_uvm_offload.sizing.case import Case
 from sglang_uvm_offload.sizing.checkpoint import from_config, load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.gpus import GPUS
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import Machine
 from sglang_uvm_offload.sizing.plan import Speed
-from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.sizing.speed import predict
 from sglang_uvm_offload.sizing.stage_cost import IN_PLACE, Stream
@@ -102,7 +102,7 @@ class Figure:
         workload = Workload(self.context, self.size if self.decoding else 1, prompt_tokens=self.context)
         machine = replace(machine, link_gbps=1.0)  # so that the shares of it that kernels reach are the rates
         assumed = replace(assumed, read_efficiency=rates.read, copy_efficiency=rates.copy)
-        stage = Case(model, machine, workload, Parallel(), Reserve(), assumed).cost(0)
+        stage = Case(model, machine, workload, Parallel(), Reserve(), assumed).costs[0]
         return predict(
             "counted",
             self.hit_rate,

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_uvm_offload.sizing.case import Case
 from sglang_uvm_offload.sizing.checkpoint import from_config, load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import preset
 from sglang_uvm_offload.sizing.plan import Speed
-from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.routing_curves import hit_rates
 from sglang_uvm_offload.sizing.speed import predict
 
@@ -89,7 +89,7 @@ def speed(figure: Figure, models: Models, hit_rate: float, slow_link: bool = Fal
     case = Case(model, machine, work, parallel, Reserve(), values)
     residents = figure.get("residents", model.num_experts)
     return predict(
-        *("published", hit_rate, residents, model.num_experts, model.top_k, [case.cost(0)], machine, work, parallel),
+        *("published", hit_rate, residents, model.num_experts, model.top_k, [case.costs[0]], machine, work, parallel),
         *(work.requests, figure.get("chunk", 8192), values),
     )
 

@@ -38,8 +38,8 @@ from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, Workload
 from sglang_uvm_offload.replay.slots import SlotCache
 from sglang_uvm_offload.replay.whole_experts import WholeExperts
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
+from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.routing.trace import Trace
-from sglang_uvm_offload.sizing.slots import Slots
 from sglang_uvm_offload.sizing.speed import distinct
 
 OUT = Path(__file__).resolve().parents[1] / "sglang_uvm_offload" / "sizing" / "routing_curves.json"

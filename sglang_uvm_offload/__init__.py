@@ -5,11 +5,12 @@ facts that every package uses, have rank 1.
 
     0  files
     2  memory policy
-    3  experts routing sizing
+    3  experts routing
     4  residency streaming cuda cpu
-    5  plugin replay
-    6  report
-    7  cli
+    5  sizing
+    6  plugin replay
+    7  report
+    8  cli
 
 Each package's docstring begins with its purpose in one sentence. Five paths matter most, file by file.
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from sglang_uvm_offload.cli.terminal import complain, say
 from sglang_uvm_offload.config import AUTO
 from sglang_uvm_offload.flags import TABLES
+from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.sizing import hub, planner
 from sglang_uvm_offload.sizing.architectures import unserved_note
+from sglang_uvm_offload.sizing.case import Case
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.conversion import Conversion, conversion
 from sglang_uvm_offload.sizing.demand import DEFAULT_KV_TOKENS
@@ -35,9 +37,7 @@ from sglang_uvm_offload.sizing.machine import EXAMPLES, Machine, MachineError, d
 from sglang_uvm_offload.sizing.measured_link import with_measured_link
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.quantization import contradiction
-from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
-from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 
 MAX_COUNT = (1 << 31) - 1
 """The upper limit of every count: more than any machine or model has."""
@@ -77,9 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slots",
         type=_slots,
         metavar="auto|S",
-        default=NO_SLOTS,
+        default=Slots(None),
         help="--expert-offload-slots: slots per MoE layer, in addition to N, or a part of what fits without --num-resident; "
-        "auto: what a launch without a profile chooses",
+        "auto (default): what a launch without a profile chooses",
     )
     work.add_argument(
         "--context-length", type=_count, help=f"tokens per request; default: the model's limit, at most {DEFAULT_KV_TOKENS}"
@@ -178,8 +178,10 @@ def run(args: argparse.Namespace) -> int:
         complain(f"error: {wrong}")
         return 2
     place = _tables_in(args, model)
-    case = Case(model, machine, workload, parallel, reserve, assumed, slots=args.slots, tables_in=place)
-    result = planner.plan_case(case, args.hit_rate, args.num_resident)
+    case = Case(
+        model, machine, workload, parallel, reserve, assumed, slots=args.slots, tables_in=place, num_resident=args.num_resident
+    )
+    result = planner.plan_case(case, args.hit_rate)
     if args.num_resident is None:
         result = dataclasses.replace(result, alternatives=planner.alternatives(case, result, args.hit_rate))
     if unserved := unserved_note(model.architectures):

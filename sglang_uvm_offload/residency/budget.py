@@ -13,38 +13,25 @@ from msgspec import Struct
 
 from sglang_uvm_offload.config import AUTO
 from sglang_uvm_offload.flags import FlagError, flag_name
-from sglang_uvm_offload.sizing.host_need import HostNeed
-from sglang_uvm_offload.sizing.slots import Slots
-from sglang_uvm_offload.sizing.streaming import MOST_BUFFERS, buffers_in
-from sglang_uvm_offload.sizing.verdict import LEAST_RESIDENTS, ONE_MEMORY
+from sglang_uvm_offload.residency.expert_sizes import ExpertSizes
+from sglang_uvm_offload.residency.host_need import HostNeed
+from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.units import size
 
 _N, _SLOTS, _STREAM_GB = flag_name("num_resident"), flag_name("slots"), flag_name("stream_buffer_gb")
 
+ONE_MEMORY = "GPU and CPU share one memory: an offloaded expert takes as much of it as a resident one"
+
+LEAST_RESIDENTS = 2
+"""Residents below this many times the experts of a token serve little of it: a study of 20 models finds the useful size of an
+expert cache at about twice the active experts (arXiv 2505.16056)."""
+
+MOST_BUFFERS = 2
+"""One is filled for the next layer while a layer computes from the other."""
+
 DRIVER_BYTES = 128 << 20
 """VRAM that the driver may hold beyond managed pages: it takes VRAM in batches of as much (measured on an H200; GPU_STATUS.md).
 """
-
-
-class ExpertSizes(Struct, frozen=True):
-    """Bytes of a rank's experts over all its layers, by the number of a layer's residents or slots, over all ranks that share
-    it: lists of one more than there are places."""
-
-    resident: list[int]
-    """VRAM of residents without slots behind them, in whole blocks."""
-    beside_slots: list[int]
-    """The same with slots: the block that the last expert shares with them is in VRAM always."""
-    slots: list[int]
-    """VRAM of slots, beyond the experts' blocks."""
-    offloaded: list[int]
-    """Host RAM of what is not resident."""
-
-    @property
-    def num_places(self) -> int:
-        return len(self.resident) - 1
-
-    def in_vram(self, residents: int, slots: int) -> int:
-        return (self.beside_slots if slots else self.resident)[residents] + self.slots[slots]
 
 
 class RankBudget(Struct, frozen=True):
@@ -56,6 +43,8 @@ class RankBudget(Struct, frozen=True):
     """VRAM for experts, stream buffers and KV cache, by --mem-fraction-static less the headroom."""
     cache: int
     """KV cache and states that the launch asks for."""
+    cache_of_requests: int
+    """The part of ``cache`` that fewer tokens leave as it is."""
     least_cache: int
     """Those without which SGLang does not start."""
     experts: ExpertSizes
@@ -69,6 +58,10 @@ class RankBudget(Struct, frozen=True):
     """Host RAM that is available on it."""
     host_cache: int = 0
     """Its part of the hierarchical cache."""
+    host_process: int = 0
+    """What its process is yet to take."""
+    host_tables: int = 0
+    """Its part of lookup tables that are yet to be made."""
     one_memory: bool = False
     """Whether the GPU has the host's memory."""
 
@@ -114,7 +107,8 @@ def corrected(now: Division, asked: Asked, ranks: Sequence[RankBudget]) -> int:
     measured again. Raises ``FlagError`` if not even none, or not the number that a flag gives, fit."""
     n = asked.num_resident
     if n is not None:
-        _check_vram(n, now.slots, now.buffers, ranks, "")
+        if short := _short_of_vram(n, now.slots, now.buffers, ranks, ""):
+            raise FlagError([short])
         return n
     places = ranks[0].experts.num_places
     found = _largest(places + 1, lambda n: _fits(n, now.slots, now.buffers, ranks))
@@ -151,7 +145,10 @@ def _most(asked: Asked, ranks: Sequence[RankBudget]) -> Division:
             if short := _short_of_host(residents, behind, ranks):
                 raise FlagError([f"{_N} {AUTO}: {short}"])
             return Division(residents, behind, 0 if rows == places else count)
-    raise FlagError([_no_room(asked, ranks, 0, counts[-1])])
+    host = _short_of_host(0, 0, ranks)
+    raise FlagError(
+        [_no_room(asked, ranks, 0, counts[-1]), *([f"{_N} {AUTO}: with no expert resident {host}"] if host else [])]
+    )
 
 
 def _that_host_ram_holds(residents: int, slots: int, rows: int, ranks: Sequence[RankBudget]) -> tuple[int, int]:
@@ -176,10 +173,18 @@ def _as_given(asked: Asked, n: int, ranks: Sequence[RankBudget]) -> Division:
             raise FlagError([f"{_STREAM_GB} {given:g}: one buffer takes {size(largest)}; give that, {AUTO}, or 0"])
     elif offloads and asked.streams(n, slots):
         buffers = next((count for count in range(MOST_BUFFERS, 0, -1) if fits(count)), 0)
-    _check_vram(n, slots, buffers if given is not None else 0, ranks, "" if given is None else f"{given:g}")
-    if short := _short_of_host(n, slots, ranks):
-        raise FlagError([f"{_N} {n}: {short}"])
+    short = [_short_of_vram(n, slots, buffers if given is not None else 0, ranks, "" if given is None else f"{given:g}")]
+    if host := _short_of_host(n, slots, ranks):
+        least = next((more for more in range(n, places) if not _short_of_host(more, slots, ranks)), places)
+        short.append(f"{_N} {n}: {host}; {least} residents would do")
+    if problems := list(filter(None, short)):
+        raise FlagError(problems)
     return Division(n, slots, buffers)
+
+
+def buffers_in(gib: float, layer_bytes: int) -> int:
+    """How many whole buffers of ``layer_bytes`` fit in ``gib`` GiB; 0 if no layer streams."""
+    return min(MOST_BUFFERS, int(gib * (1 << 30)) // layer_bytes) if layer_bytes else 0
 
 
 def _buffers_in(gib: float, ranks: Sequence[RankBudget]) -> int:
@@ -197,15 +202,15 @@ def _needed(residents: int, slots: int, buffers: int, rank: RankBudget) -> int:
     return sizes.in_vram(residents, slots) + buffers * rank.buffer + shared
 
 
-def _check_vram(n: int, slots: int, buffers: int, ranks: Sequence[RankBudget], stream_gb: str) -> None:
-    """Raise ``FlagError`` for the rank that is shortest, if N residents certainly do not fit on it."""
+def _short_of_vram(n: int, slots: int, buffers: int, ranks: Sequence[RankBudget], stream_gb: str) -> str:
+    """Why N residents certainly do not fit on the rank that is shortest; "" if they may."""
 
     def spare(residents: int, rank: RankBudget) -> int:
         return rank.free - rank.least_cache - _needed(residents, slots, buffers, rank)
 
     rank = min(ranks, key=partial(spare, n))
     if spare(n, rank) >= 0:
-        return
+        return ""
     most = _largest(n, lambda residents: all(spare(residents, each) >= 0 for each in ranks))
     given = f"{_N} {n}" + (f" and {_SLOTS} {slots}" if slots else "")
     stream = f", {size(buffers * rank.buffer)} for stream buffers" if buffers else ""
@@ -214,13 +219,11 @@ def _check_vram(n: int, slots: int, buffers: int, ranks: Sequence[RankBudget], s
         remedy = ONE_MEMORY
     else:
         remedy = "no number fits: use more or larger GPUs" if most is None else f"give at most {most}, or {AUTO}"
-    raise FlagError(
-        [
-            f"{given}: does not fit on {rank.name}: {size(_needed(n, slots, 0, rank))} for {n + slots} of "
-            f"{rank.experts.num_places} experts a layer{stream} and {size(rank.least_cache)} for the smallest KV cache are "
-            f"needed, and {size(max(0, rank.free))} are left of what --mem-fraction-static and {flag_name('headroom_gb')} "
-            f"allow; {remedy}"
-        ]
+    return (
+        f"{given}: does not fit on {rank.name}: {size(_needed(n, slots, 0, rank))} for {n + slots} of "
+        f"{rank.experts.num_places} experts a layer{stream} and {size(rank.least_cache)} for the smallest KV cache are "
+        f"needed, and {size(max(0, rank.free))} are left of what --mem-fraction-static and {flag_name('headroom_gb')} "
+        f"allow; {remedy}"
     )
 
 
@@ -237,8 +240,15 @@ def _no_room(asked: Asked, ranks: Sequence[RankBudget], slots: int, buffers: int
         return f"{text}; {ONE_MEMORY}"
     if room <= rank.least_cache:
         return f"{text}; use more or larger GPUs"
-    tokens = int(asked.cache_tokens * room / rank.cache) if rank.cache else 0
+    tokens = min(_tokens(asked, each, slots, buffers) for each in ranks)
     return f"{text}; give --max-total-tokens {tokens} or fewer, fewer requests, or a shorter --context-length"
+
+
+def _tokens(asked: Asked, rank: RankBudget, slots: int, buffers: int) -> int:
+    """Of the cache that fits without any resident."""
+    room = rank.free - DRIVER_BYTES - _needed(0, slots, buffers, rank) - rank.cache_of_requests
+    growing = rank.cache - rank.cache_of_requests
+    return int(asked.cache_tokens * max(0, min(room, growing)) / growing) if growing > 0 else 0
 
 
 def _short_of_host(residents: int, slots: int, ranks: Sequence[RankBudget]) -> str:
@@ -247,7 +257,10 @@ def _short_of_host(residents: int, slots: int, ranks: Sequence[RankBudget]) -> s
         local = [rank for rank in ranks if rank.node == node]
         if local[0].one_memory:
             continue  # counted with the VRAM
-        need = HostNeed(sum(rank.experts.offloaded[residents] for rank in local), sum(rank.host_cache for rank in local))
+        need = HostNeed(
+            *(sum(rank.experts.offloaded[residents] for rank in local), sum(rank.host_cache for rank in local)),
+            *(sum(rank.host_process for rank in local), sum(rank.host_tables for rank in local)),
+        )
         available = min(rank.host for rank in local)
         if not need.experts or need.total <= available:
             continue

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from sglang_uvm_offload.residency.budget import Division
+from sglang_uvm_offload.sizing.case import Case
 from sglang_uvm_offload.sizing.plan import DraftSpeed, Speed
-from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.speed import predict
 
 NUMBERS_OF_DRAFTS = (
@@ -17,11 +18,11 @@ NUMBERS_OF_DRAFTS = (
 )
 
 
-def draft_note(case: Case, rows: int) -> str:
-    """One line if drafts are predicted to slow decoding with so many ``rows`` in VRAM, for one request or for all; else empty.
-    Where the machine's rates are unknown (0), if they are predicted to read more over the link for each token."""
+def draft_note(case: Case, division: Division) -> str:
+    """One line if drafts are predicted to slow decoding, for one request or for all; else empty. Where the machine's rates are
+    unknown (0), if they are predicted to read more over the link for each token."""
     for requests in sorted({1, case.workload.requests}):
-        drafting, plain = (_decoding(case, rows, requests, drafts) for drafts in (case.workload.draft_tokens - 1, 0))
+        drafting, plain = (_decoding(case, division, requests, drafts) for drafts in (case.workload.draft_tokens - 1, 0))
         if reason := _worse(case, drafting, plain):
             return reason
     return ""
@@ -43,13 +44,13 @@ def _worse(case: Case, drafting: Speed, plain: Speed) -> str:
     )
 
 
-def draft_speeds(case: Case, rows: int, hit_rate: float | None = None) -> tuple[DraftSpeed, ...]:
-    """Decoding with each number of draft tokens from none to the workload's, with so many ``rows`` in VRAM, for one request and
-    for all. The machine's rates must be known. ``hit_rate``: default: the lowest measured one."""
+def draft_speeds(case: Case, division: Division, hit_rate: float | None = None) -> tuple[DraftSpeed, ...]:
+    """Decoding with each number of draft tokens from none to the workload's, for one request and for all. The machine's rates
+    must be known. ``hit_rate``: default: the lowest measured one."""
     found = []
     for requests in sorted({1, case.workload.requests}):
         for drafts in range(case.workload.draft_tokens):
-            speed = _decoding(case, rows, requests, drafts, hit_rate)
+            speed = _decoding(case, division, requests, drafts, hit_rate)
             found.append(DraftSpeed(requests, drafts, _kept(case, drafts), speed.missed_bytes, speed.decode_tokens_s))
     return tuple(found)
 
@@ -83,15 +84,15 @@ def _kept(case: Case, drafts: int) -> float:
     return sum(high**position for position in range(drafts + 1))
 
 
-def _decoding(case: Case, rows: int, requests: int, drafts: int, hit_rate: float | None = None) -> Speed:
+def _decoding(case: Case, division: Division, requests: int, drafts: int, hit_rate: float | None = None) -> Speed:
     workload = replace(case.workload, speculative=drafts > 0, draft_tokens=drafts + 1)
     of = case if drafts else replace(case, workload=replace(workload, other_drafts=False))
     known = case.machine.link_gbps > 0
     machine = case.machine if known else replace(case.machine, link_gbps=1, hbm_gbps=1, tflops=1)
-    share = case.measured_hit_rates(rows, requests).lowest.rate if hit_rate is None else hit_rate
+    share = case.measured_hit_rates(division, requests).lowest.rate if hit_rate is None else hit_rate
     return predict(
-        *("", share, case.residents_of(rows), case.model.num_experts, case.model.top_k),
-        *([of.cost(stage) for stage in range(case.parallel.pp)], machine, workload, case.parallel, requests),
+        *("", share, division.num_resident, case.model.num_experts, case.model.top_k),
+        *(list(of.costs), machine, workload, case.parallel, requests),
         *(case.defaults.chunked_prefill_size, replace(case.assumed, accepted_tokens=_kept(case, drafts))),
-        slots=case.slots_of(rows),
+        slots=division.slots,
     )

@@ -6,18 +6,18 @@ import dataclasses
 from functools import cached_property
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
+from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing import sglang_memory
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.lookup_tables import VRAM
 from sglang_uvm_offload.sizing.machine import GIB, Machine
 from sglang_uvm_offload.sizing.plan import Vram
-from sglang_uvm_offload.sizing.slots import NO_SLOTS, Slots
 
 
 @dataclasses.dataclass(frozen=True)
 class GrantedVram:
-    """``rank_memory.Case`` as far as it asks for nothing yet."""
+    """``case.Case`` as far as it asks for nothing yet."""
 
     model: CheckpointShape
     machine: Machine

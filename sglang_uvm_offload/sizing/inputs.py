@@ -29,12 +29,14 @@ class Workload:
     """Tokens that one step verifies for a request, with drafts."""
     other_drafts: bool = False
     """Drafts that come from elsewhere: a draft model of its own, or n-grams."""
-    tokens_are_least: bool = False
-    """``max_total_tokens`` is what is needed, and no flag: SGLang makes the KV cache of all that is left."""
+    cache_for: str = ""
+    """What the KV cache is for, in a message; "": as the fields above say it."""
 
     @property
-    def fills_vram(self) -> bool:
-        return self.max_total_tokens is None or self.tokens_are_least
+    def demand(self) -> str:
+        if self.cache_for or self.max_total_tokens is not None:
+            return self.cache_for or "as --max-total-tokens gives them"
+        return f"for {self.requests} request{'s' if self.requests > 1 else ''} of {self.context_length} tokens"
 
     @property
     def drafts(self) -> bool:
@@ -111,8 +113,6 @@ class Assumptions:
     """assumed: CUDA context, libraries and kernels of one rank"""
     collectives_gib: float = 0.7
     """assumed: NCCL and all-reduce buffers of a rank that has peers"""
-    driver_batch_mib: int = 128
-    """VRAM that the driver may hold beyond managed pages: measured, it takes VRAM in batches of 128 MiB"""
     process_gib: float = 4.0
     """assumed: host RAM of one rank's process without its experts"""
     read_efficiency: float = 0.94
@@ -162,7 +162,6 @@ class Assumptions:
 
 
 MEASURED = (
-    "driver_batch_mib",
     "read_efficiency",
     "copy_efficiency",
     "vram_copy_gbps",

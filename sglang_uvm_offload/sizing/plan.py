@@ -51,8 +51,6 @@ class RankMemory:
     """SGLang's budget for weights and KV cache, less the headroom."""
     host_bytes: int
     """Offloaded experts, at start."""
-    host_bytes_after_moves: int
-    """The most after moves: experts promoted to VRAM keep their host pages."""
 
     @property
     def used_bytes(self) -> int:
@@ -176,10 +174,9 @@ class Plan:
     kv_token_bytes: float = 0.0
     vram: Vram = Vram()
     ranks: tuple[RankMemory, ...] = ()
-    """One for each pipeline stage; if ``num_resident`` is None, with as many residents and slots as VRAM holds."""
+    """One for each pipeline stage; without any resident if nothing fits."""
     host_needed: int = 0
     """Host RAM of the machine: offloaded experts of all ranks, and their processes."""
-    host_needed_after_moves: int = 0
     table_bytes: int = 0
     """Lookup tables in the checkpoint."""
     tables_in: str = ""

@@ -130,8 +130,7 @@ def _memory(plan: Plan) -> str:
     rows.append(("KV cache required", f"{plan.kv_tokens} tokens of {plan.kv_token_bytes / 1024:.1f} KiB"))
     if plan.table_bytes:
         rows.append(("lookup tables", _tables(plan)))
-    rows.append(("host RAM of all ranks", f"{size(plan.host_needed)} at start"))
-    rows.append(("", f"{size(plan.host_needed_after_moves)} at most, once residents have changed"))
+    rows.append(("host RAM of all ranks", size(plan.host_needed)))
     return _table(rows)
 
 

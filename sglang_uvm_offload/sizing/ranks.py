@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 
+from sglang_uvm_offload.sizing.case import Case
 from sglang_uvm_offload.sizing.inputs import Parallel
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
-from sglang_uvm_offload.sizing.rank_memory import Case
 
 SUGGESTED = 2
 """So many other ranks are named."""
@@ -59,24 +59,18 @@ def shape_problems(case: Case) -> list[str]:
     return out
 
 
-def dividing(case: Case) -> list[Case]:
-    """The same with other ranks, which divide this model and this machine has; those that use most GPUs first. Empty where
-    something else than ranks is wrong."""
+def other_ranks(case: Case) -> list[str]:
+    """The flags of other ranks that this machine has, that divide the model, and with which it fits; those that use most GPUs
+    first."""
     p = case.parallel
     if min(p.tp, p.ep, p.pp, p.dp) < 1:
         return []
     others = (dataclasses.replace(case, parallel=parallel) for parallel in _parallels(p, case.machine.gpus))
-    return list(islice((other for other in others if not shape_problems(other)), TRIED))
+    dividing = islice((other for other in others if not shape_problems(other)), TRIED)
+    return [_named(other) for other in dividing if other.fits][:SUGGESTED]
 
 
-def ranks_that_fit(cases: Sequence[Case]) -> list[str]:
-    """The ranks of the first few of ``cases`` that fit, by their flags."""
-    fitting = [case for case in cases if case.with_slots_that_fit().largest() is not None]
-    return [named(case) for case in fitting[:SUGGESTED]]
-
-
-def named(case: Case) -> str:
-    """The flags of its ranks, and the GPUs that they use."""
+def _named(case: Case) -> str:
     return f"{rank_flags(case.parallel)} ({case.parallel.ranks} of {case.machine.gpus} GPUs)"
 
 

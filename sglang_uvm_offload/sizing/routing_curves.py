@@ -15,7 +15,7 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
-from sglang_uvm_offload.sizing.slots import COARSE_SHARE
+from sglang_uvm_offload.residency.slot_split import COARSE_SHARE
 
 MEASURED_SHARE = COARSE_SHARE
 """The share of the VRAM in slots, of the curves with slots: the traced models have few enough experts for this one."""

@@ -1,5 +1,4 @@
-"""Streaming, in numbers: from how many tokens on a step copies all experts of a layer to VRAM instead of reading those that it
-uses in place, and how many stream buffers a given VRAM holds."""
+"""From how many tokens on a step copies all experts of a layer to VRAM instead of reading those that it uses in place."""
 
 from __future__ import annotations
 
@@ -7,12 +6,8 @@ from collections.abc import Iterator
 from itertools import count
 
 from sglang_uvm_offload.sizing.inputs import Assumptions
-from sglang_uvm_offload.sizing.machine import GIB
 from sglang_uvm_offload.sizing.rates import StreamRates
 from sglang_uvm_offload.sizing.speed import distinct
-
-MOST_BUFFERS = 2
-"""One is filled for the next layer while a layer computes from the other."""
 
 USED_SHARE = 0.98
 """A step that uses this share of a layer's experts copies little that reading in place would not bring."""
@@ -44,8 +39,3 @@ def break_even_tokens(num_experts: int, top_k: int, in_vram: int = 0, rates: Str
 
 def _powers() -> Iterator[int]:
     return (1 << power for power in count())
-
-
-def buffers_in(gib: float, layer_bytes: int) -> int:
-    """How many whole buffers of ``layer_bytes`` fit in ``gib`` GiB; 0 if no layer streams."""
-    return min(MOST_BUFFERS, int(gib * GIB) // layer_bytes) if layer_bytes else 0

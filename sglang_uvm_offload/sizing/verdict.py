@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
+from sglang_uvm_offload.residency.budget import LEAST_RESIDENTS, ONE_MEMORY
 from sglang_uvm_offload.sizing.plan import Plan, Speed
-
-ONE_MEMORY = "GPU and CPU share one memory: an offloaded expert takes as much of it as a resident one"
-
-LEAST_RESIDENTS = 2
-"""Residents below this many times the experts of a token serve little of it: a study of 20 models finds the useful size of an
-expert cache at about twice the active experts (arXiv 2505.16056)."""
 
 
 def uselessness(plan: Plan) -> tuple[str, ...]:

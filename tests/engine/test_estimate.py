@@ -15,8 +15,8 @@ from checkpoints import Checkpoints
 from sglang_uvm_offload.plugin.launch import estimate, ranks
 from sglang_uvm_offload.plugin.launch.estimate import Estimate
 from sglang_uvm_offload.requested_config import parse
+from sglang_uvm_offload.residency.budget import ONE_MEMORY
 from sglang_uvm_offload.sizing.machine import GIB
-from sglang_uvm_offload.sizing.verdict import ONE_MEMORY
 
 TOKENS = 4096
 EXPERT = 768 << 10
@@ -91,13 +91,14 @@ def test_where_everything_fits_the_estimate_says_that_offloading_is_not_needed(e
 def test_a_number_that_does_not_fit_is_doubted(estimated: Estimated) -> None:
     found = estimated(num_resident=12)
     assert found.facts == []
-    assert found.doubts == [f"{N} 12: estimated: VRAM: 12 of 16 experts a layer do not fit; at most 8 do"]
+    demand = f"a KV cache of {TOKENS} tokens (as --max-total-tokens gives them)"
+    assert found.doubts == [f"estimated: {N} 12: leaves no room for {demand}; at most 8 residents do"]
 
 
 def test_where_no_number_fits_the_estimate_names_what_would_help(estimated: Estimated, model: Path) -> None:
     found = estimated(room=fraction(model, 0, TOKENS) - 1e-4)
-    assert found.doubts[0].startswith(f"{N} auto: estimated: VRAM: with no expert resident a rank needs ")
-    assert any(doubt.startswith(f"{N} auto: estimated: remedy: GPUs of 24 GiB each") for doubt in found.doubts)
+    assert found.doubts[0].startswith(f"estimated: {N} auto: with no expert resident a rank needs ")
+    assert any(doubt.startswith("estimated: remedy: GPUs of 24 GiB each") for doubt in found.doubts)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +106,8 @@ def test_where_no_number_fits_the_estimate_names_what_would_help(estimated: Esti
 )
 def test_host_ram_that_is_short_is_doubted(estimated: Estimated, words: tuple[object, ...], host: int) -> None:
     found = estimated(*words, host=host)
-    assert found.doubts[0].startswith(f"{N} auto: estimated: host RAM: with 8 of 16 experts a layer resident")
-    assert ("of it for the hierarchical cache" in found.doubts[0]) == bool(words)
+    assert found.doubts[0].startswith(f"estimated: {N} auto: the offloaded experts need 18.0 MiB of host RAM")
+    assert ("for hierarchical caches" in found.doubts[0]) == bool(words)
     assert any("remedy: host RAM of " in doubt for doubt in found.doubts)
 
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_uvm_offload.plugin.rank import host_warnings
-from sglang_uvm_offload.residency.budget import Division, ExpertSizes, RankBudget
-from sglang_uvm_offload.sizing.host_need import HostNeed
+from sglang_uvm_offload.residency.budget import Division, RankBudget
+from sglang_uvm_offload.residency.expert_sizes import ExpertSizes
+from sglang_uvm_offload.residency.host_need import HostNeed
 
 MIB = 1 << 20
 PLACES = 16
@@ -20,7 +21,7 @@ FEW = Division(12, 0, 0)
 
 
 def rank(host: int, gpu: int = 0, one_memory: bool = False) -> RankBudget:
-    return RankBudget(f"GPU {gpu}", 0, 0, 0, SIZES, 0, gpu, node=0, host=host, one_memory=one_memory)
+    return RankBudget(f"GPU {gpu}", 0, 0, 0, 0, SIZES, 0, gpu, node=0, host=host, one_memory=one_memory)
 
 
 @pytest.fixture

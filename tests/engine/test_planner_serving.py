@@ -9,10 +9,11 @@ from checkpoints import Checkpoints
 from serving import Engines
 
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.residency.budget import Division
+from sglang_uvm_offload.sizing.case import Case
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import GIB, Machine
-from sglang_uvm_offload.sizing.rank_memory import Case
 
 RESIDENT = 3
 
@@ -48,9 +49,10 @@ def test_an_engine_takes_the_bytes_that_are_planned(
     case = Case(
         load(folder), machine, Workload(1024), parallel, Reserve(), Assumptions(), block_bytes=EmulatedMemory().block_bytes
     )
-    rank = case.rank(0, RESIDENT)
+    rank = case.rank(0, Division(RESIDENT, 0, 0))
     assert served["resident_bytes"] == rank.resident_bytes
     # The plan counts a tensor's last block whole.
-    assert 0 <= rank.host_bytes - served["offloaded_bytes"] < sum(case.placed[0].values()) * case.block_bytes
+    tensors = sum(placed for layer in case.decoder_layers(0) for _, placed in case.expert_tensors(layer))
+    assert 0 <= rank.host_bytes - served["offloaded_bytes"] < tensors * case.block_bytes
     assert served["num_layers"] == rank.moe_layers
     assert served["resident_experts"] == rank.resident_experts

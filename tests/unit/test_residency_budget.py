@@ -12,13 +12,13 @@ from sglang_uvm_offload.residency.budget import (
     DRIVER_BYTES,
     Asked,
     Division,
-    ExpertSizes,
     RankBudget,
     corrected,
     divide,
 )
-from sglang_uvm_offload.sizing.host_need import HostNeed
-from sglang_uvm_offload.sizing.slots import Slots
+from sglang_uvm_offload.residency.expert_sizes import ExpertSizes
+from sglang_uvm_offload.residency.host_need import HostNeed
+from sglang_uvm_offload.residency.slot_split import Slots
 
 MIB, GIB = 1 << 20, 1 << 30
 PLACES = 64
@@ -35,7 +35,8 @@ def sizes(expert: int = 100 * MIB) -> ExpertSizes:
 def rank(room: int = 0, cache: int = 4 * GIB, **fields: Any) -> RankBudget:
     """``room``: of what is free, the bytes beside the cache that is asked for and what the driver holds."""
     usual: dict[str, Any] = {
-        **{"name": "GPU 0 (rank 0)", "free": room + cache + DRIVER_BYTES, "cache": cache, "least_cache": 16 * MIB},
+        **{"name": "GPU 0 (rank 0)", "free": room + cache + DRIVER_BYTES},
+        **{"cache": cache, "cache_of_requests": 0, "least_cache": 16 * MIB},
         **{"experts": sizes(), "buffer": 200 * MIB, "gpu": 0, "node": 0, "host": 1 << 40},
     }
     return RankBudget(**(usual | fields))

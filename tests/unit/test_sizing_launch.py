@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from sglang_uvm_offload.residency.budget import Division
+from sglang_uvm_offload.residency.host_need import HICACHE_RESERVE_BYTES
+from sglang_uvm_offload.sizing.case import Case
 from sglang_uvm_offload.sizing.checkpoint import from_tensors, load
 from sglang_uvm_offload.sizing.demand import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.draft_cost import draft_note
-from sglang_uvm_offload.sizing.host_need import HICACHE_RESERVE_BYTES
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.planner import plan, render
-from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
@@ -33,7 +34,7 @@ def case_of(path: Path, parallel: Parallel, **changes: Any) -> Case:
 def test_a_hierarchical_cache_takes_host_ram_and_what_sglang_leaves_free_beside_it():
     case = case_of(DEEPSEEK, Parallel(tp=4, dp=2))
     one, two = (replace(case, reserve=Reserve(hicache_bytes=each * GIB)) for each in (1, 2))
-    none, once, twice = (each.host(10, after_moves=False) for each in (case, one, two))
+    none, once, twice = (each.host_need(Division(10, 0, 0)).total for each in (case, one, two))
     assert twice - once == 8 * GIB, "of each rank"
     assert once - none - 8 * GIB == 10 * GIB, "once: the machine's"
 
@@ -45,22 +46,10 @@ def test_what_is_left_free_beside_hierarchical_caches_is_sglangs():
     assert HICACHE_RESERVE_BYTES == base.HICACHE_HOST_MEMORY_RESERVE_BYTES
 
 
-def test_a_ratio_is_to_the_cache_that_fills_what_is_left():
+def test_a_ratio_is_to_the_cache_that_is_asked_for():
     case = replace(case_of(DEEPSEEK, Parallel(tp=8)), reserve=Reserve(hicache_ratio=2.0))
-    spare = case.rank(0, 8).spare_bytes
-    assert spare > GIB
-    assert case.hicache_bytes(0, 8) == 2 * (case.kv_bytes(0) + spare)
-    assert case.hicache_bytes(0, 16) < case.hicache_bytes(0, 8)
-    need = case.host_need(8)
-    assert need.cache + need.beside_cache == 8 * case.hicache_bytes(0, 8) + HICACHE_RESERVE_BYTES
-
-
-def test_a_ratio_is_to_the_tokens_that_a_flag_gives():
-    case = replace(case_of(DEEPSEEK, Parallel(tp=8)), reserve=Reserve(hicache_ratio=2.0))
-    given = replace(case, workload=replace(case.workload, max_total_tokens=case.kv_tokens))
-    assert given.hicache_bytes(0, 8) == 2 * given.kv_bytes(0)
-    least = replace(given, workload=replace(given.workload, tokens_are_least=True))
-    assert least.hicache_bytes(0, 8) == case.hicache_bytes(0, 8)
+    need = case.host_need(Division(8, 0, 0))
+    assert need.cache + need.beside_cache == 8 * 2 * case.kv_bytes(0) + HICACHE_RESERVE_BYTES
 
 
 # DeepEP
@@ -69,7 +58,7 @@ def test_a_ratio_is_to_the_tokens_that_a_flag_gives():
 def test_shared_experts_that_are_whole_on_every_rank_take_their_bytes_there():
     layers = [layer for layer in load(DEEPSEEK).layers if layer.experts]
     shared = sum(layer.feed_forward for layer in layers)
-    split, whole = (case_of(DEEPSEEK, Parallel(tp=8, ep=8, shared_whole=on)).plain_bytes(0) for on in (False, True))
+    split, whole = (case_of(DEEPSEEK, Parallel(tp=8, ep=8, shared_whole=on)).plain_bytes[0] for on in (False, True))
     assert whole - split == shared - sum(-(-layer.feed_forward // 8) for layer in layers)
 
 
@@ -108,7 +97,7 @@ def test_the_layers_of_qwen3_next_are_told_apart():
 def drafts(path: Path, residents: int, requests: int = 1, rates: bool = True, **changes: Any) -> str:
     machine = preset("8xH20") if rates else replace(preset("8xH20"), link_gbps=0, hbm_gbps=0, tflops=0)
     workload = Workload(4096, requests, speculative=True, **changes)
-    return draft_note(Case(load(path), machine, workload, Parallel(tp=8), Reserve(), Assumptions()), residents)
+    return draft_note(Case(load(path), machine, workload, Parallel(tp=8), Reserve(), Assumptions()), Division(residents, 0, 0))
 
 
 def test_at_low_residency_drafts_read_more_for_each_token_than_they_bring():

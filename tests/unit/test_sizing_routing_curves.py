@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks import routing_curves as made
 from sglang_uvm_offload.replay.simulator import replay, slot_splits
+from sglang_uvm_offload.residency.slot_split import default_share
 from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.sizing import routing_curves
 from sglang_uvm_offload.sizing.routing_curves import hit_rates, source_of
-from sglang_uvm_offload.sizing.slots import default_share
 from sglang_uvm_offload.sizing.speed import distinct
 
 CONTENT = json.loads(made.OUT.read_text())

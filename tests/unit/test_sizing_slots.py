@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_uvm_offload.sizing.slots import COARSE_SHARE, FINE_EXPERTS, FINE_SHARE, NO_SLOTS, Slots
+from sglang_uvm_offload.residency.slot_split import COARSE_SHARE, FINE_EXPERTS, FINE_SHARE, NO_SLOTS, Slots
 
 AUTO = Slots(None)
 MEASURED = Slots(None, {0.25: 1.0, 0.5: 0.25})

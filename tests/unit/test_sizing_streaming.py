@@ -15,17 +15,18 @@ from builders import links
 
 from sglang_uvm_offload.cli import plan as planner_cli
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, whole_blocks
+from sglang_uvm_offload.residency.budget import Division, buffers_in
+from sglang_uvm_offload.sizing.case import Case
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.plan import Plan, Speed
-from sglang_uvm_offload.sizing.planner import plan, plan_case, render
-from sglang_uvm_offload.sizing.rank_memory import Case
+from sglang_uvm_offload.sizing.planner import plan, render
 from sglang_uvm_offload.sizing.rates import StreamRates, stream_rates
 from sglang_uvm_offload.sizing.speed import distinct, hiding_chunk, predict
 from sglang_uvm_offload.sizing.stage_cost import IN_PLACE, StageCost, Stream
-from sglang_uvm_offload.sizing.streaming import break_even_tokens, buffers_in
+from sglang_uvm_offload.sizing.streaming import break_even_tokens
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 DEEPSEEK = MODELS / "deepseek-v3.json"
@@ -131,31 +132,38 @@ def test_the_largest_layer_of_a_stage_decides():
     assert larger.stream_layer_bytes(1) > case.stream_layer_bytes(1)
 
 
+def decided(case: Case, num_resident: int | None = None) -> Division:
+    return replace(case, num_resident=num_resident).division
+
+
 def test_buffers_that_are_asked_for_take_vram_of_every_rank():
-    none, two = (case_of(stream_gb=gib).rank(0, 100) for gib in (0, 100))
-    assert (none.stream_buffers, none.stream_bytes, two.stream_buffers) == (0, 0, 2)
-    assert two.stream_bytes == 2 * case_of().stream_layer_bytes(0)
-    assert two.used_bytes - none.used_bytes == two.stream_bytes
-    one = case_of(stream_gb=1.5 * case_of().stream_layer_bytes(0) / GIB)
-    assert one.stream_buffers(0, 100) == 1
-    assert one.stream_buffers(0, 256) == 0, "with every expert resident nothing streams"
+    none, two = (case_of(stream_gb=gib, mem_fraction_static=0.6) for gib in (0, 100))
+    assert decided(none, 100) == Division(100, 0, 0)
+    assert decided(two, 100) == Division(100, 0, 2)
+    less, more = (case.rank(0, decided(case, 100)) for case in (none, two))
+    assert more.stream_bytes == 2 * case_of().stream_layer_bytes(0)
+    assert more.used_bytes - less.used_bytes == more.stream_bytes
+    one = case_of(stream_gb=1.5 * case_of().stream_layer_bytes(0) / GIB, mem_fraction_static=0.6)
+    assert decided(one, 100).buffers == 1
 
 
 def spacious(num_resident: int, buffers: int, beside: int = 0) -> Case:
     """A budget for so many residents, so many buffers and ``beside`` bytes."""
     case = case_of()
-    wanted = case.fixed_bytes[0] + case.resident_bytes(0, num_resident) + buffers * case.stream_layer_bytes(0) + beside
+    rank = case.rank(0, Division(num_resident, 0, buffers))
     vram = MACHINE.vram_bytes
-    fraction = wanted / (vram - case.taken_before_loading) + GIB / vram
+    fraction = (rank.used_bytes + beside) / (vram - case.taken_before_loading) + GIB / vram
     return replace(case, reserve=Reserve(fraction + 1e-9))
 
 
 @pytest.mark.parametrize("buffers", [0, 1, 2])
 def test_a_given_number_of_residents_leaves_room_for_as_many_buffers_as_fit(buffers):
-    found = spacious(100, buffers)
-    assert found.in_vram(100)
-    assert found.stream_buffers(0, 100) == buffers
-    assert spacious(100, buffers, beside=-BLOCK_BYTES).stream_buffers(0, 100) == max(0, buffers - 1)
+    assert decided(spacious(100, buffers), 100).buffers == buffers
+    less = spacious(100, buffers, beside=-BLOCK_BYTES)
+    if buffers:
+        assert decided(less, 100).buffers == buffers - 1
+    else:
+        assert not replace(less, num_resident=100).fits
 
 
 def test_buffers_that_are_asked_for_can_make_a_number_not_fit_and_others_cannot():
@@ -163,11 +171,8 @@ def test_buffers_that_are_asked_for_can_make_a_number_not_fit_and_others_cannot(
     assert most is not None
     assert planned(most).fits
     assert planned(most).stream_buffers == 0
-    refused = planned(most, stream_gb=4)
-    assert refused.problems == (
-        f"VRAM: {most} of 256 experts a layer do not fit with 2.62 GiB of stream buffers; at most "
-        f"{planned(stream_gb=4).num_resident} do",
-    )
+    (problem,) = planned(most, stream_gb=4).problems
+    assert problem.endswith(f"; at most {planned(stream_gb=4).num_resident} residents do")
 
 
 def test_two_buffers_come_before_residents():
@@ -190,19 +195,15 @@ def test_two_buffers_come_before_residents():
 def test_fewer_buffers_are_chosen_where_two_would_leave_less_than_twice_the_experts_of_a_token(
     residents, buffers, beside, chosen
 ):
-    case = spacious(residents, buffers, beside)
-    found = case.largest()
-    assert found is not None
-    assert (found, case.stream_buffers(0, found)) == chosen
+    assert decided(spacious(residents, buffers, beside)) == Division(chosen[0], 0, chosen[1])
 
 
 def test_fewer_buffers_are_chosen_where_host_ram_holds_too_few_experts_beside_two():
-    two, none = spacious(100, 2), spacious(100, 2)
-    most = none.most_in_vram()
-    assert most is not None
-    host = two.host(most, after_moves=False)
-    short = replace(two, machine=replace(MACHINE, host_bytes=host))
-    assert (short.largest(), short.stream_buffers(0, most)) == (most, 0)
+    two = spacious(100, 2)
+    most = decided(replace(two, reserve=replace(two.reserve, stream_gb=0)))
+    short = replace(two, machine=replace(MACHINE, host_bytes=two.host_need(most).total))
+    assert decided(two) == Division(100, 0, 2)
+    assert decided(short) == most
 
 
 def test_a_model_that_fits_whole_has_no_buffers():
@@ -214,20 +215,14 @@ def test_a_model_that_fits_whole_has_no_buffers():
 
 def test_all_experts_fit_where_all_but_one_do_not_fit_beside_buffers():
     case = replace(spacious(256, 0), reserve=replace(spacious(256, 0).reserve, stream_gb=100))
-    assert case.largest() == 256
-    assert not case.in_vram(255)
-    assert not plan_case(case, num_resident=255).fits
+    assert decided(case) == Division(256, 0, 0)
+    assert not replace(case, num_resident=255).fits
 
 
-def test_a_hierarchical_cache_in_ratio_to_what_is_left_is_smaller_beside_buffers():
-    none, two = (case_of(stream_gb=gib, hicache_ratio=2.0) for gib in (0, 100))
-    assert none.hicache_bytes(0, 8) - two.hicache_bytes(0, 8) == 2 * two.stream_bytes(0, 8) > 0
-
-
-def test_what_is_short_names_the_buffers_and_that_doing_without_is_enough():
+def test_doing_without_the_buffers_that_were_asked_for_is_a_remedy():
     tight = spacious(2, 0).reserve
     refused = planned(stream_gb=100, mem_fraction_static=tight.mem_fraction_static)
-    assert refused.problems[0].startswith("VRAM: with no expert resident with 2.62 GiB of stream buffers a rank needs ")
+    assert "with no expert resident a rank needs " in refused.problems[0]
     assert refused.needs[0] == "no stream buffers (--expert-offload-stream-buffer-gb 0)"
     assert planned(stream_gb=0, mem_fraction_static=tight.mem_fraction_static).num_resident == 2
 
@@ -381,10 +376,9 @@ def test_a_plan_whose_chunks_would_not_stream_keeps_no_vram_for_it():
 def test_a_choice_that_would_not_stream_takes_the_vram_of_the_buffers():
     case = spacious(246, 2)
     case = replace(case, reserve=replace(case.reserve, chunked_prefill_size=2048))
-    most = case.largest()
-    assert most is not None
-    assert (case.most_in_vram(2), case.stream_buffers(0, most)) == (246, 0)
-    assert most == case.most_in_vram() > 246
+    found = decided(case)
+    assert found.buffers == 0
+    assert found.num_resident > 246
 
 
 def test_the_report_says_how_prefill_streams_and_which_chunk_hides_it():

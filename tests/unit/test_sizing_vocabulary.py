@@ -11,11 +11,11 @@ import pytest
 from builders.true_shape import config_folder
 
 from sglang_uvm_offload.sizing.architectures import model_files
+from sglang_uvm_offload.sizing.case import Case
 from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import preset
 from sglang_uvm_offload.sizing.quantization import read_config
-from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.vocabulary import WHOLE, WHOLE_IN_GROUPS
 
 DEEPSEEK = "deepseek-ai/DeepSeek-V3"
@@ -48,8 +48,8 @@ def test_a_rank_holds_its_share_of_the_embedding(model, parallel, ranks):
 def test_all_ranks_share_the_head_unless_each_group_has_its_own():
     shared, own = (case(DEEPSEEK, parallel) for parallel in (GROUPS, OWN_HEADS))
     head = shared.model.head
-    assert own.plain_bytes(0) - shared.plain_bytes(0) == -(-head // 4) - -(-head // 8)
-    assert own.cost(0).draft_bytes - shared.cost(0).draft_bytes == -(-head // 4) - -(-head // 8)
+    assert own.plain_bytes[0] - shared.plain_bytes[0] == -(-head // 4) - -(-head // 8)
+    assert own.costs[0].draft_bytes - shared.costs[0].draft_bytes == -(-head // 4) - -(-head // 8)
 
 
 @pytest.mark.sglang

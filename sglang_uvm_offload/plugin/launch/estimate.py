@@ -27,6 +27,8 @@ from sglang_uvm_offload.plugin.launch.ranks import (
     ranks,
     rates,
 )
+from sglang_uvm_offload.residency.slot_split import Slots
+from sglang_uvm_offload.sizing.case import Case
 from sglang_uvm_offload.sizing.conversion import conversion
 from sglang_uvm_offload.sizing.demand import Demand
 from sglang_uvm_offload.sizing.inputs import Assumptions, Reserve, Workload
@@ -36,9 +38,7 @@ from sglang_uvm_offload.sizing.measured_link import with_measured_link
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 from sglang_uvm_offload.sizing.plan import Plan
 from sglang_uvm_offload.sizing.planner import plan_case
-from sglang_uvm_offload.sizing.rank_memory import Case
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
-from sglang_uvm_offload.sizing.slots import Slots
 from sglang_uvm_offload.units import size
 
 _N = flag_name("num_resident")
@@ -61,12 +61,12 @@ def estimate(config: RequestedConfig, server_args: Any) -> Estimate:
         case = _case(config, cfg, model, server_args, demand)
         # With redundant experts a layer has more places than the planner knows.
         number = None if config.num_resident is None else min(config.num_resident, case.model.num_experts)
-        plan = plan_case(case, num_resident=number)
+        plan = plan_case(dataclasses.replace(case, num_resident=number))
     except (CheckpointError, DriverError, FlagError) as error:
         return Estimate([], [f"{given} is not estimated: {error}"])
     if plan.num_resident is None:
         needs = [f"remedy: {need}" for need in plan.needs]
-        return Estimate([], [f"{given}: estimated: {line}" for line in (*plan.problems, *needs)])
+        return Estimate([], [f"estimated: {line}" for line in (*plan.problems, *needs)])
     notes = [note for note in plan.notes if note != plan.draft_note]
     offloaded = sum(rank.host_bytes for rank in plan.ranks) * len(ranks(cfg)) // len(plan.ranks)
     stream = f"{flag_name('stream_tokens')} {plan.stream_tokens}: estimated: such steps and longer ones use stream buffers"
@@ -112,7 +112,7 @@ def _case(config: RequestedConfig, cfg: Any, model: Any, given: Any, demand: Dem
         draft_num_resident=config.draft_num_resident if speculative else None,
         draft_tokens=drafts or Workload.draft_tokens,
         other_drafts=bool(drafts) and not speculative,
-        tokens_are_least=demand.max_total_tokens is None,
+        cache_for=str(demand),
     )
     reserve = Reserve(
         # The launch has the headroom taken off by now.

@@ -10,7 +10,7 @@ from sglang.srt.runtime_context import get_exec
 
 from sglang_uvm_offload.cuda.numa import crowded
 from sglang_uvm_offload.residency.budget import Division, RankBudget
-from sglang_uvm_offload.sizing.host_need import HostNeed
+from sglang_uvm_offload.residency.host_need import HostNeed
 from sglang_uvm_offload.units import size
 
 logger = logging.getLogger(__name__)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
 from sglang.srt.mem_cache.kv_cache_configurator import mm_runtime_reservation_gb
@@ -26,7 +24,7 @@ from sglang.srt.utils import get_device_memory_capacity
 from sglang_uvm_offload.config import AUTO, RequestedConfig
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
-from sglang_uvm_offload.memory.layout import ExpertLayout, round_up
+from sglang_uvm_offload.memory.layout import round_up
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch.demand import demand_of
@@ -34,11 +32,11 @@ from sglang_uvm_offload.plugin.launch.draft_source import from_the_checkpoint
 from sglang_uvm_offload.plugin.launch.ranks import has_one_memory, hicache, longest_step, rates_of_streams
 from sglang_uvm_offload.plugin.launch.stream_settings import stream_tokens
 from sglang_uvm_offload.plugin.rank.cache_need import CacheNeed
-from sglang_uvm_offload.residency.budget import Asked, Division, ExpertSizes, RankBudget
-from sglang_uvm_offload.residency.selection import rank_share
+from sglang_uvm_offload.residency.budget import Asked, Division, RankBudget
+from sglang_uvm_offload.residency.expert_sizes import ExpertSizes, LayerExperts, expert_sizes
+from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.sizing.demand import Demand
-from sglang_uvm_offload.sizing.slots import Slots
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 
 logger = logging.getLogger(__name__)
@@ -99,25 +97,26 @@ class RankBudgets:
             model = cfg.speculative_draft_model_path
             files = Path(model).glob("*.safetensors") if model else ()
             return sum(file.stat().st_size for file in files) // cfg.tp_size
-        whole = expert_sizes(layers, self._num_places).resident[-1] // max(1, len(layers))
+        whole = sizes_of(layers, self._num_places).resident[-1] // max(1, len(layers))
         return whole * max(1, getattr(self._runner.model_config.hf_text_config, "num_nextn_predict_layers", None) or 1)
 
     def _own(self, layers: Sequence[ExpertLayer], extra: int, held: Division | None) -> RankBudget:
         info, server_args = self._memory.info(), get_server_args()
-        sizes = expert_sizes(layers, self._num_places)
+        sizes = sizes_of(layers, self._num_places)
         buffer = max(map(buffer_bytes, layers), default=0)
-        free, cache, least = _NO_LIMIT, 0, 0
+        free, cache, of_requests, least = _NO_LIMIT, 0, 0, 0
         if self._on_gpu:
             free = self._free() - extra
             if held is not None:
                 free += sizes.in_vram(held.num_resident, held.slots) + held.buffers * buffer
                 free += sizes.offloaded[held.num_resident] if has_one_memory() else 0
-            cache, least = self._cache_bytes
+            cache, of_requests, least = self._cache_bytes
         host_cache = hicache(self._cfg, server_args)
         return RankBudget(
             name=self._name(),
             free=free,
             cache=cache,
+            cache_of_requests=of_requests,
             least_cache=least,
             experts=sizes,
             buffer=buffer,
@@ -151,20 +150,22 @@ class RankBudgets:
         return self._cfg.attn_dp_size if self._cfg.attn_dp_size > 1 else self._cfg.dp_size
 
     @functools.cached_property
-    def _cache_bytes(self) -> tuple[int, int]:
-        """Of the cache that is asked for, and of the smallest one, with the table of each request's slots (4 bytes a token)."""
+    def _cache_bytes(self) -> tuple[int, int, int]:
+        """Of the cache that is asked for, with the table of each request's slots (4 bytes a token), of that part of it which
+        fewer tokens leave, and of the smallest cache."""
         requests = self._demand.requests_of_rank(self._groups)
         table = 4 * requests * self._demand.context
+        few = round_up(_LEAST_TOKENS, self._cfg.page_size or 1)
         try:
             need = CacheNeed(self._runner, self._model)
-            least = need.nbytes(round_up(_LEAST_TOKENS, self._cfg.page_size or 1), 1)
-            return need.nbytes(self._demand.tokens_of_rank(self._groups), requests) + table, least
+            whole = need.nbytes(self._demand.tokens_of_rank(self._groups), requests)
+            return whole + table, need.nbytes(few, requests) + table, need.nbytes(few, 1)
         except Exception as error:  # of any type, from SGLang's code, which looks at a model without weights here
             why = f"SGLang cannot size the KV cache before the weights are read: {type(error).__name__}: {error}"
             if self._config.num_resident is None:
                 raise FlagError([f"{flag_name('num_resident')} {AUTO}: {why}; give a number"]) from error
             logger.warning("Expert offload: %s", why)
-            return 0, 0
+            return 0, 0, 0
 
     @functools.cached_property
     def _rates(self) -> Any:
@@ -186,32 +187,11 @@ def _converts(model_config: Any) -> bool:
     return model_config.quantization is not None and not stated
 
 
-def expert_sizes(layers: Sequence[ExpertLayer], num_places: int) -> ExpertSizes:
+def sizes_of(layers: Sequence[ExpertLayer], num_places: int) -> ExpertSizes:
     """Of the layers of this rank, placed or not."""
-    numbers = range(num_places + 1)
-    out = np.zeros((4, len(numbers)), dtype=np.int64)
-    kinds = Counter((layer.shard.routed, layer.shard.ep_rank, layer.shard.ep_size, layer.layouts) for layer in layers)
-    for (routed, ep_rank, ep_size, layouts), count in kinds.items():
-        share = [min(rank_share(number, ep_rank, ep_size), routed) for number in numbers]
-        for layout in layouts:
-            out += count * _of_tensor(layout, routed)[:, share]
-    for layer in layers:
-        plain = layer.plain_bytes // layer.num_experts
-        out[2] += [plain * rank_share(number, layer.shard.ep_rank, layer.shard.ep_size) for number in numbers]
-    return ExpertSizes(*(row.tolist() for row in out))
+    return expert_sizes(map(_experts_of, layers), num_places)
 
 
-def _of_tensor(layout: ExpertLayout, routed: int) -> np.ndarray:
-    """int64 ``[4, routed + 1]``, as the fields of ``ExpertSizes``, by the number of the first local experts, or of slots."""
-    alone = ExpertLayout(layout.num_experts, layout.expert_bytes, layout.block_bytes)
-    behind = ExpertLayout(layout.num_experts, layout.expert_bytes, layout.block_bytes, num_slots=1)
-    out = np.zeros((4, routed + 1), dtype=np.int64)
-    shared = np.arange(layout.num_experts) >= routed
-    for number in range(routed + 1):
-        first = (np.arange(layout.num_experts) < number) | shared
-        held = alone.holding(first)
-        out[0, number] = alone.taken_by(held)
-        out[1, number] = behind.taken_by(behind.holding(first) | behind.edge)
-        out[2, number] = ExpertLayout(layout.num_experts, layout.expert_bytes, layout.block_bytes, number).slot_bytes
-        out[3, number] = alone.taken_by(~held)
-    return out
+def _experts_of(layer: ExpertLayer) -> LayerExperts:
+    shard, plain = layer.shard, layer.plain_bytes // layer.num_experts
+    return LayerExperts(layer.layouts, shard.routed, shard.ep_rank, shard.ep_size, plain)

@@ -19,7 +19,7 @@ from sglang_uvm_offload.plugin.launch.stream_settings import USUAL_TOP_K
 from sglang_uvm_offload.plugin.rank.backend import Emulated
 from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
 from sglang_uvm_offload.plugin.rank.host_warnings import warn_of_host_ram
-from sglang_uvm_offload.plugin.rank.rank_budget import RankBudgets, expert_sizes
+from sglang_uvm_offload.plugin.rank.rank_budget import RankBudgets, sizes_of
 from sglang_uvm_offload.residency.budget import Asked, Division, RankBudget, corrected, divide
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
@@ -87,7 +87,7 @@ class Residency:
         if number is not None and number > places:
             raise FlagError([f"{_DRAFTS} {number}: the draft model has {places} routed experts a layer; give at most as many"])
         if self._stages == 1:
-            sizes = expert_sizes(draft.layers, places)
+            sizes = sizes_of(draft.layers, places)
             self._correct(sizes.resident[places if number is None else number], may_grow=False)
 
     def correct(self) -> None:
