@@ -31,12 +31,13 @@ Loading:
 Serving, for each forward step:
 
     plugin/rank/step_hooks          ModelRunner.forward: the step's valid rows, tokens and phase
-    residency/manager               between steps: what is due (residency/stage), and what was decided (residency/residents)
+    residency/manager               between steps: what is due
     plugin/rank/fused_moe           apply: count, then compute
     cuda/counters, cpu/counters     one kernel a step (cuda/step_routing), captured in the graph (routing/counts)
-    residency/observer              polls the counts, which arrive some steps late, without waiting
+    residency/ledger                polls the counts, which arrive some steps late, without waiting
+    residency/residents             starts the move that was decided, and the next decision
     residency/adaptation            on a thread of its own: decides (policy/adaptive, over policy/extents)
-    residency/mover                 on another one (residency/worker): demotes, then promotes
+    residency/mover                 on another one: demotes, then promotes
     residency/evictions             on that one, every ten seconds: are residents in VRAM (cuda/read_times)
 
 Operating, while it serves:
@@ -44,7 +45,7 @@ Operating, while it serves:
     plugin/operate/http_routes      GET and POST /expert_offload, in the process that serves HTTP
     plugin/operate/actions          readvise, pause, resume, save: on every rank between the same two steps
     plugin/rank/expert_map          ExpertLocationUpdater.update: experts are rearranged, and counts and residents follow them
-    residency/choosing              chooses at once; residency/rearranging follows; files/autosave saves
+    residency/residents             chooses at once; residency/rearranging follows; files/autosave saves
 
 Streaming, in a step with many tokens, for each MoE layer:
 

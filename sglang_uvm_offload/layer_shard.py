@@ -37,5 +37,9 @@ class LayerShard:
         """Places for routed experts, over all ranks that share the layer."""
         return self.routed * self.ep_size
 
+    def share_of(self, number: int) -> int:
+        """This rank's part of a number of a layer's experts: split as evenly as possible."""
+        return number * (self.ep_rank + 1) // self.ep_size - number * self.ep_rank // self.ep_size
+
     def located(self) -> ExpertLocation:
         return self.location or ExpertLocation.trivial(self.num_places, self.places)

@@ -1,6 +1,16 @@
-"""Formatting bytes for people."""
+"""Bytes for people, and the bounds of numbers in a record that may come from outside."""
 
 from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0, le=1 << 60)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Listed = Meta(max_length=1 << 10)
+"""Of a list that a rank keeps short."""
 
 
 def size(nbytes: float) -> str:

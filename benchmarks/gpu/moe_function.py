@@ -184,7 +184,8 @@ class ServedLayer:
 
     def __init__(self, memory: CudaMemory, plain: Tensors, resident: np.ndarray, num_slots: int):
         experts = len(resident)
-        self._layer = ExpertLayer(memory, LayerShard(0, experts), lambda layout: layout.holding(resident), num_slots=num_slots)
+        self._layer = ExpertLayer(memory, LayerShard(0, experts))
+        self._layer.place(lambda layout: layout.holding(resident), num_slots=num_slots)
         module = torch.nn.Module()
         with AllocationMode(experts, self._layer.allocate):
             for name, tensor in plain.items():

@@ -54,31 +54,21 @@ class ExpertsLost(RuntimeError):
 class ExpertLayer:
     """Fused shared experts are always resident: every token uses them. Local expert 0 is the layer's place ``first_expert``."""
 
-    def __init__(
-        self,
-        memory: Memory,
-        shard: LayerShard,
-        choose: ChooseExtents | None,
-        kept: np.ndarray | None = None,
-        num_slots: int = 0,
-        reserved_slots: int = 0,
-    ):
-        """``choose``: which extents of a tensor begin in VRAM; None: the tensors are address space until ``place`` says so.
-        ``kept`` ``bool[num_experts]``: routed experts that are never demoted. ``num_slots``: rows behind the experts of each
-        tensor, in VRAM, for copies of any of them. ``reserved_slots``: room for as many, of which ``place`` chooses."""
+    def __init__(self, memory: Memory, shard: LayerShard, reserved_slots: int = 0):
+        """The tensors are address space until ``place``, with room for ``reserved_slots`` rows behind the experts of each."""
         self.memory = memory
         self.shard = shard
-        self.layer_id = shard.layer_id
         self.num_experts = num_experts = shard.num_experts
-        self.num_slots = num_slots
+        self.num_slots = 0
+        """Rows behind the experts of each tensor, in VRAM, for copies of any of them."""
         self._reserved_slots = reserved_slots
         self.first_expert = shard.places.start
         self.location = shard.located()
         """Replaced when SGLang rearranges experts."""
         self.always_resident = np.arange(num_experts) >= shard.routed
-        self.kept = self.always_resident if kept is None else self.always_resident | kept
+        self.kept = self.always_resident
         """``bool[num_experts]``: the experts that stay in VRAM."""
-        self._choose = choose
+        self._choose: ChooseExtents | None = None
         self.tensors: list[ExpertTensor] = []
         self.layouts: tuple[ExpertLayout, ...] = ()
         """The layouts of ``tensors``; the same object until they change."""
@@ -133,13 +123,17 @@ class ExpertLayer:
             write()
 
     @property
+    def layer_id(self) -> int:
+        return self.shard.layer_id
+
+    @property
     def placed(self) -> bool:
         """Whether the layer's tensors have their pages."""
         return self._choose is not None
 
     def place(self, choose: ChooseExtents, kept: np.ndarray | None = None, num_slots: int = 0) -> None:
-        """Populate the tensors of a layer that was made without a choice, and from here on every new one. The arguments are
-        those of the constructor."""
+        """Populate the tensors, and from here on every new one. ``choose``: which extents of a tensor begin in VRAM. ``kept``
+        ``bool[num_experts]``: routed experts that are never demoted."""
         self._choose = choose
         self.kept = self.kept if kept is None else self.kept | kept
         self.num_slots = num_slots

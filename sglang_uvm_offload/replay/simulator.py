@@ -26,6 +26,7 @@ from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS, SHIPPED,
 from sglang_uvm_offload.replay.slots import SHARES, SlotCache, Split
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.routing.counts import IdFormat, Phase
 from sglang_uvm_offload.routing.trace import Trace
 
@@ -134,7 +135,9 @@ class Managed:
         self._shape = shape
         self._held: list[torch.Tensor] = []
         for layer_id in range(shape[0]):
-            layer = self.manager.add_layer(self._model, LayerShard(layer_id, shape[1]))
+            self._model.add_layer(self.manager.memory, LayerShard(layer_id, shape[1]))
+        self.manager.place_model(self._model, InitialPlacement(config, None))
+        for layer in self._model.layers:
             for nbytes in tensors:
                 flat = layer.allocate(nbytes, torch.device("cpu"), f"{nbytes} bytes an expert")
                 assert flat is not None

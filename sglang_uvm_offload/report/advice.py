@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sglang_uvm_offload.replay.policies import AHEAD, OFFERED
 from sglang_uvm_offload.report.source import Result, ServerInfo, budget, pooled, recent_hit_rate
 from sglang_uvm_offload.report.units import percent, points
-from sglang_uvm_offload.residency.curve import Curve
+from sglang_uvm_offload.residency.history import Curve
 from sglang_uvm_offload.residency.status import RankStatus
 from sglang_uvm_offload.units import size
 

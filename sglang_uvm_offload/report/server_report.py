@@ -20,15 +20,14 @@ from sglang_uvm_offload.report.html import document, element, facts, section, ta
 from sglang_uvm_offload.report.source import ServerInfo, budget, recent_hit_rate
 from sglang_uvm_offload.report.units import LEAST, PERCENT, Axis, axis_to, byte_unit, duration, percent, percents
 from sglang_uvm_offload.report.verdict import verdict
-from sglang_uvm_offload.residency.curve import Curve
-from sglang_uvm_offload.residency.start import described
+from sglang_uvm_offload.residency.history import Curve, ProfileVerdict
 from sglang_uvm_offload.residency.status import (
     MAX_EXPERTS,
     LayerStatus,
-    ProfileVerdict,
     RankStatus,
     SlotStatus,
     TraceStatus,
+    described,
 )
 from sglang_uvm_offload.units import size
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from sglang_uvm_offload.residency.bounds import Count, Share
-from sglang_uvm_offload.residency.curve import Curve, combined
+from sglang_uvm_offload.residency.history import Curve, combined
 from sglang_uvm_offload.residency.status import MAX_EXPERTS, MAX_LAYERS, Experts, RankStatus
+from sglang_uvm_offload.units import Count, Share
 
 MAX_RANKS = 1 << 10
 Amount = Annotated[float, Meta(ge=0, le=1e30)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang_uvm_offload.report.advice import FEW_STEPS, NEAR
 from sglang_uvm_offload.report.source import ServerInfo, budget, pooled, recent_hit_rate
 from sglang_uvm_offload.report.units import percent
-from sglang_uvm_offload.residency.curve import Curve
+from sglang_uvm_offload.residency.history import Curve
 
 HIGH, LOW = 0.9, 0.6
 """Hit rates are called high from ``HIGH`` on, and low below ``LOW``."""

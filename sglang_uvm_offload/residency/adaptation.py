@@ -128,8 +128,7 @@ def _budget_of(model: ModelExperts) -> Budget:
     """The VRAM of the movable residents. Each layer keeps what one expert takes, or all that it has."""
     extents, movable = model.extents, model.movable()
     used = extents.bytes_by_layer(model.resident_extents() & movable)
-    expert_bytes = np.array([max(layer.expert_bytes, 1) for layer in model.layers], dtype=np.int64)
-    return Budget(extents, movable, int(used.sum()), np.minimum(expert_bytes, used))
+    return Budget(extents, movable, int(used.sum()), np.minimum(np.maximum(model.expert_bytes, 1), used))
 
 
 def _policy_input(counts: RoutingCounts) -> tuple[np.ndarray, int, np.ndarray]:

@@ -10,8 +10,8 @@ from functools import lru_cache
 import numpy as np
 from msgspec import Struct
 
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import ExpertLayout
-from sglang_uvm_offload.residency.selection import rank_share
 
 
 class ExpertSizes(Struct, frozen=True):
@@ -57,7 +57,8 @@ def expert_sizes(layers: Iterable[LayerExperts], num_places: int) -> ExpertSizes
     """``num_places``: of a layer's routed experts over all ranks that share it."""
     out = np.zeros((4, num_places + 1), dtype=np.int64)
     for layer, count in Counter(layers).items():
-        share = np.array([rank_share(number, layer.ep_rank, layer.ep_size) for number in range(num_places + 1)])
+        shard = LayerShard(0, layer.routed, ep_rank=layer.ep_rank, ep_size=layer.ep_size)
+        share = np.array([shard.share_of(number) for number in range(num_places + 1)])
         for layout in layer.layouts:
             out += count * _of_tensor(layout, layer.routed)[:, np.minimum(share, layer.routed)]
         out[2] += count * layer.plain_bytes * share

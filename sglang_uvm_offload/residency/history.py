@@ -1,23 +1,70 @@
-"""The history of a run: a bounded series of the ledger's totals, and the hit rate that other budgets would have had."""
+"""A run's past: bounded samples of the ledger's totals, and the hit rates that other residents would have reached."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
-from sglang_uvm_offload.experts.layer import ExpertLayer
-from sglang_uvm_offload.policy.extents import Extents
-from sglang_uvm_offload.residency.curve import Curve
-from sglang_uvm_offload.residency.ledger import Ledger
-from sglang_uvm_offload.residency.model import ModelExperts
-from sglang_uvm_offload.residency.status import Past
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, Phase, RoutingCounts
+from sglang_uvm_offload.units import Count, Listed, Seconds, Share
+
+if TYPE_CHECKING:
+    from sglang_uvm_offload.policy.extents import Extents
+    from sglang_uvm_offload.residency.ledger import Ledger
+    from sglang_uvm_offload.residency.model import ModelExperts
 
 MAX_SAMPLES = 240
 FIRST_INTERVAL_SECONDS = 1.0
 CURVE_POINTS = 20
+
+Totals = Annotated[list[Count], Listed]
+Residents = Annotated[int, Meta(ge=0, le=1 << 15)]
+
+
+class Past(Struct, frozen=True):
+    """Samples of totals since the model was loaded: ``tokens`` of all ranks together, the others as in the ledger, over all
+    layers."""
+
+    seconds: Annotated[list[Seconds], Meta(min_length=1), Listed]
+    steps: Totals
+    tokens: Totals
+    routed: Totals
+    routed_resident: Totals
+    activations: Totals
+    activations_resident: Totals
+    zero_copy_bytes: Totals
+    streamed_bytes: Totals
+    filled_bytes: Totals
+    moves: Totals
+    moved_bytes: Totals
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for columns that no server reports."""
+        columns = [getattr(self, name) for name in self.__struct_fields__]
+        if {len(column) for column in columns} != {len(self.seconds)}:
+            raise ValueError("the columns must be equally long")
+        if any(later < earlier for column in columns for earlier, later in pairwise(column)):
+            raise ValueError("totals must not fall")
+
+    def recent_growth(self, column: str) -> int:
+        """The growth of a total over the latest half of the time; more where no sample falls on its beginning."""
+        values = getattr(self, column)
+        begin = int(np.searchsorted(self.seconds, self.seconds[-1] / 2, side="right")) - 1
+        return values[-1] - values[begin]
+
+    def rates(self, part: str, whole: str) -> list[tuple[float, float | None]]:
+        """``(seconds, growth of part per growth of whole)``, constant between samples; None where whole did not grow."""
+        points: list[tuple[float, float | None]] = []
+        samples = zip(self.seconds, getattr(self, part), getattr(self, whole), strict=True)
+        for (begin, part_before, before), (end, part_after, after) in pairwise(samples):
+            rate = (part_after - part_before) / (after - before) if after > before else None
+            points += [(begin, rate), (end, rate)]
+        return points
 
 
 class History:
@@ -64,6 +111,62 @@ class History:
         }
 
 
+class ProfileVerdict(Struct, frozen=True):
+    """How a profile did over the first ``tokens`` live tokens: the hit rate of its residents, that of the best residents for
+    these tokens, and whether its residents were kept."""
+
+    hit_rate: Share
+    best: Share
+    tokens: Count
+    kept: bool
+
+
+class Curve(Struct, frozen=True):
+    """The hit rate over ``activations`` (in decode steps, of experts that can be offloaded) that the best fixed residents would
+    have reached: n of each layer (``uniform``), or as many bytes over all layers (``pooled``), for n in ``residents``; and the
+    one that the ``present`` residents would have reached. The best are chosen from the activations that they are measured
+    on, so these are upper bounds.
+    """
+
+    decode_steps: Count
+    activations: Annotated[int, Meta(ge=1, le=1 << 60)]
+    present: Share
+    residents: Annotated[list[Residents], Meta(min_length=2), Listed]
+    uniform: Annotated[list[Share], Listed]
+    pooled: Annotated[list[Share], Listed] = msgspec.field(name="global")
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for points that form no curve."""
+        if not len(self.residents) == len(self.uniform) == len(self.pooled):
+            raise ValueError("residents, uniform and global must be equally long")
+        if any(later <= earlier for earlier, later in pairwise(self.residents)):
+            raise ValueError("residents must rise")
+
+    def at(self, residents: float, pooled: bool) -> float:
+        """The best hit rate at this many residents a layer, interpolated linearly."""
+        return float(np.interp(residents, self.residents, self.pooled if pooled else self.uniform))
+
+
+def combined(curves: Sequence[Curve]) -> Curve | None:
+    """The mean of several ranks' curves, weighted by activations; n counts on each rank. None without curves."""
+    if not curves:
+        return None
+    total = sum(curve.activations for curve in curves)
+    grid = sorted({n for curve in curves for n in curve.residents})
+
+    def mean(pooled: bool) -> list[float]:
+        return [min(1.0, sum(curve.activations / total * curve.at(n, pooled) for curve in curves)) for n in grid]
+
+    return Curve(
+        decode_steps=max(curve.decode_steps for curve in curves),
+        activations=total,
+        present=min(1.0, sum(curve.activations / total * curve.present for curve in curves)),
+        residents=grid,
+        uniform=mean(False),
+        pooled=mean(True),
+    )
+
+
 def hit_rate_curve(seen: RoutingCounts, model: ModelExperts) -> Curve | None:
     """The hit rate of the decode activations in ``seen``, at about ``CURVE_POINTS`` budgets from none to all and at the current
     one; None without activations.
@@ -75,7 +178,7 @@ def hit_rate_curve(seen: RoutingCounts, model: ModelExperts) -> Curve | None:
     total = int(activations.sum())
     if total == 0:
         return None
-    expert_bytes = np.array([max(layer.expert_bytes, 1) for layer in model.layers], dtype=np.int64)
+    expert_bytes = np.maximum(model.expert_bytes, 1)
     resident = model.resident_extents()
     placed = candidates.any(axis=1)
     now = (extents.bytes_by_layer(resident & movable) / expert_bytes)[placed].mean()
@@ -84,7 +187,9 @@ def hit_rate_curve(seen: RoutingCounts, model: ModelExperts) -> Curve | None:
     served = _served(extents, activations / expert_bytes[:, None])
     order = np.flatnonzero(movable)
     order = order[np.argsort(-extents.density(activations)[order], kind="stable")]
-    capacity = np.array([[_movable_budget(la, int(n)) for n in residents] for la in model.layers])
+    capacity = np.array(
+        [[sum(it.budget(int(n)) - it.edge_bytes for it in layer.layouts) for n in residents] for layer in model.layers]
+    )
     always = served[~movable].sum()
     of_layer = [order[extents.layer[order] == index] for index in range(len(capacity))]
     uniform = np.sum([_best(served, extents.nbytes, *pair) for pair in zip(of_layer, capacity, strict=True)], axis=0)
@@ -96,11 +201,6 @@ def hit_rate_curve(seen: RoutingCounts, model: ModelExperts) -> Curve | None:
         uniform=[_share(hits + always, total) for hits in uniform],
         pooled=[_share(hits + always, total) for hits in _best(served, extents.nbytes, order, capacity.sum(axis=0))],
     )
-
-
-def _movable_budget(layer: ExpertLayer, num_resident: int) -> int:
-    """VRAM that the movable extents of this many residents take."""
-    return sum(layout.budget(num_resident) - layout.edge_bytes for layout in layer.layouts)
 
 
 def _served(extents: Extents, activations_per_byte: np.ndarray) -> np.ndarray:

@@ -1,12 +1,14 @@
-"""Totals of where steps were served from: routed tokens on residents, bytes read or copied over PCIe, experts moved."""
+"""What the steps of one model counted, and where they were served from: residents, slots, host RAM over PCIe."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sglang_uvm_offload.expert_location import by_expert
 from sglang_uvm_offload.routing.counts import (
     ACTIVATIONS,
     SLOT_FILLS,
@@ -14,65 +16,118 @@ from sglang_uvm_offload.routing.counts import (
     SLOT_KEPT,
     SLOT_STREAMED,
     SLOT_TOKENS,
+    PendingCounts,
     Phase,
+    RoutingCounters,
     RoutingCounts,
 )
 
 if TYPE_CHECKING:
-    from sglang_uvm_offload.experts.layer import ExpertLayer
+    from sglang_uvm_offload.residency.model import ModelExperts
 
 
 class Ledger:
-    """Totals since the start over one model's layers. Arrays are ``int64[layers]``."""
+    """Totals since the start. Arrays are ``int64[layers]``.
 
-    def __init__(self, layers: Sequence[ExpertLayer], start: RoutingCounts):
-        self._layers = layers
-        self.counted = start
+    Before residents change, call ``poll``, or ``catch_up`` if that returns False: each step is then accounted for under the
+    residents that it had, however late its counts arrive. Steps that run during a move count for what is resident at the next
+    request."""
+
+    def __init__(self, counters: RoutingCounters, model: ModelExperts):
+        self._counters, self._model = counters, model
+        self.counted = counters.read()
         """The counts included in the totals."""
-        self.routed = np.zeros(len(layers), dtype=np.int64)
-        self.routed_resident = np.zeros(len(layers))
+        num_layers = len(model.layers)
+        self.routed = np.zeros(num_layers, dtype=np.int64)
+        self.routed_resident = np.zeros(num_layers)
         """Routed tokens, and those on residents or slots, whether steps read in place or stream. An expert that is in VRAM in
         part serves that part of each token."""
-        self.activated_bytes = np.zeros(len(layers), dtype=np.int64)
-        self.zero_copy_bytes = np.zeros(len(layers), dtype=np.int64)
+        self.activated_bytes = np.zeros(num_layers, dtype=np.int64)
+        self.zero_copy_bytes = np.zeros(num_layers, dtype=np.int64)
         """Bytes of placed experts that steps read in place, each expert once a step, and those of them that were in host RAM. A
         prefill may read them more often."""
-        self.streamed_bytes = np.zeros(len(layers), dtype=np.int64)
+        self.streamed_bytes = np.zeros(num_layers, dtype=np.int64)
         """Bytes of offloaded experts that were copied over the link for steps that stream, each byte once a step."""
-        self.activations = np.zeros(len(layers), dtype=np.int64)
-        self.activations_resident = np.zeros(len(layers))
+        self.activations = np.zeros(num_layers, dtype=np.int64)
+        self.activations_resident = np.zeros(num_layers)
         """Activations, in decode steps, of experts that can be offloaded, and those served from VRAM."""
-        self.slot_hits = np.zeros(len(layers), dtype=np.int64)
-        self.slot_fills = np.zeros(len(layers), dtype=np.int64)
-        self.slot_bypasses = np.zeros(len(layers), dtype=np.int64)
+        self.slot_hits = np.zeros(num_layers, dtype=np.int64)
+        self.slot_fills = np.zeros(num_layers, dtype=np.int64)
+        self.slot_bypasses = np.zeros(num_layers, dtype=np.int64)
         """With slots, the activations of experts that are offloaded, in whole or in part: those that a slot served, those that
         filled one, and those that were read in place."""
-        self.filled_bytes = np.zeros(len(layers), dtype=np.int64)
+        self.filled_bytes = np.zeros(num_layers, dtype=np.int64)
         """Bytes of offloaded experts that filled slots over the link."""
-        self.slot_kept = np.zeros(len(layers), dtype=np.int64)
+        self.slot_kept = np.zeros(num_layers, dtype=np.int64)
         """Experts that steps that streamed have left in slots."""
         self.moves = 0
         """Extents promoted."""
         self.moved_bytes = 0
         self.moving_seconds = 0.0
+        self._gathered: np.ndarray | int = 0
+        """What ``rearranged`` added to the device's counts."""
+        self._by_expert: np.ndarray | int = 0
+        """Up to the last rearrangement: int64 ``[layers, phase, kind, num_logical]``."""
+        self._rearranged_at: np.ndarray | int = 0
+        """The counts by place that followed it."""
+        self._request()
 
-    def account(self, counts: RoutingCounts, offloaded: np.ndarray) -> None:
-        """Add the counts since the last call, of steps that all ran with ``offloaded`` (``int64[layers, experts]``) bytes of
-        each expert in host RAM."""
+    def poll(self) -> bool:
+        """Account for the counts that have arrived, and request new ones, without waiting. False while the last request is in
+        flight."""
+        if not self.pending.ready():
+            return False
+        self._account()
+        self._request()
+        if self.pending.ready():
+            self._account()
+        return True
+
+    def catch_up(self) -> None:
+        """Account for all steps launched so far. Waits for the device."""
+        self._account()  # up to the last poll, after which residents may have changed
+        self._request()
+        self._account()
+
+    def counted_by_expert(self) -> RoutingCounts:
+        """``counted`` by the checkpoint's expert, however often SGLang has rearranged the places: each interval's counts by the
+        location of its time."""
+        new = by_expert(self.counted.counts - self._rearranged_at, self._model.locations, self._model.num_logical)
+        return RoutingCounts(self._by_expert + new, self.counted.steps)
+
+    def rearranged(self, own: RoutingCounts, counted: RoutingCounts) -> None:
+        """Experts lie elsewhere now. ``own``: what ``counted_by_expert`` returned before; ``counted``: what the counts by place
+        go on from. Call ``catch_up`` before."""
+        self._gathered = self._gathered + counted.counts - self.counted.counts
+        self._by_expert, self._rearranged_at = own.counts, counted.counts
+        self.counted = counted
+        self._request()
+
+    def add_streamed(self, layer: int, nbytes: int) -> None:
+        """``nbytes`` of the layer at index ``layer``, which has no slots, are copied into VRAM for a step. Call it on the
+        thread that launches steps, as all methods."""
+        self.streamed_bytes[layer] += nbytes
+
+    def _request(self) -> None:
+        self.pending: PendingCounts = self._counters.read_async()
+        if isinstance(self._gathered, np.ndarray):
+            self.pending = _Added(self.pending, self._gathered)
+        self._offloaded = self._model.offloaded_bytes()
+
+    def _account(self) -> None:
+        """Add what was counted up to the request, by steps that all ran with ``_offloaded`` bytes of each expert in host
+        RAM."""
+        counts, offloaded = self.pending.wait(), self._offloaded
         if counts.steps == self.counted.steps:
             return
         new = counts.since(self.counted)
         self.counted = counts
-        width = counts.counts.shape[-1]
-        routed, activations = new.routed(), new.activations()
-        expert_bytes = np.array([layer.expert_bytes for layer in self._layers], dtype=np.int64)
-        share = resident_share(offloaded, expert_bytes)
+        routed, activations, share = new.routed(), new.activations(), self._model.share_in_vram(offloaded)
         self.routed += routed.sum(axis=1)
         self.routed_resident += (routed * share).sum(axis=1)
-        self.activated_bytes += activations.sum(axis=1) * expert_bytes
+        self.activated_bytes += activations.sum(axis=1) * self._model.expert_bytes
         self.zero_copy_bytes += (activations * offloaded).sum(axis=1)
-        offloadable = ~stack([layer.always_resident for layer in self._layers], width) & (expert_bytes > 0)[:, None]
-        decode = new.counts[:, Phase.DECODE, ACTIVATIONS] * offloadable
+        decode = new.counts[:, Phase.DECODE, ACTIVATIONS] * self._model.candidates()
         self.activations += decode.sum(axis=1)
         self.activations_resident += (decode * share).sum(axis=1)
         if new.slots is not None:
@@ -92,11 +147,6 @@ class Ledger:
         self.slot_kept += slots[:, :, SLOT_KEPT].sum(axis=(1, 2))
         self.streamed_bytes += (slots[:, :, SLOT_STREAMED].sum(axis=1) * offloaded).sum(axis=1)
 
-    def add_streamed(self, layer: int, nbytes: int) -> None:
-        """``nbytes`` of the layer at index ``layer``, which has no slots, are copied into VRAM for a step. Call it on the
-        thread that launches steps, as ``account``."""
-        self.streamed_bytes[layer] += nbytes
-
     @property
     def steps(self) -> int:
         """Steps included in the totals."""
@@ -108,11 +158,6 @@ class Ledger:
         return int(self.routed.sum()), float(self.routed_resident.sum())
 
     @property
-    def hit_rate(self) -> float | None:
-        """The share of routed tokens on residents, None before the first."""
-        return hit_rate_of([self])
-
-    @property
     def byte_hit_rate(self) -> float | None:
         """The share of the bytes of activated experts that were in VRAM, None before the first."""
         used, missed = int(self.activated_bytes.sum()), int(self.zero_copy_bytes.sum() + self.filled_bytes.sum())
@@ -120,20 +165,20 @@ class Ledger:
 
 
 def hit_rate_of(ledgers: Sequence[Ledger]) -> float | None:
-    """The share of routed tokens on residents, over all of ``ledgers``; None before the first."""
-    routed = sum(int(ledger.routed.sum()) for ledger in ledgers)
-    return float(sum(ledger.routed_resident.sum() for ledger in ledgers)) / routed if routed else None
+    """The share of routed tokens on residents or slots, over all of ``ledgers``; None before the first."""
+    routed, resident = map(sum, zip((0, 0.0), *(ledger.totals_routed for ledger in ledgers), strict=True))
+    return resident / routed if routed else None
 
 
-def resident_share(offloaded: np.ndarray, expert_bytes: np.ndarray) -> np.ndarray:
-    """float ``[layers, experts]``: the share of each expert's bytes in VRAM, where ``offloaded`` of the layer's
-    ``expert_bytes`` are not; 1 without placed bytes."""
-    return 1.0 - offloaded / np.maximum(expert_bytes, 1)[:, None]
+class _Added:
+    """Pending counts, with ``added`` to each."""
 
+    def __init__(self, pending: PendingCounts, added: np.ndarray):
+        self._pending, self._added = pending, added
 
-def stack(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
-    """``[layers, width]`` of rows of up to ``width`` experts, 0 or False beyond a layer's own."""
-    out = np.zeros((len(rows), width), dtype=rows[0].dtype if rows else bool)
-    for padded, row in zip(out, rows, strict=True):
-        padded[: row.size] = row
-    return out
+    def ready(self) -> bool:
+        return self._pending.ready()
+
+    def wait(self) -> RoutingCounts:
+        arrived = self._pending.wait()
+        return dataclasses.replace(arrived, counts=arrived.counts + self._added)

@@ -1,35 +1,26 @@
-"""One rank's experts while it serves: adds layers at load, reads routing counts between steps, and changes residents."""
+"""One rank's experts while it serves: places layers at load, reads routing counts between steps, and changes residents."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from enum import Enum, auto
 
 from sglang_uvm_offload.config import Settings
 from sglang_uvm_offload.experts.layer import ExpertLayer
-from sglang_uvm_offload.flags import flag_name
-from sglang_uvm_offload.layer_shard import LayerShard
+from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.link import LinkStatus
 from sglang_uvm_offload.memory.protocol import Memory
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
-from sglang_uvm_offload.residency.choosing import Chooser
-from sglang_uvm_offload.residency.drafts import Drafts
 from sglang_uvm_offload.residency.evictions import Evictions
 from sglang_uvm_offload.residency.history import History
 from sglang_uvm_offload.residency.ledger import Ledger
-from sglang_uvm_offload.residency.loading import Loading
-from sglang_uvm_offload.residency.logical_counts import LogicalCounts
 from sglang_uvm_offload.residency.model import ModelExperts
-from sglang_uvm_offload.residency.mover import Mover
-from sglang_uvm_offload.residency.observer import Observer
-from sglang_uvm_offload.residency.placement import InitialPlacement
-from sglang_uvm_offload.residency.residents import BroadcastDecision, Residents
-from sglang_uvm_offload.residency.sleep import Sleep
-from sglang_uvm_offload.residency.stage import Stage
-from sglang_uvm_offload.residency.worker import STUCK_SECONDS, Worker
+from sglang_uvm_offload.residency.mover import STUCK_SECONDS, Mover, layer_bar
+from sglang_uvm_offload.residency.placement import EVERYTHING, InitialPlacement
+from sglang_uvm_offload.residency.residents import BroadcastDecision, Residents, TargetResidents
 from sglang_uvm_offload.routing.counts import Phase, RoutingCounters, RoutingCounts
 
 logger = logging.getLogger(__name__)
@@ -43,8 +34,25 @@ MakeCounters = Callable[[int, int], RoutingCounters]
 """(layers, experts a layer) -> counters on the device that computes."""
 
 
+class Stage(Enum):
+    """What may change the target's residents. It is the same on all ranks that share experts; a fault is known to its own rank
+    alone, so it is no stage."""
+
+    WARM_UP = auto()
+    """They are chosen once enough tokens were counted."""
+    FOLLOW = auto()
+    """They follow the traffic."""
+    STAY = auto()
+    """They stay until an operator has them chosen."""
+    PAUSED = auto()
+    """An operator has them stay."""
+    ASLEEP = auto()
+    """The server has given up its VRAM."""
+
+
 class OffloadManager:
-    """All methods run on the thread that launches the model's forward steps, but for what moves, which runs on ``executor``."""
+    """All methods run on the thread that launches the model's forward steps, but for what moves, which runs on ``executor``.
+    Every rank that holds a shard of the same experts must call a method that may change residents before the same step."""
 
     def __init__(
         self,
@@ -63,12 +71,13 @@ class OffloadManager:
         self.config = config
         self.memory = memory
         self.clock = clock
-        self.mover = Mover(memory, progress)
-        self.worker = Worker(executor)
+        self.mover = Mover(memory, progress, executor)
         self.progress = progress
         self.evictions = Evictions(memory, config.headroom_gb)
-        self.drafts = Drafts()
-        """The draft models with offloaded experts, once the server serves."""
+        self.models: list[ModelExperts] = []
+        self.drafts: list[Residents] = []
+        """Those of draft models with offloaded experts, once the server serves; multi-layer speculation loads a model for each
+        layer."""
         self.link: LinkStatus | None = None
         """As measured when the target model was loaded, before ``finish_model``; None where it was not."""
         self.tokens = 0
@@ -76,94 +85,86 @@ class OffloadManager:
         self.paused = False
         """Whether an operator has residents stay where they are."""
         self._make_counters = make_counters
-        self._decider = decider
+        self._decider = decider or self.mover.executor
         self._broadcast_decision = broadcast_decision
-        self._loading = Loading(config, memory, progress)
-        self._sleep = Sleep(memory, self.mover)
+        self._drafts_due_at: int | None = None
+        """Of how many tokens the drafts' residents are chosen; None: not again."""
         self._poll_at = self._check_at = 0.0
-        # The following are set once the target model is loaded.
-        self.observer: Observer
-        """Accounts for its steps."""
+        self.placement: InitialPlacement
+        """Of the target, once it is placed."""
+        # The following are set once the target is loaded.
+        self.ledger: Ledger
+        """Totals of the target's steps."""
         self.history: History
-        """The ledger's totals over time."""
-        self.logical: LogicalCounts
-        """The counts by the checkpoint's expert."""
-        self.residents: Residents
-        self.chooser: Chooser
-
-    @property
-    def models(self) -> list[ModelExperts]:
-        return self._loading.models
+        """These over time."""
+        self.residents: TargetResidents
 
     @property
     def target(self) -> ModelExperts:
         return next(model for model in self.models if not model.draft)
 
     @property
-    def placement(self) -> InitialPlacement:
-        """Of the target model at load."""
-        return self._loading.placement
-
-    @property
-    def ledger(self) -> Ledger:
-        """Totals of the target model's steps."""
-        return self.observer.ledger
-
-    @property
     def fault(self) -> str | None:
         """Why residents no longer change on this rank, None while they may."""
-        return self.worker.fault or self.mover.fault  # the mover's alone if it failed for ``sleep`` or ``wake``
+        return self.mover.fault
 
     @property
     def stage(self) -> Stage:
-        if self._sleep.asleep:
+        if self.mover.asleep:
             return Stage.ASLEEP
         if self.paused:
             return Stage.PAUSED
-        if not self.chooser.warm:
+        if not self.residents.warm:
             return Stage.WARM_UP
         return Stage.FOLLOW if self.config.adapt == "continuous" else Stage.STAY
 
     # Loading
 
-    def begin_model(self, draft: bool, placement: InitialPlacement | None = None) -> ModelExperts:
-        """Call it before a model is built. ``placement`` chooses the target model's first residents; the default has no profile
-        and is for the first pipeline stage."""
-        return self._loading.begin(draft, placement)
-
-    def reserve_model(self, draft: bool, most_slots: int | None = 0) -> ModelExperts:
-        """In place of ``begin_model``: the experts of the layers that are added are address space, until ``place_model``.
-        ``most_slots``: of a layer, over all ranks that share it; None for as many as experts."""
-        return self._loading.reserve(draft, most_slots)
+    def begin_model(self, draft: bool, most_slots: int | None = 0) -> ModelExperts:
+        """Call it before a model is built. ``most_slots``: of a layer, over all ranks that share it; None for as many as
+        experts."""
+        self.models.append(ModelExperts(draft, most_slots))
+        return self.models[-1]
 
     def place_model(self, model: ModelExperts, placement: InitialPlacement | None = None) -> None:
         """The experts of a built model get their pages, before its first weight is read. ``placement``: of the target, None
         for a draft model."""
-        self._loading.place(model, placement)
-
-    def correct(self, num_resident: int) -> None:
-        """Move to another number of residents, once the target is loaded and before any step runs."""
-        self.mover.move(self._loading.replace(num_resident), show=True)
-        self.residents.begin_anew()
-
-    def add_layer(self, model: ModelExperts, shard: LayerShard) -> ExpertLayer:
-        """Call it for each MoE layer of the model that is being built, in their order."""
-        return self._loading.add_layer(model, shard)
+        if placement is None:
+            placement = self.placement.of_draft()
+        else:
+            self.placement = placement
+        shards = [layer.shard for layer in model.layers]
+        chosen = [EVERYTHING] * len(shards) if placement is None else placement.of_layers(shards)
+        with layer_bar("Placing experts", len(shards), self.progress()) as bar:
+            for layer, of_layer in zip(model.layers, chosen, strict=True):
+                layer.place(of_layer.choose, of_layer.kept, of_layer.slots)
+                bar.update()
 
     def finish_model(self, model: ModelExperts, may_be_empty: bool = False) -> None:
         """The model is loaded: make its counters. Raises ``FlagError`` if it has nothing to offload, unless it ``may_be_empty``
         (a pipeline stage can hold dense layers only)."""
-        self._loading.end(model, may_be_empty)
-        model.counters = self._make_counters(len(model.layers), model.width)
+        layers = model.layers
+        if not (model.draft or any(layer.tensors for layer in layers) or (may_be_empty and not layers)):
+            found = "no MoE layer" if not layers else f"{len(layers)} MoE layers, none with experts large enough to place"
+            raise FlagError([f"{flag_name('num_resident')} {self.placement.config.num_resident}: the model has {found}"])
+        model.counters = self._make_counters(len(layers), model.width)
         if model.draft:
             return
-        self.observer = Observer(model.counters, model)
+        self.ledger = Ledger(model.counters, model)
         self.history = History(self.ledger, self.clock)
-        self.logical = LogicalCounts(model)
-        self.residents = Residents(model, self.mover, self.worker, self.ledger, self._broadcast_decision)
-        self.chooser = Chooser(self.config, model, self.residents, self.worker, self.placement.profile)
+        self.residents = TargetResidents(
+            model, self.ledger, self.mover, self._broadcast_decision, self.config, self.placement.profile
+        )
         if self.config.adapt == "continuous":
             self.follow_traffic()
+
+    def correct(self, num_resident: int) -> None:
+        """Move to another number of residents, once the target is loaded and before any step runs."""
+        self.placement, layers = self.placement.with_residents(num_resident), self.target.layers
+        chosen = self.placement.of_layers([layer.shard for layer in layers])
+        wanted = [(layer, layer.replace(of_layer.choose)) for layer, of_layer in zip(layers, chosen, strict=True)]
+        self.mover.move(wanted, show=True)
+        self.residents.begin_anew()
 
     def follow_traffic(self, *counted: RoutingCounts) -> None:
         """Continuous adaptation from here on, which has seen the profile and then ``counted``."""
@@ -175,20 +176,24 @@ class OffloadManager:
             coactivation=self.config.coactivation,
             link=None if self.link is None else self.link.measured.together,
             clock=self.clock,
-            executor=self._decider or self.worker.executor,
+            executor=self._decider,
         )
 
     # Serving
 
     def begin_serving(self) -> None:
         """All models are loaded, and their graphs captured: what a step uses counts from here on."""
-        self.drafts.begin(self.models)
+        for model in self.models:
+            if model.draft and model.counters is not None and model.offloaded_bytes().any():
+                ledger = Ledger(model.counters, model)
+                self.drafts.append(Residents(model, ledger, self.mover, self._broadcast_decision))
+                self.drafts[-1].chosen_at = ledger.counted
         number = self.config.draft_num_resident
-        if number is not None and any(model.draft for model in self.models) and not self.drafts.any:
+        if number is not None and any(model.draft for model in self.models) and not self.drafts:
             logger.warning(
                 "Expert offload: %s %d: the draft model has nothing to offload", flag_name("draft_num_resident"), number
             )
-        self.drafts.due_at = self.config.warmup_tokens if self.config.residents_change else None
+        self._drafts_due_at = self.config.warmup_tokens if self.config.residents_change else None
 
     def begin_step(self, model: ModelExperts, valid_rows: int, tokens: int, phase: Phase, *, streams: bool = False) -> None:
         """Call it before each forward step of ``model`` is launched. The first ``valid_rows`` rows of its batch are tokens (0:
@@ -205,11 +210,11 @@ class OffloadManager:
     def _change_residents(self, tokens: int) -> None:
         """What is due before a step of ``tokens``."""
         stage = self.stage
-        if stage is Stage.WARM_UP and self.tokens - self.chooser.chosen_at[1] >= self.config.warmup_tokens:
-            self.reselect()
+        if stage is Stage.WARM_UP and self.tokens - self.residents.tokens_at_choice >= self.config.warmup_tokens:
+            self.residents.after_warmup(self.tokens)
         elif self.config.adapt == "continuous" and tokens and self.steps % INTERVAL_STEPS == 0:
-            self.adapt()
-        if stage is not Stage.PAUSED and self.drafts.due(self.tokens):
+            self.residents.adapt(may_move=stage is Stage.FOLLOW)
+        if stage is not Stage.PAUSED and self._drafts_due_at is not None and self.tokens >= self._drafts_due_at:
             self._choose_for_drafts()
 
     def end_step(self, model: ModelExperts) -> None:
@@ -217,55 +222,38 @@ class OffloadManager:
         if model.counters is not None:
             model.counters.begin_step(0, Phase.DECODE)
 
-    def reselect(self) -> None:
-        """The warm-up is over: choose the residents from its routing, and start to move what changed."""
-        self.chooser.after_warmup(self.routing(wait=True), self.tokens)
-
-    def adapt(self) -> None:
-        """Poll the counts, and start the moves that were decided on the steps before the last poll. It waits for no step and no
-        move: both go on together. Every rank that holds a shard of the same experts must call it before the same step."""
-        polled = self.observer.poll()
-        after = self.residents.adapt()
-        if after is not None:
-            if not polled:
-                self.observer.catch_up()
-            self.residents.move_to(after)
-        self.residents.decide_next(self.observer.pending, may_move=self.stage is Stage.FOLLOW)
-
     def _choose_for_drafts(self) -> None:
-        for move in self.drafts.choose(self.residents.broadcast_decision):
-            self.worker.submit_move(functools.partial(move.make, self.mover))
+        self._drafts_due_at = None
+        for residents in self.drafts:
+            residents.choose(self.tokens)
 
     def weights_updated(self) -> None:
-        """The weights are others from now on: residents that a warm-up chose are chosen anew after another one. Every rank that
-        holds a shard of the same experts must call it before the same step."""
+        """The weights are others from now on: residents that a warm-up chose are chosen anew after another one."""
         if self.config.resident_selection == "frequency" and self.config.adapt == "warmup":
-            self.chooser.warm_up_again(self.routing(wait=True), self.tokens)
+            self.residents.warm_up_again(self.tokens)
         if self.config.residents_change:
-            self.drafts.due_at = self.tokens + self.config.warmup_tokens
+            self._drafts_due_at = self.tokens + self.config.warmup_tokens
 
     def wait_for_moves(self) -> None:
         """Wait for the moves and checks under way, before code that may replace tensors. Raises ``TimeoutError`` if any
         hangs."""
-        self.worker.wait()
+        self.mover.wait()
 
     # Operating
 
     def readvise(self) -> None:
-        """Choose the residents for an operator: now, from the routing since they were last chosen so. Without a token since,
-        nothing changes."""
+        """Choose the residents for an operator: now, from the routing since they were last chosen so, and whatever a profile
+        says. It ends the warm-up. Without a token since, nothing changes."""
         if self.stage is Stage.ASLEEP:
             logger.info("Expert offload: the server has given up its memory; residents are not chosen now")
-            return
-        if self.tokens == self.chooser.chosen_at[1]:
+        elif self.tokens == self.residents.tokens_at_choice:
             logger.info("Expert offload: no token since residents were last chosen; they stay")
-            return
-        self.chooser.on_demand(self.routing(wait=True), self.tokens)
-        self._choose_for_drafts()
+        else:
+            self.residents.choose(self.tokens)
+            self._choose_for_drafts()
 
     def pause(self) -> None:
-        """Residents stay where they are until ``resume``; counting and the forecast go on, and so does a move under way. Every
-        rank that holds a shard of the same experts must call it before the same step."""
+        """Residents stay where they are until ``resume``; counting and the forecast go on, and so does a move under way."""
         self.paused = True
         self.residents.drop_decision()
 
@@ -277,11 +265,11 @@ class OffloadManager:
         """All experts leave VRAM, draft models' too, until ``wake``. Call it while no step runs."""
         self.residents.drop_decision()
         self.wait_for_moves()
-        self._sleep.begin(self._layers())
+        self.mover.sleep(self._layers())
 
     def wake(self) -> None:
         """The experts come back to VRAM where they were. Call it before the next step."""
-        self._sleep.end()
+        self.mover.wake()
 
     # Accounting
 
@@ -289,7 +277,7 @@ class OffloadManager:
         """Update the ledger with the counts that have arrived, without waiting. Continuous adaptation polls before every step,
         so no request is made here: it would still be in flight at the next of those polls."""
         if self.config.adapt != "continuous":
-            self.observer.poll()
+            self.ledger.poll()
         self.history.add(self.tokens)
 
     def poll_if_due(self) -> None:
@@ -301,15 +289,15 @@ class OffloadManager:
             self.poll()
         if now < self._check_at:
             return
-        if not self.worker.checking:
+        if not self.mover.checking:
             self.check_for_evictions()
         elif now >= self._check_at + STUCK_SECONDS and self.fault is None:
-            self.worker.stop("moving experts", TimeoutError(f"a call to the driver has not returned in {STUCK_SECONDS:g} s"))
+            self.mover.stop("moving experts", TimeoutError(f"a call to the driver has not returned in {STUCK_SECONDS:g} s"))
 
     def check_for_evictions(self) -> None:
         """Begin a check, alongside the steps."""
         self._check_at = self.clock() + CHECK_SECONDS
-        self.worker.submit_check(self.evictions.check, self._layers())
+        self.mover.submit_check(self.evictions.check, self._layers())
 
     def _layers(self) -> list[ExpertLayer]:
         return [layer for model in self.models for layer in model.layers]
@@ -317,17 +305,13 @@ class OffloadManager:
     def poll_when_idle(self) -> None:
         """``poll`` until the last step before the idle time is in the ledger."""
         if self.ledger.steps < self.steps:
-            self.observer.poll()
+            self.ledger.poll()
             self.history.add(self.tokens)
 
-    def routing(self, wait: bool) -> RoutingCounts:
-        """The target model's routing counts, slightly stale; with ``wait``, up to the last step."""
+    def routing_by_expert(self, wait: bool) -> RoutingCounts:
+        """The target's counts by the checkpoint's expert, slightly stale; with ``wait``, up to the last step."""
         if wait:
-            self.observer.catch_up()
+            self.ledger.catch_up()
         elif self.ledger.steps < self.steps:
             self.poll()
-        return self.ledger.counted
-
-    def logical_routing(self, wait: bool) -> RoutingCounts:
-        """``routing`` by the checkpoint's expert: ``[layers, phase, kind, num_logical]``."""
-        return self.logical.of(self.routing(wait))
+        return self.ledger.counted_by_expert()

@@ -10,10 +10,12 @@ import numpy as np
 
 from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import ExpertLayout
+from sglang_uvm_offload.memory.protocol import Memory
+from sglang_uvm_offload.policy import ranking
 from sglang_uvm_offload.policy.extents import Extents
-from sglang_uvm_offload.residency.ledger import resident_share, stack
-from sglang_uvm_offload.routing.counts import RoutingCounters
+from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, RoutingCounters, RoutingCounts
 
 
 @dataclass(eq=False)
@@ -21,12 +23,25 @@ class ModelExperts:
     """A draft model's experts are counted apart from the target's."""
 
     draft: bool
+    most_slots: int | None = 0
+    """Of a layer, over all ranks that share it; None for as many as experts. Only the target gets any."""
     layers: list[ExpertLayer] = field(default_factory=list)
-    num_experts: int = 0
-    """The most places for routed experts of any layer, over all ranks that share it."""
     counters: RoutingCounters | None = None
     _layouts: list[tuple[ExpertLayout, ...]] = field(default_factory=list)
     _extents: Extents | None = None
+
+    def add_layer(self, memory: Memory, shard: LayerShard) -> ExpertLayer:
+        """Call it for each MoE layer while the model is built, in their order. Its experts are address space until they are
+        placed."""
+        most = 0 if self.draft else shard.routed if self.most_slots is None else shard.share_of(self.most_slots)
+        layer = ExpertLayer(memory, shard, reserved_slots=most)
+        self.layers.append(layer)
+        return layer
+
+    @property
+    def num_places(self) -> int:
+        """The most places for routed experts of any layer, over all ranks that share it."""
+        return max((layer.shard.num_places for layer in self.layers), default=0)
 
     @property
     def num_logical(self) -> int:
@@ -43,6 +58,11 @@ class ModelExperts:
         return max((layer.num_experts for layer in self.layers), default=1)
 
     @property
+    def expert_bytes(self) -> np.ndarray:
+        """``int64[layers]``: the bytes of one expert in managed memory."""
+        return np.array([layer.expert_bytes for layer in self.layers], dtype=np.int64)
+
+    @property
     def extents(self) -> Extents:
         """Those of all layers. Another object if the layers' tensors were replaced by others (an update of the weights)."""
         layouts = [layer.layouts for layer in self.layers]
@@ -56,27 +76,56 @@ class ModelExperts:
 
     def offloaded_bytes(self) -> np.ndarray:
         """``int64[layers, width]``: the bytes of each expert that a step which activates it reads over PCIe."""
-        return stack([layer.offloaded_bytes_by_expert for layer in self.layers], self.width)
+        return self._stacked([layer.offloaded_bytes_by_expert for layer in self.layers])
 
-    def resident_share(self, resident: np.ndarray) -> np.ndarray:
-        """float ``[layers, width]``: the share of each expert's bytes in ``resident`` (``bool[extents]``)."""
-        expert_bytes = np.array([layer.expert_bytes for layer in self.layers], dtype=np.int64)
-        return resident_share(self.extents.bytes_by_expert(~resident), expert_bytes)
+    def share_in_vram(self, offloaded: np.ndarray) -> np.ndarray:
+        """float ``[layers, width]``: the share of each expert's bytes in VRAM, where ``offloaded`` of them are not; 1 without
+        placed bytes."""
+        return 1.0 - offloaded / np.maximum(self.expert_bytes, 1)[:, None]
 
     def movable(self) -> np.ndarray:
         """``bool[extents]``: those without a byte of a slot, or of an expert that stays in VRAM."""
-        kept = self.extents.holding(stack([layer.kept for layer in self.layers], self.width))
+        kept = self.extents.holding(self._stacked([layer.kept for layer in self.layers]))
         edges = (layout.edge for layer in self.layers for layout in layer.layouts)
         return ~(kept | np.concatenate([np.zeros(0, dtype=bool), *edges]))
 
     def candidates(self) -> np.ndarray:
         """``bool[layers, width]``: the experts that can be offloaded."""
-        return stack([~layer.always_resident & bool(layer.tensors) for layer in self.layers], self.width)
+        return self._stacked([~layer.always_resident & bool(layer.tensors) for layer in self.layers])
 
     def by_layer(self, extents: np.ndarray) -> list[tuple[ExpertLayer, np.ndarray]]:
         """Each layer with its part of ``bool[extents]``."""
         ends = np.searchsorted(self.extents.layer, np.arange(1, len(self.layers)))
         return list(zip(self.layers, np.split(extents, ends), strict=True)) if self.layers else []
+
+    def best_residents(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
+        """``bool[extents]``: those that should serve the most activations, in each layer as many bytes as ``resident``
+        takes."""
+        movable = self.movable()
+        capacity = self.extents.bytes_by_layer(resident & movable)
+        return hottest(seen, self.extents, capacity, resident, movable) | (resident & ~movable)
+
+    def hit_rate(self, seen: RoutingCounts, resident: np.ndarray) -> float:
+        """The share of ``seen`` routed tokens that ``resident`` (``bool[extents]``) serves from VRAM; 0 without any."""
+        routed = seen.routed()
+        served = routed * self.share_in_vram(self.extents.bytes_by_expert(~resident))
+        return float(served.sum() / total) if (total := routed.sum()) else 0.0
+
+    def _stacked(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """``[layers, width]``: 0 or False beyond a layer's own experts."""
+        out = np.zeros((len(rows), self.width), dtype=rows[0].dtype if rows else bool)
+        for padded, row in zip(out, rows, strict=True):
+            padded[: row.size] = row
+        return out
+
+
+def hottest(
+    seen: RoutingCounts, extents: Extents, capacity: np.ndarray, resident: np.ndarray, movable: np.ndarray
+) -> np.ndarray:
+    """``bool[extents]``: the movable ones that should serve the most activations, ``capacity`` bytes (int64 ``[layers]``) in
+    each layer. Ties prefer the ``resident`` ones."""
+    scores = ranking.score(seen.counts[:, Phase.DECODE, ACTIVATIONS], seen.steps[1], seen.counts[:, Phase.PREFILL, ROUTED])
+    return ranking.best(extents, extents.density(scores), capacity, resident, movable)
 
 
 def extents_of(layouts: Sequence[Sequence[ExpertLayout]], width: int) -> Extents:

@@ -1,40 +1,104 @@
-"""Moving extents between VRAM and host RAM. A fault ends moving; serving goes on."""
+"""Moving extents between VRAM and host RAM, alongside the steps. A fault ends moving; serving goes on."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, wait
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from sglang_uvm_offload.experts.layer import ExpertLayer, check_host_ram
-from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory, Span
+from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Memory, Span
 from sglang_uvm_offload.units import size
 
 logger = logging.getLogger(__name__)
+
+STUCK_SECONDS = 600.0
+"""Background work that takes longer counts as hung."""
 
 LayerExtents = tuple[ExpertLayer, np.ndarray]
 """A layer, and ``bool[extents]`` of it."""
 
 
 class Mover:
-    """Moves the layers of one rank to new residents. One thread at a time may use it."""
+    """Moves the layers of one rank to new residents. One thread at a time may use ``move``, ``sleep`` and ``wake``."""
 
-    def __init__(self, memory: Memory, progress: Callable[[], bool]):
-        """``progress``: whether this rank shows a progress bar."""
-        self.memory = memory
-        self.progress = progress
-        self.fault: str | None = None
-        """Why moving stopped, None while it works."""
+    def __init__(self, memory: Memory, progress: Callable[[], bool], executor: Executor | None):
+        """``progress``: whether this rank shows a progress bar. ``executor`` runs one task after the other; None: on the
+        calling thread."""
+        self.memory, self.progress = memory, progress
+        self.executor = executor or ThisThread()
+        self.failure: str | None = None
+        """Why a move failed, after which nothing moves any more; None while moving works."""
+        self._stopped: str | None = None
+        """Why residents stay where they are, though they could move."""
+        self._moving: Future[None] | None = None
+        """The last move, which may be under way."""
+        self._checking: Future[None] | None = None
+        self._awake: list[LayerExtents] | None = None
+        """What was resident before ``sleep``, None while awake."""
+
+    @property
+    def fault(self) -> str | None:
+        """Why residents no longer change on this rank, None while they may. Peers do not know it."""
+        return self._stopped or self.failure
+
+    def stop(self, what: str, error: BaseException) -> None:
+        """Residents stay where they are from now on, because ``what`` failed."""
+        self._stopped = f"{what} failed: {type(error).__name__}: {error}"
+        logger.error(
+            "Expert offload: adapting stopped: %s. Serving goes on with the current residents; outputs are not affected.",
+            self._stopped,
+            exc_info=error,
+        )
+
+    # Alongside the steps
+
+    def submit(self, move: Callable[[], object]) -> None:
+        """Run ``move`` after what was submitted before. It changes where steps read the experts' bytes, not the bytes."""
+
+        def guarded() -> None:
+            try:
+                move()
+            except (Exception, SystemExit) as error:  # noqa: BLE001 -- logged with its trace and shown as the fault
+                # Nobody reads a move's result, so an error would be lost here. Steps are right wherever the bytes are; a GPU
+                # error recurs at the next kernel and ends the process there.
+                self.stop("moving experts", error)
+
+        self._moving = self.executor.submit(guarded)
+
+    def submit_check(self, check: Callable[..., None], *args: Any) -> None:
+        """Run ``check``, which raises nothing, after what was submitted before."""
+        self._checking = self.executor.submit(check, *args)
+
+    @property
+    def moving(self) -> bool:
+        """Whether a move is under way."""
+        return self._moving is not None and not self._moving.done()
+
+    @property
+    def checking(self) -> bool:
+        """Whether a check for evictions is under way."""
+        return self._checking is not None and not self._checking.done()
+
+    def wait(self) -> None:
+        """Wait for the work under way. Raises ``TimeoutError`` if it hangs."""
+        tasks = [task for task in (self._moving, self._checking) if task is not None]
+        if wait(tasks, STUCK_SECONDS).not_done:
+            raise TimeoutError(f"moves of experts have not ended in {STUCK_SECONDS:g} s; start the server anew")
+
+    # On the calling thread
 
     def move(self, wanted: Sequence[LayerExtents], show: bool, *, check_vram: bool = True) -> int:
         """Make ``wanted`` resident in each layer, and return when it is. Demotes before promoting, so that never more is
         resident than before: layer by layer where each layer's promotions fit in its own demotions, else all demotions first.
         Demotions that host RAM has no room for, and promotions that VRAM has none for, end moving. Returns the bytes moved.
         ``show``: whether a progress bar may be shown. ``check_vram``: whether promotions need VRAM that shows as free."""
-        if self.fault is not None:
+        if self.failure is not None:
             return 0
         moved = 0
         pairs = [(layer, after) for layer, after in wanted if (layer.resident_extents() != after).any()]
@@ -47,11 +111,12 @@ class Mover:
                 self._check_vram(pairs)
             for layer, after in order:
                 # Other ranks take host RAM at the same time, so each layer is checked by itself.
-                check_host_ram(self.memory, "demote", _named(layer), layer.host_bytes_to_demote(after))
+                name = f"the experts of MoE layer {layer.layer_id}"
+                check_host_ram(self.memory, "demote", name, layer.host_bytes_to_demote(after))
                 moved += layer.demote(after) + layer.promote(after)
                 bar.update()
-        except ManagedMemoryError as fault:
-            self._stop(fault, [layer for layer, _ in pairs])
+        except ManagedMemoryError as failure:
+            self._fail(failure, [layer for layer, _ in pairs])
         bar.close()
         return moved
 
@@ -63,12 +128,12 @@ class Mover:
             reason = f"residents would grow by {size(needed)}, and {size(free)} of VRAM is free"
             raise ManagedMemoryError("promote", "the experts", Span(0, needed), reason)
 
-    def _stop(self, fault: ManagedMemoryError, layers: Sequence[ExpertLayer]) -> None:
+    def _fail(self, failure: ManagedMemoryError, layers: Sequence[ExpertLayer]) -> None:
         """Keep serving with the experts where they are; ``layers`` may have moved in part."""
-        self.fault = str(fault)
+        self.failure = str(failure)
         logger.error(
             "Expert offload: moving experts stopped: %s",
-            fault.with_outlook(
+            failure.with_outlook(
                 "Serving goes on with the experts where they are; outputs are not affected, decoding may be slower."
             ),
         )
@@ -78,8 +143,75 @@ class Mover:
         except ManagedMemoryError as error:
             logger.warning("Expert offload: what was on its way counts as offloaded, wherever it is now: %s", error)
 
+    # A server that gives up its VRAM
 
-def layer_bar(what: str, total: int | None, show: bool) -> tqdm:
+    @property
+    def asleep(self) -> bool:
+        return self._awake is not None
+
+    def sleep(self, layers: Sequence[ExpertLayer]) -> None:
+        """Move all experts and slots of ``layers`` out of VRAM, at the addresses that captured graphs have. Host RAM holds all
+        of them meanwhile; where it has no room, they stay in VRAM. Call it while no step and no move is under way."""
+        if self._awake is not None:
+            return
+        self._awake = [(layer, layer.resident_extents()) for layer in layers]
+        nothing = [(layer, np.zeros_like(resident)) for layer, resident in self._awake]
+        edges = sum(layout.edge_bytes for layer in layers for layout in layer.layouts)
+        needed = edges + sum(layer.host_bytes_to_demote(none) + layer.slot_bytes for layer, none in nothing)
+        try:
+            check_host_ram(self.memory, "demote", "the experts", needed)
+            moved = self.move(nothing, show=False)
+            if self.failure is not None:  # other ranks take host RAM at the same time, so also in the midst of it
+                raise ManagedMemoryError("demote", "the experts", Span(0, needed), self.failure)
+            for layer in layers:
+                layer.place_slots(Location.HOST)
+        except ManagedMemoryError as failure:
+            logger.error("Expert offload: experts stay in VRAM, also while the server gives up its memory: %s", failure)
+            self._bring_back(self._awake)
+        else:
+            logger.info("Expert offload: %s of experts have left VRAM, until the server resumes", size(moved))
+
+    def _bring_back(self, before: Sequence[LayerExtents]) -> None:
+        """At once what has left: after a failure ``wake`` would not."""
+        try:
+            for layer, extents in before:
+                layer.place_slots(Location.DEVICE)
+                layer.promote(extents)
+        except ManagedMemoryError as failure:
+            logger.error(
+                "Expert offload: some experts have left VRAM and do not come back: %s. Decoding may be slower.", failure
+            )
+
+    def wake(self) -> None:
+        """Bring back what ``sleep`` moved. Where VRAM has no room, the experts stay in host RAM, and steps read them there."""
+        before, self._awake = self._awake, None
+        if before is None:
+            return
+        try:
+            for layer, _ in before:
+                layer.place_slots(Location.DEVICE)
+        except ManagedMemoryError as failure:
+            logger.error("Expert offload: slots stay in host RAM: %s. Serving goes on; decoding may be slower.", failure)
+        # New weights may have come in tensors of other extents, which were placed when they were made.
+        back = [(layer, extents) for layer, extents in before if extents.shape == layer.resident_extents().shape]
+        # The driver may still hold the VRAM that they left, which then shows as taken.
+        moved = self.move(back, show=False, check_vram=False)
+        logger.info("Expert offload: %s of experts are back in VRAM", size(moved))
+
+
+class ThisThread(Executor):
+    """Runs each task when it is submitted, on the calling thread."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 -- kept, as by any executor, for ``Future.result``, which raises it
+            done.set_exception(error)
+        return done
+
+
+def layer_bar(what: str, total: int, show: bool) -> tqdm:
     """A progress bar over layers."""
     return tqdm(desc=what, total=total, unit="layer", disable=not show, leave=False)
 
@@ -88,7 +220,3 @@ def _growth(layer: ExpertLayer, after: np.ndarray) -> int:
     """Bytes that ``after`` takes in VRAM beyond what is resident now."""
     nbytes = np.concatenate([np.zeros(0, dtype=np.int64), *(layout.extent_bytes for layout in layer.layouts)])
     return int(nbytes[after].sum() - nbytes[layer.resident_extents()].sum())
-
-
-def _named(layer: ExpertLayer) -> str:
-    return f"the experts of MoE layer {layer.layer_id}"

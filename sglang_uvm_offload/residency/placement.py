@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +12,7 @@ from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.experts.layer import ChooseExtents
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import ExpertLayout
-from sglang_uvm_offload.residency.model import ModelExperts, extents_of
-from sglang_uvm_offload.residency.selection import hottest, rank_share
+from sglang_uvm_offload.residency.model import ModelExperts, extents_of, hottest
 from sglang_uvm_offload.routing.counts import RoutingCounts
 from sglang_uvm_offload.routing.profile import Profile
 
@@ -23,26 +23,30 @@ class LayerPlacement:
 
     choose: ChooseExtents
     kept: np.ndarray | None = None
+    slots: int = 0
 
 
 EVERYTHING = LayerPlacement(lambda layout: np.ones(layout.num_extents, dtype=bool))
-"""For the layers of a draft model, unless a flag offloads some of its experts."""
 
 
+@dataclass(frozen=True)
 class InitialPlacement:
-    """Places the layers of the target model, one after the other. A layer that the ids or the profile lack gets the first N
-    experts."""
+    """Of the target model. A layer that the ids or the profile lack gets the first N experts."""
 
-    def __init__(self, config: OffloadConfig, profile: Profile | None, first: int = 0):
-        """``first``: how many MoE layers earlier pipeline stages have."""
-        self.config = config
-        self.profile = profile
-        self._first = self._next = first
-        self._layers: list[int] = []
+    config: OffloadConfig
+    profile: Profile | None
+    first: int = 0
+    """How many MoE layers earlier pipeline stages have."""
 
     def with_residents(self, num_resident: int) -> InitialPlacement:
-        """The same with another number, from the first layer on."""
-        return InitialPlacement(dataclasses.replace(self.config, num_resident=num_resident), self.profile, self._first)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, num_resident=num_resident))
+
+    def of_draft(self) -> InitialPlacement | None:
+        """Of a draft model: the first experts, as many as its flag keeps resident; None: all."""
+        number = self.config.draft_num_resident
+        if number is None:
+            return None
+        return InitialPlacement(dataclasses.replace(self.config, num_resident=number, slots=0, resident_ids=None), None)
 
     def profile_counts(self, model: ModelExperts) -> RoutingCounts | None:
         """The profile's counts for the layers of ``model``, by place; None without a profile."""
@@ -51,25 +55,28 @@ class InitialPlacement:
         rows = self.profile.model.rows([layer.layer_id for layer in model.layers])
         return self.profile.part(rows, model.locations, model.width)
 
-    def of_layer(self, shard: LayerShard) -> LayerPlacement:
-        index, self._next = self._next, self._next + 1
-        layer_id, num_experts = shard.layer_id, shard.num_experts
-        nth = self._layers.count(layer_id)
-        self._layers.append(layer_id)
+    def of_layers(self, shards: Sequence[LayerShard]) -> list[LayerPlacement]:
+        """``shards``: those of all layers, in order."""
+        ids = [shard.layer_id for shard in shards]
+        return [self._of_layer(shard, index, ids[:index].count(shard.layer_id)) for index, shard in enumerate(shards)]
+
+    def _of_layer(self, shard: LayerShard, index: int, nth: int) -> LayerPlacement:
+        """``nth``: of the MoE layers with its id."""
+        config, past, num_experts = self.config, self.profile, shard.num_experts
+        slots = 0 if config.num_resident >= shard.num_places else shard.share_of(config.slots)
         shared, where = np.arange(num_experts) >= shard.routed, shard.located()
-        chosen, past = self.config.resident_ids, self.profile
         named = np.zeros(num_experts, dtype=bool)
-        if chosen is not None and chosen.has_layer(index):
-            named[: shard.routed] = np.isin(where.ids, list(chosen.of_layer(index)))
-            if self.config.adapt != "continuous":
-                return LayerPlacement(lambda layout: layout.holding(named))
-        kept, number = named.copy(), rank_share(self.config.num_resident, shard.ep_rank, shard.ep_size)
+        if config.resident_ids is not None and config.resident_ids.has_layer(self.first + index):
+            named[: shard.routed] = np.isin(where.ids, list(config.resident_ids.of_layer(self.first + index)))
+            if config.adapt != "continuous":
+                return LayerPlacement(lambda layout: layout.holding(named), slots=slots)
+        kept, number = named.copy(), shard.share_of(config.num_resident)
         named[np.flatnonzero(~named & ~shared)[: max(number - int(named.sum()), 0)]] = True
-        row = None if past is None else past.model.row(layer_id, nth)
+        row = None if past is None else past.model.row(shard.layer_id, nth)
         if past is not None and row is not None and where.ids.max(initial=-1) < past.model.num_experts:
             seen = past.part([row], [where], num_experts)
-            return LayerPlacement(lambda layout: _hottest_of(seen, layout, named, kept | shared), kept)
-        return LayerPlacement(lambda layout: layout.holding(named), kept)
+            return LayerPlacement(lambda layout: _hottest_of(seen, layout, named, kept | shared), kept, slots)
+        return LayerPlacement(lambda layout: layout.holding(named), kept, slots)
 
 
 def _hottest_of(seen: RoutingCounts, layout: ExpertLayout, first: np.ndarray, kept: np.ndarray) -> np.ndarray:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from sglang_uvm_offload.expert_location import ExpertLocation, by_expert, by_place
-from sglang_uvm_offload.residency.logical_counts import RecentCounts, rederived
-from sglang_uvm_offload.residency.manager import OffloadManager
-from sglang_uvm_offload.residency.stage import Stage
+from sglang_uvm_offload.residency.manager import OffloadManager, Stage
+from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import RoutingCounts
+
+MEMORY_STEPS = 4096.0
+"""The time constant, in steps, with which counts fade from one rearrangement to the next: traffic changes."""
 
 GatherCounts = Callable[[np.ndarray], list[np.ndarray]]
 """Returns the argument of each of the ranks that share the experts of a layer between them."""
@@ -21,42 +24,60 @@ class Rearranging:
 
     def __init__(self, manager: OffloadManager):
         self.manager = manager
-        self._recent = RecentCounts()
+        self._total: RoutingCounts | None = None
+        self._recent: RoutingCounts | None = None
+        """Of all ranks by the checkpoint's expert, as of the last rearrangement: all counts, and those of about the last
+        ``MEMORY_STEPS`` steps."""
 
     def begin(self) -> None:
         """Call it before SGLang rearranges experts: account for all steps so far, and wait for the moves under way."""
         self.manager.wait_for_moves()
-        self.manager.observer.catch_up()
+        self.manager.ledger.catch_up()
 
     def end(self, locations: Sequence[ExpertLocation], gather: GatherCounts) -> None:
         """SGLang has rearranged experts since ``begin``: those of the target's layers are at ``locations`` now. Counts follow
         them, and so do residents, in the VRAM of each layer, where traffic or a profile chose them."""
-        manager, chooser = self.manager, self.manager.chooser
-        target, counted = manager.target, manager.ledger.counted
-        own = manager.logical.of(counted)
+        manager, ledger, residents, target = self.manager, self.manager.ledger, self.manager.residents, self.manager.target
+        own, counted, width = ledger.counted_by_expert(), ledger.counted, target.width
         changed = np.array([bool((a.experts != b.experts).any()) for a, b in zip(target.locations, locations, strict=True)])
-        earlier, tokens = chooser.chosen_at
-        since = counted if earlier is None else counted.since(earlier)
+        since = counted if residents.chosen_at is None else counted.since(residents.chosen_at)
         own_since = by_expert(since.counts, target.locations, target.num_logical)
         every, every_since = np.sum(gather(np.stack([own.counts, own_since])), axis=0)
-        recent = self._recent.fade_and_add(RoutingCounts(every, own.steps))
+        recent = self._fade_and_add(RoutingCounts(every, own.steps))
         for layer, location in zip(target.layers, locations, strict=True):
             layer.location = location
-        seen = rederived(counted, by_place(every, locations, target.width), target, changed)
-        recent = RoutingCounts(by_place(recent.counts, locations, target.width), recent.steps)
-        manager.logical.rearranged(own, seen)
-        manager.observer.go_on_from(seen)
-        if manager.residents.adaptation is not None:
+        seen = _rederived(counted, by_place(every, locations, width), target, changed)
+        recent = RoutingCounts(by_place(recent.counts, locations, width), recent.steps)
+        ledger.rearranged(own, seen)
+        if residents.adaptation is not None:
             manager.follow_traffic(recent)
-        chosen_from = chooser.chosen_from(recent, manager.placement.profile_counts(target))
+        chosen_from = residents.chosen_from(recent, manager.placement.profile_counts(target))
         if chosen_from is not None and manager.stage not in (Stage.PAUSED, Stage.ASLEEP):
             self._follow_experts(chosen_from, changed)
-        if earlier is not None:
-            since = rederived(since, by_place(every_since, locations, target.width), target, changed)
-            chooser.chosen_at = seen.since(since), tokens
+        if residents.chosen_at is not None:
+            residents.chosen_at = seen.since(_rederived(since, by_place(every_since, locations, width), target, changed))
 
     def _follow_experts(self, seen: RoutingCounts, changed: np.ndarray) -> None:
         """Move to the residents that are best for ``seen`` in the layers ``changed`` (``bool[layers]``)."""
         residents, layer = self.manager.residents, self.manager.target.extents.layer
         _, after = residents.decide(lambda before: np.where(changed[layer], residents.best_for(seen, before), before))
         residents.move_to(after)
+
+    def _fade_and_add(self, total: RoutingCounts) -> RoutingCounts:
+        """The recent counts, now that those since the start are ``total``."""
+        new = total if self._total is None else total.since(self._total)
+        if (past := self._recent) is not None:
+            keep = float(np.exp(-sum(new.steps) / MEMORY_STEPS))
+            steps = (round(past.steps[0] * keep) + new.steps[0], round(past.steps[1] * keep) + new.steps[1])
+            new = RoutingCounts(np.rint(past.counts * keep).astype(np.int64) + new.counts, steps)
+        self._total, self._recent = total, new
+        return new
+
+
+def _rederived(counted: RoutingCounts, by_place: np.ndarray, model: ModelExperts, changed: np.ndarray) -> RoutingCounts:
+    """``counted`` with the counts of routed experts replaced by ``by_place`` in the layers ``changed`` (``bool[layers]``)."""
+    counts = counted.counts.copy()
+    for index in np.flatnonzero(changed):
+        places = len(model.layers[index].location.places)
+        counts[index, :, :, :places] = by_place[index, :, :, :places]
+    return dataclasses.replace(counted, counts=counts)

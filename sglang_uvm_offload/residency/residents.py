@@ -1,4 +1,4 @@
-"""The target model's residents: decided on one rank for all that hold shards of the same experts, and moved to on each."""
+"""A model's residents: chosen on one rank for all that hold shards of the same experts, and moved to on each."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from typing import Any
 
 import numpy as np
 
+from sglang_uvm_offload.config import Settings
 from sglang_uvm_offload.policy.extents import Extents
 from sglang_uvm_offload.residency.adaptation import Adaptation
+from sglang_uvm_offload.residency.history import ProfileVerdict
 from sglang_uvm_offload.residency.ledger import Ledger
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.mover import Mover
-from sglang_uvm_offload.residency.selection import best_residents, hit_rate
-from sglang_uvm_offload.residency.worker import Worker
-from sglang_uvm_offload.routing.counts import PendingCounts, RoutingCounts
+from sglang_uvm_offload.routing.counts import RoutingCounts
+from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.units import size
 
 logger = logging.getLogger(__name__)
+
+PROFILE_SLACK = 0.05
+"""The lead in hit rate that the best set for the live warm-up may have over a profile's residents before they are chosen anew.
+That set is chosen from the tokens that it is measured on, so a small lead means nothing."""
 
 BroadcastDecision = Callable[[Callable[[], Any]], Any]
 """Calls its argument on the first of the ranks that hold shards of the same experts, and returns the result on all of them."""
@@ -29,53 +34,202 @@ class Residents:
     """Every rank that holds a shard of the same experts must call each method that decides before the same step. A rank with a
     fault decides nothing and moves nothing, but takes part: its peers wait for it."""
 
-    def __init__(
-        self, target: ModelExperts, mover: Mover, worker: Worker, ledger: Ledger, broadcast_decision: BroadcastDecision
-    ):
-        self._target = target
+    def __init__(self, model: ModelExperts, ledger: Ledger, mover: Mover, broadcast_decision: BroadcastDecision):
+        self.model, self.ledger, self.broadcast_decision = model, ledger, broadcast_decision
         self._mover = mover
-        self._worker = worker
-        self.ledger = ledger
-        self.broadcast_decision = broadcast_decision
-        self.adaptation: Adaptation | None = None
-        """Continuous adaptation, None where it is off or has failed."""
-        self._extents: Extents = target.extents
-        self.next: np.ndarray = target.resident_extents()
+        self._extents: Extents = model.extents
+        self.next: np.ndarray = model.resident_extents()
         """``bool[extents]``: those that the last move makes."""
+        self.chosen_at: RoutingCounts | None = None
+        self.tokens_at_choice = 0
+        """The counts, and the target's tokens, when residents were last chosen at once, or weights became others; None: not
+        yet."""
+
+    def seen(self) -> RoutingCounts:
+        """The routing since then. Waits for the device."""
+        self.ledger.catch_up()
+        total = self.ledger.counted
+        return total if self.chosen_at is None else total.since(self.chosen_at)
+
+    def choose(self, tokens: int) -> None:
+        """Choose at once, from what was ``seen``, and start to move what changes. ``tokens``: the target's so far."""
+        seen = self.seen()
+        _, after = self.decide(lambda resident: self.best_for(seen, resident))
+        self.move_to(after, (self._title(seen, tokens), seen))
+        self._chosen(tokens)
+
+    def _chosen(self, tokens: int) -> None:
+        self.chosen_at, self.tokens_at_choice = self.ledger.counted, tokens
+
+    def _title(self, seen: RoutingCounts, tokens: int) -> str:
+        return f"residents of the draft model chosen from {sum(seen.steps)} of its steps"
 
     def best_for(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
         """``bool[extents]``: the best residents for ``seen``; after a fault they stay. Call it on the rank that decides."""
-        return resident if self._worker.fault is not None else best_residents(self._target, seen, resident)
+        return resident if self._mover.fault is not None else self.model.best_residents(seen, resident)
 
     def decide(self, choose: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """``bool[extents]``: the residents before, and those that the rank that decides chooses with ``choose``."""
         self._follow_tensors()
         before = self.next
-        after = self.broadcast_decision(lambda: choose(before))
+        return before, self.broadcast_decision(lambda: choose(before))
+
+    def _follow_tensors(self) -> None:
+        """An update of the weights may have replaced tensors by some with other extents."""
+        if self.model.extents is not self._extents:
+            self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """The residents are others, moved by none of these decisions."""
+        self._extents, self.next = self.model.extents, self.model.resident_extents()
+
+    def move_to(self, after: np.ndarray, chosen: tuple[str, RoutingCounts] | None = None) -> None:
+        """Start to make ``after`` resident (``bool[extents]``). ``chosen``: what the log says of it, and the routing that they
+        were chosen from."""
+        if self._mover.fault is not None:
+            return
+        before, self.next = self.next, after
+        self._mover.submit(lambda: self._move(before, after, chosen))
+
+    def _move(self, before: np.ndarray, after: np.ndarray, chosen: tuple[str, RoutingCounts] | None) -> None:
+        """Runs on the mover's thread."""
+        model, ledger, started = self.model, self.ledger, time.perf_counter()
+        present = model.resident_extents()
+        moved = self._mover.move(model.by_layer(after), show=chosen is not None)
+        now, seconds = model.resident_extents(), time.perf_counter() - started
+        ledger.moved_bytes += moved
+        ledger.moves += int((now & ~present).sum())
+        ledger.moving_seconds += seconds
+        if chosen is not None:
+            told, seen = chosen
+            logger.info(
+                "Expert offload: %s: hit rate of these %.1f %% before, %.1f %% after; %s of %s of residents changed in %d "
+                "layers, %s moved in %.2f s",
+                told,
+                100 * model.hit_rate(seen, before),
+                100 * model.hit_rate(seen, now),
+                size(model.extents.total(now & ~before)),
+                size(model.extents.total(before)),
+                len(model.layers),
+                size(moved),
+                seconds,
+            )
+
+
+class TargetResidents(Residents):
+    """Those of the target model: chosen after a warm-up, for an operator, or as continuous adaptation decides."""
+
+    def __init__(
+        self,
+        model: ModelExperts,
+        ledger: Ledger,
+        mover: Mover,
+        broadcast_decision: BroadcastDecision,
+        config: Settings,
+        profile: Profile | None,
+    ):
+        """``profile``: the routing that residents were chosen from at load."""
+        super().__init__(model, ledger, mover, broadcast_decision)
+        self._config, self._profile = config, profile
+        self.adaptation: Adaptation | None = None
+        """Continuous adaptation, None where it is off or has failed."""
+        self.warm = config.resident_selection != "frequency"
+        """Whether the warm-up is over: residents were chosen from its routing, or are given."""
+        self.routed_before: tuple[int, float] | None = None
+        """Routed tokens, and those on residents or slots, until residents were last chosen at once; None before that."""
+        self.profile_verdict: ProfileVerdict | None = None
+        """The profile's hit rate on live traffic, once the warm-up is over."""
+
+    def after_warmup(self, tokens: int) -> None:
+        """Choose from the routing of the warm-up; a profile's residents stay if their hit rate is about as high. ``tokens``:
+        all so far."""
+        seen = self.seen()
+        before, after = self.decide(lambda resident: self._best_after_warmup(seen, resident))
+        kept = not (after ^ before).any()
+        if self._profile is not None:
+            self._judge_profile(seen, tokens, before, kept)
+        if self._profile is None or not kept:
+            self.move_to(after, (self._title(seen, tokens), seen))
+        self._chosen(tokens)
+
+    def warm_up_again(self, tokens: int) -> None:
+        """The weights are others from now on."""
+        self.ledger.catch_up()
+        super()._chosen(tokens)
+        self.warm = False
+
+    def _chosen(self, tokens: int) -> None:
+        super()._chosen(tokens)
+        self.routed_before = self.ledger.totals_routed
+        self.warm = True
+
+    def _title(self, seen: RoutingCounts, tokens: int) -> str:
+        prefill, decode = seen.steps
+        of = f"{tokens - self.tokens_at_choice} tokens ({prefill} prefill and {decode} decode steps)"
+        return f"residents chosen from the routing of {of}"
+
+    def chosen_from(self, live: RoutingCounts, profile: RoutingCounts | None) -> RoutingCounts | None:
+        """The counts that residents are chosen from by now: the ``live`` ones, or a profile's; None where neither chose
+        them."""
+        warmed_up = self.chosen_at is not None or (self._config.adapt == "continuous" and self.warm)
+        return live if warmed_up and self._config.adapt != "off" else profile
+
+    def _best_after_warmup(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
+        """``bool[extents]``. Called on the rank that decides."""
+        best = self.best_for(seen, resident)
+        if self._profile is None:
+            return best
+        lead = self.model.hit_rate(seen, best) - self.model.hit_rate(seen, resident)
+        return resident if self._config.adapt == "off" or lead <= PROFILE_SLACK else best
+
+    def _judge_profile(self, seen: RoutingCounts, tokens: int, resident: np.ndarray, kept: bool) -> None:
+        """Log the hit rate of the profile's residents on live traffic."""
+        reached = self.model.hit_rate(seen, resident)
+        best = self.model.hit_rate(seen, self.model.best_residents(seen, resident))
+        self.profile_verdict = ProfileVerdict(hit_rate=reached, best=best, tokens=tokens, kept=kept)
+        logger.info(
+            "Expert offload: profile %s: hit rate %.1f %% over the first %d live tokens; the best residents for these tokens "
+            "would reach %.1f %%: %s",
+            ", ".join(map(str, self._config.profiles)),
+            100 * reached,
+            tokens,
+            100 * best,
+            "residents kept" if kept else "residents are chosen again",
+        )
+
+    # Continuous adaptation
+
+    def decide(self, choose: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        decided = super().decide(choose)
         self.drop_decision()
-        return before, after
+        return decided
+
+    def begin_anew(self) -> None:
+        super().begin_anew()
+        if self.adaptation is not None:
+            self.adaptation.follow(self.model)
 
     def drop_decision(self) -> None:
         """Residents change, or stay, for another reason than what continuous adaptation last decided."""
         if self.adaptation is not None:
             self.adaptation.drop()
 
-    def adapt(self) -> np.ndarray | None:
-        """The residents that continuous adaptation has decided to move to, ``bool[extents]``; None for no change."""
+    def adapt(self, may_move: bool) -> None:
+        """Poll the counts, start the moves that were decided on the steps before the last poll, and begin the next decision. It
+        waits for no step and no move: both go on together."""
+        polled = self.ledger.poll()
         self._follow_tensors()
         before = self.next
-        after: np.ndarray | None = self.broadcast_decision(
-            lambda: self._of_adaptation(lambda adaptation: adaptation.collect(before))
-        )
-        return None if self._worker.fault is not None else after
-
-    def decide_next(self, pending: PendingCounts, may_move: bool) -> None:
-        """After ``adapt``, and the move that it asked for: the next decision, on the counts ``pending``."""
-        self._of_adaptation(lambda adaptation: adaptation.submit(pending, self.next, may_move, self._worker.moving))
+        after = self.broadcast_decision(lambda: self._of_adaptation(lambda adaptation: adaptation.collect(before)))
+        if after is not None:
+            if not polled:
+                self.ledger.catch_up()
+            self.move_to(after)
+        self._of_adaptation(lambda adaptation: adaptation.submit(self.ledger.pending, self.next, may_move, self._mover.moving))
 
     def _of_adaptation(self, ask: Callable[[Adaptation], np.ndarray | None]) -> np.ndarray | None:
         """What it answers; None where it is off, or fails."""
-        if self.adaptation is None or self._worker.fault is not None:
+        if self.adaptation is None or self._mover.fault is not None:
             return None
         try:
             return ask(self.adaptation)
@@ -83,56 +237,5 @@ class Residents:
             # Steps do not depend on decisions, and peers wait for this rank's answer. A GPU error recurs at the next kernel and
             # ends the process there. The exit of another thread is none of this one's.
             self.adaptation = None
-            self._worker.stop("choosing residents", error)
+            self._mover.stop("choosing residents", error)
             return None
-
-    def _follow_tensors(self) -> None:
-        """An update of the weights may have replaced tensors by some with other extents."""
-        if self._target.extents is not self._extents:
-            self.begin_anew()
-
-    def begin_anew(self) -> None:
-        """The residents are others, moved by none of these decisions."""
-        self._extents, self.next = self._target.extents, self._target.resident_extents()
-        if self.adaptation is not None:
-            self.adaptation.follow(self._target)
-
-    def move_to(self, after: np.ndarray, chosen_from: tuple[RoutingCounts, int] | None = None) -> None:
-        """Start to make ``after`` resident (``bool[extents]``). ``chosen_from``: the routing that they were chosen from, and of
-        how many tokens; the move is logged with it."""
-        before, self.next = self.next, after
-        if chosen_from is None:
-            self._worker.submit_move(lambda: self._move(after, show=False))
-        else:
-            self._worker.submit_move(lambda: self._move_and_log(*chosen_from, before, after))
-
-    def _move(self, after: np.ndarray, show: bool) -> str | None:
-        """Make ``after`` resident, and add to the ledger. Runs on the worker; returns the fault that ended moving, if any."""
-        started = time.perf_counter()
-        before = self._target.resident_extents()
-        self.ledger.moved_bytes += self._mover.move(self._target.by_layer(after), show)
-        self.ledger.moves += int((self._target.resident_extents() & ~before).sum())
-        self.ledger.moving_seconds += time.perf_counter() - started
-        return self._mover.fault
-
-    def _move_and_log(self, seen: RoutingCounts, tokens: int, before: np.ndarray, after: np.ndarray) -> str | None:
-        started, earlier = time.perf_counter(), self.ledger.moved_bytes
-        routed, share = seen.routed(), self._target.resident_share
-        reached = hit_rate(routed, share(before))
-        fault = self._move(after, show=True)
-        extents, now = self._target.extents, self._target.resident_extents()
-        logger.info(
-            "Expert offload: residents chosen from the routing of %d tokens (%d prefill and %d decode steps): "
-            "%s of %s of residents changed in %d layers; hit rate of these tokens %.1f %% before, %.1f %% after; "
-            "%s moved in %.2f s",
-            tokens,
-            *seen.steps,
-            size(extents.total(now & ~before)),
-            size(extents.total(before)),
-            len(self._target.layers),
-            100 * reached,
-            100 * hit_rate(routed, share(now)),
-            size(self.ledger.moved_bytes - earlier),
-            time.perf_counter() - started,
-        )
-        return fault

@@ -1,68 +1,31 @@
-"""The status of one rank: one typed record, written by ``reporting.rank_status`` and read by ``/server_info``, the report, and
-the benchmarks.
+"""The status of one rank: one typed record, which a rank fills, and which ``/server_info``, the report and the benchmarks read.
 
 Fields carry the bounds for data from outside; ``check`` validates across fields. Units are bytes and seconds.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from msgspec import Meta, Struct
 
+from sglang_uvm_offload import __version__
 from sglang_uvm_offload.memory.link import LinkStatus
-from sglang_uvm_offload.residency.bounds import Count, Listed, Seconds, Share
-from sglang_uvm_offload.residency.curve import Curve
-from sglang_uvm_offload.residency.start import StartPhase
+from sglang_uvm_offload.residency.history import Curve, Past, ProfileVerdict, hit_rate_curve
+from sglang_uvm_offload.residency.ledger import Ledger, hit_rate_of
+from sglang_uvm_offload.units import Count, Listed, Seconds, Share, size
+
+if TYPE_CHECKING:
+    from sglang_uvm_offload.experts.layer import ExpertLayer
+    from sglang_uvm_offload.memory.protocol import MemoryInfo
+    from sglang_uvm_offload.residency.manager import OffloadManager
 
 MAX_LAYERS, MAX_EXPERTS = 1 << 10, 1 << 13
 
 Experts = Annotated[int, Meta(ge=0, le=MAX_EXPERTS)]
 Ids = Annotated[list[Count], Meta(max_length=MAX_EXPERTS)]
-Totals = Annotated[list[Count], Listed]
-
-
-class Past(Struct, frozen=True):
-    """Samples of totals since the model was loaded: ``tokens`` of all ranks together, the others as in the ledger, over all
-    layers."""
-
-    seconds: Annotated[list[Seconds], Meta(min_length=1), Listed]
-    steps: Totals
-    tokens: Totals
-    routed: Totals
-    routed_resident: Totals
-    activations: Totals
-    activations_resident: Totals
-    zero_copy_bytes: Totals
-    streamed_bytes: Totals
-    filled_bytes: Totals
-    moves: Totals
-    moved_bytes: Totals
-
-    def check(self) -> None:
-        """Raise ``ValueError`` for columns that no server reports."""
-        columns = [getattr(self, name) for name in self.__struct_fields__]
-        if {len(column) for column in columns} != {len(self.seconds)}:
-            raise ValueError("the columns must be equally long")
-        if any(later < earlier for column in columns for earlier, later in pairwise(column)):
-            raise ValueError("totals must not fall")
-
-    def recent_growth(self, column: str) -> int:
-        """The growth of a total over the latest half of the time; more where no sample falls on its beginning."""
-        values = getattr(self, column)
-        begin = int(np.searchsorted(self.seconds, self.seconds[-1] / 2, side="right")) - 1
-        return values[-1] - values[begin]
-
-    def rates(self, part: str, whole: str) -> list[tuple[float, float | None]]:
-        """``(seconds, growth of part per growth of whole)``, constant between samples; None where whole did not grow."""
-        points: list[tuple[float, float | None]] = []
-        samples = zip(self.seconds, getattr(self, part), getattr(self, whole), strict=True)
-        for (begin, part_before, before), (end, part_after, after) in pairwise(samples):
-            rate = (part_after - part_before) / (after - before) if after > before else None
-            points += [(begin, rate), (end, rate)]
-        return points
 
 
 class LayerStatus(Struct, frozen=True):
@@ -91,16 +54,6 @@ class LayerStatus(Struct, frozen=True):
     def ids(self) -> list[int]:
         """The checkpoint's ids of the routed experts."""
         return self.expert_ids or list(range(self.first_expert, self.first_expert + self.experts))
-
-
-class ProfileVerdict(Struct, frozen=True):
-    """How a profile did over the first ``tokens`` live tokens: the hit rate of its residents, that of the best residents for
-    these tokens, and whether its residents were kept."""
-
-    hit_rate: Share
-    best: Share
-    tokens: Count
-    kept: bool
 
 
 class TraceStatus(Struct, frozen=True):
@@ -161,6 +114,28 @@ class SlotStatus(Struct, frozen=True):
     """Bytes of offloaded experts that fills brought over the link."""
     kept: Count
     """Experts that steps that streamed have left in slots, copied from VRAM."""
+
+
+class PhaseTime(Struct, frozen=True):
+    """One phase of a rank's start; what a phase within it takes counts there alone."""
+
+    name: str
+    seconds: Seconds
+    nbytes: Count = 0
+    """0 where a phase is not about bytes."""
+
+    def __str__(self) -> str:
+        took = f"{self.name} {self.seconds:.1f} s"
+        if not self.nbytes:
+            return took
+        alone = self.seconds and self.name == "read"  # experts get most of their pages beside other phases
+        rate = f" at {size(self.nbytes / self.seconds)}/s" if alone else ""
+        return f"{took} ({size(self.nbytes)}{rate})"
+
+
+def described(phases: Sequence[PhaseTime]) -> str:
+    """One line: how long a start took, and each of its phases."""
+    return f"{sum(phase.seconds for phase in phases):.1f} s: {', '.join(map(str, phases))}"
 
 
 class RankStatus(Struct, frozen=True):
@@ -236,7 +211,7 @@ class RankStatus(Struct, frozen=True):
     hit_rate_since: Share | None = None
     """``hit_rate`` until residents were last chosen all at once, by a warm-up or an operator, and since then; None where there
     were no tokens, and both before the first choice."""
-    start: Annotated[list[StartPhase], Listed] = []
+    start: Annotated[list[PhaseTime], Listed] = []
     """What the start of this rank took; empty until it serves."""
     lookup_table_bytes: Count = 0
     """Host RAM of lookup tables that kernels read in place."""
@@ -275,3 +250,145 @@ class RankStatus(Struct, frozen=True):
 def _routed(layer: LayerStatus, ids: list[int]) -> list[int]:
     routed = set(layer.ids)
     return [i for i in ids if i in routed]
+
+
+def rank_status(manager: OffloadManager) -> RankStatus:
+    """The status of a rank, up to the last step launched. Waits for the device."""
+    manager.ledger.catch_up()
+    for residents in manager.drafts:
+        residents.ledger.catch_up()
+    target, ledger, drafts = manager.target, manager.ledger, [residents.ledger for residents in manager.drafts]
+    layers = target.layers
+    taken = target.extents.bytes_by_layer(target.resident_extents() & target.movable())
+    shares = [1.0 - layer.offloaded_bytes_by_expert / max(layer.expert_bytes, 1) for layer in layers]
+    partly = [(share > 0) & (share < 1) for share in shares]
+    before, since = _around_choice(ledger.totals_routed, manager.residents.routed_before)
+    draft = [layer for model in manager.models if model.draft for layer in model.layers]
+    return RankStatus(
+        backend=manager.memory.name,
+        num_layers=len(layers),
+        num_experts=sum(layer.num_experts for layer in layers),
+        resident_experts=sum(int((share == 1).sum()) for share in shares),
+        partly_resident_experts=sum(int(some.sum()) for some in partly),
+        offloaded_experts=sum(int((share == 0).sum()) for share in shares),
+        resident_bytes=sum(layer.resident_bytes for layer in layers),
+        offloaded_bytes=sum(layer.offloaded_bytes for layer in layers),
+        plain_bytes=sum(layer.plain_bytes for layer in layers),
+        slots=_slot_status(layers, ledger),
+        draft_layers=len(draft),
+        draft_bytes=sum(layer.resident_bytes for layer in draft),
+        draft_offloaded_bytes=sum(layer.offloaded_bytes for layer in draft),
+        draft_hit_rate=hit_rate_of(drafts),
+        draft_zero_copy_bytes=sum(int(ledger.zero_copy_bytes.sum()) for ledger in drafts),
+        layers=[_layer_status(layer, ledger, index, int(taken[index])) for index, layer in enumerate(layers)],
+        resident_ids=[_ids(layer, share == 1) for layer, share in zip(layers, shares, strict=True)],
+        partly_resident_ids=[_ids(layer, some) for layer, some in zip(layers, partly, strict=True)],
+        tokens=manager.tokens,
+        warmup_done=manager.residents.warm,
+        adapt=manager.config.adapt,
+        routed=int(ledger.routed.sum()),
+        hit_rate=hit_rate_of([ledger]),
+        byte_hit_rate=ledger.byte_hit_rate,
+        hit_rate_before=before,
+        hit_rate_since=since,
+        zero_copy_bytes=int(ledger.zero_copy_bytes.sum()),
+        streamed_bytes=int(ledger.streamed_bytes.sum()),
+        moves=ledger.moves,
+        moved_bytes=ledger.moved_bytes,
+        moving_seconds=ledger.moving_seconds,
+        moving=manager.mover.moving,
+        fault=manager.fault,
+        paused=manager.paused,
+        history=manager.history.past(manager.tokens),
+        curve=hit_rate_curve(ledger.counted, target),
+        profile=manager.residents.profile_verdict,
+        evicted_bytes=manager.evictions.evicted_bytes,
+        link=manager.link,
+        plugin_version=__version__,
+    )
+
+
+def _around_choice(now: tuple[int, float], at: tuple[int, float] | None) -> tuple[float | None, float | None]:
+    """The hit rate until residents were chosen, and since; ``(routed, of them resident)`` now and then."""
+    if at is None:
+        return None, None
+    parts = (at, (now[0] - at[0], now[1] - at[1]))
+    before, since = (min(1.0, max(0.0, hits / routed)) if routed else None for routed, hits in parts)
+    return before, since
+
+
+def _slot_status(layers: Sequence[ExpertLayer], ledger: Ledger) -> SlotStatus | None:
+    a_layer = max((layer.num_slots for layer in layers), default=0)
+    if not a_layer:
+        return None
+    return SlotStatus(
+        a_layer=a_layer,
+        nbytes=sum(layer.slot_bytes for layer in layers),
+        missing=next((f"{la.slots_missing} of MoE layer {la.layer_id}" for la in layers if la.slots_missing), None),
+        hits=int(ledger.slot_hits.sum()),
+        fills=int(ledger.slot_fills.sum()),
+        bypasses=int(ledger.slot_bypasses.sum()),
+        filled_bytes=int(ledger.filled_bytes.sum()),
+        kept=int(ledger.slot_kept.sum()),
+    )
+
+
+def _ids(layer: ExpertLayer, experts: np.ndarray) -> list[int]:
+    """The checkpoint's ids of ``experts`` (``bool[num_experts]``); those of fused shared experts follow."""
+    where = layer.location
+    end = where.places.stop if where.is_trivial else where.num_experts
+    every = np.concatenate([where.ids, end + np.arange(layer.num_experts - len(where.places))])
+    return every[experts].tolist()
+
+
+def _layer_status(layer: ExpertLayer, ledger: Ledger, index: int, taken: int) -> LayerStatus:
+    """``taken``: VRAM of what can be offloaded."""
+    shared = int(layer.always_resident.sum())
+    return LayerStatus(
+        layer=layer.layer_id,
+        first_expert=layer.first_expert,
+        experts=layer.num_experts - shared,
+        shared_experts=shared,
+        expert_ids=[] if layer.location.is_trivial else layer.location.ids.tolist(),
+        expert_bytes=layer.expert_bytes,
+        resident_bytes=taken,
+        routed=int(ledger.routed[index]),
+        routed_resident=round(ledger.routed_resident[index]),
+        activations=int(ledger.activations[index]),
+        activations_resident=round(ledger.activations_resident[index]),
+        zero_copy_bytes=int(ledger.zero_copy_bytes[index]),
+        streamed_bytes=int(ledger.streamed_bytes[index]),
+    )
+
+
+def residency_table(status: RankStatus, memory: MemoryInfo, kv_tokens: int) -> str:
+    """The start-up table of one rank, from its status."""
+    layers, experts = status.num_layers, status.num_experts
+    rows = [
+        ("", "experts", "bytes"),
+        ("MoE layers", str(layers), ""),
+        ("routed and fused shared experts", str(experts), size(status.resident_bytes + status.offloaded_bytes)),
+        ("  resident in VRAM", str(status.resident_experts), size(status.resident_bytes)),
+        *([("  in both, by blocks", str(status.partly_resident_experts), "")] if status.partly_resident_experts else []),
+        ("  offloaded to host RAM", str(status.offloaded_experts), size(status.offloaded_bytes)),
+        ("expert tensors left in plain VRAM", "", size(status.plain_bytes)),
+    ]
+    if (slots := status.slots) is not None:
+        rows.append((f"{slots.a_layer} slots a layer", "", size(slots.nbytes)))
+    if status.draft_layers:
+        offloaded = status.draft_offloaded_bytes
+        part = "in VRAM" if offloaded else "all resident"
+        rows.append((f"draft model, {status.draft_layers} MoE layers, {part}", "", size(status.draft_bytes)))
+        rows += [("  offloaded to host RAM", "", size(offloaded))] if offloaded else []
+    if status.lookup_table_bytes:
+        rows.append(("lookup tables in host RAM", "", size(status.lookup_table_bytes)))
+    if (streaming := status.streaming) is not None:
+        what = f"{streaming.buffers} stream buffer{'s' if streaming.buffers > 1 else ''}, for steps of {streaming.min_tokens}"
+        rows.append((f"{what} tokens or more", "", size(streaming.nbytes)))
+    rows += [
+        ("VRAM free now", "", f"{size(memory.device_free)} of {size(memory.device_total)}"),
+        ("host RAM free now", "", size(memory.host_available)),
+        ("KV cache room", "", f"{kv_tokens} tokens"),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in rows)

@@ -32,6 +32,7 @@ from sglang_uvm_offload.plugin.meta.tensors import draft_of
 from sglang_uvm_offload.plugin.rank.fused_moe import LayerHooks
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
+from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.sizing.moe_shape import stated_experts, stated_top_k
 
 Result = TypeVar("Result")
@@ -92,13 +93,13 @@ def build(architecture: str, experts: int, hooks: LayerHooks) -> Built:
     stated = stated_experts(text), stated_top_k(text)
 
     def taken_over() -> tuple[OffloadManager, ModelExperts, torch.nn.Module]:
-        manager = OffloadManager(
-            served_config(num_resident=2), EmulatedMemory(), CpuRoutingCounters, lambda d: d(), lambda: False
-        )
+        manager = OffloadManager(served, EmulatedMemory(), CpuRoutingCounters, lambda d: d(), lambda: False)
         with hooks.taking_over(manager, model := manager.begin_model(draft=False)):
             return manager, model, construct(architecture, config)
 
+    served = served_config(num_resident=2)
     manager, model, module = completed(taken_over)
+    manager.place_model(model, InitialPlacement(served, None))
     manager.finish_model(model)
     layers = {name: part for name, part in module.named_modules() if isinstance(part, FusedMoE)}
     inside = tuple(f"{name}." for name in layers)

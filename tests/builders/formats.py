@@ -30,6 +30,7 @@ from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.plugin.rank.fused_moe import _EXPERTS, LayerHooks
 from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.placement import InitialPlacement
 
 E, HIDDEN, INTERMEDIATE = 5, 1024, 1024
 """An expert's scales of 8 bits for each 16 values are then as large as what is placed, and no other dimension is ``E``."""
@@ -147,9 +148,11 @@ def build(quantization: Callable[[], Any], managed: bool, **arguments: Any) -> L
                 patch.setattr(FusedMoE, name, hooked)
             config = served_config(num_resident=2)
             manager = OffloadManager(config, memory, CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
-            taking = hooks.taking_over(manager, manager.begin_model(draft=False))
+            taking = hooks.taking_over(manager, model := manager.begin_model(draft=False))
         with taking:
             layer = FusedMoE(layer_id=0, quant_config=quantization(), prefix="model.layers.0.mlp", **given)
+        if memory is not None:
+            manager.place_model(model, InitialPlacement(config, None))
     load(layer)
     peak = Peak(memory, given["num_experts"])
     for _, tensor in held(layer, "", set()):

@@ -8,13 +8,14 @@ from builders.configs import served_config
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.expert_location import ExpertLocation
+from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.residency.rearranging import Rearranging
-from sglang_uvm_offload.residency.reporting import rank_status
+from sglang_uvm_offload.residency.status import rank_status
 from sglang_uvm_offload.routing.counts import ALL_ROWS, IdFormat, Phase, RoutingCounts
 from sglang_uvm_offload.routing.profile import Profile, RoutedModel
 
@@ -23,6 +24,13 @@ E, LAYERS = 8, 3
 
 def config(**flags):
     return served_config(**{"num_resident": 3, **flags})
+
+
+def placed_layer(memory, shard, choose, **more):
+    """A layer whose tensors are placed as they are made. The arguments are those of ``ExpertLayer`` and its ``place``."""
+    layer = ExpertLayer(memory, shard)
+    layer.place(choose, **more)
+    return layer
 
 
 class Rank:
@@ -40,16 +48,19 @@ class Rank:
         )
         routed = (E if experts is None else len(experts)) // ep_size
         local, self.places = routed + num_shared, range(ep_rank * routed, (ep_rank + 1) * routed)
-        self.model = self.manager.begin_model(False, InitialPlacement(cfg, profile))
+        self.model = self.manager.begin_model(False, cfg.slots)
         self.modules = []
         for layer_id in range(1, LAYERS + 1):
             location = None if experts is None else self.located(experts)
-            layer = self.manager.add_layer(self.model, LayerShard(layer_id, local, num_shared, ep_rank, ep_size, location))
+            layer = self.model.add_layer(
+                self.manager.memory, LayerShard(layer_id, local, num_shared, ep_rank, ep_size, location)
+            )
             module = torch.nn.Module()
             with AllocationMode(local, layer.allocate):
                 module.w13 = torch.empty(local, expert_bytes, dtype=torch.uint8)
             layer.sync_tensors(module)
             self.modules.append(module)
+        self.manager.place_model(self.model, InitialPlacement(cfg, profile))
         self.manager.link = link
         self.manager.finish_model(self.model)
         self.rearranging = Rearranging(self.manager)
@@ -71,6 +82,11 @@ class Rank:
         """As JSON has it."""
         return msgspec.to_builtins(rank_status(self.manager))
 
+    def counted(self):
+        """All routing so far, by place."""
+        self.manager.ledger.catch_up()
+        return self.manager.ledger.counted
+
     def resident(self):
         return [np.flatnonzero(layer.resident).tolist() for layer in self.model.layers]
 
@@ -81,8 +97,9 @@ class Draft:
     def __init__(self, rank):
         self.manager = rank.manager
         self.model = self.manager.begin_model(draft=True)
-        self.layer = self.manager.add_layer(self.model, LayerShard(0, E))
+        self.layer = self.model.add_layer(self.manager.memory, LayerShard(0, E))
         self.fill(PAGE_BYTES)
+        self.manager.place_model(self.model)
         self.manager.finish_model(self.model)
 
     def fill(self, expert_bytes):

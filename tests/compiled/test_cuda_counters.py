@@ -9,7 +9,7 @@ def test_the_gpu_counts_what_the_cpu_counts(standin):
     ran = standin.run("""
         from sglang_uvm_offload.routing.counts import ALL_ROWS, IdFormat, Phase
         from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
-        from sglang_uvm_offload.residency.reporting import rank_status
+        from sglang_uvm_offload.residency.status import rank_status
         from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
         rng, both = np.random.default_rng(0), (CpuRoutingCounters(3, 20), CudaRoutingCounters(3, 20))
         for _ in range(60):
@@ -296,7 +296,8 @@ def test_reselection_over_cuda_keeps_bytes_and_addresses_and_demotes_a_layer_bef
         from sglang_uvm_offload.layer_shard import LayerShard
         from sglang_uvm_offload.requested_config import parse
         from sglang_uvm_offload.residency.manager import OffloadManager
-        from sglang_uvm_offload.residency.reporting import rank_status
+        from sglang_uvm_offload.residency.placement import InitialPlacement
+        from sglang_uvm_offload.residency.status import rank_status
         from sglang_uvm_offload.routing.counts import IdFormat, Phase
         from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
         from sglang_uvm_offload.experts.takeover import AllocationMode
@@ -304,13 +305,14 @@ def test_reselection_over_cuda_keeps_bytes_and_addresses_and_demotes_a_layer_bef
         manager = OffloadManager(config, CudaMemory(), CudaRoutingCounters, lambda decide: decide(), progress=lambda: False)
         model, modules = manager.begin_model(draft=False), []
         for layer_id in range(2):
-            layer, module = manager.add_layer(model, LayerShard(layer_id, 6)), torch.nn.Module()
+            layer, module = model.add_layer(manager.memory, LayerShard(layer_id, 6)), torch.nn.Module()
             with AllocationMode(6, layer.allocate):
                 module.w13 = torch.nn.Parameter(torch.empty(6, BLOCK, dtype=torch.uint8, device="cuda"), requires_grad=False)
             layer.sync_tensors(module)
             values = np.random.default_rng(layer_id).integers(0, 255, (6, BLOCK), dtype=np.uint8)
             module.w13.data.copy_(torch.from_numpy(values))
             modules.append(module)
+        manager.place_model(model, InitialPlacement(config, None))
         manager.finish_model(model)
         before = [(m.w13.data_ptr(), m.w13.data.cpu().clone()) for m in modules]
         for _ in range(3):

@@ -30,6 +30,7 @@ from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.residency.manager import CHECK_SECONDS, OffloadManager
+from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.routing.counts import ALL_ROWS, IdFormat, Phase
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 from sglang_uvm_offload.streaming.streamer import Streamer
@@ -46,13 +47,14 @@ manager = OffloadManager(
 )
 model, modules, written = manager.begin_model(False), [], []
 for index in range(LAYERS):
-    layer, module = manager.add_layer(model, LayerShard(index, E)), torch.nn.Module()
+    layer, module = model.add_layer(manager.memory, LayerShard(index, E)), torch.nn.Module()
     with AllocationMode(E, layer.allocate):
         module.w13 = torch.empty(E, EXPERT, dtype=torch.uint8, device="cuda")
     layer.sync_tensors(module)
     modules.append(module)
     written.append(torch.from_numpy(np.random.default_rng(index).integers(0, 255, (E, EXPERT), dtype=np.uint8)))
     module.w13.copy_(written[-1])
+manager.place_model(model, InitialPlacement(config, None))
 manager.finish_model(model)
 staging = CudaStaging(0, max(map(buffer_bytes, model.layers)), 2)
 streamer = Streamer(model.layers, staging, LONG, lambda row, nbytes: None)
@@ -100,9 +102,9 @@ def serve(streams):
             step(np.arange(4 * hot, 4 * hot + 4)[None], Phase.DECODE)
         manager.wait_for_moves()
         manager.readvise()
-        beside[0] += manager.worker.moving
+        beside[0] += manager.mover.moving
         step(rng.integers(0, E, (LONG, 2)), Phase.PREFILL, streams)
-        beside[0] += manager.worker.moving
+        beside[0] += manager.mover.moving
         now[0] += CHECK_SECONDS
         manager.poll_if_due()
 """

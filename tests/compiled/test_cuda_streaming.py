@@ -20,7 +20,8 @@ from sglang_uvm_offload.layer_shard import LayerShard
 memory, layers, modules = CudaMemory(), [], []
 versions = [[], []]
 for index in range({layers}):
-    layer = ExpertLayer(memory, LayerShard(index, 2), lambda layout: np.zeros(layout.num_extents, dtype=bool))
+    layer = ExpertLayer(memory, LayerShard(index, 2))
+    layer.place(lambda layout: np.zeros(layout.num_extents, dtype=bool))
     module = torch.nn.Module()
     with AllocationMode(2, layer.allocate):
         module.w13 = torch.nn.Parameter(torch.empty(2, PAGE, dtype=torch.uint8, device="cuda"), requires_grad=False)

@@ -34,7 +34,7 @@ EXPERTS, RESIDENT = 16, 6
 DECIDED_BETWEEN_STEPS = (
     f"{IN_SCHEDULER}"
     "    from sglang_uvm_offload.plugin.rank.backend import Emulated\n"
-    "    from sglang_uvm_offload.residency.worker import ThisThread\n"
+    "    from sglang_uvm_offload.residency.mover import ThisThread\n"
     "    Emulated.executor = lambda self: ThisThread()\n"
 )
 Said = dict[str, Any]

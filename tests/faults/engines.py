@@ -53,7 +53,7 @@ FLAGS: dict[str, Any] = {
     "expert_offload_stream_tokens": STREAM_TOKENS,
 }
 
-RESELECT = f"{MANAGER}.reselect"
+RESELECT = "sglang_uvm_offload.residency.residents:TargetResidents.after_warmup"
 ENTER = "sglang_uvm_offload.streaming.streamer:Streamer.enter"
 AT: dict[str, Any] = {
     "load": "load",

@@ -37,7 +37,7 @@ from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.residency import evictions
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
-from sglang_uvm_offload.residency.reporting import rank_status
+from sglang_uvm_offload.residency.status import rank_status
 from sglang_uvm_offload.routing.counts import IdFormat, Phase
 from sglang_uvm_offload.routing.profile import Profile, RoutedModel
 from sglang_uvm_offload.routing.profile_file import ProfileFile
@@ -85,8 +85,9 @@ class Rank:
             executor=self.executor,
         )
         earlier = Profile.load(self.profile_path) if self.profile_path.exists() else None
-        self.experts = self.manager.begin_model(False, InitialPlacement(self.config, earlier))
+        self.experts = self.manager.begin_model(False, self.config.slots)
         self.modules = [self._module(index) for index in range(model.LAYERS)]
+        self.manager.place_model(self.experts, InitialPlacement(self.config, earlier))
         self.manager.finish_model(self.experts)
         made = CudaStaging if self.cuda else CpuStaging
         largest = max(map(buffer_bytes, self.experts.layers))
@@ -106,10 +107,12 @@ class Rank:
             [layer.layer_id for layer in layers],
             "all",
         )
-        self.saver = Saver("profile", lambda wait: file.pending(self.manager.logical_routing(wait)), clock=lambda: self.seconds)
+        self.saver = Saver(
+            "profile", lambda wait: file.pending(self.manager.routing_by_expert(wait)), clock=lambda: self.seconds
+        )
 
     def _module(self, index: int) -> torch.nn.Module:
-        layer, module = self.manager.add_layer(self.experts, LayerShard(index, model.EXPERTS)), torch.nn.Module()
+        layer, module = self.experts.add_layer(self.memory, LayerShard(index, model.EXPERTS)), torch.nn.Module()
         with AllocationMode(model.EXPERTS, layer.allocate):
             for name, nbytes in model.TENSORS.items():
                 empty = torch.empty(model.EXPERTS, nbytes, dtype=torch.uint8, device=self.device)

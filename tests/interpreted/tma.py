@@ -36,7 +36,8 @@ class Layer:
     """The parameters of a layer in managed memory, and a copy of them."""
 
     def __init__(self, memory: EmulatedMemory, index: int, random: torch.Generator):
-        self.experts = ExpertLayer(memory, LayerShard(index, EXPERTS), lambda layout: np.zeros(layout.num_extents, dtype=bool))
+        self.experts = ExpertLayer(memory, LayerShard(index, EXPERTS))
+        self.experts.place(lambda layout: np.zeros(layout.num_extents, dtype=bool))
         self.module, self.own = torch.nn.Module(), {}
         for name, shape in SHAPES.items():
             weight, scale = in_fp8_blocks(torch.randn(EXPERTS, *shape, generator=random) / 16, GROUP)

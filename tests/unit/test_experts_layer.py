@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import simulated_driver
 import torch
+from builders.managers import placed_layer
 from simulated_driver import SimulatedDriver
 
-from sglang_uvm_offload.experts.layer import ExpertLayer, ExpertsLost
+from sglang_uvm_offload.experts.layer import ExpertsLost
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.host_ram import host_margin
@@ -62,7 +63,7 @@ class Module(torch.nn.Module):
 
 
 def loaded(memory, *ids, num_shared=0):
-    layer = ExpertLayer(memory, LayerShard(3, E, num_shared), holding(*ids))
+    layer = placed_layer(memory, LayerShard(3, E, num_shared), holding(*ids))
     module = Module()
     module.create(layer)
     module.load()
@@ -97,7 +98,7 @@ def test_loading_peaks_at_the_final_placement(loading):
 def test_offloaded_pages_prefer_the_host_before_they_are_written_and_are_there_when_loading_ends():
     memory = SimulatedDriver()
     with memory.loading():
-        layer = ExpertLayer(memory, LayerShard(3, E, 0), holding(0, 1, 5))
+        layer = placed_layer(memory, LayerShard(3, E, 0), holding(0, 1, 5))
         module = Module()
         module.create(layer)
         offloaded = [(t.managed, span) for t in layer.tensors for span in t.layout.spans(~t.resident)]
@@ -119,7 +120,7 @@ def test_what_post_processing_makes_has_its_pages_at_once():
     """It is written at once, by no loader."""
     memory = SimulatedDriver()
     with memory.loading():
-        layer = ExpertLayer(memory, LayerShard(3, E, 0), holding())
+        layer = placed_layer(memory, LayerShard(3, E, 0), holding())
         module = Module()
         module.create(layer)
         with AllocationMode(E, layer.allocate):
@@ -146,7 +147,7 @@ def test_a_model_that_host_ram_cannot_hold_is_refused_at_the_same_tensor(loading
 
     def build():
         for layer_id in range(9):
-            layer, module = ExpertLayer(memory, LayerShard(layer_id, E, 0), holding()), Module()
+            layer, module = placed_layer(memory, LayerShard(layer_id, E, 0), holding()), Module()
             layers.append((layer, module))
             module.create(layer)
             if written:
@@ -376,7 +377,8 @@ def test_weights_that_are_quantised_to_4_bits_after_loading_replace_the_others()
 
 
 def test_a_tensor_on_another_device_is_left_there():
-    assert ExpertLayer(SimulatedDriver(), LayerShard(3, E), holding()).allocate(PAGE_BYTES, torch.device("cuda"), "w13") is None
+    layer = placed_layer(SimulatedDriver(), LayerShard(3, E), holding())
+    assert layer.allocate(PAGE_BYTES, torch.device("cuda"), "w13") is None
 
 
 def test_demoting_takes_host_ram_the_first_time_only():
@@ -391,19 +393,19 @@ def test_demoting_takes_host_ram_the_first_time_only():
 
 def test_too_little_host_memory_is_refused_by_name_before_anything_is_taken():
     memory = PoorMemory()
-    layer = ExpertLayer(memory, LayerShard(3, E), holding())
+    layer = placed_layer(memory, LayerShard(3, E), holding())
     with pytest.raises(ManagedMemoryError, match=r"MoE layer 3.*takes .*MiB of host RAM, and .*MiB is left"):
         Module().create(layer)
     assert memory.live_ranges == 0
 
 
 def test_what_fits_because_it_is_resident_is_not_refused():
-    ExpertLayer(PoorMemory(), LayerShard(3, E), holding(*range(4))).allocate(
+    placed_layer(PoorMemory(), LayerShard(3, E), holding(*range(4))).allocate(
         TENSOR_BYTES["w13"] // E, torch.device("cpu"), "w13"
     )
 
 
 def test_experts_too_small_to_place_are_where_they_were_after_a_fault():
-    layer = ExpertLayer(SimulatedDriver(), LayerShard(3, E), holding(0, 1))
+    layer = placed_layer(SimulatedDriver(), LayerShard(3, E), holding(0, 1))
     layer.reread_residency()
     assert layer.resident.all(), "they are in plain VRAM"

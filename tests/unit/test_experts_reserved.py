@@ -43,13 +43,13 @@ class Module(torch.nn.Module):
 
 
 def reserved(memory: SimulatedDriver, slots: int = 0) -> tuple[ExpertLayer, Module]:
-    layer = ExpertLayer(memory, LayerShard(3, E), None, reserved_slots=slots)
+    layer = ExpertLayer(memory, LayerShard(3, E), slots)
     return layer, Module(layer)
 
 
 def test_a_layer_takes_no_memory_before_it_is_placed():
     memory = SimulatedDriver()
-    layer, module = ExpertLayer(memory, LayerShard(3, E), None), torch.nn.Module()
+    layer, module = ExpertLayer(memory, LayerShard(3, E)), torch.nn.Module()
     with AllocationMode(E, partial(layer.allocate, written_later=True), layer.write):
         module.zeros = torch.zeros(E, EXPERT_BYTES, dtype=torch.uint8)
         module.empty = torch.empty(E, EXPERT_BYTES, dtype=torch.uint8)
@@ -149,10 +149,10 @@ def test_host_ram_that_is_missing_is_named_before_anything_is_populated():
 
 def built(memory: SimulatedDriver, most_slots: int | None = 0, **flags):
     manager = OffloadManager(config(**flags), memory, CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
-    model = manager.reserve_model(False, most_slots)
+    model = manager.begin_model(False, most_slots)
     modules = []
     for layer_id in range(1, LAYERS + 1):
-        layer = manager.add_layer(model, LayerShard(layer_id, E))
+        layer = model.add_layer(memory, LayerShard(layer_id, E))
         module = torch.nn.Module()
         with AllocationMode(E, layer.allocate, layer.write):
             module.w13 = torch.empty(E, BLOCK_BYTES, dtype=torch.uint8)

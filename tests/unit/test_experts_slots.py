@@ -9,20 +9,18 @@ import gc
 import numpy as np
 import pytest
 import torch
-from builders.managers import LAYERS, Rank, config
+from builders.managers import LAYERS, Draft, Rank, config, placed_layer
 from builders.managers import E as MODEL_EXPERTS
 from simulated_driver import SimulatedDriver
 
 from sglang_uvm_offload.cpu.memory import DEVICE, EmulatedMemory
 from sglang_uvm_offload.cpu.staging import CpuStaging
-from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location
 from sglang_uvm_offload.memory.staging import Part
-from sglang_uvm_offload.residency.reporting import rank_status
-from sglang_uvm_offload.residency.table import residency_table
+from sglang_uvm_offload.residency.status import rank_status, residency_table
 from sglang_uvm_offload.streaming.replicas import Replicas, buffer_bytes
 from sglang_uvm_offload.units import size
 
@@ -58,7 +56,7 @@ class Module(torch.nn.Module):
 def made(experts=E, slots=S, expert_bytes=PAGE_BYTES + 512, memory=None, resident=2):
     chosen = np.arange(experts) < resident
     memory = memory or EmulatedMemory()
-    layer = ExpertLayer(memory, LayerShard(3, experts), lambda layout: layout.holding(chosen), num_slots=slots)
+    layer = placed_layer(memory, LayerShard(3, experts), lambda layout: layout.holding(chosen), num_slots=slots)
     module = Module(layer, expert_bytes)
     module.load()
     return layer, module
@@ -328,8 +326,8 @@ def test_the_status_names_the_first_tensor_without_rows():
 
 def test_a_draft_model_has_no_slots():
     rank = Rank(config(slots=2))
-    draft = rank.manager.begin_model(draft=True)
-    assert rank.manager.add_layer(draft, LayerShard(0, MODEL_EXPERTS)).num_slots == 0
+    layer = Draft(rank).layer
+    assert (layer.num_slots, layer.slot_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("adapt", ["warmup", "continuous"])

@@ -15,6 +15,7 @@ from builders.locations import located
 from builders.managers import profile_of
 
 from sglang_uvm_offload.expert_location import ExpertLocation
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.plugin.rank import built_model
 from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
 from sglang_uvm_offload.residency.model import ModelExperts
@@ -33,13 +34,13 @@ def stage(monkeypatch: pytest.MonkeyPatch, pp_rank: int, pp_size: int, **group: 
 
 def held(layers: list[int]) -> Any:
     """Layers of 8 experts with these ids."""
-    return [SimpleNamespace(layer_id=layer, location=located(1, 8)[0]) for layer in layers]
+    return [SimpleNamespace(shard=LayerShard(layer, 8), layer_id=layer, location=located(1, 8)[0]) for layer in layers]
 
 
 def built(monkeypatch: pytest.MonkeyPatch, layers: list[int], pp_rank: int = 0, pp_size: int = 1) -> BuiltModel:
     """A rank with these MoE layers of 8 experts; with two stages the other one is ``FIRST_STAGE``."""
     stage(monkeypatch, pp_rank, pp_size, all_gather_object=lambda part: [FIRST_STAGE, part])
-    return BuiltModel(ModelExperts(draft=False, layers=held(layers), num_experts=8), top_k=3)
+    return BuiltModel(ModelExperts(draft=False, layers=held(layers)), top_k=3)
 
 
 def problems(model: BuiltModel, given: Any, profile: Any = None) -> list[str]:
@@ -92,11 +93,16 @@ def test_ids_and_residents_that_are_more_than_the_experts_that_were_built_end_th
 REPLICATED = np.array([0, 1, 2, 3, 4, 5, 6, 7, 5, 5])
 
 
+def replicated(*ids: int) -> Any:
+    where = ExpertLocation(REPLICATED, range(10))
+    return [SimpleNamespace(shard=LayerShard(layer, 10), layer_id=layer, location=where) for layer in ids]
+
+
 @pytest.mark.parametrize(("ids", "fits"), [("0,1,2,3", True), ("0,5", True), ("0,1,5", False)])
 def test_named_experts_take_the_room_of_all_their_replicas(monkeypatch, ids, fits):
     stage(monkeypatch, 0, 1)
-    layers: Any = [SimpleNamespace(layer_id=layer, location=ExpertLocation(REPLICATED, range(10))) for layer in (1, 2)]
-    model = BuiltModel(ModelExperts(draft=False, layers=layers, num_experts=10), top_k=3)
+    layers: Any = replicated(1, 2)
+    model = BuiltModel(ModelExperts(draft=False, layers=layers), top_k=3)
     assert (model.num_experts, model.redundant) == (8, 2)
     given = config(num_resident=4, resident_selection="manual", resident_ids=ids)
     if fits:
@@ -108,8 +114,8 @@ def test_named_experts_take_the_room_of_all_their_replicas(monkeypatch, ids, fit
 
 def test_two_moe_layers_in_a_decoder_layer_have_lists_of_their_own(monkeypatch, tmp_path):
     stage(monkeypatch, 0, 1)
-    layers: Any = [SimpleNamespace(layer_id=1, location=ExpertLocation(REPLICATED, range(10))) for _ in range(2)]
-    model = BuiltModel(ModelExperts(draft=False, layers=layers, num_experts=10), top_k=3)
+    layers: Any = replicated(1, 1)
+    model = BuiltModel(ModelExperts(draft=False, layers=layers), top_k=3)
     path = tmp_path / "ids.json"
     path.write_text("[[0, 1], [5]]")
     given = config(num_resident=2, resident_selection="manual", resident_ids=f"@{path}")
@@ -138,8 +144,8 @@ def test_auto_takes_ids_whatever_number_it_comes_to(monkeypatch):
 def test_layers_get_the_numbers_that_they_have_in_the_whole_model(monkeypatch):
     stage(monkeypatch, 1, 2, all_gather_object=lambda part: [FIRST_STAGE, part])
     layers = held([0, 1])
-    BuiltModel(ModelExperts(draft=False, layers=layers, num_experts=8), top_k=3)
-    assert [layer.layer_id for layer in layers] == [3, 4]
+    BuiltModel(ModelExperts(draft=False, layers=layers), top_k=3)
+    assert [layer.shard.layer_id for layer in layers] == [3, 4]
 
 
 def test_a_model_without_a_moe_layer_ends_the_launch_when_it_is_built(monkeypatch):

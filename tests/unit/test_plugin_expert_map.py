@@ -75,6 +75,6 @@ def test_layers_follow_the_map_once_sglang_has_rearranged_experts(known: Any) ->
     assert settled == [1], "steps are counted before"
     found = [where.experts.tolist() for where in rank.model.locations]
     assert found == [SHIFTED, BACKWARDS, SHIFTED]
-    counts = rank.manager.logical_routing(wait=True).counts
+    counts = rank.manager.routing_by_expert(wait=True).counts
     assert np.flatnonzero(counts[:, 1, 0].sum(axis=0)).tolist() == [6, 7]
     assert counts.sum() == LAYERS * 2 * 2

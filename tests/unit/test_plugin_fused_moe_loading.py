@@ -21,6 +21,7 @@ from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
 from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.rank.fused_moe import _EXPERTS, LayerHooks
 from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.placement import InitialPlacement
 
 pytestmark = pytest.mark.sglang
 
@@ -50,9 +51,10 @@ def created(method: Mxfp4MoEMethod) -> tuple[SimulatedDriver, Layer, ExpertLayer
     memory, layer, hooks = SimulatedDriver(), Layer(), LayerHooks({})
     config = served_config(num_resident=1)
     manager = OffloadManager(config, memory, CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
-    with hooks.taking_over(manager, manager.begin_model(draft=False)):
+    with hooks.taking_over(manager, model := manager.begin_model(draft=False)):
         hooks._shadow(method)
         method.create_weights(layer, E, HIDDEN, INTERMEDIATE, torch.bfloat16, with_bias=True)
+        manager.place_model(model, InitialPlacement(config, None))
     return memory, layer, layer.__dict__[_EXPERTS][0]
 
 

@@ -157,7 +157,7 @@ def test_a_rank_saves_no_profile_in_the_models_folder(rank: Path, caplog: pytest
         config=served_config(save_profile=str(path)),
         target=SimpleNamespace(layers=layers),
         placement=SimpleNamespace(profile=None),
-        logical_routing=lambda wait: profile.seen,
+        routing_by_expert=lambda wait: profile.seen,
     )
     saver = profile_saver.profile_saver(manager, profile.model)  # type: ignore[arg-type]
     assert saver is not None

@@ -21,8 +21,8 @@ from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.rank import loading_hooks
 from sglang_uvm_offload.plugin.rank.backend import Emulated
 from sglang_uvm_offload.plugin.rank.loading_hooks import LoadingHooks
+from sglang_uvm_offload.plugin.rank.start_clock import StartPhase
 from sglang_uvm_offload.plugin.rank.state import RankState
-from sglang_uvm_offload.residency.start import Phase
 
 pytestmark = pytest.mark.sglang
 
@@ -112,7 +112,7 @@ def test_what_is_left_to_populate_at_the_end_counts_as_placing(monkeypatch: pyte
         def loading(self) -> Any:
             return _then(lambda: phases.append(clock()))
 
-    def clock() -> Phase | None:
+    def clock() -> StartPhase | None:
         return ranks[0].start._phase
 
     ranks: list[RankState] = []
@@ -122,7 +122,7 @@ def test_what_is_left_to_populate_at_the_end_counts_as_placing(monkeypatch: pyte
         phases.append(clock())
 
     load(monkeypatch, Late(), build, lambda: phases.append(clock()))
-    assert phases == [Phase.READ, Phase.PLACE, Phase.LINK]
+    assert phases == [StartPhase.READ, StartPhase.PLACE, StartPhase.LINK]
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def test_a_measured_link_is_shown_in_bytes_a_second_and_another_is_not(served):
 def test_moves_are_counted(served):
     rank, metrics = served
     rank.step([[7, 6, 5]])
-    rank.manager.reselect()
+    rank.manager.residents.after_warmup(rank.manager.tokens)
     metrics.publish()
     assert sample("moves_total") == 3 * LAYERS
     assert sample("moved_bytes_total") == 2 * 3 * LAYERS * PAGE_BYTES
@@ -115,7 +115,7 @@ def test_an_operator_sees_bytes_pauses_and_faults(served):
     assert sample("resident_bytes") == 3 * 3 * PAGE_BYTES
     assert sample("offloaded_bytes") == 3 * 5 * PAGE_BYTES
     rank.manager.pause()
-    rank.manager.worker.fault = "a test"
+    rank.manager.mover.failure = "a test"
     metrics.publish()
     assert (sample("paused"), sample("fault", of="moving")) == (1, 1)
     rank.manager.resume()

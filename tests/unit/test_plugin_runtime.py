@@ -139,14 +139,14 @@ def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
 def test_a_rank_decides_and_moves_on_two_threads():
     rank = RankState(served_config(adapt="continuous"))
     rank.backend = Emulated()
-    moves, decides = (one.submit(threading.get_ident).result() for one in (rank.manager.worker.executor, rank.manager._decider))
+    moves, decides = (one.submit(threading.get_ident).result() for one in (rank.manager.mover.executor, rank.manager._decider))
     assert len({moves, decides, threading.get_ident()}) == 3
 
 
 def test_a_server_that_may_have_no_further_thread_decides_and_moves():
     rank = RankState(served_config(adapt="continuous"))
     rank.backend = Emulated()
-    executors = (rank.manager.worker.executor, rank.manager._decider)
+    executors = (rank.manager.mover.executor, rank.manager._decider)
     with no_further_thread():
         assert [one.submit(int).result() for one in executors] == [0, 0]
 

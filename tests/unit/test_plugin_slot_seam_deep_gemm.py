@@ -35,6 +35,7 @@ from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
 from sglang_uvm_offload.policy.slots import WHOLE
 from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.routing.counts import Phase
 from sglang_uvm_offload.streaming.slots import LayerSlots
 
@@ -89,10 +90,11 @@ class Bench:
         manager = OffloadManager(config, SimulatedDriver(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
         layer, method = self.layer, self.method
         random = torch.Generator().manual_seed(1)
-        with hooks.taking_over(manager, manager.begin_model(draft=False)), override_platform(is_sm90=True):
+        with hooks.taking_over(manager, model := manager.begin_model(False, S)), override_platform(is_sm90=True):
             hooks._shadow(method)
             method.create_moe_runner(layer, layer.moe_runner_config)
             method.create_weights(layer, E, HIDDEN, INTERMEDIATE, torch.bfloat16, weight_loader=None)
+            manager.place_model(model, InitialPlacement(config, None))
             for name, each in layer.named_parameters():
                 each.data.copy_((torch.rand if "scale" in name else torch.randn)(each.shape, generator=random))
             method.process_weights_after_loading(layer)

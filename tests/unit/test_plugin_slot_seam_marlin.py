@@ -46,6 +46,7 @@ from sglang_uvm_offload.plugin.slots.seam import Seam
 from sglang_uvm_offload.plugin.slots.triton import SlotSeam
 from sglang_uvm_offload.policy.slots import WHOLE
 from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.routing.counts import Phase
 from sglang_uvm_offload.streaming.slots import LayerSlots
 
@@ -174,11 +175,12 @@ class Bench:
         config = served_config(num_resident=1, slots=S)
         manager = OffloadManager(config, SimulatedDriver(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
         layer, method = self.layer, self.method
-        with hooks.taking_over(manager, manager.begin_model(draft=False)), override_platform(is_sm90=True):
+        with hooks.taking_over(manager, model := manager.begin_model(False, S)), override_platform(is_sm90=True):
             hooks._shadow(method)
             method.create_moe_runner(layer, SETTINGS)
             more = {"with_bias": True} if self.format.method is of_mxfp4 else {"weight_loader": None}
             method.create_weights(layer, E, HIDDEN, INTERMEDIATE, torch.bfloat16, **more)
+            manager.place_model(model, InitialPlacement(config, None))
             load(layer)
             method.process_weights_after_loading(layer)
         return layer.__dict__[_EXPERTS][0]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from builders.configs import requested_config, served_config
 from builders.launch import resolved_args
+from builders.managers import placed_layer
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.runtime_context import SpawnRanks, create_context, get_exec, use_context
 
@@ -148,7 +149,7 @@ def layers(experts: tuple[int, ...] = (4, 8), resident: int = 2) -> list[ExpertL
     made = []
     for index, count in enumerate(experts):
         chosen = np.arange(count) < resident
-        layer = ExpertLayer(EmulatedMemory(), LayerShard(index, count), lambda layout, chosen=chosen: layout.holding(chosen))
+        layer = placed_layer(EmulatedMemory(), LayerShard(index, count), lambda layout, chosen=chosen: layout.holding(chosen))
         module = torch.nn.Module()
         with AllocationMode(count, layer.allocate):
             module.w13 = torch.empty(count, BLOCK_BYTES, dtype=torch.uint8)
@@ -185,7 +186,7 @@ def test_no_buffer_is_made_where_nothing_can_stream():
 
 def test_layers_too_small_to_place_need_no_buffer():
     assert PAGE_BYTES < BLOCK_BYTES
-    small = ExpertLayer(EmulatedMemory(), LayerShard(0, 4), lambda layout: np.zeros(layout.num_extents, dtype=bool))
+    small = placed_layer(EmulatedMemory(), LayerShard(0, 4), lambda layout: np.zeros(layout.num_extents, dtype=bool))
     assert made(among=[small]) is None
 
 

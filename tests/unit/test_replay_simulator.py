@@ -15,7 +15,7 @@ from sglang_uvm_offload.replay.policies import POLICIES
 from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, Managed, Replay, Workload, replay, serve
 from sglang_uvm_offload.replay.whole_experts import WholeExperts
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
-from sglang_uvm_offload.residency.reporting import rank_status
+from sglang_uvm_offload.residency.status import rank_status
 from sglang_uvm_offload.routing.trace import Trace
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from builders.managers import Rank, config
 from builders.reports import FAULT, info, replayed, result
 
 from sglang_uvm_offload.report.advice import FEW_STEPS, advice, replay_advice
-from sglang_uvm_offload.residency.status import Past
+from sglang_uvm_offload.residency.history import Past
 
 # A budget of 4 of 8 experts, whose best set reaches 70 %, changed by the arguments.
 

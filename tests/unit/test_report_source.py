@@ -9,8 +9,7 @@ import pytest
 from builders.managers import Rank, config
 from builders.reports import info, replayed, result, stepped
 
-from sglang_uvm_offload.residency.curve import Curve, combined
-from sglang_uvm_offload.residency.status import Past
+from sglang_uvm_offload.residency.history import Curve, Past, combined
 
 
 def broken(**fields: Any) -> dict[str, Any]:

@@ -20,11 +20,12 @@ from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Span
 from sglang_uvm_offload.policy.forecast import TUNING
-from sglang_uvm_offload.residency import adaptation, worker
+from sglang_uvm_offload.residency import adaptation, mover
 from sglang_uvm_offload.residency import manager as manager_module
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
 from sglang_uvm_offload.residency.manager import OffloadManager
-from sglang_uvm_offload.residency.reporting import rank_status
+from sglang_uvm_offload.residency.placement import InitialPlacement
+from sglang_uvm_offload.residency.status import rank_status
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, RoutingCounts
 
 
@@ -158,14 +159,10 @@ def test_after_idle_time_no_more_moves_at_once_than_in_a_fiftieth_of_a_second():
 
 
 def test_a_stage_without_moe_layers_decides_nothing_and_has_no_fault():
-    manager = OffloadManager(
-        config(resident_selection="first_n", adapt="continuous"),
-        EmulatedMemory(),
-        CpuRoutingCounters,
-        lambda decide: decide(),
-        progress=lambda: False,
-    )
+    cfg = config(resident_selection="first_n", adapt="continuous")
+    manager = OffloadManager(cfg, EmulatedMemory(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
     model = manager.begin_model(draft=False)
+    manager.place_model(model, InitialPlacement(cfg, None))
     manager.finish_model(model, may_be_empty=True)
     for _ in range(100):
         manager.begin_step(model, 1, 1, Phase.DECODE)
@@ -205,10 +202,8 @@ def test_a_rank_with_a_fault_still_agrees_with_its_peers_and_moves_nothing():
     rank = following()
     asked = []
     rank.manager.residents.broadcast_decision = lambda decide: (asked.append(1), decide())[1]
-    rank.manager.worker.fault = "injected"
-    rank.manager.residents.adaptation.collect_and_submit = lambda *asked, **more: pytest.fail(
-        "its peers would follow what it cannot"
-    )
+    rank.manager.mover.failure = "injected"
+    rank.manager.residents.adaptation.collect = lambda resident: pytest.fail("its peers would follow what it cannot")
     serve(rank, [[5, 6, 7]], 40 * INTERVAL_STEPS)
     assert len(asked) == 40
     assert rank.resident() == [[0, 1, 2]] * LAYERS
@@ -230,7 +225,7 @@ def test_decode_steps_that_stream_are_no_evidence_that_experts_are_unused():
         rank.step([[5, 6, 7]])
     for _ in range(90):
         rank.step([[5, 6, 7]], streams=True)
-    seen = rank.manager.routing(wait=True)
+    seen = rank.counted()
     assert seen.steps == (90, 10)
     assert seen.counts[0, Phase.DECODE, ACTIVATIONS].tolist() == [0] * 5 + [10] * 3
     assert seen.counts[0, Phase.PREFILL, ROUTED].tolist() == [0] * 5 + [90] * 3
@@ -249,7 +244,7 @@ def polls_until(ids, history: RoutingCounts | None) -> int:
     rank = following()
     start, resident = hot(ids, 1000), rank.model.resident_extents()
     past = [] if history is None else [history]
-    follows = Adaptation(rank.model, start, past, clock=seconds_pass(), executor=worker.ThisThread())
+    follows = Adaptation(rank.model, start, past, clock=seconds_pass(), executor=mover.ThisThread())
     for look in range(1, 500):
         now = hot(ids, 1000 + look * INTERVAL_STEPS)
         wanted = follows.decide(now, resident, np.inf)
@@ -270,7 +265,7 @@ def test_a_profile_of_another_shape_is_refused():
     start = hot([0], 0)
     past = RoutingCounts(np.zeros((LAYERS, 2, 2, E + 1), dtype=np.int64), (0, 0))
     with pytest.raises(ValueError, match="activations"):
-        Adaptation(rank.model, start, [past], clock=seconds_pass(), executor=worker.ThisThread())
+        Adaptation(rank.model, start, [past], clock=seconds_pass(), executor=mover.ThisThread())
 
 
 class Later(Executor):
@@ -303,7 +298,7 @@ class TestDecisionsBesideMoves:
     def following(self) -> tuple[Rank, Later, list[float]]:
         """And what each decision may promote, in bytes."""
         moves, given = Later(), []
-        rank = following(executor=moves, decider=worker.ThisThread())
+        rank = following(executor=moves, decider=mover.ThisThread())
         decide = rank.manager.residents.adaptation.decide
         rank.manager.residents.adaptation.decide = lambda counts, resident, most: (
             given.append(most) or decide(counts, resident, most)
@@ -313,7 +308,7 @@ class TestDecisionsBesideMoves:
     def until_a_move(self, rank: Rank) -> None:
         for _ in range(60):
             serve(rank, [[5, 6, 7]], 1)
-            if rank.manager.worker.moving:
+            if rank.manager.mover.moving:
                 return
         pytest.fail("nothing moves")
 
@@ -343,7 +338,7 @@ class TestDecisionsBesideMoves:
         self.until_a_move(rank)
         moving = []
         budget = adaptation._budget_of
-        monkeypatch.setattr(adaptation, "_budget_of", lambda model: moving.append(rank.manager.worker.moving) or budget(model))
+        monkeypatch.setattr(adaptation, "_budget_of", lambda model: moving.append(rank.manager.mover.moving) or budget(model))
         rank.manager.residents.adaptation.follow(rank.model)
         serve(rank, [[1, 2, 3]], 3)
         assert moving == []
@@ -360,7 +355,7 @@ class TestDecisionsBesideTheSteps:
             before = rank.resident()
             serve(rank, [[5, 6, 7]], 10 * INTERVAL_STEPS)
             assert rank.resident() == before, "a move on the thread that launches steps"
-            assert len(later.tasks) == 1 + rank.manager.worker.moving
+            assert len(later.tasks) == 1 + rank.manager.mover.moving
             later.run()
         assert rank.resident() == [[5, 6, 7]] * LAYERS
 
@@ -377,7 +372,7 @@ class TestDecisionsBesideTheSteps:
         rank.manager.residents.adaptation._next = Future()
         rank.manager.residents.adaptation._next.set_result(stale.ravel())
         serve(rank, [[1, 2, 3]], 2 * INTERVAL_STEPS)
-        assert rank.manager.chooser.warm
+        assert rank.manager.residents.warm
         assert rank_status(rank.manager).moving
         later.run()
         assert not rank_status(rank.manager).moving
@@ -388,7 +383,7 @@ class TestDecisionsBesideTheSteps:
         rank = Rank(config(adapt="continuous", warmup_tokens=2 * INTERVAL_STEPS), clock=seconds_pass(), executor=later)
         rank.manager.residents.adaptation.decide = lambda *seen: 1 / 0
         serve(rank, [[1, 2, 3]], 3 * INTERVAL_STEPS)
-        assert rank.manager.chooser.warm
+        assert rank.manager.residents.warm
         assert rank.manager.fault is None
         later.run()
         serve(rank, [[1, 2, 3]], INTERVAL_STEPS)
@@ -441,7 +436,7 @@ class TestDecisionsBesideTheSteps:
         if part == "deciding":
             rank.manager.residents.adaptation.decide = lambda *seen: sys.exit("gone")
         elif part == "moving":
-            rank.manager.mover.move = lambda *wanted: sys.exit("gone")
+            rank.manager.mover.move = lambda *wanted, **more: sys.exit("gone")
         else:
             monkeypatch.setattr(rank.manager.memory, "in_vram", lambda blocks: sys.exit("gone"))
             rank.manager.check_for_evictions()
@@ -465,7 +460,7 @@ class TestDecisionsBesideTheSteps:
             rank.manager.poll_if_due()
         assert rank_status(rank.manager).fault.endswith("a call to the driver has not returned in 600 s")
         assert caplog.text.count("adapting stopped") == 1
-        monkeypatch.setattr(worker, "STUCK_SECONDS", 0.01)
+        monkeypatch.setattr(mover, "STUCK_SECONDS", 0.01)
         with pytest.raises(TimeoutError, match="moves of experts have not ended in"):
             rank.manager.wait_for_moves()
 

@@ -8,8 +8,7 @@ from builders.managers import Draft, E, Rank, config
 
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
-from sglang_uvm_offload.residency.reporting import rank_status
-from sglang_uvm_offload.residency.table import residency_table
+from sglang_uvm_offload.residency.status import rank_status, residency_table
 
 HOT = [[7, 5]]
 
@@ -48,7 +47,7 @@ def test_the_first_experts_are_resident_and_after_the_warm_up_those_that_drafts_
         warm_up(rank, draft, 1)
     assert draft.resident() == [5, 7]
     (line,) = [r.getMessage() for r in caplog.records if "draft model" in r.getMessage()]
-    assert "chosen from 10 of its steps: hit rate of these 0.0 % before, 100.0 % after; 0.2 MiB moved" in line
+    assert "chosen from 10 of its steps: hit rate of these 0.0 % before, 100.0 % after; 0.1 MiB of 0.1 MiB" in line
     for _ in range(100):
         rank.step([[0, 1, 2]] * 4)
         draft.step([[3, 4]])

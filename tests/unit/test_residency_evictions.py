@@ -199,7 +199,7 @@ def test_a_look_is_every_ten_seconds_and_beside_the_steps_and_one_at_a_time():
 
 def test_code_that_may_replace_tensors_waits_for_a_look():
     rank = Watched()
-    rank.manager.worker._checking = looking = Future()
+    rank.manager.mover._checking = looking = Future()
     waiting = threading.Thread(target=rank.manager.wait_for_moves)
     waiting.start()
     waiting.join(0.1)

@@ -8,16 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from builders.managers import LAYERS, Rank, config
+from builders.managers import LAYERS, Rank, config, placed_layer
 
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
-from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.residency.history import History, hit_rate_curve
+from sglang_uvm_offload.residency.history import History, Past, hit_rate_curve
 from sglang_uvm_offload.residency.manager import POLL_SECONDS
 from sglang_uvm_offload.residency.model import ModelExperts
-from sglang_uvm_offload.residency.status import Past
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, RoutingCounts
 
 
@@ -89,7 +87,7 @@ def test_idleness_brings_the_last_steps_in_and_then_looks_no_more():
     clock.now += 2
     rank.manager.poll_when_idle()
     assert rank.manager.ledger.steps == 1
-    rank.manager.observer.poll = lambda: pytest.fail("looked again though nothing happened")
+    rank.manager.ledger.poll = lambda: pytest.fail("looked again though nothing happened")
     rank.manager.poll_when_idle()
 
 
@@ -106,7 +104,7 @@ def test_moves_are_in_the_history():
     clock = Clock()
     rank = rank_at(clock)
     rank.step([[7, 6, 5]])
-    rank.manager.reselect()
+    rank.manager.residents.after_warmup(rank.manager.tokens)
     history = columns(rank)
     assert history["moves"] == [0, 3 * LAYERS]
     assert history["moved_bytes"] == [0, 2 * 3 * LAYERS * PAGE_BYTES]
@@ -142,7 +140,7 @@ def model_of(activations: list[list[int]], *, pages_of=(1,), shared: int = 0, re
     model = ModelExperts(draft=False)
     for index, pages in enumerate(np.resize(pages_of, len(activations)).tolist()):
         whole = np.isin(np.arange(width), resident)
-        layer = ExpertLayer(memory, LayerShard(index, width, shared), lambda layout, whole=whole: layout.holding(whole))
+        layer = placed_layer(memory, LayerShard(index, width, shared), lambda layout, whole=whole: layout.holding(whole))
         model.layers.append(layer)
         HELD.append(layer.allocate(pages * PAGE_BYTES, torch.device("cpu"), "w13"))
     return model

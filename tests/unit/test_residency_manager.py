@@ -11,13 +11,13 @@ from simulated_driver import SimulatedDriver
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, MemoryInfo
 from sglang_uvm_offload.residency.manager import OffloadManager
-from sglang_uvm_offload.residency.reporting import rank_status
-from sglang_uvm_offload.residency.selection import rank_share
-from sglang_uvm_offload.residency.table import residency_table
+from sglang_uvm_offload.residency.placement import InitialPlacement
+from sglang_uvm_offload.residency.status import rank_status, residency_table
 from sglang_uvm_offload.routing.counts import IdFormat, Phase
 
 
@@ -48,7 +48,7 @@ def test_manual_ids_are_split_over_expert_parallel_ranks():
 @pytest.mark.parametrize("n", [0, 1, 7, 8])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_expert_parallel_ranks_share_n_exactly_and_evenly(n, size):
-    shares = [rank_share(n, rank, size) for rank in range(size)]
+    shares = [LayerShard(0, 8 // size, 0, rank, size).share_of(n) for rank in range(size)]
     assert sum(shares) == n
     assert max(shares) - min(shares) <= 1
 
@@ -70,12 +70,12 @@ def test_after_warmup_the_hot_experts_of_each_layer_are_resident(caplog):
     hot = {0: [[7, 5, 3]] * 4, 1: [[0, 6, 4]] * 4, 2: [[1, 2, 7]] * 4}
     with caplog.at_level(logging.INFO):
         for step in range(11):
-            assert rank.manager.chooser.warm == (step > 10)
+            assert rank.manager.residents.warm == (step > 10)
             rank.step(hot)
     assert rank.resident() == [[3, 5, 7], [0, 4, 6], [1, 2, 7]]
     (line,) = [r.getMessage() for r in caplog.records if "residents chosen" in r.getMessage()]
     assert "0.4 MiB of 0.6 MiB of residents changed in 3 layers" in line
-    assert "hit rate of these tokens 33.3 % before, 100.0 % after" in line
+    assert "hit rate of these 33.3 % before, 100.0 % after" in line
     for layer in rank.model.layers:
         for tensor in layer.tensors:
             there = rank.manager.memory.in_vram([(tensor.managed, at) for at in range(0, tensor.layout.nbytes, PAGE_BYTES)])
@@ -154,7 +154,7 @@ def test_all_equal_routing_moves_nothing():
     rank = Rank(config(warmup_tokens=8))
     rank.step([[i] for i in range(E)])
     rank.step([[0]])
-    assert rank.manager.chooser.warm
+    assert rank.manager.residents.warm
     assert rank.resident() == [[0, 1, 2]] * LAYERS
     assert rank.manager.ledger.moves == 0
 
@@ -298,20 +298,25 @@ def test_experts_that_are_in_vram_in_part_are_counted_apart():
     assert rank_status(rank.manager).byte_hit_rate == pytest.approx(1 / 3)
 
 
-def test_a_pipeline_stage_without_moe_layers_serves():
-    manager = OffloadManager(
-        config(warmup_tokens=1), EmulatedMemory(), CpuRoutingCounters, lambda d: d(), progress=lambda: False
-    )
+def dense(cfg):
+    """The manager of a pipeline stage without MoE layers, and its model, which is placed."""
+    manager = OffloadManager(cfg, EmulatedMemory(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
     model = manager.begin_model(draft=False)
+    manager.place_model(model, InitialPlacement(cfg, None))
+    return manager, model
+
+
+def test_a_pipeline_stage_without_moe_layers_serves():
+    manager, model = dense(config(warmup_tokens=1))
     manager.finish_model(model, may_be_empty=True)
     for _ in range(3):
         manager.begin_step(model, 1, 1, Phase.DECODE)
         manager.end_step(model)
-    assert manager.chooser.warm
+    assert manager.residents.warm
     assert rank_status(manager).num_layers == 0
 
 
 def test_a_model_without_anything_to_offload_is_refused():
-    manager = OffloadManager(config(), EmulatedMemory(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
+    manager, model = dense(config())
     with pytest.raises(FlagError, match="the model has no MoE layer"):
-        manager.finish_model(manager.begin_model(draft=False))
+        manager.finish_model(model)

@@ -8,7 +8,7 @@ from builders.managers import LAYERS, Rank, config
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.residency.reporting import rank_status
+from sglang_uvm_offload.residency.status import rank_status
 from sglang_uvm_offload.routing.counts import Phase
 
 
@@ -46,18 +46,18 @@ def make_resident(rank: Rank, ids: list[int]) -> None:
 
 def test_steps_are_booked_under_the_residents_they_had_however_late_their_counts_are():
     rank = rank_with_late_counts()
-    observer, ledger = rank.manager.observer, rank.manager.ledger
+    ledger = rank.manager.ledger
     rank.step([[0, 1, 7]])
-    assert observer.poll(), "nothing was on its way yet"
+    assert ledger.poll(), "nothing was on its way yet"
     make_resident(rank, [5, 6, 7])
     rank.step([[0, 5, 6, 7]])
-    assert not observer.poll()
+    assert not ledger.poll()
     assert ledger.steps == 0
     rank.model.counters.arrived = True
-    observer.poll()
+    ledger.poll()
     make_resident(rank, [3])
     rank.step([[3, 4]])
-    observer.poll()
+    ledger.poll()
     assert ledger.steps == 3
     assert ledger.routed_resident.tolist() == [2 + 3 + 1] * LAYERS
     assert ledger.zero_copy_bytes.tolist() == [(1 + 1 + 1) * PAGE_BYTES] * LAYERS
@@ -65,34 +65,34 @@ def test_steps_are_booked_under_the_residents_they_had_however_late_their_counts
 
 def test_a_step_that_streams_is_booked_by_what_it_copies_and_reads_nothing_in_place():
     rank = Rank(config(resident_selection="first_n"))
-    observer, ledger = rank.manager.observer, rank.manager.ledger
+    ledger = rank.manager.ledger
     rank.step([[0, 7], [1, 7], [7, 6]], phase=Phase.PREFILL, streams=True)
     for layer, nbytes in ((0, 5), (2, 3), (2, 4)):
         ledger.add_streamed(layer, nbytes * PAGE_BYTES)
-    observer.catch_up()
+    ledger.catch_up()
     assert ledger.streamed_bytes.tolist() == [5 * PAGE_BYTES, 0, 7 * PAGE_BYTES]
     assert (ledger.routed.tolist(), ledger.routed_resident.tolist()) == ([6] * LAYERS, [2] * LAYERS)
     assert not ledger.zero_copy_bytes.any()
     assert not ledger.activated_bytes.any()
     assert ledger.byte_hit_rate is None
     rank.step([[0, 7]], phase=Phase.PREFILL)
-    observer.catch_up()
+    ledger.catch_up()
     assert ledger.zero_copy_bytes.tolist() == [PAGE_BYTES] * LAYERS
     assert ledger.byte_hit_rate == 0.5
 
 
 def test_catching_up_books_what_is_on_its_way_under_the_residents_it_had():
     rank = rank_with_late_counts()
-    observer, ledger = rank.manager.observer, rank.manager.ledger
+    ledger = rank.manager.ledger
     rank.step([[0, 1, 7]])
-    observer.poll()
+    ledger.poll()
     make_resident(rank, [5, 6, 7])
     rank.step([[0, 5, 6, 7]])
-    observer.catch_up()
+    ledger.catch_up()
     assert ledger.steps == 2
     assert ledger.routed_resident.tolist() == [2 + 3] * LAYERS
     before = ledger.routed.tolist()
-    observer.catch_up()
+    ledger.catch_up()
     assert ledger.routed.tolist() == before, "booked twice"
 
 
@@ -117,7 +117,7 @@ def test_residents_that_change_while_counts_are_late_do_not_change_what_was_befo
     assert rank.resident() == [[5, 6, 7]] * LAYERS
     rank.model.counters.arrived = True
     rank.step([[2]])
-    rank.manager.observer.catch_up()
+    rank.manager.ledger.catch_up()
     assert rank.manager.ledger.routed_resident.tolist() == [2 + 1 + 2 + 0] * LAYERS
 
 
@@ -126,8 +126,8 @@ def test_nobody_asks_between_the_looks_of_steps_that_all_look(adapt, asks):
     """What is asked for between them is not there at the next one, which would then wait for it before it moves."""
     rank = Rank(config(resident_selection="first_n", adapt=adapt))
     rank.step([[0, 1, 7]])
-    before = rank.manager.observer.pending
+    before = rank.manager.ledger.pending
     rank.manager.poll()
-    assert (rank.manager.observer.pending is not before) == asks
+    assert (rank.manager.ledger.pending is not before) == asks
     rank.manager.poll_when_idle()
     assert rank.manager.ledger.steps == 1

@@ -50,7 +50,7 @@ def test_what_was_routed_is_logged_with_the_hit_rates(caplog):
     with caplog.at_level(logging.INFO):
         rank.manager.readvise()
     assert "residents chosen from the routing of 3 tokens (0 prefill and 3 decode steps)" in caplog.text
-    assert "hit rate of these tokens 33.3 % before, 66.7 % after" in caplog.text
+    assert "hit rate of these 33.3 % before, 66.7 % after" in caplog.text
 
 
 def test_without_a_new_token_residents_stay(caplog):
@@ -141,11 +141,20 @@ def test_where_the_rank_that_decides_has_a_fault_no_rank_moves():
 
     leader = Rank(config(warmup_tokens=10**6), broadcast_decision=first)
     follower = Rank(config(warmup_tokens=10**6), broadcast_decision=lambda decide: decision[-1])
-    leader.manager.worker.fault = "a test"
+    leader.manager.mover.failure = "a test"
     for rank in (leader, follower):
         rank.step([[5, 6, 7]])
         rank.manager.readvise()
     assert follower.resident() == [[0, 1, 2]] * LAYERS
+
+
+def test_residents_that_stay_after_a_fault_stay_at_the_end_of_the_warm_up_too():
+    """They could move: it is their choice that has failed."""
+    rank = Rank(config(warmup_tokens=4, adapt="continuous"))
+    rank.manager.mover.stop("choosing residents", ArithmeticError("a test"))
+    serve(rank, [5, 6, 7], 9)
+    assert rank.status()["warmup_done"]
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
 
 
 def test_while_paused_the_warm_up_waits():

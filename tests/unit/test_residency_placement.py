@@ -13,10 +13,16 @@ from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
 from sglang_uvm_offload.residency.placement import InitialPlacement
 
 
-def resident(placement: InitialPlacement, layer_id: int, ep_rank: int = 0, ep_size: int = 1) -> list[int]:
-    """With one block an expert."""
-    choose = placement.of_layer(LayerShard(layer_id, E // ep_size, 0, ep_rank, ep_size)).choose
-    return np.flatnonzero(choose(ExpertLayout(E // ep_size, BLOCK_BYTES))).tolist()
+def resident(placement: InitialPlacement, *layer_ids: int) -> list[list[int]]:
+    """By layer, with one block an expert."""
+    chosen = placement.of_layers([LayerShard(layer_id, E) for layer_id in layer_ids])
+    return [np.flatnonzero(layer.choose(ExpertLayout(E, BLOCK_BYTES))).tolist() for layer in chosen]
+
+
+def chosen(placement: InitialPlacement, shard: LayerShard, layout: ExpertLayout) -> np.ndarray:
+    """Of the only layer."""
+    (layer,) = placement.of_layers([shard])
+    return layer.choose(layout)
 
 
 def test_lists_of_ids_go_to_the_layers_in_the_order_in_which_they_are_built(tmp_path):
@@ -24,10 +30,9 @@ def test_lists_of_ids_go_to_the_layers_in_the_order_in_which_they_are_built(tmp_
     path.write_text(json.dumps([[0], [1, 2], [3]]))
     manual = config(resident_selection="manual", resident_ids=f"@{path}")
     placement = InitialPlacement(manual, None)
-    assert [resident(placement, layer) for layer in (4, 7, 9)] == [[0], [1, 2], [3]]
-    assert resident(placement, 11) == [0, 1, 2], "the model is judged once all of it is built"
+    assert resident(placement, 4, 7, 9, 11) == [[0], [1, 2], [3], [0, 1, 2]], "the model is judged once all of it is built"
     second_stage = InitialPlacement(manual, None, first=2)
-    assert resident(second_stage, 9) == [3]
+    assert resident(second_stage, 9) == [[3]]
 
 
 def test_a_file_of_ids_is_read_once(tmp_path):
@@ -36,30 +41,28 @@ def test_a_file_of_ids_is_read_once(tmp_path):
     manual = config(resident_selection="manual", resident_ids=f"@{path}")
     path.unlink()
     placement = InitialPlacement(manual, None)
-    assert [resident(placement, layer) for layer in (1, 2)] == [[5], [6]]
+    assert resident(placement, 1, 2) == [[5], [6]]
 
 
 def test_a_layer_or_an_expert_that_a_profile_does_not_know_gets_the_first():
     placement = InitialPlacement(config(), profile_of([[5, 6, 7]] * 3))
-    assert resident(placement, 2) == [5, 6, 7]
-    assert resident(placement, 9) == [0, 1, 2]
-    choose = placement.of_layer(LayerShard(2, 8, 0, 1, 2)).choose
-    assert choose(ExpertLayout(8, BLOCK_BYTES)).nonzero()[0].tolist() == [0, 1], "the profile knows 8 experts, and not 16"
+    assert resident(placement, 2, 9) == [[5, 6, 7], [0, 1, 2]]
+    second_half = chosen(placement, LayerShard(2, 8, 0, 1, 2), ExpertLayout(8, BLOCK_BYTES))
+    assert np.flatnonzero(second_half).tolist() == [0, 1], "the profile knows 8 experts, and not 16"
 
 
 def test_each_of_two_moe_layers_in_a_decoder_layer_gets_its_own_of_a_profile():
     profile = profile_of([[1, 2, 3], [5, 6, 7], [0, 4, 6]])
     profile = dataclasses.replace(profile, model=dataclasses.replace(profile.model, moe_layers=(1, 1, 2)))
     placement = InitialPlacement(config(), profile)
-    assert [resident(placement, layer) for layer in (1, 1, 2)] == [[1, 2, 3], [5, 6, 7], [0, 4, 6]]
-    assert resident(placement, 2) == [0, 1, 2], "the profile knows one"
+    assert resident(placement, 1, 1, 2, 2) == [[1, 2, 3], [5, 6, 7], [0, 4, 6], [0, 1, 2]], "the profile knows one 2"
 
 
 def test_another_number_places_the_same_layers_from_the_first_on():
     placement = InitialPlacement(config(), profile_of([[1, 2, 3], [5, 6, 7], [0, 4, 6]]), first=1)
-    assert [resident(placement, layer) for layer in (2, 3)] == [[5, 6, 7], [0, 4, 6]]
+    assert resident(placement, 2, 3) == [[5, 6, 7], [0, 4, 6]]
     fewer = placement.with_residents(1)
-    assert [resident(fewer, layer) for layer in (2, 3)] == [[5], [0]]
+    assert resident(fewer, 2, 3) == [[5], [0]]
     assert placement.config.num_resident == 3, "that of the first is as it was"
 
 
@@ -67,16 +70,16 @@ def test_a_profile_takes_the_blocks_that_serve_most_in_the_room_of_the_first_exp
     """Experts of one and a half blocks: 0 | 0 1 | 1 | 2 | 2 3 | 3 | ..."""
     layout = ExpertLayout(E, 3 * BLOCK_BYTES // 2)
     manual = InitialPlacement(config(resident_selection="manual", resident_ids="2,5"), None)
-    assert np.flatnonzero(manual.of_layer(LayerShard(1, E, 0, 0, 1)).choose(layout)).tolist() == [3, 4, 7, 8], "whole experts"
+    assert np.flatnonzero(chosen(manual, LayerShard(1, E), layout)).tolist() == [3, 4, 7, 8], "whole experts"
     hot = InitialPlacement(config(num_resident=2), profile_of([[2, 3, 5]] * 3))
-    assert np.flatnonzero(hot.of_layer(LayerShard(1, E, 0, 0, 1)).choose(layout)).tolist() == [3, 4, 5]
+    assert np.flatnonzero(chosen(hot, LayerShard(1, E), layout)).tolist() == [3, 4, 5]
     assert layout.budget(2) == 3 * BLOCK_BYTES
 
 
 def test_the_blocks_of_a_fused_shared_expert_are_not_in_the_room_of_a_profile():
     layout = ExpertLayout(E + 1, 3 * BLOCK_BYTES // 2)
     hot = InitialPlacement(config(num_resident=2), profile_of([[6, 7]] * 3))
-    found = hot.of_layer(LayerShard(1, E + 1, 1, 0, 1)).choose(layout)
+    found = chosen(hot, LayerShard(1, E + 1, 1), layout)
     assert np.flatnonzero(found).tolist() == [9, 10, 11], "6 and 7; the shared expert's two blocks come on top"
 
 
@@ -86,6 +89,6 @@ def test_the_edge_of_slots_is_not_in_the_room_of_a_profile():
     edge = np.flatnonzero(layout.edge)
     assert edge.size == 1
     hot = InitialPlacement(config(num_resident=2), profile_of([[6]] * 3))
-    found = hot.of_layer(LayerShard(1, E - 1, 0, 0, 1)).choose(layout)
+    found = chosen(hot, LayerShard(1, E - 1), layout)
     assert not found[edge].any(), "it is there already"
     assert layout.taken_by(found | layout.edge) == layout.budget(2)

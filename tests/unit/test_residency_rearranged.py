@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from builders.managers import LAYERS, E, Rank, config, profile_of
 
-from sglang_uvm_offload.residency import logical_counts
 from sglang_uvm_offload.residency import manager as manager_module
+from sglang_uvm_offload.residency import rearranging
 from sglang_uvm_offload.residency.adaptation import Adaptation
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase
 
@@ -31,7 +31,7 @@ def rearrange(rank, experts, gather=alone, layers=range(LAYERS)):
 
 def decoded(rank):
     """Activations of each of the checkpoint's experts in layer 0."""
-    return rank.manager.logical_routing(wait=True).counts[0, Phase.DECODE, ACTIVATIONS].tolist()
+    return rank.manager.routing_by_expert(wait=True).counts[0, Phase.DECODE, ACTIVATIONS].tolist()
 
 
 class TestAtLoad:
@@ -66,7 +66,7 @@ class TestCounts:
         assert decoded(rank) == [2, 1, 0, 0, 0, 0, 0, 1]
         rearrange(rank, BACKWARDS)
         assert decoded(rank) == [2, 1, 0, 0, 0, 0, 0, 1]
-        assert rank.manager.routing(wait=True).counts[0, Phase.DECODE, ROUTED].tolist() == [1, 0, 0, 0, 0, 0, 1, 2]
+        assert rank.counted().counts[0, Phase.DECODE, ROUTED].tolist() == [1, 0, 0, 0, 0, 0, 1, 2]
         rank.step([[0, 1]])
         assert decoded(rank) == [2, 1, 0, 0, 0, 0, 1, 2]
         rearrange(rank, SHIFTED)
@@ -78,12 +78,12 @@ class TestCounts:
         first, second = (Rank(config(resident_selection="first_n"), ep_rank=r, ep_size=2) for r in range(2))
         first.step([[0, 1, 3]])
         second.step([[2, 2, 2]])
-        each = [rank.manager.logical_routing(wait=True).counts for rank in (first, second)]
+        each = [rank.manager.routing_by_expert(wait=True).counts for rank in (first, second)]
         both = [np.stack([counts, counts]) for counts in each]
         for rank in (first, second):
             rearrange(rank, BACKWARDS, lambda own: both)
-        assert first.manager.routing(wait=True).counts[0, Phase.DECODE, ROUTED].tolist() == [0, 3, 0, 0]
-        assert second.manager.routing(wait=True).counts[0, Phase.DECODE, ROUTED].tolist() == [1, 0, 1, 1]
+        assert first.counted().counts[0, Phase.DECODE, ROUTED].tolist() == [0, 3, 0, 0]
+        assert second.counted().counts[0, Phase.DECODE, ROUTED].tolist() == [1, 0, 1, 1]
         assert decoded(first) == [1, 1, 0, 1, 0, 0, 0, 0]
         assert decoded(second) == [0, 0, 0, 0, 0, 0, 1, 0]
 
@@ -92,7 +92,7 @@ class TestCounts:
         for _ in range(4):
             rank.step([[8]])
         rearrange(rank, TWICE[::-1], layers=[0])
-        counts = rank.manager.routing(wait=True).counts[:, Phase.DECODE, ACTIVATIONS]
+        counts = rank.counted().counts[:, Phase.DECODE, ACTIVATIONS]
         assert counts[1].tolist() == [0] * 8 + [4, 0]
         assert counts[0].tolist() == [0, 2, 0, 0, 2] + [0] * 5
 
@@ -127,7 +127,7 @@ class TestResidents:
         assert live.steps == (0, 9)
 
     def test_what_traffic_used_long_ago_fades(self, monkeypatch):
-        monkeypatch.setattr(logical_counts, "MEMORY_STEPS", 10.0)
+        monkeypatch.setattr(rearranging, "MEMORY_STEPS", 10.0)
         rank = Rank(config(warmup_tokens=1))
         for _ in range(60):
             rank.step([[5, 6, 7]])
@@ -169,7 +169,7 @@ class TestResidents:
         if why == "paused":
             rank.manager.pause()
         else:
-            rank.manager.worker.fault = "the link fell out"
+            rank.manager.mover.failure = "the link fell out"
         rearrange(rank, BACKWARDS)
         assert rank.resident() == [[5, 6, 7]] * LAYERS
         assert decoded(rank)[5] == 9
@@ -198,7 +198,7 @@ class TestResidents:
 def test_a_move_under_way_ends_before_sglang_writes():
     rank, order = Rank(config()), []
     rank.manager.wait_for_moves = lambda: order.append("moves ended")
-    rank.manager.observer.catch_up = lambda: order.append("steps counted")
+    rank.manager.ledger.catch_up = lambda: order.append("steps counted")
     rank.rearranging.begin()
     assert order == ["moves ended", "steps counted"]
 

@@ -130,7 +130,7 @@ def test_vram_that_the_driver_still_holds_is_taken_again():
 def test_where_moving_has_failed_before_the_experts_stay_and_the_log_says_so(caplog):
     rank, _ = filled(slots=2)
     before = in_vram(rank)
-    rank.manager.mover.fault = "demote failed"
+    rank.manager.mover.failure = "demote failed"
     rank.manager.sleep()
     rank.manager.wake()
     assert in_vram(rank) == before

@@ -226,12 +226,12 @@ def test_what_is_resident_now_gets_no_slot_and_what_was_demoted_gets_one():
     rank = Served()
     rank.serve([5, 6])
     assert rank.device._share[0].tolist() == [0] * 3 + [WHOLE] * 5
-    rank.manager.observer.catch_up()
+    rank.manager.ledger.catch_up()
     for layer in rank.model.layers:
         wanted = np.isin(np.arange(E), [5, 6, 7])
         layer.demote(wanted)
         layer.promote(wanted)
-    rank.manager.observer.catch_up()
+    rank.manager.ledger.catch_up()
     assert rank.serve([0, 5]) == [{0: E + 2, 5: E}] * LAYERS, "what a slot holds is served from there"
     assert rank.device._share[0].tolist() == [WHOLE] * 5 + [0] * 3
     assert rank.serve([1]) == [{1: E + 1}] * LAYERS, "a resident's copy goes first, of two the older"

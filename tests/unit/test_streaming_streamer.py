@@ -9,10 +9,10 @@ import logging
 import numpy as np
 import pytest
 import torch
+from builders.managers import placed_layer
 
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.cpu.staging import CpuStaging
-from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode, HeldTensor
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
@@ -86,7 +86,7 @@ class Model:
         self.modules, self.methods, self.layers = [], [], []
         for index in range(LAYERS):
             chosen = np.arange(experts) < resident
-            layer = ExpertLayer(self.memory, LayerShard(index, experts), lambda layout, chosen=chosen: layout.holding(chosen))
+            layer = placed_layer(self.memory, LayerShard(index, experts), lambda layout, chosen=chosen: layout.holding(chosen))
             module, method = torch.nn.Module(), Method()
             with AllocationMode(experts, layer.allocate):
                 module.w13 = torch.nn.Parameter(torch.empty(experts, kinds[0] * PAGE_BYTES // 4), requires_grad=False)

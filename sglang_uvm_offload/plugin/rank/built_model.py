@@ -5,6 +5,8 @@ The config only suggests which layers route, because a model family may have its
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from sglang.srt.runtime_context import get_parallel
 
@@ -28,7 +30,7 @@ class BuiltModel:
         """``top_k``: the most routed experts per token of a layer on this rank, None if unknown. Renumbers the layers of
         ``model`` by their position in the whole model."""
         parallel = get_parallel()
-        part = ([layer.layer_id for layer in model.layers], (model.num_logical, model.num_experts), top_k)
+        part = ([layer.layer_id for layer in model.layers], (model.num_logical, model.num_places), top_k)
         stages = parallel.pp_group.all_gather_object(part) if parallel.pp_size > 1 else [part]
         self._moe_layers: list[int] = []
         for rank, (layers, _, _) in enumerate(stages):
@@ -36,7 +38,7 @@ class BuiltModel:
             if rank == parallel.pp_rank:
                 self._rows = range(before, len(self._moe_layers))
                 for layer, number in zip(model.layers, self._moe_layers[before:], strict=True):
-                    layer.layer_id = number
+                    layer.shard = dataclasses.replace(layer.shard, layer_id=number)
         self.num_experts = max(experts for _, (experts, _), _ in stages)
         """Routed experts of a layer in the checkpoint."""
         self.redundant = max(places for _, (_, places), _ in stages) - self.num_experts

@@ -23,9 +23,9 @@ from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.rank import unread_tensors
 from sglang_uvm_offload.plugin.rank.expert_map import shard_of
 from sglang_uvm_offload.plugin.rank.recording import Recording
+from sglang_uvm_offload.plugin.rank.start_clock import StartPhase
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
-from sglang_uvm_offload.residency.start import Phase
 from sglang_uvm_offload.routing.counts import IdFormat
 from sglang_uvm_offload.routing.layer_routing import LayerRouting
 from sglang_uvm_offload.streaming.slots import ModelSlots
@@ -45,7 +45,7 @@ class LayerHooks:
         counting: Mapping[str, str],
         recording: Recording | None = None,
         compiled: bool = False,
-        timing: Callable[[Phase], AbstractContextManager[None]] = lambda phase: nullcontext(),
+        timing: Callable[[StartPhase], AbstractContextManager[None]] = lambda phase: nullcontext(),
     ):
         self.timing = timing
         """Called around each phase of the start that passes here."""
@@ -117,7 +117,7 @@ class LayerHooks:
         def create_managed_weights(layer: torch.nn.Module, num_experts: int, *args: Any, **kwargs: Any) -> None:
             experts = self._add(layer)
             assert num_experts == experts.num_experts, (num_experts, experts.num_experts)
-            with self.timing(Phase.PLACE):
+            with self.timing(StartPhase.PLACE):
                 with AllocationMode(num_experts, partial(experts.allocate, written_later=True), experts.write):
                     create_weights(layer, num_experts, *args, **kwargs)
                 experts.sync_tensors(layer, method)
@@ -127,7 +127,7 @@ class LayerHooks:
             if self._manager is not None:
                 self._manager.wait_for_moves()  # a weight update may replace the tensors being moved
             try:
-                with self.timing(Phase.CONVERT):
+                with self.timing(StartPhase.CONVERT):
                     with AllocationMode(experts.num_experts, experts.allocate, experts.write):
                         result = process_weights_after_loading(layer, *args, **kwargs)
                     experts.sync_tensors(layer, method)
@@ -169,7 +169,7 @@ class LayerHooks:
         assert self._into is not None, "a MoE layer outside a model"
         manager, model = self._into
         index = len(model.layers)
-        experts = manager.add_layer(model, shard_of(layer))
+        experts = model.add_layer(manager.memory, shard_of(layer))
         layer.__dict__[_EXPERTS] = (experts, model, index)
         if not model.draft and layer.top_k is not None:
             self.top_k = max(self.top_k, layer.top_k - layer.num_fused_shared_experts)

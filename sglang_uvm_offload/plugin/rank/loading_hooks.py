@@ -20,10 +20,10 @@ from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
 from sglang_uvm_offload.plugin.rank.prefill_graphs import limit_prefill_graphs
 from sglang_uvm_offload.plugin.rank.residency import Residency, refuse
 from sglang_uvm_offload.plugin.rank.slots import make_slots
+from sglang_uvm_offload.plugin.rank.start_clock import StartPhase
 from sglang_uvm_offload.plugin.rank.state import MODEL, RankState
 from sglang_uvm_offload.plugin.rank.stream_buffers import make_streamer
 from sglang_uvm_offload.residency.model import ModelExperts
-from sglang_uvm_offload.residency.start import Phase
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
 from sglang_uvm_offload.streaming.streamer import Streamer
 
@@ -69,32 +69,32 @@ class LoadingHooks:
         if torch.get_default_device().type == "meta":
             with self.rank.layer_hooks.leaving_alone():
                 return original(model_config, load_config, *args, **kwargs)
-        with self.rank.start.timing(Phase.BUILD):
+        with self.rank.start.timing(StartPhase.BUILD):
             result = original(model_config, load_config, *args, **kwargs)
             self._built(result)
         if load_config.load_format not in _WRITTEN_BY_WEIGHT:
-            with self.rank.start.timing(Phase.PLACE):
+            with self.rank.start.timing(StartPhase.PLACE):
                 self.rank.manager.memory.wait_until_populated()
-        self.rank.start.add(Phase.READ, sum(tensor.nbytes for tensor in result.parameters()))
+        self.rank.start.add(StartPhase.READ, sum(tensor.nbytes for tensor in result.parameters()))
         return result
 
     def _built(self, module: torch.nn.Module) -> None:
         on_build, self._on_build = self._on_build, None
         if on_build is not None:
-            with self.rank.start.timing(Phase.PLACE):
+            with self.rank.start.timing(StartPhase.PLACE):
                 on_build(module)
 
     def around_load_model(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             manager, draft = self.rank.manager, runner.is_draft_worker
-            model = manager.reserve_model(draft, self.rank.config.slots)
+            model = manager.begin_model(draft, self.rank.config.slots)
             runner.__dict__[MODEL] = model
             place = self._place_draft if draft else functools.partial(self._place_target, runner)
             self._on_build = functools.partial(place, model)
             with (
-                self.rank.start.timing(Phase.PLACE),  # what is still to be populated once the weights are read
+                self.rank.start.timing(StartPhase.PLACE),  # what is still to be populated once the weights are read
                 manager.memory.loading(),
-                self.rank.start.timing(Phase.READ),
+                self.rank.start.timing(StartPhase.READ),
                 self.rank.layer_hooks.taking_over(manager, model),
             ):
                 result = original(runner, *args, **kwargs)
@@ -102,11 +102,11 @@ class LoadingHooks:
                 for layer in model.layers:
                     layer.sync_tensors(*layer.holders)  # loaders may replace tensors after post-load processing
             placed = sum(layer.resident_bytes + layer.offloaded_bytes for layer in model.layers)
-            self.rank.start.add(Phase.PLACE, placed if model.draft else placed + self.rank.tables.nbytes)
+            self.rank.start.add(StartPhase.PLACE, placed if model.draft else placed + self.rank.tables.nbytes)
             if not model.draft:
-                with self.rank.start.timing(Phase.LINK):
+                with self.rank.start.timing(StartPhase.LINK):
                     manager.link = link.measure(self.rank.backend, get_device().gpu_id, model.layers)
-            with self.rank.start.timing(Phase.BUFFERS):
+            with self.rank.start.timing(StartPhase.BUFFERS):
                 self._loaded(runner, model)
         except (FlagError, ManagedMemoryError) as error:
             enforce.end(f"sglang-uvm-offload: {error}")
@@ -139,12 +139,12 @@ class LoadingHooks:
         """SGLang makes the KV cache of what is left of VRAM: now all weights are in it, of draft models too."""
         if not runner.is_draft_worker and self._residency is not None:
             try:
-                with self.rank.start.timing(Phase.PLACE):
+                with self.rank.start.timing(StartPhase.PLACE):
                     self._residency.correct()
             except FlagError as error:
                 enforce.end(f"sglang-uvm-offload: {error}")
             self._stream_from()
-        with self.rank.start.timing(Phase.POOLS):
+        with self.rank.start.timing(StartPhase.POOLS):
             return original(runner, *args, **kwargs)
 
     def _stream_from(self) -> None:

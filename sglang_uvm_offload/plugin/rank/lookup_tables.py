@@ -15,7 +15,7 @@ from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.layout import whole_blocks
 from sglang_uvm_offload.memory.protocol import Memory, Span
-from sglang_uvm_offload.residency.start import Phase
+from sglang_uvm_offload.plugin.rank.start_clock import StartPhase
 from sglang_uvm_offload.sizing.lookup_tables import TABLES_FLAG
 
 _NGRAMS = "sglang.srt.layers.n_gram_embedding.NgramEmbedding"
@@ -25,7 +25,7 @@ _TABLE = "sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod"
 class TableHooks:
     """Rows have no residents: a token reads a few KiB of them, at random."""
 
-    def __init__(self, memory: Callable[[], Memory], timing: Callable[[Phase], AbstractContextManager[None]]):
+    def __init__(self, memory: Callable[[], Memory], timing: Callable[[StartPhase], AbstractContextManager[None]]):
         self._memory = memory
         self._timing = timing
         self._building: torch.nn.Module | None = None
@@ -53,7 +53,7 @@ class TableHooks:
         if self._building is None or not hasattr(self._building, "word_embeder"):
             original(method, layer, width, rows, *args, **kwargs)
             return
-        with self._timing(Phase.PLACE), AllocationMode(sum(rows), partial(self._allocate, sum(rows))):
+        with self._timing(StartPhase.PLACE), AllocationMode(sum(rows), partial(self._allocate, sum(rows))):
             original(method, layer, width, rows, *args, **kwargs)
 
     def _allocate(self, rows: int, row_bytes: int, device: torch.device, description: str) -> torch.Tensor | None:

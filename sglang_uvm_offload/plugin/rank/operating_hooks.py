@@ -22,10 +22,7 @@ from sglang_uvm_offload.plugin.rank.state import RankState, is_first_rank
 from sglang_uvm_offload.plugin.rank.stats_saver import stats_saver
 from sglang_uvm_offload.plugin.rank.stream_buffers import stream_status
 from sglang_uvm_offload.plugin.rank.torch_bound import bound_torch
-from sglang_uvm_offload.residency.reporting import rank_status
-from sglang_uvm_offload.residency.start import described
-from sglang_uvm_offload.residency.status import RankStatus, SaveStatus
-from sglang_uvm_offload.residency.table import residency_table
+from sglang_uvm_offload.residency.status import RankStatus, SaveStatus, described, rank_status, residency_table
 
 if TYPE_CHECKING:
     from sglang_uvm_offload.plugin.operate.metrics import Metrics

@@ -37,4 +37,4 @@ def profile_saver(manager: OffloadManager, model: RoutedModel) -> Saver | None:
         began_at,
         args.node_rank if parallel.nnodes > 1 else None,
     )
-    return Saver("profile", lambda wait: file.pending(manager.logical_routing(wait)))
+    return Saver("profile", lambda wait: file.pending(manager.routing_by_expert(wait)))

@@ -83,7 +83,7 @@ class Residency:
     def make_room(self, draft: ModelExperts) -> None:
         """A draft model is built: the target gives way to what it keeps in VRAM. Where only some ranks have a draft model, the
         KV cache is still to come and leaves it room until ``correct``."""
-        number, places = self._config.draft_num_resident, draft.num_experts
+        number, places = self._config.draft_num_resident, draft.num_places
         if number is not None and number > places:
             raise FlagError([f"{_DRAFTS} {number}: the draft model has {places} routed experts a layer; give at most as many"])
         if self._stages == 1:

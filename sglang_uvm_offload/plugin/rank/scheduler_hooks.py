@@ -16,10 +16,10 @@ from sglang_uvm_offload.plugin.rank.expert_map import UPDATER, around_update
 from sglang_uvm_offload.plugin.rank.loading_hooks import LoadingHooks
 from sglang_uvm_offload.plugin.rank.online_updates import OnlineUpdates
 from sglang_uvm_offload.plugin.rank.operating_hooks import OperatingHooks
+from sglang_uvm_offload.plugin.rank.start_clock import StartPhase
 from sglang_uvm_offload.plugin.rank.state import RankState
 from sglang_uvm_offload.plugin.rank.step_hooks import StepHooks
 from sglang_uvm_offload.plugin.weight_writes import watch_writes
-from sglang_uvm_offload.residency.start import Phase
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _BUILD = "sglang.srt.model_loader.loader._initialize_model"
@@ -54,7 +54,7 @@ def install(
         add(f"{_FUSED_MOE}.{loader}", loading.before_weight, HookType.BEFORE)
     add(_READ, checkpoint_reading.around_threads, HookType.AROUND)
     add(f"{_RUNNER}.alloc_memory_pool", loading.around_pools, HookType.AROUND)
-    add(f"{_RUNNER}.init_cuda_graphs", rank.timed(Phase.GRAPHS), HookType.AROUND)
+    add(f"{_RUNNER}.init_cuda_graphs", rank.timed(StartPhase.GRAPHS), HookType.AROUND)
     add(f"{_RUNNER}.forward", steps.around_forward, HookType.AROUND)
     add(f"{_SCHEDULER}.__init__", operating.after_scheduler_init, HookType.AFTER)
     add(f"{_SCHEDULER}.get_init_info", operating.after_init_info, HookType.AFTER)

@@ -15,13 +15,13 @@ from sglang_uvm_offload.plugin.rank.backend import Emulated, backend_of
 from sglang_uvm_offload.plugin.rank.fused_moe import LayerHooks
 from sglang_uvm_offload.plugin.rank.lookup_tables import TableHooks
 from sglang_uvm_offload.plugin.rank.recording import Recording
+from sglang_uvm_offload.plugin.rank.start_clock import StartClock, StartPhase
 from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
 from sglang_uvm_offload.plugin.slots.seam import Seam
 from sglang_uvm_offload.plugin.slots.triton import SlotSeam
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.rearranging import Rearranging
-from sglang_uvm_offload.residency.start import Phase, StartClock
 from sglang_uvm_offload.routing.profile import RoutedModel
 from sglang_uvm_offload.streaming.slots import ModelSlots
 
@@ -68,7 +68,7 @@ class RankState:
         if self.slots is not None:
             self.slots.bytes_written()
 
-    def timed(self, phase: Phase) -> Callable[..., Any]:
+    def timed(self, phase: StartPhase) -> Callable[..., Any]:
         """A hook around a part of the start that is ``phase``."""
 
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_uvm_offload.residency.start import Phase, StartClock, StartPhase, described
+from sglang_uvm_offload.plugin.rank.start_clock import StartClock, StartPhase
+from sglang_uvm_offload.residency.status import PhaseTime, described
 
 
 class Now:
@@ -22,17 +23,17 @@ def seconds(clock: StartClock) -> dict[str, float]:
 def test_each_second_belongs_to_one_phase():
     now = Now(1007.0)
     clock = StartClock(1000.0, now)
-    with clock.timing(Phase.READ):
+    with clock.timing(StartPhase.READ):
         now.seconds += 1
-        with clock.timing(Phase.BUILD):
+        with clock.timing(StartPhase.BUILD):
             now.seconds += 2
-            with clock.timing(Phase.PLACE):
+            with clock.timing(StartPhase.PLACE):
                 now.seconds += 4
         now.seconds += 8
-        with clock.timing(Phase.CONVERT):
+        with clock.timing(StartPhase.CONVERT):
             now.seconds += 16
     now.seconds += 32
-    with clock.timing(Phase.GRAPHS):
+    with clock.timing(StartPhase.GRAPHS):
         now.seconds += 64
     clock.end()
     assert seconds(clock) == {
@@ -50,11 +51,11 @@ def test_a_draft_model_passes_through_the_phases_again():
     now = Now(0.0)
     clock = StartClock(0.0, now)
     for nbytes in (100, 10):
-        with clock.timing(Phase.READ):
+        with clock.timing(StartPhase.READ):
             now.seconds += nbytes
-        clock.add(Phase.READ, nbytes)
+        clock.add(StartPhase.READ, nbytes)
     clock.end()
-    assert clock.phases() == [StartPhase("read", 110, 110)]
+    assert clock.phases() == [PhaseTime("read", 110, 110)]
 
 
 def test_a_server_that_serves_starts_no_more():
@@ -62,9 +63,9 @@ def test_a_server_that_serves_starts_no_more():
     now = Now(3.0)
     clock = StartClock(0.0, now)
     clock.end()
-    with clock.timing(Phase.CONVERT):
+    with clock.timing(StartPhase.CONVERT):
         now.seconds += 5
-    clock.add(Phase.READ, 7)
+    clock.add(StartPhase.READ, 7)
     assert seconds(clock) == {"launch": 3}
 
 
@@ -73,7 +74,7 @@ def test_a_failure_in_a_phase_leaves_it():
     clock = StartClock(0.0, now)
 
     def fail():
-        with clock.timing(Phase.READ):
+        with clock.timing(StartPhase.READ):
             now.seconds += 1
             raise OSError("gone")
 
@@ -87,7 +88,7 @@ def test_a_failure_in_a_phase_leaves_it():
 def test_a_clock_that_is_set_back_gives_no_negative_time():
     now = Now(100.0)
     clock = StartClock(0.0, now)
-    with clock.timing(Phase.READ):
+    with clock.timing(StartPhase.READ):
         now.seconds = 50.0
     now.seconds += 1
     clock.end()
@@ -95,5 +96,5 @@ def test_a_clock_that_is_set_back_gives_no_negative_time():
 
 
 def test_the_line_has_bytes_and_rates():
-    phases = [StartPhase("launch", 4.0), StartPhase("read", 2.0, 3 << 30), StartPhase("place experts", 0.5, 1 << 20)]
+    phases = [PhaseTime("launch", 4.0), PhaseTime("read", 2.0, 3 << 30), PhaseTime("place experts", 0.5, 1 << 20)]
     assert described(phases) == "6.5 s: launch 4.0 s, read 2.0 s (3.00 GiB at 1.50 GiB/s), place experts 0.5 s (1.0 MiB)"

@@ -1,19 +1,16 @@
-"""What a rank's start spends its time on, from the launcher's checks until the rank serves."""
+"""Times a rank's start, from the launcher's checks until the rank serves."""
 
 from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from msgspec import Struct
-
-from sglang_uvm_offload.residency.bounds import Count, Seconds
-from sglang_uvm_offload.units import size
+from sglang_uvm_offload.residency.status import PhaseTime
 
 
-class Phase(enum.Enum):
+class StartPhase(enum.Enum):
     """In the order in which a start passes through them. Draft models pass through those of loading again."""
 
     LAUNCH = "launch"
@@ -37,41 +34,19 @@ class Phase(enum.Enum):
     """All else: attention backends, the scheduler, the first check for evictions."""
 
 
-class StartPhase(Struct, frozen=True):
-    """One phase of a rank's start; what a phase within it takes counts there alone."""
-
-    name: str
-    seconds: Seconds
-    nbytes: Count = 0
-    """0 where a phase is not about bytes."""
-
-    def __str__(self) -> str:
-        took = f"{self.name} {self.seconds:.1f} s"
-        if not self.nbytes:
-            return took
-        alone = self.seconds and self.name == Phase.READ.value  # experts get most of their pages beside other phases
-        rate = f" at {size(self.nbytes / self.seconds)}/s" if alone else ""
-        return f"{took} ({size(self.nbytes)}{rate})"
-
-
-def described(phases: Sequence[StartPhase]) -> str:
-    """One line: how long a start took, and each of its phases."""
-    return f"{sum(phase.seconds for phase in phases):.1f} s: {', '.join(map(str, phases))}"
-
-
 class StartClock:
     """Divides the time of a start among its phases. Once the rank serves, it counts nothing any more."""
 
     def __init__(self, began_at: float, clock: Callable[[], float] = time.time):
         """``began_at``: when the launch began, by ``clock``, which the launcher's process must share."""
         self._clock = clock
-        self._seconds = dict.fromkeys(Phase, 0.0)
-        self._nbytes = dict.fromkeys(Phase, 0)
-        self._phase: Phase | None = Phase.LAUNCH
+        self._seconds = dict.fromkeys(StartPhase, 0.0)
+        self._nbytes = dict.fromkeys(StartPhase, 0)
+        self._phase: StartPhase | None = StartPhase.LAUNCH
         self._since = began_at
 
     @contextmanager
-    def timing(self, phase: Phase) -> Iterator[None]:
+    def timing(self, phase: StartPhase) -> Iterator[None]:
         """The block is ``phase``, the rest of the phase around it is after the block too."""
         around = self._phase
         if around is None:
@@ -82,9 +57,9 @@ class StartClock:
             yield
         finally:
             # What follows the launch is not the launch again: models load, then pools are made, and so on.
-            self._begin(Phase.REST if around is Phase.LAUNCH else around)
+            self._begin(StartPhase.REST if around is StartPhase.LAUNCH else around)
 
-    def add(self, phase: Phase, nbytes: int) -> None:
+    def add(self, phase: StartPhase, nbytes: int) -> None:
         """``phase`` dealt with these bytes too."""
         if self._phase is not None:
             self._nbytes[phase] += nbytes
@@ -93,11 +68,13 @@ class StartClock:
         """The rank serves from here on."""
         self._begin(None)
 
-    def phases(self) -> list[StartPhase]:
+    def phases(self) -> list[PhaseTime]:
         """Those that took any time. The one under way is not counted until it ends."""
-        return [StartPhase(p.value, self._seconds[p], self._nbytes[p]) for p in Phase if self._seconds[p] or self._nbytes[p]]
+        return [
+            PhaseTime(p.value, self._seconds[p], self._nbytes[p]) for p in StartPhase if self._seconds[p] or self._nbytes[p]
+        ]
 
-    def _begin(self, phase: Phase | None) -> None:
+    def _begin(self, phase: StartPhase | None) -> None:
         now = self._clock()
         if self._phase is not None:
             self._seconds[self._phase] += max(0.0, now - self._since)  # the clock of a machine may be set back
