@@ -35,7 +35,7 @@ from sglang_uvm_offload.policy.ranking import top
 from sglang_uvm_offload.replay.baselines import Fixed, ReplayPolicy, Variant
 from sglang_uvm_offload.replay.policies import EXPERT_BYTES
 from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, Workload
-from sglang_uvm_offload.replay.slots import SlotCache
+from sglang_uvm_offload.replay.slot_splits import SlotCache
 from sglang_uvm_offload.replay.whole_experts import WholeExperts
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
 from sglang_uvm_offload.residency.slot_split import Slots

@@ -789,7 +789,7 @@ UVM_API int uvm_set_control(long long* control, long long valid, long long phase
 }
 
 // ---- slots: rows after the experts of a layer, filled by the misses of the current step -----------------------------
-// The rules are those of sglang_uvm_offload/policy/slots.py, bit for bit. All sums are of integers, so their order does
+// The rules are those of sglang_uvm_offload/policy/slot_policy.py, bit for bit. All sums are of integers, so their order does
 // not matter.
 
 namespace {
@@ -833,7 +833,7 @@ struct slot_choice {
     unsigned class_values[classes];               // of the table
     unsigned tokens[max_slot_experts];            // of each expert that this step reads
     unsigned distance[max_slot_experts];          // of each expert in a prefill, and its
-    unsigned rates[max_slot_experts];             // rate, as in policy.slots.Tails
+    unsigned rates[max_slot_experts];             // rate, as in policy.slot_policy.Tails
     unsigned values[max_slot_experts];            // of each expert
     int slot_of[max_slot_experts];                // of each expert, plus one, as of the layer
     unsigned long long misses[max_slot_experts];  // key of each expert: the largest is filled first, 0 for none

@@ -3,7 +3,7 @@
 # Makes .venv-unit first (1.4 GB, once).
 # usage: scripts/unit.sh [PYTEST ARGUMENTS]     environment: VENV=DIR uses (or makes) that environment instead of .venv-unit
 #   scripts/unit.sh                                  all of them, but for slow ones
-#   scripts/unit.sh tests/unit/test_policy_slots.py  one file, in seconds
+#   scripts/unit.sh tests/unit/test_policy_slot_policy.py  one file, in seconds
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${VENV:-.venv-unit}

@@ -49,20 +49,20 @@ Operating, while it serves:
 
 Streaming, in a step with many tokens, for each MoE layer:
 
-    plugin/rank/stream_buffers      once, after loading: the stream buffers
+    plugin/rank/buffers             once, after loading: the stream buffers, and slots
     streaming/streamer              before and after the layer's apply (plugin/rank/fused_moe)
     streaming/schedule              which layer is copied into which buffer
     streaming/replicas              points the layer's tensors at a buffer, and back
     cuda/staging, cpu/staging       copies, and orders copies and readers (memory/staging)
-    streaming/slots                     fills slots from the buffer, before the layer computes
+    streaming/model_slots           fills slots from the buffer, before the layer computes
 
 Slots, in each step that reads experts in place, for each MoE layer:
 
     plugin/slots/triton, plugin/slots/marlin  between SGLang's list of blocks and its first kernel: what has a copy is
                                     computed from it
-    streaming/slots                     which layer it is; between steps: what is stale, and what is offloaded
+    streaming/model_slots           which layer it is; between steps: what is stale, and what is offloaded
     cuda/slots, cpu/slots           counts, fills and rewrites the list, in one kernel (memory/slots)
-    policy/slots                    the rules, which the kernel follows
+    policy/slot_policy              the rules, which the kernel follows
 """
 
 __version__ = "0.1.0"

@@ -21,7 +21,7 @@ from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, Phase
-from sglang_uvm_offload.streaming.slots import LayerSlots, ModelSlots
+from sglang_uvm_offload.streaming.model_slots import LayerSlots, ModelSlots
 
 FP8_BLOCK = 128
 Find = Callable[[int], "LayerSlots | None"]

@@ -22,7 +22,7 @@ from sglang_uvm_offload.memory.protocol import ManagedRange
 from sglang_uvm_offload.memory.slots import Rows as TensorRows
 from sglang_uvm_offload.memory.slots import SlotLayer
 from sglang_uvm_offload.memory.staging import Part
-from sglang_uvm_offload.policy.slots import WHOLE
+from sglang_uvm_offload.policy.slot_policy import WHOLE
 from sglang_uvm_offload.routing.counts import SLOT_FILLS, Phase
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -105,7 +105,7 @@ def examine_launch(arguments: list[str]) -> Diagnosis:
     found = Diagnosis()
     if not _installation(found):
         return found
-    from sglang_uvm_offload.plugin.doctor import Launch
+    from sglang_uvm_offload.plugin.dry_launch import Launch
 
     launch = Launch(arguments)
     if absent := launch.unreadable_models():
@@ -129,7 +129,7 @@ def _installation(found: Diagnosis) -> bool:
     _plugin(found)
     try:
         from sglang_uvm_offload.plugin import hook_points
-        from sglang_uvm_offload.plugin.doctor import hook_problems
+        from sglang_uvm_offload.plugin.dry_launch import hook_problems
     except ModuleNotFoundError as error:
         library = (error.name or "").partition(".")[0]
         found.bad(f"the Python package {library} is not installed, so SGLang's hook points cannot be checked")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sglang_uvm_offload.replay.draft_steps import DraftReads
     from sglang_uvm_offload.replay.scope import Scope
     from sglang_uvm_offload.replay.simulator import Replay
-    from sglang_uvm_offload.replay.slots import Split
+    from sglang_uvm_offload.replay.slot_splits import Split
 
 MAX_BATCH = 4096
 """More requests than a server runs at once. Each one takes memory in every step of the replay, idle or not."""
@@ -203,7 +203,7 @@ def _check_into(args: argparse.Namespace, trace: Trace) -> None:
 
 
 def _put_into(args: argparse.Namespace, found: Sequence[Split]) -> None:
-    from sglang_uvm_offload.replay.slots import best_split
+    from sglang_uvm_offload.replay.slot_splits import best_split
 
     try:
         add_slot_share(args.into, args.residency, best_split(found).slot_share)
@@ -293,7 +293,7 @@ def drafts_table(found: Sequence[DraftReads], step_ms: float | None) -> str:
 
 
 def slots_table(found: Sequence[Split]) -> str:
-    from sglang_uvm_offload.replay.slots import best_split
+    from sglang_uvm_offload.replay.slot_splits import best_split
 
     rows = [("VRAM in slots", "residents", "slots", "hit rate", "fills/step", "read/step", "link time/step")]
     rows += [

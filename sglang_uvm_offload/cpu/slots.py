@@ -10,7 +10,7 @@ import torch
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.memory.slots import MAX_REQUESTS, SlotLayer
-from sglang_uvm_offload.policy.slots import EMPTY, TAIL, Resolved, SlotPolicy, Tails
+from sglang_uvm_offload.policy.slot_policy import EMPTY, TAIL, Resolved, SlotPolicy, Tails
 from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, SLOT_KEPT, SLOT_STREAMED, SLOT_TOKENS, Phase
 
 

@@ -15,7 +15,7 @@ from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 from sglang_uvm_offload.cuda.ops import device_ops
 from sglang_uvm_offload.cuda.structs import SlotState, SlotStep
 from sglang_uvm_offload.memory.slots import MAX_REQUESTS, SlotLayer
-from sglang_uvm_offload.policy.slots import assumed_counts
+from sglang_uvm_offload.policy.slot_policy import assumed_counts
 
 
 class CudaSlots:

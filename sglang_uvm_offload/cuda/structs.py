@@ -92,8 +92,8 @@ class _Routing(ctypes.Structure):
 
 @dataclass(frozen=True)
 class SlotState:
-    """The slots of one layer of E experts: its tensors, and the state of ``policy/slots`` in VRAM. int32 unless stated, all
-    zeros at first."""
+    """The slots of one layer of E experts: its tensors, and the state of ``policy/slot_policy`` in VRAM. int32 unless stated,
+    all zeros at first."""
 
     rows: list[Rows]
     slot_of: torch.Tensor

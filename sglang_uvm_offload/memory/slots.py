@@ -1,7 +1,7 @@
 """The ``ExpertSlots`` protocol: extra rows next to the experts of a model's layers, resolved and filled within a step.
 
 A *slot* is a row in VRAM behind the rows of a layer's experts, in each of its tensors. Two modules implement the protocol:
-``cuda/slots`` (a kernel that a graph captures with its layer) and ``cpu/slots`` (``policy/slots`` itself).
+``cuda/slots`` (a kernel that a graph captures with its layer) and ``cpu/slots`` (``policy/slot_policy`` itself).
 """
 
 from __future__ import annotations
@@ -63,4 +63,4 @@ class ExpertSlots(Protocol):
 
     def set_share(self, share: np.ndarray) -> None:
         """How much of each expert is offloaded from now on: uint8 ``[layers, experts]``, 0 (nothing, and it gets no slot) to
-        ``policy.slots.WHOLE``."""
+        ``policy.slot_policy.WHOLE``."""

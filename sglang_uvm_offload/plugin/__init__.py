@@ -12,7 +12,7 @@ Files and rooms, by rank; each imports from its own room or from lower ranks onl
     4  checks rank
     5  roles
     6  server_args server_args_name
-    7  doctor tool
+    7  dry_launch tool
 
 Rank 1 is the contract with SGLang. ``checks`` runs in the launcher, ``rank`` in each scheduler process.
 """

@@ -23,7 +23,7 @@ from sglang_uvm_offload.policy.ranking import top
 from sglang_uvm_offload.replay import baselines
 from sglang_uvm_offload.replay.baselines import ReplayPolicy, Served
 from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS, SHIPPED, SLOTS
-from sglang_uvm_offload.replay.slots import SHARES, SlotCache, Split
+from sglang_uvm_offload.replay.slot_splits import SHARES, SlotCache, Split
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement

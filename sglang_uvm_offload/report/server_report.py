@@ -18,8 +18,8 @@ from sglang_uvm_offload.report.advice import advice
 from sglang_uvm_offload.report.charts import Line, cell_map, column_chart, line_chart, picture
 from sglang_uvm_offload.report.html import document, element, facts, section, table, written
 from sglang_uvm_offload.report.source import ServerInfo, budget, recent_hit_rate
+from sglang_uvm_offload.report.summary import summary
 from sglang_uvm_offload.report.units import LEAST, PERCENT, Axis, axis_to, byte_unit, duration, percent, percents
-from sglang_uvm_offload.report.verdict import verdict
 from sglang_uvm_offload.residency.history import Curve, ProfileVerdict
 from sglang_uvm_offload.residency.status import (
     MAX_EXPERTS,
@@ -40,7 +40,7 @@ def server_report(info: ServerInfo, source: str) -> str:
     drawn = list(zip(names, ranks, strict=True))[:RANKS_DRAWN]
     return document(
         "Where experts were served from",
-        element("p", verdict(info), class_="verdict"),
+        element("p", summary(info), class_="verdict"),
         _facts(info, source),
         section("Advice", element("ul", *(element("li", line) for line in advice(info)), class_="advice")),
         section(

@@ -1,11 +1,11 @@
-"""The kernels of the slots, run on the CPU by the stand-in driver: they decide as ``policy/slots`` does, to the last bit, and
-copy each byte to its place."""
+"""The kernels of the slots, run on the CPU by the stand-in driver: they decide as ``policy/slot_policy`` does, to the last bit,
+and copy each byte to its place."""
 
 from __future__ import annotations
 
 import pytest
 
-from sglang_uvm_offload.policy.slots import MAX_FILLS
+from sglang_uvm_offload.policy.slot_policy import MAX_FILLS
 
 SAME = """
     from sglang_uvm_offload.cpu.counters import CpuRoutingCounters

@@ -230,7 +230,7 @@ from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.host_parts import *
 from benchmarks.gpu.runner_parts import *
 from benchmarks.gpu.slots_parts import *
-from sglang_uvm_offload.streaming import slots
+from sglang_uvm_offload.streaming import model_slots
 zeros_by_copies()
 for number, case in enumerate(cases):
     part, change = json.loads(case)
@@ -249,8 +249,8 @@ for number, case in enumerate(cases):
 
 
 ONE_TENSOR = """
-whole = slots._slot_layer
-slots._slot_layer = lambda layer: whole(layer)._replace(rows=whole(layer).rows[:1])
+whole = model_slots._slot_layer
+model_slots._slot_layer = lambda layer: whole(layer)._replace(rows=whole(layer).rows[:1])
 """
 NOT_COUNTED = """
 counts, first = ServedLayer.counts, []

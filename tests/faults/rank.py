@@ -41,8 +41,8 @@ from sglang_uvm_offload.residency.status import rank_status
 from sglang_uvm_offload.routing.counts import IdFormat, Phase
 from sglang_uvm_offload.routing.profile import Profile, RoutedModel
 from sglang_uvm_offload.routing.profile_file import ProfileFile
+from sglang_uvm_offload.streaming.model_slots import ModelSlots
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
-from sglang_uvm_offload.streaming.slots import ModelSlots
 from sglang_uvm_offload.streaming.streamer import Reading, Streamer
 
 PHASES = ("load", "warm-up", "serve", "re-advise", "stream", "look", "save", "end")

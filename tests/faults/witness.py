@@ -88,7 +88,7 @@ def install() -> None:
     from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_uvm_offload.residency.manager import OffloadManager
-    from sglang_uvm_offload.streaming.slots import ModelSlots
+    from sglang_uvm_offload.streaming.model_slots import ModelSlots
     from sglang_uvm_offload.streaming.streamer import Streamer
 
     witness = Witness()

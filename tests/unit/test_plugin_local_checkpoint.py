@@ -7,7 +7,7 @@ import os
 import pytest
 from builders.launch import arguments
 
-from sglang_uvm_offload.plugin.doctor import Launch
+from sglang_uvm_offload.plugin.dry_launch import Launch
 from sglang_uvm_offload.plugin.launch.local_checkpoint import unreadable
 from sglang_uvm_offload.sizing.model_files import ModelFiles
 

@@ -12,7 +12,7 @@ from sglang.kernels.ops.moe import fused_moe_triton_kernels as kernels
 
 from sglang_uvm_offload.memory.slots import Rows, SlotLayer
 from sglang_uvm_offload.plugin.slots.triton import SlotSeam
-from sglang_uvm_offload.streaming.slots import LayerSlots
+from sglang_uvm_offload.streaming.model_slots import LayerSlots
 
 pytestmark = pytest.mark.sglang
 

@@ -33,11 +33,11 @@ from sglang_uvm_offload.memory.slots import Rows, SlotLayer
 from sglang_uvm_offload.plugin.rank.fused_moe import _EXPERTS, LayerHooks
 from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
-from sglang_uvm_offload.policy.slots import WHOLE
+from sglang_uvm_offload.policy.slot_policy import WHOLE
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.routing.counts import Phase
-from sglang_uvm_offload.streaming.slots import LayerSlots
+from sglang_uvm_offload.streaming.model_slots import LayerSlots
 
 pytestmark = pytest.mark.sglang
 

@@ -44,11 +44,11 @@ from sglang_uvm_offload.plugin.slots.marlin import _GEMM_FIRST, MarlinSlotSeam
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
 from sglang_uvm_offload.plugin.slots.seam import Seam
 from sglang_uvm_offload.plugin.slots.triton import SlotSeam
-from sglang_uvm_offload.policy.slots import WHOLE
+from sglang_uvm_offload.policy.slot_policy import WHOLE
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.routing.counts import Phase
-from sglang_uvm_offload.streaming.slots import LayerSlots
+from sglang_uvm_offload.streaming.model_slots import LayerSlots
 
 pytestmark = pytest.mark.sglang
 

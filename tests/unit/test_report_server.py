@@ -25,8 +25,8 @@ from sglang_uvm_offload.report import server_report as module
 from sglang_uvm_offload.report.replay_report import replay_report
 from sglang_uvm_offload.report.server_report import IN_HOST, IN_VRAM, KINDS, NOT_SHOWN, PARTLY, SHARED, server_report
 from sglang_uvm_offload.report.source import ReplayResults
+from sglang_uvm_offload.report.summary import summary
 from sglang_uvm_offload.report.units import duration
-from sglang_uvm_offload.report.verdict import verdict
 from sglang_uvm_offload.routing.counts import IdFormat, Phase
 from sglang_uvm_offload.routing.recorder import Recorder
 
@@ -274,7 +274,7 @@ def test_the_page_begins_with_a_verdict_and_what_to_do():
     assert words(server_report(served, "s")).startswith(
         "Where experts were served from Hit rate 50.0 % so far; too early to judge"
     )
-    said = verdict(judged(stepped(Rank(config()))))
+    said = summary(judged(stepped(Rank(config()))))
     assert said.startswith("Hit rate 37.0 % in decode steps: low, because 3 of 8 experts a layer are in VRAM")
     assert "--expert-offload-num-resident" in said
 
@@ -283,8 +283,8 @@ def test_a_verdict_blames_the_choice_where_another_is_better():
     status = stepped(Rank(config()))
     curve = {"decode_steps": 1000, "activations": 1000, "present": 0.5, "residents": [0, 3, 8]}
     curve |= {"uniform": [0.0, 0.95, 1.0], "global": [0.0, 0.95, 1.0]}
-    assert "fair, because other residents would serve more" in verdict(judged(status, curve=curve | {"present": 0.7}))
-    assert "high, and about the best" in verdict(judged(status, curve=curve | {"present": 0.94}))
+    assert "fair, because other residents would serve more" in summary(judged(status, curve=curve | {"present": 0.7}))
+    assert "high, and about the best" in summary(judged(status, curve=curve | {"present": 0.94}))
 
 
 @pytest.mark.parametrize(
@@ -299,13 +299,13 @@ def test_a_verdict_blames_the_choice_where_another_is_better():
     ],
 )
 def test_a_verdict_names_what_is_most_urgent(changes, said):
-    assert said in verdict(judged(stepped(Rank(config())), **changes))
+    assert said in summary(judged(stepped(Rank(config())), **changes))
 
 
 def test_the_steps_that_are_missing_are_counted():
     curve = {"decode_steps": 56, "activations": 9, "present": 0.5, "residents": [0, 8], "uniform": [0, 1], "global": [0, 1]}
     few = judged(stepped(Rank(config())), curve=curve)
-    assert "because 200 more decode steps are needed" in verdict(few)
+    assert "because 200 more decode steps are needed" in summary(few)
     assert "it takes 256. Report again after 200 more." in words(server_report(few, "s"))
 
 

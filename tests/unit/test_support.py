@@ -173,5 +173,5 @@ def test_what_needs_sglang_is_left_out_without_it():
     command = [sys.executable, "-c", program, "--collect-only", "-q", "-p", "no:cacheprovider", "tests/unit"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(300))
     assert ended.returncode == 0, ended.stdout[-3000:]
-    assert "test_policy_slots.py::" in ended.stdout
+    assert "test_policy_slot_policy.py::" in ended.stdout
     assert "test_plugin_runtime.py::" not in ended.stdout

@@ -28,7 +28,7 @@ from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import IdFormat
 from sglang_uvm_offload.routing.layer_routing import LayerRouting
-from sglang_uvm_offload.streaming.slots import ModelSlots
+from sglang_uvm_offload.streaming.model_slots import ModelSlots
 from sglang_uvm_offload.streaming.streamer import Reading, Streamer
 
 _EXPERTS = "_expert_offload_layer"

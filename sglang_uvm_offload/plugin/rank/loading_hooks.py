@@ -16,13 +16,12 @@ from sglang_uvm_offload.memory.protocol import ManagedMemoryError
 from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.launch.profiles import chosen_profile, named
 from sglang_uvm_offload.plugin.rank import link
+from sglang_uvm_offload.plugin.rank.buffers import make_slots, make_streamer
 from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
 from sglang_uvm_offload.plugin.rank.prefill_graphs import limit_prefill_graphs
 from sglang_uvm_offload.plugin.rank.residency import Residency, refuse
-from sglang_uvm_offload.plugin.rank.slots import make_slots
 from sglang_uvm_offload.plugin.rank.start_clock import StartPhase
 from sglang_uvm_offload.plugin.rank.state import MODEL, RankState
-from sglang_uvm_offload.plugin.rank.stream_buffers import make_streamer
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
 from sglang_uvm_offload.streaming.streamer import Streamer

@@ -23,7 +23,7 @@ from sglang_uvm_offload.plugin.slots.triton import SlotSeam
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.rearranging import Rearranging
 from sglang_uvm_offload.routing.profile import RoutedModel
-from sglang_uvm_offload.streaming.slots import ModelSlots
+from sglang_uvm_offload.streaming.model_slots import ModelSlots
 
 MODEL = "_expert_offload_model"
 """The attribute of SGLang's model runners that holds their ``ModelExperts``."""

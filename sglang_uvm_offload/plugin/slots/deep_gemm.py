@@ -24,7 +24,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_uvm_offload.plugin.slots.seam import Seam
-from sglang_uvm_offload.streaming.slots import LayerSlots
+from sglang_uvm_offload.streaming.model_slots import LayerSlots
 
 _RUN = "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmRunnerCore.run"
 

@@ -12,7 +12,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_uvm_offload.experts.takeover import one_run_an_expert
-from sglang_uvm_offload.streaming.slots import LayerSlots
+from sglang_uvm_offload.streaming.model_slots import LayerSlots
 
 logger = logging.getLogger(__name__)
 

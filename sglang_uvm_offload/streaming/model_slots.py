@@ -10,7 +10,7 @@ import torch
 
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_TENSORS, ExpertSlots, Rows, SlotLayer
-from sglang_uvm_offload.policy.slots import WHOLE
+from sglang_uvm_offload.policy.slot_policy import WHOLE
 from sglang_uvm_offload.routing.counts import Phase
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from builders.law import Law
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_uvm_offload.policy.slots import (
+from sglang_uvm_offload.policy.slot_policy import (
     AGES,
     CLASSES,
     EMPTY,

@@ -10,14 +10,14 @@ from builders.launch import arguments, launch
 from sglang.srt.layers.quantization import get_quantization_config
 from transformers import PretrainedConfig
 
-from sglang_uvm_offload.plugin import doctor
+from sglang_uvm_offload.plugin import dry_launch
 from sglang_uvm_offload.sizing.moe_shape import moe_shape
 
 pytestmark = pytest.mark.sglang
 
 
 def drafts(**values: str) -> list[str]:
-    return doctor._drafts(served_config(), launch(**values)[0])
+    return dry_launch._drafts(served_config(), launch(**values)[0])
 
 
 def test_only_algorithms_with_a_draft_model_have_draft_layers_in_vram() -> None:
@@ -35,7 +35,7 @@ class Resolving:
 
 
 def problems(called: Any) -> list[str]:
-    checked = doctor.Launch.__new__(doctor.Launch)
+    checked = dry_launch.Launch.__new__(dry_launch.Launch)
     checked.args, checked.notes, checked.warned = Resolving(called), [], []
     return checked.resolve()
 
@@ -59,6 +59,6 @@ def test_a_bug_of_this_plugin_is_no_refusal_of_sglangs() -> None:
 
 @pytest.mark.parametrize("values", [{"pp_size": 0}, {"nnodes": 0}])
 def test_doctor_looks_at_no_gpus_where_the_arguments_describe_no_ranks(values: dict[str, Any]) -> None:
-    checked = doctor.Launch.__new__(doctor.Launch)
+    checked = dry_launch.Launch.__new__(dry_launch.Launch)
     checked.args = arguments(**values)
     assert checked.gpus() == []

@@ -13,10 +13,10 @@ from sglang_uvm_offload.cpu.slots import CpuSlots
 from sglang_uvm_offload.cpu.staging import CpuStaging
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_TENSORS
-from sglang_uvm_offload.policy.slots import AGES, CLASSES, TAIL, WHOLE
+from sglang_uvm_offload.policy.slot_policy import AGES, CLASSES, TAIL, WHOLE
 from sglang_uvm_offload.routing.counts import ALL_ROWS, IdFormat, Phase
+from sglang_uvm_offload.streaming.model_slots import ModelSlots
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
-from sglang_uvm_offload.streaming.slots import ModelSlots
 from sglang_uvm_offload.streaming.streamer import Streamer
 
 E, SLOTS = 8, 3

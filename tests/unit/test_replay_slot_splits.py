@@ -15,7 +15,7 @@ from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.replay import simulator
 from sglang_uvm_offload.replay.policies import SLOTS
 from sglang_uvm_offload.replay.simulator import Workload, replay, slot_splits
-from sglang_uvm_offload.replay.slots import SHARES, SlotCache, Split, best_split
+from sglang_uvm_offload.replay.slot_splits import SHARES, SlotCache, Split, best_split
 from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.routing.trace import Trace
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_uvm_offload.policy.slots import EMPTY, WHOLE, SlotPolicy
+from sglang_uvm_offload.policy.slot_policy import EMPTY, WHOLE, SlotPolicy
 from sglang_uvm_offload.replay.baselines import Served
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)

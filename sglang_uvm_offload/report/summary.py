@@ -11,7 +11,7 @@ HIGH, LOW = 0.9, 0.6
 """Hit rates are called high from ``HIGH`` on, and low below ``LOW``."""
 
 
-def verdict(info: ServerInfo) -> str:
+def summary(info: ServerInfo) -> str:
     """The most urgent thing to know; the advice has the rest."""
     ranks = info.ranks
     if any(rank.fault is not None for rank in ranks):

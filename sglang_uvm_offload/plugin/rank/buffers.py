@@ -1,0 +1,74 @@
+"""Creates a rank's stream buffers and slots, once its experts are loaded and before SGLang sizes the KV cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from sglang_uvm_offload.config import OffloadConfig
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.memory.protocol import Memory
+from sglang_uvm_offload.plugin.launch.stream_settings import warn_of_no_room
+from sglang_uvm_offload.plugin.rank.backend import Emulated
+from sglang_uvm_offload.plugin.slots.runners import no_slots_in
+from sglang_uvm_offload.residency.model import ModelExperts
+from sglang_uvm_offload.residency.status import StreamStatus
+from sglang_uvm_offload.streaming.model_slots import ModelSlots
+from sglang_uvm_offload.streaming.replicas import buffer_bytes
+from sglang_uvm_offload.streaming.streamer import Streamer
+from sglang_uvm_offload.units import size
+
+logger = logging.getLogger(__name__)
+
+
+def make_streamer(
+    config: OffloadConfig,
+    backend: Emulated,
+    memory: Memory,
+    layers: list[ExpertLayer],
+    on_copy: Callable[[int, int], None],
+) -> Streamer | None:
+    """The streamer, or None if nothing streams. Raises ``FlagError`` if its buffers cannot be allocated."""
+    nbytes, count = max(map(buffer_bytes, layers), default=0), config.stream_buffers
+    if not nbytes or not config.streams or not (config.residents_change or any(layer.offloaded_bytes for layer in layers)):
+        return None
+    if not count:
+        warn_of_no_room()
+        return None
+    try:
+        staging = backend.staging(memory, nbytes, count)
+    except torch.OutOfMemoryError as full:
+        flag = flag_name("stream_buffer_gb")
+        raise FlagError([f"{flag}: {count} buffers of {size(nbytes)} could not be allocated: {full}"]) from full
+    return Streamer(layers, staging, config.stream_tokens, on_copy)
+
+
+def stream_status(streamer: Streamer | None) -> StreamStatus | None:
+    if streamer is None:
+        return None
+    return StreamStatus(streamer.buffers, streamer.nbytes, streamer.min_tokens, streamer.fault)
+
+
+def make_slots(model: ModelExperts, backend: Emulated) -> ModelSlots | None:
+    """The slots, or None if no layer has any. Call this after the counters are created."""
+    counters = model.counters
+    if counters is None or not any(layer.num_slots for layer in model.layers):
+        return None
+    slots = ModelSlots(model.layers, lambda layers: backend.slots(counters, layers), lambda layer: _without(layer, backend))
+    for reason in sorted({reason for reason in slots.reasons if reason is not None}):
+        ids = [layer.layer_id for layer, why in zip(model.layers, slots.reasons, strict=True) if why == reason]
+        logger.warning(
+            "Expert offload: %d of %d MoE layers (the first is %d) have no slots: %s",
+            len(ids),
+            len(model.layers),
+            ids[0],
+            reason,
+        )
+    return slots if slots.any else None
+
+
+def _without(layer: ExpertLayer, backend: Emulated) -> str | None:
+    return no_slots_in(layer.holders[0]) if backend.on_cuda else None
