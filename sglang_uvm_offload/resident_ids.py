@@ -50,10 +50,6 @@ class ResidentIds:
             raise ValueError("names no expert")
         return cls(text, per_layer=None, every_layer=frozenset(ids))
 
-    def has_layer(self, index: int) -> bool:
-        """Whether the ``index``-th MoE layer of the model has ids."""
-        return self.per_layer is None or index < len(self.per_layer)
-
     def of_layer(self, index: int) -> frozenset[int]:
         """The ids for the ``index``-th MoE layer of the model."""
         if self.every_layer is not None:

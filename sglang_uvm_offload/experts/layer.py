@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from sglang_uvm_offload.experts.plain import PlainTensor
 from sglang_uvm_offload.experts.takeover import HeldTensor, expert_tensors, move_into_managed, one_run_an_expert
-from sglang_uvm_offload.experts.tensor import ExpertTensor
+from sglang_uvm_offload.experts.tensor import ExpertTensor, PlainTensor
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.memory.layout import ExpertLayout

@@ -1,4 +1,4 @@
-"""One tensor ``[E, ...]`` of a MoE layer in managed memory, each of its extents resident or offloaded."""
+"""One tensor ``[E, ...]`` of a MoE layer: in managed memory, each of its extents resident or offloaded, or in plain VRAM."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_uvm_offload.memory.layout import ExpertLayout
 from sglang_uvm_offload.memory.protocol import Location, ManagedRange, Memory
@@ -115,3 +116,21 @@ class ExpertTensor:
         else:
             self._has_host_room = self._has_host_room | extents
         return self.layout.taken_by(extents)
+
+
+class PlainTensor:
+    """Experts too small to place, in ordinary memory, with slots after them. Identifies the storage of ``whole``
+    (``uint8[layout.range_bytes]``) without keeping it alive."""
+
+    def __init__(self, layout: ExpertLayout, whole: torch.Tensor):
+        self.layout = layout
+        # While the weak reference exists, no other storage gets this identity, even if this one is freed.
+        self._storage = StorageWeakRef(whole.untyped_storage())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in the storage."""
+        return bool(tensor.untyped_storage()._cdata == self._storage.cdata)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.layout.num_slots * self.layout.expert_bytes

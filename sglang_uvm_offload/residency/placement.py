@@ -31,7 +31,7 @@ EVERYTHING = LayerPlacement(lambda layout: np.ones(layout.num_extents, dtype=boo
 
 @dataclass(frozen=True)
 class InitialPlacement:
-    """Of the target model. A layer that the ids or the profile lack gets the first N experts."""
+    """Of the target model, which the ids and the profile are of (``plugin/rank/built_model``)."""
 
     config: OffloadConfig
     profile: Profile | None
@@ -57,24 +57,23 @@ class InitialPlacement:
 
     def of_layers(self, shards: Sequence[LayerShard]) -> list[LayerPlacement]:
         """``shards``: those of all layers, in order."""
-        ids = [shard.layer_id for shard in shards]
-        return [self._of_layer(shard, index, ids[:index].count(shard.layer_id)) for index, shard in enumerate(shards)]
+        rows = None if self.profile is None else self.profile.model.rows([shard.layer_id for shard in shards])
+        return [self._of_layer(shard, index, -1 if rows is None else rows[index]) for index, shard in enumerate(shards)]
 
-    def _of_layer(self, shard: LayerShard, index: int, nth: int) -> LayerPlacement:
-        """``nth``: of the MoE layers with its id."""
-        config, past, num_experts = self.config, self.profile, shard.num_experts
+    def _of_layer(self, shard: LayerShard, index: int, row: int) -> LayerPlacement:
+        """``row``: of the profile."""
+        config, num_experts = self.config, shard.num_experts
         slots = 0 if config.num_resident >= shard.num_places else shard.share_of(config.slots)
         shared, where = np.arange(num_experts) >= shard.routed, shard.located()
         named = np.zeros(num_experts, dtype=bool)
-        if config.resident_ids is not None and config.resident_ids.has_layer(self.first + index):
+        if config.resident_ids is not None:
             named[: shard.routed] = np.isin(where.ids, list(config.resident_ids.of_layer(self.first + index)))
             if config.adapt != "continuous":
                 return LayerPlacement(lambda layout: layout.holding(named), slots=slots)
         kept, number = named.copy(), shard.share_of(config.num_resident)
         named[np.flatnonzero(~named & ~shared)[: max(number - int(named.sum()), 0)]] = True
-        row = None if past is None else past.model.row(shard.layer_id, nth)
-        if past is not None and row is not None and where.ids.max(initial=-1) < past.model.num_experts:
-            seen = past.part([row], [where], num_experts)
+        if self.profile is not None:
+            seen = self.profile.part([row], [where], num_experts)
             return LayerPlacement(lambda layout: _hottest_of(seen, layout, named, kept | shared), kept, slots)
         return LayerPlacement(lambda layout: layout.holding(named), kept, slots)
 

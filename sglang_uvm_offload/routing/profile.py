@@ -56,17 +56,16 @@ class RoutedModel:
     num_experts: int
     top_k: int | None
 
-    def row(self, layer: int, nth: int = 0) -> int | None:
-        """Where arrays over ``moe_layers`` have the ``nth`` router (from 0) of a decoder layer; None if there is none."""
-        rows = [row for row, each in enumerate(self.moe_layers) if each == layer]
-        return rows[nth] if nth < len(rows) else None
-
     def rows(self, layers: Sequence[int]) -> list[int]:
-        """Those of ``layers``, each time that one is named its next. Raises ``ValueError`` for one that is not there."""
-        rows = [self.row(layer, layers[:at].count(layer)) for at, layer in enumerate(layers)]
-        if None in rows:
-            raise ValueError(f"{list(layers)} are not among the MoE layers {list(self.moe_layers)}")
-        return [row for row in rows if row is not None]
+        """Where arrays over ``moe_layers`` have the router of each of ``layers``, each time that one is named its next. Raises
+        ``ValueError`` for one that is not there."""
+        left: dict[int, list[int]] = {}
+        for row, layer in enumerate(self.moe_layers):
+            left.setdefault(layer, []).append(row)
+        try:
+            return [left[layer].pop(0) for layer in layers]
+        except LookupError:
+            raise ValueError(f"{list(layers)} are not among the MoE layers {list(self.moe_layers)}") from None
 
     def differences(self, other: RoutedModel) -> list[str]:
         """The fields of ``other`` that differ from this model's, as text."""

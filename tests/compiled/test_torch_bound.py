@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from standin.run import Standin
 
-from sglang_uvm_offload.plugin.rank.torch_bound import torch_bytes
+from sglang_uvm_offload.plugin.rank.vram_limits import torch_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -20,7 +20,7 @@ def test_torch_may_take_what_is_free_but_for_the_headroom_or_half(free, headroom
 
 BOUNDED = """
     import logging
-    from sglang_uvm_offload.plugin.rank.torch_bound import bound_torch
+    from sglang_uvm_offload.plugin.rank.vram_limits import bound_torch
     logging.basicConfig(level=logging.INFO)
     kept = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
 """

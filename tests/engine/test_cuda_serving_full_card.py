@@ -14,15 +14,15 @@ STREAM_TOKENS = 16
 LONG = "the quick brown fox jumps over the lazy dog "
 
 NOTHING_FREE = """
-from sglang_uvm_offload.plugin.rank import torch_bound
+from sglang_uvm_offload.plugin.rank import vram_limits
 from sglang_uvm_offload.residency import manager
-bound_torch, manager.CHECK_SECONDS = torch_bound.bound_torch, 0.1
+bound_torch, manager.CHECK_SECONDS = vram_limits.bound_torch, 0.1
 def fill(headroom_gb):
     import ctypes, torch
     bound_torch(headroom_gb)
     free, _ = torch.cuda.mem_get_info()
     assert ctypes.CDLL("libcuda.so.1").cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(free)) == 0
-torch_bound.bound_torch = fill
+vram_limits.bound_torch = fill
 """
 """Once the cache is there, something else takes all VRAM that is free, as a process may that starts later. So the first eager
 prefill, whose GEMMs want a workspace, evicts residents."""

@@ -23,7 +23,7 @@ from sglang_uvm_offload.cpu.staging import CpuStaging
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.layer_shard import LayerShard
-from sglang_uvm_offload.plugin.rank import tma
+from sglang_uvm_offload.plugin.rank import scheduler_hooks
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 from sglang_uvm_offload.streaming.streamer import Streamer
 
@@ -63,7 +63,7 @@ def main() -> None:
         made[0] += 1
 
     if sys.argv[1] == "off":
-        tma.install(HookRegistry.register)
+        scheduler_hooks.without_tma(HookRegistry.register)
     HookRegistry.register("sglang.kernels.ops.moe.fused_moe_triton_kernels._get_b_tma_desc_cached", counted, HookType.AFTER)
     HookRegistry.apply_hooks()
     random, memory = torch.Generator().manual_seed(1), EmulatedMemory()

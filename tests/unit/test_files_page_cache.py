@@ -10,7 +10,7 @@ import pytest
 
 from sglang_uvm_offload.files import page_cache
 from sglang_uvm_offload.memory import host_pages
-from sglang_uvm_offload.plugin.rank.checkpoint_cache import make_room
+from sglang_uvm_offload.plugin.rank.host_memory import make_room
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_uvm_offload.plugin.rank.indexer_budget import INDEXER, take_indexer_budget
+from sglang_uvm_offload.plugin.rank.vram_limits import INDEXER, take_indexer_budget
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.checks import combinations, launch_checks
 from sglang_uvm_offload.plugin.launch import devices, output_files
 from sglang_uvm_offload.plugin.launch.routing_formats import RoutingFormat
-from sglang_uvm_offload.plugin.rank import profile_saver, recording
+from sglang_uvm_offload.plugin.rank import recording, savers
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.routing.trace import Trace
@@ -125,7 +125,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model").mkdir()
     group = SimpleNamespace(rank_in_group=0)
     parallel = SimpleNamespace(tp_rank=0, pp_rank=0, dp_rank=0, attn_dp_enabled=False, moe_tp_group=group, nnodes=1)
-    for module in (profile_saver, recording):
+    for module in (savers, recording):
         monkeypatch.setattr(module, "get_parallel", lambda: parallel)
         monkeypatch.setattr(module, "get_server_args", lambda: models(tmp_path / "model"))
     monkeypatch.setattr(compat, "get_parallel", lambda: parallel)
@@ -159,7 +159,7 @@ def test_a_rank_saves_no_profile_in_the_models_folder(rank: Path, caplog: pytest
         placement=SimpleNamespace(profile=None),
         routing_by_expert=lambda wait: profile.seen,
     )
-    saver = profile_saver.profile_saver(manager, profile.model)  # type: ignore[arg-type]
+    saver = savers.profile_saver(manager, profile.model)  # type: ignore[arg-type]
     assert saver is not None
     path.symlink_to(rank / "p.npz")
     saver.finish()
@@ -174,10 +174,10 @@ def test_ranks_of_several_nodes_agree_on_the_run_whatever_their_own_node_saves(m
     """The flags of one node may lack the file: its ranks must not leave the others waiting."""
     asked: list[int] = []
     group = SimpleNamespace(broadcast_object=lambda launch, src: asked.append(src) or launch)
-    monkeypatch.setattr(profile_saver, "get_parallel", lambda: SimpleNamespace(nnodes=2))
-    monkeypatch.setattr(profile_saver, "get_world_group", lambda: group)
+    monkeypatch.setattr(savers, "get_parallel", lambda: SimpleNamespace(nnodes=2))
+    monkeypatch.setattr(savers, "get_world_group", lambda: group)
     manager = SimpleNamespace(config=served_config())
-    assert profile_saver.profile_saver(manager, some().model) is None  # type: ignore[arg-type]
+    assert savers.profile_saver(manager, some().model) is None  # type: ignore[arg-type]
     assert asked == [0]
 
 

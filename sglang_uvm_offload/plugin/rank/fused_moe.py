@@ -20,7 +20,7 @@ from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError
 from sglang_uvm_offload.plugin import enforce
-from sglang_uvm_offload.plugin.rank import unread_tensors
+from sglang_uvm_offload.plugin.compat import moe_runner_backend
 from sglang_uvm_offload.plugin.rank.expert_map import shard_of
 from sglang_uvm_offload.plugin.rank.recording import Recording
 from sglang_uvm_offload.plugin.rank.start_clock import StartPhase
@@ -34,6 +34,8 @@ from sglang_uvm_offload.streaming.streamer import Reading, Streamer
 _EXPERTS = "_expert_offload_layer"
 _HOOKED = "_expert_offload_hooked"
 _BUILDING = "_expert_offload_building"
+_UNREAD = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
+"""NVFP4 scales in the order of FlashInfer's kernels. SGLang allocates them in every layer."""
 _FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 
 
@@ -99,7 +101,7 @@ class LayerHooks:
             original(layer, *args, **kwargs)
         finally:
             del layer.__dict__[_BUILDING]
-        if unread_tensors.free(layer):
+        if _free_unread(layer):
             layer.__dict__[_EXPERTS][0].sync_tensors(layer, layer.quant_method)
 
     def _around_setattr(self, original: Callable[..., None], layer: torch.nn.Module, name: str, value: Any) -> None:
@@ -232,3 +234,15 @@ def _routing_of(layer: Any, dispatch_output: Any, experts: ExpertLayer) -> Layer
     lasting = isinstance(layer.dispatcher, StandardDispatcher)
     first = experts.first_expert if own_numbering else 0
     return LayerRouting(type(shown).__name__, ids, id_format, first, received, lasting)
+
+
+def _free_unread(layer: Any) -> bool:
+    """Free these tensors of a layer that Marlin computes: one byte per 16 4-bit weights, never written. Returns whether there
+    were any."""
+    names = [name for name in _UNREAD if getattr(layer, name, None) is not None]
+    backend = moe_runner_backend(layer) if names else None
+    if backend is None or not backend.is_marlin():
+        return False
+    for name in names:
+        delattr(layer, name)
+    return True

@@ -15,13 +15,11 @@ from sglang_uvm_offload.flags import PREFIX
 from sglang_uvm_offload.plugin.launch.local_checkpoint import read_models
 from sglang_uvm_offload.plugin.operate.actions import KEY, Action, perform, refusal
 from sglang_uvm_offload.plugin.rank.buffers import stream_status
-from sglang_uvm_offload.plugin.rank.checkpoint_cache import make_room
 from sglang_uvm_offload.plugin.rank.chores import Chores
-from sglang_uvm_offload.plugin.rank.indexer_budget import take_indexer_budget
-from sglang_uvm_offload.plugin.rank.profile_saver import profile_saver
+from sglang_uvm_offload.plugin.rank.host_memory import make_room
+from sglang_uvm_offload.plugin.rank.savers import profile_saver, stats_saver
 from sglang_uvm_offload.plugin.rank.state import RankState, is_first_rank
-from sglang_uvm_offload.plugin.rank.stats_saver import stats_saver
-from sglang_uvm_offload.plugin.rank.torch_bound import bound_torch
+from sglang_uvm_offload.plugin.rank.vram_limits import bound_torch, take_indexer_budget
 from sglang_uvm_offload.residency.status import RankStatus, SaveStatus, described, rank_status, residency_table
 
 if TYPE_CHECKING:

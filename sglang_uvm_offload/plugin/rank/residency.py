@@ -18,7 +18,7 @@ from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.launch.stream_settings import USUAL_TOP_K
 from sglang_uvm_offload.plugin.rank.backend import Emulated
 from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
-from sglang_uvm_offload.plugin.rank.host_warnings import warn_of_host_ram
+from sglang_uvm_offload.plugin.rank.host_memory import warn_of_host_ram
 from sglang_uvm_offload.plugin.rank.rank_budget import RankBudgets, sizes_of
 from sglang_uvm_offload.residency.budget import Asked, Division, RankBudget, corrected, divide
 from sglang_uvm_offload.residency.manager import OffloadManager

@@ -10,7 +10,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_server_args
 
 from sglang_uvm_offload.config import RequestedConfig
-from sglang_uvm_offload.plugin.rank import checkpoint_reading, tma
+from sglang_uvm_offload.plugin.rank import checkpoint_reading
 from sglang_uvm_offload.plugin.rank.expert_adapters import ExpertAdapters
 from sglang_uvm_offload.plugin.rank.expert_map import UPDATER, around_update
 from sglang_uvm_offload.plugin.rank.loading_hooks import LoadingHooks
@@ -68,7 +68,7 @@ def install(
     if config.tables_in_host:
         rank.tables.install(add)
     if not config.tma:
-        tma.install(add)
+        without_tma(add)
     OnlineUpdates(lambda: rank.manager, rank.savers, lambda: model_config_of(get_server_args()).model_path).install(add)
     if memory_saver:
         for moment, hook in (("release", operating.after_release), ("resume", operating.after_resume)):
@@ -84,3 +84,9 @@ def install(
         watch_writes(rank.experts_written, add)
     if rank.recording is not None:
         add(f"{_RUNNER}.forward", rank.recording.after_forward, HookType.AFTER)
+
+
+def without_tma(add: Callable[[str, Any, HookType], None]) -> None:
+    """SGLang's Triton MoE kernels load no weights by TMA: it then reads tile configurations with ``USE_TMA`` as on a GPU that
+    has none, the same tiles by plain loads."""
+    add("sglang.kernels.ops.moe.fused_moe_triton_kernels.support_tensor_descriptor", lambda: False, HookType.REPLACE)

@@ -1,4 +1,4 @@
-"""Writing a server's statistics to a file when it ends."""
+"""Which ranks save a server's profile, and its statistics, and what each saves."""
 
 from __future__ import annotations
 
@@ -9,23 +9,53 @@ from typing import Any
 
 import msgspec
 import sglang
+from sglang.srt.distributed.parallel_state import get_world_group
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from sglang_uvm_offload.files import atomic
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.plugin import compat
-from sglang_uvm_offload.plugin.launch import output_files
-from sglang_uvm_offload.plugin.launch.output_files import STATS_FILE, STATS_FORMAT
+from sglang_uvm_offload.plugin.launch.output_files import STATS_FILE, STATS_FORMAT, model_folders
+from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.status import RankStatus
+from sglang_uvm_offload.routing.profile import Profile, RoutedModel
+from sglang_uvm_offload.routing.profile_file import ProfileFile
 
 _SHOWN = ("tp_size", "pp_size", "ep_size", "dp_size", "enable_dp_attention")
+
+
+def profile_saver(manager: OffloadManager, model: RoutedModel) -> Saver | None:
+    """The saver of this rank's profile, None on a rank whose counts another rank saves."""
+    parallel = get_parallel()
+    launch = manager.config.launch_id, manager.config.began_at
+    if parallel.nnodes > 1:  # each has a launcher of its own, which named the run, and whose flags may differ
+        launch = get_world_group().broadcast_object(launch, src=0)
+    if manager.config.save_profile is None:
+        return None
+    run, began_at = launch
+    args = get_server_args()
+    replica = not compat.attn_dp_enabled() and (parallel.dp_rank or 0) > 0
+    layers = manager.target.layers
+    if replica or parallel.moe_tp_group.rank_in_group or not layers:
+        return None
+    file = ProfileFile(
+        manager.config.save_profile,
+        manager.placement.profile or Profile.empty(model),
+        run,
+        [layer.layer_id for layer in layers],
+        f"pp{parallel.pp_rank} tp{parallel.tp_rank}",
+        model_folders(args),
+        began_at,
+        args.node_rank if parallel.nnodes > 1 else None,
+    )
+    return Saver("profile", lambda wait: file.pending(manager.routing_by_expert(wait)))
 
 
 def stats_saver(path: Path | None, status: Callable[[], RankStatus]) -> Saver | None:
     """The saver of the statistics of this rank's replica, None on a rank whose replica another rank writes for. It saves only
     what waits for the device: at the end, on SIGTERM, and for an operator."""
     parallel = get_parallel()
-    replica = 0 if compat.attn_dp_enabled() else get_parallel().dp_rank or 0
+    replica = 0 if compat.attn_dp_enabled() else parallel.dp_rank or 0
     if path is None or parallel.tp_rank or parallel.pp_rank:
         return None
     own = path if not replica else path.with_name(f"{path.stem}-dp{replica}{path.suffix}")
@@ -35,7 +65,7 @@ def stats_saver(path: Path | None, status: Callable[[], RankStatus]) -> Saver | 
 def _pending(path: Path, status: RankStatus) -> Callable[[], None]:
     args = get_server_args()
     content = json.dumps(_server_info(args, status)).encode() + b"\n"
-    protected = output_files.model_folders(args)
+    protected = model_folders(args)
     return lambda: atomic.replace(path, lambda file: file.write(content), STATS_FILE, protected)
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_uvm_offload.plugin.rank import host_warnings
+from sglang_uvm_offload.plugin.rank import host_memory
 from sglang_uvm_offload.residency.budget import Division, RankBudget
 from sglang_uvm_offload.residency.expert_sizes import ExpertSizes
 from sglang_uvm_offload.residency.host_need import HostNeed
@@ -27,8 +27,8 @@ def rank(host: int, gpu: int = 0, one_memory: bool = False) -> RankBudget:
 @pytest.fixture
 def saver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     features = SimpleNamespace(enable_memory_saver=True)
-    monkeypatch.setattr(host_warnings, "get_exec", lambda: SimpleNamespace(features=features))
-    monkeypatch.setattr(host_warnings, "crowded", lambda by_gpu: [])
+    monkeypatch.setattr(host_memory, "get_exec", lambda: SimpleNamespace(features=features))
+    monkeypatch.setattr(host_memory, "crowded", lambda by_gpu: [])
     return features
 
 
@@ -48,13 +48,13 @@ def test_experts_that_host_ram_can_never_take_are_warned_of_where_memory_is_give
     """Two ranks' experts are twice as much."""
     saver.enable_memory_saver = given
     host = HostNeed(PLACES * MIB, 0).total + spare
-    host_warnings.warn_of_host_ram([rank(host, one_memory=one_memory)], Division(12, slots, 0))
+    host_memory.warn_of_host_ram([rank(host, one_memory=one_memory)], Division(12, slots, 0))
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * (warned is not None)
     if warned is not None:
         assert "--enable-memory-saver: release_memory_occupation can never free the VRAM of experts: " in caplog.text
         assert f"host RAM must hold all of them meanwhile, {warned}, and " in caplog.text
         caplog.clear()
-        host_warnings.warn_of_host_ram([rank(host), rank(host, gpu=1)], FEW)
+        host_memory.warn_of_host_ram([rank(host), rank(host, gpu=1)], FEW)
         assert "32.0 MiB" in caplog.text
 
 
@@ -62,7 +62,7 @@ def test_a_numa_node_with_too_little_room_for_the_experts_of_its_gpus_is_named(
     caplog: pytest.LogCaptureFixture, saver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[int, int]] = []
-    monkeypatch.setattr(host_warnings, "crowded", lambda by_gpu: seen.append(dict(by_gpu)) or ["NUMA node 1 is short"])
-    host_warnings.warn_of_host_ram([rank(1 << 40), rank(1 << 40), rank(1 << 40, gpu=1)], FEW)
+    monkeypatch.setattr(host_memory, "crowded", lambda by_gpu: seen.append(dict(by_gpu)) or ["NUMA node 1 is short"])
+    host_memory.warn_of_host_ram([rank(1 << 40), rank(1 << 40), rank(1 << 40, gpu=1)], FEW)
     assert seen == [{0: 8 * MIB, 1: 4 * MIB}]
     assert "Expert offload: NUMA node 1 is short" in caplog.text
