@@ -94,21 +94,9 @@ class History:
         return Past(**{name: [sample[name] for sample in samples] for name in Past.__struct_fields__})
 
     def _now(self, tokens: int) -> dict[str, Any]:
-        ledger = self._ledger
-        return {
-            "seconds": round(self._clock() - self._started, 3),
-            "steps": ledger.steps,
-            "tokens": tokens,
-            "routed": int(ledger.routed.sum()),
-            "routed_resident": round(ledger.routed_resident.sum()),
-            "activations": int(ledger.activations.sum()),
-            "activations_resident": round(ledger.activations_resident.sum()),
-            "zero_copy_bytes": int(ledger.zero_copy_bytes.sum()),
-            "streamed_bytes": int(ledger.streamed_bytes.sum()),
-            "filled_bytes": int(ledger.filled_bytes.sum()),
-            "moves": ledger.moves,
-            "moved_bytes": ledger.moved_bytes,
-        }
+        seconds, ledger = round(self._clock() - self._started, 3), self._ledger
+        totals = {name: round(np.sum(getattr(ledger, name)).item()) for name in Past.__struct_fields__[3:]}
+        return {"seconds": seconds, "steps": ledger.steps, "tokens": tokens, **totals}
 
 
 class ProfileVerdict(Struct, frozen=True):

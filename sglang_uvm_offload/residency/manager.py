@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-from enum import Enum, auto
 
 from sglang_uvm_offload.config import Settings
 from sglang_uvm_offload.experts.layer import ExpertLayer
@@ -32,22 +31,6 @@ CHECK_SECONDS = 10.0
 
 MakeCounters = Callable[[int, int], RoutingCounters]
 """(layers, experts a layer) -> counters on the device that computes."""
-
-
-class Stage(Enum):
-    """What may change the target's residents. It is the same on all ranks that share experts; a fault is known to its own rank
-    alone, so it is no stage."""
-
-    WARM_UP = auto()
-    """They are chosen once enough tokens were counted."""
-    FOLLOW = auto()
-    """They follow the traffic."""
-    STAY = auto()
-    """They stay until an operator has them chosen."""
-    PAUSED = auto()
-    """An operator has them stay."""
-    ASLEEP = auto()
-    """The server has given up its VRAM."""
 
 
 class OffloadManager:
@@ -109,14 +92,9 @@ class OffloadManager:
         return self.mover.fault
 
     @property
-    def stage(self) -> Stage:
-        if self.mover.asleep:
-            return Stage.ASLEEP
-        if self.paused:
-            return Stage.PAUSED
-        if not self.residents.warm:
-            return Stage.WARM_UP
-        return Stage.FOLLOW if self.config.adapt == "continuous" else Stage.STAY
+    def may_change(self) -> bool:
+        """Whether the target's residents may change: the same on all ranks that share experts, as a fault is not."""
+        return not (self.paused or self.mover.asleep)
 
     # Loading
 
@@ -209,12 +187,13 @@ class OffloadManager:
 
     def _change_residents(self, tokens: int) -> None:
         """What is due before a step of ``tokens``."""
-        stage = self.stage
-        if stage is Stage.WARM_UP and self.tokens - self.residents.tokens_at_choice >= self.config.warmup_tokens:
-            self.residents.after_warmup(self.tokens)
-        elif self.config.adapt == "continuous" and tokens and self.steps % INTERVAL_STEPS == 0:
-            self.residents.adapt(may_move=stage is Stage.FOLLOW)
-        if stage is not Stage.PAUSED and self._drafts_due_at is not None and self.tokens >= self._drafts_due_at:
+        residents, continuous = self.residents, self.config.adapt == "continuous"
+        warmed_up = self.tokens - residents.tokens_at_choice >= self.config.warmup_tokens
+        if self.may_change and not residents.warm and warmed_up:
+            residents.after_warmup(self.tokens)
+        elif continuous and tokens and self.steps % INTERVAL_STEPS == 0:
+            residents.adapt(may_move=self.may_change and residents.warm)
+        if self.may_change and self._drafts_due_at is not None and self.tokens >= self._drafts_due_at:
             self._choose_for_drafts()
 
     def end_step(self, model: ModelExperts) -> None:
@@ -244,7 +223,7 @@ class OffloadManager:
     def readvise(self) -> None:
         """Choose the residents for an operator: now, from the routing since they were last chosen so, and whatever a profile
         says. It ends the warm-up. Without a token since, nothing changes."""
-        if self.stage is Stage.ASLEEP:
+        if self.mover.asleep:
             logger.info("Expert offload: the server has given up its memory; residents are not chosen now")
         elif self.tokens == self.residents.tokens_at_choice:
             logger.info("Expert offload: no token since residents were last chosen; they stay")

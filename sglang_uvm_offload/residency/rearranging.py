@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sglang_uvm_offload.expert_location import ExpertLocation, by_expert, by_place
-from sglang_uvm_offload.residency.manager import OffloadManager, Stage
+from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import RoutingCounts
 
@@ -52,7 +52,7 @@ class Rearranging:
         if residents.adaptation is not None:
             manager.follow_traffic(recent)
         chosen_from = residents.chosen_from(recent, manager.placement.profile_counts(target))
-        if chosen_from is not None and manager.stage not in (Stage.PAUSED, Stage.ASLEEP):
+        if chosen_from is not None and manager.may_change:
             self._follow_experts(chosen_from, changed)
         if residents.chosen_at is not None:
             residents.chosen_at = seen.since(_rederived(since, by_place(every_since, locations, width), target, changed))

@@ -40,6 +40,8 @@ class Residents:
         self._extents: Extents = model.extents
         self.next: np.ndarray = model.resident_extents()
         """``bool[extents]``: those that the last move makes."""
+        self.adaptation: Adaptation | None = None
+        """Continuous adaptation of the target, None where it is off or has failed."""
         self.chosen_at: RoutingCounts | None = None
         self.tokens_at_choice = 0
         """The counts, and the target's tokens, when residents were last chosen at once, or weights became others; None: not
@@ -72,7 +74,14 @@ class Residents:
         """``bool[extents]``: the residents before, and those that the rank that decides chooses with ``choose``."""
         self._follow_tensors()
         before = self.next
-        return before, self.broadcast_decision(lambda: choose(before))
+        after = self.broadcast_decision(lambda: choose(before))
+        self.drop_decision()
+        return before, after
+
+    def drop_decision(self) -> None:
+        """Residents change, or stay, for another reason than what continuous adaptation last decided."""
+        if self.adaptation is not None:
+            self.adaptation.drop()
 
     def _follow_tensors(self) -> None:
         """An update of the weights may have replaced tensors by some with other extents."""
@@ -82,6 +91,8 @@ class Residents:
     def begin_anew(self) -> None:
         """The residents are others, moved by none of these decisions."""
         self._extents, self.next = self.model.extents, self.model.resident_extents()
+        if self.adaptation is not None:
+            self.adaptation.follow(self.model)
 
     def move_to(self, after: np.ndarray, chosen: tuple[str, RoutingCounts] | None = None) -> None:
         """Start to make ``after`` resident (``bool[extents]``). ``chosen``: what the log says of it, and the routing that they
@@ -131,8 +142,6 @@ class TargetResidents(Residents):
         """``profile``: the routing that residents were chosen from at load."""
         super().__init__(model, ledger, mover, broadcast_decision)
         self._config, self._profile = config, profile
-        self.adaptation: Adaptation | None = None
-        """Continuous adaptation, None where it is off or has failed."""
         self.warm = config.resident_selection != "frequency"
         """Whether the warm-up is over: residents were chosen from its routing, or are given."""
         self.routed_before: tuple[int, float] | None = None
@@ -198,21 +207,6 @@ class TargetResidents(Residents):
         )
 
     # Continuous adaptation
-
-    def decide(self, choose: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        decided = super().decide(choose)
-        self.drop_decision()
-        return decided
-
-    def begin_anew(self) -> None:
-        super().begin_anew()
-        if self.adaptation is not None:
-            self.adaptation.follow(self.model)
-
-    def drop_decision(self) -> None:
-        """Residents change, or stay, for another reason than what continuous adaptation last decided."""
-        if self.adaptation is not None:
-            self.adaptation.drop()
 
     def adapt(self, may_move: bool) -> None:
         """Poll the counts, start the moves that were decided on the steps before the last poll, and begin the next decision. It

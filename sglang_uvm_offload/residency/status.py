@@ -341,6 +341,9 @@ def _ids(layer: ExpertLayer, experts: np.ndarray) -> list[int]:
     return every[experts].tolist()
 
 
+_TOTALS = ("routed", "routed_resident", "activations", "activations_resident", "zero_copy_bytes", "streamed_bytes")
+
+
 def _layer_status(layer: ExpertLayer, ledger: Ledger, index: int, taken: int) -> LayerStatus:
     """``taken``: VRAM of what can be offloaded."""
     shared = int(layer.always_resident.sum())
@@ -352,12 +355,7 @@ def _layer_status(layer: ExpertLayer, ledger: Ledger, index: int, taken: int) ->
         expert_ids=[] if layer.location.is_trivial else layer.location.ids.tolist(),
         expert_bytes=layer.expert_bytes,
         resident_bytes=taken,
-        routed=int(ledger.routed[index]),
-        routed_resident=round(ledger.routed_resident[index]),
-        activations=int(ledger.activations[index]),
-        activations_resident=round(ledger.activations_resident[index]),
-        zero_copy_bytes=int(ledger.zero_copy_bytes[index]),
-        streamed_bytes=int(ledger.streamed_bytes[index]),
+        **{name: round(getattr(ledger, name)[index].item()) for name in _TOTALS},
     )
 
 

@@ -14,7 +14,6 @@ from builders import links
 from builders.managers import LAYERS, E, Rank, config, profile_of
 from simulated_driver import SimulatedDriver
 
-from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
@@ -23,8 +22,6 @@ from sglang_uvm_offload.policy.forecast import TUNING
 from sglang_uvm_offload.residency import adaptation, mover
 from sglang_uvm_offload.residency import manager as manager_module
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
-from sglang_uvm_offload.residency.manager import OffloadManager
-from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.residency.status import rank_status
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, RoutingCounts
 
@@ -156,18 +153,6 @@ def test_after_idle_time_no_more_moves_at_once_than_in_a_fiftieth_of_a_second():
         moves.append(rank.manager.ledger.moves)
     assert rank.resident() == [[5, 6, 7]] * LAYERS
     assert np.diff(moves).max() == 2
-
-
-def test_a_stage_without_moe_layers_decides_nothing_and_has_no_fault():
-    cfg = config(resident_selection="first_n", adapt="continuous")
-    manager = OffloadManager(cfg, EmulatedMemory(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
-    model = manager.begin_model(draft=False)
-    manager.place_model(model, InitialPlacement(cfg, None))
-    manager.finish_model(model, may_be_empty=True)
-    for _ in range(100):
-        manager.begin_step(model, 1, 1, Phase.DECODE)
-        manager.end_step(model)
-    assert manager.fault is None
 
 
 @pytest.mark.parametrize("look", ["tells", "cannot tell", "fails"])

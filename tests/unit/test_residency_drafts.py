@@ -134,28 +134,6 @@ def test_a_move_under_way_loses_no_vram():
     assert draft.resident() == [3, 4]
 
 
-def test_ranks_decide_alike():
-    """The first of them decides, though another one counted otherwise."""
-    decisions = []
-
-    def first(decide):
-        decisions.append(decide())
-        return decisions[-1]
-
-    flags = config(draft_num_resident=2, warmup_tokens=40)
-    leader = Rank(flags, broadcast_decision=first)
-    draft = Draft(leader)
-    leader.manager.begin_serving()
-    warm_up(leader, draft)
-    follower = Rank(flags, broadcast_decision=lambda decide: decisions.pop(0))
-    other = Draft(follower)
-    follower.manager.begin_serving()
-    for _ in range(11):
-        follower.step([[0, 1, 2]] * 4)
-        other.step([[2, 3]])
-    assert other.resident() == draft.resident() == [5, 7]
-
-
 def test_it_is_told_what_is_offloaded_and_served():
     rank, draft = serving()
     warm_up(rank, draft)

@@ -227,21 +227,3 @@ def test_rates_are_flat_between_samples_and_unknown_where_nothing_happened():
 
 def test_without_decode_there_is_no_curve():
     assert curve_of([[0, 0]]) is None
-
-
-def test_the_ledger_counts_decode_activations_of_experts_that_can_be_offloaded():
-    rank = Rank(config(resident_selection="first_n"), num_shared=1)
-    rank.step([[0, 7, 8], [0, 6, 8]])
-    rank.step([[0, 7, 8]], phase=Phase.PREFILL)
-    ledger = rank.manager.ledger
-    rank.manager.poll()
-    assert ledger.activations.tolist() == [3] * LAYERS
-    assert ledger.activations_resident.tolist() == [1] * LAYERS
-    rank.model.layers[0].tensors.clear()
-    rank.model.layers[0]._note_tensors()  # as where experts are too small to place: their weights are in plain VRAM
-    rank.step([[0, 7, 8]])
-    rank.manager.poll()
-    assert ledger.activations.tolist() == [3, 5, 5]
-    layer = rank.status()["layers"][1]
-    assert (layer["experts"], layer["shared_experts"], layer["activations"], layer["activations_resident"]) == (8, 1, 5, 2)
-    assert (layer["layer"], layer["first_expert"], layer["expert_bytes"]) == (2, 0, PAGE_BYTES)

@@ -306,14 +306,15 @@ def dense(cfg):
     return manager, model
 
 
-def test_a_pipeline_stage_without_moe_layers_serves():
-    manager, model = dense(config(warmup_tokens=1))
+@pytest.mark.parametrize("adapt", ["warmup", "continuous"])
+def test_a_pipeline_stage_without_moe_layers_serves(adapt):
+    manager, model = dense(config(warmup_tokens=1, adapt=adapt))
     manager.finish_model(model, may_be_empty=True)
     for _ in range(3):
         manager.begin_step(model, 1, 1, Phase.DECODE)
         manager.end_step(model)
     assert manager.residents.warm
-    assert rank_status(manager).num_layers == 0
+    assert (rank_status(manager).num_layers, manager.fault) == (0, None)
 
 
 def test_a_model_without_anything_to_offload_is_refused():
