@@ -11,6 +11,7 @@ documents. ``lm_eval_results.py`` compares. docs/gpu-runs.md has the commands fo
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -126,7 +127,7 @@ def run(args: argparse.Namespace, out: Path) -> int:
     score(args, out / "off", {})
     wanted = {
         "expert_offload_num_resident": args.num_resident,
-        "expert_offload_warmup_tokens": WARMUP_TOKENS,
+        "expert_offload_config": json.dumps({"warmup_tokens": WARMUP_TOKENS}),
         "expert_offload_adapt": "continuous",
     }
     state = score(args, out / "on", wanted)

@@ -250,10 +250,9 @@ def check_offload(client: Client, contender: Contender, budget: Budget, row: Row
     state = client.offload()
     if not state.get("num_layers"):
         raise PointFailed("the server answers, but nothing is offloaded: the plugin is not active in it")
-    if "--expert-offload-warmup-tokens" in row["flags"] and not state["warmup_done"]:
+    if "warmup_tokens" in " ".join(row["flags"]) and not state["warmup_done"]:
         raise PointFailed(
-            f"residents were not chosen after {row['warmup_tokens']} tokens "
-            f"(--expert-offload-warmup-tokens {budget.warmup_tokens})"
+            f"residents were not chosen after {row['warmup_tokens']} tokens (warmup_tokens {budget.warmup_tokens})"
         )
     row["expected_offloaded_bytes"] = budget.offloaded_bytes(contender.flags(budget)["expert_offload_num_resident"])
 

@@ -135,9 +135,7 @@ def rates(model: Path, ranks: Sequence[int], repeats: int) -> Rates:
 def learn(model: Path, profile: Path, flags: dict[str, Any], on_cpu: bool) -> None:
     """Have a server save its profile."""
     half = load(model).num_experts // 2
-    with Server(
-        model, on_cpu=on_cpu, expert_offload_num_resident=half, expert_offload_save_profile=profile, **flags
-    ) as running:
+    with Server(model, on_cpu=on_cpu, expert_offload_num_resident=half, expert_offload_profile=profile, **flags) as running:
         running.post("/generate", {"input_ids": list(range(1, 33)), "sampling_params": {"max_new_tokens": 32}})
 
 

@@ -82,9 +82,9 @@ def show(args: argparse.Namespace, folder: Path) -> int:
     experts = number_of_experts(checkpoint)
     resident = args.num_resident or str(experts * 3 // 8)
     common = server_options(args, on_cpu, checkpoint)
-    offload = {
+    offload: dict[str, Any] = {
         "expert_offload_num_resident": resident,
-        "expert_offload_warmup_tokens": args.warmup_tokens,
+        "expert_offload_config": json.dumps({"warmup_tokens": args.warmup_tokens}),
         "enable_metrics": True,
     }
 

@@ -1,8 +1,7 @@
 """The config of a launch: what its flags ask for, and what it was resolved to.
 
-The launcher parses the flags (``requested_config.parse``), the launch checks (``plugin/checks/launch_checks``) decide what
-depends on the model and the machine, and every rank gets the result. Nothing reads a flag, or a file that a flag names, a
-second time.
+The launcher parses the flags (``requested_config``), the launch checks (``plugin/checks/launch_checks``) decide what depends on
+the model and the machine, and every rank gets the result. Nothing reads a flag, or a file that a flag names, a second time.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.flags import NEVER, flag_name
 from sglang_uvm_offload.resident_ids import ResidentIds
 
 AUTO = "auto"
-NEVER = 1 << 62
-"""The value of ``stream_tokens`` for ``inf``: more tokens than any step has."""
 
 Selection = Literal["first_n", "frequency", "manual"]
 Adapt = Literal["off", "warmup", "continuous"]
@@ -25,7 +22,7 @@ Prefetch = Literal["none", "frequency", "speculative"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What flags alone decide; the fields are the flags of the same name unless stated."""
+    """What flags alone decide; the fields are the flags and options of the same name unless stated."""
 
     resident_selection: Selection
     resident_ids: ResidentIds | None
@@ -37,24 +34,30 @@ class Settings:
     profiles: tuple[Path, ...]
     """The files that ``--expert-offload-profile`` names; empty without it."""
     save_profile: Path | None
+    """Where to save the routing. If it is one of ``profiles``, that file need not exist."""
     trace: Path | None
     stats: Path | None
     headroom_gb: float
     """VRAM to leave free, GiB."""
     stream_gb: float | None
-    """``--expert-offload-stream-buffer-gb``; None for ``auto``: as much as the planner, or else a rank, finds room for."""
+    """``stream_buffer_gb``; None for ``auto``: as much as the planner, or else a rank, finds room for."""
     tables_in_host: bool
     """Whether lookup tables stay in host RAM that SGLang can only keep in VRAM."""
     tma: bool
     """Whether kernels may load weights by TMA."""
     draft_num_resident: int | None
     """Resident routed experts of each MoE layer of a draft model, over all ranks that share the layer; None: all."""
-    backend: str
+    backend: str = "auto"
     """``uvm`` or ``emulated``; ``auto`` until the launch is checked."""
     launch_id: str = ""
     """Identifies this launch; the same in all its processes."""
     began_at: float = 0.0
     """When the launcher began to check it, in seconds since 1970."""
+
+    @property
+    def saving_flag(self) -> str:
+        """What names ``save_profile``, for messages."""
+        return flag_name("profile" if self.save_profile in self.profiles else "save_profile")
 
     @property
     def coactivation(self) -> bool:

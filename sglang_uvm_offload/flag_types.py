@@ -1,79 +1,121 @@
-"""Flags in Python's own types, as programs give them to ``sglang.Engine``: paths, lists, False, numbers of NumPy."""
+"""The kinds of values that flags take: from the command line, from JSON, and in Python's own types, as programs give them to
+``sglang.Engine`` (paths, lists, False, numbers of NumPy)."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
-from sglang_uvm_offload.flags import OFF, OffloadFlags
-
-FILES = ("profile", "save_profile", "trace", "stats")
-_ABSENT_IF_FALSE = (*FILES, "resident_ids", "slots")
-
-
-def as_on_the_command_line(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` (by field of ``OffloadFlags``) as the command line would give them, but for lists: of files, a tuple of text;
-    of ids by layer, as in a file of ids. None is the default. What has no such form is returned as it is."""
-    fields = {f.name: f for f in dataclasses.fields(OffloadFlags)}
-    return {name: _value(fields[name], value) for name, value in values.items()}
+_Number = TypeVar("_Number", int, float)
 
 
-def _value(field: dataclasses.Field[Any], given: Any) -> Any:
-    value = _python(given)
-    if value is None:
-        return field.default
-    if isinstance(value, bool):
-        return _switch(field, value)
-    if isinstance(value, str):
-        return _number(field.metadata["kind"], value)
-    if field.name in FILES and isinstance(value, os.PathLike):
-        return os.fsdecode(value)
-    if field.name == "profile" and _is_list(value):
-        return tuple(_file(item) for item in value) or None
-    if field.name == "resident_ids":
-        return _ids(value)
-    return value
+@dataclass(frozen=True)
+class Kind:
+    """``read`` returns what a value means, and raises ``ValueError`` with what would be right."""
+
+    read: Callable[[Any], Any]
+    parser: type = str
+    """What SGLang makes of the text of a command line."""
+    choices: tuple[str, ...] | None = None
 
 
-def _python(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Numbers and arrays of NumPy, or tensors, as numbers and lists."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _switch(field: dataclasses.Field[Any], on: bool) -> Any:
-    word = "on" if on else "off"
-    if word in (field.metadata["choices"] or ()):
-        return word
-    if on:
-        return on
-    if field.name == "num_resident":
-        return OFF
-    return None if field.name in _ABSENT_IF_FALSE else on
+def choice(*names: str) -> Kind:
+    def read(value: Any) -> str:
+        word = ("off", "on")[value] if isinstance(value, bool) else value
+        if word in names:
+            return str(word)
+        quoted = "; in YAML, put quotes around on and off" if str(value).lower() in ("true", "false") else ""
+        raise ValueError(f"must be one of {', '.join(names)}{quoted}")
+
+    return Kind(read, choices=names)
 
 
-def _number(kind: type, text: str) -> Any:
+def whole(right: str, least: int, most: int, **words: int | None) -> Kind:
+    """A whole number, or one of ``words``, each with its meaning."""
+
+    def read(value: Any) -> int | None:
+        if not isinstance(value, bool) and (text := str(value)) in words:
+            return words[text]
+        return _bounded(value, int, str.isdecimal, least, most, f"{right}, {least} to {most}")
+
+    return Kind(read)
+
+
+def gib(right: str, parser: type = str, **words: None) -> Kind:
+    def read(value: Any) -> float | None:
+        if isinstance(value, str) and value in words:
+            return words[value]
+        return _bounded(value, float, bool, 0, 1024, f"{right} from 0 to 1024")
+
+    return Kind(read, parser)
+
+
+def _bounded(value: Any, number: type[_Number], like: Callable[[str], bool], least: int, most: int, right: str) -> _Number:
     try:
-        return text if kind is str else kind(text)
+        if not isinstance(value, bool) and like(text := str(value)) and least <= number(text) <= most:
+            return number(text)
+    except ValueError:  # no number, or one of thousands of digits
+        pass
+    raise ValueError(f"must be {right}")
+
+
+def or_off(kind: Kind, off: Any) -> Kind:
+    """False means ``off``."""
+    return Kind(lambda value: off if value is False else kind.read(value), kind.parser, kind.choices)
+
+
+def _file(value: Any) -> Path:
+    text = os.fsdecode(value) if isinstance(value, os.PathLike) else value
+    if not _is_path(text):
+        raise ValueError("must be the path of a file")
+    return Path(text)
+
+
+def _is_path(text: Any) -> bool:
+    """Whether ``text`` is a valid file name."""
+    try:
+        return isinstance(text, str) and bool(text.strip()) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def _files(value: Any) -> tuple[Path, ...] | None:
+    """Of a list, or of text that separates them by commas."""
+    if isinstance(value, str):
+        listed: Any = [item.strip() for item in value.split(",") if item.strip()] or [""]
+    else:
+        listed = value if _is_list(value) else [value]
+    try:
+        return tuple(map(_file, listed)) or None
     except ValueError:
-        return text
+        raise ValueError("must be the path of a file, or several, separated by commas or in a list") from None
+
+
+def _ids(value: Any) -> str | list[Any]:
+    """As ``ResidentIds.parse`` takes them."""
+    if isinstance(value, os.PathLike):
+        return f"@{os.fsdecode(value)}"
+    if isinstance(value, str):
+        return value
+    if not _is_list(value):
+        raise ValueError("must be ids such as 0-63,70, a list of ids, a list of them for each MoE layer, or @FILE")
+    items = [plain(item) for item in (sorted(value) if isinstance(value, Set) else value)]
+    if any(map(_is_list, items)):
+        return [[plain(i) for i in item] if _is_list(item) else item for item in items]
+    return ",".join(map(str, items))
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes)
 
 
-def _file(item: Any) -> Any:
-    return os.fsdecode(item) if isinstance(item, os.PathLike) else item
-
-
-def _ids(value: Any) -> Any:
-    if isinstance(value, os.PathLike):
-        return f"@{os.fsdecode(value)}"
-    if not _is_list(value):
-        return value
-    items = [_python(item) for item in (sorted(value) if isinstance(value, Set) else value)]
-    if any(map(_is_list, items)):
-        return [[_python(i) for i in item] if _is_list(item) else item for item in items]
-    return ",".join(map(str, items))
+FILE, FILES, IDS = (or_off(Kind(read), None) for read in (_file, _files, _ids))
+FILE_OR_FALSE = or_off(FILE, False)

@@ -1,26 +1,31 @@
-"""The ``--expert-offload-*`` flags: the name, type, default and help of each, and the error that lists their problems.
+"""The ``--expert-offload-*`` flags, and the options of ``--expert-offload-config``: the kind, default and help of each, and the
+error that lists their problems.
 
-``plugin`` adds the fields of ``OffloadFlags`` to SGLang's arguments, ``flag_table`` generates the table in docs/flags.md, and
-``config.parse`` checks the values.
+``plugin`` adds ``ARGUMENTS`` to SGLang's, ``requested_config`` reads the values, and docs/flags.md shows the ``tables``.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import difflib
+import json
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_uvm_offload.files.reading import printable_lines
+from sglang_uvm_offload.flag_types import FILE, FILE_OR_FALSE, FILES, IDS, Kind, choice, gib, or_off, whole
 
 PREFIX = "expert_offload_"
+CONFIG = "config"
+"""The flag that takes the further options."""
 
-SELECTIONS = ("first_n", "frequency", "manual")
-ADAPTS = ("off", "warmup", "continuous")
-PREFETCHES = ("none", "frequency", "speculative")
 TABLES = ("vram", "host")
 OFF = "-1"
 """``num_resident`` of a launch that does not offload, whatever its other flags."""
-BACKENDS = ("auto", "uvm", "emulated")
-SHOWN_DEFAULTS = {"num_resident": "off", "draft_num_resident": "all", "slots": "off"}
+NEVER = 1 << 62
+"""The value of ``stream_tokens`` for ``inf``: more tokens than any step has."""
+MAX_WARMUP_TOKENS = 10**12
 
 
 class FlagError(ValueError):
@@ -31,156 +36,221 @@ class FlagError(ValueError):
         super().__init__("expert offloading cannot start:\n" + "\n".join(f"  - {problem}" for problem in self.problems))
 
 
+@dataclass(frozen=True)
+class Option:
+    kind: Kind
+    default: Any
+    """What an absent value means, as a user would write it; None for none."""
+    help: str
+    shown_default: str = ""
+
+
+FLAGS = {
+    "num_resident": Option(
+        whole("auto, or a whole number of experts (-1: off)", 0, 999999, auto=None),
+        None,
+        "Turn on expert offloading and keep this many routed experts of each MoE layer in VRAM, in blocks of 2 MiB, counted "
+        "over all ranks that share the layer. Kernels read the rest from host memory over PCIe. auto: as many as fit next to "
+        "the KV cache for --max-running-requests and --context-length (or --max-total-tokens). -1: off, whatever the other "
+        "flags.",
+        "off",
+    ),
+    "profile": Option(
+        FILES,
+        None,
+        "Choose the initial residents from the routing in this profile (frequency only), and add what the server counts to it: "
+        "every five minutes, when requests pause, and on SIGTERM. A file that does not exist yet is created. A read-only one, "
+        "and several (separated by commas), are only read. The launch fails if a file is damaged or of another model.",
+    ),
+    "adapt": Option(
+        choice("off", "warmup", "continuous"),
+        "warmup",
+        "When residents change. off: never. warmup: once, after the warm-up, with N per layer (frequency only; first_n and "
+        "manual never change). continuous: whenever the PCIe reads saved should outweigh the cost of the move, after the "
+        "warm-up (frequency) or from the start; layers that save more reads get more residents, N per layer on average.",
+    ),
+    "slots": Option(
+        or_off(whole("auto, or a whole number of slots", 0, 999999, auto=None), 0),
+        "auto",
+        "Slots in VRAM per MoE layer, in addition to the residents and over all ranks that share the layer. A decode step "
+        "copies the offloaded experts that it uses into slots, and later steps read them from VRAM. auto: with "
+        "--expert-offload-num-resident auto, a part of what it finds room for, by the split in --expert-offload-profile if it "
+        "has one; none with a number of residents, or if SGLang's MoE runner cannot use slots.",
+    ),
+    "headroom_gb": Option(
+        gib("a number of GiB", float),
+        1.0,
+        "VRAM in GiB to leave free besides weights and KV cache, so that the driver never has to evict a resident expert. "
+        "Subtracted from what --mem-fraction-static allows.",
+    ),
+    "resident_ids": Option(
+        IDS,
+        None,
+        "Experts to keep resident: '0-63,70' for every layer, or @FILE, a JSON list with one list of expert ids for each MoE "
+        "layer in order. Only these are resident (--expert-offload-resident-selection manual). With --expert-offload-adapt "
+        "continuous, these stay resident and the rest of N follows the traffic.",
+    ),
+    "resident_selection": Option(
+        choice("first_n", "frequency", "manual"),
+        None,
+        "Which experts are resident. first_n: the first N of each layer. frequency: starts as first_n, or from "
+        "--expert-offload-profile, and switches to the most used experts after the warm-up. manual: those in "
+        "--expert-offload-resident-ids.",
+        "frequency, or manual with ids",
+    ),
+    "prefetch": Option(
+        choice("none", "frequency", "speculative"),
+        "none",
+        "Move experts to VRAM between steps, ahead of their use. frequency: predict from each expert's own past use. "
+        "speculative: also from which experts are used together, across layers and tokens. Both imply --expert-offload-adapt "
+        "continuous, which on its own is speculative.",
+    ),
+}
+
+OPTIONS = {
+    "warmup_tokens": Option(
+        whole("a whole number of tokens", 1, MAX_WARMUP_TOKENS),
+        4096,
+        "Tokens (prefill and decode) to count before residents are chosen again (frequency only). A profile's hit rate over "
+        "them is logged; if it is within 5 points of the best possible one, its residents stay.",
+    ),
+    "draft_num_resident": Option(
+        whole("a whole number of experts", 0, 999999),
+        None,
+        "Keep this many routed experts of each MoE layer of the draft model (--speculative-algorithm) in VRAM. Starts with the "
+        "first ones; if residents may change, switches to those that drafts use most after the warm-up.",
+        "all",
+    ),
+    "save_profile": Option(
+        FILE_OR_FALSE,
+        None,
+        "The file to save the routing to, if not that of --expert-offload-profile; false: nowhere. Node N of several saves its "
+        "part to FILE-nodeN, which is read with FILE.",
+        "the profile",
+    ),
+    "trace": Option(
+        FILE,
+        None,
+        "Record the experts of each decoded token in this file, for sglang-uvm-offload replay. The size is bounded.",
+    ),
+    "stats": Option(
+        FILE,
+        None,
+        "Write statistics to this JSON file when the server ends: what /server_info shows of offloading, with hit rates before "
+        "and after the warm-up. sglang-uvm-offload report reads it.",
+    ),
+    "stream_buffer_gb": Option(
+        gib("auto, or GiB", auto=None),
+        "auto",
+        "VRAM in GiB for stream buffers. Long steps copy the experts of one layer at a time into them, so that each offloaded "
+        "byte crosses PCIe once per step. auto: two buffers of the largest layer's size, or one, or none, whichever fits. 0: "
+        "long steps also read offloaded experts in place.",
+    ),
+    "stream_tokens": Option(
+        whole("auto, inf, or a whole number of tokens", 0, 999999999, auto=None, inf=NEVER),
+        "auto",
+        "Steps of this many tokens or more copy experts into the stream buffers; inf: no step does. Prefill CUDA graphs are "
+        "captured for fewer tokens only. auto: the smallest number at which copying should be no slower than reading in place, "
+        "which grows with what is resident.",
+    ),
+    "lookup_tables": Option(
+        choice(*TABLES),
+        "vram",
+        "host: the n-gram tables of LongCat models, of which a token reads a few rows, stay in host memory, and kernels read "
+        "those rows over PCIe. vram: where SGLang keeps them.",
+    ),
+    "tma": Option(
+        choice("on", "off"),
+        "on",
+        "off: SGLang's Triton MoE kernels load weights without TMA, whatever their tile configurations say. For a GPU on which "
+        "such a load of an expert that moves ends the server; see docs/operations.md.",
+    ),
+}
+
+_BY_ITSELF = "--expert-offload-adapt continuous, which decides by itself"
+REPLACED = {
+    **{name: f"--expert-offload-{CONFIG} {name}" for name in OPTIONS},
+    "backend": "--device: unified memory on a GPU, ordinary memory on a CPU",
+    "draft_policy": "SGLang's --speculative-num-draft-tokens and --speculative-adaptive",
+    "memory_headroom": "--expert-offload-headroom-gb, in GiB",
+    "prefetch_num": _BY_ITSELF,
+    "prefetch_depth": _BY_ITSELF,
+}
+"""Flags that are parsed for now, and what replaces them."""
+
+_TEXT = Kind(str)
+ARGUMENTS = {
+    **FLAGS,
+    CONFIG: Option(
+        _TEXT,
+        None,
+        """Further options, as a JSON object such as '{"warmup_tokens": 8192}', or @FILE with one. """
+        + " ".join(
+            f"{name} (default {option.shown_default or option.default}): {option.help}" for name, option in OPTIONS.items()
+        ),
+    ),
+    **{name: Option(_TEXT, None, f"Replaced by {by}.") for name, by in REPLACED.items()},
+}
+"""The flags, all that SGLang's parser is to know, by field of its arguments without ``PREFIX``."""
+
+
 def turned_off(num_resident: object) -> bool:
     """Whether this is ``OFF``; YAML and ``sglang.Engine`` may pass a number."""
-    return str(num_resident) == OFF
+    return num_resident is False or str(num_resident) == OFF
 
 
-def flag_name(field: str) -> str:
+def spelled(field: str) -> str:
     """``--expert-offload-num-resident`` for ``num_resident``."""
     return "--" + (PREFIX + field).replace("_", "-")
 
 
-def flag(default: Any, kind: type, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A field of ``OffloadFlags``: ``kind`` is what SGLang parses, ``default`` what an absent flag means."""
-    return dataclasses.field(default=default, metadata={"kind": kind, "help": help, "choices": choices})
+def flag_name(name: str) -> str:
+    """What messages call a flag or an option: ``--expert-offload-config trace`` for ``trace``."""
+    return f"{spelled(CONFIG)} {name}" if name in OPTIONS else spelled(name)
 
 
-@dataclasses.dataclass(frozen=True)
-class OffloadFlags:
-    """The flags as the user gave them. ``num_resident`` None: offloading is off."""
+def config_flag(**options: Any) -> str:
+    """The flag that gives these options, for a shell."""
+    return f"{spelled(CONFIG)} {shlex.quote(json.dumps(options, default=str))}"
 
-    num_resident: str | None = flag(
-        None,
-        str,
-        "Turn on expert offloading and keep this many routed experts of each MoE layer in VRAM, in blocks of 2 MiB, counted "
-        "over all ranks that share the layer. Kernels read the rest from host memory over PCIe. auto: as many as fit next to "
-        "the KV cache for --max-running-requests and --context-length (or --max-total-tokens). -1: off, whatever the other "
-        "flags. For draft layers, see --expert-offload-draft-num-resident.",
-    )
-    draft_num_resident: int | None = flag(
-        None,
-        int,
-        "Keep this many routed experts of each MoE layer of the draft model (--speculative-algorithm) in VRAM. Starts with the "
-        "first ones; if residents may change, switches to those that drafts use most after --expert-offload-warmup-tokens "
-        "tokens.",
-    )
-    resident_selection: str = flag(
-        "frequency",
-        str,
-        "Which experts are resident. first_n: the first N of each layer. frequency: starts as first_n and switches to the most "
-        "used experts after --expert-offload-warmup-tokens tokens. manual: those in --expert-offload-resident-ids.",
-        SELECTIONS,
-    )
-    resident_ids: str | None = flag(
-        None,
-        str,
-        "Experts to keep resident: '0-63,70' for every layer, or @FILE, a JSON list with one list of expert ids for each MoE "
-        "layer in order. With --expert-offload-resident-selection manual, only these are resident. With --expert-offload-adapt "
-        "continuous, these stay resident and the rest of N follows the traffic.",
-    )
-    warmup_tokens: int = flag(
-        4096,
-        int,
-        "Tokens (prefill and decode) to count before choosing residents again (frequency only).",
-    )
-    adapt: str = flag(
-        "warmup",
-        str,
-        "When residents change. off: never. warmup: once, after the warm-up, with N per layer (frequency only; first_n and "
-        "manual never change). continuous: whenever the PCIe reads saved should outweigh the cost of the move, after the "
-        "warm-up (frequency) or from the start; layers that save more reads get more residents, N per layer on average.",
-        ADAPTS,
-    )
-    profile: str | None = flag(
-        None,
-        str,
-        "Choose the initial residents from the routing in this profile, or in several, separated by commas (frequency only). "
-        "The server logs their hit rate over the first --expert-offload-warmup-tokens live tokens, and chooses again if it is "
-        "over 5 points below the best possible one, unless --expert-offload-adapt is off. The launch fails if a file cannot be "
-        "read or belongs to another model.",
-    )
-    save_profile: str | None = flag(
-        None,
-        str,
-        "Save the counted routing, added to that of --expert-offload-profile, to this file every five minutes, when requests "
-        "pause, and on SIGTERM. Node N of several saves its part to FILE-nodeN, which is read with FILE.",
-    )
-    trace: str | None = flag(
-        None,
-        str,
-        "Record the experts of each decoded token in this file, for sglang-uvm-offload replay. The size is bounded.",
-    )
-    stats: str | None = flag(
-        None,
-        str,
-        "Write statistics to this JSON file when the server ends: what /server_info shows of offloading, with hit rates before "
-        "and after the warm-up. sglang-uvm-offload report reads it.",
-    )
-    prefetch: str = flag(
-        "none",
-        str,
-        "Move experts to VRAM between steps, ahead of their use. frequency: predict from each expert's own past use. "
-        "speculative: also from which experts are used together, across layers and tokens. Both imply --expert-offload-adapt "
-        "continuous, which on its own is speculative.",
-        PREFETCHES,
-    )
-    slots: str | None = flag(
-        None,
-        str,
-        "Slots in VRAM per MoE layer, in addition to the residents and over all ranks that share the layer. A decode step "
-        "copies the offloaded experts that it uses into slots, and later steps read them from VRAM. auto: a part of what "
-        "--expert-offload-num-resident auto finds room for, by the split in --expert-offload-profile if it has one; none if "
-        "SGLang's MoE runner cannot use slots.",
-    )
-    stream_buffer_gb: str = flag(
-        "auto",
-        str,
-        "VRAM in GiB for stream buffers. Long steps copy the experts of one layer at a time into them, so that each offloaded "
-        "byte crosses PCIe once per step. auto: two buffers of the largest layer's size, or one, or none, whichever fits. 0: "
-        "long steps also read offloaded experts in place.",
-    )
-    stream_tokens: str = flag(
-        "auto",
-        str,
-        "Steps of this many tokens or more copy experts into the stream buffers; inf: no step does. Prefill CUDA graphs are "
-        "captured for fewer tokens only. auto: the smallest number at which copying should be no slower than reading in place, "
-        "which grows with what is resident.",
-    )
-    headroom_gb: float = flag(
-        1.0,
-        float,
-        "VRAM in GiB to leave free besides weights and KV cache, so that the driver never has to evict a resident expert. "
-        "Subtracted from what --mem-fraction-static allows.",
-    )
-    lookup_tables: str = flag(
-        "vram",
-        str,
-        "host: the n-gram tables of LongCat models, of which a token reads a few rows, stay in host memory, and kernels read "
-        "those rows over PCIe. vram: where SGLang keeps them.",
-        TABLES,
-    )
-    tma: str = flag(
-        "on",
-        str,
-        "off: SGLang's Triton MoE kernels load weights without TMA, whatever their tile configurations say. For a GPU on which "
-        "such a load of an expert that moves ends the server; see docs/operations.md.",
-        ("on", "off"),
-    )
-    backend: str = flag(
-        "auto",
-        str,
-        "uvm: CUDA unified memory. emulated: ordinary memory (--device cpu). auto: uvm on CUDA, emulated on a CPU.",
-        BACKENDS,
+
+def no_such_flag(word: str, known: Iterable[str]) -> str | None:
+    """Why ``word`` of a command line is a flag that looks like ours, but is not ``known``; None for any other word."""
+    flag = word.partition("=")[0]
+    name = flag.replace("-", "_").removeprefix("__" + PREFIX.removesuffix("_"))
+    if len(name) == len(flag) or flag in known or " " in flag:
+        return None
+    return (
+        f"{flag}: no such flag{did_you_mean(name.strip('_'), {each: flag_name(each) for each in (*FLAGS, CONFIG, *OPTIONS)})}"
     )
 
 
-def flag_table() -> str:
-    """The Markdown table in docs/flags.md."""
-    rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
-    for f in dataclasses.fields(OffloadFlags):
-        choices = f.metadata["choices"]
-        value = " `" + r"\|".join(choices) + "`" if choices else ""
-        default = SHOWN_DEFAULTS.get(f.name, "none" if f.default is None else f.default)
-        rows.append(f"| `{flag_name(f.name)}`{value} | {default} | {f.metadata['help']} |")
+def did_you_mean(given: str, names: dict[str, str]) -> str:
+    """The end of a message about a name that is none of ``names``, each with how to show it."""
+    close = [name for name in names if given and name.startswith(given)] or difflib.get_close_matches(given, names, 1)
+    return (
+        f"; did you mean {' or '.join(names[name] for name in close)}?" if close else f"; there are {', '.join(names.values())}"
+    )
+
+
+def tables() -> dict[str, str]:
+    """The Markdown tables in docs/flags.md, by name."""
+    old: dict[str, list[str]] = {}
+    for name, by in REPLACED.items():
+        old.setdefault(by.removesuffix(f" {name}"), []).append(f"`{spelled(name)}`")
+    return {
+        "flags": _table("flag", {spelled(name): option for name, option in FLAGS.items()}),
+        "options": _table("option", OPTIONS),
+        "replaced": "\n".join(
+            ["| flag | now |", "| --- | --- |", *(f"| {', '.join(flags)} | {by} |" for by, flags in old.items())]
+        ),
+    }
+
+
+def _table(what: str, options: dict[str, Option]) -> str:
+    rows = [f"| {what} | default | meaning |", "| --- | --- | --- |"]
+    for name, option in options.items():
+        value = " `" + r"\|".join(option.kind.choices) + "`" if option.kind.choices else ""
+        default = option.shown_default or ("none" if option.default is None else option.default)
+        rows.append(f"| `{name}`{value} | {default} | {option.help} |")
     return "\n".join(rows)

@@ -36,7 +36,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sglang_uvm_offload.cli import report as report_cli
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.cli.profile import describe
-from sglang_uvm_offload.flags import FlagError, OffloadFlags
+from sglang_uvm_offload.flags import ARGUMENTS, FlagError
 from sglang_uvm_offload.plugin.operate import http_routes
 from sglang_uvm_offload.plugin.operate.actions import Action
 from sglang_uvm_offload.plugin.operate.metrics import Metrics
@@ -44,7 +44,7 @@ from sglang_uvm_offload.replay import room
 from sglang_uvm_offload.replay.simulator import replay
 from sglang_uvm_offload.report import replay_report, server_report
 from sglang_uvm_offload.report.html import element
-from sglang_uvm_offload.requested_config import parse
+from sglang_uvm_offload.requested_config import of_arguments
 from sglang_uvm_offload.resident_ids import ResidentIds
 from sglang_uvm_offload.routing.profile import Profile, ProfileError
 from sglang_uvm_offload.routing.trace import Trace, TraceError
@@ -108,11 +108,12 @@ def _expect_printable(said: str) -> None:
     _expect(all(line.isprintable() for line in said.split("\n")), f"control characters reach the terminal: {said!r}")
 
 
-FIELDS = tuple(OffloadFlags.__dataclass_fields__)
+FIELDS = tuple(ARGUMENTS)
 GOOD_FLAGS = (
     {"num_resident": "4", "resident_selection": "manual", "resident_ids": "0-2,3", "adapt": "off"},
-    {"num_resident": 4, "prefetch": "speculative", "slots": "2", "stream_buffer_gb": "1.5", "stream_tokens": "inf"},
-    {"num_resident": "auto", "profile": "a.npz,b.npz", "save_profile": "c.npz", "trace": "t.npz", "headroom_gb": 0.5},
+    {"num_resident": 4, "prefetch": "speculative", "slots": "2", "config": {"stream_buffer_gb": 1.5, "stream_tokens": "inf"}},
+    {"num_resident": "auto", "profile": "a.npz,b.npz", "config": {"save_profile": "c.npz", "tma": False}, "headroom_gb": 0.5},
+    {"num_resident": "8", "config": {"warmup_tokens": 8}, "warmup_tokens": "8", "prefetch_num": "4", "trace": "t.npz"},
 )
 
 
@@ -121,19 +122,16 @@ def flags(chance: random.Random, folder: Path) -> bool:
     given = dict(chance.choice(GOOD_FLAGS))
     for _ in range(chance.randint(0, 3)):
         given[chance.choice(FIELDS)] = mutation.value(chance)
-    typed = {name: value for name, value in given.items() if _typed(name, value)}
+    if isinstance(given.get("config"), dict) and chance.random() < 0.5:
+        text = mutation.document(given["config"], chance)
+        (folder / "options.json").write_bytes(text)
+        given["config"] = chance.choice((text.decode(errors="replace"), f"@{folder / 'options.json'}"))
     try:
-        return parse(typed) is not None
+        return of_arguments(given) is not None
     except FlagError as error:
         _expect(all(problem.startswith("--expert-offload-") for problem in error.problems or [""]), str(error))
         _expect_printable(str(error))
         return False
-
-
-def _typed(name: str, value: Any) -> bool:
-    """Whether SGLang, which converts to the field's type, could pass this value."""
-    kind = OffloadFlags.__dataclass_fields__[name].metadata["kind"]
-    return value is None or isinstance(value, {float: (int, float), int: int}.get(kind, (str, int)))
 
 
 @target

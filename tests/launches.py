@@ -23,11 +23,14 @@ BLACKWELL = {"STANDIN_ATTRIBUTE_75": "10"}
 
 def launched(cases: Mapping[str, dict[str, Any]], python: Nursery | Nurseries, **env: str) -> dict[str, dict[str, Any]]:
     """What came of each case; all of them in one process, for importing SGLang takes most of the time."""
+    from scripts.harness.server import gathered  # not in that process
+
+    jobs = [case | ({"engine": gathered(case["engine"])} if "engine" in case else {}) for case in cases.values()]
     program = f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from launches import run_all
-        print("RESULT", run_all({json.dumps(list(cases.values()))!r}))
+        print("RESULT", run_all({json.dumps(jobs)!r}))
     """
     ended = python.run(program, **env)
     assert ended.code == 0, ended.err[-4000:]

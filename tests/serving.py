@@ -22,7 +22,16 @@ from typing import Any
 
 from scripts.harness.patience import patience
 from scripts.harness.process import kill_group
-from scripts.harness.server import CPU, START_SECONDS, EngineFailed, Server, environment, for_ranks, offload_state
+from scripts.harness.server import (
+    CPU,
+    START_SECONDS,
+    EngineFailed,
+    Server,
+    environment,
+    for_ranks,
+    gathered,
+    offload_state,
+)
 
 TESTS = Path(__file__).parent
 
@@ -248,7 +257,7 @@ class Engines:
             env["SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"] = str(folder)
         job = {
             "env": env,
-            "engine": {**CPU, "model_path": str(checkpoint), **engine},
+            "engine": gathered({**CPU, "model_path": str(checkpoint), **engine}),
             "batches": [list(prompts)] if together else [[prompt] for prompt in prompts],
             "max_new_tokens": max_new_tokens,
             "record_experts": record_experts,

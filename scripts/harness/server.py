@@ -26,6 +26,7 @@ from typing import Any
 
 from scripts.harness.patience import patience
 from scripts.harness.process import die_with_parent, kill_group, tail
+from sglang_uvm_offload.flags import CONFIG, OPTIONS, PREFIX
 
 SHIMS = Path(__file__).parent / "shims"
 
@@ -93,10 +94,19 @@ def free_port() -> int:
             return port
 
 
+def gathered(arguments: dict[str, Any]) -> dict[str, Any]:
+    """``arguments`` with each option of ``--expert-offload-config`` that has a name like a flag's
+    (``expert_offload_warmup_tokens``) in that one, as text."""
+    names = {PREFIX + name: name for name in OPTIONS}
+    options = {names[name]: value for name, value in arguments.items() if name in names and value is not None}
+    others = {name: value for name, value in arguments.items() if name not in names}
+    return others | ({PREFIX + CONFIG: json.dumps(options, default=str)} if options else {})
+
+
 def flags(arguments: dict[str, Any]) -> list[str]:
     """``{"tp_size": 2, "enable_metrics": True}`` as ``--tp-size 2 --enable-metrics``."""
     result = []
-    for name, value in arguments.items():
+    for name, value in gathered(arguments).items():
         if value is not False and value is not None:
             result.append("--" + name.replace("_", "-"))
             if value is not True:
@@ -140,7 +150,7 @@ class Server:
 
     def config_flags(self, arguments: dict[str, Any]) -> list[str]:
         path = self.folder / "server.yaml"
-        lines = [f"{name.replace('_', '-')}: {json.dumps(value)}" for name, value in arguments.items()]
+        lines = [f"{name.replace('_', '-')}: {json.dumps(value)}" for name, value in gathered(arguments).items()]
         path.write_text("\n".join(lines) + "\n")
         return ["--config", str(path)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sglang_uvm_offload.cli.terminal import complain, say
 from sglang_uvm_offload.config import AUTO
-from sglang_uvm_offload.flags import TABLES
+from sglang_uvm_offload.flags import TABLES, flag_name
 from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.sizing import hub, planner
 from sglang_uvm_offload.sizing.architectures import unserved_note
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--draft-num-resident",
         type=_whole,
-        help="--expert-offload-draft-num-resident (default: all experts of the draft layers)",
+        help=f"{flag_name('draft_num_resident')} (default: all experts of the draft layers)",
     )
     work.add_argument(
         "--speculative-num-draft-tokens", type=_count, default=4, help="draft tokens verified per step (default 4)"
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stream-buffer-gb",
         type=_stream_gb,
         metavar="auto|GB",
-        help="--expert-offload-stream-buffer-gb: GiB per rank for stream buffers, or 0; auto (default): two if they fit",
+        help=f"{flag_name('stream_buffer_gb')}: GiB per rank for stream buffers, or 0; auto (default): two if they fit",
     )
     kept.add_argument(
         PLE_FLAG,

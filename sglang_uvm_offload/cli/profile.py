@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="PROFILE.npz",
-        help="files from --expert-offload-save-profile; those of further nodes are read with them",
+        help="files of --expert-offload-profile; those of further nodes are read with them",
     )
     parser.add_argument("--out", type=Path, metavar="MERGED.npz", help="write the merged profile to this file")
     parser.add_argument("--model", metavar="NAME", help="the model name to store in --out, if the model's folder was renamed")

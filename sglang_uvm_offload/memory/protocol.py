@@ -93,7 +93,7 @@ class Memory(Protocol):
     """
 
     name: str
-    """"uvm" or "emulated", as in ``--expert-offload-backend``."""
+    """"uvm" or "emulated"."""
     device_type: str
     """The torch device type of its tensors."""
     block_bytes: int

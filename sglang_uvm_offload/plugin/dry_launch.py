@@ -112,7 +112,7 @@ class Launch:
         experts = stated_experts(model.hf_text_config)
         return [
             f"{flag_name('num_resident')} {_number(config)} of {experts} experts a layer, on {_ranks(cfg)}",
-            f"{flag_name('backend')} {config.backend}",
+            f"memory: {config.backend}",
             f"--moe-runner-backend {routing.runner}: {counted}",
             *_drafts(config, cfg),
             f"host RAM available: {size(host_available())}",

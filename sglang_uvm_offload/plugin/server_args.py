@@ -7,7 +7,6 @@ finds without plugins, and which loads them in a launcher (``server_args_name`` 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs
 
-from sglang_uvm_offload.flags import PREFIX, FlagError, OffloadFlags
+from sglang_uvm_offload.flags import ARGUMENTS, PREFIX, FlagError, no_such_flag
 from sglang_uvm_offload.plugin import compat, enforce, hooks, roles, server_args_name
 from sglang_uvm_offload.plugin.server_config import attach, attach_requested, parsed_flags, requested_of
 
@@ -36,6 +35,7 @@ def install(add: Callable[[str, Any, HookType], None]) -> None:
     register_resolution_hook("handle_other_validations")(_check_launch)
     server_args_name.pickle_by_name(_Sglangs.plain)
     _Sglangs.plain.from_cli_args = classmethod(_from_cli_args)
+    _Sglangs.plain.add_cli_args = staticmethod(_add_cli_args)
 
 
 def installed() -> bool:
@@ -84,21 +84,38 @@ def _switch(text: str) -> str:
 
 def _fields(namespace: dict[str, Any]) -> None:
     namespace["__annotations__"] = {}
-    for f in dataclasses.fields(OffloadFlags):
-        choices = f.metadata["choices"]
-        kind = Literal[choices] if choices else f.metadata["kind"]
-        kind = kind if f.default is not None else kind | None
+    for name, argument in ARGUMENTS.items():
+        choices = argument.kind.choices
+        kind: Any = Literal[choices] if choices else argument.kind.parser
+        kind = kind if argument.default is not None else kind | None
         parser = {"type_parser": _switch} if "off" in (choices or ()) else {}
-        help = f.metadata["help"].replace("%", "%%")
-        namespace["__annotations__"][PREFIX + f.name] = A[kind, Arg(help=help, **parser), NS(_NAMESPACE)]
-        namespace[PREFIX + f.name] = f.default
+        help = argument.help.replace("%", "%%")
+        namespace["__annotations__"][PREFIX + name] = A[kind, Arg(help=help, **parser), NS(_NAMESPACE)]
+        namespace[PREFIX + name] = argument.default
+
+
+def _add_cli_args(parser: Any) -> None:
+    """A flag of ours must be spelled out, and a misspelt one ends the command with one line. What else is unknown, SGLang's
+    parser names as ever, behind all of its usage."""
+    _Sglangs.add_cli_args(parser)
+    if not isinstance(parser, argparse.ArgumentParser):  # a group of one
+        return
+    parse = parser.parse_known_args
+
+    def parse_known_args(args: Any = None, namespace: Any = None, **more: Any) -> Any:
+        words = sys.argv[1:] if args is None else list(args)
+        if wrong := [line for word in words if (line := no_such_flag(str(word), parser._option_string_actions))]:
+            parser.exit(2, "".join(f"{parser.prog}: error: {line}\n" for line in wrong))
+        return parse(words, namespace, **more)
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
 def _ours(namespace: dict[str, Any]) -> None:
     _fields(namespace)
     namespace.update(
         __module__=__name__,
-        __doc__="SGLang's ServerArgs with the flags of ``flags.OffloadFlags``.",
+        __doc__="SGLang's ServerArgs with ``flags.ARGUMENTS``.",
         __post_init__=_post_init,
         resolve_once=_resolve_once,
     )
@@ -112,9 +129,10 @@ class _Sglangs:
 
     plain = ServerArgs
     from_cli_args = ServerArgs.from_cli_args.__func__
+    add_cli_args = staticmethod(ServerArgs.add_cli_args)
 
 
-_DEFAULTS = {PREFIX + f.name: f.default for f in dataclasses.fields(OffloadFlags)}
+_DEFAULTS = {PREFIX + name: argument.default for name, argument in ARGUMENTS.items()}
 _NAME = server_args_name.standing_for(ServerArgs, OffloadServerArgs, _fields, _DEFAULTS)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from sglang_uvm_offload.config import RequestedConfig
-from sglang_uvm_offload.flags import PREFIX, FlagError, OffloadFlags, flag_name, turned_off
+from sglang_uvm_offload.flags import ARGUMENTS, PREFIX, FlagError, flag_name, turned_off
 from sglang_uvm_offload.plugin.compat import resolving_view
-from sglang_uvm_offload.requested_config import parse
+from sglang_uvm_offload.requested_config import of_arguments
 
 # SGLang pickles attributes with a leading underscore along with the fields.
 _REQUESTED, _CONFIG = "_expert_offload_requested", "_expert_offload_config"
@@ -18,8 +17,7 @@ def parsed_flags(server_args: Any) -> RequestedConfig | None:
     """What the flags of ``server_args`` ask for, None if offloading is off or these are SGLang's plain arguments. Raises
     ``FlagError`` for values that are not well-formed."""
     cfg = resolving_view(server_args)
-    names = {f.name: PREFIX + f.name for f in dataclasses.fields(OffloadFlags)}
-    return parse({short: getattr(cfg, name) for short, name in names.items() if hasattr(cfg, name)})
+    return of_arguments({name: getattr(cfg, PREFIX + name) for name in ARGUMENTS if hasattr(cfg, PREFIX + name)})
 
 
 def attach_requested(server_args: Any, requested: RequestedConfig | None) -> None:

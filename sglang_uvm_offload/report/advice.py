@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.replay.policies import AHEAD, OFFERED
 from sglang_uvm_offload.report.source import Result, ServerInfo, budget, pooled, recent_hit_rate
 from sglang_uvm_offload.report.units import percent, points
@@ -82,7 +83,8 @@ def _how_well_chosen(info: ServerInfo, curve: Curve) -> str:
     elif info.internal_states[0].expert_offload_resident_selection != "frequency" or ranks[0].adapt == "off":
         remedy = "They do not follow the traffic; with --expert-offload-adapt continuous they would."
     else:
-        remedy = "--expert-offload-adapt continuous, or a longer warm-up (--expert-offload-warmup-tokens), would choose better."
+        warmup = flag_name("warmup_tokens")
+        remedy = f"--expert-offload-adapt continuous, or a longer warm-up ({warmup}), would choose better."
     return f"Residents are {points(gap)} below the best: {compared}. {remedy}"
 
 

@@ -57,7 +57,7 @@ class LayerStatus(Struct, frozen=True):
 
 
 class TraceStatus(Struct, frozen=True):
-    """What ``--expert-offload-trace`` has recorded so far; it is saved at ``path``."""
+    """What the trace has recorded so far; it is saved at ``path``."""
 
     path: str
     tokens: Count

@@ -98,9 +98,12 @@ def merge(profiles: Sequence[Profile]) -> Profile:
     return Profile(first.model, RoutingCounts(counts, steps), slot_shares=merged.slot_shares, began_at=began_at)
 
 
-def load_for(name: str, architecture: str, paths: Sequence[Path]) -> tuple[Profile | None, list[str]]:
+def load_for(
+    name: str, architecture: str, paths: Sequence[Path], saved: Path | None = None
+) -> tuple[Profile | None, list[str]]:
     """The merged profile of the files for the model ``name``, None without any; and for each other file the reason why it is
-    not used. Files of one model name whose layers or experts differ are of different models."""
+    not used. Files of one model name whose layers or experts differ are of different models. ``saved``: where the profile is
+    saved; that file may be absent, or without routing."""
     merged: Profile | None = None
     problems, paths = [], without_nodes(paths)
     for index, path in enumerate(paths):
@@ -111,9 +114,12 @@ def load_for(name: str, architecture: str, paths: Sequence[Path]) -> tuple[Profi
             wanted = dataclasses.replace(profile.model, name=name, architecture=architecture)
             if different := wanted.differences(profile.model):
                 raise ProfileError(f"is of another model: {'; '.join(different)}")
-            if not any(profile.seen.steps):
+            if not any(profile.seen.steps) and path != saved:
                 raise ProfileError("holds no routing yet")
             merged = merge([profile] if merged is None else [merged, profile])
+        except FileNotFoundError as error:
+            if path != saved:
+                problems.append(f"{path}: {reason(error)}")
         except (ProfileError, OSError) as error:
             problems.append(f"{path}: {reason(error)}")
     return merged, problems

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from sglang_uvm_offload.files import atomic as atomic_file
+from sglang_uvm_offload.flags import config_flag
 from sglang_uvm_offload.routing.counts import RoutingCounts
 from sglang_uvm_offload.routing.merged_profile import node_file
 from sglang_uvm_offload.routing.profile import PROFILE_FILE, Profile, ProfileError
@@ -24,7 +25,7 @@ LOCK_SECONDS = 10.0
 
 OF_ANOTHER_SERVER = (
     "another server has saved its profile there since this one began; let each server save to a path of its own (one can start "
-    "from several: --expert-offload-profile A,B)"
+    f"from several: --expert-offload-profile A,B), or only one: {config_flag(save_profile=False)}"
 )
 
 

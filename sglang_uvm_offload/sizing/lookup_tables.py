@@ -131,9 +131,7 @@ def table_note(tables: Iterable[LookupTable], place: str, one_memory: bool = Fal
 
 
 def table_flags(tables: Iterable[LookupTable], place: str) -> list[str]:
-    """The flags with which a server keeps these tables in ``place``, where it has flags for that."""
-    if place == MANAGED:
-        return [f"{TABLES_FLAG} host"]
+    """SGLang's flags with which a server keeps these tables in ``place``, where it has flags for that."""
     if offloaded_by(tables) != PLE_FLAG:
         return []
     if place == VRAM:

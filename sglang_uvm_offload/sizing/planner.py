@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from typing import Any
 
 from sglang_uvm_offload.config import AUTO
-from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.flags import FlagError, config_flag, flag_name
 from sglang_uvm_offload.residency.budget import Division
 from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing.case import Case
@@ -204,12 +205,13 @@ def _flags(case: Case, division: Division) -> tuple[str, ...]:
     out += [f"--kv-cache-dtype {w.kv_cache_dtype}"] if w.kv_cache_dtype != "bfloat16" else []
     out += ["--speculative-algorithm NEXTN"] if w.speculative else []
     out += table_flags(case.model.tables, case.tables_in)
-    out += [f"{flag_name('draft_num_resident')} {case.draft_residents}"] if case.offloads_drafts else []
+    options: dict[str, Any] = {"lookup_tables": "host"} if case.tables_in == MANAGED else {}
+    options |= {"draft_num_resident": case.draft_residents} if case.offloads_drafts else {}
     if division.num_resident < case.model.num_experts or case.offloads_drafts or case.tables_in == MANAGED:
         out += [f"{_N} {division.num_resident}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]
         out += [f"{_SLOTS} {division.slots}"] if division.slots else []
-        out += [f"{_STREAM_GB} {case.reserve.stream_gb:g}"] if case.reserve.stream_gb is not None else []
-    return tuple(out)
+        options |= {"stream_buffer_gb": case.reserve.stream_gb} if case.reserve.stream_gb is not None else {}
+    return (*out, config_flag(**options)) if options else tuple(out)
 
 
 def _speeds(case: Case, division: Division, hit_rate: float | None) -> tuple[Speed, ...]:

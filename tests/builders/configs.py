@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_uvm_offload.config import NEVER, OffloadConfig, RequestedConfig
+from sglang_uvm_offload.config import OffloadConfig, RequestedConfig
+from sglang_uvm_offload.flags import NEVER
 from sglang_uvm_offload.requested_config import parse
 
 

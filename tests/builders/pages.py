@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import re
 import shlex
@@ -16,9 +15,9 @@ import msgspec
 from sglang.srt.server_args import ServerArgs
 
 from sglang_uvm_offload.config import RequestedConfig
-from sglang_uvm_offload.flags import PREFIX, OffloadFlags, flag_name
+from sglang_uvm_offload.flags import ARGUMENTS, CONFIG, FLAGS, OPTIONS, PREFIX, FlagError, flag_name, spelled
 from sglang_uvm_offload.plugin.operate.http_routes import _Command
-from sglang_uvm_offload.requested_config import parse
+from sglang_uvm_offload.requested_config import of_arguments, parse
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -104,16 +103,17 @@ def config_of_launch(arguments: Sequence[str]) -> tuple[argparse.Namespace, Requ
     if len(given) < len(arguments):
         given += ["--model-path", "MODEL", *([] if flag_name("num_resident") in given else [flag_name("num_resident"), "8"])]
     parsed = _launch_parser().parse_args(given)
-    return parsed, parse({f.name: getattr(parsed, PREFIX + f.name) for f in dataclasses.fields(OffloadFlags)})
+    return parsed, of_arguments({name: getattr(parsed, PREFIX + name) for name in (*FLAGS, CONFIG)})
 
 
 @cache
 def _launch_parser() -> argparse.ArgumentParser:
     parser = _Strict(allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
-    for f in dataclasses.fields(OffloadFlags):
-        if flag_name(f.name) not in parser._option_string_actions:  # in a process whose plugins are loaded they are SGLang's
-            parser.add_argument(flag_name(f.name), type=f.metadata["kind"], choices=f.metadata["choices"], default=f.default)
+    for name, argument in ARGUMENTS.items():
+        if spelled(name) not in parser._option_string_actions:  # in a process whose plugins are loaded they are SGLang's
+            kind = argument.kind
+            parser.add_argument(spelled(name), type=kind.parser, choices=kind.choices, default=argument.default)
     return parser
 
 
@@ -130,18 +130,17 @@ def parse_subcommand(words: Sequence[str]) -> argparse.Namespace:
 
 def flag_problems(name: str, value: str | None) -> list[str]:
     """What is wrong with a flag that a sentence names, and with the value behind it, if it is one."""
-    fields = {flag_name(f.name): f for f in dataclasses.fields(OffloadFlags)}
-    if name not in fields:
+    names = {spelled(each): each for each in (*FLAGS, CONFIG)}
+    if name not in names:
         return [f"{name}: no such flag"]
-    if value is None or value.isupper() or value.startswith(("-", "@", "...")):
+    if value is None or value.isupper() or value.startswith(("-", "@", "...", "'")):
         return []
-    f = fields[name]
-    if f.metadata["choices"] and value not in f.metadata["choices"]:
-        return [f"{name} {value}: must be one of {', '.join(f.metadata['choices'])}"]
+    if names[name] == CONFIG:
+        return [] if value in OPTIONS else [f"{name} {value}: no such option"]
     try:
-        parse({"num_resident": "8", f.name: f.metadata["kind"](value)})
-    except ValueError as error:
-        return [line for line in getattr(error, "problems", [str(error)]) if ": must be " in line]
+        parse({"num_resident": "8", names[name]: value})
+    except FlagError as error:
+        return [line for line in error.problems if ": must be " in line]
     return []
 
 

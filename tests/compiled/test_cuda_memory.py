@@ -489,7 +489,7 @@ def test_an_error_of_a_kernel_says_that_the_process_ends_and_names_the_way_out(s
     )
     block, ends_process, told = ran.said
     assert (block, ends_process) == (8, ends)
-    assert ("--expert-offload-tma off" in told) == ends
+    assert ("--expert-offload-config tma off" in told) == ends
     assert ("It goes on." in told) == (not ends)
 
 

@@ -120,7 +120,7 @@ def test_dry_run_compiles_everything_and_starts_no_cuda(session):
         "the plugin's hooks are on SGLang's Triton, Marlin and DeepGEMM MoE functions",
         "paged_experts --enable-paged-experts --paged-experts-num-resident 72",
         "without_buffers --expert-offload-num-resident 0 --expert-offload-slots 72",
-        "--expert-offload-stream-buffer-gb 0",
+        '--expert-offload-config {"stream_buffer_gb": "0"}',
         "--speculative-algorithm NEXTN",
     ):
         assert words in said.stdout

@@ -43,7 +43,7 @@ def served(tmp_path_factory, checkpoints, standin) -> tuple[dict, list[dict]]:
     model = checkpoints("qwen3_moe", expert_size=512, layers=LAYERS)
     offload = {"expert_offload_num_resident": "auto", "expert_offload_headroom_gb": 0.0, "expert_offload_warmup_tokens": 16}
     offload |= {"expert_offload_trace": str(folder / "trace.npz"), "expert_offload_stream_buffer_gb": BUFFERS / 2**30}
-    offload |= {"expert_offload_stream_tokens": STREAM_TOKENS}
+    offload |= {"expert_offload_stream_tokens": STREAM_TOKENS, "expert_offload_slots": 0}
     offload |= {"mem_fraction_static": fraction(model, RESIDENT, CACHE_TOKENS, BUFFERS, LAYERS, measured=True)}
     job = {
         "engine": {"model_path": str(model), **GPU, **offload},

@@ -174,7 +174,7 @@ def test_a_cpu_machine_with_a_launch_is_ready(checkpoints: Checkpoints, tmp_path
     for fact in (
         "SGLang has every hook point",
         "--expert-offload-num-resident 4 of 16 experts a layer, on one rank",
-        "--expert-offload-backend emulated",
+        "memory: emulated",
         "--moe-runner-backend auto: routing is counted",
         "host RAM available: ",
     ):

@@ -51,7 +51,7 @@ def estimated(model: Path, cuda_arguments: Arguments, monkeypatch: pytest.Monkey
     ) -> Estimate:
         monkeypatch.setattr(estimate, "host_available", lambda: host)
         monkeypatch.setattr(estimate, "has_one_memory", lambda: one_memory)
-        config = parse({"num_resident": "auto", "headroom_gb": 0.0, "stream_tokens": "inf", **flags})
+        config = parse({"num_resident": "auto", "slots": 0, "headroom_gb": 0.0, "stream_tokens": "inf", **flags})
         assert config is not None
         share = fraction(model, 8, TOKENS) if room is None else room
         shown = ("--max-total-tokens", TOKENS, "--mem-fraction-static", share)

@@ -83,7 +83,7 @@ def launch(
     return launched(jobs, sglang_on_standin, HF_HOME=str(folder / "home"))
 
 
-@pytest.mark.parametrize("case", ["auto", "slots", "cached", "too small for any"])
+@pytest.mark.parametrize("case", ["auto", "slots", "slots of a number", "cached", "too small for any"])
 def test_auto_is_left_to_the_ranks(launch, case):
     assert launch[case]["exit"] is None, launch[case]["error"]
     assert launch[case]["flags"]["expert_offload_num_resident"] == "auto"
@@ -108,8 +108,7 @@ def test_the_headroom_is_taken_off(launch):
         ("two GPUs", ["  - there is no CUDA device 1: the driver shows 1"]),
         ("headroom of all", ["--expert-offload-headroom-gb 8.0: leaves nothing of --mem-fraction-static 0.5"]),
         ("slots by a foreign profile", ["foreign.npz: is of another model", "--cpu-offload-gb: cannot"]),
-        ("slots of a number", ["--expert-offload-slots auto: needs", "give a number or auto for both"]),
-        ("no drafts", ["--expert-offload-draft-num-resident 2: no draft model is loaded", "leave it out"]),
+        ("no drafts", ["--expert-offload-config draft_num_resident 2: no draft model is loaded", "leave it out"]),
     ],
 )
 def test_what_needs_no_rank_ends_the_launch_with_every_reason(launch, case, parts):

@@ -8,40 +8,13 @@ import pytest
 from arguments import Arguments
 from checkpoints import Checkpoints
 
-from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import devices
-from sglang_uvm_offload.requested_config import parse
 
 
 @pytest.fixture(scope="module")
 def model(checkpoints: Checkpoints) -> Path:
     return checkpoints("qwen3_moe", expert_size=512)
-
-
-def offloading(**flags: object) -> RequestedConfig:
-    config = parse({"num_resident": 4, **flags})
-    assert config is not None
-    return config
-
-
-@pytest.mark.parametrize(
-    ("backend", "device", "refused"),
-    [
-        ("emulated", "cuda", True),
-        ("uvm", "cpu", True),
-        ("uvm", "cuda", False),
-        ("emulated", "cpu", False),
-        ("auto", "cpu", False),
-    ],
-)
-def test_a_backend_of_the_other_kind_of_device_is_refused(
-    monkeypatch: pytest.MonkeyPatch, cuda_arguments: Arguments, model: Path, backend: str, device: str, refused: bool
-) -> None:
-    monkeypatch.setattr(devices, "gpu_problems", lambda gpus: [])
-    cfg = resolving_view(cuda_arguments("--model-path", model, "--device", device))
-    found = devices.problems(offloading(backend=backend), cfg)
-    assert [problem.startswith(f"--expert-offload-backend {backend}: ") for problem in found] == [True] * refused
 
 
 @pytest.mark.parametrize(
@@ -59,5 +32,5 @@ def test_every_gpu_of_the_launch_on_this_machine_is_checked(
     seen: list[int] = []
     monkeypatch.setattr("sglang_uvm_offload.cuda.device.device_problems", lambda gpu: seen.append(gpu) or [f"GPU {gpu}"])
     cfg = resolving_view(cuda_arguments("--model-path", model, "--device", "cuda", *words))
-    assert devices.problems(offloading(), cfg) == [f"GPU {gpu}" for gpu in gpus]
+    assert devices.problems(cfg) == [f"GPU {gpu}" for gpu in gpus]
     assert seen == gpus

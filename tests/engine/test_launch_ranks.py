@@ -233,7 +233,7 @@ class TestDrafts:
     ) -> None:
         assert self.problems(launch, None) == []
         (problem,) = self.problems(launch, 4)
-        assert problem.startswith("--expert-offload-draft-num-resident 4: no draft model is loaded")
+        assert problem.startswith("--expert-offload-config draft_num_resident 4: no draft model is loaded")
         (problem,) = self.problems(launch, 4, "--speculative-algorithm", "NGRAM")
         assert "(--speculative-algorithm NGRAM)" in problem
         drafting = Resolved(cuda_arguments, checkpoints("glm4_moe"))

@@ -137,7 +137,7 @@ def test_a_launch_is_estimated_with_its_table(
 
 LITE = FOLDER.parent / "meituan-longcat--LongCat-Flash-Lite"
 LITE_ROWS = [78 * 131072 + 2 * table + 1 for table in range(12)]
-FLAG = "--expert-offload-lookup-tables"
+FLAG = "--expert-offload-config lookup_tables"
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ REFUSED = f"{FLAG} host: the model ({{}}) has no n-gram embedding of LongCat's k
 def test_the_flag_is_refused_for_a_model_without_such_tables(longcat: Path, sglang: Nursery) -> None:
     def case(folder: Path) -> dict[str, Any]:
         words = ["--model-path", str(folder), "--device", "cpu", *WORDS[4:], "--expert-offload-num-resident", "4"]
-        return {"argv": [*words, FLAG, "host"], "resolve": True}
+        return {"argv": [*words, "--expert-offload-config", '{"lookup_tables": "host"}'], "resolve": True}
 
     ended = launched({"qwen3": case(QWEN3), "longcat": case(longcat)}, sglang)
     assert REFUSED.format("Qwen3MoeForCausalLM", "leave it out") in ended["qwen3"]["error"]

@@ -55,7 +55,14 @@ print("RESULT", json.dumps(answers))
 def answers(checkpoints: Checkpoints, sglang_on_standin: Nurseries) -> dict[str, dict[str, Any]]:
     model = str(checkpoints("qwen3_moe", expert_size=512))
     launch = ["--model-path", model, "--device", "cuda", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
-    launch += ["--expert-offload-num-resident", "8", "--expert-offload-stream-buffer-gb", "0.1", "--log-level", "error"]
+    launch += [
+        "--expert-offload-num-resident",
+        "8",
+        "--expert-offload-config",
+        '{"stream_buffer_gb": 0.1}',
+        "--log-level",
+        "error",
+    ]
     ended = sglang_on_standin.run(PROGRAM.format(links=LINKS, launch=launch, plan=[model, "--num-resident", "4"]))
     assert ended.code == 0, ended.err[-4000:]
     answers = json.loads(ended.out.rpartition("RESULT ")[2])
@@ -80,7 +87,7 @@ def test_doctor_tells_the_link_and_why_it_is_slow(answers) -> None:
 
 def test_a_launch_streams_from_fewer_tokens_where_reads_in_place_are_slower_than_copies(answers) -> None:
     tokens = {
-        name: int(answer["doctor"].partition("--expert-offload-stream-tokens ")[2].split(":")[0])
+        name: int(answer["doctor"].partition("--expert-offload-config stream_tokens ")[2].split(":")[0])
         for name, answer in answers.items()
     }
     assert tokens["none"] == tokens["fast"] == tokens["slow"]

@@ -24,9 +24,10 @@ def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.T
     model = str(checkpoints("qwen3_moe"))
     cpu = ["--model-path", model, "--device", "cpu"]
     yaml = folder / "server.yaml"
-    yaml.write_text(f"model-path: {model}\ndevice: cpu\nexpert-offload-num-resident: 4\nexpert-offload-warmup-tokens: 77\n")
+    options_in_yaml = "expert-offload-config:\n  warmup_tokens: 77\n  tma: off\n"
+    yaml.write_text(f"model-path: {model}\ndevice: cpu\nexpert-offload-num-resident: 4\n{options_in_yaml}")
     switched = folder / "switched.yaml"
-    switches = "expert-offload-resident-selection: first_n\nexpert-offload-adapt: off\nexpert-offload-tma: on\n"
+    switches = "expert-offload-resident-selection: first_n\nexpert-offload-adapt: off\n"
     switched.write_text(yaml.read_text() + switches)
     ids = folder / "ids.json"
     ids.write_text("[[0], [15]]")
@@ -62,18 +63,28 @@ def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.T
     own = folder / "own.npz"
     with own.open("wb") as file:
         some(model=routed).write(file)
-    read, saved, trace = "--expert-offload-profile", "--expert-offload-save-profile", "--expert-offload-trace"
+    shipped, closed = Path(model) / "own.npz", folder / "closed.npz"
+    shipped.write_bytes(own.read_bytes())
+    closed.write_bytes(own.read_bytes())
+    closed.chmod(0o444)
+    read = "--expert-offload-profile"
+
+    def options(**given: object) -> list[str]:
+        return ["--expert-offload-config", json.dumps(given, default=str)]
+
     counts = [[1] * config["num_experts"]] * config["num_hidden_layers"]
     elsewhere = ["--init-expert-location", json.dumps({"logical_count": counts})]
     rearranged = ["--enable-eplb", "--ep-num-redundant-experts", "2", "--tp-size", "2", "--ep-size", "2"]
     cases = {
         "off": {"argv": cpu, "resolve": True},
-        "command line": {"argv": [*cpu, N, "4", "--expert-offload-warmup-tokens", "77"], "resolve": True},
+        "command line": {"argv": [*cpu, N, "4", *options(warmup_tokens=77, tma=False)], "resolve": True},
         "yaml": {"argv": ["--config", str(yaml)], "resolve": True},
         "switches in yaml": {"argv": ["--config", str(switched)], "resolve": True},
-        "engine": {"engine": {**engine, "expert_offload_num_resident": 4, "expert_offload_warmup_tokens": 77}},
-        "bad values": {"argv": [*cpu, N, "-2", "--expert-offload-warmup-tokens", "0"], "resolve": True},
-        "bad choice": {"argv": [*cpu, N, "2", "--expert-offload-backend", "gpu"]},
+        "engine": {
+            "engine": {**engine, "expert_offload_num_resident": 4, "expert_offload_config": {"warmup_tokens": 77, "tma": False}}
+        },
+        "bad values": {"argv": [*cpu, N, "-2", *options(warmup_tokens=0)], "resolve": True},
+        "bad choice": {"argv": [*cpu, N, "2", "--expert-offload-adapt", "never"]},
         "bad values, engine": {"engine": {**engine, "expert_offload_num_resident": "many"}, "resolve": True},
         "auto": {"argv": [*cpu, N, "auto", "--cpu-offload-gb", "2"], "resolve": True},
         "too many": {"argv": [*cpu, N, "17"], "resolve": True},
@@ -83,21 +94,35 @@ def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.T
         "ids by layer": {"argv": [*cpu, N, "4", *manual, f"@{ids}"], "resolve": True},
         "ids of more than N": {"argv": [*cpu, N, "0", *manual, f"@{ids}"], "resolve": True},
         "ids too high": {"argv": [*cpu, N, "4", *manual, "0,16"], "resolve": True},
-        "uvm on a cpu": {"argv": [*cpu, N, "4", "--expert-offload-backend", "uvm"], "resolve": True},
         "profiles": {"argv": [*cpu, N, "4", *profiles, "--cpu-offload-gb", "2"], "resolve": True},
         "files of others": {
-            "argv": [*cpu, N, "17", saved, str(symbolic_link(weights, links)), trace, str(other_weights),
+            "argv": [*cpu, N, "17", *options(save_profile=symbolic_link(weights, links), trace=other_weights),
                      "--cpu-offload-gb", "2"],
             "resolve": True,
         },
-        "a hard link": {"argv": [*cpu, N, "4", trace, str(hard_link(weights, folder))], "resolve": True},
-        "the model's folder": {"argv": [*cpu, N, "4", saved, f"{model}/p.npz", trace, f"{links}/../../../nowhere/t"],
-                               "resolve": True},
-        "a trace in the place of a profile": {"argv": [*cpu, N, "4", read, str(own), trace, str(own)], "resolve": True},
-        "one file for both": {"argv": [*cpu, N, "4", saved, f"{folder}/new", trace, f"{links}/../new"], "resolve": True},
-        "a profile that grows": {"argv": [*cpu, N, "4", read, str(own), saved, str(own)], "resolve": True},
+        "a hard link": {"argv": [*cpu, N, "4", *options(trace=hard_link(weights, folder))], "resolve": True},
+        "the model's folder": {
+            "argv": [*cpu, N, "4", *options(save_profile=f"{model}/p.npz", trace=f"{links}/../../../nowhere/t")],
+            "resolve": True,
+        },
+        "a trace in the place of a profile": {"argv": [*cpu, N, "4", read, str(own), *options(trace=own)], "resolve": True},
+        "one file for both": {
+            "argv": [*cpu, N, "4", *options(save_profile=f"{folder}/new", trace=f"{links}/../new")],
+            "resolve": True,
+        },
+        "a new profile in no folder": {"argv": [*cpu, N, "4", read, "/nowhere/p.npz"], "resolve": True},
+        "a new profile": {"argv": [*cpu, N, "4", read, f"{folder}/new", "--expert-offload-adapt", "off"], "resolve": True},
+        "a damaged profile": {"argv": [*cpu, N, "4", read, str(broken)], "resolve": True},
+        "a profile in the model's folder": {"argv": [*cpu, N, "4", read, str(shipped)], "resolve": True},
+        "a read-only profile": {"argv": [*cpu, N, "4", read, str(closed)], "resolve": True},
+        "replaced flags": {"argv": [*cpu, N, "4", "--expert-offload-warmup-tokens", "78", *options(warmup_tokens=77)],
+                           "resolve": True},
+        "broken options": {"argv": [*cpu, N, "-2", "--expert-offload-config", "{"], "resolve": True},
+        "misspelt": {"argv": [*cpu, "--expert-offload-num-residents", "4", "--expert-offload-profil=p"]},
+        "abbreviated": {"argv": [*cpu, "--expert-offload-num", "4"]},
+        "a profile that grows": {"argv": [*cpu, N, "4", read, str(own)], "resolve": True},
         "experts elsewhere": {
-            "argv": [*cpu, N, "4", *elsewhere, read, str(own), saved, str(own), trace, f"{folder}/t.npz"],
+            "argv": [*cpu, N, "4", *elsewhere, read, str(own), *options(trace=folder / "t.npz")],
             "resolve": True,
         },
         "experts elsewhere, manual": {"argv": [*cpu, N, "1", *elsewhere, *manual, "0"], "resolve": True},
@@ -108,7 +133,10 @@ def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.T
             "resolve": True,
         },
     }  # fmt: skip
+    before = {path: path.read_bytes() for path in (own, broken, shipped, closed)}
     out = launched(cases, sglang)
+    assert before == {path: path.read_bytes() for path in before}, "checks write nothing"
+    shipped.unlink()
     assert weights.read_bytes() == other_weights.read_bytes() == SAFETENSORS
     return out
 
@@ -117,7 +145,7 @@ def test_a_plain_on_or_off_in_yaml_is_the_word(launch):
     """YAML reads it as true or false."""
     of = launch["switches in yaml"]
     assert of["exit"] is None, of["error"]
-    assert (of["flags"]["expert_offload_adapt"], of["flags"]["expert_offload_tma"]) == ("off", "on")
+    assert of["flags"]["expert_offload_adapt"] == "off"
 
 
 @pytest.mark.parametrize("way", ["command line", "yaml", "engine"])
@@ -125,7 +153,8 @@ def test_flags_arrive_by_every_way_and_survive_pickling(launch, way):
     flags = launch[way]["flags"]
     assert launch[way]["exit"] is None, launch[way]["error"]
     assert str(flags["expert_offload_num_resident"]) == "4"
-    assert flags["expert_offload_warmup_tokens"] == 77
+    given = flags["expert_offload_config"]
+    assert (given if isinstance(given, dict) else json.loads(given)) == {"warmup_tokens": 77, "tma": False}
 
 
 def test_without_flags_offloading_is_off_and_nothing_is_refused(launch):
@@ -136,6 +165,9 @@ def test_without_flags_offloading_is_off_and_nothing_is_refused(launch):
 SERVED = [
     "all of them",
     "a profile that grows",
+    "a new profile",
+    "a profile in the model's folder",
+    "a read-only profile",
     "experts elsewhere",
     "experts elsewhere, manual",
     "experts rearranged",
@@ -151,14 +183,17 @@ def test_what_just_fits_is_served(launch, case):
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        ("bad values", [f"{N} '-2'", "--expert-offload-warmup-tokens 0"]),
-        ("bad choice", ["--expert-offload-backend", "gpu", "auto"]),
+        ("bad values", [f"{N} '-2'", "--expert-offload-config warmup_tokens 0"]),
+        ("a new profile in no folder", ["--expert-offload-profile '/nowhere/p.npz': there is no folder /nowhere"]),
+        ("a damaged profile", ["broken.npz: not a readable npz file"]),
+        ("replaced flags", ["--expert-offload-warmup-tokens '78', and --expert-offload-config warmup_tokens 77: give only"]),
+        ("broken options", [f"{N} '-2'", "--expert-offload-config '{': is not JSON: Expecting property name enclosed in"]),
+        ("bad choice", ["--expert-offload-adapt", "never", "warmup"]),
         ("auto", [f"{N} auto: with --device cpu there is no VRAM", "give a number", "--cpu-offload-gb: cannot be combined"]),
         ("too many", [f"{N} 17", "16 routed experts a layer"]),
         ("dense", [f"{N} 4", "LlamaForCausalLM", "no routed experts"]),
         ("ids of more than N", ["--expert-offload-resident-ids '@", "names 2 experts over 2 layers", f"{N} 0 allows 0"]),
         ("ids too high", ["--expert-offload-resident-ids '0,16'", "expert 16 does not exist", "0-15"]),
-        ("uvm on a cpu", ["--expert-offload-backend uvm", "CUDA"]),
         (
             "profiles",
             [
@@ -174,14 +209,14 @@ def test_what_just_fits_is_served(launch, case):
                 f"{N} 17",
                 "--cpu-offload-gb: cannot be combined",
                 "links/p': exists and is no routing profile of sglang-uvm-offload",
-                "--expert-offload-trace '",
+                "--expert-offload-config trace '",
                 "other.safetensors': exists and is no routing trace of sglang-uvm-offload",
             ],
         ),
-        ("a hard link", ["--expert-offload-trace '", "p': exists and is no routing trace"]),
-        ("the model's folder", ["p.npz': lies in the model's folder", "--expert-offload-trace '", "there is no folder"]),
-        ("a trace in the place of a profile", ["own.npz': is a file of --expert-offload-profile"]),
-        ("one file for both", ["new': is the file of --expert-offload-save-profile"]),
+        ("a hard link", ["--expert-offload-config trace '", "p': exists and is no routing trace"]),
+        ("the model's folder", ["p.npz': lies in the model's folder", "--expert-offload-config trace '", "there is no folder"]),
+        ("a trace in the place of a profile", ["own.npz': is the file of --expert-offload-profile"]),
+        ("one file for both", ["new': is the file of --expert-offload-config save_profile"]),
         (
             "experts rearranged, manual",
             [
@@ -200,6 +235,13 @@ def test_a_launch_that_cannot_be_served_ends_with_every_reason(launch, case, par
     assert launch[case]["exit"] == 2
     for part in parts:
         assert part in launch[case]["error"]
+
+
+@pytest.mark.parametrize(("case", "meant"), [("misspelt", ["num-resident", "profile"]), ("abbreviated", ["num-resident"])])
+def test_a_flag_that_is_not_spelled_out_ends_the_command_with_one_line(launch, case, meant):
+    assert launch[case]["exit"] == 2
+    lines = launch[case]["error"].splitlines()
+    assert [line.partition("; ")[2] for line in lines] == [f"did you mean --expert-offload-{name}?" for name in meant]
 
 
 @pytest.mark.parametrize("case", ["bad values, engine", "too many, engine"])

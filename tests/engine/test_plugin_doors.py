@@ -131,14 +131,14 @@ import inspect, typing
 older = arguments()
 older.expert_offload_num_resident = 2
 load_plugins()
-given = arguments(expert_offload_num_resident=2, expert_offload_stats="s.json")
+given = arguments(expert_offload_num_resident=2, expert_offload_adapt="continuous")
 made = [given, copy.copy(given), copy.deepcopy(given), pickle.loads(pickle.dumps(given)), replaced(given),
-        replaced(arguments(expert_offload_num_resident=2), expert_offload_stats="s.json")]
+        replaced(arguments(expert_offload_num_resident=2), expert_offload_adapt="continuous")]
 class Theirs(module.ServerArgs):
     pass
 listed = msgspec.structs.fields if issubclass(module.ServerArgs, msgspec.Struct) else dataclasses.fields
 told(
-    equal=[each == given and each.expert_offload_stats == "s.json" for each in made] + [given != arguments()],
+    equal=[each == given and each.expert_offload_adapt == "continuous" for each in made] + [given != arguments()],
     isinstance=[isinstance(given, kind) for kind in (own[0], module.ServerArgs)],
     listed=[{n!r} in names for names in (
         [field.name for field in listed(module.ServerArgs)], inspect.signature(module.ServerArgs).parameters,
@@ -265,9 +265,9 @@ SHOWN = [words[2:] for words in pages.of_kind("sglang-uvm-offload run")]
 
 @pytest.mark.parametrize("words", [*SHOWN, *([tool, "--model-path", "m", f"--{N.replace('_', '-')}", "4"] for tool in TOOLS)])
 def test_a_tool_of_sglangs_takes_the_flags(words: list[str], sglang: Nursery):
-    ended = sglang.run(RUN.format(words=json.dumps([*words, "--expert-offload-backend", "gpu"])))
+    ended = sglang.run(RUN.format(words=json.dumps([*words, "--expert-offload-adapt", "never"])))
     assert ended.code == 2
-    assert "argument --expert-offload-backend: invalid choice: 'gpu'" in ended.err
+    assert "argument --expert-offload-adapt: invalid choice: 'never'" in ended.err
 
 
 def test_the_page_names_every_tool():

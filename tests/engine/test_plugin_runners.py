@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ def launch(checkpoints: Checkpoints, sglang_on_standin: Nurseries, tmp_path_fact
     mxfp4 = shutil.copytree(checkpoints("gpt_oss"), folder / "mxfp4")
     config = json.loads((mxfp4 / "config.json").read_text())
     (mxfp4 / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    trace = ["--expert-offload-trace", str(Path(folder) / "t.npz")]
+    trace = ["--expert-offload-config", json.dumps({"trace": f"{folder}/t.npz"})]
     cases = {
         "by default": qwen,
         "everything": [*qwen, ADAPT, "continuous", *trace, "--cpu-offload-gb", "2", "--expert-offload-headroom-gb", "20"],
@@ -49,7 +48,7 @@ IN_KERNEL = "flashinfer_trtllm (SGLang's choice for this model and GPU) routes i
         (
             "everything",
             [
-                *[f"{SELECTION} frequency: ", f"{ADAPT} continuous: ", "--expert-offload-trace '"],
+                *[f"{SELECTION} frequency: ", f"{ADAPT} continuous: ", "--expert-offload-config trace '"],
                 *["--cpu-offload-gb: cannot be combined", "--expert-offload-headroom-gb 20.0: leaves nothing"],
             ],
         ),

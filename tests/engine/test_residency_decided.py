@@ -30,6 +30,7 @@ ONE: dict[str, Any] = {
     **{"disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": 1, "max_running_requests": 1},
     **{"expert_offload_headroom_gb": 0.0, "expert_offload_stream_tokens": "inf", "expert_offload_adapt": "off"},
     "expert_offload_resident_selection": "first_n",
+    "expert_offload_slots": 0,
 }
 """Serves one request at once, and residents stay where they are at first."""
 NEXTN: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def checkpoint(checkpoints: Checkpoints) -> Path:
 def profile(checkpoint: Path, engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a server of one rank saved."""
     path = tmp_path_factory.mktemp("profile") / "p.npz"
-    serve_once(engines, checkpoint, expert_offload_save_profile=path)
+    serve_once(engines, checkpoint, expert_offload_profile=path)
     assert list(path.parent.iterdir()) == [path]
     return path
 
@@ -60,16 +61,19 @@ def profile(checkpoint: Path, engines: Engines, tmp_path_factory: pytest.TempPat
 def test_a_server_starts_from_what_another_saved_and_adds_to_it(
     checkpoint: Path, profile: Path, engines: Engines, tmp_path: Path
 ) -> None:
+    """Also one whose residents the profile does not choose."""
     counts, steps = decoded(profile)
     assert steps == 7
     assert counts.any()
-    grown = tmp_path / "grown.npz"
-    state = serve_once(engines, checkpoint, expert_offload_profile=profile, expert_offload_save_profile=grown)
-    assert [sorted(ids) for ids in state["resident_ids"]] == HOT
-    assert state["moves"] == 0
-    both, steps = decoded(grown)
-    assert steps == 14
-    assert (both == 2 * counts).all()
+    grown = Path(shutil.copy(profile, tmp_path / "grown.npz"))
+    first = [[*range(len(HOT[0]))]] * len(HOT)
+    for times, flags, resident in ((2, {}, HOT), (3, {"expert_offload_resident_selection": "first_n"}, first)):
+        state = serve_once(engines, checkpoint, expert_offload_profile=grown, **flags)
+        assert [sorted(ids) for ids in state["resident_ids"]] == resident
+        assert state["moves"] == 0
+        more, steps = decoded(grown)
+        assert steps == times * 7
+        assert (more == times * counts).all(), "what was loaded counts once"
 
 
 @pytest.mark.works("Live change", "SIGTERM under load")

@@ -77,7 +77,7 @@ def test_speculating_with_offloaded_experts_gives_the_same_tokens(checkpoints: C
     assert_streamed(on)  # the prompt, and the steps that check drafts
 
 
-@pytest.mark.works("Speculation", "experts of draft layers (--expert-offload-draft-num-resident)")
+@pytest.mark.works("Speculation", "experts of draft layers (draft_num_resident)")
 def test_draft_layers_with_offloaded_experts_draft_the_same(checkpoints: Checkpoints, engines: Engines) -> None:
     """As many drafts are accepted. After the warm-up, more of them are served from VRAM than by the first experts."""
     checkpoint = checkpoints("glm4_moe", dtype="float32")
@@ -96,7 +96,7 @@ def test_draft_layers_with_offloaded_experts_draft_the_same(checkpoints: Checkpo
 
 
 @pytest.mark.nightly
-@pytest.mark.works("Speculation", "experts of a draft model of its own (--expert-offload-draft-num-resident)")
+@pytest.mark.works("Speculation", "experts of a draft model of its own (draft_num_resident)")
 def test_a_draft_model_of_its_own_is_offloaded(checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint, draft = checkpoints("qwen3_moe", dtype="float32"), checkpoints("olmoe", dtype="float32")
     flags = {**IN_PLACE, "expert_offload_draft_num_resident": 0}

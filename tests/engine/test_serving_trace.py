@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
 def launch(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What SGLang's own argument code did with each case."""
     flags = ["--model-path", str(checkpoints("qwen3_moe")), "--device", "cpu", "--expert-offload-num-resident", "4"]
-    flags += ["--expert-offload-trace", str(tmp_path_factory.mktemp("launches") / "trace.npz")]
+    flags += ["--expert-offload-config", json.dumps({"trace": str(tmp_path_factory.mktemp("launches") / "trace.npz")})]
     return launched({name: {"argv": [*flags, *more], "resolve": True} for name, (more, _) in REFUSED.items()}, sglang)
 
 
@@ -123,4 +123,4 @@ def test_a_launch_in_which_no_rank_sees_each_decoded_token_is_refused_by_name(ca
     names = REFUSED[case][1]
     assert launch[case]["exit"] == (2 if names else None), launch[case]["error"]
     for name in names:
-        assert f"{name}: cannot be combined with --expert-offload-trace" in launch[case]["error"]
+        assert f"{name}: cannot be combined with --expert-offload-config trace" in launch[case]["error"]

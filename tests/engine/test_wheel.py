@@ -19,7 +19,7 @@ from serving import TESTS
 from scripts.harness.patience import patience
 from scripts.harness.process import kill_group
 from scripts.harness.server import SHIMS, Server, environment
-from sglang_uvm_offload.flags import OffloadFlags, flag_name
+from sglang_uvm_offload.flags import ARGUMENTS, spelled
 
 DOCUMENTED = "http://127.0.0.1:30000"
 """Where the documents' server is."""
@@ -85,7 +85,7 @@ def test_each_of_its_processes_runs_what_was_installed(server: Server, installed
 def test_every_flag_is_in_the_help(server: Server, help_text: subprocess.Popen[str]):
     shown, _ = help_text.communicate(timeout=patience(300))
     assert help_text.returncode == 0
-    assert [f for f in OffloadFlags.__dataclass_fields__ if f"  {flag_name(f)} " not in shown] == []
+    assert [name for name in ARGUMENTS if f"  {spelled(name)} " not in shown] == []
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

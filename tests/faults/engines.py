@@ -28,6 +28,7 @@ from standin.serving import GPU
 
 from scripts.harness.patience import patience
 from scripts.harness.process import kill_group
+from scripts.harness.server import gathered
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -212,9 +213,9 @@ class Engines:
         rows = RESIDENT + SLOTS if slots else RESIDENT
         room = fraction(self.checkpoint, rows, GPU["max_total_tokens"], buffers + beside, LAYERS, measured=True)
         flags = {**FLAGS, "expert_offload_stream_buffer_gb": buffers / 2**30, "mem_fraction_static": room}
-        flags |= {"expert_offload_slots": "auto"} if slots else {}
+        flags |= {"expert_offload_slots": "auto" if slots else 0}
         job = {
-            "engine": {"model_path": str(self.checkpoint), **GPU, **flags},
+            "engine": gathered({"model_path": str(self.checkpoint), **GPU, **flags}),
             "prompts": PROMPTS,
             "max_new_tokens": TOKENS,
             "result": str(folder / "result.json"),

@@ -18,7 +18,9 @@ from typing import Any
 def run_engine(job: dict[str, Any], folder: Path, environment: dict[str, str], seconds: float) -> dict[str, Any]:
     """Run the job in a process of its own, end all it started, and return ``answers`` and ``server_info``."""
     folder.mkdir(parents=True, exist_ok=True)
-    job = job | {"result": str(folder / "result.json")}
+    from scripts.harness.server import gathered  # not in the process that serves
+
+    job = job | {"engine": gathered(job["engine"]), "result": str(folder / "result.json")}
     (folder / "job.json").write_text(json.dumps(job))
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sglang_uvm_offload.config import expert_problems
-from sglang_uvm_offload.flags import FlagError
+from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.resident_ids import ResidentIds
 
@@ -37,7 +37,7 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
         ({"num_resident": ""}, "--expert-offload-num-resident", "whole number"),
         ({"num_resident": "9999999"}, "--expert-offload-num-resident", "whole number"),
         ({"num_resident": "²"}, "--expert-offload-num-resident", "whole number"),
-        ({"num_resident": True}, "--expert-offload-num-resident", "'True'"),
+        ({"num_resident": True}, "--expert-offload-num-resident", "True"),
         (
             {"num_resident": "auto", "resident_selection": "manual", "resident_ids": "1"},
             "--expert-offload-num-resident auto",
@@ -46,19 +46,32 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
         ({"num_resident": 4, "adapt": "off"}, "--expert-offload-adapt off", "--expert-offload-profile"),
         ({"num_resident": 4, "adapt": "false"}, "--expert-offload-adapt 'false'", "in YAML, put quotes around on and off"),
         ({"num_resident": 4, "adapt": True}, "--expert-offload-adapt True", "must be one of off, warmup, continuous"),
-        ({"num_resident": 4, "backend": False}, "--expert-offload-backend False", "must be one of auto, uvm, emulated"),
-        ({"num_resident": 4, "tma": "no"}, "--expert-offload-tma 'no'", "must be one of on, off"),
+        (
+            {"num_resident": 4, "lookup_tables": False},
+            "--expert-offload-config lookup_tables False",
+            "must be one of vram, host",
+        ),
+        ({"num_resident": 4, "tma": "no"}, "--expert-offload-config tma 'no'", "must be one of on, off"),
         ({"num_resident": 4, "profile": " , "}, "--expert-offload-profile", "must be the path of a file, or several"),
-        ({"num_resident": 4, "profile": "p", "resident_selection": "first_n"}, "--expert-offload-profile 'p'", "frequency"),
-        ({"num_resident": 4, "save_profile": " "}, "--expert-offload-save-profile ' '", "path of a file"),
-        ({"num_resident": 4, "stats": ""}, "--expert-offload-stats ''", "path of a file"),
-        ({"num_resident": 4, "stats": 7}, "--expert-offload-stats 7", "must be the path of a file"),
-        ({"num_resident": 4, "trace": ["a"]}, "--expert-offload-trace ['a']", "must be the path of a file"),
-        ({"num_resident": 4, "save_profile": True}, "--expert-offload-save-profile True", "must be the path of a file"),
+        ({"num_resident": 4, "profile": "p,q", "resident_selection": "first_n"}, "--expert-offload-profile 'p,q'", "frequency"),
+        (
+            {"num_resident": 4, "profile": "p", "resident_ids": "1", "save_profile": False},
+            "--expert-offload-profile 'p'",
+            "nothing is saved",
+        ),
+        ({"num_resident": 4, "save_profile": " "}, "--expert-offload-config save_profile ' '", "path of a file"),
+        ({"num_resident": 4, "stats": ""}, "--expert-offload-config stats ''", "path of a file"),
+        ({"num_resident": 4, "stats": 7}, "--expert-offload-config stats 7", "must be the path of a file"),
+        ({"num_resident": 4, "trace": ["a"]}, "--expert-offload-config trace ['a']", "must be the path of a file"),
+        ({"num_resident": 4, "save_profile": True}, "--expert-offload-config save_profile True", "must be the path of a file"),
         ({"num_resident": 4, "profile": {"a": 1}}, "--expert-offload-profile {'a': 1}", "separated by commas or in a list"),
-        ({"num_resident": 4, "profile": ["a", 7]}, "--expert-offload-profile ('a', 7)", "separated by commas or in a list"),
-        ({"num_resident": 4, "warmup_tokens": 4096.5}, "--expert-offload-warmup-tokens 4096.5", "whole number of tokens"),
-        ({"num_resident": [4]}, "--expert-offload-num-resident '[4]'", "whole number of experts"),
+        ({"num_resident": 4, "profile": ["a", 7]}, "--expert-offload-profile ['a', 7]", "separated by commas or in a list"),
+        (
+            {"num_resident": 4, "warmup_tokens": 4096.5},
+            "--expert-offload-config warmup_tokens 4096.5",
+            "whole number of tokens",
+        ),
+        ({"num_resident": [4]}, "--expert-offload-num-resident [4]", "whole number of experts"),
         *[
             ({"num_resident": 4, "resident_selection": "manual", "resident_ids": wrong}, "--expert-offload-resident-ids", right)
             for wrong, right in (
@@ -72,20 +85,20 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
                 ([range(9), [0]], "names 10 experts over 2 layers, and --expert-offload-num-resident 4 allows 8"),
             )
         ],
-        ({"stats": "s.json"}, "--expert-offload-stats", "no effect without"),
+        ({"stats": "s.json"}, "--expert-offload-config stats", "no effect without"),
         ({"num_resident": "-2"}, "--expert-offload-num-resident '-2'", "(-1: off)"),
-        ({"num_resident": 4, "trace": "t\0"}, r"--expert-offload-trace 't\x00'", "path of a file"),
-        ({"num_resident": 4, "draft_num_resident": -1}, "--expert-offload-draft-num-resident", "0 to 999999"),
-        ({"num_resident": 4, "draft_num_resident": 10**6}, "--expert-offload-draft-num-resident", "0 to 999999"),
-        ({"num_resident": 4, "draft_num_resident": True}, "--expert-offload-draft-num-resident", "True"),
-        ({"num_resident": 4, "warmup_tokens": 0}, "--expert-offload-warmup-tokens", "1 to 1000000000000"),
-        ({"num_resident": 4, "warmup_tokens": 10**12 + 1}, "--expert-offload-warmup-tokens", "1 to 1000000000000"),
-        ({"num_resident": 4, "warmup_tokens": True}, "--expert-offload-warmup-tokens", "True"),
-        ({"num_resident": 4, "stream_buffer_gb": "some"}, "--expert-offload-stream-buffer-gb", "some"),
-        ({"num_resident": 4, "stream_buffer_gb": -1}, "--expert-offload-stream-buffer-gb", "-1"),
-        ({"num_resident": 4, "stream_buffer_gb": "nan"}, "--expert-offload-stream-buffer-gb", "nan"),
-        ({"num_resident": 4, "stream_tokens": "1.5"}, "--expert-offload-stream-tokens", "1.5"),
-        ({"num_resident": 4, "stream_tokens": -2}, "--expert-offload-stream-tokens", "-2"),
+        ({"num_resident": 4, "trace": "t\0"}, r"--expert-offload-config trace 't\x00'", "path of a file"),
+        ({"num_resident": 4, "draft_num_resident": -1}, "--expert-offload-config draft_num_resident", "0 to 999999"),
+        ({"num_resident": 4, "draft_num_resident": 10**6}, "--expert-offload-config draft_num_resident", "0 to 999999"),
+        ({"num_resident": 4, "draft_num_resident": True}, "--expert-offload-config draft_num_resident", "True"),
+        ({"num_resident": 4, "warmup_tokens": 0}, "--expert-offload-config warmup_tokens", "1 to 1000000000000"),
+        ({"num_resident": 4, "warmup_tokens": 10**12 + 1}, "--expert-offload-config warmup_tokens", "1 to 1000000000000"),
+        ({"num_resident": 4, "warmup_tokens": True}, "--expert-offload-config warmup_tokens", "True"),
+        ({"num_resident": 4, "stream_buffer_gb": "some"}, "--expert-offload-config stream_buffer_gb", "some"),
+        ({"num_resident": 4, "stream_buffer_gb": -1}, "--expert-offload-config stream_buffer_gb", "-1"),
+        ({"num_resident": 4, "stream_buffer_gb": "nan"}, "--expert-offload-config stream_buffer_gb", "nan"),
+        ({"num_resident": 4, "stream_tokens": "1.5"}, "--expert-offload-config stream_tokens", "1.5"),
+        ({"num_resident": 4, "stream_tokens": -2}, "--expert-offload-config stream_tokens", "-2"),
         *[
             ({"num_resident": 4, "slots": wrong}, f"--expert-offload-slots {wrong!r}", "auto, or a whole number of slots")
             for wrong in ("some", "", "-1", -1, "1.5", 2.0, True, "²", "1000000")
@@ -98,18 +111,22 @@ def test_a_number_may_come_as_text_or_as_a_number(n):
             "which --expert-offload-adapt off forbids",
         ),
         ({"num_resident": 4, "prefetch": "guess"}, "--expert-offload-prefetch", "none, frequency, speculative"),
-        ({"num_resident": 4, "backend": "gpu"}, "--expert-offload-backend", "auto, uvm, emulated"),
         ({"num_resident": 4, "resident_selection": "hot"}, "--expert-offload-resident-selection", "first_n, frequency"),
         ({"num_resident": 4, "resident_selection": "manual"}, "--expert-offload-resident-selection", "resident-ids"),
         (
-            {"num_resident": 4, "resident_ids": "0-3"},
-            "--expert-offload-resident-ids",
+            {"num_resident": 4, "resident_ids": "0-3", "resident_selection": "first_n"},
+            "--expert-offload-resident-ids '0-3'",
             "manual or --expert-offload-adapt continuous",
+        ),
+        (
+            {"num_resident": "auto", "resident_ids": "0-3"},
+            "--expert-offload-num-resident auto",
+            "without one needs --expert-offload-adapt continuous",
         ),
         ({"num_resident": 2, "resident_ids": "0-3", "adapt": "continuous"}, "--expert-offload-resident-ids", "allows 2"),
         ({"resident_selection": "first_n"}, "--expert-offload-resident-selection", "no effect without"),
-        ({"draft_num_resident": 0}, "--expert-offload-draft-num-resident", "no effect without"),
-        ({"warmup_tokens": 100}, "--expert-offload-warmup-tokens", "no effect without"),
+        ({"draft_num_resident": 0}, "--expert-offload-config draft_num_resident", "no effect without"),
+        ({"warmup_tokens": 100}, "--expert-offload-config warmup_tokens", "no effect without"),
         ({"slots": 8}, "--expert-offload-slots", "no effect without"),
     ],
 )
@@ -130,7 +147,7 @@ def test_a_wrong_value_is_named_with_what_would_be_right(flags, flag, word):
         ({"adapt": False, "resident_selection": "first_n", "tma": False},
          {"adapt": "off", "resident_selection": "first_n", "tma": "off"}),
         ({"tma": True}, {"tma": "on"}),
-        (dict.fromkeys(("adapt", "warmup_tokens", "headroom_gb", "backend", "resident_ids", "draft_num_resident")), {}),
+        (dict.fromkeys(("adapt", "warmup_tokens", "headroom_gb", "slots", "resident_ids", "draft_num_resident")), {}),
         ({"warmup_tokens": "77", "headroom_gb": "0.5", "draft_num_resident": "3"},
          {"warmup_tokens": 77, "headroom_gb": 0.5, "draft_num_resident": 3}),
         ({"warmup_tokens": np.int64(77), "headroom_gb": np.float32(0.5), "slots": np.int32(8), "tma": np.bool_(False)},
@@ -175,7 +192,7 @@ def test_a_profile_makes_up_for_adaptation():
 
 
 def test_all_problems_are_listed_at_once():
-    found = problems(num_resident="x", warmup_tokens=0, headroom_gb=-1, prefetch="guess", backend="gpu")
+    found = problems(num_resident="x", warmup_tokens=0, headroom_gb=-1, prefetch="guess", tma="no")
     assert len(found) == 5
 
 
@@ -294,6 +311,41 @@ def test_prefetching_means_following_the_traffic(flags, adapt, coactivation):
     assert (config.adapt, config.coactivation) == (adapt, coactivation)
 
 
+@pytest.mark.parametrize(
+    ("flags", "selection"),
+    [
+        ({}, "frequency"),
+        ({"resident_ids": "1"}, "manual"),
+        ({"resident_ids": "1", "resident_selection": "manual"}, "manual"),
+        ({"resident_ids": "1", "adapt": "off"}, "manual"),
+        ({"resident_ids": "1", "adapt": "continuous"}, "frequency"),
+        ({"resident_ids": "1", "prefetch": "frequency"}, "frequency"),
+        ({"resident_ids": "1", "adapt": "continuous", "resident_selection": "first_n"}, "first_n"),
+    ],
+)
+def test_ids_are_the_only_residents_unless_residents_follow_the_traffic(flags, selection):
+    assert parse({"num_resident": 4, **flags}).resident_selection == selection
+
+
+@pytest.mark.parametrize(
+    ("flags", "profiles", "saved"),
+    [
+        ({"profile": "p"}, ["p"], "p"),
+        ({"profile": "p", "resident_selection": "first_n"}, ["p"], "p"),
+        ({"profile": "p", "save_profile": False}, ["p"], None),
+        ({"profile": "p", "save_profile": "q"}, ["p"], "q"),
+        ({"profile": ["p", "q"]}, ["p", "q"], None),
+        ({"profile": "p,q", "save_profile": "q"}, ["p", "q"], "q"),
+        ({"save_profile": "q"}, [], "q"),
+        ({"save_profile": False}, [], None),
+    ],
+)
+def test_a_profile_is_saved_where_it_is_read_unless_an_option_says_where(flags, profiles, saved):
+    config = parse({"num_resident": 4, **flags})
+    assert config.profiles == tuple(map(Path, profiles))
+    assert config.save_profile == (saved and Path(saved))
+
+
 def test_ids_beside_residents_that_follow_the_traffic_are_kept():
     assert parse({"num_resident": 4, "prefetch": "frequency", "resident_ids": "1,2"}).resident_ids.of_layer(0) == {1, 2}
 
@@ -306,10 +358,20 @@ def test_ids_that_are_more_than_the_number_that_fits_are_refused_once_it_is_know
 
 
 @pytest.mark.parametrize(
-    ("given", "slots"), [(None, 0), ("0", 0), (0, 0), ("12", 12), (12, 12), ("999999", 999999), ("auto", None)]
+    ("number", "given", "slots"),
+    [
+        *[(4, given, 0) for given in (None, "auto", "0", 0, False)],
+        (4, "12", 12),
+        (4, 12, 12),
+        (4, "999999", 999999),
+        ("auto", None, None),
+        ("auto", "auto", None),
+        ("auto", "0", 0),
+        ("auto", "3", 3),
+    ],
 )
-def test_slots_are_a_number_or_found_later(given, slots):
-    assert parse({"num_resident": 4, "slots": given}).slots == slots
+def test_slots_are_a_number_or_a_part_of_what_fits(number, given, slots):
+    assert parse({"num_resident": number, "slots": given}).slots == slots
 
 
 def test_no_more_slots_than_experts_are_served():
@@ -345,10 +407,10 @@ def test_what_is_not_text_where_a_file_is_expected_is_named_with_the_other_probl
     for value in (5, True, {"a": 1}, b"a"):
         with pytest.raises(FlagError) as caught:
             parse({"num_resident": 4, "warmup_tokens": 0, name: value})
-        flag = "--expert-offload-" + name.replace("_", "-")
+        flag = flag_name(name)
         named, other = sorted(caught.value.problems, key=lambda problem: not problem.startswith(flag))
         assert named.startswith(f"{flag} {value!r}: must be ")
-        assert other.startswith("--expert-offload-warmup-tokens 0")
+        assert other.startswith("--expert-offload-config warmup_tokens 0")
 
 
 @pytest.mark.parametrize("name", ["profile", "save_profile", "trace"])

@@ -180,7 +180,7 @@ def test_a_draft_model_is_counted_and_not_recorded(traced, recording):
 def test_a_trace_of_routing_that_shows_no_ids_is_refused(form, traced, recording):
     routing = BypassedTopKOutput(None, None, None) if form.startswith("Bypassed") else ragged()
     hooks = LayerHooks({}, recording=recording)
-    with pytest.raises(FlagError, match=rf"--expert-offload-trace: this MoE runner shows no expert ids \({form}\)"):
+    with pytest.raises(FlagError, match=rf"--expert-offload-config trace: this MoE runner shows no expert ids \({form}\)"):
         hooks.observe(traced, standard(routing))
 
 

@@ -10,7 +10,7 @@ import pytest
 from builders.configs import served_config
 from builders.launch import arguments, launch
 from builders.locations import located
-from builders.profiles import some
+from builders.profiles import saved, some
 from huggingface_hub import constants
 from paths import direct, link_to_the_folder, symbolic_link, with_dots
 
@@ -71,7 +71,7 @@ def test_a_file_in_a_snapshot_of_the_hugging_face_cache_is_the_models(tmp_path: 
     (snapshot / "model.safetensors").symlink_to("../../blobs/a")
     for path in (way(snapshot / "model.safetensors", work), blobs / "a", tmp_path / "models--o--m" / "new"):
         (problem,) = file_problems(models(snapshot), save_profile=path)
-        assert problem.startswith(f"--expert-offload-save-profile '{path}': lies in the model's folder")
+        assert problem.startswith(f"--expert-offload-config save_profile '{path}': lies in the model's folder")
 
 
 def test_a_hub_ids_files_are_protected_before_they_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,12 +111,69 @@ def test_statistics_replace_statistics_and_nothing_else(tmp_path: Path) -> None:
     assert file_problems(args, stats=path) == []
     path.write_text('{"results": []}')
     (problem,) = file_problems(args, stats=path)
-    assert problem.startswith("--expert-offload-stats ")
+    assert problem.startswith("--expert-offload-config stats ")
     assert "exists and is no statistics file" in problem
     (problem,) = file_problems(args, trace=tmp_path / "t.npz", stats=tmp_path / "t.npz")
-    assert "is the file of --expert-offload-trace" in problem
+    assert "is the file of --expert-offload-config trace" in problem
     (problem,) = file_problems(args, stats=tmp_path / "model" / "s.json")
     assert "lies in the model's folder" in problem
+
+
+@pytest.mark.parametrize(
+    ("closed", "why"),
+    [
+        ("its mode", "p.npz is read-only"),
+        ("its folder's mode", "folder is read-only"),
+        ("the part of this node", "p-node1.npz is read-only"),
+        ("a link into the model's folder", "lies in the model's folder"),
+    ],
+)
+def test_a_profile_that_is_read_only_is_not_saved(tmp_path: Path, caplog, closed: str, why: str) -> None:
+    caplog.set_level("INFO")
+    folder, model = tmp_path / "folder", tmp_path / "model"
+    folder.mkdir()
+    model.mkdir()
+    path = saved((model if "link" in closed else folder) / "p.npz", some())
+    node = 1 if "part" in closed else 0
+    if node:
+        saved(folder / "p-node1.npz", some()).chmod(0o444)
+    elif "link" in closed:
+        path = symbolic_link(path, folder)
+    else:
+        (folder if "folder" in closed else path).chmod(0o555)
+    args = models(model, **({"nnodes": 2, "node_rank": 1} if node else {}))
+    config = output_files.unless_read_only(parse({"num_resident": 4, "profile": path}), args)
+    folder.chmod(0o755)
+    assert config.save_profile is None
+    assert config.profiles == (path,)
+    assert why in caplog.text
+    assert output_files.problems(config, args) == []
+
+
+def test_a_profile_that_is_not_there_yet_is_told_of_and_needs_its_folder(tmp_path: Path, caplog) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / "model").mkdir()
+    args = models(tmp_path / "model")
+    for folder, found in (
+        (tmp_path, []),
+        (tmp_path / "gone", ["there is no folder"]),
+        (tmp_path / "model", ["lies in the mo"]),
+    ):
+        config = parse({"num_resident": 4, "profile": folder / "p.npz"})
+        assert output_files.unless_read_only(config, args) == config
+        assert f"{folder}/p.npz: is a new file" in caplog.text
+        said = [
+            line.removeprefix(f"--expert-offload-profile '{folder}/p.npz': ") for line in output_files.problems(config, args)
+        ]
+        assert [line[: len(each)] for line, each in zip(said, found, strict=True)] == found
+
+
+def test_where_an_option_says_to_save_must_be_writable(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    given = {"num_resident": 4, "profile": tmp_path / "p.npz", "save_profile": tmp_path / "gone" / "q.npz"}
+    config = output_files.unless_read_only(parse(given), models(tmp_path / "model"))
+    (problem,) = output_files.problems(config, models(tmp_path / "model"))
+    assert problem.startswith("--expert-offload-config save_profile ")
 
 
 @pytest.fixture
@@ -156,10 +213,9 @@ def test_a_rank_saves_no_profile_in_the_models_folder(rank: Path, caplog: pytest
     manager = SimpleNamespace(
         config=served_config(save_profile=str(path)),
         target=SimpleNamespace(layers=layers),
-        placement=SimpleNamespace(profile=None),
         routing_by_expert=lambda wait: profile.seen,
     )
-    saver = savers.profile_saver(manager, profile.model)  # type: ignore[arg-type]
+    saver = savers.profile_saver(manager, profile.model, None)  # type: ignore[arg-type]
     assert saver is not None
     path.symlink_to(rank / "p.npz")
     saver.finish()
@@ -177,7 +233,7 @@ def test_ranks_of_several_nodes_agree_on_the_run_whatever_their_own_node_saves(m
     monkeypatch.setattr(savers, "get_parallel", lambda: SimpleNamespace(nnodes=2))
     monkeypatch.setattr(savers, "get_world_group", lambda: group)
     manager = SimpleNamespace(config=served_config())
-    assert savers.profile_saver(manager, some().model) is None  # type: ignore[arg-type]
+    assert savers.profile_saver(manager, some().model, None) is None  # type: ignore[arg-type]
     assert asked == [0]
 
 

@@ -124,5 +124,5 @@ def test_an_sglang_that_allocates_tables_in_another_way_is_refused(
         monkeypatch.setattr(hooked[0], "device_type", "cuda")
     else:
         monkeypatch.setattr(Method, "create_weights", Method.create_weights.__wrapped__)  # type: ignore[attr-defined]
-    with pytest.raises(FlagError, match="--expert-offload-lookup-tables host: this SGLang allocates n-gram tables"):
+    with pytest.raises(FlagError, match="--expert-offload-config lookup_tables host: this SGLang allocates n-gram tables"):
         build()

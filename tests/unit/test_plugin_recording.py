@@ -63,9 +63,9 @@ def test_a_step_for_which_there_is_no_memory_ends_recording_and_not_the_server(r
 def test_a_model_of_unknown_experts_per_token_is_refused_when_it_is_built(recording):
     assert recording.problems(SimpleNamespace(top_k=2, moe_layers=(1, 2))) == []
     (problem,) = recording.problems(SimpleNamespace(top_k=None, moe_layers=(1, 2)))
-    assert problem.startswith("--expert-offload-trace: neither this model's layers nor its config")
+    assert problem.startswith("--expert-offload-config trace: neither this model's layers nor its config")
 
 
 def test_a_model_whose_tokens_skip_moe_layers_is_refused_when_it_is_built(recording):
     (problem,) = recording.problems(SimpleNamespace(top_k=2, moe_layers=(1, 1, 2)))
-    assert problem.startswith("--expert-offload-trace: decoder layers of this model have several routers")
+    assert problem.startswith("--expert-offload-config trace: decoder layers of this model have several routers")

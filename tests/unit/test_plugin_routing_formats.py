@@ -71,8 +71,8 @@ def test_the_remedies_are_accepted_by_sglang_and_counted(quantization):
         ({**FIRST_N, "adapt": "continuous"}, f"{ADAPT} continuous", f"{ADAPT} off or warmup"),
         ({**FIRST_N, "prefetch": "frequency"}, "--expert-offload-prefetch frequency", "leave it out"),
         ({**MANUAL, "adapt": "continuous"}, f"{ADAPT} continuous", f"{ADAPT} off or warmup"),
-        ({**FIRST_N, "save_profile": "p.npz"}, "--expert-offload-save-profile 'p.npz'", "leave it out"),
-        ({**FIRST_N, "trace": "t.npz"}, "--expert-offload-trace 't.npz'", "leave it out"),
+        ({**FIRST_N, "save_profile": "p.npz"}, "--expert-offload-config save_profile 'p.npz'", "leave it out"),
+        ({**FIRST_N, "trace": "t.npz"}, "--expert-offload-config trace 't.npz'", "leave it out"),
     ],
 )
 def test_what_needs_counts_is_refused_by_name_where_there_are_none(flags, refused, instead):
@@ -122,7 +122,9 @@ def test_tokens_per_expert_suffice_for_all_but_a_trace():
     found = format_of("triton_kernel", given="triton_kernel")
     assert not found.problems(config(adapt="continuous", save_profile="p.npz"))
     (problem,) = found.problems(config(trace="t.npz"))
-    assert "--expert-offload-trace 't.npz': --moe-runner-backend triton_kernel shows the tokens of each expert" in problem
+    assert (
+        "--expert-offload-config trace 't.npz': --moe-runner-backend triton_kernel shows the tokens of each expert" in problem
+    )
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_arguments_that_ask_for_offloading_without_a_config_are_refused():
         config_of(OffloadServerArgs(model_path=MODEL, expert_offload_num_resident="4"))
 
 
-OFF = OffloadServerArgs(model_path=MODEL, expert_offload_num_resident=-1, expert_offload_stats="s.json")
+OFF = OffloadServerArgs(model_path=MODEL, expert_offload_num_resident=-1, expert_offload_config="{")
 
 
 @pytest.mark.parametrize("args", [arguments(), OffloadServerArgs(model_path=MODEL), OFF], ids=["plain", "ours", "-1"])

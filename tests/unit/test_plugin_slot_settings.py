@@ -21,6 +21,8 @@ def possible(reason: str | None, monkeypatch: pytest.MonkeyPatch, **flags: objec
 def test_a_launch_that_can_have_slots_keeps_what_was_asked_for(monkeypatch):
     assert possible(None, monkeypatch, num_resident=4, slots=3) == 3
     assert possible(None, monkeypatch, num_resident="auto", slots="auto") is None
+    assert possible(None, monkeypatch, num_resident="auto") is None
+    assert possible(None, monkeypatch, num_resident="auto", slots=0) == 0
     assert possible(None, monkeypatch, num_resident=4) == 0
 
 
@@ -35,9 +37,9 @@ def test_auto_has_none_where_none_are_possible_and_a_number_is_refused_with_the_
     assert possible(reason, monkeypatch, num_resident=4) == 0
 
 
-def test_auto_beside_a_number_of_residents_is_refused(monkeypatch):
-    with pytest.raises(FlagError, match="--expert-offload-slots auto: needs --expert-offload-num-resident auto"):
-        possible(None, monkeypatch, num_resident=4, slots="auto")
+@pytest.mark.parametrize("reason", [None, "--moe-runner-backend cutlass takes groups"])
+def test_auto_beside_a_number_of_residents_has_none(reason, monkeypatch):
+    assert possible(reason, monkeypatch, num_resident=4, slots="auto") == 0
 
 
 def test_more_slots_than_offloaded_experts_are_refused():

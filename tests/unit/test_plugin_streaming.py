@@ -15,10 +15,11 @@ from builders.managers import placed_layer
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.runtime_context import SpawnRanks, create_context, get_exec, use_context
 
-from sglang_uvm_offload.config import NEVER, OffloadConfig
+from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.flags import NEVER
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
 from sglang_uvm_offload.plugin.launch import stream_settings

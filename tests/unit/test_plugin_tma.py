@@ -1,4 +1,4 @@
-"""``--expert-offload-tma off``: which launches it is refused for, before anything loads."""
+"""``--expert-offload-config tma off``: which launches it is refused for, before anything loads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_experts_that_tritons_kernels_compute_can_do_without(runner: str, model:
 def test_other_kernels_are_named_with_what_would_be_right(runner: str) -> None:
     model = str(config_folder("Qwen/Qwen3-30B-A3B-FP8"))
     (problem,) = problems(moe_runner_backend=runner, model_path=model)
-    assert problem.startswith(f"--expert-offload-tma off: --moe-runner-backend {runner} has kernels that may load")
+    assert problem.startswith(f"--expert-offload-config tma off: --moe-runner-backend {runner} has kernels that may load")
     assert "choose --moe-runner-backend triton" in problem
     assert problems("on", moe_runner_backend=runner, model_path=model) == []
 

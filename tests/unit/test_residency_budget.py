@@ -189,11 +189,11 @@ def test_a_given_size_makes_as_many_buffers_as_it_holds(given, buffers):
 
 
 def test_a_size_below_one_buffer_or_without_room_is_refused():
-    assert "--expert-offload-stream-buffer-gb 0.1: one buffer takes 200.0 MiB" in refusal(
+    assert "--expert-offload-config stream_buffer_gb 0.1: one buffer takes 200.0 MiB" in refusal(
         asked(10, stream_gb=0.1), rank(9 * GIB)
     )
     problem = refusal(asked(10, stream_gb=0.4), rank(free=10 * 100 * MIB + 300 * MIB))
-    assert "400.0 MiB for stream buffers (--expert-offload-stream-buffer-gb 0.4)" in problem
+    assert "400.0 MiB for stream buffers (--expert-offload-config stream_buffer_gb 0.4)" in problem
     with pytest.raises(FlagError, match=r"200\.0 MiB for stream buffers and 16\.0 MiB for the smallest"):
         corrected(Division(10, 0, 1), asked(10), [rank(free=10 * 100 * MIB)])
 

@@ -194,7 +194,7 @@ def test_the_table_at_the_start_shows_both_parts():
 @pytest.mark.parametrize("number", [E, None])
 def test_all_of_them_are_resident(number, caplog):
     rank, draft = serving(draft_num_resident=number)
-    told = f"--expert-offload-draft-num-resident {number}: the draft model has nothing to offload"
+    told = f"--expert-offload-config draft_num_resident {number}: the draft model has nothing to offload"
     assert (told in caplog.text) == (number is not None)
     warm_up(rank, draft)
     assert draft.resident() == [*range(E)]

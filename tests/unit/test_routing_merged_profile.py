@@ -149,6 +149,24 @@ def test_a_history_of_other_experts_is_refused(path):
         Profile.load(rewritten(saved(path, some()), history=np.zeros((1, 2, 2, 3), dtype=np.int64)))
 
 
+def test_the_file_that_is_saved_may_be_absent_or_without_routing(path):
+    assert load_for(MODEL.name, MODEL.architecture, [path], path) == (None, [])
+    saved(path, Profile.empty(MODEL).with_slot_shares({0.5: 0.25}))
+    profile, problems = load_for(MODEL.name, MODEL.architecture, [path], path)
+    assert (profile.slot_shares, problems) == ({0.5: 0.25}, [])
+    (problem,) = load_for(MODEL.name, MODEL.architecture, [path])[1]
+    assert "holds no routing yet" in problem
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-100], lambda whole: b"", lambda whole: b"other"])
+def test_the_file_that_is_saved_is_refused_if_it_is_damaged(path, damage):
+    whole = saved(path, some()).read_bytes()
+    path.write_bytes(damage(whole))
+    assert len(load_for(MODEL.name, MODEL.architecture, [path], path)[1]) == 1
+    saved(path, some())
+    assert "is of another model" in load_for("other", MODEL.architecture, [path], path)[1][0]
+
+
 def test_without_any_file_the_one_that_was_named_is_missing(path):
     with pytest.raises(FileNotFoundError, match=r"p\.npz"):
         load_whole(path)

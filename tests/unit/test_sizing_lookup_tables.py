@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from functools import cache
 
 import pytest
 from builders.true_shape import config_folder
 
-from sglang_uvm_offload.flags import PREFIX
+from sglang_uvm_offload.flags import config_flag, spelled
 from sglang_uvm_offload.memory.host_ram import BOOKKEEPING_SHARE
-from sglang_uvm_offload.requested_config import parse
+from sglang_uvm_offload.requested_config import of_arguments
 from sglang_uvm_offload.residency.budget import Division
 from sglang_uvm_offload.sizing.case import Case
 from sglang_uvm_offload.sizing.checkpoint import from_tensors
@@ -146,16 +147,16 @@ def test_a_plan_shows_the_table_and_the_flag_that_frees_its_vram() -> None:
 
 def test_a_plan_says_what_frees_the_vram_of_other_tables() -> None:
     assert "of VRAM over the ranks that share them; nothing frees it" in render(planned("per_layer"))
-    assert "; --expert-offload-lookup-tables host keeps them in host RAM" in render(planned("ngram"))
-    assert planned("ngram", MANAGED).flags.count("--expert-offload-lookup-tables host") == 1
+    assert "; --expert-offload-config lookup_tables host keeps them in host RAM" in render(planned("ngram"))
+    assert planned("ngram", MANAGED).flags.count(config_flag(lookup_tables="host")) == 1
     assert "in managed host RAM, which take" in render(planned("ngram", MANAGED))
 
 
 def test_the_flags_of_a_plan_with_tables_in_host_ram_turn_offloading_on_though_all_experts_fit() -> None:
     plan = planned("ngram", MANAGED)
     assert plan.num_resident == plan.num_experts
-    flags = dict(flag.removeprefix(f"--{PREFIX.replace('_', '-')}").split(maxsplit=1) for flag in plan.flags)
-    requested = parse({name.replace("-", "_"): flags[name] for name in ("num-resident", "lookup-tables")})
+    flags = dict(shlex.split(flag) for flag in plan.flags if " " in flag)
+    requested = of_arguments({"num_resident": flags[spelled("num_resident")], "config": flags[spelled("config")]})
     assert requested is not None
     assert (requested.num_resident, requested.tables_in_host) == (plan.num_experts, True)
     assert any("offloading is needed for lookup tables only" in note for note in plan.notes)
@@ -181,7 +182,7 @@ def test_moving_the_table_is_a_remedy_where_it_makes_the_model_fit() -> None:
     assert short.ranks[0].table_bytes == 20 * GIB
     assert "lookup tables in host RAM (--ple-offload-embedding)" in short.needs
     assert planned("ple", PINNED, machine="2x4090").fits
-    assert "lookup tables in host RAM (--expert-offload-lookup-tables host)" in planned("ngram", machine="2x4090").needs
+    assert "lookup tables in host RAM (--expert-offload-config lookup_tables host)" in planned("ngram", machine="2x4090").needs
     assert not any("lookup tables" in need for need in planned("per_layer", machine="1x4090").needs)
 
 

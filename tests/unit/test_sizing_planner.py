@@ -14,6 +14,7 @@ import pytest
 from builders.true_shape import config_folder
 
 from sglang_uvm_offload.cli import plan as planner_cli
+from sglang_uvm_offload.flags import config_flag
 from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.requested_config import parse
@@ -603,8 +604,9 @@ def test_a_launch_that_offloads_draft_layers_alone_says_so(given, told):
     plan = ask("deepseek-v3", preset("8xB200"), Workload(8192, speculative=True, draft_num_resident=given))
     assert plan.num_resident == 256
     assert any(f"offloading {told}" in note for note in plan.notes)
-    flags = [flag for flag in plan.flags if "num-resident" in flag]
-    assert flags == (["--expert-offload-draft-num-resident 100", "--expert-offload-num-resident 256"] if given == 100 else [])
+    flags = [flag for flag in plan.flags if "num-resident" in flag or "num_resident" in flag]
+    drafts = config_flag(draft_num_resident=100)
+    assert flags == (["--expert-offload-num-resident 256", drafts] if given == 100 else [])
 
 
 def test_residents_of_draft_layers_that_no_model_has_are_refused():

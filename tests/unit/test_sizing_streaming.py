@@ -14,6 +14,7 @@ import pytest
 from builders import links
 
 from sglang_uvm_offload.cli import plan as planner_cli
+from sglang_uvm_offload.flags import config_flag
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, whole_blocks
 from sglang_uvm_offload.residency.budget import Division, buffers_in
 from sglang_uvm_offload.sizing.case import Case
@@ -223,13 +224,16 @@ def test_doing_without_the_buffers_that_were_asked_for_is_a_remedy():
     tight = spacious(2, 0).reserve
     refused = planned(stream_gb=100, mem_fraction_static=tight.mem_fraction_static)
     assert "with no expert resident a rank needs " in refused.problems[0]
-    assert refused.needs[0] == "no stream buffers (--expert-offload-stream-buffer-gb 0)"
+    assert refused.needs[0] == "no stream buffers (--expert-offload-config stream_buffer_gb 0)"
     assert planned(stream_gb=0, mem_fraction_static=tight.mem_fraction_static).num_resident == 2
 
 
 def test_less_than_a_buffer_is_noted():
     (note,) = [note for note in planned(stream_gb=1).notes if "buffer" in note]
-    assert note == "--expert-offload-stream-buffer-gb 1 is less than one stream buffer, which takes 1.31 GiB: nothing streams"
+    assert (
+        note
+        == "--expert-offload-config stream_buffer_gb 1 is less than one stream buffer, which takes 1.31 GiB: nothing streams"
+    )
 
 
 # Speed
@@ -401,10 +405,9 @@ def test_the_report_says_how_prefill_streams_and_which_chunk_hides_it():
 
 
 def test_the_flags_name_buffers_that_were_asked_for_and_no_others():
-    flag = "--expert-offload-stream-buffer-gb"
-    assert f"{flag} 1.5" in planned(stream_gb=1.5).flags
-    assert f"{flag} 0" in planned(stream_gb=0).flags
-    assert not any(flag in each for each in planned().flags)
+    assert config_flag(stream_buffer_gb=1.5) in planned(stream_gb=1.5).flags
+    assert config_flag(stream_buffer_gb=0) in planned(stream_gb=0).flags
+    assert not any("stream_buffer_gb" in each for each in planned().flags)
 
 
 def test_the_command_plans_with_and_without_buffers(capsys: pytest.CaptureFixture[str]):

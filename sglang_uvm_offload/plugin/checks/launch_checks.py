@@ -75,12 +75,13 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
         raise FlagError(wrong)
     model = model_config_of(server_args)
     routing = routing_format(cfg, model, server_args.moe_runner_backend)
+    requested = output_files.unless_read_only(requested, server_args)
     problems = [
         *combinations.problems(requested, cfg),
         *combinations.format_problems(cfg, model),
         *load_formats.problems(cfg),
         *compat.problems(cfg),
-        *devices.problems(requested, cfg),
+        *devices.problems(cfg),
         *tracing.problems(requested, cfg),
         *output_files.problems(requested, server_args),
         *routing.problems(requested),
@@ -97,7 +98,8 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     settings: dict[str, Any] = {}
     with _listed(problems):
         settings |= _headroom(requested, cfg)
-    config = dataclasses.replace(requested, backend=_backend(requested, cfg), launch_id=uuid.uuid4().hex, began_at=began_at)
+    backend = "uvm" if cfg.device == "cuda" else "emulated"
+    config = dataclasses.replace(requested, backend=backend, launch_id=uuid.uuid4().hex, began_at=began_at)
     with _listed(problems):
         config = slot_settings.possible(config, cfg, model)
     if config.num_resident is None and cfg.device != "cuda":
@@ -114,12 +116,6 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     if not routing.counted:
         logger.warning("Expert offload: no hit rate is measured: %s", routing.reason)
     return CheckedLaunch(config, settings)
-
-
-def _backend(requested: RequestedConfig, cfg: Any) -> str:
-    if requested.backend != "auto":
-        return requested.backend
-    return "uvm" if cfg.device == "cuda" else "emulated"
 
 
 @contextlib.contextmanager

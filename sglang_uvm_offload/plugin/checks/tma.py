@@ -1,4 +1,4 @@
-"""``--expert-offload-tma off``: whether this launch's kernels can do without TMA."""
+"""``tma`` off: whether this launch's kernels can do without TMA."""
 
 from __future__ import annotations
 

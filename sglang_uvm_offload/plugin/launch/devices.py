@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_uvm_offload.config import RequestedConfig
-from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.plugin.launch.ranks import ranks
 
 
@@ -14,15 +12,11 @@ def local_gpus(cfg: Any) -> list[int]:
     return sorted({rank.gpu for rank in ranks(cfg)})
 
 
-def problems(config: RequestedConfig, cfg: Any) -> list[str]:
-    """Why the devices of ``cfg`` (SGLang's resolved arguments) cannot serve with ``config``."""
+def problems(cfg: Any) -> list[str]:
+    """Why the devices of ``cfg`` (SGLang's resolved arguments) cannot offload."""
     out = []
     if cfg.device not in ("cuda", "cpu"):
         out.append(f"--device {cfg.device}: must be cuda or cpu for expert offloading")
-    if config.backend == "uvm" and cfg.device == "cpu":
-        out.append(f"{flag_name('backend')} uvm: needs a CUDA device, not --device cpu")
-    if config.backend == "emulated" and cfg.device == "cuda":
-        out.append(f"{flag_name('backend')} emulated: needs --device cpu; on cuda use uvm or auto")
     return out + (gpu_problems(local_gpus(cfg)) if cfg.device == "cuda" else [])
 
 

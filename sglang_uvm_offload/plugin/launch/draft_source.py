@@ -14,7 +14,7 @@ def from_the_checkpoint(cfg: Any) -> bool:
 
 
 def problems(config: RequestedConfig, cfg: Any) -> list[str]:
-    """Why ``--expert-offload-draft-num-resident`` has no draft model."""
+    """Why ``draft_num_resident`` has no draft model."""
     if config.draft_num_resident is None or cfg.speculative_algorithm not in (None, "NGRAM"):
         return []
     given = f"{flag_name('draft_num_resident')} {config.draft_num_resident}"

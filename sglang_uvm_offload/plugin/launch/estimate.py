@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.utils import get_device_memory_capacity
 
-from sglang_uvm_offload.config import AUTO, NEVER, RequestedConfig
+from sglang_uvm_offload.config import AUTO, RequestedConfig
 from sglang_uvm_offload.cuda.device import DriverError
-from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.flags import NEVER, FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import draft_source

@@ -26,7 +26,7 @@ def tables_in(cfg: Any, model: Any, in_host: bool) -> str:
 
 
 def problems(requested: Settings, model: Any) -> list[str]:
-    """Why ``--expert-offload-lookup-tables host`` has no table to keep."""
+    """Why ``lookup_tables`` host has no table to keep."""
     if not requested.tables_in_host or _has_ngrams(model):
         return []
     architectures = model.hf_config.architectures or []

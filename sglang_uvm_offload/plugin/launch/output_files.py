@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from sglang_uvm_offload.routing.merged_profile import node_file
 from sglang_uvm_offload.routing.profile import PROFILE_FILE
 from sglang_uvm_offload.routing.trace import TRACE_FILE
 
+logger = logging.getLogger(__name__)
+
 STATS_FORMAT = "sglang-uvm-offload statistics"
 
 
@@ -30,6 +35,28 @@ def _is_stats(path: Path) -> bool:
 STATS_FILE = Kind("statistics file", _is_stats)
 
 
+def unless_read_only(config: RequestedConfig, server_args: Any) -> RequestedConfig:
+    """``config``, which saves no profile if the one that it reads is there and must not be replaced."""
+    path = config.save_profile
+    if path is None or path not in config.profiles:
+        return config
+    own = node_file(path, resolving_view(server_args).node_rank)
+    if not (os.path.exists(path) or os.path.exists(own)):
+        logger.info("Expert offload: %s %s: is a new file, to which the routing is saved", flag_name("profile"), path)
+        return config
+    closed = next((each for each in (path, own, path.parent) if _is_read_only(each)), None)
+    why = f"{closed} is read-only" if closed else refusal(own, PROFILE_FILE, model_folders(server_args))
+    if why is None:
+        return config
+    logger.info("Expert offload: %s %s: the routing is not saved: %s", flag_name("profile"), path, why)
+    return dataclasses.replace(config, save_profile=None)
+
+
+def _is_read_only(path: Path) -> bool:
+    """By its mode, which a superuser need not heed, or for another reason."""
+    return os.path.exists(path) and not (os.stat(path).st_mode & 0o222 and os.access(path, os.W_OK))
+
+
 def problems(config: RequestedConfig, server_args: Any) -> list[str]:
     """Why the files that ``config`` names cannot be written."""
     folders, others = model_folders(server_args), {}
@@ -39,16 +66,16 @@ def problems(config: RequestedConfig, server_args: Any) -> list[str]:
     wanted = []
     if config.save_profile is not None:
         own = node_file(config.save_profile, resolving_view(server_args).node_rank)
-        wanted.append(("save_profile", own, PROFILE_FILE, folders))
-        others[own] = f"the file of {flag_name('save_profile')}"
+        wanted.append((config.saving_flag, own, PROFILE_FILE, folders))
+        others[own] = f"the file of {config.saving_flag}"
     if config.trace is not None:
-        wanted.append(("trace", config.trace, TRACE_FILE, {**folders, **others}))
+        wanted.append((flag_name("trace"), config.trace, TRACE_FILE, {**folders, **others}))
         others[config.trace] = f"the file of {flag_name('trace')}"
     if config.stats is not None:
-        wanted.append(("stats", config.stats, STATS_FILE, {**folders, **others}))
+        wanted.append((flag_name("stats"), config.stats, STATS_FILE, {**folders, **others}))
     return [
-        f"{flag_name(field)} {str(path)!r}: {reason}"
-        for field, path, kind, protected in wanted
+        f"{flag} {str(path)!r}: {reason}"
+        for flag, path, kind, protected in wanted
         if (reason := refusal(path, kind, protected))
     ]
 

@@ -16,9 +16,9 @@ def named(model_config: Any) -> tuple[str, str]:
 
 
 def chosen_profile(config: Settings, model_config: Any) -> Profile | None:
-    """The profile to start from, None without one. Raises ``FlagError`` for files that cannot be used; ``BuiltModel.check``
-    compares their layers with the built model."""
-    profile, problems = load_for(*named(model_config), config.profiles)
+    """The profile to start from, None without one, or if the only one is still to be saved. Raises ``FlagError`` for files that
+    cannot be used; ``BuiltModel.check`` compares their layers with the built model."""
+    profile, problems = load_for(*named(model_config), config.profiles, config.save_profile)
     if problems:
         raise FlagError([f"{flag_name('profile')} {problem}" for problem in problems])
     return profile

@@ -76,7 +76,7 @@ class RoutingFormat:
 
 def counting_flags(config: Settings) -> dict[str, str]:
     """The flags of ``config`` that need counted routing, each with the alternative without it."""
-    selection, adapt, save = flag_name("resident_selection"), flag_name("adapt"), flag_name("save_profile")
+    selection, adapt = flag_name("resident_selection"), flag_name("adapt")
     needs = {}
     if config.resident_selection == "frequency":
         needs[f"{selection} frequency"] = f"{selection} first_n or manual"
@@ -85,7 +85,7 @@ def counting_flags(config: Settings) -> dict[str, str]:
     elif config.adapt == "continuous":
         needs[f"{adapt} continuous"] = f"{adapt} off or warmup"
     if config.save_profile is not None:
-        needs[f"{save} {str(config.save_profile)!r}"] = "leave it out"
+        needs[f"{config.saving_flag} {str(config.save_profile)!r}"] = "leave it out"
     return needs
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from sglang_uvm_offload.config import NEVER, RequestedConfig
-from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.config import RequestedConfig
+from sglang_uvm_offload.flags import NEVER, flag_name
 from sglang_uvm_offload.sizing.rates import StreamRates
 from sglang_uvm_offload.sizing.streaming import break_even_tokens
 

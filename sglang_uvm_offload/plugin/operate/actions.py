@@ -48,7 +48,7 @@ def refusal(action: Action, config: Settings) -> str | None:
     if action is Action.SAVE:
         if config.save_profile or config.trace or config.stats:
             return None
-        flags = [flag_name(name) for name in ("save_profile", "trace", "stats")]
+        flags = [flag_name(name) for name in ("profile", "trace", "stats")]
         return f"there is nothing to save: the server has none of {', '.join(flags)}"
     if not config.residents_change:
         return (

@@ -43,7 +43,7 @@ class LoadingHooks:
         rank, model_config = self.rank, model_config_of(get_server_args())
         built, profile, problems = BuiltModel(model, self._top_k()), None, []
         try:
-            profile = chosen_profile(rank.config, model_config)
+            profile = rank.history = chosen_profile(rank.config, model_config)
         except FlagError as error:  # its file is another one on another machine
             problems += error.problems
         rank.routed_model = built.routed_model(*named(model_config))

@@ -74,18 +74,20 @@ class OperatingHooks:
             )
             self.chores.run("publishing metrics", self.metrics.publish)
         if self.rank.routed_model is not None:
-            self.rank.savers += filter(None, [profile_saver(self.rank.manager, self.rank.routed_model)])
+            self.rank.savers += filter(None, [profile_saver(self.rank.manager, self.rank.routed_model, self.rank.history)])
         self.rank.savers += filter(None, [stats_saver(self.rank.config.stats, self._status)])
         self.rank.start.end()
         logger.info("Expert offload, rank %d: ready after %s", get_parallel().tp_rank, described(self.rank.start.phases()))
 
     def after_init_info(self, result: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """``/server_info`` shows the numbers that were decided in place of the flags'."""
-        decided = self.rank.manager.placement.config
-        return result | {f"{PREFIX}{name}": str(getattr(decided, name)) for name in ("num_resident", "slots")}
+        """``/server_info`` shows what was decided in place of the flags'."""
+        decided, names = self.rank.manager.placement.config, ("num_resident", "slots", "resident_selection")
+        return result | {f"{PREFIX}{name}": str(getattr(decided, name)) for name in names}
 
     def after_internal_state(self, result: Any, *args: Any, **kwargs: Any) -> Any:
         """Without the status if it cannot be made: a request must not end the server."""
+
+        result.internal_state[f"{PREFIX}resident_selection"] = self.rank.config.resident_selection
 
         def add() -> None:
             result.internal_state[KEY] = msgspec.to_builtins(self._status())

@@ -25,7 +25,7 @@ _FLAG = flag_name("trace")
 
 
 class Recording:
-    """``--expert-offload-trace`` in a scheduler. Only the first of the ranks that compute the same tokens records."""
+    """The trace of a scheduler. Only the first of the ranks that compute the same tokens records."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_uvm_offload.config import AUTO, NEVER, RequestedConfig
-from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.config import AUTO, RequestedConfig
+from sglang_uvm_offload.flags import NEVER, FlagError, flag_name
 from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.launch.stream_settings import USUAL_TOP_K
 from sglang_uvm_offload.plugin.rank.backend import Emulated
@@ -78,7 +78,7 @@ class Residency:
             stream_tokens=self.stream_tokens,
             stream_buffers=division.buffers,
         )
-        return InitialPlacement(resolved, profile, self._built.first)
+        return InitialPlacement(resolved, profile if config.resident_selection == "frequency" else None, self._built.first)
 
     def make_room(self, draft: ModelExperts) -> None:
         """A draft model is built: the target gives way to what it keeps in VRAM. Where only some ranks have a draft model, the

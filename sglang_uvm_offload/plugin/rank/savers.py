@@ -16,6 +16,7 @@ from sglang_uvm_offload.files import atomic
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.launch.output_files import STATS_FILE, STATS_FORMAT, model_folders
+from sglang_uvm_offload.plugin.server_config import config_of
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.status import RankStatus
 from sglang_uvm_offload.routing.profile import Profile, RoutedModel
@@ -24,8 +25,8 @@ from sglang_uvm_offload.routing.profile_file import ProfileFile
 _SHOWN = ("tp_size", "pp_size", "ep_size", "dp_size", "enable_dp_attention")
 
 
-def profile_saver(manager: OffloadManager, model: RoutedModel) -> Saver | None:
-    """The saver of this rank's profile, None on a rank whose counts another rank saves."""
+def profile_saver(manager: OffloadManager, model: RoutedModel, history: Profile | None) -> Saver | None:
+    """The saver of this rank's profile, None on a rank whose counts another rank saves. ``history``: what was read."""
     parallel = get_parallel()
     launch = manager.config.launch_id, manager.config.began_at
     if parallel.nnodes > 1:  # each has a launcher of its own, which named the run, and whose flags may differ
@@ -40,7 +41,7 @@ def profile_saver(manager: OffloadManager, model: RoutedModel) -> Saver | None:
         return None
     file = ProfileFile(
         manager.config.save_profile,
-        manager.placement.profile or Profile.empty(model),
+        history or Profile.empty(model),
         run,
         [layer.layer_id for layer in layers],
         f"pp{parallel.pp_rank} tp{parallel.tp_rank}",
@@ -71,8 +72,10 @@ def _pending(path: Path, status: RankStatus) -> Callable[[], None]:
 
 def _server_info(args: Any, status: RankStatus) -> dict[str, Any]:
     """As ``/server_info`` shows it, so that ``sglang-uvm-offload report`` reads both."""
-    flags = ("expert_offload_num_resident", "expert_offload_resident_selection")
-    state = {name: getattr(args, name, None) for name in (*_SHOWN, *flags)}
+    config = config_of(args)
+    assert config is not None
+    state = {name: getattr(args, name, None) for name in (*_SHOWN, "expert_offload_num_resident")}
+    state["expert_offload_resident_selection"] = config.resident_selection
     return {
         "format": STATS_FORMAT,
         "version": sglang.__version__,

@@ -22,7 +22,7 @@ from sglang_uvm_offload.plugin.slots.seam import Seam
 from sglang_uvm_offload.plugin.slots.triton import SlotSeam
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.rearranging import Rearranging
-from sglang_uvm_offload.routing.profile import RoutedModel
+from sglang_uvm_offload.routing.profile import Profile, RoutedModel
 from sglang_uvm_offload.streaming.model_slots import ModelSlots
 
 MODEL = "_expert_offload_model"
@@ -45,6 +45,8 @@ class RankState:
         self.savers: list[Saver] = []
         self.routed_model: RoutedModel | None = None
         """The identity of the target model, once it is built."""
+        self.history: Profile | None = None
+        """The profile that was read, once it is built."""
 
     @cached_property
     def backend(self) -> Emulated:
