@@ -42,68 +42,69 @@ class Option:
     default: Any
     """What an absent value means, as a user would write it; None for none."""
     help: str
-    shown_default: str = ""
+    default_in_words: str = ""
+
+    @property
+    def shown_default(self) -> str:
+        return self.default_in_words or ("none" if self.default is None else str(self.default))
 
 
 FLAGS = {
     "num_resident": Option(
         whole("auto, or a whole number of experts (-1: off)", 0, 999999, auto=None),
         None,
-        "Turn on expert offloading and keep this many routed experts of each MoE layer in VRAM, in blocks of 2 MiB, counted "
-        "over all ranks that share the layer. Kernels read the rest from host memory over PCIe. auto: as many as fit next to "
-        "the KV cache for --max-running-requests and --context-length (or --max-total-tokens). -1: off, whatever the other "
-        "flags.",
+        "Turn on expert offloading: keep this many routed experts of each MoE layer in VRAM, over all ranks that share the "
+        "layer. Kernels read the rest from host memory over PCIe. auto: as many as fit next to the KV cache for "
+        "--max-running-requests and --context-length (or --max-total-tokens). -1: off, whatever the other flags.",
         "off",
     ),
     "profile": Option(
         FILES,
         None,
-        "Choose the initial residents from the routing in this profile (frequency only), and add what the server counts to it: "
-        "every five minutes, when requests pause, and on SIGTERM. A file that does not exist yet is created. A read-only one, "
-        "and several (separated by commas), are only read. The launch fails if a file is damaged or of another model.",
+        "Choose the initial residents from the routing in this file (frequency only), and add what the server counts to it: "
+        "every five minutes, when requests pause, and on SIGTERM. A missing file is created. A read-only one, and several "
+        "(separated by commas), are only read. A damaged file, or one of another model, ends the launch.",
     ),
     "adapt": Option(
         choice("off", "warmup", "continuous"),
         "warmup",
-        "When residents change. off: never. warmup: once, after the warm-up, with N per layer (frequency only; first_n and "
-        "manual never change). continuous: whenever the PCIe reads saved should outweigh the cost of the move, after the "
-        "warm-up (frequency) or from the start; layers that save more reads get more residents, N per layer on average.",
+        "When residents change. off: never. warmup: once, after the warm-up (frequency only). continuous: after it, or with "
+        "other selections from the start, whenever the PCIe reads saved should outweigh the cost of the move; layers that save "
+        "more reads get more residents, N per layer on average.",
     ),
     "slots": Option(
         or_off(whole("auto, or a whole number of slots", 0, 999999, auto=None), 0),
         "auto",
-        "Slots in VRAM per MoE layer, in addition to the residents and over all ranks that share the layer. A decode step "
-        "copies the offloaded experts that it uses into slots, and later steps read them from VRAM. auto: with "
-        "--expert-offload-num-resident auto, a part of what it finds room for, by the split in --expert-offload-profile if it "
-        "has one; none with a number of residents, or if SGLang's MoE runner cannot use slots.",
+        "Slots in VRAM per MoE layer besides its residents, over all ranks that share the layer. A decode step copies the "
+        "offloaded experts that it uses into slots, and later steps read them there. auto: a part of what "
+        "--expert-offload-num-resident auto finds room for, by the split in --expert-offload-profile if it has one; none with "
+        "a number of residents, or if SGLang's MoE runner cannot use slots.",
     ),
     "headroom_gb": Option(
         gib("a number of GiB", float),
         1.0,
-        "VRAM in GiB to leave free besides weights and KV cache, so that the driver never has to evict a resident expert. "
-        "Subtracted from what --mem-fraction-static allows.",
+        "VRAM in GiB to leave free besides weights and KV cache, taken off --mem-fraction-static, so that the driver never has "
+        "to evict a resident expert.",
     ),
     "resident_ids": Option(
         IDS,
         None,
-        "Experts to keep resident: '0-63,70' for every layer, or @FILE, a JSON list with one list of expert ids for each MoE "
-        "layer in order. Only these are resident (--expert-offload-resident-selection manual). With --expert-offload-adapt "
-        "continuous, these stay resident and the rest of N follows the traffic.",
+        "Experts to keep resident: '0-63,70' for every layer, or @FILE, a JSON list with one list of ids for each MoE layer. "
+        "Only these are resident; with --expert-offload-adapt continuous, the rest of N follows the traffic.",
     ),
     "resident_selection": Option(
         choice("first_n", "frequency", "manual"),
         None,
-        "Which experts are resident. first_n: the first N of each layer. frequency: starts as first_n, or from "
-        "--expert-offload-profile, and switches to the most used experts after the warm-up. manual: those in "
-        "--expert-offload-resident-ids.",
+        "Which experts are resident. first_n: the first N of each layer. frequency: at first those, or the best by "
+        "--expert-offload-profile, and after the warm-up the most used ones. manual: those in --expert-offload-resident-ids.",
         "frequency, or manual with ids",
     ),
     "prefetch": Option(
         choice("none", "frequency", "speculative"),
         "none",
         "Move experts to VRAM between steps, ahead of their use. frequency: predict from each expert's own past use. "
-        "speculative: also from which experts are used together, across layers and tokens. Both imply --expert-offload-adapt "
-        "continuous, which on its own is speculative.",
+        "speculative: also from which experts are used together. Both imply --expert-offload-adapt continuous, which on its "
+        "own is speculative.",
     ),
 }
 
@@ -117,15 +118,15 @@ OPTIONS = {
     "draft_num_resident": Option(
         whole("a whole number of experts", 0, 999999),
         None,
-        "Keep this many routed experts of each MoE layer of the draft model (--speculative-algorithm) in VRAM. Starts with the "
-        "first ones; if residents may change, switches to those that drafts use most after the warm-up.",
+        "Keep this many routed experts of each MoE layer of the draft model (--speculative-algorithm) in VRAM: the first ones, "
+        "and after the warm-up, if residents may change, those that drafts use most.",
         "all",
     ),
     "save_profile": Option(
         FILE_OR_FALSE,
         None,
-        "The file to save the routing to, if not that of --expert-offload-profile; false: nowhere. Node N of several saves its "
-        "part to FILE-nodeN, which is read with FILE.",
+        "Where to save the routing, if not in the file of --expert-offload-profile; false: nowhere. Node N of several saves "
+        "its part to FILE-nodeN, which is read with FILE.",
         "the profile",
     ),
     "trace": Option(
@@ -136,22 +137,21 @@ OPTIONS = {
     "stats": Option(
         FILE,
         None,
-        "Write statistics to this JSON file when the server ends: what /server_info shows of offloading, with hit rates before "
-        "and after the warm-up. sglang-uvm-offload report reads it.",
+        "Write statistics to this JSON file when the server ends: what /server_info shows of offloading, for "
+        "sglang-uvm-offload report.",
     ),
     "stream_buffer_gb": Option(
         gib("auto, or GiB", auto=None),
         "auto",
-        "VRAM in GiB for stream buffers. Long steps copy the experts of one layer at a time into them, so that each offloaded "
+        "VRAM in GiB for stream buffers, into which long steps copy the experts of one layer at a time, so that each offloaded "
         "byte crosses PCIe once per step. auto: two buffers of the largest layer's size, or one, or none, whichever fits. 0: "
-        "long steps also read offloaded experts in place.",
+        "long steps also read in place.",
     ),
     "stream_tokens": Option(
         whole("auto, inf, or a whole number of tokens", 0, 999999999, auto=None, inf=NEVER),
         "auto",
         "Steps of this many tokens or more copy experts into the stream buffers; inf: no step does. Prefill CUDA graphs are "
-        "captured for fewer tokens only. auto: the smallest number at which copying should be no slower than reading in place, "
-        "which grows with what is resident.",
+        "captured for fewer tokens only. auto: the smallest number at which copying should be no slower than reading in place.",
     ),
     "lookup_tables": Option(
         choice(*TABLES),
@@ -162,8 +162,8 @@ OPTIONS = {
     "tma": Option(
         choice("on", "off"),
         "on",
-        "off: SGLang's Triton MoE kernels load weights without TMA, whatever their tile configurations say. For a GPU on which "
-        "such a load of an expert that moves ends the server; see docs/operations.md.",
+        "off: SGLang's Triton MoE kernels load weights without TMA, for a GPU on which such a load of an expert that moves "
+        "ends the server (docs/operations.md).",
     ),
 }
 
@@ -185,9 +185,7 @@ ARGUMENTS = {
         _TEXT,
         None,
         """Further options, as a JSON object such as '{"warmup_tokens": 8192}', or @FILE with one. """
-        + " ".join(
-            f"{name} (default {option.shown_default or option.default}): {option.help}" for name, option in OPTIONS.items()
-        ),
+        + " ".join(f"{name} (default {option.shown_default}): {option.help}" for name, option in OPTIONS.items()),
     ),
     **{name: Option(_TEXT, None, f"Replaced by {by}.") for name, by in REPLACED.items()},
 }
@@ -220,17 +218,14 @@ def no_such_flag(word: str, known: Iterable[str]) -> str | None:
     name = flag.replace("-", "_").removeprefix("__" + PREFIX.removesuffix("_"))
     if len(name) == len(flag) or flag in known or " " in flag:
         return None
-    return (
-        f"{flag}: no such flag{did_you_mean(name.strip('_'), {each: flag_name(each) for each in (*FLAGS, CONFIG, *OPTIONS)})}"
-    )
+    names = {each: flag_name(each) for each in (*FLAGS, CONFIG, *OPTIONS)}
+    return f"{flag}: no such flag; {did_you_mean(name.strip('_'), names)}"
 
 
 def did_you_mean(given: str, names: dict[str, str]) -> str:
     """The end of a message about a name that is none of ``names``, each with how to show it."""
     close = [name for name in names if given and name.startswith(given)] or difflib.get_close_matches(given, names, 1)
-    return (
-        f"; did you mean {' or '.join(names[name] for name in close)}?" if close else f"; there are {', '.join(names.values())}"
-    )
+    return f"did you mean {' or '.join(names[name] for name in close)}?" if close else f"there are {', '.join(names.values())}"
 
 
 def tables() -> dict[str, str]:
@@ -241,9 +236,7 @@ def tables() -> dict[str, str]:
     return {
         "flags": _table("flag", {spelled(name): option for name, option in FLAGS.items()}),
         "options": _table("option", OPTIONS),
-        "replaced": "\n".join(
-            ["| flag | now |", "| --- | --- |", *(f"| {', '.join(flags)} | {by} |" for by, flags in old.items())]
-        ),
+        "replaced": "\n".join(["| flag | now |", "| --- | --- |", *(f"| {', '.join(old[by])} | {by} |" for by in old)]),
     }
 
 
@@ -251,6 +244,5 @@ def _table(what: str, options: dict[str, Option]) -> str:
     rows = [f"| {what} | default | meaning |", "| --- | --- | --- |"]
     for name, option in options.items():
         value = " `" + r"\|".join(option.kind.choices) + "`" if option.kind.choices else ""
-        default = option.shown_default or ("none" if option.default is None else option.default)
-        rows.append(f"| `{name}`{value} | {default} | {option.help} |")
+        rows.append(f"| `{name}`{value} | {option.shown_default} | {option.help} |")
     return "\n".join(rows)

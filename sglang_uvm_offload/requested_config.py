@@ -41,23 +41,16 @@ def of_arguments(given: Mapping[str, Any]) -> RequestedConfig | None:
     for name, by in REPLACED.items():
         if (value := given.get(name)) is None:
             continue
-        if name == "memory_headroom":  # GiB, or a share of VRAM? What is wrong by much shows late
+        if name == "memory_headroom":  # GiB, or a share of VRAM? A wrong guess would show late
             problems.append(f"{spelled(name)} {value!r}: replaced by {by}; give that instead")
         elif name not in OPTIONS:
             logger.warning("%s %r: has no effect any more; now: %s", spelled(name), value, by)
-        elif name in options and not _same(OPTIONS[name], value, options[name]):
+        elif name in options and str(value) != str(options[name]):
             problems.append(f"{spelled(name)} {value!r}, and {flag_name(name)} {options[name]!r}: give only the second")
         else:
             logger.warning("%s: replaced by %s", spelled(name), config_flag(**{name: plain(value)}))
             options.setdefault(name, value)
     return parse({**{name: value for name, value in given.items() if name in FLAGS}, **options}, problems)
-
-
-def _same(option: Option, value: Any, other: Any) -> bool:
-    try:
-        return bool(_read(option, value) == _read(option, other))
-    except ValueError:
-        return False
 
 
 def _options(given: Any) -> tuple[dict[str, Any], list[str]]:
@@ -72,13 +65,9 @@ def _options(given: Any) -> tuple[dict[str, Any], list[str]]:
         text = str(given)
         shown = text if len(text) <= 200 else f"{text[:200]}..."
         return {}, [f"""{spelled(CONFIG)} {shown!r}: {error}; give an object such as '{{"warmup_tokens": 8192}}', or @FILE"""]
-    problems = []
-    for name in (name for name in found if name not in OPTIONS):
-        if name in FLAGS:
-            problems.append(f"{flag_name(CONFIG)} {name!r}: is a flag of its own, {spelled(name)}")
-        else:
-            hint = did_you_mean(str(name), {option: option for option in OPTIONS})
-            problems.append(f"{flag_name(CONFIG)} {name!r}: no such option{hint}")
+    names = {**{name: name for name in OPTIONS}, **{name: spelled(name) for name in FLAGS}}
+    unknown = [name for name in found if name not in OPTIONS]
+    problems = [f"{spelled(CONFIG)} {name!r}: no such option; {did_you_mean(str(name), names)}" for name in unknown]
     return {name: value for name, value in found.items() if name in OPTIONS}, problems
 
 
@@ -99,10 +88,11 @@ def _json(given: Any) -> Any:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
-        raise ValueError(f"has {twice!r} twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"has {name!r} twice")
+        found[name] = value
     return found
 
 

@@ -154,6 +154,7 @@ def test_files_that_cannot_be_read_are_told(estimated: Estimated, model: Path, t
 
 
 def test_a_profile_of_another_model_is_told(estimated: Estimated, tmp_path: Path) -> None:
-    (doubt,) = estimated(profile=str(tmp_path / "gone.npz")).doubts
+    (tmp_path / "other.npz").write_bytes(b"other")
+    (doubt,) = estimated(profile=str(tmp_path / "other.npz")).doubts
     assert doubt.startswith(f"{N} auto is not estimated: ")
-    assert "gone.npz" in doubt
+    assert "other.npz" in doubt

@@ -83,10 +83,14 @@ def launch(
     return launched(jobs, sglang_on_standin, HF_HOME=str(folder / "home"))
 
 
-@pytest.mark.parametrize("case", ["auto", "slots", "slots of a number", "cached", "too small for any"])
+@pytest.mark.parametrize("case", ["auto", "slots", "cached", "too small for any"])
 def test_auto_is_left_to_the_ranks(launch, case):
     assert launch[case]["exit"] is None, launch[case]["error"]
     assert launch[case]["flags"]["expert_offload_num_resident"] == "auto"
+
+
+def test_slots_beside_a_number_may_be_auto(launch):
+    assert launch["slots of a number"]["exit"] is None, launch["slots of a number"]["error"]
 
 
 def test_so_is_whether_a_number_fits(launch):

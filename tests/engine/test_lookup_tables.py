@@ -19,6 +19,7 @@ from sglang.srt.configs.deepseek_v41 import DeepseekV41Config
 
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.config import RequestedConfig
+from sglang_uvm_offload.flags import config_flag
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import estimate, lookup_tables, ranks
 from sglang_uvm_offload.plugin.launch.estimate import Estimate
@@ -205,7 +206,7 @@ def test_plan_takes_the_flag(longcat: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["plan", str(longcat), "--machine", "1xH100", "--lookup-tables", "host"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "lookup tables 58.50 GiB, in managed host RAM, which take 58.50 GiB of it" in shown
-    assert f"{FLAG} host" in shown
+    assert config_flag(lookup_tables="host") in shown
     assert main(["plan", str(FOLDER), "--machine", "2xH200", "--lookup-tables", "host"]) == 2
     assert "--lookup-tables host: the model has no n-gram embedding" in capsys.readouterr().err
 

@@ -75,7 +75,7 @@ def test_no_options_are_the_defaults(config):
         ('{"warmup": 8}', f"{CONFIG} 'warmup': no such option", "did you mean warmup_tokens?"),
         ('{"stream-token": 8}', f"{CONFIG} 'stream-token': no such option", "did you mean stream_tokens?"),
         ('{"x": 8}', f"{CONFIG} 'x': no such option", "there are warmup_tokens, draft_num_resident, "),
-        ('{"adapt": "off"}', f"{CONFIG} 'adapt': is a flag of its own", "--expert-offload-adapt"),
+        ('{"adapt": "off"}', f"{CONFIG} 'adapt': no such option", "did you mean --expert-offload-adapt?"),
         ('{"tma": "on", "tma": "off"}', f'{CONFIG} \'{{"tma"', "has 'tma' twice"),
         ("[1]", f"{CONFIG} '[1]'", "is no JSON object; give an object such as '{\"warmup_tokens\": 8192}'"),
         (5, f"{CONFIG} '5'", "is no JSON object"),
