@@ -107,10 +107,10 @@ class OffloadManager:
     def place_model(self, model: ModelExperts, placement: InitialPlacement | None = None) -> None:
         """The experts of a built model get their pages, before its first weight is read. ``placement``: of the target, None
         for a draft model."""
-        if placement is None:
-            placement = self.placement.of_draft()
-        else:
+        if placement is not None:
             self.placement = placement
+        elif (number := self.config.draft_num_resident) is not None:
+            placement = self.placement.of_draft(number)
         shards = [layer.shard for layer in model.layers]
         chosen = [EVERYTHING] * len(shards) if placement is None else placement.of_layers(shards)
         with layer_bar("Placing experts", len(shards), self.progress()) as bar:

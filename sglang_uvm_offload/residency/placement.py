@@ -41,11 +41,8 @@ class InitialPlacement:
     def with_residents(self, num_resident: int) -> InitialPlacement:
         return dataclasses.replace(self, config=dataclasses.replace(self.config, num_resident=num_resident))
 
-    def of_draft(self) -> InitialPlacement | None:
-        """Of a draft model: the first experts, as many as its flag keeps resident; None: all."""
-        number = self.config.draft_num_resident
-        if number is None:
-            return None
+    def of_draft(self, number: int) -> InitialPlacement:
+        """Of a draft model: the first ``number`` experts."""
         return InitialPlacement(dataclasses.replace(self.config, num_resident=number, slots=0, resident_ids=None), None)
 
     def profile_counts(self, model: ModelExperts) -> RoutingCounts | None:

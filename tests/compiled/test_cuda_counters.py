@@ -309,10 +309,11 @@ def test_reselection_over_cuda_keeps_bytes_and_addresses_and_demotes_a_layer_bef
             with AllocationMode(6, layer.allocate):
                 module.w13 = torch.nn.Parameter(torch.empty(6, BLOCK, dtype=torch.uint8, device="cuda"), requires_grad=False)
             layer.sync_tensors(module)
-            values = np.random.default_rng(layer_id).integers(0, 255, (6, BLOCK), dtype=np.uint8)
-            module.w13.data.copy_(torch.from_numpy(values))
             modules.append(module)
         manager.place_model(model, InitialPlacement(config, None))
+        for layer_id, module in enumerate(modules):
+            values = np.random.default_rng(layer_id).integers(0, 255, (6, BLOCK), dtype=np.uint8)
+            module.w13.data.copy_(torch.from_numpy(values))
         manager.finish_model(model)
         before = [(m.w13.data_ptr(), m.w13.data.cpu().clone()) for m in modules]
         for _ in range(3):

@@ -53,8 +53,9 @@ for index in range(LAYERS):
     layer.sync_tensors(module)
     modules.append(module)
     written.append(torch.from_numpy(np.random.default_rng(index).integers(0, 255, (E, EXPERT), dtype=np.uint8)))
-    module.w13.copy_(written[-1])
 manager.place_model(model, InitialPlacement(config, None))
+for module, values in zip(modules, written):
+    module.w13.copy_(values)
 manager.finish_model(model)
 staging = CudaStaging(0, max(map(buffer_bytes, model.layers)), 2)
 streamer = Streamer(model.layers, staging, LONG, lambda row, nbytes: None)

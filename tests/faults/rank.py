@@ -88,6 +88,7 @@ class Rank:
         self.experts = self.manager.begin_model(False, self.config.slots)
         self.modules = [self._module(index) for index in range(model.LAYERS)]
         self.manager.place_model(self.experts, InitialPlacement(self.config, earlier))
+        self._write_weights()
         self.manager.finish_model(self.experts)
         made = CudaStaging if self.cuda else CpuStaging
         largest = max(map(buffer_bytes, self.experts.layers))
@@ -118,9 +119,12 @@ class Rank:
                 empty = torch.empty(model.EXPERTS, nbytes, dtype=torch.uint8, device=self.device)
                 setattr(module, name, torch.nn.Parameter(empty, requires_grad=False))
         layer.sync_tensors(module)
-        for name in model.TENSORS:
-            getattr(module, name).data.copy_(self._weights(index, name))
         return module
+
+    def _write_weights(self) -> None:
+        for index, module in enumerate(self.modules):
+            for name in model.TENSORS:
+                getattr(module, name).data.copy_(self._weights(index, name))
 
     def _weights(self, index: int, name: str) -> torch.Tensor:
         return torch.from_numpy(np.roll(model.weights(index, name), -self.shift, axis=0))
@@ -128,9 +132,7 @@ class Rank:
     def replace_weights(self) -> None:
         """As an update between two steps does: each expert gets the weights of the next one."""
         self.shift += 1
-        for index, module in enumerate(self.modules):
-            for name in model.TENSORS:
-                getattr(module, name).data.copy_(self._weights(index, name))
+        self._write_weights()
         self.slots.bytes_written()
 
     # Serving, as plugin/rank/step_hooks and plugin/rank/fused_moe do it.

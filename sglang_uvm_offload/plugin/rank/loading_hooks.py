@@ -24,7 +24,6 @@ from sglang_uvm_offload.plugin.rank.start_clock import StartPhase
 from sglang_uvm_offload.plugin.rank.state import MODEL, RankState
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.sizing.moe_shape import stated_top_k
-from sglang_uvm_offload.streaming.streamer import Streamer
 
 _WRITTEN_BY_WEIGHT = ("auto", "pt", "safetensors", "fastsafetensors", "instanttensor", "npcache", "mistral")
 """The values of ``--load-format`` with which SGLang's loader writes a model weight by weight, as it reads."""
@@ -122,17 +121,14 @@ class LoadingHooks:
         if model.draft:
             return
         # A server that releases its weights then also releases the buffers, and gets them back at the same size.
+        manager, backend = self.rank.manager, self.rank.backend
         with runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_WEIGHTS):
-            self.rank.layer_hooks.streamer = self._streamer(model)
+            self.rank.layer_hooks.streamer = make_streamer(
+                manager.placement.config, backend, manager.memory, model.layers, manager.ledger.add_streamed
+            )
         self._begin_slots(model)
         if self.rank.recording is not None:
             self.rank.savers += filter(None, [self.rank.recording.begin(model, self._top_k())])
-
-    def _streamer(self, model: ModelExperts) -> Streamer | None:
-        manager = self.rank.manager
-        return make_streamer(
-            manager.placement.config, self.rank.backend, manager.memory, model.layers, manager.ledger.add_streamed
-        )
 
     def around_pools(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         """SGLang makes the KV cache of what is left of VRAM: now all weights are in it, of draft models too."""
